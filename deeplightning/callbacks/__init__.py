@@ -1,0 +1,1 @@
+"""What happens during a run beside learning: checkpoints, resume, logs, summaries."""

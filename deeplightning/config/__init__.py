@@ -1,0 +1,1 @@
+"""Text becomes a checked `Config`. Nothing here imports torch, Lightning or MLflow."""

@@ -1,0 +1,1 @@
+"""One file per loss, each a plain nn.Module with plain keyword arguments."""
