@@ -1,0 +1,279 @@
+"""A picture becomes numbers: `ImageSpec` takes an encoded image to the uint8 array that a network was trained on.
+
+Training and serving both call it, so they cannot disagree. Pillow, numpy and the standard library only.
+Shapes: H height, W width, C channels (1 for "L", 3 for "RGB").
+"""
+
+import contextlib
+import io
+import math
+import os
+import re
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
+from typing import Any, BinaryIO
+
+import numpy as np
+from PIL import AvifImagePlugin, Image, TiffImagePlugin, UnidentifiedImageError, WebPImagePlugin
+
+# Importing these three registers them; else Pillow loads all its forty formats at the first file it does not know.
+_REGISTERED = (AvifImagePlugin, TiffImagePlugin, WebPImagePlugin)
+
+FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
+"""Formats that are read. Short on purpose: Pillow also reads formats that start other programs (EPS) or hide a second
+image behind the size in the header (ICO)."""
+
+MODES = {"L": 1, "RGB": 3}
+"""Colour modes a network may be given, with their number of channels."""
+
+RESIZES = ("stretch", "crop", "pad")
+
+MAX_PIXELS = 50_000_000
+"""Largest picture decoded unless the caller says otherwise: 200 MB in Pillow's memory, a 48-megapixel photo passes."""
+
+FILTER = Image.Resampling.BILINEAR
+"""Pillow widens its support when shrinking, so every source pixel counts: no aliasing, and no jump between versions."""
+
+_TURNS = {  # EXIF orientation → what makes it upright
+    2: Image.Transpose.FLIP_LEFT_RIGHT,
+    3: Image.Transpose.ROTATE_180,
+    4: Image.Transpose.FLIP_TOP_BOTTOM,
+    5: Image.Transpose.TRANSPOSE,
+    6: Image.Transpose.ROTATE_270,
+    7: Image.Transpose.TRANSVERSE,
+    8: Image.Transpose.ROTATE_90,
+}
+_EXIF_ORIENTATION = 0x0112
+_PILLOW_WARNINGS = ("ignore", None, Warning, re.compile(r"PIL\."), 0)
+
+
+class ImageError(ValueError):
+    """A picture cannot be used; the message is one sentence for people.
+
+    Attributes:
+        status: what HTTP would say: 400 damaged or empty, 413 too many pixels, 415 not a picture of a kind we read.
+    """
+
+    def __init__(self, message: str, status: int):
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class ImageSpec:
+    """How pictures are prepared for one network. Colour profiles (ICC) are not applied: samples are taken as stored.
+
+    Attributes:
+        height: rows of the result, in pixels.
+        width: columns of the result, in pixels.
+        mode: "RGB" (three channels) or "L" (one, grey by ITU-R 601-2 luma).
+        resize: "stretch" to the size; "crop": scale until the shorter side fits and keep the centre; "pad": scale until
+            the longer side fits and fill the rest with black.
+        mean: per channel, on the scale 0 to 1; subtracted inside the network's graph, not here. Empty: zeros.
+        std: per channel, on the scale 0 to 1; divided by inside the network's graph. Empty: ones.
+
+    Raises:
+        ValueError: if a value is impossible.
+    """
+
+    height: int
+    width: int
+    mode: str = "RGB"
+    resize: str = "stretch"
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("height", "width"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} must be a whole number of pixels of at least 1, not {value!r}")
+        if self.mode not in MODES:
+            raise ValueError(f"mode must be one of {', '.join(MODES)}, not {self.mode!r}")
+        if self.resize not in RESIZES:
+            raise ValueError(f"resize must be one of {', '.join(RESIZES)}, not {self.resize!r}")
+        for name, default in (("mean", 0.0), ("std", 1.0)):
+            values = getattr(self, name)
+            if not _are_numbers(values) or len(values) not in (0, self.channels):
+                raise ValueError(
+                    f"{name} must be {self.channels} finite number(s) for mode {self.mode}, not {values!r}"
+                )
+            object.__setattr__(self, name, tuple(map(float, values)) or (default,) * self.channels)
+        if min(self.std) <= 0:
+            raise ValueError(f"std must be positive, not {self.std!r}")
+
+    @property
+    def channels(self) -> int:
+        return MODES[self.mode]
+
+    def decode(
+        self, data: bytes | bytearray | memoryview | str | os.PathLike[str] | BinaryIO, max_pixels: int = MAX_PIXELS
+    ) -> np.ndarray:
+        """Prepares an encoded image: turned upright by its EXIF, first frame of an animation, laid on white where it is
+        transparent (the paper on which browsers and viewers show it), 16 bits per sample reduced to the upper 8.
+
+        Args:
+            data: the encoded bytes, the path of a file, or a seekable binary file.
+            max_pixels: refuse larger pictures by their header, before decoding. Pillow itself refuses 178,956,970.
+
+        Returns:
+            uint8 (H, W, C), contiguous, the caller's own. A picture that has the size and mode already is not changed.
+
+        Raises:
+            ImageError: if it is not a picture, damaged, or too large.
+            OSError: if a path cannot be opened.
+        """
+        _silence_pillow()
+        if isinstance(data, bytes | bytearray | memoryview):
+            opened: contextlib.AbstractContextManager[Any] = io.BytesIO(data)
+        elif isinstance(data, str | os.PathLike):
+            opened = open(data, "rb")  # noqa: PTH123, SIM115 (a path of any kind; the `with` below closes it)
+        else:
+            opened = contextlib.nullcontext(data)
+        with opened as file:
+            try:
+                with Image.open(file, formats=FORMATS) as image:
+                    width, height = image.size
+                    if width * height > max_pixels:
+                        raise ImageError(
+                            f"The image has {width} x {height} = {width * height:,} pixels; "
+                            f"at most {max_pixels:,} are accepted.",
+                            413,
+                        )
+                    image.load()
+                    return self._prepare(_upright(image))
+            except ImageError:
+                raise
+            except UnidentifiedImageError:
+                file.seek(0)
+                if not file.read(1):
+                    raise ImageError("The image is empty (0 bytes).", 400) from None
+                raise ImageError(
+                    f"This is not an image in a format that is read here ({', '.join(FORMATS)}).", 415
+                ) from None
+            except Image.DecompressionBombError:
+                raise ImageError(f"The image has too many pixels; at most {max_pixels:,} are accepted.", 413) from None
+            except MemoryError:
+                raise ImageError("The image needs more memory than there is.", 413) from None
+            except Exception as error:
+                # Parsers of hostile bytes raise anything: OSError, SyntaxError, struct.error, zlib.error, KeyError …
+                raise ImageError(
+                    f"The image cannot be decoded, it may be damaged or cut off ({error}).", 400
+                ) from error
+
+    def from_array(self, array: np.ndarray) -> np.ndarray:
+        """Prepares pixels: uint8 (H', W') or (H', W', C') with 1, 2 (grey, alpha), 3 or 4 (with alpha) channels.
+
+        Returns:
+            uint8 (H, W, C), contiguous, the caller's own; the values of `decode` for a picture of these pixels.
+
+        Raises:
+            ImageError: if the array is of another kind.
+        """
+        if array.dtype != np.uint8 or array.ndim not in (2, 3) or 0 in array.shape:
+            raise ImageError(f"Pixels must be uint8 (H, W) or (H, W, C), not {array.dtype} {array.shape}.", 400)
+        if array.ndim == 3 and array.shape[2] == 1:
+            array = array[:, :, 0]
+        if array.ndim == 3 and array.shape[2] not in (2, 3, 4):
+            raise ImageError(f"Pixels must have 1, 2, 3 or 4 channels, not {array.shape[2]}.", 400)
+        return self._prepare(Image.fromarray(np.ascontiguousarray(array)))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types, for a bundle."""
+        return asdict(self) | {"mean": list(self.mean), "std": list(self.std)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "ImageSpec":
+        """The reverse of `to_dict`.
+
+        Raises:
+            ValueError: if a key is missing or unknown, or a value is impossible.
+        """
+        if not isinstance(values, Mapping):
+            raise ValueError(f"an image spec must be a mapping, not {type(values).__name__}")
+        known = [field.name for field in fields(cls)]
+        if faults := [key for key in known if key not in values] + [str(key) for key in values if key not in known]:
+            raise ValueError(f"an image spec has exactly the keys {', '.join(known)}; look at {', '.join(faults)}")
+        return cls(**values)
+
+    def _prepare(self, image: Image.Image) -> np.ndarray:
+        pixels = np.array(self._fit(_to_mode(image, self.mode)), dtype=np.uint8)  # (H, W) or (H, W, 3)
+        return pixels.reshape(self.height, self.width, self.channels)
+
+    def _fit(self, image: Image.Image) -> Image.Image:
+        size = (self.width, self.height)
+        if image.size == size:
+            return image
+        if self.resize == "stretch":
+            return image.resize(size, FILTER)
+        scales = (self.width / image.width, self.height / image.height)
+        if self.resize == "crop":
+            # The centre is cut out of the source, not of an enlarged copy: a picture of 1 x 1,000,000 stays harmless.
+            kept = [min(side, goal / max(scales)) for side, goal in zip(image.size, size, strict=True)]
+            left, top = ((side - keep) / 2 for side, keep in zip(image.size, kept, strict=True))
+            return image.resize(size, FILTER, box=(left, top, left + kept[0], top + kept[1]))
+        fitted = tuple(max(1, round(side * min(scales))) for side in image.size)
+        canvas = Image.new(image.mode, size)
+        canvas.paste(
+            image.resize((fitted[0], fitted[1]), FILTER), ((size[0] - fitted[0]) // 2, (size[1] - fitted[1]) // 2)
+        )
+        return canvas
+
+
+def _are_numbers(values: Any) -> bool:
+    return isinstance(values, Sequence) and all(
+        isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) for value in values
+    )
+
+
+def _silence_pillow() -> None:
+    """Puts one filter in front: Pillow's remarks on a picture (damaged EXIF, odd palette) are not for our users.
+
+    `warnings.catch_warnings` would be undone by other threads at the wrong moment; a filter that stays is safe in a
+    server and in loader threads. It matches only warnings raised inside the package PIL.
+    """
+    if not warnings.filters or warnings.filters[0] != _PILLOW_WARNINGS:
+        warnings.filterwarnings("ignore", module=r"PIL\.")
+
+
+def _upright(image: Image.Image) -> Image.Image:
+    try:
+        turn = _TURNS.get(image.getexif().get(_EXIF_ORIENTATION, 1))
+    except Exception:  # A damaged EXIF block says nothing about the pixels: viewers show such a picture as it is.
+        turn = None
+    return image if turn is None else image.transpose(turn)
+
+
+def _to_mode(image: Image.Image, mode: str) -> Image.Image:
+    if image.mode.startswith("I") or image.mode == "F":
+        image = _eight_bits(image)
+    if image.has_transparency_data:
+        layer = image if image.mode == "RGBA" else image.convert("RGBA")
+        image = Image.new("RGB", layer.size, "white")
+        image.paste(layer, mask=layer)
+    if image.mode not in ("1", "L", "RGB"):  # palette, CMYK, YCbCr …
+        try:
+            image = image.convert("RGB")
+        except ValueError:
+            raise ImageError(f"Images in the colour mode {image.mode} are not read; save it as RGB.", 415) from None
+    return image if image.mode == mode else image.convert(mode)
+
+
+def _eight_bits(image: Image.Image) -> Image.Image:
+    """Grey of more than 8 bits per sample as "L". Pillow's own conversion clips at 255: 16-bit pictures go white.
+
+    Whole numbers are taken as 16 bits, of which the upper 8 are kept, as Pillow does for 16-bit colour. Fractions
+    have no fixed range: they are taken as 0 to 1, else 0 to 255, else 0 to 65535: the first that holds all samples.
+    """
+    samples = np.asarray(image)
+    low, high = float(samples.min()), float(samples.max())
+    if not (low >= 0 and high <= 65535):  # also when a sample is not a number
+        raise ImageError(
+            f"The grey values run from {low:g} to {high:g}, which is neither 8 nor 16 bits; save the image as 8.",
+            415,
+        )
+    if image.mode != "F":
+        return Image.fromarray((samples >> 8).astype(np.uint8))
+    top = next(top for top in (1, 255, 65535) if high <= top)
+    return Image.fromarray(np.rint(samples * (255 / top)).astype(np.uint8))
