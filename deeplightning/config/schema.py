@@ -1,0 +1,334 @@
+"""Every key of a config: its type, its default, and one sentence. The reference in the README is made from this file.
+
+A config is a tree of these dataclasses. What is free-form stands under some `params`; every other key is here.
+"""
+
+# ruff: noqa: RUF009 (`key` makes a dataclass field, which the rule cannot see)
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
+from typing import Any, Literal
+
+Backend = Literal[
+    "ddp",
+    "fsdp",
+    "deepspeed_stage_1",
+    "deepspeed_stage_2",
+    "deepspeed_stage_3",
+    "deepspeed_stage_2_offload",
+    "deepspeed_stage_3_offload",
+    # older words, mapped with a notice
+    "horovod",
+    "dp",
+    "fairscale_oss",
+    "fairscale_sddp",
+    "fairscale_fsdp",
+]
+Precision = Literal[
+    16,
+    32,
+    64,
+    "bf16",
+    "16-mixed",
+    "16-true",
+    "bf16-mixed",
+    "bf16-true",
+    "32-true",
+    "64-true",
+    # older words, mapped with a notice
+    "amp",
+    "apex_O1",
+    "apex_O2",
+]
+Mode = Literal["min", "max"]
+Stage = Literal["train", "validate", "test", "predict"]
+
+
+def key(
+    doc: str, default: Any = MISSING, *, example: str | None = None, low: float | None = None, later: bool = False
+) -> Any:
+    """One key: its sentence, its default (required without one), an example of a value, the least legal number.
+
+    `later` marks a key that this version knows and refuses: it takes only its default.
+    """
+    metadata = {"doc": doc, "example": example, "low": low, "later": later}
+    if isinstance(default, type) or callable(default):
+        return field(default_factory=default, metadata=metadata, kw_only=True)
+    return field(default=default, metadata=metadata, kw_only=True)
+
+
+def hidden() -> Any:
+    """What the loader notes about a section and no config can set."""
+    return field(default=None, repr=False, compare=False, kw_only=True, metadata={"hidden": True})
+
+
+def keys(section: Any) -> Iterator[Field]:
+    """The fields of a section (a class or an instance) that are keys of the config."""
+    return (f for f in fields(section) if not f.metadata.get("hidden"))
+
+
+@dataclass
+class Target:
+    """A class or function named in the config, and its keyword arguments."""
+
+    type: str = key("MODULE.CLASS or MODULE.FUNCTION", example="torch.optim.SGD")
+    params: dict[str, Any] = key("keyword arguments; a mapping with `type` inside is a target too and is built", dict)
+    place: str | None = hidden()
+    name: str | None = hidden()
+
+
+@dataclass
+class Optimizer(Target):
+    """The optimizer; `params` must be given, since the learning rate has no silent default."""
+
+    params: dict[str, Any] = key("keyword arguments, at least the learning rate", example="{lr: 0.01}")
+    groups: list[dict[str, Any]] = key(
+        "parameters whose name matches get other values; the first match wins",
+        list,
+        example="[{match: 'bias|norm', weight_decay: 0}]",
+    )
+
+
+@dataclass
+class Call:
+    """When a scheduler steps."""
+
+    interval: Literal["epoch", "step"] = key("the scheduler steps after each `epoch` or optimizer `step`", "epoch")
+    frequency: int = key("it steps every so many intervals", 1, low=1)
+    monitor: str | None = key("metric for schedulers that need one (ReduceLROnPlateau)", None, example="val_loss")
+
+
+@dataclass
+class Scheduler(Target):
+    """The learning rate's schedule; `total_steps`, `steps_per_epoch` and `epochs` in its params may be `auto`."""
+
+    call: Call = key("when it steps", Call)
+
+
+@dataclass
+class Loss(Target):
+    """A loss; several are added by weight."""
+
+    weight: float = key("factor of this loss among several", 1.0)
+
+
+@dataclass
+class Data:
+    """Where samples come from."""
+
+    module: Target = key(
+        "a LightningDataModule, called with the whole config", example="deeplightning.data.digits.Digits"
+    )
+    batch_size: int = key("samples per step and process", example="64", low=1)
+    root: str | None = key("folder of the data set", None, example="~/data")
+    dataset: str | None = key("a name for people; nothing depends on it", None, example="MNIST")
+    num_workers: int = key("loader processes per training process; 0 loads in the process itself", 0, low=0)
+    num_splits: int | None = key(
+        "validation is one of so many parts of the training set; null: the module's split", None
+    )
+    fold: int = key("which of the `num_splits` parts validates", 0, low=0)
+    sampler: Target | None = key("another sampler for training", None, later=True)
+    loader: dict[str, Any] = key("keyword arguments of torch's DataLoader", dict, example="{pin_memory: true}")
+
+
+@dataclass
+class Model:
+    """What learns, and how."""
+
+    module: Target = key(
+        "the task: a LightningModule, called with the whole config",
+        example="deeplightning.task.img_classif.ImageClassification",
+    )
+    network: Target | dict[str, Target] | None = key("the network, or several by name", None)
+    optimizer: Optimizer | dict[str, Optimizer] | None = key("the optimizer, or one per network; null: the task's own")
+    scheduler: Scheduler | dict[str, Scheduler] | None = key("the schedule of the learning rate", None)
+    loss: Loss | dict[str, Loss] | None = key("the loss, or several by name, added by weight", None)
+    metrics: dict[str, Target] | None = key("torchmetrics by name; null: the task's own", None)
+    trainable: Literal["all", "head"] | list[str] = key(
+        "all, head (the last layer), or regular expressions; the optimizer gets only these parameters", "all"
+    )
+    init_from: str | None = key("weights to start from: a checkpoint, a run folder or a .safetensors file", None)
+
+
+@dataclass
+class Engine:
+    """How the run is spread over processes and devices, and in which numbers it computes."""
+
+    backend: Backend | None = key("how parameters and gradients are spread; null: one process", None)
+    params: dict[str, Any] = key("keyword arguments of the strategy", dict)
+    gpus: int | list[int] | Literal["auto"] | None = key("null: CPU; a number, a list of device ids, or auto", None)
+    processes: int = key("CPU processes when `gpus` is null", 1, low=1)
+    num_nodes: int = key("machines", 1, low=1, later=True)
+    precision: Precision = key("bits of a number in the forward and backward pass; 16 and bf16 are mixed", 32)
+    launcher: Target | None = key("null: processes on this machine", None, later=True)
+    max_restarts: int = key("restarts after a lost worker, from the newest whole checkpoint", 0, low=0, later=True)
+    deterministic: bool = key("only algorithms that give the same bits each time, on GPU too", False)
+    compile: bool = key("compile the network with torch.compile", False)
+    sync_batchnorm: bool = key("batch norm over all processes", False)
+    activation_checkpointing: list[str] | None = key(
+        "names or classes of modules that recompute activations", None, later=True
+    )
+    profiler: Literal["simple", "advanced", "torch"] | None = key("measure where time goes", None)
+    setup_hook: str | None = key("MODULE.FUNCTION, called on every worker before the process group", None, later=True)
+    env: dict[str, str] = key("environment variables of every worker", dict)
+
+
+@dataclass
+class Clip:
+    """Gradient clipping, before each optimizer step."""
+
+    value: float = key("the largest norm, or the largest absolute value", low=0)
+    algorithm: Literal["norm", "value"] = key("clip the `norm` of all gradients, or each `value`", "norm")
+    norm_type: float = key("which norm", 2.0)
+
+
+@dataclass
+class EarlyStop:
+    """End when a metric gets no better."""
+
+    metric: str = key("name of a metric", example="val_loss")
+    mode: Mode = key("whether less (`min`) or more (`max`) is better", "min")
+    delta: float = key("smaller changes do not count as better", 0.0, low=0)
+    patience: int = key("so many validations without a better value end the training", 3, low=1)
+
+
+@dataclass
+class Checkpoint:
+    """When weights are saved, and which are kept."""
+
+    every_n_epochs: float | None = key("save every so many epochs; 0.5: twice an epoch; null: only at the end", 1)
+    every_n_steps: int | None = key("save every so many optimizer steps as well", None, low=1)
+    monitor: str | None = key("metric that decides which weights are best; null: none are", None, example="val_acc")
+    mode: Mode = key("whether less (`min`) or more (`max`) is better", "min")
+    save_top_k: int = key("how many of the best are kept; the best is best.ckpt", 1, low=1)
+
+
+@dataclass
+class LimitBatches:
+    """Use only a part of the batches: a number of them (3) or a fraction (0.1)."""
+
+    train: int | float = key("of training", 1.0, low=0)
+    val: int | float = key("of validation", 1.0, low=0)
+    test: int | float = key("of test and prediction", 1.0, low=0)
+
+
+@dataclass
+class Train:
+    """How long training lasts and what happens on the way."""
+
+    num_epochs: int | None = key("passes over the training set; 0 only validates", None, low=0)
+    max_steps: int | None = key("optimizer steps; ends training when it comes first", None, low=1)
+    val_every_n_epoch: float = key("validate every so many epochs; 0.5: twice an epoch", 1)
+    accumulator_epoch: int = key("accumulate gradients from this epoch on", 0, low=0)
+    accumulator_factor: int = key("batches per optimizer step", 1, low=1)
+    resume_ckpt: str | None = key("continue from a checkpoint or run: a path, RUN, auto, last or best", None)
+    gradient_clip: Clip | None = key("clip gradients", None)
+    early_stop: EarlyStop | None = key("end when a metric gets no better", None)
+    checkpoint: Checkpoint = key("what is saved when", Checkpoint)
+    callbacks: list[Target] = key("Lightning callbacks of your own", list)
+    limit_batches: LimitBatches | None = key("use a part of the batches", None)
+    export: bool = key("write the bundle that `deploy.sh` serves when training has ended", True)
+
+
+@dataclass
+class Test:
+    """What validate, test and predict use."""
+
+    ckpt: str | None = key("path, RUN, best or last; null: best where a metric is monitored, else last", None)
+
+
+@dataclass
+class PerEpoch:
+    """So many times an epoch."""
+
+    per_epoch: int = key("points per epoch", low=1)
+
+
+@dataclass
+class Pictures:
+    """Pictures of what the task sees and answers."""
+
+    every_n_epochs: int = key("at the validation of every so many epochs, and of the last", 1, low=1)
+
+
+@dataclass
+class Logger(Target):
+    """Where numbers and pictures of the run go."""
+
+    type: str = key("a Lightning logger", "deeplightning.tracking.MLflowLogger")
+    log_every_n_steps: int | PerEpoch = key("a point every so many steps, or {per_epoch: 10}", 10, low=1)
+    extra: list[Target] = key("more Lightning loggers beside this one", list)
+    pictures: Pictures | None = key("when pictures are made; null: none", Pictures)
+    histograms: int | None = key("histograms of weights and gradients every so many epochs", None, low=1, later=True)
+    per_rank_files: bool = key("a log file per process, logs/rank_<r>.log", True)
+    progress: Literal["auto", "bar", "lines", "off"] = key("auto: a bar on a terminal, lines elsewhere", "auto")
+    ranks: list[int] = key("processes that report to the terminal", lambda: [0])
+
+
+@dataclass
+class Tune:
+    """A search over settings."""
+
+    metric: str = key("what is optimized", example="val_acc")
+    space: dict[str, Any] = key("dotted config key to distribution", example="{train.seed: {int: [0, 9]}}")
+    mode: Mode = key("whether less (`min`) or more (`max`) is better", "min")
+    num_trials: int = key("trials", 20, low=1)
+    sampler: Target | None = key("how values are drawn", None)
+    pruner: Target | None = key("when a hopeless trial ends", None)
+
+
+@dataclass
+class Serve:
+    """The prediction server."""
+
+    host: str = key("address to listen on; 0.0.0.0 is every interface", "127.0.0.1")
+    port: int = key("port to listen on", 5000, low=1)
+    max_upload_mb: int = key("largest request body, in MiB", 16, low=1)
+    max_pixels: int = key("largest image, in pixels, checked before decoding", 50_000_000, low=1)
+    max_batch: int = key("images per forward pass", 16, low=1, later=True)
+    max_queue: int = key("requests that may wait", 256, low=1, later=True)
+    api_key_env: str | None = key("environment variable that holds the key clients must send", None, later=True)
+
+
+@dataclass
+class Config:
+    """One run, described whole."""
+
+    seed: int | None = key("everything random follows from it; null: drawn and recorded", 42, low=0)
+    stages: list[Stage] = key("what is done, in this order: train, validate, test, predict", lambda: ["train"])
+    data: Data = key("where samples come from")
+    model: Model = key("what learns, and how")
+    engine: Engine = key("how the run is spread", Engine)
+    train: Train = key("how long, and what happens on the way", Train)
+    test: Test = key("which weights validate, test and predict", Test)
+    logger: Logger = key("where numbers and pictures go", Logger)
+    tune: Tune | None = key("a search over settings", None, later=True)
+    serve: Serve = key("the prediction server", Serve)
+    secrets: Any = hidden()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The whole config as plain mappings, lists and scalars, with what came from the environment in clear."""
+        return _plain(self)
+
+    def public(self) -> dict[str, Any]:
+        """The same, with `${oc.env:…}` in place of what came from the environment: may be shown and saved."""
+        plain = self.to_dict()
+        for path, text in (self.secrets.texts if self.secrets else {}).items():
+            section = plain
+            for part in path[:-1]:
+                section = section[part]
+            section[path[-1]] = text
+        return plain
+
+    def redact(self, text: str) -> str:
+        """Text without the values that came from the environment."""
+        return self.secrets.redact(text) if self.secrets else text
+
+
+def _plain(value: Any) -> Any:
+    if is_dataclass(value) and not isinstance(value, type):
+        return {f.name: _plain(getattr(value, f.name)) for f in keys(value)}
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value
