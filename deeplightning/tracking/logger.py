@@ -1,0 +1,502 @@
+"""`deeplightning.tracking.MLflowLogger`: what Lightning, the callbacks and a user's code say goes into one MLflow run.
+
+Making the logger does nothing. The first use in a hook, on rank 0, opens or joins a run; on other ranks every method does nothing.
+"""
+
+import atexit
+import contextlib
+import json
+import logging
+import os
+import re
+import shutil
+import sys
+import tempfile
+import time
+from argparse import Namespace
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pytorch_lightning.loggers.logger import Logger, rank_zero_experiment
+from pytorch_lightning.utilities.rank_zero import rank_zero_only
+
+from deeplightning.config.fault import SetupError
+from deeplightning.tracking import picture
+from deeplightning.tracking.store import Store, attach, check_writable, explain, local_path, locate
+
+log = logging.getLogger("deeplightning.tracking")
+
+SAMPLE_SECONDS = 10.0
+"""The pause between two system metrics; MLflow's variable MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL overrides it."""
+MAX_NAME, MAX_PARAM, MAX_TAG, MAX_REASON = 250, 6000, 5000, 1000
+"""Characters that MLflow takes in a name, a parameter and a tag; and what we keep of the reason of a failure."""
+PARAMS_PER_CALL = 100
+
+_STATUS = {
+    "success": "FINISHED",
+    "finished": "FINISHED",
+    "failed": "FAILED",
+    "killed": "KILLED",
+    "interrupted": "KILLED",
+}
+
+
+class MLflowLogger(Logger):
+    """Tracks one run in MLflow.
+
+    Under `mlflow run` (the variable MLFLOW_RUN_ID is set) it joins the run that MLflow has opened, in MLflow's store.
+
+    Args:
+        experiment_name: the experiment, made if there is none of that name.
+        tracking_uri: a directory (an SQLite database in it, artifacts beside it), `sqlite:///FILE`, or a server's address.
+            None: the variable MLFLOW_TRACKING_URI, else `mlruns`.
+        run_name: the run's name; None: MLflow invents one.
+        tags: tags of the run.
+        run_id: an existing run to continue; None: a new one.
+        system_metrics: track the load of the machine (CPU, memory; GPUs with the package nvidia-ml-py) every ten seconds.
+    """
+
+    def __init__(
+        self,
+        experiment_name: str = "Default",
+        tracking_uri: str | os.PathLike | None = "mlruns",
+        run_name: str | None = None,
+        tags: Mapping[str, Any] | None = None,
+        run_id: str | None = None,
+        system_metrics: bool = True,
+    ):
+        super().__init__()
+        self._experiment_name = experiment_name
+        self._tracking_uri = tracking_uri
+        self._run_name = run_name
+        self._tags = dict(tags or {})
+        self._run_id = run_id
+        self._system_metrics = system_metrics
+        self._experiment_id: str | None = None
+        self._artifact_folder: Path | None = None
+        self._last_step = 0
+        self._status: str | None = None  # None: no run is open in this process
+        self._store: Store | None = None
+        self._client: Any = None
+        self._writer: Any = None
+        self._opened_in = 0
+
+    def __getstate__(self) -> dict[str, Any]:
+        """A copy sent to another process leaves the open run behind, and would continue it."""
+        return self.__dict__ | {"_client": None, "_writer": None, "_status": None, "_opened_in": 0}
+
+    # What the run is
+
+    @property
+    @rank_zero_experiment
+    def experiment(self) -> Any:
+        """MLflow's `MlflowClient` on the run's store; opens the run."""
+        self._open()
+        return self._client
+
+    @property
+    def run_id(self) -> str | None:
+        """The run's id; opens the run. None on other ranks than 0, unless it was given."""
+        self._open()
+        return self._run_id
+
+    @property
+    def version(self) -> str | None:
+        """Lightning's word for `run_id`."""
+        return self.run_id
+
+    @property
+    def name(self) -> str | None:
+        """The experiment's id, since Lightning makes paths of it: `save_dir/name/version` is the run's folder."""
+        self._open()
+        return self._experiment_id
+
+    @property
+    def save_dir(self) -> str | None:
+        """The store's folder, absolute; None if the store is not on this machine. Opens nothing."""
+        folder = (self._store or self._locate()[0]).folder
+        return None if folder is None else str(folder)
+
+    @property
+    def artifact_folder(self) -> Path | None:
+        """The existing local folder of the run's artifacts, absolute; opens the run. None: on a server, or not rank 0."""
+        self._open()
+        return self._artifact_folder
+
+    @property
+    def is_open(self) -> bool:
+        """Whether a run has been opened in this process; opens nothing."""
+        return self._status is not None
+
+    # What is said about it
+
+    @rank_zero_only
+    def log_hyperparams(self, params: dict[str, Any] | Namespace | None, *args: Any, **kwargs: Any) -> None:
+        """Track parameters under their path (`model/optimizer/params/lr`).
+
+        On a continued run a parameter keeps its first value, as MLflow wants it; others are named in a notice.
+        """
+        values = flatten(vars(params) if isinstance(params, Namespace) else dict(params or {}))
+        values |= {str(key): str(value) for key, value in kwargs.items()}
+        if values:
+            self._running().put(f"{len(values)} parameters", lambda: self._write_params(values))
+
+    @rank_zero_only
+    def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
+        """Track points; written within about a second.
+
+        Args:
+            metrics: numbers, or tensors and arrays of one element. NaN and infinities are tracked, for they tell a story
+                (MLflow shows an infinity as the largest float).
+            step: the step of the points; None: the last one said.
+        """
+        from mlflow.entities import Metric
+
+        step = self._last_step if step is None else int(step)
+        self._last_step = step
+        now = time.time_ns() // 1_000_000
+        points = []
+        for name, value in metrics.items():
+            try:
+                points.append(Metric(_clean(name), float(value), now, step))
+            except (TypeError, ValueError):
+                log.warning("%s is not tracked: %r is not a number.", name, value)
+        if points:
+            self._running().add(points)
+
+    @rank_zero_only
+    def log_tags(self, tags: Mapping[str, Any]) -> None:
+        """Set tags of the run; a value is cut at 5,000 characters."""
+        values = {_clean(name): str(value)[:MAX_TAG] for name, value in tags.items()}
+        self._running().put(f"tags {', '.join(values)}", lambda: self._write_tags(values))
+
+    @rank_zero_only
+    def log_artifact(self, path: str | Path, folder: str | None = None) -> None:
+        """Put a file or a folder into the run's artifacts, under `folder`.
+
+        Nothing is copied where it is there already. A server gets it in the background: leave it in place until `finalize`.
+
+        Raises:
+            FileNotFoundError: there is nothing at `path`.
+        """
+        source = Path(path).expanduser().absolute()
+        if not source.exists():
+            raise FileNotFoundError(f"There is no file {source} to put into the run's artifacts.")
+        inside = _inside(folder or ".")
+        self._open()
+        if self._artifact_folder is None:
+            upload = self._client.log_artifacts if source.is_dir() else self._client.log_artifact
+            target = inside / source.name if source.is_dir() else inside
+            arguments = (self._run_id, str(source), None if target == Path() else target.as_posix())
+            self._writing().put(f"the artifact {source.name}", lambda: upload(*arguments))
+            return
+        destination = self._artifact_folder / inside / source.name
+        if destination.exists() and destination.samefile(source):
+            return
+        with self._surviving(source.name):
+            destination.parent.mkdir(parents=True, exist_ok=True)
+            if source.is_dir():
+                shutil.copytree(source, destination, dirs_exist_ok=True)
+            else:
+                partial = destination.with_name(f".{destination.name}.partial")
+                shutil.copy2(source, partial)
+                partial.replace(destination)
+
+    @rank_zero_only
+    def log_picture(self, name: str, image: Any) -> None:
+        """Put a picture into the run's artifacts as a PNG.
+
+        Args:
+            name: the file's name, with or without `.png`, with or without folders before it.
+            image: a matplotlib figure, a Pillow image, or an array or tensor: uint8, or floats from 0 to 1, of shape
+                (H, W), (C, H, W) or (H, W, C) with 1, 3 or 4 channels.
+
+        Raises:
+            ValueError: `image` is none of these.
+        """
+        self._save(name if name.endswith(".png") else f"{name}.png", picture.to_png(image))
+        if self._writer is not None:
+            self._writer.flush()
+
+    @rank_zero_only
+    def log(self, name: str, value: Any, step: int | None = None, kind: str | None = None) -> None:
+        """Track one thing, by its kind.
+
+        Args:
+            name: its name; a file gets its ending by itself.
+            value: a number (`metric`), a mapping or list (`config`: a YAML file, or JSON if the name ends so), a picture
+                (`image`), a matplotlib figure (`figure`), numbers of any shape (`histogram`: a PNG and its bins as JSON), or a
+                `Path` (`file`).
+            step: the step of a metric; for the others it is added to the file's name.
+            kind: one of the words above; None: by the value (an array or tensor of one axis is a histogram, of two or
+                three an image).
+
+        Raises:
+            ValueError: an unknown kind, or a value of none of the kinds.
+        """
+        kind = kind or picture.kind_of(value)
+        stem, dot, ending = (
+            name.rpartition(".") if name.endswith((".png", ".yaml", ".yml", ".json")) else (name, "", "")
+        )
+        stem = stem if step is None else f"{stem}_{step}"
+        if kind == "metric":
+            self.log_metrics({name: value}, step)
+        elif kind == "config":
+            as_json = ending == "json"
+            text = (
+                json.dumps(value, indent=2) if as_json else yaml.safe_dump(value, sort_keys=False, allow_unicode=True)
+            )
+            self._save(f"{stem}{dot or '.'}{ending or 'yaml'}", text.encode())
+        elif kind in ("image", "figure"):
+            self.log_picture(stem, value)
+        elif kind == "histogram":
+            counts, edges = picture.histogram(value)
+            self._save(f"{stem}.json", json.dumps({"counts": counts, "edges": edges}).encode())
+            self.log_picture(stem, picture.histogram_figure(stem, counts, edges))
+        elif kind == "file":
+            self.log_artifact(value)
+        else:
+            raise ValueError(
+                f"{name}: a {type(value).__name__} of kind {kind!r} cannot be tracked. Kinds: metric, config, image, figure, histogram, file."
+            )
+
+    @rank_zero_only
+    def finalize(self, status: str, reason: str | None = None) -> None:
+        """Write everything that waits and set the run's status; Lightning calls it at the end of every stage.
+
+        What is tracked afterwards sets the run to RUNNING again, until the next call.
+
+        Args:
+            status: `success`, `failed` or `killed`.
+            reason: why it failed or was killed; kept as the tag `failure`, its first 1,000 characters.
+        """
+        word = _STATUS[status]
+        if self._status is None:
+            return
+        writer = self._writing()
+        if reason:
+            tags = {"failure": reason[:MAX_REASON]}
+            writer.put("the tag failure", lambda: self._write_tags(tags))
+        client, run_id = self._client, self._run_id
+        writer.put(f"the status {word}", lambda: client.set_terminated(run_id, word))
+        self._status = word
+        if writer.stop():
+            self._writer = None
+
+    @rank_zero_only
+    def save(self) -> None:
+        """Lightning's word for: write now what waits. It is asked for often, so it only hurries the background."""
+        if self._writer is not None:
+            self._writer.flush()
+
+    # How it is done
+
+    def _locate(self) -> tuple[Store, str | None]:
+        """The store and the run to join: under `mlflow run` MLflow's, else ours."""
+        if self._run_id is None and (run_id := os.environ.get("MLFLOW_RUN_ID")):
+            return locate(os.environ.get("MLFLOW_TRACKING_URI") or self._tracking_uri), run_id
+        return locate(self._tracking_uri), self._run_id
+
+    @rank_zero_only
+    def _open(self) -> None:
+        """Open or join the run, once.
+
+        Raises:
+            SetupError: the store cannot be used, or the run to join is not there.
+        """
+        if self._status is not None:
+            return
+        store, run_id = self._locate()
+        uri = attach(store)
+        from mlflow.tracking import MlflowClient
+
+        client = MlflowClient(uri)
+        try:
+            run = self._new_run(client, store) if run_id is None else self._old_run(client, store, run_id)
+        except SetupError:
+            raise
+        except Exception as error:  # MLflow, SQLAlchemy, requests and the file system each have their own
+            raise explain(error, store) from error
+        self._store, self._client = store, client
+        self._run_id, self._experiment_id = run.info.run_id, run.info.experiment_id
+        self._artifact_folder = local_path(run.info.artifact_uri)
+        if self._artifact_folder is not None:
+            try:
+                self._artifact_folder.mkdir(parents=True, exist_ok=True)
+            except OSError as error:
+                raise explain(error, store) from error
+        self._started = run.info.start_time
+        self._status = "RUNNING"
+        self._opened_in = os.getpid()
+        self._ended_as: str | None = None
+        atexit.register(self._at_exit)
+        self._writing()
+
+    def _new_run(self, client: Any, store: Store) -> Any:
+        from mlflow.exceptions import MlflowException
+        from mlflow.tracking.context.registry import resolve_tags
+
+        experiment = client.get_experiment_by_name(self._experiment_name)
+        check_writable(store)
+        if experiment is None:
+            # Another process may be first: then the experiment is there after all.
+            with contextlib.suppress(MlflowException):
+                client.create_experiment(self._experiment_name)
+            experiment = client.get_experiment_by_name(self._experiment_name)
+        if experiment is None:
+            client.create_experiment(self._experiment_name)  # raises, with the reason
+        if experiment.lifecycle_stage != "active":
+            raise SetupError(
+                f"The experiment {self._experiment_name!r} in {store.shown} was deleted. Restore it (mlflow experiments restore "
+                f"--experiment-id {experiment.experiment_id}) or set another logger.params.experiment_name."
+            )
+        tags = {name: str(value)[:MAX_TAG] for name, value in resolve_tags(self._tags).items()}
+        return client.create_run(experiment.experiment_id, tags=tags, run_name=self._run_name)
+
+    def _old_run(self, client: Any, store: Store, run_id: str) -> Any:
+        from mlflow.exceptions import MlflowException
+
+        try:
+            run = client.get_run(run_id)
+        except MlflowException as error:
+            if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+                raise
+            run = None
+        if run is None or run.info.lifecycle_stage != "active":
+            state = "is not" if run is None else "was deleted"
+            raise SetupError(
+                f"The run {run_id!r} {state} in the tracking store {store.shown}. Give the id of a run there, or leave it "
+                "out (logger.params.run_id, the variable MLFLOW_RUN_ID) to start a new one."
+            )
+        check_writable(store)
+        client.update_run(run_id, status="RUNNING", name=self._run_name)
+        for name, value in self._tags.items():
+            client.set_tag(run_id, name, str(value)[:MAX_TAG])
+        return run
+
+    def _writing(self) -> Any:
+        """The writer, started if it is not."""
+        self._open()
+        if self._writer is None:
+            from deeplightning.tracking.load import sampler
+            from deeplightning.tracking.writer import Writer
+
+            sample = sampler(self._started) if self._system_metrics else None
+            pause = float(os.environ.get("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL") or SAMPLE_SECONDS)
+            assert self._store is not None
+            self._writer = Writer(self._client, self._run_id, self._store.shown, sample, pause)
+        return self._writer
+
+    def _running(self) -> Any:
+        """The writer, with the run's status RUNNING."""
+        writer = self._writing()
+        if self._status != "RUNNING":
+            self._ended_as, self._status = self._status, "RUNNING"
+            client, run_id = self._client, self._run_id
+            writer.put("the status RUNNING", lambda: client.update_run(run_id, status="RUNNING"))
+        return writer
+
+    def _write_params(self, values: dict[str, str]) -> None:
+        from mlflow.entities import Param
+
+        known = self._client.get_run(self._run_id).data.params
+        changed = [key for key, value in values.items() if known.get(key, value) != value]
+        if changed:
+            log.warning(
+                "The continued run keeps the first values of %d parameters: %s. The new ones are in its config file.",
+                *(len(changed), ", ".join(changed[:5]) + (", …" if len(changed) > 5 else "")),
+            )
+        new = [Param(key, value) for key, value in values.items() if key not in known]
+        for first in range(0, len(new), PARAMS_PER_CALL):
+            self._client.log_batch(self._run_id, params=new[first : first + PARAMS_PER_CALL])
+
+    def _write_tags(self, values: dict[str, str]) -> None:
+        from mlflow.entities import RunTag
+
+        self._client.log_batch(self._run_id, tags=[RunTag(key, value) for key, value in values.items()])
+
+    def _save(self, name: str, content: bytes) -> None:
+        """Write a file of the run: at once where the artifacts are local, else in the background."""
+        inside = _inside(name)
+        self._open()
+        if self._artifact_folder is not None:
+            with self._surviving(name):
+                target = self._artifact_folder / inside
+                target.parent.mkdir(parents=True, exist_ok=True)
+                partial = target.with_name(f".{target.name}.partial")
+                partial.write_bytes(content)
+                partial.replace(target)
+            return
+        client, run_id = self._client, self._run_id
+
+        def upload() -> None:
+            with tempfile.TemporaryDirectory() as folder:
+                (Path(folder) / inside.name).write_bytes(content)
+                parent = None if inside.parent == Path() else inside.parent.as_posix()
+                client.log_artifact(run_id, str(Path(folder) / inside.name), parent)
+
+        self._writing().put(f"the artifact {name}", upload)
+
+    @contextlib.contextmanager
+    def _surviving(self, name: str):
+        """A full disk costs a picture, not the run."""
+        try:
+            yield
+        except OSError as error:
+            log.warning("Not tracked in %s: %s (%s)", self._artifact_folder, name, error)
+
+    def _at_exit(self) -> None:
+        """A process that ends without `finalize` leaves no run RUNNING, and no point unwritten."""
+        if self._status is None or self._opened_in != os.getpid():  # a forked child is not the owner
+            return
+        error = getattr(sys, "last_value", None)  # set by the interpreter for an exception that nobody caught
+        if self._status == "RUNNING":
+            if error is not None or self._ended_as is None:
+                reason = f"{type(error).__name__}: {error}" if error else "the process ended without finishing the run"
+                self.finalize("failed", reason)
+            else:
+                self.finalize({word: key for key, word in _STATUS.items()}[self._ended_as])
+        elif self._writer is not None:
+            self._writer.stop()
+
+
+def flatten(params: Mapping[str, Any]) -> dict[str, str]:
+    """Nested mappings and lists as one flat mapping of text, keys joined with `/`; what MLflow cannot take is cut or replaced."""
+    flat: dict[str, str] = {}
+
+    def visit(path: tuple[str, ...], value: Any) -> None:
+        items = (
+            value.items()
+            if isinstance(value, Mapping)
+            else enumerate(value)
+            if isinstance(value, list | tuple)
+            else None
+        )
+        if items is None or (not value and path):
+            flat[_clean("/".join(path))] = str(value)[:MAX_PARAM]
+            return
+        for key, inner in items:
+            visit((*path, str(key)), inner)
+
+    visit((), params)
+    return flat
+
+
+def _clean(name: str) -> str:
+    """A name that MLflow takes: its letters, digits and `_-. :/`, no empty or dotted part between slashes, 250 characters."""
+    parts = re.sub(r"[^\w.\- :/]", "_", str(name)).split("/")
+    return "/".join("_" if part in ("", ".", "..") else part for part in parts)[:MAX_NAME]
+
+
+def _inside(name: str) -> Path:
+    """A path below the run's artifacts.
+
+    Raises:
+        ValueError: it would lead out of them.
+    """
+    path = Path(name)
+    if path.is_absolute() or ".." in path.parts:
+        raise ValueError(f"{name!r} is not a name inside the run's artifacts: write a relative path without '..'.")
+    return path

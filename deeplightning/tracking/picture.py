@@ -1,0 +1,110 @@
+"""Anything that can be looked at becomes the bytes of a PNG. Arrays and Pillow; matplotlib only for figures."""
+
+import io
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+BINS = 64
+CHANNELS = (1, 3, 4)
+
+
+def to_png(image: Any) -> bytes:
+    """A matplotlib figure, a Pillow image, or an array or tensor (see `to_pixels`) as a PNG.
+
+    Raises:
+        ValueError: it is none of these.
+    """
+    stream = io.BytesIO()
+    if hasattr(image, "savefig"):
+        image.savefig(stream, format="png", bbox_inches="tight")
+    elif isinstance(image, Image.Image):
+        image.save(stream, format="PNG")
+    else:
+        pixels = to_pixels(image)
+        Image.fromarray(pixels[..., 0] if pixels.shape[2] == 1 else pixels).save(stream, format="PNG")
+    return stream.getvalue()
+
+
+def to_pixels(image: Any) -> np.ndarray:
+    """An array or tensor as uint8 pixels (H, W, C).
+
+    Args:
+        image: uint8, bool, whole numbers from 0 to 255, or floats, which are clipped to [0, 1] (NaN is black); shape (H, W),
+            (C, H, W) or (H, W, C) with C of 1, 3 or 4. Where the shape allows both readings, a tensor is read as (C, H, W),
+            as torch has it, and an array as (H, W, C), as numpy's world has it.
+
+    Raises:
+        ValueError: another shape or another kind of numbers.
+    """
+    is_tensor = hasattr(image, "detach")
+    if is_tensor:
+        image = image.detach().cpu()
+        image = (image.float() if image.is_floating_point() else image).numpy()  # numpy knows no bfloat16
+    array = np.asarray(image)
+    if array.ndim == 2:
+        array = array[..., None]
+    elif array.ndim == 3:
+        first, last = array.shape[0] in CHANNELS, array.shape[2] in CHANNELS
+        if first and (is_tensor or not last):
+            array = array.transpose(1, 2, 0)
+        elif not last:
+            raise ValueError(f"A picture has 1, 3 or 4 channels, first or last; this one is of shape {array.shape}.")
+    if array.ndim != 3 or 0 in array.shape:
+        raise ValueError(
+            f"A picture is of shape (H, W), (C, H, W) or (H, W, C); this one is {np.asarray(image).shape}."
+        )
+    if array.dtype.kind == "f":
+        array = np.rint(np.clip(np.nan_to_num(array.astype(np.float64), nan=0.0), 0.0, 1.0) * 255)
+    elif array.dtype.kind == "b":
+        array = array * np.uint8(255)
+    elif array.dtype.kind not in "iu" or array.min() < 0 or array.max() > 255:
+        raise ValueError(
+            f"A picture holds whole numbers from 0 to 255 or floats from 0 to 1; this one is {array.dtype}."
+        )
+    return np.ascontiguousarray(array, dtype=np.uint8)
+
+
+def histogram(values: Any) -> tuple[list[int], list[float]]:
+    """Counts and the edges (one more) of 64 equal bins over the finite ones of `values`, of any shape."""
+    if hasattr(values, "detach"):
+        values = values.detach().cpu().double().numpy()
+    array = np.asarray(values, dtype=np.float64).ravel()
+    array = array[np.isfinite(array)]
+    counts, edges = np.histogram(array, bins=BINS) if array.size else (np.zeros(BINS, int), np.linspace(0, 1, BINS + 1))
+    return counts.tolist(), edges.tolist()
+
+
+def histogram_figure(title: str, counts: list[int], edges: list[float]) -> Any:
+    """A matplotlib figure of a histogram; made without pyplot, so nothing stays open."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(5, 3))
+    axes = figure.add_subplot()
+    axes.stairs(counts, edges, fill=True)
+    axes.set_title(title)
+    axes.set_ylabel("count")
+    return figure
+
+
+def kind_of(value: Any) -> str:
+    """The kind of thing a value is tracked as; its type's name where it is none."""
+    if hasattr(value, "savefig"):
+        return "figure"
+    if isinstance(value, Image.Image):
+        return "image"
+    if isinstance(value, Path):
+        return "file"
+    if isinstance(value, Mapping | list):
+        return "config"
+    if isinstance(value, bool | int | float):
+        return "metric"
+    if (shape := getattr(value, "shape", None)) is not None:
+        if math.prod(shape) == 1:
+            return "metric"
+        return "image" if len(shape) in (2, 3) else "histogram" if len(shape) == 1 else "array"
+    return type(value).__name__

@@ -1,0 +1,365 @@
+"""A `tracking_uri` becomes a store that MLflow can open. A plain directory means an SQLite database in it, artifacts beside it.
+
+Nothing is imported from MLflow, and nothing is written, before `attach`; the database is made at its first use, under a file lock.
+"""
+
+import atexit
+import logging
+import os
+import re
+import shutil
+import sqlite3
+import tempfile
+import threading
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from filelock import FileLock, Timeout
+
+from deeplightning.config.fault import SetupError
+
+log = logging.getLogger("deeplightning.tracking")
+
+DATABASE = "mlflow.db"
+WAIT_SECONDS = 60.0
+"""How long a database that another process holds is waited for; `DEEPLIGHTNING_TRACKING_WAIT` overrides it."""
+NOTICE_SECONDS = 3.0
+"""A wait longer than this is announced."""
+
+_REMOTE = ("http", "https", "databricks", "databricks-uc", "uc")
+_DATABASES = ("postgresql", "mysql", "mssql")
+
+
+@dataclass(frozen=True)
+class Store:
+    """One tracking store.
+
+    Attributes:
+        shown: the store as a person knows it, for messages; a password in it is hidden.
+        address: what MLflow is given, where that is neither an SQLite file nor a file store.
+        folder: the local folder of the store, if there is one.
+        database: the SQLite file, if it is one.
+        artifact_root: the folder under which `<experiment_id>/<run_id>/artifacts` lie, if the store is local.
+    """
+
+    shown: str
+    address: str | None = None
+    folder: Path | None = None
+    database: Path | None = None
+    artifact_root: Path | None = None
+
+    @property
+    def is_remote(self) -> bool:
+        return self.folder is None
+
+
+def locate(tracking_uri: str | os.PathLike | None = None) -> Store:
+    """Read a `tracking_uri`; looks at the disk, changes nothing.
+
+    Args:
+        tracking_uri: a directory, a `file:` URI of one, `sqlite:///FILE`, `http(s)://…`, or another URI that MLflow knows.
+            None: the variable `MLFLOW_TRACKING_URI`, else `mlruns`.
+
+    Raises:
+        SetupError: the URI is of no kind that MLflow knows.
+    """
+    text = os.fspath(tracking_uri) if tracking_uri else os.environ.get("MLFLOW_TRACKING_URI") or "mlruns"
+    scheme = match[1].lower() if (match := re.match(r"([A-Za-z][A-Za-z0-9+.-]*):", text)) else ""
+    if scheme == "file":
+        parts = urlsplit(text)
+        return _directory(_absolute(unquote(parts.netloc + parts.path)))
+    if scheme == "sqlite":
+        name = text.removeprefix("sqlite:///")
+        if name == text or not name or name.startswith((":memory:", "file:")):
+            raise SetupError(f"tracking_uri {text!r}: write the database as sqlite:///FILE, or give a plain directory.")
+        database = _absolute(name)
+        return Store(text, folder=database.parent, database=database, artifact_root=database.parent / "mlruns")
+    if scheme in _REMOTE or text in _REMOTE or scheme.split("+")[0] in _DATABASES:
+        return Store(re.sub(r"://[^/@]*@", "://***@", text), address=text)
+    if scheme and "://" in text:
+        raise SetupError(
+            f"tracking_uri {text!r}: MLflow has no store of the kind {scheme!r}. Give a directory (mlruns), "
+            "sqlite:///FILE, or the address of a tracking server (http://HOST:PORT)."
+        )
+    return _directory(_absolute(text))
+
+
+def attach(store: Store) -> str:
+    """Prepare this process for the store and return the URI to hand to `MlflowClient`. Still nothing is written.
+
+    MLflow's client would make an SQLite store at once, without a lock, with its artifacts in `mlruns` under the
+    working directory. So its registry gets a store of ours that opens late, under a lock, with the right folder.
+    """
+    quiet_mlflow()
+    if store.address is not None:
+        return store.address
+    if store.database is None:
+        assert store.folder is not None
+        # MLflow 3.17 refuses its old file stores without this switch, which its own error message names.
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        log.warning(
+            "%s is a file store of an older MLflow. It works, but slowly; to migrate it: "
+            "mlflow migrate-filestore --source '%s' --target 'sqlite:///%s'",
+            *(store.shown, store.folder, store.folder / DATABASE),
+        )
+        return store.folder.as_uri()
+    uri = _sqlite_uri(store.database)
+    _attached[uri] = store
+    from mlflow.tracking._tracking_service import utils
+
+    # Private, MLflow 3.17: the public way to register a store is an entry point of an installed package with a URI
+    # scheme of its own, and other tools could then not open the same store.
+    utils._tracking_store_registry.register("sqlite", _build_late)
+    return uri
+
+
+def quiet_mlflow() -> None:
+    """Set what MLflow does on its own: no telemetry, no chatter, and a dead server is noticed in seconds, not minutes.
+
+    A variable that the user has set wins. MLflow's own defaults are 7 retries with doubling pauses and 120 seconds.
+    """
+    for name, value in {
+        "MLFLOW_DISABLE_TELEMETRY": "true",
+        "MLFLOW_DISABLE_AGENT_HINT": "true",
+        "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
+        "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
+        "MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1",
+        "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
+    }.items():
+        os.environ.setdefault(name, value)
+    with _no_foreign_warnings():
+        import mlflow.tracking  # noqa: F401  (configures its logging when imported; ours must come after)
+    for name in ("mlflow.store", "mlflow.tracking", "mlflow.system_metrics", "alembic"):
+        # Errors come back as exceptions and are told once, by us; MLflow would print a traceback for each as well.
+        logging.getLogger(name).setLevel(logging.CRITICAL)
+
+
+def explain(error: Exception, store: Store) -> SetupError:
+    """What MLflow, SQLite or the network says about a store, as a note with the next step."""
+    if isinstance(error, SetupError):
+        return error
+    text = " ".join(str(error).split("\n[SQL")[0].split())
+    lowered = text.lower()
+    if store.is_remote:
+        return SetupError(
+            f"The tracking server {store.shown} cannot be used: {text[:300]}\n"
+            "Start it or mend its address, or track into a directory: logger.params.tracking_uri=mlruns"
+        )
+    where = store.database or store.folder
+    if "locked" in lowered:
+        return SetupError(
+            f"The tracking database {where} has been locked by another process for {wait_seconds():.0f} seconds. End the process "
+            "that holds it, wait longer (DEEPLIGHTNING_TRACKING_WAIT=SECONDS), or set another logger.params.tracking_uri."
+        )
+    if any(
+        words in lowered for words in ("readonly", "read-only", "permission denied", "unable to open", "not permitted")
+    ):
+        return SetupError(
+            f"The tracking store {where} cannot be written ({text[:200]}). Make the folder and the files in it "
+            "writable for this user, or set another logger.params.tracking_uri."
+        )
+    if any(words in lowered for words in ("not a database", "malformed", "corrupt")):
+        return SetupError(
+            f"The tracking database {where} is damaged or no SQLite database ({text[:200]}). Move it aside or put a "
+            "copy of it back, or set another logger.params.tracking_uri."
+        )
+    return SetupError(
+        f"The tracking store {where} cannot be used: {text[:300]}. Another one: logger.params.tracking_uri=DIR"
+    )
+
+
+def wait_seconds() -> float:
+    return float(os.environ.get("DEEPLIGHTNING_TRACKING_WAIT") or WAIT_SECONDS)
+
+
+def check_writable(store: Store) -> None:
+    """Make sure that the SQLite database can be written now; waits, within bounds, for a process that holds it.
+
+    Raises:
+        SetupError: it is locked for too long, read-only, or no database.
+    """
+    if store.database is None:
+        return
+    waited = _Wait(f"the tracking database {store.database}")
+    while True:
+        try:
+            connection = sqlite3.connect(store.database, timeout=0, isolation_level=None)
+            try:
+                connection.execute("BEGIN IMMEDIATE")
+                connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
+                connection.execute("ROLLBACK")
+            finally:
+                connection.close()
+            return
+        except sqlite3.Error as error:
+            if "locked" not in str(error) or not waited.again():
+                raise explain(error, store) from None
+
+
+def _directory(folder: Path) -> Store:
+    if not (folder / DATABASE).exists() and any(folder.glob("*/meta.yaml")):
+        return Store(str(folder), folder=folder, artifact_root=folder)
+    return Store(str(folder), folder=folder, database=folder / DATABASE, artifact_root=folder)
+
+
+def _absolute(path: str) -> Path:
+    return Path(os.path.abspath(Path(path).expanduser()))  # noqa: PTH100  (also folds `..`, without following links)
+
+
+_attached: dict[str, Store] = {}
+_links: dict[Path, Path] = {}
+
+
+def _sqlite_uri(database: Path) -> str:
+    """SQLAlchemy takes every character in a file name but `?`, for which there is no escape: then a link stands in."""
+    if "?" not in str(database):
+        return f"sqlite:///{database}"
+    if database.parent not in _links:
+        holder = Path(tempfile.mkdtemp(prefix="deeplightning-"))
+        atexit.register(shutil.rmtree, holder, ignore_errors=True)
+        (holder / "store").symlink_to(database.parent, target_is_directory=True)
+        _links[database.parent] = holder / "store"
+    return f"sqlite:///{_links[database.parent] / database.name}"
+
+
+def _build_late(store_uri: str, artifact_uri: str | None = None):
+    return _LateStore(store_uri, artifact_uri)
+
+
+class _LateStore:
+    """MLflow's SQL store, opened when something of it is first used (its client builds the store when it is made)."""
+
+    def __init__(self, uri: str, artifact_uri: str | None):
+        self.__dict__.update(_uri=uri, _artifact_uri=artifact_uri, _store=None, _opening=threading.Lock())
+
+    def __getattr__(self, name: str):
+        with self._opening:
+            if self._store is None:
+                self.__dict__["_store"] = _open_database(self._uri, self._artifact_uri)
+        return getattr(self._store, name)
+
+
+def _open_database(uri: str, artifact_uri: str | None):
+    """Create or migrate the database where needed, and open it.
+
+    Raises:
+        SetupError: the folder cannot be made, the database is locked for too long, damaged, or of a newer MLflow.
+    """
+    with _no_foreign_warnings():
+        from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+        store = _attached.get(uri)
+        if store is None:  # someone else's database, opened in this process: as MLflow does it
+            from mlflow.store.tracking import DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH
+
+            return SqlAlchemyStore(uri, artifact_uri or DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH)
+        assert store.folder is not None
+        assert store.artifact_root is not None
+        try:
+            store.folder.mkdir(parents=True, exist_ok=True)
+            with _lock(store):
+                _migrate(store, uri)
+                return SqlAlchemyStore(uri, artifact_uri or store.artifact_root.as_uri())
+        except SetupError:
+            raise
+        except Exception as error:
+            # MLflow, SQLAlchemy, Alembic and SQLite each have exceptions of their own for the same few faults.
+            raise explain(error, store) from error
+
+
+@contextmanager
+def _lock(store: Store) -> Iterator[None]:
+    """Only one process at a time makes or migrates the database: without it, of twelve started together all failed."""
+    assert store.database is not None
+    lock = FileLock(f"{store.database}.lock")
+    waited = _Wait(f"the tracking store {store.shown}, which another process is preparing")
+    while True:
+        try:
+            lock.acquire(timeout=0)
+            break
+        except Timeout:
+            if not waited.again():
+                raise SetupError(
+                    f"{store.database}.lock has been held by another process for {wait_seconds():.0f} seconds. End that "
+                    "process, or set another logger.params.tracking_uri."
+                ) from None
+        except OSError:
+            if not store.database.exists():
+                raise
+            yield  # a store that can only be read is already made: nothing to guard
+            return
+    try:
+        # An existing file is looked at before MLflow sees it: MLflow would retry a damaged one for a minute.
+        check_writable(store)
+        yield
+    finally:
+        lock.release()
+
+
+def _migrate(store: Store, uri: str) -> None:
+    """Bring a database of an older MLflow up to date, leaving a copy of it beside."""
+    from mlflow.store.db import utils
+
+    assert store.database is not None
+    connection = sqlite3.connect(store.database)
+    try:
+        if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'alembic_version'").fetchone():
+            return
+        found = connection.execute("SELECT version_num FROM alembic_version").fetchone()
+        wanted = utils._get_latest_schema_revision()  # private, MLflow 3.17: only its command line does this publicly
+        if found is None or found[0] == wanted:
+            return
+        copy = store.database.with_name(f"{store.database.name}.{found[0]}.bak")
+        backup = sqlite3.connect(copy)
+        try:
+            connection.backup(backup)
+        finally:
+            backup.close()
+    finally:
+        connection.close()
+    log.warning("%s is of another MLflow version: migrating it; a copy stays in %s", store.database, copy)
+    try:
+        utils._upgrade_db(utils.create_sqlalchemy_engine(uri))
+    except Exception as error:
+        raise SetupError(
+            f"{store.database} was made by another version of MLflow and cannot be migrated ({str(error)[:200]}). "
+            f"Install that version, or set another logger.params.tracking_uri. A copy is in {copy}."
+        ) from error
+
+
+@contextmanager
+def _no_foreign_warnings() -> Iterator[None]:
+    """MLflow's models use what SQLAlchemy 2.1 has deprecated: nothing a user, or a test of ours, could mend."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+class _Wait:
+    """Waits a little at each `again()`, says so once, and answers False when the time is used up."""
+
+    def __init__(self, what: str):
+        self.what, self.start, self.told = what, time.monotonic(), False
+
+    def again(self) -> bool:
+        waited = time.monotonic() - self.start
+        if waited >= wait_seconds():
+            return False
+        if waited >= min(NOTICE_SECONDS, wait_seconds() / 2) and not self.told:
+            self.told = True
+            log.warning("Waiting for %s (at most %.0f seconds).", self.what, wait_seconds())
+        time.sleep(min(0.2, wait_seconds() / 10))
+        return True
+
+
+def local_path(uri: str) -> Path | None:
+    """The local path of a path or `file:` URI, None for one that is elsewhere."""
+    scheme = urlsplit(uri).scheme
+    if scheme == "file":
+        return Path(unquote(urlsplit(uri).path))
+    return None if scheme else _absolute(uri)
