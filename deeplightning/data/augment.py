@@ -1,0 +1,56 @@
+"""Random changes of training images, as batched tensor arithmetic on uint8 images where they are, mostly on the GPU.
+
+The random numbers come from torch's global generator on the CPU, so a seed gives the same images on every device.
+B batch, C channels, H height, W width.
+"""
+
+import torch
+from torch import nn
+
+
+class RandomHorizontalFlip(nn.Module):
+    """Mirrors each image left to right with probability `p`.
+
+    Raises:
+        ValueError: if `p` is not from 0 to 1.
+    """
+
+    def __init__(self, p: float = 0.5):
+        super().__init__()
+        if not 0 <= p <= 1:
+            raise ValueError(f"p is a probability, from 0 to 1, not {p!r}")
+        self.p = p
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """uint8 (B, C, H, W) → the same."""
+        flipped = (torch.rand(len(images)) < self.p).to(images.device)  # (B,)
+        return torch.where(flipped[:, None, None, None], images.flip(-1), images)
+
+
+class RandomCrop(nn.Module):
+    """Shifts each image by up to `padding` pixels up or down and left or right; what comes in is black.
+
+    Raises:
+        ValueError: if `padding` is not a whole number of at least 0.
+    """
+
+    def __init__(self, padding: int):
+        super().__init__()
+        if not isinstance(padding, int) or isinstance(padding, bool) or padding < 0:
+            raise ValueError(f"padding is a number of pixels, at least 0, not {padding!r}")
+        self.padding = padding
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """uint8 (B, C, H, W) → the same."""
+        batch, channels, height, width = images.shape
+        device = images.device
+        offsets = torch.randint(2 * self.padding + 1, (2, batch)).to(device)
+        padded = nn.functional.pad(images, [self.padding] * 4)
+        rows = offsets[0, :, None] + torch.arange(height, device=device)  # (B, H)
+        columns = offsets[1, :, None] + torch.arange(width, device=device)  # (B, W)
+        return padded[
+            torch.arange(batch, device=device)[:, None, None, None],
+            torch.arange(channels, device=device)[None, :, None, None],
+            rows[:, None, :, None],
+            columns[:, None, None, :],
+        ]

@@ -1,0 +1,288 @@
+"""What all image data modules share: labelled samples go in, seeded splits and fast loaders of uint8 batches come out.
+
+A data module of your own subclasses `ImageData` and says in `read` which samples there are; the rest is done here.
+"""
+
+import inspect
+import multiprocessing
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytorch_lightning as pl
+from torch import Generator, nn, uint8
+from torch.utils.data import DataLoader
+
+from deeplightning.data.datasets import InMemory, OnDemand, Samples
+from deeplightning.data.errors import DataConfigError, DataError
+from deeplightning.data.samplers import BatchIndices
+from deeplightning.data.splits import deal, shuffled
+from deeplightning.image import MAX_PIXELS, ImageSpec
+
+IN_MEMORY_LIMIT = 2**30
+"""Bytes of prepared images, all splits together, up to which they are held in memory: per process, 1 GiB."""
+
+_SPLITS = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("test",)}
+_OWN_KEYS = {
+    "dataset": "it comes from data.module",
+    "batch_size": "set data.batch_size",
+    "num_workers": "set data.num_workers",
+    "shuffle": "the training set is shuffled, the others are not",
+    "sampler": "the order comes from deeplightning.data.samplers.BatchIndices",
+    "batch_sampler": "batches come from deeplightning.data.samplers.BatchIndices",
+    "generator": "the order comes from seed",
+}
+_WORKER_KEYS = ("multiprocessing_context", "persistent_workers", "prefetch_factor", "timeout", "worker_init_fn")
+_SPLIT_TEST, _LIMIT, _SPLIT_VAL = range(3)  # purposes of the seed
+
+
+class ImageData(pl.LightningDataModule):
+    """Base of the image data modules.
+
+    Validation is one fold of the training set: fold `data.fold` of `data.num_splits`, or where that is null a tenth of
+    all the training samples. It is never the test set. The splits depend on `seed` alone. Random numbers of torch are
+    not used up by loading, so results do not depend on `data.num_workers`.
+
+    Sets held in memory are loaded without workers: a batch is one indexing operation, cheaper than handing it over.
+    Workers start by a fork server, where there is one, since a fork of a process with threads may hang; like every way
+    but fork it needs `if __name__ == "__main__":` in a script. `data.loader.multiprocessing_context` changes it.
+
+    Args:
+        cfg: the whole config; `seed` and `data` are read.
+        image_spec: how images are prepared.
+        augment: modules that take and give uint8 (B, C, H, W), applied in turn to training batches on their device.
+        in_memory: hold the prepared images in memory; None: if they take at most `IN_MEMORY_LIMIT`.
+        limit: use at most this many training samples (validation included) and as many test samples, a seeded choice.
+        max_pixels: largest image file that is decoded.
+
+    Attributes:
+        image_spec: as given.
+        class_names: the name of each label, in order; there after `setup`.
+
+    Raises:
+        DataConfigError: if a value of the config is impossible. It is a ValueError.
+    """
+
+    def __init__(
+        self,
+        cfg: Any,
+        image_spec: ImageSpec,
+        *,
+        augment: Sequence[nn.Module] = (),
+        in_memory: bool | None = None,
+        limit: int | None = None,
+        max_pixels: int = MAX_PIXELS,
+    ):
+        super().__init__()
+        self.cfg = cfg
+        self.image_spec = image_spec
+        self.class_names: list[str] = []
+        self.in_memory = in_memory
+        self.limit = limit
+        self.max_pixels = max_pixels
+        if in_memory not in (None, True, False):
+            raise DataConfigError(f"data.module.params.in_memory must be null, true or false, not {in_memory!r}.")
+        if limit is not None and not _is_whole(limit, 1):
+            raise DataConfigError(f"data.module.params.limit must be null or a number of at least 1, not {limit!r}.")
+        if not _is_whole(max_pixels, 1):
+            raise DataConfigError(f"data.module.params.max_pixels must be a number of at least 1, not {max_pixels!r}.")
+        _check_folds(cfg.data.num_splits, cfg.data.fold)
+        for position, module in enumerate(augment):
+            if not isinstance(module, nn.Module):
+                raise DataConfigError(f"data.module.params.augment[{position}] must be an nn.Module, not {module!r}.")
+        self._augment = nn.Sequential(*augment)
+        self._loader_options = dict(cfg.data.loader or {})
+        self._drop_last = self._loader_options.pop("drop_last", False)
+        _check_loader(self._loader_options, self._drop_last, cfg.data.num_workers)
+        self._samples: dict[str, Samples] = {}
+        self._datasets: dict[str, InMemory | OnDemand] = {}
+
+    def read(self) -> dict[str, Samples]:
+        """To be written by a subclass: finds the samples and sets `class_names`.
+
+        Returns:
+            Under "train", and where there are such under "val" and "test"; or under "all", to be divided 80/10/10.
+
+        Raises:
+            DataError: if the data are not there or damaged.
+        """
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Looks whether the data are there, without reading or writing any; cheap.
+
+        Raises:
+            DataError: if not.
+        """
+
+    def setup(self, stage: str | None = None) -> None:
+        """Reads and divides the samples once, and prepares the images that the stage needs (None: all)."""
+        if not self._samples:
+            self.check()
+            self._samples = self._divide(self.read())
+            if self.in_memory is None:
+                spec = self.image_spec
+                image_bytes = spec.channels * spec.height * spec.width
+                self.in_memory = image_bytes * sum(map(len, self._samples.values())) <= IN_MEMORY_LIMIT
+        for split in _SPLITS[stage] if stage else ("train", "val", "test"):
+            if split in self._samples:
+                self.dataset(split)
+
+    def dataset(self, split: str) -> InMemory | OnDemand:
+        """The set "train", "val" or "test"; call `setup` first.
+
+        Raises:
+            DataError: if there is none, or an image is damaged.
+        """
+        if split not in self._datasets:
+            if split not in self._samples:
+                raise DataError(
+                    f"There is no {split} set: {self._describe()} has none. Leave out the stage, or add one."
+                )
+            kind = InMemory if self.in_memory else OnDemand
+            self._datasets[split] = kind(self._samples[split], self.image_spec, self.max_pixels)
+        return self._datasets[split]
+
+    def train_dataloader(self) -> DataLoader:
+        return self._loader("train", training=True)
+
+    def val_dataloader(self) -> DataLoader:
+        return self._loader("val")
+
+    def test_dataloader(self) -> DataLoader:
+        return self._loader("test")
+
+    def predict_dataloader(self) -> DataLoader:
+        """The test set, in data order."""
+        return self._loader("test")
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Changes training images at random, on the device."""
+        if len(self._augment) == 0 or self.trainer is None or not self.trainer.training:
+            return batch
+        images = self._augment(batch["image"])
+        if images.dtype != uint8:
+            raise DataConfigError(f"data.module.params.augment must give uint8 images again, not {images.dtype}.")
+        return {**batch, "image": images}
+
+    def _describe(self) -> str:
+        return type(self).__name__
+
+    def _divide(self, found: dict[str, Samples]) -> dict[str, Samples]:
+        seed, num_splits, fold = self.cfg.seed, self.cfg.data.num_splits, self.cfg.data.fold
+        splits = {name: samples for name, samples in found.items() if name != "all"}
+        default_folds = 10
+        if "all" in found:
+            whole = found["all"]
+            if len(whole) < 10:
+                raise DataError(f"{self._describe()}: {len(whole)} images are too few to divide 80/10/10: at least 10.")
+            tenths = deal(whole.labels, 10, seed, _SPLIT_TEST)
+            splits["test"] = whole.take(np.flatnonzero(tenths == 0))
+            splits["train"] = whole.take(np.flatnonzero(tenths != 0))
+            default_folds = 9  # a ninth of the rest is a tenth of all
+        for name in ("train", "test"):
+            if self.limit is not None and name in splits and self.limit < len(splits[name]):
+                chosen = shuffled(len(splits[name]), seed, _LIMIT)[: self.limit]
+                splits[name] = splits[name].take(np.sort(chosen))
+        if num_splits is not None or "val" not in splits:
+            train, folds = splits["train"], num_splits or default_folds
+            if len(train) < folds:
+                raise DataError(
+                    f"{self._describe()}: {len(train)} training images are too few to hold out one in {folds}; "
+                    "data.num_splits changes that."
+                )
+            of_fold = deal(train.labels, folds, seed, _SPLIT_VAL) == fold
+            splits["train"], splits["val"] = (train.take(np.flatnonzero(mask)) for mask in (~of_fold, of_fold))
+        return splits
+
+    def _loader(self, split: str, training: bool = False) -> DataLoader:
+        dataset = self.dataset(split)
+        world, rank = (self.trainer.world_size, self.trainer.global_rank) if self.trainer else (1, 0)
+        batch_size = self.cfg.data.batch_size
+        sampler = BatchIndices(
+            dataset,
+            batch_size,
+            num_replicas=world,
+            rank=rank,
+            shuffle=training,
+            seed=self.cfg.seed,
+            drop_last=training and self._drop_last,
+            wrap=training,
+        )
+        if training and len(sampler) == 0:
+            raise DataConfigError(
+                f"data.loader.drop_last leaves no training batch: {len(dataset)} samples are fewer than "
+                f"{batch_size} (data.batch_size) x {world} process(es)."
+            )
+        options, workers = dict(self._loader_options), self.cfg.data.num_workers
+        if isinstance(dataset, InMemory):
+            workers = 0
+            options = {key: value for key, value in options.items() if key not in _WORKER_KEYS}
+            # Lightning's advice to add workers is wrong here.
+            warnings.filterwarnings("ignore", message=".*does not have many workers")
+        elif workers > 0:
+            options.setdefault("persistent_workers", True)
+            options.setdefault("multiprocessing_context", _start_method())
+        # Its own generator: else each epoch would draw a number from torch's global one.
+        generator = Generator().manual_seed(self.cfg.seed)
+        return DataLoader(
+            dataset, batch_size=None, sampler=sampler, num_workers=workers, generator=generator, **options
+        )
+
+
+def _is_whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _check_folds(num_splits: Any, fold: Any) -> None:
+    if num_splits is None:
+        if fold != 0:
+            raise DataConfigError(f"data.fold={fold!r} needs data.num_splits, the number of folds; it is null.")
+        return
+    if not _is_whole(num_splits, 2):
+        raise DataConfigError(f"data.num_splits must be null or a whole number of at least 2, not {num_splits!r}.")
+    if not _is_whole(fold, 0) or fold >= num_splits:
+        raise DataConfigError(
+            f"data.fold must be from 0 to {num_splits - 1}, since data.num_splits is {num_splits}, not {fold!r}."
+        )
+
+
+def _check_loader(options: dict[str, Any], drop_last: Any, num_workers: int) -> None:
+    known = [name for name in inspect.signature(DataLoader).parameters if name not in _OWN_KEYS]
+    for key in options:
+        if key in _OWN_KEYS:
+            raise DataConfigError(f"data.loader.{key} cannot be given: {_OWN_KEYS[key]}.")
+        if key not in known:
+            raise DataConfigError(
+                f"data.loader.{key} is not an argument of torch's DataLoader; {', '.join(known)} are."
+            )
+    if not isinstance(drop_last, bool):
+        raise DataConfigError(f"data.loader.drop_last must be true or false, not {drop_last!r}.")
+    try:
+        DataLoader([], batch_size=None, num_workers=num_workers, **options)  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:
+        raise DataConfigError(f"data.loader is refused by torch's DataLoader: {error}") from error
+
+
+def _start_method() -> str:
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return "spawn"
+    # The server imports torch once, and each worker is a fork of it: 0.1 s instead of 3.
+    multiprocessing.set_forkserver_preload(["deeplightning.data.datasets"])
+    return "forkserver"
+
+
+def height_width(image_size: int | Sequence[int]) -> tuple[int, int]:
+    """`image_size` of a config as (height, width).
+
+    Raises:
+        DataConfigError: if it is not one positive whole number, or two.
+    """
+    sides = image_size if isinstance(image_size, Sequence) else (image_size, image_size)
+    if len(sides) != 2 or not all(_is_whole(side, 1) for side in sides):
+        raise DataConfigError(
+            "data.module.params.image_size must be a whole number of pixels of at least 1, or [height, width], "
+            f"not {image_size!r}."
+        )
+    return sides[0], sides[1]
