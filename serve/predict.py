@@ -1,0 +1,97 @@
+"""`python -m serve.predict [IMAGE …]`: send pictures to a server, print one JSON line for each. Standard library only."""
+
+import argparse
+import http.client
+import json
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+DEFAULT_URL = "http://127.0.0.1:5000/predict"
+SAMPLES = Path(__file__).parent.parent / "examples" / "digits"
+SECONDS = 60
+"""How long the server may be silent."""
+
+
+class PredictError(Exception):
+    """No answer can be had; the message says why and what to do."""
+
+    exit_code = 3
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Print, for each picture in order, the server's answer with the key `image` (its path) in front.
+
+    Returns:
+        the exit code: 0, or 3 at the first picture without an answer, with one note on stderr.
+    """
+    parser = argparse.ArgumentParser(
+        prog="predict.sh",
+        description="Ask a server what is in pictures. One JSON line is printed for each, in order.",
+        epilog=f"The server's address is read from PREDICT_URL; without it, {DEFAULT_URL} is asked.",
+    )
+    parser.add_argument("images", metavar="IMAGE", nargs="*", type=Path, help="default: the sample digits shipped")
+    images = parser.parse_args(arguments).images
+    url = os.environ.get("PREDICT_URL") or DEFAULT_URL
+    try:
+        for path in images or _samples():
+            print(json.dumps({"image": str(path), **ask(url, _read(path), str(path))}, ensure_ascii=False), flush=True)
+    except PredictError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    return 0
+
+
+def ask(url: str, picture: bytes, name: str) -> dict[str, Any]:
+    """The server's answer to one encoded picture.
+
+    Raises:
+        PredictError: the server is not there, refuses the picture (called `name` in the note), or is no such server.
+    """
+    parts = urlsplit(url)
+    kinds = {"http": http.client.HTTPConnection, "https": http.client.HTTPSConnection}
+    try:
+        connection = kinds[parts.scheme](parts.hostname or "", parts.port, timeout=SECONDS)
+    except (KeyError, ValueError, http.client.InvalidURL):
+        raise PredictError(f"PREDICT_URL is {url!r}; it must look like {DEFAULT_URL}.") from None
+    target = (parts.path or "/predict") + (f"?{parts.query}" if parts.query else "")
+    try:
+        connection.request("POST", target, picture, {"Content-Type": "application/octet-stream"})
+        response = connection.getresponse()
+        body = response.read()
+    except (OSError, http.client.HTTPException) as error:
+        raise PredictError(
+            f"No server answers at {url} ({error}). Start one with: bash deploy.sh RUN, or name another in PREDICT_URL."
+        ) from None
+    finally:
+        connection.close()
+    try:
+        answer = json.loads(body)
+    except ValueError:
+        answer = None
+    if not isinstance(answer, dict):
+        raise PredictError(f"{url} answers {response.status} and no JSON object: it is not a server of ours.")
+    if response.status != 200:
+        raise PredictError(f"{name}: the server answers {response.status}: {answer.get('ERROR', answer)}")
+    return answer
+
+
+def _samples() -> list[Path]:
+    found = sorted(SAMPLES.glob("*.png"))
+    if not found:
+        raise PredictError(f"There are no sample images in {SAMPLES}; name image files to send.")
+    return found
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise PredictError(f"{path} cannot be read: {error.strerror}.") from None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
