@@ -1,0 +1,168 @@
+# Finds the project's Python: sets `root` (this clone) and `python` (the one of its .venv), and makes .venv first when it
+# is missing or not made from this clone's requirements. The other scripts source this file; `bash env.sh` only sets up.
+# Silent and done in milliseconds when .venv is current: no Python is started to find that out.
+#
+# Setting up writes to .venv and .uv only: .uv holds the log, the lock, uv and its cache (where the machine has none).
+# The new environment is built in .uv/new and moved to .venv when it is whole, so an interrupted set-up leaves no .venv.
+# TORCH_BACKEND=cpu|cu…|auto picks another build of torch; later starts keep it until another one is asked for.
+
+root=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
+python=$root/.venv/bin/python
+work=$root/.uv
+log=$work/log
+
+# What the environment in folder $1 has to be made from, one fact a line; its file `made-from` holds the same lines.
+# The settings of ruff, mypy and pytest, from [tool.ruff] on, change nothing that is installed.
+made_from() {
+    printf '%s\n' "clone: $root" "python: $(readlink -f -- "$1/bin/python")" "torch: $torch" "requirements: $requirements"
+}
+
+is_current() {
+    [ -x "$python" ] && [ -f "$root/.venv/made-from" ] && [ "$(<"$root/.venv/made-from")" = "$(made_from "$root/.venv")" ]
+}
+
+say() { printf '%s\n' "$@" >&2; }
+
+# A note about what stopped the set-up; the lines of $log follow where there are any.
+stop() {
+    say "Cannot set up the environment of $root: $1"
+    if [ -s "$log" ]; then
+        tail -n 8 -- "$log" | sed 's/^/    /' >&2
+        say "Everything that was said: $log"
+    fi
+    return 3
+}
+
+# Runs a command with its words in the log, in the background, so that Ctrl-C and kill end it at once.
+quietly() {
+    env -u UV_TORCH_BACKEND -u UV_REQUIRE_HASHES -u UV_SYSTEM_PYTHON -u PIP_USER -u PIP_TARGET -u PIP_PREFIX -u PYTHONHOME \
+        "$@" >>"$log" 2>&1 </dev/null &
+    child=$!
+    wait "$child"
+}
+
+# Ends the set-up and the script that asked for it, with the exit code of a process that was interrupted.
+interrupted() {
+    kill "$child" 2>/dev/null
+    wait "$child" 2>/dev/null
+    [ -z "$building" ] || rm -rf -- "$new"
+    say "Interrupted; the next start sets up again."
+    exit "$1"
+}
+
+find_python() {
+    for base in python3 python3.11 python3.12 python3.13 python3.14 python; do
+        base=$("$base" -c 'import os, sys; print(os.path.realpath(sys.executable)); sys.exit(sys.version_info < (3, 11))' \
+            2>/dev/null) && return
+    done
+    stop "Python 3.11 or newer is needed, and neither python3 nor python3.11 to python3.14 on the PATH is one. Install it,
+for example with your system's package manager, and start again."
+}
+
+# The uv on the PATH or one that an earlier set-up left, else the one of requirements.lock, from the package index into .uv.
+find_uv() {
+    for uv in "$(command -v uv)" "$root/.venv/bin/uv" "$work/uv/bin/uv"; do
+        case "$("$uv" --version 2>/dev/null)" in
+            "uv 0."[0-8].* | "") ;; # too old, or none
+            *) return ;;
+        esac
+    done
+    quietly "$base" -m venv --clear "$work/uv" &&
+        awk '/^[^ ]/ { on = /^uv==/ } on' "$root/requirements.lock" >"$work/uv/lock" &&
+        quietly "$work/uv/bin/python" -m pip install --no-cache-dir --retries 2 --require-hashes -r "$work/uv/lock" &&
+        uv=$work/uv/bin/uv
+}
+
+# Everything of requirements.lock, each file checked against its hash. Another build of torch has other hashes and needs
+# other packages: then the lock gives the versions only.
+install_packages() {
+    local into=(pip install --python "$new/bin/python" --compile-bytecode)
+    if [ "$torch" = index ]; then
+        quietly "$uv" --directory "$root" "${into[@]}" --require-hashes -r requirements.lock
+    else
+        quietly "$uv" --directory "$root" "${into[@]}" --torch-backend "$torch" --no-verify-hashes \
+            -c requirements.lock -r pyproject.toml --extra dev
+    fi && quietly "$uv" --directory "$root" "${into[@]}" --offline --no-deps --no-build-isolation -e .
+}
+
+why_not() {
+    if grep -qiE 'no space left|disk quota' "$log" || [ "$(df -Pk "$root" | awk 'END { print $4 }')" -lt 100000 ]; then
+        stop "the disk is full. A set-up needs about 7 GB; free some, or clone to another disk, and start again."
+    elif grep -q 'ensurepip' "$log"; then
+        stop "$base cannot make virtual environments. Install its venv package (Debian: python3-venv) or uv, and start again."
+    elif grep -q "invalid value '$torch'" "$log"; then
+        stop "TORCH_BACKEND=$torch is none of the builds of torch that uv knows:"
+    elif grep -qiE 'hash(es)? (do not match|mismatch)|mismatched hash' "$log"; then
+        stop "a package is not the one that requirements.lock names, so nothing was installed. If you did not change the
+package index on purpose, do not go on."
+    else
+        stop "a package could not be had. Most often there is no network, or the package index is not reached from here
+(HTTPS_PROXY, UV_DEFAULT_INDEX, PIP_INDEX_URL and TORCH_BACKEND are obeyed)."
+    fi
+}
+
+set_up() {
+    local new=$work/new building='' child='' base='' uv='' code=0 started=$SECONDS
+    case "$torch" in
+        index | cpu | auto | cu[0-9]* | rocm[0-9]* | xpu) ;;
+        *) log='' stop "TORCH_BACKEND=$torch is not known. It can be cpu, auto, or a CUDA release such as cu128; unset, the
+package index's own build is taken." || return ;;
+    esac
+    mkdir -p -- "$work" 2>/dev/null && : 2>/dev/null 9>"$work/lock" ||
+        { log='' stop "nothing can be written there. Make the folder writable, or clone to one that is."; return; }
+    find_python || return
+    # The lock belongs to this shell's file 9; the kernel drops it when the shell ends, however that happens.
+    exec 9>"$work/lock"
+    trap 'interrupted 130' INT
+    trap 'interrupted 143' TERM
+    trap 'interrupted 129' HUP
+    "$base" -c 'import fcntl, sys
+try:
+    fcntl.flock(9, fcntl.LOCK_EX | fcntl.LOCK_NB)
+except BlockingIOError:
+    print("Another start is setting up the environment; waiting for it.", file=sys.stderr, flush=True)
+    fcntl.flock(9, fcntl.LOCK_EX)' &
+    child=$!
+    wait "$child"
+    is_current || { building=yes; build; } || { code=$?; rm -rf -- "$new"; }
+    trap - INT TERM HUP
+    exec 9>&-
+    return "$code"
+}
+
+build() {
+    : 2>/dev/null >"$log"
+    say "Setting up the environment in $root/.venv: once, one to a few minutes, at most 3 GB to download and 7 GB on disk."
+    # What pip is told about the index holds for uv too, which does not read it.
+    [ -z "${PIP_INDEX_URL-}" ] || local -x UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-$PIP_INDEX_URL}
+    local cache=${UV_CACHE_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/uv}
+    [ -n "${UV_CACHE_DIR-}" ] || [ -w "$cache" ] || cache=$work/cache
+    local -x UV_CACHE_DIR=$cache
+    rm -rf -- "$new" "$work/old"
+    find_uv && quietly "$uv" venv --clear --relocatable --prompt deeplightning --python "$base" "$new" && install_packages ||
+        { why_not; return; }
+    quietly "$new/bin/python" -c 'import torchvision' || { torch_mismatch; return; }
+    made_from "$new" >"$new/made-from" || { why_not; return; }
+    [ ! -e "$root/.venv" ] || mv -- "$root/.venv" "$work/old"
+    mv -- "$new" "$root/.venv" || { why_not; return; }
+    rm -rf -- "$work/old" "$work/uv"
+    say "The environment is ready after $((SECONDS - started)) s."
+}
+
+torch_mismatch() {
+    if grep -q 'torchvision::nms does not exist' "$log"; then
+        stop "torch and torchvision come from different builds and do not work together. Take both from one place: unset
+UV_FIND_LINKS and other settings that offer a torch of their own, or set TORCH_BACKEND=cpu; then start again."
+    else
+        stop "torchvision was installed and cannot be imported."
+    fi
+}
+
+requirements=$(cd -- "$root" && sed '/^\[tool\.ruff\]/,$d' pyproject.toml | cat - requirements.lock | cksum)
+torch=index
+while read -r fact value; do
+    [ "$fact" != torch: ] || torch=$value
+done 2>/dev/null <"$root/.venv/made-from"
+torch=${TORCH_BACKEND:-$torch}
+
+is_current || set_up
