@@ -1,4 +1,4 @@
-"""Where a run is written down: MLflow, its store on disk, the machine it ran on. Importing this package imports nothing heavy."""
+"""Where a run is written down: MLflow, its store on disk, the machine it ran on. Importing it is cheap."""
 
 from importlib import import_module
 from typing import TYPE_CHECKING

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 from mlflow.entities import Metric
 
@@ -10,19 +11,18 @@ def sampler(started: int) -> Callable[[], list[Metric]] | None:
     """A function that reads CPU, memory and, with the package nvidia-ml-py, GPUs; None where psutil is missing.
 
     Args:
-        started: start of the run in milliseconds since 1970. The step of a point is the second of the run, so a continued
-            run goes on where it was.
+        started: start of the run in milliseconds since 1970. The step of a point is the second of the run, so that a
+            continued run goes on where it was.
     """
     try:
+        from mlflow.system_metrics.metrics.base_metrics_monitor import BaseMetricsMonitor
         from mlflow.system_metrics.metrics.cpu_monitor import CPUMonitor
         from mlflow.system_metrics.metrics.gpu_monitor import GPUMonitor
     except ImportError:
         return None
-    monitors = [CPUMonitor()]
-    try:
+    monitors: list[BaseMetricsMonitor] = [CPUMonitor()]
+    with suppress(ImportError, RuntimeError):  # no GPU, or nothing to read it with
         monitors.append(GPUMonitor())
-    except (ImportError, RuntimeError):
-        pass  # no GPU, or nothing to read it with
     for monitor in monitors:
         monitor.collect_metrics()  # the first reading of a CPU is against nothing
         monitor.clear_metrics()

@@ -1,6 +1,6 @@
 """`deeplightning.tracking.MLflowLogger`: what Lightning, the callbacks and a user's code say goes into one MLflow run.
 
-Making the logger does nothing. The first use in a hook, on rank 0, opens or joins a run; on other ranks every method does nothing.
+Making the logger does nothing. The first use in a hook, on rank 0, opens or joins a run; on others nothing happens.
 """
 
 import atexit
@@ -50,12 +50,12 @@ class MLflowLogger(Logger):
 
     Args:
         experiment_name: the experiment, made if there is none of that name.
-        tracking_uri: a directory (an SQLite database in it, artifacts beside it), `sqlite:///FILE`, or a server's address.
-            None: the variable MLFLOW_TRACKING_URI, else `mlruns`.
+        tracking_uri: a directory (an SQLite database in it, artifacts beside it), `sqlite:///FILE`, or the address of a
+            server. None: the variable MLFLOW_TRACKING_URI, else `mlruns`.
         run_name: the run's name; None: MLflow invents one.
         tags: tags of the run.
         run_id: an existing run to continue; None: a new one.
-        system_metrics: track the load of the machine (CPU, memory; GPUs with the package nvidia-ml-py) every ten seconds.
+        system_metrics: track the load of the machine (CPU, memory; GPUs with nvidia-ml-py) every ten seconds.
     """
 
     def __init__(
@@ -81,7 +81,9 @@ class MLflowLogger(Logger):
         self._store: Store | None = None
         self._client: Any = None
         self._writer: Any = None
-        self._opened_in = 0
+        self._opened_in = 0  # the process that opened it
+        self._started = 0  # milliseconds since 1970
+        self._ended_as: str | None = None  # the status before it was opened again
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy sent to another process leaves the open run behind, and would continue it."""
@@ -121,7 +123,7 @@ class MLflowLogger(Logger):
 
     @property
     def artifact_folder(self) -> Path | None:
-        """The existing local folder of the run's artifacts, absolute; opens the run. None: on a server, or not rank 0."""
+        """The local folder of the run's artifacts, absolute, made; opens the run. None: on a server, or not rank 0."""
         self._open()
         return self._artifact_folder
 
@@ -148,8 +150,8 @@ class MLflowLogger(Logger):
         """Track points; written within about a second.
 
         Args:
-            metrics: numbers, or tensors and arrays of one element. NaN and infinities are tracked, for they tell a story
-                (MLflow shows an infinity as the largest float).
+            metrics: numbers, or tensors and arrays of one element. NaN and infinities are tracked, for they tell a
+                story (MLflow stores an infinity as the largest float).
             step: the step of the points; None: the last one said.
         """
         from mlflow.entities import Metric
@@ -176,7 +178,7 @@ class MLflowLogger(Logger):
     def log_artifact(self, path: str | Path, folder: str | None = None) -> None:
         """Put a file or a folder into the run's artifacts, under `folder`.
 
-        Nothing is copied where it is there already. A server gets it in the background: leave it in place until `finalize`.
+        Nothing is copied where it is there already. A server gets it in the background: leave it until `finalize`.
 
         Raises:
             FileNotFoundError: there is nothing at `path`.
@@ -226,9 +228,9 @@ class MLflowLogger(Logger):
 
         Args:
             name: its name; a file gets its ending by itself.
-            value: a number (`metric`), a mapping or list (`config`: a YAML file, or JSON if the name ends so), a picture
-                (`image`), a matplotlib figure (`figure`), numbers of any shape (`histogram`: a PNG and its bins as JSON), or a
-                `Path` (`file`).
+            value: a number (`metric`), a mapping or list (`config`: YAML, or JSON if the name ends so), a picture
+                (`image`), a matplotlib figure (`figure`), numbers of any shape (`histogram`: a PNG, and its bins as
+                JSON), or a `Path` (`file`).
             step: the step of a metric; for the others it is added to the file's name.
             kind: one of the words above; None: by the value (an array or tensor of one axis is a histogram, of two or
                 three an image).
@@ -259,7 +261,8 @@ class MLflowLogger(Logger):
             self.log_artifact(value)
         else:
             raise ValueError(
-                f"{name}: a {type(value).__name__} of kind {kind!r} cannot be tracked. Kinds: metric, config, image, figure, histogram, file."
+                f"{name}: a {type(value).__name__} of kind {kind!r} cannot be tracked. "
+                "Kinds: metric, config, image, figure, histogram, file."
             )
 
     @rank_zero_only
@@ -282,14 +285,7 @@ class MLflowLogger(Logger):
         client, run_id = self._client, self._run_id
         writer.put(f"the status {word}", lambda: client.set_terminated(run_id, word))
         self._status = word
-        if writer.stop():
-            self._writer = None
-
-    @rank_zero_only
-    def save(self) -> None:
-        """Lightning's word for: write now what waits. It is asked for often, so it only hurries the background."""
-        if self._writer is not None:
-            self._writer.flush()
+        writer.stop()
 
     # How it is done
 
@@ -315,22 +311,23 @@ class MLflowLogger(Logger):
         client = MlflowClient(uri)
         try:
             run = self._new_run(client, store) if run_id is None else self._old_run(client, store, run_id)
+            try:
+                folder = local_path(run.info.artifact_uri)
+                if folder is not None:
+                    folder.mkdir(parents=True, exist_ok=True)
+            except OSError:
+                client.set_terminated(run.info.run_id, "FAILED")
+                raise
         except SetupError:
             raise
         except Exception as error:  # MLflow, SQLAlchemy, requests and the file system each have their own
             raise explain(error, store) from error
         self._store, self._client = store, client
         self._run_id, self._experiment_id = run.info.run_id, run.info.experiment_id
-        self._artifact_folder = local_path(run.info.artifact_uri)
-        if self._artifact_folder is not None:
-            try:
-                self._artifact_folder.mkdir(parents=True, exist_ok=True)
-            except OSError as error:
-                raise explain(error, store) from error
+        self._artifact_folder = folder
         self._started = run.info.start_time
         self._status = "RUNNING"
         self._opened_in = os.getpid()
-        self._ended_as: str | None = None
         atexit.register(self._at_exit)
         self._writing()
 
@@ -349,8 +346,9 @@ class MLflowLogger(Logger):
             client.create_experiment(self._experiment_name)  # raises, with the reason
         if experiment.lifecycle_stage != "active":
             raise SetupError(
-                f"The experiment {self._experiment_name!r} in {store.shown} was deleted. Restore it (mlflow experiments restore "
-                f"--experiment-id {experiment.experiment_id}) or set another logger.params.experiment_name."
+                f"The experiment {self._experiment_name!r} in {store.shown} was deleted. Restore it (mlflow "
+                f"experiments restore --experiment-id {experiment.experiment_id}) or set another "
+                "logger.params.experiment_name."
             )
         tags = {name: str(value)[:MAX_TAG] for name, value in resolve_tags(self._tags).items()}
         return client.create_run(experiment.experiment_id, tags=tags, run_name=self._run_name)
@@ -367,8 +365,8 @@ class MLflowLogger(Logger):
         if run is None or run.info.lifecycle_stage != "active":
             state = "is not" if run is None else "was deleted"
             raise SetupError(
-                f"The run {run_id!r} {state} in the tracking store {store.shown}. Give the id of a run there, or leave it "
-                "out (logger.params.run_id, the variable MLFLOW_RUN_ID) to start a new one."
+                f"The run {run_id!r} {state} in the tracking store {store.shown}. Give the id of a run there, or leave "
+                "it out (logger.params.run_id, the variable MLFLOW_RUN_ID) to start a new one."
             )
         check_writable(store)
         client.update_run(run_id, status="RUNNING", name=self._run_name)
@@ -377,7 +375,7 @@ class MLflowLogger(Logger):
         return run
 
     def _writing(self) -> Any:
-        """The writer, started if it is not."""
+        """The writer, made at the first need."""
         self._open()
         if self._writer is None:
             from deeplightning.tracking.load import sampler
@@ -386,6 +384,7 @@ class MLflowLogger(Logger):
             sample = sampler(self._started) if self._system_metrics else None
             pause = float(os.environ.get("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL") or SAMPLE_SECONDS)
             assert self._store is not None
+            assert self._run_id is not None
             self._writer = Writer(self._client, self._run_id, self._store.shown, sample, pause)
         return self._writer
 
@@ -463,7 +462,7 @@ class MLflowLogger(Logger):
 
 
 def flatten(params: Mapping[str, Any]) -> dict[str, str]:
-    """Nested mappings and lists as one flat mapping of text, keys joined with `/`; what MLflow cannot take is cut or replaced."""
+    """Nested mappings and lists as one flat mapping of text, keys joined with `/`, in what MLflow takes."""
     flat: dict[str, str] = {}
 
     def visit(path: tuple[str, ...], value: Any) -> None:
@@ -485,7 +484,7 @@ def flatten(params: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _clean(name: str) -> str:
-    """A name that MLflow takes: its letters, digits and `_-. :/`, no empty or dotted part between slashes, 250 characters."""
+    """A name that MLflow takes: letters, digits and `_-. :/`, no empty or dotted part, at most 250 characters."""
     parts = re.sub(r"[^\w.\- :/]", "_", str(name)).split("/")
     return "/".join("_" if part in ("", ".", "..") else part for part in parts)[:MAX_NAME]
 

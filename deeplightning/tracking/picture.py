@@ -34,9 +34,9 @@ def to_pixels(image: Any) -> np.ndarray:
     """An array or tensor as uint8 pixels (H, W, C).
 
     Args:
-        image: uint8, bool, whole numbers from 0 to 255, or floats, which are clipped to [0, 1] (NaN is black); shape (H, W),
-            (C, H, W) or (H, W, C) with C of 1, 3 or 4. Where the shape allows both readings, a tensor is read as (C, H, W),
-            as torch has it, and an array as (H, W, C), as numpy's world has it.
+        image: uint8, bool, whole numbers from 0 to 255, or floats, which are clipped to [0, 1] (NaN is black); shape
+            (H, W), (C, H, W) or (H, W, C) with C of 1, 3 or 4. Where the shape allows both readings, a tensor is read
+            as (C, H, W), as torch has it, and an array as (H, W, C), as numpy's world has it.
 
     Raises:
         ValueError: another shape or another kind of numbers.

@@ -1,6 +1,6 @@
-"""A `tracking_uri` becomes a store that MLflow can open. A plain directory means an SQLite database in it, artifacts beside it.
+"""A `tracking_uri` becomes a store that MLflow can open. A directory means an SQLite database in it.
 
-Nothing is imported from MLflow, and nothing is written, before `attach`; the database is made at its first use, under a file lock.
+Nothing is imported from MLflow before `attach`; the database is made at its first use, under a file lock.
 """
 
 import atexit
@@ -62,8 +62,8 @@ def locate(tracking_uri: str | os.PathLike | None = None) -> Store:
     """Read a `tracking_uri`; looks at the disk, changes nothing.
 
     Args:
-        tracking_uri: a directory, a `file:` URI of one, `sqlite:///FILE`, `http(s)://…`, or another URI that MLflow knows.
-            None: the variable `MLFLOW_TRACKING_URI`, else `mlruns`.
+        tracking_uri: a directory, a `file:` URI of one, `sqlite:///FILE`, `http(s)://…`, or another URI that MLflow
+            knows. None: the variable `MLFLOW_TRACKING_URI`, else `mlruns`.
 
     Raises:
         SetupError: the URI is of no kind that MLflow knows.
@@ -153,8 +153,9 @@ def explain(error: Exception, store: Store) -> SetupError:
     where = store.database or store.folder
     if "locked" in lowered:
         return SetupError(
-            f"The tracking database {where} has been locked by another process for {wait_seconds():.0f} seconds. End the process "
-            "that holds it, wait longer (DEEPLIGHTNING_TRACKING_WAIT=SECONDS), or set another logger.params.tracking_uri."
+            f"The tracking database {where} has been locked by another process for {wait_seconds():g} seconds. End "
+            "the process that holds it, wait longer (DEEPLIGHTNING_TRACKING_WAIT=SECONDS), or set another "
+            "logger.params.tracking_uri."
         )
     if any(
         words in lowered for words in ("readonly", "read-only", "permission denied", "unable to open", "not permitted")
@@ -285,8 +286,8 @@ def _lock(store: Store) -> Iterator[None]:
         except Timeout:
             if not waited.again():
                 raise SetupError(
-                    f"{store.database}.lock has been held by another process for {wait_seconds():.0f} seconds. End that "
-                    "process, or set another logger.params.tracking_uri."
+                    f"{store.database}.lock has been held by another process for {wait_seconds():g} seconds. End "
+                    "that process, or set another logger.params.tracking_uri."
                 ) from None
         except OSError:
             if not store.database.exists():

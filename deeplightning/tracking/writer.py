@@ -1,4 +1,4 @@
-"""The only thread that talks to the store during a run: points and jobs go into a queue, and training never waits for it.
+"""The only thread that talks to the store during a run: points and jobs go into a queue; training never waits for it.
 
 A server that dies, or a locked database, therefore costs training nothing: entries stay in the queue, in order, and are
 written when it is back, at the latest within the bounded wait at the end of a stage.
@@ -72,23 +72,26 @@ class Writer:
         self._points = 0  # in the queue
         self._change = threading.Condition()
         self._urgent = self._stopping = False
+        self._ended = True  # set under the lock, so an entry never goes to a thread that is just leaving
         self._oldest = 0.0  # when the first of the waiting points came
         self._failures = self._dropped = 0
         self._retry_at = 0.0
-        self._sampled_at = time.monotonic()
-        self._sample_at = self._sampled_at + min(1.0, sample_seconds)
-        self._thread = threading.Thread(target=self._run, name="deeplightning-tracking", daemon=True)
-        self._thread.start()
+        self._sampled_at = self._sample_at = 0.0
+        self._thread: threading.Thread | None = None
+        with self._change:
+            self._start()
 
     def add(self, points: list[Metric]) -> None:
         """Queue points; they are written within about a second."""
         with self._change:
+            self._start()
             self._append(points)
             self._change.notify_all()
 
     def put(self, what: str, do: Callable[[], object]) -> None:
         """Queue a job, done as soon as what was queued before it is written."""
         with self._change:
+            self._start()
             self._queue.append(Job(what, do))
             self._urgent = True
             self._change.notify_all()
@@ -100,16 +103,16 @@ class Writer:
             self._change.notify_all()
 
     def drain(self) -> bool:
-        """Wait until everything queued so far is written; False, after a warning, if the store does not take it in time."""
+        """Wait until everything queued is written; False, after a warning, if the store does not take it in time."""
         with self._change:
             # Waited for in vain once, a store is only asked again, not waited for at each later stage.
             seconds = (
                 1.0 if self._failures > 3 else float(os.environ.get("DEEPLIGHTNING_TRACKING_DRAIN") or DRAIN_SECONDS)
             )
             self._urgent = True
+            self._retry_at = 0.0  # whatever the pause was, ask again now
             self._change.notify_all()
-            done = self._change.wait_for(lambda: not self._queue or not self._thread.is_alive(), seconds)
-            if done and not self._queue:
+            if self._change.wait_for(lambda: not self._queue, seconds):
                 return True
             points, others = self._points, len(self._queue) - self._points
         log.warning(
@@ -119,15 +122,30 @@ class Writer:
         return False
 
     def stop(self) -> bool:
-        """Take a last sample, write everything, end the thread; False if the store did not take everything in time."""
+        """Take a last sample, write everything, end the thread; False if the store did not take everything in time.
+
+        The next entry starts it again.
+        """
         with self._change:
+            if self._ended:
+                return True
             if time.monotonic() - self._sampled_at >= 1.0:  # the load of a shorter time is noise
                 self._take_sample()
             self._stopping = True
         done = self.drain()
-        if done:
+        if done and self._thread is not None:
             self._thread.join()
         return done
+
+    def _start(self) -> None:
+        """Have the thread running."""
+        self._stopping = False
+        if self._ended:
+            self._ended = False
+            self._sampled_at = time.monotonic()
+            self._sample_at = self._sampled_at + min(1.0, self._sample_seconds)
+            self._thread = threading.Thread(target=self._run, name="deeplightning-tracking", daemon=True)
+            self._thread.start()
 
     def _append(self, points: list[Metric]) -> None:
         if not self._points:
@@ -156,6 +174,7 @@ class Writer:
         while True:
             with self._change:
                 if self._stopping and not self._queue:
+                    self._ended = True
                     return
                 now = time.monotonic()
                 if self._sample is not None and now >= self._sample_at and not self._stopping:
@@ -175,7 +194,7 @@ class Writer:
         if self._sample is not None and not self._stopping:
             until.append(self._sample_at)
         if self._queue and self._failures:
-            until.append(min(self._retry_at, now + 1.0) if self._stopping else self._retry_at)
+            until.append(self._retry_at)
         elif self._queue and (self._urgent or self._points >= BATCH):
             return 0.0
         elif self._queue:
@@ -186,7 +205,7 @@ class Writer:
         """The next job, or the next points up to a job."""
         if isinstance(self._queue[0], Job):
             return self._queue[0]
-        points = []
+        points: list[Metric] = []
         for entry in self._queue:
             if isinstance(entry, Job) or len(points) == BATCH:
                 break
@@ -207,10 +226,11 @@ class Writer:
         """Take what was written, or can never be, off the queue; otherwise plan the next attempt."""
         if error is not None and _is_transient(error):
             self._failures += 1
-            self._retry_at = time.monotonic() + min(MAX_PAUSE_SECONDS, 2.0 ** min(self._failures - 1, 10))
+            longest = 1.0 if self._stopping else MAX_PAUSE_SECONDS
+            self._retry_at = time.monotonic() + min(longest, 2.0 ** min(self._failures - 1, 10))
             if self._failures == 1:
                 log.warning(
-                    "%s does not take what is logged (%s). The run goes on; entries are kept and written when it is back.",
+                    "%s does not take what is logged (%s). The run goes on; entries are kept and written once it does.",
                     *(self._shown, _first_line(error)),
                 )
             return

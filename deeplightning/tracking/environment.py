@@ -1,0 +1,191 @@
+"""What a run needs to be understood later: code, packages, machine, command. Never fails, never hangs.
+
+Environment variables are not read into it: they hold secrets.
+"""
+
+import importlib.metadata
+import os
+import platform
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+GIT_SECONDS = 10.0
+"""How long one git command may take; a repository on a slow network disk is then left out."""
+MAX_DIFF = 2_000_000
+"""Bytes kept of a diff."""
+MAX_UNTRACKED = 1000
+"""Untracked files that are listed."""
+
+PACKAGES = [
+    *("deeplightning", "torch", "torchvision", "triton", "pytorch-lightning", "lightning", "lightning-utilities"),
+    *(
+        "torchmetrics",
+        "deepspeed",
+        "ray",
+        "submitit",
+        "optuna",
+        "mlflow",
+        "tensorboard",
+        "omegaconf",
+        "numpy",
+        "pillow",
+    ),
+    *("scikit-learn", "transformers", "tokenizers", "onnx", "onnxscript", "onnxruntime", "safetensors", "flask"),
+]
+
+
+def describe(redact: Callable[[str], str] = str) -> dict[str, Any]:
+    """The surroundings of this process, as plain JSON types; what cannot be found out is None.
+
+    Args:
+        redact: is applied to every text, to take secrets out.
+    """
+    return _redacted(
+        {
+            "started": datetime.now(UTC).isoformat(timespec="seconds"),
+            "command": shlex.join(sys.argv),
+            "directory": _quietly(os.getcwd),
+            "host": socket.gethostname(),
+            "python": {"version": platform.python_version(), "executable": sys.executable},
+            "os": platform.platform(),
+            "cpu": _cpu(),
+            "memory_gib": _memory(),
+            "gpus": _gpus(),
+            "packages": _packages(),
+            "git": _git_state(),
+        },
+        redact,
+    )
+
+
+def git_diff(redact: Callable[[str], str] = str) -> str | None:
+    """What the working directory's repository has beyond its last commit: the diff, then the untracked files by name.
+
+    None where there is nothing to tell: no git, no repository, or a clean one. At most 2 MB of the diff are kept.
+    """
+    status = _git("status", "--porcelain", "-z", "--untracked-files=normal")
+    if not status:
+        return None
+    has_commit = _git("rev-parse", "--verify", "--quiet", "HEAD") is not None
+    arguments = ("HEAD",) if has_commit else ("--cached",)
+    diff = _git("diff", "--no-ext-diff", "--no-textconv", "--no-color", *arguments, limit=MAX_DIFF + 1)
+    parts = ["# The diff could not be read.\n"] if diff is None else [diff[:MAX_DIFF]]
+    if diff is not None and len(diff) > MAX_DIFF:
+        parts.append(f"\n# Cut here, after {MAX_DIFF} bytes.\n")
+    untracked = [entry[3:] for entry in status.split("\0") if entry.startswith("?? ")]
+    if untracked:
+        parts.append(f"# Untracked files ({len(untracked)}), without their content:\n")
+        parts += [f"#   {name}\n" for name in untracked[:MAX_UNTRACKED]]
+    return redact("".join(parts))
+
+
+def _git_state() -> dict[str, Any] | None:
+    status = _git("status", "--porcelain=v2", "--branch", "--untracked-files=normal")
+    if status is None:
+        return None
+    lines = status.splitlines()
+    head = dict(line[2:].split(" ", 1) for line in lines if line.startswith("# ") and " " in line[2:])
+    commit, branch = head.get("branch.oid"), head.get("branch.head")
+    return {
+        "commit": None if commit == "(initial)" else commit,
+        "branch": None if branch == "(detached)" else branch,
+        "dirty": any(not line.startswith("#") for line in lines),
+    }
+
+
+def _git(*arguments: str, limit: int | None = None) -> str | None:
+    """What git prints, at most `limit` bytes; None if it fails or takes too long. Runs nothing a repository names."""
+    git = shutil.which("git")
+    if git is None:
+        return None
+    environment = os.environ | {"GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
+    try:
+        process = subprocess.Popen(
+            [git, "-c", "core.fsmonitor=false", "-c", "core.quotePath=false", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+        )
+    except OSError:
+        return None
+    timer = threading.Timer(GIT_SECONDS, process.kill)
+    timer.start()
+    try:
+        with process:
+            assert process.stdout is not None
+            output = process.stdout.read() if limit is None else process.stdout.read(limit)
+            is_cut = limit is not None and len(output) == limit
+            if is_cut:
+                process.kill()
+    finally:
+        timer.cancel()
+    return output.decode("utf-8", "replace") if process.returncode == 0 or is_cut else None
+
+
+def _cpu() -> dict[str, Any]:
+    model = None
+    if (info := Path("/proc/cpuinfo")).exists():
+        lines = (_quietly(info.read_text) or "").splitlines()
+        model = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), None)
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {"model": model or platform.processor() or platform.machine(), "cores": os.cpu_count(), "usable": usable}
+
+
+def _memory() -> float | None:
+    try:
+        import psutil
+    except ImportError:
+        return None
+    return round(psutil.virtual_memory().total / 2**30, 1)
+
+
+def _gpus() -> list[dict[str, Any]]:
+    """The GPUs, asked of nvidia-smi: torch would have to start CUDA in this process, which forbids forking."""
+    smi = shutil.which("nvidia-smi")
+    if smi is not None:
+        query = [smi, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
+        try:
+            answer = subprocess.run(query, capture_output=True, text=True, timeout=GIT_SECONDS, check=True).stdout
+            rows = [[field.strip() for field in line.split(",")] for line in answer.splitlines() if line.strip()]
+            return [{"name": name, "memory_mib": int(memory), "driver": driver} for name, memory, driver in rows]
+        except (OSError, subprocess.SubprocessError, ValueError):
+            pass  # a driver that does not answer; torch may still know
+    torch = sys.modules.get("torch")
+    if torch is not None and torch.cuda.is_available() and torch.cuda.is_initialized():
+        found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+        return [{"name": gpu.name, "memory_mib": gpu.total_memory // 2**20, "driver": None} for gpu in found]
+    return []
+
+
+def _packages() -> dict[str, str]:
+    versions = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return versions
+
+
+def _redacted(value: Any, redact: Callable[[str], str]) -> Any:
+    if isinstance(value, dict):
+        return {key: _redacted(inner, redact) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_redacted(inner, redact) for inner in value]
+    return redact(value) if isinstance(value, str) else value
+
+
+def _quietly(function: Callable[[], str]) -> str | None:
+    try:
+        return function()
+    except OSError:
+        return None

@@ -1,0 +1,122 @@
+"""RUN, as a person writes it (a folder, a run id, `runs:/ID`, `models:/NAME/VERSION`), becomes a local folder."""
+
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from deeplightning.config.fault import CheckpointError, SetupError
+from deeplightning.tracking.store import Store, attach, explain, local_path, locate
+
+
+def resolve_run(run: str | os.PathLike, tracking_uri: str | os.PathLike | None = "mlruns") -> Path:
+    """The absolute local folder of a run's artifacts.
+
+    Args:
+        run: the folder itself (then nothing of MLflow is imported), an MLflow run id, `runs:/ID`, or
+            `models:/NAME/VERSION` (the run that the registered version came from).
+        tracking_uri: the store in which an id or a name is looked up.
+
+    Raises:
+        CheckpointError: there is no such run, or its artifacts are gone.
+        SetupError: the store cannot be opened.
+    """
+    text = os.fspath(run)
+    if not text.strip():
+        raise CheckpointError(
+            "No run was given. Give a run folder, an MLflow run id, runs:/ID, or models:/NAME/VERSION."
+        )
+    if text.startswith("models:/"):
+        return _of_model(text, locate(tracking_uri))
+    if text.startswith("runs:/"):
+        run_id, _, inside = text.removeprefix("runs:/").strip("/").partition("/")
+        return _of_run(run_id, locate(tracking_uri)) / inside
+    folder = (local_path(text) if text.startswith("file:") else None) or Path(text).expanduser().absolute()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise CheckpointError(f"{folder} is a file, not a run. Give the run folder that it lies in.")
+    if re.fullmatch(r"[A-Za-z0-9][\w-]*", text):
+        return _of_run(text, locate(tracking_uri), also=f"There is no folder {folder} either. ")
+    raise CheckpointError(
+        f"There is no run folder {folder}. It is the last line that a training prints; an MLflow run id, runs:/ID, or "
+        "models:/NAME/VERSION will do as well."
+    )
+
+
+def _of_run(run_id: str, store: Store, also: str = "") -> Path:
+    def missing(why: str) -> CheckpointError:
+        return CheckpointError(f"{why} {also}The runs there: bash monitor.sh")
+
+    client = _client(store)
+    from mlflow.exceptions import MlflowException
+
+    try:
+        found = client.get_run(run_id)
+    except MlflowException as error:
+        if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+            raise explain(error, store) from error
+        raise missing(f"There is no run {run_id!r} in the tracking store {store.shown}.") from None
+    folder = local_path(found.info.artifact_uri)
+    if folder is None:
+        return _download(client, run_id, store)
+    if folder.is_dir():
+        return folder
+    if store.artifact_root is not None:  # the store's folder was moved or copied with all that is in it
+        moved = store.artifact_root / found.info.experiment_id / run_id / "artifacts"
+        if moved.is_dir():
+            return moved
+    raise missing(f"The run {run_id} is in the tracking store {store.shown}, but its folder {folder} is gone.")
+
+
+def _of_model(uri: str, store: Store) -> Path:
+    name, _, version = uri.removeprefix("models:/").strip("/").rpartition("/")
+    if not name or not version.isdecimal():
+        raise CheckpointError(f"{uri!r} names no model version. Write models:/NAME/VERSION, with a whole number.")
+    client = _client(store)
+    from mlflow.exceptions import MlflowException
+
+    try:
+        model = client.get_model_version(name, version)
+    except MlflowException as error:
+        if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
+            raise explain(error, store) from error
+        raise CheckpointError(f"There is no model {name!r} of version {version} in {store.shown}.") from None
+    if model.run_id:
+        return _of_run(model.run_id, store)
+    folder = local_path(model.source)
+    if folder is None or not folder.is_dir():
+        raise CheckpointError(f"{uri} came from no run, and its source {model.source} is no folder on this machine.")
+    return folder
+
+
+def _client(store: Store) -> Any:
+    """MLflow's client on a store that exists: looking a run up makes none."""
+    if store.database is not None and not store.database.exists():
+        raise CheckpointError(f"There is no tracking store {store.shown} to look the run up in. Give the run's folder.")
+    uri = attach(store)
+    from mlflow.tracking import MlflowClient
+
+    return MlflowClient(uri)
+
+
+def _download(client: Any, run_id: str, store: Store) -> Path:
+    """A server's artifacts, fetched anew each time (the run may have gone on) into the user's cache."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deeplightning" / "runs"
+    target = cache / run_id
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        fresh = Path(tempfile.mkdtemp(prefix=f"{run_id}.", dir=cache))
+        try:
+            client.download_artifacts(run_id, "", str(fresh))
+            shutil.rmtree(target, ignore_errors=True)
+            fresh.rename(target)
+        finally:
+            shutil.rmtree(fresh, ignore_errors=True)
+    except OSError as error:
+        raise SetupError(f"The artifacts of the run {run_id} cannot be fetched into {cache}: {error}") from error
+    except Exception as error:  # MLflow's artifact stores each have their own
+        raise explain(error, store) from error
+    return target
