@@ -1,4 +1,4 @@
-"""A trained task becomes a bundle, proved equal to it: `model.onnx`, `weights.safetensors` and `bundle.json` in a folder.
+"""A trained task becomes a bundle proved equal to it: `model.onnx`, `weights.safetensors`, `bundle.json` in a folder.
 
 Whoever serves a bundle needs no code of ours and none of the user's: the graph takes uint8 pixels and gives
 probabilities, `bundle.json` tells the rest (see `export`). Letters: N images, C channels, H height, W width, K classes.
@@ -168,6 +168,8 @@ def _reason(error: BaseException) -> str:
     """The first line of what lies at the bottom of `error`."""
     while error.__cause__ is not None:
         error = error.__cause__
+    if "specialized it to be a constant" in str(error):  # torch's words, in its second line, for a fixed batch size
+        return "it takes one number of images only; write x.reshape(len(x), -1), say, not x.reshape(256, -1)."
     return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 

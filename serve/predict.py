@@ -1,4 +1,4 @@
-"""`python -m serve.predict [IMAGE …]`: send pictures to a server, print one JSON line for each. Standard library only."""
+"""`python -m serve.predict [IMAGE …]`: ask a server about pictures, one JSON line for each. Standard library only."""
 
 import argparse
 import http.client
@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     url = os.environ.get("PREDICT_URL") or DEFAULT_URL
     try:
         for path in images or _samples():
-            print(json.dumps({"image": str(path), **ask(url, _read(path), str(path))}, ensure_ascii=False), flush=True)
+            print(json.dumps({"image": str(path), **ask(url, _read(path), str(path))}), flush=True)
     except PredictError as error:
         print(error, file=sys.stderr)
         return error.exit_code
