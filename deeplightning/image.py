@@ -252,11 +252,8 @@ def _to_mode(image: Image.Image, mode: str) -> Image.Image:
         layer = image if image.mode == "RGBA" else image.convert("RGBA")
         image = Image.new("RGB", layer.size, "white")
         image.paste(layer, mask=layer)
-    if image.mode not in ("1", "L", "RGB"):  # palette, CMYK, YCbCr …
-        try:
-            image = image.convert("RGB")
-        except ValueError:
-            raise ImageError(f"Images in the colour mode {image.mode} are not read; save it as RGB.", 415) from None
+    if image.mode not in ("1", "L"):  # palette, CMYK, YCbCr, LAB …
+        image = image.convert("RGB")
     return image if image.mode == mode else image.convert(mode)
 
 

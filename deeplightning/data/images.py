@@ -119,8 +119,12 @@ class ImageData(pl.LightningDataModule):
     def setup(self, stage: str | None = None) -> None:
         """Reads and divides the samples once, and prepares the images that the stage needs (None: all)."""
         if not self._samples:
-            self.check()
-            self._samples = self._divide(self.read())
+            try:
+                self.check()
+                found = self.read()
+            except OSError as error:
+                raise DataError(f"{self._describe()} cannot be read: {error}") from error
+            self._samples = self._divide(found)
             if self.in_memory is None:
                 spec = self.image_spec
                 image_bytes = spec.channels * spec.height * spec.width

@@ -1,0 +1,72 @@
+"""CIFAR-10: torchvision's class reads its own files, all images at once."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from deeplightning.data.datasets import Samples
+from deeplightning.data.downloaded import DownloadedImages
+from deeplightning.data.errors import DataError
+from deeplightning.data.images import height_width
+from deeplightning.image import ImageSpec
+
+MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
+"""Of the 50,000 training images per channel on the scale 0 to 1, as everybody uses them."""
+
+_FOLDER = "cifar-10-batches-py"
+_FILES = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch", "batches.meta"]
+
+
+class CIFAR10(DownloadedImages):
+    """Colour photographs of ten kinds, 50,000 for training, of which a tenth or a fold validates, 10,000 for the test.
+
+    The files are those of `cifar-10-batches-py` in `data.root`. They are pickles: torchvision reads them only where
+    their MD5 sums are the published ones.
+
+    Args:
+        cfg: the whole config.
+        download: fetch the files that are not there.
+        image_size: pixels, one number for a square or [height, width]; 32 leaves the images as they are.
+        augment, in_memory, limit: see `deeplightning.data.images.ImageData`.
+    """
+
+    def __init__(
+        self,
+        cfg: Any,
+        download: bool = False,
+        image_size: int | Sequence[int] = 32,
+        augment: Sequence[nn.Module] = (),
+        in_memory: bool | None = None,
+        limit: int | None = None,
+    ):
+        spec = ImageSpec(*height_width(image_size), mode="RGB", mean=MEAN, std=STD)
+        super().__init__(cfg, spec, download, augment=augment, in_memory=in_memory, limit=limit)
+        self.class_names = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+
+    def files(self) -> list[str]:
+        return [f"{_FOLDER}/{name}" for name in _FILES]
+
+    def fetch(self) -> None:
+        from torchvision.datasets import CIFAR10 as Source
+
+        Source(str(self.root), download=True)
+
+    def read(self) -> dict[str, Samples]:
+        from torchvision.datasets import CIFAR10 as Source
+        from torchvision.datasets.utils import check_integrity
+
+        # torchvision itself says only that some file is missing or corrupt.
+        for name, digest in [*Source.train_list, *Source.test_list, (Source.meta["filename"], Source.meta["md5"])]:
+            path = self.root / _FOLDER / name
+            if not check_integrity(str(path), digest):
+                raise DataError(
+                    f"{path} is damaged or cut off: its MD5 sum is not {digest}; delete it and fetch it again, for "
+                    "instance with data.module.params.download=true."
+                )
+        sets = {}
+        for split in ("train", "test"):
+            source = Source(str(self.root), train=split == "train")
+            sets[split] = Samples(source.data, np.array(source.targets, dtype=np.int64))  # (N, 32, 32, 3)
+        return sets

@@ -1,0 +1,171 @@
+"""A user's own pictures: one folder per class, with or without `train`, `val` and `test` folders above."""
+
+import logging
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from deeplightning.data.datasets import Samples
+from deeplightning.data.errors import DataConfigError, DataError
+from deeplightning.data.images import ImageData, height_width
+from deeplightning.image import MAX_PIXELS, ImageSpec
+
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".avif")
+"""Endings, in small or capital letters, that make a file an image."""
+
+STATISTICS = {"RGB": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), "L": ((0.449,), (0.226,))}
+"""Mean and standard deviation where none are given: ImageNet's, as pretrained networks expect; grey: their averages."""
+
+log = logging.getLogger(__name__)
+
+
+class ImageFolder(ImageData):
+    """Pictures in `data.root`, in one of two layouts; images may also lie deeper, and hidden files do not count.
+
+    - `CLASS/*.jpg`: divided 80/10/10 within each class by the seed.
+    - `train/CLASS/*.jpg`, and where there are such `val/…` and `test/…` with the same classes. Without `val`, or with
+      `data.num_splits`, a tenth or a fold of `train` validates. It is this layout when `train` holds folders and no
+      image, so that trains may also be a class.
+
+    The classes are the names of the folders, sorted. Files without an image's ending are ignored.
+
+    Args:
+        cfg: the whole config.
+        image_size: pixels, one number for a square or [height, width].
+        mode: "RGB" or "L" (grey).
+        resize: "crop", "stretch" or "pad", see `deeplightning.image.ImageSpec`.
+        mean: per channel, on the scale 0 to 1; None: `STATISTICS`.
+        std: per channel, on the scale 0 to 1; None: `STATISTICS`.
+        extensions: endings of image files, with their dot.
+        max_pixels: largest image that is decoded.
+        augment, in_memory, limit: see `deeplightning.data.images.ImageData`.
+    """
+
+    def __init__(
+        self,
+        cfg: Any,
+        image_size: int | Sequence[int] = 64,
+        mode: str = "RGB",
+        resize: str = "crop",
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+        extensions: Sequence[str] = EXTENSIONS,
+        max_pixels: int = MAX_PIXELS,
+        augment: Sequence[nn.Module] = (),
+        in_memory: bool | None = None,
+        limit: int | None = None,
+    ):
+        usual = STATISTICS.get(mode, ((), ()))
+        spec = ImageSpec(
+            *height_width(image_size),
+            mode=mode,
+            resize=resize,
+            mean=usual[0] if mean is None else tuple(mean),
+            std=usual[1] if std is None else tuple(std),
+        )
+        super().__init__(cfg, spec, augment=augment, in_memory=in_memory, limit=limit, max_pixels=max_pixels)
+        if isinstance(extensions, str) or not all(isinstance(end, str) and end.startswith(".") for end in extensions):
+            raise DataConfigError(f'data.module.params.extensions must be a list like [".jpg"], not {extensions!r}.')
+        if cfg.data.root is None:
+            raise DataConfigError("data.root is null, but ImageFolder needs a folder: the one that holds the images.")
+        self.root = Path(cfg.data.root).expanduser().absolute()
+        self.extensions = tuple(end.lower() for end in extensions)
+
+    def check(self) -> None:
+        if not self.root.is_dir():
+            raise DataError(
+                f"ImageFolder: {self.root} is not a folder. Set data.root to the one that holds the images."
+            )
+        top = self.root / "train" if self._is_divided() else self.root
+        if not _folders(top):
+            raise DataError(
+                f"ImageFolder: {top} holds no folder. Put the images of each class into a folder of the class's name."
+            )
+
+    def read(self) -> dict[str, Samples]:
+        if not self._is_divided():
+            self.class_names = _folders(self.root)
+            return {"all": self._read(self.root, complete=True)}
+        train = self.root / "train"
+        self.class_names = _folders(train)
+        sets = {"train": self._read(train, complete=True)}
+        others = _folders(self.root)
+        for split in ("val", "test"):
+            if split in others:
+                self._require_same_classes(self.root / split)
+                sets[split] = self._read(self.root / split)
+        if unknown := sorted(set(others) - {"train", "val", "test"}):
+            log.warning("Ignored in %s, beside train, val and test: %s", self.root, ", ".join(unknown))
+        return sets
+
+    def _is_divided(self) -> bool:
+        train = self.root / "train"
+        return train.is_dir() and bool(_folders(train)) and not any(map(self._is_image, train.iterdir()))
+
+    def _is_image(self, path: Path) -> bool:
+        return path.is_file() and not path.name.startswith(".") and path.name.lower().endswith(self.extensions)
+
+    def _read(self, folder: Path, complete: bool = False) -> Samples:
+        """All images of one folder of classes; `complete`: each class must have one."""
+        paths: list[str] = []
+        labels: list[int] = []
+        ignored = 0
+        for label, name in enumerate(self.class_names):
+            files = _files(folder / name)
+            images = sorted(str(path) for path in files if path.name.lower().endswith(self.extensions))
+            ignored += len(files) - len(images)
+            if complete and not images:
+                raise DataError(
+                    f"ImageFolder: {folder / name} holds no image ({', '.join(self.extensions)}). "
+                    "Put some there, or remove the folder."
+                )
+            paths += images
+            labels += [label] * len(images)
+        if not paths:
+            raise DataError(f"ImageFolder: {folder} holds no image ({', '.join(self.extensions)}).")
+        if ignored:
+            log.info("Ignored in %s: %d files that do not have the ending of an image", folder, ignored)
+        return Samples(paths, np.array(labels, dtype=np.int64))
+
+    def _require_same_classes(self, folder: Path) -> None:
+        found = _folders(folder)
+        if found != self.class_names:
+            missing, more = (sorted(set(a) - set(b)) for a, b in ((self.class_names, found), (found, self.class_names)))
+            faults = [
+                f"{what}: {', '.join(names)}" for what, names in (("missing", missing), ("unknown", more)) if names
+            ]
+            raise DataError(
+                f"ImageFolder: {folder} must have the same classes as {self.root / 'train'} ({'; '.join(faults)})."
+            )
+
+    def _describe(self) -> str:
+        return f"ImageFolder in {self.root}"
+
+
+def _folders(path: Path) -> list[str]:
+    """Names of the folders in a folder, sorted, without hidden ones."""
+    return sorted(entry.name for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith("."))
+
+
+def _files(top: Path) -> list[Path]:
+    """The files in a folder and below, without hidden ones. Links are followed; a folder reached twice counts once."""
+    files: list[Path] = []
+    seen = set()
+    for name, below, names in os.walk(top, followlinks=True, onerror=_refuse):
+        folder = Path(name)
+        status = folder.stat()
+        if (status.st_dev, status.st_ino) in seen:
+            below.clear()
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        below[:] = sorted(inner for inner in below if not inner.startswith("."))
+        files += [folder / file for file in names if not file.startswith(".")]
+    return files
+
+
+def _refuse(error: OSError) -> None:
+    raise error

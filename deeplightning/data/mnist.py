@@ -1,0 +1,99 @@
+"""MNIST, or anything in its file format: torchvision's class reads the four IDX files, all images at once."""
+
+import struct
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from torch import nn
+
+from deeplightning.data.datasets import Samples
+from deeplightning.data.downloaded import DownloadedImages
+from deeplightning.data.errors import DataError
+from deeplightning.data.images import height_width
+from deeplightning.image import ImageSpec
+
+MEAN, STD = 0.1307, 0.3081
+"""Of the 60,000 training images on the scale 0 to 1, as everybody uses them."""
+
+_FILES = {
+    train: (f"MNIST/raw/{name}-images-idx3-ubyte", f"MNIST/raw/{name}-labels-idx1-ubyte")
+    for train, name in ((True, "train"), (False, "t10k"))
+}
+
+
+class MNIST(DownloadedImages):
+    """Handwritten digits, 60,000 for training, of which a tenth or a fold validates, and 10,000 for the test.
+
+    The files are `MNIST/raw/train-images-idx3-ubyte` and its kin in `data.root`; any number and size of images will do.
+
+    Args:
+        cfg: the whole config.
+        download: fetch the files that are not there.
+        image_size: pixels, one number for a square or [height, width]; 28 leaves the images as they are.
+        augment, in_memory, limit: see `deeplightning.data.images.ImageData`.
+    """
+
+    def __init__(
+        self,
+        cfg: Any,
+        download: bool = False,
+        image_size: int | Sequence[int] = 28,
+        augment: Sequence[nn.Module] = (),
+        in_memory: bool | None = None,
+        limit: int | None = None,
+    ):
+        spec = ImageSpec(*height_width(image_size), mode="L", mean=(MEAN,), std=(STD,))
+        super().__init__(cfg, spec, download, augment=augment, in_memory=in_memory, limit=limit)
+        self.class_names = [str(digit) for digit in range(10)]
+
+    def files(self) -> list[str]:
+        return [*_FILES[True], *_FILES[False]]
+
+    def fetch(self) -> None:
+        from torchvision.datasets import MNIST as Source
+
+        Source(str(self.root), download=True)
+
+    def read(self) -> dict[str, Samples]:
+        return {"train": self._read(True), "test": self._read(False)}
+
+    def _read(self, train: bool) -> Samples:
+        from torchvision.datasets import MNIST as Source
+
+        images, labels = (self.root / name for name in _FILES[train])
+        for path, dimensions in ((images, 3), (labels, 1)):
+            _check_idx(path, dimensions)
+        source = Source(str(self.root), train=train)
+        pixels, targets = source.data.numpy(), source.targets.numpy().astype(np.int64)
+        if len(pixels) != len(targets):
+            raise DataError(f"{images} holds {len(pixels)} images, but {labels} {len(targets)} labels.")
+        if targets.max() >= len(self.class_names):
+            position = int(targets.argmax())
+            raise DataError(
+                f"{labels}: label {targets[position]} of sample {position} is outside the {len(self.class_names)} classes, "
+                f"0 to {len(self.class_names) - 1}."
+            )
+        return Samples(pixels, targets)
+
+
+def _check_idx(path: Path, dimensions: int) -> None:
+    """An IDX file says how long it is: torchvision, given a shorter one, reports shapes but no file."""
+    with path.open("rb") as file:
+        header = file.read(4 + 4 * dimensions)
+    size = path.stat().st_size
+    if header[:4] != bytes([0, 0, 8, dimensions]) or len(header) < 4 + 4 * dimensions:
+        raise DataError(f"{path} is not an IDX file of bytes in {dimensions} dimension(s), it may be damaged; {_AGAIN}")
+    shape = struct.unpack(f">{dimensions}I", header[4:])
+    expected = len(header) + int(np.prod(shape, dtype=np.uint64))
+    if size != expected:
+        raise DataError(
+            f"{path} is damaged or cut off: it has {size:,} bytes, {expected:,} expected for the shape {shape} that it "
+            f"names; {_AGAIN}"
+        )
+    if 0 in shape:
+        raise DataError(f"{path} is empty: the shape that it names is {shape}.")
+
+
+_AGAIN = "delete it and fetch it again, for instance with data.module.params.download=true."
