@@ -1,8 +1,8 @@
 """The rules of who may import whom, so that a network can be deleted, and the server started, without the rest.
 
 Imports only go down this list: `cli`; `configure`; `engine`, `tracking`, `callbacks`, `export`; `runfolder`, `image`;
-`config`. `serve` stands on `image` and `runfolder` alone. The parts (`data`, `task`, `model`, `loss`) are named in YAML and
-imported by nobody; of the core they use `config.target.build` and `image`.
+`config`. `serve` stands on `image` and `runfolder`. The parts (`data`, `task`, `model`, `loss`) are named in YAML,
+imported by nobody, and use of the core only `config.target.build` and `image`.
 """
 
 import ast
