@@ -187,7 +187,7 @@ def test_first_frame_of_an_animation(kind):
 
 
 def test_stretch_averages():
-    """Shrinking weighs all pixels by a triangle twice as wide as the scale, as a reference in numpy does: no aliasing."""
+    """Shrinking weighs all pixels by a triangle as wide as two of the result, as a reference in numpy does."""
     pixels = noise(64, 48, 1)[:, :, 0]
 
     def weights(size: int, goal: int) -> np.ndarray:  # (goal, size)

@@ -72,8 +72,8 @@ class MNIST(DownloadedImages):
         if targets.max() >= len(self.class_names):
             position = int(targets.argmax())
             raise DataError(
-                f"{labels}: label {targets[position]} of sample {position} is outside the {len(self.class_names)} classes, "
-                f"0 to {len(self.class_names) - 1}."
+                f"{labels}: label {targets[position]} of sample {position} is outside the "
+                f"{len(self.class_names)} classes, 0 to {len(self.class_names) - 1}."
             )
         return Samples(pixels, targets)
 

@@ -1,0 +1,125 @@
+"""BatchIndices: each sample once over all ranks, in an order that only seed and epoch decide."""
+
+import itertools
+
+import pytest
+from torch.utils.data import DistributedSampler
+
+from deeplightning.data.samplers import PADDING, BatchIndices
+
+
+def ranks(size: int, batch_size: int, world: int, **options) -> list[list[list[int]]]:
+    """The batches of every rank."""
+    return [list(BatchIndices(range(size), batch_size, num_replicas=world, rank=r, **options)) for r in range(world)]
+
+
+def interleaved(batches: list[list[int]]) -> list[int]:
+    """One step's batches of all ranks, as the global batch they came from."""
+    return [row for rows in itertools.zip_longest(*batches) for row in rows if row is not None]
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("size", [1, 2, 12, 13, 16, 17, 50])
+@pytest.mark.parametrize("batch_size", [1, 4])
+def test_each_index_once(size, world, batch_size, shuffle):
+    """Over all ranks each position occurs once, every rank has the same number of batches, and none is empty."""
+    batches = ranks(size, batch_size, world, shuffle=shuffle)
+    assert {-(-size // (batch_size * world))} == {len(of_rank) for of_rank in batches}
+    rows = [row for of_rank in batches for batch in of_rank for row in batch]
+    assert list(range(size)) == sorted(row for row in rows if row != PADDING)
+    assert all(batch and len(batch) <= batch_size for of_rank in batches for batch in of_rank)
+    assert all(type(row) is int for row in rows)
+    padding = [batch for of_rank in batches for batch in of_rank if PADDING in batch]
+    assert all(batch == [PADDING] for batch in padding)
+    assert len(padding) == sum(batch == [PADDING] for batch in (of_rank[-1] for of_rank in batches))
+
+
+@pytest.mark.parametrize(("size", "drop_last"), [(64, False), (61, False), (61, True)])
+def test_processes_see_what_one_process_sees(size, drop_last):
+    """At each step, 2 processes with 4, or 4 with 2, see the samples of one with 8, in the same order."""
+    whole = ranks(size, 8, 1, shuffle=True, seed=5, drop_last=drop_last)[0]
+    for world, batch_size in ((2, 4), (4, 2), (8, 1)):
+        parts = ranks(size, batch_size, world, shuffle=True, seed=5, drop_last=drop_last)
+        steps = [[row for row in interleaved(list(step)) if row != PADDING] for step in zip(*parts, strict=True)]
+        assert whole == steps
+
+
+def test_rank_takes_every_nth():
+    """Rank r of 2 takes every second position of the global batch, from the r-th on."""
+    assert ranks(10, 3, 2) == [[[0, 2, 4], [6, 8]], [[1, 3, 5], [7, 9]]]
+
+
+def test_last_batch_smaller_than_the_world():
+    """A rank without a sample gets one padding entry in evaluation, and a sample from the start in training."""
+    assert ranks(7, 2, 3) == [[[0, 3], [6]], [[1, 4], [PADDING]], [[2, 5], [PADDING]]]
+    assert ranks(7, 2, 3, wrap=True) == [[[0, 3], [6]], [[1, 4], [1]], [[2, 5], [2]]]
+    assert ranks(7, 2, 3, drop_last=True) == [[[0, 3]], [[1, 4]], [[2, 5]]]
+    assert ranks(1, 2, 3, wrap=True) == [[[0]], [[0]], [[0]]]
+
+
+def test_nothing_to_sample():
+    """An empty set has no batches, and neither has one that drop_last empties."""
+    assert [[], []] == ranks(0, 4, 2) == ranks(7, 4, 2, drop_last=True)
+
+
+def test_order_depends_on_seed_and_epoch_alone():
+    """Each (seed, epoch) has its own order; seed and epoch are not simply added; a second look gives the same."""
+    orders = {}
+    for seed, epoch in itertools.product(range(4), range(4)):
+        sampler = BatchIndices(range(40), 40, shuffle=True, seed=seed)
+        sampler.set_epoch(epoch)
+        orders[seed, epoch] = tuple(next(iter(sampler)))
+        assert orders[seed, epoch] == tuple(next(iter(sampler)))
+    assert len(set(orders.values())) == 16
+
+
+def test_order_is_frozen():
+    """The order of seed 42 today is the order of any later version: runs stay reproducible, resumed ones right."""
+    sampler = BatchIndices(range(10), 10, shuffle=True, seed=42)
+    assert list(sampler) == [[1, 8, 5, 3, 7, 9, 4, 0, 6, 2]]
+
+
+def test_without_shuffle_every_epoch_is_in_data_order():
+    """Evaluation sees the data as they lie, in any epoch."""
+    sampler = BatchIndices(range(5), 2)
+    for epoch in range(3):
+        sampler.set_epoch(epoch)
+        assert list(sampler) == [[0, 1], [2, 3], [4]]
+
+
+def test_start_resumes_once():
+    """`start` leaves out batches of the next iteration only, even if no batch of it is taken; the length stays."""
+    sampler = BatchIndices(range(20), 3, shuffle=True, seed=1)
+    whole = list(sampler)
+    sampler.start = 4
+    assert len(whole) == len(sampler) == 7
+    assert whole[4:] == list(sampler)
+    assert whole == list(sampler)
+    sampler.start = 2
+    iter(sampler)
+    assert whole == list(sampler)
+    sampler.start = 7
+    assert list(sampler) == []
+
+
+def test_order_is_fixed_when_iteration_begins():
+    """A later `set_epoch` does not change an iteration under way."""
+    sampler = BatchIndices(range(20), 3, shuffle=True)
+    whole = list(sampler)
+    iterator = iter(sampler)
+    first = next(iterator)
+    sampler.set_epoch(3)
+    assert whole == [first, *iterator]
+
+
+def test_lightning_leaves_it_alone():
+    """It is a DistributedSampler, which Lightning does not wrap, and needs no process group."""
+    assert isinstance(BatchIndices(range(3), 1, num_replicas=2, rank=1), DistributedSampler)
+
+
+@pytest.mark.parametrize(("options", "words"), [({"batch_size": 0}, "batch_size"), ({"rank": 2}, "rank")])
+def test_impossible_arguments(options, words):
+    """A batch size of 0 and a rank outside the world are refused."""
+    with pytest.raises(ValueError, match=words):
+        BatchIndices(range(3), **{"batch_size": 1, "num_replicas": 2, **options})
