@@ -52,3 +52,16 @@ def _artifact_folder(logger: Any) -> Path | None:
     if "MLFlowLogger" in names:
         return local_path(logger.experiment.get_run(logger.run_id).info.artifact_uri)
     return None
+
+
+def end(loggers: Iterable[Any], status: str, reason: str) -> None:
+    """Gives each run its last status, `failed` or `killed`, and the reason where a logger keeps one."""
+    for logger in loggers:
+        names = {base.__name__ for base in type(logger).__mro__}
+        if "MLflowLogger" in names:
+            logger.finalize(status, reason)
+        elif "MLFlowLogger" in names:
+            logger.experiment.set_tag(logger.run_id, "failure", reason[:1000])
+            logger.experiment.set_terminated(logger.run_id, status.upper())
+        else:
+            logger.finalize(status)

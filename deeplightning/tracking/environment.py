@@ -102,7 +102,7 @@ def _git_state() -> dict[str, Any] | None:
 
 
 def _git(*arguments: str, limit: int | None = None) -> str | None:
-    """What git prints, at most `limit` bytes; None if it fails or takes too long. Runs nothing a repository names."""
+    """What git prints, at most `limit` bytes; None if it fails or takes too long. Watches nothing, locks nothing."""
     git = shutil.which("git")
     if git is None:
         return None

@@ -276,7 +276,7 @@ class MLflowLogger(Logger):
             reason: why it failed or was killed; kept as the tag `failure`, its first 1,000 characters.
         """
         word = _STATUS[status]
-        if self._status is None:
+        if self._status is None or (self._status == "KILLED" and word == "FAILED"):  # Lightning says `failed` of both
             return
         writer = self._writing()
         if reason:
@@ -310,6 +310,8 @@ class MLflowLogger(Logger):
 
         client = MlflowClient(uri)
         try:
+            if store.database is not None and store.database.exists():
+                check_writable(store)
             run = self._new_run(client, store) if run_id is None else self._old_run(client, store, run_id)
             try:
                 folder = local_path(run.info.artifact_uri)
@@ -336,7 +338,6 @@ class MLflowLogger(Logger):
         from mlflow.tracking.context.registry import resolve_tags
 
         experiment = client.get_experiment_by_name(self._experiment_name)
-        check_writable(store)
         if experiment is None:
             # Another process may be first: then the experiment is there after all.
             with contextlib.suppress(MlflowException):
@@ -368,7 +369,6 @@ class MLflowLogger(Logger):
                 f"The run {run_id!r} {state} in the tracking store {store.shown}. Give the id of a run there, or leave "
                 "it out (logger.params.run_id, the variable MLFLOW_RUN_ID) to start a new one."
             )
-        check_writable(store)
         client.update_run(run_id, status="RUNNING", name=self._run_name)
         for name, value in self._tags.items():
             client.set_tag(run_id, name, str(value)[:MAX_TAG])

@@ -55,6 +55,7 @@ def server_command(tracking_uri: str, host: str, port: int) -> list[str] | None:
         raise explain(error, store) from error
     # Without this MLflow starts ten processes with 1.9 GB (3.17, 2026).
     os.environ.setdefault("MLFLOW_SERVER_ENABLE_JOB_EXECUTION", "false")
+    os.environ.setdefault("PYTHONWARNINGS", "ignore")  # the server tells what its own libraries deprecate
     command = [
         sys.executable,
         "-m",

@@ -1,0 +1,733 @@
+"""Tracking, with real SQLite stores, a real MLflow server and a real Lightning trainer."""
+
+import json
+import math
+import multiprocessing
+import os
+import pickle
+import signal
+import socket
+import sqlite3
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from matplotlib.figure import Figure
+from mlflow.tracking import MlflowClient
+from PIL import Image
+from pytorch_lightning import LightningModule, Trainer
+from pytorch_lightning.loggers import CSVLogger, MLFlowLogger
+from pytorch_lightning.utilities.rank_zero import rank_zero_only
+
+import deeplightning.tracking
+from deeplightning.config.fault import CheckpointError, SetupError
+from deeplightning.tracking import MLflowLogger, resolve_run
+from deeplightning.tracking.build import prepare, run_folder
+from deeplightning.tracking.logger import flatten
+from deeplightning.tracking.picture import to_pixels
+from deeplightning.tracking.store import attach, locate
+
+
+@pytest.fixture(autouse=True)
+def plain_environment(monkeypatch, tmp_path):
+    """No MLflow variable of the caller's, and a working directory in which a stray `mlruns` would be seen."""
+    for name in ("MLFLOW_RUN_ID", "MLFLOW_TRACKING_URI", "MLFLOW_EXPERIMENT_ID"):
+        monkeypatch.delenv(name, raising=False)
+    (tmp_path / "cwd").mkdir()
+    monkeypatch.chdir(tmp_path / "cwd")
+    yield
+    assert not list((tmp_path / "cwd").iterdir())
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    """A directory that is a store after its first use; shared, since making one costs two seconds."""
+    return tmp_path_factory.mktemp("tracking") / "mlruns"
+
+
+@pytest.fixture
+def logger(store):
+    logger = MLflowLogger(tracking_uri=store, system_metrics=False)
+    yield logger
+    logger.finalize("success")
+
+
+def status(logger):
+    return logger.experiment.get_run(logger.run_id).info.status
+
+
+def history(logger, name):
+    return [(point.step, point.value) for point in logger.experiment.get_metric_history(logger.run_id, name)]
+
+
+def in_store(store, run_id):
+    return MlflowClient(attach(locate(store))).get_run(run_id)
+
+
+def test_importing_the_package_is_cheap():
+    """`import deeplightning.tracking` and finding a run by its folder import no torch, Lightning or MLflow."""
+    code = (
+        "import sys, deeplightning.tracking; deeplightning.tracking.resolve_run('.');"
+        "print([name for name in ('torch', 'pytorch_lightning', 'mlflow') if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    """The package says what it does not have."""
+    with pytest.raises(AttributeError, match="Nope"):
+        deeplightning.tracking.Nope  # noqa: B018
+
+
+def test_making_a_logger_does_nothing(tmp_path):
+    """No folder, no run, before the first use; asking for the store's folder, finishing and pickling are no use."""
+    logger = MLflowLogger(tracking_uri=tmp_path / "mlruns")
+    assert logger.save_dir == str(tmp_path / "mlruns")
+    logger.finalize("failed", "before it began")
+    copy = pickle.loads(pickle.dumps(logger))
+    assert not copy.is_open
+    assert not (tmp_path / "mlruns").exists()
+
+
+def test_a_run_is_kept_whole(store, logger):
+    """Parameters, every point from step 0 on, and the artifacts beside the database."""
+    logger.log_hyperparams({"model": {"optimizer": {"params": {"lr": 0.1}}}, "stages": ["train", "test"], "none": None})
+    for step in range(2500):
+        logger.log_metrics({"train_loss": torch.tensor(1.0 / (step + 1)), "lr": 0.1}, step)
+    logger.log_metrics({"val_acc": 0.5})
+    logger.finalize("success")
+
+    run = logger.experiment.get_run(logger.run_id)
+    assert run.info.status == "FINISHED"
+    assert run.data.params["model/optimizer/params/lr"] == "0.1"
+    assert (run.data.params["stages/1"], run.data.params["none"]) == ("test", "None")
+    expected = [(step, pytest.approx(1.0 / (step + 1), rel=1e-6)) for step in range(2500)]
+    assert sorted(history(logger, "train_loss")) == expected
+    assert history(logger, "val_acc") == [(2499, 0.5)]  # without a step: the last one
+    assert logger.artifact_folder == store / logger.name / logger.run_id / "artifacts"
+    assert (store / "mlflow.db").is_file()
+
+
+def test_points_reach_the_store_while_training_goes_on(logger):
+    """A point is visible within seconds, without anybody asking for it."""
+    logger.log_metrics({"train_loss": 1.0}, 0)
+    deadline = time.monotonic() + 10
+    while not history(logger, "train_loss") and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert history(logger, "train_loss") == [(0, 1.0)]
+
+
+def test_what_is_not_a_number_is_told_apart(logger, caplog):
+    """NaN and infinities are tracked, text is not, and says so; odd names are made fit."""
+    logger.log_metrics({"loss": math.nan, "up": math.inf, "word": "high", "acc@1": 0.5, "/a//b/": 1}, 3)
+    logger.finalize("success")
+    metrics = logger.experiment.get_run(logger.run_id).data.metrics
+    assert math.isnan(metrics["loss"])
+    assert metrics["up"] == sys.float_info.max
+    assert metrics["acc_1"] == 0.5
+    assert metrics["_/a/_/b/_"] == 1
+    assert "word" not in metrics
+    assert "word is not tracked: 'high' is not a number." in caplog.text
+
+
+def test_the_status_is_honest(logger):
+    """FINISHED after a stage, RUNNING while the next one logs, and at the end what the end was, with its reason."""
+    logger.log_metrics({"train_loss": 1.0}, 0)
+    assert status(logger) == "RUNNING"
+    logger.finalize("success")
+    assert status(logger) == "FINISHED"
+    logger.log_metrics({"test_acc": 1.0}, 1)
+    logger.log_tags({"stage": "test", "long": "x" * 9000})
+    deadline = time.monotonic() + 10
+    while status(logger) != "RUNNING" and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert status(logger) == "RUNNING"
+    logger.finalize("failed", "train_loss is not finite at step 12")
+    run = logger.experiment.get_run(logger.run_id)
+    assert (run.info.status, run.data.tags["failure"]) == ("FAILED", "train_loss is not finite at step 12")
+    assert (run.data.tags["stage"], len(run.data.tags["long"])) == ("test", 5000)
+    logger.finalize("killed", "SIGTERM")
+    assert status(logger) == "KILLED"
+    assert not [thread for thread in threading.enumerate() if thread.name == "deeplightning-tracking"]
+
+
+def test_a_run_is_continued(store, logger, caplog):
+    """`run_id` continues a run: points are added, a changed parameter keeps its value and is named."""
+    logger.log_hyperparams({"lr": 0.1, "epochs": 1})
+    logger.log_metrics({"train_loss": 1.0}, 0)
+    logger.finalize("killed")
+    again = MLflowLogger(tracking_uri=store, run_id=logger.run_id, system_metrics=False)
+    again.log_hyperparams({"lr": 0.1, "epochs": 2, "new": True})
+    again.log_metrics({"train_loss": 0.5}, 1)
+    again.finalize("success")
+    assert again.artifact_folder == logger.artifact_folder
+    assert history(again, "train_loss") == [(0, 1.0), (1, 0.5)]
+    assert again.experiment.get_run(again.run_id).data.params == {"lr": "0.1", "epochs": "1", "new": "True"}
+    assert "keeps the first values of 1 parameters: epochs." in caplog.text
+
+
+def test_a_missing_run_is_named(store, logger):
+    """Continuing a run that is not there ends with exit code 3, naming run and store, and makes no new one."""
+    assert logger.run_id
+    with pytest.raises(SetupError, match=r"The run 'abc' is not in the tracking store .*mlruns") as caught:
+        MLflowLogger(tracking_uri=store, run_id="abc").log_metrics({"x": 1}, 0)
+    assert caught.value.exit_code == 3
+
+
+def test_mlflow_run_is_joined(store, logger, monkeypatch):
+    """Under `mlflow run` both loggers write into the run that MLflow has opened, in its store."""
+    run_id = logger.run_id
+    logger.finalize("success")
+    monkeypatch.setenv("MLFLOW_RUN_ID", run_id)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{store}/mlflow.db")
+    joined = MLflowLogger(tracking_uri="elsewhere", system_metrics=False)
+    assert joined.run_id == run_id
+    assert status(joined) == "RUNNING"
+    joined.finalize("success")
+    params = prepare("pytorch_lightning.loggers.MLFlowLogger", {"tracking_uri": "elsewhere"})
+    assert params == {"tracking_uri": f"sqlite:///{store}/mlflow.db", "run_id": run_id}
+
+
+def test_only_rank_0_tracks(tmp_path, monkeypatch):
+    """On another rank every method does nothing."""
+    monkeypatch.setattr(rank_zero_only, "rank", 1)
+    logger = MLflowLogger(tracking_uri=tmp_path / "mlruns")
+    logger.log_hyperparams({"a": 1})
+    logger.log_metrics({"a": 1}, 0)
+    logger.log_picture("p", np.zeros((2, 2), np.uint8))
+    logger.log("a", {"b": 1})
+    logger.finalize("success")
+    assert (logger.run_id, logger.name, logger.artifact_folder) == (None, None, None)
+    assert not (tmp_path / "mlruns").exists()
+
+
+def one_run(folder, number):
+    logger = MLflowLogger(experiment_name="together", tracking_uri=folder, system_metrics=False)
+    logger.log_metrics({"number": number}, 0)
+    logger.finalize("success")
+
+
+def test_processes_started_together_share_a_fresh_store(tmp_path):
+    """Four processes on a directory that is not there yet: four finished runs in one experiment."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["deeplightning.tracking.logger", "mlflow.tracking"])
+    processes = [context.Process(target=one_run, args=(tmp_path / "new", number)) for number in range(4)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    assert [process.exitcode for process in processes] == [0, 0, 0, 0]
+    client = MlflowClient(attach(locate(tmp_path / "new")))
+    experiment = client.get_experiment_by_name("together")
+    runs = client.search_runs([experiment.experiment_id])
+    assert sorted(run.data.metrics["number"] for run in runs) == [0, 1, 2, 3]
+    assert {run.info.status for run in runs} == {"FINISHED"}
+
+
+def test_a_process_that_dies_leaves_no_running_run(store, logger):
+    """An exception nobody caught: FAILED with its words. A quiet end after a finished stage: FINISHED."""
+    assert logger.run_id
+    code = """if True:
+        import sys
+        from deeplightning.tracking import MLflowLogger
+        crashed, quiet = (MLflowLogger(tracking_uri=sys.argv[1], system_metrics=False) for _ in range(2))
+        crashed.log_metrics({"train_loss": 1.0}, 0)
+        if sys.argv[2] == "quiet":
+            crashed.finalize("success")
+            crashed.log_metrics({"test_loss": 1.0}, 0)
+        print(crashed.run_id, flush=True)
+        if sys.argv[2] == "raise":
+            raise RuntimeError("no memory left")
+    """
+    command = [sys.executable, "-W", "ignore", "-c", code, str(store)]
+    processes = [
+        subprocess.Popen([*command, how], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for how in ("raise", "quiet")
+    ]
+    crashed, quiet = (in_store(store, process.communicate()[0].strip()) for process in processes)
+    assert [process.returncode for process in processes] == [1, 0]
+    assert (crashed.info.status, crashed.data.tags["failure"]) == ("FAILED", "RuntimeError: no memory left")
+    assert crashed.data.metrics == {"train_loss": 1.0}
+    assert (quiet.info.status, quiet.data.metrics["test_loss"]) == ("FINISHED", 1.0)
+
+
+def test_a_locked_database_is_waited_for(store, logger, monkeypatch, caplog):
+    """The wait is announced; it ends well when the lock goes, and with exit code 3 when it stays too long."""
+    assert logger.run_id
+    holder = sqlite3.connect(store / "mlflow.db", isolation_level=None, check_same_thread=False)
+    try:
+        monkeypatch.setenv("DEEPLIGHTNING_TRACKING_WAIT", "0.6")
+        holder.execute("BEGIN EXCLUSIVE")
+        with pytest.raises(SetupError, match=r"mlflow\.db has been locked by another process for 0\.6 seconds"):
+            MLflowLogger(tracking_uri=store).log_metrics({"x": 1}, 0)
+        assert "Waiting for the tracking database" in caplog.text
+
+        monkeypatch.setenv("DEEPLIGHTNING_TRACKING_WAIT", "30")
+        release = threading.Timer(0.5, holder.execute, ["ROLLBACK"])
+        release.start()
+        other = MLflowLogger(tracking_uri=store, system_metrics=False)
+        other.log_metrics({"x": 1}, 0)
+        other.finalize("success")
+        release.join()
+        assert status(other) == "FINISHED"
+    finally:
+        holder.close()
+
+
+def test_a_database_locked_during_the_run_loses_nothing(store, logger):
+    """Training does not wait for a lock, and its points are written when it is gone."""
+    logger.log_metrics({"x": 0}, 0)
+    holder = sqlite3.connect(store / "mlflow.db", isolation_level=None)
+    try:
+        holder.execute("BEGIN IMMEDIATE")
+        start = time.monotonic()
+        for step in range(1, 100):
+            logger.log_metrics({"x": step}, step)
+        assert time.monotonic() - start < 1.0
+        holder.execute("ROLLBACK")
+    finally:
+        holder.close()
+    logger.finalize("success")
+    assert sorted(history(logger, "x")) == [(step, step) for step in range(100)]
+
+
+def test_a_damaged_database_is_named(tmp_path):
+    """A file that is no database: exit code 3, at once, and the file is left as it was."""
+    (tmp_path / "mlflow.db").write_bytes(b"this is not a database at all" * 100)
+    start = time.monotonic()
+    with pytest.raises(SetupError, match=r"mlflow\.db is damaged or no SQLite database.*Move it aside"):
+        MLflowLogger(tracking_uri=tmp_path).log_metrics({"x": 1}, 0)
+    assert time.monotonic() - start < 5
+    assert (tmp_path / "mlflow.db").read_bytes().startswith(b"this is not")
+
+
+def test_a_read_only_store_is_named(store, logger):
+    """A store or a place that cannot be written: exit code 3, naming it, and nothing is made."""
+    assert logger.run_id
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        source = sqlite3.connect(store / "mlflow.db")
+        copy = sqlite3.connect(folder / "mlflow.db")
+        source.backup(copy)
+        source.close()
+        copy.close()
+        (folder / "mlflow.db").chmod(0o444)
+        folder.chmod(0o555)
+        is_root = os.geteuid() == 0
+        if is_root:  # nothing is read-only to root
+            os.seteuid(65534)
+        try:
+            with pytest.raises(SetupError, match=r"The tracking store .*mlflow\.db cannot be written"):
+                MLflowLogger(tracking_uri=folder).log_metrics({"x": 1}, 0)
+            with pytest.raises(SetupError, match=r"The tracking store .*new.mlflow\.db cannot be written"):
+                MLflowLogger(tracking_uri=folder / "new").log_metrics({"x": 1}, 0)
+            run = MlflowClient(attach(locate(folder))).get_run(logger.run_id)  # it can be read all the same
+        finally:
+            if is_root:
+                os.seteuid(0)
+        assert run.info.run_id == logger.run_id
+        assert [path.name for path in folder.iterdir()] == ["mlflow.db"]
+        folder.chmod(0o755)
+
+
+def test_a_file_in_the_way_is_named(tmp_path):
+    """A store inside a file cannot be: exit code 3."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SetupError, match=r"file.mlruns.mlflow\.db cannot be used"):
+        MLflowLogger(tracking_uri=tmp_path / "file" / "mlruns").log_metrics({"x": 1}, 0)
+
+
+def test_odd_folder_names_work(tmp_path, monkeypatch):
+    """Spaces and `#`, `?`, `%` in a relative path: database, artifacts and a later look-up are where they should be."""
+    monkeypatch.chdir(tmp_path)
+    name = "my runs #1?x=%20é"
+    logger = MLflowLogger(tracking_uri=name, system_metrics=False)
+    logger.log("note", {"a": 1})
+    logger.finalize("success")
+    assert (tmp_path / name / "0" / logger.run_id / "artifacts" / "note.yaml").read_text() == "a: 1\n"
+    assert {path.name for path in tmp_path.iterdir()} == {"cwd", name}
+    assert resolve_run(logger.run_id, name) == logger.artifact_folder
+    monkeypatch.chdir(tmp_path / "cwd")
+
+
+@pytest.mark.parametrize(
+    ("uri", "database", "root"),
+    [
+        ("~/runs", "{home}/runs/mlflow.db", "{home}/runs"),
+        ("runs/../mlruns", "{cwd}/mlruns/mlflow.db", "{cwd}/mlruns"),
+        ("file:./a%20b", "{cwd}/a b/mlflow.db", "{cwd}/a b"),
+        ("file:///a/b", "/a/b/mlflow.db", "/a/b"),
+        ("sqlite:///x.db", "{cwd}/x.db", "{cwd}/mlruns"),
+        ("sqlite:////a/x.db", "/a/x.db", "/a/mlruns"),
+    ],
+)
+def test_where_a_store_is(uri, database, root, tmp_path, monkeypatch):
+    """A directory holds its database and its artifacts; a database given by name has `mlruns` beside it."""
+    monkeypatch.setenv("HOME", "/home/someone")
+    words = {"home": "/home/someone", "cwd": tmp_path / "cwd"}
+    store = locate(uri)
+    assert store.database == Path(database.format(**words))
+    assert store.artifact_root == Path(root.format(**words))
+
+
+@pytest.mark.parametrize("uri", ["ftp://host/x", "sqlite://", "sqlite:///:memory:"])
+def test_a_store_that_cannot_be_is_named(uri):
+    """An address of no use ends with exit code 3, saying what is allowed."""
+    with pytest.raises(SetupError, match=r"directory"):
+        locate(uri)
+
+
+def test_a_password_in_an_address_is_not_shown():
+    """Messages about a server show no password."""
+    assert locate("https://me:secret@host/x").shown == "https://***@host/x"
+
+
+def test_an_old_file_store_is_opened(tmp_path, monkeypatch, caplog):
+    """A file store of an older MLflow keeps working, with a notice that says how to migrate it."""
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    MlflowClient(tmp_path.as_uri() + "/old").create_experiment("before")
+    monkeypatch.delenv("MLFLOW_ALLOW_FILE_STORE")
+    logger = MLflowLogger(experiment_name="before", tracking_uri=tmp_path / "old", system_metrics=False)
+    logger.log_metrics({"x": 1}, 0)
+    logger.finalize("success")
+    assert history(logger, "x") == [(0, 1)]
+    assert logger.artifact_folder == tmp_path / "old" / logger.name / logger.run_id / "artifacts"
+    assert not (tmp_path / "old" / "mlflow.db").exists()
+    assert "mlflow migrate-filestore --source" in caplog.text
+
+
+class Line(LightningModule):
+    """The smallest thing that trains: one weight, pulled to zero."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.ones(1))
+
+    def training_step(self, batch, batch_idx):
+        loss = (self.weight**2).sum()
+        self.log("train_loss", loss)
+        return loss
+
+    def train_dataloader(self):
+        return torch.utils.data.DataLoader(torch.zeros(4, 1))
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:The 'train_dataloader' does not have many workers")
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec")
+@pytest.mark.parametrize("kind", ["ours", "Lightning's"])
+def test_a_lightning_trainer_uses_it(kind, store, logger, tmp_path):
+    """Ours and Lightning's own MLflow logger, with the same directory, lead to the same store, layout and points."""
+    if kind == "Lightning's":
+        params = {"experiment_name": "Default", "tracking_uri": str(store)}
+        logger = MLFlowLogger(**prepare("pytorch_lightning.loggers.MLFlowLogger", params))
+    settings = {"accelerator": "cpu", "max_epochs": 1, "log_every_n_steps": 1, "enable_progress_bar": False}
+    trainer = Trainer(logger=[CSVLogger(tmp_path), logger], enable_model_summary=False, **settings)
+    trainer.fit(Line())
+    run = in_store(store, logger.run_id)
+    assert run.info.status == "FINISHED"
+    points = logger.experiment.get_metric_history(logger.run_id, "train_loss")
+    assert [(point.step, round(point.value, 6)) for point in points] == [(0, 1), (1, 0.64), (2, 0.4096), (3, 0.262144)]
+    assert run_folder(trainer.loggers, "x") == store / "0" / logger.run_id / "artifacts"
+
+
+def test_the_run_folder_without_mlflow(tmp_path):
+    """It is where the first logger writes files, else the fallback."""
+    assert run_folder([CSVLogger(tmp_path, "name", 3)], "x") == tmp_path / "name" / "version_3"
+    assert run_folder([], "x") == tmp_path / "cwd" / "x"
+
+
+def test_other_loggers_are_built_as_they_are(tmp_path):
+    """Only the arguments of Lightning's MLflow logger are translated, and even then nothing is written."""
+    assert prepare("pytorch_lightning.loggers.CSVLogger", {"save_dir": "x"}) == {"save_dir": "x"}
+    MLFlowLogger(**prepare("lightning.pytorch.loggers.MLFlowLogger", {"tracking_uri": str(tmp_path / "new")}))
+    assert not (tmp_path / "new").exists()
+
+
+def test_artifacts_are_put_beside_the_rest(logger, tmp_path):
+    """A file or a folder is copied in; what is there already stays; what is nowhere is an error."""
+    (tmp_path / "bundle").mkdir()
+    (tmp_path / "bundle" / "a.txt").write_text("a")
+    logger.log_artifact(tmp_path / "bundle")
+    logger.log_artifact(tmp_path / "bundle" / "a.txt", folder="notes")
+    logger.log_artifact(logger.artifact_folder / "notes" / "a.txt", folder="notes")
+    found = sorted(str(path.relative_to(logger.artifact_folder)) for path in logger.artifact_folder.rglob("*.*"))
+    assert found == ["bundle/a.txt", "notes/a.txt"]
+    with pytest.raises(FileNotFoundError, match=r"nothing\.txt"):
+        logger.log_artifact(tmp_path / "nothing.txt")
+    with pytest.raises(ValueError, match="not a name inside"):
+        logger.log_artifact(tmp_path / "bundle", folder="../..")
+
+
+RED = [255, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("image", "pixel", "shape"),
+    [
+        (torch.tensor([1.0, 0.0, 0.0]).view(3, 1, 1).expand(3, 4, 5), RED, (4, 5, 3)),
+        (torch.tensor([1.0, 0.0, 0.0]).view(3, 1, 1).expand(3, 4, 5).bfloat16(), RED, (4, 5, 3)),
+        (torch.tensor([255, 0, 0], dtype=torch.uint8).view(3, 1, 1).expand(3, 4, 3), RED, (4, 3, 3)),
+        (np.full((4, 5, 3), RED, np.uint8), RED, (4, 5, 3)),
+        (np.full((3, 5, 3), RED, np.uint8), RED, (3, 5, 3)),
+        (np.full((4, 5, 3), [2.0, -1.0, np.nan]), RED, (4, 5, 3)),
+        (np.full((4, 5), 0.5), [128], (4, 5, 1)),
+        (np.full((4, 5), True), [255], (4, 5, 1)),
+        (np.full((4, 5), 7), [7], (4, 5, 1)),
+    ],
+)
+def test_pixels_keep_their_colour(image, pixel, shape):
+    """Channels first or last, whole numbers or floats: the same picture."""
+    pixels = to_pixels(image)
+    assert (pixels.dtype, pixels.shape) == (np.uint8, shape)
+    assert pixels[0, 0].tolist() == pixel
+
+
+@pytest.mark.parametrize("image", [np.zeros((5, 6, 7)), np.zeros(3), np.zeros((0, 4)), np.full((2, 2), 300), "text"])
+def test_what_is_no_picture_is_refused(image):
+    """Another shape or range is an error that says what a picture is."""
+    with pytest.raises(ValueError, match="A picture"):
+        to_pixels(image)
+
+
+def test_each_kind_has_its_place(logger, tmp_path):
+    """One function tracks configs, pictures, figures, histograms, numbers and files; another kind is an error."""
+    figure = Figure()
+    figure.add_subplot().plot([1, 2])
+    (tmp_path / "file.txt").write_text("x")
+    logger.log("cfg", {"b": 1, "a": {"c": [1, 2]}})
+    logger.log("data.json", {"b": 1})
+    logger.log("figure", figure)
+    logger.log("image", torch.zeros(3, 4, 5))
+    logger.log("pillow.png", Image.new("RGB", (5, 4), (255, 0, 0)), step=7)
+    logger.log("weights", torch.arange(64.0), step=2)
+    logger.log("matrix", torch.zeros(8, 8), kind="histogram")
+    logger.log("val_acc", 0.5, step=3)
+    logger.log("file", tmp_path / "file.txt")
+    logger.finalize("success")
+    folder = logger.artifact_folder
+    assert (folder / "cfg.yaml").read_text() == "b: 1\na:\n  c:\n  - 1\n  - 2\n"
+    assert json.loads((folder / "data.json").read_text()) == {"b": 1}
+    with Image.open(folder / "figure.png") as picture:
+        assert min(picture.size) > 100
+    with Image.open(folder / "image.png") as picture:
+        assert picture.size == (5, 4)
+    with Image.open(folder / "pillow_7.png") as picture:
+        assert picture.getpixel((0, 0)) == (255, 0, 0)
+    bins = json.loads((folder / "weights_2.json").read_text())
+    assert (sum(bins["counts"]), len(bins["edges"]), bins["edges"][-1]) == (64, 65, 63.0)
+    assert (folder / "weights_2.png").exists()
+    assert (folder / "matrix.png").exists()
+    assert history(logger, "val_acc") == [(3, 0.5)]
+    assert (folder / "file.txt").read_text() == "x"
+    for value in ("text", None, torch.zeros(2, 2, 2, 2)):
+        with pytest.raises(ValueError, match="Kinds: metric, config, image"):
+            logger.log("x", value)
+    with pytest.raises(ValueError, match="'sound'"):
+        logger.log("x", 1.0, kind="sound")
+
+
+def test_long_and_odd_parameters_fit():
+    """A value is cut only where MLflow must; names become what it takes."""
+    flat = flatten({"a": {}, "b": [], "c$d": 1, "e": {"..": "x" * 7000}, "f": (1, {"g": None})})
+    assert flat == {"a": "{}", "b": "[]", "c_d": "1", "e/_": "x" * 6000, "f/0": "1", "f/1/g": "None"}
+
+
+def test_the_load_of_the_machine_is_tracked(store, monkeypatch):
+    """CPU and memory, at the second of the run; the thread ends with the stage."""
+    monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.1")
+    logger = MLflowLogger(tracking_uri=store)
+    logger.log_metrics({"x": 1}, 0)
+    time.sleep(0.5)
+    logger.finalize("success")
+    metrics = logger.experiment.get_run(logger.run_id).data.metrics
+    assert 0 <= metrics["system/cpu_utilization_percentage"] <= 100
+    assert 0 < metrics["system/system_memory_usage_percentage"] < 100
+    assert not [thread for thread in threading.enumerate() if thread.name == "deeplightning-tracking"]
+
+
+def test_a_run_is_found_in_any_spelling(store, logger):
+    """Folder, id, `runs:/ID`, `models:/NAME/VERSION`: the same absolute folder, also after the store was moved."""
+    folder, run_id = logger.artifact_folder, logger.run_id
+    logger.finalize("success")
+    logger.experiment.create_registered_model("digits")
+    logger.experiment.create_model_version("digits", str(folder), run_id)
+    spellings = [str(folder), folder, folder.as_uri(), run_id, f"runs:/{run_id}", "models:/digits/1"]
+    assert {resolve_run(run, store) for run in spellings} == {folder}
+    moved = store.with_name("moved runs")
+    store.rename(moved)
+    try:
+        assert resolve_run(run_id, moved) == moved / "0" / run_id / "artifacts"
+        (moved / "0" / run_id / "artifacts").rename(moved / "0" / run_id / "gone")
+        with pytest.raises(CheckpointError, match=r"artifacts is gone"):
+            resolve_run(run_id, moved)
+    finally:
+        moved.rename(store)
+
+
+@pytest.mark.parametrize(
+    ("run", "words"),
+    [
+        ("", "No run was given"),
+        ("no/such/folder", r"There is no run folder .*no/such/folder"),
+        ("0123456789abcdef", r"There is no run '0123456789abcdef' in the tracking store .*mlruns.*no folder"),
+        ("runs:/abc", r"There is no run 'abc'"),
+        ("models:/digits/99", r"There is no model 'digits' of version 99"),
+        ("models:/digits", r"Write models:/NAME/VERSION"),
+        (__file__, r"test_tracking\.py is a file, not a run"),
+    ],
+)
+def test_a_run_that_is_not_there_is_named(run, words, store, logger):
+    """What was looked for, and where; exit code 4."""
+    assert logger.run_id
+    with pytest.raises(CheckpointError, match=words) as caught:
+        resolve_run(run, store)
+    assert caught.value.exit_code == 4
+
+
+def test_looking_a_run_up_makes_no_store(tmp_path):
+    """Without a store there is no run, and still no store."""
+    with pytest.raises(CheckpointError, match="There is no tracking store"):
+        resolve_run("abc", tmp_path / "none")
+    assert not (tmp_path / "none").exists()
+
+
+def test_a_server_that_does_not_answer_is_named():
+    """Exit code 3 within seconds, naming the address."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # bound, but nobody listens
+        address = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        start = time.monotonic()
+        with pytest.raises(SetupError, match=f"The tracking server {address} cannot be used"):
+            MLflowLogger(tracking_uri=address).log_metrics({"x": 1}, 0)
+        assert time.monotonic() - start < 15
+
+
+def start_monitor(store, port):
+    command = [
+        sys.executable,
+        "-m",
+        "deeplightning.tracking.monitor",
+        "--tracking-uri",
+        str(store),
+        "--port",
+        str(port),
+    ]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+            return process
+        except OSError:
+            assert process.poll() is None, process.stdout.read().decode()
+            time.sleep(0.1)
+    raise TimeoutError(f"no server on {port}")
+
+
+def end(process):
+    """As Ctrl-C does: to the whole group; then nothing of it is left."""
+    os.killpg(process.pid, signal.SIGINT)
+    output = process.communicate(timeout=30)[0].decode()
+    with pytest.raises(ProcessLookupError):
+        os.killpg(process.pid, 0)
+    return output
+
+
+def answer(port, path, body=None):
+    request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", body and json.dumps(body).encode())
+    request.add_header("Content-Type", "application/json")
+    with urllib.request.urlopen(request, timeout=30) as response:
+        return response.read()
+
+
+def test_the_monitor_shows_runs_and_a_run_outlives_its_server(store, logger, caplog):
+    """The page answers, metrics and artifacts are listed; when the server dies under a run, nothing is lost."""
+    logger.log_metrics({"val_acc": 0.75}, 0)
+    logger.log_picture("picture", np.full((4, 5, 3), RED, np.uint8))
+    logger.finalize("success")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    server = start_monitor(store, port)
+    try:
+        assert b"<html" in answer(port, "/").lower()
+        runs = json.loads(answer(port, "/api/2.0/mlflow/runs/search", {"experiment_ids": ["0"], "max_results": 100}))[
+            "runs"
+        ]
+        shown = next(run for run in runs if run["info"]["run_id"] == logger.run_id)
+        assert [(point["key"], point["value"]) for point in shown["data"]["metrics"]] == [("val_acc", 0.75)]
+        listed = json.loads(answer(port, f"/api/2.0/mlflow/artifacts/list?run_id={logger.run_id}"))["files"]
+        assert [file["path"] for file in listed] == ["picture.png"]
+        assert answer(port, f"/get-artifact?run_uuid={logger.run_id}&path=picture.png").startswith(b"\x89PNG")
+
+        taken = [
+            sys.executable,
+            "-m",
+            "deeplightning.tracking.monitor",
+            "--tracking-uri",
+            str(store),
+            "--port",
+            str(port),
+        ]
+        refused = subprocess.run(taken, capture_output=True, text=True)
+        assert (refused.returncode, refused.stdout) == (3, "")
+        assert f"Port {port} on 127.0.0.1 is in use" in refused.stderr
+        assert "--port" in refused.stderr
+
+        remote = MLflowLogger(tracking_uri=f"http://127.0.0.1:{port}", system_metrics=False)
+        remote.log_hyperparams({"lr": 0.1})
+        remote.log_metrics({"x": 0}, 0)
+    finally:
+        output = end(server)
+    assert f"at http://127.0.0.1:{port}" in output
+
+    start = time.monotonic()
+    for step in range(1, 100):
+        remote.log_metrics({"x": step}, step)
+    assert time.monotonic() - start < 1.0
+    deadline = time.monotonic() + 60
+    while "does not take what is logged" not in caplog.text and time.monotonic() < deadline:
+        time.sleep(0.1)
+    server = start_monitor(store, port)
+    try:
+        remote.finalize("success")
+    finally:
+        end(server)
+    run = in_store(store, remote.run_id)
+    assert (run.info.status, run.data.params) == ("FINISHED", {"lr": "0.1"})
+    points = MlflowClient(attach(locate(store))).get_metric_history(remote.run_id, "x")
+    assert sorted(point.value for point in points) == list(range(100))
+    assert "takes what is logged again" in caplog.text
+
+
+def test_a_server_that_stays_dead_costs_seconds(store, logger, monkeypatch, caplog):
+    """The end of a run waits for the store as long as it was told to, then says what is not written."""
+    assert logger.run_id
+    logger.finalize("success")
+    monkeypatch.setenv("DEEPLIGHTNING_TRACKING_DRAIN", "0.5")
+    holder = sqlite3.connect(store / "mlflow.db", isolation_level=None)
+    try:
+        holder.execute("BEGIN IMMEDIATE")
+        logger.log_metrics({"x": 1}, 0)
+        start = time.monotonic()
+        logger.finalize("success")
+        assert time.monotonic() - start < 2
+        assert "could not be written to" in caplog.text
+        holder.execute("ROLLBACK")
+    finally:
+        holder.close()
+    monkeypatch.setenv("DEEPLIGHTNING_TRACKING_DRAIN", "30")
+    logger.log_metrics({"x": 2}, 1)
+    logger.finalize("success")
+    assert history(logger, "x") == [(0, 1), (1, 2)]
