@@ -1,1 +1,60 @@
-"""What happens during a run beside learning: checkpoints, resume, logs, summaries."""
+"""What happens during a run beside learning: checkpoints, logs, pictures, seeds, signals, and what a person sees."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from deeplightning.config.schema import Config
+from deeplightning.config.target import build
+
+if TYPE_CHECKING:
+    import pytorch_lightning as pl
+
+T = TypeVar("T")
+
+
+def callback_of(trainer: Any, kind: type[T]) -> T:
+    """The trainer's callback of a class."""
+    return next(callback for callback in trainer.callbacks if isinstance(callback, kind))
+
+
+def all_of(cfg: Config) -> list[pl.Callback]:
+    """The callbacks of a run, in the order in which their hooks are called."""
+    from dataclasses import asdict
+
+    from pytorch_lightning.callbacks import EarlyStopping, GradientAccumulationScheduler
+
+    from deeplightning.callbacks.checkpoints import Checkpoints
+    from deeplightning.callbacks.console import Console
+    from deeplightning.callbacks.record import Record
+    from deeplightning.callbacks.results import Results, ShowPictures
+    from deeplightning.callbacks.signals import Signals
+    from deeplightning.callbacks.steps import FiniteLoss, LogSteps, Seeds
+    from deeplightning.tracking.build import prepare
+
+    loggers = []
+    for target in (cfg.logger, *cfg.logger.extra):
+        loggers.append(build({"type": target.type, "params": prepare(target.type, target.params)}))
+    train, every = cfg.train, cfg.logger.log_every_n_steps
+    assert cfg.seed is not None, "load_config draws one"
+    record = Record(cfg, loggers, Path("runs") / time.strftime("%Y-%m-%d_%H-%M-%S"))
+    checkpoints = Checkpoints(train.checkpoint, record)
+    callbacks: list[pl.Callback] = [
+        record,
+        Seeds(cfg.seed),
+        LogSteps(every if isinstance(every, int) else asdict(every)),
+        FiniteLoss(),
+        Console(cfg, record, checkpoints),
+        Results(record),
+    ]
+    if cfg.logger.pictures is not None:
+        callbacks.append(ShowPictures(cfg.logger.pictures, record))
+    if train.accumulator_epoch > 0 and train.accumulator_factor > 1:
+        callbacks.append(GradientAccumulationScheduler({0: 1, train.accumulator_epoch: train.accumulator_factor}))
+    if train.early_stop is not None:
+        stop = train.early_stop
+        callbacks.append(EarlyStopping(stop.metric, stop.delta, stop.patience, mode=stop.mode))
+    callbacks += [build(target) for target in train.callbacks]
+    return [*callbacks, checkpoints, Signals()]

@@ -304,6 +304,7 @@ class Config:
     tune: Tune | None = key("a search over settings", None, later=True)
     serve: Serve = key("the prediction server", Serve)
     secrets: Any = hidden()
+    notices: Any = hidden()
 
     def to_dict(self) -> dict[str, Any]:
         """The whole config as plain mappings, lists and scalars, with what came from the environment in clear."""

@@ -5,6 +5,7 @@ The only place that imports by name.
 
 import difflib
 import importlib
+import importlib.util
 import inspect
 import keyword
 import os
@@ -32,6 +33,11 @@ def add_import_roots(*folders: Path) -> None:
     for folder in map(str, folders):
         if folder not in sys.path:
             sys.path.append(folder)
+
+
+def is_installed(package: str) -> bool:
+    """Whether a top-level package is there, without importing it."""
+    return importlib.util.find_spec(package) is not None
 
 
 def is_target(value: Any) -> bool:

@@ -1,0 +1,145 @@
+"""What is kept of the weights: `last.ckpt` to go on from, `best.ckpt` by a metric, and the next best."""
+
+import contextlib
+import json
+import logging
+import math
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+from pytorch_lightning.callbacks import Checkpoint as LightningCheckpoint
+
+from deeplightning.callbacks.record import Interrupted, Record
+from deeplightning.config.fault import ConfigError, Fault
+from deeplightning.config.schema import Checkpoint
+
+log = logging.getLogger("deeplightning")
+
+
+class Checkpoints(LightningCheckpoint):
+    """Saves `last.ckpt` every n epochs or steps, at the end and when interrupted, and the best k by a metric.
+
+    The best is `best.ckpt`, with `best.json` beside it (metric, value, epoch, step, file); the others of the best k are
+    `epoch=E-step=S.ckpt`. A value that is not a number is never best; of equal values the first stays.
+    """
+
+    def __init__(self, settings: Checkpoint, record: Record):
+        self.settings, self.record = settings, record
+        self.kept: list[dict[str, Any]] = []  # the best first: {"value", "epoch", "step", "file"}
+        self._saved_step = -1
+        self._validated = False
+        self._marks: set[int] = set()
+
+    @property
+    def best(self) -> dict[str, Any] | None:
+        """Value, epoch and step of the best so far."""
+        return self.kept[0] if self.kept else None
+
+    # ---- when
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Finds the batches after which a fraction of an epoch is over."""
+        share, batches = self.settings.every_n_epochs, trainer.num_training_batches
+        self._marks = set()
+        if share is not None and share < 1 and math.isfinite(batches):
+            self._marks = {max(1, round(batches * share * n)) for n in range(1, math.ceil(1 / share))}
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        every, step = self.settings.every_n_steps, trainer.global_step
+        due = every is not None and step % every == 0 and step != self._saved_step
+        if due or batch_idx + 1 in self._marks:
+            self._save_last(trainer)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.state.fn != "fit":
+            return
+        self._validated = True
+        if not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
+            self._judge(trainer)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._judge(trainer)
+        every = self.settings.every_n_epochs
+        if every is not None and (trainer.current_epoch + 1) % max(1, int(every)) == 0:
+            self._save_last(trainer)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._saved_step != trainer.global_step or not self.record.folder.last.exists():
+            self._save_last(trainer)
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        """An interrupted run can go on from where it was."""
+        if isinstance(exception, Interrupted) and trainer.state.fn == "fit" and self.record.opened:
+            self._save_last(trainer)
+
+    # ---- what
+
+    def _save_last(self, trainer: pl.Trainer) -> None:
+        self._saved_step = trainer.global_step
+        trainer.save_checkpoint(self.record.folder.last)
+
+    def _judge(self, trainer: pl.Trainer) -> None:
+        """Keeps the weights if the monitored metric has a new value among the best k."""
+        name = self.settings.monitor
+        if name is None or not (self._validated or name.startswith("train_")):
+            return
+        self._validated = False
+        if name not in trainer.callback_metrics:
+            known = ", ".join(sorted(trainer.callback_metrics))
+            message = f"no metric is called {name!r}; this run has {known}"
+            raise ConfigError(Fault(message, "train.checkpoint.monitor"))
+        value = float(trainer.callback_metrics[name])
+        if not math.isfinite(value):
+            log.warning("%s is %s after epoch %d: not kept as best", name, value, trainer.current_epoch)
+            return
+        sign = 1 if self.settings.mode == "min" else -1
+        place = sum(sign * entry["value"] <= sign * value for entry in self.kept)
+        if place >= self.settings.save_top_k:
+            return
+        entry = {"metric": name, "value": value, "epoch": trainer.current_epoch, "step": trainer.global_step}
+        self._keep(trainer, entry, place)
+
+    def _keep(self, trainer: pl.Trainer, entry: dict[str, Any], place: int) -> None:
+        folder = self.record.folder
+        if place == 0 and self.kept and self.settings.save_top_k > 1:
+            former = self.kept[0]
+            former["file"] = folder.checkpoint(former["epoch"], former["step"]).name
+            if trainer.is_global_zero:
+                _copy(folder.best, folder.path / former["file"])
+        target = folder.best if place == 0 else folder.checkpoint(entry["epoch"], entry["step"])
+        self.kept.insert(place, {**entry, "file": target.name})
+        surplus = self.kept[self.settings.save_top_k :]
+        del self.kept[self.settings.save_top_k :]
+        trainer.save_checkpoint(target)
+        if not trainer.is_global_zero:
+            return
+        for old in surplus:
+            if old["file"] != folder.best.name:
+                (folder.path / old["file"]).unlink(missing_ok=True)
+        if place == 0:
+            text = json.dumps(self.kept[0], indent=1)
+            beside = folder.best_score.with_name(f".{folder.best_score.name}.{os.getpid()}")
+            beside.write_text(text)
+            beside.replace(folder.best_score)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"kept": [dict(entry) for entry in self.kept]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Takes over the best of the run that is continued, as far as its files are in this run's folder."""
+        self.kept = [dict(entry) for entry in state_dict["kept"]]
+
+
+def _copy(source: Path, target: Path) -> None:
+    """A second name for the same checkpoint, or a copy where the file system has no links."""
+    target.unlink(missing_ok=True)
+    try:
+        os.link(source, target)
+    except OSError:
+        with contextlib.suppress(FileNotFoundError):
+            shutil.copyfile(source, target)

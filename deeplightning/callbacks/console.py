@@ -1,0 +1,203 @@
+"""What a person sees of a run: a table at its start, progress while it goes on, what came out at its end."""
+
+import logging
+import os
+import platform
+import sys
+import time
+import warnings
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import EarlyStopping
+
+from deeplightning import __version__
+from deeplightning.callbacks.checkpoints import Checkpoints
+from deeplightning.callbacks.record import Record, Redacting
+from deeplightning.config.schema import Config, Target
+from deeplightning.engine.plan import effective
+
+log = logging.getLogger("deeplightning")
+
+LINE_SECONDS = 30  # between two lines inside one epoch
+DRAW_SECONDS = 0.1  # between two drawings of the bar
+
+
+class _Terminal(logging.Handler):
+    """News to stdout; warnings and errors to stderr, with the word, in colour on a terminal."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        text = self.format(record)
+        if record.levelno < logging.WARNING:
+            print(text, flush=True)
+            return
+        word = record.levelname.lower()
+        if sys.stderr.isatty():
+            word = f"\x1b[{31 if record.levelno > logging.WARNING else 33}m{word}\x1b[0m"
+        print(f"{word}: {text}", file=sys.stderr, flush=True)
+
+
+def to_terminal(cfg: Config) -> None:
+    """Shows what is logged under `deeplightning` on the terminal, on the ranks that `logger.ranks` names."""
+    for handler in [h for h in log.handlers if isinstance(h, _Terminal)]:
+        log.removeHandler(handler)
+    log.setLevel(logging.INFO)
+    for chatty in ("pytorch_lightning", "lightning_fabric", "lightning.pytorch", "lightning.fabric"):
+        logging.getLogger(chatty).setLevel(logging.WARNING)
+    # Lightning 2.6 under torch 2.15; nothing a user could do about it.
+    warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec", category=FutureWarning)
+    if own_rank() in cfg.logger.ranks:
+        handler = _Terminal()
+        handler.setFormatter(Redacting(cfg, "%(message)s"))
+        log.addHandler(handler)
+
+
+def own_rank() -> int:
+    """This process's number, as launchers tell it before there is a process group."""
+    return int(next((os.environ[n] for n in ("RANK", "SLURM_PROCID", "LOCAL_RANK") if os.environ.get(n)), 0))
+
+
+class Console(pl.Callback):
+    """Says on rank 0 what is going on; every rank writes its own losses to its log file."""
+
+    def __init__(self, cfg: Config, record: Record, checkpoints: Checkpoints):
+        self.cfg, self.record, self.checkpoints = cfg, record, checkpoints
+        how = cfg.logger.progress
+        self.bar = how == "bar" or (how == "auto" and sys.stdout.isatty())
+        self.lines = how == "lines" or (how == "auto" and not self.bar)
+        self._progress: Any = None
+        self._started = self._drawn = self._spoken = self._epoch_started = 0.0
+        self._told_first = False
+        self._epoch: int | None = None
+
+    # ---- start
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._started = self._epoch_started = self._spoken = time.monotonic()
+        if trainer.is_global_zero:
+            for name, text in self._summary(trainer, pl_module).items():
+                log.info("%-10s %s", name, text)
+        if self.bar and trainer.is_global_zero:
+            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+            self._progress = Progress(*columns, auto_refresh=False, transient=True)
+            self._progress.start()
+            self._bar = self._progress.add_task("", total=None)
+
+    def _summary(self, trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, str]:
+        cfg, engine = self.cfg, self.cfg.engine
+        total = sum(p.numel() for p in module.parameters())
+        learning = sum(p.numel() for p in module.parameters() if p.requires_grad)
+        frozen = "" if learning == total else f", {learning:,} of them learn"
+        network = cfg.model.network
+        name = network.type.rpartition(".")[2] if isinstance(network, Target) else type(module).__name__
+        sets = {"training": trainer.train_dataloader, "validation": trainer.val_dataloaders}
+        sizes = [f"{size:,} {what}" for what, loader in sets.items() if (size := _size(loader))]
+        numbers = effective(cfg)
+        product = numbers.pop("effective batch size")
+        where = "CPU" if engine.gpus is None else f"GPU {engine.gpus}"
+        length = [f"{cfg.train.num_epochs} epochs"] if cfg.train.num_epochs is not None else []
+        length += [f"at most {cfg.train.max_steps} steps"] if cfg.train.max_steps is not None else []
+        clip = cfg.train.gradient_clip
+        return {
+            "versions": f"Deep Lightning {__version__}, torch {torch.__version__}, Lightning {pl.__version__}, "
+            f"Python {platform.python_version()}",
+            "network": f"{name}: {total:,} parameters ({total / 1e6:.3f} M){frozen}",
+            "data": f"{cfg.data.module.type.rpartition('.')[2]}: {', '.join(sizes)} samples",
+            "engine": f"{where}, {engine.backend or 'one process'}, precision {trainer.precision}",
+            "batch": f"{product} samples a step: " + ", ".join(f"{n} {what}" for what, n in numbers.items()),
+            "length": ", ".join(length) + f"; {trainer.estimated_stepping_batches} steps",
+            "clipping": f"{clip.algorithm} at {clip.value}" if clip else "none",
+            "run folder": str(self.record.folder.path),
+        }
+
+    # ---- progress
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._end_epoch(trainer)
+        self._epoch, self._epoch_started = trainer.current_epoch, time.monotonic()
+        if self._progress:
+            self._progress.reset(self._bar, total=trainer.num_training_batches)
+
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        now = time.monotonic()
+        if not self._told_first:
+            self._told_first = True
+            log.info("first loss %.4f, %.1f s after the start", _loss(outputs), now - self._started)
+        if self._progress and now - self._drawn > DRAW_SECONDS:
+            self._drawn = now
+            text = f"epoch {trainer.current_epoch + 1}  train_loss {_loss(outputs):.4f}"
+            self._progress.update(self._bar, completed=batch_idx + 1, description=text, refresh=True)
+        elif self.lines and now - self._spoken > LINE_SECONDS:
+            self._spoken = now
+            done = f"batch {batch_idx + 1} of {trainer.num_training_batches}"
+            log.info("epoch %d, %s: train_loss %.4f", trainer.current_epoch + 1, done, _loss(outputs))
+
+    def _end_epoch(self, trainer: pl.Trainer) -> None:
+        """Says what the last epoch brought: at the start of the next, when every hook has logged its values."""
+        if self._epoch is None:
+            return
+        shown = {n: float(v) for n, v in sorted(trainer.callback_metrics.items()) if n.startswith(("train_", "val_"))}
+        shown = {n.removesuffix("_epoch"): v for n, v in shown.items() if f"{n}_epoch" not in shown}
+        of = f" of {self.cfg.train.num_epochs}" if self.cfg.train.num_epochs else ""
+        seconds = time.monotonic() - self._epoch_started
+        values = "  ".join(f"{name} {value:.4f}" for name, value in shown.items())
+        log.info("epoch %d%s  %s  (%.1f s)", self._epoch + 1, of, values, seconds)
+        self._epoch, self._spoken = None, time.monotonic()
+
+    # ---- end
+
+    def on_train_end(self, trainer: Any, pl_module: pl.LightningModule) -> None:
+        self._stop_bar()
+        self._end_epoch(trainer)
+        for callback in trainer.callbacks:
+            if isinstance(callback, EarlyStopping) and callback.stopped_epoch:
+                log.info(
+                    "stopped    early, after epoch %d: %s was no better than %.4f for %d validations",
+                    *(callback.stopped_epoch + 1, callback.monitor, callback.best_score, callback.patience),
+                )
+        best = self.checkpoints.best
+        if best:
+            where = f"after epoch {best['epoch'] + 1} (step {best['step']})"
+            log.info("best       %s %.4f %s", best["metric"], best["value"], where)
+        log.info("duration   %s", _duration(time.monotonic() - self._started))
+
+    def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._say_results(trainer, "test_")
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.state.fn == "validate":
+            self._say_results(trainer, "val_")
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self._stop_bar()
+
+    def _say_results(self, trainer: pl.Trainer, prefix: str) -> None:
+        found = {n: float(v) for n, v in sorted(trainer.callback_metrics.items()) if n.startswith(prefix)}
+        log.info("results    %s", "  ".join(f"{name} {value:.4f}" for name, value in found.items()))
+
+    def _stop_bar(self) -> None:
+        if self._progress:
+            self._progress.stop()
+            self._progress = None
+
+
+def _loss(outputs: Any) -> float:
+    """The loss that a training step returned: a tensor, or a mapping with one."""
+    loss = outputs["loss"] if isinstance(outputs, dict) else outputs
+    return float("nan") if loss is None else float(loss)
+
+
+def _size(loaders: Any) -> int:
+    """Samples behind a loader or several."""
+    several = loaders if isinstance(loaders, list | tuple) else [loaders]
+    return sum(len(loader.dataset) for loader in several if hasattr(getattr(loader, "dataset", None), "__len__"))
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(seconds, 60)
+    return f"{int(minutes)} min {rest:.0f} s" if minutes else f"{rest:.1f} s"

@@ -1,0 +1,149 @@
+"""The record of a run: its folder, the config as it ran, the machine, the parameters, and how it ended."""
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+from pytorch_lightning.loggers import Logger
+
+from deeplightning.config.fault import SetupError
+from deeplightning.config.schema import Config
+from deeplightning.config.source import dump
+from deeplightning.runfolder import RunFolder
+from deeplightning.tracking.build import end, run_folder
+from deeplightning.tracking.environment import describe, git_diff
+
+log = logging.getLogger("deeplightning")
+
+
+class Interrupted(Exception):
+    """A signal asked the run to end."""
+
+    def __init__(self, signal_name: str, exit_code: int):
+        super().__init__(f"interrupted by {signal_name}")
+        self.exit_code = exit_code
+
+
+class Record(pl.Callback):
+    """Opens the run when everything is built and data and network are known to fit, on rank 0; other callbacks ask it
+    for the run's folder.
+
+    Args:
+        cfg: the settled config.
+        loggers: handed to the trainer when the run opens, not before: Lightning opens the runs of loggers that it
+            knows before data are read, and a fault in the data would leave an empty run.
+        fallback: the folder for runs whose loggers keep none.
+    """
+
+    def __init__(self, cfg: Config, loggers: list[Logger], fallback: Path):
+        self.cfg, self.loggers, self.fallback = cfg, loggers, fallback
+        self._folder: RunFolder | None = None
+
+    @property
+    def folder(self) -> RunFolder:
+        """The run's folder, on every rank; there once a stage has started."""
+        assert self._folder is not None, "asked for the run folder before a stage has started"
+        return self._folder
+
+    @property
+    def opened(self) -> bool:
+        return self._folder is not None
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.open(trainer)
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.open(trainer)
+
+    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.open(trainer)
+
+    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.open(trainer)
+
+    def open(self, trainer: pl.Trainer) -> None:
+        """Starts the run, unless it is open, and writes what is known at its start."""
+        if self._folder is not None:
+            return
+        trainer.loggers = self.loggers
+        path = str(run_folder(self.loggers, self.fallback)) if trainer.is_global_zero else ""
+        self._folder = RunFolder(trainer.strategy.broadcast(path))
+        if self.cfg.logger.per_rank_files:
+            _log_to_file(self._folder.log(trainer.global_rank), self.cfg)
+        if not trainer.is_global_zero:
+            return
+        if self._folder.config.exists():
+            return  # a later stage of a run that has said all this
+        environment = describe(self.cfg.redact)
+        diff = git_diff(self.cfg.redact)
+        try:
+            self._folder.path.mkdir(parents=True, exist_ok=True)
+            self._folder.config.write_text(dump(self.cfg.public()))
+            self._folder.environment.write_text(json.dumps(environment, indent=1))
+            if diff is not None:
+                self._folder.git_diff.write_text(diff)
+        except OSError as error:
+            raise SetupError(f"{self._folder.path}: the run's folder cannot be written: {error.strerror}") from error
+        for logger in self.loggers:
+            logger.log_hyperparams(self.cfg.public())
+            if hasattr(logger, "log_tags"):
+                logger.log_tags(_tags(environment))
+
+    def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        self.fail(exception)
+
+    def fail(self, error: BaseException) -> None:
+        """Ends the run as FAILED with the reason, or as KILLED where a signal was the reason."""
+        if self._folder is None:
+            return
+        stopped = isinstance(error, Interrupted | KeyboardInterrupt)
+        reason = self.cfg.redact(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
+        log.info("the run ends: %s", reason)
+        end(self.loggers, "killed" if stopped else "failed", reason)
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        checkpoint["config"] = self.cfg.public()
+        checkpoint["run"] = {"folder": str(self.folder.path), "id": getattr(trainer.logger, "run_id", None)}
+
+
+def _tags(environment: Mapping[str, Any]) -> dict[str, str]:
+    """What of the environment one wants to search runs by."""
+    git = environment.get("git") or {}
+    found = {
+        "git_commit": git.get("commit"),
+        "git_dirty": git.get("dirty"),
+        "command": environment.get("command"),
+        "host": environment.get("host"),
+        "versions": ", ".join(f"{n} {v}" for n, v in (environment.get("packages") or {}).items()),
+    }
+    return {name: str(value) for name, value in found.items() if value not in (None, "")}
+
+
+def _log_to_file(path: Path, cfg: Config) -> None:
+    """Everything said under `deeplightning` goes to a file as well; a second launch appends."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        handler = logging.FileHandler(path, encoding="utf-8")
+    except OSError as error:
+        raise SetupError(f"{path}: the log cannot be written: {error.strerror}") from error
+    handler.setFormatter(Redacting(cfg, "%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    log.addHandler(handler)
+    if log.level == logging.NOTSET:
+        log.setLevel(logging.INFO)
+
+
+class Redacting(logging.Formatter):
+    """Writes log lines without the values that came from the environment."""
+
+    def __init__(self, cfg: Config | None, pattern: str):
+        super().__init__(pattern)
+        self.cfg = cfg
+
+    def format(self, record: logging.LogRecord) -> str:
+        text = super().format(record)
+        return self.cfg.redact(text) if self.cfg else text

@@ -1,0 +1,93 @@
+"""What must be so at each step: random numbers that depend on seed and position alone, points at the steps that are
+due, a loss that is a number."""
+
+import math
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pytorch_lightning as pl
+import torch
+
+from deeplightning.config.fault import RunError
+
+
+class Seeds(pl.Callback):
+    """Seeds Python, NumPy and torch anew for the building of the network, and again before each batch, from seed,
+    epoch, batch and rank. So a resumed run draws what an uninterrupted one would, and validation disturbs nothing.
+
+    Saving and restoring generator states instead was not exact: the loader has drawn ahead (November 2026).
+    """
+
+    def __init__(self, seed: int):
+        self.seed = seed
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._seed(0)  # the same on every rank: all start from the same weights
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._seed_batch(trainer)
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._seed_batch(trainer)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self._seed_batch(trainer, done=1)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.state.fn == "fit":
+            self._seed_batch(trainer)
+
+    def _seed_batch(self, trainer: pl.Trainer, done: int = 0) -> None:
+        batch = trainer.fit_loop.epoch_loop.batch_progress.current.completed + done
+        self._seed(1 + trainer.current_epoch, batch, trainer.global_rank)
+
+    def _seed(self, *position: int) -> None:
+        words = np.random.SeedSequence([self.seed, *position]).generate_state(2)
+        seed = int(words[0]) << 32 | int(words[1])
+        random.seed(seed)
+        np.random.seed(int(words[0]))
+        torch.manual_seed(seed)
+
+
+class LogSteps(pl.Callback):
+    """Lets through what is logged at steps 0, n, 2n …, the learning rate among it.
+
+    Lightning itself logs at steps n-1, 2n-1 …; `Trainer.log_every_n_steps` is 1 at the steps that are due and 0 at the
+    others, which a task can ask to save itself the work.
+
+    Args:
+        every: steps between points, or a mapping {"per_epoch": points}.
+    """
+
+    def __init__(self, every: int | Mapping[str, int]):
+        self.every = every
+
+    def on_train_batch_start(self, trainer: Any, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        every = self.every
+        if isinstance(every, Mapping):
+            steps = trainer.num_training_batches / trainer.accumulate_grad_batches
+            every = max(1, math.floor(steps / every["per_epoch"])) if math.isfinite(steps) else 1
+        trainer.log_every_n_steps = int(trainer.global_step % every == 0)
+        if trainer.log_every_n_steps:
+            rates = [optimizer.param_groups[0]["lr"] for optimizer in trainer.optimizers]
+            named = {"lr": rates[0]} if rates else {}
+            if len(rates) > 1:
+                named |= {f"lr-{number}": rate for number, rate in enumerate(rates)}
+            pl_module.log_dict({name: float(rate) for name, rate in named.items()})
+
+
+class FiniteLoss(pl.Callback):
+    """Ends the run at the first loss that is not a number, before it spoils the weights.
+
+    On a GPU, where looking costs a wait, only at the steps that are logged.
+    """
+
+    def on_before_backward(self, trainer: Any, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
+        looked_at = loss.device.type == "cpu" or trainer.log_every_n_steps
+        if looked_at and not torch.isfinite(loss).all():
+            raise RunError(
+                f"train_loss is {float(loss)} at step {trainer.global_step} (epoch {trainer.current_epoch}). A smaller "
+                "learning rate or `train.gradient_clip` may help, or the data hold what is no number"
+            )

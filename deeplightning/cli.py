@@ -1,0 +1,196 @@
+"""`deeplightning VERB`: words from the shell become one call; errors become notes and exit codes.
+
+Heavy imports stand inside the verbs, so that `--help` answers at once.
+"""
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from deeplightning import __version__
+from deeplightning.config.fault import UserError
+
+OVERRIDES = "key=value sets, ~key removes, +list=[x] appends; for example model.optimizer.params.lr=0.1"
+_redact: Callable[[str], str] = str
+
+
+class _Verbs(click.Group):
+    """Verbs in the order of a user's journey."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+
+@click.group(cls=_Verbs, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="deeplightning")
+def cli() -> None:
+    """A YAML file becomes a tracked training run, and the run an HTTP endpoint.
+
+    RUN is a run folder, an MLflow run id, runs:/ID or models:/NAME/VERSION. Exit codes: 0 done, 2 config, 3 machine,
+    data or tracking, 4 checkpoint or bundle, 5 the run failed, 130 or 143 interrupted, 1 a fault of ours.
+    """
+
+
+_overrides = click.argument("overrides", nargs=-1, metavar="[key=value …]")
+_config = click.argument("config", type=click.Path(path_type=Path))
+_loose = {"ignore_unknown_options": True}
+
+
+def _load(config: Path, overrides: tuple[str, ...]) -> Any:
+    from deeplightning.configure import load_config
+
+    global _redact
+    cfg = load_config(config, list(overrides))
+    _redact = cfg.redact
+    return cfg
+
+
+@cli.command(context_settings=_loose, epilog=OVERRIDES)
+@_config
+@_overrides
+def train(config: Path, overrides: tuple[str, ...]) -> None:
+    """Run the stages of CONFIG and export what was trained.
+
+    The last line on stdout is the run's folder.
+    """
+    from deeplightning.run import launch
+
+    launch(_load(config, overrides))
+
+
+@cli.command(context_settings=_loose, epilog=OVERRIDES)
+@_config
+@_overrides
+def check(config: Path, overrides: tuple[str, ...]) -> None:
+    """Report every fault of CONFIG, or print it whole; nothing is run."""
+    from deeplightning.run import show
+
+    cfg = _load(config, overrides)
+    for notice in cfg.notices:
+        click.echo(f"warning: {notice}", err=True)
+    show(cfg)
+
+
+@cli.command(context_settings=_loose, epilog=OVERRIDES)
+@_config
+@_overrides
+def explain(config: Path, overrides: tuple[str, ...]) -> None:
+    """Print the complete config that CONFIG means on this machine."""
+    from deeplightning.run import show
+
+    show(_load(config, overrides))
+
+
+@cli.command(context_settings=_loose, epilog=OVERRIDES)
+@click.argument("run")
+@_overrides
+def test(run: str, overrides: tuple[str, ...]) -> None:
+    """Test the best weights of RUN, into the same run."""
+    from deeplightning.run import evaluate
+
+    evaluate(_folder(run), "test", list(overrides))
+
+
+@cli.command()
+@click.argument("run")
+@click.argument("images", nargs=-1, type=click.Path(path_type=Path))
+def predict(run: str, images: tuple[Path, ...]) -> None:
+    """Say what RUN's network sees in IMAGES, as CSV; without images, in its test set (predictions.csv)."""
+    if not images:
+        from deeplightning.run import evaluate
+
+        evaluate(_folder(run), "predict", [])
+        return
+    from deeplightning.predict import predict_files
+
+    predict_files(_folder(run), images, sys.stdout)
+
+
+@cli.command()
+@click.argument("run")
+def export(run: str) -> None:
+    """Write the bundle of RUN that the server answers from."""
+    from deeplightning.run import export_run
+
+    click.echo(export_run(_folder(run)))
+
+
+@cli.command()
+@click.argument("run")
+@click.option("--host", help="Address to listen on; default: serve.host of the run's config.")
+@click.option("--port", help="Port to listen on; default: serve.port of the run's config.")
+def serve(run: str, host: str | None, port: str | None) -> None:
+    """Answer HTTP from RUN's bundle, exporting it first where there is none."""
+    folder = _folder(run)
+    if not folder.bundle_card.exists():
+        from deeplightning.run import export_run
+
+        export_run(folder)
+    options = _serve_options(folder)
+    options |= {name: value for name, value in (("host", host), ("port", port)) if value is not None}
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
+    os.execv(sys.executable, [sys.executable, "-m", "serve", str(folder.bundle), *flags])
+
+
+def _serve_options(folder: Any) -> dict[str, Any]:
+    """What the run's config says of the server, read as text: nothing of the config is imported to serve."""
+    from deeplightning.config.source import plain, read
+
+    if not folder.config.is_file():
+        return {}
+    section = plain(read(folder.config).root).get("serve") or {}
+    return {name: section[name] for name in ("host", "port", "max_upload_mb", "max_pixels") if name in section}
+
+
+def _folder(run: str) -> Any:
+    from deeplightning.runfolder import RunFolder
+    from deeplightning.tracking import resolve_run
+
+    return RunFolder(resolve_run(run))
+
+
+def main() -> None:
+    """The command's entry: runs a verb and ends the process with its exit code."""
+    sys.exit(_run())
+
+
+def _run() -> int:
+    try:
+        cli.main(standalone_mode=False, prog_name="deeplightning")
+    except click.ClickException as error:
+        error.show()
+        return 2
+    except (KeyboardInterrupt, click.Abort):
+        print("interrupted", file=sys.stderr)
+        return 130
+    except SystemExit as error:
+        return error.code if isinstance(error.code, int) else 1
+    except BaseException as error:
+        return _report(error)
+    return 0
+
+
+def _report(error: BaseException) -> int:
+    """Shows an error as notes, with a traceback only where it is ours; returns the exit code."""
+    code = getattr(error, "exit_code", None)
+    notes = [str(fault) for fault in error.faults] if isinstance(error, UserError) else [str(error)]
+    if code is None and type(error).__name__ == "OutOfMemoryError":
+        code, notes = 5, [f"the device has no memory left: {notes[0].splitlines()[0]}. A smaller data.batch_size helps"]
+    if code is None or os.environ.get("DEEPLIGHTNING_DEBUG") == "1":
+        print(_redact("".join(traceback.format_exception(error))), file=sys.stderr)
+    if code is None:
+        print("error: a fault of Deep Lightning or of your own code; the lines above say where", file=sys.stderr)
+        return 1
+    word = "\x1b[31merror\x1b[0m" if sys.stderr.isatty() else "error"
+    for note in notes:
+        print(f"{word}: {_redact(note)}", file=sys.stderr)
+    return code
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""The public door from Python: a config becomes a data module, a task and a trainer.
+
+cfg = load_config("configs/base.yaml")
+data, task = init_module(cfg, "data"), init_module(cfg, "model")
+trainer = init_trainer(cfg)
+trainer.fit(task, data)
+"""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deeplightning.config.check import load
+from deeplightning.config.schema import Config
+from deeplightning.config.target import build
+from deeplightning.engine.plan import prepare_process, settle, trainer_arguments
+
+if TYPE_CHECKING:
+    import pytorch_lightning as pl
+
+
+def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
+    """The config of a file with its overrides, checked and settled: what runs is what it says.
+
+    Raises:
+        ConfigError: with every fault, each with its place.
+        SetupError: the machine lacks what the engine needs.
+    """
+    cfg = load(path, overrides)
+    cfg.notices = settle(cfg)
+    if cfg.seed is None:
+        cfg.seed = secrets.randbelow(2**31)
+        cfg.notices.append(f"seed: drawn: {cfg.seed}")
+    prepare_process(cfg)
+    return cfg
+
+
+def init_module(cfg: Config, section: str) -> Any:
+    """The data module (`data`) or the task (`model`) of a config."""
+    return build(getattr(cfg, section).module, cfg)
+
+
+def init_trainer(cfg: Config) -> pl.Trainer:
+    """A Lightning Trainer for a config. Opens no run and writes nothing: that begins with `fit`."""
+    import pytorch_lightning as pl
+
+    from deeplightning.callbacks import all_of
+    from deeplightning.engine.checkpoint_io import SafeCheckpointIO
+
+    train, clip = cfg.train, cfg.train.gradient_clip
+    limits = train.limit_batches
+    often = train.val_every_n_epoch
+    from_start = train.accumulator_epoch == 0
+    return pl.Trainer(
+        **trainer_arguments(cfg),
+        max_epochs=-1 if train.num_epochs is None else train.num_epochs,
+        max_steps=-1 if train.max_steps is None else train.max_steps,
+        check_val_every_n_epoch=max(1, int(often)),
+        val_check_interval=float(often) if often < 1 else 1.0,
+        accumulate_grad_batches=train.accumulator_factor if from_start else 1,
+        gradient_clip_val=clip.value if clip else None,
+        gradient_clip_algorithm=clip.algorithm if clip else None,
+        limit_train_batches=limits.train if limits else 1.0,
+        limit_val_batches=limits.val if limits else 1.0,
+        limit_test_batches=limits.test if limits else 1.0,
+        limit_predict_batches=limits.test if limits else 1.0,
+        callbacks=all_of(cfg),
+        plugins=[SafeCheckpointIO()],
+        logger=False,  # the record hands them over when the run opens
+        log_every_n_steps=1,  # deeplightning.callbacks.steps.LogSteps says which steps are due
+        num_sanity_val_steps=0,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )

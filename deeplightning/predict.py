@@ -1,0 +1,42 @@
+"""Image files and a run become a table: what its network sees in each, computed with the checkpoint itself."""
+
+import csv
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
+
+import torch
+
+from deeplightning.config.fault import SetupError
+from deeplightning.image import ImageError
+from deeplightning.run import trained_task
+from deeplightning.runfolder import RunFolder
+
+BATCH = 32
+
+
+def predict_files(folder: RunFolder, images: Sequence[Path], out: TextIO) -> None:
+    """Writes a CSV row per image file, in order: path, predicted_class, predicted_label, predicted_probability.
+
+    Raises:
+        SetupError: a file is missing or no image; every such file is named.
+        CheckpointError: the run has no weights that can be used.
+    """
+    task, cfg, _ = trained_task(folder)
+    spec, names = task.image_spec, task.class_names
+    model = task.inference_model()
+    faults, pixels = [], []
+    for path in images:
+        try:
+            pixels.append(torch.from_numpy(spec.decode(path, max_pixels=cfg.serve.max_pixels)).permute(2, 0, 1))
+        except (ImageError, OSError) as error:
+            faults.append(f"{path}: {error}")
+    if faults:
+        raise SetupError("\n".join(faults))
+    writer = csv.writer(out)
+    writer.writerow(["path", "predicted_class", "predicted_label", "predicted_probability"])
+    for start in range(0, len(pixels), BATCH):
+        with torch.inference_mode():
+            probability, predicted = model(torch.stack(pixels[start : start + BATCH])).max(1)
+        for path, number, p in zip(images[start:], predicted.tolist(), probability.tolist(), strict=False):
+            writer.writerow([path, number, names[number], p])

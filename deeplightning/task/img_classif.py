@@ -1,0 +1,391 @@
+"""Image classification: a network learns to tell classes of pictures apart, and says how sure it is.
+
+Shapes: B batch, C channels, H height, W width, K classes.
+"""
+
+import re
+from collections.abc import Iterator
+from typing import Any, cast
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+from torchmetrics import MeanMetric, Metric
+
+from deeplightning.config.target import build
+from deeplightning.image import ImageSpec
+
+Batch = dict[str, Tensor]
+
+
+class LabelError(ValueError):
+    """The data's labels do not fit the network's classes. Ends the run with exit code 3."""
+
+    exit_code = 3
+
+
+class MisfitError(ValueError):
+    """Parts of the config that do not fit each other. Ends the run with exit code 2."""
+
+    exit_code = 2
+
+
+class Accuracy(Metric):
+    """Share of samples whose largest logit is the label's, over all samples and processes; in [0, 1]."""
+
+    correct: Tensor
+    total: Tensor
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("correct", torch.tensor(0), dist_reduce_fx="sum")
+        self.add_state("total", torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, logits: Tensor, labels: Tensor) -> None:
+        """Adds a batch: logits (B, K), labels int64 (B,)."""
+        self.correct += (logits.argmax(1) == labels).sum()
+        self.total += labels.numel()
+
+    def compute(self) -> Tensor:
+        return self.correct / self.total
+
+
+class Normalise(nn.Module):
+    """Pixels 0 … 255 become numbers around 0: (pixel / 255 - mean) / std, per channel."""
+
+    scale: Tensor
+    shift: Tensor
+
+    def __init__(self, mean: tuple[float, ...], std: tuple[float, ...]):
+        super().__init__()
+        self.register_buffer("scale", 1 / (255 * torch.tensor(std).view(-1, 1, 1)), persistent=False)
+        self.register_buffer("shift", -(torch.tensor(mean) / torch.tensor(std)).view(-1, 1, 1), persistent=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """uint8 (B, C, H, W) → float32 of the same shape."""
+        return images.float() * self.scale + self.shift
+
+
+class Classifier(nn.Module):
+    """What a bundle holds: uint8 pictures (B, C, H, W) to probabilities float32 (B, K)."""
+
+    def __init__(self, normalise: nn.Module, network: nn.Module):
+        super().__init__()
+        self.normalise, self.network = normalise, network
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.network(self.normalise(images)).float().softmax(1)
+
+
+class ImageClassification(pl.LightningModule):
+    """Trains `model.network` on batches of {"image": uint8 (B, C, H, W), "label": int64 (B,), "index": int64 (B,)}.
+
+    The data module says how its pixels are normalised (`image_spec`) and what the classes are called (`class_names`);
+    both travel in the checkpoint. Rows with index -1 fill up a batch and are not counted.
+
+    Metrics: `<stage>_loss` and `<stage>_<name>` for each of `model.metrics` (`acc` by default), weighted by sample.
+
+    Raises:
+        ValueError: several networks, optimizers or schedulers, or no loss: this task trains one network.
+    """
+
+    kind = "image_classification"
+
+    def __init__(self, cfg: Any):
+        super().__init__()
+        model = cfg.model
+        for name in ("network", "optimizer", "scheduler"):
+            if isinstance(getattr(model, name), dict):
+                raise ValueError(f"this task takes one {name}, not several by name (model.{name})")
+        if model.network is None or model.loss is None:
+            raise ValueError("this task needs model.network and model.loss")
+        self.cfg = cfg
+        self.network: nn.Module | None = None
+        self.normalise: nn.Module | None = None
+        self.image_spec: ImageSpec | None = None
+        self.class_names: list[str] = []
+        named = model.loss if isinstance(model.loss, dict) else {"loss": model.loss}
+        self.losses = nn.ModuleDict({name: build(loss) for name, loss in named.items()})
+        self.weights = {name: loss.weight for name, loss in named.items()}
+        self.metrics = nn.ModuleDict({f"{stage}_stage": self._metrics() for stage in ("train", "val", "test")})
+        self._logged_step = -1
+        self._confusion: Tensor | None = None
+        self._sheet: dict[str, Tensor] | None = None
+
+    def _metrics(self) -> nn.ModuleDict:
+        named = self.cfg.model.metrics
+        metrics: dict[str, Any] = {n: build(t) for n, t in named.items()} if named is not None else {"acc": Accuracy()}
+        metrics["loss"] = MeanMetric()
+        if len(self.losses) > 1:
+            metrics |= {name: MeanMetric() for name in self.losses}
+        return nn.ModuleDict(metrics)
+
+    def _of(self, stage: str) -> dict[str, Any]:
+        return dict(cast(nn.ModuleDict, self.metrics[f"{stage}_stage"]).items())
+
+    # ---- assembling
+
+    def setup(self, stage: str) -> None:
+        data: Any = getattr(self.trainer, "datamodule", None)
+        if getattr(data, "image_spec", None) is not None:
+            self._describe(data.image_spec, data.class_names)
+
+    def _describe(self, image_spec: ImageSpec, class_names: list[str]) -> None:
+        self.image_spec, self.class_names = image_spec, list(class_names)
+        self.normalise = Normalise(image_spec.mean, image_spec.std)
+
+    def configure_model(self) -> None:
+        """Builds the network and passes one black picture through it: what does not fit shows before data is read.
+
+        Raises:
+            LabelError: there are more classes in the data than outputs.
+            ValueError: the network does not take the data's pictures.
+        """
+        if self.network is not None:
+            return
+        self.network = build(self.cfg.model.network)
+        self._freeze()
+        if self.cfg.engine.compile:
+            self.network.compile()
+        if self.image_spec is None:
+            return
+        spec = self.image_spec
+        shape = (1, spec.channels, spec.height, spec.width)
+        self.network.eval()
+        try:
+            with torch.no_grad():
+                outputs = self.network(torch.zeros(shape, device=self.device))
+        except (RuntimeError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            raise MisfitError(
+                f"{self.cfg.model.network.type} does not take the data's pictures {shape}: {reason}"
+            ) from error
+        self.network.train()
+        if outputs.ndim != 2:
+            raise MisfitError(
+                f"{self.cfg.model.network.type} gives {tuple(outputs.shape)}, not (B, K): one row per picture"
+            )
+        if outputs.shape[1] < len(self.class_names):
+            raise LabelError(
+                f"the data has {len(self.class_names)} classes (labels 0 to {len(self.class_names) - 1}), the network "
+                f"{outputs.shape[1]} outputs; set model.network.params.num_classes={len(self.class_names)}"
+            )
+
+    def _freeze(self) -> None:
+        """Leaves gradients to the parameters that `model.trainable` names."""
+        assert self.network is not None
+        wanted = self.cfg.model.trainable
+        if wanted == "all":
+            return
+        parameters = dict(self.network.named_parameters())
+        if wanted == "head":
+            last = next(reversed(parameters)).rpartition(".")[0]
+            chosen = {name for name in parameters if name.rpartition(".")[0] == last}
+        else:
+            chosen = set()
+            for pattern in wanted:
+                found = {name for name in parameters if re.search(pattern, name)}
+                if not found:
+                    raise MisfitError(f"model.trainable: no parameter's name matches {pattern!r}")
+                chosen |= found
+        for name, parameter in parameters.items():
+            parameter.requires_grad_(name in chosen)
+
+    def configure_optimizers(self) -> Any:
+        assert self.network is not None
+        target = self.cfg.model.optimizer
+        optimizer = build(target, list(self._groups(target.groups)))
+        if self.cfg.model.scheduler is None:
+            return optimizer
+        scheduler, call = self.cfg.model.scheduler, self.cfg.model.scheduler.call
+        built = build(scheduler, optimizer, **self._run_time_numbers(scheduler.params))
+        entry = {"scheduler": built, "interval": call.interval, "frequency": call.frequency}
+        if call.monitor is not None:
+            entry["monitor"] = call.monitor
+        elif isinstance(built, torch.optim.lr_scheduler.ReduceLROnPlateau):
+            raise MisfitError("model.scheduler.call.monitor: ReduceLROnPlateau needs a metric, for example val_loss")
+        return {"optimizer": optimizer, "lr_scheduler": entry}
+
+    def _groups(self, groups: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """Parameters that learn, in groups: those that match a pattern with its values, then the others."""
+        assert self.network is not None
+        left = {name: p for name, p in self.network.named_parameters() if p.requires_grad}
+        for group in groups:
+            names = [name for name in left if re.search(group["match"], name)]
+            if not names:
+                raise MisfitError(f"model.optimizer.groups: no parameter's name matches {group['match']!r}")
+            yield {"params": [left.pop(n) for n in names], **{k: v for k, v in group.items() if k != "match"}}
+        if left:
+            yield {"params": list(left.values())}
+
+    def _run_time_numbers(self, params: dict[str, Any]) -> dict[str, Any]:
+        """Values for the scheduler's arguments that say `auto`."""
+        asked = {name for name, value in params.items() if value == "auto"}
+        if not asked:
+            return {}
+        epochs = self.trainer.max_epochs or 1
+        total = int(self.trainer.estimated_stepping_batches)
+        known = {"total_steps": total, "epochs": epochs, "steps_per_epoch": -(-total // epochs), "T_max": total}
+        if asked - set(known):
+            raise MisfitError(
+                f"model.scheduler.params: `auto` is known for {', '.join(known)}, not {asked - set(known)}"
+            )
+        return {name: known[name] for name in asked}
+
+    # ---- learning and judging
+
+    def forward(self, images: Tensor) -> Tensor:
+        """Pictures, uint8 (B, C, H, W) or float as the network takes them, to logits (B, K)."""
+        assert self.network is not None
+        if images.dtype == torch.uint8:
+            if self.normalise is None:
+                raise MisfitError(
+                    "the data gives uint8 pictures, and its data module no `image_spec` to normalise them by"
+                )
+            images = self.normalise(images)
+        return self.network(images)
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        logits, labels = self(batch["image"]), batch["label"]
+        parts, loss = self._loss(logits, labels)
+        due = getattr(self.trainer, "log_every_n_steps", 1) > 0 and self.global_step != self._logged_step
+        values = self._count("train", logits, labels, parts, loss, wanted=due)
+        if due:
+            self._logged_step = self.global_step
+            self.log_dict(values)
+        return loss
+
+    def on_train_epoch_end(self) -> None:
+        self._log_epoch("train", suffix="_epoch")
+
+    def on_validation_epoch_start(self) -> None:
+        self._confusion = self._sheet = None
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
+        return self._judge("val", batch)
+
+    def on_validation_epoch_end(self) -> None:
+        self._log_epoch("val")
+
+    def test_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
+        return self._judge("test", batch)
+
+    def on_test_epoch_end(self) -> None:
+        self._log_epoch("test")
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        return self._answers(batch, self(batch["image"]))
+
+    def _loss(self, logits: Tensor, labels: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """Each loss, and their weighted sum."""
+        if self.current_epoch == 0 or labels.device.type == "cpu":  # later, on a GPU, the look would stall it
+            low, high = int(labels.min()), int(labels.max())
+            if low < 0 or high >= logits.shape[1]:
+                raise LabelError(
+                    f"the data holds label {low if low < 0 else high}, the network has {logits.shape[1]} outputs "
+                    f"(labels 0 to {logits.shape[1] - 1}); mend the data or set model.network.params.num_classes"
+                )
+        parts = {name: loss(logits, labels) for name, loss in self.losses.items()}
+        return parts, torch.stack([self.weights[name] * part for name, part in parts.items()]).sum()
+
+    def _count(
+        self, stage: str, logits: Tensor, labels: Tensor, parts: dict[str, Tensor], loss: Tensor, wanted: bool = False
+    ) -> dict[str, Tensor]:
+        """Adds a batch to the stage's metrics; returns the batch's own values, meaned over processes, where wanted."""
+        values = {}
+        logits = logits.detach().float()
+        for name, metric in self._of(stage).items():
+            if name == "loss" or name in parts:
+                value = (loss if name == "loss" else parts[name]).detach()
+                metric.update(value, labels.numel())
+            elif wanted:
+                value = metric(logits, labels)
+            else:
+                metric.update(logits, labels)
+            if wanted and value.ndim == 0:
+                values[f"{stage}_{name}"] = value.float()
+        if wanted and self.trainer.world_size > 1:
+            mean = self.trainer.strategy.reduce(torch.stack(list(values.values())), reduce_op="mean")
+            values = dict(zip(values, mean, strict=True))
+        return values
+
+    def _log_epoch(self, stage: str, suffix: str = "") -> None:
+        for name, metric in self._of(stage).items():
+            if metric.update_called:
+                self.log(f"{stage}_{name}{suffix}", metric.compute().float())
+            metric.reset()
+
+    def _judge(self, stage: str, batch: Batch) -> dict[str, Any]:
+        keep = batch["index"] >= 0 if "index" in batch else torch.ones_like(batch["label"], dtype=torch.bool)
+        logits, labels = self(batch["image"])[keep], batch["label"][keep]
+        if labels.numel():
+            self._count(stage, logits, labels, *self._loss(logits, labels))
+            if stage == "val":
+                self._remember(batch["image"][keep], logits, labels)
+        return self._answers({n: v[keep] for n, v in batch.items()}, logits)
+
+    def _answers(self, batch: Batch, logits: Tensor) -> dict[str, Any]:
+        """Columns for the file of predictions, one row per sample."""
+        probability, predicted = logits.float().softmax(1).max(1)
+        columns: dict[str, Any] = {"index": batch["index"]} if "index" in batch else {}
+        if "label" in batch:
+            columns["label"] = batch["label"]
+        names = self.class_names
+        return columns | {
+            "predicted_class": predicted,
+            "predicted_label": [names[i] if i < len(names) else str(i) for i in predicted.tolist()],
+            "predicted_probability": probability,
+        }
+
+    # ---- pictures
+
+    def _remember(self, images: Tensor, logits: Tensor, labels: Tensor) -> None:
+        """Counts label and answer of each validation sample, and keeps the first pictures."""
+        classes, predicted = logits.shape[1], logits.argmax(1)
+        pairs = torch.bincount(labels * classes + predicted, minlength=classes * classes).view(classes, classes)
+        self._confusion = pairs if self._confusion is None else self._confusion + pairs
+        if self._sheet is None:
+            first = slice(0, 16)
+            probability = logits[first].float().softmax(1).max(1).values
+            self._sheet = {
+                "image": images[first],
+                "label": labels[first],
+                "predicted": predicted[first],
+                "p": probability,
+            }
+
+    def pictures(self, stage: str) -> dict[str, Any]:
+        """Figures of the last validation: the confusion matrix over all processes, and a sheet of samples.
+
+        Called on every process, since the matrix is summed over them; only rank 0 gets figures.
+        """
+        if stage != "val" or self._confusion is None or self._sheet is None:
+            return {}
+        confusion = self.trainer.strategy.reduce(self._confusion, reduce_op="sum")
+        if not self.trainer.is_global_zero:
+            return {}
+        from deeplightning.task import figures  # matplotlib takes half a second to import
+
+        names = self.class_names or [str(i) for i in range(len(confusion))]
+        return {
+            "val_confusion_matrix": figures.confusion_matrix(confusion.cpu(), names),
+            "val_predictions": figures.sheet({n: v.cpu() for n, v in self._sheet.items()}, names),
+        }
+
+    # ---- travelling
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.image_spec is not None:
+            checkpoint[self.kind] = {"image_spec": self.image_spec.to_dict(), "class_names": self.class_names}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.image_spec is None and self.kind in checkpoint:
+            saved = checkpoint[self.kind]
+            self._describe(ImageSpec.from_dict(saved["image_spec"]), saved["class_names"])
+
+    def inference_model(self) -> nn.Module:
+        """uint8 (N, C, H, W) to probabilities float32 (N, K), on the CPU, in eval mode."""
+        if self.network is None or self.normalise is None:
+            raise MisfitError("the data module gave no `image_spec`: there is nothing to prepare pictures by")
+        return Classifier(self.normalise, self.network).cpu().float().eval()
