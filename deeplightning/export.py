@@ -19,18 +19,18 @@ from typing import Any, Protocol
 
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # or importing it starts a thread that reports to its makers (1.29 and newer)
 
-import numpy as np  # noqa: E402
-import onnxruntime  # noqa: E402
-import torch  # noqa: E402
-from onnx_ir.passes.common import ClearMetadataAndDocStringPass  # noqa: E402
-from PIL import Image  # noqa: E402
-from safetensors import SafetensorError  # noqa: E402
-from safetensors.torch import save_model  # noqa: E402
-from torch import nn  # noqa: E402
+import numpy as np
+import onnxruntime
+import torch
+from onnx_ir.passes.common import ClearMetadataAndDocStringPass
+from PIL import Image
+from safetensors import SafetensorError
+from safetensors.torch import save_model
+from torch import nn
 
-from deeplightning.config.fault import CheckpointError, SetupError  # noqa: E402
-from deeplightning.image import ImageSpec  # noqa: E402
-from deeplightning.runfolder import RunFolder  # noqa: E402
+from deeplightning.config.fault import CheckpointError, SetupError
+from deeplightning.image import ImageSpec
+from deeplightning.runfolder import RunFolder
 
 FORMAT = 1
 """The number of the layout that `export` describes. A reader refuses a number it does not know."""

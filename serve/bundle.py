@@ -8,9 +8,14 @@ import base64
 import binascii
 import hashlib
 import json
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+# From 1.29 on, importing onnxruntime starts a thread that reports to its makers and keeps a file in the user's home; a
+# forked server worker cannot end it and hangs at exit.
+os.environ["ORT_DISABLE_TELEMETRY"] = "1"
 
 import numpy as np
 import onnxruntime

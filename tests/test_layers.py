@@ -1,8 +1,7 @@
 """The rules of who may import whom, so that a network can be deleted, and the server started, without the rest.
 
 Imports only go down this list: `cli`; `predict`; `run`; `configure`; `engine`, `tracking`, `callbacks`, `export`;
-`runfolder`, `image`;
-`config`. `serve` stands on `image` and `runfolder`. The parts (`data`, `task`, `model`, `loss`) are named in YAML,
+`runfolder`, `image`; `config`. `serve` stands on `image` and `runfolder`. The parts (`data`, `task`, `model`, `loss`) are named in YAML,
 imported by nobody, and use of the core only `config.target.build` and `image`.
 """
 

@@ -216,10 +216,13 @@ class _Checker:
                 return items[param].place
             return entry.value["type"].place if "type" in entry.value else entry.place
 
-        given = next((n for role, n in _GIVEN.items() if key == role or key.startswith(f"{role}.")), 0)
+        role = _role(key, _GIVEN)
+        given = _GIVEN[role] if role else 0
 
         def check() -> None:
             values = {p: plain(item) for p, item in items.items()}
+            if role == "model.scheduler":  # `auto` becomes a number when the run knows it
+                values = {p: None if value == "auto" else value for p, value in values.items()}
             wrong = self.wrong_kind(name, key, place(None))
             self.faults.extend(wrong or faults_of(name, values, given, key, place))
 
@@ -240,8 +243,8 @@ class _Checker:
                 self.inside(item, f"{key}.{number}")
 
     def wrong_kind(self, name: str, key: str, place: str) -> list[Fault]:
-        role = next((r for r in sorted(_KINDS, key=len, reverse=True) if key == r or key.startswith(f"{r}.")), None)
-        if role is None or ".params." in key:
+        role = _role(key, _KINDS)
+        if role is None:
             return []
         try:
             found = find(name)
@@ -300,6 +303,13 @@ class _Checker:
 
 _BAD: Any = object()
 _NONE = Target(type="none.none")
+
+
+def _role(key: str, roles: typing.Iterable[str]) -> str | None:
+    """What the target at a key is for; a target inside the params of another has no role."""
+    if ".params." in key:
+        return None
+    return next((r for r in sorted(roles, key=len, reverse=True) if key == r or key.startswith(f"{r}.")), None)
 
 
 def _are_named(entry: Entry) -> bool:

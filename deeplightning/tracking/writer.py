@@ -75,6 +75,7 @@ class Writer:
         self._ended = True  # set under the lock, so an entry never goes to a thread that is just leaving
         self._oldest = 0.0  # when the first of the waiting points came
         self._failures = self._dropped = 0
+        self._in_vain = False  # whether the store was waited for, and nothing was written since
         self._retry_at = 0.0
         self._sampled_at = self._sample_at = 0.0
         self._thread: threading.Thread | None = None
@@ -105,20 +106,22 @@ class Writer:
     def drain(self) -> bool:
         """Wait until everything queued is written; False, after a warning, if the store does not take it in time."""
         with self._change:
-            # Waited for in vain once, a store is only asked again, not waited for at each later stage.
-            seconds = (
-                1.0 if self._failures > 3 else float(os.environ.get("DEEPLIGHTNING_TRACKING_DRAIN") or DRAIN_SECONDS)
-            )
+            seconds = float(os.environ.get("DEEPLIGHTNING_TRACKING_DRAIN") or DRAIN_SECONDS)
+            if was_in_vain := self._in_vain:
+                seconds = min(1.0, seconds)  # asked again, but not waited for at each later stage, too
             self._urgent = True
             self._retry_at = 0.0  # whatever the pause was, ask again now
             self._change.notify_all()
             if self._change.wait_for(lambda: not self._queue, seconds):
                 return True
+            self._in_vain = True
             points, others = self._points, len(self._queue) - self._points
-        log.warning(
-            "%d points and %d other entries could not be written to %s in time; it is tried until the process ends.",
-            *(points, others, self._shown),
-        )
+        if not was_in_vain:
+            log.warning(
+                "%d points and %d other entries could not be written to %s in %g seconds; it is tried until the process "
+                "ends.",
+                *(points, others, self._shown, seconds),
+            )
         return False
 
     def stop(self) -> bool:
@@ -240,6 +243,7 @@ class Writer:
         elif self._failures:
             log.warning("%s takes what is logged again.", self._shown)
         self._failures = 0
+        self._in_vain = False
         if isinstance(head, Job):
             self._queue.remove(head)
         else:
@@ -261,4 +265,4 @@ def _is_transient(error: Exception) -> bool:
 
 
 def _first_line(error: Exception) -> str:
-    return " ".join(str(error).split("\n[SQL")[0].split())[:300] or type(error).__name__
+    return " ".join(str(error).split("\n[SQL")[0].split())[:200] or type(error).__name__
