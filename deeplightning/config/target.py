@@ -230,7 +230,7 @@ def _show(value: Any) -> str:
 
 
 def build(target: Target | Mapping[str, Any], *given: Any, **more: Any) -> Any:
-    """The object that a target describes, called with `given`, its params and `more`.
+    """The object that a target describes, called with `given`, its params and `more`, which wins over params.
 
     Targets and references inside the params, at any depth, are built first.
 
@@ -245,7 +245,7 @@ def build(target: Target | Mapping[str, Any], *given: Any, **more: Any) -> Any:
     except ValueError as error:
         raise ConfigError(Fault(str(error), target.name, target.place)) from error
     try:
-        return found(*given, **params, **more)
+        return found(*given, **params | more)
     except (TypeError, ValueError) as error:
         if hasattr(error, "exit_code") or os.environ.get("DEEPLIGHTNING_DEBUG") == "1":
             raise

@@ -118,8 +118,8 @@ class Writer:
             points, others = self._points, len(self._queue) - self._points
         if not was_in_vain:
             log.warning(
-                "%d points and %d other entries could not be written to %s in %g seconds; it is tried until the process "
-                "ends.",
+                "%d points and %d other entries could not be written to %s in %g seconds; it is tried on until the "
+                "process ends.",
                 *(points, others, self._shown, seconds),
             )
         return False
