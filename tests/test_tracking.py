@@ -29,7 +29,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_only
 import deeplightning.tracking
 from deeplightning.config.fault import CheckpointError, SetupError
 from deeplightning.tracking import MLflowLogger, resolve_run
-from deeplightning.tracking.build import prepare, run_folder
+from deeplightning.tracking.build import end, prepare, run_folder
 from deeplightning.tracking.logger import flatten
 from deeplightning.tracking.picture import to_pixels
 from deeplightning.tracking.store import attach, locate
@@ -439,6 +439,9 @@ def test_a_lightning_trainer_uses_it(kind, store, logger, tmp_path):
     points = logger.experiment.get_metric_history(logger.run_id, "train_loss")
     assert [(point.step, round(point.value, 6)) for point in points] == [(0, 1), (1, 0.64), (2, 0.4096), (3, 0.262144)]
     assert run_folder(trainer.loggers, "x") == store / "0" / logger.run_id / "artifacts"
+    end(trainer.loggers, "killed", "SIGTERM")
+    run = in_store(store, logger.run_id)
+    assert (run.info.status, run.data.tags["failure"]) == ("KILLED", "SIGTERM")
 
 
 def test_the_run_folder_without_mlflow(tmp_path):
@@ -450,7 +453,8 @@ def test_the_run_folder_without_mlflow(tmp_path):
 def test_other_loggers_are_built_as_they_are(tmp_path):
     """Only the arguments of Lightning's MLflow logger are translated, and even then nothing is written."""
     assert prepare("pytorch_lightning.loggers.CSVLogger", {"save_dir": "x"}) == {"save_dir": "x"}
-    MLFlowLogger(**prepare("lightning.pytorch.loggers.MLFlowLogger", {"tracking_uri": str(tmp_path / "new")}))
+    params = prepare("lightning.pytorch.loggers.MLFlowLogger", {"tracking_uri": str(tmp_path / "new")})
+    end([MLFlowLogger(**params), MLflowLogger(tracking_uri=tmp_path / "new")], "failed", "before it began")
     assert not (tmp_path / "new").exists()
 
 
@@ -635,7 +639,7 @@ def start_monitor(store, port):
     raise TimeoutError(f"no server on {port}")
 
 
-def end(process):
+def interrupt(process):
     """As Ctrl-C does: to the whole group; then nothing of it is left."""
     os.killpg(process.pid, signal.SIGINT)
     output = process.communicate(timeout=30)[0].decode()
@@ -689,7 +693,7 @@ def test_the_monitor_shows_runs_and_a_run_outlives_its_server(store, logger, cap
         remote.log_hyperparams({"lr": 0.1})
         remote.log_metrics({"x": 0}, 0)
     finally:
-        output = end(server)
+        output = interrupt(server)
     assert f"at http://127.0.0.1:{port}" in output
 
     start = time.monotonic()
@@ -703,7 +707,7 @@ def test_the_monitor_shows_runs_and_a_run_outlives_its_server(store, logger, cap
     try:
         remote.finalize("success")
     finally:
-        end(server)
+        interrupt(server)
     run = in_store(store, remote.run_id)
     assert (run.info.status, run.data.params) == ("FINISHED", {"lr": "0.1"})
     points = MlflowClient(attach(locate(store))).get_metric_history(remote.run_id, "x")

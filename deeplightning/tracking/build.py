@@ -61,6 +61,8 @@ def end(loggers: Iterable[Any], status: str, reason: str) -> None:
         if "MLflowLogger" in names:
             logger.finalize(status, reason)
         elif "MLFlowLogger" in names:
+            if not getattr(logger, "_initialized", True):  # Lightning 2.6: asking for more would open a run
+                continue
             logger.experiment.set_tag(logger.run_id, "failure", reason[:1000])
             logger.experiment.set_terminated(logger.run_id, status.upper())
         else:
