@@ -117,6 +117,7 @@ class _Server(BaseApplication):
             "workers": 1,
             "worker_class": "gthread",
             "threads": threads,
+            "keepalive": 0,  # at SIGTERM gunicorn 26 would wait for idle connections as long as for busy ones
             "graceful_timeout": GRACE_SECONDS,
             "loglevel": "warning",
             "proc_name": "deeplightning serve",

@@ -6,12 +6,14 @@
 
 import base64
 import binascii
+import contextlib
 import hashlib
 import io
 import json
 import os
 import re
 import threading
+import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -33,6 +35,10 @@ from serve.bundle import Bundle
 from serve.openapi import describe
 
 DEFAULT_TOP_K = 5
+
+DISCARD_BYTES, DISCARD_SECONDS = 256_000_000, 5
+"""How much of a refused request is read at most, without being kept, and for how long."""
+
 MAX_JSON_MARKS = 1000
 """Brackets, braces and commas in a JSON body; base64 has none, so 32 images need under 100. Bounds depth and memory."""
 
@@ -106,6 +112,12 @@ def create_app(bundle: Bundle, limits: Limits | None = None) -> Flask:
         return response
 
     @app.after_request
+    def read_out(response: Response) -> Response:
+        if response.status_code >= 400:
+            _discard(request.environ["wsgi.input"])
+        return response
+
+    @app.after_request
     def protect(response: Response) -> Response:
         response.headers.setdefault("Content-Security-Policy", "default-src 'none'; frame-ancestors 'none'")
         response.headers["X-Content-Type-Options"] = "nosniff"
@@ -139,6 +151,15 @@ class _Request(Request):
         return io.BytesIO()
 
 
+def _discard(body: IO[bytes]) -> None:
+    """Take what a refused client is still sending: most read the answer only afterwards, and else see a broken pipe."""
+    end = time.monotonic() + DISCARD_SECONDS
+    with contextlib.suppress(OSError):
+        for _ in range(DISCARD_BYTES // 65536):
+            if not body.read(65536) or time.monotonic() > end:
+                break
+
+
 def _page() -> tuple[str, str]:
     """The page to drop an image on, and the policy that lets its own script and style run, and no other."""
     page = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
@@ -166,9 +187,9 @@ def _uploads(limits: Limits) -> list[tuple[str, bytes]]:
     if kind == "multipart/form-data":
         pictures = _from_form()
     elif kind == "application/json":
-        pictures = _from_json(request.get_data(cache=False))
+        pictures = _from_json(_body())
     elif kind.startswith("image/") or kind in ("", "application/octet-stream"):
-        pictures = [request.get_data(cache=False)]
+        pictures = [_body()]
         if not pictures[0]:
             raise BadRequest("The request has no body; send the image as the body, or as the form field image.")
     else:
@@ -184,6 +205,12 @@ def _uploads(limits: Limits) -> list[tuple[str, bytes]]:
     if len(pictures) == 1:
         return [("", pictures[0])]
     return [(f"Image {number} of {len(pictures)}: ", data) for number, data in enumerate(pictures, 1)]
+
+
+def _body() -> bytes:
+    data = request.get_data(cache=False)
+    request.stream.read(1)  # raises 413 for a body in chunks, which get_data cuts off at the limit (werkzeug 3.1)
+    return data
 
 
 def _from_form() -> list[bytes]:

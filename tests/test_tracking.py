@@ -552,11 +552,15 @@ def test_the_load_of_the_machine_is_tracked(store, monkeypatch):
     monkeypatch.setenv("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL", "0.1")
     logger = MLflowLogger(tracking_uri=store)
     logger.log_metrics({"x": 1}, 0)
-    time.sleep(0.5)
+    end_of_work = time.monotonic() + 1.3
+    while time.monotonic() < end_of_work:
+        pass
     logger.finalize("success")
-    metrics = logger.experiment.get_run(logger.run_id).data.metrics
-    assert 0 <= metrics["system/cpu_utilization_percentage"] <= 100
-    assert 0 < metrics["system/system_memory_usage_percentage"] < 100
+    load = [value for _, value in history(logger, "system/cpu_utilization_percentage")]
+    assert len(load) >= 3
+    assert 0 < max(load) <= 100
+    memory = history(logger, "system/system_memory_usage_percentage")
+    assert all(0 < value < 100 and step in (0, 1, 2) for step, value in memory)
     assert not [thread for thread in threading.enumerate() if thread.name == "deeplightning-tracking"]
 
 

@@ -23,9 +23,6 @@ def sampler(started: int) -> Callable[[], list[Metric]] | None:
     monitors: list[BaseMetricsMonitor] = [CPUMonitor()]
     with suppress(ImportError, RuntimeError):  # no GPU, or nothing to read it with
         monitors.append(GPUMonitor())
-    for monitor in monitors:
-        monitor.collect_metrics()  # the first reading of a CPU is against nothing
-        monitor.clear_metrics()
 
     def sample() -> list[Metric]:
         now = time.time_ns() // 1_000_000

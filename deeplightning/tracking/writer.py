@@ -5,11 +5,13 @@ written when it is back, at the latest within the bounded wait at the end of a s
 """
 
 import logging
+import math
 import os
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 
 from mlflow.entities import Metric
@@ -78,7 +80,6 @@ class Writer:
         self._in_vain = False  # whether the store was waited for, and nothing was written since
         self._retry_at = 0.0
         self._sampled_at = self._sample_at = 0.0
-        self._thread: threading.Thread | None = None
         with self._change:
             self._start()
 
@@ -103,16 +104,25 @@ class Writer:
             self._urgent = bool(self._queue)
             self._change.notify_all()
 
-    def drain(self) -> bool:
-        """Wait until everything queued is written; False, after a warning, if the store does not take it in time."""
+    def stop(self) -> bool:
+        """Take a last sample, write everything, end the thread; the next entry starts it again.
+
+        Returns:
+            Whether the store took everything in time; if not, a warning says so, and the thread goes on trying.
+        """
         with self._change:
+            if self._ended:
+                return True
+            self._stopping = True
+            # The load of less than a second is noise, so a short stage has no last sample.
+            self._sample_at = 0.0 if time.monotonic() - self._sampled_at >= 1.0 else math.inf
             seconds = float(os.environ.get("DEEPLIGHTNING_TRACKING_DRAIN") or DRAIN_SECONDS)
             if was_in_vain := self._in_vain:
                 seconds = min(1.0, seconds)  # asked again, but not waited for at each later stage, too
             self._urgent = True
             self._retry_at = 0.0  # whatever the pause was, ask again now
             self._change.notify_all()
-            if self._change.wait_for(lambda: not self._queue, seconds):
+            if self._change.wait_for(lambda: self._ended, seconds):
                 return True
             self._in_vain = True
             points, others = self._points, len(self._queue) - self._points
@@ -124,22 +134,6 @@ class Writer:
             )
         return False
 
-    def stop(self) -> bool:
-        """Take a last sample, write everything, end the thread; False if the store did not take everything in time.
-
-        The next entry starts it again.
-        """
-        with self._change:
-            if self._ended:
-                return True
-            if time.monotonic() - self._sampled_at >= 1.0:  # the load of a shorter time is noise
-                self._take_sample()
-            self._stopping = True
-        done = self.drain()
-        if done and self._thread is not None:
-            self._thread.join()
-        return done
-
     def _start(self) -> None:
         """Have the thread running."""
         self._stopping = False
@@ -147,8 +141,7 @@ class Writer:
             self._ended = False
             self._sampled_at = time.monotonic()
             self._sample_at = self._sampled_at + min(1.0, self._sample_seconds)
-            self._thread = threading.Thread(target=self._run, name="deeplightning-tracking", daemon=True)
-            self._thread.start()
+            threading.Thread(target=self._run, name="deeplightning-tracking", daemon=True).start()
 
     def _append(self, points: list[Metric]) -> None:
         if not self._points:
@@ -171,17 +164,21 @@ class Writer:
                 log.warning("No more system metrics: %s", error)
                 self._sample = None
         self._sampled_at = time.monotonic()
-        self._sample_at = self._sampled_at + self._sample_seconds
+        self._sample_at = math.inf if self._stopping else self._sampled_at + self._sample_seconds
 
     def _run(self) -> None:
+        if self._sample is not None:
+            with suppress(Exception):
+                self._sample()  # not kept: a CPU is measured since the last time this thread asked
         while True:
             with self._change:
+                now = time.monotonic()
+                if self._sample is not None and now >= self._sample_at:
+                    self._take_sample()
                 if self._stopping and not self._queue:
                     self._ended = True
+                    self._change.notify_all()
                     return
-                now = time.monotonic()
-                if self._sample is not None and now >= self._sample_at and not self._stopping:
-                    self._take_sample()
                 if (pause := self._pause(now)) is None or pause > 0:
                     self._change.wait(pause)
                     continue
@@ -194,7 +191,7 @@ class Writer:
     def _pause(self, now: float) -> float | None:
         """Seconds until there is something to do; None: until something comes."""
         until = []
-        if self._sample is not None and not self._stopping:
+        if self._sample is not None:
             until.append(self._sample_at)
         if self._queue and self._failures:
             until.append(self._retry_at)
@@ -202,7 +199,7 @@ class Writer:
             return 0.0
         elif self._queue:
             until.append(self._oldest + FLUSH_SECONDS)
-        return max(0.0, min(until) - now) if until else None
+        return max(0.0, min(until) - now) if until and min(until) < math.inf else None
 
     def _head(self) -> list[Metric] | Job:
         """The next job, or the next points up to a job."""
