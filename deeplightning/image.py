@@ -30,8 +30,8 @@ MODES = {"L": 1, "RGB": 3}
 RESIZES = ("stretch", "crop", "pad")
 
 MAX_PIXELS = 50_000_000
-"""Largest picture decoded unless the caller says otherwise: a 48-megapixel photo passes. At this size the costliest kinds
-(transparent ones) take 0.8 GB and 1 s of CPU time, from a file of 0.2 MB (measured with Pillow 13, November 2026)."""
+"""Largest picture decoded unless the caller says otherwise: a photo of 48 megapixels passes. The costliest kinds at
+this size (transparent ones) take 0.8 GB and 1 s of CPU, from a file of 0.2 MB (measured with Pillow 13, November 2026)."""
 
 FILTER = Image.Resampling.BILINEAR
 """Pillow widens its support when shrinking, so every source pixel counts: no aliasing, and no jump between versions."""
