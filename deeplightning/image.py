@@ -31,7 +31,7 @@ RESIZES = ("stretch", "crop", "pad")
 
 MAX_PIXELS = 50_000_000
 """Largest picture decoded unless the caller says otherwise: a photo of 48 megapixels passes. The costliest kinds at
-this size (transparent ones) take 0.8 GB and 1 s of CPU, from a file of 0.2 MB (measured with Pillow 13, November 2026)."""
+this size (transparent ones) take 0.8 GB and 1 s of CPU, from a file of 0.2 MB (Pillow 13, November 2026)."""
 
 FILTER = Image.Resampling.BILINEAR
 """Pillow widens its support when shrinking, so every source pixel counts: no aliasing, and no jump between versions."""
