@@ -80,6 +80,7 @@ class Writer:
         self._in_vain = False  # whether the store was waited for, and nothing was written since
         self._retry_at = 0.0
         self._sampled_at = self._sample_at = 0.0
+        self._thread = threading.Thread()
         with self._change:
             self._start()
 
@@ -122,26 +123,29 @@ class Writer:
             self._urgent = True
             self._retry_at = 0.0  # whatever the pause was, ask again now
             self._change.notify_all()
-            if self._change.wait_for(lambda: self._ended, seconds):
-                return True
-            self._in_vain = True
+            if not (done := self._change.wait_for(lambda: self._ended, seconds)):
+                self._in_vain = True
             points, others = self._points, len(self._queue) - self._points
-        if not was_in_vain:
+        if done:
+            self._thread.join()
+        elif not was_in_vain:
             log.warning(
                 "%d points and %d other entries could not be written to %s in %g seconds; it is tried on until the "
                 "process ends.",
                 *(points, others, self._shown, seconds),
             )
-        return False
+        return done
 
     def _start(self) -> None:
         """Have the thread running."""
-        self._stopping = False
-        if self._ended:
-            self._ended = False
+        if self._stopping or self._ended:
+            self._stopping = False
             self._sampled_at = time.monotonic()
             self._sample_at = self._sampled_at + min(1.0, self._sample_seconds)
-            threading.Thread(target=self._run, name="deeplightning-tracking", daemon=True).start()
+        if self._ended:
+            self._ended = False
+            self._thread = threading.Thread(target=self._run, name="deeplightning-tracking", daemon=True)
+            self._thread.start()
 
     def _append(self, points: list[Metric]) -> None:
         if not self._points:
