@@ -174,6 +174,25 @@ def test_a_run_is_continued(store, logger, caplog):
     assert "keeps the first values of 1 parameters: epochs." in caplog.text
 
 
+def test_a_run_names_the_commit_it_was_started_at(store, tmp_path, monkeypatch):
+    """It is that of the working directory's repository, under MLflow's own tags, without the address of its remote."""
+    (tmp_path / "repository").mkdir()
+    monkeypatch.chdir(tmp_path / "repository")
+    author = ["-c", "user.name=N", "-c", "user.email=n@e"]
+    for words in (["init", "-q", "-b", "trunk"], [*author, "commit", "-q", "--allow-empty", "-m", "first"]):
+        subprocess.run(["git", *words], check=True)
+    subprocess.run(["git", "remote", "add", "origin", "https://me:secret@host/x.git"], check=True)
+    head = subprocess.run(["git", "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    logger = MLflowLogger(tracking_uri=store, tags={"note": "mine"}, run_name="first", system_metrics=False)
+    tags = logger.experiment.get_run(logger.run_id).data.tags
+    logger.finalize("success")
+    assert {name: value for name, value in tags.items() if "git" in name} == {
+        "mlflow.source.git.commit": head,
+        "mlflow.source.git.branch": "trunk",
+    }
+    assert (tags["note"], tags["mlflow.runName"]) == ("mine", "first")
+
+
 def test_a_missing_run_is_named(store, logger):
     """Continuing a run that is not there ends with exit code 3, naming run and store, and makes no new one."""
     assert logger.run_id

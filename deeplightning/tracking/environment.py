@@ -60,7 +60,7 @@ def describe(redact: Callable[[str], str] = str) -> dict[str, Any]:
             "memory_gib": _memory(),
             "gpus": _gpus(),
             "packages": _packages(),
-            "git": _git_state(),
+            "git": git_state(),
         },
         redact,
     )
@@ -87,7 +87,8 @@ def git_diff(redact: Callable[[str], str] = str) -> str | None:
     return redact("".join(parts))
 
 
-def _git_state() -> dict[str, Any] | None:
+def git_state() -> dict[str, Any] | None:
+    """Commit, branch (None: detached) and dirtiness of the working directory's repository; None without one."""
     status = _git("status", "--porcelain=v2", "--branch", "--untracked-files=normal")
     if status is None:
         return None

@@ -24,6 +24,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from deeplightning.config.fault import SetupError
 from deeplightning.tracking import picture
+from deeplightning.tracking.environment import git_state
 from deeplightning.tracking.store import Store, attach, check_writable, explain, local_path, locate
 
 log = logging.getLogger("deeplightning.tracking")
@@ -351,7 +352,13 @@ class MLflowLogger(Logger):
                 f"experiments restore --experiment-id {experiment.experiment_id}) or set another "
                 "logger.params.experiment_name."
             )
-        tags = {name: str(value)[:MAX_TAG] for name, value in resolve_tags(self._tags).items()}
+        tags = resolve_tags(self._tags)
+        # MLflow describes the repository of the started file, which is ours, and its address, perhaps with a password.
+        for name in ("commit", "branch", "repoURL"):
+            tags.pop(f"mlflow.source.git.{name}", None)
+        git = git_state() or {}
+        tags |= {f"mlflow.source.git.{name}": git[name] for name in ("commit", "branch") if git.get(name)}
+        tags = {name: str(value)[:MAX_TAG] for name, value in (tags | self._tags).items()}
         return client.create_run(experiment.experiment_id, tags=tags, run_name=self._run_name)
 
     def _old_run(self, client: Any, store: Store, run_id: str) -> Any:

@@ -28,7 +28,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(error, file=sys.stderr)
         return error.exit_code
     if command is None:
-        print(f"The store is a server with its own pages: {options.tracking_uri}")
+        print(f"The store is a server with its own pages: {locate(options.tracking_uri).shown}")
         return 0
     print(f"MLflow shows {locate(options.tracking_uri).shown} at http://{options.host}:{options.port}", flush=True)
     print("Ctrl-C ends it.", flush=True)
@@ -56,18 +56,8 @@ def server_command(tracking_uri: str, host: str, port: int) -> list[str] | None:
     # Without this MLflow starts ten processes with 1.9 GB (3.17, 2026).
     os.environ.setdefault("MLFLOW_SERVER_ENABLE_JOB_EXECUTION", "false")
     os.environ.setdefault("PYTHONWARNINGS", "ignore")  # the server tells what its own libraries deprecate
-    command = [
-        sys.executable,
-        "-m",
-        "mlflow",
-        "server",
-        "--backend-store-uri",
-        uri,
-        "--host",
-        host,
-        "--port",
-        str(port),
-    ]
+    os.environ["MLFLOW_BACKEND_STORE_URI"] = uri  # not an argument, which every user of the machine could read
+    command = [sys.executable, "-m", "mlflow", "server", "--host", host, "--port", str(port)]
     if store.artifact_root is not None:
         command += ["--default-artifact-root", store.artifact_root.as_uri(), "--no-serve-artifacts"]
     return [*command, "--workers", "1"]
