@@ -613,6 +613,18 @@ def test_the_process_imports_no_torch_and_leaves_cleanly(start):
     assert ours == {"deeplightning", "deeplightning.image", "deeplightning.runfolder"}
 
 
+@pytest.mark.parametrize("module", ["serve.bundle", "deeplightning.export"])
+def test_onnxruntime_reports_to_nobody(tmp_path, module):
+    """Its telemetry, on by default from 1.29, is off before it can start a thread or write to the user's home."""
+    code = f"import os, {module}; print('threads', len(os.listdir('/proc/self/task')))"
+    environment = {**os.environ, "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    environment.pop("ORT_DISABLE_TELEMETRY", None)
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("threads 1\n", "")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_accepted_request_is_finished(start):
     """A body that is still under way at SIGTERM is answered, and the process is gone within ten seconds."""
     server = start()
