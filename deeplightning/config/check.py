@@ -11,7 +11,9 @@ from deeplightning.config import schema
 from deeplightning.config.fault import ConfigError, Fault
 from deeplightning.config.schema import Config, Target
 from deeplightning.config.source import Entry, Path_, Secrets, Source, kind, plain, read, scalar
-from deeplightning.config.target import add_import_roots, faults_of, find, is_target, nearest
+from deeplightning.config.target import add_import_roots, faults_of, find, is_reference, is_target, nearest
+
+MAX_UNKNOWN = 50  # unknown keys of one section that are told singly
 
 # Words of older configs, and what says the same today.
 RENAMED = {
@@ -55,6 +57,8 @@ def load(path: str | Path, overrides: list[str] | None = None) -> Config:
     faults = list(source.faults)
     checker = _Checker(faults, source.secrets)
     config = checker.section(Config, source.root, "", ())
+    if config is None:
+        raise ConfigError(_in_order(faults, source))
     config.secrets = source.secrets
     checker.contradictions(config)
     for check in checker.targets:
@@ -107,6 +111,13 @@ class _Checker:
         hints = typing.get_type_hints(cls)
         prefix = f"{key}." if key else ""
         values: dict[str, Any] = {}
+        unknown = [name for name in entry.value if name not in known]
+        if len(unknown) > MAX_UNKNOWN:
+            message = (
+                f"{len(unknown)} unknown keys, such as {unknown[0]}; is this a config? Known here: {', '.join(known)}"
+            )
+            self.fault(message, key, entry.value[unknown[0]].place)
+            return None
         for name, item in entry.value.items():
             here = prefix + name
             self.places[here] = item.place
@@ -124,7 +135,7 @@ class _Checker:
                 self.fault(f"missing: {field.metadata['doc']}{example}", prefix + name, entry.place)
                 values[name] = None
         if issubclass(cls, Target) and isinstance(values.get("type"), str):
-            self.target(values["type"], entry, key)
+            self.target(values["type"], entry, key, path)
         section = cls(**values)
         if isinstance(section, Target):
             section.place = entry.value["type"].place if "type" in entry.value else entry.place
@@ -134,7 +145,7 @@ class _Checker:
     def value(self, hint: Any, entry: Entry, key: str, path: Path_, metadata: typing.Mapping[str, Any] = {}) -> Any:
         """A value of the type that the schema gives, or _BAD after a fault was noted."""
         options = list(typing.get_args(hint)) if typing.get_origin(hint) in (types.UnionType, typing.Union) else [hint]
-        if path in self.secrets.texts and isinstance(entry.value, str) and str not in options:
+        if isinstance(entry.value, str) and str not in options and self.secrets.is_word(path):
             entry = Entry(scalar(entry.value), entry.place, entry.at)  # a variable's text stands for a number too
         value = entry.value
         for option in options:
@@ -144,12 +155,14 @@ class _Checker:
                     return _BAD
                 return made
         allowed = " or ".join(dict.fromkeys(_words(option) for option in options))
-        near = ""
-        if isinstance(value, str):
+        found, near = kind(entry), ""
+        if self.secrets.text_of(path) is not None:
+            found = f"what {self.secrets.text_of(path)} gives"
+        elif isinstance(value, str):
             words = [str(w) for o in options if typing.get_origin(o) is typing.Literal for w in typing.get_args(o)]
             renamed = RENAMED.get(f"{key}={value}")
             near = f" Did you mean {renamed}?" if renamed else nearest(value, words)
-        self.fault(f"{allowed} stands here, not {kind(entry)}.{near}", key, entry.place)
+        self.fault(f"{allowed} stands here, not {found}.{near}", key, entry.place)
         return _BAD
 
     def in_range(self, value: Any, entry: Entry, key: str, metadata: typing.Mapping[str, Any]) -> bool:
@@ -189,7 +202,7 @@ class _Checker:
         assert is_dataclass(option)
         if not isinstance(value, dict) and (one_of_several or value is not None):
             return False, _BAD
-        if one_of_several and issubclass(option, Target) and _are_named(entry):
+        if one_of_several and issubclass(option, Target) and _are_named(entry, option):
             return False, _BAD
         return True, self.section(option, entry, key, path)
 
@@ -206,7 +219,7 @@ class _Checker:
 
     # ---- targets
 
-    def target(self, name: str, entry: Entry, key: str) -> None:
+    def target(self, name: str, entry: Entry, key: str, path: Path_) -> None:
         """Puts a target, and those inside its params, on the list of what is compared with real signatures."""
         params_entry = entry.value.get("params") or Entry({}, entry.place)
         items = params_entry.value if isinstance(params_entry.value, dict) else {}
@@ -223,24 +236,37 @@ class _Checker:
             values = {p: plain(item) for p, item in items.items()}
             if role == "model.scheduler":  # `auto` becomes a number when the run knows it
                 values = {p: None if value == "auto" else value for p, value in values.items()}
+            hidden = {p: text for p in items if (text := self.secrets.text_of((*path, "params", p))) is not None}
             wrong = self.wrong_kind(name, key, place(None))
-            self.faults.extend(wrong or faults_of(name, values, given, key, place))
+            self.faults.extend(wrong or faults_of(name, values, given, key, place, hidden))
 
         self.targets.append(check)
         for param, item in items.items():
-            self.inside(item, f"{key}.params.{param}")
+            self.inside(item, f"{key}.params.{param}", (*path, "params", param))
 
-    def inside(self, entry: Entry, key: str) -> None:
-        """Targets inside params, at any depth."""
+    def inside(self, entry: Entry, key: str, path: Path_) -> None:
+        """Targets and references inside params, at any depth."""
         if isinstance(entry.value, dict):
             if is_target(plain(entry)):
-                self.target(entry.value["type"].value, entry, key)
+                self.target(entry.value["type"].value, entry, key, path)
+                return
+            if is_reference(plain(entry)):
+                self.reference(entry.value["ref"], key)
                 return
             for name, item in entry.value.items():
-                self.inside(item, f"{key}.{name}")
+                self.inside(item, f"{key}.{name}", (*path, name))
         elif isinstance(entry.value, list):
             for number, item in enumerate(entry.value):
-                self.inside(item, f"{key}.{number}")
+                self.inside(item, f"{key}.{number}", (*path, number))
+
+    def reference(self, entry: Entry, key: str) -> None:
+        def check() -> None:
+            try:
+                find(entry.value)
+            except ValueError as error:
+                self.faults.append(Fault(str(error), f"{key}.ref", entry.place))
+
+        self.targets.append(check)
 
     def wrong_kind(self, name: str, key: str, place: str) -> list[Fault]:
         role = _role(key, _KINDS)
@@ -297,8 +323,12 @@ class _Checker:
             ("train.val_every_n_epoch", train.val_every_n_epoch),
             ("train.checkpoint.every_n_epochs", train.checkpoint.every_n_epochs),
         ):
-            if number is not None and not (0 < number <= 1 or (number > 1 and number == int(number))):
+            if number is not None and not (0 < number <= 1 or (number > 1 and float(number).is_integer())):
                 self.fault(f"a whole number of epochs, or a fraction between 0 and 1, not {number}", key)
+        for name, part in vars(train.limit_batches).items() if train.limit_batches else ():
+            if isinstance(part, float) and not 0 <= part <= 1:
+                message = f"a whole number of batches, or a fraction between 0 and 1, not {part}"
+                self.fault(message, f"train.limit_batches.{name}")
 
 
 _BAD: Any = object()
@@ -312,14 +342,11 @@ def _role(key: str, roles: typing.Iterable[str]) -> str | None:
     return next((r for r in sorted(roles, key=len, reverse=True) if key == r or key.startswith(f"{r}.")), None)
 
 
-def _are_named(entry: Entry) -> bool:
+def _are_named(entry: Entry, cls: type) -> bool:
     """Whether a mapping holds several targets by name rather than being one."""
-    items = entry.value.values()
-    return (
-        bool(items)
-        and "type" not in entry.value
-        and all(isinstance(item.value, dict) and "type" in item.value for item in items)
-    )
+    if not entry.value or any(f.name in entry.value for f in schema.keys(cls)):
+        return False
+    return all(isinstance(item.value, dict) for item in entry.value.values())
 
 
 def _words(option: Any) -> str:

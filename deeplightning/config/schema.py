@@ -4,6 +4,7 @@ A config is a tree of these dataclasses. What is free-form stands under some `pa
 """
 
 # ruff: noqa: RUF009 (`key` makes a dataclass field, which the rule cannot see)
+import re
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from typing import Any, Literal
@@ -311,14 +312,10 @@ class Config:
         return _plain(self)
 
     def public(self) -> dict[str, Any]:
-        """The same, with `${oc.env:…}` in place of what came from the environment: may be shown and saved."""
-        plain = self.to_dict()
-        for path, text in (self.secrets.texts if self.secrets else {}).items():
-            section = plain
-            for part in path[:-1]:
-                section = section[part]
-            section[path[-1]] = text
-        return plain
+        """The same as it may be shown and saved: what came from the environment stays as it was written
+        (`${oc.env:NAME}`, or a reference to such a value). Loads again to an equal config."""
+        texts = self.secrets.texts if self.secrets else {}
+        return _public(self.to_dict(), (), texts)
 
     def redact(self, text: str) -> str:
         """Text without the values that came from the environment."""
@@ -332,4 +329,16 @@ def _plain(value: Any) -> Any:
         return {name: _plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
+    return value
+
+
+def _public(value: Any, path: tuple[str | int, ...], texts: dict[tuple[str | int, ...], str]) -> Any:
+    if path in texts:
+        return texts[path]
+    if isinstance(value, dict):
+        return {name: _public(item, (*path, name), texts) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_public(item, (*path, number), texts) for number, item in enumerate(value)]
+    if isinstance(value, str) and "${" in value:  # no reference any more, and must not be read as one
+        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
     return value

@@ -4,9 +4,12 @@ interpolations resolved. Every value knows the place that set it.
 The grammar of scalars is YAML 1.2's (`off` is a word, `1e-3` a number), with `_` allowed between digits.
 """
 
+import inspect
+import json
 import os
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,8 +26,8 @@ MAX_BASES = 50
 
 Path_ = tuple[str | int, ...]
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-_INT = re.compile(r"[-+]?\d+(_\d+)*$")
-_FLOAT = re.compile(r"[-+]?(\d+(_\d+)*\.?\d*|\.\d+)([eE][-+]?\d+)?$")
+_INT = re.compile(r"[-+]?[0-9]+(_[0-9]+)*")
+_FLOAT = re.compile(r"[-+]?([0-9]+(_[0-9]+)*\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
 _WORDS: dict[str, Any] = {
     **dict.fromkeys(("", "~", "null", "Null", "NULL"), None),
     **dict.fromkeys(("true", "True", "TRUE"), True),
@@ -39,9 +42,9 @@ def scalar(text: str) -> Any:
     """What an unquoted word means: null, a truth value, a number, or itself."""
     if text in _WORDS:
         return _WORDS[text]
-    if _INT.match(text):
-        return int(text) if len(text) < 4000 else text
-    if _FLOAT.match(text):
+    if _INT.fullmatch(text):
+        return int(text) if len(text) < 4000 else text  # Python converts no more digits
+    if _FLOAT.fullmatch(text):
         return float(text.replace("_", ""))
     return text
 
@@ -82,12 +85,23 @@ class Entry:
 class Secrets:
     """What came from the environment: never printed, saved or tracked."""
 
-    texts: dict[Path_, str] = field(default_factory=dict)  # path of a value → its text with `${oc.env:…}` kept
+    texts: dict[Path_, str] = field(default_factory=dict)  # path of a value → how it was written, `${…}` and all
     values: dict[str, str] = field(default_factory=dict)  # value → the expression it came from
+    words: set[Path_] = field(default_factory=set)  # paths of values that hold a variable's text, or its default
+
+    def is_word(self, path: Path_) -> bool:
+        """Whether a text at a path stands for a number too: a variable holds nothing but text."""
+        return any(path[:n] in self.words for n in range(len(path), 0, -1))
+
+    def text_of(self, path: Path_) -> str | None:
+        """How the value at a path was written, if it, or the section it lies in, came from the environment."""
+        return next((self.texts[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self.texts), None)
 
     def redact(self, text: str) -> str:
+        """Text without what came from the environment, plain or as Python's repr and JSON write it."""
         for value in sorted(self.values, key=len, reverse=True):
-            text = text.replace(value, self.values[value])
+            for form in dict.fromkeys((value, repr(value)[1:-1], json.dumps(value)[1:-1])):
+                text = text.replace(form, self.values[value])
         return text
 
 
@@ -107,7 +121,7 @@ def read(path: str | Path, overrides: list[str] | None = None) -> Source:
     Raises:
         ConfigError: when there is no tree to go on with. Lesser faults stand in the result.
     """
-    path = Path(path).expanduser()
+    path = Path(os.path.expanduser(path))  # noqa: PTH111  (Path's fails for an unknown ~user)
     faults: list[Fault] = []
     root = _with_bases(path, [], faults)
     for text in overrides or []:
@@ -124,7 +138,7 @@ def read(path: str | Path, overrides: list[str] | None = None) -> Source:
 
 def _with_bases(path: Path, trail: list[Path], faults: list[Fault]) -> Entry:
     """The tree of a file, laid over the trees of its `_base_` files."""
-    here = path.resolve()
+    here = Path(os.path.realpath(path))  # unlike Path.resolve, without an error for links that go round
     if here in trail:
         chain = " → ".join(_short(p) for p in [*trail[trail.index(here) :], here])
         raise ConfigError(Fault(f"these files build on each other in a circle: {chain}; remove one `_base_`"))
@@ -142,8 +156,8 @@ def _with_bases(path: Path, trail: list[Path], faults: list[Fault]) -> Entry:
     for name in names:
         if not isinstance(name.value, str):
             raise ConfigError(Fault(f"a `_base_` is the path of a file, not {kind(name)}", "_base_", name.place))
-        file = path.parent / Path(name.value).expanduser()
-        if not file.is_file():
+        file = path.parent / os.path.expanduser(name.value)  # noqa: PTH111  (Path's fails for an unknown ~user)
+        if not os.path.isfile(file):  # noqa: PTH113  (Path's fails for a name that is too long)
             raise ConfigError(Fault(f"there is no file {_short(file)} to build on", "_base_", name.place))
         merged = _merge(merged, _with_bases(file, [*trail, here], faults))
     return _merge(merged, tree)
@@ -151,7 +165,7 @@ def _with_bases(path: Path, trail: list[Path], faults: list[Fault]) -> Entry:
 
 def _text(path: Path) -> str:
     place = _short(path)
-    if path.is_dir():
+    if os.path.isdir(path):  # noqa: PTH112  (Path's fails for a name that is too long)
         raise ConfigError(Fault("this is a folder; name the YAML file in it", place=place))
     try:
         with path.open("rb") as file:
@@ -175,6 +189,10 @@ def _text(path: Path) -> str:
 def _parse(text: str, name: str, faults: list[Fault]) -> Entry:
     """YAML text as a tree; what is wrong with single values goes to `faults`, what ends the reading is raised."""
     try:
+        too_deep = _too_deep(text)
+        if too_deep is not None:
+            place = f"{name}:{too_deep.line + 1}:{too_deep.column + 1}"
+            raise ConfigError(Fault(f"nested more than {MAX_DEPTH} deep", place=place))
         node = yaml.compose(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -182,11 +200,19 @@ def _parse(text: str, name: str, faults: list[Fault]) -> Entry:
         raise ConfigError(Fault(_syntax(error, text, mark), place=place)) from None
     except yaml.YAMLError as error:
         raise ConfigError(Fault(f"not YAML: {str(error).splitlines()[0]}", place=name)) from None
-    except RecursionError:
-        raise ConfigError(Fault(f"nested more than {MAX_DEPTH} deep", place=name)) from None
     if node is None:
         return Entry(None, f"{name}:1:1")
     return _Builder(name, faults).build(node)
+
+
+def _too_deep(text: str) -> Any:
+    """Where nesting passes the bound, if it does. Composing descends on the C stack and would crash the process."""
+    depth = 0
+    for event in yaml.parse(text, Loader=_Loader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_DEPTH:
+            return event.start_mark
+    return None
 
 
 def _syntax(error: yaml.MarkedYAMLError, text: str, mark: Any) -> str:
@@ -256,8 +282,8 @@ class _Builder:
                     else:
                         self.faults.append(Fault(f"`<<` merges mappings, not {kind(entry)}", place=place))
             elif name in items:
-                first = items[name].place.split(":", 1)[-1]
-                self.faults.append(Fault(f"this key stands twice, first at {first}; remove one", name, place))
+                line = items[name].place.rsplit(":", 2)[1]
+                self.faults.append(Fault(f"this key stands twice, first in line {line}; remove one", name, place))
             else:
                 items[name] = value
         return {**merged, **items}
@@ -311,53 +337,63 @@ def _override(root: Entry, text: str) -> None:
     place = f"override {text}"
     sign = text[:1] if text[:1] in ("~", "+") else ""
     name, equals, value = text.removeprefix(sign).partition("=")
-    parts = name.strip().split(".")
+    name = name.strip()
+    parts = name.split(".")
     if not all(parts) or (equals == "") != (sign == "~"):
         raise ConfigError(Fault("an override is key=value, ~key (remove), or +list=[x] (append)", place=place))
-    section = root
-    for part in parts[:-1]:
-        section = _child(section, part, place, make=sign != "~")
-    last = parts[-1]
-    if sign == "~":
-        if isinstance(section.value, list):
-            section.value.remove(_child(section, last, place))
-        elif not isinstance(section.value, dict) or last not in section.value:
-            raise ConfigError(Fault("there is no such key to remove", ".".join(parts), place))
-        else:
-            del section.value[last]
-        return
+    new = None if sign == "~" else _override_value(value, name, place)
+    items, last = _reach(root, parts, place, make=sign != "~")
+    if new is None:
+        if isinstance(items, dict) and last not in items:
+            raise ConfigError(Fault("there is no such key to remove", name, place))
+        del items[last]
+    elif sign == "+":
+        old = items[last] if isinstance(items, list) or last in items else Entry([], place)
+        before = [] if old.value is None else old.value
+        if not isinstance(before, list) or not isinstance(new.value, list):
+            raise ConfigError(Fault(f"`+` appends a list to a list; this is {kind(old)} and {kind(new)}", name, place))
+        items[last] = Entry([*before, *new.value], place)
+    else:
+        items[last] = new
+
+
+def _override_value(text: str, name: str, place: str) -> Entry:
+    """The value of an override, everything in it set at `place`."""
     problems: list[Fault] = []
-    new = _parse(value, place, problems)
+    try:
+        value = _parse(text, place, problems)
+    except ConfigError as error:
+        problems = error.faults
     if problems:
         raise ConfigError([Fault(fault.message, name, place) for fault in problems])
-    new = _replaced(new, place)
-    if sign == "+":
-        old = _child(section, last, place, make=True)
-        if old.value == {}:
-            old.value = []
-        if not isinstance(old.value, list) or not isinstance(new.value, list):
-            raise ConfigError(Fault(f"`+` appends a list to a list; this is {kind(old)} and {kind(new)}", name, place))
-        old.value = [*old.value, *new.value]
-    elif isinstance(section.value, list):
-        section.value[section.value.index(_child(section, last, place))] = new
-    else:
-        section.value[last] = new
+    return _replaced(value, place)
 
 
-def _child(section: Entry, part: str, place: str, make: bool = False) -> Entry:
-    if isinstance(section.value, list):
-        if part.lstrip("-").isdigit() and -len(section.value) <= int(part) < len(section.value):
-            return section.value[int(part)]
-        raise ConfigError(Fault(f"`{part}` is no item of a list of {len(section.value)}", place=place))
-    if section.value is None and make:
-        section.value = {}
-    if not isinstance(section.value, dict):
-        raise ConfigError(Fault(f"`{part}` cannot stand under {kind(section)}", place=place))
-    if part not in section.value:
-        if not make:
-            raise ConfigError(Fault(f"there is no key `{part}`", place=place))
-        section.value[part] = Entry({}, place)
-    return section.value[part]
+def _reach(entry: Entry, parts: list[str], place: str, make: bool) -> tuple[Any, Any]:
+    """The mapping or list that the last of `parts` stands in, and its key or index there. `make` adds mappings on the
+    way where there is nothing."""
+    for depth, part in enumerate(parts):
+        above = ".".join(parts[:depth])
+        if entry.value is None and make:
+            entry.value = {}
+        if isinstance(entry.value, list):
+            length = len(entry.value)
+            if not re.fullmatch("-?[0-9]{1,9}", part) or not -length <= int(part) < length:
+                message = f"`{above}` is a list of {length}; `{part}` is none of its items 0 to {length - 1}"
+                raise ConfigError(Fault(message, place=place))
+            index: Any = int(part)
+        elif isinstance(entry.value, dict):
+            index = part
+        else:
+            raise ConfigError(Fault(f"`{above}` is {kind(entry)}; `{part}` cannot stand under it", place=place))
+        if depth == len(parts) - 1:
+            break
+        if isinstance(entry.value, dict) and part not in entry.value:
+            if not make:
+                raise ConfigError(Fault("there is no such key to remove", ".".join(parts), place))
+            entry.value[part] = Entry({}, place)
+        entry = entry.value[index]
+    return entry.value, index
 
 
 def _replaced(entry: Entry, place: str) -> Entry:
@@ -394,55 +430,80 @@ def plain(entry: Entry, change: Callable[[Any], Any] = lambda value: value) -> A
 
 
 def _interpolate(root: Entry, faults: list[Fault]) -> Secrets:
-    """Resolves every `${…}` in place. Resolving a second time, with a mark in place of each `${oc.env:…}`, shows
-    which values came from the environment, directly or through others."""
+    """Resolves every `${…}` in place, and notes which values read the environment, directly or through others."""
     secrets = Secrets()
     waiting = [(path, entry) for path, entry in leaves(root) if isinstance(entry.value, str) and "${" in entry.value]
     if not waiting:
         return secrets
     from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
+    from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 
-    marks: dict[str, str] = {}
-
-    def mark(value: Any) -> Any:
-        return _mark_environment(value, marks) if isinstance(value, str) else value
-
-    clear, marked = OmegaConf.create(plain(root)), OmegaConf.create(plain(root, mark))
-    results = []
+    malformed: set[str] = set()
     for path, entry in waiting:
         try:
-            results.append((path, entry, _resolve(clear, path), _resolve(marked, path)))
-        except (OmegaConfBaseException, RecursionError) as error:
-            faults.append(Fault(_interpolation_words(error, entry.value), _dotted(path), entry.place))
-    for path, entry, value, shown in results:
-        text = _unmark(shown, marks)
-        if text != shown:
-            _set_aside(secrets, path, value, text)
-            secrets.values.update(_environment_values(text))
+            OmegaConf.create({"value": entry.value})
+        except GrammarParseError:
+            malformed.add(entry.value)
+            message = f"`{entry.value}`: the braces hold no reference such as ${{a.b}}; for a plain `${{` write `\\${{`"
+            faults.append(Fault(message, _dotted(path), entry.place))
+    tree = OmegaConf.create(plain(root, lambda value: None if isinstance(value, str) and value in malformed else value))
+    results = []
+    with _watched_environment() as seen:
+        for path, entry in waiting:
+            if entry.value in malformed:
+                continue
+            seen.clear()
+            try:
+                results.append((entry, _resolve(tree, path)))
+            except (OmegaConfBaseException, RecursionError) as error:
+                faults.append(Fault(_interpolation_words(error, entry.value, bool(seen)), _dotted(path), entry.place))
+            if seen:
+                secrets.words.add(path)
+            set_ = {name: value for name, value in seen.items() if value is not None}
+            if set_:
+                secrets.texts[path] = entry.value
+                secrets.values.update((value, f"${{oc.env:{name}}}") for name, value in set_.items() if _tells(value))
+    for entry, value in results:
         entry.value = _entries(value, entry.place)
     return secrets
 
 
-def _resolve(conf: Any, path: Path_) -> Any:
+def _resolve(tree: Any, path: Path_) -> Any:
     from omegaconf import OmegaConf
 
     for part in path[:-1]:
-        conf = conf._get_node(part)
-    value = conf[path[-1]]
+        tree = tree._get_node(part)
+    value = tree[path[-1]]
     return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
 
 
-def _set_aside(secrets: Secrets, path: Path_, value: Any, text: Any) -> None:
-    """Notes the texts of a resolved value; a reference to a whole section brings several."""
-    if isinstance(text, dict):
-        for name in text:
-            _set_aside(secrets, (*path, name), value[name], text[name])
-    elif isinstance(text, list):
-        for number, item in enumerate(text):
-            _set_aside(secrets, (*path, number), value[number], item)
-    elif text != value and isinstance(text, str):
-        secrets.texts[path] = text
+@contextmanager
+def _watched_environment() -> Iterator[dict[str, str | None]]:
+    """Collects the variables that OmegaConf asks for, by whatever expression, and their values."""
+    from omegaconf import OmegaConf
+    from omegaconf.resolvers import oc
+
+    seen: dict[str, str | None] = {}
+
+    def read_and_note(*arguments: Any) -> Any:
+        if arguments:
+            seen[str(arguments[0])] = os.environ.get(str(arguments[0]))
+        return oc.env(*arguments)
+
+    # The name of 2.4; in 2.3 it has an older meaning, without `replace`.
+    new = "replace" in inspect.signature(OmegaConf.register_resolver).parameters
+    register: Any = OmegaConf.register_resolver if new else OmegaConf.register_new_resolver
+    register("oc.env", read_and_note, replace=True)
+    try:
+        yield seen
+    finally:
+        register("oc.env", oc.env, replace=True)
+
+
+def _tells(value: str) -> bool:
+    """Whether a variable's value can be told from other words: it is not among the shortest, and no folder or file of
+    this machine, which stands in every message about it."""
+    return len(value) >= 4 and not os.path.exists(value)  # noqa: PTH110  (Path's fails for a text that is too long)
 
 
 def _entries(value: Any, place: str) -> Any:
@@ -453,58 +514,7 @@ def _entries(value: Any, place: str) -> Any:
     return value
 
 
-def _environment_expressions(text: str) -> Iterator[str]:
-    """Each `${oc.env:…}` of a text, with its closing brace, braces inside counted."""
-    start = text.find("${oc.env:")
-    while start >= 0:
-        depth = 0
-        for end in range(start, len(text)):
-            depth += (text[end] == "{") - (text[end] == "}")
-            if depth == 0 and text[end] == "}":
-                break
-        else:
-            return
-        yield text[start : end + 1]
-        start = text.find("${oc.env:", end)
-
-
-def _mark_environment(text: str, marks: dict[str, str]) -> str:
-    for expression in set(_environment_expressions(text)):
-        mark = f"\x1a{len(marks)}\x1a"
-        marks[mark] = expression
-        text = text.replace(expression, mark)
-    return text
-
-
-def _unmark(value: Any, marks: dict[str, str]) -> Any:
-    if isinstance(value, dict):
-        return {name: _unmark(item, marks) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_unmark(item, marks) for item in value]
-    if isinstance(value, str) and "\x1a" in value:
-        for mark, expression in marks.items():
-            value = value.replace(mark, expression)
-    return value
-
-
-def _environment_values(text: Any) -> dict[str, str]:
-    """Values of the variables that a text names, as far as they can be told from other words: not the shortest, and
-    not a folder of this machine, which stands in every message about a file."""
-    if isinstance(text, dict | list):
-        found: dict[str, str] = {}
-        for item in text.values() if isinstance(text, dict) else text:
-            found |= _environment_values(item)
-        return found
-    names = {}
-    for expression in _environment_expressions(text if isinstance(text, str) else ""):
-        name = expression[len("${oc.env:") : -1].partition(",")[0].strip()
-        value = os.environ.get(name, "")
-        if len(value) >= 4 and not Path(value).exists():
-            names[value] = f"${{oc.env:{name}}}"
-    return names
-
-
-def _interpolation_words(error: BaseException, text: str) -> str:
+def _interpolation_words(error: BaseException, text: str, from_environment: bool) -> str:
     if isinstance(error, RecursionError) or "Recursive interpolation" in str(error):
         return f"`{text}` refers to itself"
     first = str(error).splitlines()[0]
@@ -513,6 +523,10 @@ def _interpolation_words(error: BaseException, text: str) -> str:
         return f"`{text}`: the environment variable {name} is not set; set it, or give a default: ${{oc.env:{name},…}}"
     if "Interpolation key" in first:
         return f"`{text}` refers to a key that is not there"
+    if "Unsupported interpolation type" in first:
+        return f"`{text}`: {first.split()[-1]} is not known; ${{a.b}} refers to a key, ${{oc.env:NAME}} to a variable"
+    if from_environment:  # the words of the error may hold a part of the value
+        return f"`{text}` cannot be resolved with the value that the environment gives"
     return f"`{text}` cannot be resolved: {first}"
 
 

@@ -11,6 +11,7 @@ import keyword
 import os
 import pkgutil
 import sys
+import sysconfig
 import types
 import typing
 from collections.abc import Callable, Iterable, Mapping
@@ -19,6 +20,8 @@ from typing import Any
 
 from deeplightning.config.fault import ConfigError, Fault
 from deeplightning.config.schema import Target
+
+_INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
 def nearest(word: str, words: Iterable[str]) -> str:
@@ -95,26 +98,34 @@ def _module(module: str, wanted: str) -> types.ModuleType | None:
         if error.name and (module == error.name or module.startswith(f"{error.name}.")):
             return None
         raise ValueError(
-            f"importing {module} (for `{wanted}`) needs {error.name}, which is not installed here."
+            f"importing {module} (for `{wanted}`) needs {error.name}, which is not installed here.{_place(error)}"
         ) from error
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"importing {module} (for `{wanted}`) failed: {_reason(error)}") from error
 
 
 def _reason(error: BaseException) -> str:
     """The error, and the line of the user's own code that it came from, if it did."""
-    trace = error.__traceback__
-    place = ""
+    if isinstance(error, SyntaxError):
+        return f"{type(error).__name__}: {error.msg} ({_short(error.filename or '?')}:{error.lineno})"
+    words = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return f"{words}{_place(error)}"
+
+
+def _place(error: BaseException) -> str:
+    """` (file:line)` of the innermost line of code that is neither ours nor installed."""
+    place, trace = "", error.__traceback__
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
-        foreign = file.startswith((sys.prefix, sys.base_prefix, "<")) or file == __file__
-        if not foreign:
-            place = f" ({os.path.relpath(file)}:{trace.tb_lineno})"
+        if not file.startswith((*_INSTALLED, "<")) and file != __file__:
+            place = f" ({_short(file)}:{trace.tb_lineno})"
         trace = trace.tb_next
-    if isinstance(error, SyntaxError):
-        place = f" ({os.path.relpath(error.filename or '?')}:{error.lineno})"
-        return f"SyntaxError: {error.msg}{place}"
-    return f"{type(error).__name__}: {error}{place}"
+    return place
+
+
+def _short(file: str) -> str:
+    """A file as the user would write it: relative where it lies below the working directory."""
+    return os.path.relpath(file) if Path(file).is_relative_to(Path.cwd()) else file
 
 
 def _public_names(owner: Any) -> list[str]:
@@ -125,12 +136,18 @@ def _public_names(owner: Any) -> list[str]:
 
 
 def faults_of(
-    name: str, params: Mapping[str, Any], given: int, key: str, place: Callable[[str | None], str]
+    name: str,
+    params: Mapping[str, Any],
+    given: int,
+    key: str,
+    place: Callable[[str | None], str],
+    hidden: Mapping[str, str] = types.MappingProxyType({}),
 ) -> list[Fault]:
     """What is wrong with calling a target with `given` positional arguments and these params.
 
     Args:
         place: the place of the param of that name, or of the target's `type` for None.
+        hidden: how params were written that hold what must not be shown.
     """
     try:
         found = find(name)
@@ -150,9 +167,12 @@ def faults_of(
         if param in free:
             wrong = _wrong_type(value, hints.get(param, free[param].annotation), free[param].default)
             if wrong:
-                faults.append(
-                    Fault(f"{name} takes {wrong} here, not {_show(value)}", f"{key}.params.{param}", place(param))
-                )
+                shown = _show(value)
+                if param in hidden:
+                    shown = f"the text that {hidden[param]} gives"
+                    if "number" in wrong:
+                        shown += f"; write `${{oc.decode:{hidden[param]}}}`"
+                faults.append(Fault(f"{name} takes {wrong} here, not {shown}", f"{key}.params.{param}", place(param)))
         elif param in taken:
             faults.append(Fault(f"{name} gets `{param}` from us; remove it", f"{key}.params.{param}", place(param)))
         elif not open_ended:
