@@ -39,7 +39,7 @@ def launch(cfg: Config) -> RunFolder:
         show(cfg)
     for notice in cfg.notices or []:
         log.warning(notice)
-    weights = find_checkpoint(cfg.train.resume_ckpt, cfg) if "train" in cfg.stages else None
+    weights = find_checkpoint(cfg.train.resume_ckpt, cfg, to_go_on=True) if "train" in cfg.stages else None
     data, task = init_module(cfg, "data"), init_module(cfg, "model")
     trainer = init_trainer(cfg)
     record = callback_of(trainer, Record)
@@ -126,8 +126,10 @@ def _weights_for(cfg: Config, record: Any, trained: bool) -> Path:
 # ---- checkpoints and runs
 
 
-def find_checkpoint(name: str | None, cfg: Config) -> Path | None:
+def find_checkpoint(name: str | None, cfg: Config, to_go_on: bool = False) -> Path | None:
     """The checkpoint file that a config names: a path, RUN, or `last`, `best`, `auto` of the newest run.
+
+    Of a RUN it is the best, or the last where training is `to_go_on`.
 
     Raises:
         CheckpointError: there is none; `auto` then gives None instead.
@@ -149,7 +151,8 @@ def find_checkpoint(name: str | None, cfg: Config) -> Path | None:
         if not path.is_file():
             raise CheckpointError(f"{path}: there is no such checkpoint")
         return path.absolute()
-    return checkpoint_of(RunFolder(resolve_run(name, uri)))
+    folder = RunFolder(resolve_run(name, uri))
+    return folder.last if to_go_on and folder.last.exists() else checkpoint_of(folder)
 
 
 def checkpoint_of(folder: RunFolder) -> Path:

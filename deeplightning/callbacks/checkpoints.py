@@ -52,7 +52,7 @@ class Checkpoints(LightningCheckpoint):
     ) -> None:
         every, step = self.settings.every_n_steps, trainer.global_step
         due = every is not None and step % every == 0 and step != self._saved_step
-        if due or batch_idx + 1 in self._marks:
+        if due or batch_idx + 1 in self._marks or step == trainer.max_steps:
             self._save_last(trainer)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -64,7 +64,9 @@ class Checkpoints(LightningCheckpoint):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._judge(trainer)
-        every = self.settings.every_n_epochs
+        every, progress = self.settings.every_n_epochs, trainer.fit_loop.epoch_loop.batch_progress
+        if not progress.is_last_batch and progress.current.ready < trainer.num_training_batches:
+            return  # stopped inside the epoch: a checkpoint from here would count it as whole
         if every is not None and (trainer.current_epoch + 1) % max(1, int(every)) == 0:
             self._save_last(trainer)
 

@@ -16,7 +16,7 @@ from deeplightning import __version__
 from deeplightning.callbacks.checkpoints import Checkpoints
 from deeplightning.callbacks.record import Record, Redacting
 from deeplightning.config.schema import Config, Target
-from deeplightning.engine.plan import effective
+from deeplightning.engine.plan import effective_batch
 
 log = logging.getLogger("deeplightning")
 
@@ -43,14 +43,22 @@ def to_terminal(cfg: Config) -> None:
     for handler in [h for h in log.handlers if isinstance(h, _Terminal)]:
         log.removeHandler(handler)
     log.setLevel(logging.INFO)
+    warnings.showwarning = _warn
     for chatty in ("pytorch_lightning", "lightning_fabric", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     # Lightning 2.6 under torch 2.15; nothing a user could do about it.
     warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec", category=FutureWarning)
+    # Our image data go on mid-epoch by themselves.
+    warnings.filterwarnings("ignore", message=".*resuming from a checkpoint that ended before the epoch ended")
     if own_rank() in cfg.logger.ranks:
         handler = _Terminal()
         handler.setFormatter(Redacting(cfg, "%(message)s"))
         log.addHandler(handler)
+
+
+def _warn(message: Warning | str, *_: Any, **__: Any) -> None:
+    """A Python warning as one line, without the place in a library that a user cannot mend."""
+    log.warning("%s", str(message).strip())
 
 
 def own_rank() -> int:
@@ -95,8 +103,6 @@ class Console(pl.Callback):
         name = network.type.rpartition(".")[2] if isinstance(network, Target) else type(module).__name__
         sets = {"training": trainer.train_dataloader, "validation": trainer.val_dataloaders}
         sizes = [f"{size:,} {what}" for what, loader in sets.items() if (size := _size(loader))]
-        numbers = effective(cfg)
-        product = numbers.pop("effective batch size")
         where = "CPU" if engine.gpus is None else f"GPU {engine.gpus}"
         length = [f"{cfg.train.num_epochs} epochs"] if cfg.train.num_epochs is not None else []
         length += [f"at most {cfg.train.max_steps} steps"] if cfg.train.max_steps is not None else []
@@ -107,7 +113,7 @@ class Console(pl.Callback):
             "network": f"{name}: {total:,} parameters ({total / 1e6:.3f} M){frozen}",
             "data": f"{cfg.data.module.type.rpartition('.')[2]}: {', '.join(sizes)} samples",
             "engine": f"{where}, {engine.backend or 'one process'}, precision {trainer.precision}",
-            "batch": f"{product} samples a step: " + ", ".join(f"{n} {what}" for what, n in numbers.items()),
+            "batch": effective_batch(cfg),
             "length": ", ".join(length) + f"; {trainer.estimated_stepping_batches} steps",
             "clipping": f"{clip.algorithm} at {clip.value}" if clip else "none",
             "run folder": str(self.record.folder.path),

@@ -33,15 +33,15 @@ class Seeds(pl.Callback):
         self._seed_batch(trainer)
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self._seed_batch(trainer, done=1)
+        self._seed_batch(trainer)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.state.fn == "fit":
             self._seed_batch(trainer)
 
-    def _seed_batch(self, trainer: pl.Trainer, done: int = 0) -> None:
-        batch = trainer.fit_loop.epoch_loop.batch_progress.current.completed + done
-        self._seed(1 + trainer.current_epoch, batch, trainer.global_rank)
+    def _seed_batch(self, trainer: pl.Trainer) -> None:
+        done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        self._seed(1 + trainer.current_epoch, done, trainer.global_rank)
 
     def _seed(self, *position: int) -> None:
         words = np.random.SeedSequence([self.seed, *position]).generate_state(2)

@@ -214,6 +214,13 @@ class ImageData(pl.LightningDataModule):
             drop_last=training and self._drop_last,
             wrap=training,
         )
+        if training and self.trainer:
+            # A resumed run goes on behind the batches that are done; after a whole epoch the counter still shows it.
+            # Lightning sets the epoch as well, but only when the first iterator has been made.
+            loop = self.trainer.fit_loop
+            sampler.set_epoch(loop.epoch_progress.current.processed)
+            done = loop.epoch_loop.batch_progress.current.ready
+            sampler.start = done if done < len(sampler) else 0
         if training and len(sampler) == 0:
             raise DataConfigError(
                 f"data.loader.drop_last leaves no training batch: {len(dataset)} samples are fewer than "

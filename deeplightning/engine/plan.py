@@ -146,18 +146,14 @@ def _strategy(engine: Engine) -> Any:
         raise ConfigError(Fault(f"{engine.backend} refuses its arguments: {error}", "engine.params")) from error
 
 
-def effective(cfg: Config) -> dict[str, int]:
-    """How many samples one optimizer step sees: its factors and their product."""
-    factors = {
-        "batch size per process": cfg.data.batch_size,
-        "processes": world_size(cfg.engine),
-        "nodes": cfg.engine.num_nodes,
-        "accumulated batches": cfg.train.accumulator_factor,
-    }
-    product = 1
-    for factor in factors.values():
-        product *= factor
-    return {**factors, "effective batch size": product}
+def effective_batch(cfg: Config) -> str:
+    """How many samples one optimizer step sees, and what multiplies to it."""
+    batch, world, factor = cfg.data.batch_size, world_size(cfg.engine), cfg.train.accumulator_factor
+    parts = [f"{batch} per process"]
+    parts += [f"{world} processes"] if world > 1 else []
+    parts += [f"{factor} batches accumulated"] if factor > 1 else []
+    late = f" from epoch {cfg.train.accumulator_epoch} on" if factor > 1 and cfg.train.accumulator_epoch else ""
+    return f"{batch * world * factor} samples a step: {' x '.join(parts)}{late}"
 
 
 def on_one_process(cfg: Config) -> Config:

@@ -312,9 +312,7 @@ class ImageClassification(pl.LightningModule):
 
     def _log_epoch(self, stage: str, suffix: str = "") -> None:
         for name, metric in self._of(stage).items():
-            if metric.update_called:
-                self.log(f"{stage}_{name}{suffix}", metric.compute().float())
-            metric.reset()
+            self.log(f"{stage}_{name}{suffix}", metric)  # computed over all processes and reset by Lightning
 
     def _judge(self, stage: str, batch: Batch) -> dict[str, Any]:
         keep = batch["index"] >= 0 if "index" in batch else torch.ones_like(batch["label"], dtype=torch.bool)
