@@ -57,8 +57,10 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _write_text(dumper: yaml.SafeDumper, text: str) -> ScalarNode:
-    quoted = not isinstance(scalar(text), str)
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="'" if quoted else None)
+    style = None if isinstance(scalar(text), str) else "'"
+    if re.search("[\x85\u2028\u2029]", text):
+        style = '"'  # in the others they are line breaks, which YAML folds
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
 _Dumper.add_representer(str, _write_text)

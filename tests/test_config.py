@@ -1,0 +1,537 @@
+"""A config file, the files it builds on and the overrides become one tree: `deeplightning.config.source` and `.schema`.
+
+Nothing here imports torch: targets are named, and looked at in test_check.py and test_target.py.
+"""
+
+import json
+import math
+import os
+import random
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import pytest
+
+from deeplightning.config import schema
+from deeplightning.config.check import load
+from deeplightning.config.fault import ConfigError
+from deeplightning.config.source import dump, plain, read
+
+# The least that is a config; the targets are a function, so that nothing heavy is imported.
+SMALL = """
+data:
+  module: {type: some_parts.anything}
+  batch_size: 4
+model:
+  module: {type: some_parts.anything}
+  optimizer: {type: some_parts.anything, params: {lr: 0.1}}
+train: {num_epochs: 1}
+"""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    """Each test has a working directory of its own, and leaves the import roots as they were."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    write("def anything(*args, **kwargs): ...\n", "some_parts.py")
+    return tmp_path
+
+
+def write(text: str, name: str = "c.yaml") -> str:
+    Path(name).write_text(text, encoding="utf-8", newline="")
+    return name
+
+
+def values(text: str, *overrides: str) -> dict:
+    """The tree of a text and its overrides, without faults."""
+    source = read(write(text), list(overrides))
+    assert source.faults == []
+    return plain(source.root)
+
+
+def notes(text: str, *overrides: str) -> list[str]:
+    """What is wrong with a text and its overrides as far as reading goes."""
+    try:
+        return [str(fault) for fault in read(write(text), list(overrides)).faults]
+    except ConfigError as error:
+        return [str(fault) for fault in error.faults]
+
+
+# ---- scalars
+
+WORDS = {
+    "1e-3": 0.001,
+    "1E3": 1000.0,
+    "1.": 1.0,
+    ".5": 0.5,
+    "-2.5e+2": -250.0,
+    "50_000_000": 50_000_000,
+    "1_0.5": 10.5,
+    "+7": 7,
+    "007": 7,
+    "true": True,
+    "False": False,
+    "null": None,
+    "~": None,
+    "": None,
+    ".inf": math.inf,
+    "-.inf": -math.inf,
+    # words, whatever YAML 1.1 made of them
+    "off": "off",
+    "yes": "yes",
+    "y": "y",
+    "0x1": "0x1",
+    "0o7": "0o7",
+    "12:30": "12:30",
+    "2026-11-03": "2026-11-03",
+    "1__0": "1__0",
+    "1_": "1_",
+    "e3": "e3",
+    "٣": "٣",
+    "1e": "1e",
+    "=": "=",
+}
+
+
+@pytest.mark.parametrize(("word", "value"), WORDS.items(), ids=repr)
+def test_an_unquoted_word_is_what_yaml_1_2_says(word, value):
+    """`1e-3` is a number, `off` a word, `50_000_000` a whole number."""
+    found = values(f"a: {word}\n")["a"]
+    assert (found, type(found)) == (value, type(value))
+
+
+@pytest.mark.parametrize("word", WORDS)
+def test_a_quoted_word_stays_text(word):
+    """Quotes make text of anything, in both styles and in blocks."""
+    assert values(f"a: '{word}'\nb: \"{word}\"\nc: |-\n  {word}x\n") == {"a": word, "b": word, "c": f"{word}x"}
+
+
+AWKWARD = [
+    *WORDS,
+    *("<<", "- a", "a: b", "#no", "a #no", "'", '"', "\\", "{", "[x", "*a", "&a", "!t", "|", ">", "%", "@", "`", "?"),
+    *(
+        " leading",
+        "trailing ",
+        "two\nlines",
+        "\nfirst",
+        "last\n",
+        "last\n\n",
+        "tab\there",
+        "\t",
+        "a\r\nb",
+        "a\x85b\u2028c",
+    ),
+    *("grün", "数字", "😀", "\x07bell", "\ufeffbom", "x" * 500, "word " * 100, "~/x", "~key", "---", "...", "???"),
+]
+
+
+@pytest.mark.parametrize("text", AWKWARD, ids=ascii)
+def test_what_is_dumped_is_read_as_the_same(text):
+    """Any text comes back from YAML as itself, as a value, as a key, and in a list."""
+    tree = {"a": text, "list": [text], "inner": {f"k{text}": text}}
+    assert values(dump(tree)) == tree
+
+
+def test_numbers_are_dumped_and_read_as_the_same():
+    """To the last bit, whatever the number."""
+    random.seed(0)
+    numbers = [random.uniform(-1, 1) * 10 ** random.randint(-300, 300) for _ in range(500)]
+    numbers += [0.0, -0.0, 1e-3, 5e-324, 1e22, 1.0, 3, -3, 10**30, True, False, None, math.inf, -math.inf]
+    found = values(dump({"a": numbers}))["a"]
+    assert [(n, type(n)) for n in found] == [(n, type(n)) for n in numbers]
+
+
+# ---- files that build on files
+
+
+def test_a_child_lies_over_its_base():
+    """Mappings are merged at any depth; lists and scalars are replaced."""
+    write("a: {x: 1, y: {z: 2}}\nl: [1, 2]\nn: 5\n", "base.yaml")
+    assert values("_base_: base.yaml\na: {y: {w: 3}}\nl: [9]\n") == {
+        "a": {"x": 1, "y": {"z": 2, "w": 3}},
+        "l": [9],
+        "n": 5,
+    }
+
+
+def test_of_several_bases_the_later_wins_and_the_file_itself_last():
+    """`_base_` may be a list, laid one over the other in its order."""
+    write("a: 1\nb: 1\nc: 1\n", "one.yaml")
+    write("b: 2\nc: 2\n", "two.yaml")
+    assert values("_base_: [one.yaml, two.yaml]\nc: 3\n") == {"a": 1, "b": 2, "c": 3}
+
+
+def test_a_base_is_found_from_the_file_that_names_it(here):
+    """Bases are relative to their file, at any depth, wherever one stands; two ways to one file are no circle."""
+    (here / "sub" / "deep").mkdir(parents=True)
+    write("a: 1\n", "root.yaml")
+    write("_base_: ../../root.yaml\nb: 2\n", "sub/deep/mid.yaml")
+    write("_base_: [deep/mid.yaml, ../root.yaml]\nc: 3\n", "sub/c.yaml")
+    os.chdir("/")
+    assert plain(read(here / "sub" / "c.yaml").root) == {"a": 1, "b": 2, "c": 3}
+
+
+def test_a_child_removes_what_it_inherits():
+    """`~key` in a child takes the base's key away; the child's own value of that name starts anew."""
+    write("a: {x: 1, y: 2}\nb: 1\nc: {p: 1}\n", "base.yaml")
+    assert values("_base_: base.yaml\na: {~x: }\n~b:\n~c:\n") == {"a": {"y": 2}}
+    write("_base_: base.yaml\n~c:\n", "mid.yaml")
+    assert values("_base_: mid.yaml\nc: {q: 2}\n")["c"] == {"q": 2}
+
+
+def test_a_circle_of_bases_is_named():
+    """The note shows the way round."""
+    write("_base_: c.yaml\n", "b.yaml")
+    (note,) = notes("_base_: b.yaml\n")
+    assert note == "these files build on each other in a circle: c.yaml → b.yaml → c.yaml; remove one `_base_`"
+    (note,) = notes("_base_: c.yaml\n")
+    assert "c.yaml → c.yaml" in note
+
+
+@pytest.mark.parametrize(
+    ("base", "words"),
+    [
+        ("no.yaml", "there is no file no.yaml to build on"),
+        ("[c, 5]", "there is no file c to build on"),
+        ("5", "a `_base_` is the path of a file, not the number 5"),
+        ("{a: 1}", "a `_base_` is the path of a file, not a mapping"),
+        (".", "there is no file . to build on"),
+        ("~no_such_user/x.yaml", "there is no file ~no_such_user/x.yaml to build on"),
+        ("x" * 300, "to build on"),
+    ],
+)
+def test_a_base_that_is_not_there_is_named_with_its_place(base, words):
+    """File, line and column of the `_base_` stand before the words."""
+    (note,) = notes(f"a: 1\n_base_: {base}\n")
+    assert note.startswith("c.yaml:2:")
+    assert ": _base_: " in note
+    assert words in note
+
+
+def test_each_value_knows_which_file_and_line_set_it():
+    """A merged tree keeps the places, and an override is one."""
+    write("a:\n  x: 1\n  y: 2\n", "base.yaml")
+    root = read(write("_base_: base.yaml\na:\n  y: 3\n"), ["a.z=4"]).root
+    places = {name: entry.place for name, entry in root.value["a"].value.items()}
+    assert places == {"x": "base.yaml:2:3", "y": "c.yaml:3:3", "z": "override a.z=4"}
+
+
+# ---- overrides
+
+TREE = "a: {x: 1}\nl: [1, {y: 2}, 1]\nn: null\nt: word\n"
+
+
+@pytest.mark.parametrize(
+    ("override", "key", "value"),
+    [
+        ("a.x=1e-3", "a", {"x": 0.001}),
+        ("a.x=", "a", {"x": None}),
+        ("a.x='5'", "a", {"x": "5"}),
+        ("a.x=off", "a", {"x": "off"}),
+        ("a={y: [1, 2]}", "a", {"y": [1, 2]}),
+        ("a.new.deep=3", "a", {"x": 1, "new": {"deep": 3}}),
+        ("n.x.y=1", "n", {"x": {"y": 1}}),
+        ("t=a=b", "t", "a=b"),
+        (" t = 5", "t", 5),
+        ("t=http://h:1/p?q=1", "t", "http://h:1/p?q=1"),
+        ("~a.x", "a", {}),
+        ("~l.2", "l", [1, {"y": 2}]),
+        ("~l.-1", "l", [1, {"y": 2}]),
+        ("+l=[3, 4]", "l", [1, {"y": 2}, 1, 3, 4]),
+        ("+n=[3]", "n", [3]),
+        ("+fresh=[3]", "fresh", [3]),
+        ("+a.l=[3]", "a", {"x": 1, "l": [3]}),
+        ("l.0=9", "l", [9, {"y": 2}, 1]),
+        ("l.-1=9", "l", [1, {"y": 2}, 9]),
+        ("l.1.y=9", "l", [1, {"y": 9}, 1]),
+        ("t=${a.x}", "t", 1),
+    ],
+)
+def test_an_override_sets_removes_and_appends(override, key, value):
+    """`key=value` with YAML values, `~key`, `+list=[x]`, list items by number, through null and what is not there."""
+    assert values(TREE, override)[key] == value
+
+
+def test_overrides_are_applied_in_their_order():
+    """A later one sees what an earlier one did, and a list's items of equal value are told apart."""
+    found = values(TREE, "l=[1, 2, 1]", "~l.2", "+l=[7]", "l.0=5")
+    assert found["l"] == [5, 2, 7]
+
+
+@pytest.mark.parametrize(
+    ("override", "note"),
+    [
+        ("a", "override a: an override is key=value, ~key (remove), or +list=[x] (append)"),
+        ("=5", "override =5: an override is key=value, ~key (remove), or +list=[x] (append)"),
+        ("a..x=1", "override a..x=1: an override is key=value, ~key (remove), or +list=[x] (append)"),
+        ("~a=1", "override ~a=1: an override is key=value, ~key (remove), or +list=[x] (append)"),
+        ("~no", "override ~no: no: there is no such key to remove"),
+        ("~a.no.x", "override ~a.no.x: a.no.x: there is no such key to remove"),
+        ("a.x.y=1", "override a.x.y=1: `a.x` is the number 1; `y` cannot stand under it"),
+        ("~t.x", "override ~t.x: `t` is the text 'word'; `x` cannot stand under it"),
+        ("l.3=1", "override l.3=1: `l` is a list of 3; `3` is none of its items 0 to 2"),
+        ("l.y=1", "override l.y=1: `l` is a list of 3; `y` is none of its items 0 to 2"),
+        ("+t=[1]", "override +t=[1]: t: `+` appends a list to a list; this is the text 'word' and a list"),
+        ("+l=4", "override +l=4: l: `+` appends a list to a list; this is a list and the number 4"),
+        ("a=[", "override a=[: a: not YAML: did not find expected node content (while parsing a flow node)"),
+        ("t={x: 1, x: 2}", "override t={x: 1, x: 2}: t: this key stands twice, first in line 1; remove one"),
+    ],
+)
+def test_an_override_that_does_not_fit_is_told_in_words(override, note):
+    """The note begins with the override as it was typed; the tree is left as it was."""
+    source = read(write(TREE), [override])
+    assert [str(fault) for fault in source.faults] == [note]
+    assert plain(source.root) == values(TREE)
+
+
+def test_an_override_may_hold_no_object():
+    """The tags that are refused in a file are refused in an override."""
+    (note,) = notes(TREE, "a=!!python/object/apply:os.system ['touch x']")
+    assert "the tag !!python/object/apply:os.system is not allowed" in note
+    assert not Path("x").exists()
+
+
+# ---- interpolation
+
+
+def test_a_reference_takes_another_value(monkeypatch):
+    """Absolute, relative, in lists, inside a longer text, to a section, through another reference, after overrides."""
+    monkeypatch.setenv("SOME_FOLDER", "/some/where")
+    text = """
+model: {network: {params: {num_classes: 10}}}
+a: ${model.network.params.num_classes}
+b: ["${a}", "x-${a}-y", "${b[0]}"]
+c: {d: "${.e}", e: 5}
+f: ${c}
+g: ${oc.env:SOME_FOLDER}/data
+h: ${oc.env:IT_IS_NOT_SET,3}
+i: \\${a}
+"""
+    found = values(text, "model.network.params.num_classes=7")
+    assert found["a"] == 7
+    assert found["b"] == [7, "x-7-y", 7]
+    assert found["c"] == found["f"] == {"d": 5, "e": 5}
+    assert (found["g"], found["h"], found["i"]) == ("/some/where/data", "3", "${a}")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("${oc.env:IT_IS_NOT_SET}", "the environment variable IT_IS_NOT_SET is not set; set it, or give a default"),
+        ("${a}", "`${a}` refers to itself"),
+        ("${b}", "`${b}` refers to itself"),
+        ("${no.such}", "`${no.such}` refers to a key that is not there"),
+        ("${", "`${`: the braces hold no reference such as ${a.b}; for a plain `${` write `\\${`"),
+        ("x ${b", "`x ${b`: the braces hold no reference such as ${a.b}"),
+        ("${foo:1}", "foo is not known; ${a.b} refers to a key, ${oc.env:NAME} to a variable"),
+        ("${oc.decode:'['}", "cannot be resolved"),
+    ],
+)
+def test_a_reference_that_leads_nowhere_is_told_with_its_place(text, words):
+    """One note per value, at its line; the other values are resolved."""
+    source = read(write(f'x: 1\na: "{text}"\nb: ${{a}}\nok: ${{x}}\n'))
+    first = str(source.faults[0])
+    assert first.startswith("c.yaml:2:1: a: ")
+    assert words in first
+    assert source.root.value["ok"].value == 1
+
+
+def test_braces_in_flow_style_are_explained():
+    """`{a: ${b}}` is no YAML; the note says what to write."""
+    (note,) = notes("a: {b: ${c}}\nc: 1\n")
+    assert note == 'c.yaml:1:9: not YAML: inside {…} or […] a reference needs quotes: "${a.b}"'
+
+
+# ---- the whole config
+
+
+def test_a_small_config_is_whole():
+    """What is not said has its default, and numbers of a variable's text are numbers."""
+    os.environ["SOME_BATCH"] = "16"
+    try:
+        cfg = load(write(SMALL), ["data.batch_size=${oc.env:SOME_BATCH}", "data.num_workers=${oc.env:IT_IS_NOT_SET,3}"])
+    finally:
+        del os.environ["SOME_BATCH"]
+    assert (cfg.seed, cfg.stages, cfg.engine.precision, cfg.train.num_epochs) == (42, ["train"], 32, 1)
+    assert (cfg.data.batch_size, cfg.data.num_workers) == (16, 3)
+
+
+def test_a_home_folder_is_spelled_out(monkeypatch):
+    """`~/x` in a key that is a text means the home folder."""
+    monkeypatch.setenv("HOME", "/home/ada")
+    assert load(write(SMALL), ["data.root='~/data'"]).data.root == "/home/ada/data"
+
+
+def every_key(cls: type, path: str = "") -> dict[str, schema.Field]:
+    """Each key of the schema, `a.b.c` to its field."""
+    found = {}
+    for field in schema.keys(cls):
+        found[f"{path}{field.name}"] = field
+        pending = [get_type_hints(cls)[field.name]]
+        while pending:
+            hint = pending.pop()
+            pending += get_args(hint)
+            if is_dataclass(hint):
+                found |= every_key(hint, f"{path}{field.name}.")
+    return found
+
+
+def test_every_key_says_what_it_is():
+    """Each key of the schema has a sentence that opens in small letters and ends without a full stop, each section a
+    docstring of its own."""
+    keys = every_key(schema.Config)
+    assert len(keys) > 100
+    wrong = [n for n, f in keys.items() if len(doc := f.metadata["doc"]) < 5 or doc.endswith(".") or "\n" in doc]
+    assert wrong == []
+    sections = [c for c in vars(schema).values() if is_dataclass(c)]
+    assert [c.__name__ for c in sections if not c.__doc__ or c.__doc__.startswith(f"{c.__name__}(")] == []
+
+
+def test_every_default_is_of_its_own_type():
+    """What the schema gives on its own passes its own check: the dumped defaults load again."""
+    cfg = load(write(SMALL))
+    assert load(write(dump(cfg.to_dict()), "again.yaml")) == cfg
+
+
+def test_what_is_dumped_loads_as_an_equal_config(monkeypatch):
+    """`cfg.yaml` runs again as it is: with awkward texts, sections by name, references and variables."""
+    monkeypatch.setenv("SOME_TOKEN", "s3cr3t value")
+    base = {"data": {"loader": {f"key{number}": text for number, text in enumerate(AWKWARD)}}}
+    write(dump(base), "base.yaml")
+    cfg = load(
+        write("_base_: base.yaml\n" + SMALL),
+        [
+            "data.root=${oc.env:SOME_TOKEN}",
+            "data.dataset=${data.root} too",
+            "logger={type: some_parts.anything, params: '${data.loader}'}",
+            "data.module.params={a: '${.b}', b: '${data.root}', c: '${..type}', d: '\\${x}'}",
+            "model.loss={one: {type: some_parts.anything, weight: 2.0}, two: {type: some_parts.anything}}",
+        ],
+    )
+    assert cfg.data.module.params == {"a": "s3cr3t value", "b": "s3cr3t value", "c": "some_parts.anything", "d": "${x}"}
+    again = load(write(dump(cfg.public()), "again.yaml"))
+    assert again == cfg
+    assert again.to_dict() == cfg.to_dict()
+    assert again.public() == cfg.public()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["${a}", "\\${a}", "\\\\${a", "a\\", "\\\\ ${x} \\${", "$", "{}", "${}", "$${a}", "\\", "\\\\${", "${a} \\\\"],
+)
+def test_a_text_with_braces_is_shown_so_that_it_is_read_as_itself(text):
+    """Whatever braces and backslashes a value holds, `public()` writes it so that it loads as the same text."""
+    cfg = load(write(SMALL))
+    cfg.data.dataset = text
+    assert load(write(dump(cfg.public()), "again.yaml")).data.dataset == text
+
+
+# ---- what came from the environment
+
+SECRETS = {
+    "directly": "data.dataset=${oc.env:SOME_TOKEN}",
+    "in a longer text": "data.dataset='https://u:${oc.env:SOME_TOKEN}@host'",
+    "with spaces in the braces": "data.dataset='${ oc.env : SOME_TOKEN }'",
+    "by a name that is a reference": "data.dataset='${oc.env:${data.module.params.which}}'",
+    "with a default": "data.dataset='${oc.env:SOME_TOKEN,none}'",
+    "as a default": "data.dataset='${oc.env:IT_IS_NOT_SET,${oc.env:SOME_TOKEN}}'",
+    "through another key": "data.dataset=${data.module.params.token}",
+    "through another key in a longer text": "data.dataset='x${data.module.params.token}x'",
+    "a whole section": "data.loader=${data.module.params}",
+    "in a list": "engine.activation_checkpointing=['${oc.env:SOME_TOKEN}']",
+    "decoded": "data.loader='${oc.decode:${oc.env:SOME_JSON}}'",
+}
+
+
+@pytest.mark.parametrize("override", SECRETS.values(), ids=SECRETS)
+def test_what_came_from_the_environment_is_nowhere_to_be_seen(override, monkeypatch):
+    """Not in what is shown and saved, nor in faults, nor in text that is redacted; only in what the run itself gets."""
+    token = "tok-" + "0123456789" * 40
+    monkeypatch.setenv("SOME_TOKEN", token)
+    monkeypatch.setenv("SOME_JSON", f"{{key: {token}}}")
+    params = "data.module.params={token: '${oc.env:SOME_TOKEN}', which: SOME_TOKEN}"
+    if "activation" not in override:  # a key of a later version: its fault is looked at below
+        cfg = load(write(SMALL), [params, override])
+        assert token in str(cfg.to_dict()["data"].get("dataset")) + str(cfg.to_dict()["data"]["loader"])
+        public = cfg.public()
+        assert token[:8] not in str(public)
+        assert token[:8] not in dump(public)
+        assert token[:8] not in repr(cfg.redact(f"it says {token}, {token!r} and {json.dumps(token)}"))
+        assert load(write(dump(public), "again.yaml")) == cfg
+    with pytest.raises(ConfigError) as caught:
+        load(write(SMALL), [params, override, f"{override.split('=')[0]}.no=1", "seed=${oc.env:SOME_TOKEN}"])
+    assert token[:8] not in str(caught.value)
+    assert "SOME_TOKEN" in str(caught.value)
+
+
+@pytest.mark.parametrize("token", ["two\nlines", "quo\"te's", "back\\slash", "tab\tgrün"])
+def test_a_secret_is_hidden_in_the_forms_that_messages_give_it(token, monkeypatch):
+    """As it is, as Python's repr and as JSON write it."""
+    monkeypatch.setenv("SOME_TOKEN", token)
+    cfg = load(write(SMALL), ["data.dataset=${oc.env:SOME_TOKEN}"])
+    for form in (token, repr(token)[1:-1], json.dumps(token)[1:-1]):
+        assert cfg.redact(f"<{form}>") == "<${oc.env:SOME_TOKEN}>"
+
+
+def test_a_folder_of_this_machine_is_no_secret(here, monkeypatch):
+    """`${oc.env:HOME}` stays in what is saved, and messages about files in it stay readable; so do short words."""
+    monkeypatch.setenv("SOME_FOLDER", str(here))
+    monkeypatch.setenv("SOME_WORD", "a")
+    cfg = load(write(SMALL), ["data.root=${oc.env:SOME_FOLDER}/x", "data.dataset=${oc.env:SOME_WORD}"])
+    assert cfg.public()["data"]["root"] == "${oc.env:SOME_FOLDER}/x"
+    assert cfg.public()["data"]["dataset"] == "${oc.env:SOME_WORD}"
+    assert cfg.redact(f"a file in {here}") == f"a file in {here}"
+
+
+def test_a_default_is_no_secret():
+    """Where the variable is not set, the config that is saved says what the run got."""
+    cfg = load(write(SMALL), ["data.dataset='${oc.env:IT_IS_NOT_SET,MNIST}'"])
+    assert cfg.public()["data"]["dataset"] == "MNIST"
+
+
+def test_what_is_shown_survives_a_change_of_the_config(monkeypatch):
+    """Where a run settles a list that held a variable to something else, showing it still works."""
+    monkeypatch.setenv("SOME_GPU", "3")
+    cfg = load(write(SMALL), ["engine.gpus=['${oc.env:SOME_GPU}']"])
+    assert cfg.engine.gpus == [3]
+    cfg.engine.gpus = None
+    assert cfg.public()["engine"]["gpus"] is None
+
+
+# ---- the seed configuration
+
+SEED = """
+data:
+  root: /data
+  dataset: MNIST
+  module: {type: deeplightning.data.mnist.MNIST}
+  num_workers: 4
+  batch_size: 256                  # per process
+model:
+  module: {type: deeplightning.task.img_classif.ImageClassification}
+  network: {type: deeplightning.model.cnn.SimpleCNN, params: {num_classes: 10, num_channels: 1}}
+  optimizer: {type: torch.optim.SGD, params: {lr: 0.01, weight_decay: 0.01, momentum: 0.9}}
+  scheduler:
+    {type: torch.optim.lr_scheduler.ExponentialLR, params: {gamma: 0.99}, call: {interval: epoch, frequency: 1}}
+  loss: {type: torch.nn.CrossEntropyLoss, params: }
+engine: {backend: deepspeed_stage_3, gpus: [0, 1], num_nodes: 1, precision: 32}
+train: {num_epochs: 10, val_every_n_epoch: 1, accumulator_epoch: 0, accumulator_factor: 1, resume_ckpt: null}
+logger:
+  type: pytorch_lightning.loggers.MLFlowLogger
+  params: {experiment_name: Default, tracking_uri: mlruns}
+  log_every_n_steps: 10
+"""
+
+
+def test_the_seed_configuration_is_right_as_it_stands():
+    """Not a word of it needs changing to be accepted; on a machine without GPUs it settles with a notice."""
+    from deeplightning.configure import load_config
+
+    cfg = load(write(SEED))
+    assert (cfg.engine.gpus, cfg.engine.backend, cfg.model.loss.params) == ([0, 1], "deepspeed_stage_3", {})
+    settled = load_config("c.yaml", ["engine.gpus=null", "data.root=here"])
+    assert settled.engine.backend is None
+    assert "deepspeed_stage_3" in settled.notices[0]
+    assert fields(settled)
