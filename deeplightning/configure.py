@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from deeplightning.config.check import load
 from deeplightning.config.schema import Config
 from deeplightning.config.target import build
-from deeplightning.engine.plan import prepare_process, settle, trainer_arguments
+from deeplightning.engine.plan import settle, trainer_arguments
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
@@ -33,7 +33,6 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
     if cfg.seed is None:
         cfg.seed = secrets.randbelow(2**31)
         cfg.notices.append(f"seed: drawn: {cfg.seed}")
-    prepare_process(cfg)
     return cfg
 
 

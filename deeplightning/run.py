@@ -12,9 +12,9 @@ from deeplightning.config.fault import CheckpointError, ConfigError, Fault
 from deeplightning.config.schema import Config
 from deeplightning.config.source import dump
 from deeplightning.configure import init_module, init_trainer, load_config
-from deeplightning.engine.plan import on_one_process
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking import resolve_run
+from deeplightning.tracking.store import locate
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("deeplightning")
 
 SAMPLES = 16  # validation images kept in the run folder, to prove an export with
+ON_ONE_PROCESS = ["engine.gpus=null", "engine.processes=1", "engine.backend=null", "engine.params={}"]
 
 
 def launch(cfg: Config) -> RunFolder:
@@ -139,9 +140,10 @@ def find_checkpoint(name: str | None, cfg: Config, to_go_on: bool = False) -> Pa
     uri = cfg.logger.params.get("tracking_uri", "mlruns")
     if name in ("auto", "last", "best"):
         file = "best.ckpt" if name == "best" else "last.ckpt"
-        found = sorted(Path(uri).expanduser().glob(f"*/*/artifacts/{file}"), key=lambda p: p.stat().st_mtime)
+        root = locate(uri).artifact_root
+        found = sorted(root.glob(f"*/*/artifacts/{file}"), key=lambda p: p.stat().st_mtime) if root else []
         if found:
-            return found[-1].absolute()
+            return found[-1]
         if name == "auto":
             log.info("resumes    nothing: there is no run in %s yet", uri)
             return None
@@ -171,7 +173,7 @@ def trained_task(folder: RunFolder) -> tuple[Any, Config, Path]:
         raise CheckpointError(f"{folder.path}: this is no run folder, there is no {folder.config.name} in it")
     path = checkpoint_of(folder)
     checkpoint = read_checkpoint(path)
-    cfg = on_one_process(load_config(folder.config, ["engine.gpus=null", "engine.processes=1"]))
+    cfg = load_config(folder.config, ON_ONE_PROCESS)
     task = init_module(cfg, "model")
     task.on_load_checkpoint(checkpoint)
     task.configure_model()
@@ -201,14 +203,18 @@ def _quoted(path: Path) -> str:
 
 def _export_at_the_end(cfg: Config, task: Any, data: Any, record: Any) -> None:
     """Keeps some validation images, then exports the best weights, where the task knows how."""
+    if not hasattr(task, "inference_model") or getattr(task, "image_spec", None) is None:
+        log.info("bundle     none: the task offers no inference_model, or its data no image_spec")
+        return
+    _keep_samples(data, record.folder)
+    export_run(record.folder)
+
+
+def _keep_samples(data: Any, folder: RunFolder) -> None:
     import numpy as np
 
-    if getattr(task, "image_spec", None) is None:
-        log.info("export     none: the data module gives no image_spec")
-        return
     batch = next(iter(data.val_dataloader()))
-    np.savez_compressed(record.folder.samples, images=batch["image"][:SAMPLES].numpy())
-    export_run(record.folder)
+    np.savez_compressed(folder.samples, images=batch["image"][:SAMPLES].numpy())
 
 
 def export_run(folder: RunFolder) -> Path:
@@ -223,8 +229,11 @@ def export_run(folder: RunFolder) -> Path:
     from deeplightning.export import export
 
     task, cfg, path = trained_task(folder)
-    if not folder.samples.is_file():
-        _write_samples(cfg, folder)
+    if not folder.samples.is_file():  # the run ended before it could keep some
+        data = init_module(cfg, "data")
+        data.prepare_data()
+        data.setup("validate")
+        _keep_samples(data, folder)
     with np.load(folder.samples, allow_pickle=False) as file:
         images = file["images"]
     run = {
@@ -237,14 +246,3 @@ def export_run(folder: RunFolder) -> Path:
     bundle = export(task, folder, images, run)
     log.info("bundle     %s", bundle)
     return bundle
-
-
-def _write_samples(cfg: Config, folder: RunFolder) -> None:
-    """For a run that ended before it could keep samples: takes them from its data."""
-    import numpy as np
-
-    data = init_module(cfg, "data")
-    data.prepare_data()
-    data.setup("validate")
-    batch = next(iter(data.val_dataloader()))
-    np.savez_compressed(folder.samples, images=batch["image"][:SAMPLES].numpy())

@@ -50,6 +50,7 @@ def to_terminal(cfg: Config) -> None:
     warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec", category=FutureWarning)
     # Our image data go on mid-epoch by themselves.
     warnings.filterwarnings("ignore", message=".*resuming from a checkpoint that ended before the epoch ended")
+    log.addHandler(logging.NullHandler())  # else Python itself prints the warnings of silent ranks
     if own_rank() in cfg.logger.ranks:
         handler = _Terminal()
         handler.setFormatter(Redacting(cfg, "%(message)s"))

@@ -1,5 +1,6 @@
 """A tree of values becomes a checked `Config`, or all that is wrong with it at once, each fault with its place."""
 
+import os
 import types
 import typing
 from collections.abc import Callable
@@ -61,6 +62,7 @@ def load(path: str | Path, overrides: list[str] | None = None) -> Config:
         raise ConfigError(_in_order(faults, source))
     config.secrets = source.secrets
     checker.contradictions(config)
+    os.environ.update(config.engine.env)  # before any target is imported: libraries read their variables then
     for check in checker.targets:
         check()
     if faults:
@@ -102,7 +104,7 @@ class _Checker:
             entry = Entry({}, entry.place, entry.at)
         if not isinstance(entry.value, dict):
             self.fault(
-                f"a mapping of {', '.join(f.name for f in schema.keys(cls))} stands here, not {kind(entry)}",
+                f"must be a mapping of {', '.join(f.name for f in schema.keys(cls))}, not {kind(entry)}",
                 key,
                 entry.place,
             )
@@ -162,13 +164,13 @@ class _Checker:
             words = [str(w) for o in options if typing.get_origin(o) is typing.Literal for w in typing.get_args(o)]
             renamed = RENAMED.get(f"{key}={value}")
             near = f" Did you mean {renamed}?" if renamed else nearest(value, words)
-        self.fault(f"{allowed} stands here, not {found}.{near}", key, entry.place)
+        self.fault(f"must be {allowed}, not {found}" + (near and f".{near}"), key, entry.place)
         return _BAD
 
     def in_range(self, value: Any, entry: Entry, key: str, metadata: typing.Mapping[str, Any]) -> bool:
         low = metadata.get("low")
         if low is not None and isinstance(value, int | float) and not isinstance(value, bool) and not value >= low:
-            self.fault(f"at least {low}, not {value}", key, entry.place)
+            self.fault(f"must be at least {low}, not {value}", key, entry.place)
             return False
         return True
 
@@ -314,20 +316,20 @@ class _Checker:
                 if optimizer is not None and f"{key}.params" not in self.places:
                     self.fault("missing: the optimizer's settings, for example `params: {lr: 0.01}`", f"{key}.params")
         if data.num_splits is not None and data.num_splits < 2:
-            message = f"at least 2 parts, not {data.num_splits}; with 10, one tenth of the training set validates"
+            message = f"must be at least 2, not {data.num_splits}; with 10, one tenth of the training set validates"
             self.fault(message, "data.num_splits")
         elif data.num_splits is not None and data.fold >= data.num_splits:
-            message = f"one of 0 to {data.num_splits - 1}, since data.num_splits is {data.num_splits}; not {data.fold}"
+            message = f"must be 0 to {data.num_splits - 1}, since data.num_splits is {data.num_splits}; not {data.fold}"
             self.fault(message, "data.fold")
         for key, number in (
             ("train.val_every_n_epoch", train.val_every_n_epoch),
             ("train.checkpoint.every_n_epochs", train.checkpoint.every_n_epochs),
         ):
             if number is not None and not (0 < number <= 1 or (number > 1 and float(number).is_integer())):
-                self.fault(f"a whole number of epochs, or a fraction between 0 and 1, not {number}", key)
+                self.fault(f"must be a whole number of epochs, or a fraction between 0 and 1, not {number}", key)
         for name, part in vars(train.limit_batches).items() if train.limit_batches else ():
             if isinstance(part, float) and not 0 <= part <= 1:
-                message = f"a whole number of batches, or a fraction between 0 and 1, not {part}"
+                message = f"must be a whole number of batches, or a fraction between 0 and 1, not {part}"
                 self.fault(message, f"train.limit_batches.{name}")
 
 

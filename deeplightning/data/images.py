@@ -217,7 +217,7 @@ class ImageData(pl.LightningDataModule):
         if training and self.trainer:
             # A resumed run goes on behind the batches that are done; after a whole epoch the counter still shows it.
             # Lightning sets the epoch as well, but only when the first iterator has been made.
-            loop = self.trainer.fit_loop
+            loop: Any = self.trainer.fit_loop
             sampler.set_epoch(loop.epoch_progress.current.processed)
             done = loop.epoch_loop.batch_progress.current.ready
             sampler.start = done if done < len(sampler) else 0

@@ -3,8 +3,6 @@
 Torch and Lightning are imported only where a machine must be asked or a strategy made.
 """
 
-import os
-from dataclasses import replace
 from typing import Any
 
 from deeplightning.config.fault import ConfigError, Fault, SetupError
@@ -105,13 +103,6 @@ def _refuse(cfg: Config, world: int) -> None:
         raise SetupError(Fault(message, "engine.backend"))
 
 
-def prepare_process(cfg: Config) -> None:
-    """What must be so before torch starts threads: the config's variables, and threads that do not spin while they
-    wait (two spinning OpenMP threads beside a busy neighbour ran 9 to 23 times slower than one, November 2026)."""
-    os.environ.update({name: str(value) for name, value in cfg.engine.env.items()})
-    os.environ.setdefault("GOMP_SPINCOUNT", "0")
-
-
 def trainer_arguments(cfg: Config) -> dict[str, Any]:
     """Keyword arguments of Lightning's Trainer for a settled config."""
     engine = cfg.engine
@@ -154,9 +145,3 @@ def effective_batch(cfg: Config) -> str:
     parts += [f"{factor} batches accumulated"] if factor > 1 else []
     late = f" from epoch {cfg.train.accumulator_epoch} on" if factor > 1 and cfg.train.accumulator_epoch else ""
     return f"{batch * world * factor} samples a step: {' x '.join(parts)}{late}"
-
-
-def on_one_process(cfg: Config) -> Config:
-    """The same config for work that one CPU process does: predicting single images, exporting."""
-    engine = replace(cfg.engine, backend=None, params={}, gpus=None, processes=1)
-    return replace(cfg, engine=engine)
