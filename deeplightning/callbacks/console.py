@@ -15,6 +15,7 @@ from pytorch_lightning.callbacks import EarlyStopping
 from deeplightning import __version__
 from deeplightning.callbacks.checkpoints import Checkpoints
 from deeplightning.callbacks.record import Record, Redacting
+from deeplightning.callbacks.watch import batch_loss
 from deeplightning.config.schema import Config, Target
 from deeplightning.engine.plan import effective_batch
 
@@ -134,15 +135,15 @@ class Console(pl.Callback):
         now = time.monotonic()
         if not self._told_first:
             self._told_first = True
-            log.info("first loss %.4f, %.1f s after the start", _loss(outputs), now - self._started)
+            log.info("first loss %.4f, %.1f s after the start", batch_loss(trainer, outputs), now - self._started)
         if self._progress and now - self._drawn > DRAW_SECONDS:
             self._drawn = now
-            text = f"epoch {trainer.current_epoch + 1}  train_loss {_loss(outputs):.4f}"
+            text = f"epoch {trainer.current_epoch + 1}  train_loss {batch_loss(trainer, outputs):.4f}"
             self._progress.update(self._bar, completed=batch_idx + 1, description=text, refresh=True)
         elif self.lines and now - self._spoken > LINE_SECONDS:
             self._spoken = now
             done = f"batch {batch_idx + 1} of {trainer.num_training_batches}"
-            log.info("epoch %d, %s: train_loss %.4f", trainer.current_epoch + 1, done, _loss(outputs))
+            log.info("epoch %d, %s: train_loss %.4f", trainer.current_epoch + 1, done, batch_loss(trainer, outputs))
 
     def _end_epoch(self, trainer: pl.Trainer) -> None:
         """Says what the last epoch brought: at the start of the next, when every hook has logged its values."""
@@ -191,12 +192,6 @@ class Console(pl.Callback):
         if self._progress:
             self._progress.stop()
             self._progress = None
-
-
-def _loss(outputs: Any) -> float:
-    """The loss that a training step returned: a tensor, or a mapping with one."""
-    loss = outputs["loss"] if isinstance(outputs, dict) else outputs
-    return float("nan") if loss is None else float(loss)
 
 
 def _size(loaders: Any) -> int:
