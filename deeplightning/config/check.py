@@ -92,7 +92,7 @@ class _Checker:
         self.targets: list[Callable[[], None]] = []
 
     def fault(self, message: str, key: str, place: str | None = None) -> None:
-        if key not in self.answered:
+        if self.answered.isdisjoint(_upwards(key)):
             self.answered.add(key)
             self.faults.append(
                 Fault(message, key, place or next((self.places[k] for k in _upwards(key) if k in self.places), None))
@@ -168,9 +168,14 @@ class _Checker:
         return _BAD
 
     def in_range(self, value: Any, entry: Entry, key: str, metadata: typing.Mapping[str, Any]) -> bool:
-        low = metadata.get("low")
-        if low is not None and isinstance(value, int | float) and not isinstance(value, bool) and not value >= low:
+        low, high = metadata.get("low"), metadata.get("high")
+        if not isinstance(value, int | float) or isinstance(value, bool):
+            return True
+        if low is not None and not value >= low:
             self.fault(f"must be at least {low}, not {value}", key, entry.place)
+            return False
+        if high is not None and not value <= high:
+            self.fault(f"must be at most {high}, not {value}", key, entry.place)
             return False
         return True
 
@@ -223,24 +228,23 @@ class _Checker:
 
     def target(self, name: str, entry: Entry, key: str, path: Path_) -> None:
         """Puts a target, and those inside its params, on the list of what is compared with real signatures."""
-        params_entry = entry.value.get("params") or Entry({}, entry.place)
-        items = params_entry.value if isinstance(params_entry.value, dict) else {}
-
-        def place(param: str | None) -> str:
-            if param in items:
-                return items[param].place
-            return entry.value["type"].place if "type" in entry.value else entry.place
+        params = entry.value.get("params") or Entry(
+            {}, entry.value["type"].place if "type" in entry.value else entry.place
+        )
+        items = params.value if isinstance(params.value, dict) else {}
 
         role = _role(key, _GIVEN)
         given = _GIVEN[role] if role else 0
+        place = entry.value["type"].place if "type" in entry.value else entry.place
 
         def check() -> None:
             values = {p: plain(item) for p, item in items.items()}
             if role == "model.scheduler":  # `auto` becomes a number when the run knows it
                 values = {p: None if value == "auto" else value for p, value in values.items()}
             hidden = {p: text for p in items if (text := self.secrets.text_of((*path, "params", p))) is not None}
-            wrong = self.wrong_kind(name, key, place(None))
-            self.faults.extend(wrong or faults_of(name, values, given, key, place, hidden))
+            places = {f"{key}.params.{p}": item.place for p, item in items.items()} | {f"{key}.params": params.place}
+            for fault in self.wrong_kind(name, key) or faults_of(name, values, given, key, hidden):
+                self.fault(fault.message, str(fault.key), places.get(str(fault.key), place))
 
         self.targets.append(check)
         for param, item in items.items():
@@ -266,11 +270,11 @@ class _Checker:
             try:
                 find(entry.value)
             except ValueError as error:
-                self.faults.append(Fault(str(error), f"{key}.ref", entry.place))
+                self.fault(str(error), f"{key}.ref", entry.place)
 
         self.targets.append(check)
 
-    def wrong_kind(self, name: str, key: str, place: str) -> list[Fault]:
+    def wrong_kind(self, name: str, key: str) -> list[Fault]:
         role = _role(key, _KINDS)
         if role is None:
             return []
@@ -288,14 +292,14 @@ class _Checker:
                 message = (
                     f"{name} derives from `lightning.pytorch`; derive it from the same class of `pytorch_lightning`"
                 )
-                return [Fault(message, f"{key}.type", place)]
+                return [Fault(message, f"{key}.type")]
             other = next(
                 (w for b, w in _OTHER_MODULES.items() if b in bases and role in ("model.network", "model.loss")), None
             )
             if other is None or (role == "model.loss" and other == "a loss"):
                 return []
-            return [Fault(f"{name} is {other}, not {words}", f"{key}.type", place)]
-        return [Fault(f"{name} is not {words}", f"{key}.type", place)]
+            return [Fault(f"{name} is {other}, not {words}", f"{key}.type")]
+        return [Fault(f"{name} is not {words}", f"{key}.type")]
 
     # ---- what single keys cannot tell
 

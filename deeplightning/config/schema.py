@@ -45,13 +45,20 @@ Stage = Literal["train", "validate", "test", "predict"]
 
 
 def key(
-    doc: str, default: Any = MISSING, *, example: str | None = None, low: float | None = None, later: bool = False
+    doc: str,
+    default: Any = MISSING,
+    *,
+    example: str | None = None,
+    low: float | None = None,
+    high: float | None = None,
+    later: bool = False,
 ) -> Any:
-    """One key: its sentence, its default (required without one), an example of a value, the least legal number.
+    """One key: its sentence, its default (required without one), an example of a value, the least and the largest
+    legal number.
 
     `later` marks a key that this version knows and refuses: it takes only its default.
     """
-    metadata = {"doc": doc, "example": example, "low": low, "later": later}
+    metadata = {"doc": doc, "example": example, "low": low, "high": high, "later": later}
     if isinstance(default, type) or callable(default):
         return field(default_factory=default, metadata=metadata, kw_only=True)
     return field(default=default, metadata=metadata, kw_only=True)
@@ -156,7 +163,9 @@ class Engine:
 
     backend: Backend | None = key("how parameters and gradients are spread; null: one process", None)
     params: dict[str, Any] = key("keyword arguments of the strategy", dict)
-    gpus: int | list[int] | Literal["auto"] | None = key("null: CPU; a number, a list of device ids, or auto", None)
+    gpus: int | list[int] | Literal["auto"] | None = key(
+        "null: CPU; a number, a list of device ids, or auto", None, low=0
+    )
     processes: int = key("CPU processes when `gpus` is null", 1, low=1)
     num_nodes: int = key("machines", 1, low=1, later=True)
     precision: Precision = key("bits of a number in the forward and backward pass; 16 and bf16 are mixed", 32)
@@ -282,7 +291,7 @@ class Serve:
     """The prediction server."""
 
     host: str = key("address to listen on; 0.0.0.0 is every interface", "127.0.0.1")
-    port: int = key("port to listen on", 5000, low=1)
+    port: int = key("port to listen on", 5000, low=1, high=65535)
     max_upload_mb: int = key("largest request body, in MiB", 16, low=1)
     max_pixels: int = key("largest image, in pixels, checked before decoding", 50_000_000, low=1)
     max_batch: int = key("images per forward pass", 16, low=1, later=True)
@@ -294,7 +303,7 @@ class Serve:
 class Config:
     """One run, described whole."""
 
-    seed: int | None = key("everything random follows from it; null: drawn and recorded", 42, low=0)
+    seed: int | None = key("everything random follows from it; null: drawn and recorded", 42, low=0, high=2**32 - 1)
     stages: list[Stage] = key("what is done, in this order: train, validate, test, predict", lambda: ["train"])
     data: Data = key("where samples come from")
     model: Model = key("what learns, and how")

@@ -233,6 +233,7 @@ class _Builder:
 
     def __init__(self, name: str, faults: list[Fault]):
         self.name, self.faults, self.count, self.open = name, faults, 0, set[int]()
+        self.above: list[str] = []  # the keys that lead to what is being built
 
     def place(self, node: Node) -> str:
         return f"{self.name}:{node.start_mark.line + 1}:{node.start_mark.column + 1}"
@@ -276,7 +277,9 @@ class _Builder:
                 self.faults.append(Fault("a key is a word, not a list or a mapping", place=place))
                 continue
             name = name_node.value
+            self.above.append(name)
             value = self.build(value_node, place)
+            self.above.pop()
             if name == "<<" and not name_node.style:
                 for entry in value.value if isinstance(value.value, list) else [value]:
                     if isinstance(entry.value, dict):
@@ -285,7 +288,8 @@ class _Builder:
                         self.faults.append(Fault(f"`<<` merges mappings, not {kind(entry)}", place=place))
             elif name in items:
                 line = items[name].place.rsplit(":", 2)[1]
-                self.faults.append(Fault(f"this key stands twice, first in line {line}; remove one", name, place))
+                message = f"this key stands twice, first in line {line}; remove one"
+                self.faults.append(Fault(message, ".".join([*self.above, name]), place))
             else:
                 items[name] = value
         return {**merged, **items}

@@ -14,7 +14,7 @@ import sys
 import sysconfig
 import types
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +98,7 @@ def _module(module: str, wanted: str) -> types.ModuleType | None:
         if error.name and (module == error.name or module.startswith(f"{error.name}.")):
             return None
         raise ValueError(
-            f"importing {module} (for `{wanted}`) needs {error.name}, which is not installed here.{_place(error)}"
+            f"importing {module} (for `{wanted}`) needs {error.name}, which is not installed here{_place(error)}"
         ) from error
     except (Exception, SystemExit) as error:
         raise ValueError(f"importing {module} (for `{wanted}`) failed: {_reason(error)}") from error
@@ -140,21 +140,19 @@ def faults_of(
     params: Mapping[str, Any],
     given: int,
     key: str,
-    place: Callable[[str | None], str],
     hidden: Mapping[str, str] = types.MappingProxyType({}),
 ) -> list[Fault]:
     """What is wrong with calling a target with `given` positional arguments and these params.
 
     Args:
-        place: the place of the param of that name, or of the target's `type` for None.
         hidden: how params were written that hold what must not be shown.
     """
     try:
         found = find(name)
     except ValueError as error:
-        return [Fault(str(error), f"{key}.type", place(None))]
+        return [Fault(str(error), f"{key}.type")]
     if not callable(found):
-        return [Fault(f"`{name}` is {type(found).__name__}, not a class or function", f"{key}.type", place(None))]
+        return [Fault(f"`{name}` is {type(found).__name__}, not a class or function", f"{key}.type")]
     faults = []
     accepted, hints = _signature(found)
     if accepted is None:
@@ -172,16 +170,16 @@ def faults_of(
                     shown = f"the text that {hidden[param]} gives"
                     if "number" in wrong:
                         shown += f"; write `${{oc.decode:{hidden[param]}}}`"
-                faults.append(Fault(f"{name} takes {wrong} here, not {shown}", f"{key}.params.{param}", place(param)))
+                faults.append(Fault(f"{name} takes {wrong} here, not {shown}", f"{key}.params.{param}"))
         elif param in taken:
-            faults.append(Fault(f"{name} gets `{param}` from us; remove it", f"{key}.params.{param}", place(param)))
+            faults.append(Fault(f"{name} gets `{param}` from us; remove it", f"{key}.params.{param}"))
         elif not open_ended:
             known = ", ".join(free) or "none"
             message = f"{name} has no param `{param}`.{nearest(param, free)} It takes: {known}"
-            faults.append(Fault(message, f"{key}.params.{param}", place(param)))
+            faults.append(Fault(message, f"{key}.params.{param}"))
     missing = [p.name for p in free.values() if p.default is p.empty and p.name not in params]
     if missing:
-        faults.append(Fault(f"{name} needs {', '.join(missing)}", f"{key}.params", place(None)))
+        faults.append(Fault(f"{name} needs {', '.join(missing)}", f"{key}.params"))
     return faults
 
 
@@ -246,7 +244,9 @@ def _fits(value: Any, option: Any) -> bool:
 
 
 def _show(value: Any) -> str:
-    return f"the text {value!r}" if isinstance(value, str) else repr(value)
+    if isinstance(value, str):
+        return f"the text {value[:60]!r}" + ("…" if len(value) > 60 else "")
+    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def build(target: Target | Mapping[str, Any], *given: Any, **more: Any) -> Any:

@@ -1,0 +1,349 @@
+"""All that is wrong with a config is told at once, each fault with its place: `deeplightning.config.check`."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deeplightning.config.check import load
+from deeplightning.config.fault import ConfigError
+
+GOOD = """\
+data:
+  module: {type: deeplightning.data.digits.Digits}
+  batch_size: 32
+model:
+  module: {type: deeplightning.task.img_classif.ImageClassification}
+  network: {type: deeplightning.model.cnn.SimpleCNN, params: {num_classes: 10, num_channels: 1, image_size: 8}}
+  optimizer: {type: torch.optim.SGD, params: {lr: 0.1}}
+  loss: {type: torch.nn.CrossEntropyLoss}
+train: {num_epochs: 1}
+"""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    """Each test has a working directory of its own, and leaves import roots and modules as they were."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "") or "").startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+def notes(*overrides: str, text: str = GOOD) -> list[str]:
+    """What is wrong with a config, `place: key: words` each."""
+    Path("c.yaml").write_text(text)
+    try:
+        load("c.yaml", list(overrides))
+    except ConfigError as error:
+        return [str(fault) for fault in error.faults]
+    return []
+
+
+def note(*overrides: str, text: str = GOOD) -> str:
+    """The only thing that is wrong, without its place."""
+    (one,) = notes(*overrides, text=text)
+    return one.removeprefix(f"override {overrides[-1]}: ") if overrides else one
+
+
+def test_a_right_config_has_no_faults():
+    """What the other tests change is right."""
+    assert notes() == []
+
+
+# ---- keys and values
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        # unknown, at any depth, with the nearest word
+        ("train.num_epoch=2", "train.num_epoch: unknown key. Did you mean num_epochs? Known here: num_epochs, max_"),
+        ("Data.batch_size=2", "Data: unknown key. Did you mean data? Known here: seed, stages, data"),
+        ("train.checkpoint.moniter=x", "train.checkpoint.moniter: unknown key. Did you mean monitor?"),
+        ("model.optimizer.parms={}", "model.optimizer.parms: unknown key. Did you mean params?"),
+        ("model.loss={a: {type: torch.nn.MSELoss, wieght: 2}}", "model.loss.a.wieght: unknown key. Did you mean"),
+        ("train.callbacks=[{type: pytorch_lightning.callbacks.Timer, parms: 1}]", "train.callbacks.0.parms: unknown key."),
+        ("zzz=1", "zzz: unknown key. Known here: seed, stages"),
+        # words of older configs
+        ("train.ckpt_resume_path=x", "train.ckpt_resume_path: unknown key. Today it is train.resume_ckpt."),
+        ("data.total_batch_size=8", "Today it is data.batch_size (it counts per process)."),
+        # of another type
+        ("seed=abc", "seed: must be a whole number or null, not the text 'abc'"),
+        ("seed='5'", "seed: must be a whole number or null, not the text '5'"),
+        ("seed=1.5", "seed: must be a whole number or null, not the number 1.5"),
+        ("seed=true", "seed: must be a whole number or null, not true"),
+        ("train.export=off", "train.export: must be true or false, not the text 'off'"),
+        ("train.export=1", "train.export: must be true or false, not the number 1"),
+        ("data.root=5", "data.root: must be a text or null, not the number 5"),
+        ("data.root=[a]", "data.root: must be a text or null, not a list"),
+        ("stages=train", "stages: must be a list, not the text 'train'"),
+        ("engine.env={A: 1}", "engine.env.A: must be a text, not the number 1"),
+        ("engine.gpus=[0, a]", "engine.gpus.1: must be a whole number, not the text 'a'"),
+        ("train=5", "train: must be a mapping of num_epochs, max_steps,"),
+        ("train.gradient_clip=5", "train.gradient_clip: must be a mapping of value, algorithm, norm_type or null, not"),
+        ("data=[1]", "data: must be a mapping of module, batch_size,"),
+        ("data.loader=[1]", "data.loader: must be a mapping, not a list"),
+        ("model.network.params=5", "model.network.params: must be a mapping, not the number 5"),
+        ("model.network.type=5", "model.network.type: must be a text, not the number 5"),
+        # not one of the words
+        ("stages=[train, tset]", "stages.1: must be one of train, validate, test, predict, not the text 'tset'"),
+        ("engine.backend=deepspeed_stage_4", "not the text 'deepspeed_stage_4'. Did you mean deepspeed_stage_3?"),
+        ("engine.precision=33", "engine.precision: must be one of 16, 32, 64, bf16,"),
+        ("model.scheduler={type: torch.optim.lr_scheduler.ExponentialLR, params: {gamma: 1}, call: {interval: batch}}",
+         "model.scheduler.call.interval: must be one of epoch, step, not the text 'batch'. Did you mean step?"),
+        ("engine.gpus=all", "engine.gpus: must be a whole number or a list or one of auto or null, not the text"),
+        # out of range
+        ("data.batch_size=0", "data.batch_size: must be at least 1, not 0"),
+        ("data.num_workers=-1", "data.num_workers: must be at least 0, not -1"),
+        ("seed=-1", "seed: must be at least 0, not -1"),
+        ("serve.port=70000", "serve.port: must be at most 65535, not 70000"),
+        ("engine.gpus=-1", "engine.gpus: must be at least 0, not -1"),
+        ("train.gradient_clip={value: .nan}", "train.gradient_clip.value: must be at least 0, not nan"),
+        ("train.limit_batches={train: 1.5}", "whole number of batches, or a fraction between 0 and 1, not 1.5"),
+        ("train.val_every_n_epoch=1.5", "must be a whole number of epochs, or a fraction between 0 and 1, not 1.5"),
+        ("train.val_every_n_epoch=0", "must be a whole number of epochs, or a fraction between 0 and 1, not 0"),
+        ("train.checkpoint.every_n_epochs=.inf", "whole number of epochs, or a fraction between 0 and 1, not inf"),
+        ("data.num_splits=1", "data.num_splits: must be at least 2, not 1; with 10, one tenth of the training set"),
+        ("data={num_splits: 5, fold: 5, batch_size: 1, module: {type: deeplightning.data.digits.Digits}}",
+         "data.fold: must be 0 to 4, since data.num_splits is 5; not 5"),
+        ("stages=[]", "stages: nothing to do: give at least one of train, validate, test, predict"),
+        # not yet
+        ("engine.num_nodes=2", "engine.num_nodes: not available in this version; leave it at 1, not 2"),
+        # missing
+        ("~train.num_epochs", "train.num_epochs: missing: say how long to train, for example `num_epochs: 10`"),
+        ("~data.batch_size", "data.batch_size: missing: samples per step and process; for example `batch_size: 64`"),
+        ("~data.module", "data.module: missing: a LightningDataModule, called with the whole config; for example"),
+        ("~model.optimizer.params", "model.optimizer.params: missing: "),
+        ("~model.network.type", "model.network.type: missing: MODULE.CLASS or MODULE.FUNCTION; for example `type:"),
+        ("train.early_stop={mode: max}", "train.early_stop.metric: missing: name of a metric; for example `metric:"),
+        ("data=null", "data.module: missing"),
+    ],
+)  # fmt: skip
+def test_one_wrong_value_is_one_note(override, words):
+    """Unknown, of another type, no known word, out of range, missing: what is found and what is allowed."""
+    found = notes(override)
+    assert words in found[0]
+    assert len(found) == (2 if override == "data=null" else 1)
+
+
+def test_a_value_of_the_file_is_told_with_line_and_column():
+    """The place of a key is where it stands, of a missing one where its section does."""
+    text = GOOD.replace("batch_size: 32", "batch_size: many").replace(
+        "train: {num_epochs: 1}", "train: {}\nloger: {}\n"
+    )
+    assert [n.split(": ")[:2] for n in notes(text=text)] == [
+        ["c.yaml:3:3", "data.batch_size"],
+        ["c.yaml:9:1", "train.num_epochs"],
+        ["c.yaml:10:1", "loger"],
+    ]
+
+
+def test_a_value_of_a_base_is_told_with_its_file():
+    """The file that set the value is named, not the one that was given."""
+    Path("base.yaml").write_text(GOOD.replace("32", "many"))
+    assert notes(text="_base_: base.yaml\nseed: 1\n") == [
+        "base.yaml:3:3: data.batch_size: must be a whole number, not the text 'many'"
+    ]
+
+
+def test_thousands_of_unknown_keys_are_one_note():
+    """Another kind of YAML file is not answered with a note per line."""
+    (one,) = notes(text="\n".join(f"k{n}: 1" for n in range(5000)))
+    assert one.startswith("c.yaml:1:1: 5000 unknown keys, such as k0; is this a config? Known here: seed, stages")
+
+
+# ---- targets
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("model.optimizer.type=torch.optim.SDG", "model.optimizer.type: torch.optim has no `SDG`. Did you mean"),
+        ("model.optimizer.type=troch.optim.SGD", "there is no module troch to import (for `troch.optim.SGD`). Did you"),
+        ("model.optimizer.type=SGD", "model.optimizer.type: `SGD` is no MODULE.NAME such as torch.optim.SGD."),
+        ("model.optimizer.params={lrr: 0.1}", "model.optimizer.params.lrr: torch.optim.SGD has no param `lrr`. Did"),
+        ("model.optimizer.params.lr=fast", "torch.optim.SGD takes a number here, not the text 'fast'"),
+        ("model.optimizer.params.params=[1]", "torch.optim.SGD gets `params` from us; remove it"),
+        ("model.network.params={num_channels: 1}", "model.network.params: deeplightning.model.cnn.SimpleCNN needs num"),
+        ("model.network.params.num_classes=ten", "SimpleCNN takes a whole number here, not the text 'ten'"),
+        ("model.network.type=math.pi", "`math.pi` is float, not a class or function"),
+        # of another kind
+        ("model.network={type: torch.nn.CrossEntropyLoss}", "torch.nn.CrossEntropyLoss is a loss, not a network"),
+        ("model.network={type: torchmetrics.MeanMetric}", "torchmetrics.MeanMetric is a metric, not a network"),
+        ("model.network={type: torch.optim.SGD}", "torch.optim.SGD is not a network (torch.nn.Module)"),
+        ("model.loss={type: torchmetrics.MeanMetric}", "torchmetrics.MeanMetric is a metric, not a loss"),
+        ("model.module={type: torch.nn.Linear}", "torch.nn.Linear is not a LightningModule"),
+        ("data.module={type: torch.nn.Linear}", "torch.nn.Linear is not a LightningDataModule"),
+        ("model.optimizer={type: torch.nn.Linear, params: {}}", "torch.nn.Linear is not an optimizer (torch.optim.Opt"),
+        ("model.scheduler={type: torch.optim.SGD}", "torch.optim.SGD is not a scheduler"),
+        ("model.metrics={acc: {type: torch.nn.Linear}}", "model.metrics.acc.type: torch.nn.Linear is not a metric"),
+        ("train.callbacks=[{type: torch.nn.Linear}]", "train.callbacks.0.type: torch.nn.Linear is not a Lightning"),
+        ("logger={type: torch.nn.Linear}", "logger.type: torch.nn.Linear is not a Lightning logger"),
+        ("logger.extra=[{type: torch.nn.Linear}]", "logger.extra.0.type: torch.nn.Linear is not a Lightning logger"),
+        ("model.optimizer=[{type: torch.optim.SGD}]", "model.optimizer: must be a target {type: MODULE.CLASS,"),
+        ("model.loss=5", "or a mapping of names or null, not the number 5"),
+        ("model.network=torch.nn.Linear", "model.network: must be a target {type: MODULE.CLASS, params: {…}} or"),
+        # inside params
+        ("model.network.params.num_classes={type: math.sqr}", "model.network.params.num_classes.type: math has no `sqr`"),
+        ("data.module.params.augment=[{type: torch.nn.Dropout, params: {q: 1}}]",
+         "data.module.params.augment.0.params.q: torch.nn.Dropout has no param `q`."),
+        ("data.module.params.augment=[{a: [{ref: math.sqr}]}]", "augment.0.a.0.ref: math has no `sqr`. Did you"),
+    ],
+)  # fmt: skip
+def test_one_wrong_target_is_one_note(override, words):
+    """Unknown module or class with the nearest one, wrong params, a thing of another kind, also inside params."""
+    found = notes(override)
+    assert len(found) == 1
+    assert words in found[0]
+    assert found[0].startswith(f"override {override}: ")
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "model.network={type: torchvision.models.resnet18, params: {num_classes: 10}}",
+        "model.network={type: torch.nn.Sequential}",
+        "model.scheduler={type: torch.optim.lr_scheduler.ReduceLROnPlateau, call: {monitor: val_loss}}",
+        "model.scheduler={type: torch.optim.lr_scheduler.OneCycleLR, params: {max_lr: 1.0, total_steps: auto}}",
+        "model.loss={a: {type: torch.nn.MSELoss}, b: {type: torch.nn.L1Loss, weight: 0.5}}",
+        "model.loss={type: torch.nn.CrossEntropyLoss, params: {label_smoothing: 0.1}}",
+        "model.metrics={acc: {type: torchmetrics.classification.MulticlassAccuracy, params: {num_classes: 10}}}",
+        "data.module.params.augment=[{type: torch.nn.Dropout, params: {p: 0.1}}]",
+        "logger={type: pytorch_lightning.loggers.MLFlowLogger, params: {tracking_uri: mlruns}}",
+        "train.callbacks=[{type: pytorch_lightning.callbacks.Timer}]",
+    ],
+)
+def test_right_targets_pass(override):
+    """Functions as networks, several losses, schedulers with numbers to come, targets inside params."""
+    assert notes(override) == []
+
+
+def test_a_users_own_module_is_checked_like_ours(here):
+    """A nested package in the working directory, and a file beside the config, are found and compared."""
+    (here / "losses").mkdir()
+    own = "import torch\n\n\nclass Mine(torch.nn.Module):\n    def __init__(self, factor: float = 1.0): ...\n"
+    (here / "losses" / "custom.py").write_text(own)
+    assert notes("model.loss={type: losses.custom.Mine, params: {factor: 2}}") == []
+    assert "losses.custom has no `Mien`. Did you mean losses.custom.Mine?" in note("model.loss.type=losses.custom.Mien")
+    assert "losses has no `costum`. Did you mean losses.custom?" in note("model.loss.type=losses.costum.Mine")
+    assert "has no param `fator`. Did you mean factor?" in note(
+        "model.loss={type: losses.custom.Mine, params: {fator: 2}}"
+    )
+
+
+def test_a_module_beside_the_config_is_found_from_elsewhere(here, monkeypatch):
+    """The folder of the config file is an import root, wherever the command is called."""
+    (here / "project").mkdir()
+    (here / "project" / "beside_config.py").write_text("import torch\n\n\nclass Net(torch.nn.Module): ...\n")
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p != str(here)])
+    (here / "project" / "c.yaml").write_text(GOOD)
+    assert load("project/c.yaml", ["model.network={type: beside_config.Net}"]).model.network.type == "beside_config.Net"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("def f(:\n", "SyntaxError: invalid syntax (own_broken.py:1)"),
+        ("import torch\nimport not_there\n", "needs not_there, which is not installed here (own_broken.py:2)"),
+        ("\n1 / 0\n", "ZeroDivisionError: division by zero (own_broken.py:2)"),
+    ],
+)
+def test_an_own_module_that_cannot_be_imported_is_a_fault_with_both_places(text, words):
+    """The line of the config that names it, and the line of the code that fails."""
+    Path("own_broken.py").write_text(text)
+    found = note("model.loss.type=own_broken.Loss")
+    assert found.startswith("model.loss.type: importing own_broken (for `own_broken.Loss`) ")
+    assert found.endswith(words)
+
+
+def test_a_class_of_the_other_lightning_is_refused_in_words(here, monkeypatch):
+    """`lightning.pytorch` classes are no `pytorch_lightning` classes, and look just alike: the note says what to do."""
+    package = here / "lightning" / "pytorch"
+    package.mkdir(parents=True)
+    (here / "lightning" / "__init__.py").write_text("")
+    (package / "__init__.py").write_text("class LightningModule: ...\nclass Callback: ...\n")
+    (here / "other_task.py").write_text("import lightning.pytorch as pl\n\n\nclass Task(pl.LightningModule): ...\n")
+    for name in [n for n in sys.modules if n.split(".")[0] == "lightning"]:
+        monkeypatch.delitem(sys.modules, name)
+    assert note("model.module={type: other_task.Task}") == (
+        "model.module.type: other_task.Task derives from `lightning.pytorch`; "
+        "derive it from the same class of `pytorch_lightning`"
+    )
+
+
+def test_a_variable_that_is_no_number_is_not_shown(monkeypatch):
+    """A wrong value from the environment is told by the variable's name."""
+    monkeypatch.setenv("SOME_TOKEN", "hunter2")
+    assert note("data.batch_size=${oc.env:SOME_TOKEN}") == (
+        "data.batch_size: must be a whole number, not what ${oc.env:SOME_TOKEN} gives"
+    )
+    assert note("model.optimizer.params.lr=${oc.env:SOME_TOKEN}") == (
+        "model.optimizer.params.lr: torch.optim.SGD takes a number here, not the text that ${oc.env:SOME_TOKEN} gives; "
+        "write `${oc.decode:${oc.env:SOME_TOKEN}}`"
+    )
+
+
+# ---- all at once
+
+TEN = """\
+seed: 42
+stages: [train, tset]
+data:
+  module: {type: deeplightning.data.digits.Digits}
+  batch_size: 0
+  num_splitz: 10
+  root: ${no.such.key}
+model:
+  module: {type: torch.nn.CrossEntropyLoss}
+  network:
+    type: deeplightning.model.cnn.SimpleCNN
+    params: {num_channels: 1}
+  optimizer:
+    type: torch.optim.SGD
+    params:
+      lrr: 0.1
+      momentum: fast
+  loss: {type: torch.nn.CrossEntropyLos}
+train:
+  num_epochs: 1
+  max_steps: 1.5
+  num_epochs: 2
+engine:
+  backend: ddq
+"""
+
+
+def test_ten_faults_of_ten_kinds_are_ten_notes_each_at_its_line():
+    """Through the real command: exit 2, a note per fault in the order of the file, nothing created."""
+    Path("c.yaml").write_text(TEN)
+    done = subprocess.run(
+        [sys.executable, "-m", "deeplightning", "train", "c.yaml"],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stdout == ""
+    expected = {
+        (2, "stages.1"): "not the text 'tset'. Did you mean test?",  # no known word
+        (5, "data.batch_size"): "must be at least 1, not 0",  # out of range
+        (6, "data.num_splitz"): "unknown key. Did you mean num_splits?",  # unknown key
+        (7, "data.root"): "`${no.such.key}` refers to a key that is not there",  # reference
+        (9, "model.module.type"): "torch.nn.CrossEntropyLoss is not a LightningModule",  # of another kind
+        (12, "model.network.params"): "deeplightning.model.cnn.SimpleCNN needs numasses",  # missing param
+        (16, "model.optimizer.params.lrr"): "has no param `lrr`. Did you mean lr?",  # unknown param
+        (17, "model.optimizer.params.momentum"): "takes a number here, not the text 'fast'",  # param's type
+        (18, "model.loss.type"): "torch.nn has no `CrossEntropyLos`. Did you mean torch.nn.CrossEntropyLoss?",  # target
+        (21, "train.max_steps"): "must be a whole number or null, not the number 1.5",  # type
+        (22, "train.num_epochs"): "this key stands twice, first in line 20; remove one",  # twice
+        (24, "engine.backend"): "not the text 'ddq'. Did you mean ddp?",
+    }
+    lines = done.stderr.splitlines()
+    found = {(int(line.split(":")[2]), line.split(": ")[2]): line for line in lines}
+    assert list(found) == list(expected)
+    assert [words for key, words in expected.items() if words not in found[key]] == []
+    assert all(line.startswith("error: c.yaml:") for line in lines)
+    assert [p.name for p in Path().iterdir()] == ["c.yaml"]

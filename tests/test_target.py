@@ -1,0 +1,302 @@
+"""A target is found, compared with its signature, and built: `deeplightning.config.target`."""
+
+import collections
+import itertools
+import math
+import re
+import sys
+from collections import OrderedDict
+from pathlib import Path
+
+import pytest
+
+from deeplightning.config.fault import ConfigError
+from deeplightning.config.schema import Target
+from deeplightning.config.target import build, faults_of, find, is_reference, is_target, nearest
+
+OWN = """
+import dataclasses
+from typing import Literal
+
+
+class Plain:
+    def __init__(self, size: int, rate: float = 0.5, name: str = "x", on: bool = False, mode: Literal["a", "b"] = "a",
+                 sides: list[int] | None = None, free=1, flag=True, *, only: int | str = 1):
+        self.given = {k: v for k, v in locals().items() if k != "self"}
+
+
+class Open(Plain):
+    def __init__(self, size: int, **more):
+        super().__init__(size, **more)
+
+
+@dataclasses.dataclass
+class Data:
+    a: int
+    b: "Unknown" = None
+
+
+def positional(first, /, second, *rest):
+    return first, second, rest
+
+
+def picky(value):
+    if value < 0:
+        raise ValueError(f"value is {value}; it must not be negative")
+    return value
+
+
+def wants_type(value: "NotThere" = 0):
+    return value
+
+
+class Holder:
+    @classmethod
+    def made(cls, n: int = 1):
+        return n
+
+
+number = 5
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """A user's own package in the working directory, new in each test."""
+    (tmp_path / "own_parts" / "inner").mkdir(parents=True)
+    (tmp_path / "own_parts" / "inner" / "custom.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield tmp_path
+    for name in [n for n in sys.modules if n.split(".")[0] in ("own_parts", "broken")]:
+        del sys.modules[name]
+
+
+CUSTOM = "own_parts.inner.custom"
+
+
+def notes(name: str, params: dict, given: int = 0) -> dict[str, str]:
+    """Key to message, of what is wrong with a call."""
+    return {str(f.key): f.message for f in faults_of(name, params, given, "k")}
+
+
+# ---- found
+
+
+@pytest.mark.parametrize(
+    ("name", "thing"),
+    [
+        ("math.sqrt", math.sqrt),
+        ("collections.OrderedDict", OrderedDict),
+        ("collections.OrderedDict.fromkeys", OrderedDict.fromkeys),
+        ("os.path.join", __import__("os").path.join),
+        ("collections.abc.Mapping", collections.abc.Mapping),
+    ],
+)
+def test_a_name_leads_to_its_object(name, thing):
+    """Functions, classes, methods, and modules below modules."""
+    assert find(name) == thing
+
+
+def test_a_users_own_module_is_found(own):
+    """A nested package without `__init__.py` in the working directory is as good as an installed one."""
+    assert find(f"{CUSTOM}.Plain").__name__ == "Plain"
+    assert find(f"{CUSTOM}.Holder.made")(n=3) == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("math.sqr", "math has no `sqr`. Did you mean math.sqrt?"),
+        ("collections.orderedDict", "collections has no `orderedDict`. Did you mean collections.OrderedDict?"),
+        ("collections.OrderedDict.fromkey", "collections.OrderedDict has no `fromkey`. Did you mean"),
+        ("colections.OrderedDict", "there is no module colections to import (for `colections.OrderedDict`)."),
+        ("collections.abd.Mapping", "collections has no `abd`. Did you mean collections.abc?"),
+        (f"{CUSTOM}.Plane", f"{CUSTOM} has no `Plane`. Did you mean {CUSTOM}.Plain?"),
+        ("own_parts.inner.costum.Plain", "own_parts.inner has no `costum`. Did you mean own_parts.inner.custom?"),
+        ("SGD", "`SGD` is no MODULE.NAME such as torch.optim.SGD."),
+        ("math.", "`math.` is no MODULE.NAME"),
+        ("math.sqrt()", "`math.sqrt()` is no MODULE.NAME"),
+        ("os.class", "`os.class` is no MODULE.NAME"),
+        ("../x.y", "is no MODULE.NAME"),
+        ("", "`` is no MODULE.NAME"),
+    ],
+)
+def test_a_name_that_leads_nowhere_is_told_with_the_nearest(own, name, words):
+    """What is there stands before what is not, and the nearest right word behind."""
+    with pytest.raises(ValueError, match=re.escape(words)):
+        find(name)
+
+
+BROKEN = {
+    "a syntax error": ("x = 1\ndef f(:\n", "SyntaxError: invalid syntax (broken.py:2)"),
+    "a wrong indentation": ("x = 1\n  y = 2\n", "IndentationError: unexpected indent (broken.py:2)"),
+    "an error": ("def f():\n    return 1 / 0\nf()\n", "ZeroDivisionError: division by zero (broken.py:2)"),
+    "a missing package": (
+        "import os\nimport not_installed_pkg\n",
+        "needs not_installed_pkg, which is not installed here",
+    ),
+    "a wrong name": ("from math import sqr\n", "cannot import name 'sqr' from 'math'"),
+    "an exit": ("import sys\nsys.exit(0)\n", "SystemExit: 0 (broken.py:2)"),
+    "an assertion": ("\n\nassert False\n", "AssertionError (broken.py:3)"),
+}
+
+
+@pytest.mark.parametrize(("text", "words"), BROKEN.values(), ids=BROKEN)
+def test_an_own_module_that_cannot_be_imported_is_told_with_its_line(own, text, words):
+    """The note names the error, and file and line of the user's own code, however deep in a library it was raised."""
+    Path("broken.py").write_text(text)
+    with pytest.raises(ValueError, match="importing broken") as caught:
+        find("broken.Thing")
+    assert words in str(caught.value)
+    assert "(broken.py:" in str(caught.value)
+
+
+def test_the_nearest_word():
+    """Near in letters, or the same in another case; nothing rather than something far."""
+    assert nearest("num_epoch", ["num_epochs", "max_steps"]) == " Did you mean num_epochs?"
+    assert nearest("LR", ["lr", "momentum"]) == " Did you mean lr?"
+    assert nearest("quux", ["lr", "momentum"]) == ""
+
+
+# ---- compared
+
+
+def test_right_params_are_right(own):
+    """Required and optional, whole numbers for numbers, one of several words, null for anything."""
+    assert notes(f"{CUSTOM}.Plain", {"size": 3, "rate": 1, "mode": "b", "sides": [1], "only": "x", "free": [2]}) == {}
+    assert notes(f"{CUSTOM}.Plain", {"size": None, "name": None}) == {}
+    assert notes(f"{CUSTOM}.Plain", {"size": {"type": "math.sqrt", "params": {}}}) == {}
+
+
+@pytest.mark.parametrize(
+    ("params", "key", "words"),
+    [
+        ({}, "k.params", "needs size"),
+        ({"size": 1, "sise": 2}, "k.params.sise", "has no param `sise`. Did you mean size? It takes: size, rate, name"),
+        ({"size": 1.5}, "k.params.size", "takes a whole number here, not 1.5"),
+        ({"size": True}, "k.params.size", "takes a whole number here, not true"),
+        ({"size": 1, "rate": "1e-3"}, "k.params.rate", "takes a number here, not the text '1e-3'"),
+        ({"size": 1, "name": 5}, "k.params.name", "takes a text here, not 5"),
+        ({"size": 1, "on": "off"}, "k.params.on", "takes true or false here, not the text 'off'"),
+        ({"size": 1, "mode": "c"}, "k.params.mode", "takes 'a' or 'b' here, not the text 'c'"),
+        ({"size": 1, "sides": 3}, "k.params.sides", "takes a list here, not 3"),
+        ({"size": 1, "only": [1]}, "k.params.only", "takes a whole number or a text here, not [1]"),
+        ({"size": 1, "free": "x"}, "k.params.free", "takes a number here, not the text 'x'"),
+        ({"size": 1, "flag": "x"}, "k.params.flag", "takes true or false here, not the text 'x'"),
+    ],
+)
+def test_wrong_params_are_told_with_what_is_allowed(own, params, key, words):
+    """Unknown, missing, and of a wrong type, by annotation or else by default."""
+    (found,) = notes(f"{CUSTOM}.Plain", params).items()
+    assert found[0] == key
+    assert found[1].startswith(f"{CUSTOM}.Plain ")
+    assert words in found[1]
+
+
+def test_every_wrong_param_is_told(own):
+    """Not just the first."""
+    found = notes(f"{CUSTOM}.Plain", {"rate": "x", "nam": 1, "on": "y"})
+    assert sorted(found) == ["k.params", "k.params.nam", "k.params.on", "k.params.rate"]
+
+
+def test_a_function_that_takes_anything_is_asked_nothing(own):
+    """`**kwargs` may mean any param; what has a name is still compared."""
+    assert notes(f"{CUSTOM}.Open", {"size": 1, "whatever": 2}) == {}
+    assert notes(f"{CUSTOM}.Open", {"whatever": 2}) == {"k.params": f"{CUSTOM}.Open needs size"}
+
+
+def test_what_we_give_is_not_given_again(own):
+    """Positional arguments from us satisfy the first parameters; naming one as a param is a fault."""
+    assert notes(f"{CUSTOM}.Plain", {}, given=1) == {}
+    found = notes(f"{CUSTOM}.Plain", {"size": 1}, given=1)
+    assert found == {"k.params.size": f"{CUSTOM}.Plain gets `size` from us; remove it"}
+    assert notes(f"{CUSTOM}.positional", {"second": 1}, given=1) == {}
+
+
+def test_what_cannot_be_known_is_not_guessed(own):
+    """Built-in functions without a signature, annotations of unknown names, dataclasses."""
+    assert notes("builtins.dict", {"a": 1}) == {}
+    assert notes(f"{CUSTOM}.wants_type", {"value": 3}) == {}
+    assert notes(f"{CUSTOM}.Data", {"a": 1, "b": 2}) == {}
+    assert notes(f"{CUSTOM}.Data", {}) == {"k.params": f"{CUSTOM}.Data needs a"}
+
+
+def test_what_is_no_class_is_told(own):
+    """A number, a module: not something to call."""
+    assert notes(f"{CUSTOM}.number", {}) == {"k.type": f"`{CUSTOM}.number` is int, not a class or function"}
+    assert notes("own_parts.inner.custom", {}) == {
+        "k.type": "`own_parts.inner.custom` is module, not a class or function"
+    }
+
+
+# ---- built
+
+
+@pytest.mark.parametrize(
+    ("value", "yes"),
+    [
+        ({"type": "a.b"}, True),
+        ({"type": "a.b", "params": None}, True),
+        ({"type": "a.b", "params": {"x": 1}}, True),
+        ({"type": "word"}, False),
+        ({"type": "a.b", "other": 1}, False),
+        ({"type": "a.b", "params": 3}, False),
+        ({"type": 5}, False),
+        ("a.b", False),
+    ],
+)
+def test_which_mappings_inside_params_are_targets(value, yes):
+    """Just `type`, with a dot, and `params`."""
+    assert is_target(value) is yes
+
+
+def test_which_mappings_inside_params_are_references():
+    """Just `ref`, with a dot."""
+    assert is_reference({"ref": "a.b"})
+    assert not any(map(is_reference, ({"ref": "b"}, {"ref": "a.b", "x": 1}, {"ref": 5}, "a.b")))
+
+
+def test_a_target_is_called_with_its_params(own):
+    """What we give comes first; params are keyword arguments; nested targets and references are built at any depth."""
+    four = {"type": f"{CUSTOM}.picky", "params": {"value": 4}}
+    params = {
+        "rate": {"type": f"{CUSTOM}.Holder.made", "params": {"n": four}},
+        "free": [four, {"deep": {"ref": "math.sqrt"}}, {"type": "word"}],
+    }
+    made = build(Target(type=f"{CUSTOM}.Plain", params=params), 7, name="ours")
+    assert made.given["size"] == 7
+    assert made.given["name"] == "ours"
+    assert made.given["rate"] == 4
+    assert made.given["free"] == [4, {"deep": math.sqrt}, {"type": "word"}]
+
+
+def test_building_changes_no_config(own):
+    """The params of a target stay as they were, so that it can be built again and saved."""
+    target = Target(type=f"{CUSTOM}.Plain", params={"size": {"type": f"{CUSTOM}.picky", "params": {"value": 1}}})
+    first, second = build(target), build(target)
+    assert first is not second
+    assert target.params == {"size": {"type": f"{CUSTOM}.picky", "params": {"value": 1}}}
+
+
+def test_a_function_is_as_good_as_a_class(own):
+    """Functions, class methods and partial objects are called like classes."""
+    assert build({"type": f"{CUSTOM}.picky", "params": {"value": 2}}) == 2
+    assert build({"type": "functools.partial"}, max, 1).args == (1,)
+    assert list(build({"type": "itertools.islice"}, itertools.count(), 2)) == [0, 1]
+
+
+def test_a_constructor_that_refuses_is_a_fault_of_the_config(own, monkeypatch):
+    """Its own words, with key, place, and the line that raised; with DEEPLIGHTNING_DEBUG=1 the error itself."""
+    target = Target(type=f"{CUSTOM}.picky", params={"value": -1})
+    target.name, target.place = "model.network", "c.yaml:3:5"
+    with pytest.raises(ConfigError) as caught:
+        build(target)
+    line = OWN.splitlines().index('        raise ValueError(f"value is {value}; it must not be negative")') + 1
+    assert str(caught.value) == (
+        f"c.yaml:3:5: model.network: {CUSTOM}.picky refuses its arguments: "
+        f"ValueError: value is -1; it must not be negative (own_parts/inner/custom.py:{line})"
+    )
+    monkeypatch.setenv("DEEPLIGHTNING_DEBUG", "1")
+    with pytest.raises(ValueError, match="it must not be negative"):
+        build(target)
