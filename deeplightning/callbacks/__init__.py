@@ -28,6 +28,7 @@ def all_of(cfg: Config) -> list[pl.Callback]:
 
     from deeplightning.callbacks.checkpoints import Checkpoints
     from deeplightning.callbacks.console import Console
+    from deeplightning.callbacks.histograms import Histograms
     from deeplightning.callbacks.record import Record
     from deeplightning.callbacks.results import Results, ShowPictures
     from deeplightning.callbacks.signals import Signals
@@ -51,6 +52,8 @@ def all_of(cfg: Config) -> list[pl.Callback]:
     ]
     if cfg.logger.pictures is not None:
         callbacks.append(ShowPictures(cfg.logger.pictures, record))
+    if cfg.logger.histograms is not None:
+        callbacks.append(Histograms(cfg.logger.histograms, record))
     if train.accumulator_epoch > 0 and train.accumulator_factor > 1:
         callbacks.append(GradientAccumulationScheduler({0: 1, train.accumulator_epoch: train.accumulator_factor}))
     if train.early_stop is not None:

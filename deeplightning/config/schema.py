@@ -268,7 +268,7 @@ class Logger(Target):
     log_every_n_steps: int | PerEpoch = key("a point every so many steps, or {per_epoch: 10}", 10, low=1)
     extra: list[Target] = key("more Lightning loggers beside this one", list)
     pictures: Pictures | None = key("when pictures are made; null: none", Pictures)
-    histograms: int | None = key("histograms of weights and gradients every so many epochs", None, low=1, later=True)
+    histograms: int | None = key("histograms of weights and gradients every so many epochs", None, low=1)
     per_rank_files: bool = key("a log file per process, logs/rank_<r>.log", True)
     progress: Literal["auto", "bar", "lines", "off"] = key("auto: a bar on a terminal, lines elsewhere", "auto")
     ranks: list[int] = key("processes that report to the terminal", lambda: [0])
