@@ -151,7 +151,7 @@ def _folder(run: str) -> Any:
     from deeplightning.runfolder import RunFolder
     from deeplightning.tracking import resolve_run
 
-    return RunFolder(resolve_run(run))
+    return RunFolder(resolve_run(run, None))
 
 
 def main() -> None:

@@ -54,6 +54,8 @@ def launch(cfg: Config) -> RunFolder:
                 _explained(getattr(trainer, stage), task, data, ckpt_path=path, **quiet)
         if "train" in cfg.stages and cfg.train.export and trainer.is_global_zero and cfg.train.num_epochs != 0:
             _export_at_the_end(cfg, task, data, record)
+        if trainer.is_global_zero:
+            record.publish()
     except BaseException as error:
         record.fail(error)
         raise

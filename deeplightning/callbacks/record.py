@@ -13,7 +13,7 @@ from deeplightning.config.fault import SetupError
 from deeplightning.config.schema import Config
 from deeplightning.config.source import dump
 from deeplightning.runfolder import RunFolder
-from deeplightning.tracking.build import end, run_folder
+from deeplightning.tracking.build import end, publish, run_folder
 from deeplightning.tracking.environment import describe, git_diff
 
 log = logging.getLogger("deeplightning")
@@ -91,6 +91,11 @@ class Record(pl.Callback):
             logger.log_hyperparams(self.cfg.public())
             if hasattr(logger, "log_tags"):
                 logger.log_tags(_tags(environment))
+
+    def publish(self) -> None:
+        """Hands the run's files to trackers on other machines; to be called on rank 0 when all stages are done."""
+        if self._folder is not None:
+            publish(self.loggers, self._folder.path)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         self.fail(exception)

@@ -67,3 +67,12 @@ def end(loggers: Iterable[Any], status: str, reason: str) -> None:
             logger.experiment.set_terminated(logger.run_id, status.upper())
         else:
             logger.finalize(status)
+
+
+def publish(loggers: Iterable[Any], folder: Path) -> None:
+    """Sends the files of the run to trackers that keep their artifacts elsewhere; ends their runs as finished."""
+    for logger in loggers:
+        if "MLflowLogger" in {base.__name__ for base in type(logger).__mro__} and logger.artifact_folder is None:
+            for path in sorted(folder.iterdir()):
+                logger.log_artifact(path)
+            logger.finalize("success")
