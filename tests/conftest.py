@@ -1,0 +1,197 @@
+"""What the tests of whole runs share: a working directory with own code, a tracking store, and `deeplightning` to call.
+
+A run is told by `TINY` and overrides. Those that several tests look at are made once, by fixtures.
+"""
+
+import hashlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # two spinning threads beside a busy neighbour are slower than one
+
+import pytest
+from commands import Commands, Outcome
+
+TINY = """\
+seed: 7
+data:
+  module: {type: deeplightning.data.digits.Digits, params: {limit: 150}}    # 135 train, 15 validate, 150 test
+  batch_size: 16
+model:
+  module: {type: deeplightning.task.img_classif.ImageClassification}
+  network: {type: deeplightning.model.cnn.SimpleCNN, params: {num_classes: 10, num_channels: 1, image_size: 8}}
+  optimizer: {type: torch.optim.SGD, params: {lr: 0.05, momentum: 0.9}}
+  loss: {type: torch.nn.CrossEntropyLoss}
+train: {num_epochs: 2, export: false}
+logger:
+  params: {tracking_uri: STORE, system_metrics: false}
+  log_every_n_steps: 4
+  pictures: null
+"""
+
+OWN = '''\
+"""A user's own code, in the working directory."""
+
+import pathlib
+import time
+
+import pytorch_lightning as pl
+import torch
+from torch import nn
+
+from deeplightning.data.digits import Digits
+from deeplightning.task.img_classif import ImageClassification
+
+
+class Raises(ImageClassification):
+    """Fails in its third batch."""
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 2:
+            raise KeyError("a fault of the user's")
+        return super().training_step(batch, batch_idx)
+
+
+class Guarded(Digits):
+    """Takes a password."""
+
+    def __init__(self, cfg, token, **params):
+        super().__init__(cfg, **params)
+        self.token = token
+
+
+class Failing(Guarded):
+    """Says its password when it fails."""
+
+    def read(self):
+        raise RuntimeError(f"the server refused {self.token}")
+
+
+class Waits(pl.Callback):
+    """Stops in the third batch of the second epoch until a file is there."""
+
+    def __init__(self, until):
+        self.until = pathlib.Path(until)
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if trainer.current_epoch == 1 and batch_idx == 2:
+            print("waits", flush=True)
+            while not self.until.exists():
+                time.sleep(0.01)
+
+
+class Dropout(nn.Module):
+    """A network that draws random numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, 10))
+
+    def forward(self, images):
+        return self.layers(images)
+
+
+class Constant(nn.Module):
+    """A loss that never changes."""
+
+    def forward(self, logits, labels):
+        return 0 * logits.sum() + 1.5
+
+
+class NoNumber(nn.Module):
+    """A loss that is no number while the network is judged."""
+
+    def forward(self, logits, labels):
+        loss = nn.functional.cross_entropy(logits, labels)
+        return loss if torch.is_grad_enabled() else loss * float("nan")
+'''
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "real: starts fresh processes, some seconds each")
+
+
+@pytest.fixture(scope="session")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The working directory of the commands; nothing that was not asked for may appear in it."""
+    folder = tmp_path_factory.mktemp("work") / "a place"
+    folder.mkdir()
+    (folder / "own.py").write_text(OWN)
+    before = {*folder.iterdir(), folder / "__pycache__"}
+    yield folder
+    assert set(folder.iterdir()) <= before
+
+
+@pytest.fixture(scope="session")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tracking store of all runs: making one costs two seconds."""
+    return tmp_path_factory.mktemp("store") / "mlruns"
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory, store: Path) -> Path:
+    """A config that trains in a fraction of a second."""
+    path = tmp_path_factory.mktemp("config") / "tiny.yaml"
+    path.write_text(TINY.replace("STORE", str(store)))
+    return path
+
+
+@pytest.fixture(scope="session")
+def command(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
+    """`command(VERB, …, cwd=…)` runs `deeplightning VERB …` and gives its Outcome."""
+    commands = Commands(tmp_path_factory.mktemp("commands"))
+    yield commands
+    commands.close()
+
+
+@pytest.fixture(scope="session")
+def train(command: Commands, tiny: Path, place: Path) -> Any:
+    """`train(override, …)` runs the tiny config; `code` is the exit code that is expected."""
+
+    def run(*overrides: str, code: int = 0, **variables: str) -> Outcome:
+        outcome = command("train", tiny, *overrides, cwd=place, **variables)
+        assert outcome.code == code, outcome
+        return outcome
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def tracked(store: Path) -> Any:
+    """`tracked(folder)` is the tracker's view of a run."""
+    from mlflow.tracking import MlflowClient
+
+    class Tracked:
+        def __init__(self, folder: Path):
+            self.client = MlflowClient(f"sqlite:///{store / 'mlflow.db'}")
+            self.id = folder.parent.name
+            run = self.client.get_run(self.id)
+            self.status, self.params, self.tags = run.info.status, run.data.params, run.data.tags
+            self.metrics = run.data.metrics
+
+        def series(self) -> dict[str, list[tuple[int, float]]]:
+            """Steps and values of each metric, without the machine's load."""
+            names = [name for name in self.metrics if not name.startswith("system/")]
+            return {
+                name: [(p.step, p.value) for p in self.client.get_metric_history(self.id, name)]
+                for name in sorted(names)
+            }
+
+    return Tracked
+
+
+def weights(checkpoint: Path) -> dict[str, Any]:
+    """The tensors of a checkpoint file."""
+    import torch
+
+    return torch.load(checkpoint, weights_only=True)["state_dict"]
+
+
+def digest(checkpoint: Path) -> str:
+    """SHA-256 of the weights in a checkpoint file."""
+    total = hashlib.sha256()
+    for name, tensor in weights(checkpoint).items():
+        total.update(name.encode() + tensor.numpy().tobytes())
+    return total.hexdigest()
