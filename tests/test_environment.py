@@ -92,9 +92,24 @@ def test_a_git_that_hangs_is_left(repository, monkeypatch, tmp_path_factory):
     assert environment.describe()["git"] is None
 
 
+def test_outside_a_repository_the_code_names_its_own(tmp_path, monkeypatch):
+    """A run started elsewhere still tells which version of Deep Lightning it ran, if that comes from a repository."""
+    clone = tmp_path / "clone"
+    (clone / "a" / "b").mkdir(parents=True)
+    git = ["git", "-C", str(clone), "-c", "user.name=n", "-c", "user.email=e"]
+    for words in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "first"]):
+        subprocess.run([*git, *words], check=True)
+    commit = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
+    monkeypatch.setattr(environment, "__file__", str(clone / "a" / "b" / "environment.py"))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert environment.describe()["git"]["commit"] == commit
+
+
 def test_without_git_there_is_still_a_description(tmp_path, monkeypatch):
     """No repository, or no git at all."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(environment, "__file__", str(tmp_path / "a" / "b" / "environment.py"))
     assert environment.describe()["git"] is None
     monkeypatch.setenv("PATH", str(tmp_path))
     assert environment.git_diff() is None

@@ -67,7 +67,9 @@ def describe(redact: Callable[[str], str] = str) -> dict[str, Any]:
 
 
 def git_diff(redact: Callable[[str], str] = str) -> str | None:
-    """What the working directory's repository has beyond its last commit: the diff, then the untracked files by name.
+    """What the repository has beyond its last commit: the diff, then the untracked files by name.
+
+    The repository is the working directory's; where that is in none, the one that this code runs from.
 
     None where there is nothing to tell: no git, no repository, or a clean one. At most 2 MB of the diff are kept.
     """
@@ -88,7 +90,7 @@ def git_diff(redact: Callable[[str], str] = str) -> str | None:
 
 
 def git_state() -> dict[str, Any] | None:
-    """Commit, branch (None: detached) and dirtiness of the working directory's repository; None without one."""
+    """Commit, branch (None: detached) and dirtiness of the repository that `git_diff` speaks of; None without one."""
     status = _git("status", "--porcelain=v2", "--branch", "--untracked-files=normal")
     if status is None:
         return None
@@ -110,7 +112,7 @@ def _git(*arguments: str, limit: int | None = None) -> str | None:
     environment = os.environ | {"GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
     try:
         process = subprocess.Popen(
-            [git, "-c", "core.fsmonitor=false", "-c", "core.quotePath=false", *arguments],
+            [git, "-C", _directory(), "-c", "core.fsmonitor=false", "-c", "core.quotePath=false", *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -130,6 +132,14 @@ def _git(*arguments: str, limit: int | None = None) -> str | None:
     finally:
         timer.cancel()
     return output.decode("utf-8", "replace") if process.returncode == 0 or is_cut else None
+
+
+def _directory() -> str:
+    """The working directory, where it or a folder above it is a repository; else the folder that this code lies in."""
+    here = Path.cwd()
+    if any((folder / ".git").exists() for folder in (here, *here.parents)):
+        return str(here)
+    return str(Path(__file__).resolve().parents[2])
 
 
 def _cpu() -> dict[str, Any]:

@@ -8,6 +8,7 @@ import contextlib
 import json
 import logging
 import os
+import random
 import re
 import shutil
 import sys
@@ -359,7 +360,12 @@ class MLflowLogger(Logger):
         git = git_state() or {}
         tags |= {f"mlflow.source.git.{name}": git[name] for name in ("commit", "branch") if git.get(name)}
         tags = {name: str(value)[:MAX_TAG] for name, value in (tags | self._tags).items()}
-        return client.create_run(experiment.experiment_id, tags=tags, run_name=self._run_name)
+        state = random.getstate()
+        random.seed()  # MLflow draws the run's name from it: with the run's seed every run would be named alike
+        try:
+            return client.create_run(experiment.experiment_id, tags=tags, run_name=self._run_name)
+        finally:
+            random.setstate(state)
 
     def _old_run(self, client: Any, store: Store, run_id: str) -> Any:
         from mlflow.exceptions import MlflowException
