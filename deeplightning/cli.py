@@ -14,6 +14,7 @@ import click
 
 from deeplightning import __version__
 from deeplightning.config.fault import UserError
+from deeplightning.engine.plan import own_rank
 
 OVERRIDES = "key=value sets, ~key removes, +list=[x] appends; for example model.optimizer.params.lr=0.1"
 _redact: Callable[[str], str] = str
@@ -190,6 +191,7 @@ def _report(error: BaseException) -> int:
         print("error: a fault of Deep Lightning or of your own code; the lines above say where", file=sys.stderr)
         return 1
     word = "\x1b[31merror\x1b[0m" if sys.stderr.isatty() else "error"
+    word += f" [rank {own_rank()}]" if own_rank() else ""
     for note in notes:
         print(f"{word}: {_redact(note)}", file=sys.stderr)
     return code

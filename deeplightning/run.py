@@ -12,6 +12,7 @@ from deeplightning.config.fault import CheckpointError, ConfigError, Fault
 from deeplightning.config.schema import Config
 from deeplightning.config.source import dump
 from deeplightning.configure import init_module, init_trainer, load_config
+from deeplightning.engine.plan import own_rank
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking import resolve_run
 from deeplightning.tracking.store import locate
@@ -32,7 +33,7 @@ def launch(cfg: Config) -> RunFolder:
         The run's folder; its path is also the last line on stdout, whatever happens once the run has begun.
     """
     from deeplightning.callbacks import callback_of
-    from deeplightning.callbacks.console import own_rank, to_terminal
+    from deeplightning.callbacks.console import to_terminal
     from deeplightning.callbacks.record import Record
 
     to_terminal(cfg)
@@ -214,8 +215,13 @@ def _export_at_the_end(cfg: Config, task: Any, data: Any, record: Any) -> None:
 
 def _keep_samples(data: Any, folder: RunFolder) -> None:
     import numpy as np
+    from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
-    batch = next(iter(data.val_dataloader()))
+    try:
+        loader = data.val_dataloader()
+    except MisconfigurationException:  # Lightning's word for: the module has none
+        loader = data.train_dataloader()
+    batch = next(iter(loader))
     np.savez_compressed(folder.samples, images=batch["image"][:SAMPLES].numpy())
 
 

@@ -15,6 +15,7 @@ from pytorch_lightning.callbacks import Checkpoint as LightningCheckpoint
 from deeplightning.callbacks.record import Interrupted, Record
 from deeplightning.config.fault import ConfigError, Fault
 from deeplightning.config.schema import Checkpoint
+from deeplightning.runfolder import RunFolder
 
 log = logging.getLogger("deeplightning")
 
@@ -29,6 +30,7 @@ class Checkpoints(LightningCheckpoint):
     def __init__(self, settings: Checkpoint, record: Record):
         self.settings, self.record = settings, record
         self.kept: list[dict[str, Any]] = []  # the best first: {"value", "epoch", "step", "file"}
+        self._loaded: list[dict[str, Any]] | None = None
         self._saved_step = -1
         self._validated = False
         self._marks: set[int] = set()
@@ -39,6 +41,12 @@ class Checkpoints(LightningCheckpoint):
         return self.kept[0] if self.kept else None
 
     # ---- when
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._take_over(trainer)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._take_over(trainer)  # strategies that shard load their checkpoint only after `on_fit_start`
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Finds the batches after which a fraction of an epoch is over."""
@@ -73,6 +81,8 @@ class Checkpoints(LightningCheckpoint):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._saved_step != trainer.global_step or not self.record.folder.last.exists():
             self._save_last(trainer)
+        if self.settings.monitor is not None and not self.kept:
+            log.warning("there is no best.ckpt: %s had no value to judge by", self.settings.monitor)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """An interrupted run can go on from where it was."""
@@ -133,8 +143,40 @@ class Checkpoints(LightningCheckpoint):
         return {"kept": [dict(entry) for entry in self.kept]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Takes over the best of the run that is continued, as far as its files are in this run's folder."""
-        self.kept = [dict(entry) for entry in state_dict["kept"]]
+        self._loaded = [dict(entry) for entry in state_dict["kept"]]
+
+    def _take_over(self, trainer: pl.Trainer) -> None:
+        """Puts the checkpoints of the run that goes on into this run's folder: what it may not surpass, and what it has
+        if it ends before its first own."""
+        if self._loaded is None or trainer.ckpt_path is None:
+            return
+        (loaded, self._loaded), source = (self._loaded, None), Path(trainer.ckpt_path).absolute()
+        former, folder = RunFolder(source.parent), self.record.folder
+        # Later epochs than the checkpoint's may have replaced the best that it knew.
+        known = [
+            entry
+            for entry in loaded
+            if entry["metric"] == self.settings.monitor
+            and (former.path / entry["file"]).is_file()
+            and (entry["file"] != former.best.name or _score(former) == entry)
+        ]
+        if known and known[0]["file"] == former.best.name:
+            self.kept = known[: self.settings.save_top_k]
+        if former.path == folder.path or not trainer.is_global_zero:
+            return
+        _copy(source, folder.last)
+        for entry in self.kept:
+            _copy(former.path / entry["file"], folder.path / entry["file"])
+        if self.kept:
+            _copy(former.best_score, folder.best_score)
+
+
+def _score(folder: RunFolder) -> Any:
+    """What `best.json` says."""
+    try:
+        return json.loads(folder.best_score.read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def _copy(source: Path, target: Path) -> None:

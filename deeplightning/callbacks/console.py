@@ -1,7 +1,6 @@
 """What a person sees of a run: a table at its start, progress while it goes on, what came out at its end."""
 
 import logging
-import os
 import platform
 import sys
 import time
@@ -17,7 +16,7 @@ from deeplightning.callbacks.checkpoints import Checkpoints
 from deeplightning.callbacks.record import Record, Redacting
 from deeplightning.callbacks.watch import batch_loss
 from deeplightning.config.schema import Config, Target
-from deeplightning.engine.plan import effective_batch
+from deeplightning.engine.plan import effective_batch, own_rank
 
 log = logging.getLogger("deeplightning")
 
@@ -63,11 +62,6 @@ def _warn(message: Warning | str, *_: Any, **__: Any) -> None:
     log.warning("%s", str(message).strip())
 
 
-def own_rank() -> int:
-    """This process's number, as launchers tell it before there is a process group."""
-    return int(next((os.environ[n] for n in ("RANK", "SLURM_PROCID", "LOCAL_RANK") if os.environ.get(n)), 0))
-
-
 class Console(pl.Callback):
     """Says on rank 0 what is going on; every rank writes its own losses to its log file."""
 
@@ -94,7 +88,9 @@ class Console(pl.Callback):
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
             self._progress = Progress(*columns, auto_refresh=False, transient=True)
             self._progress.start()
-            self._bar = self._progress.add_task("", total=None)
+            self._bar = self._progress.add_task("", total=trainer.num_training_batches)
+        if 0 < trainer.fit_loop.epoch_loop.batch_progress.current.ready < trainer.num_training_batches:
+            self._epoch = trainer.current_epoch  # resumed inside an epoch, whose start is not told again
 
     def _summary(self, trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, str]:
         cfg, engine = self.cfg, self.cfg.engine
@@ -173,6 +169,10 @@ class Console(pl.Callback):
             where = f"after epoch {best['epoch'] + 1} (step {best['step']})"
             log.info("best       %s %.4f %s", best["metric"], best["value"], where)
         log.info("duration   %s", _duration(time.monotonic() - self._started))
+
+    def on_fit_end(self, trainer: Any, pl_module: pl.LightningModule) -> None:
+        if not self._started:  # Lightning does not even begin
+            log.info("done       already: %d epochs, %d steps", trainer.current_epoch, trainer.global_step)
 
     def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._say_results(trainer, "test_")

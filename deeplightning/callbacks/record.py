@@ -41,6 +41,7 @@ class Record(pl.Callback):
     def __init__(self, cfg: Config, loggers: list[Logger], fallback: Path):
         self.cfg, self.loggers, self.fallback = cfg, loggers, fallback
         self._folder: RunFolder | None = None
+        self._failed = False
 
     @property
     def folder(self) -> RunFolder:
@@ -102,11 +103,14 @@ class Record(pl.Callback):
 
     def fail(self, error: BaseException) -> None:
         """Ends the run as FAILED with the reason, or as KILLED where a signal was the reason."""
-        if self._folder is None:
+        if self._folder is None or self._failed:
             return
+        self._failed = True
         stopped = isinstance(error, Interrupted | KeyboardInterrupt)
         reason = self.cfg.redact(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
-        log.info("the run ends: %s", reason)
+        if not self._failed:
+            log.info("the run ends: %s", reason)
+        self._failed = True
         end(self.loggers, "killed" if stopped else "failed", reason)
 
     def on_save_checkpoint(

@@ -3,6 +3,7 @@
 Torch and Lightning are imported only where a machine must be asked or a strategy made.
 """
 
+import os
 from typing import Any
 
 from deeplightning.config.fault import ConfigError, Fault, SetupError
@@ -135,6 +136,11 @@ def _strategy(engine: Engine) -> Any:
         return strategies.DeepSpeedStrategy(**{"stage": int(stage), **moved, **params})
     except (TypeError, ValueError) as error:
         raise ConfigError(Fault(f"{engine.backend} refuses its arguments: {error}", "engine.params")) from error
+
+
+def own_rank() -> int:
+    """This process's number, as launchers tell it before there is a process group."""
+    return int(next((os.environ[n] for n in ("RANK", "SLURM_PROCID", "LOCAL_RANK") if os.environ.get(n)), 0))
 
 
 def effective_batch(cfg: Config) -> str:
