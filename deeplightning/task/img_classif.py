@@ -226,6 +226,10 @@ class ImageClassification(pl.LightningModule):
             return {}
         epochs = self.trainer.max_epochs or 1
         total = int(self.trainer.estimated_stepping_batches)
+        if self.trainer.ckpt_path is not None:
+            # The question made the iterator of the training set, before the place to go on from is known (Lightning
+            # 2.6.6): without this line a run resumed inside an epoch sees batches of the first epoch.
+            self.trainer.fit_loop._combined_loader = None
         known = {"total_steps": total, "epochs": epochs, "steps_per_epoch": -(-total // epochs), "T_max": total}
         if asked - set(known):
             raise MisfitError(
@@ -234,6 +238,20 @@ class ImageClassification(pl.LightningModule):
         return {name: known[name] for name in asked}
 
     # ---- learning and judging
+
+    def on_train_start(self) -> None:
+        """
+        Raises:
+            MisfitError: the schedule that is resumed is shorter than the training.
+        """
+        steps = self.trainer.estimated_stepping_batches
+        for config in self.trainer.lr_scheduler_configs:
+            length = getattr(config.scheduler, "total_steps", None)
+            if length is not None and config.interval == "step" and steps > length * config.frequency:
+                raise MisfitError(
+                    f"model.scheduler: this schedule ends after {length} steps, the training takes {steps}; a resumed "
+                    "run keeps the schedule that it began with, and so its train.num_epochs"
+                )
 
     def forward(self, images: Tensor) -> Tensor:
         """Pictures, uint8 (B, C, H, W) or float as the network takes them, to logits (B, K)."""
