@@ -144,9 +144,10 @@ def find_checkpoint(name: str | None, cfg: Config, to_go_on: bool = False) -> Pa
     if name in ("auto", "last", "best"):
         file = "best.ckpt" if name == "best" else "last.ckpt"
         root = locate(uri).artifact_root
-        found = sorted(root.glob(f"*/*/artifacts/{file}"), key=lambda p: p.stat().st_mtime) if root else []
-        if found:
-            return found[-1]
+        # By the start of the run: a resumed one begins with the checkpoints of its forerunner.
+        found = [(RunFolder(path.parent).config, path) for path in (root.glob(f"*/*/artifacts/{file}") if root else [])]
+        if found := [(config.stat().st_mtime_ns, path) for config, path in found if config.is_file()]:
+            return max(found)[1]
         if name == "auto":
             log.info("resumes    nothing: there is no run in %s yet", uri)
             return None
