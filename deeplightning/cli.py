@@ -148,6 +148,44 @@ def _serve_options(folder: Any) -> dict[str, Any]:
     return {name: section[name] for name in ("host", "port", "max_upload_mb", "max_pixels") if name in section}
 
 
+@cli.command()
+@click.argument("run")
+def reproduce(run: str) -> None:
+    """Run RUN's config once more and compare: 0 if weights and results are the same, else 5."""
+    from deeplightning.runs import reproduce as run_again
+
+    again = run_again(_folder(run))
+    click.echo(f"reproduced: the same weights and results in {again.path}", err=True)
+
+
+@cli.command()
+@click.argument("first", metavar="RUN")
+@click.argument("second", metavar="RUN")
+def diff(first: str, second: str) -> None:
+    """Show where two runs differ, in config and results."""
+    from deeplightning.runs import differences
+
+    for name, one, two in differences(_folder(first), _folder(second)):
+        click.echo(f"{name}: {one} → {two}")
+
+
+@cli.command()
+@click.option("--tracking-uri", help="The store; default: MLFLOW_TRACKING_URI, else mlruns.")
+@click.option("--unfinished", is_flag=True, help="Only runs that failed or were killed.")
+@click.option("--remove", is_flag=True, help="Delete those runs and their files, after asking.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
+def runs(tracking_uri: str | None, unfinished: bool, remove: bool, yes: bool) -> None:
+    """List runs, the newest first; remove those that did not finish. Running ones are never removed."""
+    from deeplightning import runs as of
+
+    rows = of.listing(tracking_uri, unfinished or remove)
+    for row in rows:
+        click.echo("  ".join(row[name] for name in ("id", "status", "started", "experiment", "result", "folder")))
+    if remove and rows and (yes or click.confirm(f"Delete these {len(rows)} runs and their files?")):
+        of.remove(tracking_uri, rows)
+        click.echo(f"{len(rows)} runs deleted")
+
+
 def _folder(run: str) -> Any:
     from deeplightning.runfolder import RunFolder
     from deeplightning.tracking import resolve_run
