@@ -2,7 +2,6 @@
 
 import csv
 import json
-import sys
 from pathlib import Path
 
 import pytest

@@ -86,7 +86,8 @@ class Checkpoints(LightningCheckpoint):
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """An interrupted run can go on from where it was."""
-        if isinstance(exception, Interrupted) and trainer.state.fn == "fit" and self.record.opened:
+        polite = isinstance(exception, Interrupted) and not exception.at_once
+        if polite and trainer.state.fn == "fit" and self.record.opened:
             self._save_last(trainer)
 
     # ---- what

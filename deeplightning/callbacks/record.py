@@ -20,11 +20,12 @@ log = logging.getLogger("deeplightning")
 
 
 class Interrupted(Exception):
-    """A signal asked the run to end."""
+    """A signal asked the run to end; a second one, `at_once`: nothing more is saved."""
 
-    def __init__(self, signal_name: str, exit_code: int):
+    def __init__(self, signal_name: str, exit_code: int, at_once: bool = False):
         super().__init__(f"interrupted by {signal_name}")
         self.exit_code = exit_code
+        self.at_once = at_once
 
 
 class Record(pl.Callback):

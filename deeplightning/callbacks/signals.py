@@ -27,7 +27,7 @@ class Signals(pl.Callback):
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         if self._received:
-            raise Interrupted(signal.Signals(number).name, EXIT_CODES[signal.Signals(number)])
+            raise Interrupted(signal.Signals(number).name, EXIT_CODES[signal.Signals(number)], at_once=True)
         self._received = number
 
     def _look(self, trainer: pl.Trainer) -> None:

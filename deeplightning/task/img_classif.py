@@ -110,6 +110,7 @@ class ImageClassification(pl.LightningModule):
         self.weights = {name: loss.weight for name, loss in named.items()}
         self.metrics = nn.ModuleDict({f"{stage}_stage": self._metrics() for stage in ("train", "val", "test")})
         self._logged_step = -1
+        self._counted: dict[str, dict[str, Any]] = {}  # of the epoch that a resumed run goes on in, over all processes
         self._confusion: Tensor | None = None
         self._sheet: dict[str, Tensor] | None = None
 
@@ -244,6 +245,10 @@ class ImageClassification(pl.LightningModule):
         Raises:
             MisfitError: the schedule that is resumed is shorter than the training.
         """
+        counted, self._counted = self._counted, {}
+        for name, metric in self._of("train").items():
+            if name in counted and self.trainer.is_global_zero:
+                _restore(metric, counted[name])
         steps = self.trainer.estimated_stepping_batches
         for config in self.trainer.lr_scheduler_configs:
             length = getattr(config.scheduler, "total_steps", None)
@@ -394,8 +399,12 @@ class ImageClassification(pl.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self.image_spec is not None:
             checkpoint[self.kind] = {"image_spec": self.image_spec.to_dict(), "class_names": self.class_names}
+        done = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
+        if 0 < done < self.trainer.num_training_batches:
+            checkpoint["train_metrics"] = {name: _state_of(metric) for name, metric in self._of("train").items()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._counted = checkpoint.get("train_metrics", {})
         if self.image_spec is None and self.kind in checkpoint:
             saved = checkpoint[self.kind]
             self._describe(ImageSpec.from_dict(saved["image_spec"]), saved["class_names"])
@@ -405,3 +414,17 @@ class ImageClassification(pl.LightningModule):
         if self.network is None or self.normalise is None:
             raise MisfitError("the data module gave no `image_spec`: there is nothing to prepare pictures by")
         return Classifier(self.normalise, self.network).cpu().float().eval()
+
+
+def _state_of(metric: Metric) -> dict[str, Any]:
+    """What a metric has counted over all processes; asked on each."""
+    with metric.sync_context(should_sync=torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return {name: [*v] if isinstance(v, list) else v.clone() for name, v in metric.metric_state.items()}
+
+
+def _restore(metric: Metric, state: dict[str, Any]) -> None:
+    for name, now in metric.metric_state.items():
+        if name in state:
+            saved = state[name] if isinstance(state[name], list) else [state[name]]
+            saved = [value.to(metric.device) for value in saved]
+            setattr(metric, name, saved if isinstance(now, list) else saved[0])

@@ -1,0 +1,132 @@
+"""A run that goes on ends where an uninterrupted one does, bit for bit; and every way to name where it goes on from.
+
+The network has dropout, the data are shuffled and augmented, the learning rate falls by steps: whatever of random
+numbers, positions and counters is lost shows in the weights.
+"""
+
+import json
+
+import pytest
+from conftest import digest
+
+RANDOM = [
+    "model.network={type: own.Dropout}",
+    "data.module.params.augment=[{type: deeplightning.data.augment.RandomCrop, params: {padding: 1}}]",
+    "model.scheduler={type: torch.optim.lr_scheduler.StepLR, params: {step_size: 5}, call: {interval: step}}",
+    "train.num_epochs=4",
+    "train.checkpoint.monitor=val_loss",
+]
+
+
+@pytest.fixture(scope="module")
+def whole(train):
+    """Four epochs of nine batches at a stretch."""
+    return train(*RANDOM)
+
+
+@pytest.fixture(scope="module")
+def half(train):
+    """The first two of four epochs."""
+    return train(*RANDOM, "train.num_epochs=2")
+
+
+@pytest.fixture(scope="module")
+def inside(train):
+    """Ended in the third epoch, after 23 of 36 steps."""
+    return train(*RANDOM, "train.max_steps=23")
+
+
+def assert_ends_like(resumed, whole, tracked, since):
+    """Weights of the end and of the best are equal, and all that was tracked since a step."""
+    for name in ("last.ckpt", "best.ckpt"):
+        assert digest(resumed.folder / name) == digest(whole.folder / name)
+    expected = {
+        name: [point for point in points if point[0] >= since]
+        for name, points in tracked(whole.folder).series().items()
+    }
+    assert tracked(resumed.folder).series() == expected
+
+
+def test_a_run_resumed_at_an_epochs_edge_ends_bit_for_bit_like_an_uninterrupted_one(half, whole, train, tracked):
+    """Two epochs, then two more by the run's folder."""
+    resumed = train(*RANDOM, f"train.resume_ckpt='{half.folder}'")
+    assert_ends_like(resumed, whole, tracked, since=18)
+
+
+def test_a_run_resumed_inside_an_epoch_ends_bit_for_bit_like_an_uninterrupted_one(inside, whole, train, tracked):
+    """Ended by `max_steps` in the middle of an epoch, then resumed by the path of its checkpoint."""
+    resumed = train(*RANDOM, f"train.resume_ckpt='{inside.folder / 'last.ckpt'}'")
+    for name in ("last.ckpt", "best.ckpt"):
+        assert digest(resumed.folder / name) == digest(whole.folder / name)
+    series, expected = tracked(resumed.folder).series(), tracked(whole.folder).series()
+    assert series["val_loss"] == expected["val_loss"][2:]
+    assert series["train_loss"] == [point for point in expected["train_loss"] if point[0] >= 23]
+
+
+def test_an_epoch_that_was_resumed_inside_has_its_mean_over_all_its_batches(inside, whole, train, tracked):
+    """`train_loss_epoch` of the epoch in which a run went on counts the batches before as well."""
+    resumed = train(*RANDOM, f"train.resume_ckpt='{inside.folder / 'last.ckpt'}'", "train.num_epochs=3")
+    assert (
+        tracked(resumed.folder).series()["train_loss_epoch"][0] == tracked(whole.folder).series()["train_loss_epoch"][2]
+    )
+
+
+def test_a_run_resumed_with_accumulation_ends_bit_for_bit_like_an_uninterrupted_one(train):
+    """Nine batches by twos: five steps an epoch; ended after seven."""
+    settings = [*RANDOM, "train.num_epochs=2", "train.accumulator_factor=2"]
+    parts = train(*settings, "train.max_steps=7")
+    resumed = train(*settings, f"train.resume_ckpt='{parts.folder}'")
+    assert digest(resumed.folder / "last.ckpt") == digest(train(*settings).folder / "last.ckpt")
+
+
+def test_auto_last_and_best_are_of_the_newest_run(train, tmp_path):
+    """`auto` finds nothing in a new store and starts; then the newest run's last checkpoint; `best` its best one."""
+    settings = [*RANDOM, f"logger.params.tracking_uri={tmp_path / 'mlruns'}", "train.num_epochs=1"]
+    newest = train(*settings, "train.resume_ckpt=auto")
+    assert "resumes    nothing" in newest.out
+    for word, file in (("auto", "last.ckpt"), ("last", "last.ckpt"), ("best", "best.ckpt")):
+        resumed = train(*settings, "train.num_epochs=2", f"train.resume_ckpt={word}")
+        assert f"resumes    {newest.folder / file}" in resumed.out
+        newest = resumed
+
+
+def test_a_run_that_was_done_does_nothing_more(half, train, tracked):
+    """A run that is resumed at its end says so, makes no further step, and has the weights to test and to serve."""
+    again = train(*RANDOM, "train.num_epochs=2", f"train.resume_ckpt='{half.folder}'", "stages=[train,test]")
+    assert "done       already: 2 epochs, 18 steps" in again.out
+    for name in ("last.ckpt", "best.ckpt"):
+        assert digest(again.folder / name) == digest(half.folder / name)
+    assert "train_loss" not in tracked(again.folder).metrics
+    assert "test_acc" in tracked(again.folder).metrics
+
+
+def test_what_cannot_be_resumed_is_named(train, tmp_path, store):
+    """A missing checkpoint, an unknown run and an empty store end with exit 4, and no run begins."""
+    before = len(list(store.glob("*/*")))
+    for name in (tmp_path / "no.ckpt", "nosuchrun", tmp_path / "nowhere"):
+        refused = train(f"train.resume_ckpt='{name}'", code=4)
+        assert str(name) in refused.err
+        assert "Traceback" not in refused.err
+    refused = train("train.resume_ckpt=last", f"logger.params.tracking_uri={tmp_path / 'none'}", code=4)
+    assert "no run in" in refused.err
+    assert not (tmp_path / "none").exists()
+    assert len(list(store.glob("*/*"))) == before
+
+
+def test_a_checkpoint_of_another_network_is_refused(half, train):
+    """Exit 4 with the tensors that do not fit, and the run is FAILED."""
+    refused = train(f"train.resume_ckpt='{half.folder / 'last.ckpt'}'", code=4)
+    assert "of another network" in refused.err
+    assert "Traceback" not in refused.err
+
+
+def test_the_best_of_the_run_before_stays_the_best(half, train, place):
+    """A resumed run that gets no better has the `best.ckpt` and `best.json` of the run that it continues."""
+    unreachable = ["train.checkpoint={monitor: val_acc, mode: max, save_top_k: 2}", "model.loss.type=own.Constant"]
+    former = train(*RANDOM, *unreachable, "train.num_epochs=1")
+    resumed = train(*RANDOM, *unreachable, "train.num_epochs=3", f"train.resume_ckpt='{former.folder}'")
+    assert json.loads((resumed.folder / "best.json").read_text())["epoch"] == 0
+    assert digest(resumed.folder / "best.ckpt") == digest(former.folder / "best.ckpt")
+    assert "best       val_acc" in resumed.out
+    assert "after epoch 1 (step 9)" in resumed.out
+    assert (resumed.folder / "epoch=1-step=18.ckpt").is_file()
