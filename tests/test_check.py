@@ -204,6 +204,31 @@ def test_one_wrong_target_is_one_note(override, words):
 
 
 @pytest.mark.parametrize(
+    ("backend", "params", "words"),
+    [
+        (
+            "ddp",
+            "fnd_unused_parameters: true",
+            "fnd_unused_parameters: torch.nn.parallel.DistributedDataParallel has no",
+        ),
+        ("ddp", "find_unused_parameters: maybe", "takes true or false here, not the text 'maybe'"),
+        ("ddp", "module: 1", "torch.nn.parallel.DistributedDataParallel gets `module` from us; remove it"),
+        ("ddp", "timeoutt: 1", "engine.params.timeoutt: "),
+        ("deepspeed_stage_2", "stag: 1", "DeepSpeedStrategy has no param `stag`. Did you mean stage?"),
+        ("ddp", "find_unused_parameters: true, process_group_backend: gloo, bucket_cap_mb: 25", None),
+        ("deepspeed_stage_3", "offload_optimizer: true, allgather_bucket_size: 200_000_000", None),
+    ],
+)
+def test_params_of_the_engine_are_compared_with_the_strategys(backend, params, words):
+    """With its own and, for ddp, with those of torch's class that they are handed on to."""
+    overrides = [f"engine.backend={backend}", f"engine.params={{{params}}}"]
+    if words is None:
+        assert notes(*overrides) == []
+    else:
+        assert words in note(*overrides)
+
+
+@pytest.mark.parametrize(
     "override",
     [
         "model.network={type: torchvision.models.resnet18, params: {num_classes: 10}}",

@@ -1,5 +1,6 @@
 """A tree of values becomes a checked `Config`, or all that is wrong with it at once, each fault with its place."""
 
+import inspect
 import os
 import types
 import typing
@@ -43,6 +44,19 @@ _KINDS = {
 }
 
 
+# The classes that `engine.params` go to, by backend: what the first does not name goes on to the second, which is given
+# the network. An installed Lightning knows them all, whether their packages are there or not.
+_DDP = ("pytorch_lightning.strategies.DDPStrategy", "torch.nn.parallel.DistributedDataParallel")
+_STRATEGIES = {
+    "ddp": _DDP,
+    "horovod": _DDP,
+    "dp": _DDP,
+    **dict.fromkeys(
+        (word for word in typing.get_args(schema.Backend) if word.startswith("deepspeed")),
+        ("pytorch_lightning.strategies.DeepSpeedStrategy",),
+    ),
+}
+
 # Modules that are neither a network nor, but for the first, a loss.
 _OTHER_MODULES = {"_Loss": "a loss", "Metric": "a metric", "LightningModule": "a task"}
 
@@ -65,6 +79,8 @@ def load(path: str | Path, overrides: list[str] | None = None) -> Config:
     os.environ.update(config.engine.env)  # before any target is imported: libraries read their variables then
     for check in checker.targets:
         check()
+    if config.engine is not None:
+        checker.strategy(config.engine)
     if faults:
         raise ConfigError(_in_order(faults, source))
     return config
@@ -300,6 +316,16 @@ class _Checker:
                 return []
             return [Fault(f"{name} is {other}, not {words}", f"{key}.type")]
         return [Fault(f"{name} is not {words}", f"{key}.type")]
+
+    def strategy(self, engine: schema.Engine) -> None:
+        """Compares `engine.params` with the signatures of the classes that they go to."""
+        classes = _STRATEGIES.get(engine.backend or "", ())
+        for param, value in engine.params.items() if classes else ():
+            name = next((c for c in classes if param in inspect.signature(find(c)).parameters), classes[-1])
+            given = int(name == _DDP[-1])
+            for fault in faults_of(name, {param: value}, given, "engine"):
+                if fault.key != "engine.params":  # Lightning gives what the class needs besides
+                    self.fault(fault.message, str(fault.key))
 
     # ---- what single keys cannot tell
 
