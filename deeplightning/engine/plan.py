@@ -90,6 +90,9 @@ def _refuse(cfg: Config, world: int) -> None:
     if deepspeed and clip is not None and clip.algorithm == "value":
         message = f"DeepSpeed ({engine.backend}) clips by norm only; set `train.gradient_clip.algorithm=norm`"
         faults.append(Fault(message, "train.gradient_clip.algorithm"))
+    if sharded and clip is not None and clip.algorithm == "norm" and clip.norm_type != 2:
+        message = f"{engine.backend} knows the second norm only; set `train.gradient_clip.norm_type=2`"
+        faults.append(Fault(message, "train.gradient_clip.norm_type"))
     if engine.sync_batchnorm and engine.gpus is None:
         faults.append(Fault("torch synchronises batch norm on GPUs only; set it to false", "engine.sync_batchnorm"))
     if engine.params and engine.backend is None:

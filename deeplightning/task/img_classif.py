@@ -279,6 +279,20 @@ class ImageClassification(pl.LightningModule):
             self.log_dict(values)
         return loss
 
+    def configure_gradient_clipping(
+        self,
+        optimizer: Any,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Lightning's clipping, and by norms other than the second, which it does not know."""
+        clip = self.cfg.train.gradient_clip
+        if clip is None or clip.algorithm != "norm" or clip.norm_type == 2:
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+            return
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        nn.utils.clip_grad_norm_(parameters, clip.value, clip.norm_type)
+
     def on_train_epoch_end(self) -> None:
         self._log_epoch("train", suffix="_epoch")
 
