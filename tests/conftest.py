@@ -17,7 +17,7 @@ from commands import Commands, Outcome
 TINY = """\
 seed: 7
 data:
-  module: {type: deeplightning.data.digits.Digits, params: {limit: 150}}    # 135 train, 15 validate, 150 test
+  module: {type: deeplightning.data.digits.Digits, params: {limit: 150}}    # 134 train, 16 validate, 150 test
   batch_size: 16
 model:
   module: {type: deeplightning.task.img_classif.ImageClassification}

@@ -1,0 +1,337 @@
+"""One launch: stages together and alone, how a run ends in each case, several processes, and what must not be told."""
+
+import csv
+import json
+import signal
+
+import pytest
+from commands import real
+from conftest import digest, weights
+
+from deeplightning.runfolder import RunFolder
+
+BEST = "train.checkpoint={monitor: val_acc, mode: min}"  # so that the first of two epochs is best
+
+
+@pytest.fixture(scope="module")
+def trained(train):
+    """Two epochs, with a best."""
+    return train(BEST)
+
+
+def rows(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def count_runs(store):
+    return len(list(store.glob("0/*/artifacts")))
+
+
+# ---- the same again
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["data.num_workers=2", "data.module.params.in_memory=false"],
+        ["data.module.params.in_memory=false"],
+        ["logger.log_every_n_steps=4", "logger.pictures={every_n_epochs: 1}", "engine.deterministic=true"],
+    ],
+    ids=["workers", "on demand", "pictures"],
+)
+def test_the_same_config_gives_the_same_bits_however_it_is_loaded_and_watched(overrides, train, trained, tracked):
+    """Metric series and weights are identical with two loader workers, from memory or not, with pictures or without."""
+    again = train(BEST, *overrides)
+    assert digest(again.folder / "last.ckpt") == digest(trained.folder / "last.ckpt")
+    assert tracked(again.folder).series() == tracked(trained.folder).series()
+
+
+def test_another_seed_gives_another_run_and_none_is_drawn_and_recorded(train, trained):
+    """`seed: null` draws one, which stands in `cfg.yaml`, and a run with that seed is the same."""
+    drawn = train("seed=null", "train.num_epochs=1")
+    assert "seed: drawn: " in drawn.err
+    assert digest(drawn.folder / "last.ckpt") != digest(trained.folder / "last.ckpt")
+    seed = drawn.err.partition("seed: drawn: ")[2].split()[0]
+    assert f"seed: {seed}\n" in (drawn.folder / "cfg.yaml").read_text()
+    again = train(f"seed={seed}", "train.num_epochs=1")
+    assert digest(again.folder / "last.ckpt") == digest(drawn.folder / "last.ckpt")
+
+
+# ---- stages
+
+
+def test_all_stages_follow_a_training_in_the_same_run(train, tracked, store):
+    """validate, test and predict after train use the best weights and write into the one run."""
+    before = count_runs(store)
+    done = train("stages=[train,validate,test,predict]", "train.checkpoint={monitor: val_acc, mode: max}")
+    assert count_runs(store) == before + 1
+    folder = RunFolder(done.folder)
+    best = json.loads(folder.best_score.read_text())
+    assert json.loads(folder.results("validate").read_text())["val_acc"] == best["value"]
+    assert [int(row["index"]) for row in rows(folder.predictions)] == list(range(150))
+    assert len(rows(folder.stage_predictions("validate"))) == 16
+    tested, predicted = rows(folder.stage_predictions("test")), rows(folder.predictions)
+    assert [r["predicted_class"] for r in tested] == [r["predicted_class"] for r in predicted]
+    assert tracked(done.folder).metrics["test_acc"] == json.loads(folder.results("test").read_text())["test_acc"]
+    assert tracked(done.folder).status == "FINISHED"
+
+
+def test_a_stage_alone_uses_the_weights_that_are_named(train, trained, tmp_path):
+    """`stages=[test]` with `test.ckpt` as a path, a run, or the best or last of the newest run; nothing is trained."""
+    files = [RunFolder(train("stages=[test]", f"test.ckpt='{trained.folder / name}'").folder) for name in CHECKPOINTS]
+    last, best, of_run = ((f.results("test").read_text(), f.stage_predictions("test").read_text()) for f in files)
+    assert not files[0].last.exists()
+    assert of_run == best
+    assert last != best
+    elsewhere = [f"logger.params.tracking_uri={tmp_path / 'mlruns'}"]
+    train(*elsewhere, BEST)
+    for name, expected in (("last", last), ("best", best)):
+        folder = RunFolder(train("stages=[test]", f"test.ckpt={name}", *elsewhere).folder)
+        assert (folder.results("test").read_text(), folder.stage_predictions("test").read_text()) == expected
+
+
+CHECKPOINTS = ["last.ckpt", "best.ckpt", ""]
+
+
+def test_validate_and_predict_alone(train, trained):
+    """Their files, and no checkpoint."""
+    done = train("stages=[validate,predict]", f"test.ckpt='{trained.folder}'")
+    left = {path.name for path in done.folder.iterdir()} - {"git.diff"}
+    assert left == {
+        *("cfg.yaml", "environment.json", "logs", "val_results.json", "val_predictions.csv", "predictions.csv")
+    }
+    best = json.loads((trained.folder / "best.json").read_text())
+    assert json.loads((done.folder / "val_results.json").read_text())["val_acc"] == best["value"]
+
+
+@pytest.mark.parametrize("ckpt", ["null", "/nowhere/at/all.ckpt", "nosuchrun"])
+def test_a_stage_without_weights_ends_with_exit_4_and_no_run(ckpt, train, store):
+    """Said in words, before a run begins."""
+    before = count_runs(store)
+    refused = train("stages=[test]", f"test.ckpt={ckpt}", code=4)
+    assert "Traceback" not in refused.err
+    assert ("test.ckpt" if ckpt == "null" else ckpt) in refused.err
+    assert count_runs(store) == before
+
+
+def test_no_epochs_only_validate(train, tracked):
+    """`num_epochs: 0` leaves validation metrics, and nothing is trained or saved."""
+    done = train("train.num_epochs=0")
+    assert set(tracked(done.folder).metrics) - {"epoch"} == {"val_acc", "val_loss"}
+    assert not (done.folder / "last.ckpt").exists()
+
+
+def test_test_and_predict_of_a_run_write_into_it_and_leave_its_config(command, place, trained, tracked, store):
+    """`deeplightning test RUN` and `predict RUN`: the same run, finished again, its `cfg.yaml` as it was."""
+    config, before = (trained.folder / "cfg.yaml").read_bytes(), count_runs(store)
+    tested = command("test", trained.folder, cwd=place)
+    assert tested.code == 0, tested
+    assert tested.folder == trained.folder
+    predicted = command("predict", trained.folder, cwd=place)
+    assert predicted.code == 0, predicted
+    assert predicted.folder == trained.folder
+    assert (trained.folder / "cfg.yaml").read_bytes() == config
+    assert count_runs(store) == before
+    run = tracked(trained.folder)
+    assert run.status == "FINISHED"
+    assert run.metrics["test_acc"] == json.loads((trained.folder / "test_results.json").read_text())["test_acc"]
+    assert len(rows(trained.folder / "predictions.csv")) == 150
+
+
+def test_a_run_that_is_not_there_is_named(command, place):
+    """`test` of no run: exit 4."""
+    for verb in ("test", "predict", "export"):
+        refused = command(verb, "nowhere/run", cwd=place)
+        assert refused.code == 4
+        assert "nowhere/run" in refused.err
+
+
+# ---- how a run ends
+
+
+def test_a_fault_in_own_code_keeps_its_traceback_and_fails_the_run(train, tracked):
+    """Exit 1, traceback on stderr, run FAILED with the reason, path printed."""
+    failed = train("model.module.type=own.Raises", code=1)
+    assert 'KeyError: "a fault of the user\'s"' in failed.err
+    assert "own.py" in failed.err
+    run = tracked(failed.folder)
+    assert run.status == "FAILED"
+    assert "a fault of the user's" in run.tags["failure"]
+
+
+def test_a_loss_that_is_no_number_ends_the_run(train, tracked):
+    """Exit 5 with metric and step, run FAILED, and no `best.ckpt` of it."""
+    failed = train("model.optimizer.params.lr=1e20", "train.checkpoint.monitor=val_loss", code=5)
+    assert "train_loss is " in failed.err
+    assert "at step " in failed.err
+    assert "Traceback" not in failed.err
+    assert tracked(failed.folder).status == "FAILED"
+    assert "train_loss is" in tracked(failed.folder).tags["failure"]
+    assert not (failed.folder / "best.ckpt").exists()
+
+
+def test_a_fault_before_the_run_leaves_none(train, store, tmp_path):
+    """Data that are not there end with exit 3 before a run is opened."""
+    before = count_runs(store)
+    failed = train("data.module={type: deeplightning.data.mnist.MNIST}", f"data.root={tmp_path}", code=3)
+    assert str(tmp_path) in failed.err
+    assert "Artifact storage path" not in failed.out
+    assert count_runs(store) == before
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_run_politely_and_it_goes_on_bit_for_bit(
+    number, code, command, tiny, place, train, trained, tracked, tmp_path
+):
+    """The batch is finished, `last.ckpt` saved, the run KILLED, the path printed; what resumes it ends alike."""
+    go = tmp_path / "go"
+    waits = f"train.callbacks=[{{type: own.Waits, params: {{until: '{go}'}}}}]"
+    running = command.start("train", tiny, waits, cwd=place)
+    running.says("waits")
+    running.signal(number)
+    go.touch()
+    killed = running.end()
+    assert killed.code == code, killed
+    assert "Traceback" not in killed.err
+    run = tracked(killed.folder)
+    assert (run.status, run.tags["failure"]) == ("KILLED", f"Interrupted: interrupted by {signal.Signals(number).name}")
+    resumed = train(f"train.resume_ckpt='{killed.folder / 'last.ckpt'}'")
+    assert digest(resumed.folder / "last.ckpt") == digest(trained.folder / "last.ckpt")
+    expected = tracked(trained.folder).series()
+    assert tracked(resumed.folder).series()["val_loss"] == expected["val_loss"][1:]
+    assert tracked(resumed.folder).series()["train_loss_epoch"] == expected["train_loss_epoch"][1:]
+
+
+def test_a_second_signal_ends_at_once(command, tiny, place, tracked, tmp_path):
+    """While the batch that the first one waits for does not end, the second does not wait; the run is KILLED."""
+    waits = f"train.callbacks=[{{type: own.Waits, params: {{until: '{tmp_path / 'never'}'}}}}]"
+    running = command.start("train", tiny, waits, cwd=place)
+    running.says("waits")
+    running.signal(signal.SIGINT)
+    running.signal(signal.SIGTERM)
+    killed = running.end()
+    assert killed.code in (130, 143), killed
+    assert tracked(killed.folder).status == "KILLED"
+    assert (killed.folder / "last.ckpt").is_file()
+
+
+# ---- what must not be told
+
+
+@pytest.mark.parametrize("fails", [False, True], ids=["trains", "fails"])
+def test_a_secret_is_nowhere(fails, train, store, tracked):
+    """What came from `${oc.env:…}` is in no file of the run or the store and in no output, even if own code says it."""
+    secret = "pa55-w0rd/with+signs"
+    module = f"data.module={{type: own.{'Failing' if fails else 'Guarded'}, params: {{token: '${{oc.env:TOKEN}}'}}}}"
+    stages = "stages=[train,test]"
+    done = train(module, stages, "train.num_epochs=1", "train.export=true", code=1 if fails else 0, TOKEN=secret)
+    assert secret not in done.out + done.err
+    if not fails:
+        assert "${oc.env:TOKEN}" in (done.folder / "cfg.yaml").read_text()
+        assert tracked(done.folder).params["data/module/params/token"] == "${oc.env:TOKEN}"
+    everything = [path for path in store.rglob("*") if path.is_file()]
+    assert [path for path in everything if secret.encode() in path.read_bytes()] == []
+
+
+# ---- the tracker
+
+
+def test_a_run_that_mlflow_has_opened_is_joined(train, tracked, store, trained):
+    """With MLFLOW_RUN_ID, as under `mlflow run`, there is one run: that one."""
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{store / 'mlflow.db'}")
+    run = client.create_run("0")
+    before = count_runs(store)
+    done = train(
+        "train.num_epochs=1", MLFLOW_RUN_ID=run.info.run_id, MLFLOW_TRACKING_URI=f"sqlite:///{store}/mlflow.db"
+    )
+    assert done.folder.parent.name == run.info.run_id
+    assert tracked(done.folder).status == "FINISHED"
+    assert count_runs(store) == before + 1
+
+
+def test_another_logger_takes_the_run_whole(train, tmp_path):
+    """Lightning's CSVLogger as the main logger: its folder is the run's folder, and all is in it."""
+    logger = f"logger={{type: pytorch_lightning.loggers.CSVLogger, params: {{save_dir: '{tmp_path}'}}, pictures: {{}}}}"
+    done = train("~logger", logger, "stages=[train,test]", "train.export=true")
+    assert done.folder == tmp_path / "lightning_logs" / "version_0"
+    left = {path.name for path in done.folder.iterdir()}
+    assert {"cfg.yaml", "last.ckpt", "metrics.csv", "test_results.json", "bundle", "val_confusion_matrix.png"} <= left
+    found = rows(done.folder / "metrics.csv")
+    assert next(row["step"] for row in found if row["train_loss"]) == "0"
+    assert len([row for row in found if row["val_acc"]]) == 2
+
+
+def test_lightnings_mlflow_logger_and_an_extra_logger(train, tracked, store, tmp_path):
+    """`pytorch_lightning.loggers.MLFlowLogger`, as the seed config names it, makes one run like ours; an extra logger
+    gets the same numbers."""
+    extra = f"logger.extra=[{{type: pytorch_lightning.loggers.CSVLogger, params: {{save_dir: '{tmp_path}'}}}}]"
+    named = f"logger={{type: pytorch_lightning.loggers.MLFlowLogger, params: {{tracking_uri: '{store}'}}}}"
+    before = count_runs(store)
+    done = train("~logger", named, "logger.log_every_n_steps=4", extra, "stages=[train,test]")
+    assert count_runs(store) == before + 1 or tracked(done.folder).id
+    run = tracked(done.folder)
+    assert run.status == "FINISHED"
+    assert run.params["model/optimizer/params/lr"] == "0.05"
+    assert [step for step, _ in run.series()["train_loss"]] == [0, 4, 8, 12, 16]
+    found = rows(tmp_path / "lightning_logs" / "version_0" / "metrics.csv")
+    assert [int(row["step"]) for row in found if row["train_loss"]] == [0, 4, 8, 12, 16]
+    assert (done.folder / "last.ckpt").is_file()
+
+
+# ---- several processes
+
+
+@pytest.fixture(scope="module")
+def two(place, tiny):
+    """Two processes with 8 samples a step each, in fresh processes."""
+    done = real("train", tiny, "engine={processes: 2, backend: ddp}", "data.batch_size=8", *STAGES, cwd=place)
+    assert done.code == 0, done
+    return done
+
+
+STAGES = ["stages=[train,validate,test,predict]", "logger.pictures={}", "train.export=true"]
+STAGES += ["data.module.params.limit=149", "data.num_splits=9", "data.fold=8"]  # 132 train, 17 validate, 149 test
+
+
+@pytest.fixture(scope="module")
+def one(train):
+    """One process with 16 samples a step."""
+    return train(*STAGES)
+
+
+def test_two_processes_are_one_run_with_a_log_each(two, tracked, store):
+    """One tracked run, finished; two log files with loss lines; one process speaks on the terminal."""
+    assert tracked(two.folder).status == "FINISHED"
+    for rank in (0, 1):
+        assert "first loss" in (two.folder / "logs" / f"rank_{rank}.log").read_text()
+    assert two.out.count("first loss") == 1
+    assert two.out.count("seed: 7") == 1
+    assert "16 samples a step: 8 per process x 2 processes" in two.out
+    assert (two.folder / "bundle" / "bundle.json").is_file()
+    assert (two.folder / "val_confusion_matrix.png").is_file()
+
+
+def test_two_processes_learn_like_one_with_twice_the_batch(two, one, tracked):
+    """Each step sees the same samples: weights and losses agree within rounding."""
+    ours, theirs = weights(two.folder / "last.ckpt"), weights(one.folder / "last.ckpt")
+    assert max((ours[name] - theirs[name]).abs().max().item() for name in ours) < 1e-5
+    series, expected = tracked(two.folder).series(), tracked(one.folder).series()
+    assert set(series) == set(expected)
+    for name, points in expected.items():
+        assert [step for step, _ in series[name]] == [step for step, _ in points]
+        assert [value for _, value in series[name]] == pytest.approx([value for _, value in points], abs=1e-5), name
+
+
+def test_two_processes_judge_and_predict_each_sample_once_in_order(two, one):
+    """17 validation samples in batches of 2 x 8, so that one process has none at the end: `val_acc` is that of one
+    process, and files hold each sample once."""
+    for name in ("val_results.json", "test_results.json"):
+        ours, theirs = (json.loads((run.folder / name).read_text()) for run in (two, one))
+        assert ours == pytest.approx(theirs, abs=1e-6)
+    for name, size in (("val_predictions.csv", 17), ("test_predictions.csv", 149), ("predictions.csv", 149)):
+        ours, theirs = (rows(run.folder / name) for run in (two, one))
+        assert [int(row["index"]) for row in ours] == list(range(size)), name
+        assert [row["predicted_class"] for row in ours] == [row["predicted_class"] for row in theirs]
