@@ -1,0 +1,172 @@
+"""A checkpoint is on the disk whole or not at all, and reading one executes nothing."""
+
+import os
+import pickle
+import resource
+import signal
+import zipfile
+
+import pytest
+import torch
+
+from deeplightning.config.fault import CheckpointError, SetupError
+from deeplightning.engine.checkpoint_io import SafeCheckpointIO, load_weights, read_checkpoint
+
+
+class RunsACommand:
+    """What a hostile pickle holds."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return os.system, (f"touch '{self.path}'",)
+
+
+@pytest.fixture
+def checkpoint():
+    torch.manual_seed(0)
+    return {"state_dict": {"weight": torch.randn(100, 100)}, "epoch": 3, "callbacks": {"kept": [1.5, "word", None]}}
+
+
+@pytest.fixture
+def path(tmp_path, checkpoint):
+    path = tmp_path / "folder" / "last.ckpt"
+    SafeCheckpointIO().save_checkpoint(checkpoint, path)
+    return path
+
+
+def in_a_child(do):
+    """Runs a function in a process of its own; its exit code, negative where a signal ended it."""
+    child = os.fork()
+    if child == 0:
+        try:
+            do()
+            os._exit(0)
+        except SetupError as error:
+            os.write(2, str(error).encode())
+            os._exit(3)
+        finally:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def test_what_is_saved_comes_back(path, checkpoint):
+    """Tensors, numbers and texts are the same, nothing but the file is left, and folders are made."""
+    found = SafeCheckpointIO().load_checkpoint(path, weights_only=False)
+    assert torch.equal(found.pop("state_dict")["weight"], checkpoint.pop("state_dict")["weight"])
+    assert found == checkpoint
+    assert [entry.name for entry in path.parent.iterdir()] == ["last.ckpt"]
+
+
+def test_a_kill_while_saving_leaves_the_old_file_whole(path, checkpoint):
+    """Killed after half of the bytes, the process leaves the checkpoint from before."""
+    before = path.read_bytes()
+
+    class KillsWhenPickled:
+        def __reduce__(self):
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def save():
+        SafeCheckpointIO().save_checkpoint({**checkpoint, "state_dict": {}, "last": KillsWhenPickled()}, path)
+
+    assert in_a_child(save) == -signal.SIGKILL
+    assert path.read_bytes() == before
+    assert read_checkpoint(path)["epoch"] == 3
+
+
+def test_a_full_disk_while_saving_leaves_the_old_file_whole(path, checkpoint, capfd):
+    """A write that fails half-way is told with the path, and leaves the checkpoint from before and nothing else."""
+    before = path.read_bytes()
+
+    def save():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, 10_000))
+        SafeCheckpointIO().save_checkpoint({**checkpoint, "epoch": 4}, path)
+
+    assert in_a_child(save) == 3
+    assert f"{path}: the checkpoint cannot be written: " in capfd.readouterr().err
+    assert path.read_bytes() == before
+    assert [entry.name for entry in path.parent.iterdir()] == ["last.ckpt"]
+
+
+def test_a_folder_that_cannot_be_made_is_named(tmp_path, checkpoint):
+    """Saving below a file is a SetupError with the path."""
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SetupError, match=r"file/last\.ckpt: the checkpoint cannot be written"):
+        SafeCheckpointIO().save_checkpoint(checkpoint, tmp_path / "file" / "last.ckpt")
+
+
+def truncated(content):
+    return content[: len(content) // 2]
+
+
+def with_a_flipped_bit(content):
+    middle = content.index(b"weight") + 20_000  # inside the tensor's numbers
+    return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]
+
+
+def random_bytes(content):
+    return bytes(range(256)) * 40
+
+
+def nothing(content):
+    return b""
+
+
+@pytest.mark.parametrize("damage", [truncated, with_a_flipped_bit, random_bytes, nothing])
+def test_a_damaged_file_is_refused_by_name(damage, path):
+    """Truncated, one bit flipped, random or empty: a CheckpointError with the path, exit code 4."""
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(CheckpointError, match=f"{path}: (damaged|cannot be read)") as caught:
+        read_checkpoint(path)
+    assert caught.value.exit_code == 4
+
+
+def test_what_is_not_there_is_said(tmp_path):
+    """A missing file and a folder are told apart."""
+    with pytest.raises(CheckpointError, match="there is no such checkpoint"):
+        read_checkpoint(tmp_path / "no.ckpt")
+    with pytest.raises(CheckpointError, match="this is a folder"):
+        read_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("form", ["torch", "old torch", "pickle", "zip"])
+def test_a_hostile_file_is_refused_and_nothing_of_it_is_executed(form, tmp_path):
+    """A pickle that would run a command, in each form that torch reads."""
+    mark, path = tmp_path / "executed", tmp_path / "hostile.ckpt"
+    hostile = {"state_dict": RunsACommand(mark)}
+    if form == "pickle":
+        path.write_bytes(pickle.dumps(hostile))
+    elif form == "zip":
+        with zipfile.ZipFile(path, "w") as archive:
+            archive.writestr("archive/data.pkl", pickle.dumps(hostile, protocol=2))
+            archive.writestr("archive/version", "3")
+    else:
+        torch.save(hostile, path, _use_new_zipfile_serialization=form == "torch")
+    with pytest.raises(CheckpointError, match=f"{path}: "):
+        read_checkpoint(path)
+    assert not mark.exists()
+
+
+def test_the_hostile_file_would_run_its_command(tmp_path):
+    """The test above tests something."""
+    pickle.loads(pickle.dumps(RunsACommand(tmp_path / "executed")))
+    assert (tmp_path / "executed").exists()
+
+
+def test_a_file_of_something_else_is_refused(tmp_path):
+    """Plain values without weights are no checkpoint."""
+    torch.save([1, 2, 3], tmp_path / "list.ckpt")
+    with pytest.raises(CheckpointError, match="holds a `state_dict`; this file holds list"):
+        read_checkpoint(tmp_path / "list.ckpt")
+
+
+def test_weights_of_another_network_are_refused_with_their_names(path):
+    """Missing, unknown and differently shaped tensors are counted and named."""
+    module = torch.nn.Linear(3, 2)
+    with pytest.raises(CheckpointError) as caught:
+        load_weights(module, read_checkpoint(path), path)
+    assert f"{path}: of another network: 2 tensors differ" in str(caught.value)
+    assert "bias is missing" in str(caught.value)
+    assert "weight is (100, 100), the network wants (2, 3)" in str(caught.value)
