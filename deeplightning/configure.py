@@ -37,7 +37,11 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
 
 
 def init_module(cfg: Config, section: str) -> Any:
-    """The data module (`data`) or the task (`model`) of a config."""
+    """The data module (`data`) or the task (`model`) of a config. What its constructor draws follows from the seed."""
+    from deeplightning.callbacks.steps import seed_all
+
+    assert cfg.seed is not None, "load_config draws one"
+    seed_all(cfg.seed, 0)
     return build(getattr(cfg, section).module, cfg)
 
 

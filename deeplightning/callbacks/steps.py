@@ -13,6 +13,15 @@ import torch
 from deeplightning.config.fault import RunError
 
 
+def seed_all(seed: int, *position: int) -> None:
+    """Seeds Python, NumPy and torch from a seed and a position, such as epoch, batch and rank."""
+    words = np.random.SeedSequence([seed, *position]).generate_state(2)
+    mixed = int(words[0]) << 32 | int(words[1])
+    random.seed(mixed)
+    np.random.seed(int(words[0]))
+    torch.manual_seed(mixed)
+
+
 class Seeds(pl.Callback):
     """Seeds Python, NumPy and torch anew for the building of the network, and again before each batch, from seed,
     epoch, batch and rank. So a resumed run draws what an uninterrupted one would, and validation disturbs nothing.
@@ -44,11 +53,7 @@ class Seeds(pl.Callback):
         self._seed(1 + trainer.current_epoch, done, trainer.global_rank)
 
     def _seed(self, *position: int) -> None:
-        words = np.random.SeedSequence([self.seed, *position]).generate_state(2)
-        seed = int(words[0]) << 32 | int(words[1])
-        random.seed(seed)
-        np.random.seed(int(words[0]))
-        torch.manual_seed(seed)
+        seed_all(self.seed, *position)
 
 
 class LogSteps(pl.Callback):
