@@ -11,7 +11,7 @@ from pytorch_lightning.loggers import Logger
 
 from deeplightning.config.fault import SetupError
 from deeplightning.config.schema import Config
-from deeplightning.config.source import dump
+from deeplightning.config.tree import dump
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.build import end, publish, run_folder
 from deeplightning.tracking.environment import describe, git_diff
@@ -81,6 +81,10 @@ class Record(pl.Callback):
             return  # a later stage of a run that has said all this
         environment = describe(self.cfg.redact)
         diff = git_diff(self.cfg.redact)
+        for logger in self.loggers:  # before the files: some loggers warn of a folder that is not empty
+            logger.log_hyperparams(self.cfg.public())
+            if hasattr(logger, "log_tags"):
+                logger.log_tags(_tags(environment))
         try:
             self._folder.path.mkdir(parents=True, exist_ok=True)
             self._folder.config.write_text(dump(self.cfg.public()))
@@ -89,10 +93,6 @@ class Record(pl.Callback):
                 self._folder.git_diff.write_text(diff)
         except OSError as error:
             raise SetupError(f"{self._folder.path}: the run's folder cannot be written: {error.strerror}") from error
-        for logger in self.loggers:
-            logger.log_hyperparams(self.cfg.public())
-            if hasattr(logger, "log_tags"):
-                logger.log_tags(_tags(environment))
 
     def publish(self) -> None:
         """Hands the run's files to trackers on other machines; to be called on rank 0 when all stages are done."""
@@ -104,14 +104,14 @@ class Record(pl.Callback):
 
     def fail(self, error: BaseException) -> None:
         """Ends the run as FAILED with the reason, or as KILLED where a signal was the reason."""
-        if self._folder is None or self._failed:
+        if self._folder is None:
             return
-        self._failed = True
         stopped = isinstance(error, Interrupted | KeyboardInterrupt)
         reason = self.cfg.redact(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
         if not self._failed:
             log.info("the run ends: %s", reason)
         self._failed = True
+        # Each time: Lightning says `failed` to its own loggers in between, of a killed run as well.
         end(self.loggers, "killed" if stopped else "failed", reason)
 
     def on_save_checkpoint(
@@ -138,13 +138,20 @@ def _log_to_file(path: Path, cfg: Config) -> None:
     """Everything said under `deeplightning` goes to a file as well; a second launch appends."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        handler = logging.FileHandler(path, encoding="utf-8")
+        for former in [h for h in log.handlers if isinstance(h, _RankFile)]:  # of an earlier run of this process
+            log.removeHandler(former)
+            former.close()
+        handler = _RankFile(path, encoding="utf-8")
     except OSError as error:
         raise SetupError(f"{path}: the log cannot be written: {error.strerror}") from error
     handler.setFormatter(Redacting(cfg, "%(asctime)s %(levelname)s %(name)s: %(message)s"))
     log.addHandler(handler)
     if log.level == logging.NOTSET:
         log.setLevel(logging.INFO)
+
+
+class _RankFile(logging.FileHandler):
+    """What one process says of one run."""
 
 
 class Redacting(logging.Formatter):
