@@ -3,15 +3,19 @@
 A run is told by `TINY` and overrides. Those that several tests look at are made once, by fixtures.
 """
 
+import csv
 import hashlib
 import os
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two spinning threads beside a busy neighbour are slower than one
 
 import pytest
+import pytorch_lightning as pl
+import torch
 from commands import Commands, Outcome
 
 TINY = """\
@@ -182,10 +186,76 @@ def tracked(store: Path) -> Any:
     return Tracked
 
 
+class Seen(pl.Callback):
+    """Looks on while a network learns.
+
+    Attributes:
+        gradients: of each optimizer step, as the optimizer gets them: all in one vector.
+        rates: the learning rate of each optimizer step.
+        saves: (epoch, optimizer steps) of each checkpoint that was written.
+        validations: (epoch, optimizer steps) of each validation.
+    """
+
+    def __init__(self) -> None:
+        self.gradients: list[torch.Tensor] = []
+        self.rates: list[float] = []
+        self.saves: list[tuple[int, int]] = []
+        self.validations: list[tuple[int, int]] = []
+
+    def _look(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        self.gradients.append(torch.cat([p.grad.flatten() for p in parameters if p.grad is not None]))
+        self.rates.append(optimizer.param_groups[0]["lr"])
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        trainer.optimizers[0].register_step_post_hook(self._look)  # the closure inside it computes them
+
+    def on_save_checkpoint(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.saves.append((trainer.current_epoch, trainer.global_step))
+
+    def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        self.validations.append((trainer.current_epoch, trainer.global_step))
+
+
+@dataclass
+class Fitted:
+    """A training that took place in this process."""
+
+    trainer: pl.Trainer
+    task: Any
+    data: Any
+    seen: Seen
+    folder: Path
+
+    def series(self, name: str) -> list[tuple[int, float]]:
+        """Steps and values of a metric."""
+        with (self.folder / "metrics.csv").open(newline="") as file:
+            return [(int(row["step"]), float(row[name])) for row in csv.DictReader(file) if row.get(name)]
+
+
+@pytest.fixture
+def fit(tiny: Path, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """`fit(override, …)` trains the tiny config in this process, and gives a Fitted."""
+    from deeplightning.callbacks import callback_of
+    from deeplightning.callbacks.record import Record
+    from deeplightning.configure import init_module, init_trainer, load_config
+
+    monkeypatch.chdir(place)
+    logger = f"logger={{type: pytorch_lightning.loggers.CSVLogger, params: {{save_dir: '{tmp_path}', name: runs}}}}"
+    plain = ["~logger", logger, "logger.pictures=null", "logger.per_rank_files=false", "logger.log_every_n_steps=1"]
+
+    def run(*overrides: str) -> Fitted:
+        cfg = load_config(tiny, [*plain, *overrides])
+        task, data, trainer, seen = init_module(cfg, "model"), init_module(cfg, "data"), init_trainer(cfg), Seen()
+        trainer.callbacks.append(seen)
+        trainer.fit(task, data)
+        return Fitted(trainer, task, data, seen, callback_of(trainer, Record).folder.path)
+
+    return run
+
+
 def weights(checkpoint: Path) -> dict[str, Any]:
     """The tensors of a checkpoint file."""
-    import torch
-
     return torch.load(checkpoint, weights_only=True)["state_dict"]
 
 

@@ -117,9 +117,8 @@ class ImageClassification(pl.LightningModule):
     def _metrics(self) -> nn.ModuleDict:
         named = self.cfg.model.metrics
         metrics: dict[str, Any] = {n: build(t) for n, t in named.items()} if named is not None else {"acc": Accuracy()}
-        metrics["loss"] = MeanMetric()
-        if len(self.losses) > 1:
-            metrics |= {name: MeanMetric() for name in self.losses}
+        means = ["loss", *(self.losses if len(self.losses) > 1 else ())]
+        metrics |= {name: MeanMetric(nan_strategy="disable") for name in means}  # else NaNs are left out of the mean
         return nn.ModuleDict(metrics)
 
     def _of(self, stage: str) -> dict[str, Any]:
@@ -145,7 +144,10 @@ class ImageClassification(pl.LightningModule):
         """
         if self.network is not None:
             return
-        self.network = build(self.cfg.model.network)
+        network = build(self.cfg.model.network)
+        if not isinstance(network, nn.Module):
+            raise MisfitError(f"{self.cfg.model.network.type} gives a {type(network).__name__}, not a torch.nn.Module")
+        self.network = network
         self._freeze()
         if self.cfg.engine.compile:
             self.network.compile()

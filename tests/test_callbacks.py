@@ -1,0 +1,148 @@
+"""What happens beside learning: when it is validated and saved, what is best, when it stops, which steps are logged."""
+
+import json
+import math
+
+import pytest
+
+from deeplightning.config.fault import ConfigError, RunError
+
+BEST = "train.checkpoint={monitor: val_acc, mode: max, save_top_k: 2}"
+
+
+# ---- validation
+
+
+def test_every_second_epoch_is_validated(fit):
+    """`val_every_n_epoch: 2` in four epochs: two points, at the ends of the second and the fourth."""
+    fitted = fit("train.val_every_n_epoch=2", "train.num_epochs=4")
+    assert [step for step, _ in fitted.series("val_acc")] == [17, 35]
+
+
+def test_twice_an_epoch_is_validated(fit):
+    """`val_every_n_epoch: 0.5`: after the half of the batches and at the end."""
+    fitted = fit("train.val_every_n_epoch=0.5", "train.limit_batches.train=8")
+    assert fitted.seen.validations == [(0, 4), (0, 8), (1, 12), (1, 16)]
+
+
+def test_batches_are_limited(fit):
+    """`limit_batches` takes a number or a fraction of the batches."""
+    fitted = fit("train.limit_batches={train: 3, val: 0.5}", "train.num_epochs=1", "data.batch_size=4")
+    assert fitted.trainer.global_step == 3
+    assert fitted.trainer.num_val_batches == [2]
+
+
+# ---- checkpoints
+
+
+@pytest.mark.parametrize(
+    ("settings", "saves"),
+    [
+        ("{}", [(0, 9), (1, 18), (2, 27)]),
+        ("{every_n_epochs: 2}", [(1, 18), (2, 27)]),
+        ("{every_n_epochs: null}", [(2, 27)]),
+        ("{every_n_epochs: null, every_n_steps: 10}", [(1, 10), (2, 20), (2, 27)]),
+        ("{every_n_epochs: 0.5}", [(0, 4), (0, 9), (1, 13), (1, 18), (2, 22), (2, 27)]),
+    ],
+)
+def test_last_is_saved_when_it_is_due_and_at_the_end(settings, saves, fit):
+    """Every n epochs, at fractions of an epoch, every n steps; without anything at the end, and never twice a step."""
+    fitted = fit(f"train.checkpoint={settings}", "train.num_epochs=3")
+    assert [(min(epoch, 2), step) for epoch, step in fitted.seen.saves] == saves
+    assert {path.name for path in fitted.folder.glob("*.ckpt")} == {"last.ckpt"}
+
+
+def test_the_best_k_are_kept_and_the_best_is_told(fit):
+    """`save_top_k: 2` of four epochs: `best.ckpt` and the next best under its epoch and step; `best.json` tells value,
+    epoch and step, of equal values the first."""
+    fitted = fit(BEST, "train.num_epochs=4")
+    points = [(step + 1, value) for step, value in fitted.series("val_acc")]
+    order = sorted(points, key=lambda point: (-point[1], point[0]))
+    best = json.loads((fitted.folder / "best.json").read_text())
+    assert (best["metric"], best["step"], best["file"]) == ("val_acc", order[0][0], "best.ckpt")
+    assert best["value"] == pytest.approx(order[0][1], abs=1e-7)
+    assert best["epoch"] == best["step"] // 9 - 1
+    second = f"epoch={order[1][0] // 9 - 1}-step={order[1][0]}.ckpt"
+    assert {path.name for path in fitted.folder.glob("*.ckpt")} == {"last.ckpt", "best.ckpt", second}
+
+
+def test_no_number_is_never_best(fit, caplog):
+    """A validation loss that is NaN leaves no `best.ckpt`, and a warning for each; training goes on."""
+    fitted = fit("model.loss.type=own.NoNumber", "train.checkpoint.monitor=val_loss")
+    assert all(math.isnan(value) for _, value in fitted.series("val_loss"))
+    assert len(fitted.series("val_loss")) == 2
+    assert not (fitted.folder / "best.ckpt").exists()
+    assert caplog.text.count("val_loss is nan") == 2
+
+
+def test_a_metric_that_nothing_logs_is_named(fit):
+    """`monitor` of an unknown metric: a fault of the config that lists what there is."""
+    with pytest.raises(ConfigError, match=r"train.checkpoint.monitor: no metric is called 'val_f1'; .*val_acc"):
+        fit("train.checkpoint.monitor=val_f1")
+
+
+# ---- the end
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+def test_training_stops_early_and_says_why(mode, fit, caplog):
+    """A metric that stays as it is, with patience 2: three validations, and a line that names it."""
+    caplog.set_level("INFO")
+    stop = f"train.early_stop={{metric: val_loss, mode: {mode}, patience: 2}}"
+    fitted = fit("model.loss.type=own.Constant", stop, "train.num_epochs=9")
+    assert len(fitted.series("val_loss")) == 3
+    assert "stopped    early, after epoch 3: val_loss was no better than 1.5000 for 2 validations" in caplog.text
+
+
+def test_smaller_changes_than_delta_do_not_count(fit):
+    """A falling loss with a huge `delta` is no better."""
+    stop = "train.early_stop={metric: val_loss, delta: 100, patience: 1}"
+    assert len(fit(stop, "train.num_epochs=9").series("val_loss")) == 2
+
+
+def test_steps_end_a_training_that_has_no_epochs(fit):
+    """`max_steps` alone: so many optimizer steps, in the middle of an epoch, and saved."""
+    fitted = fit("~train.num_epochs", "train.max_steps=12")
+    assert fitted.trainer.global_step == 12
+    assert fitted.seen.saves[-1][1] == 12
+
+
+def test_a_loss_that_is_no_number_spoils_no_weights(fit):
+    """The run ends with metric, value, step and epoch before the optimizer steps."""
+    with pytest.raises(RunError, match=r"train_loss is (nan|inf) at step \d+ \(epoch \d\)"):
+        fit("model.optimizer.params.lr=1e20")
+
+
+# ---- what is logged
+
+
+def test_points_stand_at_step_0_and_every_nth_step(fit):
+    """`log_every_n_steps: 4` in 18 steps: 0, 4, …; learning rate and training metrics alike; epochs at their ends."""
+    fitted = fit("logger.log_every_n_steps=4")
+    for name in ("train_loss", "train_acc", "lr"):
+        assert [step for step, _ in fitted.series(name)] == [0, 4, 8, 12, 16], name
+    for name in ("train_loss_epoch", "train_acc_epoch", "val_loss", "val_acc"):
+        assert [step for step, _ in fitted.series(name)] == [8, 17], name
+
+
+def test_points_per_epoch(fit):
+    """`log_every_n_steps: {per_epoch: 3}` with nine steps an epoch: each third."""
+    fitted = fit("logger.log_every_n_steps={per_epoch: 3}")
+    assert [step for step, _ in fitted.series("train_loss")] == [0, 3, 6, 9, 12, 15]
+    more = fit("logger.log_every_n_steps={per_epoch: 100}", "train.num_epochs=1")
+    assert [step for step, _ in more.series("train_loss")] == list(range(9))
+
+
+def test_accumulated_batches_are_one_point(fit):
+    """Two batches a step: one point per optimizer step, of loss and learning rate."""
+    fitted = fit("train.accumulator_factor=2", "train.num_epochs=1")
+    for name in ("train_loss", "lr"):
+        assert [step for step, _ in fitted.series(name)] == [0, 1, 2, 3, 4], name
+
+
+def test_an_epochs_training_metrics_are_means_over_its_samples(fit):
+    """`train_loss_epoch` is the mean over 134 samples in batches of 16 (the last of 6), not of batch means."""
+    fitted = fit("model.optimizer.params.lr=0.0", "train.num_epochs=1")
+    batches = [value for _, value in fitted.series("train_loss")]
+    expected = (16 * sum(batches[:-1]) + 6 * batches[-1]) / 134
+    assert fitted.series("train_loss_epoch")[0][1] == pytest.approx(expected, rel=1e-5)
