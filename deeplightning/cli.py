@@ -140,7 +140,8 @@ def serve(run: str, host: str | None, port: str | None) -> None:
 
 def _serve_options(folder: Any) -> dict[str, Any]:
     """What the run's config says of the server, read as text: nothing of the config is imported to serve."""
-    from deeplightning.config.source import plain, read
+    from deeplightning.config.source import read
+    from deeplightning.config.tree import plain
 
     if not folder.config.is_file():
         return {}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from deeplightning import __version__
 from deeplightning.config.fault import CheckpointError, ConfigError, Fault
 from deeplightning.config.schema import Config
-from deeplightning.config.source import dump
+from deeplightning.config.tree import dump
 from deeplightning.configure import init_module, init_trainer, load_config
 from deeplightning.engine.plan import own_rank
 from deeplightning.runfolder import RunFolder
@@ -109,6 +109,10 @@ def _explained(stage: Any, *args: Any, **kwargs: Any) -> None:
             reason = "; ".join(line.strip() for line in str(error).splitlines()[1:4])
             raise CheckpointError(f"{kwargs.get('ckpt_path')}: of another network: {reason}") from error
         raise
+    except ValueError as error:
+        if "loaded state dict" in str(error):  # torch's optimizers
+            raise CheckpointError(f"{kwargs.get('ckpt_path')}: of another optimizer: {error}") from error
+        raise
 
 
 def _weights_for(cfg: Config, record: Any, trained: bool) -> Path:
@@ -146,8 +150,9 @@ def find_checkpoint(name: str | None, cfg: Config, to_go_on: bool = False) -> Pa
         root = locate(uri).artifact_root
         # By the start of the run: a resumed one begins with the checkpoints of its forerunner.
         found = [(RunFolder(path.parent).config, path) for path in (root.glob(f"*/*/artifacts/{file}") if root else [])]
-        if found := [(config.stat().st_mtime_ns, path) for config, path in found if config.is_file()]:
-            return max(found)[1]
+        begun = [(config.stat().st_mtime_ns, path) for config, path in found if config.is_file()]
+        if begun:
+            return max(begun)[1]
         if name == "auto":
             log.info("resumes    nothing: there is no run in %s yet", uri)
             return None

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from deeplightning.config.fault import RunError, SetupError
-from deeplightning.config.source import plain, read
+from deeplightning.config.source import read
+from deeplightning.config.tree import plain
 from deeplightning.configure import load_config
 from deeplightning.run import launch
 from deeplightning.runfolder import RunFolder

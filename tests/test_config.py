@@ -16,7 +16,8 @@ import pytest
 from deeplightning.config import schema
 from deeplightning.config.check import load
 from deeplightning.config.fault import ConfigError
-from deeplightning.config.source import dump, plain, read
+from deeplightning.config.source import read
+from deeplightning.config.tree import dump, plain
 
 # The least that is a config; the targets are a function, so that nothing heavy is imported.
 SMALL = """

@@ -44,7 +44,10 @@ def config(root=None, seed=42, **data) -> SimpleNamespace:
 
 def ready(module: ImageData, rank: int = 0, world: int = 1) -> ImageData:
     """The module after `setup`, as it is on one of several ranks."""
-    module.trainer = SimpleNamespace(global_rank=rank, world_size=world, training=True)
+    epoch, batch = SimpleNamespace(processed=0), SimpleNamespace(ready=0)
+    progress = SimpleNamespace(batch_progress=SimpleNamespace(current=batch))
+    loop = SimpleNamespace(epoch_progress=SimpleNamespace(current=epoch), epoch_loop=progress)
+    module.trainer = SimpleNamespace(global_rank=rank, world_size=world, training=True, fit_loop=loop)
     module.setup()
     return module
 

@@ -11,9 +11,11 @@ from typing import Any
 
 from deeplightning.config import schema
 from deeplightning.config.fault import ConfigError, Fault
+from deeplightning.config.interpolation import Secrets
 from deeplightning.config.schema import Config, Target
-from deeplightning.config.source import Entry, Path_, Secrets, Source, kind, plain, read, scalar
+from deeplightning.config.source import Source, read
 from deeplightning.config.target import add_import_roots, faults_of, find, is_reference, is_target, nearest
+from deeplightning.config.tree import Entry, KeyPath, kind, plain, scalar
 
 MAX_UNKNOWN = 50  # unknown keys of one section that are told singly
 
@@ -114,7 +116,7 @@ class _Checker:
                 Fault(message, key, place or next((self.places[k] for k in _upwards(key) if k in self.places), None))
             )
 
-    def section(self, cls: type, entry: Entry, key: str, path: Path_) -> Any:
+    def section(self, cls: type, entry: Entry, key: str, path: KeyPath) -> Any:
         """An instance of a schema class."""
         if entry.value is None:
             entry = Entry({}, entry.place, entry.at)
@@ -160,7 +162,7 @@ class _Checker:
             section.name = key
         return section
 
-    def value(self, hint: Any, entry: Entry, key: str, path: Path_, metadata: typing.Mapping[str, Any] = {}) -> Any:
+    def value(self, hint: Any, entry: Entry, key: str, path: KeyPath, metadata: typing.Mapping[str, Any] = {}) -> Any:
         """A value of the type that the schema gives, or _BAD after a fault was noted."""
         options = list(typing.get_args(hint)) if typing.get_origin(hint) in (types.UnionType, typing.Union) else [hint]
         if isinstance(entry.value, str) and str not in options and self.secrets.is_word(path):
@@ -195,7 +197,7 @@ class _Checker:
             return False
         return True
 
-    def fit(self, option: Any, entry: Entry, key: str, path: Path_, one_of_several: bool) -> tuple[bool, Any]:
+    def fit(self, option: Any, entry: Entry, key: str, path: KeyPath, one_of_several: bool) -> tuple[bool, Any]:
         """Whether this is the option that the value is meant for, and what it makes of it."""
         value, origin = entry.value, typing.get_origin(option)
         if option is Any:
@@ -229,7 +231,7 @@ class _Checker:
             return False, _BAD
         return True, self.section(option, entry, key, path)
 
-    def mapping(self, option: Any, entry: Entry, key: str, path: Path_) -> tuple[bool, Any]:
+    def mapping(self, option: Any, entry: Entry, key: str, path: KeyPath) -> tuple[bool, Any]:
         _, inner = typing.get_args(option)
         if entry.value is None and inner is Any:
             return True, {}
@@ -242,7 +244,7 @@ class _Checker:
 
     # ---- targets
 
-    def target(self, name: str, entry: Entry, key: str, path: Path_) -> None:
+    def target(self, name: str, entry: Entry, key: str, path: KeyPath) -> None:
         """Puts a target, and those inside its params, on the list of what is compared with real signatures."""
         params = entry.value.get("params") or Entry(
             {}, entry.value["type"].place if "type" in entry.value else entry.place
@@ -266,7 +268,7 @@ class _Checker:
         for param, item in items.items():
             self.inside(item, f"{key}.params.{param}", (*path, "params", param))
 
-    def inside(self, entry: Entry, key: str, path: Path_) -> None:
+    def inside(self, entry: Entry, key: str, path: KeyPath) -> None:
         """Targets and references inside params, at any depth."""
         if isinstance(entry.value, dict):
             if is_target(plain(entry)):

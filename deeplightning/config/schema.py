@@ -292,7 +292,7 @@ class Serve:
 
     host: str = key("address to listen on; 0.0.0.0 is every interface", "127.0.0.1")
     port: int = key("port to listen on", 5000, low=1, high=65535)
-    max_upload_mb: int = key("largest request body, in MiB", 16, low=1)
+    max_upload_mb: int = key("largest request body, in MB (1,000,000 bytes)", 16, low=1)
     max_pixels: int = key("largest image, in pixels, checked before decoding", 50_000_000, low=1)
     max_batch: int = key("images per forward pass", 16, low=1, later=True)
     max_queue: int = key("requests that may wait", 256, low=1, later=True)

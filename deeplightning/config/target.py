@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from deeplightning.config.fault import ConfigError, Fault
+from deeplightning.config.fault import ConfigError, Fault, SetupError
 from deeplightning.config.schema import Target
 
 _INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
@@ -256,6 +256,7 @@ def build(target: Target | Mapping[str, Any], *given: Any, **more: Any) -> Any:
 
     Raises:
         ConfigError: the target cannot be found, or refuses its arguments with TypeError or ValueError.
+        SetupError: it needs a package that is not installed.
     """
     if isinstance(target, Mapping):
         target = Target(type=target["type"], params=dict(target.get("params") or {}))
@@ -266,6 +267,9 @@ def build(target: Target | Mapping[str, Any], *given: Any, **more: Any) -> Any:
         raise ConfigError(Fault(str(error), target.name, target.place)) from error
     try:
         return found(*given, **params | more)
+    except ImportError as error:
+        message = f"{target.type} needs a package that is not installed: {error}"
+        raise SetupError(Fault(message, target.name, target.place)) from error
     except (TypeError, ValueError) as error:
         if hasattr(error, "exit_code") or os.environ.get("DEEPLIGHTNING_DEBUG") == "1":
             raise

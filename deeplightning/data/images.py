@@ -132,6 +132,16 @@ class ImageData(pl.LightningDataModule):
         for split in _SPLITS[stage] if stage else ("train", "val", "test"):
             if split in self._samples:
                 self.dataset(split)
+        if self._drop_last:
+            self._check_batches(len(self._samples["train"]))
+
+    def _check_batches(self, samples: int) -> None:
+        world, batch_size = self.trainer.world_size if self.trainer else 1, self.cfg.data.batch_size
+        if samples < batch_size * world:
+            raise DataConfigError(
+                f"data.loader.drop_last leaves no training batch: {samples} samples are fewer than "
+                f"{batch_size} (data.batch_size) x {world} process(es)."
+            )
 
     def dataset(self, split: str) -> InMemory | OnDemand:
         """The set "train", "val" or "test"; call `setup` first.
@@ -221,11 +231,6 @@ class ImageData(pl.LightningDataModule):
             sampler.set_epoch(loop.epoch_progress.current.processed)
             done = loop.epoch_loop.batch_progress.current.ready
             sampler.start = done if done < len(sampler) else 0
-        if training and len(sampler) == 0:
-            raise DataConfigError(
-                f"data.loader.drop_last leaves no training batch: {len(dataset)} samples are fewer than "
-                f"{batch_size} (data.batch_size) x {world} process(es)."
-            )
         options, workers = dict(self._loader_options), self.cfg.data.num_workers
         if isinstance(dataset, InMemory):
             workers = 0

@@ -1,0 +1,222 @@
+"""YAML text with positions becomes a tree of values that know their places; plain values become text again.
+
+The grammar of scalars is YAML 1.2's (`off` is a word, `1e-3` a number), with `_` allowed between digits.
+"""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
+
+from deeplightning.config.fault import ConfigError, Fault
+
+MAX_VALUES = 50_000  # after aliases are followed: a few lines of anchors can stand for billions of values
+MAX_DEPTH = 60
+
+KeyPath = tuple[str | int, ...]
+_Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+_INT = re.compile(r"[-+]?[0-9]+(_[0-9]+)*")
+_FLOAT = re.compile(r"[-+]?([0-9]+(_[0-9]+)*\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?")
+_WORDS: dict[str, Any] = {
+    **dict.fromkeys(("", "~", "null", "Null", "NULL"), None),
+    **dict.fromkeys(("true", "True", "TRUE"), True),
+    **dict.fromkeys(("false", "False", "FALSE"), False),
+    **dict.fromkeys((".inf", "+.inf", ".Inf", ".INF"), float("inf")),
+    **dict.fromkeys(("-.inf", "-.Inf", "-.INF"), float("-inf")),
+    **dict.fromkeys((".nan", ".NaN", ".NAN"), float("nan")),
+}
+
+
+@dataclass
+class Entry:
+    """One value of a config and the place that set it.
+
+    `value` is a scalar, a dict of name to Entry, or a list of Entry. `place` of a mapping's item is that of its key.
+    """
+
+    value: Any
+    place: str
+    at: str = ""  # the place of the value itself, where the entry's is that of its key
+
+
+def scalar(text: str) -> Any:
+    """What an unquoted word means: null, a truth value, a number, or itself."""
+    if text in _WORDS:
+        return _WORDS[text]
+    if _INT.fullmatch(text):
+        return int(text) if len(text) < 4000 else text  # Python converts no more digits
+    if _FLOAT.fullmatch(text):
+        return float(text.replace("_", ""))
+    return text
+
+
+class _Dumper(yaml.SafeDumper):
+    """Writes what `scalar` reads back as the same value; never an alias."""
+
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+
+def _write_text(dumper: yaml.SafeDumper, text: str) -> ScalarNode:
+    style = None if isinstance(scalar(text), str) else "'"
+    if re.search("[\x85\u2028\u2029]", text):
+        style = '"'  # in the others they are line breaks, which YAML folds
+    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Dumper.add_representer(str, _write_text)
+
+
+def dump(plain: Any) -> str:
+    """Plain values as YAML text that `read` turns into the same values."""
+    return yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+def kind(entry: Entry) -> str:
+    """What a value is, in words."""
+    value = entry.value
+    if isinstance(value, dict):
+        return "a mapping"
+    if isinstance(value, list):
+        return "a list"
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, str):
+        return f"the text {value[:60]!r}" + ("…" if len(value) > 60 else "")
+    return f"the number {value}"
+
+
+def leaves(entry: Entry, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Entry]]:
+    """Every scalar of a tree with its path."""
+    if isinstance(entry.value, dict):
+        for name, item in entry.value.items():
+            yield from leaves(item, (*path, name))
+    elif isinstance(entry.value, list):
+        for number, item in enumerate(entry.value):
+            yield from leaves(item, (*path, number))
+    else:
+        yield path, entry
+
+
+def plain(entry: Entry, change: Callable[[Any], Any] = lambda value: value) -> Any:
+    """A tree without its places."""
+    if isinstance(entry.value, dict):
+        return {name: plain(item, change) for name, item in entry.value.items()}
+    if isinstance(entry.value, list):
+        return [plain(item, change) for item in entry.value]
+    return change(entry.value)
+
+
+# ---- text
+
+
+def parse(text: str, name: str, faults: list[Fault]) -> Entry:
+    """YAML text as a tree; what is wrong with single values goes to `faults`, what ends the reading is raised."""
+    try:
+        too_deep = _too_deep(text)
+        if too_deep is not None:
+            place = f"{name}:{too_deep.line + 1}:{too_deep.column + 1}"
+            raise ConfigError(Fault(f"nested more than {MAX_DEPTH} deep", place=place))
+        node = yaml.compose(text, Loader=_Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
+        raise ConfigError(Fault(_syntax(error, text, mark), place=place)) from None
+    except yaml.YAMLError as error:
+        raise ConfigError(Fault(f"not YAML: {str(error).splitlines()[0]}", place=name)) from None
+    if node is None:
+        return Entry(None, f"{name}:1:1")
+    return _Builder(name, faults).build(node)
+
+
+def _too_deep(text: str) -> Any:
+    """Where nesting passes the bound, if it does. Composing descends on the C stack and would crash the process."""
+    depth = 0
+    for event in yaml.parse(text, Loader=_Loader):
+        depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+        if depth > MAX_DEPTH:
+            return event.start_mark
+    return None
+
+
+def _syntax(error: yaml.MarkedYAMLError, text: str, mark: Any) -> str:
+    lines = text.splitlines()
+    line = lines[mark.line] if mark and mark.line < len(lines) else ""
+    if "\t" in line[: len(line) - len(line.lstrip())] or "'\\t'" in str(error.problem):
+        return "a tab in the indentation; YAML wants spaces"
+    if re.search(r"[{\[,].*\$\{", line):
+        return 'not YAML: inside {…} or […] a reference needs quotes: "${a.b}"'
+    problem = str(error.problem or error.context or "not YAML")
+    return f"not YAML: {problem}" + (f" ({error.context})" if error.context and error.problem else "")
+
+
+class _Builder:
+    """Turns YAML nodes into entries, with a bound on what aliases can make of them."""
+
+    def __init__(self, name: str, faults: list[Fault]):
+        self.name, self.faults, self.count, self.open = name, faults, 0, set[int]()
+        self.above: list[str] = []  # the keys that lead to what is being built
+
+    def place(self, node: Node) -> str:
+        return f"{self.name}:{node.start_mark.line + 1}:{node.start_mark.column + 1}"
+
+    def stop(self, node: Node, message: str) -> ConfigError:
+        return ConfigError([*self.faults, Fault(message, place=self.place(node))])
+
+    def build(self, node: Node, place: str | None = None) -> Entry:
+        at = self.place(node)
+        self.count += 1
+        if self.count > MAX_VALUES:
+            raise self.stop(node, f"this config stands for more than {MAX_VALUES} values; write out fewer aliases")
+        if id(node) in self.open:
+            raise self.stop(node, "an alias that stands inside its own anchor has no end; write the value out")
+        if len(self.open) >= MAX_DEPTH:
+            raise self.stop(node, f"nested more than {MAX_DEPTH} deep")
+        if node.tag.startswith("tag:yaml.org,2002:python") or not node.tag.startswith("tag:yaml.org,2002:"):
+            tag = node.tag.replace("tag:yaml.org,2002:", "!!")
+            self.faults.append(Fault(f"the tag {tag} is not allowed: a config holds plain values only", place=at))
+            return Entry(None, place or at, at)
+        self.open.add(id(node))
+        try:
+            return Entry(self.value(node), place or at, at)
+        finally:
+            self.open.discard(id(node))
+
+    def value(self, node: Node) -> Any:
+        if isinstance(node, ScalarNode):
+            return node.value if node.style else scalar(node.value)
+        if isinstance(node, SequenceNode):
+            return [self.build(item) for item in node.value]
+        assert isinstance(node, MappingNode)
+        return self.mapping(node)
+
+    def mapping(self, node: MappingNode) -> dict[str, Entry]:
+        items: dict[str, Entry] = {}
+        merged: dict[str, Entry] = {}
+        for name_node, value_node in node.value:
+            place = self.place(name_node)
+            if not isinstance(name_node, ScalarNode):
+                self.faults.append(Fault("a key is a word, not a list or a mapping", place=place))
+                continue
+            name = name_node.value
+            self.above.append(name)
+            value = self.build(value_node, place)
+            self.above.pop()
+            if name == "<<" and not name_node.style:
+                for entry in value.value if isinstance(value.value, list) else [value]:
+                    if isinstance(entry.value, dict):
+                        merged = {**entry.value, **merged}
+                    else:
+                        self.faults.append(Fault(f"`<<` merges mappings, not {kind(entry)}", place=place))
+            elif name in items:
+                line = items[name].place.rsplit(":", 2)[1]
+                message = f"this key stands twice, first in line {line}; remove one"
+                self.faults.append(Fault(message, ".".join([*self.above, name]), place))
+            else:
+                items[name] = value
+        return {**merged, **items}
