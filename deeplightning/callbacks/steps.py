@@ -93,6 +93,6 @@ class FiniteLoss(pl.Callback):
         looked_at = loss.device.type == "cpu" or trainer.log_every_n_steps
         if looked_at and not torch.isfinite(loss).all():
             raise RunError(
-                f"train_loss is {float(loss)} at step {trainer.global_step} (epoch {trainer.current_epoch}). A smaller "
+                f"train_loss is {float(loss.detach())} at step {trainer.global_step} (epoch {trainer.current_epoch}). A smaller "
                 "learning rate or `train.gradient_clip` may help, or the data hold what is no number"
             )

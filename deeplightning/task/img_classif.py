@@ -10,7 +10,7 @@ from typing import Any, cast
 import pytorch_lightning as pl
 import torch
 from torch import Tensor, nn
-from torchmetrics import MeanMetric, Metric
+from torchmetrics import Metric
 
 from deeplightning.config.target import build
 from deeplightning.image import ImageSpec
@@ -49,6 +49,30 @@ class Accuracy(Metric):
 
     def compute(self) -> Tensor:
         return self.correct / self.total
+
+
+class SampleMean(Metric):
+    """Mean of what batches report, weighted by their samples, over all processes.
+
+    No number in one batch is no number in all; torchmetrics' MeanMetric leaves it out or forgets the weights (1.9).
+    """
+
+    total: Tensor
+    samples: Tensor
+    full_state_update = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.tensor(0.0), dist_reduce_fx="sum")
+        self.add_state("samples", torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, value: Tensor, samples: int) -> None:
+        """Adds a batch: its mean, float (), and its number of samples."""
+        self.total += value * samples
+        self.samples += samples
+
+    def compute(self) -> Tensor:
+        return self.total / self.samples
 
 
 class Normalise(nn.Module):
@@ -118,7 +142,7 @@ class ImageClassification(pl.LightningModule):
         named = self.cfg.model.metrics
         metrics: dict[str, Any] = {n: build(t) for n, t in named.items()} if named is not None else {"acc": Accuracy()}
         means = ["loss", *(self.losses if len(self.losses) > 1 else ())]
-        metrics |= {name: MeanMetric(nan_strategy="disable") for name in means}  # else NaNs are left out of the mean
+        metrics |= {name: SampleMean() for name in means}
         return nn.ModuleDict(metrics)
 
     def _of(self, stage: str) -> dict[str, Any]:
