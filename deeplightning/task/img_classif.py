@@ -3,8 +3,6 @@
 Shapes: B batch, C channels, H height, W width, K classes.
 """
 
-import re
-from collections.abc import Iterator
 from typing import Any, cast
 
 import pytorch_lightning as pl
@@ -14,65 +12,11 @@ from torchmetrics import Metric
 
 from deeplightning.config.target import build
 from deeplightning.image import ImageSpec
+from deeplightning.task.errors import LabelError, MisfitError
+from deeplightning.task.metrics import Accuracy, SampleMean
+from deeplightning.task.optimize import freeze, optimizers
 
 Batch = dict[str, Tensor]
-
-
-class LabelError(ValueError):
-    """The data's labels do not fit the network's classes. Ends the run with exit code 3."""
-
-    exit_code = 3
-
-
-class MisfitError(ValueError):
-    """Parts of the config that do not fit each other. Ends the run with exit code 2."""
-
-    exit_code = 2
-
-
-class Accuracy(Metric):
-    """Share of samples whose largest logit is the label's, over all samples and processes; in [0, 1]."""
-
-    correct: Tensor
-    total: Tensor
-    full_state_update = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("correct", torch.tensor(0), dist_reduce_fx="sum")
-        self.add_state("total", torch.tensor(0), dist_reduce_fx="sum")
-
-    def update(self, logits: Tensor, labels: Tensor) -> None:
-        """Adds a batch: logits (B, K), labels int64 (B,)."""
-        self.correct += (logits.argmax(1) == labels).sum()
-        self.total += labels.numel()
-
-    def compute(self) -> Tensor:
-        return self.correct / self.total
-
-
-class SampleMean(Metric):
-    """Mean of what batches report, weighted by their samples, over all processes.
-
-    No number in one batch is no number in all; torchmetrics' MeanMetric leaves it out or forgets the weights (1.9).
-    """
-
-    total: Tensor
-    samples: Tensor
-    full_state_update = False
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.add_state("total", torch.tensor(0.0), dist_reduce_fx="sum")
-        self.add_state("samples", torch.tensor(0), dist_reduce_fx="sum")
-
-    def update(self, value: Tensor, samples: int) -> None:
-        """Adds a batch: its mean, float (), and its number of samples."""
-        self.total += value * samples
-        self.samples += samples
-
-    def compute(self) -> Tensor:
-        return self.total / self.samples
 
 
 class Normalise(nn.Module):
@@ -172,23 +116,25 @@ class ImageClassification(pl.LightningModule):
         if not isinstance(network, nn.Module):
             raise MisfitError(f"{self.cfg.model.network.type} gives a {type(network).__name__}, not a torch.nn.Module")
         self.network = network
-        self._freeze()
+        freeze(network, self.cfg.model.trainable)
+        if self.image_spec is not None:
+            self._try_out(network, self.image_spec)
         if self.cfg.engine.compile:
-            self.network.compile()
-        if self.image_spec is None:
-            return
-        spec = self.image_spec
+            network.compile()
+
+    def _try_out(self, network: nn.Module, spec: ImageSpec) -> None:
+        """Passes a black picture through; torch's own error would come in the first batch, and speak of matrices."""
         shape = (1, spec.channels, spec.height, spec.width)
-        self.network.eval()
+        network.eval()
         try:
             with torch.no_grad():
-                outputs = self.network(torch.zeros(shape, device=self.device))
+                outputs = network(torch.zeros(shape, device=self.device))
         except (RuntimeError, ValueError) as error:
             reason = str(error).splitlines()[0]
             raise MisfitError(
                 f"{self.cfg.model.network.type} does not take the data's pictures {shape}: {reason}"
             ) from error
-        self.network.train()
+        network.train()
         if outputs.ndim != 2:
             raise MisfitError(
                 f"{self.cfg.model.network.type} gives {tuple(outputs.shape)}, not (B, K): one row per picture"
@@ -199,70 +145,9 @@ class ImageClassification(pl.LightningModule):
                 f"{outputs.shape[1]} outputs; set model.network.params.num_classes={len(self.class_names)}"
             )
 
-    def _freeze(self) -> None:
-        """Leaves gradients to the parameters that `model.trainable` names."""
-        assert self.network is not None
-        wanted = self.cfg.model.trainable
-        if wanted == "all":
-            return
-        parameters = dict(self.network.named_parameters())
-        if wanted == "head":
-            last = next(reversed(parameters)).rpartition(".")[0]
-            chosen = {name for name in parameters if name.rpartition(".")[0] == last}
-        else:
-            chosen = set()
-            for pattern in wanted:
-                found = {name for name in parameters if re.search(pattern, name)}
-                if not found:
-                    raise MisfitError(f"model.trainable: no parameter's name matches {pattern!r}")
-                chosen |= found
-        for name, parameter in parameters.items():
-            parameter.requires_grad_(name in chosen)
-
     def configure_optimizers(self) -> Any:
         assert self.network is not None
-        target = self.cfg.model.optimizer
-        optimizer = build(target, list(self._groups(target.groups)))
-        if self.cfg.model.scheduler is None:
-            return optimizer
-        scheduler, call = self.cfg.model.scheduler, self.cfg.model.scheduler.call
-        built = build(scheduler, optimizer, **self._run_time_numbers(scheduler.params))
-        entry = {"scheduler": built, "interval": call.interval, "frequency": call.frequency}
-        if call.monitor is not None:
-            entry["monitor"] = call.monitor
-        elif isinstance(built, torch.optim.lr_scheduler.ReduceLROnPlateau):
-            raise MisfitError("model.scheduler.call.monitor: ReduceLROnPlateau needs a metric, for example val_loss")
-        return {"optimizer": optimizer, "lr_scheduler": entry}
-
-    def _groups(self, groups: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Parameters that learn, in groups: those that match a pattern with its values, then the others."""
-        assert self.network is not None
-        left = {name: p for name, p in self.network.named_parameters() if p.requires_grad}
-        for group in groups:
-            names = [name for name in left if re.search(group["match"], name)]
-            if not names:
-                raise MisfitError(f"model.optimizer.groups: no parameter's name matches {group['match']!r}")
-            yield {"params": [left.pop(n) for n in names], **{k: v for k, v in group.items() if k != "match"}}
-        if left:
-            yield {"params": list(left.values())}
-
-    def _run_time_numbers(self, params: dict[str, Any]) -> dict[str, Any]:
-        """Values for the scheduler's arguments that say `auto`."""
-        asked = {name for name, value in params.items() if value == "auto"}
-        if not asked:
-            return {}
-        epochs = self.trainer.max_epochs or 1
-        total = int(self.trainer.estimated_stepping_batches)
-        if self.trainer.ckpt_path is not None:
-            # The question made the iterator of the training set, before the place to go on from is known (Lightning
-            # 2.6.6): without this line a run resumed inside an epoch sees batches of the first epoch.
-            self.trainer.fit_loop._combined_loader = None
-        known = {"total_steps": total, "epochs": epochs, "steps_per_epoch": -(-total // epochs), "T_max": total}
-        if asked - set(known):
-            raise MisfitError(
-                f"model.scheduler.params: `auto` is known for {', '.join(known)}, not {asked - set(known)}"
-            )
-        return {name: known[name] for name in asked}
+        return optimizers(self.network, self.cfg.model, self.trainer)
 
     # ---- learning and judging
 
