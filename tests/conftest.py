@@ -97,6 +97,18 @@ class Dropout(nn.Module):
         return self.layers(images)
 
 
+def network(width):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 10))
+
+
+def optimizer(groups, lr, momentum):
+    return torch.optim.RMSprop(groups, lr=lr, momentum=momentum)
+
+
+def schedule(optimizer):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.1**epoch)
+
+
 class Constant(nn.Module):
     """A loss that never changes."""
 

@@ -92,7 +92,8 @@ class FiniteLoss(pl.Callback):
     def on_before_backward(self, trainer: Any, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
         looked_at = loss.device.type == "cpu" or trainer.log_every_n_steps
         if looked_at and not torch.isfinite(loss).all():
+            where = f"step {trainer.global_step} (epoch {trainer.current_epoch})"
             raise RunError(
-                f"train_loss is {float(loss.detach())} at step {trainer.global_step} (epoch {trainer.current_epoch}). A smaller "
-                "learning rate or `train.gradient_clip` may help, or the data hold what is no number"
+                f"train_loss is {float(loss.detach())} at {where}. A smaller learning rate or `train.gradient_clip` "
+                "may help, or the data hold what is no number"
             )

@@ -1,0 +1,243 @@
+"""Image classification: what is learned, counted, scheduled, clipped and frozen, against references computed anew."""
+
+import pytest
+import sklearn.metrics
+import torch
+
+from deeplightning.config.fault import UserError
+from deeplightning.task.img_classif import Accuracy, LabelError, MisfitError, SampleMean
+
+# ---- metrics
+
+
+def answers(fitted, split):
+    """Probabilities (N, K) and labels (N,) of a whole set, in one piece."""
+    everything = fitted.data.dataset(split)
+    model = fitted.task.inference_model()
+    with torch.inference_mode():
+        probabilities = model(everything.images).double()
+    return (probabilities / probabilities.sum(1, keepdim=True)).numpy(), everything.labels.numpy()
+
+
+@pytest.mark.parametrize(("limit", "batch_size"), [(150, 5), (117, 4), (100, 64)])
+def test_validation_metrics_are_those_of_the_whole_set(limit, batch_size, fit):
+    """`val_acc` and `val_loss` equal scikit-learn's on all samples, whatever the sizes; a metric by target as well."""
+    f1 = "{type: torchmetrics.classification.MulticlassF1Score, params: {num_classes: 10, average: micro}}"
+    acc = "{type: torchmetrics.classification.MulticlassAccuracy, params: {num_classes: 10, average: micro}}"
+    macro = "{type: torchmetrics.classification.MulticlassF1Score, params: {num_classes: 10}}"
+    sizes = [f"data.module.params.limit={limit}", f"data.batch_size={batch_size}", "data.num_splits=5"]
+    fitted = fit(*sizes, f"model.metrics={{acc: {acc}, f1: {f1}, macro: {macro}}}", "train.num_epochs=1")
+    probabilities, labels = answers(fitted, "val")
+    predicted = probabilities.argmax(1)
+    assert fitted.series("val_acc")[-1][1] == pytest.approx(sklearn.metrics.accuracy_score(labels, predicted), abs=1e-6)
+    assert fitted.series("val_f1")[-1][1] == pytest.approx(
+        sklearn.metrics.f1_score(labels, predicted, average="micro"), abs=1e-6
+    )
+    assert fitted.series("val_macro")[-1][1] == pytest.approx(
+        sklearn.metrics.f1_score(labels, predicted, average="macro"), abs=1e-6
+    )
+    expected = sklearn.metrics.log_loss(labels, probabilities, labels=range(10))
+    assert fitted.series("val_loss")[-1][1] == pytest.approx(expected, rel=1e-5)
+
+
+def test_the_metric_by_default_is_accuracy(fit):
+    """Without `model.metrics` there is `acc`, and it is scikit-learn's."""
+    fitted = fit("train.num_epochs=1")
+    probabilities, labels = answers(fitted, "val")
+    expected = sklearn.metrics.accuracy_score(labels, probabilities.argmax(1))
+    assert fitted.series("val_acc")[-1][1] == pytest.approx(expected, abs=1e-7)
+
+
+def test_means_and_shares_count_samples():
+    """Batches of different sizes weigh by their samples, and a value that is no number is not left out."""
+    mean, accuracy = SampleMean(), Accuracy()
+    mean.update(torch.tensor(1.0), 3)
+    mean.update(torch.tensor(5.0), 1)
+    assert mean.compute() == 2.0
+    mean.update(torch.tensor(float("nan")), 1)
+    assert mean.compute().isnan()
+    accuracy.update(torch.eye(3), torch.tensor([0, 1, 0]))
+    accuracy.update(torch.eye(3)[:1], torch.tensor([0]))
+    assert accuracy.compute() == 0.75
+
+
+def test_several_losses_are_added_by_weight_and_each_is_logged(fit):
+    """`train_loss` is 1 x `train_ce` + 0.5 x `train_margin` at each step; validation has all three too."""
+    margin = "{type: torch.nn.MultiMarginLoss, weight: 0.5}"
+    fitted = fit(
+        "~model.loss", f"model.loss={{ce: {{type: torch.nn.CrossEntropyLoss}}, margin: {margin}}}", "train.num_epochs=1"
+    )
+    total, ce, margin = ([value for _, value in fitted.series(f"train_{name}")] for name in ("loss", "ce", "margin"))
+    assert total == pytest.approx([a + 0.5 * b for a, b in zip(ce, margin, strict=True)], rel=1e-6)
+    total, ce, margin = (fitted.series(f"val_{name}")[-1][1] for name in ("loss", "ce", "margin"))
+    assert total == pytest.approx(ce + 0.5 * margin, rel=1e-6)
+
+
+# ---- optimizer and schedule
+
+
+@pytest.mark.parametrize(
+    ("call", "steps", "expected"),
+    [
+        ("{interval: step}", 4, [0.05, 0.025, 0.0125, 0.00625]),
+        ("{interval: step, frequency: 2}", 5, [0.05, 0.05, 0.025, 0.025, 0.0125]),
+        ("{interval: epoch}", 12, [0.05] * 9 + [0.025] * 3),
+        ("{interval: epoch, frequency: 2}", 20, [0.05] * 18 + [0.025] * 2),
+    ],
+)
+def test_a_schedule_steps_by_its_interval_and_frequency(call, steps, expected, fit):
+    """The learning rate of each optimizer step; nine steps are an epoch."""
+    scheduler = (
+        f"model.scheduler={{type: torch.optim.lr_scheduler.ExponentialLR, params: {{gamma: 0.5}}, call: {call}}}"
+    )
+    fitted = fit(scheduler, "~train.num_epochs", f"train.max_steps={steps}")
+    assert fitted.seen.rates == pytest.approx(expected)
+    assert [value for _, value in fitted.series("lr")] == pytest.approx(expected)
+
+
+def test_a_plateau_lowers_the_learning_rate(fit):
+    """ReduceLROnPlateau follows the metric that `monitor` names: a constant one, patience 0."""
+    plateau = "{type: torch.optim.lr_scheduler.ReduceLROnPlateau, params: {factor: 0.1, patience: 0}"
+    fitted = fit(
+        f"model.scheduler={plateau}, call: {{monitor: val_loss}}}}",
+        "model.loss.type=own.Constant",
+        "train.num_epochs=3",
+    )
+    assert [value for step, value in fitted.series("lr") if step % 9 == 0] == pytest.approx([0.05, 0.05, 0.005])
+
+
+def test_a_plateau_without_a_metric_is_refused(fit):
+    """It is a fault of the config, in words."""
+    with pytest.raises((MisfitError, UserError), match="monitor"):
+        fit("model.scheduler={type: torch.optim.lr_scheduler.ReduceLROnPlateau}")
+
+
+@pytest.mark.parametrize("accumulation", [[], ["train.accumulator_factor=4"]], ids=["plain", "accumulated"])
+def test_one_cycle_ends_with_the_training(accumulation, fit):
+    """`total_steps: auto` counts optimizer steps, tails included: the last step has the smallest rate."""
+    cycle = (
+        "{type: torch.optim.lr_scheduler.OneCycleLR, params: {max_lr: 0.1, total_steps: auto}, call: {interval: step}}"
+    )
+    fitted = fit(f"model.scheduler={cycle}", *accumulation)
+    assert len(fitted.seen.rates) == (6 if accumulation else 18)
+    assert fitted.seen.rates[-1] == pytest.approx(0.1 / 25 / 1e4)
+    assert max(fitted.seen.rates) == pytest.approx(0.1, rel=0.2)
+
+
+def test_parameters_whose_name_matches_get_their_own_values(fit):
+    """`groups`: the first match wins, the rest have the usual values."""
+    fitted = fit(
+        "model.optimizer.params.weight_decay=0.1",
+        "model.optimizer.groups=[{match: 'bias', weight_decay: 0.0}, {match: 'weight$', lr: 0.5}]",
+        "train.num_epochs=1",
+    )
+    groups = fitted.trainer.optimizers[0].param_groups
+    named = dict(fitted.task.network.named_parameters())
+    assert [(group["weight_decay"], group["lr"]) for group in groups] == [(0.0, 0.05), (0.1, 0.5)]
+    assert [len(group["params"]) for group in groups] == [
+        sum("bias" in name for name in named),
+        sum("bias" not in name for name in named),
+    ]
+    with pytest.raises(MisfitError, match=r"model.optimizer.groups: no parameter's name matches 'norm'"):
+        fit("model.optimizer.groups=[{match: 'norm', weight_decay: 0.0}]")
+
+
+# ---- accumulation
+
+
+def test_accumulation_from_an_epoch_on(fit):
+    """Eight batches an epoch, by fours from epoch 1 on: 8 + 2 optimizer steps."""
+    fitted = fit("train.accumulator_epoch=1", "train.accumulator_factor=4", "train.limit_batches.train=8")
+    assert len(fitted.seen.gradients) == fitted.trainer.global_step == 10
+    assert [step for step, _ in fitted.series("val_loss")] == [7, 9]
+
+
+def test_the_tail_of_an_epoch_is_a_step_and_nothing_leaks(fit):
+    """Six batches by fours: two steps an epoch, and the second epoch begins with fresh gradients."""
+    fitted = fit("train.accumulator_factor=4", "train.limit_batches.train=6", "model.optimizer.params.lr=0.0")
+    assert fitted.trainer.global_step == 4
+    again = fit(
+        *("train.accumulator_factor=4", "train.limit_batches.train=4", "model.optimizer.params.lr=0.0"),
+    )
+    assert torch.equal(fitted.seen.gradients[2], again.seen.gradients[1])
+
+
+def test_four_accumulated_batches_have_the_gradient_of_one(fit):
+    """4 x 16 samples and 1 x 64: gradients equal within 1e-6."""
+    accumulated = fit("train.accumulator_factor=4", "~train.num_epochs", "train.max_steps=1").seen.gradients[0]
+    whole = fit("data.batch_size=64", "~train.num_epochs", "train.max_steps=1").seen.gradients[0]
+    assert whole.abs().max() > 0.01
+    assert (accumulated - whole).abs().max() < 1e-6
+
+
+# ---- clipping
+
+
+@pytest.mark.parametrize(
+    ("clip", "size"),
+    [
+        ("{value: 0.05}", lambda g: g.norm()),
+        ("{value: 0.05, norm_type: 1.0}", lambda g: g.norm(1)),
+        ("{value: 0.05, norm_type: .inf}", lambda g: g.abs().max()),
+        ("{value: 0.005, algorithm: value}", lambda g: 10 * g.abs().max()),
+    ],
+    ids=["norm", "1-norm", "largest", "value"],
+)
+def test_gradients_are_clipped(clip, size, fit):
+    """No step has a larger gradient than allowed, and the limit is reached."""
+    gradients = fit(f"train.gradient_clip={clip}", "train.num_epochs=1").seen.gradients
+    sizes = [size(gradient).item() for gradient in gradients]
+    assert max(sizes) == pytest.approx(0.05, rel=1e-3)
+    free = fit("train.num_epochs=1").seen.gradients
+    assert size(free[0]) > 0.05
+
+
+# ---- what learns
+
+
+@pytest.mark.parametrize(("trainable", "learns"), [("head", "head"), ("['0.*bias', 'head']", "0.*bias|head")])
+def test_only_what_is_named_learns(trainable, learns, fit):
+    """Frozen tensors stay bit for bit, the optimizer holds only the others, and those change."""
+    start = fit("train.num_epochs=1", "train.limit_batches.train=1", "model.optimizer.params.lr=0.0").task.network
+    names = [name for name, _ in start.named_parameters()]
+    last = names[-1].rpartition(".")[0]
+    first = names[0].rpartition(".")[0]
+    patterns = trainable.replace("head", last) if trainable != "head" else trainable
+    patterns = patterns.replace("0.*bias", f"{first}.*bias")
+    fitted = fit(f"model.trainable={patterns}", "train.num_epochs=1")
+    expected = {f"{last}.weight", f"{last}.bias"} | ({f"{first}.bias"} if trainable != "head" else set())
+    before, after = dict(start.named_parameters()), dict(fitted.task.network.named_parameters())
+    assert {name for name in names if not torch.equal(before[name], after[name])} == expected
+    held = {id(p) for group in fitted.trainer.optimizers[0].param_groups for p in group["params"]}
+    assert held == {id(after[name]) for name in expected}
+
+
+def test_a_pattern_that_matches_nothing_is_refused(fit):
+    """A fault of the config, before anything is trained."""
+    with pytest.raises(MisfitError, match=r"model.trainable: no parameter's name matches 'attention'"):
+        fit("model.trainable=[attention]")
+
+
+# ---- what does not fit
+
+
+def test_more_classes_than_outputs_are_named(fit):
+    """Both numbers, and the key to set; not an index error."""
+    with pytest.raises(LabelError, match=r"10 classes \(labels 0 to 9\), the network 5 outputs; set .*num_classes=10"):
+        fit("model.network.params.num_classes=5")
+
+
+def test_a_network_that_does_not_take_the_pictures_is_named(fit):
+    """Its type and the shape of a picture."""
+    with pytest.raises(MisfitError, match=r"SimpleCNN does not take the data's pictures \(1, 1, 8, 8\)"):
+        fit("model.network.params.num_channels=3")
+
+
+def test_any_callable_is_a_network_an_optimizer_and_a_schedule(fit):
+    """Functions of the user's make them; what they give is used."""
+    settings = ["model.network={type: own.network, params: {width: 12}}", "model.optimizer.type=own.optimizer"]
+    fitted = fit(*settings, "model.scheduler.type=own.schedule", "train.num_epochs=1")
+    assert fitted.task.network[1].out_features == 12
+    assert isinstance(fitted.trainer.optimizers[0], torch.optim.RMSprop)
+    assert fitted.seen.rates == pytest.approx([0.05] * 9)
+    assert fitted.trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.005)
