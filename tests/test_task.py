@@ -5,7 +5,8 @@ import sklearn.metrics
 import torch
 
 from deeplightning.config.fault import UserError
-from deeplightning.task.img_classif import Accuracy, LabelError, MisfitError, SampleMean
+from deeplightning.task.errors import LabelError, MisfitError
+from deeplightning.task.metrics import Accuracy, SampleMean
 
 # ---- metrics
 

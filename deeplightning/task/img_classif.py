@@ -31,8 +31,8 @@ class Normalise(nn.Module):
         self.register_buffer("shift", -(torch.tensor(mean) / torch.tensor(std)).view(-1, 1, 1), persistent=False)
 
     def forward(self, images: Tensor) -> Tensor:
-        """uint8 (B, C, H, W) → float32 of the same shape."""
-        return images.float() * self.scale + self.shift
+        """uint8 (B, C, H, W) → floats of the same shape, of the precision that the network computes in."""
+        return images.to(self.scale.dtype) * self.scale + self.shift
 
 
 class Classifier(nn.Module):
@@ -107,7 +107,7 @@ class ImageClassification(pl.LightningModule):
         """Builds the network and passes one black picture through it: what does not fit shows before data is read.
 
         Raises:
-            LabelError: there are more classes in the data than outputs.
+            LabelError: there are not as many outputs as classes in the data.
             ValueError: the network does not take the data's pictures.
         """
         if self.network is not None:
@@ -139,7 +139,7 @@ class ImageClassification(pl.LightningModule):
             raise MisfitError(
                 f"{self.cfg.model.network.type} gives {tuple(outputs.shape)}, not (B, K): one row per picture"
             )
-        if outputs.shape[1] < len(self.class_names):
+        if self.class_names and outputs.shape[1] != len(self.class_names):
             raise LabelError(
                 f"the data has {len(self.class_names)} classes (labels 0 to {len(self.class_names) - 1}), the network "
                 f"{outputs.shape[1]} outputs; set model.network.params.num_classes={len(self.class_names)}"

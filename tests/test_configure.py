@@ -1,0 +1,68 @@
+"""The public door from Python: four lines train and track, and nothing happens before the last of them."""
+
+import warnings
+
+import pytest
+
+from deeplightning.config.fault import ConfigError
+from deeplightning.configure import init_module, init_trainer, load_config
+
+
+@pytest.fixture(autouse=True)
+def here(place, monkeypatch):
+    monkeypatch.chdir(place)
+
+
+def entries(*folders):
+    return {path for folder in folders for path in folder.rglob("*") if "__pycache__" not in path.parts}
+
+
+def test_four_lines_train_and_track(tiny, tracked, store):
+    """`load_config`, `init_module` twice, `init_trainer`, `fit`: a finished run with weights, config and metrics."""
+    cfg = load_config(tiny)
+    data, task = init_module(cfg, "data"), init_module(cfg, "model")
+    trainer = init_trainer(cfg)
+    trainer.fit(task, data)
+    folder = trainer.logger.artifact_folder
+    assert folder.is_relative_to(store)
+    assert {"cfg.yaml", "last.ckpt", "environment.json"} <= {path.name for path in folder.iterdir()}
+    run = tracked(folder)
+    assert run.status == "FINISHED"
+    assert [step for step, _ in run.series()["train_loss"]] == [0, 4, 8, 12, 16]
+
+
+def test_building_writes_nothing_and_opens_no_run(tiny, store, place):
+    """A trainer, a task and a data module that are built and not used leave no file."""
+    before = entries(store, place)
+    cfg = load_config(tiny)
+    init_module(cfg, "data"), init_module(cfg, "model"), init_trainer(cfg)
+    assert entries(store, place) == before
+
+
+def test_a_trainer_trains_again_and_tests(fit):
+    """The trainer of a run tests too, with the weights in memory or of a checkpoint."""
+    fitted = fit("train.num_epochs=1")
+    first = fitted.trainer.test(fitted.task, fitted.data, verbose=False)
+    with warnings.catch_warnings():
+        second = fitted.trainer.test(
+            fitted.task, fitted.data, ckpt_path=str(fitted.folder / "last.ckpt"), verbose=False
+        )
+    assert first == second
+    assert (fitted.folder / "test_results.json").is_file()
+
+
+def test_a_seed_that_is_null_is_drawn_and_said(tiny):
+    """Two configs get two seeds, each with a notice."""
+    one, two = (load_config(tiny, ["seed=null"]) for _ in range(2))
+    assert one.seed != two.seed
+    assert one.notices == [f"seed: drawn: {one.seed}"]
+
+
+def test_every_fault_is_raised_at_once(tiny):
+    """An exception with all faults, each with key and place."""
+    with pytest.raises(ConfigError) as caught:
+        load_config(tiny, ["train.num_epoch=3", "model.optimizer.params.lrr=1"])
+    text = str(caught.value)
+    assert "num_epochs" in text
+    assert "lr" in text
+    assert len(caught.value.faults) >= 2
