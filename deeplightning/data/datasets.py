@@ -102,6 +102,8 @@ class OnDemand(Dataset):
     def __getitem__(self, positions: list[int]) -> Batch:
         index = torch.tensor(positions)
         images = np.stack([self.samples.prepare(position, self._spec, self._max_pixels) for position in positions])
+        # np.stack keeps the channels last in memory, and convolutions would round otherwise than with `InMemory`.
+        images = np.ascontiguousarray(images)
         return {"image": torch.from_numpy(images), "label": self.labels[index], "index": index}
 
 
