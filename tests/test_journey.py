@@ -2,12 +2,18 @@
 
 import csv
 import json
+import struct
+import subprocess
+import sys
+import urllib.request
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
-from commands import real
+from commands import environment, real
 from conftest import digest
+from PIL import Image
 
 ROOT = Path(__file__).parents[1]
 BASE = ROOT / "configs" / "base.yaml"
@@ -105,3 +111,169 @@ def test_a_saved_config_trains_to_the_same_bits(base, command, place, tracked):
         assert digest(again.folder / name) == digest(base.folder / name)
     for name in ("bundle/weights.safetensors", "test_predictions.csv"):
         assert (again.folder / name).read_bytes() == (base.folder / name).read_bytes()
+
+
+# ---- own pictures, to the endpoint
+
+
+CLASSES = ["cross", "disc", "stripes"]
+
+
+def drawing(kind, generator):
+    """A picture of a random size and colour, uint8 (H, W, 3)."""
+    height, width = generator.integers(20, 60, 2)
+    y, x = np.mgrid[-1 : 1 : height * 1j, -1 : 1 : width * 1j]
+    shapes = {
+        "cross": (abs(x) < 0.2) | (abs(y) < 0.2),
+        "disc": x**2 + y**2 < 0.6,
+        "stripes": np.sin(12 * x) > 0,
+    }
+    front, back = generator.integers(0, 256, (2, 3))
+    noise = generator.integers(-20, 20, (height, width, 3))
+    return np.clip(np.where(shapes[kind][..., None], front, back) + noise, 0, 255).astype(np.uint8)
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    """Three classes of 60 JPEGs of different sizes each."""
+    root, generator = tmp_path_factory.mktemp("own pictures"), np.random.default_rng(0)
+    for kind in CLASSES:
+        (root / kind).mkdir()
+        for number in range(60):
+            Image.fromarray(drawing(kind, generator)).save(root / kind / f"{number}.jpg", quality=90)
+    return root
+
+
+def folder_config(pictures):
+    return [
+        f"data.root='{pictures}'",
+        "data.module={type: deeplightning.data.image_folder.ImageFolder, params: {image_size: 24, in_memory: false}}",
+        "model.network.params={num_classes: 3, num_channels: 3, image_size: 24}",
+        "data.module.params.augment=[{type: deeplightning.data.augment.RandomHorizontalFlip}]",
+        "~model.optimizer",
+        "model.optimizer={type: torch.optim.Adam, params: {lr: 0.003}}",
+        "train.num_epochs=3",
+    ]
+
+
+@pytest.fixture(scope="module")
+def own(train, pictures):
+    """A training on them from disk, exported."""
+    return train(*folder_config(pictures), "train.export=true")
+
+
+def test_own_pictures_train_the_same_from_memory_from_disk_and_with_workers(own, train, pictures, tracked):
+    """Metric series and weights are identical, and something is learned."""
+    for variant in (["data.module.params.in_memory=true"], ["data.num_workers=2"]):
+        again = train(*folder_config(pictures), *variant)
+        assert digest(again.folder / "last.ckpt") == digest(own.folder / "last.ckpt")
+        assert tracked(again.folder).series() == tracked(own.folder).series()
+    losses = [value for _, value in tracked(own.folder).series()["train_loss_epoch"]]
+    assert losses[-1] < 0.8 * losses[0]
+
+
+@pytest.fixture(scope="module")
+def server(own):
+    """The real server on the run, at a free port; its address."""
+    command = [sys.executable, "-m", "serve", str(own.folder), "--port", "0"]
+    server = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True)
+    assert server.stdout is not None
+    address = server.stdout.readline().split()[-1]
+    yield address
+    server.terminate()
+    server.wait()
+    server.stdout.close()
+
+
+def ask(address, data, kind="image/jpeg"):
+    request = urllib.request.Request(f"{address}/predict", data, {"Content-Type": kind})
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return json.load(answer)
+
+
+def test_every_picture_is_answered_over_http_as_by_predict(own, server, pictures, command, place):
+    """180 pictures: class, label and probability of the endpoint and of `deeplightning predict` agree to 1e-5."""
+    files = sorted(pictures.glob("*/*.jpg"))
+    predicted = command("predict", own.folder, *files, cwd=place)
+    assert predicted.code == 0, predicted
+    found = list(csv.DictReader(predicted.out.splitlines()))
+    assert [row["path"] for row in found] == [str(path) for path in files]
+    for path, row in zip(files, found, strict=True):
+        answer = ask(server, path.read_bytes())
+        assert answer["predicted_class"] == row["predicted_class"]
+        assert answer["label"] == row["predicted_label"]
+        assert float(answer["predicted_probability"]) == pytest.approx(float(row["predicted_probability"]), abs=1e-5)
+    assert {row["predicted_label"] for row in found} <= set(CLASSES)
+
+
+def test_a_picture_that_is_none_is_named(own, command, place, tmp_path):
+    """`predict` of a text and of a missing file: exit 3, each named, no answer."""
+    (tmp_path / "text.jpg").write_text("no picture")
+    refused = command("predict", own.folder, tmp_path / "text.jpg", tmp_path / "missing.jpg", cwd=place)
+    assert refused.code == 3
+    assert str(tmp_path / "text.jpg") in refused.err
+    assert str(tmp_path / "missing.jpg") in refused.err
+    assert refused.out == ""
+
+
+# ---- the configuration of the project's seed
+
+
+SEED = """\
+data:
+  root: /data
+  dataset: MNIST
+  module: {type: deeplightning.data.mnist.MNIST}
+  num_workers: 4
+  batch_size: 256                  # per process
+model:
+  module: {type: deeplightning.task.img_classif.ImageClassification}
+  network: {type: deeplightning.model.cnn.SimpleCNN, params: {num_classes: 10, num_channels: 1}}
+  optimizer: {type: torch.optim.SGD, params: {lr: 0.01, weight_decay: 0.01, momentum: 0.9}}
+  scheduler: {type: torch.optim.lr_scheduler.ExponentialLR, params: {gamma: 0.99}, call: {interval: epoch, frequency: 1}}
+  loss: {type: torch.nn.CrossEntropyLoss, params: }
+engine: {backend: deepspeed_stage_3, gpus: [0, 1], num_nodes: 1, precision: 32}
+train: {num_epochs: 10, val_every_n_epoch: 1, accumulator_epoch: 0, accumulator_factor: 1, resume_ckpt: null}
+logger:
+  type: pytorch_lightning.loggers.MLFlowLogger
+  params: {experiment_name: Default, tracking_uri: mlruns}
+  log_every_n_steps: 10
+"""  # noqa: E501
+
+
+def write_idx(path, numbers):
+    """An IDX file of bytes, as MNIST's are."""
+    header = struct.pack(f">HBB{numbers.ndim}I", 0, 8, numbers.ndim, *numbers.shape)
+    path.write_bytes(header + numbers.astype(np.uint8).tobytes())
+
+
+@pytest.fixture(scope="module")
+def mnist(tmp_path_factory):
+    """scikit-learn's digits as MNIST's four files, 28 x 28."""
+    from sklearn.datasets import load_digits
+
+    digits, root = load_digits(), tmp_path_factory.mktemp("mnist")
+    raw = root / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    images = np.kron(digits.images * 255 / 16, np.ones((1, 3, 3)))  # (N, 24, 24)
+    images = np.pad(images, ((0, 0), (2, 2), (2, 2)))
+    for name, part in (("train", slice(0, 1500)), ("t10k", slice(1500, None))):
+        write_idx(raw / f"{name}-images-idx3-ubyte", images[part])
+        write_idx(raw / f"{name}-labels-idx1-ubyte", digits.target[part])
+    return root
+
+
+def test_the_seed_configuration_runs_as_it_is(mnist, command, place, store, tracked, tmp_path):
+    """The text of the project's beginning trains with `engine.gpus=null` and the folder of an MNIST: tracked under
+    experiment Default, at a sensible accuracy."""
+    (tmp_path / "seed.yaml").write_text(SEED)
+    overrides = ["engine.gpus=null", f"data.root={mnist}", f"logger.params.tracking_uri={store}", "train.num_epochs=4"]
+    done = command("train", tmp_path / "seed.yaml", *overrides, cwd=place)
+    assert done.code == 0, done
+    assert "SimpleCNN: 28,938 parameters (0.029 M)" in done.out
+    assert "warning: engine.backend: deepspeed_stage_3" in done.err
+    run = tracked(done.folder)
+    assert run.status == "FINISHED"
+    assert run.metrics["val_acc"] > 0.5
+    assert done.folder.parent.parent == store / "0"
+    assert {"train_loss", "train_acc", "val_loss", "val_acc", "lr"} <= set(run.series())
