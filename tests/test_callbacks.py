@@ -4,8 +4,10 @@ import json
 import math
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from deeplightning.config.fault import ConfigError, RunError
+from deeplightning.config.fault import CheckpointError, ConfigError, RunError
 
 BEST = "train.checkpoint={monitor: val_acc, mode: max, save_top_k: 2}"
 
@@ -111,6 +113,46 @@ def test_a_loss_that_is_no_number_spoils_no_weights(fit):
     """The run ends with metric, value, step and epoch before the optimizer steps."""
     with pytest.raises(RunError, match=r"train_loss is (nan|inf) at step \d+ \(epoch \d\)"):
         fit("model.optimizer.params.lr=1e20")
+
+
+# ---- the start
+
+
+STILL = ["model.optimizer.params.lr=0.0", "train.num_epochs=1"]
+
+
+def test_training_starts_from_weights(fit, tmp_path):
+    """`model.init_from` takes the weights of a checkpoint, of a run, or of plain tensors of the network."""
+    trained = fit("train.num_epochs=1")
+    plain = tmp_path / "plain.safetensors"
+    save_file(trained.task.network.state_dict(), plain)
+    for name in (trained.folder / "last.ckpt", trained.folder, plain):
+        started = fit(f"model.init_from='{name}'", *STILL)
+        expected = trained.task.network.state_dict()
+        assert all(torch.equal(t, expected[name]) for name, t in started.task.network.state_dict().items())
+    again = started.trainer.validate(started.task, started.data, verbose=False)
+    assert again[0]["val_acc"] == pytest.approx(trained.series("val_acc")[-1][1], abs=1e-6)
+
+
+def test_what_does_not_fit_keeps_its_first_values_and_is_named(fit, tmp_path, caplog):
+    """Another last layer: the rest is taken; nothing that fits, or no file, is refused before a run begins."""
+    first = fit(*STILL).task.network.state_dict()
+    names = list(first)
+    torch.manual_seed(1)
+    other = {name: torch.randn_like(tensor) for name, tensor in first.items()}
+    other[names[-1]] = torch.zeros(1000)
+    save_file(other, tmp_path / "other.safetensors")
+    started = fit(f"model.init_from='{tmp_path / 'other.safetensors'}'", *STILL).task.network.state_dict()
+    assert torch.equal(started[names[-1]], first[names[-1]])
+    assert all(torch.equal(started[name], other[name]) for name in names[:-1])
+    assert f"network.{names[-1]}" in caplog.text
+    before = len(list((tmp_path / "runs").iterdir()))
+    save_file({"nothing.of.this": torch.zeros(2)}, tmp_path / "none.safetensors")
+    (tmp_path / "damaged.safetensors").write_bytes(b"no tensors")
+    for name, words in (("none", "fits the network"), ("damaged", "cannot be read"), ("missing", "cannot be read")):
+        with pytest.raises(CheckpointError, match=words):
+            fit(f"model.init_from='{tmp_path / name}.safetensors'", *STILL)
+    assert len(list((tmp_path / "runs").iterdir())) == before
 
 
 # ---- what is logged

@@ -32,6 +32,7 @@ def all_of(cfg: Config) -> list[pl.Callback]:
     from deeplightning.callbacks.record import Record
     from deeplightning.callbacks.results import Results, ShowPictures
     from deeplightning.callbacks.signals import Signals
+    from deeplightning.callbacks.start import StartWeights
     from deeplightning.callbacks.steps import FiniteLoss, LogSteps, Seeds
     from deeplightning.tracking.build import prepare
 
@@ -42,7 +43,10 @@ def all_of(cfg: Config) -> list[pl.Callback]:
     assert cfg.seed is not None, "load_config draws one"
     record = Record(cfg, loggers, Path("runs") / time.strftime("%Y-%m-%d_%H-%M-%S"))
     checkpoints = Checkpoints(train.checkpoint, record)
-    callbacks: list[pl.Callback] = [
+    callbacks: list[pl.Callback] = []
+    if cfg.model.init_from is not None:
+        callbacks.append(StartWeights(cfg.model.init_from, cfg.logger.params.get("tracking_uri", "mlruns")))
+    callbacks += [
         record,
         Seeds(cfg.seed),
         LogSteps(every if isinstance(every, int) else asdict(every)),
