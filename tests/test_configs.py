@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from commands import real
+from conftest import digest
 from PIL import Image
 from sklearn.datasets import load_digits
 
@@ -129,3 +130,37 @@ def test_the_sample_digits_are_those_that_the_manual_shows():
     images = [Image.open(file) for file in files]
     assert {(image.mode, image.size) for image in images} == {("L", (8, 8))}
     assert len({hashlib.sha256(image.tobytes()).digest() for image in images}) == 10
+
+
+INTERRUPT = """
+import os, signal
+import pytorch_lightning as pl
+
+class AtStep(pl.Callback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGINT)
+"""
+
+
+def test_the_first_config_goes_on_inside_an_epoch_under_its_schedule(command, store, tmp_path):
+    """Interrupted in its second epoch and resumed, base.yaml ends with the weights of an uninterrupted run: a schedule
+    of `total_steps: auto` moves no batch. Resumed for longer than the schedule, it ends with exit 2, naming both."""
+
+    def train(*overrides, code=0):
+        small = ["stages=[train]", "train.export=false", "logger.pictures=null", "data.module.params.limit=150"]
+        settings = [*small, "train.num_epochs=3", f"logger.params.tracking_uri={store}", *overrides]
+        outcome = command("train", ROOT / "configs" / "base.yaml", *settings, cwd=tmp_path)
+        assert outcome.code == code, outcome
+        return outcome
+
+    (tmp_path / "interrupt.py").write_text(INTERRUPT)
+    whole = train()
+    cut = train("train.callbacks=[{type: interrupt.AtStep, params: {step: 7}}]", code=130)
+    resumed = train(f"train.resume_ckpt='{cut.folder}'")
+    assert digest(resumed.folder / "last.ckpt") == digest(whole.folder / "last.ckpt")
+    longer = train(f"train.resume_ckpt='{cut.folder}'", "train.num_epochs=4", code=2)
+    assert "this schedule ends after 15 steps, the training takes 20" in longer.err
