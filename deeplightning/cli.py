@@ -68,12 +68,12 @@ def train(config: Path, overrides: tuple[str, ...]) -> None:
 @_config
 @_overrides
 def check(config: Path, overrides: tuple[str, ...]) -> None:
-    """Report every fault of CONFIG, or print it whole; nothing is run."""
+    """Report every fault of CONFIG, or print it whole. Nothing is run."""
     from deeplightning.run import show
 
     cfg = _load(config, overrides)
     for notice in cfg.notices:
-        click.echo(f"warning: {notice}", err=True)
+        click.echo(f"{'warning: ' if notice.unasked else ''}{notice.text}", err=True)
     show(cfg)
 
 
@@ -101,7 +101,10 @@ def test(run: str, overrides: tuple[str, ...]) -> None:
 @click.argument("run")
 @click.argument("images", nargs=-1, type=click.Path(path_type=Path))
 def predict(run: str, images: tuple[Path, ...]) -> None:
-    """Say what RUN's network sees in IMAGES, as CSV; without images, in its test set (predictions.csv)."""
+    """Say what RUN's network sees in IMAGES, as CSV.
+
+    Without images, in its test set: a row per sample in predictions.csv.
+    """
     if not images:
         from deeplightning.run import evaluate
 
@@ -126,7 +129,7 @@ def export(run: str) -> None:
 @click.option("--host", help="Address to listen on; default: serve.host of the run's config.")
 @click.option("--port", help="Port to listen on; default: serve.port of the run's config.")
 def serve(run: str, host: str | None, port: str | None) -> None:
-    """Answer HTTP from RUN's bundle, exporting it first where there is none."""
+    """Answer HTTP from RUN's bundle. Exports it first where there is none."""
     folder = _folder(run)
     if not folder.bundle_card.exists():
         from deeplightning.run import export_run
@@ -152,7 +155,10 @@ def _serve_options(folder: Any) -> dict[str, Any]:
 @cli.command()
 @click.argument("run")
 def reproduce(run: str) -> None:
-    """Run RUN's config once more and compare: 0 if weights and results are the same, else 5."""
+    """Run RUN's config once more and compare.
+
+    Exit code 0 if weights and results are the same, else 5.
+    """
     from deeplightning.runs import reproduce as run_again
 
     again = run_again(_folder(run))
@@ -176,7 +182,10 @@ def diff(first: str, second: str) -> None:
 @click.option("--remove", is_flag=True, help="Delete those runs and their files, after asking.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 def runs(tracking_uri: str | None, unfinished: bool, remove: bool, yes: bool) -> None:
-    """List runs, the newest first; remove those that did not finish. Running ones are never removed."""
+    """List runs, the newest first; remove unfinished ones.
+
+    Running ones are never removed.
+    """
     from deeplightning import runs as of
 
     rows = of.listing(tracking_uri, unfinished or remove)

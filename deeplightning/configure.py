@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from deeplightning.config.check import load
 from deeplightning.config.schema import Config
 from deeplightning.config.target import build
-from deeplightning.engine.plan import settle, trainer_arguments
+from deeplightning.engine.plan import Notice, settle, trainer_arguments
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
@@ -32,7 +32,7 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
     cfg.notices = settle(cfg)
     if cfg.seed is None:
         cfg.seed = secrets.randbelow(2**31)
-        cfg.notices.append(f"seed: drawn: {cfg.seed}")
+        cfg.notices.append(Notice(f"seed: null → {cfg.seed} (drawn)", unasked=False))
     return cfg
 
 
@@ -50,8 +50,10 @@ def init_trainer(cfg: Config) -> pl.Trainer:
     import pytorch_lightning as pl
 
     from deeplightning.callbacks import all_of
+    from deeplightning.callbacks.console import to_terminal
     from deeplightning.engine.checkpoint_io import SafeCheckpointIO
 
+    to_terminal(cfg)
     train, clip = cfg.train, cfg.train.gradient_clip
     limits = train.limit_batches
     often = train.val_every_n_epoch

@@ -40,7 +40,7 @@ def launch(cfg: Config) -> RunFolder:
     if own_rank() == 0:
         show(cfg)
     for notice in cfg.notices or []:
-        log.warning(notice)
+        log.log(logging.WARNING if notice.unasked else logging.INFO, notice.text)
     weights = find_checkpoint(cfg.train.resume_ckpt, cfg, to_go_on=True) if "train" in cfg.stages else None
     data, task = init_module(cfg, "data"), init_module(cfg, "model")
     trainer = init_trainer(cfg)

@@ -169,8 +169,8 @@ def _page() -> tuple[str, str]:
         return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
 
     return page, (
-        f"default-src 'none'; script-src {own('script')}; style-src {own('style')}; img-src blob: data:; connect-src 'self'; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
+        f"default-src 'none'; script-src {own('script')}; style-src {own('style')}; img-src blob: data:; "
+        "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
     )
 
 

@@ -74,16 +74,24 @@ class Failing(Guarded):
 
 
 class Waits(pl.Callback):
-    """Stops in the third batch of the second epoch until a file is there."""
+    """Stops in the third batch of the second epoch, or in the validation after it, until a file is there."""
 
-    def __init__(self, until):
+    def __init__(self, until, validating=False):
         self.until = pathlib.Path(until)
+        self.validating = validating
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
-        if trainer.current_epoch == 1 and batch_idx == 2:
-            print("waits", flush=True)
-            while not self.until.exists():
-                time.sleep(0.01)
+        if trainer.current_epoch == 1 and batch_idx == 2 and not self.validating:
+            self.wait()
+
+    def on_validation_batch_start(self, trainer, module, batch, batch_idx):
+        if trainer.current_epoch == 1 and self.validating:
+            self.wait()
+
+    def wait(self):
+        print("waits", flush=True)
+        while not self.until.exists():
+            time.sleep(0.01)
 
 
 class Dropout(nn.Module):

@@ -55,7 +55,7 @@ def test_a_seed_that_is_null_is_drawn_and_said(tiny):
     """Two configs get two seeds, each with a notice."""
     one, two = (load_config(tiny, ["seed=null"]) for _ in range(2))
     assert one.seed != two.seed
-    assert one.notices == [f"seed: drawn: {one.seed}"]
+    assert [notice.text for notice in one.notices] == [f"seed: null → {one.seed} (drawn)"]
 
 
 def test_every_fault_is_raised_at_once(tiny):

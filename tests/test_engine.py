@@ -22,7 +22,8 @@ def test_one_process_without_gpus_needs_no_backend(settled):
     """The seed config's `deepspeed_stage_3` with `gpus: null` runs plainly, and says so."""
     cfg = settled("engine.backend=deepspeed_stage_3")
     assert cfg.engine.backend is None
-    assert cfg.notices == ["engine.backend: deepspeed_stage_3 → None (there is one process and no GPU)"]
+    (notice,) = cfg.notices
+    assert notice.text == "engine.backend: deepspeed_stage_3 → null (there is one process and no GPU)"
 
 
 def test_several_processes_are_ddp(settled):
@@ -40,12 +41,12 @@ def test_several_processes_are_ddp(settled):
         ("engine={backend: horovod, processes: 2}", "engine.backend: horovod → ddp"),
         ("engine.precision=amp", "engine.precision: amp → 16-mixed"),
         ("engine.precision=16", "engine.precision: 16 → bf16-mixed (half precision on CPU is bf16)"),
-        ("engine.gpus=0", "engine.gpus: 0 → None"),
+        ("engine.gpus=0", "engine.gpus: 0 → null"),
     ],
 )
 def test_older_words_are_mapped_with_a_notice(override, notice, settled):
     """What runs instead, and why, is said."""
-    assert settled(override).notices[0].startswith(notice)
+    assert settled(override).notices[0].text.startswith(notice)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")
@@ -62,7 +63,8 @@ def test_auto_takes_what_is_there(settled):
     """No GPU: the CPU, with a notice."""
     cfg = settled("engine.gpus=auto")
     assert cfg.engine.gpus is None
-    assert "this machine has 0" in cfg.notices[0]
+    assert "this machine has none" in cfg.notices[0].text
+    assert not cfg.notices[0].unasked
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ numbers, positions and counters is lost shows in the weights.
 """
 
 import json
+import signal
 
 import pytest
 from conftest import digest
@@ -130,3 +131,43 @@ def test_the_best_of_the_run_before_stays_the_best(half, train, place):
     assert "best       val_acc" in resumed.out
     assert "after epoch 1 (step 9)" in resumed.out
     assert (resumed.folder / "epoch=1-step=18.ckpt").is_file()
+
+
+EPOCH = "{type: torch.optim.lr_scheduler.ExponentialLR, params: {gamma: 0.5}, call: {interval: epoch}}"
+PLATEAU = "{type: torch.optim.lr_scheduler.ReduceLROnPlateau, params: {factor: 0.5, patience: 0, threshold: 10.0}"
+
+
+@pytest.mark.parametrize("scheduler", [EPOCH, f"{PLATEAU}, call: {{monitor: val_loss}}}}"], ids=["epoch", "plateau"])
+def test_schedules_by_epoch_go_on_from_wherever_a_run_was_saved(scheduler, train, tracked):
+    """At an epoch's edge, by steps that fall on one, and inside an epoch: the learning rate and the weights of an
+    uninterrupted run, and each epoch validated once."""
+    settings = [*RANDOM, "~model.scheduler", f"model.scheduler={scheduler}", "train.num_epochs=3"]
+    whole = train(*settings)
+    expected = tracked(whole.folder).series()
+    assert len({value for _, value in expected["lr"]}) == 3
+    by_steps = "train.checkpoint={every_n_epochs: null, every_n_steps: 9}"
+    for parts in (["train.num_epochs=2"], ["train.max_steps=18", by_steps], ["train.max_steps=14"]):
+        part = train(*settings, *parts)
+        resumed = train(*settings, f"train.resume_ckpt='{part.folder}'")
+        assert digest(resumed.folder / "last.ckpt") == digest(whole.folder / "last.ckpt"), parts
+        series = tracked(resumed.folder).series()
+        assert series["lr"] == expected["lr"][-len(series["lr"]) :]
+        assert series["val_loss"] == expected["val_loss"][-len(series["val_loss"]) :]
+
+
+def test_a_run_stopped_while_it_validates_ends_bit_for_bit_like_an_uninterrupted_one(
+    command, tiny, place, train, whole, tracked, tmp_path
+):
+    """The epoch that was being judged is not learned twice, and is judged."""
+    waits = f"train.callbacks=[{{type: own.Waits, params: {{until: '{tmp_path / 'go'}', validating: true}}}}]"
+    running = command.start("train", tiny, *RANDOM, waits, cwd=place)
+    running.says("waits")
+    running.signal(signal.SIGINT)
+    (tmp_path / "go").touch()
+    stopped = running.end()
+    assert stopped.code == 130, stopped
+    resumed = train(*RANDOM, f"train.resume_ckpt='{stopped.folder}'")
+    assert digest(resumed.folder / "last.ckpt") == digest(whole.folder / "last.ckpt")
+    series, expected = tracked(resumed.folder).series(), tracked(whole.folder).series()
+    assert series["val_loss"] == expected["val_loss"][1:]
+    assert series["train_loss_epoch"] == expected["train_loss_epoch"][1:]

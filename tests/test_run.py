@@ -50,9 +50,9 @@ def test_the_same_config_gives_the_same_bits_however_it_is_loaded_and_watched(ov
 def test_another_seed_gives_another_run_and_none_is_drawn_and_recorded(train, trained):
     """`seed: null` draws one, which stands in `cfg.yaml`, and a run with that seed is the same."""
     drawn = train("seed=null", "train.num_epochs=1")
-    assert "seed: drawn: " in drawn.err
+    assert "seed: null → " in drawn.out
     assert digest(drawn.folder / "last.ckpt") != digest(trained.folder / "last.ckpt")
-    seed = drawn.err.partition("seed: drawn: ")[2].split()[0]
+    seed = drawn.out.partition("seed: null → ")[2].split()[0]
     assert f"seed: {seed}\n" in (drawn.folder / "cfg.yaml").read_text()
     again = train(f"seed={seed}", "train.num_epochs=1")
     assert digest(again.folder / "last.ckpt") == digest(drawn.folder / "last.ckpt")

@@ -31,6 +31,8 @@ class Checkpoints(LightningCheckpoint):
         self.settings, self.record = settings, record
         self.kept: list[dict[str, Any]] = []  # the best first: {"value", "epoch", "step", "file"}
         self._loaded: list[dict[str, Any]] | None = None
+        self._plateaus: dict[str, float] = {}
+        self._due = False
         self._saved_step = -1
         self._validated = False
         self._marks: set[int] = set()
@@ -47,6 +49,9 @@ class Checkpoints(LightningCheckpoint):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._take_over(trainer)  # strategies that shard load their checkpoint only after `on_fit_start`
+        plateaus, self._plateaus = self._plateaus, {}
+        for number, value in plateaus.items():
+            trainer.lr_scheduler_configs[int(number)].scheduler.step(value)  # type: ignore[call-arg]
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Finds the batches after which a fraction of an epoch is over."""
@@ -61,7 +66,10 @@ class Checkpoints(LightningCheckpoint):
         every, step = self.settings.every_n_steps, trainer.global_step
         due = every is not None and step % every == 0 and step != self._saved_step
         if due or batch_idx + 1 in self._marks or step == trainer.max_steps:
-            self._save_last(trainer)
+            if _epoch_is_over(trainer):
+                self._due = True  # when it has been validated: Lightning 2.6 would not do that after resuming from here
+            else:
+                self._save_last(trainer)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.state.fn != "fit":
@@ -72,10 +80,10 @@ class Checkpoints(LightningCheckpoint):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._judge(trainer)
-        every, progress = self.settings.every_n_epochs, trainer.fit_loop.epoch_loop.batch_progress
-        if not progress.is_last_batch and progress.current.ready < trainer.num_training_batches:
+        if not _epoch_is_over(trainer):
             return  # stopped inside the epoch: a checkpoint from here would count it as whole
-        if every is not None and (trainer.current_epoch + 1) % max(1, int(every)) == 0:
+        every = self.settings.every_n_epochs
+        if self._due or (every is not None and (trainer.current_epoch + 1) % max(1, int(every)) == 0):
             self._save_last(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -92,8 +100,28 @@ class Checkpoints(LightningCheckpoint):
 
     # ---- what
 
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Notes what schedulers by metrics will see after this: Lightning 2.6 forgets it when it resumes."""
+        epoch = trainer.fit_loop.epoch_progress.current
+        if epoch.completed < epoch.processed == epoch.ready:
+            checkpoint["plateaus"] = {
+                str(number): float(trainer.callback_metrics[config.monitor])
+                for number, config in enumerate(trainer.lr_scheduler_configs)
+                if config.reduce_on_plateau
+                and config.interval == "epoch"
+                and (trainer.current_epoch + 1) % config.frequency == 0
+                and config.monitor in trainer.callback_metrics
+            }
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        self._plateaus = checkpoint.get("plateaus", {})
+
     def _save_last(self, trainer: pl.Trainer) -> None:
-        self._saved_step = trainer.global_step
+        self._saved_step, self._due = trainer.global_step, False
         trainer.save_checkpoint(self.record.folder.last)
 
     def _judge(self, trainer: pl.Trainer) -> None:
@@ -170,6 +198,11 @@ class Checkpoints(LightningCheckpoint):
             _copy(former.path / entry["file"], folder.path / entry["file"])
         if self.kept:
             _copy(former.best_score, folder.best_score)
+
+
+def _epoch_is_over(trainer: pl.Trainer) -> bool:
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    return bool(progress.is_last_batch or progress.current.ready >= trainer.num_training_batches)
 
 
 def _score(folder: RunFolder) -> Any:

@@ -51,6 +51,10 @@ class Signals(pl.Callback):
         self._install()
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+        if not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:  # else the epoch is brought to its end
+            self._look(trainer)
+
+    def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self._look(trainer)
 
     def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:

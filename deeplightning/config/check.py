@@ -336,7 +336,9 @@ class _Checker:
         train, data = config.train, config.data or schema.Data(module=_NONE, batch_size=1)
         model = config.model or schema.Model(module=_NONE, optimizer=None)
         for key, value, default in _later(config):
-            self.fault(f"not available in this version; leave it at {default!r}, not {value!r}", key)
+            words = "null" if default is None else default
+            found = "" if is_dataclass(value) else f", not {value}"
+            self.fault(f"not available in this version; leave it at {words}{found}", key)
         if not config.stages:
             self.fault("nothing to do: give at least one of train, validate, test, predict", "stages")
         if "train" in config.stages:

@@ -228,8 +228,11 @@ class ImageData(pl.LightningDataModule):
             # A resumed run goes on behind the batches that are done; after a whole epoch the counter still shows it.
             # Lightning sets the epoch as well, but only when the first iterator has been made.
             loop: Any = self.trainer.fit_loop
-            sampler.set_epoch(loop.epoch_progress.current.processed)
-            done = loop.epoch_loop.batch_progress.current.ready
+            epoch, done = loop.epoch_progress.current, loop.epoch_loop.batch_progress.current.ready
+            ended = (
+                done >= len(sampler) and epoch.processed < epoch.ready
+            )  # saved after the last batch, not counted yet
+            sampler.set_epoch(epoch.processed + ended)
             sampler.start = done if done < len(sampler) else 0
         options, workers = dict(self._loader_options), self.cfg.data.num_workers
         if isinstance(dataset, InMemory):

@@ -4,6 +4,7 @@ Torch and Lightning are imported only where a machine must be asked or a strateg
 """
 
 import os
+from dataclasses import dataclass
 from typing import Any
 
 from deeplightning.config.fault import ConfigError, Fault, SetupError
@@ -21,7 +22,15 @@ _PRECISIONS = {"amp": "16-mixed", "apex_O1": "16-mixed", "apex_O2": "16-mixed"}
 _WORDS = {16: "16-mixed", 32: "32-true", 64: "64-true", "bf16": "bf16-mixed"}
 
 
-def settle(cfg: Config) -> list[str]:
+@dataclass(frozen=True)
+class Notice:
+    """What was changed in a config, and why; `unasked` if the user did not leave it to us."""
+
+    text: str
+    unasked: bool = True
+
+
+def settle(cfg: Config) -> list[Notice]:
     """Makes `cfg.engine` what will really run, in place; returns a notice for each thing that was changed.
 
     Raises:
@@ -31,7 +40,9 @@ def settle(cfg: Config) -> list[str]:
     engine, notices = cfg.engine, []
 
     def change(key: str, value: Any, why: str) -> None:
-        notices.append(f"engine.{key}: {getattr(engine, key)} → {value} ({why})")
+        before = getattr(engine, key)
+        words = ("null" if v is None else v for v in (before, value))
+        notices.append(Notice("engine.{}: {} → {} ({})".format(key, *words, why), unasked=before != "auto"))
         setattr(engine, key, value)
 
     if engine.backend in _BACKENDS:
@@ -57,7 +68,7 @@ def _settle_devices(engine: Engine, change: Any) -> None:
 
     found = torch.cuda.device_count()
     if engine.gpus == "auto":
-        change("gpus", list(range(found)) or None, f"this machine has {found}")
+        change("gpus", list(range(found)) or None, f"this machine has {found or 'none'}")
         return
     if engine.gpus in (0, []):
         change("gpus", None, "no GPU is asked for")
