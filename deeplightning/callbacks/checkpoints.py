@@ -32,7 +32,7 @@ class Checkpoints(LightningCheckpoint):
         self.kept: list[dict[str, Any]] = []  # the best first: {"value", "epoch", "step", "file"}
         self._loaded: list[dict[str, Any]] | None = None
         self._plateaus: dict[str, float] = {}
-        self._due = False
+        self._due = self._validating = False
         self._saved_step = -1
         self._validated = False
         self._marks: set[int] = set()
@@ -49,11 +49,21 @@ class Checkpoints(LightningCheckpoint):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._take_over(trainer)  # strategies that shard load their checkpoint only after `on_fit_start`
+        self._find_marks(trainer)
         plateaus, self._plateaus = self._plateaus, {}
         for number, value in plateaus.items():
-            trainer.lr_scheduler_configs[int(number)].scheduler.step(value)  # type: ignore[call-arg]
+            scheduler: Any = trainer.lr_scheduler_configs[int(number)].scheduler
+            scheduler.step(value)
+        if self._validating:
+            self._validating = False
+            validation: Any = trainer.fit_loop.epoch_loop.val_loop
+            validation._restart_stage = "restarted_mid_evaluation"  # private in Lightning 2.6: else it is left out
+            validation.batch_progress.reset()
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._find_marks(trainer)
+
+    def _find_marks(self, trainer: pl.Trainer) -> None:
         """Finds the batches after which a fraction of an epoch is over."""
         share, batches = self.settings.every_n_epochs, trainer.num_training_batches
         self._marks = set()
@@ -71,7 +81,11 @@ class Checkpoints(LightningCheckpoint):
             else:
                 self._save_last(trainer)
 
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._validating = trainer.state.fn == "fit"
+
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._validating = False
         if trainer.state.fn != "fit":
             return
         self._validated = True
@@ -82,6 +96,11 @@ class Checkpoints(LightningCheckpoint):
         self._judge(trainer)
         if not _epoch_is_over(trainer):
             return  # stopped inside the epoch: a checkpoint from here would count it as whole
+        if trainer.fit_loop.restarting:
+            for _, scheduler, value in _by_metrics(
+                trainer
+            ):  # Lightning 2.6 leaves it out where it resumed in the epoch
+                scheduler.step(value)
         every = self.settings.every_n_epochs
         if self._due or (every is not None and (trainer.current_epoch + 1) % max(1, int(every)) == 0):
             self._save_last(trainer)
@@ -103,22 +122,17 @@ class Checkpoints(LightningCheckpoint):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        """Notes what schedulers by metrics will see after this: Lightning 2.6 forgets it when it resumes."""
-        epoch = trainer.fit_loop.epoch_progress.current
-        if epoch.completed < epoch.processed == epoch.ready:
-            checkpoint["plateaus"] = {
-                str(number): float(trainer.callback_metrics[config.monitor])
-                for number, config in enumerate(trainer.lr_scheduler_configs)
-                if config.reduce_on_plateau
-                and config.interval == "epoch"
-                and (trainer.current_epoch + 1) % config.frequency == 0
-                and config.monitor in trainer.callback_metrics
-            }
+        """Notes what Lightning 2.6 forgets when it resumes: a step of schedulers that follow a metric, which is to come
+        after this, and a validation that was not finished."""
+        epoch: Any = trainer.fit_loop.epoch_progress.current
+        if epoch.completed < epoch.processed == epoch.ready and not trainer.fit_loop.restarting:
+            checkpoint["plateaus"] = {str(number): value for number, _, value in _by_metrics(trainer)}
+        checkpoint["validating"] = self._validating
 
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
-        self._plateaus = checkpoint.get("plateaus", {})
+        self._plateaus, self._validating = checkpoint.get("plateaus", {}), checkpoint.get("validating", False)
 
     def _save_last(self, trainer: pl.Trainer) -> None:
         self._saved_step, self._due = trainer.global_step, False
@@ -203,6 +217,18 @@ class Checkpoints(LightningCheckpoint):
 def _epoch_is_over(trainer: pl.Trainer) -> bool:
     progress = trainer.fit_loop.epoch_loop.batch_progress
     return bool(progress.is_last_batch or progress.current.ready >= trainer.num_training_batches)
+
+
+def _by_metrics(trainer: pl.Trainer) -> list[tuple[int, Any, float]]:
+    """The schedulers that follow a metric by epochs and are due at the end of this one: number, scheduler, value."""
+    return [
+        (number, config.scheduler, float(trainer.callback_metrics[config.monitor]))
+        for number, config in enumerate(trainer.lr_scheduler_configs)
+        if config.reduce_on_plateau
+        and config.interval == "epoch"
+        and (trainer.current_epoch + 1) % config.frequency == 0
+        and config.monitor in trainer.callback_metrics
+    ]
 
 
 def _score(folder: RunFolder) -> Any:

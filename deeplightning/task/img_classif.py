@@ -324,8 +324,8 @@ class ImageClassification(pl.LightningModule):
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if self.image_spec is not None:
             checkpoint[self.kind] = {"image_spec": self.image_spec.to_dict(), "class_names": self.class_names}
-        done = self.trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        if 0 < done < self.trainer.num_training_batches:
+        epoch: Any = self.trainer.fit_loop.epoch_progress.current
+        if epoch.processed < epoch.ready:  # inside an epoch
             checkpoint["train_metrics"] = {name: _state_of(metric) for name, metric in self._of("train").items()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
