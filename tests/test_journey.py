@@ -22,7 +22,8 @@ BASE = ROOT / "configs" / "base.yaml"
 @pytest.fixture(scope="module")
 def base(store, place):
     """`configs/base.yaml` for two epochs, in a fresh process."""
-    outcome = real("train", BASE, "train.num_epochs=2", f"logger.params.tracking_uri={store}", cwd=place)
+    often = {"MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL": "0.2"}
+    outcome = real("train", BASE, "train.num_epochs=2", f"logger.params.tracking_uri={store}", cwd=place, **often)
     assert outcome.code == 0, outcome
     return outcome
 
