@@ -133,10 +133,6 @@ class NoNumber(nn.Module):
 '''
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", "real: starts fresh processes, some seconds each")
-
-
 @pytest.fixture(scope="session")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The working directory of the commands; nothing that was not asked for may appear in it."""

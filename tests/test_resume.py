@@ -8,6 +8,7 @@ import json
 import signal
 
 import pytest
+from commands import real
 from conftest import digest
 
 RANDOM = [
@@ -172,3 +173,20 @@ def test_a_run_stopped_while_it_validates_ends_bit_for_bit_like_an_uninterrupted
     series, expected = tracked(resumed.folder).series(), tracked(whole.folder).series()
     assert series["val_loss"] == expected["val_loss"][1:]
     assert series["train_loss_epoch"] == expected["train_loss_epoch"][1:]
+
+
+@pytest.mark.slow
+def test_two_processes_go_on_bit_for_bit(tiny, place, tracked):
+    """Ended inside the second epoch by ddp over two processes, resumed by two."""
+
+    def run(*overrides):
+        done = real("train", tiny, *RANDOM, "engine.processes=2", "data.batch_size=8", *overrides, cwd=place)
+        assert done.code == 0, done
+        return done
+
+    whole, part = run("train.num_epochs=2"), run("train.max_steps=13")
+    resumed = run("train.num_epochs=2", f"train.resume_ckpt='{part.folder}'")
+    assert digest(resumed.folder / "last.ckpt") == digest(whole.folder / "last.ckpt")
+    series, expected = tracked(resumed.folder).series(), tracked(whole.folder).series()
+    for name in ("train_loss_epoch", "val_loss"):
+        assert series[name] == expected[name][1:]
