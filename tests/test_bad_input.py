@@ -466,14 +466,30 @@ def test_a_checkpoint_that_is_none(refused, tiny, tmp_path, trained, store, kind
     assert not Path("made").exists()
 
 
+OTHER_NETWORKS = """\
+from torch import nn
+
+from deeplightning.model.cnn import SimpleCNN
+
+
+def linear():
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+
+
+def wider():
+    network = SimpleCNN(10, 1, image_size=8)
+    network.features[0], network.features[3] = nn.Conv2d(1, 20, 5, padding=2), nn.Conv2d(20, 32, 5, padding=2)
+    return network
+"""
+
+
 @pytest.mark.parametrize("use", ["resume", "test"])
 def test_a_checkpoint_of_another_network(refused, tiny, trained, store, use, here):
     """Exit 4, naming the file and the first tensors that do not fit; no run is begun."""
-    net = "from torch import nn\n\n\ndef net(): return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))\n"
-    (here / "own_net.py").write_text(net)
+    (here / "own_net.py").write_text(OTHER_NETWORKS)
     before, path = statuses(store), trained / "last.ckpt"
     overrides = {"resume": [f"train.resume_ckpt={path}"], "test": ["stages=[test]", f"test.ckpt={path}"]}[use]
-    for network in ("model.network={type: own_net.net}", "model.network.params.num_classes=12"):
+    for network in ("model.network={type: own_net.linear}", "model.network={type: own_net.wider}"):
         told = refused(4, "train", tiny, *overrides, network)
         assert str(path) in told
         assert "of another network" in told

@@ -534,5 +534,5 @@ def test_the_seed_configuration_is_right_as_it_stands():
     assert (cfg.engine.gpus, cfg.engine.backend, cfg.model.loss.params) == ([0, 1], "deepspeed_stage_3", {})
     settled = load_config("c.yaml", ["engine.gpus=null", "data.root=here"])
     assert settled.engine.backend is None
-    assert "deepspeed_stage_3" in settled.notices[0]
+    assert "deepspeed_stage_3" in settled.notices[0].text
     assert fields(settled)

@@ -69,12 +69,11 @@ def free_port() -> int:
 
 
 # Stands for `deeplightning` in the shell: asks the test to run it, and says what it said.
-STAND_IN = """#!{python} -S
-import json, os, socket, sys
+STAND_IN = """import json, os, socket, sys
 with socket.socket(socket.AF_UNIX) as asked:
-    asked.connect({address!r})
+    asked.connect(sys.argv[1])
     file = asked.makefile("rw")
-    print(json.dumps([os.getcwd(), sys.argv[1:]]), file=file, flush=True)
+    print(json.dumps([os.getcwd(), sys.argv[2:]]), file=file, flush=True)
     code, out, err = json.loads(file.readline())
 sys.stdout.write(out)
 sys.stdout.flush()
@@ -90,7 +89,9 @@ def place(tmp_path, command):
     tools = place / ".venv" / "bin"
     tools.mkdir(parents=True)
     (tools / "activate").write_text(f"PATH={tools}:$PATH\n")
-    (tools / "deeplightning").write_text(STAND_IN.format(python=sys.executable, address=address))
+    (tools / "stand_in.py").write_text(STAND_IN)
+    started = f"""exec '{sys.executable}' -S '{tools}/stand_in.py' '{address}' "$@"\n"""
+    (tools / "deeplightning").write_text(f"#!/bin/sh\n{started}")
     (tools / "deeplightning").chmod(0o755)
     listener = socket.socket(socket.AF_UNIX)
     listener.bind(address)

@@ -87,7 +87,8 @@ def test_the_run_is_tracked_whole(base, tracked):
     assert series["test_acc"][0][1] == json.loads((base.folder / "test_results.json").read_text())["test_acc"]
     assert not [name for name in series if name.endswith("_step")]
     assert [name for name in run.metrics if name.startswith("system/")]
-    assert "train configs" in run.tags["command"] or "train /" in run.tags["command"]
+    assert " train " in run.tags["command"]
+    assert "configs/base.yaml" in run.tags["command"]
     environment = json.loads((base.folder / "environment.json").read_text())
     assert run.tags.get("git_commit") == (environment.get("git") or {}).get("commit")
     assert "torch 2" in run.tags["versions"]

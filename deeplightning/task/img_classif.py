@@ -184,11 +184,20 @@ class ImageClassification(pl.LightningModule):
         logits, labels = self(batch["image"]), batch["label"]
         parts, loss = self._loss(logits, labels)
         due = getattr(self.trainer, "log_every_n_steps", 1) > 0 and self.global_step != self._logged_step
+        share = self._share(labels.numel())
         values = self._count("train", logits, labels, parts, loss, wanted=due)
         if due:
             self._logged_step = self.global_step
-            self.log_dict(values)
-        return loss
+            self.log_dict(self._meaned(values, share))
+        return loss * share
+
+    def _share(self, samples: int) -> Tensor | float:
+        """By how much to weigh this process's mean, since strategies take the mean over processes: in an epoch's last
+        batch they may have different numbers of samples."""
+        if self.trainer.world_size == 1 or not self.trainer.is_last_batch:
+            return 1.0
+        total = self.trainer.strategy.reduce(torch.tensor(float(samples), device=self.device), reduce_op="sum")
+        return samples * self.trainer.world_size / total
 
     def configure_gradient_clipping(
         self,
@@ -240,7 +249,7 @@ class ImageClassification(pl.LightningModule):
     def _count(
         self, stage: str, logits: Tensor, labels: Tensor, parts: dict[str, Tensor], loss: Tensor, wanted: bool = False
     ) -> dict[str, Tensor]:
-        """Adds a batch to the stage's metrics; returns the batch's own values, meaned over processes, where wanted."""
+        """Adds a batch to the stage's metrics; returns the batch's own values where wanted."""
         values = {}
         logits = logits.detach().float()
         for name, metric in self._of(stage).items():
@@ -253,10 +262,14 @@ class ImageClassification(pl.LightningModule):
                 metric.update(logits, labels)
             if wanted and value.ndim == 0:
                 values[f"{stage}_{name}"] = value.float()
-        if wanted and self.trainer.world_size > 1:
-            mean = self.trainer.strategy.reduce(torch.stack(list(values.values())), reduce_op="mean")
-            values = dict(zip(values, mean, strict=True))
         return values
+
+    def _meaned(self, values: dict[str, Tensor], share: Tensor | float) -> dict[str, Tensor]:
+        """Values of a batch over all processes, each weighed by its share."""
+        if self.trainer.world_size == 1:
+            return values
+        mean = self.trainer.strategy.reduce(torch.stack(list(values.values())) * share, reduce_op="mean")
+        return dict(zip(values, mean, strict=True))
 
     def _log_epoch(self, stage: str, suffix: str = "") -> None:
         for name, metric in self._of(stage).items():
