@@ -119,7 +119,7 @@ def predict(run: str, images: tuple[Path, ...]) -> None:
 @click.argument("run")
 def export(run: str) -> None:
     """Write the bundle of RUN that the server answers from."""
-    from deeplightning.run import export_run
+    from deeplightning.trained import export_run
 
     click.echo(export_run(_folder(run)))
 
@@ -132,7 +132,7 @@ def serve(run: str, host: str | None, port: str | None) -> None:
     """Answer HTTP from RUN's bundle. Exports it first where there is none."""
     folder = _folder(run)
     if not folder.bundle_card.exists():
-        from deeplightning.run import export_run
+        from deeplightning.trained import export_run
 
         export_run(folder)
     options = _serve_options(folder)

@@ -9,8 +9,8 @@ import torch
 
 from deeplightning.config.fault import SetupError
 from deeplightning.image import ImageError
-from deeplightning.run import trained_task
 from deeplightning.runfolder import RunFolder
+from deeplightning.trained import trained_task
 
 BATCH = 32
 

@@ -92,6 +92,16 @@ def test_auto_last_and_best_are_of_the_newest_run(train, tmp_path):
         newest = resumed
 
 
+def test_runs_of_another_experiment_are_not_gone_on_with(train, tmp_path):
+    """`auto` starts anew, and `last` ends with 4, where only another experiment has runs."""
+    store = f"logger.params.tracking_uri={tmp_path / 'mlruns'}"
+    train(store, "train.num_epochs=1")
+    other = "logger.params.experiment_name=Other"
+    refused = train(store, other, "train.resume_ckpt=last", code=4)
+    assert "no run of this experiment" in refused.err
+    assert "resumes    nothing" in train(store, other, "train.num_epochs=1", "train.resume_ckpt=auto").out
+
+
 def test_a_run_that_was_done_does_nothing_more(half, train, tracked):
     """A run that is resumed at its end says so, makes no further step, and has the weights to test and to serve."""
     again = train(*RANDOM, "train.num_epochs=2", f"train.resume_ckpt='{half.folder}'", "stages=[train,test]")
