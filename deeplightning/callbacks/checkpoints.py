@@ -97,9 +97,8 @@ class Checkpoints(LightningCheckpoint):
         if not _epoch_is_over(trainer):
             return  # stopped inside the epoch: a checkpoint from here would count it as whole
         if trainer.fit_loop.restarting:
-            for _, scheduler, value in _by_metrics(
-                trainer
-            ):  # Lightning 2.6 leaves it out where it resumed in the epoch
+            # Lightning 2.6 leaves it out where it resumed in the epoch
+            for _, scheduler, value in _by_metrics(trainer):
                 scheduler.step(value)
         every = self.settings.every_n_epochs
         if self._due or (every is not None and (trainer.current_epoch + 1) % max(1, int(every)) == 0):
