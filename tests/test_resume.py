@@ -120,7 +120,7 @@ def test_what_cannot_be_resumed_is_named(train, tmp_path, store):
         assert str(name) in refused.err
         assert "Traceback" not in refused.err
     refused = train("train.resume_ckpt=last", f"logger.params.tracking_uri={tmp_path / 'none'}", code=4)
-    assert "no run in" in refused.err
+    assert "no run of this experiment in" in refused.err
     assert not (tmp_path / "none").exists()
     assert len(list(store.glob("*/*"))) == before
 
