@@ -112,7 +112,7 @@ def test_a_run_that_was_done_does_nothing_more(half, train, tracked):
     assert "test_acc" in tracked(again.folder).metrics
 
 
-def test_what_cannot_be_resumed_is_named(train, tmp_path, store):
+def test_what_cannot_be_resumed_is_named(train, tmp_path, store, half):
     """A missing checkpoint, an unknown run and an empty store end with exit 4, and no run begins."""
     before = len(list(store.glob("*/*")))
     for name in (tmp_path / "no.ckpt", "nosuchrun", tmp_path / "nowhere"):
