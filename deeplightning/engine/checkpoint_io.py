@@ -35,7 +35,10 @@ class SafeCheckpointIO(TorchCheckpointIO):
                 os.fsync(file.fileno())
             beside.replace(target)
         except (OSError, RuntimeError) as error:
-            reason = getattr(error, "strerror", None) or str(error).splitlines()[0]
+            first: BaseException = error
+            while first.__context__ is not None:  # torch closes its archive after a failed write, and fails in that
+                first = first.__context__
+            reason = getattr(first, "strerror", None) or str(first).splitlines()[0]
             raise SetupError(f"{target}: the checkpoint cannot be written: {reason}") from error
         finally:
             with contextlib.suppress(OSError):  # it says less than the error before
