@@ -27,10 +27,11 @@ def launch(cfg: Config) -> RunFolder:
         The run's folder; its path is also the last line on stdout, whatever happens once the run has begun.
     """
     from deeplightning.callbacks import callback_of
-    from deeplightning.callbacks.console import to_terminal
+    from deeplightning.callbacks.console import one_line_warnings, to_terminal
     from deeplightning.callbacks.record import Record
 
     to_terminal(cfg)
+    one_line_warnings()
     if own_rank() == 0:
         show(cfg)
     for notice in cfg.notices or []:

@@ -19,6 +19,7 @@ from deeplightning.config.schema import Config, Target
 from deeplightning.engine.plan import effective_batch, own_rank
 
 log = logging.getLogger("deeplightning")
+log.addHandler(logging.NullHandler())  # else Python itself prints the warnings of silent ranks
 
 LINE_SECONDS = 30  # between two lines inside one epoch
 DRAW_SECONDS = 0.1  # between two drawings of the bar
@@ -43,23 +44,21 @@ def to_terminal(cfg: Config) -> None:
     for handler in [h for h in log.handlers if isinstance(h, _Terminal)]:
         log.removeHandler(handler)
     log.setLevel(logging.INFO)
-    warnings.showwarning = _warn
     for chatty in ("pytorch_lightning", "lightning_fabric", "lightning.pytorch", "lightning.fabric"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
     # Lightning 2.6 under torch 2.15; nothing a user could do about it.
     warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec", category=FutureWarning)
     # Our image data go on mid-epoch by themselves.
     warnings.filterwarnings("ignore", message=".*resuming from a checkpoint that ended before the epoch ended")
-    log.addHandler(logging.NullHandler())  # else Python itself prints the warnings of silent ranks
     if own_rank() in cfg.logger.ranks:
         handler = _Terminal()
         handler.setFormatter(Redacting(cfg, "%(message)s"))
         log.addHandler(handler)
 
 
-def _warn(message: Warning | str, *_: Any, **__: Any) -> None:
-    """A Python warning as one line, without the place in a library that a user cannot mend."""
-    log.warning("%s", str(message).strip())
+def one_line_warnings() -> None:
+    """Shows Python's warnings as one line each, without the place in a library that a user cannot mend."""
+    warnings.showwarning = lambda message, *_, **__: log.warning("%s", str(message).strip())
 
 
 class Console(pl.Callback):
