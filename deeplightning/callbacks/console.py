@@ -78,8 +78,6 @@ class Console(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._started = self._epoch_started = self._spoken = time.monotonic()
-        if trainer.fit_loop.restarted_mid_epoch:  # whose start Lightning does not call
-            self._epoch = trainer.current_epoch
         if trainer.is_global_zero:
             for name, text in self._summary(trainer, pl_module).items():
                 log.info("%-10s %s", name, text)
