@@ -335,3 +335,12 @@ def test_two_processes_judge_and_predict_each_sample_once_in_order(two, one):
         ours, theirs = (rows(run.folder / name) for run in (two, one))
         assert [int(row["index"]) for row in ours] == list(range(size)), name
         assert [row["predicted_class"] for row in ours] == [row["predicted_class"] for row in theirs]
+
+
+def test_a_process_without_validation_samples_holds_nobody_up(tiny, place):
+    """One validation sample and two processes: both end, with pictures."""
+    few = ("data.module.params.limit=10", "data.num_splits=10", "data.batch_size=4", "train.num_epochs=1")
+    outcome = real("train", tiny, "engine.processes=2", "logger.pictures={}", *few, cwd=place)
+    assert outcome.code == 0, outcome
+    assert "9 training, 1 validation samples" in outcome.out
+    assert (outcome.folder / "val_confusion_matrix.png").is_file()

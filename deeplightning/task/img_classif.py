@@ -280,8 +280,8 @@ class ImageClassification(pl.LightningModule):
         logits, labels = self(batch["image"])[keep], batch["label"][keep]
         if labels.numel():
             self._count(stage, logits, labels, *self._loss(logits, labels))
-            if stage == "val":
-                self._remember(batch["image"][keep], logits, labels)
+        if stage == "val":  # a process without samples too: `pictures` sums over all
+            self._remember(batch["image"][keep], logits, labels)
         return self._answers({n: v[keep] for n, v in batch.items()}, logits)
 
     def _answers(self, batch: Batch, logits: Tensor) -> dict[str, Any]:
