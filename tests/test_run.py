@@ -337,6 +337,16 @@ def test_two_processes_judge_and_predict_each_sample_once_in_order(two, one):
         assert [row["predicted_class"] for row in ours] == [row["predicted_class"] for row in theirs]
 
 
+def test_a_tag_from_the_environment_is_tracked_as_it_was_written(train, tracked):
+    """What a variable holds does not reach the tracker, not even where a tag asks for it."""
+    tags = "logger.params.tags={token: '${oc.env:TOKEN}', team: a}"
+    done = train(tags, "train.num_epochs=1", TOKEN="hunter2-and-more")
+    assert {name: tracked(done.folder).tags[name] for name in ("token", "team")} == {
+        "token": "${oc.env:TOKEN}",
+        "team": "a",
+    }
+
+
 def test_a_process_without_validation_samples_holds_nobody_up(tiny, place):
     """One validation sample and two processes: both end, with pictures."""
     few = ("data.module.params.limit=10", "data.num_splits=10", "data.batch_size=4", "train.num_epochs=1")

@@ -35,10 +35,14 @@ def all_of(cfg: Config) -> list[pl.Callback]:
     from deeplightning.callbacks.start import StartWeights
     from deeplightning.callbacks.steps import FiniteLoss, LogSteps, Seeds
     from deeplightning.tracking.build import prepare
+    from deeplightning.tracking.environment import redacted
 
     loggers = []
     for target in (cfg.logger, *cfg.logger.extra):
-        loggers.append(build({"type": target.type, "params": prepare(target.type, target.params)}))
+        # Trackers write these down; their addresses, which may hold a password, they do not.
+        told = {name: value for name, value in target.params.items() if name in ("tags", "run_name")}
+        params = prepare(target.type, target.params | redacted(told, cfg.redact))
+        loggers.append(build({"type": target.type, "params": params}))
     train, every = cfg.train, cfg.logger.log_every_n_steps
     assert cfg.seed is not None, "load_config draws one"
     record = Record(cfg, loggers, Path("runs") / time.strftime("%Y-%m-%d_%H-%M-%S"))

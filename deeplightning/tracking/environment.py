@@ -48,7 +48,7 @@ def describe(redact: Callable[[str], str] = str) -> dict[str, Any]:
     Args:
         redact: is applied to every text, to take secrets out.
     """
-    return _redacted(
+    return redacted(
         {
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
             "command": shlex.join(sys.argv),
@@ -187,11 +187,12 @@ def _packages() -> dict[str, str]:
     return versions
 
 
-def _redacted(value: Any, redact: Callable[[str], str]) -> Any:
+def redacted(value: Any, redact: Callable[[str], str]) -> Any:
+    """`redact` applied to every text in nested mappings and lists."""
     if isinstance(value, dict):
-        return {key: _redacted(inner, redact) for key, inner in value.items()}
+        return {key: redacted(inner, redact) for key, inner in value.items()}
     if isinstance(value, list):
-        return [_redacted(inner, redact) for inner in value]
+        return [redacted(inner, redact) for inner in value]
     return redact(value) if isinstance(value, str) else value
 
 
