@@ -71,6 +71,7 @@ def resolve(root: Entry, faults: list[Fault]) -> Secrets:
                 secrets.texts[path] = entry.value
                 secrets.values.update((value, f"${{oc.env:{name}}}") for name, value in set_.items() if _tells(value))
     for entry, value in results:
+        entry.written = entry.value
         entry.value = _entries(value, entry.place)
     return secrets
 

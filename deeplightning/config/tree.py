@@ -35,11 +35,14 @@ class Entry:
     """One value of a config and the place that set it.
 
     `value` is a scalar, a dict of name to Entry, or a list of Entry. `place` of a mapping's item is that of its key.
+    `written` is the text with `${…}` that a value was made from; all of a mapping or list that came from a reference
+    has it in one place, the entry of the mapping or list.
     """
 
     value: Any
     place: str
     at: str = ""  # the place of the value itself, where the entry's is that of its key
+    written: str | None = None
 
 
 def scalar(text: str) -> Any:
