@@ -12,13 +12,37 @@ import secrets
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deeplightning.config.check import load
-from deeplightning.config.schema import Config
+from deeplightning.config import check
+from deeplightning.config.check import Report
+from deeplightning.config.combinations import conflicts
+from deeplightning.config.schema import Config, backend_of
 from deeplightning.config.target import build
 from deeplightning.engine.plan import Notice, settle, trainer_arguments
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
+
+
+def examine(path: str | Path, overrides: list[str] | None = None, *, importing: bool = False) -> Report:
+    """All that is wrong with a config here, and the config as it would run.
+
+    Args:
+        importing: import what the config names, which decides what its source cannot.
+    """
+    report = check.examine(path, overrides, importing=importing)
+    cfg = report.config
+    if cfg is None or None in (cfg.engine, cfg.data, cfg.model, cfg.train, cfg.logger):
+        return report  # a section is no mapping: there is nothing to settle
+    asked = backend_of(cfg.engine)
+    cfg.notices, lacking = settle(cfg)
+    wrong = {key for fault in report.faults for key in (fault.key or "", f"{fault.key}.type")}
+    broken = list(conflicts(cfg, asked, report.places, skip=wrong.__contains__))
+    report.add(*lacking, *(fault for rule, fault in broken if not rule.at_start))
+    report.at_start += [fault for rule, fault in broken if rule.at_start]
+    if cfg.seed is None:
+        cfg.seed = secrets.randbelow(2**31)
+        cfg.notices.append(Notice(f"seed: null → {cfg.seed} (drawn)", unasked=False, key="seed"))
+    return report
 
 
 def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
@@ -27,13 +51,11 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
     Raises:
         ConfigError: with every fault, each with its place.
         SetupError: the machine lacks what the engine needs.
+        CheckpointError: a stage needs weights, and none are named.
     """
-    cfg = load(path, overrides)
-    cfg.notices = settle(cfg)
-    if cfg.seed is None:
-        cfg.seed = secrets.randbelow(2**31)
-        cfg.notices.append(Notice(f"seed: null → {cfg.seed} (drawn)", unasked=False))
-    return cfg
+    report = examine(path, overrides, importing=True)
+    report.add(*report.at_start)
+    return report.checked()
 
 
 def init_module(cfg: Config, section: str) -> Any:

@@ -399,14 +399,15 @@ def test_every_default_is_of_its_own_type():
 def test_what_is_dumped_loads_as_an_equal_config(monkeypatch):
     """`cfg.yaml` runs again as it is: with awkward texts, sections by name, references and variables."""
     monkeypatch.setenv("SOME_TOKEN", "s3cr3t value")
-    base = {"data": {"loader": {f"key{number}": text for number, text in enumerate(AWKWARD)}}}
+    params = {f"key{number}": text for number, text in enumerate(AWKWARD)}
+    base = {"model": {"module": {"params": params}}}
     write(dump(base), "base.yaml")
     cfg = load(
         write("_base_: base.yaml\n" + SMALL),
         [
             "data.root=${oc.env:SOME_TOKEN}",
             "data.dataset=${data.root} too",
-            "logger={type: some_parts.anything, params: '${data.loader}'}",
+            "logger={type: some_parts.anything, params: '${model.module.params}'}",
             "data.module.params={a: '${.b}', b: '${data.root}', c: '${..type}', d: '\\${x}'}",
             "model.loss={one: {type: some_parts.anything, weight: 2.0}, two: {type: some_parts.anything}}",
         ],
@@ -440,9 +441,9 @@ SECRETS = {
     "as a default": "data.dataset='${oc.env:IT_IS_NOT_SET,${oc.env:SOME_TOKEN}}'",
     "through another key": "data.dataset=${data.module.params.token}",
     "through another key in a longer text": "data.dataset='x${data.module.params.token}x'",
-    "a whole section": "data.loader=${data.module.params}",
+    "a whole section": "model.module.params=${data.module.params}",
     "in a list": "engine.activation_checkpointing=['${oc.env:SOME_TOKEN}']",
-    "decoded": "data.loader='${oc.decode:${oc.env:SOME_JSON}}'",
+    "decoded": "model.module.params='${oc.decode:${oc.env:SOME_JSON}}'",
 }
 
 
@@ -455,7 +456,7 @@ def test_what_came_from_the_environment_is_nowhere_to_be_seen(override, monkeypa
     params = "data.module.params={token: '${oc.env:SOME_TOKEN}', which: SOME_TOKEN}"
     if "activation" not in override:  # a key of a later version: its fault is looked at below
         cfg = load(write(SMALL), [params, override])
-        assert token in str(cfg.to_dict()["data"].get("dataset")) + str(cfg.to_dict()["data"]["loader"])
+        assert token in str(cfg.data.dataset) + str(cfg.model.module.params)
         public = cfg.public()
         assert token[:8] not in str(public)
         assert token[:8] not in dump(public)

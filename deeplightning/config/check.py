@@ -1,20 +1,22 @@
 """A tree of values becomes a checked `Config`, or all that is wrong with it at once, each fault with its place."""
 
-import inspect
 import os
+import re
 import types
 import typing
 from collections.abc import Callable
-from dataclasses import MISSING, is_dataclass
+from dataclasses import MISSING, dataclass, field, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from deeplightning.config import schema
-from deeplightning.config.fault import ConfigError, Fault
+from deeplightning.config.compare import KINDS, Verdict, judge, look_up
+from deeplightning.config.fault import ConfigError, Fault, error_of
 from deeplightning.config.interpolation import Secrets
 from deeplightning.config.schema import Config, Target
+from deeplightning.config.signature import Undecided
 from deeplightning.config.source import Source, read
-from deeplightning.config.target import add_import_roots, faults_of, find, is_reference, is_target, nearest
+from deeplightning.config.target import add_import_roots, is_reference, is_target, nearest
 from deeplightning.config.tree import Entry, KeyPath, kind, plain, scalar
 
 MAX_UNKNOWN = 50  # unknown keys of one section that are told singly
@@ -30,62 +32,98 @@ RENAMED = {
 # to a scheduler.
 _GIVEN = {"data.module": 1, "model.module": 1, "model.optimizer": 1, "model.scheduler": 1}
 
-# What a target must be: a class whose name stands among the bases of what the target names. A function passes: only
-# its result tells.
-_KINDS = {
-    "data.module": ("LightningDataModule", "a LightningDataModule"),
-    "model.module": ("LightningModule", "a LightningModule"),
-    "model.network": ("Module", "a network (torch.nn.Module)"),
-    "model.loss": ("Module", "a loss (torch.nn.Module)"),
-    "model.optimizer": ("Optimizer", "an optimizer (torch.optim.Optimizer)"),
-    "model.scheduler": ("LRScheduler", "a scheduler (torch.optim.lr_scheduler.LRScheduler)"),
-    "model.metrics": ("Metric", "a metric (torchmetrics.Metric)"),
-    "train.callbacks": ("Callback", "a Lightning callback"),
-    "logger": ("Logger", "a Lightning logger"),
-    "logger.extra": ("Logger", "a Lightning logger"),
-}
-
-
 # The classes that `engine.params` go to, by backend: what the first does not name goes on to the second, which is given
 # the network. An installed Lightning knows them all, whether their packages are there or not.
-_DDP = ("pytorch_lightning.strategies.DDPStrategy", "torch.nn.parallel.DistributedDataParallel")
 _STRATEGIES = {
-    "ddp": _DDP,
-    "horovod": _DDP,
-    "dp": _DDP,
+    "ddp": ("pytorch_lightning.strategies.DDPStrategy", "torch.nn.parallel.DistributedDataParallel"),
+    "fsdp": ("pytorch_lightning.strategies.FSDPStrategy", "torch.distributed.fsdp.FullyShardedDataParallel"),
     **dict.fromkeys(
         (word for word in typing.get_args(schema.Backend) if word.startswith("deepspeed")),
         ("pytorch_lightning.strategies.DeepSpeedStrategy",),
     ),
 }
 
-# Modules that are neither a network nor, but for the first, a loss.
-_OTHER_MODULES = {"_Loss": "a loss", "Metric": "a metric", "LightningModule": "a task"}
+_LOADER = "torch.utils.data.DataLoader"
+_LOADER_GIVEN = {"dataset": "data.module", "batch_size": "data.batch_size", "num_workers": "data.num_workers"}
+
+
+@dataclass
+class Report:
+    """What checking a config came to.
+
+    Attributes:
+        config: the config; None where there is no tree to make one of. Whole only without faults: what is wrong is
+            replaced by its default or None.
+        faults: all that is wrong, in the order of the files.
+        unchecked: what only importing can tell, each with its reason.
+        at_start: what lets a run not start on this machine, though the config may be right on another.
+        places: dotted key → the place that set it, for every key that is set.
+        source: the config as it was written.
+    """
+
+    config: Config | None = None
+    faults: list[Fault] = field(default_factory=list)
+    unchecked: list[Fault] = field(default_factory=list)
+    at_start: list[Fault] = field(default_factory=list)
+    places: dict[str, str] = field(default_factory=dict)
+    source: Source | None = None
+
+    def add(self, *faults: Fault) -> None:
+        """Takes up further faults: those without a place get that of their key, or of the nearest section above."""
+        self.faults += [replace(f, place=f.place or place_of(f.key or "", self.places)) for f in faults]
+        if self.source is not None:
+            self.faults = _in_order(self.faults, self.source)
+
+    def checked(self) -> Config:
+        """The config, if nothing is wrong.
+
+        Raises:
+            UserError: with every fault; of the kind of the worst.
+        """
+        if self.faults or self.config is None:
+            raise error_of(self.faults)
+        return self.config
+
+
+def examine(path: str | Path, overrides: list[str] | None = None, *, importing: bool = False) -> Report:
+    """Checks the config of a file and its overrides.
+
+    Args:
+        importing: import what the config names, which decides what its source cannot; only once the text is in order.
+            Else nothing is imported, and no code executed.
+    """
+    try:
+        source = read(path, overrides)
+    except ConfigError as error:
+        return Report(faults=error.faults)
+    add_import_roots(Path.cwd(), source.folder)
+    checker = _Checker(source.faults, source.secrets)
+    config = checker.section(Config, source.root, "", ())
+    report = Report(config, source.faults, places=checker.places, source=source)
+    if config is not None:
+        config.secrets = source.secrets
+        checker.contradictions(config)
+        checker.importing = importing and not source.faults
+        if checker.importing:
+            os.environ.update(config.engine.env)  # before any target is imported: libraries read their variables then
+        checker.compare(config)
+        report.unchecked = _in_order(checker.unchecked, source)
+    report.faults = _in_order(source.faults, source)
+    return report
 
 
 def load(path: str | Path, overrides: list[str] | None = None) -> Config:
-    """The checked config of a file and its overrides.
+    """The config of a file and its overrides, checked, with everything imported that it names.
 
     Raises:
         ConfigError: with every fault that was found.
     """
-    source = read(path, overrides)
-    add_import_roots(Path.cwd(), source.folder)
-    faults = list(source.faults)
-    checker = _Checker(faults, source.secrets)
-    config = checker.section(Config, source.root, "", ())
-    if config is None:
-        raise ConfigError(_in_order(faults, source))
-    config.secrets = source.secrets
-    checker.contradictions(config)
-    os.environ.update(config.engine.env)  # before any target is imported: libraries read their variables then
-    for check in checker.targets:
-        check()
-    if config.engine is not None:
-        checker.strategy(config.engine)
-    if faults:
-        raise ConfigError(_in_order(faults, source))
-    return config
+    return examine(path, overrides, importing=True).checked()
+
+
+def place_of(key: str, places: typing.Mapping[str, str]) -> str | None:
+    """The place of a key, or of the nearest section above it that is set."""
+    return next((places[k] for k in _upwards(key) if k in places), None)
 
 
 def _in_order(faults: list[Fault], source: Source) -> list[Fault]:
@@ -95,8 +133,12 @@ def _in_order(faults: list[Fault], source: Source) -> list[Fault]:
         name, line, column = ([*(fault.place or "").rsplit(":", 2), "", ""])[:3]
         return (name, int(line), int(column)) if line.isdigit() and column.isdigit() else (fault.place or "", 0, 0)
 
-    clean = [Fault(source.secrets.redact(f.message), f.key, f.place and source.secrets.redact(f.place)) for f in faults]
-    return sorted(dict.fromkeys(clean), key=position)
+    def clean(fault: Fault) -> Fault:
+        words = {name: getattr(fault, name) for name in ("message", "place", "found", "allowed")}
+        clean: dict[str, Any] = {name: source.secrets.redact(text) for name, text in words.items() if text}
+        return replace(fault, **clean)
+
+    return sorted(dict.fromkeys(map(clean, faults)), key=position)
 
 
 class _Checker:
@@ -105,27 +147,28 @@ class _Checker:
 
     def __init__(self, faults: list[Fault], secrets: Secrets):
         self.faults, self.secrets = faults, secrets
+        self.unchecked: list[Fault] = []
+        self.importing = False
         self.places: dict[str, str] = {}
         self.answered = {fault.key for fault in faults}  # keys that a fault already speaks of
         self.targets: list[Callable[[], None]] = []
 
-    def fault(self, message: str, key: str, place: str | None = None) -> None:
+    def fault(self, message: str, key: str, place: str | None = None, **more: Any) -> None:
         if self.answered.isdisjoint(_upwards(key)):
             self.answered.add(key)
-            self.faults.append(
-                Fault(message, key, place or next((self.places[k] for k in _upwards(key) if k in self.places), None))
-            )
+            self.faults.append(Fault(message, key, place or place_of(key, self.places), **more))
+
+    def wrong(self, allowed: str, found: object, key: str, place: str | None = None, near: str = "") -> None:
+        message = f"must be {allowed}, not {found}" + (near and f".{near}")
+        self.fault(message, key, place, found=str(found), allowed=allowed)
 
     def section(self, cls: type, entry: Entry, key: str, path: KeyPath) -> Any:
         """An instance of a schema class."""
         if entry.value is None:
             entry = Entry({}, entry.place, entry.at)
         if not isinstance(entry.value, dict):
-            self.fault(
-                f"must be a mapping of {', '.join(f.name for f in schema.keys(cls))}, not {kind(entry)}",
-                key,
-                entry.place,
-            )
+            allowed = f"a mapping of {', '.join(f.name for f in schema.keys(cls))}"
+            self.wrong(allowed, kind(entry), key, entry.place)
             return None
         known = {f.name: f for f in schema.keys(cls)}
         hints = typing.get_type_hints(cls)
@@ -147,17 +190,18 @@ class _Checker:
                     values[name] = value
             else:
                 hint = f" Today it is {RENAMED[here]}." if here in RENAMED else nearest(name, known)
-                self.fault(f"unknown key.{hint} Known here: {', '.join(known)}", here, item.place)
+                message = f"unknown key.{hint} Known here: {', '.join(known)}"
+                self.fault(message, here, item.place, found=name, allowed=", ".join(known))
                 self.answered |= {prefix + other for other in known if f"mean {other}?" in hint}
-        for name, field in known.items():
-            if name not in values and field.default is MISSING and field.default_factory is MISSING:
-                example = f"; for example `{name}: {field.metadata['example']}`" if field.metadata["example"] else ""
-                self.fault(f"missing: {field.metadata['doc']}{example}", prefix + name, entry.place)
+        for name, f in known.items():
+            if name not in values and f.default is MISSING and f.default_factory is MISSING:
+                example = f"; for example `{name}: {f.metadata['example']}`" if f.metadata["example"] else ""
+                self.fault(f"missing: {f.metadata['doc']}{example}", prefix + name, entry.place)
                 values[name] = None
-        if issubclass(cls, Target) and isinstance(values.get("type"), str):
-            self.target(values["type"], entry, key, path)
         section = cls(**values)
         if isinstance(section, Target):
+            if isinstance(section.type, str):
+                self.target(section.type, entry, key, path)
             section.place = entry.value["type"].place if "type" in entry.value else entry.place
             section.name = key
         return section
@@ -182,7 +226,7 @@ class _Checker:
             words = [str(w) for o in options if typing.get_origin(o) is typing.Literal for w in typing.get_args(o)]
             renamed = RENAMED.get(f"{key}={value}")
             near = f" Did you mean {renamed}?" if renamed else nearest(value, words)
-        self.fault(f"must be {allowed}, not {found}" + (near and f".{near}"), key, entry.place)
+        self.wrong(allowed, found, key, entry.place, near)
         return _BAD
 
     def in_range(self, value: Any, entry: Entry, key: str, metadata: typing.Mapping[str, Any]) -> bool:
@@ -190,10 +234,10 @@ class _Checker:
         if not isinstance(value, int | float) or isinstance(value, bool):
             return True
         if low is not None and not value >= low:
-            self.fault(f"must be at least {low}, not {value}", key, entry.place)
+            self.wrong(f"at least {low}", value, key, entry.place)
             return False
         if high is not None and not value <= high:
-            self.fault(f"must be at most {high}, not {value}", key, entry.place)
+            self.wrong(f"at most {high}", value, key, entry.place)
             return False
         return True
 
@@ -245,28 +289,34 @@ class _Checker:
     # ---- targets
 
     def target(self, name: str, entry: Entry, key: str, path: KeyPath) -> None:
-        """Puts a target, and those inside its params, on the list of what is compared with real signatures."""
-        params = entry.value.get("params") or Entry(
-            {}, entry.value["type"].place if "type" in entry.value else entry.place
-        )
-        items = params.value if isinstance(params.value, dict) else {}
-
-        role = _role(key, _GIVEN)
-        given = _GIVEN[role] if role else 0
+        """Puts a target, and those inside its params, on the list of what is compared with what they name."""
         place = entry.value["type"].place if "type" in entry.value else entry.place
+        params = entry.value.get("params") or Entry({}, place)
+        items = params.value if isinstance(params.value, dict) else {}
+        for param, item in items.items():
+            self.places[f"{key}.params.{param}"] = item.place
+        self.places.setdefault(f"{key}.type", place)
+        role = _role(key, KINDS)
 
-        def check() -> None:
+        def compare() -> None:
             values = {p: plain(item) for p, item in items.items()}
             if role == "model.scheduler":  # `auto` becomes a number when the run knows it
                 values = {p: None if value == "auto" else value for p, value in values.items()}
             hidden = {p: text for p in items if (text := self.secrets.text_of((*path, "params", p))) is not None}
-            places = {f"{key}.params.{p}": item.place for p, item in items.items()} | {f"{key}.params": params.place}
-            for fault in self.wrong_kind(name, key) or faults_of(name, values, given, key, hidden):
-                self.fault(fault.message, str(fault.key), places.get(str(fault.key), place))
+            given = _GIVEN.get(role or "", 0)
+            self.take(judge(name, values, key, role=role, given=given, hidden=hidden, importing=self.importing))
 
-        self.targets.append(check)
+        self.targets.append(compare)
         for param, item in items.items():
             self.inside(item, f"{key}.params.{param}", (*path, "params", param))
+
+    def take(self, verdict: Verdict) -> None:
+        for f in verdict.faults:
+            key = str(f.key)
+            beside = self.places.get(f"{key.removesuffix('.params')}.type") if key.endswith(".params") else None
+            self.fault(f.message, key, self.places.get(key) or beside, found=f.found, allowed=f.allowed)
+        for key, why in verdict.undecided.items():
+            self.unchecked.append(Fault(why, key, place_of(key, self.places)))
 
     def inside(self, entry: Entry, key: str, path: KeyPath) -> None:
         """Targets and references inside params, at any depth."""
@@ -284,50 +334,82 @@ class _Checker:
                 self.inside(item, f"{key}.{number}", (*path, number))
 
     def reference(self, entry: Entry, key: str) -> None:
-        def check() -> None:
+        def compare() -> None:
             try:
-                find(entry.value)
+                look_up(entry.value, self.importing)
             except ValueError as error:
-                self.fault(str(error), f"{key}.ref", entry.place)
+                self.fault(str(error), f"{key}.ref", entry.place, found=entry.value)
+            except Undecided as why:
+                self.unchecked.append(Fault(f"{entry.value}: {why}", f"{key}.ref", entry.place))
 
-        self.targets.append(check)
+        self.targets.append(compare)
 
-    def wrong_kind(self, name: str, key: str) -> list[Fault]:
-        role = _role(key, _KINDS)
-        if role is None:
-            return []
-        try:
-            found = find(name)
-        except ValueError:
-            return []
-        base, words = _KINDS[role]
-        if not isinstance(found, type):
-            return []
-        bases = {c.__name__ for c in found.__mro__}
-        if base in bases or (role == "model.scheduler" and "ReduceLROnPlateau" in bases):
-            modules = {c.__module__.partition(".")[0] for c in found.__mro__}
-            if "lightning" in modules and "pytorch_lightning" not in modules:
-                message = (
-                    f"{name} derives from `lightning.pytorch`; derive it from the same class of `pytorch_lightning`"
-                )
-                return [Fault(message, f"{key}.type")]
-            other = next(
-                (w for b, w in _OTHER_MODULES.items() if b in bases and role in ("model.network", "model.loss")), None
-            )
-            if other is None or (role == "model.loss" and other == "a loss"):
-                return []
-            return [Fault(f"{name} is {other}, not {words}", f"{key}.type")]
-        return [Fault(f"{name} is not {words}", f"{key}.type")]
+    def compare(self, config: Config) -> None:
+        """Compares what the config names with what is there."""
+        for compare in self.targets:
+            compare()
+        if config.engine is not None:
+            self.strategy(config.engine)
+        if config.data is not None:
+            self.loader(config.data.loader)
+        if config.model is not None:
+            self.groups(config.model)
 
     def strategy(self, engine: schema.Engine) -> None:
         """Compares `engine.params` with the signatures of the classes that they go to."""
-        classes = _STRATEGIES.get(engine.backend or "", ())
+        backend = schema.backend_of(engine)
+        classes = _STRATEGIES.get(backend or "", ())
         for param, value in engine.params.items() if classes else ():
-            name = next((c for c in classes if param in inspect.signature(find(c)).parameters), classes[-1])
-            given = int(name == _DDP[-1])
-            for fault in faults_of(name, {param: value}, given, "engine"):
-                if fault.key != "engine.params":  # Lightning gives what the class needs besides
-                    self.fault(fault.message, str(fault.key))
+            name, given = classes[0], 0
+            if len(classes) > 1 and param not in self.names(name):
+                name, given = classes[1], 1
+            self.param(name, param, value, "engine", f"engine.params.{param}", given)
+
+    def loader(self, options: dict[str, Any]) -> None:
+        """Compares `data.loader` with the signature of torch's DataLoader."""
+        for name, value in options.items():
+            key = f"data.loader.{name}"
+            if name in _LOADER_GIVEN:
+                self.fault(f"{_LOADER} gets `{name}` from {_LOADER_GIVEN[name]}; remove it", key, found=name)
+            else:
+                self.param(_LOADER, name, value, "data.loader", key)
+
+    def groups(self, model: schema.Model) -> None:
+        """Compares parameter groups with the optimizer's signature; patterns must be regular expressions."""
+        for key, optimizer in _named(model.optimizer, "model.optimizer"):
+            for number, group in enumerate(optimizer.groups):
+                here = f"{key}.groups.{number}"
+                if "match" not in group:
+                    message = "missing: which parameters, a regular expression, for example `match: 'bias|norm'`"
+                    self.fault(message, f"{here}.match")
+                for name, value in group.items():
+                    if name == "match":
+                        self.pattern(value, f"{here}.match")
+                    else:
+                        self.param(optimizer.type, name, value, key, f"{here}.{name}", 1)
+        if isinstance(model.trainable, list):
+            for number, pattern in enumerate(model.trainable):
+                self.pattern(pattern, f"model.trainable.{number}")
+
+    def pattern(self, text: Any, key: str) -> None:
+        try:
+            re.compile(text)
+        except (re.error, TypeError, RecursionError, OverflowError) as error:
+            self.fault(f"must be a regular expression, not {text!r:.60}: {error}", key, found=repr(text)[:60])
+
+    def param(self, name: str, param: str, value: Any, section: str, key: str, given: int = 0) -> None:
+        """Compares one param, which stands at `key`, with what a class takes; the class itself is another's matter."""
+        asked = f"{section}.params.{param}"
+        verdict = judge(name, {param: value}, section, given=given, importing=self.importing)
+        faults = [replace(fault, key=key) for fault in verdict.faults if fault.key == asked]
+        self.take(Verdict(faults, {key: verdict.undecided[asked]} if asked in verdict.undecided else {}))
+
+    def names(self, name: str) -> set[str]:
+        """What a class takes by name."""
+        try:
+            return {p.name for p in look_up(name, self.importing).signature().parameters}
+        except (ValueError, Undecided):
+            return set()
 
     # ---- what single keys cannot tell
 
@@ -344,27 +426,22 @@ class _Checker:
         if "train" in config.stages:
             if train.num_epochs is None and train.max_steps is None:
                 self.fault("missing: say how long to train, for example `num_epochs: 10`", "train.num_epochs")
-            named = model.optimizer if isinstance(model.optimizer, dict) else {"": model.optimizer}
-            for name, optimizer in named.items():
-                key = f"model.optimizer.{name}".rstrip(".")
-                if optimizer is not None and f"{key}.params" not in self.places:
+            for key, _ in _named(model.optimizer, "model.optimizer"):
+                if f"{key}.params" not in self.places:
                     self.fault("missing: the optimizer's settings, for example `params: {lr: 0.01}`", f"{key}.params")
         if data.num_splits is not None and data.num_splits < 2:
             message = f"must be at least 2, not {data.num_splits}; with 10, one tenth of the training set validates"
-            self.fault(message, "data.num_splits")
-        elif data.num_splits is not None and data.fold >= data.num_splits:
-            message = f"must be 0 to {data.num_splits - 1}, since data.num_splits is {data.num_splits}; not {data.fold}"
-            self.fault(message, "data.fold")
+            self.fault(message, "data.num_splits", found=str(data.num_splits), allowed="at least 2")
         for key, number in (
             ("train.val_every_n_epoch", train.val_every_n_epoch),
             ("train.checkpoint.every_n_epochs", train.checkpoint.every_n_epochs),
         ):
             if number is not None and not (0 < number <= 1 or (number > 1 and float(number).is_integer())):
-                self.fault(f"must be a whole number of epochs, or a fraction between 0 and 1, not {number}", key)
+                self.wrong("a whole number of epochs, or a fraction between 0 and 1", number, key)
         for name, part in vars(train.limit_batches).items() if train.limit_batches else ():
             if isinstance(part, float) and not 0 <= part <= 1:
-                message = f"must be a whole number of batches, or a fraction between 0 and 1, not {part}"
-                self.fault(message, f"train.limit_batches.{name}")
+                allowed = "a whole number of batches, or a fraction between 0 and 1"
+                self.wrong(allowed, part, f"train.limit_batches.{name}")
 
 
 _BAD: Any = object()
@@ -376,6 +453,13 @@ def _role(key: str, roles: typing.Iterable[str]) -> str | None:
     if ".params." in key:
         return None
     return next((r for r in sorted(roles, key=len, reverse=True) if key == r or key.startswith(f"{r}.")), None)
+
+
+def _named(targets: Any, key: str) -> list[tuple[str, Any]]:
+    """The targets of a key that takes one or several by name, each with its own key."""
+    if isinstance(targets, dict):
+        return [(f"{key}.{name}", target) for name, target in targets.items() if isinstance(target, Target)]
+    return [(key, targets)] if isinstance(targets, Target) else []
 
 
 def _are_named(entry: Entry, cls: type) -> bool:

@@ -1,7 +1,9 @@
 """What went wrong, in words for the person who can mend it, and the exit code that says whose turn it is."""
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -12,15 +14,43 @@ class Fault:
         message: what was found, what is allowed, and the next step, in a sentence or two.
         key: the dotted config key it is about, if any.
         place: `file:line:col`, or the override that set the value, if known.
+        found: the value that was found, where one is at fault.
+        allowed: what would be right, where that can be said in a word or a list.
+        exit_code: of the process, if nothing worse is wrong.
     """
 
     message: str
     key: str | None = None
     place: str | None = None
+    found: str | None = None
+    allowed: str | None = None
+    exit_code: int = 2
 
     def __str__(self) -> str:
         where = ": ".join(part for part in (self.place, self.key) if part)
         return f"{where}: {self.message}" if where else self.message
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fault for programs: `file`, `line` and `column` or the `override` that set the value, `key`, `message`,
+        and where they are known `found`, `allowed` and `suggestion`, the nearest right word."""
+        place, override = self.place or "", None
+        file, line, column = ([*place.rsplit(":", 2), "", ""])[:3]
+        if place.startswith("override "):
+            file, override = "", place.removeprefix("override ")
+        elif not (line.isdigit() and column.isdigit()):
+            file, line, column = place, "", ""
+        suggestion = re.search(r" Did you mean (\S+)\?", self.message)
+        return {
+            "file": file or None,
+            "line": int(line) if line and not override else None,
+            "column": int(column) if column and not override else None,
+            "override": override,
+            "key": self.key,
+            "message": self.message,
+            "found": self.found,
+            "allowed": self.allowed,
+            "suggestion": suggestion[1] if suggestion else None,
+        }
 
 
 class UserError(Exception):
@@ -61,3 +91,9 @@ class RunError(UserError):
     """The run itself failed: a loss that is not finite, no memory left, a lost worker."""
 
     exit_code = 5
+
+
+def error_of(faults: list[Fault]) -> UserError:
+    """The error that tells these faults. A wrong config comes before a lacking machine, that before missing weights."""
+    code = min(fault.exit_code for fault in faults)
+    return next(kind for kind in (ConfigError, SetupError, CheckpointError) if kind.exit_code == code)(faults)

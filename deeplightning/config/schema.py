@@ -40,6 +40,16 @@ Precision = Literal[
     "apex_O1",
     "apex_O2",
 ]
+# What the older words mean today.
+BACKENDS = {
+    "horovod": "ddp",
+    "dp": "ddp",
+    "fairscale_oss": "deepspeed_stage_1",
+    "fairscale_sddp": "deepspeed_stage_2",
+    "fairscale_fsdp": "fsdp",
+}
+PRECISIONS = {"amp": "16-mixed", "apex_O1": "16-mixed", "apex_O2": "16-mixed"}
+
 Mode = Literal["min", "max"]
 Stage = Literal["train", "validate", "test", "predict"]
 
@@ -180,6 +190,11 @@ class Engine:
     profiler: Literal["simple", "advanced", "torch"] | None = key("measure where time goes", None)
     setup_hook: str | None = key("MODULE.FUNCTION, called on every worker before the process group", None, later=True)
     env: dict[str, str] = key("environment variables of every worker", dict)
+
+
+def backend_of(engine: Engine) -> str | None:
+    """`engine.backend` in today's word."""
+    return BACKENDS.get(engine.backend or "", engine.backend)
 
 
 @dataclass

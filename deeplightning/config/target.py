@@ -1,4 +1,4 @@
-"""A target, `MODULE.CLASS` or `MODULE.FUNCTION` with its params: found, compared with its signature, built.
+"""A target, `MODULE.CLASS` or `MODULE.FUNCTION` with its params: found and built.
 
 The only place that imports by name.
 """
@@ -6,14 +6,12 @@ The only place that imports by name.
 import difflib
 import importlib
 import importlib.util
-import inspect
 import keyword
 import os
 import pkgutil
 import sys
 import sysconfig
 import types
-import typing
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -133,120 +131,6 @@ def _public_names(owner: Any) -> list[str]:
     if hasattr(owner, "__path__"):
         names += [m.name for m in pkgutil.iter_modules(owner.__path__)]
     return names
-
-
-def faults_of(
-    name: str,
-    params: Mapping[str, Any],
-    given: int,
-    key: str,
-    hidden: Mapping[str, str] = types.MappingProxyType({}),
-) -> list[Fault]:
-    """What is wrong with calling a target with `given` positional arguments and these params.
-
-    Args:
-        hidden: how params were written that hold what must not be shown.
-    """
-    try:
-        found = find(name)
-    except ValueError as error:
-        return [Fault(str(error), f"{key}.type")]
-    if not callable(found):
-        return [Fault(f"`{name}` is {type(found).__name__}, not a class or function", f"{key}.type")]
-    faults = []
-    accepted, hints = _signature(found)
-    if accepted is None:
-        return []
-    names = [p for p in accepted.values() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
-    taken = {p.name for p in list(accepted.values())[:given] if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)}
-    open_ended = any(p.kind is p.VAR_KEYWORD for p in accepted.values())
-    free = {p.name: p for p in names if p.name not in taken}
-    for param, value in params.items():
-        if param in free:
-            wrong = _wrong_type(value, hints.get(param, free[param].annotation), free[param].default)
-            if wrong:
-                shown = _show(value)
-                if param in hidden:
-                    shown = f"the text that {hidden[param]} gives"
-                    if "number" in wrong:
-                        shown += f"; write `${{oc.decode:{hidden[param]}}}`"
-                faults.append(Fault(f"{name} takes {wrong} here, not {shown}", f"{key}.params.{param}"))
-        elif param in taken:
-            faults.append(Fault(f"{name} gets `{param}` from us; remove it", f"{key}.params.{param}"))
-        elif not open_ended:
-            known = ", ".join(free) or "none"
-            message = f"{name} has no param `{param}`.{nearest(param, free)} It takes: {known}"
-            faults.append(Fault(message, f"{key}.params.{param}"))
-    missing = [p.name for p in free.values() if p.default is p.empty and p.name not in params]
-    if missing:
-        faults.append(Fault(f"{name} needs {', '.join(missing)}", f"{key}.params"))
-    return faults
-
-
-def _signature(found: Any) -> tuple[dict[str, inspect.Parameter] | None, dict[str, Any]]:
-    """Parameters of a callable and their types; None where nothing can be known. `**kwargs` of an `__init__` that
-    hands them on to its parent are the parent's."""
-    try:
-        parameters = dict(inspect.signature(found).parameters)
-    except (ValueError, TypeError):
-        return None, {}
-    function = found.__init__ if inspect.isclass(found) else found
-    try:
-        hints = typing.get_type_hints(function)
-    except Exception:  # an annotation that names something unknown: the check goes on without types
-        hints = {}
-    return parameters, hints
-
-
-_SIMPLE = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
-
-
-def _wrong_type(value: Any, hint: Any, default: Any) -> str | None:
-    """What is allowed, if `value` certainly is not. Doubt counts as right."""
-    if value is None or isinstance(value, dict) or hint is Any:
-        return None
-    options = _options(hint)
-    if options is None:
-        if isinstance(default, bool) and not isinstance(value, bool | int):
-            return "true or false"
-        if isinstance(default, int | float) and not isinstance(default, bool) and isinstance(value, str):
-            return "a number"
-        return None
-    if any(_fits(value, option) for option in options):
-        return None
-    words = [_SIMPLE[o] if o in _SIMPLE else "a list" if o is list else repr(o) for o in options if o is not type(None)]
-    return " or ".join(dict.fromkeys(words))
-
-
-def _options(hint: Any) -> list[Any] | None:
-    """The simple types that a hint allows; None if it allows any other."""
-    if hint in _SIMPLE or hint is type(None):
-        return [hint]
-    origin = typing.get_origin(hint)
-    if origin in (list, tuple):
-        return [list]
-    if origin is typing.Literal:
-        return list(typing.get_args(hint))
-    if origin in (typing.Union, types.UnionType):
-        parts = [_options(part) for part in typing.get_args(hint)]
-        return None if any(part is None for part in parts) else [o for part in parts if part for o in part]
-    return None
-
-
-def _fits(value: Any, option: Any) -> bool:
-    if option is float:
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    if option is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    if option is list:
-        return isinstance(value, list)
-    return isinstance(value, option) if isinstance(option, type) else value == option
-
-
-def _show(value: Any) -> str:
-    if isinstance(value, str):
-        return f"the text {value[:60]!r}" + ("…" if len(value) > 60 else "")
-    return str(value).lower() if isinstance(value, bool) else repr(value)
 
 
 def build(target: Target | Mapping[str, Any], *given: Any, **more: Any) -> Any:

@@ -4,21 +4,15 @@ Torch and Lightning are imported only where a machine must be asked or a strateg
 """
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from deeplightning.config.fault import ConfigError, Fault, SetupError
-from deeplightning.config.schema import Config, Engine
+from deeplightning.config.fault import ConfigError, Fault
+from deeplightning.config.schema import BACKENDS, PRECISIONS, Config, Engine
 from deeplightning.config.target import is_installed
+from deeplightning.engine.devices import cuda_devices
 
-_BACKENDS = {
-    "horovod": "ddp",
-    "dp": "ddp",
-    "fairscale_oss": "deepspeed_stage_1",
-    "fairscale_sddp": "deepspeed_stage_2",
-    "fairscale_fsdp": "fsdp",
-}
-_PRECISIONS = {"amp": "16-mixed", "apex_O1": "16-mixed", "apex_O2": "16-mixed"}
 _WORDS = {16: "16-mixed", 32: "32-true", 64: "64-true", "bf16": "bf16-mixed"}
 
 
@@ -28,28 +22,32 @@ class Notice:
 
     text: str
     unasked: bool = True
+    key: str | None = None
 
 
-def settle(cfg: Config) -> list[Notice]:
-    """Makes `cfg.engine` what will really run, in place; returns a notice for each thing that was changed.
+def settle(cfg: Config) -> tuple[list[Notice], list[Fault]]:
+    """Makes `cfg.engine` what will really run, in place.
 
-    Raises:
-        SetupError: the machine lacks devices or a package that the engine needs.
-        ConfigError: engine keys that contradict each other.
+    Returns:
+        A notice for each thing that was changed, and a fault for each device or package that the machine lacks.
     """
-    engine, notices = cfg.engine, []
+    engine, notices, faults = cfg.engine, list[Notice](), list[Fault]()
 
     def change(key: str, value: Any, why: str) -> None:
         before = getattr(engine, key)
         words = ("null" if v is None else v for v in (before, value))
-        notices.append(Notice("engine.{}: {} → {} ({})".format(key, *words, why), unasked=before != "auto"))
+        text = "engine.{}: {} → {} ({})".format(key, *words, why)
+        notices.append(Notice(text, unasked=before != "auto", key=f"engine.{key}"))
         setattr(engine, key, value)
 
-    if engine.backend in _BACKENDS:
-        change("backend", _BACKENDS[engine.backend], f"{engine.backend} is its older name")
-    if engine.precision in _PRECISIONS:
-        change("precision", _PRECISIONS[engine.precision], f"{engine.precision} is its older name")
-    _settle_devices(engine, change)
+    if engine.backend in BACKENDS:
+        change("backend", BACKENDS[engine.backend], f"{engine.backend} is its older name")
+    if engine.precision in PRECISIONS:
+        more = "; 16-true is nearer to O2" if engine.precision == "apex_O2" else ""
+        change("precision", PRECISIONS[engine.precision], f"{engine.precision} is its older name{more}")
+    missing = _settle_devices(engine, change)
+    if missing:
+        faults.append(Fault(missing, "engine.gpus", exit_code=3))
     world = world_size(engine)
     if world == 1 and engine.gpus is None and engine.backend is not None:
         change("backend", None, "there is one process and no GPU")
@@ -57,30 +55,30 @@ def settle(cfg: Config) -> list[Notice]:
         change("backend", "ddp", f"there are {world} processes")
     if engine.gpus is None and engine.precision in (16, "16-mixed"):
         change("precision", "bf16-mixed", "half precision on CPU is bf16")
-    _refuse(cfg, world)
-    return notices
+    if (engine.backend or "").startswith("deepspeed") and not is_installed("deepspeed"):
+        message = f"{engine.backend} needs the package deepspeed: install the extra `deeplightning[deepspeed]`"
+        faults.append(Fault(message, "engine.backend", exit_code=3))
+    return notices, faults
 
 
-def _settle_devices(engine: Engine, change: Any) -> None:
+def _settle_devices(engine: Engine, change: Callable[[str, Any, str], None]) -> str | None:
+    """Settles `engine.gpus`, or says what is missing."""
     if engine.gpus is None:
-        return
-    import torch
-
-    found = torch.cuda.device_count()
+        return None
+    found = cuda_devices()
     if engine.gpus == "auto":
         change("gpus", list(range(found)) or None, f"this machine has {found or 'none'}")
-        return
+        return None
     if engine.gpus in (0, []):
         change("gpus", None, "no GPU is asked for")
-        return
+        return None
     asked = engine.gpus if isinstance(engine.gpus, list) else list(range(engine.gpus))
-    missing = [str(i) for i in asked if not 0 <= i < found]
-    if missing:
-        message = (
-            f"asks for {', '.join(map(str, asked))}, and this machine has {found or 'none'}; "
-            "`engine.gpus=null` runs on the CPU, `engine.gpus=auto` takes what is there"
-        )
-        raise SetupError(Fault(message, "engine.gpus"))
+    if all(0 <= i < found for i in asked):
+        return None
+    return (
+        f"asks for {', '.join(map(str, asked))}, and this machine has {found or 'none'}; "
+        "`engine.gpus=null` runs on the CPU, `engine.gpus=auto` takes what is there"
+    )
 
 
 def world_size(engine: Engine) -> int:
@@ -88,34 +86,6 @@ def world_size(engine: Engine) -> int:
     if engine.gpus is None:
         return engine.processes
     return engine.gpus if isinstance(engine.gpus, int) else len(engine.gpus)
-
-
-def _refuse(cfg: Config, world: int) -> None:
-    engine, faults = cfg.engine, []
-    sharded = engine.backend is not None and engine.backend != "ddp"
-    if sharded and engine.gpus is None:
-        message = f"{engine.backend} needs GPUs in this version; over CPU processes use `engine.backend=ddp`"
-        faults.append(Fault(message, "engine.backend"))
-    deepspeed = (engine.backend or "").startswith("deepspeed")
-    clip = cfg.train.gradient_clip
-    if deepspeed and clip is not None and clip.algorithm == "value":
-        message = f"DeepSpeed ({engine.backend}) clips by norm only; set `train.gradient_clip.algorithm=norm`"
-        faults.append(Fault(message, "train.gradient_clip.algorithm"))
-    if sharded and clip is not None and clip.algorithm == "norm" and clip.norm_type != 2:
-        message = f"{engine.backend} knows the second norm only; set `train.gradient_clip.norm_type=2`"
-        faults.append(Fault(message, "train.gradient_clip.norm_type"))
-    if engine.sync_batchnorm and engine.gpus is None:
-        faults.append(Fault("torch synchronises batch norm on GPUs only; set it to false", "engine.sync_batchnorm"))
-    if engine.params and engine.backend is None:
-        message = f"there is no strategy to give {', '.join(engine.params)} to; set `engine.backend`, or remove them"
-        faults.append(Fault(message, "engine.params"))
-    if engine.params.get("process_group_backend") == "nccl" and engine.gpus is None:
-        faults.append(Fault("nccl needs GPUs; over CPU processes it is gloo", "engine.params.process_group_backend"))
-    if faults:
-        raise ConfigError(faults)
-    if deepspeed and not is_installed("deepspeed"):
-        message = f"{engine.backend} needs the package deepspeed: install the extra `deeplightning[deepspeed]`"
-        raise SetupError(Fault(message, "engine.backend"))
 
 
 def trainer_arguments(cfg: Config) -> dict[str, Any]:

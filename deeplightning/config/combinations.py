@@ -1,0 +1,295 @@
+"""Which settings do not go together: each pair with the reason and a remedy. The manual's table is made from it.
+
+A rule sees the config as it will run here, and the backend as it was asked for in today's word: what DeepSpeed refuses
+on eight GPUs is told on a laptop too, where one process needs no backend.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from deeplightning.config.fault import Fault
+from deeplightning.config.schema import Config, Target
+from deeplightning.config.tree import dump
+
+Broken = Callable[[Config, str], bool]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Two keys whose values contradict each other.
+
+    Attributes:
+        key: the key that the fault is told at.
+        other: the key that it does not go with.
+        when: the two settings, in words.
+        why: the reason, in words that follow a colon.
+        remedy: what to do.
+        broken: whether a config, with the backend that was asked for ("" for none), has them both.
+        exit_code: 2 where the config is wrong, 3 where the machine lacks something, 4 where weights are missing.
+        at_start: it ends a run, and is no more than a warning in `check`: the config may be meant for another machine.
+    """
+
+    key: str
+    other: str
+    when: str
+    why: str
+    remedy: str
+    broken: Broken
+    exit_code: int = 2
+    at_start: bool = False
+
+
+def _deepspeed(backend: str) -> bool:
+    return backend.startswith("deepspeed")
+
+
+def _sharded(backend: str) -> bool:
+    return _deepspeed(backend) or backend == "fsdp"
+
+
+def _optimizers(cfg: Config) -> list[Target]:
+    found = cfg.model.optimizer
+    return [o for o in (found.values() if isinstance(found, dict) else [found]) if o is not None]
+
+
+def _uses(cfg: Config, *names: str) -> bool:
+    return any(o.type is not None and o.type.rpartition(".")[2] in names for o in _optimizers(cfg))
+
+
+def _clips(cfg: Config, algorithm: str) -> bool:
+    clip = cfg.train.gradient_clip
+    return clip is not None and clip.algorithm == algorithm
+
+
+def _other_norm(cfg: Config) -> bool:
+    clip = cfg.train.gradient_clip
+    return clip is not None and clip.algorithm == "norm" and clip.norm_type != 2
+
+
+def _hook(cfg: Config) -> str:
+    hook = cfg.engine.params.get("ddp_comm_hook")
+    return str(hook.get("ref", "")) if isinstance(hook, Mapping) else str(hook or "")
+
+
+def _untrained(cfg: Config) -> bool:
+    return "train" not in cfg.stages and bool(cfg.stages) and cfg.test.ckpt is None
+
+
+RULES = [
+    Rule(
+        "train.gradient_clip.algorithm",
+        "engine.backend",
+        "clip by value, DeepSpeed",
+        "DeepSpeed clips by norm only",
+        "set `train.gradient_clip.algorithm=norm`",
+        lambda cfg, backend: _deepspeed(backend) and _clips(cfg, "value"),
+    ),
+    Rule(
+        "train.gradient_clip.norm_type",
+        "engine.backend",
+        "clip by another norm than 2, DeepSpeed or fsdp",
+        "it knows the second norm only, and would ignore this one",
+        "set `train.gradient_clip.norm_type=2`",
+        lambda cfg, backend: _sharded(backend) and _other_norm(cfg),
+    ),
+    Rule(
+        "model.optimizer",
+        "engine.backend",
+        "two optimizers, DeepSpeed",
+        "DeepSpeed drives one optimizer",
+        "use `engine.backend=ddp`",
+        lambda cfg, backend: _deepspeed(backend) and len(_optimizers(cfg)) > 1,
+    ),
+    Rule(
+        "train.accumulator_epoch",
+        "engine.backend",
+        "accumulation that begins later, DeepSpeed",
+        "DeepSpeed accumulates from the first batch on, or not at all",
+        "set `train.accumulator_epoch=0`",
+        lambda cfg, backend: (
+            _deepspeed(backend) and cfg.train.accumulator_epoch > 0 and cfg.train.accumulator_factor > 1
+        ),
+    ),
+    Rule(
+        "engine.precision",
+        "engine.backend",
+        "precision 64, DeepSpeed or fsdp",
+        "it computes in 32, 16 and bf16",
+        "set `engine.precision=32`, or `engine.backend=ddp`",
+        lambda cfg, backend: _sharded(backend) and cfg.engine.precision in (64, "64-true"),
+    ),
+    Rule(
+        "engine.params.precision_plugin",
+        "engine.backend",
+        "a gradient scaler of one's own, DeepSpeed",
+        "DeepSpeed scales the loss itself",
+        "remove it; `engine.params` takes DeepSpeed's `initial_scale_power`, `loss_scale_window` and their kin",
+        lambda cfg, backend: _deepspeed(backend) and "precision_plugin" in cfg.engine.params,
+    ),
+    Rule(
+        "model.optimizer.type",
+        "engine.backend",
+        "LBFGS, DeepSpeed or fsdp",
+        "LBFGS asks for the loss again and again within one step, which a sharded engine cannot give",
+        "use another optimizer, or `engine.backend=ddp`",
+        lambda cfg, backend: _sharded(backend) and _uses(cfg, "LBFGS"),
+    ),
+    Rule(
+        "model.optimizer.type",
+        "engine.precision",
+        "LBFGS, precision 16-mixed",
+        "the loss cannot be scaled for an optimizer that computes it again within one step",
+        "set `engine.precision=32`, or bf16",
+        lambda cfg, _: cfg.engine.precision in (16, "16-mixed") and _uses(cfg, "LBFGS"),
+    ),
+    Rule(
+        "engine.backend",
+        "engine.gpus",
+        "DeepSpeed or fsdp, several CPU processes",
+        "it needs GPUs in this version",
+        "over CPU processes use `engine.backend=ddp`",
+        lambda cfg, backend: _sharded(backend) and cfg.engine.gpus is None and cfg.engine.processes > 1,
+    ),
+    Rule(
+        "engine.processes",
+        "engine.gpus",
+        "several CPU processes, GPUs",
+        "`processes` counts CPU processes; there is one process for each GPU",
+        "remove one of the two",
+        lambda cfg, _: cfg.engine.gpus is not None and cfg.engine.processes > 1,
+    ),
+    Rule(
+        "engine.params.process_group_backend",
+        "engine.gpus",
+        "nccl, no GPU",
+        "nccl needs GPUs",
+        "over CPU processes it is gloo",
+        lambda cfg, _: cfg.engine.params.get("process_group_backend") == "nccl" and cfg.engine.gpus is None,
+    ),
+    Rule(
+        "engine.params.ddp_comm_hook",
+        "engine.gpus",
+        "16-bit reduction, no GPU",
+        "gloo, which CPU processes use, sums numbers of 32 bits",
+        "remove it",
+        lambda cfg, _: "16" in _hook(cfg) and cfg.engine.gpus is None,
+    ),
+    Rule(
+        "engine.sync_batchnorm",
+        "engine.gpus",
+        "batch norm over all processes, no GPU",
+        "torch synchronises batch norm on GPUs only",
+        "set it to false",
+        lambda cfg, _: cfg.engine.sync_batchnorm and cfg.engine.gpus is None,
+    ),
+    Rule(
+        "engine.params",
+        "engine.backend",
+        "parameters of the strategy, no backend",
+        "there is no strategy to give them to",
+        "set `engine.backend`, or remove them",
+        lambda cfg, backend: bool(cfg.engine.params) and not backend and cfg.engine.backend is None,
+    ),
+    Rule(
+        "model.optimizer.type",
+        "engine.gpus",
+        "a fused optimizer of DeepSpeed or Apex, no GPU",
+        "its step is a CUDA kernel, and there is no CUDA device in use",
+        "set `engine.gpus`, or use torch's own optimizer, which `fused: true` fuses too",
+        lambda cfg, _: cfg.engine.gpus is None and _uses(cfg, "FusedAdam", "FusedLamb", "FusedLion", "FusedSGD"),
+        exit_code=3,
+        at_start=True,
+    ),
+    Rule(
+        "data.fold",
+        "data.num_splits",
+        "a fold, no or fewer parts",
+        "folds are counted from 0 to data.num_splits - 1",
+        "set `data.num_splits`, or a smaller fold",
+        lambda cfg, _: cfg.data.fold >= (cfg.data.num_splits or 1) and cfg.data.num_splits not in (0, 1),
+    ),
+    *(
+        Rule(
+            f"data.loader.{name}",
+            "data.num_workers",
+            f"`{name}`, no workers",
+            "it is about loader processes, and there are none",
+            "set `data.num_workers`, or remove it",
+            lambda cfg, _, name=name: cfg.data.num_workers == 0 and bool(cfg.data.loader.get(name)),  # type: ignore[misc]
+        )
+        for name in ("prefetch_factor", "persistent_workers", "multiprocessing_context")
+    ),
+    Rule(
+        "test.ckpt",
+        "train.checkpoint.monitor",
+        "the best weights after training, no metric",
+        "no metric says which weights are best",
+        "set `train.checkpoint.monitor`, or `test.ckpt=last`",
+        lambda cfg, _: (
+            cfg.test.ckpt == "best"
+            and cfg.train.checkpoint.monitor is None
+            and "train" in cfg.stages
+            and len(cfg.stages) > 1
+        ),
+    ),
+    Rule(
+        "train.checkpoint.save_top_k",
+        "train.checkpoint.monitor",
+        "several best weights, no metric",
+        "no metric says which weights are best",
+        "set `train.checkpoint.monitor`",
+        lambda cfg, _: cfg.train.checkpoint.save_top_k > 1 and cfg.train.checkpoint.monitor is None,
+    ),
+    Rule(
+        "test.ckpt",
+        "stages",
+        "validate, test or predict without train, no weights",
+        "without training there must be weights to use",
+        "set `test.ckpt` to a path, RUN, best or last",
+        lambda cfg, _: _untrained(cfg),
+        exit_code=4,
+    ),
+]
+
+
+def conflicts(
+    cfg: Config, backend: str | None, places: Mapping[str, str], skip: Callable[[str], bool] = lambda key: False
+) -> Iterator[tuple[Rule, Fault]]:
+    """Each rule that a config breaks, with the fault to tell.
+
+    Args:
+        cfg: a whole config, as it will run.
+        backend: the backend that was asked for, in today's word.
+        places: dotted key → the place that set it.
+        skip: whether a key is wrong by itself, and says nothing of others.
+    """
+    for rule in RULES:
+        if skip(rule.key) or skip(rule.other) or not rule.broken(cfg, backend or ""):
+            continue
+        value, other = _value(cfg, rule.key, backend), _value(cfg, rule.other, backend)
+        at = f" ({places[rule.other]})" if rule.other in places else ""
+        message = f"{value} does not go with {rule.other}: {other}{at}: {rule.why}; {rule.remedy}"
+        yield rule, Fault(message, rule.key, found=value, allowed=rule.remedy, exit_code=rule.exit_code)
+
+
+def _value(cfg: Config, key: str, backend: str | None) -> str:
+    """A key's value in one short line; a section by the names in it."""
+    value: Any = backend if key == "engine.backend" else cfg
+    for name in key.split(".") if key != "engine.backend" else ():
+        value = value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
+    if isinstance(value, Mapping):
+        return ", ".join(map(str, value))
+    if isinstance(value, list):
+        return "[" + ", ".join(map(str, value)) + "]"
+    return dump(value).removesuffix("...\n").strip() if not isinstance(value, Target) else value.type
+
+
+def table() -> str:
+    """All rules as a Markdown table, for the manual."""
+    codes = {2: "refused (2)", 3: "refused (3)", 4: "refused (4)"}
+    rows = ["| Together | Keys | Answer | Because | Instead |", "|---|---|---|---|---|"]
+    for rule in RULES:
+        answer = "`check` warns, `train` refuses (3)" if rule.at_start else codes[rule.exit_code]
+        rows.append(f"| {rule.when} | `{rule.key}`, `{rule.other}` | {answer} | {rule.why} | {rule.remedy} |")
+    return "\n".join(rows)

@@ -1,0 +1,196 @@
+"""A target of a config against what it names: is it there, of the right kind, and does it take these params?
+
+The answer comes from the source, which costs milliseconds and executes nothing (`static`), or from the imported object.
+What the source cannot tell is said to be undecided, never guessed.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from deeplightning.config.fault import Fault
+from deeplightning.config.signature import Signature, Undecided, of_object, wrong_type
+from deeplightning.config.target import find, nearest
+
+if TYPE_CHECKING:
+    from deeplightning.config.static import Definition
+
+# What a target must be, by its role: a class whose name stands among the bases of what the target names. A function
+# passes: only its result tells.
+KINDS = {
+    "data.module": ("LightningDataModule", "a LightningDataModule"),
+    "model.module": ("LightningModule", "a LightningModule"),
+    "model.network": ("Module", "a network (torch.nn.Module)"),
+    "model.loss": ("Module", "a loss (torch.nn.Module)"),
+    "model.optimizer": ("Optimizer", "an optimizer (torch.optim.Optimizer)"),
+    "model.scheduler": ("LRScheduler", "a scheduler (torch.optim.lr_scheduler.LRScheduler)"),
+    "model.metrics": ("Metric", "a metric (torchmetrics.Metric)"),
+    "train.callbacks": ("Callback", "a Lightning callback"),
+    "logger": ("Logger", "a Lightning logger"),
+    "logger.extra": ("Logger", "a Lightning logger"),
+}
+
+# Modules that are neither a network nor, but for the first, a loss.
+_OTHER_MODULES = {"_Loss": "a loss", "Metric": "a metric", "LightningModule": "a task"}
+
+
+@dataclass
+class Verdict:
+    """What is wrong with a target, and what was not decided: keys with the reason."""
+
+    faults: list[Fault] = field(default_factory=list)
+    undecided: dict[str, str] = field(default_factory=dict)
+
+    def __iadd__(self, other: "Verdict") -> "Verdict":
+        self.faults += other.faults
+        self.undecided |= other.undecided
+        return self
+
+
+class Imported:
+    """What a name means, told by the live object: the counterpart of `static.Definition`.
+
+    Raises:
+        ValueError: in words, when there is no such thing or its module cannot be imported.
+    """
+
+    def __init__(self, name: str):
+        self.name, self.thing = name, find(name)
+        self.kind = "class" if isinstance(self.thing, type) else "function" if callable(self.thing) else "value"
+
+    def words(self) -> str:
+        """What it is, if nothing to call."""
+        return type(self.thing).__name__
+
+    def bases(self) -> tuple[list[str], bool]:
+        """Dotted paths of a class and its ancestors, and that they are all."""
+        return [f"{c.__module__}.{c.__qualname__}" for c in self.thing.__mro__], True
+
+    def signature(self) -> Signature:
+        """Its parameters. Those that `**kwargs` hand on are known from the source alone.
+
+        Raises:
+            Undecided: it has none (a function written in C).
+        """
+        live = of_object(self.thing)
+        if live.rest is not None:
+            from deeplightning.config import static  # brings griffe along
+
+            try:
+                read = static.look_up(self.name).signature()
+            except (ValueError, Undecided):
+                return live
+            return read if read.rest is None else live
+        return live
+
+
+def look_up(name: str, importing: bool) -> "Imported | Definition":
+    """What a name means.
+
+    Raises:
+        ValueError: in words, when there is no such thing.
+        Undecided: only importing can tell.
+    """
+    if importing:
+        return Imported(name)
+    from deeplightning.config import static
+
+    return static.look_up(name)
+
+
+def judge(
+    name: str,
+    params: Mapping[str, Any],
+    key: str,
+    *,
+    role: str | None = None,
+    given: int = 0,
+    hidden: Mapping[str, str] | None = None,
+    importing: bool = False,
+) -> Verdict:
+    """What is wrong with the target at `key`.
+
+    Args:
+        role: what it is for, one of `KINDS`; None: anything.
+        given: how many positional arguments it gets from us.
+        hidden: how params were written that hold what must not be shown.
+        importing: import it, which leaves nothing undecided but what C functions hide.
+    """
+    try:
+        found = look_up(name, importing)
+    except ValueError as error:
+        return Verdict([Fault(str(error), f"{key}.type", found=name)])
+    except Undecided as why:
+        return Verdict(undecided={f"{key}.type": f"{name}: {why}"})
+    if found.kind not in ("class", "function"):
+        message = f"`{name}` is {found.words()}, not a class or function"
+        return Verdict([Fault(message, f"{key}.type", found=name)])
+    verdict = _kind(found, key, role) if role in KINDS and found.kind == "class" else Verdict()
+    if not verdict.faults:
+        verdict += _call(found, params, key, given, hidden or {})
+    return verdict
+
+
+def _kind(found: "Imported | Definition", key: str, role: str) -> Verdict:
+    """Whether a class is of the kind that its role needs."""
+    base, words = KINDS[role]
+    paths, complete = found.bases()
+    names = {path.rpartition(".")[2] for path in paths}
+    roots = {path.partition(".")[0] for path in paths}
+    fault = None
+    if base in names or (role == "model.scheduler" and "ReduceLROnPlateau" in names):
+        other = next((w for b, w in _OTHER_MODULES.items() if b in names), None)
+        if "lightning" in roots and "pytorch_lightning" not in roots:
+            fault = "derives from `lightning.pytorch`; derive it from the same class of `pytorch_lightning`"
+        elif other and role in ("model.network", "model.loss") and not (role == "model.loss" and other == "a loss"):
+            fault = f"is {other}, not {words}"
+    elif complete:
+        fault = f"is not {words}"
+    else:
+        return Verdict(undecided={f"{key}.type": f"{found.name}: whether it is {words}"})
+    return Verdict([Fault(f"{found.name} {fault}", f"{key}.type", found=found.name, allowed=words)] if fault else [])
+
+
+def _call(
+    found: "Imported | Definition", params: Mapping[str, Any], key: str, given: int, hidden: Mapping[str, str]
+) -> Verdict:
+    """Whether it takes these params beside the arguments that we give."""
+    try:
+        signature = found.signature()
+    except Undecided as why:
+        return Verdict(undecided={f"{key}.params": f"{found.name}: {why}"} if params else {})
+    name, verdict = found.name, Verdict()
+    taken = {p.name for p in [p for p in signature.parameters if p.position][:given]}
+    free = {p.name: p for p in signature.parameters if p.keyword and p.name not in taken}
+    for param, value in params.items():
+        here = f"{key}.params.{param}"
+        if param in free:
+            allowed = wrong_type(value, free[param])
+            if allowed:
+                shown = _show(value)
+                if param in hidden:
+                    shown = f"the text that {hidden[param]} gives"
+                    if "number" in allowed:
+                        shown += f"; write `${{oc.decode:{hidden[param]}}}`"
+                message = f"{name} takes {allowed} here, not {shown}"
+                verdict.faults.append(Fault(message, here, found=shown, allowed=allowed))
+        elif param in taken:
+            verdict.faults.append(Fault(f"{name} gets `{param}` from us; remove it", here, found=param))
+        elif signature.rest is None:
+            known = ", ".join(free) or "none"
+            message = f"{name} has no param `{param}`.{nearest(param, free)} It takes: {known}"
+            verdict.faults.append(Fault(message, here, found=param, allowed=known))
+        else:
+            verdict.undecided[here] = f"{name}: {signature.rest}"
+    missing = [p.name for p in free.values() if p.required and p.name not in params]
+    if missing:
+        verdict.faults.append(Fault(f"{name} needs {', '.join(missing)}", f"{key}.params", allowed=", ".join(missing)))
+    return verdict
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, str):
+        return f"the text {value[:60]!r}" + ("…" if len(value) > 60 else "")
+    if isinstance(value, Mapping):
+        return "a mapping"
+    return str(value).lower() if isinstance(value, bool) else repr(value)[:80]
