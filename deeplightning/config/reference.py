@@ -39,19 +39,25 @@ def sections(cls: type, path: str = "") -> Iterator[tuple[str, type]]:
     yield path, cls
     hints = typing.get_type_hints(cls)
     for field in schema.keys(cls):
-        for option in _options(hints[field.name]):
+        for option in options(hints[field.name]):
             if is_dataclass(option) and option is not schema.Target:
                 yield from sections(typing.cast(type, option), f"{path}.{field.name}".lstrip("."))
 
 
-def _options(hint: Any) -> tuple[Any, ...]:
+def options(hint: Any) -> tuple[Any, ...]:
+    """The types that a hint names: those of a union, else the hint itself."""
     union = typing.get_origin(hint) in (types.UnionType, typing.Union)
     return typing.get_args(hint) if union else (hint,)
 
 
+def default(field: Field) -> Any:
+    """The default of a key; MISSING if it is required."""
+    return field.default if field.default_factory is MISSING else field.default_factory()
+
+
 def _type(hint: Any, field: Field, path: str) -> str:
     low = field.metadata["low"]
-    words = " or ".join(_word(option, path) for option in _options(hint))
+    words = " or ".join(_word(option, path) for option in options(hint))
     return words + (f", at least {low}" if low is not None else "")
 
 
@@ -82,9 +88,9 @@ def _word(option: Any, path: str) -> str:
 
 
 def _default(field: Field) -> str:
-    if field.default is MISSING and field.default_factory is MISSING:
+    value = default(field)
+    if value is MISSING:
         return "required"
-    value = field.default if field.default_factory is MISSING else field.default_factory()
     return "see there" if is_dataclass(value) else f"`{_flow(value)}`"
 
 
