@@ -3,6 +3,7 @@
 Heavy imports stand inside the verbs, so that `--help` answers at once.
 """
 
+import json
 import os
 import sys
 import traceback
@@ -67,24 +68,75 @@ def train(config: Path, overrides: tuple[str, ...]) -> None:
 @cli.command(context_settings=_loose, epilog=OVERRIDES)
 @_config
 @_overrides
-def check(config: Path, overrides: tuple[str, ...]) -> None:
-    """Report every fault of CONFIG, or print it whole. Nothing is run."""
-    from deeplightning.run import show
+@click.option("--import", "importing", is_flag=True, help="Import what CONFIG names; settles what its source cannot.")
+@click.option(
+    "--dry-run", is_flag=True, help="Also pass one made-up batch through training and validation, on the CPU."
+)
+@click.option("--format", type=click.Choice(["text", "json"]), default="text", help="What is said on stdout.")
+def check(config: Path, overrides: tuple[str, ...], importing: bool, dry_run: bool, format: str) -> None:
+    """Report every fault of CONFIG, or print it whole.
 
-    cfg = _load(config, overrides)
-    for notice in cfg.notices:
-        click.echo(f"{'warning: ' if notice.unasked else ''}{notice.text}", err=True)
-    show(cfg)
+    Nothing is run, and without options nothing is imported.
+    """
+    from deeplightning.config.explain import show
+    from deeplightning.config.tree import dump
+
+    report = _examine(config, overrides, importing or dry_run)
+    if dry_run and not report.faults:
+        from deeplightning.dry_run import dry_run as try_out
+
+        faults, untried = try_out(report.config)
+        report.add(*faults)
+        report.unchecked += untried
+    if format == "json":
+        click.echo(json.dumps(report.to_dict(), indent=2))
+        sys.exit(report.exit_code)
+    _say(report, "" if importing or dry_run else "; `--import` settles it")
+    show(dump(report.checked().public()))
 
 
 @cli.command(context_settings=_loose, epilog=OVERRIDES)
 @_config
-@_overrides
-def explain(config: Path, overrides: tuple[str, ...]) -> None:
-    """Print the complete config that CONFIG means on this machine."""
-    from deeplightning.run import show
+@click.argument("words", nargs=-1, metavar="[KEY …] [key=value …]")
+def explain(config: Path, words: tuple[str, ...]) -> None:
+    """Print the complete config that CONFIG means on this machine, with who set each value.
 
-    show(_load(config, overrides))
+    For a KEY: its value, type and meaning, who set it, and what that replaced.
+    """
+    from deeplightning.config import explain as of
+
+    keys: list[str] = [word for word in words if "=" not in word and not word.startswith(("~", "+"))]
+    report = _examine(config, tuple(word for word in words if word not in keys), importing=False)
+    report.checked()
+    for key in keys or [""]:
+        of.show(of.explain(report, key))
+
+
+def _examine(config: Path, overrides: tuple[str, ...], importing: bool) -> Any:
+    from deeplightning.configure import examine
+
+    global _redact
+    report = examine(config, list(overrides), importing=importing)
+    _redact = report.redact
+    return report
+
+
+def _say(report: Any, remedy: str) -> None:
+    """What a report holds beside faults, on stderr."""
+    for notice in report.notices:
+        click.echo(f"{'warning: ' if notice.unasked else ''}{_redact(notice.text)}", err=True)
+    for fault in report.at_start:
+        click.echo(f"warning: {_redact(str(fault))}", err=True)
+    for fault in report.unchecked:
+        click.echo(f"unchecked: {_redact(str(fault))}{remedy}", err=True)
+
+
+@cli.command()
+def schema() -> None:
+    """Print the JSON Schema of a config, for editors that complete and check YAML."""
+    from deeplightning.config.json_schema import json_schema
+
+    click.echo(json.dumps(json_schema(), indent=2, ensure_ascii=False))
 
 
 @cli.command(context_settings=_loose, epilog=OVERRIDES)

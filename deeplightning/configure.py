@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING, Any
 from deeplightning.config import check
 from deeplightning.config.check import Report
 from deeplightning.config.combinations import conflicts
+from deeplightning.config.fault import Notice
 from deeplightning.config.schema import Config, backend_of
 from deeplightning.config.target import build
-from deeplightning.engine.plan import Notice, settle, trainer_arguments
+from deeplightning.engine.plan import settle, trainer_arguments
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl

@@ -6,6 +6,7 @@ import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deeplightning.config.explain import show
 from deeplightning.config.fault import CheckpointError, ConfigError, Fault
 from deeplightning.config.schema import Config
 from deeplightning.config.tree import dump
@@ -33,7 +34,7 @@ def launch(cfg: Config) -> RunFolder:
     to_terminal(cfg)
     one_line_warnings()
     if own_rank() == 0:
-        show(cfg)
+        show(dump(cfg.public()))
     for notice in cfg.notices or []:
         log.log(logging.WARNING if notice.unasked else logging.INFO, notice.text)
     weights = find_checkpoint(cfg.train.resume_ckpt, cfg, to_go_on=True) if "train" in cfg.stages else None
@@ -59,20 +60,6 @@ def launch(cfg: Config) -> RunFolder:
         if record.opened and trainer.is_global_zero:
             print(f"Artifact storage path: {record.folder.path}", flush=True)
     return record.folder
-
-
-def show(cfg: Config) -> None:
-    """Prints the whole config, in colour on a terminal."""
-    import sys
-
-    text = dump(cfg.public())
-    if sys.stdout.isatty():
-        from rich.console import Console
-        from rich.syntax import Syntax
-
-        Console().print(Syntax(text, "yaml", background_color="default"))
-    else:
-        print(text, end="", flush=True)
 
 
 def _train(cfg: Config, trainer: pl.Trainer, task: Any, data: Any, weights: Path | None) -> None:

@@ -1,9 +1,9 @@
 """The rules of who may import whom, so that a network can be deleted, and the server started, without the rest.
 
-Imports only go down this list: `cli`; `predict`, `runs`; `run`; `trained`; `configure`; `engine`, `tracking`,
-`callbacks`, `export`; `runfolder`, `image`; `config`. `serve` stands on `image` and `runfolder`. The parts (`data`,
-`task`, `model`, `loss`) are named in YAML, imported by nobody, and use of the core only `config.target.build` and
-`image`.
+Imports only go down this list: `cli`; `predict`, `runs`, `completion`; `run`, `dry_run`; `trained`; `configure`;
+`engine`, `tracking`, `callbacks`, `export`; `runfolder`, `image`; `config`. `serve` stands on `image` and `runfolder`.
+The parts (`data`, `task`, `model`, `loss`) are named in YAML, imported by nobody, and use of the core only
+`config.target.build` and `image`.
 """
 
 import ast
@@ -16,8 +16,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = [
     {"cli", "__main__"},
-    {"predict", "runs"},
-    {"run"},
+    {"predict", "runs", "completion"},
+    {"run", "dry_run"},
     {"trained"},
     {"configure"},
     {"engine", "tracking", "callbacks", "export"},

@@ -10,9 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from deeplightning.config.compare import judge
 from deeplightning.config.fault import ConfigError
 from deeplightning.config.schema import Target
-from deeplightning.config.target import build, faults_of, find, is_reference, is_target, nearest
+from deeplightning.config.target import build, find, is_reference, is_target, nearest
 
 OWN = """
 import dataclasses
@@ -28,6 +29,11 @@ class Plain:
 class Open(Plain):
     def __init__(self, size: int, **more):
         super().__init__(size, **more)
+
+
+class Any:
+    def __init__(self, size: int, **more):
+        self.more = more
 
 
 @dataclasses.dataclass
@@ -77,7 +83,7 @@ CUSTOM = "own_parts.inner.custom"
 
 def notes(name: str, params: dict, given: int = 0) -> dict[str, str]:
     """Key to message, of what is wrong with a call."""
-    return {str(f.key): f.message for f in faults_of(name, params, given, "k")}
+    return {str(f.key): f.message for f in judge(name, params, "k", given=given, importing=True).faults}
 
 
 # ---- found
@@ -202,8 +208,14 @@ def test_every_wrong_param_is_told(own):
 
 def test_a_function_that_takes_anything_is_asked_nothing(own):
     """`**kwargs` may mean any param; what has a name is still compared."""
-    assert notes(f"{CUSTOM}.Open", {"size": 1, "whatever": 2}) == {}
-    assert notes(f"{CUSTOM}.Open", {"whatever": 2}) == {"k.params": f"{CUSTOM}.Open needs size"}
+    assert notes(f"{CUSTOM}.Any", {"size": 1, "whatever": 2}) == {}
+    assert notes(f"{CUSTOM}.Any", {"whatever": 2}) == {"k.params": f"{CUSTOM}.Any needs size"}
+
+
+def test_what_is_handed_on_is_compared_there(own):
+    """`**more` for the parent's `__init__` are the parent's params, which the live signature does not show."""
+    assert notes(f"{CUSTOM}.Open", {"size": 1, "rate": 2}) == {}
+    assert "has no param `rat`. Did you mean rate?" in notes(f"{CUSTOM}.Open", {"size": 1, "rat": 2})["k.params.rat"]
 
 
 def test_what_we_give_is_not_given_again(own):

@@ -11,7 +11,7 @@ from typing import Any
 
 from deeplightning.config import schema
 from deeplightning.config.compare import KINDS, Verdict, judge, look_up
-from deeplightning.config.fault import ConfigError, Fault, error_of
+from deeplightning.config.fault import ConfigError, Fault, Notice, error_of
 from deeplightning.config.interpolation import Secrets
 from deeplightning.config.schema import Config, Target
 from deeplightning.config.signature import Undecided
@@ -73,6 +73,32 @@ class Report:
         self.faults += [replace(f, place=f.place or place_of(f.key or "", self.places)) for f in faults]
         if self.source is not None:
             self.faults = _in_order(self.faults, self.source)
+
+    @property
+    def notices(self) -> list[Notice]:
+        """What was changed in the config, and why."""
+        return (self.config.notices if self.config is not None else None) or []
+
+    @property
+    def exit_code(self) -> int:
+        """Of a process that says no more than this."""
+        return error_of(self.faults).exit_code if self.faults else 0
+
+    def redact(self, text: str) -> str:
+        """Text without the values that came from the environment."""
+        return self.source.secrets.redact(text) if self.source is not None else text
+
+    def to_dict(self) -> dict[str, Any]:
+        """The report for programs; the config only where nothing is wrong with it."""
+        right = not self.faults and self.config is not None
+        return {
+            "valid": right,
+            "faults": [fault.to_dict() for fault in self.faults],
+            "warnings": [fault.to_dict() for fault in self.at_start],
+            "notices": [{"key": notice.key, "message": self.redact(notice.text)} for notice in self.notices],
+            "unchecked": [fault.to_dict() for fault in self.unchecked],
+            "config": self.config.public() if right and self.config is not None else None,
+        }
 
     def checked(self) -> Config:
         """The config, if nothing is wrong.
@@ -208,7 +234,7 @@ class _Checker:
 
     def value(self, hint: Any, entry: Entry, key: str, path: KeyPath, metadata: typing.Mapping[str, Any] = {}) -> Any:
         """A value of the type that the schema gives, or _BAD after a fault was noted."""
-        options = list(typing.get_args(hint)) if typing.get_origin(hint) in (types.UnionType, typing.Union) else [hint]
+        options = _options(hint)
         if isinstance(entry.value, str) and str not in options and self.secrets.is_word(path):
             entry = Entry(scalar(entry.value), entry.place, entry.at)  # a variable's text stands for a number too
         value = entry.value
@@ -218,7 +244,7 @@ class _Checker:
                 if made is not _BAD and not self.in_range(made, entry, key, metadata):
                     return _BAD
                 return made
-        allowed = " or ".join(dict.fromkeys(_words(option) for option in options))
+        allowed = describe(hint)
         found, near = kind(entry), ""
         if self.secrets.text_of(path) is not None:
             found = f"what {self.secrets.text_of(path)} gives"
@@ -484,6 +510,18 @@ def _words(option: Any) -> str:
     if isinstance(option, type) and issubclass(option, Target):
         return "a target {type: MODULE.CLASS, params: {…}}"
     return "a mapping of " + ", ".join(f.name for f in schema.keys(option))
+
+
+def describe(hint: Any, metadata: typing.Mapping[str, Any] = types.MappingProxyType({})) -> str:
+    """What a key takes, in words."""
+    words = " or ".join(dict.fromkeys(_words(option) for option in _options(hint)))
+    bounds = {"at least": metadata.get("low"), "at most": metadata.get("high")}
+    return ", ".join([words, *(f"{word} {bound}" for word, bound in bounds.items() if bound is not None)])
+
+
+def _options(hint: Any) -> list[Any]:
+    union = typing.get_origin(hint) in (types.UnionType, typing.Union)
+    return list(typing.get_args(hint)) if union else [hint]
 
 
 def _later(section: Any, key: str = "") -> typing.Iterator[tuple[str, Any, Any]]:

@@ -10,7 +10,7 @@ from typing import Any
 
 from deeplightning.config.fault import Fault
 from deeplightning.config.schema import Config, Target
-from deeplightning.config.tree import dump
+from deeplightning.config.tree import line
 
 Broken = Callable[[Config, str], bool]
 
@@ -282,7 +282,7 @@ def _value(cfg: Config, key: str, backend: str | None) -> str:
         return ", ".join(map(str, value))
     if isinstance(value, list):
         return "[" + ", ".join(map(str, value)) + "]"
-    return dump(value).removesuffix("...\n").strip() if not isinstance(value, Target) else value.type
+    return value.type if isinstance(value, Target) else line(value)
 
 
 def table() -> str:

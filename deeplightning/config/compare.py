@@ -58,10 +58,6 @@ class Imported:
         self.name, self.thing = name, find(name)
         self.kind = "class" if isinstance(self.thing, type) else "function" if callable(self.thing) else "value"
 
-    def words(self) -> str:
-        """What it is, if nothing to call."""
-        return type(self.thing).__name__
-
     def bases(self) -> tuple[list[str], bool]:
         """Dotted paths of a class and its ancestors, and that they are all."""
         return [f"{c.__module__}.{c.__qualname__}" for c in self.thing.__mro__], True
@@ -123,7 +119,8 @@ def judge(
     except Undecided as why:
         return Verdict(undecided={f"{key}.type": f"{name}: {why}"})
     if found.kind not in ("class", "function"):
-        message = f"`{name}` is {found.words()}, not a class or function"
+        what = type(found.thing).__name__ if isinstance(found, Imported) else f"a {found.kind}"
+        message = f"`{name}` is {what}, not a class or function"
         return Verdict([Fault(message, f"{key}.type", found=name)])
     verdict = _kind(found, key, role) if role in KINDS and found.kind == "class" else Verdict()
     if not verdict.faults:

@@ -28,7 +28,7 @@ class Fault:
 
     def __str__(self) -> str:
         where = ": ".join(part for part in (self.place, self.key) if part)
-        return f"{where}: {self.message}" if where else self.message
+        return printable(f"{where}: {self.message}" if where else self.message)
 
     def to_dict(self) -> dict[str, Any]:
         """The fault for programs: `file`, `line` and `column` or the `override` that set the value, `key`, `message`,
@@ -51,6 +51,20 @@ class Fault:
             "allowed": self.allowed,
             "suggestion": suggestion[1] if suggestion else None,
         }
+
+
+@dataclass(frozen=True)
+class Notice:
+    """What was changed in a config, and why; `unasked` if the user did not leave it to us."""
+
+    text: str
+    unasked: bool = True
+    key: str | None = None
+
+
+def printable(text: str) -> str:
+    """Text for a terminal: what could steer it is written out, line breaks as well."""
+    return re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", lambda found: repr(found[0])[1:-1], text)
 
 
 class UserError(Exception):

@@ -333,7 +333,7 @@ class Config:
 
     def to_dict(self) -> dict[str, Any]:
         """The whole config as plain mappings, lists and scalars, with what came from the environment in clear."""
-        return _plain(self)
+        return plain(self)
 
     def public(self) -> dict[str, Any]:
         """The same as it may be shown and saved: what came from the environment stays as it was written
@@ -346,13 +346,14 @@ class Config:
         return self.secrets.redact(text) if self.secrets else text
 
 
-def _plain(value: Any) -> Any:
+def plain(value: Any) -> Any:
+    """A section as plain mappings, lists and scalars."""
     if is_dataclass(value) and not isinstance(value, type):
-        return {f.name: _plain(getattr(value, f.name)) for f in keys(value)}
+        return {f.name: plain(getattr(value, f.name)) for f in keys(value)}
     if isinstance(value, dict):
-        return {name: _plain(item) for name, item in value.items()}
+        return {name: plain(item) for name, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     return value
 
 

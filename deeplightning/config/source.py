@@ -4,7 +4,7 @@ Every value knows the place that set it.
 
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -108,14 +108,21 @@ def _short(path: Path) -> str:
 def _merge(base: Entry, top: Entry) -> Entry:
     """`top` over `base`: mappings are merged at any depth, anything else is replaced; a key `~name` removes `name`."""
     if not (isinstance(base.value, dict) and isinstance(top.value, dict)):
-        return top
-    merged = dict(base.value)
+        return _laid(top, base)
+    merged, gone = dict(base.value), dict(base.gone)
     for name, entry in top.value.items():
         if name.startswith("~") and name[1:] in base.value:
-            merged.pop(name[1:], None)
+            gone[name[1:]] = Entry(None, entry.place, over=merged.pop(name[1:], None))
+        elif name in merged:
+            merged[name] = _merge(merged[name], entry)
         else:
-            merged[name] = _merge(merged[name], entry) if name in merged else entry
-    return Entry(merged, top.place, top.at)
+            merged[name] = _laid(entry, gone.pop(name, None))
+    return Entry(merged, top.place, top.at, over=_laid(top, base.over).over, gone=gone)
+
+
+def _laid(top: Entry, base: Entry | None) -> Entry:
+    """`top` with `base` under everything that it replaces already."""
+    return top if base is None else replace(top, over=_laid(top.over, base) if top.over else base)
 
 
 # ---- overrides
@@ -131,19 +138,23 @@ def _override(root: Entry, text: str) -> None:
     if not all(parts) or (equals == "") != (sign == "~"):
         raise ConfigError(Fault("an override is key=value, ~key (remove), or +list=[x] (append)", place=place))
     new = None if sign == "~" else _override_value(value, name, place)
-    items, last = _reach(root, parts, place, make=sign != "~")
+    above, last = _reach(root, parts, place, make=sign != "~")
+    items = above.value
+    old = items[last] if isinstance(items, list) or last in items else above.gone.get(last)
     if new is None:
-        if isinstance(items, dict) and last not in items:
-            raise ConfigError(Fault("there is no such key to remove", name, place))
+        if isinstance(items, dict):
+            if last not in items:
+                raise ConfigError(Fault("there is no such key to remove", name, place))
+            above.gone[last] = Entry(None, place, over=old)
         del items[last]
     elif sign == "+":
-        old = items[last] if isinstance(items, list) or last in items else Entry([], place)
-        before = [] if old.value is None else old.value
+        before = [] if old is None or old.value is None else old.value
         if not isinstance(before, list) or not isinstance(new.value, list):
-            raise ConfigError(Fault(f"`+` appends a list to a list; this is {kind(old)} and {kind(new)}", name, place))
-        items[last] = Entry([*before, *new.value], place)
+            found = "nothing" if old is None else kind(old)
+            raise ConfigError(Fault(f"`+` appends a list to a list; this is {found} and {kind(new)}", name, place))
+        items[last] = Entry([*before, *new.value], place, over=old)
     else:
-        items[last] = new
+        items[last] = replace(new, over=old)
 
 
 def _override_value(text: str, name: str, place: str) -> Entry:
@@ -158,9 +169,9 @@ def _override_value(text: str, name: str, place: str) -> Entry:
     return _replaced(value, place)
 
 
-def _reach(entry: Entry, parts: list[str], place: str, make: bool) -> tuple[Any, Any]:
-    """The mapping or list that the last of `parts` stands in, and its key or index there. `make` adds mappings on the
-    way where there is nothing."""
+def _reach(entry: Entry, parts: list[str], place: str, make: bool) -> tuple[Entry, Any]:
+    """The entry of the mapping or list that the last of `parts` stands in, and its key or index there. `make` adds
+    mappings on the way where there is nothing."""
     for depth, part in enumerate(parts):
         above = ".".join(parts[:depth])
         if entry.value is None and make:
@@ -180,9 +191,9 @@ def _reach(entry: Entry, parts: list[str], place: str, make: bool) -> tuple[Any,
         if isinstance(entry.value, dict) and part not in entry.value:
             if not make:
                 raise ConfigError(Fault("there is no such key to remove", ".".join(parts), place))
-            entry.value[part] = Entry({}, place)
+            entry.value[part] = Entry({}, place, over=entry.gone.get(part))
         entry = entry.value[index]
-    return entry.value, index
+    return entry, index
 
 
 def _replaced(entry: Entry, place: str) -> Entry:

@@ -5,7 +5,7 @@ The grammar of scalars is YAML 1.2's (`off` is a word, `1e-3` a number), with `_
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
@@ -36,13 +36,17 @@ class Entry:
 
     `value` is a scalar, a dict of name to Entry, or a list of Entry. `place` of a mapping's item is that of its key.
     `written` is the text with `${…}` that a value was made from; all of a mapping or list that came from a reference
-    has it in one place, the entry of the mapping or list.
+    has it in one place, the entry of the mapping or list. `over` is what stood at the same key before, in a file below
+    or under an override; `gone` has the removed keys of a mapping, as entries without a value at the place that removed
+    them.
     """
 
     value: Any
     place: str
     at: str = ""  # the place of the value itself, where the entry's is that of its key
     written: str | None = None
+    over: "Entry | None" = None
+    gone: "dict[str, Entry]" = field(default_factory=dict)
 
 
 def scalar(text: str) -> Any:
@@ -76,6 +80,21 @@ _Dumper.add_representer(str, _write_text)
 def dump(plain: Any) -> str:
     """Plain values as YAML text that `read` turns into the same values."""
     return yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
+
+
+def line(plain: Any) -> str:
+    """A value as YAML in one line."""
+    style = '"' if isinstance(plain, str) and re.search("[\x00-\x1f\x7f-\x9f]", plain) else None
+    text = yaml.dump(
+        plain,
+        Dumper=_Dumper,
+        sort_keys=False,
+        allow_unicode=True,
+        width=float("inf"),
+        default_flow_style=True,
+        default_style=style,
+    )
+    return text.removesuffix("...\n").rstrip("\n")
 
 
 def kind(entry: Entry) -> str:

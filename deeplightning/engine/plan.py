@@ -5,24 +5,14 @@ Torch and Lightning are imported only where a machine must be asked or a strateg
 
 import os
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
-from deeplightning.config.fault import ConfigError, Fault
+from deeplightning.config.fault import ConfigError, Fault, Notice
 from deeplightning.config.schema import BACKENDS, PRECISIONS, Config, Engine
 from deeplightning.config.target import is_installed
 from deeplightning.engine.devices import cuda_devices
 
 _WORDS = {16: "16-mixed", 32: "32-true", 64: "64-true", "bf16": "bf16-mixed"}
-
-
-@dataclass(frozen=True)
-class Notice:
-    """What was changed in a config, and why; `unasked` if the user did not leave it to us."""
-
-    text: str
-    unasked: bool = True
-    key: str | None = None
 
 
 def settle(cfg: Config) -> tuple[list[Notice], list[Fault]]:
