@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from deeplightning.data.datasets import Samples
+from deeplightning.data.datasets import Batch, Samples
 from deeplightning.data.errors import DataConfigError, DataError
 from deeplightning.data.images import ImageData, height_width
 from deeplightning.image import MAX_PIXELS, ImageSpec
@@ -85,6 +85,12 @@ class ImageFolder(ImageData):
             raise DataError(
                 f"ImageFolder: {top} holds no folder. Put the images of each class into a folder of the class's name."
             )
+
+    def example_batch(self, size: int) -> Batch:
+        """As of every `ImageData`; the classes are those of the folders, where `data.root` is there."""
+        if self.root.is_dir():
+            self.class_names = _folders(self.root / "train" if self._is_divided() else self.root)
+        return super().example_batch(size)
 
     def read(self) -> dict[str, Samples]:
         if not self._is_divided():

@@ -11,10 +11,11 @@ from typing import Any
 
 import numpy as np
 import pytorch_lightning as pl
+import torch
 from torch import Generator, nn, uint8
 from torch.utils.data import DataLoader
 
-from deeplightning.data.datasets import InMemory, OnDemand, Samples
+from deeplightning.data.datasets import Batch, InMemory, OnDemand, Samples
 from deeplightning.data.errors import DataConfigError, DataError
 from deeplightning.data.samplers import BatchIndices
 from deeplightning.data.splits import deal, shuffled
@@ -115,6 +116,22 @@ class ImageData(pl.LightningDataModule):
         Raises:
             DataError: if not.
         """
+
+    def example_batch(self, size: int) -> Batch:
+        """A batch that is made up, to try out whether the parts of a config fit; reads no data and needs no `setup`.
+
+        Args:
+            size: samples.
+
+        Returns:
+            What a loader gives: random pixels, labels from the first class to the last. While `class_names` is empty,
+            each label is 0.
+        """
+        spec, last = self.image_spec, max(0, len(self.class_names) - 1)
+        shape = (size, spec.channels, spec.height, spec.width)
+        pixels = torch.randint(256, shape, dtype=uint8, generator=Generator().manual_seed(0))
+        labels = torch.linspace(0, last, size).round().long()
+        return {"image": pixels, "label": labels, "index": torch.arange(size)}
 
     def setup(self, stage: str | None = None) -> None:
         """Reads and divides the samples once, and prepares the images that the stage needs (None: all)."""

@@ -60,6 +60,19 @@ class ImageClassification(pl.LightningModule):
 
     kind = "image_classification"
 
+    # What a run has in `trainer.callback_metrics`, for whoever waits for a metric. {stage}: train, val, test; {metric}:
+    # the names under model.metrics; {loss}: the names under model.loss, where there are several. A step of the training
+    # logs train_…, its epoch train_…_epoch; `lr` is logged beside each task.
+    logged_metrics = (
+        "{stage}_loss",
+        "{stage}_{loss}",
+        "{stage}_{metric}",
+        "train_loss_epoch",
+        "train_{loss}_epoch",
+        "train_{metric}_epoch",
+        "lr",
+    )
+
     def __init__(self, cfg: Any):
         super().__init__()
         model = cfg.model
@@ -114,7 +127,8 @@ class ImageClassification(pl.LightningModule):
             return
         network = build(self.cfg.model.network)
         if not isinstance(network, nn.Module):
-            raise MisfitError(f"{self.cfg.model.network.type} gives a {type(network).__name__}, not a torch.nn.Module")
+            message = f"{self.cfg.model.network.type} gives a {type(network).__name__}, not a torch.nn.Module"
+            raise MisfitError(message, "model.network")
         self.network = network
         freeze(network, self.cfg.model.trainable)
         if self.image_spec is not None:
@@ -125,24 +139,24 @@ class ImageClassification(pl.LightningModule):
     def _try_out(self, network: nn.Module, spec: ImageSpec) -> None:
         """Passes a black picture through; torch's own error would come in the first batch, and speak of matrices."""
         shape = (1, spec.channels, spec.height, spec.width)
+        name = self.cfg.model.network.type
         network.eval()
         try:
             with torch.no_grad():
                 outputs = network(torch.zeros(shape, device=self.device))
         except (RuntimeError, ValueError) as error:
             reason = str(error).splitlines()[0]
-            raise MisfitError(
-                f"{self.cfg.model.network.type} does not take the data's pictures {shape}: {reason}"
-            ) from error
+            message = f"{name} does not take the data's pictures {shape}: {reason}"
+            raise MisfitError(message, "model.network") from error
         network.train()
-        if outputs.ndim != 2:
-            raise MisfitError(
-                f"{self.cfg.model.network.type} gives {tuple(outputs.shape)}, not (B, K): one row per picture"
-            )
+        if not isinstance(outputs, Tensor) or outputs.ndim != 2:
+            found = tuple(outputs.shape) if isinstance(outputs, Tensor) else f"a {type(outputs).__name__}"
+            raise MisfitError(f"{name} gives {found}, not (B, K): one row per picture", "model.network")
         if self.class_names and outputs.shape[1] != len(self.class_names):
             raise LabelError(
                 f"the data has {len(self.class_names)} classes (labels 0 to {len(self.class_names) - 1}), the network "
-                f"{outputs.shape[1]} outputs; set model.network.params.num_classes={len(self.class_names)}"
+                f"{outputs.shape[1]} outputs; set model.network.params.num_classes={len(self.class_names)}",
+                "model.network",
             )
 
     def configure_optimizers(self) -> Any:
@@ -241,9 +255,15 @@ class ImageClassification(pl.LightningModule):
             if low < 0 or high >= logits.shape[1]:
                 raise LabelError(
                     f"the data holds label {low if low < 0 else high}, the network has {logits.shape[1]} outputs "
-                    f"(labels 0 to {logits.shape[1] - 1}); mend the data or set model.network.params.num_classes"
+                    f"(labels 0 to {logits.shape[1] - 1}); mend the data or set model.network.params.num_classes",
+                    "model.network",
                 )
         parts = {name: loss(logits, labels) for name, loss in self.losses.items()}
+        for name, part in parts.items():
+            if not isinstance(part, Tensor) or part.ndim != 0:
+                key = f"model.loss.{name}" if isinstance(self.cfg.model.loss, dict) else "model.loss"
+                found = tuple(part.shape) if isinstance(part, Tensor) else f"a {type(part).__name__}"
+                raise MisfitError(f"{key} gives {found}, not a tensor of one number; torch's take `reduction: mean`")
         return parts, torch.stack([self.weights[name] * part for name, part in parts.items()]).sum()
 
     def _count(
@@ -260,8 +280,11 @@ class ImageClassification(pl.LightningModule):
                 value = metric(logits, labels)
             else:
                 metric.update(logits, labels)
-            if wanted and value.ndim == 0:
-                values[f"{stage}_{name}"] = value.float()
+            if wanted:
+                if not isinstance(value, Tensor) or value.numel() != 1:
+                    found = tuple(value.shape) if isinstance(value, Tensor) else f"a {type(value).__name__}"
+                    raise MisfitError(f"model.metrics.{name}: gives {found}, not one number; see its `average`")
+                values[f"{stage}_{name}"] = value.float().reshape(())
         return values
 
     def _meaned(self, values: dict[str, Tensor], share: Tensor | float) -> dict[str, Tensor]:

@@ -1,0 +1,337 @@
+"""What does not fit is named before anything is spent: `deeplightning.dry_run`."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from deeplightning.configure import load_config
+from deeplightning.dry_run import dry_run
+
+ROOT = Path(__file__).resolve().parents[1]
+CONFIGS = sorted([*ROOT.glob("configs/*.yaml"), *ROOT.glob("examples/**/*.yaml")])
+
+GOOD = """\
+seed: 7
+stages: [train, test]
+data:
+  module: {type: deeplightning.data.digits.Digits}
+  root: nowhere
+  batch_size: 16
+model:
+  module: {type: deeplightning.task.img_classif.ImageClassification}
+  network: {type: deeplightning.model.cnn.SimpleCNN, params: {num_classes: 10, num_channels: 1, image_size: 8}}
+  optimizer: {type: torch.optim.SGD, params: {lr: 0.05, momentum: 0.9}}
+  scheduler: {type: torch.optim.lr_scheduler.StepLR, params: {step_size: 3}, call: {interval: epoch, frequency: 2}}
+  loss: {type: torch.nn.CrossEntropyLoss}
+  metrics: {acc: {type: deeplightning.task.metrics.Accuracy}}
+train: {num_epochs: 2, checkpoint: {monitor: val_acc, mode: max}}
+"""
+
+OWN = '''\
+"""A user's own code, with faults."""
+
+import pytorch_lightning as pl
+import torch
+from torch import nn
+
+from deeplightning.config.target import build
+from deeplightning.data.digits import Digits
+from deeplightning.task.img_classif import ImageClassification
+
+
+class Whole(ImageClassification):
+    """Nothing is wrong with it."""
+
+    kind = "whole"
+
+
+class Raises(ImageClassification):
+    def training_step(self, batch, batch_idx):
+        return self.cfg.no_such_section
+
+
+class Refuses(ImageClassification):
+    def __init__(self, cfg):
+        raise KeyError("vocabulary")
+
+
+class Misspelt(pl.LightningModule):
+    def __init__(self, cfg):
+        super().__init__()
+
+    def trainingstep(self, batch, batch_idx):
+        return None
+
+
+class Old(ImageClassification):
+    def training_epoch_end(self, outputs):
+        pass
+
+    def validation_epoch_end(self, outputs):
+        pass
+
+    def training_step_end(self, outputs):
+        pass
+
+
+class Detached(ImageClassification):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx).detach()
+
+
+class Lossless(ImageClassification):
+    def training_step(self, batch, batch_idx):
+        return None
+
+
+class Manual(pl.LightningModule):
+    """Steps two optimizers itself."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.automatic_optimization = False
+        self.cfg = cfg
+        self.network = nn.Sequential(nn.Flatten(), build(cfg.model.network))
+
+    def training_step(self, batch, batch_idx):
+        for optimizer in self.optimizers():
+            loss = self.network(batch["image"].float()).square().mean()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        self.log("train_loss", loss)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.network(batch["image"].float()).square().mean())
+
+    def test_step(self, batch, batch_idx):
+        self.log("test_loss", self.network(batch["image"].float()).square().mean())
+
+    def configure_optimizers(self):
+        return [build(self.cfg.model.optimizer, [p]) for p in self.network.parameters()]
+
+
+class NoNumber(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(64, 10)
+        self.second = nn.Linear(10, 10)
+
+    def forward(self, images):
+        return self.second(self.first(images.flatten(1)).sub(1e30).exp().log())
+
+
+class Unused(nn.Module):
+    """Has a layer that it does not use."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.idle = nn.Linear(64, 10), nn.Linear(64, 10)
+
+    def forward(self, images):
+        return self.used(images.flatten(1))
+
+
+class Faulty(nn.Module):
+    def forward(self, images):
+        return images.flatten(1) @ torch.zeros(63, 10)
+
+
+class Floats(nn.Module):
+    def forward(self, images):
+        return images / 255
+
+
+class Bare(pl.LightningDataModule):
+    """Offers no example."""
+
+    def __init__(self, cfg):
+        super().__init__()
+
+
+class Waits(pl.Callback):
+    """Looks at a metric, and logs one."""
+
+    def __init__(self, monitor=None):
+        self.monitor = monitor
+
+    def on_validation_epoch_end(self, trainer, module):
+        module.log("val_luck", 1.0)
+'''
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    """A working directory with own code, in which nothing may appear; the data cannot be read."""
+
+    def refuse(*_, **__):
+        raise AssertionError("the data were read")
+
+    import sklearn.datasets
+
+    monkeypatch.setattr(sklearn.datasets, "load_digits", refuse)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "good.yaml").write_text(GOOD)
+    yield tmp_path
+    assert {path.name for path in tmp_path.iterdir()} <= {"own.py", "good.yaml", "__pycache__"}
+    sys.modules.pop("own", None)
+
+
+def tried(*overrides: str, path: str | Path = "good.yaml") -> tuple[list[str], list[str]]:
+    """`key: words` of each fault, and what was not tried."""
+    faults, untried = dry_run(load_config(path, list(overrides)))
+    return [f"{fault.key}: {fault.message}" for fault in faults], untried
+
+
+def test_a_right_config_has_no_faults():
+    """What the other tests change is right."""
+    assert tried() == ([], [])
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=[str(path.relative_to(ROOT)) for path in CONFIGS])
+def test_a_shipped_config_has_no_faults(path):
+    """Without its data, wherever it runs."""
+    faults, untried = tried("engine.gpus=null", path=path)
+    assert faults == []
+    assert [sentence.partition(":")[0] for sentence in untried] == ["data.module"] * ("folder" in path.name)
+
+
+METRIC = "model.metrics.x={{type: torchmetrics.{}, params: {{{}}}}}"
+LOSS = "model.loss={{type: {}, params: {{{}}}}}"
+SCHEDULER = "model.scheduler={{type: torch.optim.lr_scheduler.{}, params: {{{}}}, call: {{{}}}}}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        # data → network
+        (
+            ["model.network.params.num_channels=3"],
+            "model.network: deeplightning.model.cnn.SimpleCNN does not take the data's pictures (1, 1, 8, 8): Given",
+        ),
+        (["model.network.params.image_size=28"], "model.network: deeplightning.model.cnn.SimpleCNN does not take"),
+        (["data.module.params.image_size=16"], "give it image_size: [16, 16]"),
+        (["model.network={type: own.Faulty}"], "mat1 and mat2 shapes cannot be multiplied (1x64 and 63x10)"),
+        # network → classes → loss
+        (["model.network.params.num_classes=7"], "model.network: the data has 10 classes (labels 0 to 9), the network"),
+        (["model.network.params.num_classes=12"], "set model.network.params.num_classes=10"),
+        (
+            [LOSS.format("torch.nn.MSELoss", "")],
+            "model.loss: torch.nn.MSELoss given input float32 (5, 10), target int64 (5,) fails in the training step: "
+            "UserWarning: Using a target size (torch.Size([5])) that is different to the input size",
+        ),
+        ([LOSS.format("torch.nn.BCEWithLogitsLoss", "")], "Labels of classes go with torch.nn.CrossEntropyLoss"),
+        ([LOSS.format("torch.nn.CrossEntropyLoss", "reduction: none")], "model.loss: gives (5,), not a tensor of one"),
+        ([LOSS.format("torch.nn.CrossEntropyLoss", "reduction: average")], "model.loss: torch.nn.CrossEntropyLoss"),
+        (
+            [LOSS.format("torch.nn.CrossEntropyLoss", "label_smoothing: 2.0")],
+            "model.loss: torch.nn.CrossEntropyLoss given input float32 (5, 10), target int64 (5,) fails",
+        ),
+        (
+            ["model.network={type: own.NoNumber}"],
+            "model.network: the loss of the first training step is nan: network.second (Linear) is the first module",
+        ),
+        (["model.module.type=own.Detached"], "model.loss: the loss depends on no parameter that learns"),
+        # what learns
+        (["model.trainable=[attention]"], "model.trainable: no parameter's name matches 'attention'; there are feat"),
+        (["model.trainable=[]"], "model.trainable: names no parameter, so nothing would learn"),
+        (
+            ["model.optimizer.groups=[{match: norm, lr: 0.1}]"],
+            "model.optimizer.groups: no parameter's name matches 'norm'; there are features.0.weight, features.0.bias",
+        ),
+        (["model.optimizer.groups=[{match: bias, weigth_decay: 0}]"], "torch.optim.SGD has no `weigth_decay`; a group"),
+        (
+            ["model.network={type: own.Unused}", "engine={backend: ddp, processes: 2}"],
+            "engine.params.find_unused_parameters: network.idle.weight, network.idle.bias got no gradient, and ddp",
+        ),
+        # optimizer and schedule
+        (["model.optimizer.params.lr=-1.0"], "model.optimizer: torch.optim.SGD refuses its arguments: ValueError: Inv"),
+        (
+            ["model.optimizer={type: torch.optim.Adam, params: {lr: 0.1, betas: [0.9, 1.5]}}"],
+            "model.optimizer: torch.optim.Adam refuses its arguments: ValueError: Invalid beta parameter at index 1",
+        ),
+        (["model.optimizer.params={lr: 0.1, nesterov: true}"], "Nesterov momentum requires a momentum"),
+        ([SCHEDULER.format("StepLR", "step_size: 0", "")], "model.scheduler: torch.optim.lr_scheduler.StepLR fails"),
+        (
+            [SCHEDULER.format("CyclicLR", "base_lr: 0.1, max_lr: 1.0, mode: square", "")],
+            "model.scheduler: torch.optim.lr_scheduler.CyclicLR refuses its arguments: ValueError: mode is invalid",
+        ),
+        (
+            [SCHEDULER.format("ReduceLROnPlateau", "", "")],
+            "model.scheduler.call.monitor: ReduceLROnPlateau needs a metric, for example val_loss",
+        ),
+        (
+            [SCHEDULER.format("ReduceLROnPlateau", "", "monitor: val_los")],
+            "model.scheduler.call.monitor: no metric is called 'val_los'; a training and a validation step log lr, ",
+        ),
+        (
+            [SCHEDULER.format("ReduceLROnPlateau", "", "monitor: val_loss, interval: step")],
+            "model.scheduler.call.monitor: val_loss is not there yet when it is asked for",
+        ),
+        # metrics
+        (
+            [METRIC.format("MeanSquaredError", "")],
+            "model.metrics.x: torchmetrics.MeanSquaredError given preds float32 (5, 10), target int64 (5,) fails in",
+        ),
+        ([METRIC.format("classification.BinaryAccuracy", "")], "Multiclass…, with num_classes: 10"),
+        ([METRIC.format("classification.MulticlassAccuracy", "num_classes: 7")], "model.metrics.x: torchmetrics.class"),
+        (
+            [METRIC.format("classification.MulticlassAccuracy", "num_classes: 10, average: none")],
+            "model.metrics.x: gives (10,), not one number; see its `average`",
+        ),
+        # monitored names
+        (["train.checkpoint.monitor=val_accuracy"], "train.checkpoint.monitor: no metric is called 'val_accuracy'; a "),
+        (["train.early_stop={metric: valid_loss}"], "train.early_stop.metric: no metric is called 'valid_loss'"),
+        (["train.early_stop={metric: test_loss}"], "train.early_stop.metric: no metric is called 'test_loss'"),
+        (
+            ["train.checkpoint.monitor=train_loss_epoch", "train.val_every_n_epoch=0.5"],
+            "train.checkpoint.monitor: train_loss_epoch is not there yet when it is asked for",
+        ),
+        (
+            ["train.callbacks=[{type: own.Waits, params: {monitor: val_f2}}]"],
+            "train.callbacks.0.params.monitor: no metric is called 'val_f2'",
+        ),
+        # a task of one's own
+        (
+            ["model.module.type=own.Raises"],
+            "AttributeError: 'Config' object has no attribute 'no_such_section' (own.py:",
+        ),
+        (
+            ["model.module.type=own.Refuses"],
+            "model.module: own.Refuses cannot be built: KeyError: 'vocabulary' (own.py",
+        ),
+        (
+            ["model.module.type=own.Misspelt"],
+            "own.Misspelt lacks training_step(self, batch, batch_idx), which returns ",
+        ),
+        (["model.module.type=own.Misspelt"], "the loss. Did you mean trainingstep?"),
+        (["model.module.type=own.Misspelt"], "own.Misspelt lacks configure_optimizers(self)"),
+        (["model.module.type=own.Misspelt"], "own.Misspelt lacks validation_step(self"),
+        (["model.module.type=own.Misspelt"], "own.Misspelt lacks test_step(self"),
+        (
+            ["model.module.type=own.Old"],
+            "own.Old has training_epoch_end, which Lightning calls no more (since 2.0); to",
+        ),
+        (["model.module.type=own.Old"], "today it is on_validation_epoch_end(self)"),
+        (["model.module.type=own.Old"], "own.Old has training_step_end"),
+        (["model.module.type=own.Lossless"], "own.Lossless.training_step returned no loss"),
+        # the data module
+        (
+            ["data.module.params.augment=[{type: own.Floats}]"],
+            "data.module.params.augment: must give uint8 images again, not torch.float32",
+        ),
+        (
+            ["data.module.params.augment=[{type: torch.nn.Linear, params: {in_features: 3, out_features: 3}}]"],
+            "augment",
+        ),
+        (["data.module.params.image_size=0"], "data.module.params.image_size: must be a whole number of pixels of at"),
+    ],
+)
+def test_what_does_not_fit_is_named(overrides, expected):
+    """The config key, what was found, and the next step; never a traceback."""
+    found, _ = tried(*overrides)
+    assert [note for note in found if expected in note] != [], "\n".join(found)
+    assert not any("Traceback" in note for note in found)
