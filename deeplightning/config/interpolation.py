@@ -1,15 +1,24 @@
-"""`${…}` in a tree of values is resolved in place; what came from the environment is noted, so that it stays unseen."""
+"""`${…}` in a tree of values is resolved in place; what came from the environment is noted, so that it stays unseen.
 
-import inspect
+Each value is made once and what references make together is bounded: forty lines can stand for billions of
+values.
+"""
+
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from deeplightning.config.fault import Fault
-from deeplightning.config.tree import Entry, KeyPath, leaves, plain
+from deeplightning.config.expression import Call, Key, Malformed, Node, Text, Word, parse, parse_argument
+from deeplightning.config.fault import ConfigError, Fault
+from deeplightning.config.tree import MAX_DEPTH, MAX_VALUES, Entry, KeyPath, leaves, scalar
+
+MAX_CHARACTERS = 1_000_000  # of the texts that references make
+MAX_PARTS = 100_000  # of the texts that hold references: words, keys, arguments
+MAX_BROKEN = 1_000  # references that are told singly
+MAX_STEPS = 150  # of references and sections that lead to each other; Python bears a thousand
 
 
 @dataclass
@@ -37,75 +46,46 @@ class Secrets:
 
 
 def resolve(root: Entry, faults: list[Fault]) -> Secrets:
-    """Resolves every `${…}` in place, and notes which values read the environment, directly or through others."""
+    """Resolves every `${…}` in place, and notes which values read the environment, directly or through others.
+
+    Raises:
+        ConfigError: the references stand for more than a config may hold.
+    """
     secrets = Secrets()
     waiting = [(path, entry) for path, entry in leaves(root) if isinstance(entry.value, str) and "${" in entry.value]
-    if not waiting:
-        return secrets
-    from omegaconf import OmegaConf
-    from omegaconf.errors import GrammarParseError, OmegaConfBaseException
-
-    malformed: set[str] = set()
-    for path, entry in waiting:
-        try:
-            OmegaConf.create({"value": entry.value})
-        except GrammarParseError:
-            malformed.add(entry.value)
-            message = f"`{entry.value}`: the braces hold no reference such as ${{a.b}}; for a plain `${{` write `\\${{`"
-            faults.append(Fault(message, _dotted(path), entry.place))
-    tree = OmegaConf.create(plain(root, lambda value: None if isinstance(value, str) and value in malformed else value))
-    results = []
-    with _watched_environment() as seen:
+    resolver = _Resolver(root)
+    results: list[tuple[Entry, Any]] = []
+    broken: list[Fault] = []
+    path: KeyPath = ()
+    entry = root
+    try:
         for path, entry in waiting:
-            if entry.value in malformed:
-                continue
-            seen.clear()
+            resolver.read(path, entry.value)
+        for path, entry in waiting:
+            resolver.seen = {}
             try:
-                results.append((entry, _value_at(tree, path)))
-            except (OmegaConfBaseException, RecursionError) as error:
-                faults.append(Fault(_words(error, entry.value, bool(seen)), _dotted(path), entry.place))
-            if seen:
-                secrets.words.add(path)
-            set_ = {name: value for name, value in seen.items() if value is not None}
-            if set_:
-                secrets.texts[path] = entry.value
-                secrets.values.update((value, f"${{oc.env:{name}}}") for name, value in set_.items() if _tells(value))
+                results.append((entry, _entries(resolver.value(path), entry.place, len(path))))
+            except _Unresolved as error:
+                broken.append(Fault(_told(entry.value, error), _dotted(path), entry.place))
+            if len(broken) > MAX_BROKEN:
+                raise _TooMuch(f"more than {MAX_BROKEN} references of this config are broken, up to here")
+            _note(secrets, path, entry.value, resolver.seen)
+    except _TooMuch as error:
+        raise ConfigError([*faults, *broken, Fault(str(error), _dotted(path), entry.place)]) from None
+    faults += broken
     for entry, value in results:
-        entry.written = entry.value
-        entry.value = _entries(value, entry.place)
+        entry.written, entry.value = entry.value, value
     return secrets
 
 
-def _value_at(tree: Any, path: KeyPath) -> Any:
-    from omegaconf import OmegaConf
-
-    for part in path[:-1]:
-        tree = tree._get_node(part)
-    value = tree[path[-1]]
-    return OmegaConf.to_container(value, resolve=True) if OmegaConf.is_config(value) else value
-
-
-@contextmanager
-def _watched_environment() -> Iterator[dict[str, str | None]]:
-    """Collects the variables that OmegaConf asks for, by whatever expression, and their values."""
-    from omegaconf import OmegaConf
-    from omegaconf.resolvers import oc
-
-    seen: dict[str, str | None] = {}
-
-    def read_and_note(*arguments: Any) -> Any:
-        if arguments:
-            seen[str(arguments[0])] = os.environ.get(str(arguments[0]))
-        return oc.env(*arguments)
-
-    # The name of 2.4; in 2.3 it has an older meaning, without `replace`.
-    new = "replace" in inspect.signature(OmegaConf.register_resolver).parameters
-    register: Any = OmegaConf.register_resolver if new else OmegaConf.register_new_resolver
-    register("oc.env", read_and_note, replace=True)
-    try:
-        yield seen
-    finally:
-        register("oc.env", oc.env, replace=True)
+def _note(secrets: Secrets, path: KeyPath, text: str, seen: dict[str, str | None]) -> None:
+    """Notes that a text at a path asked for these variables."""
+    if seen:
+        secrets.words.add(path)
+    found = {name: value for name, value in seen.items() if value is not None}
+    if found:
+        secrets.texts[path] = text
+        secrets.values.update((value, f"${{oc.env:{name}}}") for name, value in found.items() if _tells(value))
 
 
 def _tells(value: str) -> bool:
@@ -114,29 +94,299 @@ def _tells(value: str) -> bool:
     return len(value) >= 4 and not os.path.exists(value)  # noqa: PTH110  (Path's fails for a text that is too long)
 
 
-def _entries(value: Any, place: str) -> Any:
+def _entries(value: Any, place: str, depth: int) -> Any:
+    if depth > MAX_DEPTH:
+        raise _Unresolved(f" stands for values that are nested more than {MAX_DEPTH} deep")
     if isinstance(value, dict):
-        return {name: Entry(_entries(item, place), place) for name, item in value.items()}
+        return {name: Entry(_entries(item, place, depth + 1), place) for name, item in value.items()}
     if isinstance(value, list):
-        return [Entry(_entries(item, place), place) for item in value]
+        return [Entry(_entries(item, place, depth + 1), place) for item in value]
     return value
 
 
-def _words(error: BaseException, text: str, from_environment: bool) -> str:
-    if isinstance(error, RecursionError) or "Recursive interpolation" in str(error):
-        return f"`{text}` refers to itself"
-    first = str(error).splitlines()[0]
-    if "Environment variable" in first:
-        name = first.split("'")[1] if "'" in first else text
-        return f"`{text}`: the environment variable {name} is not set; set it, or give a default: ${{oc.env:{name},…}}"
-    if "Interpolation key" in first:
-        return f"`{text}` refers to a key that is not there"
-    if "Unsupported interpolation type" in first:
-        return f"`{text}`: {first.split()[-1]} is not known; ${{a.b}} refers to a key, ${{oc.env:NAME}} to a variable"
-    if from_environment:  # the words of the error may hold a part of the value
-        return f"`{text}` cannot be resolved with the value that the environment gives"
-    return f"`{text}` cannot be resolved: {first}"
+def _quoted(text: str) -> str:
+    return f"`{text[:200]}…`" if len(text) > 200 else f"`{text}`"
 
 
 def _dotted(path: KeyPath) -> str:
     return ".".join(map(str, path))
+
+
+class _TooMuch(Exception):
+    """References are more, or stand for more, than a config may hold; the text says what."""
+
+
+class _Unresolved(Exception):
+    """A text with references has no value; the words go on from the text."""
+
+
+class _Absent(_Unresolved):
+    """A key is not there; the text is the key."""
+
+
+def _told(text: str, error: _Unresolved) -> str:
+    """What to say of a text that has no value, by itself or because of what it leads to."""
+    if not isinstance(error, _Absent):
+        return f"{_quoted(text)}{error}"
+    missing = str(error)
+    named = not missing or f"{{{missing}}}" in text
+    return f"{_quoted(text)} refers to a key that is not there" + ("" if named else f": {_quoted(missing)}")
+
+
+_MISSING: Any = object()
+
+
+class _Resolver:
+    """Finds what references stand for; what they lead to is made once.
+
+    Attributes:
+        nodes: the texts with references by path, None where the braces hold none.
+        seen: the environment variables asked for since it was last emptied, and their values.
+    """
+
+    def __init__(self, root: Entry):
+        self.root = root
+        self.nodes: dict[KeyPath, Node | None] = {}
+        self.seen: dict[str, str | None] = {}
+        self.made: dict[KeyPath, tuple[Any, dict[str, str | None]]] = {}
+        self.open: set[KeyPath] = set()  # whose values are being made
+        self.followed: set[KeyPath] = set()  # whose references are being followed
+        self.steps = self.parts = self.values = self.characters = 0
+
+    def __enter__(self) -> None:
+        self.steps += 1
+        if self.steps > MAX_STEPS:
+            self.steps -= 1
+            raise _Unresolved(" leads on over too many references, one after the other; refer to the value itself")
+
+    def __exit__(self, *_: object) -> None:
+        self.steps -= 1
+
+    def read(self, path: KeyPath, text: str) -> None:
+        """Takes a text with references in."""
+        try:
+            self.nodes[path] = parse(text, self.count)
+        except Malformed:
+            self.nodes[path] = None
+
+    def count(self) -> None:
+        """Counts one more part of a text with references."""
+        self.parts += 1
+        if self.parts > MAX_PARTS:
+            raise _TooMuch(f"references of more than {MAX_PARTS} parts, up to here; write fewer")
+
+    def spend(self, value: Any) -> Any:
+        """Counts one more value that a reference stands for, or what it is made of."""
+        self.values += 1
+        if self.values > MAX_VALUES:
+            raise _TooMuch(f"references stand for more than {MAX_VALUES} values, up to here; write fewer")
+        if isinstance(value, str):
+            self.characters += len(value)
+            if self.characters > MAX_CHARACTERS:
+                raise _TooMuch(f"references stand for more than {MAX_CHARACTERS} characters, up to here; write fewer")
+        return value
+
+    def value(self, path: KeyPath) -> Any:
+        """What the text with references at a path stands for."""
+        if self.nodes[path] is None:
+            raise _Unresolved(": the braces hold no reference such as ${a.b}; for a plain `${` write `\\${`")
+        if path in self.open:
+            raise _Unresolved(" refers to itself")
+        if path not in self.made:
+            before, self.seen = self.seen, {}
+            self.open.add(path)
+            try:
+                self.made[path] = self.evaluate(self.nodes[path], path), self.seen
+            except _Unresolved as error:
+                self.made[path] = error, self.seen
+            finally:
+                self.open.discard(path)
+                self.seen = before
+        result, seen = self.made[path]
+        for name in seen:
+            self.spend(None)
+            self.seen[name] = seen[name]
+        if isinstance(result, _Unresolved):
+            raise result
+        return result
+
+    def evaluate(self, node: Any, path: KeyPath) -> Any:
+        """What a node means in the value at a path."""
+        with self:
+            if isinstance(node, Word):
+                return scalar(node.text)
+            if isinstance(node, Text):
+                return self.text(node, path)
+            if isinstance(node, Key):
+                return self.whole(*self.find(node, path))
+            if isinstance(node, Call):
+                return self.call(node, path)
+            if isinstance(node, list):
+                return [self.evaluate(item, path) for item in node]
+            if isinstance(node, dict):
+                return {name: self.evaluate(item, path) for name, item in node.items()}
+            raise AssertionError(node)
+
+    def text(self, node: Text, path: KeyPath) -> str:
+        parts = [part if isinstance(part, str) else str(self.evaluate(part, path)) for part in node.parts]
+        return self.spend("".join(parts))
+
+    # ---- keys
+
+    def find(self, key: Key, path: KeyPath) -> tuple[Any, KeyPath | None]:
+        """The entry that a key names and its path; in what a call has made, the plain value and None."""
+        dots, parts = key.dots, list[str]()
+        for part in key.parts:
+            if isinstance(part, str):
+                parts.append(part)
+                continue
+            name = str(self.evaluate(part, path))
+            if not parts:  # a reference may give a whole key, which may begin with dots
+                dots += len(name) - len(name.lstrip("."))
+            parts += re.findall(r"[^.\[\]]+", name)
+        wanted = "." * dots + ".".join(parts)
+        if dots > len(path) or not parts:
+            raise _Absent(self.shown(wanted))
+        found: Any = self.root
+        where: KeyPath | None = ()
+        for part in (*path[: len(path) - dots if dots else 0], *parts):
+            found, where = self.behind(found, where)
+            items = found.value if isinstance(found, Entry) else found
+            index: Any = part
+            if isinstance(items, list) and re.fullmatch("-?[0-9]{1,9}", str(part)):
+                index = int(part) + len(items) * (int(part) < 0)
+                there = 0 <= index < len(items)
+            else:
+                there = isinstance(items, dict) and part in items
+            if not there:
+                raise _Absent(self.shown(wanted))
+            found, where = items[index], None if where is None else (*where, index)
+        return found, where
+
+    def shown(self, wanted: str) -> str:
+        """A key to be told; not where it may hold a variable's value."""
+        return "" if self.seen else wanted
+
+    def behind(self, found: Any, where: KeyPath | None) -> tuple[Any, KeyPath | None]:
+        """Follows an entry that is one reference to where it leads, without making the value there."""
+        node = self.nodes.get(where) if where is not None else None
+        if where is None or node is None:
+            return found, where
+        if not isinstance(node, Key):
+            return self.value(where), None
+        if where in self.followed:
+            raise _Unresolved(" refers to itself")
+        self.spend(None)
+        self.followed.add(where)
+        try:
+            with self:
+                return self.behind(*self.find(node, where))
+        finally:
+            self.followed.discard(where)
+
+    def whole(self, found: Any, where: KeyPath | None) -> Any:
+        """All that stands at a place, without references."""
+        with self:
+            if isinstance(found, Entry):
+                assert where is not None
+                if where in self.nodes:
+                    return None if self.nodes[where] is None else self.whole(self.value(where), None)
+                found, inside = found.value, where
+            else:
+                inside = None
+            if isinstance(found, dict):
+                self.spend(None)
+                return {name: self.whole(item, inside and (*inside, name)) for name, item in found.items()}
+            if isinstance(found, list):
+                self.spend(None)
+                return [self.whole(item, inside and (*inside, number)) for number, item in enumerate(found)]
+            return self.spend(found)
+
+    # ---- calls
+
+    def call(self, node: Call, path: KeyPath) -> Any:
+        name = ".".join(part if isinstance(part, str) else str(self.evaluate(part, path)) for part in node.name)
+        known: dict[str, tuple[Callable[..., Any], int]] = {
+            "oc.env": (self.variable, 2),
+            "oc.decode": (self.decode, 1),
+            "oc.select": (self.select, 2),
+            "oc.create": (self.create, 1),
+            "oc.dict.keys": (self.names, 1),
+            "oc.dict.values": (self.items, 1),
+        }
+        if name not in known:
+            said = ": {} is not known; ${{a.b}} refers to a key, ${{oc.env:NAME}} to a variable"
+            raise _Unresolved(said.format(_quoted(name).strip("`")))
+        function, most = known[name]
+        if not 1 <= len(node.arguments) <= most:
+            takes = "one argument" if most == 1 else "one argument and perhaps a default"
+            raise _Unresolved(f": {name} takes {takes}, not {len(node.arguments)}")
+        values = [self.evaluate(argument, path) for argument in node.arguments]
+        if name == "oc.env" and isinstance(node.arguments[-1], Word) and values[-1] is not None:
+            values[-1] = node.arguments[-1].text  # a variable is text, and so is its default: `1.10` as it is written
+        return function(path, *values)
+
+    def variable(self, path: KeyPath, name: Any, default: Any = _MISSING) -> Any:
+        name = str(name)
+        try:
+            value = os.environ.get(name)
+        except UnicodeEncodeError:  # no name of a variable
+            value = None
+        self.seen[name] = value
+        if value is None and default is _MISSING:
+            hint = f"is not set; set it, or give a default: ${{oc.env:{name},…}}"
+            raise _Unresolved(f": the environment variable {name} {hint}")
+        if value is None:
+            return default if default is None else self.spend(str(default))
+        return self.spend(value)
+
+    def decode(self, path: KeyPath, text: Any) -> Any:
+        if text is None:
+            return None
+        if not isinstance(text, str):
+            raise _Unresolved(" cannot be resolved: oc.decode takes a text")
+        try:
+            node = parse_argument(text, self.count)
+        except Malformed:
+            words = " with the value that the environment gives" if self.seen else f": {_quoted(text)} is no value"
+            raise _Unresolved(f" cannot be resolved{words}") from None
+        return self.evaluate(node, path)
+
+    def select(self, path: KeyPath, key: Any, default: Any = None) -> Any:
+        """The value of a key, or a default where it is not there."""
+        try:
+            found = self.find(_key(key), path)
+        except _Absent:
+            return default
+        return self.whole(*found)
+
+    def create(self, path: KeyPath, value: Any) -> Any:
+        """A mapping or list as it is."""
+        if not isinstance(value, dict | list):
+            raise _Unresolved(" cannot be resolved: oc.create takes a mapping or a list")
+        return value
+
+    def names(self, path: KeyPath, key: Any) -> Any:
+        """The keys of a mapping; what stands under them is not looked at."""
+        found: Any = key
+        if not isinstance(key, dict):
+            found, _ = self.behind(*self.find(_key(key), path))
+            found = found.value if isinstance(found, Entry) else found
+        return [self.spend(name) for name in _mapping(found)]
+
+    def items(self, path: KeyPath, key: Any) -> Any:
+        """The values of a mapping."""
+        found = key if isinstance(key, dict) else self.whole(*self.find(_key(key), path))
+        return list(_mapping(found).values())
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise _Unresolved(" cannot be resolved: oc.dict takes a mapping")
+    return value
+
+
+def _key(text: Any) -> Key:
+    """`a.b` of an argument."""
+    words = str(text)
+    return Key(len(words) - len(words.lstrip(".")), re.findall(r"[^.\[\]]+", words))

@@ -140,10 +140,10 @@ def plain(entry: Entry, change: Callable[[Any], Any] = lambda value: value) -> A
 def parse(text: str, name: str, faults: list[Fault]) -> Entry:
     """YAML text as a tree; what is wrong with single values goes to `faults`, what ends the reading is raised."""
     try:
-        too_deep = _too_deep(text)
-        if too_deep is not None:
-            place = f"{name}:{too_deep.line + 1}:{too_deep.column + 1}"
-            raise ConfigError(Fault(f"nested more than {MAX_DEPTH} deep", place=place))
+        beyond = _beyond_bounds(text)
+        if beyond is not None:
+            message, mark = beyond
+            raise ConfigError(Fault(message, place=f"{name}:{mark.line + 1}:{mark.column + 1}"))
         node = yaml.compose(text, Loader=_Loader)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -156,13 +156,16 @@ def parse(text: str, name: str, faults: list[Fault]) -> Entry:
     return _Builder(name, faults).build(node)
 
 
-def _too_deep(text: str) -> Any:
-    """Where nesting passes the bound, if it does. Composing descends on the C stack and would crash the process."""
+def _beyond_bounds(text: str) -> tuple[str, Any] | None:
+    """What passes a bound, and where. Composing descends on the C stack, which deep nesting would overrun, and makes an
+    object of each value."""
     depth = 0
-    for event in yaml.parse(text, Loader=_Loader):
+    for number, event in enumerate(yaml.parse(text, Loader=_Loader)):
         depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
         if depth > MAX_DEPTH:
-            return event.start_mark
+            return f"nested more than {MAX_DEPTH} deep", event.start_mark
+        if number > 4 * MAX_VALUES:  # a value has a key, a start and an end
+            return f"this file holds more than {MAX_VALUES} values", event.start_mark
     return None
 
 
