@@ -380,6 +380,8 @@ class _Checker:
             self.loader(config.data.loader)
         if config.model is not None:
             self.groups(config.model)
+            if config.train is not None and "train" in config.stages:
+                self.monitors(config)
 
     def strategy(self, engine: schema.Engine) -> None:
         """Compares `engine.params` with the signatures of the classes that they go to."""
@@ -416,6 +418,44 @@ class _Checker:
         if isinstance(model.trainable, list):
             for number, pattern in enumerate(model.trainable):
                 self.pattern(pattern, f"model.trainable.{number}")
+
+    def monitors(self, config: Config) -> None:
+        """Compares the metrics that decide something with those that the task and the callbacks log."""
+        stop, schedulers = config.train.early_stop, _named(config.model.scheduler, "model.scheduler")
+        all_ = {"train.checkpoint.monitor": config.train.checkpoint.monitor}
+        all_ |= {"train.early_stop.metric": stop.metric} if stop is not None else {}
+        all_ |= {f"{key}.call.monitor": scheduler.call.monitor for key, scheduler in schedulers if scheduler.call}
+        asked = {key: metric for key, metric in all_.items() if metric is not None}
+        if not asked:
+            return
+        names, complete = self.logged(config)
+        for key, metric in asked.items():
+            if metric in names:
+                continue
+            if complete:
+                known = ", ".join(sorted(names))
+                message = f"no metric `{metric}` is logged.{nearest(metric, names)} There are: {known}"
+                self.fault(message, key, found=metric, allowed=known)
+            else:
+                why = f"whether `{metric}` is logged; {config.model.module.type} computes names"
+                self.unchecked.append(Fault(why, key, place_of(key, self.places)))
+
+    def logged(self, config: Config) -> tuple[set[str], bool]:
+        """The metrics that a training logs, by the source of task and callbacks; False if there may be others."""
+        found, complete = {"lr"}, True
+        for target in (config.model.module, *config.train.callbacks):
+            try:
+                definition: Any = look_up(target.type, importing=False)
+                names, all_of_them = definition.logged_names()
+            except (ValueError, Undecided):
+                return found, False
+            found, complete = found | names, complete and all_of_them
+        metrics = ["acc"] if config.model.metrics is None else list(config.model.metrics)
+        losses = list(config.model.loss) if isinstance(config.model.loss, dict) and len(config.model.loss) > 1 else []
+        for placeholder, words in (("{stage}", ["train", "val"]), ("{metric}", metrics), ("{loss}", losses)):
+            split = [name.replace(placeholder, word) for name in found if placeholder in name for word in words]
+            found = {name for name in found if placeholder not in name} | set(split)
+        return {name for name in found if not name.startswith("test_")}, complete
 
     def pattern(self, text: Any, key: str) -> None:
         try:
