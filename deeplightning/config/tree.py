@@ -69,8 +69,8 @@ class _Dumper(yaml.SafeDumper):
 
 def _write_text(dumper: yaml.SafeDumper, text: str) -> ScalarNode:
     style = None if isinstance(scalar(text), str) else "'"
-    if re.search("[\x85\u2028\u2029]", text):
-        style = '"'  # in the others they are line breaks, which YAML folds
+    if re.search("[\x00-\x1f\x7f-\x9f\u2028\u2029]", text):
+        style = '"'  # in the others line breaks are folded, and the rest could steer a terminal
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
@@ -84,15 +84,8 @@ def dump(plain: Any) -> str:
 
 def line(plain: Any) -> str:
     """A value as YAML in one line."""
-    style = '"' if isinstance(plain, str) and re.search("[\x00-\x1f\x7f-\x9f]", plain) else None
     text = yaml.dump(
-        plain,
-        Dumper=_Dumper,
-        sort_keys=False,
-        allow_unicode=True,
-        width=float("inf"),
-        default_flow_style=True,
-        default_style=style,
+        plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=float("inf"), default_flow_style=True
     )
     return text.removesuffix("...\n").rstrip("\n")
 

@@ -1,0 +1,279 @@
+"""Who set each value of a config, and what it replaced: `deeplightning.config.explain`."""
+
+import os
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from deeplightning.config.explain import explain, line, origin
+from deeplightning.config.fault import ConfigError
+from deeplightning.config.source import read
+from deeplightning.config.tree import dump, leaves, plain
+from deeplightning.configure import examine
+
+LAYERS = {
+    "ground.yaml": """\
+seed: 1
+data:
+  module: {type: deeplightning.data.digits.Digits, params: {augment: [{type: torch.nn.Dropout}, {type: torch.nn.ReLU}]}}
+  batch_size: 8
+  root: &here "a folder"
+model:
+  module:
+    type: deeplightning.task.img_classif.ImageClassification
+  network: {type: deeplightning.model.cnn.SimpleCNN, params: {num_classes: 10, num_channels: 1, image_size: 8}}
+  optimizer: {type: torch.optim.SGD, params: {lr: 0.1, momentum: 0.9}}
+  scheduler: {type: torch.optim.lr_scheduler.StepLR, params: {step_size: 2}}
+  loss: {type: torch.nn.CrossEntropyLoss}
+train: {num_epochs: 1, limit_batches: {train: 2, val: 2, test: 2}}
+""",
+    "middle.yaml": """\
+_base_: ground.yaml
+seed: 2
+data:
+  batch_size: 16
+  dataset: *no
+model:
+  optimizer:
+    params:
+      lr: 0.2
+      weight_decay: "${model.optimizer.params.lr}"
+  ~scheduler: null
+  loss:
+    params: {label_smoothing: 0.1}
+""".replace("*no", "named"),
+    "other.yaml": """\
+train:
+  num_epochs: 2
+  callbacks:
+    - {type: pytorch_lightning.callbacks.Timer, params: {interval: epoch}}
+logger:
+  params: {experiment_name: "of ${data.dataset}"}
+""",
+    "top.yaml": """\
+_base_: [middle.yaml, other.yaml]
+seed: 3
+stages:
+  - train
+  - test
+data: {num_workers: 0, "num_splits": 5}
+model:
+  optimizer: {params: {momentum: 0.8}}
+  trainable: ["bias", weight]
+train:
+  limit_batches: {train: 3}
+""",
+}  # fmt: skip
+OVERRIDES = [
+    "data.fold=2",
+    "model.optimizer.params.lr=0.3",
+    "+train.callbacks=[{type: pytorch_lightning.callbacks.Timer}]",
+]
+
+
+@pytest.fixture
+def layered(tmp_path, monkeypatch):
+    """A composition of four files and three overrides."""
+    monkeypatch.chdir(tmp_path)
+    for name, text in LAYERS.items():
+        Path(name).write_text(text)
+    return examine("top.yaml", OVERRIDES)
+
+
+def test_the_composition_is_right(layered):
+    """What the other tests look at has no fault."""
+    assert [str(fault) for fault in layered.faults] == []
+
+
+def edited(place: str, overrides: list[str]) -> list[str]:
+    """Puts another value at the place that was named, in its file or among the overrides."""
+    if place.startswith("override "):
+        text = place.removeprefix("override ")
+        changed = re.sub(r"(=|type: |interval: )[^\[{}\],]+", r"\1edited", text)
+        assert changed != text
+        return [changed if override == text else override for override in overrides]
+    name, row, column = place.rsplit(":", 2)
+    lines = Path(name).read_text().splitlines(keepends=True)
+    text, start = lines[int(row) - 1], int(column) - 1
+    # At the place stands a key and its value, or an item of a list.
+    found = re.compile(r"""((?:"\w+"|\w+):\s*)?(?:&\w+ )?("[^"]*"|[^,{}\[\]\n]+)""").match(text, start)
+    assert found, (place, text)
+    lines[int(row) - 1] = text[: found.start(2)] + "edited" + text[found.end(2) :]
+    Path(name).write_text("".join(lines))
+    return overrides
+
+
+def test_editing_the_place_that_is_named_changes_the_value(layered):
+    """Of every leaf that a file or an override sets, in all four layers, through references too."""
+    before = {path: entry.value for path, entry in leaves(layered.source.root)}
+    places = {path: origin(layered, path).partition(", from ")[0] for path in before}
+    assert {place.partition(":")[0] for place in places.values() if "override" not in place} == set(LAYERS)
+    assert sum("override" in place for place in places.values()) == 3
+    for path, place in places.items():
+        for name, text in LAYERS.items():
+            Path(name).write_text(text)
+        overrides = edited(place, OVERRIDES)
+        tree = plain(read("top.yaml", overrides).root)
+        for name in path:
+            tree = tree[name]
+        assert tree != before[path], f"{path} at {place}"
+        assert "edited" in str(tree)
+
+
+def test_the_whole_is_the_config_with_a_place_beside_each_value(layered, tmp_path):
+    """It loads to the same config, and each leaf is told by file, line and column, override, or `default`."""
+    text = explain(layered)
+    rows = text.splitlines()
+    assert "seed: 3                                                   # top.yaml:2:1" in rows
+    assert "  batch_size: 16                                          # middle.yaml:4:3" in rows
+    assert "  fold: 2                                                 # override data.fold=2" in rows
+    assert "  scheduler: null                                         # default, removed by middle.yaml:11:3" in rows
+    assert [r for r in rows if "weight_decay: 0.3" in r and "middle.yaml:10:7, from ${model.optimizer.params.lr}" in r]
+    assert [row for row in rows if "#" not in row and not row.rstrip().endswith(":")] == []
+    Path("again.yaml").write_text(text)
+    again = examine("again.yaml")
+    assert again.config == layered.config
+    assert dump(again.config.public()) == dump(layered.config.public())
+
+
+ABOUT = {
+    "seed": """\
+seed: 3
+  type        a whole number or null, at least 0, at most 4294967295
+  meaning     everything random follows from it; null: drawn and recorded
+  default     42
+  set by      top.yaml:2:1
+  instead of  2  # middle.yaml:2:1
+  instead of  1  # ground.yaml:1:1
+""",
+    "model.optimizer.params.lr": """\
+model.optimizer.params.lr: 0.3
+  type        float | Tensor
+  default     0.001
+  taken by    torch.optim.SGD
+  set by      override model.optimizer.params.lr=0.3
+  instead of  0.2  # middle.yaml:9:7
+  instead of  0.1  # ground.yaml:10:47
+""",
+    "model.optimizer.params.weight_decay": """\
+model.optimizer.params.weight_decay: 0.3
+  type        float | Tensor
+  default     0
+  taken by    torch.optim.SGD
+  set by      middle.yaml:10:7, as ${model.optimizer.params.lr}; model.optimizer.params.lr is set by override …
+""",
+    "model.scheduler": """\
+model.scheduler: null
+  type        a target {type: MODULE.CLASS, params: {…}} or a mapping of names or null
+  meaning     the schedule of the learning rate
+  default     null
+  set by      the default
+  instead of  nothing: the key was removed  # middle.yaml:11:3
+  instead of  a mapping  # ground.yaml:11:3
+""",
+    "train.val_every_n_epoch": """\
+train.val_every_n_epoch: 1
+  type        a number
+  meaning     validate every so many epochs; 0.5: twice an epoch
+  default     1
+  set by      the default
+""",
+    "data.module.params.augment.1.type": """\
+data.module.params.augment.1.type: torch.nn.ReLU
+  set by      ground.yaml:3:98
+""",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", ABOUT)
+def test_one_key_is_told_with_all_there_is_to_know(key, layered):
+    """Value, type, meaning, default, who set it, and what that replaced, the newest first."""
+    told = explain(layered, key)
+    expected = re.escape(ABOUT[key]).replace("…", ".*")
+    assert re.fullmatch(expected, told), told
+
+
+def test_a_section_is_told_leaf_by_leaf(layered):
+    """As in the whole."""
+    assert explain(layered, "model.optimizer.params").splitlines() == [
+        "lr: 0.3                                                   # override model.optimizer.params.lr=0.3",
+        "momentum: 0.8                                             # top.yaml:8:24",
+        "weight_decay: 0.3                                         "
+        "# middle.yaml:10:7, from ${model.optimizer.params.lr}",
+    ]
+
+
+def test_a_whole_section_that_is_replaced_shadows_what_was_in_it(layered):
+    """An override of a section is what set its values, and the file's value is what it replaced."""
+    report = examine("top.yaml", ["model.optimizer={type: torch.optim.Adam, params: {lr: 0.5}}"])
+    rows = explain(report, "model.optimizer.params.lr").splitlines()
+    assert [row.split("  ")[-1] for row in rows[-2:]] == ["# middle.yaml:9:7", "# ground.yaml:10:47"]
+
+
+@pytest.mark.parametrize(
+    ("key", "words"),
+    [
+        ("data.batchsize", "data has no key `batchsize`. Did you mean data.batch_size? Known here: module,"),
+        ("dta", "there is no key `dta`. Did you mean data?"),
+        ("seed.x", "seed has no key `x`."),
+        ("train.callbacks.7.type", "train.callbacks has no key `7`."),
+        ("train.gradient_clip.value", "train.gradient_clip is null; set it, and `value` counts"),
+        ("..", "there is no key ``."),
+    ],
+)
+def test_a_key_that_is_not_there_is_told_with_the_nearest(key, words, layered):
+    """As everywhere: what is there, and what was meant."""
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        explain(layered, key)
+
+
+def test_what_the_machine_changed_is_told(tmp_path, monkeypatch, layered):
+    """The effective value, the reason, and who asked for another."""
+    report = examine("top.yaml", ["engine.backend=horovod"])
+    assert explain(report, "engine.backend").splitlines()[-1] == (
+        "  set by      override engine.backend=horovod; then ddp → null (there is one process and no GPU)"
+    )
+
+
+def test_what_came_from_the_environment_is_shown_as_it_was_written(layered, monkeypatch):
+    """Neither the value nor what it replaced gives a variable's text away."""
+    monkeypatch.setenv("SOME_TOKEN", "s3cr3t-token")
+    report = examine("top.yaml", ["data.root=${oc.env:SOME_TOKEN}", "data.dataset=${data.root}", "data.dataset=named"])
+    for key in ("", "data", "data.root", "data.dataset"):
+        assert "s3cr3t" not in explain(report, key)
+    assert "instead of  ${data.root}  # override data.dataset=${data.root}" in explain(report, "data.dataset")
+
+
+@pytest.mark.parametrize(
+    "text", ["plain", "two\nlines", "#no comment", "a: b", "\x1b[31m", "- x", "ünï", "", "{", "'\"", "1e3"]
+)
+def test_every_value_is_one_line_of_yaml(text):
+    """Whatever a text holds."""
+    written = line({"key": text})
+    assert "\n" not in written
+    assert "\x1b" not in written
+    assert yaml.safe_load(line(text)) == text
+    assert yaml.safe_load(written) == {"key": text}
+
+
+def test_colours_are_for_terminals(layered, tmp_path):
+    """On a terminal the text is coloured, elsewhere it is plain."""
+    from deeplightning.config.explain import show
+
+    leader, follower = os.openpty()
+    child = os.fork()
+    if child == 0:
+        os.dup2(follower, 1)
+        os.environ["TERM"] = "xterm-256color"
+        import sys
+
+        sys.stdout = os.fdopen(1, "w")
+        show("seed: 3  # top.yaml:2:1\n")
+        sys.stdout.flush()
+        os._exit(0)
+    os.waitpid(child, 0)
+    os.close(follower)
+    assert b"\x1b[" in os.read(leader, 1000)
+    os.close(leader)
