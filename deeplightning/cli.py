@@ -14,6 +14,7 @@ from typing import Any
 import click
 
 from deeplightning import __version__
+from deeplightning.completion import complete_config, complete_key, complete_overrides
 from deeplightning.config.fault import UserError
 from deeplightning.engine.plan import own_rank
 
@@ -38,8 +39,8 @@ def cli() -> None:
     """
 
 
-_overrides = click.argument("overrides", nargs=-1, metavar="[key=value …]")
-_config = click.argument("config", type=click.Path(path_type=Path))
+_overrides = click.argument("overrides", nargs=-1, metavar="[key=value …]", shell_complete=complete_overrides)
+_config = click.argument("config", type=click.Path(path_type=Path), shell_complete=complete_config)
 _loose = {"ignore_unknown_options": True}
 
 
@@ -97,7 +98,7 @@ def check(config: Path, overrides: tuple[str, ...], importing: bool, dry_run: bo
 
 @cli.command(context_settings=_loose, epilog=OVERRIDES)
 @_config
-@click.argument("words", nargs=-1, metavar="[KEY …] [key=value …]")
+@click.argument("words", nargs=-1, metavar="[KEY …] [key=value …]", shell_complete=complete_key)
 def explain(config: Path, words: tuple[str, ...]) -> None:
     """Print the complete config that CONFIG means on this machine, with who set each value.
 
