@@ -11,7 +11,7 @@ from typing import Any
 
 from deeplightning.config import schema
 from deeplightning.config.compare import KINDS, Verdict, judge, look_up
-from deeplightning.config.fault import ConfigError, Fault, Notice, error_of
+from deeplightning.config.fault import ConfigError, Fault, Notice, error_of, place_of, upwards
 from deeplightning.config.interpolation import Secrets
 from deeplightning.config.schema import Config, Target
 from deeplightning.config.signature import Undecided
@@ -147,11 +147,6 @@ def load(path: str | Path, overrides: list[str] | None = None) -> Config:
     return examine(path, overrides, importing=True).checked()
 
 
-def place_of(key: str, places: typing.Mapping[str, str]) -> str | None:
-    """The place of a key, or of the nearest section above it that is set."""
-    return next((places[k] for k in _upwards(key) if k in places), None)
-
-
 def _in_order(faults: list[Fault], source: Source) -> list[Fault]:
     """Faults in the order of the file, each once; no value from the environment in their words."""
 
@@ -180,7 +175,7 @@ class _Checker:
         self.targets: list[Callable[[], None]] = []
 
     def fault(self, message: str, key: str, place: str | None = None, **more: Any) -> None:
-        if self.answered.isdisjoint(_upwards(key)):
+        if self.answered.isdisjoint(upwards(key)):
             self.answered.add(key)
             self.faults.append(Fault(message, key, place or place_of(key, self.places), **more))
 
@@ -426,7 +421,8 @@ class _Checker:
         all_ |= {"train.early_stop.metric": stop.metric} if stop is not None else {}
         all_ |= {f"{key}.call.monitor": scheduler.call.monitor for key, scheduler in schedulers if scheduler.call}
         asked = {key: metric for key, metric in all_.items() if metric is not None}
-        if not asked:
+        targets = (config.model.module, *config.train.callbacks)
+        if not asked or any(target is None or target.type is None for target in targets):  # a fault speaks of them
             return
         names, complete = self.logged(config)
         for key, metric in asked.items():
@@ -573,9 +569,3 @@ def _later(section: Any, key: str = "") -> typing.Iterator[tuple[str, Any, Any]]
             yield here, value, default
         elif is_dataclass(value):
             yield from _later(value, here)
-
-
-def _upwards(key: str) -> typing.Iterator[str]:
-    while key:
-        yield key
-        key = key.rpartition(".")[0]

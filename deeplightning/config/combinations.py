@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from deeplightning.config.fault import Fault
+from deeplightning.config.fault import Fault, place_of
 from deeplightning.config.schema import Config, Target
 from deeplightning.config.tree import line
 
@@ -270,7 +270,8 @@ def conflicts(
         value, other = _value(cfg, rule.key, backend), _value(cfg, rule.other, backend)
         at = f" ({places[rule.other]})" if rule.other in places else ""
         message = f"{value} does not go with {rule.other}: {other}{at}: {rule.why}; {rule.remedy}"
-        yield rule, Fault(message, rule.key, found=value, allowed=rule.remedy, exit_code=rule.exit_code)
+        place = place_of(rule.key, places) or place_of(rule.other, places)
+        yield rule, Fault(message, rule.key, place, found=value, allowed=rule.remedy, exit_code=rule.exit_code)
 
 
 def _value(cfg: Config, key: str, backend: str | None) -> str:

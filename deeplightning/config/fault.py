@@ -1,7 +1,7 @@
 """What went wrong, in words for the person who can mend it, and the exit code that says whose turn it is."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +60,18 @@ class Notice:
     text: str
     unasked: bool = True
     key: str | None = None
+
+
+def upwards(key: str) -> Iterator[str]:
+    """A dotted key, and those of the sections around it."""
+    while key:
+        yield key
+        key = key.rpartition(".")[0]
+
+
+def place_of(key: str, places: Mapping[str, str]) -> str | None:
+    """The place of a key, or of the nearest section around it that is set."""
+    return next((places[k] for k in upwards(key) if k in places), None)
 
 
 def printable(text: str) -> str:

@@ -11,11 +11,15 @@ from dataclasses import MISSING, Field, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from deeplightning.config import schema
+from deeplightning.config import combinations, schema
 from deeplightning.config.tree import dump
 
 START = "<!-- From here on this page is made: python -m deeplightning.config.reference docs/config.md -->"
 NOT_YET = "**Not available in this version.**"
+COMBINATIONS = (
+    "Each is told with both keys, their values and places, and what to do instead; the number is the exit code. What "
+    "concerns a backend is told on a machine that does not need it, too."
+)
 
 
 def reference() -> str:
@@ -31,6 +35,7 @@ def reference() -> str:
             name = f"{path}.{field.name}".lstrip(".")
             cells = (f"`{name}`", _type(hint, field, name), _default(field), _meaning(field))
             parts[-1] += "\n| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+    parts += ["## Settings that do not go together", COMBINATIONS, combinations.table()]
     return "\n\n".join(parts) + "\n"
 
 

@@ -1,0 +1,138 @@
+"""Settings that do not go together are told with both keys and a remedy: `deeplightning.config.combinations`."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from deeplightning.config.combinations import RULES, table
+from deeplightning.configure import examine, load_config
+
+BASE = """\
+data: {module: {type: some_parts.anything}, batch_size: 4}
+model:
+  module: {type: some_parts.anything}
+  optimizer: {type: torch.optim.SGD, params: {lr: 0.1}}
+train: {num_epochs: 1}
+"""
+
+# What breaks each rule, in the order of the table, and the place of both keys where they are not in one override.
+TWO_OPTIMIZERS = "{g: {type: torch.optim.SGD, params: {lr: 1}}, d: {type: torch.optim.SGD, params: {lr: 1}}}"
+LBFGS = "model.optimizer={type: torch.optim.LBFGS, params: {lr: 1}}"
+BREAKING = [
+    ["engine.backend=deepspeed_stage_2", "train.gradient_clip={value: 1, algorithm: value}"],
+    ["engine.backend=fsdp", "train.gradient_clip={value: 1, norm_type: 1}"],
+    ["engine.backend=deepspeed_stage_1", f"model.optimizer={TWO_OPTIMIZERS}"],
+    ["engine.backend=fairscale_oss", "train.accumulator_epoch=1", "train.accumulator_factor=2"],
+    ["engine.backend=deepspeed_stage_3", "engine.precision=64"],
+    ["engine.backend=deepspeed_stage_2", "engine.params.precision_plugin={type: torch.amp.GradScaler}"],
+    ["engine.backend=fsdp", LBFGS],
+    ["engine.precision=16-mixed", "engine.gpus=1", LBFGS],
+    ["engine.backend=fsdp", "engine.processes=2"],
+    ["engine.gpus=1", "engine.processes=2"],
+    ["engine.backend=ddp", "engine.params.process_group_backend=nccl"],
+    ["engine.backend=ddp", "engine.params.ddp_comm_hook={ref: some_parts.fp16_compress_hook}"],
+    ["engine.sync_batchnorm=true"],
+    ["engine.params.bucket_cap_mb=5"],
+    ["model.optimizer={type: some_parts.FusedAdam, params: {lr: 1}}"],
+    ["data.num_splits=3", "data.fold=3"],
+    ["data.loader.prefetch_factor=2"],
+    ["data.loader.persistent_workers=true"],
+    ["data.loader.multiprocessing_context=fork"],
+    ["stages=[train, test]", "test.ckpt=best"],
+    ["train.checkpoint.save_top_k=3"],
+    ["stages=[test]"],
+]
+OTHER_FAULTS = {"engine.gpus", "engine.backend"}  # the machine has no GPU, and perhaps no DeepSpeed
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    parts = "def anything(*args, **kwargs): ...\n\n\nFusedAdam = fp16_compress_hook = anything\n"
+    Path("some_parts.py").write_text(parts)
+    Path("c.yaml").write_text(BASE)
+
+
+@pytest.mark.parametrize(("rule", "overrides"), list(zip(RULES, BREAKING, strict=True)), ids=[r.when for r in RULES])
+def test_each_pair_is_named_with_both_keys_and_a_remedy(rule, overrides):
+    """The fault stands at the first key; it has the other with its value and place, the reason, and what to do."""
+    report = examine("c.yaml", overrides)
+    found = [f for f in (*report.faults, *report.at_start) if f.key not in OTHER_FAULTS - {rule.key}]
+    (fault,) = found
+    assert fault.key == rule.key
+    assert fault.exit_code == rule.exit_code
+    assert f" does not go with {rule.other}: " in fault.message
+    assert fault.message.endswith(f": {rule.why}; {rule.remedy}")
+    setter = [override for override in overrides if rule.other in override.partition("=")[0]]
+    if setter:
+        assert f"(override {setter[0]})" in fault.message
+    assert fault.place is not None
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["engine.backend=deepspeed_stage_2", "train.gradient_clip={value: 1}"],  # one process: the backend is dropped
+        ["engine.backend=ddp", "engine.processes=2", "train.gradient_clip={value: 1, algorithm: value}"],
+        ["engine.backend=ddp", f"model.optimizer={TWO_OPTIMIZERS}"],
+        ["engine.precision=64"],
+        ["engine.precision=16"],
+        ["engine.gpus=auto", "engine.processes=2"],
+        ["engine.backend=ddp", "engine.processes=2", "engine.params={bucket_cap_mb: 5}"],
+        ["engine.backend=deepspeed_stage_2", "engine.params={stage: 2}"],
+        ["data.num_splits=3", "data.fold=2"],
+        ["data.num_workers=1", "data.loader={prefetch_factor: 2, persistent_workers: true}"],
+        ["stages=[test]", "test.ckpt=last"],
+        ["stages=[train, test]"],
+        ["train.checkpoint={monitor: val_acc, save_top_k: 3}"],
+        ["train.accumulator_epoch=1", "train.accumulator_factor=2"],
+    ],
+)
+def test_what_goes_together_passes(overrides):
+    """Each half of a pair is right beside other settings."""
+    assert [str(fault) for fault in examine("c.yaml", overrides).faults if fault.key not in OTHER_FAULTS] == []
+
+
+def test_two_contradictions_are_told_at_once():
+    """With whatever else is wrong, in the order of the file."""
+    report = examine("c.yaml", ["stages=[test]", "data.fold=1", "data.num_worker=1", "engine.sync_batchnorm=true"])
+    assert [fault.key for fault in report.faults] == [
+        "data.fold",
+        "data.num_worker",
+        "engine.sync_batchnorm",
+        "test.ckpt",
+    ]
+    assert report.exit_code == 2
+
+
+def test_a_key_that_is_wrong_itself_contradicts_nothing():
+    """One mistake is one note."""
+    (fault,) = examine(
+        "c.yaml", ["engine.backend=deepspede_stage_2", "train.gradient_clip={value: 1, algorithm: value}"]
+    ).faults
+    assert fault.key == "engine.backend"
+
+
+def test_what_the_machine_lacks_is_a_warning_of_check_and_an_error_of_train():
+    """A fused optimizer without CUDA: exit code 3, naming CUDA."""
+    report = examine("c.yaml", BREAKING[14])
+    assert report.faults == []
+    assert "there is no CUDA device in use" in report.at_start[0].message
+    with pytest.raises(Exception, match="CUDA") as caught:
+        load_config("c.yaml", BREAKING[14])
+    assert caught.value.exit_code == 3
+
+
+def test_the_worst_fault_gives_the_exit_code():
+    """A wrong config comes before a lacking machine, that before missing weights."""
+    assert examine("c.yaml", ["stages=[test]"]).exit_code == 4
+    assert examine("c.yaml", ["stages=[test]", "engine.gpus=[97]"]).exit_code == 3
+    assert examine("c.yaml", ["stages=[test]", "engine.gpus=[97]", "sed=1"]).exit_code == 2
+
+
+def test_the_manual_has_the_table_that_decides():
+    """docs/config.md holds it as the code makes it."""
+    assert table() in (Path(__file__).parents[1] / "docs" / "config.md").read_text()
+    assert len(re.findall(r"^\|", table(), re.MULTILINE)) == len(RULES) + 2
