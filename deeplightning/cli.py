@@ -92,8 +92,9 @@ def check(config: Path, overrides: tuple[str, ...], importing: bool, dry_run: bo
     if format == "json":
         click.echo(json.dumps(report.to_dict(), indent=2))
         sys.exit(report.exit_code)
+    cfg = report.checked()
     _say(report, "" if importing or dry_run else "; `--import` settles it")
-    show(dump(report.checked().public()))
+    show(dump(cfg.public()))
 
 
 @cli.command(context_settings=_loose, epilog=OVERRIDES)

@@ -1,5 +1,6 @@
 """All that is wrong with a config is told at once, each fault with its place: `deeplightning.config.check`."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -373,3 +374,130 @@ def test_ten_faults_of_ten_kinds_are_ten_notes_each_at_its_line():
     assert [words for key, words in expected.items() if words not in found[key]] == []
     assert all(line.startswith("error: c.yaml:") for line in lines)
     assert [p.name for p in Path().iterdir()] == ["c.yaml"]
+
+
+# ---- the command
+
+COMPOSED = {
+    "ground.yaml": """\
+data:
+  module: {type: deeplightning.data.digits.Digitz}
+  batch_size: 32
+model:
+  module: {type: deeplightning.task.img_classif.ImageClassification}
+  network: {type: deeplightning.model.cnn.SimpleCNN, params: {num_classes: 10, num_channel: 1, image_size: 8}}
+  optimizer: {type: torch.optim.SGD, params: {lr: 0.1}}
+  loss: {type: torch.nn.CrossEntropyLoss}
+train: {num_epochs: 1}
+""",
+    "middle.yaml": """\
+_base_: ground.yaml
+data:
+  batch_size: many
+  batch_sise: 3
+model:
+  optimizer:
+    type: torch.nn.Linear
+train:
+  checkpoint: {monitor: val_acuracy}
+""",
+    "top.yaml": """\
+_base_: middle.yaml
+seed: -1
+engine:
+  backend: deepspeed_stage_2
+  precision: 61
+train:
+  gradient_clip: {value: 1.0, algorithm: value}
+  num_epochs: ${model.epochs}
+""",
+}  # fmt: skip
+
+
+def test_ten_faults_in_three_files_are_ten_notes_in_one_run(command, here):
+    """Each at the file that set the value, at its line; the contradiction with the place of both."""
+    for name, text in COMPOSED.items():
+        Path(name).write_text(text)
+    found = command("check", "top.yaml", cwd=here)
+    assert (found.code, found.out) == (2, "")
+    expected = {
+        "ground.yaml:2:12: data.module.type": "has no `Digitz`. Did you mean deeplightning.data.digits.Digits?",
+        "ground.yaml:6:80: model.network.params.num_channel": "has no param `num_channel`. Did you mean num_channels?",
+        "middle.yaml:3:3: data.batch_size": "must be a whole number, not the text 'many'",
+        "middle.yaml:4:3: data.batch_sise": "unknown key. Did you mean batch_size?",
+        "middle.yaml:7:5: model.optimizer.type": "torch.nn.Linear is not an optimizer",
+        "middle.yaml:9:16: train.checkpoint.monitor": "no metric `val_acuracy` is logged. Did you mean val_acc?",
+        "top.yaml:2:1: seed": "must be at least 0, not -1",
+        "top.yaml:5:3: engine.precision": "must be one of 16, 32, 64, bf16,",
+        "top.yaml:7:31: train.gradient_clip.algorithm": "with engine.backend: deepspeed_stage_2 (top.yaml:4:3)",
+        "top.yaml:8:3: train.num_epochs": "refers to a key that is not there",
+    }  # fmt: skip
+    notes = found.err.splitlines()
+    assert len(notes) == len(expected) == 10
+    for note, (where, words) in zip(notes, expected.items(), strict=True):
+        assert note.startswith(f"error: {where}: ")
+        assert words in note
+
+
+def test_a_report_for_programs(command, here):
+    """`--format json`: file, line, column or override, key, value found, what is allowed, the suggestion."""
+    Path("c.yaml").write_text(GOOD)
+    found = command("check", "c.yaml", "data.batchsize=3", "seed=-1", "--format", "json", cwd=here)
+    told = json.loads(found.out)
+    assert (found.code, found.err, told["valid"], told["config"]) == (2, "", False, None)
+    assert told["faults"][0] == {
+        "file": None,
+        "line": None,
+        "column": None,
+        "override": "data.batchsize=3",
+        "key": "data.batchsize",
+        "message": told["faults"][0]["message"],
+        "found": "batchsize",
+        "allowed": "module, batch_size, root, dataset, num_workers, num_splits, fold, sampler, loader",
+        "suggestion": "batch_size",
+    }
+    assert [told["faults"][1][name] for name in ("key", "found", "allowed")] == ["seed", "-1", "at least 0"]
+    Path("c.yaml").write_text(GOOD.replace("32", "many"))
+    (fault,) = json.loads(command("check", "c.yaml", "--format=json", cwd=here).out)["faults"]
+    assert [fault[name] for name in ("file", "line", "column", "override")] == ["c.yaml", 3, 3, None]
+    assert [fault[name] for name in ("found", "allowed")] == ["the text 'many'", "a whole number"]
+
+
+def test_a_right_config_for_programs(command, here):
+    """`valid`, the effective config, and what was changed in it."""
+    Path("c.yaml").write_text(GOOD)
+    found = command("check", "c.yaml", "engine.backend=horovod", "--format", "json", cwd=here)
+    told = json.loads(found.out)
+    assert (found.code, told["valid"], told["faults"]) == (0, True, [])
+    assert told["config"]["engine"]["backend"] is None
+    assert [notice["key"] for notice in told["notices"]] == ["engine.backend", "engine.backend"]
+
+
+def test_what_only_importing_can_tell_is_said_to_be_unchecked(command, here):
+    """A function written in C: `check` does not guess, `--import` asks it."""
+    Path("own_parts.py").write_text("from math import hypot as loss\n")
+    Path("c.yaml").write_text(GOOD)
+    changed = ["model.loss={type: own_parts.loss, params: {factor: 2}}"]
+    found = command("check", "c.yaml", *changed, cwd=here)
+    assert found.code == 0
+    assert found.err.startswith(f"unchecked: override {changed[0]}: model.loss.")
+    assert found.err.endswith("; `--import` settles it\n")
+    assert "--import" not in command("check", "c.yaml", *changed, "--import", cwd=here).err
+    Path("c.yaml").write_text(GOOD.replace("torch.nn.CrossEntropyLoss", "own_parts.losss"))
+    assert "Did you mean own_parts.loss?" in command("check", "c.yaml", cwd=here).err
+
+
+def test_check_imports_nothing_heavy_and_nothing_that_is_named():
+    """No torch, no Lightning, no MLflow, no torchvision, no numpy; none of the modules that the config names."""
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "deeplightning", "check", "configs/base.yaml"],
+        cwd=Path(__file__).parents[1], capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0
+    loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "deeplightning.config.check" in loaded
+    packages = {name.partition(".")[0] for name in loaded}
+    heavy = {"torch", "pytorch_lightning", "lightning_fabric", "mlflow", "torchvision", "torchmetrics", "numpy"}
+    assert packages & (heavy | {"sklearn", "matplotlib", "onnx", "onnxruntime", "PIL", "pandas", "omegaconf"}) == set()
+    named = ("deeplightning.data", "deeplightning.task", "deeplightning.model", "deeplightning.tracking")
+    assert [name for name in loaded if name.startswith(named)] == []

@@ -156,7 +156,7 @@ def _call(
         signature = found.signature()
     except Undecided as why:
         return Verdict(undecided={f"{key}.params": f"{found.name}: {why}"} if params else {})
-    name, verdict = found.name, Verdict()
+    name, verdict, meant = found.name, Verdict(), ""
     taken = {p.name for p in [p for p in signature.parameters if p.position][:given]}
     free = {p.name: p for p in signature.parameters if p.keyword and p.name not in taken}
     for param, value in params.items():
@@ -175,11 +175,14 @@ def _call(
             verdict.faults.append(Fault(f"{name} gets `{param}` from us; remove it", here, found=param))
         elif signature.rest is None:
             known = ", ".join(free) or "none"
-            message = f"{name} has no param `{param}`.{nearest(param, free)} It takes: {known}"
+            hint = nearest(param, free)
+            meant += hint
+            message = f"{name} has no param `{param}`.{hint} It takes: {known}"
             verdict.faults.append(Fault(message, here, found=param, allowed=known))
         else:
             verdict.undecided[here] = f"{name}: {signature.rest}"
-    missing = [p.name for p in free.values() if p.required and p.name not in params]
+    absent = [p.name for p in free.values() if p.required and p.name not in params]
+    missing = [param for param in absent if f"mean {param}?" not in meant]  # a misspelt one is told once
     if missing:
         verdict.faults.append(Fault(f"{name} needs {', '.join(missing)}", f"{key}.params", allowed=", ".join(missing)))
     return verdict
