@@ -5,11 +5,13 @@ of `ast` rather than griffe's: those keep no function bodies, of several binding
 """
 
 import ast
+import gc
 import importlib.util
 import os
 import pkgutil
 import sys
 import sysconfig
+import typing
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -36,18 +38,42 @@ class Module:
         name: dotted.
         file: None for a folder, and for a module that has no source.
         folders: where its submodules lie; None if it is no package.
-        tree: None where there is no source.
+        loader: of Python's, which reads the file.
     """
 
     name: str
     file: Path | None
     folders: tuple[str, ...] | None
-    tree: ast.Module | None
+    loader: Any = None
 
     @property
     def is_open(self) -> bool:
         """Whether it may bind names that cannot be seen: it is written in C."""
-        return self.tree is None and self.folders is None
+        return self.file is None and self.folders is None
+
+    @cached_property
+    def text(self) -> bytes:
+        if self.file is None:
+            return b""
+        try:
+            return self.loader.get_data(str(self.file))
+        except OSError as error:
+            raise Broken(f"{type(error).__name__}: {error}") from error
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        """Its source, read.
+
+        Raises:
+            Broken: it is no Python.
+        """
+        return _tree(self.text, str(self.file))
+
+    def may_bind(self, name: str) -> bool:
+        """Whether it can bind a name, by a look at its text."""
+        return name.encode() in self.text or any(
+            word in self.text for word in (b"import *", b"globals", b"vars(", b"exec")
+        )
 
     @property
     def package(self) -> str:
@@ -56,7 +82,7 @@ class Module:
 
     @cached_property
     def scope(self) -> "Scope":
-        return Scope.of(self.tree.body if self.tree else [], self)
+        return Scope.of(self.tree.body, self)
 
     def submodules(self) -> list[str]:
         return [found.name for found in pkgutil.iter_modules(self.folders or ())]
@@ -76,15 +102,11 @@ def short(file: str) -> str:
     return os.path.relpath(file) if Path(file).is_relative_to(Path.cwd()) else file
 
 
-_read: dict[str, tuple[tuple[int, int], ast.Module]] = {}  # by file, until it changes
+_read: dict[str, tuple[bytes, ast.Module]] = {}  # by file, until its text changes
 
 
 def module(name: str) -> Module | None:
-    """The module of this name, or None if there is none. Its parents are not imported.
-
-    Raises:
-        Broken: its file is no Python.
-    """
+    """The module of this name, or None if there is none. Its parents are not imported."""
     folders: Sequence[str] | None = None
     parts = name.split(".")
     spec: Any = None
@@ -98,8 +120,8 @@ def module(name: str) -> Module | None:
     inside = None if spec.submodule_search_locations is None else tuple(folders or ())
     file = spec.origin if spec.has_location else None
     if file is None or not file.endswith(".py"):
-        return Module(name, None, inside, None)
-    return Module(name, Path(file), inside, _tree(file, spec.loader))
+        return Module(name, None, inside)
+    return Module(name, Path(file), inside, spec.loader)
 
 
 def _spec(name: str, folders: Sequence[str] | None) -> Any:
@@ -125,21 +147,29 @@ def _spec(name: str, folders: Sequence[str] | None) -> Any:
     return None
 
 
-def _tree(file: str, loader: Any) -> ast.Module:
-    try:
-        path = Path(file)
-        status = path.stat() if path.is_file() else None  # None: inside an archive
-        stamp = (status.st_mtime_ns, status.st_size) if status else (0, 0)
-        if file not in _read or _read[file][0] != stamp:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")  # about escapes in strings
-                _read[file] = stamp, ast.parse(loader.get_data(file), file)
-    except SyntaxError as error:
-        place = f"{short(error.filename or '?')}:{error.lineno}"
-        raise Broken(f"{type(error).__name__}: {error.msg} ({place})") from error
-    except (ValueError, OSError, RecursionError, MemoryError) as error:
-        raise Broken(f"{type(error).__name__}: {error}") from error
+def _tree(text: bytes, file: str) -> ast.Module:
+    if file not in _read or _read[file][0] != text:
+        try:
+            _read[file] = text, _parse(text, file)
+        except SyntaxError as error:
+            place = f"{short(error.filename or '?')}:{error.lineno}"
+            raise Broken(f"{type(error).__name__}: {error.msg} ({place})") from error
+        except (ValueError, RecursionError, MemoryError) as error:
+            raise Broken(f"{type(error).__name__}: {error}") from error
     return _read[file][1]
+
+
+def _parse(text: bytes, file: str) -> ast.Module:
+    """A file's tree. It is large and holds no garbage: looking for some meanwhile takes as long again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about escapes in strings
+            return ast.parse(text, file)
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 # ---- bindings
@@ -232,8 +262,6 @@ class Scope:
     @cached_property
     def makes_names(self) -> str | None:
         """What in this module may bind names that are not written down, if anything does."""
-        if self.module.tree is None:
-            return None
         for node in ast.walk(self.module.tree):
             match node:
                 case ast.Call(func=ast.Name(id="globals" | "vars" | "exec" | "locals" as word)):
@@ -463,6 +491,8 @@ def is_true(test: ast.expr) -> bool | None:
             return decisive if decisive in parts else None if None in parts else not decisive
         case ast.Compare(left=ast.Name(id="__name__"), ops=[ast.Eq()], comparators=[ast.Constant(value="__main__")]):
             return False
+        case ast.Call(func=ast.Name(id="hasattr"), args=[ast.Name(id="typing"), ast.Constant(value=str(word))]):
+            return hasattr(typing, word)
         case ast.Compare(left=left, ops=[op], comparators=[right]):
             return _compared(left, op, right)
     return None

@@ -13,10 +13,11 @@ import importlib.util
 import keyword
 import pkgutil
 import sys
+import types
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Generic, Literal
 
 from deeplightning.config import bindings
 from deeplightning.config.bindings import Assigned, Binding, Broken, Defined, Imported, Module, Scope
@@ -25,8 +26,8 @@ from deeplightning.config.signature import SIMPLE, UNKNOWN, Parameter, Signature
 Kind = Literal["class", "function", "value", "module"]
 
 _HELD = (
-    "abc", "builtins", "collections", "collections.abc", "contextlib", "dataclasses", "enum", "functools", "types",
-    "typing",
+    "abc", "builtins", "collections", "collections.abc", "contextlib", "dataclasses", "enum", "functools", "itertools",
+    "operator", "os", "os.path", "types", "typing",
 )  # fmt: skip
 
 # Decorators that leave alone what a function takes, beside those whose source shows it.
@@ -93,6 +94,15 @@ def _find(parts: list[str], walk: "_Walk") -> "_Thing":
     for part in parts[depth:]:
         try:
             thing = walk.member(thing, part)
+        except Undecided:
+            # What has something behind it is a module or class. A module is a file: where one of nearly this name lies,
+            # and this name is written nowhere in the package's own file, it is that one misspelt.
+            if depth == len(parts) - 1 or thing.kind != "module" or not _is_misspelt(part, thing.module):
+                raise
+            owner = ".".join(parts[:depth])
+            assert thing.module is not None
+            near = _nearest(part, thing.module.submodules()).replace("mean ", f"mean {owner}.", 1)
+            raise ValueError(f"{owner} has no `{part}`.{near}") from None
         except _Absent as absent:
             if absent.name != part:
                 raise Undecided(f"{absent.name} cannot be found where it is imported from") from None
@@ -102,6 +112,19 @@ def _find(parts: list[str], walk: "_Walk") -> "_Thing":
             raise ValueError(f"{owner} has no `{part}`.{near}") from None
         depth += 1
     return thing
+
+
+def _is_misspelt(part: str, owner: Module | None) -> bool:
+    if owner is None or not owner.folders or part.startswith("_"):
+        return False
+    written = {word for node in ast.walk(owner.tree) for word in _words_of(node)}
+    return part not in written and bool(_nearest(part, [n for n in owner.submodules() if not n.startswith("_")]))
+
+
+def _words_of(node: ast.AST) -> list[str]:
+    """The names and texts in a node."""
+    found = [getattr(node, name, None) for name in ("id", "attr", "name", "asname", "arg", "value", "module")]
+    return [word for word in found if isinstance(word, str)]
 
 
 def _nearest(word: str, words: list[str]) -> str:
@@ -190,7 +213,10 @@ class _Thing:
     @property
     def path(self) -> str:
         if self.live is not None:
-            return f"{getattr(self.live, '__module__', '?')}.{getattr(self.live, '__qualname__', self.name)}"
+            if isinstance(self.live, types.ModuleType):
+                return self.live.__name__
+            home = getattr(self.live, "__module__", None) or (self.owner.live.__module__ if self.owner else "builtins")
+            return f"{home}.{getattr(self.live, '__qualname__', self.name)}"
         assert self.module is not None
         return f"{self.module.name}.{self.name}" if self.name else self.module.name
 
@@ -265,6 +291,8 @@ class _Walk:
             module = self.modules[name]
             if module is not None and module.is_ours:
                 self.need_imports(module)
+                if "." in name:
+                    self.module(name.rpartition(".")[0])
         return self.modules[name]
 
     def need_imports(self, module: Module) -> None:
@@ -293,20 +321,22 @@ class _Walk:
             return self.attribute(owner, name)
         raise Undecided(f"what `{name}` of a {owner.kind} is shows only when it is imported")
 
-    def live(self, owner: Any, name: str, _: Any = None) -> _Thing:
+    def live(self, owner: Any, name: str, through: _Thing | None = None) -> _Thing:
         try:
             found = getattr(owner, name)
         except AttributeError:
             raise _Absent(name, dir(owner)) from None
+        if isinstance(found, types.ModuleType):
+            return _Thing("module", None, name, live=found)
         kind: Kind = "class" if isinstance(found, type) else "function" if callable(found) else "value"
-        return _Thing(kind, None, name, live=found)
+        return _Thing(kind, None, name, None, through if through and through.kind == "class" else None, found)
 
     def name_in(self, module: Module, name: str) -> _Thing:
         """What a name of a module means, or its submodule of that name."""
         key = (module.name, name)
         if key in self.found:
             return self.found[key]
-        if module.name in _HELD:
+        if module.name in _HELD and module.name in sys.modules:
             return self.live(sys.modules[module.name], name)
         if module.is_open:
             raise Undecided(f"{module.name} is not written in Python")
@@ -352,7 +382,7 @@ class _Walk:
                 doubt = f"{star.module}, whose names {scope.module.name} takes over, is not there"
             elif source.is_open:
                 doubt = f"{star.module}, whose names {scope.module.name} takes over, is not written in Python"
-            elif (source.name, name) not in self.active and self.exports(source, name):
+            elif source.may_bind(name) and (source.name, name) not in self.active and self.exports(source, name):
                 taken = Imported(star.order, star.line, (), star.module, name)
                 if star.certain:
                     return (taken,), None
@@ -372,8 +402,8 @@ class _Walk:
             self.name_in(module, name)
         except _Absent:
             return False
-        except Undecided:
-            return listed is not None
+        except Undecided:  # who wants it will hear why
+            pass
         return True
 
     def listed(self, module: Module) -> set[str] | None:
@@ -471,7 +501,7 @@ class _Walk:
 
     def names_of(self, module: Module) -> list[str]:
         """What there is in a module, for the nearest word."""
-        names = {n for n, options in module.scope.names.items() if options != (bindings.UNBOUND,)}
+        names = {n for n, options in module.scope.names.items() if not all(map(_is_unbound, options))}
         for star in module.scope.stars:
             source = self.module(star.module)
             if (
@@ -494,12 +524,19 @@ class _Walk:
             left.append(option)
             if option.guards and not isinstance(option, bindings.Opaque):
                 break
+        if not left:
+            raise Undecided(f"what {frame.module.name} imports for `{name}` is not there")
         bound = [option for option in left if not _is_unbound(option)]
         if not bound:
             raise _Absent(name, [])
         if len(bound) < len(left):
             raise Undecided(f"whether {frame.module.name} has `{name}` depends on the machine")
-        things = [self.meant(option, name, frame) for option in bound]
+        if len(bound) == 1:
+            return self.meant(bound[0], name, frame)
+        try:
+            things = [self.meant(option, name, frame) for option in bound]
+        except (_Absent, _Failing, Broken) as error:
+            raise Undecided(f"whether {frame.module.name} uses it depends on the machine: {error}") from None
         if len({thing.key for thing in things}) > 1:
             raise Undecided(f"`{name}` of {frame.module.name} is one thing or another, depending on the machine")
         return things[0]
@@ -618,6 +655,8 @@ class _Walk:
                 raise Undecided(f"`{name}` in {frame.function.name} is known only when it is run")
         if frame.scope is not None and name in frame.scope.names:
             return self.one_of(frame.scope.names[name], name, frame)
+        if hasattr(builtins, name) and name not in frame.module.scope.names and not frame.module.scope.stars:
+            return self.live(builtins, name)
         try:
             return self.name_in(frame.module, name)
         except _Absent as absent:
@@ -639,13 +678,20 @@ class _Walk:
         except Undecided:
             return [thing], False
         try:
-            complete, lines, parents = True, [], []
+            complete, is_generic = True, False
+            lines: list[list[_Thing]] = []
+            parents: list[_Thing] = []
             for base in thing.node.bases:
                 try:
                     parent = self.value(base, _Frame(self.home(thing), function=None))
+                    if parent.live is object:
+                        continue
                     if parent.kind != "class":
                         if parent.live is not None and parent.path == "typing.NamedTuple":
                             parent = _live_class(tuple)
+                        elif isinstance(getattr(parent.live, "__origin__", None), type):  # typing.Iterable
+                            parent = _live_class(parent.live.__origin__)
+                            is_generic = True
                         else:
                             raise Undecided(f"{parent.path} is no class")
                 except (Undecided, _Absent, _Failing, Broken):
@@ -655,6 +701,9 @@ class _Walk:
                 complete = complete and whole
                 parents.append(parent)
                 lines.append(list(above))
+            if is_generic and not any(parent.live is Generic for parent in parents):
+                parents.append(_live_class(Generic))  # as `typing` does
+                lines.append([parents[-1]])
             merged = _merged([*lines, parents])
             if merged is None:
                 complete = False
@@ -686,7 +735,7 @@ class _Walk:
                 known += dir(each.live)
                 continue
             scope = self.scope(each)
-            known += scope.names
+            known += [n for n, found in scope.names.items() if not all(map(_is_unbound, found))]
             options = scope.names.get(name, ())
             home = self.home(each)
             if (each.node.name, name) in home.scope.patched:
@@ -775,12 +824,13 @@ class _Walk:
 
     def constructor(self, thing: _Thing, line: list[_Thing], complete: bool, start: int = 0) -> Signature:
         """What makes an instance of a class takes; from `start` on in its line, as `super()` asks."""
-        new = None
+        new: Signature | None = None
+        open_new: tuple[_Thing, int] | None = None  # takes anything, and leaves it to `__init__` what that may be
         for position, each in enumerate(line):
             if position < start:
                 continue
             if each.live is not None:
-                if each.live.__module__ in ("typing", "abc") or each.live.__module__.startswith("collections.abc"):
+                if not {"__init__", "__new__"} & vars(each.live).keys():
                     continue
                 if each.path == "builtins.tuple" and position and self.is_named_tuple(line[position - 1]):
                     return self.of_fields([line[position - 1]], line)
@@ -797,8 +847,12 @@ class _Walk:
                 if function.kind != "function" or not isinstance(function.node, Functions):
                     raise Undecided(f"`__new__` of {each.path} is not a plain function")
                 arguments = function.node.args
-                if not (arguments.vararg and arguments.kwarg):
+                if arguments.vararg and arguments.kwarg:
+                    open_new = open_new or (function, position)
+                else:
                     new = self.of_method(function, line, position, complete, bound=True)
+                    if not _makes_its_own(function.node):
+                        return new  # an instance of another class, whose `__init__` Python leaves out
             if self.own(each, "__init__"):
                 function = self.attribute(each, "__init__", asked=thing)
                 if function.kind != "function":
@@ -809,6 +863,8 @@ class _Walk:
                 return taken
         if not complete:
             raise Undecided("an ancestor cannot be read")
+        if new is None and open_new is not None:
+            return self.of_method(open_new[0], line, open_new[1], complete, bound=True)
         return new if new is not None else Signature(())
 
     def own(self, thing: _Thing, name: str) -> bool:
@@ -994,7 +1050,7 @@ class _Walk:
         if thing.kind == "class":
             things = [t for t in self.line(thing)[0] if t.live is None]
         for each in things:
-            if each.node is not None:
+            if isinstance(each.node, ast.ClassDef | Functions):
                 yield ast.get_docstring(each.node) or ""
             if each.kind == "class" and self.own(each, "__init__"):
                 for option in self.scope(each).names["__init__"]:
@@ -1103,6 +1159,14 @@ def _role(node: Functions) -> str | None:
     return roles[0] if roles else None
 
 
+def _makes_its_own(new: Functions) -> bool:
+    """Whether a `__new__` may give an instance of its own class."""
+    names = {node.func.id for node in ast.walk(new) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)}
+    return bool(names & {_first(new), "super"}) or any(
+        isinstance(node, ast.Attribute) and node.attr == "__new__" for node in ast.walk(new)
+    )
+
+
 def replace_body(node: ast.FunctionDef, body: list[ast.stmt]) -> ast.FunctionDef:
     """The same function with fewer statements, to see what is local there."""
     fields = {name: value for name, value in ast.iter_fields(node) if name != "body"}
@@ -1161,6 +1225,7 @@ class _Uses:
         refuses: whether anything left over is an error.
         adds: whether names are put into it.
         dynamic: whether names are looked up in it that are not literal.
+        kept: attributes of the instance that it becomes.
         other: anything else, in words.
     """
 
@@ -1170,6 +1235,7 @@ class _Uses:
     refuses: bool = False
     adds: bool = False
     dynamic: bool = False
+    kept: set[str] = field(default_factory=set)
     other: str | None = None
 
 
@@ -1184,13 +1250,16 @@ def _uses(function: Functions, name: str) -> _Uses:
 
 
 def _is_it(node: ast.AST, name: str) -> bool:
+    """Whether an expression is a variable, or an attribute of one (`self.options`)."""
+    if isinstance(node, ast.Attribute):
+        return isinstance(node.value, ast.Name) and name == f"{node.value.id}.{node.attr}"
     return isinstance(node, ast.Name) and node.id == name
 
 
 def _look(node: ast.AST, name: str, uses: _Uses, certain: bool) -> None:
     """Notes every use of a mapping in a statement or expression."""
     match node:
-        case ast.Name() if _is_it(node, name):
+        case ast.Name() | ast.Attribute() if _is_it(node, name):
             uses.other = uses.other or f"uses `{name}` in a way of its own (line {node.lineno})"
             return
         case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Lambda():
@@ -1227,6 +1296,14 @@ def _look(node: ast.AST, name: str, uses: _Uses, certain: bool) -> None:
             _look(left, name, uses, False)
             return
         case ast.FormattedValue(value=value) if _is_it(value, name):
+            return
+        case (
+            ast.Assign(targets=[ast.Attribute() as target], value=value)
+            | ast.AnnAssign(target=ast.Attribute() as target, value=value)
+        ) if value is not None and _is_it(value, name) and isinstance(target.value, ast.Name):
+            uses.kept.add(f"{target.value.id}.{target.attr}")
+            return
+        case ast.Assign(targets=[target], value=ast.Name()) if _is_it(target, name):
             return
         case ast.Delete(targets=[target]) if _is_it(target, name):
             return
@@ -1321,15 +1398,25 @@ class _Handed:
         rest: str | None = None
         words = set(uses.words)
         other = uses.other or ("looks up names that show only when it is run" if uses.dynamic else None)
-        for call, place in uses.passed:
-            found = self.helper(call, place)
+        asked: list[tuple[_Handed, _Call]] = [(self, call) for call in uses.calls]
+        passed = [(self, *item) for item in uses.passed]
+        for attribute in uses.kept:
+            for place, inside in self.later(attribute):
+                asked += [(place, replace(call, certain=False)) for call in inside.calls]
+                passed += [(place, *item) for item in inside.passed]
+                words |= inside.words
+                other = other or inside.other or ("looks up names that show later" if inside.dynamic else None)
+            if not asked:
+                other = other or f"keeps `{self.node.args.kwarg.arg}` for later"
+        for where, call, place_ in passed:
+            found = where.helper(call, place_)
             if found is None:
                 other = other or f"hands `{self.node.args.kwarg.arg}` to `{ast.unparse(call.func)[:40]}`"
             else:
                 words |= found
-        for call_ in uses.calls:
+        for where, call_ in asked:
             try:
-                taken, position = self.of_call(call_, sure=len(uses.calls) == 1 and not uses.adds)
+                taken, position = where.of_call(call_, sure=len(asked) == 1 and not uses.adds)
             except (Undecided, _Absent, _Failing, Broken) as error:
                 rest = rest or f"`{ast.unparse(call_.node.func)[:60]}`, which takes the others, is not known: {error}"
                 continue
@@ -1337,7 +1424,7 @@ class _Handed:
             for parameter in taken.parameters:
                 known = more.get(parameter.name)
                 more[parameter.name] = parameter if known is None else _either(known, parameter)
-            if position and len(uses.calls) == 1:
+            if position and where is self and len(asked) == 1:
                 first = [p for p in taken.parameters if p.position]
         for word in sorted(words):
             known = more.get(word)
@@ -1353,9 +1440,21 @@ class _Handed:
         ]
         if other is not None:
             rest = rest or f"{self.node.name} {other}"
-        elif rest is None and not uses.calls and not uses.refuses:
+        elif rest is None and not asked and not uses.refuses:
             rest = "it takes any other keyword and ignores it"
         return Signature(tuple(ordered), rest)
+
+    def later(self, attribute: str) -> Iterator[tuple["_Handed", _Uses]]:
+        """What the methods of the class do with `**kwargs` that have become an attribute."""
+        for position, each in enumerate(self.frame.line):
+            if each.live is not None:
+                continue
+            for node in each.node.body:
+                if not isinstance(node, Functions) or (first := _first(node)) is None:
+                    continue
+                uses = _uses(node, f"{first}.{attribute.rpartition('.')[2]}")
+                frame = replace(self.frame, module=self.walk.home(each), function=node, position=position)
+                yield _Handed(self.walk, frame), uses
 
     def own(self) -> list[Parameter]:
         arguments = self.node.args
