@@ -11,6 +11,7 @@ import typing
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, is_dataclass, replace
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ Complete = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
 def _quiet(complete: Complete) -> Complete:
     """The same without errors and warnings, which would stand in the middle of the user's command line."""
 
+    @wraps(complete)
     def offered(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         try:
             with warnings.catch_warnings():
@@ -212,7 +214,7 @@ def _as_written(word: Any) -> str:
 def _spot(ctx: click.Context, way: list[str]) -> _Spot | None:
     """The place that a dotted key leads to, in the config that stands before it on the command line."""
     from deeplightning.config import schema
-    from deeplightning.config.check import _GIVEN as GIVEN
+    from deeplightning.config.check import GIVEN
 
     spot: _Spot | None = _Spot((schema.Config,), _values(ctx))
     for depth, part in enumerate(way):
@@ -262,7 +264,7 @@ def _params(target: str, given: int) -> list[tuple[str, tuple[Any, ...], str]]:
             words = tuple(option for option in p.allowed or () if not isinstance(option, type))
             types = [option for option in p.allowed or () if isinstance(option, type)]
             types += [typing.Literal[words]] if words else []  # type: ignore[list-item]
-            rows.append((p.name, tuple(types), found.documentation(p.name) or ""))
+            rows.append((p.name, tuple(types), (found.documentation(p.name) or "").partition(". ")[0]))
     return rows
 
 

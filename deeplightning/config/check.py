@@ -30,7 +30,7 @@ RENAMED = {
 
 # Positional arguments that we hand to a target: the config to task and data, parameters to an optimizer, an optimizer
 # to a scheduler.
-_GIVEN = {"data.module": 1, "model.module": 1, "model.optimizer": 1, "model.scheduler": 1}
+GIVEN = {"data.module": 1, "model.module": 1, "model.optimizer": 1, "model.scheduler": 1}
 
 # The classes that `engine.params` go to, by backend: what the first does not name goes on to the second, which is given
 # the network. An installed Lightning knows them all, whether their packages are there or not.
@@ -324,7 +324,7 @@ class _Checker:
             if role == "model.scheduler":  # `auto` becomes a number when the run knows it
                 values = {p: None if value == "auto" else value for p, value in values.items()}
             hidden = {p: text for p in items if (text := self.secrets.text_of((*path, "params", p))) is not None}
-            given = _GIVEN.get(role or "", 0)
+            given = GIVEN.get(role or "", 0)
             self.take(judge(name, values, key, role=role, given=given, hidden=hidden, importing=self.importing))
 
         self.targets.append(compare)

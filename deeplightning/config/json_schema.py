@@ -8,7 +8,6 @@ JSON does not tell from `1`.
 Language servers differ in what they know of the draft; only what has the same meaning in draft 7 is used.
 """
 
-import json
 import typing
 from dataclasses import MISSING, Field, is_dataclass
 from typing import Any
@@ -76,11 +75,6 @@ def json_schema() -> Json:
         "else": {"$ref": "#/$defs/Config.whole"},
         "$defs": definitions,
     }
-
-
-def text() -> str:
-    """The JSON Schema as `deeplightning schema` prints it and `configs/schema.json` holds it."""
-    return json.dumps(json_schema(), indent=2, ensure_ascii=False) + "\n"
 
 
 # ---- what may stand at a key, whether the file builds on others or not
