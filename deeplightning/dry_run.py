@@ -12,12 +12,14 @@ import inspect
 import logging
 import math
 import re
+import socket
 import sys
 import sysconfig
 import tempfile
 import traceback
 import warnings
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -67,7 +69,7 @@ _RETIRED = {
 }
 
 
-def dry_run(cfg: Config) -> tuple[list[Fault], list[str]]:
+def dry_run(cfg: Config) -> tuple[list[Fault], list[Fault]]:
     """Builds what a config describes as training would, and takes one batch through its steps.
 
     The batch is the data module's `example_batch(size)`. What a callback of the user's own does in its hooks, it does
@@ -77,13 +79,17 @@ def dry_run(cfg: Config) -> tuple[list[Fault], list[str]]:
         cfg: a config from `load_config`; it is left as it is.
 
     Returns:
-        What is wrong, each with its config key, and sentences on what could not be tried.
+        What is wrong, and what could not be tried.
     """
     trial = _Trial(cfg)
-    with _undisturbed(), tempfile.TemporaryDirectory() as folder:
+    with _undisturbed(), _offline(), tempfile.TemporaryDirectory() as folder:
         trial.run(Path(folder))
-    faults = [Fault(cfg.redact(f.message), f.key, f.place or _place(cfg, f.key)) for f in trial.faults]
-    return list(dict.fromkeys(faults)), [cfg.redact(sentence) for sentence in dict.fromkeys(trial.untried)]
+
+    def told(notes: list[Fault]) -> list[Fault]:
+        clean = [replace(f, message=cfg.redact(f.message), place=f.place or _place(cfg, f.key)) for f in notes]
+        return list(dict.fromkeys(clean))
+
+    return told(trial.faults), told(trial.untried)
 
 
 class _Found(Exception):
@@ -93,6 +99,10 @@ class _Found(Exception):
         self.fault = fault
 
 
+class _Offline(OSError):
+    """Something wanted the network."""
+
+
 class _Trial:
     """Tries a config until nothing more can be found: what is at fault is taken out, and the rest is tried again."""
 
@@ -100,35 +110,39 @@ class _Trial:
         self.asked = cfg
         self.cfg = on_one_cpu(cfg)
         self.faults: list[Fault] = []
-        self.untried: list[str] = []
+        self.untried: list[Fault] = []
         self.left_out: list[str] = []  # what may have logged more names than were seen
 
     def run(self, folder: Path) -> None:
         engine, mine = self.asked.engine, self.cfg.engine
         if mine.precision != engine.precision:
-            self.untried.append(
-                f"engine.precision: {engine.precision} needs a GPU; {mine.precision} was tried instead."
-            )
+            message = f"{engine.precision} needs a GPU; {mine.precision} was tried instead"
+            self.untried.append(Fault(message, "engine.precision"))
         if engine.compile:
-            self.untried.append("engine.compile: the network was not compiled.")
+            self.untried.append(Fault("a dry run does not compile", "engine.compile"))
         if self.asked.model.init_from is not None:
-            self.untried.append("model.init_from: the weights were not read; training began with random ones.")
+            self.untried.append(Fault("the weights were not read", "model.init_from"))
         for _ in range(10):  # each fault that can be taken out shows the next
             attempt = _Attempt(self.cfg, self.asked, folder)
             try:
                 attempt.run()
+                found = attempt.faults
             except Exception as error:
-                found = attempt.faults_of(error)
+                if _wants_network(error):
+                    if self.without_weights():
+                        continue
+                    message = "wants a network connection, which a dry run does not use; nothing behind it was tried"
+                    self.untried.append(Fault(message + _line(error), "model.module"))
+                    return
+                found = attempt.faults + attempt.faults_of(error)
                 if any(_needs_gpu(self.asked, fault) for fault in found):
-                    self.untried.append(f"engine.precision: the CPU cannot compute this network in {mine.precision}.")
+                    message = f"the CPU cannot compute this network in {mine.precision}; 32 was tried instead"
+                    self.untried.append(Fault(message, "engine.precision"))
                     mine.precision = 32
                     continue
-            else:
-                found = []
             self.untried += attempt.untried
-            found = attempt.faults + found
             if not found:
-                self.faults += self.unlogged(attempt)
+                self.faults += self.unlogged(attempt) if attempt.batch is not None else self.parts()
                 return
             taken_out = [self.take_out(fault) for fault in found if fault not in self.faults]
             self.faults += found
@@ -139,7 +153,18 @@ class _Trial:
         reasons = {_reason(fault) for fault in parts}
         self.faults = [f for f in self.faults if f.key != "model.module" or _reason(f) not in reasons]
         self.faults += [f for f in parts if f.key not in {known.key for known in self.faults}]
-        self.untried.append("Behind what is at fault nothing was tried, nor whether the monitored metrics are logged.")
+        self.untried.append(Fault("what comes behind a fault was not tried, nor whether monitored metrics are logged"))
+
+    def without_weights(self) -> bool:
+        """Takes weights that would be downloaded out of the networks' params; false if there are none."""
+        found = False
+        for target in _targets(self.cfg.model.network):
+            for name, value in target.params.items():
+                if (name.startswith("weights") or name == "pretrained") and value not in (None, False):
+                    target.params[name], found = False if value is True else None, True
+                    message = "these weights are not on this machine yet; random ones were tried"
+                    self.untried.append(Fault(message, f"{target.name}.params.{name}"))
+        return found
 
     def take_out(self, fault: Fault) -> bool:
         """Changes the config such that it goes without what is at fault; false where it cannot."""
@@ -174,7 +199,7 @@ class _Trial:
 
     def unlogged(self, attempt: _Attempt) -> list[Fault]:
         """Names that something waits for and nobody logs."""
-        if attempt.batch is None or "train" not in self.asked.stages or self.asked.train.num_epochs == 0:
+        if "train" not in self.asked.stages or self.asked.train.num_epochs == 0:
             return []
         faults = []
         for key, name, when in self.monitors(attempt):
@@ -217,7 +242,8 @@ class _Trial:
             try:
                 return build(target, *given, **more)
             except Exception as error:
-                faults.extend(_Attempt(self.cfg, self.asked, Path()).faults_of(error, target))
+                if not _wants_network(error):
+                    faults.extend(_Attempt(self.cfg, self.asked, Path()).faults_of(error, target))
                 return None
 
         for section in (model.network, model.loss, model.metrics):
@@ -254,14 +280,14 @@ class _Attempt:
     def __init__(self, cfg: Config, asked: Config, folder: Path):
         self.cfg, self.asked, self.folder = cfg, asked, folder
         self.faults: list[Fault] = []
-        self.untried: list[str] = []
+        self.untried: list[Fault] = []
         self.data: Any = None
         self.task: Any = None
         self.batch: Any = None
         self.trainer: Any = None
         self.callbacks: list[tuple[Target, Any]] = []
         self.logged: dict[str, set[str]] = {}
-        self.stage = "training step"
+        self.stage = "before the first step"
 
     def run(self) -> None:
         """
@@ -272,6 +298,8 @@ class _Attempt:
         try:
             task = self.task = init_module(self.cfg, "model")
         except Exception as error:
+            if _wants_network(error):
+                raise
             self.faults += self.faults_of(error, self.cfg.model.module)
             return
         self.inspect(task)
@@ -292,7 +320,7 @@ class _Attempt:
             return
         for stage in ("validate", "test", "predict"):
             if stage in stages or (stage == "validate" and "train" in stages and epochs == 0):
-                self.stage = {"validate": "validation step"}.get(stage, f"{stage} step")
+                self.stage = {"validate": "in the validation step"}.get(stage, f"in the {stage} step")
                 getattr(trainer, stage)(
                     task, datamodule=self.data, **({} if stage == "predict" else {"verbose": False})
                 )
@@ -307,17 +335,15 @@ class _Attempt:
             batch = make(SAMPLES) if make is not None else None
         except Exception as error:
             self.faults += self.faults_of(error, target)
-            self.untried.append("Without a data module no step was tried.")
+            self.untried.append(Fault("without data no step was tried", "data.module"))
             return None
         self.data = data
         if batch is None:
-            self.untried.append(
-                f"data.module: {target.type} offers no example_batch(size), so everything was built and no step tried."
-            )
+            message = f"{target.type} offers no example_batch(size), so no step was tried"
+            self.untried.append(Fault(message, "data.module"))
         elif getattr(data, "image_spec", None) is not None and not getattr(data, "class_names", None):
-            self.untried.append(
-                "data.module: its classes are not known yet; whether the network has an output for each was not tried."
-            )
+            message = "its classes are not known yet; whether the network has an output for each was not tried"
+            self.untried.append(Fault(message, "data.module"))
         loader = _loader(batch)
         for hook in ("prepare_data", "setup", "teardown"):
             setattr(data, hook, lambda *_, **__: None)
@@ -370,7 +396,7 @@ class _Attempt:
         kept: list[pl.Callback] = [Seeds(self.cfg.seed), LogSteps(1)]
         for target, callback in self.callbacks:
             if isinstance(callback, LearningRateFinder | BatchSizeFinder):
-                self.untried.append(f"{target.name}: {target.type} was built, and did not search.")
+                self.untried.append(Fault(f"{target.type} was built and did not search", target.name))
             elif not isinstance(callback, Checkpoint | EarlyStopping):  # they write, and end what misses a name
                 kept.append(callback)
         trainer = _Trainer(
@@ -451,15 +477,18 @@ class _Attempt:
             return [Fault(f"{building.type} cannot be built: {reason}", building.name)]
         owner, taken = self.owner(error)
         if owner is None:
-            name = self.cfg.model.module
             if "does not require grad" in str(error):
                 return [Fault(_UNCONNECTED, "model.loss" if self.cfg.model.loss else "model.module")]
-            return [Fault(f"{name.type} fails in the {self.stage}: {reason}", "model.module")]
+            fault = Fault(f"{self.cfg.model.module.type} fails {self.stage}: {reason}", "model.module")
+            if self.batch is None:  # it may need what the data module says when it has its data
+                self.untried.append(fault)
+                return []
+            return [fault]
         key = str(owner.name)
         if key == "data.module" and "augment" in owner.params and taken == "augment":
             key, taken = "data.module.params.augment", ""
         given = f" given {taken}" if taken else ""
-        return [Fault(f"{owner.type}{given} fails in the {self.stage}: {reason}.{_advice(key, taken)}", key)]
+        return [Fault(f"{owner.type}{given} fails {self.stage}: {reason}.{_advice(key, taken)}", key)]
 
     def misconfigured(self, error: Exception) -> Fault:
         words = str(error)
@@ -535,6 +564,7 @@ class _Look(pl.Callback):
         self._broken: str | None = None  # the first module that gave what is not finite
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.attempt.stage = "in the training step"
         for config in trainer.lr_scheduler_configs:
             config.frequency, config.strict = 1, False  # each schedule steps; a missing metric is told of later
         self._weights = {name: p.detach().clone() for name, p in pl_module.named_parameters()}
@@ -555,7 +585,7 @@ class _Look(pl.Callback):
         if loss.numel() != 1:
             message = f"the loss is {_tensor(loss)}, not one number; a loss's `reduction` is mostly mean"
             raise _Found(Fault(message, "model.loss" if attempt.cfg.model.loss else "model.module"))
-        if not torch.isfinite(loss).all():
+        if trainer.global_step == 0 and not torch.isfinite(loss).all():
             raise _Found(self._not_finite(pl_module, float(loss.detach())))
 
     def _not_finite(self, module: pl.LightningModule, loss: float) -> Fault:
@@ -579,7 +609,7 @@ class _Look(pl.Callback):
 
     def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
         self.attempt.logged["step"] = set(trainer.callback_metrics)
-        self.attempt.stage = "validation step"
+        self.attempt.stage = "in the validation step"
         trainer.should_stop = True
         # How far a step goes is the learning rate's business: the network is judged as it was built.
         parameters = dict(pl_module.named_parameters())
@@ -650,6 +680,29 @@ def _loader(batch: Any) -> DataLoader:
     return DataLoader(batches, batch_size=None)
 
 
+@contextlib.contextmanager
+def _offline() -> Iterator[None]:
+    """Whoever asks for a host gets an `_Offline`."""
+    known = socket.getaddrinfo
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise _Offline("a dry run uses no network")
+
+    socket.getaddrinfo = refuse
+    try:
+        yield
+    finally:
+        socket.getaddrinfo = known
+
+
+def _wants_network(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, _Offline) or isinstance(getattr(error, "reason", None), _Offline):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
 # ---- config
 
 
@@ -673,12 +726,11 @@ def _of_class(value: Any, section: Any) -> Target | None:
 
 
 def _place(cfg: Config, key: str | None) -> str | None:
-    """Where the target that a key belongs to was written."""
+    """Where the target that a key names was written."""
     model = cfg.model
     sections = (model.network, model.loss, model.metrics, model.optimizer, model.scheduler)
     targets = [cfg.data.module, model.module, *cfg.train.callbacks, *(t for s in sections for t in _targets(s))]
-    inside = [t for t in targets if t.name and f"{key}.".startswith(f"{t.name}.")]
-    return max(inside, key=lambda t: len(str(t.name))).place if inside else None
+    return next((target.place for target in targets if target.name == key), None)
 
 
 def _leading_key(message: str) -> tuple[str | None, str]:

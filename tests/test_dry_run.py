@@ -38,12 +38,37 @@ from torch import nn
 from deeplightning.config.target import build
 from deeplightning.data.digits import Digits
 from deeplightning.task.img_classif import ImageClassification
+from deeplightning.task.optimize import optimizers
 
 
-class Whole(ImageClassification):
-    """Nothing is wrong with it."""
+class Computed(pl.LightningModule):
+    """The names that it logs, only running it tells."""
 
-    kind = "whole"
+    def __init__(self, cfg):
+        super().__init__()
+        self.cfg, self.network, self.words = cfg, build(cfg.model.network), ["loss", "acc"]
+
+    def judge(self, stage, batch):
+        loss = nn.functional.cross_entropy(self.network(batch["image"].float()), batch["label"])
+        for word in self.words:
+            self.log(f"{stage}_{word}", loss)
+        return loss
+
+    def training_step(self, batch, batch_idx):
+        return self.judge("train", batch)
+
+    def on_train_epoch_end(self):
+        for word in self.words:
+            self.log(f"train_{word}_epoch", 1.0)
+
+    def validation_step(self, batch, batch_idx):
+        self.judge("val", batch)
+
+    def test_step(self, batch, batch_idx):
+        self.judge("test", batch)
+
+    def configure_optimizers(self):
+        return optimizers(self.network, self.cfg.model, self.trainer)
 
 
 class Raises(ImageClassification):
@@ -92,7 +117,7 @@ class Manual(pl.LightningModule):
         super().__init__()
         self.automatic_optimization = False
         self.cfg = cfg
-        self.network = nn.Sequential(nn.Flatten(), build(cfg.model.network))
+        self.network = build(cfg.model.network)
 
     def training_step(self, batch, batch_idx):
         for optimizer in self.optimizers():
@@ -143,6 +168,17 @@ class Floats(nn.Module):
         return images / 255
 
 
+class Secret(nn.Module):
+    """Says its password when it fails."""
+
+    def __init__(self, word):
+        super().__init__()
+        self.word = word
+
+    def forward(self, logits, labels):
+        raise RuntimeError(f"the server refused {self.word}")
+
+
 class Bare(pl.LightningDataModule):
     """Offers no example."""
 
@@ -151,7 +187,7 @@ class Bare(pl.LightningDataModule):
 
 
 class Waits(pl.Callback):
-    """Looks at a metric, and logs one."""
+    """Waits for a metric, and logs one."""
 
     def __init__(self, monitor=None):
         self.monitor = monitor
@@ -181,9 +217,9 @@ def here(tmp_path, monkeypatch):
 
 
 def tried(*overrides: str, path: str | Path = "good.yaml") -> tuple[list[str], list[str]]:
-    """`key: words` of each fault, and what was not tried."""
+    """`key: words` of each fault, and of what was not tried."""
     faults, untried = dry_run(load_config(path, list(overrides)))
-    return [f"{fault.key}: {fault.message}" for fault in faults], untried
+    return [f"{fault.key}: {fault.message}" for fault in faults], [f"{note.key}: {note.message}" for note in untried]
 
 
 def test_a_right_config_has_no_faults():
@@ -199,6 +235,8 @@ def test_a_shipped_config_has_no_faults(path):
     assert [sentence.partition(":")[0] for sentence in untried] == ["data.module"] * ("folder" in path.name)
 
 
+MISSPELT = ["model.module.type=own.Misspelt", "train.checkpoint.monitor=null"]
+OPEN = "model.module.type=own.Computed"  # else monitored names are compared before anything is imported
 METRIC = "model.metrics.x={{type: torchmetrics.{}, params: {{{}}}}}"
 LOSS = "model.loss={{type: {}, params: {{{}}}}}"
 SCHEDULER = "model.scheduler={{type: torch.optim.lr_scheduler.{}, params: {{{}}}, call: {{{}}}}}"
@@ -242,7 +280,6 @@ SCHEDULER = "model.scheduler={{type: torch.optim.lr_scheduler.{}, params: {{{}}}
             ["model.optimizer.groups=[{match: norm, lr: 0.1}]"],
             "model.optimizer.groups: no parameter's name matches 'norm'; there are features.0.weight, features.0.bias",
         ),
-        (["model.optimizer.groups=[{match: bias, weigth_decay: 0}]"], "torch.optim.SGD has no `weigth_decay`; a group"),
         (
             ["model.network={type: own.Unused}", "engine={backend: ddp, processes: 2}"],
             "engine.params.find_unused_parameters: network.idle.weight, network.idle.bias got no gradient, and ddp",
@@ -264,11 +301,11 @@ SCHEDULER = "model.scheduler={{type: torch.optim.lr_scheduler.{}, params: {{{}}}
             "model.scheduler.call.monitor: ReduceLROnPlateau needs a metric, for example val_loss",
         ),
         (
-            [SCHEDULER.format("ReduceLROnPlateau", "", "monitor: val_los")],
+            [OPEN, SCHEDULER.format("ReduceLROnPlateau", "", "monitor: val_los")],
             "model.scheduler.call.monitor: no metric is called 'val_los'; a training and a validation step log lr, ",
         ),
         (
-            [SCHEDULER.format("ReduceLROnPlateau", "", "monitor: val_loss, interval: step")],
+            [OPEN, SCHEDULER.format("ReduceLROnPlateau", "", "monitor: val_loss, interval: step")],
             "model.scheduler.call.monitor: val_loss is not there yet when it is asked for",
         ),
         # metrics
@@ -283,11 +320,14 @@ SCHEDULER = "model.scheduler={{type: torch.optim.lr_scheduler.{}, params: {{{}}}
             "model.metrics.x: gives (10,), not one number; see its `average`",
         ),
         # monitored names
-        (["train.checkpoint.monitor=val_accuracy"], "train.checkpoint.monitor: no metric is called 'val_accuracy'; a "),
-        (["train.early_stop={metric: valid_loss}"], "train.early_stop.metric: no metric is called 'valid_loss'"),
-        (["train.early_stop={metric: test_loss}"], "train.early_stop.metric: no metric is called 'test_loss'"),
         (
-            ["train.checkpoint.monitor=train_loss_epoch", "train.val_every_n_epoch=0.5"],
+            [OPEN, "train.checkpoint.monitor=val_accuracy"],
+            "train.checkpoint.monitor: no metric is called 'val_accuracy'; a ",
+        ),
+        ([OPEN, "train.early_stop={metric: valid_loss}"], "train.early_stop.metric: no metric is called 'valid_loss'"),
+        ([OPEN, "train.early_stop={metric: test_loss}"], "train.early_stop.metric: no metric is called 'test_loss'"),
+        (
+            [OPEN, "train.checkpoint.monitor=train_loss_epoch", "train.val_every_n_epoch=0.5"],
             "train.checkpoint.monitor: train_loss_epoch is not there yet when it is asked for",
         ),
         (
@@ -304,13 +344,13 @@ SCHEDULER = "model.scheduler={{type: torch.optim.lr_scheduler.{}, params: {{{}}}
             "model.module: own.Refuses cannot be built: KeyError: 'vocabulary' (own.py",
         ),
         (
-            ["model.module.type=own.Misspelt"],
+            MISSPELT,
             "own.Misspelt lacks training_step(self, batch, batch_idx), which returns ",
         ),
-        (["model.module.type=own.Misspelt"], "the loss. Did you mean trainingstep?"),
-        (["model.module.type=own.Misspelt"], "own.Misspelt lacks configure_optimizers(self)"),
-        (["model.module.type=own.Misspelt"], "own.Misspelt lacks validation_step(self"),
-        (["model.module.type=own.Misspelt"], "own.Misspelt lacks test_step(self"),
+        (MISSPELT, "the loss. Did you mean trainingstep?"),
+        (MISSPELT, "own.Misspelt lacks configure_optimizers(self)"),
+        (MISSPELT, "own.Misspelt lacks validation_step(self"),
+        (MISSPELT, "own.Misspelt lacks test_step(self"),
         (
             ["model.module.type=own.Old"],
             "own.Old has training_epoch_end, which Lightning calls no more (since 2.0); to",
@@ -335,3 +375,176 @@ def test_what_does_not_fit_is_named(overrides, expected):
     found, _ = tried(*overrides)
     assert [note for note in found if expected in note] != [], "\n".join(found)
     assert not any("Traceback" in note for note in found)
+
+
+def test_faults_that_do_not_hide_each_other_are_named_at_once():
+    """Metrics, schedule, patterns and monitored names in one go: what is at fault is left out, and the rest tried."""
+    found, untried = tried(
+        OPEN,
+        "model.optimizer.groups=[{match: norm, lr: 0.1}]",
+        SCHEDULER.format("StepLR", "step_size: 0", ""),
+        "train.checkpoint.monitor=val_accuracy",
+        "train.early_stop={metric: valid_loss}",
+        "train.callbacks=[{type: own.Waits, params: {monitor: val_luck}}]",
+    )
+    assert [note.partition(": ")[0] for note in found] == [
+        "model.optimizer.groups",
+        "model.scheduler",
+        "train.checkpoint.monitor",
+        "train.early_stop.metric",
+    ]
+    assert untried == []
+    found, untried = tried(
+        METRIC.format("MeanSquaredError", ""),
+        METRIC.replace(".x", ".y").format("classification.BinaryAccuracy", ""),
+        "model.trainable=[attention]",
+        "train.checkpoint.monitor=val_y",
+    )
+    assert [note.partition(": ")[0] for note in found] == ["model.trainable", "model.metrics.x", "model.metrics.y"]
+    assert untried == []
+
+
+def test_parts_that_were_not_reached_are_built_alone():
+    """A network that does not fit hides neither the optimizer's faults nor the loss's; what it does hide is said."""
+    found, untried = tried(
+        "model.network.params.num_channels=3",
+        "model.optimizer.params.lr=-1.0",
+        METRIC.format("classification.MulticlassAccuracy", "num_classes: 1"),
+    )
+    assert [note.partition(": ")[0] for note in found] == ["model.metrics.x", "model.network", "model.optimizer"]
+    assert untried == ["None: what comes behind a fault was not tried, nor whether monitored metrics are logged"]
+
+
+def test_a_fault_has_the_place_of_what_it_names(here):
+    """The line of the config, and in the words the line of the user's own code."""
+    (fault,), _ = dry_run(load_config("good.yaml", ["model.module.type=own.Raises"]))
+    assert fault.place == "override model.module.type=own.Raises"
+    line = OWN.splitlines().index("        return self.cfg.no_such_section") + 1
+    assert fault.message.endswith(f"(own.py:{line})")
+    (here / "good.yaml").write_text(GOOD.replace("num_classes: 10", "num_classes: 7"))
+    (fault,), _ = dry_run(load_config("good.yaml"))
+    assert (fault.key, fault.place) == ("model.network", "good.yaml:9:13")
+
+
+def test_nothing_is_read_written_or_changed(here):
+    """No file appears, where the config says that a run writes or elsewhere; the config stays as it was."""
+    outside = here.parent / "outside"
+    outside.mkdir()
+    cfg = load_config(
+        "good.yaml",
+        [
+            f"logger.params={{tracking_uri: '{outside}/mlruns'}}",
+            "train.callbacks=[{type: pytorch_lightning.callbacks.ModelCheckpoint, params: {monitor: val_acc}},"
+            "{type: pytorch_lightning.callbacks.LearningRateMonitor}]",
+            "engine={backend: ddp, processes: 2, compile: true}",
+        ],
+    )
+    before = cfg.to_dict()
+    faults, untried = dry_run(cfg)
+    assert (faults, [str(note) for note in untried]) == ([], ["engine.compile: a dry run does not compile"])
+    assert cfg.to_dict() == before
+    assert list(outside.iterdir()) == []
+
+
+def test_a_task_may_step_its_optimizers_itself():
+    """Manual optimization runs; what Lightning would have done for it is refused with the way to do it."""
+    manual = ["model.module.type=own.Manual", "~model.scheduler", "train.checkpoint.monitor=val_loss"]
+    assert tried(*manual) == ([], [])
+    found, _ = tried(*manual, "train.gradient_clip={value: 1.0}", "train.accumulator_factor=2")
+    assert [note.partition(", so")[0] for note in found] == [
+        "train.gradient_clip: own.Manual steps its optimizers itself",
+        "train.accumulator_factor: own.Manual steps its optimizers itself",
+    ]
+
+
+def test_without_an_example_everything_is_built():
+    """A data module that offers none is said; what is built shows its faults all the same."""
+    bare = "data.module.type=own.Bare"
+    said = "data.module: own.Bare offers no example_batch(size), so no step was tried"
+    assert tried(bare) == ([], [said])
+    found, untried = tried(bare, "model.optimizer.params.lr=-1.0")
+    assert [note.partition(": ")[0] for note in found] == ["model.optimizer"]
+    assert said in untried
+
+
+def test_classes_of_a_folder_are_its_folders(here):
+    """Where the pictures are there; none of them is opened."""
+    path = ROOT / "configs" / "image_folder.yaml"
+    root = here.parent / "pictures"
+    for name in ("cat", "dog", "owl"):
+        (root / name).mkdir(parents=True)
+    settings = [f"data.root={root}", "engine.gpus=null"]
+    (fault,), _ = tried(*settings, path=path)
+    assert "the data has 3 classes (labels 0 to 2), the network 10 outputs" in fault
+    assert tried(*settings, "model.network.params.num_classes=3", path=path) == ([], [])
+
+
+@pytest.mark.parametrize("precision", [16, "bf16", 64, "bf16-true", "16-true"])
+def test_a_precision_of_gpus_is_tried_as_the_cpu_can(precision):
+    """On a CPU, as it is; for GPUs, half precision as bf16, which is said."""
+    cfg = load_config("good.yaml", [f"engine.precision={precision}"])
+    assert dry_run(cfg) == ([], [])
+    cfg.engine.gpus, cfg.engine.precision = [0], precision
+    faults, untried = dry_run(cfg)
+    half = {16: "bf16-mixed", "16-true": "bf16-true"}.get(precision)
+    assert faults == []
+    assert [note.message for note in untried] == (
+        [f"{precision} needs a GPU; {half} was tried instead"] if half else []
+    )
+
+
+def test_weights_are_not_downloaded(monkeypatch, here):
+    """A pretrained network is tried with random weights where its own are not on the machine, and that is said."""
+    import torch
+
+    monkeypatch.setattr(torch.hub, "_hub_dir", str(here.parent / "hub"))
+    found, untried = tried(
+        OPEN,
+        "model.network={type: torchvision.models.squeezenet1_1, params: {weights: DEFAULT}}",
+        "data.module={type: deeplightning.data.cifar.CIFAR10, params: {image_size: 64}}",
+    )
+    assert "model.network.params.weights: these weights are not on this machine yet; random ones were tried" in untried
+    assert found == []
+
+
+def test_what_the_environment_gave_is_not_shown(monkeypatch):
+    """A fault's words hold no secret."""
+    monkeypatch.setenv("WORD", "s3cret-w0rd")
+    found, _ = tried("model.loss={type: own.Secret, params: {word: '${oc.env:WORD}'}}")
+    assert "model.loss: own.Secret" in found[0]
+    assert "s3cret" not in found[0]
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["one loss", "several"])
+def test_the_task_logs_what_it_declares(several, here, monkeypatch):
+    """`logged_metrics` of image classification is what a training and a test leave in `callback_metrics`."""
+    import pytorch_lightning as pl
+    import torch
+
+    from deeplightning.callbacks.steps import LogSteps
+    from deeplightning.configure import init_module
+    from deeplightning.task.img_classif import ImageClassification
+
+    loss = "{type: torch.nn.CrossEntropyLoss}"
+    more = [f"model.loss={{sharp: {loss}, soft: {loss}}}"] if several else []
+    cfg = load_config("good.yaml", more)
+    data, task = init_module(cfg, "data"), init_module(cfg, "model")
+    batch = data.example_batch(20)
+    loader = torch.utils.data.DataLoader([batch, batch], batch_size=None)
+    for hook in ("prepare_data", "setup"):
+        monkeypatch.setattr(data, hook, lambda *_, **__: None)
+    for hook in ("train_dataloader", "val_dataloader", "test_dataloader"):
+        monkeypatch.setattr(data, hook, lambda: loader)
+    options = {"logger": False, "enable_checkpointing": False, "default_root_dir": here.parent}
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu", "log_every_n_steps": 1}
+    trainer = pl.Trainer(max_epochs=2, callbacks=[LogSteps(1)], **options, **quiet)
+    trainer.fit(task, data)
+    logged = set(trainer.callback_metrics)
+    trainer.test(task, data, verbose=False)
+    logged |= set(trainer.callback_metrics)
+    words = {"stage": ["train", "val", "test"], "metric": ["acc"], "loss": ["sharp", "soft"] if several else []}
+    declared = set(ImageClassification.logged_metrics)
+    for placeholder, names in words.items():
+        split = {d.replace(f"{{{placeholder}}}", n) for d in declared if f"{{{placeholder}}}" in d for n in names}
+        declared = {d for d in declared if f"{{{placeholder}}}" not in d} | split
+    assert logged == declared
