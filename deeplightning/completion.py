@@ -352,6 +352,7 @@ class _Zsh(shell_completion.ZshComplete):
     (( $#whole_described )) && _describe -V keys whole_described -U
     (( $#open )) && compadd -U -S '' -V keys -a open
     (( $#whole )) && compadd -U -V keys -a whole
+    return 0
 }
 
 if [[ $zsh_eval_context[-1] == loadautofunc ]]; then
