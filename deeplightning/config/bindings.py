@@ -243,6 +243,7 @@ class Scope:
     Attributes:
         exported: the parts of `__all__`; None among them: one that cannot be told.
         patched: attributes that are set on a name afterwards, such as `("Thing", "__init__")`.
+        documents: what is set as the `__doc__` of a name.
         imports: what is certainly imported here, with the line.
     """
 
@@ -251,6 +252,7 @@ class Scope:
     stars: list[Star] = field(default_factory=list)
     exported: list[ast.expr | None] = field(default_factory=list)
     patched: set[tuple[str, str]] = field(default_factory=set)
+    documents: dict[str, list[ast.expr]] = field(default_factory=dict)
     imports: list[tuple[str, int]] = field(default_factory=list)
 
     @classmethod
@@ -370,6 +372,8 @@ class _Reader:
                     self.assign(item, part, line)
             case ast.Attribute(value=ast.Name(id=name), attr=attribute), _:
                 self.scope.patched.add((name, attribute))
+                if attribute == "__doc__":
+                    self.scope.documents.setdefault(name, []).append(value)
             case _:
                 self.opaque(target, "is bound to a part of another value")
 
@@ -429,13 +433,19 @@ class _Reader:
         reaches = self.run(node.body) and self.run(node.orelse)
         left = [self.names] if reaches else []
         self.guards, self.certain = guards, False
+        goes_on = False
         for handler in node.handlers:
             self.names = dict(before)
             if handler.name:
                 self.bind(handler.name, Opaque, handler.lineno, None)
             if self.run(handler.body):
                 left.append(self.names)
+                goes_on = True
         self.certain = was_certain
+        if not goes_on:  # a failing import fails all
+            for statement in node.body:
+                for name, _ in _imports([statement], self.scope.module):
+                    self.imported(name, statement.lineno)
         self.take(_joined(left) if left else before)
         return self.run(node.finalbody) and bool(left)
 

@@ -10,6 +10,7 @@ Modules of the standard library that this process holds anyway (`_HELD`) are ask
 import ast
 import builtins
 import importlib.util
+import inspect
 import keyword
 import pkgutil
 import sys
@@ -873,7 +874,10 @@ class _Walk:
     def undecorated(self, thing: _Thing) -> None:
         for decorator in thing.node.decorator_list:
             frame = _Frame(self.home(thing))
-            if self.real_path(decorator, frame) != "dataclasses.dataclass" and self.keeps(decorator, frame) is None:
+            if (
+                self.real_path(decorator, frame) != "dataclasses.dataclass"
+                and self.keeps(decorator, frame, True) is None
+            ):
                 raise Undecided(f"@{ast.unparse(decorator)[:60]} may change what it takes")
 
     def of_function(self, thing: _Thing) -> Signature:
@@ -1008,12 +1012,12 @@ class _Walk:
 
     # ---- decorators
 
-    def keeps(self, decorator: ast.expr, frame: _Frame) -> set[str] | None:
+    def keeps(self, decorator: ast.expr, frame: _Frame, of_class: bool = False) -> set[str] | None:
         """None unless a decorator leaves alone what a function takes; words that it takes beside, as older names."""
         if self.real_path(decorator, frame) in _KEEPING:
             return set()
         try:
-            return _Decorator(self).keeps(decorator, frame)
+            return _Decorator(self, of_class).keeps(decorator, frame)
         except (Undecided, _Absent, _Failing, Broken):
             return None
 
@@ -1050,6 +1054,9 @@ class _Walk:
         if thing.kind == "class":
             things = [t for t in self.line(thing)[0] if t.live is None]
         for each in things:
+            if each.module is not None:
+                for value in each.module.scope.documents.get(each.name, ()):
+                    yield inspect.cleandoc(self.prose(value, _Frame(each.module)))
             if isinstance(each.node, ast.ClassDef | Functions):
                 yield ast.get_docstring(each.node) or ""
             if each.kind == "class" and self.own(each, "__init__"):
@@ -1066,6 +1073,22 @@ class _Walk:
                 if callee.key != thing.key and ("doc", callee.key) not in self.active:
                     self.active.add(("doc", callee.key))
                     yield from self.docstrings(callee)
+
+    def prose(self, node: ast.expr, frame: _Frame) -> str:
+        """A text that is put together from others."""
+        match node:
+            case ast.Constant(value=str(text)):
+                return text
+            case ast.JoinedStr(values=parts):
+                return "".join(self.prose(part, frame) for part in parts)
+            case ast.BinOp(left=left, op=ast.Add(), right=right):
+                return self.prose(left, frame) + self.prose(right, frame)
+            case ast.FormattedValue(value=value):
+                return self.prose(value, frame)
+            case ast.Name() | ast.Attribute():
+                value = self.plain(node, frame)
+                return value if isinstance(value, str) else ""
+        return ""
 
     # ---- metrics
 
@@ -1589,8 +1612,8 @@ class _Decorator:
     """Shows from its source that a decorator leaves alone what a function takes: that it returns the function, or one
     that `functools.wraps` makes look like it."""
 
-    def __init__(self, walk: _Walk):
-        self.walk = walk
+    def __init__(self, walk: _Walk, of_class: bool):
+        self.walk, self.of_class = walk, of_class
         self.literals: set[str] = set()  # words that the decorator itself is given
 
     def keeps(self, decorator: ast.expr, frame: _Frame) -> set[str] | None:
@@ -1633,7 +1656,7 @@ class _Decorator:
         self.walk.enter(key)
         try:
             words: set[str] = set()
-            body = list(_given(function.body, parameter))
+            body = self.given(function, parameter)
             answers = [n.value for n in _inside(body) if isinstance(n, ast.Return)]
             for answer in answers:
                 more = self.like(answer, parameter, function, module)
@@ -1644,6 +1667,29 @@ class _Decorator:
         finally:
             self.walk.active.discard(key)
 
+    def given(self, function: Functions, parameter: str) -> list[ast.stmt]:
+        """The statements that are run when a parameter is a function, or a class."""
+
+        def run(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+            for statement in body:
+                truth = self.truth(statement.test, parameter) if isinstance(statement, ast.If) else None
+                if truth is None:
+                    yield statement
+                elif isinstance(statement, ast.If):
+                    yield from run(statement.body if truth else statement.orelse)
+
+        return list(run(function.body))
+
+    def truth(self, test: ast.expr, parameter: str) -> bool | None:
+        match test:
+            case ast.Compare(left=left, ops=[ast.Is() | ast.IsNot() as op], comparators=[ast.Constant(value=None)]):
+                return isinstance(op, ast.IsNot) if _is_it(left, parameter) else None
+            case ast.Call(func=ast.Attribute(attr="isclass") | ast.Name(id="isclass"), args=[given]):
+                return self.of_class if _is_it(given, parameter) else None
+            case ast.Call(func=ast.Name(id="isinstance"), args=[given, ast.Name(id="type")]):
+                return self.of_class if _is_it(given, parameter) else None
+        return None
+
     def like(self, value: ast.expr | None, parameter: str, function: Functions, module: Module) -> set[str] | None:
         frame = _Frame(module, function=function)
         inner = {n.name: n for n in _inside(function.body) if isinstance(n, Functions)}
@@ -1652,6 +1698,14 @@ class _Decorator:
                 return set()
             case ast.Name(id=name) if name in inner:
                 return self.wrapper(inner[name], parameter, frame)
+            case ast.Name(id=name):  # a variable, where it is nothing else
+                made = [
+                    n.value
+                    for n in _inside(self.given(function, parameter))
+                    if isinstance(n, ast.Assign) and any(_is_it(target, name) for target in n.targets)
+                ]
+                alike = [None if _is_it(m, name) else self.like(m, parameter, function, module) for m in made]
+                return None if not alike or None in alike else set().union(*(words for words in alike if words))
             case ast.Call(func=ast.Name(id="cast") | ast.Attribute(attr="cast"), args=[_, given]):
                 return self.like(given, parameter, function, module)
             case ast.Call(func=called, args=arguments):
@@ -1660,7 +1714,11 @@ class _Decorator:
                     return self.like(arguments[1], parameter, function, module)
                 if isinstance(called, ast.Call) and self.walk.real_path(called, frame) == "functools.wraps":
                     return self.like(called.args[0], parameter, function, module) if called.args else None
-                position = [n for n, a in enumerate(arguments) if _is_it(a, parameter)]
+                position = [
+                    n
+                    for n, a in enumerate(arguments)
+                    if isinstance(a, ast.Name) and self.like(a, parameter, function, module) is not None
+                ]
                 if not position:
                     return None
                 if isinstance(called, ast.Name) and called.id in inner:
@@ -1704,18 +1762,6 @@ class _Decorator:
 def _first(function: Functions) -> str | None:
     arguments = [*function.args.posonlyargs, *function.args.args]
     return arguments[0].arg if arguments else None
-
-
-def _given(body: list[ast.stmt], parameter: str) -> Iterator[ast.stmt]:
-    """Statements that are run when a parameter is not None."""
-    for statement in body:
-        match statement:
-            case ast.If(
-                test=ast.Compare(left=ast.Name(id=name), ops=[ast.Is() | ast.IsNot() as op], comparators=[right])
-            ) if name == parameter and isinstance(right, ast.Constant) and right.value is None:
-                yield from _given(statement.orelse if isinstance(op, ast.Is) else statement.body, parameter)
-            case _:
-                yield statement
 
 
 # ---- types
