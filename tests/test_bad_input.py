@@ -170,7 +170,7 @@ ONE_FAULT = {
     "an impossible param": ("", ["data.module.params.image_size=0"], "image_size must be"),
     "a batch size of zero": ("", ["data.batch_size=0"], "data.batch_size: must be at least 1, not 0"),
     "an override without a value": ("", ["data.batch_size"], "override data.batch_size: an override is key=value"),
-    "a sharded engine without GPUs": ("", ["engine.processes=2", "engine.backend=fsdp"], "fsdp needs GPUs"),
+    "a sharded engine without GPUs": ("", ["engine.processes=2", "engine.backend=fsdp"], "fsdp does not go with engine.gpus: null: it needs GPUs"),
 }
 
 
@@ -204,7 +204,7 @@ def test_a_bomb_costs_little_time_and_memory(bomb):
 def test_gpus_that_are_not_there(refused, tiny):
     """Exit 3: what was asked for, what there is, and how to go on."""
     told = refused(3, "train", tiny, "engine.gpus=[97, 98]")
-    assert told.startswith("engine.gpus: asks for 97, 98, and this machine has ")
+    assert told.startswith("override engine.gpus=[97, 98]: engine.gpus: asks for 97, 98, and this machine has ")
     assert "`engine.gpus=null` runs on the CPU" in told
     if not torch.cuda.is_available():
         assert "asks for 0, 1, and this machine has none;" in refused(3, "train", tiny, "engine.gpus=[0,1]")

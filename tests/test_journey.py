@@ -15,6 +15,8 @@ from commands import environment, real
 from conftest import digest
 from PIL import Image
 
+from deeplightning.config.tree import parse, plain
+
 ROOT = Path(__file__).parents[1]
 BASE = ROOT / "configs" / "base.yaml"
 
@@ -95,11 +97,13 @@ def test_the_run_is_tracked_whole(base, tracked):
 
 
 def test_a_saved_config_is_the_config(base, command, place):
-    """`cfg.yaml` passes `check`, and `explain` prints it as it is."""
+    """`cfg.yaml` passes `check`, which prints it as it is; `explain` says the same, every value set by this file."""
     saved = base.folder / "cfg.yaml"
-    assert command("check", saved, cwd=place).code == 0
-    explained = command("explain", saved, cwd=place)
-    assert explained.out == saved.read_text()
+    checked = command("check", saved, cwd=place)
+    assert (checked.code, checked.out) == (0, saved.read_text())
+    explained = command("explain", saved, cwd=place).out
+    assert plain(parse(explained, "explained", [])) == plain(parse(saved.read_text(), "saved", []))
+    assert explained.count(f"# {saved}:") == len(explained.splitlines()) - explained.count(":\n")
     assert yaml.safe_load(saved.read_text())["engine"]["num_nodes"] == 1
 
 
