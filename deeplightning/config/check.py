@@ -498,7 +498,7 @@ class _Checker:
             ("train.val_every_n_epoch", train.val_every_n_epoch),
             ("train.checkpoint.every_n_epochs", train.checkpoint.every_n_epochs),
         ):
-            if number is not None and not (0 < number <= 1 or (number > 1 and float(number).is_integer())):
+            if number is not None and not (0 < number <= 1 or (number > 1 and number % 1 == 0)):
                 self.wrong("a whole number of epochs, or a fraction between 0 and 1", number, key)
         for name, part in vars(train.limit_batches).items() if train.limit_batches else ():
             if isinstance(part, float) and not 0 <= part <= 1:

@@ -5,6 +5,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+MAX_HALF = 1_000  # characters at either end of a note
+
 
 @dataclass(frozen=True)
 class Fault:
@@ -27,8 +29,10 @@ class Fault:
     exit_code: int = 2
 
     def __str__(self) -> str:
-        where = ": ".join(part for part in (self.place, self.key) if part)
-        return printable(f"{where}: {self.message}" if where else self.message)
+        text = ": ".join(part for part in (self.place, self.key, self.message) if part)
+        if len(text) > 2 * MAX_HALF:  # something in it is no word of a person
+            text = f"{text[:MAX_HALF]} … {text[-MAX_HALF:]}"
+        return printable(text)
 
     def to_dict(self) -> dict[str, Any]:
         """The fault for programs: `file`, `line` and `column` or the `override` that set the value, `key`, `message`,

@@ -13,11 +13,10 @@ from typing import Any
 
 from deeplightning.config.expression import Call, Key, Malformed, Node, Text, Word, parse, parse_argument
 from deeplightning.config.fault import ConfigError, Fault
-from deeplightning.config.tree import MAX_DEPTH, MAX_VALUES, Entry, KeyPath, leaves, scalar
+from deeplightning.config.tree import MAX_DEPTH, MAX_FAULTS, MAX_VALUES, Entry, KeyPath, leaves, scalar
 
 MAX_CHARACTERS = 1_000_000  # of the texts that references make
 MAX_PARTS = 100_000  # of the texts that hold references: words, keys, arguments
-MAX_BROKEN = 1_000  # references that are told singly
 MAX_STEPS = 150  # of references and sections that lead to each other; Python bears a thousand
 
 
@@ -67,8 +66,8 @@ def resolve(root: Entry, faults: list[Fault]) -> Secrets:
                 results.append((entry, _entries(resolver.value(path), entry.place, len(path))))
             except _Unresolved as error:
                 broken.append(Fault(_told(entry.value, error), _dotted(path), entry.place))
-            if len(broken) > MAX_BROKEN:
-                raise _TooMuch(f"more than {MAX_BROKEN} references of this config are broken, up to here")
+            if len(broken) > MAX_FAULTS:
+                raise _TooMuch(f"more than {MAX_FAULTS} references of this config are broken, up to here")
             _note(secrets, path, entry.value, resolver.seen)
     except _TooMuch as error:
         raise ConfigError([*faults, *broken, Fault(str(error), _dotted(path), entry.place)]) from None

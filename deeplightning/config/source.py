@@ -12,7 +12,7 @@ from deeplightning.config.fault import ConfigError, Fault
 from deeplightning.config.interpolation import Secrets, resolve
 from deeplightning.config.tree import Entry, kind, parse
 
-MAX_BYTES = 1_000_000
+MAX_BYTES = 1_000_000  # of a file, and of all files that build on each other
 MAX_BASES = 50
 
 
@@ -34,7 +34,7 @@ def read(path: str | Path, overrides: list[str] | None = None) -> Source:
     """
     path = Path(os.path.expanduser(path))  # noqa: PTH111  (Path's fails for an unknown ~user)
     faults: list[Fault] = []
-    root = _with_bases(path, [], faults)
+    root = _with_bases(path, [], [], faults)
     for text in overrides or []:
         try:
             _override(root, text)
@@ -47,15 +47,21 @@ def read(path: str | Path, overrides: list[str] | None = None) -> Source:
 # ---- files
 
 
-def _with_bases(path: Path, trail: list[Path], faults: list[Fault]) -> Entry:
-    """The tree of a file, laid over the trees of its `_base_` files."""
+def _with_bases(path: Path, trail: list[Path], read: list[int], faults: list[Fault]) -> Entry:
+    """The tree of a file, laid over the trees of its `_base_` files. `trail` are the files that lead to it, `read` the
+    sizes of all that were read."""
     here = Path(os.path.realpath(path))  # unlike Path.resolve, without an error for links that go round
     if here in trail:
         chain = " → ".join(_short(p) for p in [*trail[trail.index(here) :], here])
         raise ConfigError(Fault(f"these files build on each other in a circle: {chain}; remove one `_base_`"))
-    if len(trail) >= MAX_BASES:
+    if len(read) >= MAX_BASES:
         raise ConfigError(Fault(f"more than {MAX_BASES} files build on each other", place=_short(path)))
-    tree = parse(_text(path), _short(path), faults)
+    text = _text(path)
+    read.append(len(text))
+    if sum(read) > MAX_BYTES:
+        message = f"the files that build on each other have at most {MAX_BYTES // 1000} kB together"
+        raise ConfigError(Fault(message, place=_short(path)))
+    tree = parse(text, _short(path), faults)
     if not isinstance(tree.value, dict):
         what = "is empty" if tree.value is None else f"holds {kind(tree)}"
         raise ConfigError(Fault(f"this file {what}; a config is a mapping of keys such as `data:`", place=_short(path)))
@@ -70,7 +76,7 @@ def _with_bases(path: Path, trail: list[Path], faults: list[Fault]) -> Entry:
         file = path.parent / os.path.expanduser(name.value)  # noqa: PTH111  (Path's fails for an unknown ~user)
         if not os.path.isfile(file):  # noqa: PTH113  (Path's fails for a name that is too long)
             raise ConfigError(Fault(f"there is no file {_short(file)} to build on", "_base_", name.place))
-        merged = _merge(merged, _with_bases(file, [*trail, here], faults))
+        merged = _merge(merged, _with_bases(file, [*trail, here], read, faults))
     return _merge(merged, tree)
 
 
@@ -78,6 +84,8 @@ def _text(path: Path) -> str:
     place = _short(path)
     if os.path.isdir(path):  # noqa: PTH112  (Path's fails for a name that is too long)
         raise ConfigError(Fault("this is a folder; name the YAML file in it", place=place))
+    if os.path.exists(path) and not os.path.isfile(path):  # noqa: PTH110, PTH113
+        raise ConfigError(Fault("this is a pipe or a device, not a YAML file", place=place))
     try:
         with path.open("rb") as file:
             data = file.read(MAX_BYTES + 1)

@@ -15,6 +15,7 @@ from deeplightning.config.fault import ConfigError, Fault
 
 MAX_VALUES = 50_000  # after aliases are followed: a few lines of anchors can stand for billions of values
 MAX_DEPTH = 60
+MAX_FAULTS = 1_000  # that are told singly
 
 KeyPath = tuple[str | int, ...]
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -142,6 +143,8 @@ def parse(text: str, name: str, faults: list[Fault]) -> Entry:
         mark = error.problem_mark or error.context_mark
         place = f"{name}:{mark.line + 1}:{mark.column + 1}" if mark else name
         raise ConfigError(Fault(_syntax(error, text, mark), place=place)) from None
+    except UnicodeEncodeError as error:  # of a shell's arguments; files are decoded before
+        raise ConfigError(Fault(f"not text in UTF-8 (character {error.start})", place=name)) from None
     except yaml.YAMLError as error:
         raise ConfigError(Fault(f"not YAML: {str(error).splitlines()[0]}", place=name)) from None
     if node is None:
@@ -189,6 +192,8 @@ class _Builder:
     def build(self, node: Node, place: str | None = None) -> Entry:
         at = self.place(node)
         self.count += 1
+        if len(self.faults) > MAX_FAULTS:
+            raise self.stop(node, f"more than {MAX_FAULTS} faults, up to here; is this a config?")
         if self.count > MAX_VALUES:
             raise self.stop(node, f"this config stands for more than {MAX_VALUES} values; write out fewer aliases")
         if id(node) in self.open:
