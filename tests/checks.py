@@ -1,0 +1,134 @@
+"""`deeplightning check` in processes of their own, forked from one that has imported what it needs.
+
+Their limits are the system's: a process that passes them is killed.
+"""
+
+import contextlib
+import io
+import json
+import os
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+SECONDS = 2  # of CPU, with the imports
+MEMORY = 500_000_000  # bytes of address space: more than what is really used
+LONGEST = 30  # seconds on the clock: a case that waits is killed
+SECRET = "s3cr3t-of-this-test"
+
+BASE = """\
+_base_: other.yaml
+seed: 7
+stages: [train, test]
+data:
+  module: {type: some_parts.anything, params: {a: [1, {b: c}], d: {type: some_parts.anything, params: {e: 1e-3}}}}
+  batch_size: 4
+  root: ~/data
+model:
+  module: {type: some_parts.anything}
+  network:
+    one: {type: some_parts.anything, params: {f: {ref: some_parts.anything}}}
+    two: {type: some_parts.anything}
+  optimizer:
+    type: some_parts.anything
+    params: &params {lr: 0.1, weight_decay: "${data.batch_size}"}
+    groups: [{match: 'bias|norm', weight_decay: 0}]
+  scheduler: {type: some_parts.anything, params: {<<: *params}, call: {interval: step, monitor: val_loss}}
+  loss: {type: some_parts.anything, weight: 0.5}
+  metrics: {acc: {type: some_parts.anything}}
+engine: {gpus: null, precision: bf16-mixed, env: {A: B}}
+train:
+  num_epochs: 2
+  callbacks:
+  - {type: some_parts.anything}
+  early_stop: {metric: val_loss, delta: 0.1}
+  checkpoint: {every_n_epochs: 0.5, monitor: val_loss}
+logger:
+  type: some_parts.anything
+  params: {token: "${oc.env:SOME_SECRET}"}
+  log_every_n_steps: {per_epoch: 3}
+serve: {port: 5000}
+"""
+
+
+class Checker:
+    """`deeplightning check`, again and again."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        kept = {name: os.environ[name] for name in ("PATH", "HOME", "LANG", "LC_ALL") if name in os.environ}
+        self.process = subprocess.Popen(
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=folder,
+            env={**kept, "PYTHONPATH": str(Path(__file__).resolve().parents[1]), "SOME_SECRET": SECRET},
+        )
+
+    def __call__(self, *arguments: str) -> str:
+        """Checks a config, which must be answered; gives the words."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(arguments).encode() + b"\n")
+        self.process.stdin.flush()
+        end = json.loads(self.process.stdout.readline())
+        out, err = ((self.folder / name).read_bytes().decode() for name in ("out", "err"))
+        assert end["code"] in (0, 2, 3), f"ended with {end['code']}: {err}"
+        assert end["seconds"] <= SECONDS, err[:1000]
+        assert "Traceback" not in err
+        assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f-\x9f]", out + err), "what steers a terminal is written out"
+        assert SECRET not in out + err
+        assert max(map(len, err.split("\n"))) < 10_000, "a note is no longer than a screen"
+        assert bool(re.search("^error: ", err, re.MULTILINE)) == (end["code"] != 0), err[:1000]
+        return err
+
+    def close(self) -> None:
+        self.process.communicate()
+
+
+def _serve() -> None:
+    """Checks what stdin names, each in a process of its own; tells exit code and CPU seconds."""
+    from deeplightning import cli
+
+    for name in ("out", "err"):
+        Path(name).touch()
+    Path("some_parts.py").write_text("def anything(*args, **kwargs): ...\n")
+    Path("c.yaml").write_text(BASE)
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+        cli.cli.main(["check", "c.yaml"], standalone_mode=False)  # so that all is imported
+    begin = time.process_time()
+    for line in iter(sys.stdin.buffer.readline, b""):
+        child = os.fork()
+        if child == 0:
+            _check(cli, json.loads(line))
+        _, status, used = os.wait4(child, 0)
+        seconds = begin + used.ru_utime + used.ru_stime
+        print(json.dumps({"code": os.waitstatus_to_exitcode(status), "seconds": seconds}), flush=True)
+
+
+def _check(cli: Any, arguments: list[str]) -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
+    resource.setrlimit(resource.RLIMIT_CPU, (SECONDS + 1, SECONDS + 1))
+    signal.alarm(LONGEST)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    for number, name in enumerate(("out", "err"), 1):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_TRUNC), number)
+    sys.argv = ["deeplightning", "check", *arguments]
+    code: object = 1
+    try:
+        cli.main()
+    except SystemExit as ended:
+        code = ended.code
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else 0 if code is None else 1)
+
+
+if __name__ == "__main__":
+    _serve()
