@@ -134,7 +134,7 @@ class Data:
     """Where samples come from."""
 
     module: Target = key(
-        "a LightningDataModule, called with the whole config", example="deeplightning.data.digits.Digits"
+        "a LightningDataModule, called with the whole config", example="{type: deeplightning.data.digits.Digits}"
     )
     batch_size: int = key("samples per step and process", example="64", low=1)
     root: str | None = key("folder of the data set", None, example="~/data")
@@ -154,7 +154,7 @@ class Model:
 
     module: Target = key(
         "the task: a LightningModule, called with the whole config",
-        example="deeplightning.task.img_classif.ImageClassification",
+        example="{type: deeplightning.task.img_classif.ImageClassification}",
     )
     network: Target | dict[str, Target] | None = key("the network, or several by name", None)
     optimizer: Optimizer | dict[str, Optimizer] | None = key("the optimizer, or one per network; null: the task's own")
