@@ -1,0 +1,150 @@
+"""What a dotted name means, and what it takes, found in source text: nothing of the target is imported.
+
+`look_up` follows a name through re-exports to its class or function; `Definition` answers what `check` and `explain`
+ask of it. What only running the code would tell is `Undecided`, never guessed. `target` does the same by importing,
+and says what is missing in the same words.
+
+`bindings` reads one file, `names` follows names through files, `signatures` asks what things take.
+"""
+
+import ast
+import keyword
+import pkgutil
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from deeplightning.config.signature import Signature, Undecided
+from deeplightning.config.static.bindings import Broken, Module
+from deeplightning.config.static.docstrings import described, docstrings
+from deeplightning.config.static.logged import logged_names
+from deeplightning.config.static.names import Absent, Failing, Kind, Names, Thing
+from deeplightning.config.static.signatures import Signatures
+
+
+def look_up(name: str) -> "Definition":
+    """What a dotted name means.
+
+    Raises:
+        ValueError: there is certainly nothing of this name, in the words of `target.find`.
+        Undecided: that cannot be told without importing.
+    """
+    parts = name.split(".")
+    if len(parts) < 2 or not all(p.isidentifier() and not keyword.iskeyword(p) for p in parts):
+        raise ValueError(f"`{name}` is no MODULE.NAME such as torch.optim.SGD.")
+    names = Names()
+    try:
+        thing = _find(parts, names)
+    except RecursionError:
+        raise Undecided("its source is nested too deeply") from None
+    except (Failing, Broken) as error:
+        words = f"failed: {error}" if isinstance(error, Broken) else str(error)
+        raise ValueError(f"importing {'.'.join(parts[:-1])} (for `{name}`) {words}") from None
+    return Definition(name, thing.path, thing.kind, thing.file, thing, names)
+
+
+def _find(parts: list[str], names: Names) -> Thing:
+    name = ".".join(parts)
+    module, depth = None, 0
+    for depth in range(min(len(parts) - 1, 50), 0, -1):
+        module = names.module(".".join(parts[:depth]))
+        if module is not None:
+            break
+    if module is None:
+        known = [m.name for m in pkgutil.iter_modules()] if len(parts[0]) > 2 else []
+        raise ValueError(f"there is no module {parts[0]} to import (for `{name}`).{_nearest(parts[0], known)}")
+    thing = names.of_module(module)
+    for part in parts[depth:]:
+        try:
+            thing = names.member(thing, part)
+        except Undecided:
+            # What has something behind it is a module or class. A module is a file: where one of nearly this name lies,
+            # and this name is written nowhere in the package's own file, it is that one misspelt.
+            if depth == len(parts) - 1 or thing.kind != "module" or not _is_misspelt(part, thing.module):
+                raise
+            owner = ".".join(parts[:depth])
+            assert thing.module is not None
+            near = _nearest(part, thing.module.submodules()).replace("mean ", f"mean {owner}.", 1)
+            raise ValueError(f"{owner} has no `{part}`.{near}") from None
+        except Absent as absent:
+            if absent.name != part:
+                raise Undecided(f"{absent.name} cannot be found where it is imported from") from None
+            owner = ".".join(parts[:depth])
+            public = [n for n in absent.known if not n.startswith("_")]
+            near = _nearest(part, public).replace("mean ", f"mean {owner}.", 1)
+            raise ValueError(f"{owner} has no `{part}`.{near}") from None
+        depth += 1
+    return thing
+
+
+def _is_misspelt(part: str, owner: Module | None) -> bool:
+    if owner is None or not owner.folders or part.startswith("_"):
+        return False
+    written = {word for node in ast.walk(owner.tree) for word in _words_of(node)}
+    return part not in written and bool(_nearest(part, [n for n in owner.submodules() if not n.startswith("_")]))
+
+
+def _words_of(node: ast.AST) -> list[str]:
+    """The names and texts in a node."""
+    found = [getattr(node, name, None) for name in ("id", "attr", "name", "asname", "arg", "value", "module")]
+    return [word for word in found if isinstance(word, str)]
+
+
+def _nearest(word: str, words: list[str]) -> str:
+    from deeplightning.config.target import nearest
+
+    return nearest(word, words)
+
+
+@dataclass(eq=False)
+class Definition:
+    """What a dotted name means.
+
+    Attributes:
+        name: as it was asked.
+        path: where it is really defined, `torch.optim.sgd.SGD` of torch.optim.SGD.
+        kind: "value" is anything that is no class, function or module.
+        file: where its source is, if it has any.
+    """
+
+    name: str
+    path: str
+    kind: Kind
+    file: Path | None
+    _thing: Thing = field(repr=False)
+    _names: Names = field(repr=False)
+
+    def bases(self) -> tuple[list[str], bool]:
+        """The dotted real paths of itself and its ancestors in the order of Python, without `object`; False behind it
+        where an ancestor could not be followed, so that there may be more."""
+        if self.kind != "class":
+            return [self.path], True
+        line, complete = self._names.line(self._thing)
+        return [thing.path for thing in line], complete
+
+    def signature(self) -> Signature:
+        """What may be given to it; of classes and of methods that are called on their class, without `self`.
+
+        Raises:
+            Undecided: that cannot be told without importing.
+        """
+        if self.kind == "module" or (self.kind == "value"):
+            raise Undecided(f"it is a {self.kind}")
+        return self._names.guarded(lambda: Signatures(self._names).signature(self._thing))
+
+    def documentation(self, parameter: str) -> str | None:
+        """What a docstring says about a parameter: its own, or the ancestor's that takes it."""
+        for text in docstrings(self._names, self._thing):
+            found = described(text, parameter)
+            if found:
+                return found
+        return None
+
+    def logged_names(self) -> tuple[set[str], bool]:
+        """The names that a class gives to `self.log` and `self.log_dict`; False if there may be others.
+
+        What the class says itself in `logged_metrics`, a tuple of literal words, is taken as it is, placeholders
+        included.
+        """
+        if self.kind != "class":
+            return set(), False
+        return logged_names(self._names, self._thing)

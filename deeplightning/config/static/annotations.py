@@ -1,0 +1,164 @@
+"""Annotations and defaults in the form of `config.signature`."""
+
+import ast
+from dataclasses import replace
+from typing import Any
+
+from deeplightning.config.signature import SIMPLE, UNKNOWN, Undecided
+from deeplightning.config.static.bindings import Broken, Imported, Module
+from deeplightning.config.static.names import Absent, Failing, Frame, Names, is_type_variable, nominal
+
+
+def plain(names: Names, node: ast.expr, frame: Frame) -> Any:
+    """A plain value, also one that a module gives a name; else UNKNOWN."""
+    try:
+        value = ast.literal_eval(node)
+    except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
+        if not isinstance(node, ast.Name):
+            return UNKNOWN
+        try:
+            found = names.named(node.id, replace(frame, function=None))
+            value = ast.literal_eval(found.node) if found.kind == "value" and found.live is None else UNKNOWN
+        except (ValueError, TypeError, Undecided, Absent, Failing, Broken):
+            return UNKNOWN
+    return value if isinstance(value, bool | int | float | str | None) else UNKNOWN
+
+
+def allowed(names: Names, node: ast.expr | None, frame: Frame) -> tuple[Any, ...] | None:
+    """The simple types and literals of an annotation, as `signature.allowed_by` gives them of a live one."""
+    try:
+        return Types(names, replace(frame, function=None)).of(node, {})
+    except (Undecided, Absent, Failing, Broken, ValueError, SyntaxError, TypeError):
+        return None
+
+
+class Types:
+    """Annotations as the simple types that they allow."""
+
+    def __init__(self, names: Names, frame: Frame, depth: int = 0):
+        self.names, self.frame, self.depth = names, frame, depth
+
+    def of(self, node: ast.expr | None, variables: dict[str, Any]) -> tuple[Any, ...] | None:
+        if self.depth > 20:
+            return None
+        match node:
+            case ast.Constant(value=None):
+                return (type(None),)
+            case ast.Constant(value=str(text)):
+                return self.of(ast.parse(text.strip(), mode="eval").body, variables)
+            case ast.BinOp(op=ast.BitOr()):
+                return self.union(_sides(node), variables)
+            case ast.Subscript(value=outer, slice=inner):
+                return self.subscript(outer, inner, variables)
+            case ast.Name() | ast.Attribute():
+                return self.named(node, variables)
+        return None
+
+    def subscript(self, outer: ast.expr, inner: ast.expr, variables: dict[str, Any]) -> tuple[Any, ...] | None:
+        parts = inner.elts if isinstance(inner, ast.Tuple) else [inner]
+        match self.typing(outer):
+            case "Optional":
+                return self.union([inner, ast.Constant(None)], variables)
+            case "Union":
+                return self.union(parts, variables)
+            case "Literal":
+                values = [p.value if isinstance(p, ast.Constant) else ast.literal_eval(p) for p in parts]
+                return tuple(values)
+            case "List" | "Tuple" | "list" | "tuple":
+                return (list,)
+            case "Annotated":
+                return self.of(parts[0], variables)
+            case None:
+                found = self.names.value(outer, self.frame)
+                if found.kind == "value" and isinstance(found.node, ast.expr) and found.module and len(parts) == 1:
+                    free = [n.id for n in ast.walk(found.node) if isinstance(n, ast.Name)]
+                    given = self.of(parts[0], variables)
+                    inside = Types(self.names, Frame(found.module), self.depth + 1)
+                    return inside.of(found.node, {name: given for name in free if inside.is_variable(name)})
+        return None
+
+    def is_variable(self, name: str) -> bool:
+        try:
+            return is_type_variable(self.names.named(name, self.frame).node)
+        except (Undecided, Absent, Failing, Broken):
+            return False
+
+    def typing(self, node: ast.expr) -> str | None:
+        """The last word of what stands in `typing` or `builtins`."""
+        path = nominal(node, self.frame.module)
+        if path is None:
+            if isinstance(node, ast.Name) and node.id not in ("list", "tuple"):
+                return None
+            path = self.names.value(node, self.frame).path
+        head, _, word = path.rpartition(".")
+        return word if head in ("typing", "typing_extensions", "builtins") else None
+
+    def named(self, node: ast.Name | ast.Attribute, variables: dict[str, Any]) -> tuple[Any, ...] | None:
+        if isinstance(node, ast.Name) and node.id in variables:
+            return variables[node.id]
+        path = nominal(node, self.frame.module)
+        if path is not None:
+            return (list,) if path in ("typing.List", "typing.Tuple") else None
+        if _is_tensor(node, self.frame.module):
+            return None
+        found = self.names.value(node, self.frame)
+        if found.live is not None:
+            return (found.live,) if found.live in SIMPLE else None
+        if found.kind == "value" and isinstance(found.node, ast.expr) and found.module is not None:
+            return Types(self.names, Frame(found.module), self.depth + 1).of(found.node, {})
+        return None
+
+    def union(self, parts: list[ast.expr], variables: dict[str, Any]) -> tuple[Any, ...] | None:
+        options = []
+        for part in parts:
+            if isinstance(part, ast.Constant) and isinstance(part.value, str):
+                part = ast.parse(part.value.strip(), mode="eval").body
+            try:
+                options.append((part, self.of(part, variables)))
+            except (Undecided, Absent, Failing, Broken):
+                options.append((part, None))
+        numbers = any(option and {int, float} & set(option) for _, option in options)
+        kept: list[Any] = []
+        for part, option in options:
+            if option is None:
+                if numbers and self.is_of_torch(part):
+                    continue
+                return None
+            kept += [each for each in option if each not in kept or isinstance(each, bool)]
+        return tuple(kept)
+
+    def is_of_torch(self, node: ast.expr) -> bool:
+        """Whether it is a class of torch that no plain value stands for."""
+        if not isinstance(node, ast.Name | ast.Attribute):
+            return False
+        if _is_tensor(node, self.frame.module):
+            return True
+        try:
+            found = self.names.value(node, self.frame)
+            if found.kind != "class" or not found.path.startswith("torch."):
+                return False
+            line, complete = self.names.line(found)
+        except (Undecided, Absent, Failing, Broken):
+            return False
+        return complete and not any(t.live is not None and t.live.__module__ in ("builtins", "enum") for t in line)
+
+
+def _is_tensor(node: ast.expr, module: Module) -> bool:
+    """`Tensor` of torch, without reading torch."""
+    match node:
+        case ast.Name(id=name):
+            options = module.scope.names.get(name, ())
+            return any(
+                isinstance(o, Imported) and o.module in ("torch", "torch._tensor") and o.name == "Tensor"
+                for o in options
+            )
+        case ast.Attribute(value=ast.Name(id=name), attr="Tensor"):
+            options = module.scope.names.get(name, ())
+            return any(isinstance(o, Imported) and o.module == "torch" and o.name is None for o in options)
+    return False
+
+
+def _sides(node: ast.expr) -> list[ast.expr]:
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
+        return [*_sides(node.left), *_sides(node.right)]
+    return [node]
