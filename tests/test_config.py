@@ -339,6 +339,22 @@ def test_a_reference_that_leads_nowhere_is_told_with_its_place(text, words):
     assert source.root.value["ok"].value == 1
 
 
+def test_references_that_multiply_end_with_a_note():
+    """Forty short lines stand for billions of characters, or values; the note says where it is too much."""
+    texts = "a0: xx\n" + "".join(f"a{n}: ${{a{n - 1}}}${{a{n - 1}}}\n" for n in range(1, 40))
+    assert notes(texts)[-1].endswith("references stand for more than 1000000 characters, up to here; write fewer")
+    maps = "a0: {x: 1}\n" + "".join(f"a{n}: {{x: '${{a{n - 1}}}', y: '${{a{n - 1}}}'}}\n" for n in range(1, 40))
+    assert notes(maps)[-1].endswith("references stand for more than 50000 values, up to here; write fewer")
+
+
+def test_a_value_from_a_reference_knows_how_it_was_written():
+    """The text with braces stays with the value, or with the mapping, that it became."""
+    root = read(write("a: {x: 1}\nb: ${a}\nc: ${b.x}-${oc.env:IT_IS_NOT_SET,1.10}\nd: 2\n")).root.value
+    assert plain(root["b"]) == {"x": 1}
+    assert root["c"].value == "1-1.10"
+    assert [root[name].written for name in "abcd"] == [None, "${a}", "${b.x}-${oc.env:IT_IS_NOT_SET,1.10}", None]
+
+
 def test_braces_in_flow_style_are_explained():
     """`{a: ${b}}` is no YAML; the note says what to write."""
     (note,) = notes("a: {b: ${c}}\nc: 1\n")

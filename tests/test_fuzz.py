@@ -86,14 +86,14 @@ def test_the_config_that_the_others_change_is_right(check):
     assert "error: " not in config(check, BASE)
 
 
-@times(250)
+@times(300)
 @given(data=st.binary(max_size=300))
 def test_bytes(check, data):
     """Bytes that are no text, or by chance are."""
     config(check, data)
 
 
-@times(500)
+@times(600)
 @given(text=st.text("ab0.:-,?#&*!|>'\"%@`~${}[]<=_\\/ \n\n\t\r\0\ufeff\x1b\x85é", max_size=60))
 def test_characters(check, text):
     """Texts of the characters that YAML gives a meaning."""
@@ -145,7 +145,7 @@ def changed(draw) -> str:
     return "\n".join(lines)
 
 
-@times(600)
+@times(350)
 @given(text=changed())
 def test_a_config_with_changes(check, text):
     """A right config, with up to four changes."""
@@ -168,7 +168,7 @@ def override(draw) -> str:
     return f"{sign}{key}{equals}{draw(WORDS | st.lists(WORDS, max_size=3).map('[{}]'.format))}"
 
 
-@times(400)
+@times(150)
 @given(texts=st.lists(override(), min_size=1, max_size=4))
 def test_overrides(check, texts):
     """What a shell may hand over: all but the zero byte; a first `--` keeps them from being options."""
@@ -193,7 +193,7 @@ REFERENCE = st.recursive(
 )
 
 
-@times(400)
+@times(300)
 @given(texts=st.lists(REFERENCE, min_size=5, max_size=5))
 def test_references(check, texts):
     """References to references, calls and lists of them, in circles too."""
