@@ -111,7 +111,7 @@ class _Trial:
         self.cfg = on_one_cpu(cfg)
         self.faults: list[Fault] = []
         self.untried: list[Fault] = []
-        self.left_out: list[str] = []  # what may have logged more names than were seen
+        self.left_out: list[str] = []  # parts of names that would be logged if nothing were at fault
 
     def run(self, folder: Path) -> None:
         engine, mine = self.asked.engine, self.cfg.engine
@@ -204,7 +204,10 @@ class _Trial:
         faults = []
         for key, name, when in self.monitors(attempt):
             there, late = attempt.logged[when], attempt.logged["epoch"]
-            if name in there or any(f"_{left}_".startswith(f"_{left}") and left in name for left in self.left_out):
+            if name in there:
+                continue
+            if any(left in name for left in self.left_out):
+                self.untried.append(Fault(f"whether {name} is logged, since what may log it is at fault", key))
                 continue
             known = ", ".join(sorted(there)) or "none"
             if name in late:
@@ -305,7 +308,13 @@ class _Attempt:
         self.inspect(task)
         if self.faults:
             return
-        self.callbacks = [(target, build(target)) for target in self.cfg.train.callbacks]
+        for target in self.cfg.train.callbacks:
+            try:
+                self.callbacks.append((target, build(target)))
+            except Exception as error:
+                self.faults += self.faults_of(error, target)
+        if self.faults:
+            return
         look = _Look(self)
         stages, epochs = self.cfg.stages, self.cfg.train.num_epochs
         trainer = self.trainer = self.make_trainer(look)
@@ -471,7 +480,7 @@ class _Attempt:
             known = getattr(error, "key", None) or key
             return [Fault(message, known or (building.name if building else "model.module"))]
         if isinstance(error, MisconfigurationException):
-            return [self.misconfigured(error)]
+            return [self.misconfigured(error, building)]
         reason = f"{_words(error)}{_line(error)}"
         if building is not None:
             return [Fault(f"{building.type} cannot be built: {reason}", building.name)]
@@ -490,13 +499,22 @@ class _Attempt:
         given = f" given {taken}" if taken else ""
         return [Fault(f"{owner.type}{given} fails {self.stage}: {reason}.{_advice(key, taken)}", key)]
 
-    def misconfigured(self, error: Exception) -> Fault:
-        words = str(error)
-        if "monitor" in words and "lr scheduler" in words:
-            message = "ReduceLROnPlateau needs a metric to follow, for example val_loss"
-            return Fault(message, "model.scheduler.call.monitor")
-        owner, _ = self.owner(error)
-        return Fault(words.splitlines()[0], str(owner.name) if owner else "model.module")
+    def misconfigured(self, error: Exception, building: Target | None) -> Fault:
+        """What Lightning says of a config, in the config's words where it says it in its own."""
+        words, scheduler = str(error).splitlines()[0], self.cfg.model.scheduler
+        if "ReduceLROnPlateau" in words:
+            if isinstance(scheduler, Target):
+                message = "ReduceLROnPlateau needs a metric to follow, for example val_loss"
+                return Fault(message, f"{scheduler.name}.call.monitor")
+            wanted = '{"scheduler": …, "monitor": "val_loss"}'
+            message = (
+                f"{self.cfg.model.module.type}.configure_optimizers gives a ReduceLROnPlateau no metric to follow;"
+            )
+            return Fault(f"{message} as `lr_scheduler` return {wanted}", "model.module")
+        if building is None and self.trainer is None and self.callbacks:
+            return Fault(f"Lightning refuses them: {words}", "train.callbacks")
+        owner = building or self.owner(error)[0]
+        return Fault(f"{owner.type}: {words}" if owner else words, str(owner.name) if owner else "model.module")
 
     def owner(self, error: Exception) -> tuple[Target | None, str]:
         """Whose code an exception comes from: the innermost part of the config on the stack, and what it was given."""

@@ -71,6 +71,12 @@ class Computed(pl.LightningModule):
         return optimizers(self.network, self.cfg.model, self.trainer)
 
 
+class Plateau(ImageClassification):
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.network.parameters(), lr=0.1)
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)}
+
+
 class Raises(ImageClassification):
     def training_step(self, batch, batch_idx):
         return self.cfg.no_such_section
@@ -190,7 +196,7 @@ class Waits(pl.Callback):
     """Waits for a metric, and logs one."""
 
     def __init__(self, monitor=None):
-        self.monitor = monitor
+        self.monitor = {None: None, "val_luck": "val_luck", "val_f2": "val_f2"}[monitor]
 
     def on_validation_epoch_end(self, trainer, module):
         module.log("val_luck", 1.0)
@@ -334,7 +340,16 @@ SCHEDULER = "model.scheduler={{type: torch.optim.lr_scheduler.{}, params: {{{}}}
             ["train.callbacks=[{type: own.Waits, params: {monitor: val_f2}}]"],
             "train.callbacks.0.params.monitor: no metric is called 'val_f2'",
         ),
+        (
+            ["train.callbacks=[{type: pytorch_lightning.callbacks.TQDMProgressBar}]"],
+            "train.callbacks: Lightning refuses them: Trainer was configured with `enable_progress_bar=False` but",
+        ),
+        (
+            ["train.callbacks=[{type: own.Waits}, {type: own.Waits, params: {monitor: 0.1}}]"],
+            "train.callbacks.1: own.Waits cannot be built: KeyError: 0.1 (own.py:",
+        ),
         # a task of one's own
+        (["model.module.type=own.Plateau"], "own.Plateau.configure_optimizers gives a ReduceLROnPlateau no metric to"),
         (
             ["model.module.type=own.Raises"],
             "AttributeError: 'Config' object has no attribute 'no_such_section' (own.py:",
@@ -401,7 +416,9 @@ def test_faults_that_do_not_hide_each_other_are_named_at_once():
         "train.checkpoint.monitor=val_y",
     )
     assert [note.partition(": ")[0] for note in found] == ["model.trainable", "model.metrics.x", "model.metrics.y"]
-    assert untried == []
+    assert untried == [
+        "train.checkpoint.monitor: whether val_y is logged, since what may log it is at fault",
+    ]
 
 
 def test_parts_that_were_not_reached_are_built_alone():
@@ -513,6 +530,30 @@ def test_what_the_environment_gave_is_not_shown(monkeypatch):
     found, _ = tried("model.loss={type: own.Secret, params: {word: '${oc.env:WORD}'}}")
     assert "model.loss: own.Secret" in found[0]
     assert "s3cret" not in found[0]
+
+
+def test_an_example_is_a_batch_as_loaders_give_it(here):
+    """Pixels as the network gets them, labels from the first class to the last, without `setup`; none for a folder that
+    is not there."""
+    import torch
+
+    from deeplightning.configure import init_module
+
+    for name, shape, last in (
+        ("digits.Digits", (7, 1, 20, 10), 9),
+        ("mnist.MNIST", (7, 1, 20, 10), 9),
+        ("cifar.CIFAR10", (7, 3, 20, 10), 9),
+        ("image_folder.ImageFolder", (7, 3, 20, 10), 0),
+    ):
+        module = f"data.module={{type: deeplightning.data.{name}, params: {{image_size: [20, 10]}}}}"
+        batch = init_module(load_config("good.yaml", [module]), "data").example_batch(7)
+        assert {key: value.dtype for key, value in batch.items()} == {
+            "image": torch.uint8,
+            "label": torch.int64,
+            "index": torch.int64,
+        }
+        assert batch["image"].shape == shape
+        assert (batch["label"][0], batch["label"].max(), len(batch["index"])) == (0, last, 7)
 
 
 @pytest.mark.parametrize("several", [False, True], ids=["one loss", "several"])
