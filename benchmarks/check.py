@@ -169,7 +169,7 @@ def faults(options: argparse.Namespace, broken: list[str], raw: dict[str, Any]) 
     python, lacking = _peers()
     found = side_by_side.compare_faults(python)
     print("\n## The same faults, told by each\n")
-    print("Faults told, exit code, lines of output, and whether a line of the config is named.\n")
+    print("Faults told, exit code, lines of output, and whether a place in the config is named.\n")
     programs = list(next(iter(found.values())))
     rows = [[name, *(_words(said[program]) for program in programs)] for name, said in found.items()]
     print(table(["planted in base.yaml", *programs], rows) + lacking, flush=True)
@@ -177,7 +177,8 @@ def faults(options: argparse.Namespace, broken: list[str], raw: dict[str, Any]) 
 
 
 def _words(word: side_by_side.Word) -> str:
-    return f"{word.told}, exit {word.code}, {word.lines} lines, {'line' if word.place else 'no line'}"
+    lines = "1 line" if word.lines == 1 else f"{word.lines} lines"
+    return f"{word.told} of {word.planted}, exit {word.code}, {lines}, {'with place' if word.place else 'no place'}"
 
 
 def seconds(options: argparse.Namespace, broken: list[str], raw: dict[str, Any]) -> None:

@@ -342,23 +342,25 @@ _KEYS = {
 }
 _PARAMS = {
     **dict.fromkeys(("num_classes", "num_channels", "padding", "inputs", "outputs", "width", "total_steps"), _WHOLE),
-    **dict.fromkeys(("lr", "max_lr", "momentum", "weight_decay", "gamma", "label_smoothing"), _NUMBER),
+    **dict.fromkeys(("lr", "momentum", "weight_decay", "gamma", "label_smoothing"), _NUMBER),
     **dict.fromkeys(("experiment_name", "tracking_uri", "resize", "match"), _TEXT),
     **dict.fromkeys(("download", "nesterov"), _BOOL),
+    "max_lr": "rate",  # a number, or one for each group of parameters
     "image_size": "size",  # a whole number, or two of them
     "augment": _LIST,
 }
 # What can never stand for it. `null` is not here, since it often means "the default"; nor are truth values for numbers
 # in params, which Python takes for 0 and 1.
 _NEVER = {
-    _NUMBER: ["fast", "'0.1'", "[0.1, 0.2]", "{value: 0.1}"],
+    _NUMBER: ["quick", "'0.1'", "[0.1, 0.2]", "{value: 0.1}"],
+    "rate": ["quick", "'0.1'", "{value: 0.1}"],
     _WHOLE: ["many", "'10'", "[1, 2]", "2.5", "{value: 3}"],
     "devices": ["2.5", "{first: 0}", "[one, two]", "true"],
     "size": ["large", "2.5", "{height: 3}"],
     _TEXT: ["7", "[one, two]", "{name: one}", "true"],
     _BOOL: ["maybe", "'yes'", "[true]", "{value: true}"],
     _LIST: ["7", "{one: two}", "true"],
-    _MAPPING: ["7", "[one, two]", "fast", "true"],
+    _MAPPING: ["7", "[one, two]", "quick", "true"],
     _TARGET: ["7", "[one, two]", "torch.nn.ReLU", "true"],  # a target is not written as its bare name
 }
 

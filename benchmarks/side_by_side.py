@@ -121,7 +121,7 @@ def hydra(python: str, program: str, config: Path, *more: str) -> list[str]:
 # tells of the fault must say.
 FAULTS = {
     "an unknown key": ("batch_size: 32", "batchsize: 32", "batchsize"),
-    "text for a number": ("lr: 0.003", "lr: fast", "fast"),
+    "text for a number": ("lr: 0.003", "lr: quick", "quick"),
     "a class that there is not": ("torch.nn.CrossEntropyLoss", "torch.nn.CrosEntropyLoss", "CrosEntropyLoss"),
     "a misspelt param": ("num_classes: 10", "num_clases: 10", "num_clases"),
 }
@@ -129,9 +129,10 @@ FAULTS = {
 
 @dataclass(frozen=True)
 class Word:
-    """What one program said of one config: how many of its faults, exit code, lines of text, and whether it names a
-    line of the config."""
+    """What one program said of one config: of how many faults how many, its exit code, lines of text, and whether it
+    names a line of the config."""
 
+    planted: int
     told: int
     code: int
     lines: int
@@ -175,11 +176,12 @@ def _planted(config: Path, faults: set[str], place: Path) -> Path:
 
 
 def _word(ended: Ended, words: list[str]) -> Word:
-    """A fault counts as told where a command fails and its word stands anywhere in the output, which is generous: it
-    may stand there by chance, in a copy of the config."""
-    told = sum(word in ended.output for word in words) if ended.code else 0
-    place = bool(ended.code and re.search(r"\.yaml(:\d+|\", line \d+)", ended.output))
-    return Word(told, ended.code, len(ended.output.strip().splitlines()), place)
+    """A fault counts as told where a command fails and its word stands anywhere in the message, which is generous: it
+    may stand there by chance, in a copy of the config. LightningCLI's list of all options before it does not count."""
+    message = re.sub(r"\Ausage: .*?^(?=error: )", "", ended.output, flags=re.DOTALL | re.MULTILINE).strip()
+    told = sum(word in message for word in words) if ended.code else 0
+    place = bool(ended.code and re.search(r"\.yaml(:\d+|\", line \d+)", message))
+    return Word(len(words), told, ended.code, len(message.splitlines()), place)
 
 
 # ---- CPU seconds
