@@ -341,7 +341,18 @@ UNDECIDED_NAMES = {
     "Thing = Other\nOther = Thing": "circle",
     "A = (1, 2)\nThing, B = A": "a part of another value",
     "def f(): ...\nThing = f.x": "shows only when it is imported",
+    "import sys\nsys.path.append('lib')\nfrom only_there import Thing": "only_there",
 }
+
+
+def test_a_name_that_another_module_may_add_is_undecided(own):
+    """Where a package imports one of its modules for its effects, and that speaks of the name."""
+    own(own___extra="import own.part\nown.part.Thing = 1", own__part="x = 1")
+    Path("own/__init__.py").write_text("import own._extra\n")
+    with pytest.raises(Undecided, match=re.escape("own._extra may add it to own.part")):
+        look_up("own.part.Thing")
+    with pytest.raises(ValueError, match=re.escape("own.part has no `Thong`.")):
+        look_up("own.part.Thong")
 
 
 @pytest.mark.parametrize(("text", "words"), UNDECIDED_NAMES.items(), ids=range(len(UNDECIDED_NAMES)))
@@ -559,6 +570,27 @@ def test_what_the_libraries_of_configs_take_is_known(name, some, none):
     assert some <= names
     assert not none & names
     assert "num_clases" not in names
+
+
+@pytest.mark.parametrize("library", ["torchmetrics.classification", "torchmetrics.regression"])
+def test_a_word_that_is_not_known_is_refused(library):
+    """Where `**kwargs` were followed to their end: the object itself takes no other word, and takes those."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = importlib.import_module(library)
+        tried = 0
+        for name in module.__all__:
+            signature = look_up(f"{library}.{name}").signature()
+            given = {"num_classes": 3, "num_labels": 3, "task": "multiclass"}
+            required = {p.name for p in signature.parameters if p.required}
+            if signature.rest is not None or not required <= set(given):
+                continue
+            given = {p.name: given[p.name] for p in signature.parameters if p.name in given}
+            with pytest.raises((TypeError, ValueError), match="no_such_word"):
+                getattr(module, name)(**given, no_such_word=1)
+            getattr(module, name)(**given, sync_on_compute=False)
+            tried += 1
+    assert tried >= 15
 
 
 def test_the_examples_are_known(monkeypatch):

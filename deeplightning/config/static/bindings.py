@@ -245,6 +245,7 @@ class Scope:
         patched: attributes that are set on a name afterwards, such as `("Thing", "__init__")`.
         documents: what is set as the `__doc__` of a name.
         imports: what is certainly imported here, with the line.
+        effects: submodules that are imported without being used, so for what they do.
     """
 
     module: Module
@@ -254,6 +255,7 @@ class Scope:
     patched: set[tuple[str, str]] = field(default_factory=set)
     documents: dict[str, list[ast.expr]] = field(default_factory=dict)
     imports: list[tuple[str, int]] = field(default_factory=list)
+    effects: list[str] = field(default_factory=list)
 
     @classmethod
     def of(cls, body: list[ast.stmt], module: Module) -> "Scope":
@@ -299,6 +301,8 @@ class _Reader:
                     bound = alias.name if alias.asname else alias.name.partition(".")[0]
                     self.bind(alias.asname or bound, Imported, node.lineno, bound, None)
                     self.imported(alias.name, node.lineno)
+                    if alias.asname is None and alias.name.startswith(f"{self.scope.module.name}."):
+                        self.scope.effects.append(alias.name)
             case ast.ImportFrom():
                 self.import_from(node)
             case ast.Assign():

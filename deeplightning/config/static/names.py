@@ -6,6 +6,7 @@ Modules of the standard library that this process holds anyway (`_HELD`) are ask
 import ast
 import builtins
 import importlib.util
+import re
 import sys
 import types
 from collections.abc import Iterator
@@ -126,6 +127,7 @@ class Names:
         self.scopes: dict[int, Scope] = {}
         self.found: dict[Any, Thing] = {}
         self.active: set[Any] = set()
+        self.changes_path = False  # whether own code may add folders to import from
 
     def guarded(self, ask: Any) -> Any:
         try:
@@ -154,6 +156,9 @@ class Names:
 
     def need_imports(self, module: Module) -> None:
         """Own code that certainly imports what is not there."""
+        self.changes_path = self.changes_path or b"sys.path" in module.text or b"addsitedir" in module.text
+        if self.changes_path:
+            return
         for name, line in module.scope.imports:
             top = name.partition(".")[0]
             if top not in sys.modules and not _is_there(top):
@@ -224,7 +229,22 @@ class Names:
             raise Undecided(doubt)
         if scope.makes_names:
             raise Undecided(f"{module.name} makes names as it is imported ({scope.makes_names})")
+        elsewhere = self.set_elsewhere(module, name)
+        if elsewhere:
+            raise Undecided(f"{elsewhere} may add it to {module.name}")
         raise Absent(name, self.names_of(module))
+
+    def set_elsewhere(self, module: Module, name: str) -> str | None:
+        """A submodule that a package imports for its effects, and that speaks of a name which another one lacks."""
+        top = self.module(module.name.partition(".")[0])
+        for effect in top.scope.effects if top is not None and not top.is_open else ():
+            found = self.module(effect)
+            files = [found.file] if found is not None and found.file is not None else []
+            if found is not None and found.folders:
+                files = [file for folder in found.folders for file in sorted(Path(folder).glob("*.py"))]
+            if any(re.search(rb"\b%b\b" % name.encode(), file.read_bytes()) for file in files):
+                return effect
+        return None
 
     def options(self, scope: Scope, name: str) -> tuple[tuple[Binding, ...], str | None]:
         """The possible bindings of a name, those by `import *` among them, and why there may be others."""
@@ -344,7 +364,7 @@ class Names:
                     if words is not None:
                         if name in words and isinstance(statement.body[-1], ast.Return):
                             given = statement.body[-1].value
-                            inner = replace(frame, function=replace_body(node, statement.body))
+                            inner = replace(frame, function=_with_body(node, statement.body))
                             if isinstance(given, ast.Name) and asked not in {
                                 n.id for n in ast.walk(given) if isinstance(n, ast.Name)
                             }:
@@ -440,7 +460,7 @@ class Names:
         source = self.module(option.module)
         if source is None:
             top = option.module.partition(".")[0]
-            if self.module(top) is None:
+            if self.module(top) is None and not self.changes_path:
                 raise Failing(f"needs {top}, which is not installed here{frame.module.place(option.line)}")
             raise Undecided(f"{option.module}, which {frame.module.name} imports, is made when it is imported")
         if source is frame.module or source.name == frame.module.name:  # `from . import part`
@@ -710,7 +730,7 @@ def _merged(lines: list[list[Thing]]) -> list[Thing] | None:
     return merged
 
 
-def replace_body(node: ast.FunctionDef, body: list[ast.stmt]) -> ast.FunctionDef:
+def _with_body(node: ast.FunctionDef, body: list[ast.stmt]) -> ast.FunctionDef:
     """The same function with fewer statements, to see what is local there."""
     fields = {name: value for name, value in ast.iter_fields(node) if name != "body"}
     return ast.copy_location(ast.FunctionDef(body=body, **fields), node)
