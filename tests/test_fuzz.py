@@ -225,7 +225,7 @@ LARGE = {
     "many values": "seed: [" + "1," * 450_000 + "]",
     "many empty ones": "stages: [" + ",".join(["''"] * 49_000) + "]",
     "many wrong words": "stages: [" + ",".join(["tran"] * 49_000) + "]",
-    "many targets": "train: {callbacks: [" + ",".join(["{type: some_parts.anything}"] * 4_000) + "]}",
+    "many targets": "train: {callbacks: [" + ",".join(["{type: some_parts.anything}"] * 16_000) + "]}",
     "many unknown targets": "train: {callbacks: ["
     + ",".join(f"{{type: some_part{n}.anythin, params: {{a: 1}}}}" for n in range(16_000))
     + "]}",

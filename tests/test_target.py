@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deeplightning.config.compare import judge
+from deeplightning.config.compare import Meanings, judge
 from deeplightning.config.fault import ConfigError
 from deeplightning.config.schema import Target
 from deeplightning.config.target import build, find, is_reference, is_target, nearest
@@ -83,7 +83,7 @@ CUSTOM = "own_parts.inner.custom"
 
 def notes(name: str, params: dict, given: int = 0) -> dict[str, str]:
     """Key to message, of what is wrong with a call."""
-    return {str(f.key): f.message for f in judge(name, params, "k", given=given, importing=True).faults}
+    return {str(f.key): f.message for f in judge(Meanings(importing=True), name, params, "k", given=given).faults}
 
 
 # ---- found

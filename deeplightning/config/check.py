@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from deeplightning.config import schema
-from deeplightning.config.compare import KINDS, Verdict, judge, look_up
+from deeplightning.config.compare import KINDS, Meanings, Verdict, judge
 from deeplightning.config.fault import ConfigError, Fault, Notice, error_of, place_of, upwards
 from deeplightning.config.interpolation import Secrets
 from deeplightning.config.schema import Config, Target
 from deeplightning.config.signature import Undecided
 from deeplightning.config.source import Source, read
 from deeplightning.config.target import add_import_roots, is_reference, is_target, nearest
-from deeplightning.config.tree import Entry, KeyPath, kind, plain, scalar
+from deeplightning.config.tree import MAX_FAULTS, Entry, KeyPath, kind, plain, scalar
 
 MAX_UNKNOWN = 50  # unknown keys of one section that are told singly
 
@@ -118,24 +118,30 @@ def examine(path: str | Path, overrides: list[str] | None = None, *, importing: 
         importing: import what the config names, which decides what its source cannot; only once the text is in order.
             Else nothing is imported, and no code executed.
     """
+    report = Report()
     try:
-        source = read(path, overrides)
-    except ConfigError as error:
-        return Report(faults=error.faults)
+        report.source = read(path, overrides)
+        _examine(report, report.source, importing)
+    except ConfigError as error:  # there is no going on
+        report.config = None
+        report.faults = error.faults if report.source is None else _in_order(error.faults, report.source)
+    return report
+
+
+def _examine(report: Report, source: Source, importing: bool) -> None:
     add_import_roots(Path.cwd(), source.folder)
     checker = _Checker(source.faults, source.secrets)
-    config = checker.section(Config, source.root, "", ())
-    report = Report(config, source.faults, places=checker.places, source=source)
+    report.places = checker.places
+    report.config = config = checker.section(Config, source.root, "", ())
     if config is not None:
         config.secrets = source.secrets
         checker.contradictions(config)
-        checker.importing = importing and not source.faults
-        if checker.importing:
+        checker.meanings = Meanings(importing and not source.faults)
+        if checker.meanings.importing:
             os.environ.update(config.engine.env)  # before any target is imported: libraries read their variables then
         checker.compare(config)
-        report.unchecked = _in_order(checker.unchecked, source)
+    report.unchecked = _in_order(checker.unchecked, source)
     report.faults = _in_order(source.faults, source)
-    return report
 
 
 def load(path: str | Path, overrides: list[str] | None = None) -> Config:
@@ -169,7 +175,7 @@ class _Checker:
     def __init__(self, faults: list[Fault], secrets: Secrets):
         self.faults, self.secrets = faults, secrets
         self.unchecked: list[Fault] = []
-        self.importing = False
+        self.meanings = Meanings()
         self.places: dict[str, str] = {}
         self.answered = {fault.key for fault in faults}  # keys that a fault already speaks of
         self.targets: list[Callable[[], None]] = []
@@ -178,6 +184,8 @@ class _Checker:
         if self.answered.isdisjoint(upwards(key)):
             self.answered.add(key)
             self.faults.append(Fault(message, key, place or place_of(key, self.places), **more))
+            if len(self.faults) > MAX_FAULTS:
+                raise ConfigError([*self.faults, Fault(f"more than {MAX_FAULTS} faults; there may be others")])
 
     def wrong(self, allowed: str, found: object, key: str, place: str | None = None, near: str = "") -> None:
         message = f"must be {allowed}, not {found}" + (near and f".{near}")
@@ -325,7 +333,7 @@ class _Checker:
                 values = {p: None if value == "auto" else value for p, value in values.items()}
             hidden = {p: text for p in items if (text := self.secrets.text_of((*path, "params", p))) is not None}
             given = GIVEN.get(role or "", 0)
-            self.take(judge(name, values, key, role=role, given=given, hidden=hidden, importing=self.importing))
+            self.take(judge(self.meanings, name, values, key, role=role, given=given, hidden=hidden))
 
         self.targets.append(compare)
         for param, item in items.items():
@@ -357,7 +365,7 @@ class _Checker:
     def reference(self, entry: Entry, key: str) -> None:
         def compare() -> None:
             try:
-                look_up(entry.value, self.importing)
+                self.meanings.of(entry.value)
             except ValueError as error:
                 self.fault(str(error), f"{key}.ref", entry.place, found=entry.value)
             except Undecided as why:
@@ -438,10 +446,10 @@ class _Checker:
 
     def logged(self, config: Config) -> tuple[set[str], bool]:
         """The metrics that a training logs, by the source of task and callbacks; False if there may be others."""
-        found, complete = {"lr"}, True
+        found, complete, sources = {"lr"}, True, Meanings()
         for target in (config.model.module, *config.train.callbacks):
             try:
-                definition: Any = look_up(target.type, importing=False)
+                definition: Any = sources.of(target.type)
                 names, all_of_them = definition.logged_names()
             except (ValueError, Undecided):
                 return found, False
@@ -462,14 +470,14 @@ class _Checker:
     def param(self, name: str, param: str, value: Any, section: str, key: str, given: int = 0) -> None:
         """Compares one param, which stands at `key`, with what a class takes; the class itself is another's matter."""
         asked = f"{section}.params.{param}"
-        verdict = judge(name, {param: value}, section, given=given, importing=self.importing)
+        verdict = judge(self.meanings, name, {param: value}, section, given=given)
         faults = [replace(fault, key=key) for fault in verdict.faults if fault.key == asked]
         self.take(Verdict(faults, {key: verdict.undecided[asked]} if asked in verdict.undecided else {}))
 
     def names(self, name: str) -> set[str]:
         """What a class takes by name."""
         try:
-            return {p.name for p in look_up(name, self.importing).signature().parameters}
+            return {p.name for p in self.meanings.signature(name).parameters}
         except (ValueError, Undecided):
             return set()
 

@@ -4,7 +4,7 @@ The answer comes from the source, which costs milliseconds and executes nothing 
 What the source cannot tell is said to be undecided, never guessed.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -80,21 +80,54 @@ class Imported:
         return live
 
 
-def look_up(name: str, importing: bool) -> "Imported | Definition":
-    """What a name means.
+class Meanings:
+    """What names mean, each found out once.
 
-    Raises:
-        ValueError: in words, when there is no such thing.
-        Undecided: only importing can tell.
+    Args:
+        importing: import what is named, which leaves nothing undecided but what C functions hide.
     """
-    if importing:
-        return Imported(name)
-    from deeplightning.config import static
 
-    return static.look_up(name)
+    def __init__(self, importing: bool = False):
+        self.importing = importing
+        self._found: dict[str, Any] = {}
+
+    def of(self, name: str) -> "Imported | Definition":
+        """What a name means.
+
+        Raises:
+            ValueError: in words, when there is no such thing.
+            Undecided: only importing can tell.
+        """
+        from deeplightning.config import static
+
+        return self._once(name, lambda: Imported(name) if self.importing else static.look_up(name))
+
+    def bases(self, name: str) -> tuple[list[str], bool]:
+        """Dotted paths of a class and its ancestors; False behind them if there may be more."""
+        return self._once(f"{name} bases", lambda: self.of(name).bases())
+
+    def signature(self, name: str) -> Signature:
+        """What it takes.
+
+        Raises:
+            ValueError, Undecided: as `of`.
+        """
+        return self._once(f"{name} signature", lambda: self.of(name).signature())
+
+    def _once(self, key: str, ask: Callable[[], Any]) -> Any:
+        if key not in self._found:
+            try:
+                self._found[key] = ask()
+            except (ValueError, Undecided) as error:
+                self._found[key] = error
+        found = self._found[key]
+        if isinstance(found, Exception):
+            raise found.with_traceback(None)
+        return found
 
 
 def judge(
+    meanings: Meanings,
     name: str,
     params: Mapping[str, Any],
     key: str,
@@ -102,7 +135,6 @@ def judge(
     role: str | None = None,
     given: int = 0,
     hidden: Mapping[str, str] | None = None,
-    importing: bool = False,
 ) -> Verdict:
     """What is wrong with the target at `key`.
 
@@ -110,10 +142,9 @@ def judge(
         role: what it is for, one of `KINDS`; None: anything.
         given: how many positional arguments it gets from us.
         hidden: how params were written that hold what must not be shown.
-        importing: import it, which leaves nothing undecided but what C functions hide.
     """
     try:
-        found = look_up(name, importing)
+        found = meanings.of(name)
     except ValueError as error:
         return Verdict([Fault(str(error), f"{key}.type", found=name)])
     except Undecided as why:
@@ -122,16 +153,16 @@ def judge(
         what = type(found.thing).__name__ if isinstance(found, Imported) else f"a {found.kind}"
         message = f"`{name}` is {what}, not a class or function"
         return Verdict([Fault(message, f"{key}.type", found=name)])
-    verdict = _kind(found, key, role) if role in KINDS and found.kind == "class" else Verdict()
+    verdict = _kind(meanings, name, key, role) if role in KINDS and found.kind == "class" else Verdict()
     if not verdict.faults:
-        verdict += _call(found, params, key, given, hidden or {})
+        verdict += _call(meanings, name, params, key, given, hidden or {})
     return verdict
 
 
-def _kind(found: "Imported | Definition", key: str, role: str) -> Verdict:
+def _kind(meanings: Meanings, name: str, key: str, role: str) -> Verdict:
     """Whether a class is of the kind that its role needs."""
     base, words = KINDS[role]
-    paths, complete = found.bases()
+    paths, complete = meanings.bases(name)
     names = {path.rpartition(".")[2] for path in paths}
     roots = {path.partition(".")[0] for path in paths}
     fault = None
@@ -144,19 +175,19 @@ def _kind(found: "Imported | Definition", key: str, role: str) -> Verdict:
     elif complete:
         fault = f"is not {words}"
     else:
-        return Verdict(undecided={f"{key}.type": f"{found.name}: whether it is {words}"})
-    return Verdict([Fault(f"{found.name} {fault}", f"{key}.type", found=found.name, allowed=words)] if fault else [])
+        return Verdict(undecided={f"{key}.type": f"{name}: whether it is {words}"})
+    return Verdict([Fault(f"{name} {fault}", f"{key}.type", found=name, allowed=words)] if fault else [])
 
 
 def _call(
-    found: "Imported | Definition", params: Mapping[str, Any], key: str, given: int, hidden: Mapping[str, str]
+    meanings: Meanings, name: str, params: Mapping[str, Any], key: str, given: int, hidden: Mapping[str, str]
 ) -> Verdict:
     """Whether it takes these params beside the arguments that we give."""
     try:
-        signature = found.signature()
+        signature = meanings.signature(name)
     except Undecided as why:
-        return Verdict(undecided={f"{key}.params": f"{found.name}: {why}"} if params else {})
-    name, verdict, meant = found.name, Verdict(), ""
+        return Verdict(undecided={f"{key}.params": f"{name}: {why}"} if params else {})
+    verdict, meant = Verdict(), ""
     taken = {p.name for p in [p for p in signature.parameters if p.position][:given]}
     free = {p.name: p for p in signature.parameters if p.keyword and p.name not in taken}
     for param, value in params.items():

@@ -9,7 +9,7 @@ from typing import Any
 
 from deeplightning.config import schema
 from deeplightning.config.check import Report, describe
-from deeplightning.config.compare import look_up
+from deeplightning.config.compare import Meanings
 from deeplightning.config.fault import ConfigError, Fault, printable
 from deeplightning.config.schema import Config
 from deeplightning.config.signature import UNKNOWN, Parameter, Undecided
@@ -181,7 +181,7 @@ def _parameter(name: str, params: Any, path: KeyPath) -> tuple[None, Parameter |
     if len(path) != 1:
         return None, None, None, None
     try:
-        found: Any = look_up(name, importing=False)
+        found: Any = Meanings().of(name)
         parameter = next((p for p in found.signature().parameters if p.name == path[0]), None)
     except (ValueError, Undecided):
         return None, None, name, None

@@ -13,6 +13,7 @@ from typing import Any
 
 from deeplightning.config.expression import Call, Key, Malformed, Node, Text, Word, parse, parse_argument
 from deeplightning.config.fault import ConfigError, Fault
+from deeplightning.config.target import nearest
 from deeplightning.config.tree import MAX_DEPTH, MAX_FAULTS, MAX_VALUES, Entry, KeyPath, leaves, scalar
 
 MAX_CHARACTERS = 1_000_000  # of the texts that references make
@@ -120,7 +121,11 @@ class _Unresolved(Exception):
 
 
 class _Absent(_Unresolved):
-    """A key is not there; the text is the key."""
+    """A key is not there; the text is the key, `hint` the nearest one."""
+
+    def __init__(self, key: str, hint: str = ""):
+        super().__init__(key)
+        self.hint = hint
 
 
 def _told(text: str, error: _Unresolved) -> str:
@@ -129,7 +134,8 @@ def _told(text: str, error: _Unresolved) -> str:
         return f"{_quoted(text)}{error}"
     missing = str(error)
     named = not missing or f"{{{missing}}}" in text
-    return f"{_quoted(text)} refers to a key that is not there" + ("" if named else f": {_quoted(missing)}")
+    which = "" if named else f": {_quoted(missing)}"
+    return f"{_quoted(text)} refers to a key that is not there{which}{error.hint and f'.{error.hint}'}"
 
 
 _MISSING: Any = object()
@@ -258,13 +264,20 @@ class _Resolver:
             else:
                 there = isinstance(items, dict) and part in items
             if not there:
-                raise _Absent(self.shown(wanted))
+                raise _Absent(self.shown(wanted), self.hint(str(part), items, where))
             found, where = items[index], None if where is None else (*where, index)
         return found, where
 
     def shown(self, wanted: str) -> str:
         """A key to be told; not where it may hold a variable's value."""
         return "" if self.seen else wanted
+
+    def hint(self, part: str, items: Any, where: KeyPath | None) -> str:
+        """The nearest of the keys that are there; not where the word may hold a variable's value."""
+        if self.seen or not isinstance(items, dict) or where is None:
+            return ""
+        found = nearest(part, items)
+        return found.replace("mean ", f"mean {_dotted(where)}.", 1) if where else found
 
     def behind(self, found: Any, where: KeyPath | None) -> tuple[Any, KeyPath | None]:
         """Follows an entry that is one reference to where it leads, without making the value there."""

@@ -22,9 +22,14 @@ from deeplightning.config.schema import Target
 _INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
+MAX_WORD, MAX_WORDS = 200, 5000  # characters, words
+
+
 def nearest(word: str, words: Iterable[str]) -> str:
-    """` Did you mean …?`, or nothing when no word is near."""
+    """` Did you mean …?`, or nothing when no word is near. Neither a text nor thousands of words are looked through."""
     words = sorted(set(words))
+    if len(word) > MAX_WORD or len(words) > MAX_WORDS:
+        return ""
     near = difflib.get_close_matches(word, words, 1, 0.6) or [w for w in words if w.lower() == word.lower()][:1]
     return f" Did you mean {near[0]}?" if near else ""
 
