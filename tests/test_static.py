@@ -168,6 +168,8 @@ REEXPORTS = {
     "try:\n    from ._parts import Thing\nexcept ImportError:\n    Thing = None": "own.Thing",
     "try:\n    from ._parts import Nothing as Thing\nexcept ImportError:\n    from ._parts import Thing": "own.Thing",
     "try:\n    from not_there import Thing\nexcept ImportError:\n    from ._parts import Thing": "own.Thing",
+    "try:\n    from .needing import Thing\nexcept ImportError:\n    from ._parts import Thing": "own.Thing",
+    "try:\n    from .needing import *\nexcept ImportError:\n    pass\nfrom ._parts import Thing": "own.Thing",
     "Thing = 1\nfrom ._parts import Thing": "own.Thing",
     "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    Thing = 1\nelse:\n"
     "    from ._parts import Thing": "own.Thing",
@@ -183,7 +185,11 @@ REEXPORTS = {
 @pytest.mark.parametrize(("text", "name"), REEXPORTS.items(), ids=range(len(REEXPORTS)))
 def test_a_name_is_followed_to_its_definition(own, text, name):
     """Through imports under any name, `import *`, assignments, and conditions that this Python decides."""
-    own(own___parts="class Thing:\n    def __init__(self, size):\n        pass\n", own__between="from ._parts import *")
+    own(
+        own___parts="class Thing:\n    def __init__(self, size):\n        pass\n",
+        own__between="from ._parts import *",
+        own__needing="import not_there\nclass Thing: ...",
+    )
     Path("own/__init__.py").write_text(text)
     found = look_up(name)
     assert (found.path, found.kind, found.file) == ("own._parts.Thing", "class", Path("own/_parts.py").absolute())

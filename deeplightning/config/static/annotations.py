@@ -6,7 +6,7 @@ from typing import Any
 
 from deeplightning.config.signature import SIMPLE, UNKNOWN, Undecided
 from deeplightning.config.static.bindings import Broken, Imported, Module
-from deeplightning.config.static.names import Absent, Failing, Frame, Names, is_type_variable, nominal
+from deeplightning.config.static.names import UNKNOWABLE, Absent, Failing, Frame, Names, is_type_variable, nominal
 
 
 def plain(names: Names, node: ast.expr, frame: Frame) -> Any:
@@ -28,7 +28,7 @@ def allowed(names: Names, node: ast.expr | None, frame: Frame) -> tuple[Any, ...
     """The simple types and literals of an annotation, as `signature.allowed_by` gives them of a live one."""
     try:
         return Types(names, replace(frame, function=None)).of(node, {})
-    except (Undecided, Absent, Failing, Broken, ValueError, SyntaxError, TypeError):
+    except (*UNKNOWABLE, ValueError, SyntaxError, TypeError):
         return None
 
 
@@ -80,7 +80,7 @@ class Types:
     def is_variable(self, name: str) -> bool:
         try:
             return is_type_variable(self.names.named(name, self.frame).node)
-        except (Undecided, Absent, Failing, Broken):
+        except UNKNOWABLE:
             return False
 
     def typing(self, node: ast.expr) -> str | None:
@@ -115,7 +115,7 @@ class Types:
                 part = ast.parse(part.value.strip(), mode="eval").body
             try:
                 options.append((part, self.of(part, variables)))
-            except (Undecided, Absent, Failing, Broken):
+            except UNKNOWABLE:
                 options.append((part, None))
         numbers = any(option and {int, float} & set(option) for _, option in options)
         kept: list[Any] = []
@@ -138,7 +138,7 @@ class Types:
             if found.kind != "class" or not found.path.startswith("torch."):
                 return False
             line, complete = self.names.line(found)
-        except (Undecided, Absent, Failing, Broken):
+        except UNKNOWABLE:
             return False
         return complete and not any(t.live is not None and t.live.__module__ in ("builtins", "enum") for t in line)
 

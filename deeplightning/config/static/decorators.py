@@ -3,12 +3,10 @@
 import ast
 from collections.abc import Iterator
 
-from deeplightning.config.signature import Undecided
-from deeplightning.config.static.bindings import Broken, Module
+from deeplightning.config.static.bindings import Module
 from deeplightning.config.static.names import (
     KEEPING,
-    Absent,
-    Failing,
+    UNKNOWABLE,
     Frame,
     Functions,
     Names,
@@ -24,7 +22,7 @@ def keeps(names: Names, decorator: ast.expr, frame: Frame, of_class: bool = Fals
         return set()
     try:
         return Decorator(names, of_class).keeps(decorator, frame)
-    except (Undecided, Absent, Failing, Broken):
+    except UNKNOWABLE:
         return None
 
 

@@ -4,10 +4,9 @@ import ast
 import inspect
 from collections.abc import Iterator
 
-from deeplightning.config.signature import Undecided
 from deeplightning.config.static.annotations import plain
-from deeplightning.config.static.bindings import Broken, Defined
-from deeplightning.config.static.names import Absent, Failing, Frame, Functions, Names, Thing
+from deeplightning.config.static.bindings import Defined
+from deeplightning.config.static.names import UNKNOWABLE, Frame, Functions, Names, Thing
 from deeplightning.config.static.uses import uses_of
 
 
@@ -33,7 +32,7 @@ def docstrings(names: Names, thing: Thing) -> Iterator[str]:
         for call in uses_of(thing.node, thing.node.args.kwarg.arg).calls:
             try:
                 callee = names.value(call.node.func, frame)
-            except (Undecided, Absent, Failing, Broken):
+            except UNKNOWABLE:
                 continue
             if callee.key != thing.key and ("doc", callee.key) not in names.active:
                 names.active.add(("doc", callee.key))

@@ -49,6 +49,10 @@ class Failing(Exception):
     """Importing would certainly fail; the text says how, behind "importing … (for …) "."""
 
 
+UNKNOWABLE = (Undecided, Absent, Failing, Broken)
+"""What is raised where a name or an expression does not lead to a thing."""
+
+
 @dataclass(frozen=True)
 class Thing:
     """A module, class, function or value, where it is defined.
@@ -146,12 +150,12 @@ class Names:
 
     def module(self, name: str) -> Module | None:
         if name not in self.modules:
-            self.modules[name] = bindings.module(name)
-            module = self.modules[name]
+            module = bindings.module(name)
             if module is not None and module.is_ours:
-                self.need_imports(module)
                 if "." in name:
                     self.module(name.rpartition(".")[0])
+                self.need_imports(module)
+            self.modules[name] = module
         return self.modules[name]
 
     def need_imports(self, module: Module) -> None:
@@ -159,10 +163,8 @@ class Names:
         self.changes_path = self.changes_path or b"sys.path" in module.text or b"addsitedir" in module.text
         if self.changes_path:
             return
-        for name, line in module.scope.imports:
-            top = name.partition(".")[0]
-            if top not in sys.modules and not _is_there(top):
-                raise Failing(f"needs {top}, which is not installed here{module.place(line)}")
+        for top, line in _missing(module):
+            raise Failing(f"needs {top}, which is not installed here{module.place(line)}")
 
     @staticmethod
     def of_module(module: Module) -> Thing:
@@ -254,7 +256,13 @@ class Names:
         for star in reversed(scope.stars):
             if star.order < since:
                 break
-            source = self.module(star.module)
+            try:
+                source = self.module(star.module)
+            except Failing as error:
+                if star.certain:
+                    raise
+                doubt = f"{star.module}, whose names {scope.module.name} may take over, {error}"
+                continue
             if source is None:
                 doubt = f"{star.module}, whose names {scope.module.name} takes over, is not there"
             elif source.is_open:
@@ -279,7 +287,7 @@ class Names:
             self.name_in(module, name)
         except Absent:
             return False
-        except Undecided:  # who wants it will hear why
+        except (Undecided, Failing, Broken):  # who wants it will hear why
             pass
         return True
 
@@ -319,13 +327,13 @@ class Names:
             case ast.Attribute(value=owner, attr="__all__"):
                 try:
                     found = self.value(owner, frame)
-                except (Undecided, Absent):
+                except UNKNOWABLE:
                     return None
                 return self.listed(found.module) if found.kind == "module" and found.module else None
             case ast.Name() | ast.Attribute():
                 try:
                     found = self.value(node, frame)
-                except (Undecided, Absent):
+                except UNKNOWABLE:
                     return None
                 if found.kind == "value" and isinstance(found.node, ast.expr) and found.module:
                     return self.words(found.node, Frame(found.module))
@@ -423,7 +431,11 @@ class Names:
             found = self.module(module)
             if found is None:
                 return False
-            if name is None or found.is_open:
+            if found.is_open:
+                return True
+            if any(_missing(found)):
+                return False
+            if name is None:
                 return True
             self.name_in(found, name)
         except (Absent, Failing, Broken):
@@ -571,7 +583,7 @@ class Names:
                             is_generic = True
                         else:
                             raise Undecided(f"{parent.path} is no class")
-                except (Undecided, Absent, Failing, Broken):
+                except UNKNOWABLE:
                     complete = False
                     continue
                 above, whole = self.line(parent)
@@ -673,8 +685,16 @@ class Names:
         node = node.func if isinstance(node, ast.Call) else node
         try:
             return nominal(node, frame.module) or self.value(node, frame).path
-        except (Undecided, Absent, Failing, Broken):
+        except UNKNOWABLE:
             return None
+
+
+def _missing(module: Module) -> Iterator[tuple[str, int]]:
+    """The packages that a module certainly imports and that are not installed, with the line."""
+    for name, line in module.scope.imports:
+        top = name.partition(".")[0]
+        if top not in sys.modules and not _is_there(top):
+            yield top, line
 
 
 def _is_there(top: str) -> bool:

@@ -7,11 +7,10 @@ from typing import Any
 
 from deeplightning.config.signature import UNKNOWN, Parameter, Signature, Undecided, of_object
 from deeplightning.config.static.annotations import allowed, plain
-from deeplightning.config.static.bindings import Broken
 from deeplightning.config.static.decorators import keeps
 from deeplightning.config.static.names import (
+    UNKNOWABLE,
     Absent,
-    Failing,
     Frame,
     Functions,
     Names,
@@ -277,7 +276,7 @@ class Handed:
         for where, call_ in asked:
             try:
                 taken, position = where.of_call(call_, sure=len(asked) == 1 and not uses.adds)
-            except (Undecided, Absent, Failing, Broken) as error:
+            except UNKNOWABLE as error:
                 rest = rest or f"`{ast.unparse(call_.node.func)[:60]}`, which takes the others, is not known: {error}"
                 continue
             rest = rest or taken.rest
@@ -409,7 +408,7 @@ class Handed:
         """The literal names that a helper looks up in the mapping, if it does no more with it than that."""
         try:
             found = self.names.value(call.func, self.frame)
-        except (Undecided, Absent, Failing, Broken):
+        except UNKNOWABLE:
             return None
         if found.kind != "function" or not isinstance(found.node, Functions) or found.node.decorator_list:
             return None
