@@ -18,7 +18,7 @@ import sysconfig
 import tempfile
 import traceback
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -127,7 +127,9 @@ class _Trial:
             try:
                 attempt.run()
                 found = attempt.faults
-            except Exception as error:
+            except (Exception, SystemExit) as error:
+                if isinstance(error.__context__, KeyboardInterrupt):  # Lightning makes a SystemExit of it
+                    raise KeyboardInterrupt from None
                 if _wants_network(error):
                     if self.without_weights():
                         continue
@@ -340,14 +342,21 @@ class _Attempt:
         target = self.cfg.data.module
         try:
             data = init_module(self.cfg, "data")
-            make = getattr(data, "example_batch", None)
-            batch = make(SAMPLES) if make is not None else None
         except Exception as error:
             self.faults += self.faults_of(error, target)
             self.untried.append(Fault("without data no step was tried", "data.module"))
             return None
+        try:
+            make = getattr(data, "example_batch", None)
+            batch = make(SAMPLES) if make is not None else None
+        except Exception as error:
+            reason = f"{target.type}.example_batch fails: {_words(error)}{_line(error)}"
+            self.faults.append(Fault(reason, "data.module"))
+            batch = None
         self.data = data
-        if batch is None:
+        if self.faults:
+            self.untried.append(Fault("without an example no step was tried", "data.module"))
+        elif batch is None:
             message = f"{target.type} offers no example_batch(size), so no step was tried"
             self.untried.append(Fault(message, "data.module"))
         elif getattr(data, "image_spec", None) is not None and not getattr(data, "class_names", None):
@@ -437,9 +446,7 @@ class _Attempt:
         if self.batch is None or self.faults:
             return
         name, task = self.cfg.model.module.type, self.task
-        if not self.trainer.optimizers:
-            self.fault(f"{name}.configure_optimizers gives no optimizer: nothing would learn", "model.module")
-        elif not look.learned and task.automatic_optimization:
+        if not look.learned and task.automatic_optimization:
             self.fault(f"{name}.training_step returned no loss, so there was no optimizer step", "model.module")
         params = self.asked.engine.params
         waits = self.asked.engine.backend == "ddp" and not (
@@ -469,7 +476,7 @@ class _Attempt:
 
     # ---- what an exception says
 
-    def faults_of(self, error: Exception, building: Target | None = None) -> list[Fault]:
+    def faults_of(self, error: BaseException, building: Target | None = None) -> list[Fault]:
         """The faults that an exception stands for; `building`: while this target was built."""
         if isinstance(error, _Found):
             return [error.fault]
@@ -482,6 +489,8 @@ class _Attempt:
         if isinstance(error, MisconfigurationException):
             return [self.misconfigured(error, building)]
         reason = f"{_words(error)}{_line(error)}"
+        if isinstance(error, KeyError) and isinstance(self.batch, Mapping) and error.args[0] not in self.batch:
+            reason += f"; a batch has {', '.join(map(str, self.batch))}"
         if building is not None:
             return [Fault(f"{building.type} cannot be built: {reason}", building.name)]
         owner, taken = self.owner(error)
@@ -499,11 +508,11 @@ class _Attempt:
         given = f" given {taken}" if taken else ""
         return [Fault(f"{owner.type}{given} fails {self.stage}: {reason}.{_advice(key, taken)}", key)]
 
-    def misconfigured(self, error: Exception, building: Target | None) -> Fault:
+    def misconfigured(self, error: BaseException, building: Target | None) -> Fault:
         """What Lightning says of a config, in the config's words where it says it in its own."""
-        words, scheduler = str(error).splitlines()[0], self.cfg.model.scheduler
+        words, scheduler = " ".join(str(error).split()), self.cfg.model.scheduler
         if "ReduceLROnPlateau" in words:
-            if isinstance(scheduler, Target):
+            if isinstance(scheduler, Target) and "ReduceLROnPlateau" in scheduler.type:
                 message = "ReduceLROnPlateau needs a metric to follow, for example val_loss"
                 return Fault(message, f"{scheduler.name}.call.monitor")
             wanted = '{"scheduler": …, "monitor": "val_loss"}'
@@ -516,12 +525,14 @@ class _Attempt:
         owner = building or self.owner(error)[0]
         return Fault(f"{owner.type}: {words}" if owner else words, str(owner.name) if owner else "model.module")
 
-    def owner(self, error: Exception) -> tuple[Target | None, str]:
+    def owner(self, error: BaseException) -> tuple[Target | None, str]:
         """Whose code an exception comes from: the innermost part of the config on the stack, and what it was given."""
         within = False  # inside of Lightning, which an optimizer's step calls for the loss
         for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
             value, code = frame.f_locals.get("self"), frame.f_code
             within = within or "pytorch_lightning" in code.co_filename
+            if code.co_name == "__getattr__":  # of a module, for whoever asked it for what it has not
+                continue
             if value is not None and value is self.task:
                 break
             if within and isinstance(value, torch.optim.Optimizer):
@@ -582,6 +593,9 @@ class _Look(pl.Callback):
         self._broken: str | None = None  # the first module that gave what is not finite
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        task = self.attempt.cfg.model.module.type
+        if not any(optimizer.param_groups for optimizer in trainer.optimizers) and pl_module.automatic_optimization:
+            raise _Found(Fault(f"{task}.configure_optimizers gives no optimizer: nothing would learn", "model.module"))
         self.attempt.stage = "in the training step"
         for config in trainer.lr_scheduler_configs:
             config.frequency, config.strict = 1, False  # each schedule steps; a missing metric is told of later
@@ -637,6 +651,7 @@ class _Look(pl.Callback):
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.attempt.logged["validation"] = set(trainer.callback_metrics)
+        self.attempt.stage = "at the end of the epoch"
         self.attempt.numbers()  # before Lightning stumbles over what is not one number
         if self.attempt.faults:
             raise _Found(self.attempt.faults.pop())
@@ -770,7 +785,7 @@ def _reason(fault: Fault) -> str:
 
 def _words(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
+    return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__
 
 
 def _line(error: BaseException) -> str:

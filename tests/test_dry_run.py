@@ -77,6 +77,26 @@ class Plateau(ImageClassification):
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)}
 
 
+class Idle(ImageClassification):
+    def configure_optimizers(self):
+        return None
+
+
+class Last(ImageClassification):
+    def on_train_epoch_end(self):
+        return 1 / 0
+
+
+class Renamed(Digits):
+    def example_batch(self, size):
+        return {"pixels": super().example_batch(size)["image"]}
+
+
+class Exampleless(Digits):
+    def example_batch(self, size):
+        raise KeyError("shape")
+
+
 class Raises(ImageClassification):
     def training_step(self, batch, batch_idx):
         return self.cfg.no_such_section
@@ -372,8 +392,24 @@ SCHEDULER = "model.scheduler={{type: torch.optim.lr_scheduler.{}, params: {{{}}}
         ),
         (["model.module.type=own.Old"], "today it is on_validation_epoch_end(self)"),
         (["model.module.type=own.Old"], "own.Old has training_step_end"),
+        (
+            ["model.module.type=own.Idle"],
+            "model.module: own.Idle.configure_optimizers gives no optimizer: nothing would",
+        ),
+        (
+            ["model.module.type=own.Last"],
+            "own.Last fails at the end of the epoch: ZeroDivisionError: division by zero (own",
+        ),
         (["model.module.type=own.Lossless"], "own.Lossless.training_step returned no loss"),
         # the data module
+        (
+            ["data.module.type=own.Renamed"],
+            "ImageClassification fails in the training step: KeyError: 'image'; a batch has pixels",
+        ),
+        (
+            ["data.module.type=own.Exampleless"],
+            "data.module: own.Exampleless.example_batch fails: KeyError: 'shape' (own",
+        ),
         (
             ["data.module.params.augment=[{type: own.Floats}]"],
             "data.module.params.augment: must give uint8 images again, not torch.float32",

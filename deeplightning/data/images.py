@@ -193,8 +193,9 @@ class ImageData(pl.LightningDataModule):
         if len(self._augment) == 0 or self.trainer is None or not self.trainer.training:
             return batch
         images = self._augment(batch["image"])
-        if images.dtype != uint8:
-            raise DataConfigError(f"data.module.params.augment must give uint8 images again, not {images.dtype}.")
+        found = images.dtype if isinstance(images, torch.Tensor) else type(images).__name__
+        if found != uint8:
+            raise DataConfigError(f"data.module.params.augment must give uint8 images again, not {found}.")
         return {**batch, "image": images}
 
     def _describe(self) -> str:
