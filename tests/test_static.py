@@ -618,6 +618,7 @@ def test_the_examples_are_known(monkeypatch):
         ("int | None", (int, type(None))),
         ("Optional[str]", (str, type(None))),
         ("typing.Union[int, 'str']", (int, str)),
+        ("Union[int, str]", (int, str)),
         ("Literal['a', 2]", ("a", 2)),
         ("t.Literal[True] | int", (True, int)),
         ("list[int]", (list,)),
@@ -653,6 +654,7 @@ def test_an_annotation_names_simple_types(own, annotation, allowed):
         """,
         own_thing=f"""
         import typing, typing as t, torch, own_types
+        from typing import *
         from pathlib import Path
         from typing import Any, Callable, List, Literal, Optional, Tuple
         from torch import Tensor

@@ -87,9 +87,10 @@ class Types:
         """The last word of what stands in `typing` or `builtins`."""
         path = nominal(node, self.frame.module)
         if path is None:
-            if isinstance(node, ast.Name) and node.id not in ("list", "tuple"):
+            found = self.names.value(node, self.frame)
+            if found.live is None:
                 return None
-            path = self.names.value(node, self.frame).path
+            path = found.path
         head, _, word = path.rpartition(".")
         return word if head in ("typing", "typing_extensions", "builtins") else None
 
