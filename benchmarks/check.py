@@ -144,7 +144,8 @@ def _shares(some: list[Scored]) -> list[str]:
 
 def told(mutation: Mutation, answer: Answer, _: Score) -> str:
     """A miss, for people: what was planted where, and what was said."""
-    said = "; ".join(f"{t.place}: {_cut(t.message)}" for t in answer.told[:3]) or _cut(answer.output) or "nothing"
+    said = "; ".join(f"{t.place}: {_cut(t.message)}" for t in answer.told[:3])
+    said = said or ("…" + " ".join(answer.output.split())[-160:] if answer.code else "nothing")
     where = " or ".join(mutation.lines)
     return f"{mutation.kind}, {mutation.config}, {where}: {mutation.what}. Said (exit {answer.code}): {said}"
 
