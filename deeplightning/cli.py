@@ -3,6 +3,7 @@
 Heavy imports stand inside the verbs, so that `--help` answers at once.
 """
 
+import gc
 import json
 import os
 import sys
@@ -93,7 +94,7 @@ def check(config: Path, overrides: tuple[str, ...], importing: bool, dry_run: bo
         click.echo(json.dumps(report.to_dict(), indent=2))
         sys.exit(report.exit_code)
     cfg = report.checked()
-    _say(report, "" if importing or dry_run else "; `--import` settles it")
+    _say(report)
     show(dump(cfg.public()))
 
 
@@ -118,19 +119,20 @@ def _examine(config: Path, overrides: tuple[str, ...], importing: bool) -> Any:
     from deeplightning.configure import examine
 
     global _redact
+    gc.disable()  # what source files become is thrown away in the end; to look through it costs 0.04 CPU seconds
     report = examine(config, list(overrides), importing=importing)
     _redact = report.redact
     return report
 
 
-def _say(report: Any, remedy: str) -> None:
+def _say(report: Any) -> None:
     """What a report holds beside faults, on stderr."""
     for notice in report.notices:
         click.echo(f"{'warning: ' if notice.unasked else ''}{_redact(notice.text)}", err=True)
     for fault in report.at_start:
         click.echo(f"warning: {_redact(str(fault))}", err=True)
     for fault in report.unchecked:
-        click.echo(f"unchecked: {_redact(str(fault))}{remedy}", err=True)
+        click.echo(f"unchecked: {_redact(str(fault))}", err=True)
 
 
 @cli.command()

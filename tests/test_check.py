@@ -501,3 +501,91 @@ def test_check_imports_nothing_heavy_and_nothing_that_is_named():
     assert packages & (heavy | {"sklearn", "matplotlib", "onnx", "onnxruntime", "PIL", "pandas", "omegaconf"}) == set()
     named = ("deeplightning.data", "deeplightning.task", "deeplightning.model", "deeplightning.tracking")
     assert [name for name in loaded if name.startswith(named)] == []
+
+
+# ---- metrics that something waits for
+
+OWN_TASKS = """\
+import pytorch_lightning as pl
+
+from deeplightning.task.img_classif import ImageClassification
+
+
+class Plain(pl.LightningModule):
+    def __init__(self, cfg):
+        super().__init__()
+
+    def training_step(self, batch, batch_idx):
+        self.log("train_loss", 0.0)
+
+    def validation_step(self, batch, batch_idx):
+        self.log_dict({"val_loss": 0.0, "val_f1": 1.0})
+
+
+class More(ImageClassification):
+    def on_validation_epoch_end(self):
+        self.log("val_extra", 1.0)
+
+
+class Computed(ImageClassification):
+    def on_validation_epoch_end(self):
+        self.log(self.hparams.name, 1.0)
+
+
+class Watch(pl.Callback):
+    def on_validation_end(self, trainer, pl_module):
+        pl_module.log("val_watched", 1.0)
+"""
+METRIC = "{type: torchmetrics.classification.MulticlassF1Score, params: {num_classes: 10}}"
+TWO_LOSSES = "model.loss={a: {type: torch.nn.CrossEntropyLoss}, b: {type: torch.nn.NLLLoss}}"
+SMOOTHED = "train.callbacks=[{type: deeplightning.callbacks.watch.SmoothedLoss}]"
+PLATEAU = "model.scheduler={type: torch.optim.lr_scheduler.ReduceLROnPlateau, call: {monitor: val_los}}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["train.checkpoint.monitor=val_acuracy"], "no metric `val_acuracy` is logged. Did you mean val_acc?"),
+        (["train.early_stop={metric: val_f1}"], "no metric `val_f1` is logged."),
+        (["train.early_stop={metric: test_loss}"], "no metric `test_loss` is logged. Did you mean"),
+        ([PLATEAU], "model.scheduler.call.monitor: no metric `val_los` is logged. Did you mean val_loss?"),
+        ([f"model.metrics={{f1: {METRIC}}}", "train.checkpoint.monitor=val_acc"], "no metric `val_acc` is logged."),
+        (["model.module.type=own_tasks.Plain", "train.checkpoint.monitor=val_acc"], "Did you mean val_f1?"),
+        (["model.module.type=own_tasks.More", "train.checkpoint.monitor=val_extr"], "Did you mean val_extra?"),
+    ],
+)  # fmt: skip
+def test_a_metric_that_nothing_logs_is_told(overrides, words):
+    """By the source of task, metrics, losses and callbacks; with the nearest that is logged."""
+    Path("own_tasks.py").write_text(OWN_TASKS)
+    (found,) = notes(*overrides)
+    assert words in found
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["train.checkpoint.monitor=val_acc", "train.early_stop={metric: train_loss_epoch}"],
+        ["train.checkpoint.monitor=lr"],
+        [f"model.metrics={{f1: {METRIC}}}", "train.checkpoint.monitor=val_f1"],
+        [TWO_LOSSES, "train.checkpoint.monitor=val_b"],
+        ["model.module.type=own_tasks.Plain", "train.checkpoint.monitor=val_f1"],
+        ["model.module.type=own_tasks.More", "train.checkpoint.monitor=val_extra"],
+        ["train.callbacks=[{type: own_tasks.Watch}]", "train.checkpoint.monitor=val_watched"],
+        [SMOOTHED, "train.early_stop={metric: train_loss_ema}"],
+        ["stages=[test]", "test.ckpt=last", "train.checkpoint.monitor=nothing"],
+    ],
+)  # fmt: skip
+def test_a_metric_that_is_logged_passes(overrides):
+    """Also what a subclass adds to what its parent declares, and what a callback logs."""
+    Path("own_tasks.py").write_text(OWN_TASKS)
+    assert notes(*overrides) == []
+
+
+def test_a_metric_whose_name_is_computed_is_left_to_the_dry_run():
+    """What the source does not tell is said to be unchecked."""
+    Path("own_tasks.py").write_text(OWN_TASKS)
+    Path("c.yaml").write_text(GOOD)
+    report = examine("c.yaml", ["model.module.type=own_tasks.Computed", "train.checkpoint.monitor=val_x"])
+    assert report.faults == []
+    (unchecked,) = report.unchecked
+    assert unchecked.message == "whether `val_x` is logged: own_tasks.Computed computes names; `--dry-run` settles it"

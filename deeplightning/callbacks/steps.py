@@ -76,7 +76,8 @@ class LogSteps(pl.Callback):
             every = max(1, math.floor(steps / every["per_epoch"])) if math.isfinite(steps) else 1
         trainer.log_every_n_steps = int(trainer.global_step % every == 0)
         if trainer.log_every_n_steps:
-            rates = [optimizer.param_groups[0]["lr"] for optimizer in trainer.optimizers]
+            # Where a task has no optimizer, Lightning puts one without groups in its place.
+            rates = [optimizer.param_groups[0]["lr"] for optimizer in trainer.optimizers if optimizer.param_groups]
             named = {"lr": rates[0]} if rates else {}
             if len(rates) > 1:
                 named |= {f"lr-{number}": rate for number, rate in enumerate(rates)}

@@ -345,7 +345,12 @@ class _Checker:
             beside = self.places.get(f"{key.removesuffix('.params')}.type") if key.endswith(".params") else None
             self.fault(f.message, key, self.places.get(key) or beside, found=f.found, allowed=f.allowed)
         for key, why in verdict.undecided.items():
-            self.unchecked.append(Fault(why, key, place_of(key, self.places)))
+            self.leave(key, why)
+
+    def leave(self, key: str, why: str, settled_by: str = "--import") -> None:
+        """Notes what could not be checked, and what settles it."""
+        remedy = "" if settled_by == "--import" and self.meanings.importing else f"; `{settled_by}` settles it"
+        self.unchecked.append(Fault(why + remedy, key, place_of(key, self.places)))
 
     def inside(self, entry: Entry, key: str, path: KeyPath) -> None:
         """Targets and references inside params, at any depth."""
@@ -369,7 +374,7 @@ class _Checker:
             except ValueError as error:
                 self.fault(str(error), f"{key}.ref", entry.place, found=entry.value)
             except Undecided as why:
-                self.unchecked.append(Fault(f"{entry.value}: {why}", f"{key}.ref", entry.place))
+                self.leave(f"{key}.ref", f"{entry.value}: {why}")
 
         self.targets.append(compare)
 
@@ -432,34 +437,33 @@ class _Checker:
         targets = (config.model.module, *config.train.callbacks)
         if not asked or any(target is None or target.type is None for target in targets):  # a fault speaks of them
             return
-        names, complete = self.logged(config)
+        names, vague = self.logged(config)
         for key, metric in asked.items():
-            if metric in names:
+            if metric in names or re.fullmatch(r"lr-\d+", metric):  # the latter are of tasks with several optimizers
                 continue
-            if complete:
+            if vague is None:
                 known = ", ".join(sorted(names))
                 message = f"no metric `{metric}` is logged.{nearest(metric, names)} There are: {known}"
                 self.fault(message, key, found=metric, allowed=known)
             else:
-                why = f"whether `{metric}` is logged; {config.model.module.type} computes names"
-                self.unchecked.append(Fault(why, key, place_of(key, self.places)))
+                self.leave(key, f"whether `{metric}` is logged: {vague} computes names", "--dry-run")
 
-    def logged(self, config: Config) -> tuple[set[str], bool]:
-        """The metrics that a training logs, by the source of task and callbacks; False if there may be others."""
-        found, complete, sources = {"lr"}, True, Meanings()
+    def logged(self, config: Config) -> tuple[set[str], str | None]:
+        """The metrics that a training logs, by the source of task and callbacks; and which of them may log others."""
+        found, vague, sources = {"lr"}, None, Meanings()
         for target in (config.model.module, *config.train.callbacks):
             try:
                 definition: Any = sources.of(target.type)
                 names, all_of_them = definition.logged_names()
             except (ValueError, Undecided):
-                return found, False
-            found, complete = found | names, complete and all_of_them
+                return found, str(target.type)
+            found, vague = found | names, vague if all_of_them else target.type
         metrics = ["acc"] if config.model.metrics is None else list(config.model.metrics)
         losses = list(config.model.loss) if isinstance(config.model.loss, dict) and len(config.model.loss) > 1 else []
         for placeholder, words in (("{stage}", ["train", "val"]), ("{metric}", metrics), ("{loss}", losses)):
             split = [name.replace(placeholder, word) for name in found if placeholder in name for word in words]
             found = {name for name in found if placeholder not in name} | set(split)
-        return {name for name in found if not name.startswith("test_")}, complete
+        return {name for name in found if not name.startswith("test_")}, vague
 
     def pattern(self, text: Any, key: str) -> None:
         try:

@@ -8,7 +8,6 @@ import types
 import typing
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
 from typing import Any
 
 UNKNOWN: Any = type("Unknown", (), {"__repr__": lambda self: "…"})()
@@ -28,7 +27,7 @@ class Parameter:
         required: whether it has no default.
         default: the default, where it is a plain value; else UNKNOWN.
         allowed: the simple types (int, float, bool, str, list, NoneType) and literal words that its annotation names;
-            None if it has none, or one that names anything else as well. A class beside a number (`float | Tensor`)
+            None if it has none, or one that names anything else as well. A tensor beside a number (`float | Tensor`)
             does not count: no other plain value stands for it.
         annotation: as it is written, for people.
     """
@@ -102,35 +101,31 @@ def allowed_by(hint: Any) -> tuple[Any, ...] | None:
     if origin in (typing.Union, types.UnionType):
         options = typing.get_args(hint)
         if {int, float} & set(options):
-            options = tuple(option for option in options if option in SIMPLE or not _is_plain_class(option))
+            options = tuple(option for option in options if not _is_tensor(option))
         parts = [allowed_by(option) for option in options]
         return None if None in parts else tuple(option for part in parts if part for option in part)
     return None
 
 
-def _is_plain_class(hint: Any) -> bool:
-    """Whether a hint is a class that no value of a config can be: `Tensor`, unlike `Path`, `Sequence` or an Enum."""
-    return (
-        isinstance(hint, type)
-        and hint.__module__.partition(".")[0] == "torch"
-        and not issubclass(hint, (*SIMPLE, dict, tuple, Enum))
-    )
+def _is_tensor(hint: Any) -> bool:
+    return isinstance(hint, type) and (hint.__module__.partition(".")[0], hint.__name__) == ("torch", "Tensor")
 
 
 def wrong_type(value: Any, parameter: Parameter) -> str | None:
     """What is allowed, if a plain value certainly is not. Doubt counts as right."""
     if value is None or (isinstance(value, Mapping) and {"type", "ref"} & set(value)):
         return None
-    if parameter.allowed is None:
+    if parameter.allowed in (None, (type(None),)):  # some annotations of torch's come to nothing when they are live
         default = parameter.default
         if isinstance(default, bool):
             unfit = isinstance(value, str) or (parameter.annotation is None and not isinstance(value, bool | int))
             return SIMPLE[bool] if unfit else None
         return SIMPLE[float] if isinstance(default, int | float) and isinstance(value, str) else None
-    if any(_fits(value, option) for option in parameter.allowed):
+    allowed = parameter.allowed or ()
+    if any(_fits(value, option) for option in allowed):
         return None
-    words = [SIMPLE.get(o, repr(o)) for o in parameter.allowed if o is not type(None)]
-    return " or ".join(dict.fromkeys(words)) or "null"
+    words = [SIMPLE.get(o, repr(o)) for o in allowed if o is not type(None)]
+    return " or ".join(dict.fromkeys(words))
 
 
 def _fits(value: Any, option: Any) -> bool:

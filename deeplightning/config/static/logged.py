@@ -11,15 +11,28 @@ _FRAMEWORKS = ("torch", "pytorch_lightning", "lightning", "lightning_fabric", "t
 
 
 def logged_names(names: Names, thing: Thing) -> tuple[set[str], bool]:
+    """What a class declares in `logged_metrics`, and what is logged by it and its ancestors up to that declaration."""
     line, complete = names.line(thing)
     own = [t for t in line if t.live is None and t.path.partition(".")[0] not in _FRAMEWORKS]
-    for each in own:
+    for position, each in enumerate(own):
         for option in names.scope(each).names.get("logged_metrics", ()):
             if isinstance(option, Assigned):
                 words = names.words(option.value, Frame(names.home(each)))
                 if words is not None:
-                    return words, True
+                    more, complete = Logged(names, own[:position]).names(True)
+                    return words | more, complete
     return Logged(names, own).names(complete)
+
+
+def _is_a_module(receiver: ast.expr, method: Functions) -> bool:
+    """Whether `receiver.log(…)` may log a metric: of the class itself, of what a method is given (a callback's
+    `pl_module`), or of a trainer's module. A logger of Python's is neither; a tensor's `log` takes nothing."""
+    match receiver:
+        case ast.Name(id=name):
+            return name in [a.arg for a in (*method.args.posonlyargs, *method.args.args, *method.args.kwonlyargs)]
+        case ast.Attribute(attr="lightning_module"):
+            return True
+    return False
 
 
 class Logged:
@@ -40,9 +53,9 @@ class Logged:
         for each, method in self.methods:
             for call in ast.walk(method):
                 match call:
-                    case ast.Call(func=ast.Attribute(value=ast.Name(id=word), attr="log" | "log_dict" as how)) if (
-                        word == first_argument(method)
-                    ):
+                    case ast.Call(func=ast.Attribute(value=receiver, attr="log" | "log_dict" as how)) if (
+                        call.args or call.keywords
+                    ) and _is_a_module(receiver, method):
                         given = call.args[0] if call.args else next(
                             (k.value for k in call.keywords if k.arg in ("name", "dictionary")), None
                         )  # fmt: skip
