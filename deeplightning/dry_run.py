@@ -35,9 +35,9 @@ from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
 from deeplightning.callbacks.steps import LogSteps, Seeds
-from deeplightning.config.fault import Fault, UserError
+from deeplightning.config.fault import Fault, UserError, nearest
 from deeplightning.config.schema import Config, Optimizer, Target
-from deeplightning.config.target import build, find, nearest
+from deeplightning.config.target import build, find
 from deeplightning.configure import init_module
 from deeplightning.engine.plan import trainer_arguments
 

@@ -315,6 +315,43 @@ def test_a_variable_that_is_no_number_is_not_shown(monkeypatch):
     )
 
 
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("model.optimizer.groups=[{match: bias, wieght_decay: 0}]",
+         "groups.0.wieght_decay: torch.optim.SGD has no param `wieght_decay`. Did you mean weight_decay?"),
+        ("model.optimizer.groups=[{match: bias, weight_decay: none}]", "takes a number here, not the text 'none'"),
+        ("model.optimizer.groups=[{weight_decay: 0}]", "model.optimizer.groups.0.match: missing: which parameters"),
+        ("model.optimizer.groups=[{mach: bias}]", "model.optimizer.groups.0.mach: unknown key. Did you mean match?"),
+        ("model.optimizer.groups=[{match: 'bias)'}]", "groups.0.match: must be a regular expression, not 'bias)': "),
+        ("model.trainable=['(', head]", "model.trainable.0: must be a regular expression, not '(': "),
+        ("data.loader={pin_memry: true}", "DataLoader has no param `pin_memry`. Did you mean pin_memory?"),
+        ("data.loader={batch_size: 3}", "DataLoader gets `batch_size` from data.batch_size; remove it"),
+        ("data.loader={pin_memory: often}", "DataLoader takes true or false here, not the text 'often'"),
+        ("logger.params={experiment: x}", "MLflowLogger has no param `experiment`. Did you mean"),
+    ],
+)  # fmt: skip
+def test_what_is_given_on_is_compared_with_what_takes_it(override, words):
+    """Groups with the optimizer, `data.loader` with torch's class, the default logger's params with the logger."""
+    assert words in note(override)
+
+
+def test_groups_of_an_optimizer_without_a_type_are_no_second_fault():
+    """What has no name is compared with nothing."""
+    text = GOOD.replace(
+        "{type: torch.optim.SGD, params: {lr: 0.1}}", "{tipe: torch.optim.SGD, groups: [{match: a, x: 1}]}"
+    )
+    (first,) = [found for found in notes(text=text) if "params: missing" not in found]
+    assert "model.optimizer.tipe: unknown key. Did you mean type?" in first
+
+
+def test_a_misspelt_base_is_one_note():
+    """Nothing that stands in the base is said to be missing."""
+    Path("base.yaml").write_text(GOOD)
+    (only,) = notes(text="_bsae_: base.yaml\ndata: {batch_size: 3}\n")
+    assert only.startswith("c.yaml:1:1: _bsae_: unknown key. Did you mean _base_? Known here: seed,")
+
+
 # ---- all at once
 
 TEN = """\

@@ -1,6 +1,7 @@
 """Settings that do not go together are told with both keys and a remedy: `deeplightning.config.combinations`."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -53,6 +54,9 @@ def here(tmp_path, monkeypatch):
     parts = "def anything(*args, **kwargs): ...\n\n\nFusedAdam = fp16_compress_hook = anything\n"
     Path("some_parts.py").write_text(parts)
     Path("c.yaml").write_text(BASE)
+    sys.modules.pop("some_parts", None)
+    yield
+    sys.modules.pop("some_parts", None)
 
 
 @pytest.mark.parametrize(("rule", "overrides"), list(zip(RULES, BREAKING, strict=True)), ids=[r.when for r in RULES])

@@ -151,6 +151,7 @@ seed: 3
     "model.optimizer.params.lr": """\
 model.optimizer.params.lr: 0.3
   type        float | Tensor
+  meaning     learning rate (default: 1e-3)
   default     0.001
   taken by    torch.optim.SGD
   set by      override model.optimizer.params.lr=0.3
@@ -160,6 +161,7 @@ model.optimizer.params.lr: 0.3
     "model.optimizer.params.weight_decay": """\
 model.optimizer.params.weight_decay: 0.3
   type        float | Tensor
+  meaning     weight decay (L2 penalty) (default: 0)
   default     0
   taken by    torch.optim.SGD
   set by      middle.yaml:10:7, as ${model.optimizer.params.lr}; model.optimizer.params.lr is set by override …

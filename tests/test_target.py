@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from deeplightning.config.compare import Meanings, judge
-from deeplightning.config.fault import ConfigError
+from deeplightning.config.fault import ConfigError, nearest
 from deeplightning.config.schema import Target
-from deeplightning.config.target import build, find, is_reference, is_target, nearest
+from deeplightning.config.target import build, find, is_reference, is_target
 
 OWN = """
 import dataclasses
@@ -163,6 +163,28 @@ def test_the_nearest_word():
     assert nearest("num_epoch", ["num_epochs", "max_steps"]) == " Did you mean num_epochs?"
     assert nearest("LR", ["lr", "momentum"]) == " Did you mean lr?"
     assert nearest("quux", ["lr", "momentum"]) == ""
+
+
+@pytest.mark.parametrize(
+    ("word", "words", "meant"),
+    [
+        ("Adma", ["Adam", "Adamax", "AdamW", "Adadelta", "NAdam"], "Adam"),  # two letters swapped
+        ("dpd", ["ddp", "dp", "fsdp"], "ddp"),
+        ("kr", ["lr", "momentum", "weight_decay"], "lr"),  # one replaced, in a word of two
+        ("rl", ["lr", "momentum", "weight_decay"], "lr"),
+        ("llr", ["lr", "momentum", "weight_decay"], "lr"),
+        ("num_clases", ["num_classes", "num_channels", "image_size"], "num_classes"),
+    ],
+)
+def test_slips_of_a_finger_are_understood(word, words, meant):
+    """A letter dropped, doubled, replaced or swapped leads to the word that was meant, also where words are short."""
+    assert nearest(word, words) == f" Did you mean {meant}?"
+
+
+def test_classes_are_nearer_than_modules(own):
+    """`torch.optim` holds the class Adam and the module adam; what stands last is something to call."""
+    with pytest.raises(ValueError, match=re.escape("Did you mean torch.optim.Adam?")):
+        find("torch.optim.dam")
 
 
 # ---- compared

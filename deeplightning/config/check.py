@@ -11,13 +11,13 @@ from typing import Any
 
 from deeplightning.config import schema
 from deeplightning.config.compare import KINDS, Meanings, Verdict, judge
-from deeplightning.config.fault import ConfigError, Fault, Notice, error_of, place_of, upwards
+from deeplightning.config.fault import ConfigError, Fault, Notice, error_of, nearest, place_of, upwards
 from deeplightning.config.interpolation import Secrets
 from deeplightning.config.schema import Config, Target
 from deeplightning.config.signature import Undecided
 from deeplightning.config.source import Source, read
-from deeplightning.config.target import add_import_roots, is_reference, is_target, nearest
-from deeplightning.config.tree import MAX_FAULTS, Entry, KeyPath, kind, plain, scalar
+from deeplightning.config.target import add_import_roots, is_reference, is_target
+from deeplightning.config.tree import MAX_FAULTS, Entry, KeyPath, kind, nodes, plain, scalar
 
 MAX_UNKNOWN = 50  # unknown keys of one section that are told singly
 
@@ -130,7 +130,7 @@ def examine(path: str | Path, overrides: list[str] | None = None, *, importing: 
 
 def _examine(report: Report, source: Source, importing: bool) -> None:
     add_import_roots(Path.cwd(), source.folder)
-    checker = _Checker(source.faults, source.secrets)
+    checker = _Checker(source.faults, source.secrets, source.root)
     report.places = checker.places
     report.config = config = checker.section(Config, source.root, "", ())
     if config is not None:
@@ -140,6 +140,8 @@ def _examine(report: Report, source: Source, importing: bool) -> None:
         if checker.meanings.importing:
             os.environ.update(config.engine.env)  # before any target is imported: libraries read their variables then
         checker.compare(config)
+    if any("mean _base_?" in fault.message for fault in source.faults):  # what is missing stands in the base
+        source.faults[:] = [fault for fault in source.faults if not fault.message.startswith("missing: ")]
     report.unchecked = _in_order(checker.unchecked, source)
     report.faults = _in_order(source.faults, source)
 
@@ -172,11 +174,11 @@ class _Checker:
     """Walks schema and tree together. What does not fit goes to `faults`, its place is taken by the default or None,
     and reading goes on."""
 
-    def __init__(self, faults: list[Fault], secrets: Secrets):
+    def __init__(self, faults: list[Fault], secrets: Secrets, root: Entry):
         self.faults, self.secrets = faults, secrets
         self.unchecked: list[Fault] = []
         self.meanings = Meanings()
-        self.places: dict[str, str] = {}
+        self.places = {".".join(map(str, path)): entry.place for path, entry in nodes(root)}
         self.answered = {fault.key for fault in faults}  # keys that a fault already speaks of
         self.targets: list[Callable[[], None]] = []
 
@@ -212,13 +214,13 @@ class _Checker:
             return None
         for name, item in entry.value.items():
             here = prefix + name
-            self.places[here] = item.place
             if name in known:
                 value = self.value(hints[name], item, here, (*path, name), known[name].metadata)
                 if value is not _BAD:
                     values[name] = value
             else:
-                hint = f" Today it is {RENAMED[here]}." if here in RENAMED else nearest(name, known)
+                words = known if key else {**known, "_base_": None}
+                hint = f" Today it is {RENAMED[here]}." if here in RENAMED else nearest(name, words)
                 message = f"unknown key.{hint} Known here: {', '.join(known)}"
                 self.fault(message, here, item.place, found=name, allowed=", ".join(known))
                 self.answered |= {prefix + other for other in known if f"mean {other}?" in hint}
@@ -310,8 +312,6 @@ class _Checker:
             return True, {}
         if not isinstance(entry.value, dict):
             return False, _BAD
-        for name, item in entry.value.items():
-            self.places[f"{key}.{name}"] = item.place
         items = {name: self.value(inner, item, f"{key}.{name}", (*path, name)) for name, item in entry.value.items()}
         return True, _BAD if any(item is _BAD for item in items.values()) else items
 
@@ -322,8 +322,6 @@ class _Checker:
         place = entry.value["type"].place if "type" in entry.value else entry.place
         params = entry.value.get("params") or Entry({}, place)
         items = params.value if isinstance(params.value, dict) else {}
-        for param, item in items.items():
-            self.places[f"{key}.params.{param}"] = item.place
         self.places.setdefault(f"{key}.type", place)
         role = _role(key, KINDS)
 
@@ -415,7 +413,10 @@ class _Checker:
         for key, optimizer in _named(model.optimizer, "model.optimizer"):
             for number, group in enumerate(optimizer.groups):
                 here = f"{key}.groups.{number}"
-                if "match" not in group:
+                misspelt = [name for name in group if "match" not in group and nearest(name, ["match"])]
+                for name in misspelt:
+                    self.fault("unknown key. Did you mean match?", f"{here}.{name}", found=name, allowed="match")
+                if "match" not in group and not misspelt:
                     message = "missing: which parameters, a regular expression, for example `match: 'bias|norm'`"
                     self.fault(message, f"{here}.match")
                 for name, value in group.items():
@@ -473,6 +474,8 @@ class _Checker:
 
     def param(self, name: str, param: str, value: Any, section: str, key: str, given: int = 0) -> None:
         """Compares one param, which stands at `key`, with what a class takes; the class itself is another's matter."""
+        if not isinstance(name, str):
+            return
         asked = f"{section}.params.{param}"
         verdict = judge(self.meanings, name, {param: value}, section, given=given)
         faults = [replace(fault, key=key) for fault in verdict.faults if fault.key == asked]

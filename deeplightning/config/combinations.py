@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from deeplightning.config.fault import Fault, place_of
+from deeplightning.config.fault import Fault, upwards
 from deeplightning.config.schema import Config, Target
 from deeplightning.config.tree import line
 
@@ -270,7 +270,8 @@ def conflicts(
         value, other = _value(cfg, rule.key, backend), _value(cfg, rule.other, backend)
         at = f" ({places[rule.other]})" if rule.other in places else ""
         message = f"{value} does not go with {rule.other}: {other}{at}: {rule.why}; {rule.remedy}"
-        place = place_of(rule.key, places) or place_of(rule.other, places)
+        set_ = [key for key in (*upwards(rule.key), *upwards(rule.other)) if key in places]
+        place = places[set_[0]] if set_ else None
         yield rule, Fault(message, rule.key, place, found=value, allowed=rule.remedy, exit_code=rule.exit_code)
 
 

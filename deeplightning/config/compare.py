@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from deeplightning.config.fault import Fault
+from deeplightning.config.fault import Fault, nearest
 from deeplightning.config.signature import Signature, Undecided, of_object, wrong_type
-from deeplightning.config.target import find, nearest
+from deeplightning.config.target import find
 
 if TYPE_CHECKING:
     from deeplightning.config.static import Definition

@@ -10,10 +10,9 @@ from typing import Any
 from deeplightning.config import schema
 from deeplightning.config.check import Report, describe
 from deeplightning.config.compare import Meanings
-from deeplightning.config.fault import ConfigError, Fault, printable
+from deeplightning.config.fault import ConfigError, Fault, nearest, printable
 from deeplightning.config.schema import Config
 from deeplightning.config.signature import UNKNOWN, Parameter, Undecided
-from deeplightning.config.target import nearest
 from deeplightning.config.tree import Entry, KeyPath, kind, line
 
 COLUMN = 56  # where the places stand beside the values, unless a line is longer

@@ -1,5 +1,6 @@
 """What went wrong, in words for the person who can mend it, and the exit code that says whose turn it is."""
 
+import difflib
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -74,8 +75,44 @@ def upwards(key: str) -> Iterator[str]:
 
 
 def place_of(key: str, places: Mapping[str, str]) -> str | None:
-    """The place of a key, or of the nearest section around it that is set."""
-    return next((places[k] for k in upwards(key) if k in places), None)
+    """The place of a key, or of the nearest section around it that is set; at last that of the whole, under ""."""
+    return next((places[k] for k in upwards(key) if k in places), places.get(""))
+
+
+MAX_WORD, MAX_WORDS = 200, 5000  # characters, words
+
+
+def nearest(word: str, words: Iterable[str]) -> str:
+    """` Did you mean …?`, or nothing when no word is near. Neither a text nor thousands of words are looked through."""
+    words = sorted(set(words))
+    if len(word) > MAX_WORD or len(words) > MAX_WORDS:
+        return ""
+    near = difflib.get_close_matches(word, words, 8, 0.6)
+    near += [w for w in words if w.lower() == word.lower() or (len(w) < 5 and _slips(word, w) == 1)]
+    if not near:
+        return ""
+
+    def order(other: str) -> tuple[Any, ...]:
+        likeness = difflib.SequenceMatcher(None, word, other).ratio()
+        return _slips(word.lower(), other.lower()), sorted(word) != sorted(other), len(word) != len(other), -likeness
+
+    return f" Did you mean {min(near, key=order)}?"
+
+
+def _slips(word: str, other: str) -> int:
+    """How many slips of a finger lie between two words: a letter dropped, doubled, replaced, or swapped with the next.
+
+    It is the distance of optimal string alignment (https://en.wikipedia.org/wiki/Damerau-Levenshtein_distance).
+    """
+    before: list[int] = []
+    row = list(range(len(other) + 1))
+    for i, letter in enumerate(word, 1):
+        before, last, row = row, before, [i]
+        for j, its in enumerate(other, 1):
+            row.append(min(before[j] + 1, row[-1] + 1, before[j - 1] + (letter != its)))
+            if i > 1 and j > 1 and letter == other[j - 2] and its == word[i - 2]:
+                row[j] = min(row[j], last[j - 2] + 1)
+    return row[-1]
 
 
 def printable(text: str) -> str:

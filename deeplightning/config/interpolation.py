@@ -12,8 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deeplightning.config.expression import Call, Key, Malformed, Node, Text, Word, parse, parse_argument
-from deeplightning.config.fault import ConfigError, Fault
-from deeplightning.config.target import nearest
+from deeplightning.config.fault import ConfigError, Fault, nearest
 from deeplightning.config.tree import MAX_DEPTH, MAX_FAULTS, MAX_VALUES, Entry, KeyPath, leaves, scalar
 
 MAX_CHARACTERS = 1_000_000  # of the texts that references make

@@ -3,7 +3,6 @@
 The only place that imports by name.
 """
 
-import difflib
 import importlib
 import importlib.util
 import keyword
@@ -12,26 +11,14 @@ import pkgutil
 import sys
 import sysconfig
 import types
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from deeplightning.config.fault import ConfigError, Fault, SetupError
+from deeplightning.config.fault import ConfigError, Fault, SetupError, nearest
 from deeplightning.config.schema import Target
 
 _INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-
-
-MAX_WORD, MAX_WORDS = 200, 5000  # characters, words
-
-
-def nearest(word: str, words: Iterable[str]) -> str:
-    """` Did you mean …?`, or nothing when no word is near. Neither a text nor thousands of words are looked through."""
-    words = sorted(set(words))
-    if len(word) > MAX_WORD or len(words) > MAX_WORDS:
-        return ""
-    near = difflib.get_close_matches(word, words, 1, 0.6) or [w for w in words if w.lower() == word.lower()][:1]
-    return f" Did you mean {near[0]}?" if near else ""
 
 
 def add_import_roots(*folders: Path) -> None:
@@ -88,7 +75,9 @@ def find(name: str) -> Any:
         except AttributeError:
             owner = ".".join(parts[:depth])
             prefix = f"{owner}."
-            near = nearest(part, _public_names(found)).replace("mean ", f"mean {prefix}", 1)
+            public = _public_names(found)
+            things = [n for n in public if f"{prefix}{n}" not in sys.modules] if depth == len(parts) - 1 else []
+            near = (nearest(part, things) or nearest(part, public)).replace("mean ", f"mean {prefix}", 1)
             raise ValueError(f"{owner} has no `{part}`.{near}") from None
         depth += 1
     return found

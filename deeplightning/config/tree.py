@@ -107,16 +107,18 @@ def kind(entry: Entry) -> str:
     return f"the number {value}"
 
 
-def leaves(entry: Entry, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Entry]]:
+def nodes(entry: Entry, path: KeyPath = ()) -> Iterator[tuple[KeyPath, Entry]]:
+    """Every entry of a tree with its path, the outer before the inner."""
+    yield path, entry
+    if isinstance(entry.value, dict | list):
+        items = entry.value.items() if isinstance(entry.value, dict) else enumerate(entry.value)
+        for name, item in items:
+            yield from nodes(item, (*path, name))
+
+
+def leaves(entry: Entry) -> Iterator[tuple[KeyPath, Entry]]:
     """Every scalar of a tree with its path."""
-    if isinstance(entry.value, dict):
-        for name, item in entry.value.items():
-            yield from leaves(item, (*path, name))
-    elif isinstance(entry.value, list):
-        for number, item in enumerate(entry.value):
-            yield from leaves(item, (*path, number))
-    else:
-        yield path, entry
+    return ((path, item) for path, item in nodes(entry) if not isinstance(item.value, dict | list))
 
 
 def plain(entry: Entry, change: Callable[[Any], Any] = lambda value: value) -> Any:

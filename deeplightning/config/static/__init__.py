@@ -13,6 +13,7 @@ import pkgutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from deeplightning.config.fault import nearest
 from deeplightning.config.signature import Signature, Undecided
 from deeplightning.config.static.bindings import Broken, Module
 from deeplightning.config.static.docstrings import described, docstrings
@@ -51,7 +52,7 @@ def _find(parts: list[str], names: Names) -> Thing:
             break
     if module is None:
         known = [m.name for m in pkgutil.iter_modules()] if len(parts[0]) > 2 else []
-        raise ValueError(f"there is no module {parts[0]} to import (for `{name}`).{_nearest(parts[0], known)}")
+        raise ValueError(f"there is no module {parts[0]} to import (for `{name}`).{nearest(parts[0], known)}")
     thing = names.of_module(module)
     for part in parts[depth:]:
         try:
@@ -63,14 +64,17 @@ def _find(parts: list[str], names: Names) -> Thing:
                 raise
             owner = ".".join(parts[:depth])
             assert thing.module is not None
-            near = _nearest(part, thing.module.submodules()).replace("mean ", f"mean {owner}.", 1)
+            near = nearest(part, thing.module.submodules()).replace("mean ", f"mean {owner}.", 1)
             raise ValueError(f"{owner} has no `{part}`.{near}") from None
         except Absent as absent:
             if absent.name != part:
                 raise Undecided(f"{absent.name} cannot be found where it is imported from") from None
             owner = ".".join(parts[:depth])
             public = [n for n in absent.known if not n.startswith("_")]
-            near = _nearest(part, public).replace("mean ", f"mean {owner}.", 1)
+            # The last part is something to call, and no module.
+            modules = thing.module.submodules() if thing.kind == "module" and thing.module else []
+            things = [n for n in public if n not in modules] if depth == len(parts) - 1 else []
+            near = (nearest(part, things) or nearest(part, public)).replace("mean ", f"mean {owner}.", 1)
             raise ValueError(f"{owner} has no `{part}`.{near}") from None
         depth += 1
     return thing
@@ -80,19 +84,13 @@ def _is_misspelt(part: str, owner: Module | None) -> bool:
     if owner is None or not owner.folders or part.startswith("_"):
         return False
     written = {word for node in ast.walk(owner.tree) for word in _words_of(node)}
-    return part not in written and bool(_nearest(part, [n for n in owner.submodules() if not n.startswith("_")]))
+    return part not in written and bool(nearest(part, [n for n in owner.submodules() if not n.startswith("_")]))
 
 
 def _words_of(node: ast.AST) -> list[str]:
     """The names and texts in a node."""
     found = [getattr(node, name, None) for name in ("id", "attr", "name", "asname", "arg", "value", "module")]
     return [word for word in found if isinstance(word, str)]
-
-
-def _nearest(word: str, words: list[str]) -> str:
-    from deeplightning.config.target import nearest
-
-    return nearest(word, words)
 
 
 @dataclass(eq=False)
