@@ -2,9 +2,9 @@
 
     .venv/bin/python benchmarks/check.py
 
-prints three Markdown tables: 300 seeded mutations (`mutations.py` says what is planted and where it must be told,
-`scoring.py` how an answer is judged), four faults as LightningCLI and Hydra tell them, and CPU seconds of fresh
-processes. Ends with 1 when one of the promises at the end is not kept, and says which.
+prints four Markdown tables: 300 seeded mutations (`mutations.py` says what is planted and where it must be told,
+`scoring.py` how an answer is judged), faults of meaning (`semantic.py`), four faults as LightningCLI and Hydra tell
+them, and CPU seconds of fresh processes. Ends with 1 when one of the promises at the end is not kept, and says which.
 """
 
 import argparse
@@ -20,6 +20,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
+import semantic as semantic_faults
 import side_by_side
 from mutations import KINDS, Maker, Mutation, read_configs
 from scoring import Answer, Score, check, check_mutation, sandbox, score
@@ -30,6 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RIGHT_LINES = 0.98
 RIGHT_WORDS = 0.9
 HELP, BASE, LARGEST = 0.15, 0.35, 0.5
+SEMANTIC = 15
 
 MOST = 40  # misses that are printed
 
@@ -182,6 +184,23 @@ def _words(word: side_by_side.Word) -> str:
     return f"{word.told} of {word.planted}, exit {word.code}, {lines}, {'with place' if word.place else 'no place'}"
 
 
+def semantic(options: argparse.Namespace, broken: list[str], raw: dict[str, Any]) -> None:
+    """What `check --dry-run` says of values that do not fit together."""
+    found = {planted: semantic_faults.told(planted, ROOT) for planted in semantic_faults.PLANTED}
+    print(f"\n## {len(found)} faults of meaning, `check --dry-run` in fresh processes\n")
+    rows = [
+        [planted.what, f"`{told.key}`" if told.key else "not told", f"{told.seconds:.1f}", _cut(told.message)]
+        for planted, told in found.items()
+    ]
+    print(table(["planted", "told at", "CPU seconds", "what is said"], rows), flush=True)
+    for planted, told in found.items():
+        if told.key is None:
+            broken.append(f"{planted.what} is not told")
+        if told.seconds > SEMANTIC:
+            broken.append(f"{planted.what} takes {told.seconds:.1f} CPU seconds, not {SEMANTIC}")
+    raw["semantic"] = {planted.what: dataclasses.asdict(told) for planted, told in found.items()}
+
+
 def seconds(options: argparse.Namespace, broken: list[str], raw: dict[str, Any]) -> None:
     """What fresh processes cost."""
     python, lacking = _peers()
@@ -225,7 +244,7 @@ def seconds(options: argparse.Namespace, broken: list[str], raw: dict[str, Any])
     raw["seconds"] = taken
 
 
-PARTS = {"mutations": mutations, "faults": faults, "seconds": seconds}
+PARTS = {"mutations": mutations, "semantic": semantic, "faults": faults, "seconds": seconds}
 
 
 if __name__ == "__main__":

@@ -83,7 +83,9 @@ def check(config: Path, overrides: tuple[str, ...], importing: bool, dry_run: bo
     from deeplightning.config.explain import show
     from deeplightning.config.tree import dump
 
-    report = _examine(config, overrides, importing or dry_run)
+    report = _examine(config, overrides, importing)
+    if dry_run and not importing and not report.faults:
+        report = _examine(config, overrides, importing=True)
     if dry_run and not report.faults:
         from deeplightning.dry_run import dry_run as try_out
 
