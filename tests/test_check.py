@@ -535,7 +535,7 @@ def test_check_imports_nothing_heavy_and_nothing_that_is_named():
     assert "deeplightning.config.check" in loaded
     packages = {name.partition(".")[0] for name in loaded}
     heavy = {"torch", "pytorch_lightning", "lightning_fabric", "mlflow", "torchvision", "torchmetrics", "numpy"}
-    assert packages & (heavy | {"sklearn", "matplotlib", "onnx", "onnxruntime", "PIL", "pandas", "omegaconf"}) == set()
+    assert packages & (heavy | {"sklearn", "matplotlib", "onnx", "onnxruntime", "PIL", "pandas"}) == set()
     named = ("deeplightning.data", "deeplightning.task", "deeplightning.model", "deeplightning.tracking")
     assert [name for name in loaded if name.startswith(named)] == []
 

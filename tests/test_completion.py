@@ -294,4 +294,4 @@ def test_completion_imports_nothing_heavy():
     )  # fmt: skip
     assert "model.network.params.width=" in done.stdout
     loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
-    assert loaded & {"torch", "pytorch_lightning", "mlflow", "numpy", "omegaconf", "torchvision"} == set()
+    assert loaded & {"torch", "pytorch_lightning", "mlflow", "numpy", "torchvision"} == set()

@@ -95,7 +95,7 @@ def test_only_one_place_imports_by_name():
     ("rooms", "heavy"),
     [
         (["config"], {"torch", "pytorch_lightning", "mlflow"}),
-        (["image", "runfolder"], {"torch", "pytorch_lightning", "mlflow", "omegaconf"}),
+        (["image", "runfolder"], {"torch", "pytorch_lightning", "mlflow"}),
         (["serve"], {"torch", "pytorch_lightning", "mlflow"}),
     ],
 )

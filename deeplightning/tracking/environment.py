@@ -34,7 +34,6 @@ PACKAGES = [
         "optuna",
         "mlflow",
         "tensorboard",
-        "omegaconf",
         "numpy",
         "pillow",
     ),
