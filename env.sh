@@ -82,7 +82,8 @@ install_packages() {
     else
         quietly "$uv" --directory "$root" "${into[@]}" --torch-backend "$torch" --no-verify-hashes \
             -c requirements.lock -r pyproject.toml --extra dev
-    fi && quietly "$uv" --directory "$root" "${into[@]}" --offline --no-deps --no-build-isolation -e .
+    fi && quietly "$uv" --directory "$root" "${into[@]}" --offline --no-deps --no-build-isolation -e . &&
+        quietly "$new/bin/python" -m compileall -q "$root/deeplightning" "$root/serve"
 }
 
 why_not() {
