@@ -4,7 +4,7 @@ import logging
 import os
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from torch import nn
@@ -49,8 +49,8 @@ class ImageFolder(ImageData):
         self,
         cfg: Any,
         image_size: int | Sequence[int] = 64,
-        mode: str = "RGB",
-        resize: str = "crop",
+        mode: Literal["RGB", "L"] = "RGB",
+        resize: Literal["crop", "stretch", "pad"] = "crop",
         mean: Sequence[float] | None = None,
         std: Sequence[float] | None = None,
         extensions: Sequence[str] = EXTENSIONS,
