@@ -250,7 +250,7 @@ def _is_target(value: Any) -> bool:
 def _params(target: str, given: int) -> list[tuple[str, tuple[Any, ...], str]]:
     """The parameters of a target by name, with what they take: types, and literal words as one `Literal`."""
     from deeplightning.config import static
-    from deeplightning.config.signature import Undecided
+    from deeplightning.config.signature import ListOf, Undecided
 
     try:
         found = static.look_up(target)
@@ -261,7 +261,7 @@ def _params(target: str, given: int) -> list[tuple[str, tuple[Any, ...], str]]:
     rows = []
     for p in parameters:
         if p.keyword and p.name not in ours:
-            words = tuple(option for option in p.allowed or () if not isinstance(option, type))
+            words = tuple(option for option in p.allowed or () if not isinstance(option, type | ListOf))
             types = [option for option in p.allowed or () if isinstance(option, type)]
             types += [typing.Literal[words]] if words else []  # type: ignore[list-item]
             rows.append((p.name, tuple(types), (found.documentation(p.name) or "").partition(". ")[0]))

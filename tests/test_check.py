@@ -134,6 +134,13 @@ def test_one_wrong_value_is_one_note(override, words):
     assert len(found) == (2 if override == "data=null" else 1)
 
 
+def test_an_item_of_a_param_is_told_at_its_own_line():
+    """Not at the line of its list."""
+    items = "{type: deeplightning.data.digits.Digits, params: {augment: [\n    {type: torch.nn.Dropout},\n    7]}}"
+    (found,) = notes(text=GOOD.replace("{type: deeplightning.data.digits.Digits}", items))
+    assert found.startswith("c.yaml:4:5: data.module.params.augment.1: deeplightning.data.digits.Digits takes a target")
+
+
 def test_a_value_of_the_file_is_told_with_line_and_column():
     """The place of a key is where it stands, of a missing one where its section does."""
     text = GOOD.replace("batch_size: 32", "batch_size: many").replace(
@@ -191,10 +198,15 @@ def test_thousands_of_unknown_keys_are_one_note():
         ("model.loss=5", "or a mapping of names or null, not the number 5"),
         ("model.network=torch.nn.Linear", "model.network: must be a target {type: MODULE.CLASS, params: {…}} or"),
         # inside params
+        ("data.module.params.augment=[{type: torch.nn.Dropout}, {typ: torch.nn.Dropout}]",
+         "augment.1: deeplightning.data.digits.Digits takes a target {type: MODULE.CLASS, params: {…}} here, not a"),
+        ("model.optimizer={type: torch.optim.Adam, params: {}, groups: [{match: bias, betas: [0.9, high]}]}",
+         "model.optimizer.groups.0.betas.1: torch.optim.Adam takes a number here, not the text 'high'"),
         ("model.network.params.num_classes={type: json.dumbs}", "model.network.params.num_classes.type: json has no"),
         ("data.module.params.augment=[{type: torch.nn.Dropout, params: {q: 1}}]",
          "data.module.params.augment.0.params.q: torch.nn.Dropout has no param `q`."),
-        ("data.module.params.augment=[{a: [{ref: json.dumbs}]}]", "augment.0.a.0.ref: json has no `dumbs`. Did you"),
+        ("data.module.params.augment=[{type: torch.nn.ModuleDict, params: {modules: {a: [{ref: json.dumbs}]}}}]",
+         "augment.0.params.modules.a.0.ref: json has no `dumbs`. Did you"),
     ],
 )  # fmt: skip
 def test_one_wrong_target_is_one_note(override, words):

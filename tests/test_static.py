@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from deeplightning.config.signature import UNKNOWN, Undecided, of_object
+from deeplightning.config.signature import UNKNOWN, Built, ListOf, Undecided, of_object
 from deeplightning.config.static import look_up
 from deeplightning.config.target import find
 
@@ -621,46 +621,82 @@ def test_the_examples_are_known(monkeypatch):
         ("Union[int, str]", (int, str)),
         ("Literal['a', 2]", ("a", 2)),
         ("t.Literal[True] | int", (True, int)),
-        ("list[int]", (list,)),
-        ("List[str]", (list,)),
-        ("Tuple[int, ...] | bool", (list, bool)),
-        ("list", (list,)),
-        ("Size", (int, list)),
-        ("Pair", (float, list)),
-        ("own_types.Size", (int, list)),
+        ("list", (ListOf(),)),
+        ("List", (ListOf(),)),
+        ("list[int]", (ListOf(((int,),)),)),
+        ("List['int | None']", (ListOf(((int, type(None)),)),)),
+        ("list[unheard_of]", (ListOf(),)),
+        ("list[list[int]]", (ListOf(((ListOf(((int,),)),),)),)),
+        ("tuple", (ListOf(),)),
+        ("Tuple[int, ...] | bool", (ListOf(((int,),)), bool)),
+        ("tuple[int, Any]", (ListOf(((int,), None), fixed=True),)),
+        ("tuple[float | Tensor, float | Tensor]", (ListOf(((float,), (float,)), fixed=True),)),
+        ("tuple[int, *tuple[int, ...]]", None),
+        ("Sequence", (ListOf(also=(str,)),)),
+        ("Sequence[str]", (ListOf(((str,),), also=(str,)),)),
+        ("Sequence[Literal['a']]", (ListOf((("a",),), also=(str,)),)),
+        ("Sequence[Own]", (ListOf(also=(str,)),)),
+        ("abc.Sequence[float]", (ListOf(((float,),)),)),
+        ("Iterable[Any]", (ListOf(also=(str, dict)),)),
+        ("Collection[int]", (ListOf(((int,),)),)),
+        ("Sequence[Module]", (ListOf(((Built,),)),)),
+        ("dict", (dict,)),
+        ("dict[str, int] | None", (dict, type(None))),
+        ("Mapping[str, Any]", (dict,)),
+        ("Size", (int, ListOf(((int,), (int,)), fixed=True))),
+        ("Pair", (float, ListOf(((float,), (float,)), fixed=True))),
+        ("own_types.Size", (int, ListOf(((int,), (int,)), fixed=True))),
+        ("Tree", (int, ListOf())),
         ("torch.Tensor | float", (float,)),
         ("Tensor | float", (float,)),
-        ("Module | int", (int,)),
+        ("Module", (Built,)),
+        ("torch.nn.Linear | None", (Built, type(None))),
+        ("Module | int", (Built, int)),
         ("Tensor | str", None),
-        ("Path | int", None),
+        ("Path | int", (str, int)),
+        ("str | os.PathLike | None", (str, type(None))),
+        ("os.PathLike[str]", (str,)),
         ("Own | int", None),
         ("Any", None),
+        ("object", None),
         ("Callable[[int], int]", None),
+        ("type[Module]", None),
+        ("set[int]", None),
+        ("Colour", None),
+        ("Record", None),
+        ("Named", None),
         ("unheard_of", None),
-        ("dict", None),
+        ("T", None),
         ("str", None),
         ("'not an expression ['", None),
     ],
 )
-def test_an_annotation_names_simple_types(own, annotation, allowed):
-    """Builtins that are not rebound, unions, literals, lists, aliases; anything else allows anything."""
+def test_an_annotation_names_what_is_allowed(own, annotation, allowed):
+    """Builtins that are not rebound, unions, literals, lists with their items, mappings, paths, networks, aliases;
+    anything else allows anything."""
     own(
         own_types="""
         from typing import TypeVar, Union
         T = TypeVar("T")
+        Tree = Union[int, list["Tree"]]
         Size = Union[int, tuple[int, int]]
         Either = T | tuple[T, T]
         Pair = Either[float]
         """,
         own_thing=f"""
-        import typing, typing as t, torch, own_types
+        import enum, os, typing, typing as t, torch, own_types
+        from collections import abc
+        from collections.abc import Sequence
         from typing import *
         from pathlib import Path
         from typing import Any, Callable, List, Literal, Optional, Tuple
         from torch import Tensor
         from torch.nn import Module
-        from own_types import Size, Pair
+        from own_types import Pair, Size, T, Tree
         class Own: ...
+        class Colour(enum.Enum): red = 1
+        class Record(typing.TypedDict): a: int
+        class Named(Protocol): name: str
         {"class str: ..." if annotation == "str" else ""}
         def Thing(a: {annotation}): ...
         """,

@@ -7,6 +7,7 @@ import re
 import sys
 from collections import OrderedDict
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -220,6 +221,162 @@ def test_wrong_params_are_told_with_what_is_allowed(own, params, key, words):
     assert found[0] == key
     assert found[1].startswith(f"{CUSTOM}.Plain ")
     assert words in found[1]
+
+
+TYPED = """
+import enum, os
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NewType, Optional, Protocol, TypedDict, TypeVar, Union
+import numpy as np
+from torch import Tensor, nn
+
+T = TypeVar("T")
+Name = NewType("Name", str)
+Colour = enum.Enum("Colour", "red blue")
+
+class Named(Protocol):
+    name: str
+
+class Record(TypedDict):
+    a: int
+
+@dataclass
+class Data:
+    a: int
+
+def thing(value: ANNOTATION = ...):
+    pass
+"""
+TARGET = "a target {type: MODULE.CLASS, params: {…}}"
+TWO = "a list of 2 items"
+BUILT, REF = {"type": "a.B"}, {"ref": "a.b"}
+
+
+def typed(own, annotation: str, value: Any) -> dict[str, str]:
+    """Place inside the value to what is told of it, which source and imported object must agree about."""
+    module = f"own_parts.typed_{abs(hash(annotation))}"
+    Path(f"{module.replace('.', '/')}.py").write_text(TYPED.replace("ANNOTATION", annotation))
+    live, read = (
+        judge(meanings, f"{module}.thing", {"value": value}, "k") for meanings in (Meanings(importing=True), Meanings())
+    )
+    assert live == read
+    return {
+        str(f.key).removeprefix("k.params.value"): f.message.removeprefix(f"{module}.thing takes ") for f in read.faults
+    }
+
+
+@pytest.mark.parametrize(
+    ("annotation", "value"),
+    [
+        # what a target builds
+        ("nn.Module", BUILT),
+        ("nn.Module", REF),
+        ("Sequence[nn.Module]", [BUILT, {"type": "a.B", "params": {"p": 1}}, REF]),
+        ("Sequence[nn.Module]", []),
+        ("Sequence[nn.Module] | None", {"type": "a.make_them"}),
+        ("nn.Linear | int", 3),
+        ("nn.Module | Callable", "relu"),
+        # lists
+        ("list[int]", [1, 2]),
+        ("Sequence[float]", [1, 0.5]),
+        ("tuple[float, ...]", [0.5, 0.5, 0.5]),
+        ("tuple[int, int]", [1, 2]),
+        ("tuple[float | Tensor, float | Tensor]", [0.9, 0.999]),
+        ("list[int] | list[str]", ["a", "b"]),
+        ("tuple[int, int] | tuple[int, int, int]", [1, 2, 3]),
+        ("tuple[int]", [1, 2, 3]),
+        ("list[int, int]", [1, "a", 3]),
+        ("list[...]", [1, "a"]),
+        ("tuple[int, ..., int]", [1, "a"]),
+        ("tuple[()]", [1]),
+        ("list[int | None]", [1, None]),
+        ("list[T]", [1, "a", {}]),
+        ("Sequence[str]", "abc"),
+        ("Sequence", "abc"),
+        ("Iterable[str]", {"a": 1}),
+        ("Sequence[Named]", "abc"),
+        ("Sequence[Any]", "abc"),
+        ("list[Any]", ["a", 1]),
+        # paths and mappings
+        ("str | os.PathLike | None", "here"),
+        ("str | Path", "here"),
+        ("Path", "here"),
+        ("dict", {"a": 1}),
+        ("dict[str, int]", {"a": "b"}),
+        ("Mapping[str, Any] | None", {"type": "b"}),
+        # what may be anything
+        ("Colour", "red"),
+        ("Optional[Colour]", 3),
+        ("Callable", "relu"),
+        ("Callable[[int], int]", "relu"),
+        ("Named", 3),
+        ("Name", 3),
+        ("T", [3]),
+        ("np.ndarray", [3]),
+        ("Any", {}),
+        ("Data", {"a": 1}),
+        ("Record", {"a": 1}),
+        ("object", 3),
+        ("type[nn.Module]", "a"),
+        ("Tensor", [1.0, 2.0]),
+    ],
+)
+def test_what_may_fit_an_annotation_is_right(own, annotation, value):
+    """Also wherever it is in doubt."""
+    assert typed(own, annotation, value) == {}
+
+
+@pytest.mark.parametrize(
+    ("annotation", "value", "told"),
+    [
+        # what a target builds
+        ("nn.Module", 7, {"": f"{TARGET} here, not 7"}),
+        ("nn.Linear | None", "relu", {"": f"{TARGET} here, not the text 'relu'"}),
+        ("nn.Module", {}, {"": f"{TARGET} here, not a mapping"}),
+        ("Sequence[nn.Module]", 7, {"": "a list here, not 7"}),
+        ("Sequence[nn.Module]", "relu", {"": "a list here, not the text 'relu'"}),
+        ("Sequence[nn.Module]", {"one": "two"}, {"": "a list here, not a mapping"}),
+        ("list[nn.Module] | None", [BUILT, 7], {".1": f"{TARGET} here, not 7"}),
+        ("Sequence[nn.Module]", [{"typee": "a.B"}], {".0": f"{TARGET} here, not a mapping. Did you mean type?"}),
+        ("Sequence[nn.Module]", [{"params": {}}], {".0": f"{TARGET} here, not a mapping"}),
+        ("Sequence[nn.Module]", [{"type": 7}], {".0": f"{TARGET} here, not a mapping"}),
+        ("tuple[nn.Module, ...]", [{"type": "a.B", "parms": {}}],
+         {".0": f"{TARGET} here, not a mapping. Did you mean params?"}),
+        ("int", {"type": "a.B", "parms": {}}, {"": "a whole number here, not a mapping. Did you mean params?"}),
+        # lists and their items
+        ("list[int]", "1", {"": "a list here, not the text '1'"}),
+        ("list[int]", [1, "a", 0.5], {".1": "a whole number here, not the text 'a'",
+                                      ".2": "a whole number here, not 0.5"}),
+        ("list[list[float]]", [[1], ["a"]], {".1.0": "a number here, not the text 'a'"}),
+        ("Sequence[float]", 1.0, {"": "a list here, not 1.0"}),
+        ("Iterable[int]", "1", {"": "a list here, not the text '1'"}),
+        ("Collection[int]", {"a": 1}, {"": "a list here, not a mapping"}),
+        ("Sequence[str]", 7, {"": "a list here, not 7"}),
+        ("Sequence[str]", [7], {".0": "a text here, not 7"}),
+        ("Sequence", True, {"": "a list here, not true"}),
+        ("Iterable[Any]", 7, {"": "a list here, not 7"}),
+        ("list", {}, {"": "a list here, not a mapping"}),
+        ("tuple[float, float]", [1, 1, 1], {"": f"{TWO} here, not [1, 1, 1]"}),
+        ("tuple[float | Tensor, float | Tensor]", [0.9, "high"], {".1": "a number here, not the text 'high'"}),
+        ("tuple[float | Tensor, float | Tensor]", 0.9, {"": f"{TWO} here, not 0.9"}),
+        ("int | tuple[int, int]", "a", {"": f"a whole number or {TWO} here, not the text 'a'"}),
+        ("tuple[int, int, int] | tuple[int, int]", [], {"": f"a list of 3 items or {TWO} here, not []"}),
+        ("list[int] | list[str]", ["a", "b", 1], {".2": "a text here, not 1"}),
+        # paths and mappings
+        ("str | os.PathLike | None", 7, {"": "a text here, not 7"}),
+        ("str | os.PathLike[str]", ["a"], {"": "a text here, not ['a']"}),
+        ("Union[str, Path]", True, {"": "a text here, not true"}),
+        ("dict[str, Any]", 7, {"": "a mapping here, not 7"}),
+        ("Mapping | None", "a", {"": "a mapping here, not the text 'a'"}),
+        ("dict", [1], {"": "a mapping here, not [1]"}),
+        ("Literal['a', 'b']", "c", {"": "'a' or 'b' here, not the text 'c'"}),
+    ],
+)  # fmt: skip
+def test_what_certainly_does_not_fit_an_annotation_is_told(own, annotation, value, told):
+    """Each item at its own place, with what is allowed there."""
+    assert typed(own, annotation, value) == told
 
 
 def test_every_wrong_param_is_told(own):

@@ -478,7 +478,11 @@ class _Checker:
             return
         asked = f"{section}.params.{param}"
         verdict = judge(self.meanings, name, {param: value}, section, given=given)
-        faults = [replace(fault, key=key) for fault in verdict.faults if fault.key == asked]
+        faults = [
+            replace(fault, key=key + str(fault.key).removeprefix(asked))
+            for fault in verdict.faults
+            if asked in upwards(str(fault.key))
+        ]
         self.take(Verdict(faults, {key: verdict.undecided[asked]} if asked in verdict.undecided else {}))
 
     def names(self, name: str) -> set[str]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from deeplightning.config.fault import Fault, nearest
-from deeplightning.config.signature import Signature, Undecided, of_object, wrong_type
+from deeplightning.config.signature import Signature, Undecided, misfits, of_object
 from deeplightning.config.target import find
 
 if TYPE_CHECKING:
@@ -193,15 +193,14 @@ def _call(
     for param, value in params.items():
         here = f"{key}.params.{param}"
         if param in free:
-            allowed = wrong_type(value, free[param])
-            if allowed:
-                shown = _show(value)
+            for at, wrong, allowed, hint in misfits(value, free[param]):
+                shown = _show(wrong)
                 if param in hidden:
                     shown = f"the text that {hidden[param]} gives"
                     if "number" in allowed:
                         shown += f"; write `${{oc.decode:{hidden[param]}}}`"
-                message = f"{name} takes {allowed} here, not {shown}"
-                verdict.faults.append(Fault(message, here, found=shown, allowed=allowed))
+                message = f"{name} takes {allowed} here, not {shown}" + (hint and f".{hint}")
+                verdict.faults.append(Fault(message, here + at, found=shown, allowed=allowed))
         elif param in taken:
             verdict.faults.append(Fault(f"{name} gets `{param}` from us; remove it", here, found=param))
         elif signature.rest is None:

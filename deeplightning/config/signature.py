@@ -1,19 +1,50 @@
 """What a class or function takes, however that was found out: from its source (`static`) or from the live object.
 
-Both sides give the same `Signature`, so that a config is compared in one way (`deeplightning.config.target`).
+Both sides give the same `Signature`, so that a config is compared in one way (`deeplightning.config.compare`).
 """
 
 import inspect
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+from deeplightning.config.fault import nearest
+from deeplightning.config.target import is_reference, is_target
 
 UNKNOWN: Any = type("Unknown", (), {"__repr__": lambda self: "…"})()
 """A default that is no plain value, or cannot be told without executing code."""
 
 SIMPLE = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", list: "a list"}
+
+COLLECTIONS = ("builtins", "collections.abc")
+"""The modules of the classes that stand for lists and mappings."""
+
+Options = tuple[Any, ...] | None
+"""What an annotation allows, the one as good as the other; None: anything.
+
+Each is a type (int, float, bool, str, NoneType; dict: any mapping), a literal word, a `ListOf`, or `Built`.
+"""
+
+
+class Built:
+    """An option: an object that only a target builds, such as a network."""
+
+
+@dataclass(frozen=True)
+class ListOf:
+    """An option: a list.
+
+    Attributes:
+        items: what each of its items may be; if it is `fixed`, one after the other.
+        fixed: whether it has just so many items as `items`.
+        also: the types of other plain values that are such a list to Python, as a text is a `Sequence[str]`.
+    """
+
+    items: tuple[Options, ...] = (None,)
+    fixed: bool = False
+    also: tuple[type, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -26,9 +57,8 @@ class Parameter:
         keyword: whether it may be given by name.
         required: whether it has no default.
         default: the default, where it is a plain value; else UNKNOWN.
-        allowed: the simple types (int, float, bool, str, list, NoneType) and literal words that its annotation names;
-            None if it has none, or one that names anything else as well. A tensor beside a number (`float | Tensor`)
-            does not count: no other plain value stands for it.
+        allowed: what its annotation names; None if it has none, or one that names anything else as well. A tensor
+            beside a number (`float | Tensor`) does not count: no other plain value stands for it.
         annotation: as it is written, for people.
     """
 
@@ -37,7 +67,7 @@ class Parameter:
     keyword: bool = True
     required: bool = False
     default: Any = UNKNOWN
-    allowed: tuple[Any, ...] | None = None
+    allowed: Options = None
     annotation: str | None = None
 
 
@@ -89,48 +119,141 @@ def of_object(found: Any) -> Signature:
     return Signature(known, rest)
 
 
-def allowed_by(hint: Any) -> tuple[Any, ...] | None:
-    """The simple types and literals that a live annotation names; None if it names any other."""
-    if hint in (*SIMPLE, type(None)):
+def allowed_by(hint: Any) -> Options:
+    """What a live annotation allows."""
+    if hint in (int, float, bool, str, type(None)):
         return (hint,)
-    origin = typing.get_origin(hint)
-    if origin in (list, tuple):
-        return (list,)
+    origin, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
     if origin is typing.Literal:
-        return typing.get_args(hint)
+        return inner
     if origin in (typing.Union, types.UnionType):
-        options = typing.get_args(hint)
-        if {int, float} & set(options):
-            options = tuple(option for option in options if not _is_tensor(option))
-        parts = [allowed_by(option) for option in options]
+        if {int, float} & set(inner):
+            inner = tuple(option for option in inner if not _is_tensor(option))
+        parts = [allowed_by(option) for option in inner]
         return None if None in parts else tuple(option for part in parts if part for option in part)
+    if not isinstance(origin, type):
+        return None
+    if origin.__module__ in COLLECTIONS:
+        if any(typing.get_origin(i) is typing.Unpack or getattr(i, "__unpacked__", False) for i in inner):
+            return None
+        return collection(origin.__name__, [i if i is ... else allowed_by(i) for i in inner])
+    return instance([f"{c.__module__}.{c.__qualname__}" for c in origin.__mro__])
+
+
+def collection(name: str, inner: Sequence[Any]) -> Options:
+    """What an annotation such as `tuple[int, ...]` allows, by the name of its class and the options in its brackets."""
+    if len(inner) == 2 and inner[1] is ...:
+        inner = inner[:1]
+    item = inner[0] if len(inner) == 1 and inner[0] is not ... else None
+    match name.lower():
+        case "dict" | "mapping" | "mutablemapping":
+            return (dict,)
+        case "tuple" if len(inner) > 1 and ... not in inner:
+            return (ListOf(tuple(inner), fixed=True),)
+        case "list" | "mutablesequence" | "tuple":  # many write `tuple[int]` for a tuple of any length
+            return (ListOf((item,)),)
+        case "sequence" | "iterable" | "collection" as word:
+            is_of_texts = item is None or any(option is str or isinstance(option, str) for option in item)
+            also = () if not is_of_texts else (str,) if word == "sequence" else (str, dict)
+            return (ListOf((item,), also=also),)
     return None
+
+
+def instance(paths: Sequence[str]) -> Options:
+    """What stands for an instance of a class, given by its own path and those of its ancestors."""
+    if "torch.nn.modules.module.Module" in paths:
+        return (Built,)
+    top, _, name = paths[0].partition(".")
+    is_path = top in ("os", "pathlib") and name.rpartition(".")[2] in ("PathLike", "Path", "PurePath")
+    return (str,) if is_path else None
 
 
 def _is_tensor(hint: Any) -> bool:
     return isinstance(hint, type) and (hint.__module__.partition(".")[0], hint.__name__) == ("torch", "Tensor")
 
 
-def wrong_type(value: Any, parameter: Parameter) -> str | None:
-    """What is allowed, if a plain value certainly is not. Doubt counts as right."""
-    if value is None or (isinstance(value, Mapping) and {"type", "ref"} & set(value)):
-        return None
-    if parameter.allowed in (None, (type(None),)):  # some annotations of torch's come to nothing when they are live
-        default = parameter.default
-        if isinstance(default, bool):
-            unfit = isinstance(value, str) or (parameter.annotation is None and not isinstance(value, bool | int))
-            return SIMPLE[bool] if unfit else None
-        return SIMPLE[float] if isinstance(default, int | float) and isinstance(value, str) else None
-    allowed = parameter.allowed or ()
-    if any(_fits(value, option) for option in allowed):
-        return None
-    words = [SIMPLE.get(o, repr(o)) for o in allowed if o is not type(None)]
-    return " or ".join(dict.fromkeys(words))
+class Misfit(NamedTuple):
+    """A plain value that certainly is not allowed.
+
+    Attributes:
+        at: where in the value of the parameter: nothing, or `.1` for an item of a list.
+        value: what stands there.
+        allowed: what may stand there, in words.
+        hint: ` Did you mean …?`, or nothing.
+    """
+
+    at: str
+    value: Any
+    allowed: str
+    hint: str
+
+
+def misfits(value: Any, parameter: Parameter) -> list[Misfit]:
+    """What of a plain value certainly is not allowed. Doubt counts as right."""
+    if not _is_annotated(parameter.allowed):
+        allowed = None if _is_open(value) else _unlike_default(value, parameter)
+        return [_misfit(value, allowed)] if allowed else []
+    return _compared(value, parameter.allowed, "")
+
+
+def _is_annotated(allowed: Options) -> bool:
+    return allowed not in (None, (type(None),))  # some annotations of torch's come to nothing when they are live
+
+
+def _is_open(value: Any) -> bool:
+    """Whether what a value will be is not told by itself."""
+    return value is None or is_target(value) or is_reference(value)
+
+
+def _unlike_default(value: Any, parameter: Parameter) -> str | None:
+    """What is allowed where only a default tells, if the value certainly is not."""
+    default = parameter.default
+    if isinstance(default, bool):
+        unfit = isinstance(value, str) or (parameter.annotation is None and not isinstance(value, bool | int))
+        return SIMPLE[bool] if unfit else None
+    return SIMPLE[float] if isinstance(default, int | float) and isinstance(value, str) else None
+
+
+def _compared(value: Any, allowed: Options, at: str) -> list[Misfit]:
+    if _is_open(value) or not _is_annotated(allowed):
+        return []
+    inside: list[list[Misfit]] = []  # for each kind of list that may stand here, what is wrong with the items
+    for option in allowed or ():
+        if _fits(value, option):
+            if not isinstance(option, ListOf) or not isinstance(value, list):
+                return []
+            items = option.items if option.fixed else option.items * len(value)
+            pairs = enumerate(zip(value, items, strict=True))
+            inside.append([found for n, pair in pairs for found in _compared(*pair, f"{at}.{n}")])
+    if inside:
+        return min(inside, key=len)
+    words = [_words(option) for option in allowed or () if option is not type(None)]
+    return [_misfit(value, " or ".join(dict.fromkeys(words)), at)]
 
 
 def _fits(value: Any, option: Any) -> bool:
+    """Whether a value is of that kind, whatever its items are."""
+    if isinstance(option, ListOf):
+        right = isinstance(value, list) and (not option.fixed or len(value) == len(option.items))
+        return right or isinstance(value, option.also)
     if option is float:
         return isinstance(value, int | float) and not isinstance(value, bool)
     if option is int:
         return isinstance(value, int) and not isinstance(value, bool)
     return isinstance(value, option) if isinstance(option, type) else value == option
+
+
+def _words(option: Any) -> str:
+    if isinstance(option, ListOf):
+        return f"a list of {len(option.items)} items" if option.fixed else SIMPLE[list]
+    more = {dict: "a mapping", Built: "a target {type: MODULE.CLASS, params: {…}}"}
+    return (SIMPLE | more).get(option) or repr(option)
+
+
+def _misfit(value: Any, allowed: str, at: str = "") -> Misfit:
+    hint = ""
+    if isinstance(value, Mapping):  # perhaps meant for a target
+        absent = {"type", "params"} - set(value)
+        hints = [nearest(key, absent) for key in value if key not in ("type", "params") and isinstance(key, str)]
+        hint = next(filter(None, hints), "")
+    return Misfit(at, value, allowed, hint)

@@ -1,12 +1,22 @@
 """Annotations and defaults in the form of `config.signature`."""
 
 import ast
+import builtins
 from dataclasses import replace
 from typing import Any
 
-from deeplightning.config.signature import SIMPLE, UNKNOWN, Undecided
+from deeplightning.config.signature import COLLECTIONS, UNKNOWN, Options, Undecided, collection, instance
 from deeplightning.config.static.bindings import Broken, Imported, Module
-from deeplightning.config.static.names import UNKNOWABLE, Absent, Failing, Frame, Names, is_type_variable, nominal
+from deeplightning.config.static.names import (
+    UNKNOWABLE,
+    Absent,
+    Failing,
+    Frame,
+    Names,
+    Thing,
+    is_type_variable,
+    nominal,
+)
 
 
 def plain(names: Names, node: ast.expr, frame: Frame) -> Any:
@@ -24,23 +34,29 @@ def plain(names: Names, node: ast.expr, frame: Frame) -> Any:
     return value if isinstance(value, bool | int | float | str | None) else UNKNOWN
 
 
-def allowed(names: Names, node: ast.expr | None, frame: Frame) -> tuple[Any, ...] | None:
-    """The simple types and literals of an annotation, as `signature.allowed_by` gives them of a live one."""
-    try:
-        return Types(names, replace(frame, function=None)).of(node, {})
-    except (*UNKNOWABLE, ValueError, SyntaxError, TypeError):
-        return None
+def allowed(names: Names, node: ast.expr | None, frame: Frame) -> Options:
+    """What an annotation allows, as `signature.allowed_by` gives it of a live one."""
+    return Types(names, replace(frame, function=None)).part(node, {})
 
 
 class Types:
-    """Annotations as the simple types that they allow."""
+    """Annotations as what they allow.
 
-    def __init__(self, names: Names, frame: Frame, depth: int = 0):
-        self.names, self.frame, self.depth = names, frame, depth
+    Args:
+        around: the aliases whose meaning is being found out, one inside the other.
+    """
 
-    def of(self, node: ast.expr | None, variables: dict[str, Any]) -> tuple[Any, ...] | None:
-        if self.depth > 20:
+    def __init__(self, names: Names, frame: Frame, around: frozenset[Any] = frozenset()):
+        self.names, self.frame, self.around = names, frame, around
+
+    def part(self, node: ast.expr | None, variables: dict[str, Options]) -> Options:
+        """What an annotation, or a part of one, allows; anything where that cannot be told."""
+        try:
+            return self.of(node, variables)
+        except (*UNKNOWABLE, ValueError, SyntaxError, TypeError):
             return None
+
+    def of(self, node: ast.expr | None, variables: dict[str, Options]) -> Options:
         match node:
             case ast.Constant(value=None):
                 return (type(None),)
@@ -54,7 +70,7 @@ class Types:
                 return self.named(node, variables)
         return None
 
-    def subscript(self, outer: ast.expr, inner: ast.expr, variables: dict[str, Any]) -> tuple[Any, ...] | None:
+    def subscript(self, outer: ast.expr, inner: ast.expr, variables: dict[str, Options]) -> Options:
         parts = inner.elts if isinstance(inner, ast.Tuple) else [inner]
         match self.typing(outer):
             case "Optional":
@@ -64,18 +80,36 @@ class Types:
             case "Literal":
                 values = [p.value if isinstance(p, ast.Constant) else ast.literal_eval(p) for p in parts]
                 return tuple(values)
-            case "List" | "Tuple" | "list" | "tuple":
-                return (list,)
             case "Annotated":
                 return self.of(parts[0], variables)
-            case None:
-                found = self.names.value(outer, self.frame)
-                if found.kind == "value" and isinstance(found.node, ast.expr) and found.module and len(parts) == 1:
-                    free = [n.id for n in ast.walk(found.node) if isinstance(n, ast.Name)]
-                    given = self.of(parts[0], variables)
-                    inside = Types(self.names, Frame(found.module), self.depth + 1)
-                    return inside.of(found.node, {name: given for name in free if inside.is_variable(name)})
-        return None
+            case str(name):
+                if any(isinstance(part, ast.Starred) or "Unpack" in ast.unparse(part) for part in parts):
+                    return None
+                ellipsis = [isinstance(part, ast.Constant) and part.value is ... for part in parts]
+                return collection(
+                    name, [... if e else self.part(p, variables) for p, e in zip(parts, ellipsis, strict=True)]
+                )
+        found = self.names.value(outer, self.frame)
+        if self.is_alias(found) and len(parts) == 1:
+            free = [n.id for n in ast.walk(found.node) if isinstance(n, ast.Name)]
+            given = self.part(parts[0], variables)
+            inside = self.inside(found)
+            return inside.of(found.node, {name: given for name in free if inside.is_variable(name)})
+        return self.instance(found)
+
+    def is_alias(self, found: Thing) -> bool:
+        return found.kind == "value" and isinstance(found.node, ast.expr) and found.module is not None
+
+    def inside(self, alias: Thing) -> "Types":
+        """Annotations where an alias is defined."""
+        if alias.key in self.around or len(self.around) > 10:
+            raise Undecided(f"{alias.path} goes round in a circle")
+        return Types(self.names, Frame(self.names.home(alias)), self.around | {alias.key})
+
+    def instance(self, found: Thing) -> Options:
+        if found.kind != "class":
+            return None
+        return instance([each.path for each in self.names.line(found)[0]])
 
     def is_variable(self, name: str) -> bool:
         try:
@@ -84,7 +118,7 @@ class Types:
             return False
 
     def typing(self, node: ast.expr) -> str | None:
-        """The last word of what stands in `typing` or `builtins`."""
+        """The last word of what stands in `typing`, `collections.abc` or `builtins`."""
         path = nominal(node, self.frame.module)
         if path is None:
             found = self.names.value(node, self.frame)
@@ -92,32 +126,29 @@ class Types:
                 return None
             path = found.path
         head, _, word = path.rpartition(".")
-        return word if head in ("typing", "typing_extensions", "builtins") else None
+        return word if head in ("typing", "typing_extensions", *COLLECTIONS) else None
 
-    def named(self, node: ast.Name | ast.Attribute, variables: dict[str, Any]) -> tuple[Any, ...] | None:
+    def named(self, node: ast.Name | ast.Attribute, variables: dict[str, Options]) -> Options:
         if isinstance(node, ast.Name) and node.id in variables:
             return variables[node.id]
-        path = nominal(node, self.frame.module)
-        if path is not None:
-            return (list,) if path in ("typing.List", "typing.Tuple") else None
         if _is_tensor(node, self.frame.module):
             return None
+        name = self.typing(node)
+        if name in ("int", "float", "bool", "str"):
+            return (vars(builtins)[name],)
+        if name is not None:
+            return collection(name, ())
+        if nominal(node, self.frame.module) is not None:
+            return None
         found = self.names.value(node, self.frame)
-        if found.live is not None:
-            return (found.live,) if found.live in SIMPLE else None
-        if found.kind == "value" and isinstance(found.node, ast.expr) and found.module is not None:
-            return Types(self.names, Frame(found.module), self.depth + 1).of(found.node, {})
-        return None
+        return self.inside(found).of(found.node, {}) if self.is_alias(found) else self.instance(found)
 
-    def union(self, parts: list[ast.expr], variables: dict[str, Any]) -> tuple[Any, ...] | None:
+    def union(self, parts: list[ast.expr], variables: dict[str, Options]) -> Options:
         options = []
         for part in parts:
             if isinstance(part, ast.Constant) and isinstance(part.value, str):
                 part = ast.parse(part.value.strip(), mode="eval").body
-            try:
-                options.append((part, self.of(part, variables)))
-            except UNKNOWABLE:
-                options.append((part, None))
+            options.append((part, self.part(part, variables)))
         numbers = any(option and {int, float} & set(option) for _, option in options)
         kept: list[Any] = []
         for part, option in options:
