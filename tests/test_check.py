@@ -180,6 +180,8 @@ def test_thousands_of_unknown_keys_are_one_note():
         ("model.optimizer.params.lr=fast", "torch.optim.SGD takes a number here, not the text 'fast'"),
         ("model.optimizer.params.params=[1]", "torch.optim.SGD gets `params` from us; remove it"),
         ("model.network.params={num_channels: 1}", "model.network.params: deeplightning.model.cnn.SimpleCNN needs num"),
+        ("data.module={type: deeplightning.data.image_folder.ImageFolder, params: {resize: crp}}",
+         "ImageFolder takes 'crop' or 'stretch' or 'pad' here, not the text 'crp'. Did you mean crop?"),
         ("model.network.params.num_classes=ten", "SimpleCNN takes a whole number here, not the text 'ten'"),
         # of another kind
         ("model.network={type: torch.nn.CrossEntropyLoss}", "torch.nn.CrossEntropyLoss is a loss, not a network"),

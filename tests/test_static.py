@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import inspect
 import re
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from deeplightning.config.signature import UNKNOWN, Built, ListOf, Undecided, of_object
+from deeplightning.config.signature import UNKNOWN, Built, ListOf, Undecided, misfits, of_object
 from deeplightning.config.static import look_up
 from deeplightning.config.target import find
 
@@ -107,8 +108,15 @@ LIBRARIES = {  # how many callables each must at least decide
 }
 
 
+def as_yaml(value: object) -> object:
+    """A value as a config would give it; None where it could not."""
+    if isinstance(value, tuple | list):
+        return [as_yaml(item) for item in value]
+    return value if type(value) in (bool, int, float, str) else None
+
+
 def differences(name: str, thing: object) -> list[str]:
-    """Where what was read from the source contradicts the imported object."""
+    """Where what was read from the source contradicts the imported object, and where either calls a default wrong."""
     found = look_up(name)
     live, read = of_object(thing), found.signature()
     known, seen = ({p.name: p for p in signature.parameters} for signature in (live, read))
@@ -125,6 +133,8 @@ def differences(name: str, thing: object) -> list[str]:
             wrong.append(f"{name}: {parameter}={real.default}, not {other.default}")
         if None not in (real.allowed, other.allowed) and set(real.allowed or ()) != set(other.allowed or ()):
             wrong.append(f"{name}: {parameter} allows {real.allowed}, not {other.allowed}")
+        default = as_yaml(inspect.signature(thing).parameters[parameter].default)
+        wrong += [f"{name}: {parameter}={found}" for each in (real, other) for found in misfits(default, each)]
     paths, complete = found.bases()
     if isinstance(thing, type) and complete:
         names = [path.rpartition(".")[2] for path in paths]
@@ -136,7 +146,7 @@ def differences(name: str, thing: object) -> list[str]:
 @pytest.mark.parametrize("library", LIBRARIES)
 def test_what_is_read_is_what_is_imported(library):
     """Every public class and function of the libraries that configs name: parameters, defaults, types, ancestors. What
-    is there is never said to be missing."""
+    is there is never said to be missing, and no default to be of a wrong type."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         module = importlib.import_module(library)

@@ -371,7 +371,8 @@ def test_what_may_fit_an_annotation_is_right(own, annotation, value):
         ("dict[str, Any]", 7, {"": "a mapping here, not 7"}),
         ("Mapping | None", "a", {"": "a mapping here, not the text 'a'"}),
         ("dict", [1], {"": "a mapping here, not [1]"}),
-        ("Literal['a', 'b']", "c", {"": "'a' or 'b' here, not the text 'c'"}),
+        ("Literal['crop', 'pad'] | None", "stretch", {"": "'crop' or 'pad' here, not the text 'stretch'"}),
+        ("Literal['crop', 'pad']", "crp", {"": "'crop' or 'pad' here, not the text 'crp'. Did you mean crop?"}),
     ],
 )  # fmt: skip
 def test_what_certainly_does_not_fit_an_annotation_is_told(own, annotation, value, told):

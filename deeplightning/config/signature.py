@@ -192,7 +192,7 @@ def misfits(value: Any, parameter: Parameter) -> list[Misfit]:
     """What of a plain value certainly is not allowed. Doubt counts as right."""
     if not _is_annotated(parameter.allowed):
         allowed = None if _is_open(value) else _unlike_default(value, parameter)
-        return [_misfit(value, allowed)] if allowed else []
+        return [Misfit("", value, allowed, _hint(value, ()))] if allowed else []
     return _compared(value, parameter.allowed, "")
 
 
@@ -228,7 +228,7 @@ def _compared(value: Any, allowed: Options, at: str) -> list[Misfit]:
     if inside:
         return min(inside, key=len)
     words = [_words(option) for option in allowed or () if option is not type(None)]
-    return [_misfit(value, " or ".join(dict.fromkeys(words)), at)]
+    return [Misfit(at, value, " or ".join(dict.fromkeys(words)), _hint(value, allowed or ()))]
 
 
 def _fits(value: Any, option: Any) -> bool:
@@ -250,10 +250,12 @@ def _words(option: Any) -> str:
     return (SIMPLE | more).get(option) or repr(option)
 
 
-def _misfit(value: Any, allowed: str, at: str = "") -> Misfit:
-    hint = ""
-    if isinstance(value, Mapping):  # perhaps meant for a target
+def _hint(value: Any, allowed: tuple[Any, ...]) -> str:
+    """The word that was meant: one of the literal words, or a key of a target."""
+    if isinstance(value, str):
+        return nearest(value, [option for option in allowed if isinstance(option, str)])
+    if isinstance(value, Mapping) and len(value) < 4:  # more is not meant for a target
         absent = {"type", "params"} - set(value)
         hints = [nearest(key, absent) for key in value if key not in ("type", "params") and isinstance(key, str)]
-        hint = next(filter(None, hints), "")
-    return Misfit(at, value, allowed, hint)
+        return next(filter(None, hints), "")
+    return ""
