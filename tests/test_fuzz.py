@@ -257,6 +257,9 @@ LARGE = {
     "a chain the other way round": _lines("a{n}: ${{a{m}}}\n", range(30_000, 0, -1)) + "a0: 1\n",
     "a circle": _lines("a{n}: ${{a{m}}}\n", range(1, 1000)) + "a0: ${a999}\n",
     "references to all": _lines("a{n}: ${{b}}\n", range(20_000)) + "b: [" + "x, " * 20_000 + "]\n",
+    "targets that only importing can judge": "train: {callbacks: ["
+    + ",".join(f"{{type: torch.ad{n}}}" for n in range(16_000))
+    + "]}",
     "broken references": _lines("a{n}: ${{no{n}}}\n", range(40_000)),
     "open braces": "seed: " + "${" * 400_000,
     "backslashes": "seed: " + "\\" * 900_000 + "${",

@@ -349,6 +349,9 @@ class _Checker:
         """Notes what could not be checked, and what settles it."""
         remedy = "" if settled_by == "--import" and self.meanings.importing else f"; `{settled_by}` settles it"
         self.unchecked.append(Fault(why + remedy, key, place_of(key, self.places)))
+        if len(self.unchecked) > MAX_FAULTS:
+            message = f"more than {MAX_FAULTS} things, up to here, that cannot be checked without importing them"
+            raise ConfigError([*self.faults, replace(self.unchecked[-1], message=message)])
 
     def inside(self, entry: Entry, key: str, path: KeyPath) -> None:
         """Targets and references inside params, at any depth."""

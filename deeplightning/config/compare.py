@@ -90,6 +90,7 @@ class Meanings:
     def __init__(self, importing: bool = False):
         self.importing = importing
         self._found: dict[str, Any] = {}
+        self._names: Any = None
 
     def of(self, name: str) -> "Imported | Definition":
         """What a name means.
@@ -98,9 +99,13 @@ class Meanings:
             ValueError: in words, when there is no such thing.
             Undecided: only importing can tell.
         """
+        return self._once(name, lambda: Imported(name) if self.importing else self._read(name))
+
+    def _read(self, name: str) -> "Definition":
         from deeplightning.config import static
 
-        return self._once(name, lambda: Imported(name) if self.importing else static.look_up(name))
+        self._names = self._names or static.Names()
+        return static.look_up(name, self._names)
 
     def bases(self, name: str) -> tuple[list[str], bool]:
         """Dotted paths of a class and its ancestors; False behind them if there may be more."""
@@ -119,7 +124,7 @@ class Meanings:
             try:
                 self._found[key] = ask()
             except (ValueError, Undecided) as error:
-                self._found[key] = error
+                self._found[key] = type(error)(*error.args)  # without the frames that it came through
         found = self._found[key]
         if isinstance(found, Exception):
             raise found.with_traceback(None)

@@ -2,7 +2,7 @@
 
 import difflib
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -79,14 +79,14 @@ def place_of(key: str, places: Mapping[str, str]) -> str | None:
     return next((places[k] for k in upwards(key) if k in places), places.get(""))
 
 
-MAX_WORD, MAX_WORDS = 200, 5000  # characters, words
+MAX_WORD, MAX_WORDS = 200, 2000  # characters, words; torch itself has 1,500 names
 
 
-def nearest(word: str, words: Iterable[str]) -> str:
+def nearest(word: str, words: Collection[str]) -> str:
     """` Did you mean …?`, or nothing when no word is near. Neither a text nor thousands of words are looked through."""
-    words = sorted(set(words))
     if len(word) > MAX_WORD or len(words) > MAX_WORDS:
         return ""
+    words = sorted(set(words))
     near = difflib.get_close_matches(word, words, 8, 0.6)
     near += [w for w in words if w.lower() == word.lower() or (len(w) < 5 and _slips(word, w) == 1)]
     if not near:

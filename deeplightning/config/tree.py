@@ -15,7 +15,7 @@ from deeplightning.config.fault import ConfigError, Fault
 
 MAX_VALUES = 50_000  # after aliases are followed: a few lines of anchors can stand for billions of values
 MAX_DEPTH = 60
-MAX_FAULTS = 1_000  # that are told singly
+MAX_FAULTS = 200  # that are told singly
 
 KeyPath = tuple[str | int, ...]
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)

@@ -22,8 +22,11 @@ from deeplightning.config.static.names import Absent, Failing, Kind, Names, Thin
 from deeplightning.config.static.signatures import Signatures
 
 
-def look_up(name: str) -> "Definition":
+def look_up(name: str, names: Names | None = None) -> "Definition":
     """What a dotted name means.
+
+    Args:
+        names: what earlier look-ups have found, which need not be found again.
 
     Raises:
         ValueError: there is certainly nothing of this name, in the words of `target.find`.
@@ -32,7 +35,7 @@ def look_up(name: str) -> "Definition":
     parts = name.split(".")
     if len(parts) < 2 or not all(p.isidentifier() and not keyword.iskeyword(p) for p in parts):
         raise ValueError(f"`{name}` is no MODULE.NAME such as torch.optim.SGD.")
-    names = Names()
+    names = names or Names()
     try:
         thing = _find(parts, names)
     except RecursionError:
