@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from deeplightning.config import check
 from deeplightning.config.check import Report
-from deeplightning.config.combinations import conflicts
+from deeplightning.config.combinations import conflicts, hints
 from deeplightning.config.fault import Notice
 from deeplightning.config.schema import Config, backend_of
 from deeplightning.config.target import build
@@ -36,6 +36,7 @@ def examine(path: str | Path, overrides: list[str] | None = None, *, importing: 
         return report  # a section is no mapping: there is nothing to settle
     asked = backend_of(cfg.engine)
     cfg.notices, lacking = settle(cfg)
+    report.hints += hints(cfg, asked)
     wrong = {key for fault in report.faults for key in (fault.key or "", f"{fault.key}.type")}
     broken = list(conflicts(cfg, asked, report.places, skip=wrong.__contains__))
     report.add(*lacking, *(fault for rule, fault in broken if not rule.at_start))

@@ -129,6 +129,30 @@ def test_what_the_machine_lacks_is_a_warning_of_check_and_an_error_of_train():
     assert caught.value.exit_code == 3
 
 
+def test_deepspeed_without_its_own_optimizer_is_a_hint():
+    """Nothing is wrong; the faster one is named, also where the backend is dropped on this machine."""
+    report = examine("c.yaml", ["engine.backend=deepspeed_stage_2"])
+    assert report.faults == []
+    assert report.notices[-1].text == (
+        "model.optimizer: torch.optim.SGD works with DeepSpeed; its own deepspeed.ops.adam.FusedAdam is faster"
+    )
+    assert [notice.text for notice in examine("c.yaml", ["engine.backend=ddp"]).notices if "Fused" in notice.text] == []
+
+
+def test_mpi_needs_a_build_that_knows_it():
+    """The package index's torch does not: exit code 3."""
+    report = examine("c.yaml", ["engine={backend: ddp, processes: 2, params: {process_group_backend: mpi}}"])
+    assert report.exit_code == 3
+    (fault,) = report.faults
+    assert (fault.key, "knows no MPI" in fault.message) == ("engine.params.process_group_backend", True)
+
+
+def test_without_gpus_the_seed_engine_lacks_nothing_else():
+    """One note, of the GPUs: without them DeepSpeed is not needed."""
+    (fault,) = examine("c.yaml", ["engine={backend: deepspeed_stage_3, gpus: [96, 97]}"]).faults
+    assert (fault.key, fault.exit_code) == ("engine.gpus", 3)
+
+
 def test_the_worst_fault_gives_the_exit_code():
     """A wrong config comes before a lacking machine, that before missing weights."""
     assert examine("c.yaml", ["stages=[test]"]).exit_code == 4

@@ -57,6 +57,7 @@ class Report:
         faults: all that is wrong, in the order of the files.
         unchecked: what only importing can tell, each with its reason.
         at_start: what lets a run not start on this machine, though the config may be right on another.
+        hints: what is right and could be better.
         places: dotted key → the place that set it, for every key that is set.
         source: the config as it was written.
     """
@@ -65,6 +66,7 @@ class Report:
     faults: list[Fault] = field(default_factory=list)
     unchecked: list[Fault] = field(default_factory=list)
     at_start: list[Fault] = field(default_factory=list)
+    hints: list[Notice] = field(default_factory=list)
     places: dict[str, str] = field(default_factory=dict)
     source: Source | None = None
 
@@ -76,8 +78,9 @@ class Report:
 
     @property
     def notices(self) -> list[Notice]:
-        """What was changed in the config, and why."""
-        return (self.config.notices if self.config is not None else None) or []
+        """What was changed in the config, and why; then the hints."""
+        changed = self.config.notices if self.config is not None else None
+        return [*(changed or []), *self.hints]
 
     @property
     def exit_code(self) -> int:

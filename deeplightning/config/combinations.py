@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from deeplightning.config.fault import Fault, upwards
+from deeplightning.config.fault import Fault, Notice, upwards
 from deeplightning.config.schema import Config, Target
 from deeplightning.config.tree import line
 
@@ -273,6 +273,20 @@ def conflicts(
         set_ = [key for key in (*upwards(rule.key), *upwards(rule.other)) if key in places]
         place = places[set_[0]] if set_ else None
         yield rule, Fault(message, rule.key, place, found=value, allowed=rule.remedy, exit_code=rule.exit_code)
+
+
+def hints(cfg: Config, backend: str | None) -> Iterator[Notice]:
+    """What is right and could be better."""
+    if _deepspeed(backend or ""):
+        for optimizer in _optimizers(cfg):
+            if optimizer.type is not None and not optimizer.type.startswith("deepspeed."):
+                own = (
+                    "deepspeed.ops.adam.DeepSpeedCPUAdam"
+                    if "offload" in str(backend)
+                    else "deepspeed.ops.adam.FusedAdam"
+                )
+                text = f"model.optimizer: {optimizer.type} works with DeepSpeed; its own {own} is faster"
+                yield Notice(text, unasked=False)
 
 
 def _value(cfg: Config, key: str, backend: str | None) -> str:

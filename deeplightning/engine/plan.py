@@ -45,10 +45,20 @@ def settle(cfg: Config) -> tuple[list[Notice], list[Fault]]:
         change("backend", "ddp", f"there are {world} processes")
     if engine.gpus is None and engine.precision in (16, "16-mixed"):
         change("precision", "bf16-mixed", "half precision on CPU is bf16")
-    if (engine.backend or "").startswith("deepspeed") and not is_installed("deepspeed"):
+    # Without the GPUs that it is asked for, DeepSpeed is not needed either.
+    if not missing and (engine.backend or "").startswith("deepspeed") and not is_installed("deepspeed"):
         message = f"{engine.backend} needs the package deepspeed: install the extra `deeplightning[deepspeed]`"
         faults.append(Fault(message, "engine.backend", exit_code=3))
+    if engine.params.get("process_group_backend") == "mpi" and not _has_mpi():
+        message = "this build of torch knows no MPI; use gloo, or nccl on GPUs, or build torch with MPI"
+        faults.append(Fault(message, "engine.params.process_group_backend", exit_code=3))
     return notices, faults
+
+
+def _has_mpi() -> bool:
+    import torch.distributed
+
+    return torch.distributed.is_available() and torch.distributed.is_mpi_available()
 
 
 def _settle_devices(engine: Engine, change: Callable[[str, Any, str], None]) -> str | None:
