@@ -37,7 +37,7 @@ PAGES = [
     *sorted(ROOT.glob("examples/*/*.md")),
 ]
 PAGES = list(dict.fromkeys(PAGES))
-RUN = [README, KEYS, ROOT / "examples" / "own_code" / "README.md"]
+RUN = [README, KEYS, ROOT / "docs" / "migrating.md", ROOT / "examples" / "own_code" / "README.md"]
 MARK = "@@ block"
 
 
@@ -256,3 +256,12 @@ def test_the_reference_is_renewed_below_what_people_wrote(tmp_path):
     page.write_text(f"# Mine\n\n{reference.START}\nold")
     reference.main(page)
     assert page.read_text() == f"# Mine\n\n{reference.reference()}"
+
+
+def test_every_key_that_is_named_for_those_who_come_is_there():
+    """The right column of docs/migrating.md holds keys of the schema, or params of what takes them."""
+    keys = {f"{path}.{f.name}".lstrip(".") for path, cls in reference.sections(schema.Config) for f in schema.keys(cls)}
+    rows = re.findall(r"^\|.*\|(.*)\|$", (ROOT / "docs" / "migrating.md").read_text(), re.MULTILINE)
+    named = {key for row in rows for key in re.findall(r"`((?:data|model|engine|train|logger)\.[\w.]+)", row)}
+    assert len(named) > 30
+    assert [key for key in sorted(named) if key not in keys and "params." not in key] == []

@@ -70,7 +70,7 @@ class Imported:
         """
         live = of_object(self.thing)
         if live.rest is not None:
-            from deeplightning.config import static  # brings griffe along
+            from deeplightning.config import static
 
             try:
                 read = static.look_up(self.name).signature()
