@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deeplightning.config import check
-from deeplightning.config.check import Report
 from deeplightning.config.combinations import conflicts, hints
 from deeplightning.config.fault import Notice
+from deeplightning.config.report import Report
 from deeplightning.config.schema import Config, backend_of
 from deeplightning.config.target import build
 from deeplightning.engine.plan import settle, trainer_arguments

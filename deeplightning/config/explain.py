@@ -8,9 +8,10 @@ from dataclasses import MISSING, Field, is_dataclass
 from typing import Any
 
 from deeplightning.config import schema
-from deeplightning.config.check import Report, describe
+from deeplightning.config.check import describe
 from deeplightning.config.compare import Meanings
 from deeplightning.config.fault import ConfigError, Fault, nearest, printable
+from deeplightning.config.report import Report
 from deeplightning.config.schema import Config
 from deeplightning.config.signature import UNKNOWN, Parameter, Undecided
 from deeplightning.config.tree import Entry, KeyPath, kind, line
