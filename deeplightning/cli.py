@@ -3,12 +3,13 @@
 Heavy imports stand inside the verbs, so that `--help` answers at once.
 """
 
+import contextlib
 import gc
 import json
 import os
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -83,15 +84,15 @@ def check(config: Path, overrides: tuple[str, ...], importing: bool, dry_run: bo
     from deeplightning.config.explain import show
     from deeplightning.config.tree import dump
 
-    report = _examine(config, overrides, importing)
-    if dry_run and not importing and not report.faults:
-        report = _examine(config, overrides, importing=True)
-    if dry_run and not report.faults:
-        from deeplightning.dry_run import dry_run as try_out
+    with _stdout_for_the_result():
+        report = _examine(config, overrides, importing)
+        if dry_run and not importing and not report.faults:
+            report = _examine(config, overrides, importing=True)
+        if dry_run and not report.faults:
+            from deeplightning.dry_run import dry_run as try_out
 
-        faults, untried = try_out(report.config)
-        report.add(*faults)
-        report.unchecked += untried
+            faults, report.unchecked = try_out(report.config)
+            report.add(*faults)
     if format == "json":
         click.echo(json.dumps(report.to_dict(), indent=2))
         sys.exit(report.exit_code)
@@ -125,6 +126,20 @@ def _examine(config: Path, overrides: tuple[str, ...], importing: bool) -> Any:
     report = examine(config, list(overrides), importing=importing)
     _redact = report.redact
     return report
+
+
+@contextlib.contextmanager
+def _stdout_for_the_result() -> Iterator[None]:
+    """What imported code prints goes to stderr, also what it writes past Python: stdout is for the result alone."""
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(stdout, 1)
+        os.close(stdout)
 
 
 def _say(report: Any) -> None:

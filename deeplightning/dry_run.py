@@ -275,6 +275,8 @@ def on_one_cpu(cfg: Config) -> Config:
     engine.processes = engine.num_nodes = 1
     engine.compile = engine.sync_batchnorm = engine.deterministic = False
     mine.data.num_workers = 0
+    for name in ("prefetch_factor", "persistent_workers", "multiprocessing_context"):  # of loader processes
+        mine.data.loader.pop(name, None)
     mine.model.init_from = mine.train.resume_ckpt = None
     return mine
 

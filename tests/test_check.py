@@ -350,6 +350,29 @@ def test_what_is_given_on_is_compared_with_what_takes_it(override, words):
     assert words in note(override)
 
 
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("batch_size=4", "unknown key. Did you mean data.batch_size?"),
+        ("gpus=1", "unknown key. Did you mean engine.gpus?"),
+        ("lr=0.1", "unknown key. Today it is model.optimizer.params.lr."),
+        ("task=img", "unknown key. Today it is model.module.type."),
+        ("total_batch_size=3", "unknown key. Today it is data.batch_size (it counts per process)."),
+        ("model.~metrics=null", "model.~metrics: there is no such key to remove: nothing below this file sets"),
+        ("engine.gpus=[96, 96]", "engine.gpus: must be different device ids, not [96, 96]"),
+        ("model.scheduler={type: torch.optim.lr_scheduler.ExponentialLR, params: {gamma: auto}}",
+         "model.scheduler.params.gamma: `auto` is known for total_steps, steps_per_epoch, epochs, T_max; give `gamma`"),
+        ("model.loss={type: torch.nn.functional.cross_entropy}",
+         "needs input, target; a function is called once, to make a loss (torch.nn.Module)"),
+        ("train.callbacks=[{type: lightning.pytorch.callbacks.Timer}]",
+         "no module lightning to import (for `lightning.pytorch.callbacks.Timer`). Did you mean pytorch_lightning."),
+    ],
+)  # fmt: skip
+def test_what_others_would_write_is_answered_with_our_word(override, words):
+    """Keys without their section, words of other runners, functions where something is made."""
+    assert any(words in found for found in notes(override))
+
+
 def test_groups_of_an_optimizer_without_a_type_are_no_second_fault():
     """What has no name is compared with nothing."""
     text = GOOD.replace(
@@ -514,6 +537,26 @@ def test_a_report_for_programs(command, here):
     assert [fault[name] for name in ("found", "allowed")] == ["the text 'many'", "a whole number"]
 
 
+def test_what_a_module_prints_does_not_stand_in_the_report(command, here):
+    """Neither by Python nor past it: stdout is one object."""
+    Path("own_loud.py").write_text(
+        "import os\nprint('loud')\nos.system('echo louder')\nfrom torch.nn import NLLLoss as Loss\n"
+    )
+    Path("c.yaml").write_text(GOOD)
+    found = command("check", "c.yaml", "model.loss.type=own_loud.Loss", "--import", "--format", "json", cwd=here)
+    assert json.loads(found.out)["valid"] is True
+    assert {"loud", "louder"} <= set(found.err.split())
+
+
+def test_a_huge_number_of_gpus_is_one_short_note(command, here):
+    """As is a number too many."""
+    Path("c.yaml").write_text(GOOD)
+    found = command("check", "c.yaml", "engine.gpus=987654321", cwd=here)
+    assert found.code == 3
+    assert "asks for 987654321 GPUs, and this machine has" in found.err
+    assert len(found.err) < 500
+
+
 def test_a_right_config_for_programs(command, here):
     """`valid`, the effective config, and what was changed in it."""
     Path("c.yaml").write_text(GOOD)
@@ -599,6 +642,8 @@ PLATEAU = "model.scheduler={type: torch.optim.lr_scheduler.ReduceLROnPlateau, ca
         (["train.checkpoint.monitor=val_acuracy"], "no metric `val_acuracy` is logged. Did you mean val_acc?"),
         (["train.early_stop={metric: val_f1}"], "no metric `val_f1` is logged."),
         (["train.early_stop={metric: test_loss}"], "no metric `test_loss` is logged. Did you mean"),
+        (["train.callbacks=[{type: pytorch_lightning.callbacks.EarlyStopping, params: {monitor: val_los}}]"],
+         "train.callbacks.0.params.monitor: no metric `val_los` is logged. Did you mean val_loss?"),
         ([PLATEAU], "model.scheduler.call.monitor: no metric `val_los` is logged. Did you mean val_loss?"),
         ([f"model.metrics={{f1: {METRIC}}}", "train.checkpoint.monitor=val_acc"], "no metric `val_acc` is logged."),
         (["model.module.type=own_tasks.Plain", "train.checkpoint.monitor=val_acc"], "Did you mean val_f1?"),

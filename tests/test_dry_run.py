@@ -253,6 +253,12 @@ def test_a_right_config_has_no_faults():
     assert tried() == ([], [])
 
 
+def test_options_of_loader_processes_are_no_fault():
+    """A dry run loads nothing, so it has no use for them, and does not stumble over them."""
+    loader = "data.loader={prefetch_factor: 2, persistent_workers: true, multiprocessing_context: fork}"
+    assert tried("data.num_workers=1", loader)[0] == []
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=[str(path.relative_to(ROOT)) for path in CONFIGS])
 def test_a_shipped_config_has_no_faults(path):
     """Without its data, wherever it runs."""
@@ -357,7 +363,7 @@ SCHEDULER = "model.scheduler={{type: torch.optim.lr_scheduler.{}, params: {{{}}}
             "train.checkpoint.monitor: train_loss_epoch is not there yet when it is asked for",
         ),
         (
-            ["train.callbacks=[{type: own.Waits, params: {monitor: val_f2}}]"],
+            [OPEN, "train.callbacks=[{type: own.Waits, params: {monitor: val_f2}}]"],
             "train.callbacks.0.params.monitor: no metric is called 'val_f2'",
         ),
         (

@@ -53,7 +53,9 @@ def test_older_words_are_mapped_with_a_notice(override, notice, settled):
 @pytest.mark.parametrize("gpus", ["[0, 1]", "1"])
 def test_gpus_that_are_not_there_are_refused(gpus, settled):
     """Exit code 3, naming the key, what there is and what to write instead."""
-    with pytest.raises(SetupError, match=r"engine.gpus: asks for 0.*machine has none.*engine.gpus=null") as caught:
+    with pytest.raises(
+        SetupError, match=r"engine.gpus: asks for (0, 1|1 GPU), and this machine has none.*engine.gpus=null"
+    ) as caught:
         settled(f"engine.gpus={gpus}")
     assert caught.value.exit_code == 3
 

@@ -171,8 +171,7 @@ model.scheduler: null
   type        a target {type: MODULE.CLASS, params: {…}} or a mapping of names or null
   meaning     the schedule of the learning rate
   default     null
-  set by      the default
-  instead of  nothing: the key was removed  # middle.yaml:11:3
+  set by      middle.yaml:11:3, which removed it
   instead of  a mapping  # ground.yaml:11:3
 """,
     "train.val_every_n_epoch": """\

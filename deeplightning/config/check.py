@@ -24,6 +24,11 @@ MAX_UNKNOWN = 50  # unknown keys of one section that are told singly
 
 # Words of older configs, and what says the same today.
 RENAMED = {
+    "task": "model.module.type",
+    "total_batch_size": "data.batch_size (it counts per process)",
+    "epochs": "train.num_epochs",
+    "lr": "model.optimizer.params.lr",
+    "model.optimizer.lr": "model.optimizer.params.lr",
     "train.ckpt_resume_path": "train.resume_ckpt",
     "data.total_batch_size": "data.batch_size (it counts per process)",
     "model.scheduler.call.interval=batch": "step",
@@ -43,6 +48,9 @@ _STRATEGIES = {
         ("pytorch_lightning.strategies.DeepSpeedStrategy",),
     ),
 }
+
+AUTO = ("total_steps", "steps_per_epoch", "epochs", "T_max")
+"""Params of a scheduler that may be `auto`."""
 
 _LOADER = "torch.utils.data.DataLoader"
 _LOADER_GIVEN = {"dataset": "data.module", "batch_size": "data.batch_size", "num_workers": "data.num_workers"}
@@ -142,8 +150,10 @@ class _Checker:
                     values[name] = value
             else:
                 words = known if key else {**known, "_base_": None}
-                hint = f" Today it is {RENAMED[here]}." if here in RENAMED else nearest(name, words)
+                hint = f" Today it is {RENAMED[here]}." if here in RENAMED else nearest(name, words) or _elsewhere(name)
                 message = f"unknown key.{hint} Known here: {', '.join(known)}"
+                if name.startswith("~"):
+                    message = f"there is no such key to remove: nothing below this file sets `{prefix}{name[1:]}`"
                 self.fault(message, here, item.place, found=name, allowed=", ".join(known))
                 self.answered |= {prefix + other for other in known if f"mean {other}?" in hint}
         for name, f in known.items():
@@ -168,7 +178,7 @@ class _Checker:
         for option in options:
             fits, made = self.fit(option, entry, key, path, len(options) > 1)
             if fits:
-                if made is not _BAD and not self.in_range(made, entry, key, metadata):
+                if made is not _BAD and not self.in_range(made, entry, key, path, metadata):
                     return _BAD
                 return made
         allowed = describe(hint)
@@ -182,15 +192,17 @@ class _Checker:
         self.wrong(allowed, found, key, entry.place, near)
         return _BAD
 
-    def in_range(self, value: Any, entry: Entry, key: str, metadata: typing.Mapping[str, Any]) -> bool:
+    def in_range(self, value: Any, entry: Entry, key: str, path: KeyPath, metadata: typing.Mapping[str, Any]) -> bool:
         low, high = metadata.get("low"), metadata.get("high")
         if not isinstance(value, int | float) or isinstance(value, bool):
             return True
+        written = self.secrets.text_of(path)
+        found = f"what {written} gives" if written else value
         if low is not None and not value >= low:
-            self.wrong(f"at least {low}", value, key, entry.place)
+            self.wrong(f"at least {low}", found, key, entry.place)
             return False
         if high is not None and not value <= high:
-            self.wrong(f"at most {high}", value, key, entry.place)
+            self.wrong(f"at most {high}", found, key, entry.place)
             return False
         return True
 
@@ -250,6 +262,9 @@ class _Checker:
         def compare() -> None:
             values = {p: plain(item) for p, item in items.items()}
             if role == "model.scheduler":  # `auto` becomes a number when the run knows it
+                for p in [p for p, value in values.items() if value == "auto" and p not in AUTO]:
+                    message = f"`auto` is known for {', '.join(AUTO)}; give `{p}` a value"
+                    self.fault(message, f"{key}.params.{p}", found="auto")
                 values = {p: None if value == "auto" else value for p, value in values.items()}
             hidden = {p: text for p in items if (text := self.secrets.text_of((*path, "params", p))) is not None}
             given = GIVEN.get(role or "", 0)
@@ -264,8 +279,8 @@ class _Checker:
             key = str(f.key)
             beside = self.places.get(f"{key.removesuffix('.params')}.type") if key.endswith(".params") else None
             self.fault(f.message, key, self.places.get(key) or beside, found=f.found, allowed=f.allowed)
-        for key, why in verdict.undecided.items():
-            self.leave(key, why)
+        for key, (why, settled_by) in verdict.undecided.items():
+            self.leave(key, why, settled_by)
 
     def leave(self, key: str, why: str, settled_by: str = "--import") -> None:
         """Notes what could not be checked, and what settles it."""
@@ -359,9 +374,12 @@ class _Checker:
         all_ = {"train.checkpoint.monitor": config.train.checkpoint.monitor}
         all_ |= {"train.early_stop.metric": stop.metric} if stop is not None else {}
         all_ |= {f"{key}.call.monitor": scheduler.call.monitor for key, scheduler in schedulers if scheduler.call}
-        asked = {key: metric for key, metric in all_.items() if metric is not None}
         targets = (config.model.module, *config.train.callbacks)
+        all_ |= {f"{target.name}.params.monitor": target.params.get("monitor") for target in targets[1:] if target}
+        asked = {key: metric for key, metric in all_.items() if isinstance(metric, str)}
         if not asked or any(target is None or target.type is None for target in targets):  # a fault speaks of them
+            return
+        if any(str(key).startswith("model.module") for key in self.answered):
             return
         names, vague = self.logged(config)
         for key, metric in asked.items():
@@ -427,6 +445,9 @@ class _Checker:
             words = "null" if default is None else default
             found = "" if is_dataclass(value) else f", not {value}"
             self.fault(f"not available in this version; leave it at {words}{found}", key)
+        gpus = config.engine.gpus if config.engine is not None else None
+        if isinstance(gpus, list) and len(set(gpus)) < len(gpus):
+            self.wrong("different device ids", gpus, "engine.gpus")
         if not config.stages:
             self.fault("nothing to do: give at least one of train, validate, test, predict", "stages")
         if "train" in config.stages:
@@ -466,6 +487,21 @@ def _named(targets: Any, key: str) -> list[tuple[str, Any]]:
     if isinstance(targets, dict):
         return [(f"{key}.{name}", target) for name, target in targets.items() if isinstance(target, Target)]
     return [(key, targets)] if isinstance(targets, Target) else []
+
+
+def _elsewhere(name: str, cls: type = Config, path: str = "") -> str:
+    """` Did you mean …?` with the whole key, where a word is a key of another section."""
+    hints = typing.get_type_hints(cls)
+    for f in schema.keys(cls):
+        here = f"{path}{f.name}"
+        if f.name == name and path and not f.metadata["later"]:
+            return f" Did you mean {here}?"
+        for option in _options(hints[f.name]):
+            if is_dataclass(option) and option is not Target:
+                found = _elsewhere(name, typing.cast(type, option), f"{here}.")
+                if found:
+                    return found
+    return ""
 
 
 def _are_named(entry: Entry, cls: type) -> bool:

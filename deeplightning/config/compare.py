@@ -5,7 +5,7 @@ What the source cannot tell is said to be undecided, never guessed.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from deeplightning.config.fault import Fault, nearest
@@ -36,10 +36,10 @@ _OTHER_MODULES = {"_Loss": "a loss", "Metric": "a metric", "LightningModule": "a
 
 @dataclass
 class Verdict:
-    """What is wrong with a target, and what was not decided: keys with the reason."""
+    """What is wrong with a target, and what was not decided: keys with the reason, and the option that settles it."""
 
     faults: list[Fault] = field(default_factory=list)
-    undecided: dict[str, str] = field(default_factory=dict)
+    undecided: dict[str, tuple[str, str]] = field(default_factory=dict)
 
     def __iadd__(self, other: "Verdict") -> "Verdict":
         self.faults += other.faults
@@ -153,7 +153,7 @@ def judge(
     except ValueError as error:
         return Verdict([Fault(str(error), f"{key}.type", found=name)])
     except Undecided as why:
-        return Verdict(undecided={f"{key}.type": f"{name}: {why}"})
+        return Verdict(undecided={f"{key}.type": (f"{name}: {why}", "--import")})
     if found.kind not in ("class", "function"):
         what = type(found.thing).__name__ if isinstance(found, Imported) else f"a {found.kind}"
         message = f"`{name}` is {what}, not a class or function"
@@ -161,6 +161,9 @@ def judge(
     verdict = _kind(meanings, name, key, role) if role in KINDS and found.kind == "class" else Verdict()
     if not verdict.faults:
         verdict += _call(meanings, name, params, key, given, hidden or {})
+        if found.kind == "function" and role in KINDS and not params:  # the commonest: a loss as a plain function
+            once = f"; a function is called once, to make {KINDS[role][1]}"
+            verdict.faults = [replace(f, message=f.message + once) for f in verdict.faults]
     return verdict
 
 
@@ -180,7 +183,7 @@ def _kind(meanings: Meanings, name: str, key: str, role: str) -> Verdict:
     elif complete:
         fault = f"is not {words}"
     else:
-        return Verdict(undecided={f"{key}.type": f"{name}: whether it is {words}"})
+        return Verdict(undecided={f"{key}.type": (f"{name}: whether it is {words}", "--import")})
     return Verdict([Fault(f"{name} {fault}", f"{key}.type", found=name, allowed=words)] if fault else [])
 
 
@@ -191,7 +194,7 @@ def _call(
     try:
         signature = meanings.signature(name)
     except Undecided as why:
-        return Verdict(undecided={f"{key}.params": f"{name}: {why}"} if params else {})
+        return Verdict(undecided={f"{key}.params": (f"{name}: {why}", "--import")} if params else {})
     verdict, meant = Verdict(), ""
     taken = {p.name for p in [p for p in signature.parameters if p.position][:given]}
     free = {p.name: p for p in signature.parameters if p.keyword and p.name not in taken}
@@ -215,7 +218,7 @@ def _call(
             message = f"{name} has no param `{param}`.{hint} It takes: {known}"
             verdict.faults.append(Fault(message, here, found=param, allowed=known))
         else:
-            verdict.undecided[here] = f"{name}: {signature.rest}"
+            verdict.undecided[here] = f"{name}: {signature.rest}", "--dry-run"
     absent = [p.name for p in free.values() if p.required and p.name not in params]
     missing = [param for param in absent if f"mean {param}?" not in meant]  # a misspelt one is told once
     if missing:

@@ -127,7 +127,7 @@ def _about(report: Report, path: KeyPath, value: Any) -> Iterator[str]:
         rows.append(("taken by", str(owner)))
     rows.append(("set by", _setter(report, path)))
     history = _history(report, path)
-    for entry in history[1:] if _entry(report, path) is not None else history:
+    for entry in history[1:]:
         rows.append(("instead of", f"{_short(report, entry, path)}  # {entry.place}"))
     yield from (f"  {word.ljust(10)}  {text}" for word, text in rows)
 
@@ -136,7 +136,8 @@ def _setter(report: Report, path: KeyPath) -> str:
     entry = _entry(report, path)
     changed = _changed(report, path)
     written = _written(report, path)
-    place = "the default" if entry is None else entry.place
+    removed = next((e for e in _history(report, path)[:1] if _is_removal(e)), None)
+    place = entry.place if entry is not None else f"{removed.place}, which removed it" if removed else "the default"
     if entry is not None and written:
         place += f", as {written}"
         place += "".join(

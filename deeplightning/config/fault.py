@@ -99,6 +99,16 @@ def nearest(word: str, words: Collection[str]) -> str:
     return f" Did you mean {min(near, key=order)}?"
 
 
+def no_module(top: str, name: str, known: Collection[str]) -> str:
+    """What to say where the first part of a target's name is no module."""
+    hint = nearest(top, known)
+    if top == "lightning":
+        hint = (
+            f" Did you mean {name.replace('lightning.pytorch', 'pytorch_lightning', 1)}? Ours is `pytorch_lightning`."
+        )
+    return f"there is no module {top} to import (for `{name}`).{hint}"
+
+
 def _slips(word: str, other: str) -> int:
     """How many slips of a finger lie between two words: a letter dropped, doubled, replaced, or swapped with the next.
 

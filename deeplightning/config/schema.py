@@ -117,7 +117,7 @@ class Call:
 
 @dataclass
 class Scheduler(Target):
-    """The learning rate's schedule; `total_steps`, `steps_per_epoch` and `epochs` in its params may be `auto`."""
+    """The learning rate's schedule; `total_steps`, `steps_per_epoch`, `epochs`, `T_max` in its params may be `auto`."""
 
     call: Call = key("when it steps", Call)
 

@@ -18,6 +18,8 @@ UNKNOWN: Any = type("Unknown", (), {"__repr__": lambda self: "…"})()
 
 SIMPLE = {int: "a whole number", float: "a number", bool: "true or false", str: "a text", list: "a list"}
 
+_BY_NAME = {"int": int, "float": float, "bool": bool, "str": str}
+
 COLLECTIONS = ("builtins", "collections.abc")
 """The modules of the classes that stand for lists and mappings."""
 
@@ -121,6 +123,7 @@ def of_object(found: Any) -> Signature:
 
 def allowed_by(hint: Any) -> Options:
     """What a live annotation allows."""
+    hint = _BY_NAME.get(hint, hint) if isinstance(hint, str) else hint  # where not all annotations could be resolved
     if hint in (int, float, bool, str, type(None)):
         return (hint,)
     origin, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
@@ -208,9 +211,10 @@ def _is_open(value: Any) -> bool:
 def _unlike_default(value: Any, parameter: Parameter) -> str | None:
     """What is allowed where only a default tells, if the value certainly is not."""
     default = parameter.default
+    if parameter.annotation is not None:  # it says something that is not understood
+        return None
     if isinstance(default, bool):
-        unfit = isinstance(value, str) or (parameter.annotation is None and not isinstance(value, bool | int))
-        return SIMPLE[bool] if unfit else None
+        return None if isinstance(value, bool | int) else SIMPLE[bool]
     return SIMPLE[float] if isinstance(default, int | float) and isinstance(value, str) else None
 
 

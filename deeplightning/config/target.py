@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from deeplightning.config.fault import ConfigError, Fault, SetupError, nearest
+from deeplightning.config.fault import ConfigError, Fault, SetupError, nearest, no_module
 from deeplightning.config.schema import Target
 
 _INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
@@ -68,7 +68,7 @@ def find(name: str) -> Any:
             break
     if found is None:
         known = [m.name for m in pkgutil.iter_modules()] if len(parts[0]) > 2 else []
-        raise ValueError(f"there is no module {parts[0]} to import (for `{name}`).{nearest(parts[0], known)}")
+        raise ValueError(no_module(parts[0], name, known))
     for part in parts[depth:]:
         try:
             found = getattr(found, part)

@@ -72,11 +72,14 @@ def _settle_devices(engine: Engine, change: Callable[[str, Any, str], None]) -> 
     if engine.gpus in (0, []):
         change("gpus", None, "no GPU is asked for")
         return None
-    asked = engine.gpus if isinstance(engine.gpus, list) else list(range(engine.gpus))
-    if all(0 <= i < found for i in asked):
+    if isinstance(engine.gpus, int):
+        asked, are_there = f"{engine.gpus} GPU{'s' * (engine.gpus > 1)}", engine.gpus <= found
+    else:
+        asked, are_there = ", ".join(map(str, engine.gpus[:20])), all(0 <= i < found for i in engine.gpus)
+    if are_there:
         return None
     return (
-        f"asks for {', '.join(map(str, asked))}, and this machine has {found or 'none'}; "
+        f"asks for {asked}, and this machine has {found or 'none'}; "
         "`engine.gpus=null` runs on the CPU, `engine.gpus=auto` takes what is there"
     )
 

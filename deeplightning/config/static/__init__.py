@@ -13,7 +13,7 @@ import pkgutil
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from deeplightning.config.fault import nearest
+from deeplightning.config.fault import nearest, no_module
 from deeplightning.config.signature import Signature, Undecided
 from deeplightning.config.static.bindings import Broken, Module
 from deeplightning.config.static.docstrings import described, docstrings
@@ -55,7 +55,7 @@ def _find(parts: list[str], names: Names) -> Thing:
             break
     if module is None:
         known = [m.name for m in pkgutil.iter_modules()] if len(parts[0]) > 2 else []
-        raise ValueError(f"there is no module {parts[0]} to import (for `{name}`).{nearest(parts[0], known)}")
+        raise ValueError(no_module(parts[0], name, known))
     thing = names.of_module(module)
     for part in parts[depth:]:
         try:
