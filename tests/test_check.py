@@ -362,6 +362,8 @@ def test_what_is_given_on_is_compared_with_what_takes_it(override, words):
         ("engine.gpus=[96, 96]", "engine.gpus: must be different device ids, not [96, 96]"),
         ("model.scheduler={type: torch.optim.lr_scheduler.ExponentialLR, params: {gamma: auto}}",
          "model.scheduler.params.gamma: `auto` is known for total_steps, steps_per_epoch, epochs, T_max; give `gamma`"),
+        ("model.scheduler={type: torch.optim.lr_scheduler.OneCycleLR, params: {max_lr: 1.0, tota_steps: auto}}",
+         "torch.optim.lr_scheduler.OneCycleLR has no param `tota_steps`. Did you mean total_steps?"),
         ("model.loss={type: torch.nn.functional.cross_entropy}",
          "needs input, target; a function is called once, to make a loss (torch.nn.Module)"),
         ("train.callbacks=[{type: lightning.pytorch.callbacks.Timer}]",

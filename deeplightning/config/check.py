@@ -261,14 +261,14 @@ class _Checker:
 
         def compare() -> None:
             values = {p: plain(item) for p, item in items.items()}
-            if role == "model.scheduler":  # `auto` becomes a number when the run knows it
-                for p in [p for p, value in values.items() if value == "auto" and p not in AUTO]:
-                    message = f"`auto` is known for {', '.join(AUTO)}; give `{p}` a value"
-                    self.fault(message, f"{key}.params.{p}", found="auto")
-                values = {p: None if value == "auto" else value for p, value in values.items()}
+            auto = [p for p, value in values.items() if value == "auto"] if role == "model.scheduler" else []
+            values |= dict.fromkeys(auto)  # it becomes a number when the run knows it
             hidden = {p: text for p in items if (text := self.secrets.text_of((*path, "params", p))) is not None}
             given = GIVEN.get(role or "", 0)
             self.take(judge(self.meanings, name, values, key, role=role, given=given, hidden=hidden))
+            for p in set(auto) - set(AUTO):
+                message = f"`auto` is known for {', '.join(AUTO)}; give `{p}` a value"
+                self.fault(message, f"{key}.params.{p}", found="auto")
 
         self.targets.append(compare)
         for param, item in items.items():
