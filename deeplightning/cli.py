@@ -4,6 +4,7 @@ Heavy imports stand inside the verbs, so that `--help` answers at once.
 """
 
 import contextlib
+import errno
 import gc
 import json
 import os
@@ -306,6 +307,8 @@ def _report(error: BaseException) -> int:
     notes = [str(fault) for fault in error.faults] if isinstance(error, UserError) else [str(error)]
     if code is None and type(error).__name__ == "OutOfMemoryError":
         code, notes = 5, [f"the device has no memory left: {notes[0].splitlines()[0]}. A smaller data.batch_size helps"]
+    if code is None and isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+        code, notes = 3, [f"the disk is full: {error}. Free some space, or write elsewhere"]
     if code is None or os.environ.get("DEEPLIGHTNING_DEBUG") == "1":
         print(_redact("".join(traceback.format_exception(error))), file=sys.stderr)
     if code is None:

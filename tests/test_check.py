@@ -559,6 +559,27 @@ def test_a_huge_number_of_gpus_is_one_short_note(command, here):
     assert len(found.err) < 500
 
 
+def test_a_misspelt_option_is_no_override(command, here):
+    """`--dryrun` is answered with where options are listed."""
+    Path("c.yaml").write_text(GOOD)
+    found = command("check", "c.yaml", "--dryrun", cwd=here)
+    assert found.code == 2
+    assert "override --dryrun: there is no such option, see --help; an override is key=value" in found.err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, which Linux has")
+def test_a_full_disk_is_a_note(here):
+    """What cannot be written to a file on stdout: exit code 3, no traceback."""
+    Path("c.yaml").write_text(GOOD)
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "deeplightning", "check", "c.yaml"],
+            stdout=full, stderr=subprocess.PIPE, text=True, timeout=60,
+        )  # fmt: skip
+    assert done.returncode == 3
+    assert done.stderr.startswith("error: the disk is full: [Errno 28] No space left on device.")
+
+
 def test_a_right_config_for_programs(command, here):
     """`valid`, the effective config, and what was changed in it."""
     Path("c.yaml").write_text(GOOD)

@@ -144,7 +144,8 @@ def _override(root: Entry, text: str) -> None:
     name = name.strip()
     parts = name.split(".")
     if not all(parts) or (equals == "") != (sign == "~"):
-        raise ConfigError(Fault("an override is key=value, ~key (remove), or +list=[x] (append)", place=place))
+        what = "there is no such option, see --help; " if text.startswith("-") else ""
+        raise ConfigError(Fault(f"{what}an override is key=value, ~key (remove), or +list=[x] (append)", place=place))
     new = None if sign == "~" else _override_value(value, name, place)
     above, last = _reach(root, parts, place, make=sign != "~")
     items = above.value
