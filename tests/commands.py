@@ -2,6 +2,8 @@
 
 A fresh process spends four seconds on imports, a forked one some milliseconds. What follows them is the same: arguments
 in `sys.argv`, working directory, environment, signals, output as it is written, `atexit`, and the exit code.
+
+A job of several ranks is as many forked processes, which find in their environment what a launcher tells them.
 """
 
 import atexit
@@ -9,10 +11,12 @@ import itertools
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 LONGEST = 90  # seconds; nothing here takes ten, unless it hangs
@@ -23,35 +27,55 @@ _numbers = itertools.count()
 
 @dataclass
 class Outcome:
-    """How a command ended."""
+    """How a command ended.
+
+    Attributes:
+        ranks: of a job, how each of its processes ended; the first is the one whose outcome this is.
+    """
 
     code: int
     out: str
     err: str
+    ranks: list["Outcome"] = field(default_factory=list)
 
     @property
     def folder(self) -> Path:
         """The run's folder: the last line on stdout."""
         last = self.out.splitlines()[-1]
-        assert last.startswith("Artifact storage path: /"), self.out + self.err
+        assert last.startswith("Artifact storage path: /"), str(self)
         return Path(last.removeprefix("Artifact storage path: "))
 
     def __str__(self) -> str:
-        return f"exit code {self.code}\n{self.out}\n{self.err}"
+        told = [f"exit code {self.code}\n{self.out}\n{self.err}"]
+        told += [f"rank {number}: {outcome}" for number, outcome in enumerate(self.ranks[1:], start=1)]
+        return "\n".join(told)
 
 
 class Running:
-    """A command that has been started; `files` + `.out`, `.err`, `.pid`, `.code` are what it says."""
+    """A command that has been started; `files` + `.out`, `.err`, `.pid`, `.code` are what it says.
 
-    def __init__(self, files: Path):
+    Attributes:
+        ranks: of a job, each of its processes; the first stands for all.
+    """
+
+    def __init__(self, files: Path, others: Sequence[Path] = ()):
         self.files = files
+        self.ranks = [self, *(Running(path) for path in others)]
 
     def _wait(self, happened, what: str):
         end = time.monotonic() + LONGEST
         while not (found := happened()):
-            assert time.monotonic() < end, f"waited in vain for {what}:\n{self._read('out')}\n{self._read('err')}"
+            if time.monotonic() > end:
+                told = "\n".join(f"{rank._read('out')}\n{rank._read('err')}" for rank in self.ranks)
+                self._kill()
+                raise AssertionError(f"waited in vain for {what}:\n{told}")
             time.sleep(PAUSE)
         return found
+
+    def _kill(self) -> None:
+        for rank in self.ranks:
+            if rank._read("pid") and not rank._read("code"):
+                os.kill(int(rank._read("pid")), signal.SIGKILL)
 
     def _read(self, what: str) -> str:
         path = self.files.with_suffix(f".{what}")
@@ -61,37 +85,56 @@ class Running:
         """Waits until a text is in its output; returns all of that."""
         return self._wait(lambda: (found := self._read("out")) and text in found and found, repr(text))
 
-    def signal(self, number: int) -> None:
-        os.kill(int(self._wait(lambda: self._read("pid"), "its start")), number)
+    def signal(self, number: int, rank: int = 0) -> None:
+        os.kill(int(self._wait(lambda: self.ranks[rank]._read("pid"), "its start")), number)
 
     def end(self) -> Outcome:
-        """Waits until it has ended."""
-        code = int(self._wait(lambda: self._read("code"), "its end"))
-        return Outcome(code, self._read("out"), self._read("err"))
+        """Waits until all of it has ended."""
+        self._wait(lambda: all(rank._read("code") for rank in self.ranks), "its end")
+        ended = [Outcome(int(rank._read("code")), rank._read("out"), rank._read("err")) for rank in self.ranks]
+        if len(ended) > 1:
+            ended[0].ranks = ended
+        return ended[0]
 
 
 class Commands:
-    """Starts commands; `folder` takes what they write on stdout and stderr."""
+    """Starts commands; `folder` takes what they write on stdout and stderr.
 
-    def __init__(self, folder: Path):
+    Args:
+        preload: modules that the server imports too, beside those that every run needs.
+    """
+
+    def __init__(self, folder: Path, preload: Sequence[str] = ()):
         self.folder = folder
-        self._server = subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, env=environment())
+        command = [sys.executable, __file__, *preload]
+        self._server = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment())
 
-    def start(self, *arguments: object, cwd: Path, **variables: str) -> Running:
-        files = self.folder / f"{next(_numbers)}.command"
-        order = {"argv": [str(a) for a in arguments], "cwd": str(cwd), "env": variables, "files": str(files)}
-        assert self._server.stdin is not None
-        self._server.stdin.write(json.dumps(order).encode() + b"\n")
-        self._server.stdin.flush()
-        return Running(files)
+    def start(self, *arguments: object, cwd: Path, ranks: int = 1, **variables: str) -> Running:
+        """Starts a command; one of several `ranks` with as many processes, where Lightning would start them itself."""
+        name = f"{next(_numbers)}.command"
+        files = [self.folder / (f"rank{rank}-{name}" if rank else name) for rank in range(ranks)]
+        job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port(), "WORLD_SIZE": str(ranks), "NODE_RANK": "0"}
+        for rank, path in enumerate(files):
+            own = job | {"LOCAL_RANK": str(rank)} if ranks > 1 else {}
+            order = {"argv": [str(a) for a in arguments], "cwd": str(cwd), "env": own | variables, "files": str(path)}
+            assert self._server.stdin is not None
+            self._server.stdin.write(json.dumps(order).encode() + b"\n")
+            self._server.stdin.flush()
+        return Running(files[0], files[1:])
 
-    def __call__(self, *arguments: object, cwd: Path, **variables: str) -> Outcome:
-        return self.start(*arguments, cwd=cwd, **variables).end()
+    def __call__(self, *arguments: object, cwd: Path, ranks: int = 1, **variables: str) -> Outcome:
+        return self.start(*arguments, cwd=cwd, ranks=ranks, **variables).end()
 
     def close(self) -> None:
         assert self._server.stdin is not None
         self._server.stdin.close()
         self._server.wait()
+
+
+def _free_port() -> str:
+    with socket.socket() as made:
+        made.bind(("127.0.0.1", 0))
+        return str(made.getsockname()[1])
 
 
 def environment(**variables: str) -> dict[str, str]:
@@ -109,7 +152,7 @@ def real(*arguments: object, cwd: Path, **variables: str) -> Outcome:
     return Outcome(done.returncode, done.stdout, done.stderr)
 
 
-def _serve() -> None:
+def _serve(preload: Sequence[str]) -> None:
     import mlflow.tracking  # noqa: F401
     import sklearn.datasets  # noqa: F401
     import torch._dynamo  # noqa: F401
@@ -120,6 +163,8 @@ def _serve() -> None:
     import deeplightning.task.img_classif  # noqa: F401
     from deeplightning.data import cifar, digits, image_folder, mnist  # noqa: F401
 
+    for name in preload:
+        __import__(name)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children here
     for line in iter(sys.stdin.buffer.readline, b""):
         if os.fork() == 0:
@@ -169,4 +214,4 @@ def _run(order: dict, files: Path) -> None:
 
 
 if __name__ == "__main__":
-    _serve()
+    _serve(sys.argv[1:])

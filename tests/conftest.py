@@ -179,6 +179,29 @@ def train(command: Commands, tiny: Path, place: Path) -> Any:
 
 
 @pytest.fixture(scope="session")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
+    """`jobs(VERB, …, cwd=…, ranks=2)` is `command` with DeepSpeed imported, which takes seconds in each process."""
+    commands = Commands(tmp_path_factory.mktemp("jobs"), preload=("deepspeed", "pytorch_lightning.strategies"))
+    yield commands
+    commands.close()
+
+
+@pytest.fixture(scope="session")
+def job(jobs: Commands, tiny: Path, place: Path) -> Any:
+    """`job(override, …)` runs the tiny config with two processes, or as many as `ranks` says; one rank is a plain run.
+
+    `code` is the exit code that is expected of all.
+    """
+
+    def run(*overrides: str, ranks: int = 2, code: int = 0, **variables: str) -> Outcome:
+        outcome = jobs("train", tiny, f"engine.processes={ranks}", *overrides, cwd=place, ranks=ranks, **variables)
+        assert {code} == {each.code for each in outcome.ranks or [outcome]}, outcome
+        return outcome
+
+    return run
+
+
+@pytest.fixture(scope="session")
 def tracked(store: Path) -> Any:
     """`tracked(folder)` is the tracker's view of a run."""
     from mlflow.tracking import MlflowClient
