@@ -1,16 +1,25 @@
-"""How a checkpoint reaches the disk and comes back: whole or not at all, and nothing in it is executed."""
+"""How a checkpoint reaches the disk and comes back: whole or not at all, and nothing in it is executed.
+
+It is one file. Where processes share the tensors, each writes its pieces into a file of its own beside it
+(`last.pieces/TOKEN-RANK.pt` for `last.ckpt`), and the checkpoint, which names them, is written when all are there.
+"""
 
 import contextlib
 import os
 import pickle
+import secrets
+import shutil
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO
+from torch import distributed
 
 from deeplightning.config.fault import CheckpointError, SetupError
+from deeplightning.engine import pieces
 
 
 class SafeCheckpointIO(TorchCheckpointIO):
@@ -25,39 +34,160 @@ class SafeCheckpointIO(TorchCheckpointIO):
         Raises:
             SetupError: the folder cannot be written, or the disk is full; an older file at `path` stays.
         """
-        target = Path(path)
-        beside = target.with_name(f".{target.name}.{os.getpid()}")
-        try:
-            target.parent.mkdir(parents=True, exist_ok=True)
-            with beside.open("wb") as file:
-                torch.save(checkpoint, file)
-                file.flush()
-                os.fsync(file.fileno())
-            beside.replace(target)
-        except (OSError, RuntimeError) as error:
-            first: BaseException = error
-            while first.__context__ is not None:  # torch closes its archive after a failed write, and fails in that
-                first = first.__context__
-            reason = getattr(first, "strerror", None) or str(first).splitlines()[0]
-            raise SetupError(f"{target}: the checkpoint cannot be written: {reason}") from error
-        finally:
-            with contextlib.suppress(OSError):  # it says less than the error before
-                beside.unlink()
+        _write(checkpoint, Path(path))
 
     def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = True) -> dict[str, Any]:
         """Loads with `weights_only=True`, whatever is asked."""
         return read_checkpoint(path)
 
 
-def read_checkpoint(path: str | Path) -> dict[str, Any]:
-    """The content of a checkpoint file, on the CPU: tensors, numbers, texts, lists and dicts.
+def save_in_pieces(checkpoint: dict[str, Any], path: str | Path) -> None:
+    """Saves a checkpoint that holds a `Piece` of each tensor that is shared; to be called on every process.
+
+    The former checkpoint of that name stays until the new one is whole.
 
     Raises:
-        CheckpointError: the file is missing, damaged, or holds more than plain types. Nothing of it is executed.
+        SetupError: on every process, if one of them cannot write.
+    """
+    path, rank, world = Path(path), distributed.get_rank(), distributed.get_world_size()
+    token = [secrets.token_hex(4)]
+    distributed.broadcast_object_list(token, 0)
+    index, own = pieces.split(checkpoint)
+    index["pieces"] = {"token": token[0], "processes": world}
+    _on_all(lambda: _write({"pieces": own}, _pieces_of(path, token[0], rank)))
+    _on_all(lambda: _write(index, path) if rank == 0 else None)
+    if rank == 0:
+        _remove_pieces(path, but=token[0])
+
+
+def _on_all(write: Callable[[], None]) -> None:
+    """Writes on each process, and fails on all if one fails."""
+    failure: SetupError | None = None
+    try:
+        write()
+    except SetupError as error:
+        failure = error
+    said: list[str | None] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(said, failure and str(failure))
+    if failure is not None:
+        raise failure
+    for text in said:
+        if text is not None:
+            raise SetupError(text)
+
+
+def _write(content: dict[str, Any], target: Path) -> None:
+    beside = target.with_name(f".{target.name}.{os.getpid()}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with beside.open("wb") as file:
+            torch.save(content, file)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(target)
+    except (OSError, RuntimeError) as error:
+        first: BaseException = error
+        while first.__context__ is not None:  # torch closes its archive after a failed write, and fails in that
+            first = first.__context__
+        reason = getattr(first, "strerror", None) or str(first).splitlines()[0]
+        raise SetupError(f"{target}: the checkpoint cannot be written: {reason}") from error
+    finally:
+        with contextlib.suppress(OSError):  # it says less than the error before
+            beside.unlink()
+
+
+def read_checkpoint(path: str | Path, whole: bool = True) -> dict[str, Any]:
+    """The content of a checkpoint, on the CPU: tensors, numbers, texts, lists and dicts.
+
+    Args:
+        path: the checkpoint file; pieces that it names are read as well.
+        whole: put shared tensors together; else each is a `pieces.Scattered`, read when its values are asked for.
+
+    Raises:
+        CheckpointError: a file is missing, damaged, or holds more than plain types. Nothing of it is executed.
     """
     path = Path(path)
+    content = _read(path, mapped=not whole)
+    if "state_dict" not in content:
+        raise CheckpointError(
+            f"{path}: a checkpoint holds a `state_dict`; this file holds {', '.join(content) or 'nothing'}"
+        )
+    if "pieces" not in content:
+        return content
+    shares = content.pop("pieces")
+    files = [_pieces_of(path, shares["token"], rank) for rank in range(shares["processes"])]
+    missing = [file for file in files if not file.is_file()]
+    if missing:
+        names = ", ".join(f"{file.parent.name}/{file.name}" for file in missing)
+        raise CheckpointError(
+            f"{path}: {len(missing)} of its {len(files)} pieces are missing: {names}. They lie beside the checkpoint: "
+            "copy both, or take another checkpoint"
+        )
+    try:
+        content = pieces.joined(content, [_read(file)["pieces"] for file in files])
+    except ValueError as error:
+        raise CheckpointError(f"{path}: its pieces do not fit together: {error}") from None
+    return pieces.whole_of(content) if whole else content
+
+
+def copy_checkpoint(source: Path, target: Path) -> None:
+    """A second name for the same checkpoint and its pieces, or a copy where the file system has no links."""
+    token = _token(source)
+    for file in sorted(_folder_of(source).glob(f"{token}-*.pt")) if token else ():
+        (folder := _folder_of(target)).mkdir(exist_ok=True)
+        _link(file, folder / file.name)
+    _link(source, target)
+    _remove_pieces(target, but=token)
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Removes a checkpoint and its pieces, where there are any."""
+    path.unlink(missing_ok=True)
+    _remove_pieces(path)
+
+
+def _link(source: Path, target: Path) -> None:
+    beside = target.with_name(f".{target.name}.{os.getpid()}")
+    beside.unlink(missing_ok=True)
+    try:
+        os.link(source, beside)
+    except OSError:
+        shutil.copyfile(source, beside)
+    beside.replace(target)
+
+
+def _folder_of(path: Path) -> Path:
+    return path.with_suffix(".pieces")
+
+
+def _pieces_of(path: Path, token: str, rank: int) -> Path:
+    return _folder_of(path) / f"{token}-{rank}.pt"
+
+
+def _token(path: Path) -> str | None:
+    """What the names of a checkpoint's pieces begin with; None if it is in one file, or cannot be read."""
+    try:
+        return _read(path).get("pieces", {}).get("token") if _folder_of(path).is_dir() else None
+    except CheckpointError:
+        return None
+
+
+def _remove_pieces(path: Path, but: str | None = None) -> None:
+    folder = _folder_of(path)
+    for file in folder.glob("*"):
+        if but is None or but not in file.name:
+            file.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):  # not empty, or not there
+        folder.rmdir()
+
+
+def _read(path: Path, mapped: bool = True) -> dict[str, Any]:
+    """A file's content; `mapped`: its tensors are read when their values are asked for."""
     if path.is_dir():
-        raise CheckpointError(f"{path}: this is a folder, not a checkpoint file")
+        raise CheckpointError(
+            f"{path}: this is a folder, not a checkpoint file. Of a run name its folder or its last.ckpt; "
+            "a folder that DeepSpeed or FSDP wrote by itself cannot be read"
+        )
     if not path.is_file():
         raise CheckpointError(f"{path}: there is no such checkpoint")
     try:
@@ -68,14 +198,14 @@ def read_checkpoint(path: str | Path) -> dict[str, Any]:
     if damaged is not None:
         raise CheckpointError(f"{path}: damaged: the checksum of {damaged} does not fit")
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True)
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
         found = next((line for line in str(error).splitlines() if "Unsupported" in line or "GLOBAL" in line), "")
         message = f"{path}: holds more than plain values; it was not loaded, and nothing of it was executed. {found}"
         raise CheckpointError(message.strip()) from None
     except (RuntimeError, EOFError, KeyError, ValueError, IndexError, AttributeError, TypeError) as error:
         raise CheckpointError(f"{path}: cannot be read ({str(error).splitlines()[0]})") from None
-    if not isinstance(content, dict) or "state_dict" not in content:
+    if not isinstance(content, dict):
         raise CheckpointError(f"{path}: a checkpoint holds a `state_dict`; this file holds {type(content).__name__}")
     return content
 

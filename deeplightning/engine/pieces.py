@@ -1,0 +1,125 @@
+"""A tensor that several processes share: each holds a contiguous part of it, flattened. Checkpoints are saved in such
+pieces and put together again, whatever the number of processes.
+
+ZeRO cuts each parameter, flattened, into equal parts, or a row of them at any place; FSDP2 cuts along the first
+dimension. In both a process' share is one contiguous slice.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A process' part of a tensor of `shape`: `values` (n,) stand from `start` on in the flattened tensor."""
+
+    shape: tuple[int, ...]
+    start: int
+    values: Tensor
+
+
+class Scattered:
+    """A tensor whose pieces lie in the files of a checkpoint; nothing is read before it is asked for.
+
+    Attributes:
+        shape: of the whole tensor.
+        dtype: of its elements.
+        pieces: (start, values), in order, without gaps.
+    """
+
+    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, pieces: list[tuple[int, Tensor]]):
+        self.shape, self.dtype, self.pieces = shape, dtype, pieces
+
+    def part(self, start: int, stop: int) -> Tensor:
+        """Elements from `start` to `stop` of the flattened tensor."""
+        found = torch.empty(max(0, stop - start), dtype=self.dtype)
+        for first, values in self.pieces:
+            low, high = max(start, first), min(stop, first + values.numel())
+            if low < high:
+                found[low - start : high - start] = values[low - first : high - first]
+        return found
+
+    def whole(self) -> Tensor:
+        """The tensor, put together."""
+        return self.part(0, torch.Size(self.shape).numel()).view(self.shape)
+
+
+def part_of(tensor: Any, start: int, stop: int) -> Tensor:
+    """Elements from `start` to `stop` of a flattened tensor, be it whole or scattered."""
+    return tensor.part(start, stop) if isinstance(tensor, Scattered) else tensor.reshape(-1)[start:stop]
+
+
+def whole_of(value: Any) -> Any:
+    """A value of a checkpoint with each scattered tensor put together."""
+    return _replaced(value, Scattered, lambda scattered, _: scattered.whole())
+
+
+def split(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Takes the pieces out of a checkpoint.
+
+    Returns:
+        The checkpoint with a note {"scattered": key, "shape", "dtype"} in the place of each piece; and the pieces,
+        {key: {"start", "values"}}.
+    """
+    own: dict[str, Any] = {}
+
+    def note(piece: Piece, key: str) -> dict[str, Any]:
+        own[key] = {"start": piece.start, "values": piece.values.detach().cpu().clone()}
+        return {"scattered": key, "shape": list(piece.shape), "dtype": str(piece.values.dtype).removeprefix("torch.")}
+
+    return _replaced(checkpoint, Piece, note), own
+
+
+def joined(checkpoint: dict[str, Any], of_processes: list[Mapping[str, Any]]) -> dict[str, Any]:
+    """Puts scattered tensors where `split` has left its notes.
+
+    Args:
+        of_processes: what each process wrote.
+
+    Raises:
+        ValueError: the pieces of a tensor leave a gap.
+    """
+
+    def find(note: Mapping[str, Any], _: str) -> Scattered:
+        key, shape = note["scattered"], tuple(note["shape"])
+        found = [pieces[key] for pieces in of_processes if key in pieces and pieces[key]["values"].numel()]
+        ordered = sorted(((piece["start"], piece["values"]) for piece in found), key=lambda piece: piece[0])
+        reached = 0
+        for start, values in ordered:
+            if start > reached:
+                break
+            reached = max(reached, start + values.numel())
+        if reached < torch.Size(shape).numel():
+            raise ValueError(f"{key}: there are no values from {reached} on")
+        return Scattered(shape, getattr(torch, note["dtype"]), ordered)
+
+    return _replaced(checkpoint, _is_note, find)
+
+
+def _is_note(value: Any) -> bool:
+    return isinstance(value, dict) and value.keys() == {"scattered", "shape", "dtype"}
+
+
+def _replaced(
+    value: Any, wanted: type | Callable[[Any], bool], replace: Callable[[Any, str], Any], at: str = ""
+) -> Any:
+    """A tree of dicts and lists with some leaves replaced; `replace` is told the place, `state_dict/weight`."""
+    if isinstance(value, wanted) if isinstance(wanted, type) else wanted(value):
+        return replace(value, at)
+    if isinstance(value, dict):
+        return {
+            name: _replaced(item, wanted, replace, f"{at}/{name}" if at else str(name)) for name, item in value.items()
+        }
+    if isinstance(value, list | tuple):
+        return type(value)([_replaced(item, wanted, replace, f"{at}/{number}") for number, item in enumerate(value)])
+    return value
+
+
+def slices(numel: int, parts: int) -> Iterator[tuple[int, int]]:
+    """Start and stop of each of `parts` equal parts of a flattened tensor, the last ones shorter or empty."""
+    size = -(-numel // parts)
+    return ((min(numel, n * size), min(numel, (n + 1) * size)) for n in range(parts))
