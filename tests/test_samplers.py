@@ -51,11 +51,21 @@ def test_rank_takes_every_nth():
 
 
 def test_last_batch_smaller_than_the_world():
-    """A rank without a sample gets one padding entry in evaluation, and a sample from the start in training."""
+    """A rank without a sample gets one padding entry."""
     assert ranks(7, 2, 3) == [[[0, 3], [6]], [[1, 4], [PADDING]], [[2, 5], [PADDING]]]
-    assert ranks(7, 2, 3, wrap=True) == [[[0, 3], [6]], [[1, 4], [1]], [[2, 5], [2]]]
     assert ranks(7, 2, 3, drop_last=True) == [[[0, 3]], [[1, 4]], [[2, 5]]]
-    assert ranks(1, 2, 3, wrap=True) == [[[0]], [[0]], [[0]]]
+    assert ranks(1, 2, 3) == [[[0]], [[PADDING]], [[PADDING]]]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 7, 12, 13])
+def test_the_samples_of_a_batch_are_known_beforehand(size, world, drop_last):
+    """Of each batch, on each rank and on average, they are those that the batches then hold, padding not counted."""
+    samplers = [BatchIndices(range(size), 2, num_replicas=world, rank=r, drop_last=drop_last) for r in range(world)]
+    for step, batches in enumerate(zip(*samplers, strict=True)):
+        held = [sum(row != PADDING for row in batch) for batch in batches]
+        assert [sampler.samples_of(step) for sampler in samplers] == [(own, sum(held) / world) for own in held]
 
 
 def test_nothing_to_sample():

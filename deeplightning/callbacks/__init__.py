@@ -24,7 +24,7 @@ def all_of(cfg: Config) -> list[pl.Callback]:
     """The callbacks of a run, in the order in which their hooks are called."""
     from dataclasses import asdict
 
-    from pytorch_lightning.callbacks import EarlyStopping, GradientAccumulationScheduler
+    from pytorch_lightning.callbacks import EarlyStopping
 
     from deeplightning.callbacks.checkpoints import Checkpoints
     from deeplightning.callbacks.console import Console
@@ -33,7 +33,7 @@ def all_of(cfg: Config) -> list[pl.Callback]:
     from deeplightning.callbacks.results import Results, ShowPictures
     from deeplightning.callbacks.signals import Signals
     from deeplightning.callbacks.start import StartWeights
-    from deeplightning.callbacks.steps import FiniteLoss, LogSteps, Seeds
+    from deeplightning.callbacks.steps import AccumulateFrom, FiniteLoss, LogSteps, SampleWeights, Seeds
     from deeplightning.tracking.build import prepare
     from deeplightning.tracking.environment import redacted
 
@@ -55,6 +55,7 @@ def all_of(cfg: Config) -> list[pl.Callback]:
         Seeds(cfg.seed),
         LogSteps(every if isinstance(every, int) else asdict(every)),
         FiniteLoss(),
+        SampleWeights(),
         Console(cfg, record, checkpoints),
         Results(record),
     ]
@@ -63,7 +64,7 @@ def all_of(cfg: Config) -> list[pl.Callback]:
     if cfg.logger.histograms is not None:
         callbacks.append(Histograms(cfg.logger.histograms, record))
     if train.accumulator_epoch > 0 and train.accumulator_factor > 1:
-        callbacks.append(GradientAccumulationScheduler({0: 1, train.accumulator_epoch: train.accumulator_factor}))
+        callbacks.append(AccumulateFrom(train.accumulator_epoch, train.accumulator_factor))
     if train.early_stop is not None:
         stop = train.early_stop
         callbacks.append(EarlyStopping(stop.metric, stop.delta, stop.patience, mode=stop.mode))

@@ -1,5 +1,5 @@
-"""What must be so at each step: random numbers that depend on seed and position alone, points at the steps that are
-due, a loss that is a number."""
+"""What must be so at each step: random numbers that depend on seed and position alone, gradients that are the mean over
+samples, points at the steps that are due, a loss that is a number."""
 
 import math
 import random
@@ -54,6 +54,54 @@ class Seeds(pl.Callback):
 
     def _seed(self, *position: int) -> None:
         seed_all(self.seed, *position)
+
+
+class AccumulateFrom(pl.Callback):
+    """Accumulates the gradients of `factor` batches from an epoch on.
+
+    Lightning's GradientAccumulationScheduler forgets the factor where a run goes on inside an epoch (2.6.6).
+    """
+
+    def __init__(self, epoch: int, factor: int):
+        self.epoch, self.factor = epoch, factor
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._set(trainer)
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._set(trainer)
+
+    def _set(self, trainer: pl.Trainer) -> None:
+        trainer.accumulate_grad_batches = self.factor if trainer.current_epoch >= self.epoch else 1
+
+
+class SampleWeights(pl.Callback):
+    """Makes the gradient of each optimizer step the mean over the samples that it sees, on however many processes and
+    in however many accumulated batches they lie.
+
+    Strategies take the mean over processes, and Lightning divides each loss by the number of batches to accumulate, as
+    if all were of one size and an epoch's last step had as many. So each loss, a mean over its own batch, is weighed on
+    its way back; the loss itself stays as it is. A loader whose sampler offers no `samples_of` has equal batches.
+    """
+
+    def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
+        if not pl_module.automatic_optimization or not loss.requires_grad:
+            return
+        weight = _weight(trainer)
+        if weight != 1:
+            loss.register_hook(lambda gradient: gradient * weight)
+
+
+def _weight(trainer: pl.Trainer) -> float:
+    """Of the batch under way: by how much its samples are more than what the averages take it for."""
+    factor, batch = trainer.accumulate_grad_batches, trainer.fit_loop.epoch_loop.batch_idx
+    first = batch - batch % factor
+    together = range(first, int(min(first + factor, trainer.num_training_batches)))
+    samples_of = getattr(getattr(trainer.train_dataloader, "sampler", None), "samples_of", None)
+    if samples_of is None:
+        return factor / len(together)
+    own, _ = samples_of(batch)
+    return own * factor / sum(average for _, average in map(samples_of, together))
 
 
 class LogSteps(pl.Callback):

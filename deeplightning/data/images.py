@@ -240,7 +240,6 @@ class ImageData(pl.LightningDataModule):
             shuffle=training,
             seed=self.cfg.seed,
             drop_last=training and self._drop_last,
-            wrap=training,
         )
         if training and self.trainer:
             # A resumed run goes on behind the batches that are done; after a whole epoch the counter still shows it.

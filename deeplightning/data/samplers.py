@@ -10,7 +10,8 @@ import numpy as np
 from torch.utils.data import DistributedSampler
 
 PADDING = -1
-"""Stands for no sample, where a process has none left in the last batch. The row is marked with it and not counted."""
+"""Stands for no sample, where a process has none left in the last batch. The row is marked with it and not counted;
+its picture is any sample's, so that a network can learn from it with weight 0."""
 
 
 class BatchIndices(DistributedSampler):
@@ -19,8 +20,7 @@ class BatchIndices(DistributedSampler):
     A global batch is B * R consecutive positions of the order, of which rank r takes every R-th from the r-th on: two
     processes with B see at each step the samples that one process with 2 B sees. Each position occurs once over all
     ranks. Every rank has the same number of batches, since collectives run at each step: where the last global batch
-    has fewer samples than ranks, a rank without any gets one entry: `PADDING`, or with `wrap` a position from the start
-    of the order.
+    has fewer samples than ranks, a rank without any gets one entry: `PADDING`.
 
     It is a `DistributedSampler` for one reason: Lightning leaves those as they are and wraps any other into one.
 
@@ -32,7 +32,6 @@ class BatchIndices(DistributedSampler):
         shuffle: a new order in each epoch; else 0, 1, 2 …
         seed: of the order, a whole number of at least 0.
         drop_last: leave out a last global batch that is not full.
-        wrap: pad with samples instead of `PADDING`. For training, where each row must be a sample.
 
     Attributes:
         start: batches to leave out in the next iteration only, to go on in the middle of an epoch. `len()` does not
@@ -52,13 +51,11 @@ class BatchIndices(DistributedSampler):
         shuffle: bool = False,
         seed: int = 0,
         drop_last: bool = False,
-        wrap: bool = False,
     ):
         super().__init__(dataset, num_replicas, rank, shuffle, seed, drop_last)  # type: ignore[arg-type]
         if batch_size < 1:
             raise ValueError(f"batch_size must be at least 1, not {batch_size}")
         self.batch_size = batch_size
-        self.wrap = wrap
         self.start = 0
 
     def __iter__(self) -> Iterator[list[int]]:
@@ -72,6 +69,16 @@ class BatchIndices(DistributedSampler):
         whole, rest = divmod(len(self.dataset), self.batch_size * self.num_replicas)  # type: ignore[arg-type]
         return whole + (rest > 0 and not self.drop_last)
 
+    def samples_of(self, batch: int) -> tuple[int, float]:
+        """How many samples an epoch's batch has on this process, and on average over all.
+
+        A sampler that offers this has its batches weighed by it: each optimizer step is the mean over the samples that
+        it sees. Known without asking the other processes.
+        """
+        size = self.batch_size * self.num_replicas
+        samples = min(size, len(self.dataset) - batch * size)  # type: ignore[arg-type]
+        return len(range(self.rank, samples, self.num_replicas)), samples / self.num_replicas
+
     def _order(self) -> np.ndarray:
         size = len(self.dataset)  # type: ignore[arg-type]
         if not self.shuffle:
@@ -83,7 +90,4 @@ class BatchIndices(DistributedSampler):
 
     def _batch(self, order: np.ndarray, step: int) -> list[int]:
         size = self.batch_size * self.num_replicas
-        rows = order[step * size : (step + 1) * size][self.rank :: self.num_replicas].tolist()
-        if rows:
-            return rows
-        return [int(order[self.rank % len(order)])] if self.wrap else [PADDING]
+        return order[step * size : (step + 1) * size][self.rank :: self.num_replicas].tolist() or [PADDING]

@@ -196,22 +196,34 @@ class ImageClassification(pl.LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
         logits, labels = self(batch["image"]), batch["label"]
+        if (
+            self.trainer.is_last_batch and "index" in batch
+        ):  # only there are rows that do not count; a look stalls a GPU
+            keep = batch["index"] >= 0
+            if not keep.any():
+                self._log_step({})
+                return self._loss(logits, labels)[1]  # with weight 0; without it the other processes would wait
+            logits, labels = logits[keep], labels[keep]
         parts, loss = self._loss(logits, labels)
-        due = getattr(self.trainer, "log_every_n_steps", 1) > 0 and self.global_step != self._logged_step
-        share = self._share(labels.numel())
-        values = self._count("train", logits, labels, parts, loss, wanted=due)
-        if due:
-            self._logged_step = self.global_step
-            self.log_dict(self._meaned(values, share))
-        return loss * share
+        self._log_step(self._count("train", logits, labels, parts, loss, wanted=self._due()), labels.numel())
+        return loss
 
-    def _share(self, samples: int) -> Tensor | float:
-        """By how much to weigh this process's mean, since strategies take the mean over processes: in an epoch's last
-        batch they may have different numbers of samples."""
-        if self.trainer.world_size == 1 or not self.trainer.is_last_batch:
-            return 1.0
-        total = self.trainer.strategy.reduce(torch.tensor(float(samples), device=self.device), reduce_op="sum")
-        return samples * self.trainer.world_size / total
+    def _due(self) -> bool:
+        """Whether this step has points to log and does not have them yet."""
+        return getattr(self.trainer, "log_every_n_steps", 1) > 0 and self.global_step != self._logged_step
+
+    def _log_step(self, values: dict[str, Tensor], samples: int = 0) -> None:
+        """Logs values of a batch as means over the samples of all processes; one without samples gives no values."""
+        if not self._due():
+            return
+        self._logged_step = self.global_step
+        if self.trainer.world_size > 1:
+            names = [f"train_{name}" for name in self._of("train")]
+            nothing = torch.zeros((), device=self.device)
+            weighed = [values.get(name, nothing) * samples for name in names]
+            *sums, total = self.trainer.strategy.reduce(torch.stack([*weighed, nothing + samples]), reduce_op="sum")
+            values = {name: value / total for name, value in zip(names, sums, strict=True)}
+        self.log_dict(values)
 
     def configure_gradient_clipping(
         self,
@@ -286,13 +298,6 @@ class ImageClassification(pl.LightningModule):
                     raise MisfitError(f"model.metrics.{name}: gives {found}, not one number; see its `average`")
                 values[f"{stage}_{name}"] = value.float().reshape(())
         return values
-
-    def _meaned(self, values: dict[str, Tensor], share: Tensor | float) -> dict[str, Tensor]:
-        """Values of a batch over all processes, each weighed by its share."""
-        if self.trainer.world_size == 1:
-            return values
-        mean = self.trainer.strategy.reduce(torch.stack(list(values.values())) * share, reduce_op="mean")
-        return dict(zip(values, mean, strict=True))
 
     def _log_epoch(self, stage: str, suffix: str = "") -> None:
         for name, metric in self._of(stage).items():
