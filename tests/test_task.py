@@ -1,10 +1,13 @@
 """Image classification: what is learned, counted, scheduled, clipped and frozen, against references computed anew."""
 
+from types import SimpleNamespace
+
 import pytest
 import sklearn.metrics
 import torch
 
 from deeplightning.config.fault import UserError
+from deeplightning.configure import init_module, load_config
 from deeplightning.task.errors import LabelError, MisfitError
 from deeplightning.task.metrics import Accuracy, SampleMean
 
@@ -232,6 +235,31 @@ def test_a_network_that_does_not_take_the_pictures_is_named(fit):
     """Its type and the shape of a picture."""
     with pytest.raises(MisfitError, match=r"SimpleCNN does not take the data's pictures \(1, 1, 8, 8\)"):
         fit("model.network.params.num_channels=3")
+
+
+@pytest.mark.parametrize(
+    ("network", "error"),
+    [
+        ("model.network.params.num_classes=5", r"10 classes \(labels 0 to 9\), the network 5 outputs"),
+        (
+            "model.network={type: torch.nn.Conv2d, params: {in_channels: 1, out_channels: 10, kernel_size: 8}}",
+            "row per",
+        ),
+    ],
+)
+def test_a_network_without_its_numbers_yet_is_checked_by_the_first_batch(network, error, tiny, place, monkeypatch):
+    """Where an engine builds it on `meta` there is nothing to try out, and the first outputs are what is judged."""
+    monkeypatch.chdir(place)
+    cfg = load_config(tiny, [network])
+    task, data = init_module(cfg, "model"), init_module(cfg, "data")
+    data.setup("test")
+    task.trainer = SimpleNamespace(datamodule=data)
+    task.setup("test")
+    with torch.device("meta"):
+        task.configure_model()
+    task.network.to_empty(device="cpu")
+    with pytest.raises(ValueError, match=error):
+        task.predict_step(next(iter(data.test_dataloader())), 0)
 
 
 def test_any_callable_is_a_network_an_optimizer_and_a_schedule(fit):

@@ -119,6 +119,8 @@ class ImageClassification(pl.LightningModule):
     def configure_model(self) -> None:
         """Builds the network and passes one black picture through it: what does not fit shows before data is read.
 
+        Where an engine shards the network, its parameters may not be there yet, and the first batch is what shows it.
+
         Raises:
             LabelError: there are not as many outputs as classes in the data.
             ValueError: the network does not take the data's pictures.
@@ -131,7 +133,9 @@ class ImageClassification(pl.LightningModule):
             raise MisfitError(message, "model.network")
         self.network = network
         freeze(network, self.cfg.model.trainable)
-        if self.image_spec is not None:
+        # A tensor with `ds_id` is in parts, by DeepSpeed.
+        incomplete = any(p.is_meta or hasattr(p, "ds_id") for p in network.parameters())
+        if self.image_spec is not None and not incomplete:
             self._try_out(network, self.image_spec)
         if self.cfg.engine.compile:
             network.compile()
@@ -149,9 +153,13 @@ class ImageClassification(pl.LightningModule):
             message = f"{name} does not take the data's pictures {shape}: {reason}"
             raise MisfitError(message, "model.network") from error
         network.train()
+        self._check_outputs(outputs)
+
+    def _check_outputs(self, outputs: Any) -> None:
         if not isinstance(outputs, Tensor) or outputs.ndim != 2:
             found = tuple(outputs.shape) if isinstance(outputs, Tensor) else f"a {type(outputs).__name__}"
-            raise MisfitError(f"{name} gives {found}, not (B, K): one row per picture", "model.network")
+            message = f"{self.cfg.model.network.type} gives {found}, not (B, K): one row per picture"
+            raise MisfitError(message, "model.network")
         if self.class_names and outputs.shape[1] != len(self.class_names):
             raise LabelError(
                 f"the data has {len(self.class_names)} classes (labels 0 to {len(self.class_names) - 1}), the network "
@@ -194,11 +202,15 @@ class ImageClassification(pl.LightningModule):
             images = self.normalise(images)
         return self.network(images)
 
+    def _logits(self, batch: Batch) -> Tensor:
+        logits = self(batch["image"])
+        self._check_outputs(logits)
+        return logits
+
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        logits, labels = self(batch["image"]), batch["label"]
-        if (
-            self.trainer.is_last_batch and "index" in batch
-        ):  # only there are rows that do not count; a look stalls a GPU
+        logits, labels = self._logits(batch), batch["label"]
+        if self.trainer.is_last_batch and "index" in batch:
+            # Only there are rows that do not count; a look at each batch would stall a GPU.
             keep = batch["index"] >= 0
             if not keep.any():
                 self._log_step({})
@@ -258,7 +270,7 @@ class ImageClassification(pl.LightningModule):
         self._log_epoch("test")
 
     def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-        return self._answers(batch, self(batch["image"]))
+        return self._answers(batch, self._logits(batch))
 
     def _loss(self, logits: Tensor, labels: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """Each loss, and their weighted sum."""
@@ -305,7 +317,7 @@ class ImageClassification(pl.LightningModule):
 
     def _judge(self, stage: str, batch: Batch) -> dict[str, Any]:
         keep = batch["index"] >= 0 if "index" in batch else torch.ones_like(batch["label"], dtype=torch.bool)
-        logits, labels = self(batch["image"])[keep], batch["label"][keep]
+        logits, labels = self._logits(batch)[keep], batch["label"][keep]
         if labels.numel():
             self._count(stage, logits, labels, *self._loss(logits, labels))
         if stage == "val":  # a process without samples too: `pictures` sums over all
