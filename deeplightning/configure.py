@@ -9,6 +9,7 @@ trainer.fit(task, data)
 from __future__ import annotations
 
 import secrets
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +35,7 @@ def examine(path: str | Path, overrides: list[str] | None = None, *, importing: 
     cfg = report.config
     if cfg is None or None in (cfg.engine, cfg.data, cfg.model, cfg.train, cfg.logger):
         return report  # a section is no mapping: there is nothing to settle
-    asked = backend_of(cfg.engine)
+    asked = replace(cfg.engine, backend=backend_of(cfg.engine))
     cfg.notices, lacking = settle(cfg)
     report.hints += hints(cfg, asked)
     wrong = {key for fault in report.faults for key in (fault.key or "", f"{fault.key}.type")}

@@ -3,10 +3,12 @@
 import json
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import pytest
 
+from deeplightning.config import strategy
 from deeplightning.config.check import load
 from deeplightning.configure import examine
 
@@ -233,8 +235,31 @@ def test_one_wrong_target_is_one_note(override, words):
         ("deepspeed_stage_2", "stag: 1", "DeepSpeedStrategy has no param `stag`. Did you mean stage?"),
         ("ddp", "find_unused_parameters: true, process_group_backend: gloo, bucket_cap_mb: 25", None),
         ("deepspeed_stage_3", "offload_optimizer: true, allgather_bucket_size: 200_000_000", None),
+        ("ddp", "accelerator: cpu", "engine.params.accelerator: engine.gpus decides it; remove it"),
+        ("ddp", "timeout: 30 min", "engine.params.timeout: must be a number of seconds, more than 0, not '30 min'"),
+        ("fsdp", "timeout: 0", "must be a number of seconds, more than 0, not 0"),
+        ("ddp", "timeout: 0.5", None),
+        ("ddp", "ddp_comm_hook: {ref: json.dumbs}", "engine.params.ddp_comm_hook.ref: json has no `dumbs`."),
+        ("ddp", "process_group: {type: json.dumps}", "engine.params.process_group.params: json.dumps needs obj"),
+        ("deepspeed_stage_2", "config: {fp32_allreduce: true}", "config.fp32_allreduce: DeepSpeed has given it up; "
+         "today it is `communication_data_type: fp32`"),
+        ("deepspeed_stage_1", "config: {progressive_layer_drop: {}}", "DeepSpeed has given it up; remove it"),
+        ("deepspeed_stage_2", "config: {optimizer: {}}", "config.optimizer: model.optimizer decides it; remove it"),
+        ("deepspeed_stage_2", "config: {train_batch_size: 8}", "data.batch_size decides it"),
+        ("deepspeed_stage_2", "config: {flop_profiler: {}}", "config.flop_profiler: unknown to DeepSpeed. "
+         "Did you mean flops_profiler? It knows activation_checkpointing,"),
+        ("deepspeed_stage_2", "config: {zero_optimization: {cpu_offload: true}}",
+         "engine.params.config.zero_optimization.cpu_offload: DeepSpeed has given it up; today it is "
+         "`offload_optimizer: {device: cpu}`"),
+        ("deepspeed_stage_2", "config: {zero_optimization: {reduce_bucket: 1}}", "Did you mean reduce_bucket_size?"),
+        ("deepspeed_stage_2", "config: {zero_optimization: false}", "zero_optimization: must be a mapping, such"),
+        ("deepspeed_stage_2", "zero_optimization: false", None),
+        ("deepspeed_stage_2", "initial_scale_power: 8, loss_scale_window: 100, hysteresis: 1, min_loss_scale: 2", None),
+        ("deepspeed_stage_3", "block_size: 1, queue_depth: 4, thread_count: 2, partition_activations: true", None),
+        ("deepspeed_stage_2_offload", "config: {flops_profiler: {}, zero_optimization: {sub_group_size: 9}}",
+         None),
     ],
-)
+)  # fmt: skip
 def test_params_of_the_engine_are_compared_with_the_strategys(backend, params, words):
     """With its own and, for ddp, with those of torch's class that they are handed on to."""
     overrides = [f"engine.backend={backend}", f"engine.params={{{params}}}"]
@@ -242,6 +267,40 @@ def test_params_of_the_engine_are_compared_with_the_strategys(backend, params, w
         assert notes(*overrides) == []
     else:
         assert words in note(*overrides)
+
+
+def test_the_words_of_deepspeeds_json_are_those_that_deepspeed_asks_for():
+    """Of the version that is installed: those that it reads, and those that it refuses as given up."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of its own imports
+        config = pytest.importorskip("deepspeed.runtime.config")
+        zero = pytest.importorskip("deepspeed.runtime.zero.config")
+    asked = set()
+
+    class Json(dict):
+        def __contains__(self, word):
+            asked.add(word)
+            return super().__contains__(word)
+
+        def get(self, word, default=None):
+            asked.add(word)
+            return super().get(word, default)
+
+        def keys(self):
+            return self  # so that `word in config.keys()` asks as well
+
+    config.DeepSpeedConfig(Json(train_batch_size=1))
+    json_words = {*strategy._JSON, *strategy._DECIDED_JSON, *strategy._RETIRED_JSON}
+    assert asked - json_words == set()
+    before_0_19 = {"fp32_allreduce", "allreduce_always_fp32", "disable_allgather_buckets"}
+    assert json_words - asked == {*before_0_19, "sequence_parallel_size"}  # it asks for the latter of a network
+    fields = {field.alias or name for name, field in zero.DeepSpeedZeroConfig.model_fields.items()}
+    deprecated = {
+        n for n, f in zero.DeepSpeedZeroConfig.model_fields.items() if (f.json_schema_extra or {}).get("deprecated")
+    }
+    assert set(strategy._ZERO) == fields - deprecated - {"legacy_stage1"}
+    assert deprecated | set(config._REMOVED_ZERO_CONFIG_KEYS) < set(strategy._RETIRED_ZERO)
+    assert set(config._REMOVED_TOP_LEVEL_CONFIG_KEYS) < set(strategy._RETIRED_JSON)
 
 
 @pytest.mark.parametrize(

@@ -20,12 +20,15 @@ train: {num_epochs: 1}
 # What breaks each rule, in the order of the table, and the place of both keys where they are not in one override.
 TWO_OPTIMIZERS = "{g: {type: torch.optim.SGD, params: {lr: 1}}, d: {type: torch.optim.SGD, params: {lr: 1}}}"
 LBFGS = "model.optimizer={type: torch.optim.LBFGS, params: {lr: 1}}"
+FUSED = ["model.optimizer={type: some_parts.FusedAdam, params: {lr: 1}}"]
 BREAKING = [
     ["engine.backend=deepspeed_stage_2", "train.gradient_clip={value: 1, algorithm: value}"],
     ["engine.backend=fsdp", "train.gradient_clip={value: 1, norm_type: 1}"],
     ["engine.backend=deepspeed_stage_1", f"model.optimizer={TWO_OPTIMIZERS}"],
     ["engine.backend=fairscale_oss", "train.accumulator_epoch=1", "train.accumulator_factor=2"],
     ["engine.backend=deepspeed_stage_3", "engine.precision=64"],
+    ["engine.backend=fsdp", "engine.precision=deepspeed"],
+    ["engine.backend=fairscale_sddp", "engine.params.stage=3"],
     ["engine.backend=deepspeed_stage_2", "engine.params.precision_plugin={type: torch.amp.GradScaler}"],
     ["engine.backend=fsdp", LBFGS],
     ["engine.precision=16-mixed", "engine.gpus=1", LBFGS],
@@ -34,8 +37,10 @@ BREAKING = [
     ["engine.backend=ddp", "engine.params.process_group_backend=nccl"],
     ["engine.backend=ddp", "engine.params.ddp_comm_hook={ref: some_parts.fp16_compress_hook}"],
     ["engine.sync_batchnorm=true"],
+    ["engine.gpus=1", "engine.sync_batchnorm=true", "engine.backend=fsdp"],
     ["engine.params.bucket_cap_mb=5"],
-    ["model.optimizer={type: some_parts.FusedAdam, params: {lr: 1}}"],
+    FUSED,
+    ["engine.gpus=1", "engine.params.nvme_path=absent", "engine.backend=deepspeed_stage_3_offload_nvme"],
     ["data.num_splits=3", "data.fold=3"],
     ["data.loader.prefetch_factor=2"],
     ["data.loader.persistent_workers=true"],
@@ -83,6 +88,10 @@ def test_each_pair_is_named_with_both_keys_and_a_remedy(rule, overrides):
         ["engine.backend=ddp", f"model.optimizer={TWO_OPTIMIZERS}"],
         ["engine.precision=64"],
         ["engine.precision=16"],
+        ["engine.backend=deepspeed_stage_2", "engine.precision=deepspeed"],
+        ["engine.backend=deepspeed_stage_2", "engine.precision=apex_O2"],
+        ["engine.backend=deepspeed_stage_3_offload_nvme", "engine.params={nvme_path: .}"],
+        ["engine.backend=deepspeed_stage_3_offload_nvme", "engine.params={nvme_path: absent}"],  # it is dropped here
         ["engine.gpus=auto", "engine.processes=2"],
         ["engine.backend=ddp", "engine.processes=2", "engine.params={bucket_cap_mb: 5}"],
         ["engine.backend=deepspeed_stage_2", "engine.params={stage: 2}"],
@@ -121,11 +130,11 @@ def test_a_key_that_is_wrong_itself_contradicts_nothing():
 
 def test_what_the_machine_lacks_is_a_warning_of_check_and_an_error_of_train():
     """A fused optimizer without CUDA: exit code 3, naming CUDA."""
-    report = examine("c.yaml", BREAKING[14])
+    report = examine("c.yaml", FUSED)
     assert report.faults == []
     assert "there is no CUDA device in use" in report.at_start[0].message
     with pytest.raises(Exception, match="CUDA") as caught:
-        load_config("c.yaml", BREAKING[14])
+        load_config("c.yaml", FUSED)
     assert caught.value.exit_code == 3
 
 

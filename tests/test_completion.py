@@ -111,7 +111,8 @@ def words(last: str, *before: str) -> list[str]:
                                              "model.optimizer.decoder.params.nesterov="]),
         # values
         ("engine.backend=d", ["engine.backend=ddp", *(f"engine.backend=deepspeed_stage_{s}" for s in
-                              ("1", "2", "3", "2_offload", "3_offload"))]),
+                              ("1", "2", "3", "1_offload", "2_offload", "3_offload", "1_offload_nvme",
+                               "2_offload_nvme", "3_offload_nvme"))]),
         ("engine.precision=", [f"engine.precision={word}" for word in
                                ("16", "32", "64", "bf16", "16-mixed", "16-true", "bf16-mixed", "bf16-true", "32-true",
                                 "64-true")]),

@@ -9,7 +9,7 @@ from dataclasses import MISSING, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from deeplightning.config import schema
+from deeplightning.config import schema, strategy
 from deeplightning.config.compare import KINDS, Meanings, Verdict, judge
 from deeplightning.config.fault import ConfigError, Fault, nearest, place_of, upwards
 from deeplightning.config.interpolation import Secrets
@@ -37,17 +37,6 @@ RENAMED = {
 # Positional arguments that we hand to a target: the config to task and data, parameters to an optimizer, an optimizer
 # to a scheduler.
 GIVEN = {"data.module": 1, "model.module": 1, "model.optimizer": 1, "model.scheduler": 1}
-
-# The classes that `engine.params` go to, by backend: what the first does not name goes on to the second, which is given
-# the network. An installed Lightning knows them all, whether their packages are there or not.
-_STRATEGIES = {
-    "ddp": ("pytorch_lightning.strategies.DDPStrategy", "torch.nn.parallel.DistributedDataParallel"),
-    "fsdp": ("pytorch_lightning.strategies.FSDPStrategy", "torch.distributed.fsdp.FullyShardedDataParallel"),
-    **dict.fromkeys(
-        (word for word in typing.get_args(schema.Backend) if word.startswith("deepspeed")),
-        ("pytorch_lightning.strategies.DeepSpeedStrategy",),
-    ),
-}
 
 AUTO = ("total_steps", "steps_per_epoch", "epochs", "T_max")
 """Params of a scheduler that may be `auto`."""
@@ -167,6 +156,9 @@ class _Checker:
                 self.target(section.type, entry, key, path)
             section.place = entry.value["type"].place if "type" in entry.value else entry.place
             section.name = key
+        if isinstance(section, schema.Engine) and section.params:
+            for name, item in entry.value["params"].value.items():
+                self.inside(item, f"{prefix}params.{name}", (*path, "params", name))
         return section
 
     def value(self, hint: Any, entry: Entry, key: str, path: KeyPath, metadata: typing.Mapping[str, Any] = {}) -> Any:
@@ -330,9 +322,11 @@ class _Checker:
                 self.monitors(config)
 
     def strategy(self, engine: schema.Engine) -> None:
-        """Compares `engine.params` with the signatures of the classes that they go to."""
+        """Compares `engine.params` with what the backend's strategy takes."""
         backend = schema.backend_of(engine)
-        classes = _STRATEGIES.get(backend or "", ())
+        classes = strategy.classes_of(backend)
+        for wrong in strategy.misfits(backend, engine.params) if backend is not None else ():
+            self.fault(wrong.message, f"engine.params.{wrong.key}", found=wrong.found, allowed=wrong.allowed)
         for param, value in engine.params.items() if classes else ():
             name, given = classes[0], 0
             if len(classes) > 1 and param not in self.names(name):

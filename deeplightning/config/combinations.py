@@ -1,18 +1,20 @@
 """Which settings do not go together: each pair with the reason and a remedy. The manual's table is made from it.
 
-A rule sees the config as it will run here, and the backend as it was asked for in today's word: what DeepSpeed refuses
-on eight GPUs is told on a laptop too, where one process needs no backend.
+A rule sees the config as it will run here, and the engine as it was asked for, its backend in today's word: what
+DeepSpeed refuses on eight GPUs is told on a laptop too, where one process needs no backend.
 """
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from deeplightning.config import strategy
 from deeplightning.config.fault import Fault, Notice, upwards
-from deeplightning.config.schema import Config, Target
+from deeplightning.config.schema import Config, Engine, Target
 from deeplightning.config.tree import line
 
-Broken = Callable[[Config, str], bool]
+Broken = Callable[[Config, Engine], bool]
 
 
 @dataclass(frozen=True)
@@ -25,7 +27,7 @@ class Rule:
         when: the two settings, in words.
         why: the reason, in words that follow a colon.
         remedy: what to do.
-        broken: whether a config, with the backend that was asked for ("" for none), has them both.
+        broken: whether a config, with the engine that was asked for, has them both.
         exit_code: 2 where the config is wrong, 3 where the machine lacks something, 4 where weights are missing.
         at_start: it ends a run, and is no more than a warning in `check`: the config may be meant for another machine.
     """
@@ -40,12 +42,12 @@ class Rule:
     at_start: bool = False
 
 
-def _deepspeed(backend: str) -> bool:
-    return backend.startswith("deepspeed")
+def _deepspeed(asked: Engine) -> bool:
+    return (asked.backend or "").startswith("deepspeed")
 
 
-def _sharded(backend: str) -> bool:
-    return _deepspeed(backend) or backend == "fsdp"
+def _sharded(asked: Engine) -> bool:
+    return _deepspeed(asked) or asked.backend == "fsdp"
 
 
 def _optimizers(cfg: Config) -> list[Target]:
@@ -72,6 +74,18 @@ def _hook(cfg: Config) -> str:
     return str(hook.get("ref", "")) if isinstance(hook, Mapping) else str(hook or "")
 
 
+def _another_stage(cfg: Config, asked: Engine) -> bool:
+    stage = cfg.engine.params.get("stage")
+    return _deepspeed(asked) and stage is not None and not str(asked.backend).startswith(f"deepspeed_stage_{stage}")
+
+
+def _no_folder(cfg: Config) -> bool:
+    """Whether an NVMe disk would be used that is not there."""
+    runs = cfg.engine.backend
+    path = strategy.nvme_path(runs, cfg.engine.params) if (runs or "").startswith("deepspeed") else None
+    return path is not None and not Path(path).is_dir()
+
+
 def _untrained(cfg: Config) -> bool:
     return "train" not in cfg.stages and bool(cfg.stages) and cfg.test.ckpt is None
 
@@ -83,7 +97,7 @@ RULES = [
         "clip by value, DeepSpeed",
         "DeepSpeed clips by norm only",
         "set `train.gradient_clip.algorithm=norm`",
-        lambda cfg, backend: _deepspeed(backend) and _clips(cfg, "value"),
+        lambda cfg, asked: _deepspeed(asked) and _clips(cfg, "value"),
     ),
     Rule(
         "train.gradient_clip.norm_type",
@@ -91,7 +105,7 @@ RULES = [
         "clip by another norm than 2, DeepSpeed or fsdp",
         "it knows the second norm only, and would ignore this one",
         "set `train.gradient_clip.norm_type=2`",
-        lambda cfg, backend: _sharded(backend) and _other_norm(cfg),
+        lambda cfg, asked: _sharded(asked) and _other_norm(cfg),
     ),
     Rule(
         "model.optimizer",
@@ -99,7 +113,7 @@ RULES = [
         "two optimizers, DeepSpeed",
         "DeepSpeed drives one optimizer",
         "use `engine.backend=ddp`",
-        lambda cfg, backend: _deepspeed(backend) and len(_optimizers(cfg)) > 1,
+        lambda cfg, asked: _deepspeed(asked) and len(_optimizers(cfg)) > 1,
     ),
     Rule(
         "train.accumulator_epoch",
@@ -107,9 +121,7 @@ RULES = [
         "accumulation that begins later, DeepSpeed",
         "DeepSpeed accumulates from the first batch on, or not at all",
         "set `train.accumulator_epoch=0`",
-        lambda cfg, backend: (
-            _deepspeed(backend) and cfg.train.accumulator_epoch > 0 and cfg.train.accumulator_factor > 1
-        ),
+        lambda cfg, asked: _deepspeed(asked) and cfg.train.accumulator_epoch > 0 and cfg.train.accumulator_factor > 1,
     ),
     Rule(
         "engine.precision",
@@ -117,7 +129,23 @@ RULES = [
         "precision 64, DeepSpeed or fsdp",
         "it computes in 32, 16 and bf16",
         "set `engine.precision=32`, or `engine.backend=ddp`",
-        lambda cfg, backend: _sharded(backend) and cfg.engine.precision in (64, "64-true"),
+        lambda cfg, asked: _sharded(asked) and cfg.engine.precision in (64, "64-true"),
+    ),
+    Rule(
+        "engine.precision",
+        "engine.backend",
+        "precision `deepspeed`, another engine",
+        "the word means 16 bits as DeepSpeed computes them",
+        "set `engine.precision=16`, or a DeepSpeed backend",
+        lambda cfg, asked: asked.precision == "deepspeed" and not _deepspeed(asked),
+    ),
+    Rule(
+        "engine.params.stage",
+        "engine.backend",
+        "another stage than the word says, DeepSpeed",
+        "the word names the stage",
+        "remove it, and choose the stage by `engine.backend`",
+        _another_stage,
     ),
     Rule(
         "engine.params.precision_plugin",
@@ -125,7 +153,7 @@ RULES = [
         "a gradient scaler of one's own, DeepSpeed",
         "DeepSpeed scales the loss itself",
         "remove it; `engine.params` takes DeepSpeed's `initial_scale_power`, `loss_scale_window` and their kin",
-        lambda cfg, backend: _deepspeed(backend) and "precision_plugin" in cfg.engine.params,
+        lambda cfg, asked: _deepspeed(asked) and "precision_plugin" in cfg.engine.params,
     ),
     Rule(
         "model.optimizer.type",
@@ -133,7 +161,7 @@ RULES = [
         "LBFGS, DeepSpeed or fsdp",
         "LBFGS asks for the loss again and again within one step, which a sharded engine cannot give",
         "use another optimizer, or `engine.backend=ddp`",
-        lambda cfg, backend: _sharded(backend) and _uses(cfg, "LBFGS"),
+        lambda cfg, asked: _sharded(asked) and _uses(cfg, "LBFGS"),
     ),
     Rule(
         "model.optimizer.type",
@@ -142,14 +170,6 @@ RULES = [
         "the loss cannot be scaled for an optimizer that computes it again within one step",
         "set `engine.precision=32`, or bf16",
         lambda cfg, _: cfg.engine.precision in (16, "16-mixed") and _uses(cfg, "LBFGS"),
-    ),
-    Rule(
-        "engine.backend",
-        "engine.gpus",
-        "DeepSpeed or fsdp, several CPU processes",
-        "it needs GPUs in this version",
-        "over CPU processes use `engine.backend=ddp`",
-        lambda cfg, backend: _sharded(backend) and cfg.engine.gpus is None and cfg.engine.processes > 1,
     ),
     Rule(
         "engine.processes",
@@ -184,12 +204,20 @@ RULES = [
         lambda cfg, _: cfg.engine.sync_batchnorm and cfg.engine.gpus is None,
     ),
     Rule(
+        "engine.sync_batchnorm",
+        "engine.backend",
+        "batch norm over all processes, DeepSpeed or fsdp",
+        "they leave batch norm as it is",
+        "set it to false, use `engine.backend=ddp`, or make the network with torch.nn.SyncBatchNorm",
+        lambda cfg, asked: cfg.engine.sync_batchnorm and _sharded(asked) and cfg.engine.gpus is not None,
+    ),
+    Rule(
         "engine.params",
         "engine.backend",
         "parameters of the strategy, no backend",
         "there is no strategy to give them to",
         "set `engine.backend`, or remove them",
-        lambda cfg, backend: bool(cfg.engine.params) and not backend and cfg.engine.backend is None,
+        lambda cfg, asked: bool(cfg.engine.params) and asked.backend is None and cfg.engine.backend is None,
     ),
     Rule(
         "model.optimizer.type",
@@ -200,6 +228,15 @@ RULES = [
         lambda cfg, _: cfg.engine.gpus is None and _uses(cfg, "FusedAdam", "FusedLamb", "FusedLion", "FusedSGD"),
         exit_code=3,
         at_start=True,
+    ),
+    Rule(
+        "engine.params.nvme_path",
+        "engine.backend",
+        "an NVMe disk, no such folder",
+        "there is no such folder on this machine (where none is given, /local_nvme is meant)",
+        "set `engine.params.nvme_path` to one on the disk, or use a backend without `_nvme`",
+        lambda cfg, _: _no_folder(cfg),
+        exit_code=3,
     ),
     Rule(
         "data.fold",
@@ -254,20 +291,20 @@ RULES = [
 
 
 def conflicts(
-    cfg: Config, backend: str | None, places: Mapping[str, str], skip: Callable[[str], bool] = lambda key: False
+    cfg: Config, asked: Engine, places: Mapping[str, str], skip: Callable[[str], bool] = lambda key: False
 ) -> Iterator[tuple[Rule, Fault]]:
     """Each rule that a config breaks, with the fault to tell.
 
     Args:
         cfg: a whole config, as it will run.
-        backend: the backend that was asked for, in today's word.
+        asked: the engine as it was asked for, its backend in today's word.
         places: dotted key → the place that set it.
         skip: whether a key is wrong by itself, and says nothing of others.
     """
     for rule in RULES:
-        if skip(rule.key) or skip(rule.other) or not rule.broken(cfg, backend or ""):
+        if skip(rule.key) or skip(rule.other) or not rule.broken(cfg, asked):
             continue
-        value, other = _value(cfg, rule.key, backend), _value(cfg, rule.other, backend)
+        value, other = _value(cfg, rule.key, asked), _value(cfg, rule.other, asked)
         at = f" ({places[rule.other]})" if rule.other in places else ""
         message = f"{value} does not go with {rule.other}: {other}{at}: {rule.why}; {rule.remedy}"
         set_ = [key for key in (*upwards(rule.key), *upwards(rule.other)) if key in places]
@@ -275,24 +312,25 @@ def conflicts(
         yield rule, Fault(message, rule.key, place, found=value, allowed=rule.remedy, exit_code=rule.exit_code)
 
 
-def hints(cfg: Config, backend: str | None) -> Iterator[Notice]:
+def hints(cfg: Config, asked: Engine) -> Iterator[Notice]:
     """What is right and could be better."""
-    if _deepspeed(backend or ""):
+    if _deepspeed(asked):
         for optimizer in _optimizers(cfg):
             if optimizer.type is not None and not optimizer.type.startswith("deepspeed."):
                 own = (
                     "deepspeed.ops.adam.DeepSpeedCPUAdam"
-                    if "offload" in str(backend)
+                    if "offload" in str(asked.backend)
                     else "deepspeed.ops.adam.FusedAdam"
                 )
                 text = f"model.optimizer: {optimizer.type} works with DeepSpeed; its own {own} is faster"
                 yield Notice(text, unasked=False)
 
 
-def _value(cfg: Config, key: str, backend: str | None) -> str:
+def _value(cfg: Config, key: str, asked: Engine) -> str:
     """A key's value in one short line; a section by the names in it."""
-    value: Any = backend if key == "engine.backend" else cfg
-    for name in key.split(".") if key != "engine.backend" else ():
+    words: dict[str, Any] = {"engine.backend": asked.backend, "engine.precision": asked.precision}
+    value: Any = words.get(key, cfg)
+    for name in key.split(".") if key not in words else ():
         value = value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
     if isinstance(value, Mapping):
         return ", ".join(map(str, value))

@@ -15,8 +15,12 @@ Backend = Literal[
     "deepspeed_stage_1",
     "deepspeed_stage_2",
     "deepspeed_stage_3",
+    "deepspeed_stage_1_offload",
     "deepspeed_stage_2_offload",
     "deepspeed_stage_3_offload",
+    "deepspeed_stage_1_offload_nvme",
+    "deepspeed_stage_2_offload_nvme",
+    "deepspeed_stage_3_offload_nvme",
     # older words, mapped with a notice
     "horovod",
     "dp",
@@ -39,16 +43,17 @@ Precision = Literal[
     "amp",
     "apex_O1",
     "apex_O2",
+    "deepspeed",
 ]
 # What the older words mean today.
-BACKENDS = {
+BACKENDS: dict[str, Backend] = {
     "horovod": "ddp",
     "dp": "ddp",
     "fairscale_oss": "deepspeed_stage_1",
     "fairscale_sddp": "deepspeed_stage_2",
     "fairscale_fsdp": "fsdp",
 }
-PRECISIONS = {"amp": "16-mixed", "apex_O1": "16-mixed", "apex_O2": "16-mixed"}
+PRECISIONS = {"amp": "16-mixed", "apex_O1": "16-mixed", "apex_O2": "16-mixed", "deepspeed": "16-mixed"}
 
 Mode = Literal["min", "max"]
 Stage = Literal["train", "validate", "test", "predict"]
@@ -171,8 +176,10 @@ class Model:
 class Engine:
     """How the run is spread over processes and devices, and in which numbers it computes."""
 
-    backend: Backend | None = key("how parameters and gradients are spread; null: one process", None)
-    params: dict[str, Any] = key("keyword arguments of the strategy", dict)
+    backend: Backend | None = key(
+        "how parameters, gradients and the optimizer's state are spread; null: one process", None
+    )
+    params: dict[str, Any] = key("keyword arguments of the backend's strategy", dict, example="{timeout: 600}")
     gpus: int | list[int] | Literal["auto"] | None = key(
         "null: CPU; a number, a list of device ids, or auto", None, low=0
     )
@@ -185,14 +192,17 @@ class Engine:
     compile: bool = key("compile the network with torch.compile", False)
     sync_batchnorm: bool = key("batch norm over all processes", False)
     activation_checkpointing: list[str] | None = key(
-        "names or classes of modules that recompute activations", None, later=True
+        "modules that compute their activations again in the backward pass instead of keeping them: names in the "
+        "network, or classes",
+        None,
+        example="[layers.0, TransformerEncoderLayer]",
     )
     profiler: Literal["simple", "advanced", "torch"] | None = key("measure where time goes", None)
     setup_hook: str | None = key("MODULE.FUNCTION, called on every worker before the process group", None, later=True)
     env: dict[str, str] = key("environment variables of every worker", dict)
 
 
-def backend_of(engine: Engine) -> str | None:
+def backend_of(engine: Engine) -> Backend | None:
     """`engine.backend` in today's word."""
     return BACKENDS.get(engine.backend or "", engine.backend)
 
