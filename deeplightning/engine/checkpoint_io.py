@@ -67,7 +67,7 @@ def _on_all(write: Callable[[], None]) -> None:
         write()
     except SetupError as error:
         failure = error
-    said: list[str | None] = [None] * distributed.get_world_size()
+    said: list[Any] = [None] * distributed.get_world_size()
     distributed.all_gather_object(said, failure and str(failure))
     if failure is not None:
         raise failure

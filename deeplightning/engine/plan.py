@@ -117,10 +117,16 @@ def _strategy(engine: Engine) -> Any:
             params.setdefault("process_group_backend", "gloo" if engine.gpus is None else "nccl")
             return strategies.DDPStrategy(**params)
         if engine.backend == "fsdp":
-            return strategies.FSDPStrategy(**params)
+            from deeplightning.engine.fsdp import Fsdp
+
+            return Fsdp(**params)
+        if engine.gpus is None:
+            os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed searches, and warns of what it finds
+        from deeplightning.engine.zero import DeepSpeed
+
         stage, _, offload = engine.backend.removeprefix("deepspeed_stage_").partition("_")
         moved = {"offload_optimizer": True, "offload_parameters": stage == "3"} if offload else {}
-        return strategies.DeepSpeedStrategy(**{"stage": int(stage), **moved, **params})
+        return DeepSpeed(**{"stage": int(stage), **moved, **params})
     except (TypeError, ValueError) as error:
         raise ConfigError(Fault(f"{engine.backend} refuses its arguments: {error}", "engine.params")) from error
 

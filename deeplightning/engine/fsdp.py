@@ -1,0 +1,194 @@
+"""Full sharding by torch's `fully_shard` (FSDP2): each process holds a part of every parameter, its gradient and its
+optimizer state; a module's parameters come together while it computes.
+
+Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
+"""
+
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.strategies import ModelParallelStrategy
+from torch import distributed, nn
+from torch.distributed.constants import default_pg_timeout
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+from torchmetrics import Metric
+
+from deeplightning.engine.sharded import Sharded, Share, places, replace
+
+
+class Fsdp(Sharded, ModelParallelStrategy):
+    """Shards every module of the task that has parameters, and in it those that `wrap` names as units of their own.
+
+    A unit is what comes together at once: small units save memory, large ones time. A task that calls `fully_shard` in
+    its own `configure_model` is left as it is.
+
+    Args:
+        wrap: the units: classes or names of modules, or the least number of parameters of one.
+        reshard_after_forward: give a unit's parameters back after its forward pass, and gather them again for the
+            backward pass; false takes more memory and less time.
+        param_dtype: what units compute in, as `bfloat16`; null: the precision of the run.
+        reduce_dtype: what gradients are summed in; null: as they are.
+        output_dtype: what the forward pass of a unit gives; null: as it is.
+        cpu_offload: hold parameters, gradients and optimizer state in the memory of the CPU.
+        process_group_backend: nccl or gloo; null: by the device.
+        timeout: how long a process waits for the others.
+
+    Raises:
+        ValueError: a dtype is unknown, or (when the run is set up) `wrap` matches no module, or the task itself has
+            parameters that no module of it holds.
+    """
+
+    def __init__(
+        self,
+        wrap: int | Sequence[str] = 1_000_000,
+        reshard_after_forward: bool = True,
+        param_dtype: str | None = None,
+        reduce_dtype: str | None = None,
+        output_dtype: str | None = None,
+        cpu_offload: bool = False,
+        process_group_backend: str | None = None,
+        timeout: timedelta = default_pg_timeout,
+    ):
+        # Lightning would take 1 x the processes, tensor-parallel, which shards nothing.
+        super().__init__("auto", 1, process_group_backend=process_group_backend, timeout=timeout)
+        self.wrap = wrap
+        self._options: dict[str, Any] = {
+            "reshard_after_forward": reshard_after_forward,
+            "mp_policy": MixedPrecisionPolicy(_dtype(param_dtype), _dtype(reduce_dtype), _dtype(output_dtype)),
+            "offload_policy": CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
+        }
+
+    def setup_environment(self) -> None:
+        self._data_parallel_size = self.num_nodes * self.num_processes
+        super().setup_environment()
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        task = self.lightning_module
+        if not any(isinstance(module, FSDPModule) for module in task.modules()):
+            self._shard(task)
+        super().setup(trainer)
+
+    def model_to_device(self) -> None:
+        """All is on its device already; what is offloaded must not come back."""
+
+    def _shard(self, task: nn.Module) -> None:
+        loose = [name for name, _ in task.named_parameters(recurse=False)]
+        if loose:
+            raise ValueError(
+                f"fsdp shards modules, and {', '.join(loose)} of {type(task).__name__} belong to none: "
+                "put them into a module of their own, or use engine.backend=ddp"
+            )
+        whole = [parameter.detach() for parameter in places(task)]
+        for parameter, found in places(task).items():
+            replace(found, nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad))
+        mesh = self.device_mesh["data_parallel"]
+        for unit in (*self._units(task), *_roots(task)):
+            fully_shard(unit, mesh=mesh, **self._options)
+        on_cpu = isinstance(self._options["offload_policy"], CPUOffloadPolicy)
+        home = torch.device("cpu") if on_cpu else self.root_device
+        for child in task.children():
+            child._apply(lambda t: torch.empty_like(t, device=home) if t.is_meta else t.to(self.root_device))
+        with torch.no_grad():
+            for values, parameter in zip(whole, places(task), strict=True):
+                arriving = values if self.global_rank == 0 else torch.empty(values.shape, dtype=values.dtype)
+                arriving = arriving.to(self.root_device)
+                distributed.broadcast(arriving, 0)
+                share = _share(parameter)
+                share.values.copy_(arriving.reshape(-1)[share.start : share.stop])
+            for buffer in task.buffers():
+                distributed.broadcast(buffer, 0)
+
+    def _units(self, task: nn.Module) -> Iterator[nn.Module]:
+        """Modules below the roots that are gathered by themselves, the inner ones first."""
+        roots = set(_roots(task))
+        inner = [(n, m) for n, m in task.named_modules() if m not in roots and m is not task and _has_parameters(m)]
+        if isinstance(self.wrap, int):
+            chosen = [m for _, m in inner if sum(p.numel() for p in m.parameters()) >= self.wrap]
+        else:
+            chosen = [m for n, m in inner if type(m).__name__ in self.wrap or n.split(".", 1)[-1] in self.wrap]
+            known = {type(m).__name__ for _, m in inner} | {n.split(".", 1)[-1] for n, _ in inner}
+            if unknown := [word for word in self.wrap if word not in known]:
+                some = ", ".join(sorted(known)[:12])
+                raise ValueError(f"wrap: no module is called, or is a, {unknown[0]}; there are {some}")
+        # A parameter that modules of two units have can belong to neither.
+        found = places(task)
+        for module in reversed(chosen):
+            own = set(module.modules())
+            if all(holder in own for parameter in module.parameters() for holder, _ in found[parameter]):
+                yield module
+
+    # ---- checkpoints
+
+    def shares(self) -> dict[nn.Parameter, Share]:
+        sharded = (p for p in self.lightning_module.parameters() if isinstance(p.data, DTensor))
+        return {parameter: _share(parameter) for parameter in sharded}
+
+    def groups_of(self, optimizer: Any) -> list[dict[str, Any]]:
+        return optimizer.param_groups
+
+    def state_of(self, optimizer: Any, parameter: nn.Parameter) -> dict[str, Any]:
+        kept = optimizer.state.get(parameter, {})
+        return {name: v.to_local().view(-1) if isinstance(v, DTensor) else v for name, v in kept.items()}
+
+    def take_state(
+        self, optimizer: Any, groups: list[dict[str, Any]], states: dict[nn.Parameter, dict[str, Any]]
+    ) -> None:
+        ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        numbers = {parameter: number for number, parameter in enumerate(ordered)}
+        ours = optimizer.state_dict()["param_groups"]
+        optimizer.load_state_dict(
+            {
+                "state": {
+                    numbers[p]: {name: _like(p, v) if _is_part(v, p) else v for name, v in kept.items()}
+                    for p, kept in states.items()
+                },
+                "param_groups": [{**new, "params": old["params"]} for new, old in zip(groups, ours, strict=True)],
+            }
+        )
+
+
+def _roots(task: nn.Module) -> list[nn.Module]:
+    """The task's own modules that have parameters; metrics have none that learn."""
+    return [m for m in task.children() if _has_parameters(m) and not isinstance(m, Metric)]
+
+
+def _has_parameters(module: nn.Module) -> bool:
+    return next(module.parameters(), None) is not None
+
+
+def _share(parameter: Any) -> Share:
+    """What of a sharded parameter is here: rows, as `torch.chunk` deals them."""
+    rows, mesh = parameter.shape[0], parameter.device_mesh
+    first = min(rows, -(-rows // mesh.size()) * mesh.get_local_rank())
+    values = parameter.to_local().detach().view(-1)
+    return Share(tuple(parameter.shape), first * (parameter.numel() // rows), values)
+
+
+def _is_part(value: Any, parameter: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.shape == (parameter.to_local().numel(),)
+
+
+def _like(parameter: Any, values: torch.Tensor) -> DTensor:
+    """Values (n,) of this process, sharded like a parameter."""
+    local = parameter.to_local()
+    return DTensor.from_local(
+        values.to(local).view(local.shape),
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
+def _dtype(word: str | None) -> torch.dtype | None:
+    if word is None:
+        return None
+    found = getattr(torch, word.removeprefix("torch."), None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ValueError(f"{word!r} is no dtype to compute in; bfloat16, float16 and float32 are")
+    return found

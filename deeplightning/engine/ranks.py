@@ -1,0 +1,440 @@
+"""What the processes of one launch know of each other: who failed first, who is gone, who hangs.
+
+On each machine they share a folder. Who fails puts the cause there, if there is none yet: of all that follows from it
+(connections closed, waits that end) nothing is told. A thread in each process looks on, because the main thread may be
+blocked in a collective, where it heeds neither a signal nor the end of another process.
+
+Torch and Lightning are not imported here: a process takes part from its start, seconds before they are there.
+"""
+
+import atexit
+import contextlib
+import dataclasses
+import hashlib
+import json
+import multiprocessing
+import os
+import re
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import sysconfig
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import FrameType
+
+from deeplightning.config.fault import UserError
+from deeplightning.engine.plan import own_rank
+
+FOLDER, PARENT = "DEEPLIGHTNING_RANKS", "DEEPLIGHTNING_RANKS_PARENT"  # told to the processes that a launch starts
+LOOK = 0.25  # seconds between two looks at the others
+SOON = 3.0  # seconds in which a process ends by itself that has lost another
+LATE = 30.0  # seconds that the end of a run may take, its last words to the tracker included
+POLITE = 30.0  # seconds from a signal to the end of the batch
+INTERRUPTED = {signal.SIGINT: 130, signal.SIGTERM: 143}
+
+# What gloo, nccl and torch's store say when another process is gone, or does not answer.
+_LOST = re.compile(r"gloo/|NCCL|c10d|TCPStore|Connection (closed|reset) by peer|Broken pipe|Socket Timeout|\bstore\b")
+_TIMED_OUT = re.compile(r"[Tt]im(?:ed out|eout)\D{0,40}?(\d+) ?(?:ms|milliseconds)")
+_OURS = str(Path(__file__).parents[1])
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")} | {_OURS, "<"})
+
+
+@dataclasses.dataclass(frozen=True)
+class Cause:
+    """Why a launch ends: the first thing that went wrong, in whichever process.
+
+    Attributes:
+        rank: of the process.
+        reason: what happened there, with file and line of the code.
+        exit_code: of the whole launch.
+    """
+
+    rank: int
+    reason: str
+    exit_code: int
+
+    def __str__(self) -> str:
+        return self.reason if self.exit_code in INTERRUPTED.values() else f"rank {self.rank}: {self.reason}"
+
+
+class RankError(UserError):
+    """Another process failed, and this one with it."""
+
+    def __init__(self, cause: Cause):
+        super().__init__(str(cause))
+        self.cause, self.exit_code = cause, cause.exit_code
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether an error only says that another process is gone or does not answer."""
+    return isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
+
+
+def place(frames: Iterable[tuple[str, int]]) -> str | None:
+    """`file:line` of the innermost code that is neither a library's nor ours, else of the innermost at all."""
+    known = [(name, line) for name, line in frames if name != "<string>"]
+    own = [frame for frame in known if not frame[0].startswith(_LIBRARIES)] or known
+    return f"{os.path.relpath(own[-1][0])}:{own[-1][1]}" if own else None
+
+
+def place_of(error: BaseException) -> str | None:
+    """Where the code stands that raised an error."""
+    return place((frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__))
+
+
+def reason_of(error: BaseException) -> str:
+    """An error in a line: its notes where a user can mend it, else type, message and place."""
+    if getattr(error, "exit_code", None) is not None:
+        return str(error).replace("\n", "; ")
+    words = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return f"{words} ({found})" if (found := place_of(error)) else words
+
+
+def how_it_ended(code: int) -> str:
+    """What the exit code of a process that said nothing means."""
+    if code >= 0:
+        return f"the process ended with exit code {code} and said nothing"
+    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+    hint = {
+        signal.SIGKILL: "; where nobody did that by hand, the memory was short: the system log says so",
+        signal.SIGBUS: "; shared memory (/dev/shm) may be too small for the loader's workers",
+    }.get(-code, "")
+    return f"a worker was lost: the process was killed by {name}{hint}"
+
+
+class Ranks:
+    """This process among those of its launch.
+
+    Args:
+        rank: its number.
+        folder: shared with the others on this machine.
+        parent: the process that started it, if that was a launch of ours: without that it ends.
+
+    Attributes:
+        children: what this process has started, in the order of their ranks; the first has the next rank.
+        end: called with the error when there is no time for the main thread to do it.
+        redact: takes secrets out of what is told.
+    """
+
+    def __init__(self, rank: int, folder: Path, parent: int | None = None):
+        self.rank, self.folder, self.parent, self.pid = rank, folder, parent, os.getpid()
+        self.children: list[subprocess.Popen] = []
+        self.end: Callable[[BaseException], None] = lambda error: None
+        self.redact: Callable[[str], str] = str
+        self._main = threading.main_thread().ident
+        self._until: float | None = None  # when this process ends, unless its main thread has done so
+        self._ends = False  # the main thread is about it
+        self._signal: int | None = None
+        self._signalled = 0.0
+        self._pipe: tuple[int, int] | None = None
+        self._member.write_text(str(self.pid))
+        atexit.register(self.leave)
+        threading.Thread(target=self._watch, name="ranks", daemon=True).start()
+
+    @property
+    def _member(self) -> Path:
+        return self.folder / f"{self.rank}.pid"
+
+    # ---- causes
+
+    def first(self) -> Cause | None:
+        """The first cause, if anything went wrong."""
+        try:
+            return Cause(**json.loads((self.folder / "first").read_text()))
+        except (OSError, ValueError):
+            return None
+
+    def claim(self, cause: Cause) -> bool:
+        """Makes this the first cause, unless there is another process's."""
+        words = dataclasses.replace(cause, reason=self.redact(cause.reason))
+        beside = self.folder / f"{self.rank}.words"
+        try:
+            beside.write_text(json.dumps(dataclasses.asdict(words)))
+            os.link(beside, self.folder / "first")
+        except FileExistsError:
+            if (first := self.first()) is not None and first.rank != self.rank:
+                return False
+            with contextlib.suppress(OSError):  # the same, better known
+                beside.replace(self.folder / "first")
+        except OSError:  # the folder is gone, and the others with it
+            pass
+        return True
+
+    def cause_of(self, error: BaseException) -> BaseException:
+        """The error to go on with: the given one if it is the first cause, else a RankError with that."""
+        self._ends, self._until = True, time.monotonic() + LATE
+        if is_lost(error):
+            first = self._wait_for_first()
+            if first is None:
+                first = Cause(self.rank, self._why_lost(error), 5)
+                self.claim(first)
+            return RankError(first)
+        code = getattr(error, "exit_code", 1)
+        if code in INTERRUPTED.values():
+            self._until = None  # the checkpoint that is saved now may be large; a second signal ends it
+        mine = self.claim(Cause(self.rank, reason_of(error), code))
+        first = None if mine or code in INTERRUPTED.values() else self.first()
+        return error if first is None else RankError(first)
+
+    def verdict(self, error: BaseException, reason: str, exit_code: int) -> tuple[Cause, bool]:
+        """The first cause as it is known at the end of this process, and whether it is this one's to tell."""
+        if is_lost(error):
+            error = self.cause_of(error)
+        cause = error.cause if isinstance(error, RankError) else Cause(self.rank, reason, exit_code)
+        if cause.rank == self.rank:
+            self.claim(cause)
+        self.end_children()
+        cause = self.first() or cause
+        until = time.monotonic() + SOON
+        while cause.rank != self.rank and self._is_there(cause.rank) and time.monotonic() < until:
+            if (self.folder / "told").exists():
+                break
+            time.sleep(LOOK / 5)
+        return cause, self._may_tell()
+
+    def _may_tell(self) -> bool:
+        try:
+            os.close(os.open(self.folder / "told", os.O_CREAT | os.O_EXCL))
+        except FileExistsError:
+            return False
+        except OSError:
+            return not isinstance(self.first(), Cause) and self.rank == 0
+        return True
+
+    def _wait_for_first(self) -> Cause | None:
+        """Another process's cause; some moments may pass from the end of its connections to its last word."""
+        until = time.monotonic() + SOON
+        while (first := self.first()) is None and time.monotonic() < until:
+            if (dead := self._dead_child()) is not None:
+                time.sleep(LOOK)
+                self.claim(dead)
+            time.sleep(LOOK / 5)
+        return first
+
+    def _dead_child(self) -> Cause | None:
+        """Which of the processes that were started here has failed and said nothing."""
+        for number, child in enumerate(self.children, start=self.rank + 1):
+            if child.poll():
+                return Cause(number, how_it_ended(child.returncode), 5)
+        return None
+
+    def _why_lost(self, error: BaseException) -> str:
+        """What can be said of a collective that failed without any process's word."""
+        line = str(error).strip().splitlines()[0]
+        if (limit := _TIMED_OUT.search(str(error))) is None:
+            return f"a worker was lost: the connection to another process is gone ({line})"
+        elsewhere = self._where_others_are()
+        told = "; ".join(elsewhere) or f"which process did not answer is not known ({line})"
+        return f"waited in vain for {int(limit[1]) / 1000:g} s, as long as engine.params.timeout allows: {told}"
+
+    def _where_others_are(self) -> list[str]:
+        """Of each process that is not itself waiting for others: what it is doing."""
+        with contextlib.suppress(OSError):
+            (self.folder / "asked").touch()
+        others = {int(path.stem) for path in self.folder.glob("*.pid")} - {self.rank}
+        until = time.monotonic() + 2 + 4 * LOOK
+        told: dict[int, str] = {}
+        while len(told) < len(others) and time.monotonic() < until:
+            time.sleep(LOOK / 5)
+            for rank in others - told.keys():
+                with contextlib.suppress(OSError):
+                    told[rank] = (self.folder / f"{rank}.where").read_text()
+        said = {rank: told.get(rank, "does not answer") for rank in sorted(others)}
+        return [f"rank {rank} {words}" for rank, words in said.items() if words != "waits"]
+
+    def _say_where(self) -> None:
+        frame: FrameType | None = sys._current_frames().get(self._main or 0)
+        frames = [(f.filename, f.lineno or 0) for f in traceback.extract_stack(frame)]
+        # Gradients are summed up, and waited for, in autograd's engine.
+        waits = any(f"torch{os.sep}{part}{os.sep}" in frames[-1][0] for part in ("distributed", "autograd"))
+        waits = waits or any(f"torch{os.sep}distributed{os.sep}" in name for name, _ in frames[-4:])
+        beside = self.folder / f"{self.rank}.where.new"
+        beside.write_text("waits" if waits or self._ends else f"is at {place(frames)}")
+        beside.replace(self.folder / f"{self.rank}.where")
+
+    # ---- the thread that looks on
+
+    def _watch(self) -> None:
+        answered = False
+        while True:
+            if self._pipe is None:
+                time.sleep(LOOK)
+            elif select.select([self._pipe[0]], [], [], LOOK)[0]:
+                self._note_signals(os.read(self._pipe[0], 512))
+            if self.parent is not None and os.getppid() != self.parent:
+                self._exit(5)
+            if not answered and (self.folder / "asked").exists():
+                answered = True
+                with contextlib.suppress(OSError):
+                    self._say_where()
+            if not self._ends:
+                self._look()
+            if self._until is not None and time.monotonic() > self._until:
+                self._end_now()
+
+    def _look(self) -> None:
+        if self._until is not None:
+            return
+        first = self.first()
+        if first is None and (first := self._dead_child()) is not None:
+            time.sleep(LOOK)  # its own last word comes before ours on it
+            self.claim(first)
+        if first is not None:
+            self._until = time.monotonic() + SOON
+
+    def hear_signals(self) -> None:
+        """Signals reach the thread as well: Python's handlers wait until the main thread is out of a collective."""
+        if self._pipe is None and threading.current_thread() is threading.main_thread():
+            pipe = os.pipe()
+            os.set_blocking(pipe[1], False)
+            signal.set_wakeup_fd(pipe[1], warn_on_full_buffer=False)
+            os.register_at_fork(after_in_child=_deafen)  # a loader's worker would tell its signals here
+            self._pipe = pipe
+
+    def _note_signals(self, numbers: bytes) -> None:
+        for number in (n for n in numbers if n in INTERRUPTED):
+            if self._signal is None:
+                self._signal, self._signalled = number, time.monotonic()
+                late = 0 if self.parent is None else 2 * SOON  # the process that started this one is to say it
+                if not self._ends:
+                    self._until = time.monotonic() + POLITE + late
+            else:
+                self._until = time.monotonic() + SOON
+
+    def _end_now(self) -> None:
+        """Ends this process and those it has started, whatever the main thread is doing."""
+        cause = self.first()
+        if cause is None and self._signal is not None:
+            waited = time.monotonic() - self._signalled
+            word = signal.Signals(self._signal).name
+            reason = f"interrupted by {word}; after {waited:.0f} s the batch was not done, nothing more is saved"
+            cause = Cause(self.rank, reason, INTERRUPTED[signal.Signals(self._signal)])
+        cause = cause or Cause(self.rank, "the end of the run took too long", 5)
+        self.claim(cause)
+        cause = self.first() or cause
+        self.end_children(0)
+        if self._may_tell_for(cause):
+            print(f"error: {self.redact(str(cause))}", file=sys.stderr, flush=True)
+        error = RankError(cause)
+        last_words = threading.Thread(target=self.end, args=(error,), daemon=True)
+        last_words.start()
+        last_words.join(LATE)
+        self._exit(cause.exit_code)
+
+    def _may_tell_for(self, cause: Cause) -> bool:
+        until = time.monotonic() + SOON
+        while cause.rank != self.rank and self._is_there(cause.rank) and time.monotonic() < until:
+            time.sleep(LOOK / 5)
+        return self._may_tell()
+
+    def _is_there(self, rank: int) -> bool:
+        try:
+            return _is_alive(int((self.folder / f"{rank}.pid").read_text()))
+        except (OSError, ValueError):
+            return False
+
+    # ---- the end
+
+    def end_children(self, seconds: float = LATE) -> None:
+        """Waits for the processes that were started here; those that do not end in time are killed."""
+        until = time.monotonic() + seconds
+        for child in self.children:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(max(0.0, until - time.monotonic()))
+        for child in self.children:
+            if child.poll() is None:
+                child.kill()
+                child.wait()
+
+    def leave(self) -> None:
+        """Takes leave of the others; the last one removes the folder."""
+        if os.getpid() != self.pid:
+            return
+        self.end_children(SOON)
+        with contextlib.suppress(OSError):
+            self._member.unlink()
+        with contextlib.suppress(OSError, ValueError):
+            if not any(_is_alive(int(path.read_text())) for path in self.folder.glob("*.pid")):
+                shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _exit(self, code: int) -> None:
+        for worker in multiprocessing.active_children():
+            worker.kill()
+        self.leave()
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+_here: Ranks | None = None
+
+
+def here() -> Ranks | None:
+    """This process among others, if it is one of several."""
+    return _here if _here is not None and _here.pid == os.getpid() else None
+
+
+def follow() -> None:
+    """To be called first in every process: one that a launch of ours has started takes part, and ends with it."""
+    global _here
+    parent = int(os.environ.get(PARENT, 0))
+    if not parent or os.environ.get("LOCAL_RANK", "0") == "0":
+        return
+    if os.getppid() == parent:
+        with contextlib.suppress(OSError):  # it is gone already: the rest finds out
+            _here = Ranks(own_rank(), Path(os.environ[FOLDER]), parent)
+    elif not _is_alive(parent):
+        os._exit(5)
+
+
+def begin(rank: int, starts_others: bool) -> Ranks:
+    """Takes part as the process of this rank, of those that this one will start or that somebody else has started."""
+    global _here
+    if (found := here()) is not None:
+        return found
+    if starts_others:
+        folder = Path(tempfile.mkdtemp(prefix="deeplightning-ranks-"))
+        os.environ |= {FOLDER: str(folder), PARENT: str(os.getpid())}
+    else:
+        folder = _meeting_place()
+    _here = Ranks(rank, folder)
+    return _here
+
+
+def _meeting_place() -> Path:
+    """The folder of processes that know only the address at which they meet."""
+    names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID")
+    names = (*names, "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    address = " ".join(os.environ.get(name, "") for name in names)
+    digest = hashlib.sha256(f"{os.getuid()} {address}".encode()).hexdigest()[:16]
+    folder = Path(tempfile.gettempdir()) / f"deeplightning-ranks-{digest}"
+    folder.mkdir(mode=0o700, exist_ok=True)
+    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+        return Path(tempfile.mkdtemp(prefix="deeplightning-ranks-"))  # somebody else's: this process is on its own
+    if not any(_is_alive(int(path.read_text() or 0)) for path in folder.glob("*.pid")):
+        for path in folder.iterdir():  # of a launch that was killed whole
+            path.unlink(missing_ok=True)
+    return folder
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return pid > 0
+
+
+def _deafen() -> None:
+    if threading.current_thread() is threading.main_thread():
+        signal.set_wakeup_fd(-1)

@@ -1,0 +1,212 @@
+"""What the engines that share tensors among processes have in common: networks begin on rank 0, and checkpoints are of
+no engine.
+
+A checkpoint holds weights and the optimizer's state as one process would save them, under full names and in full
+precision, each tensor in pieces. So a run goes on under any engine with any number of processes.
+"""
+
+import itertools
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deeplightning.engine.checkpoint_io import raise_for_misfits, read_checkpoint, save_in_pieces
+from deeplightning.engine.pieces import Piece, part_of, whole_of
+
+
+@dataclass
+class Share:
+    """This process' part of a parameter.
+
+    Attributes:
+        shape: of the whole parameter.
+        start: where the part begins in the flattened parameter.
+        values: the part itself, (n,), in the optimizer's precision; what is written to it changes the parameter.
+    """
+
+    shape: tuple[int, ...]
+    start: int
+    values: Tensor
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.values.numel()
+
+    def piece(self, values: Tensor) -> Piece:
+        return Piece(self.shape, self.start, values)
+
+
+class Sharded:
+    """Mixin of a strategy of Lightning's; a strategy says how it shares parameters in `shares` and `take_state`."""
+
+    # Of the strategy that it is mixed into.
+    lightning_module: Any
+    optimizers: list[Any]
+    global_rank: int
+
+    restore_checkpoint_after_setup = True
+    lightning_restore_optimizer = True
+    shares_parameters = True
+    """Whether the parameters are shared out, and not the optimizer's state alone."""
+
+    # ---- what a strategy says
+
+    def shares(self) -> dict[nn.Parameter, Share]:
+        """This process' part of each parameter that is shared."""
+        raise NotImplementedError
+
+    def groups_of(self, optimizer: Any) -> list[dict[str, Any]]:
+        """An optimizer's groups: settings, and under `params` the parameters in the order of `configure_optimizers`."""
+        raise NotImplementedError
+
+    def state_of(self, optimizer: Any, parameter: nn.Parameter) -> dict[str, Any]:
+        """What an optimizer keeps of a parameter: tensors like `Share.values`, and values that stand for the whole."""
+        raise NotImplementedError
+
+    def take_state(
+        self, optimizer: Any, groups: list[dict[str, Any]], states: dict[nn.Parameter, dict[str, Any]]
+    ) -> None:
+        """Gives an optimizer the settings of its groups, without `params`, and such a state of each parameter."""
+        raise NotImplementedError
+
+    def weights_were_set(self, state_dict: Mapping[str, Any]) -> None:
+        """Called when `Share.values` have been set from a checkpoint: brings copies in other precisions up to date."""
+
+    # ---- the beginning
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Only rank 0 builds a network whole; the others know its shapes, and get their part when it is sharded."""
+        with parameters_on_meta() if self.shares_parameters and self.global_rank > 0 else nullcontext():
+            yield
+
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        yield
+
+    # ---- checkpoints
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        shares, parameters = self.shares(), dict(self.lightning_module.named_parameters(remove_duplicate=False))
+        found = self.lightning_module.state_dict()
+        for name in found.keys() & parameters.keys():
+            if share := shares.get(parameters[name]):
+                found[name] = share.piece(share.values)
+        return found
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """The optimizer's state in torch's form, tensors in pieces."""
+        shares, groups, state = self.shares(), [], {}
+        numbers = itertools.count()
+        for group in self.groups_of(optimizer):
+            numbered = [(next(numbers), parameter) for parameter in group["params"]]
+            groups.append({**group, "params": [number for number, _ in numbered]})
+            for number, parameter in numbered:
+                if kept := self.state_of(optimizer, parameter):
+                    state[number] = {n: _piece(v, shares[parameter]) for n, v in kept.items()}
+        return {"state": state, "param_groups": groups}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        save_in_pieces(checkpoint, self.broadcast(filepath))  # type: ignore[attr-defined]
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        self.path = self.broadcast(checkpoint_path)  # type: ignore[attr-defined]
+        return read_checkpoint(self.path, whole=False)
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Sets weights and buffers.
+
+        Raises:
+            CheckpointError: they are of another network, unless not `strict`; then those that are there are set.
+        """
+        ours, theirs = whole_shapes(self.lightning_module), checkpoint["state_dict"]
+        if strict:
+            raise_for_misfits(ours, theirs, getattr(self, "path", "the checkpoint"))
+        shares, parameters = self.shares(), dict(self.lightning_module.named_parameters(remove_duplicate=False))
+        plain = self.lightning_module.state_dict()
+        with torch.no_grad():
+            for name in (name for name in ours if name in theirs):
+                share = shares.get(parameters[name]) if name in parameters else None
+                if share is not None:
+                    share.values.copy_(part_of(theirs[name], share.start, share.stop))
+                elif isinstance(plain[name], Tensor):
+                    plain[name].copy_(whole_of(theirs[name]))
+            self.weights_were_set(theirs)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Sets the optimizers' states.
+
+        Raises:
+            ValueError: they are of optimizers with other groups.
+        """
+        shares = self.shares()
+        for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
+            ours, theirs = self.groups_of(optimizer), saved["param_groups"]
+            if [len(group["params"]) for group in ours] != [len(group["params"]) for group in theirs]:
+                raise ValueError("loaded state dict has other groups of parameters than the optimizer")
+            states = {
+                parameter: {name: _part(value, shares[parameter]) for name, value in saved["state"][number].items()}
+                for group, saved_group in zip(ours, theirs, strict=True)
+                for parameter, number in zip(group["params"], saved_group["params"], strict=True)
+                if number in saved["state"]
+            }
+            self.take_state(optimizer, [{n: v for n, v in g.items() if n != "params"} for g in theirs], states)
+
+
+def _piece(value: Any, share: Share) -> Any:
+    is_like = isinstance(value, Tensor) and value.ndim == 1 and value.shape == share.values.shape
+    return share.piece(value) if is_like else value
+
+
+def _part(value: Any, share: Share) -> Any:
+    is_like = share.shape and tuple(getattr(value, "shape", ())) == share.shape
+    return part_of(value, share.start, share.stop) if is_like else whole_of(value)
+
+
+@contextmanager
+def parameters_on_meta() -> Iterator[None]:
+    """Modules that are made herein have parameters with a shape and without values; buffers are real."""
+    register = nn.Module.register_parameter
+
+    def on_meta(module: nn.Module, name: str, param: nn.Parameter | None) -> None:
+        if param is not None and not param.is_meta and not nn.parameter.is_lazy(param):
+            param = nn.Parameter(param.detach().to("meta"), param.requires_grad)
+        register(module, name, param)
+
+    nn.Module.register_parameter = on_meta  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def places(module: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]:
+    """Each parameter with the modules that have it and its name there: several where it is shared."""
+    found: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
+    for holder in module.modules():
+        for name, parameter in holder._parameters.items():
+            if parameter is not None:
+                found.setdefault(parameter, []).append((holder, name))
+    return found
+
+
+def replace(of: list[tuple[nn.Module, str]], new: nn.Parameter) -> None:
+    """Puts a parameter in all the places of another."""
+    for holder, name in of:
+        holder._parameters[name] = new
+
+
+def whole_shapes(module: nn.Module) -> dict[str, Any]:
+    """What a state dict of the whole module would hold: each name with something that has its `shape`."""
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    found = module.state_dict()
+    for name, value in found.items():
+        shape = getattr(
+            parameters.get(name), "ds_shape", None
+        )  # DeepSpeed's, of a parameter whose values are elsewhere
+        found[name] = torch.empty(shape, dtype=value.dtype, device="meta") if shape is not None else value
+    return found

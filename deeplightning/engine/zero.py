@@ -1,0 +1,230 @@
+"""ZeRO by DeepSpeed: stage 1 shares the optimizer's state among processes, stage 2 the gradients too, stage 3 the
+parameters as well. On GPUs, and on CPU processes over gloo.
+
+Sources: https://arxiv.org/abs/1910.02054 and https://www.deepspeed.ai/docs/config-json/
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.strategies import DDPStrategy, DeepSpeedStrategy
+from torch import Tensor, distributed, nn
+
+from deeplightning.engine.pieces import whole_of
+from deeplightning.engine.sharded import Sharded, Share, places, replace
+
+
+class DeepSpeed(Sharded, DeepSpeedStrategy):
+    """Lightning's DeepSpeedStrategy on CPU processes too, with checkpoints that every engine reads.
+
+    Lightning counts the accumulation, not DeepSpeed, so that the last batches of an epoch make a
+    step of their own.
+
+    Args:
+        config: DeepSpeed's own settings, laid over those that the other arguments make.
+        params: arguments of Lightning's DeepSpeedStrategy.
+    """
+
+    def __init__(self, config: Mapping[str, Any] | None = None, **params: Any):
+        # Stage 1 overlaps the sums only where DeepSpeed counts the accumulation (0.19).
+        super().__init__(**{"overlap_comm": params.get("stage", 2) > 1, **params})
+        assert isinstance(self.config, dict)
+        # A torch optimizer over offloaded parameters is slower than DeepSpeed's own, and does the same.
+        self.config["zero_force_ds_cpu_optimizer"] = False
+        _lay_over(self.config, config or {})
+        self.config["managed_gradient_accumulation"] = False
+        self._groups: list[dict[str, Any]] = []
+        self.shares_parameters = self.stage == 3
+
+    @property
+    def stage(self) -> int:
+        """0: plain data parallelism."""
+        assert isinstance(self.config, dict)
+        zero = self.config.get("zero_optimization") or {}
+        return zero.get("stage", 0)
+
+    # ---- processes
+
+    @property
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        device = self.parallel_devices[self.local_rank]
+        # DeepSpeed is told the number of the device, and wants one for the CPU too.
+        return torch.device("cpu", self.local_rank) if device.type == "cpu" else device
+
+    @property
+    def _on_cpu(self) -> bool:
+        return self.root_device.type == "cpu"
+
+    def setup_environment(self) -> None:
+        DDPStrategy.setup_environment(self)  # Lightning 2.6 refuses the CPU in between
+
+    def setup_distributed(self) -> None:
+        if not self._on_cpu:
+            super().setup_distributed()
+            return
+        from deepspeed.ops import __compatible_ops__ as operators
+
+        # A faster sum for processes of one machine, compiled at first use: 74 CPU seconds that look like a hang (0.19,
+        # November 2026). Without it the results are the same bits.
+        operators["deepspeed_shm_comm"] = False
+        self.set_world_ranks()
+        self._init_deepspeed_distributed()
+
+    # ---- set-up
+
+    def setup(self, trainer: pl.Trainer) -> None:
+        self._init_config_if_needed()
+        if self.stage == 3:
+            self._share_out(self.lightning_module)
+        super().setup(trainer)
+
+    def _share_out(self, task: nn.Module) -> None:
+        """Gives each process its part of every parameter, one after the other, from rank 0."""
+        import deepspeed
+
+        class Arriving(nn.Module):
+            """Parameters as DeepSpeed asks for them: of those on meta the memory is taken one by one."""
+
+            def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+                for parameter, found in places(task).items():
+                    if parameter.is_meta:
+                        empty = torch.empty_like(parameter, device=strategy.root_device)
+                        replace(found, parameter := nn.Parameter(empty, parameter.requires_grad))
+                    yield parameter
+
+        strategy = self
+        deepspeed.zero.Init(module=Arriving(), config_dict_or_path=self.config, remote_device=self.remote_device)
+        for buffer in task.buffers():
+            values = buffer.to(self.root_device)
+            distributed.broadcast(values, 0)
+            buffer.copy_(values)
+
+    def init_deepspeed(self) -> None:
+        """Lightning's, without its warning of a task that clips gradients in a way of its own."""
+        assert self.model is not None
+        if self.lightning_module.trainer.training:
+            self._initialize_deepspeed_train(self.model)
+        else:
+            self._initialize_deepspeed_inference(self.model)
+
+    def _init_optimizers(self) -> Any:
+        optimizer, scheduler = super()._init_optimizers()
+        self._groups = [dict(group) for group in optimizer.param_groups]
+        return optimizer, scheduler
+
+    def _format_batch_size_and_grad_accum_config(self) -> None:
+        assert isinstance(self.config, dict)
+        self.config["gradient_accumulation_steps"] = 1
+        self.config.setdefault("train_micro_batch_size_per_gpu", 1)  # for DeepSpeed's own prints alone
+        self.config.setdefault("gradient_clipping", self.lightning_module.trainer.gradient_clip_val or 0.0)
+
+    @property
+    def handles_gradient_accumulation(self) -> bool:
+        return False
+
+    # ---- checkpoints
+
+    @property
+    def _zero(self) -> Any:
+        """DeepSpeed's optimizer, which shares its state; None where there is none."""
+        from deepspeed.runtime.base_optimizer import ZeROOptimizer
+
+        found = self.deepspeed_engine.optimizer
+        return found if isinstance(found, ZeROOptimizer) and self.lightning_module.trainer.training else None
+
+    def shares(self) -> dict[nn.Parameter, Share]:
+        zero = self._zero
+        if self.stage == 3:
+            return {p: self._share_of_3(p, zero) for p in self.lightning_module.parameters()}
+        if zero is None:
+            return {}
+        return {
+            p: share for n, group in enumerate(zero.bit16_groups) for p in group if (share := _share_of_2(p, n, zero))
+        }
+
+    def _share_of_3(self, parameter: Any, zero: Any) -> Share:
+        part = parameter.ds_tensor  # (m,), the last ones of all processes filled up
+        start = min(parameter.ds_numel, part.ds_numel * self.global_rank)
+        size = min(part.ds_numel, parameter.ds_numel - start)
+        if zero is not None and parameter.requires_grad:
+            part = zero.get_local_fp32_param(parameter)
+        return Share(tuple(parameter.ds_shape), start, part.detach().view(-1)[:size])
+
+    def groups_of(self, optimizer: Any) -> list[dict[str, Any]]:
+        return [
+            {**{name: value for name, value in now.items() if name in group}, "params": group["params"]}
+            for group, now in zip(self._groups, optimizer.param_groups, strict=True)
+        ]
+
+    def state_of(self, optimizer: Any, parameter: nn.Parameter) -> dict[str, Any]:
+        if not self.stage:
+            return optimizer.state.get(parameter, {})
+        flat, start, size = self._place(parameter)
+        kept = self._zero.optimizer.state.get(flat, {})
+        return {name: v[start : start + size] if _is_flat(v, flat) else v for name, v in kept.items()}
+
+    def take_state(
+        self, optimizer: Any, groups: list[dict[str, Any]], states: dict[nn.Parameter, dict[str, Any]]
+    ) -> None:
+        for now, saved in zip(optimizer.param_groups, groups, strict=True):
+            now.update(saved)
+        if not self.stage:
+            optimizer.state.update(states)
+            return
+        kept = self._zero.optimizer.state
+        for parameter, state in states.items():
+            flat, start, size = self._place(parameter)
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.shape == (size,) and value.ndim == 1:
+                    kept[flat].setdefault(name, torch.zeros_like(flat))[start : start + size] = value
+                else:
+                    kept[flat][name] = value
+
+    def _place(self, parameter: Any) -> tuple[Tensor, int, int]:
+        """The flat tensor of this process that a parameter's part lies in, where it begins in it, and its size."""
+        zero = self._zero
+        if self.stage == 3:
+            number, start, _ = zero.grad_position[zero.get_param_id(parameter)]
+            size = self._share_of_3(parameter, zero).values.numel()
+            return zero.fp32_partitioned_groups_flat[number], start, size
+        number = next(n for n, group in enumerate(zero.bit16_groups) if any(p is parameter for p in group))
+        flat, fragment = zero.single_partition_of_fp32_groups[number], parameter._hp_mapping
+        if fragment is None:
+            return flat, 0, 0
+        return flat, fragment.hp_fragment_address.start, fragment.hp_fragment_address.numel
+
+    def weights_were_set(self, state_dict: Mapping[str, Any]) -> None:
+        zero = self._zero
+        for name, parameter in self.lightning_module.named_parameters():
+            if name not in state_dict:
+                continue
+            if self.stage == 3:
+                share = self._share_of_3(parameter, zero)
+                parameter.ds_tensor.view(-1)[: share.values.numel()].copy_(share.values)
+            if parameter.numel() == torch.Size(state_dict[name].shape).numel():  # whole on every process
+                parameter.copy_(whole_of(state_dict[name]))
+
+
+def _share_of_2(parameter: Any, group: int, zero: Any) -> Share:
+    flat, fragment = zero.single_partition_of_fp32_groups[group].detach(), parameter._hp_mapping
+    if fragment is None:  # of another process
+        return Share(tuple(parameter.shape), 0, flat[:0])
+    place = fragment.hp_fragment_address
+    return Share(
+        tuple(parameter.shape), fragment.lp_fragment_address.start, flat[place.start : place.start + place.numel]
+    )
+
+
+def _is_flat(value: Any, flat: Tensor) -> bool:
+    return isinstance(value, Tensor) and value.shape == flat.shape
+
+
+def _lay_over(under: dict[str, Any], over: Mapping[str, Any]) -> None:
+    for name, value in over.items():
+        if isinstance(value, Mapping) and isinstance(under.get(name), dict):
+            _lay_over(under[name], value)
+        else:
+            under[name] = value
