@@ -72,7 +72,6 @@ def test_auto_takes_what_is_there(settled):
 @pytest.mark.parametrize(
     ("overrides", "key"),
     [
-        (["engine={backend: fsdp, processes: 2}"], "engine.backend"),
         (["engine.sync_batchnorm=true"], "engine.sync_batchnorm"),
         (["engine.params.bucket_cap_mb=5"], "engine.params"),
     ],

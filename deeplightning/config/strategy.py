@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 from deeplightning.config.fault import nearest
 
 DDP = ("pytorch_lightning.strategies.DDPStrategy", "torch.nn.parallel.DistributedDataParallel")
-FSDP = ("pytorch_lightning.strategies.FSDPStrategy", "torch.distributed.fsdp.FullyShardedDataParallel")
-DEEPSPEED = ("pytorch_lightning.strategies.DeepSpeedStrategy",)
+FSDP = ("deeplightning.engine.fsdp.Fsdp",)
+DEEPSPEED = ("deeplightning.engine.zero.DeepSpeed",)
 
 
 def classes_of(backend: str | None) -> tuple[str, ...]:
@@ -48,6 +48,8 @@ _DECIDED = {
     "cluster_environment": "the launcher",
     "checkpoint_io": "how Deep Lightning writes checkpoints",
 }
+
+_DTYPES = ["float32", "bfloat16", "float16"]
 
 # Words of DeepSpeed's JSON that other keys of the config decide.
 _DECIDED_JSON = {
@@ -142,6 +144,11 @@ def misfits(backend: str, params: Mapping[str, Any]) -> Iterator[Misfit]:
     is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
     if not (is_number and 0 < timeout < math.inf):
         yield Misfit("timeout", f"must be a number of seconds, more than 0, not {timeout!r:.60}", repr(timeout)[:60])
+    for name in ("param_dtype", "reduce_dtype", "output_dtype") if backend == "fsdp" else ():
+        word = params.get(name)
+        if isinstance(word, str) and word not in _DTYPES:
+            words = ", ".join(_DTYPES)
+            yield Misfit(name, f"must be one of {words}, not {word!r:.60}.{nearest(word, _DTYPES)}", word, words)
     config = params.get("config")
     if backend.startswith("deepspeed") and isinstance(config, Mapping):
         yield from _json_misfits(config)

@@ -140,7 +140,7 @@ def build(target: Target | Mapping[str, Any], *given: Any, **more: Any) -> Any:
         target = Target(type=target["type"], params=dict(target.get("params") or {}))
     try:
         found = find(target.type)
-        params = {name: _build_inside(value) for name, value in target.params.items()}
+        params = {name: build_inside(value) for name, value in target.params.items()}
     except ValueError as error:
         raise ConfigError(Fault(str(error), target.name, target.place)) from error
     try:
@@ -156,13 +156,14 @@ def build(target: Target | Mapping[str, Any], *given: Any, **more: Any) -> Any:
         ) from error
 
 
-def _build_inside(value: Any) -> Any:
+def build_inside(value: Any) -> Any:
+    """A value of some params, with the targets and references in it, at any depth, built and found."""
     if is_target(value):
         return build(value)
     if is_reference(value):
         return find(value["ref"])
     if isinstance(value, Mapping):
-        return {name: _build_inside(item) for name, item in value.items()}
+        return {name: build_inside(item) for name, item in value.items()}
     if isinstance(value, list):
-        return [_build_inside(item) for item in value]
+        return [build_inside(item) for item in value]
     return value

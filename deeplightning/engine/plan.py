@@ -5,11 +5,12 @@ Torch and Lightning are imported only where a machine must be asked or a strateg
 
 import os
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any
 
 from deeplightning.config.fault import ConfigError, Fault, Notice
 from deeplightning.config.schema import BACKENDS, PRECISIONS, Config, Engine
-from deeplightning.config.target import is_installed
+from deeplightning.config.target import build_inside, is_installed
 from deeplightning.engine.devices import cuda_devices
 
 _WORDS = {16: "16-mixed", 32: "32-true", 64: "64-true", "bf16": "bf16-mixed"}
@@ -111,8 +112,10 @@ def _strategy(engine: Engine) -> Any:
         return "auto"
     from pytorch_lightning import strategies
 
-    params = dict(engine.params)
     try:
+        params = build_inside(engine.params)
+        if "timeout" in params:
+            params["timeout"] = timedelta(seconds=params["timeout"])
         if engine.backend == "ddp":
             params.setdefault("process_group_backend", "gloo" if engine.gpus is None else "nccl")
             return strategies.DDPStrategy(**params)
@@ -125,7 +128,9 @@ def _strategy(engine: Engine) -> Any:
         from deeplightning.engine.zero import DeepSpeed
 
         stage, _, offload = engine.backend.removeprefix("deepspeed_stage_").partition("_")
-        moved = {"offload_optimizer": True, "offload_parameters": stage == "3"} if offload else {}
+        moved: dict[str, Any] = {"offload_optimizer": True, "offload_parameters": stage == "3"} if offload else {}
+        if offload == "offload_nvme":
+            moved |= {"offload_optimizer_device": "nvme", "offload_params_device": "nvme"}
         return DeepSpeed(**{"stage": int(stage), **moved, **params})
     except (TypeError, ValueError) as error:
         raise ConfigError(Fault(f"{engine.backend} refuses its arguments: {error}", "engine.params")) from error
