@@ -94,6 +94,32 @@ class Waits(pl.Callback):
             time.sleep(0.01)
 
 
+class Gradients(pl.Callback):
+    """Writes down the gradients of each optimizer step, as the optimizer gets them: all in one vector."""
+
+    def __init__(self, file):
+        self.file = file
+        self.seen = []
+
+    def look(self, optimizer, *_):
+        self.seen.append(torch.cat([p.grad.flatten() for group in optimizer.param_groups for p in group["params"]]))
+
+    def on_train_start(self, trainer, module):
+        trainer.optimizers[0].register_step_post_hook(self.look)
+
+    def on_train_end(self, trainer, module):
+        if trainer.is_global_zero:
+            torch.save(self.seen, self.file)
+
+
+class Foreign(Digits):
+    """Trains from a loader whose sampler does not tell how many samples its batches have."""
+
+    def train_dataloader(self):
+        batches = torch.utils.data.BatchSampler(range(len(self.dataset("train"))), self.cfg.data.batch_size, False)
+        return torch.utils.data.DataLoader(self.dataset("train"), batch_size=None, sampler=list(batches))
+
+
 class Dropout(nn.Module):
     """A network that draws random numbers."""
 
@@ -187,14 +213,16 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
 
 
 @pytest.fixture(scope="session")
-def job(jobs: Commands, tiny: Path, place: Path) -> Any:
+def job(request: pytest.FixtureRequest, command: Commands, tiny: Path, place: Path) -> Any:
     """`job(override, …)` runs the tiny config with two processes, or as many as `ranks` says; one rank is a plain run.
 
-    `code` is the exit code that is expected of all.
+    `code` is the exit code that is expected of all. Only where an override says so DeepSpeed is there.
     """
 
     def run(*overrides: str, ranks: int = 2, code: int = 0, **variables: str) -> Outcome:
-        outcome = jobs("train", tiny, f"engine.processes={ranks}", *overrides, cwd=place, ranks=ranks, **variables)
+        deepspeed = any("deepspeed" in override for override in overrides)
+        start = request.getfixturevalue("jobs") if deepspeed else command
+        outcome = start("train", tiny, f"engine.processes={ranks}", *overrides, cwd=place, ranks=ranks, **variables)
         assert {code} == {each.code for each in outcome.ranks or [outcome]}, outcome
         return outcome
 
@@ -230,6 +258,7 @@ class Seen(pl.Callback):
 
     Attributes:
         gradients: of each optimizer step, as the optimizer gets them: all in one vector.
+        backward: how many backward passes there were.
         rates: the learning rate of each optimizer step.
         saves: (epoch, optimizer steps) of each checkpoint that was written.
         validations: (epoch, optimizer steps) of each validation.
@@ -237,6 +266,7 @@ class Seen(pl.Callback):
 
     def __init__(self) -> None:
         self.gradients: list[torch.Tensor] = []
+        self.backward = 0
         self.rates: list[float] = []
         self.saves: list[tuple[int, int]] = []
         self.validations: list[tuple[int, int]] = []
@@ -248,6 +278,9 @@ class Seen(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         trainer.optimizers[0].register_step_post_hook(self._look)  # the closure inside it computes them
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.backward += 1
 
     def on_save_checkpoint(self, trainer: pl.Trainer, *_: Any) -> None:
         self.saves.append((trainer.current_epoch, trainer.global_step))

@@ -1,0 +1,161 @@
+"""The gradient of an optimizer step is the mean over the samples that it sees, whatever they are spread over.
+
+References are trainings of one process with one batch a step. 134 samples are two batches of 64 and one of 6.
+"""
+
+import pytest
+import torch
+from conftest import digest
+
+THREE_LOSSES = (
+    "~model.loss",
+    "model.loss={ce: {type: torch.nn.CrossEntropyLoss}, margin: {type: torch.nn.MultiMarginLoss, weight: 0.5}, "
+    "smooth: {type: torch.nn.CrossEntropyLoss, params: {label_smoothing: 0.2}, weight: 2.0}}",
+)
+
+
+def assert_close(gradients, expected):
+    """As many steps, and each gradient within 1e-6."""
+    assert len(gradients) == len(expected)
+    assert min(gradient.abs().max() for gradient in expected) > 0.01
+    assert max((ours - theirs).abs().max() for ours, theirs in zip(gradients, expected, strict=True)) < 1e-6
+
+
+# ---- batches of any number
+
+
+def test_four_accumulated_batches_have_the_gradient_of_one(fit):
+    """4 x 16 samples and 1 x 64: gradients of two epochs equal within 1e-6, that of the last, short step too."""
+    accumulated, whole = fit("train.accumulator_factor=4"), fit("data.batch_size=64")
+    assert_close(accumulated.seen.gradients, whole.seen.gradients)
+    assert len(whole.seen.gradients) == 6
+
+
+def test_a_tail_with_a_short_batch_weighs_each_sample_alike(fit):
+    """Batches of 12 by fives are 60, 60 and 14 = 12 + 2 samples: as of one batch of 60."""
+    accumulated = fit("data.batch_size=12", "train.accumulator_factor=5")
+    assert_close(accumulated.seen.gradients, fit("data.batch_size=60").seen.gradients)
+
+
+def test_the_tail_of_an_epoch_is_a_step_and_nothing_leaks(fit):
+    """Six batches by fours: two steps an epoch, of four batches and of two; the second epoch begins afresh."""
+    still = ("train.accumulator_factor=4", "model.optimizer.params.lr=0.0")
+    fitted = fit(*still, "train.limit_batches.train=6")
+    assert fitted.trainer.global_step == 4
+    again = fit(*still, "train.limit_batches.train=4")
+    assert torch.equal(fitted.seen.gradients[2], again.seen.gradients[1])
+    halves = fit("data.batch_size=32", "train.limit_batches.train=3", "model.optimizer.params.lr=0.0").seen.gradients
+    assert_close(
+        fitted.seen.gradients, [(halves[0] + halves[1]) / 2, halves[2], (halves[3] + halves[4]) / 2, halves[5]]
+    )
+
+
+def test_batches_of_a_loader_that_does_not_tell_their_sizes_weigh_alike(fit):
+    """Six batches of 16 by fours, from a sampler of the user's: the mean over four, then over two."""
+    still = ("data.module.type=own.Foreign", "model.optimizer.params.lr=0.0", "train.num_epochs=1")
+    single = torch.stack(fit(*still, "train.limit_batches.train=6").seen.gradients)
+    accumulated = fit(*still, "train.limit_batches.train=6", "train.accumulator_factor=4").seen.gradients
+    assert_close(accumulated, [single[:4].mean(0), single[4:].mean(0)])
+
+
+def test_accumulation_counts_batches_and_steps(fit):
+    """Eight batches by fours: eight backward passes and two optimizer steps, in the checkpoint as well."""
+    fitted = fit("train.accumulator_factor=4", "train.limit_batches.train=8", "train.num_epochs=1")
+    assert (fitted.seen.backward, len(fitted.seen.gradients)) == (8, 2)
+    saved = torch.load(fitted.folder / "last.ckpt", weights_only=True)
+    loops = saved["loops"]["fit_loop"]
+    steps = loops["epoch_loop.automatic_optimization.optim_progress"]["optimizer"]["step"]["total"]
+    assert (loops["epoch_loop.batch_progress"]["total"]["completed"], steps["completed"]) == (8, 2)
+    assert saved["global_step"] == 2
+
+
+def test_a_validation_between_accumulated_batches_changes_nothing(fit):
+    """Twice an epoch, after the fourth of nine batches, which are taken by threes: the same gradients bit for bit."""
+    often = fit("train.accumulator_factor=3", "train.val_every_n_epoch=0.5")
+    assert [step for _, step in often.seen.validations] == [1, 2, 4, 5]
+    plain = fit("train.accumulator_factor=3")
+    assert all(map(torch.equal, often.seen.gradients, plain.seen.gradients))
+
+
+def test_accumulation_from_an_epoch_on(fit):
+    """Eight batches an epoch, by fours from epoch 1 on: 8 + 2 optimizer steps."""
+    fitted = fit("train.accumulator_epoch=1", "train.accumulator_factor=4", "train.limit_batches.train=8")
+    assert len(fitted.seen.gradients) == fitted.trainer.global_step == 10
+    assert [step for step, _ in fitted.series("val_loss")] == [7, 9]
+
+
+def test_accumulation_from_an_epoch_on_is_kept_where_a_run_goes_on_inside_one(train):
+    """By twos from epoch 1 on, 9 + 5 steps; ended after 11 and resumed: bit for bit like an uninterrupted run."""
+    settings = ("train.accumulator_epoch=1", "train.accumulator_factor=2")
+    part = train(*settings, "train.max_steps=11")
+    resumed = train(*settings, f"train.resume_ckpt='{part.folder}'")
+    assert digest(resumed.folder / "last.ckpt") == digest(train(*settings).folder / "last.ckpt")
+
+
+# ---- several losses
+
+
+def test_three_losses_are_one_gradient(fit):
+    """That of their weighted sum: 1, 0.5 and 2 times the gradient of each alone."""
+    once = ("~train.num_epochs", "train.max_steps=1")
+    smooth = "model.loss={type: torch.nn.CrossEntropyLoss, params: {label_smoothing: 0.2}}"
+    alone = [(), ("model.loss={type: torch.nn.MultiMarginLoss}",), ("~model.loss", smooth)]
+    ce, margin, smoothed = (fit(*loss, *once).seen.gradients[0] for loss in alone)
+    assert_close(fit(*THREE_LOSSES, *once).seen.gradients, [ce + 0.5 * margin + 2 * smoothed])
+
+
+# ---- processes
+
+
+@pytest.mark.parametrize(
+    ("spread", "whole"),
+    [
+        ("engine.processes=2 data.batch_size=16 train.accumulator_factor=2", "data.batch_size=64"),
+        ("engine.processes=3 data.batch_size=7 train.accumulator_factor=3", "data.batch_size=63"),
+    ],
+    ids=["two", "three"],
+)
+@pytest.mark.parametrize("clip", ["{value: 0.5}", "{value: 0.05, algorithm: value}"], ids=["norm", "value"])
+def test_processes_together_have_the_gradient_of_one(spread, whole, clip, command, tiny, place, fit, tmp_path):
+    """Also in the last step of an epoch, where 129 = 64 + 64 + 1 leave one process without a sample and the others wait
+    for it; of three losses, and clipped."""
+    settings = [*THREE_LOSSES, "data.module.params.limit=145", f"train.gradient_clip={clip}"]
+    writes = f"train.callbacks=[{{type: own.Gradients, params: {{file: '{tmp_path / 'gradients.pt'}'}}}}]"
+    ranks = 3 if "processes=3" in spread else 2
+    outcome = command("train", tiny, *settings, *spread.split(), writes, cwd=place, ranks=ranks)
+    assert {0} == {each.code for each in outcome.ranks}, outcome
+    expected = fit(*settings, whole)
+    assert len(expected.data.dataset("train")) == 129
+    assert_close(torch.load(tmp_path / "gradients.pt"), expected.seen.gradients)
+
+
+def test_points_and_means_of_several_processes_count_each_sample_once(job, tracked):
+    """`train_loss`, `train_acc` and their epoch means are those of one process, where one is without samples too."""
+    settings = ("data.module.params.limit=145", "model.optimizer.params.lr=0.0", "logger.log_every_n_steps=1")
+    expected = tracked(job(*settings, "data.batch_size=64", ranks=1).folder).series()
+    series = tracked(job(*settings, "data.batch_size=32", ranks=2).folder).series()
+    assert len(expected["train_loss"]) == 6
+    for name in ("train_loss", "train_acc", "train_loss_epoch", "train_acc_epoch"):
+        assert series[name] == [(step, pytest.approx(value, abs=1e-6)) for step, value in expected[name]]
+
+
+# ---- clipping
+
+
+@pytest.mark.parametrize(
+    ("clip", "size"),
+    [
+        ("{value: 0.05}", lambda g: g.norm()),
+        ("{value: 0.05, norm_type: 1.0}", lambda g: g.norm(1)),
+        ("{value: 0.05, norm_type: .inf}", lambda g: g.abs().max()),
+        ("{value: 0.005, algorithm: value}", lambda g: 10 * g.abs().max()),
+    ],
+    ids=["norm", "1-norm", "largest", "value"],
+)
+def test_gradients_are_clipped(clip, size, fit):
+    """No step has a larger gradient than allowed, and the limit is reached."""
+    gradients = fit(f"train.gradient_clip={clip}", "train.num_epochs=1").seen.gradients
+    sizes = [size(gradient).item() for gradient in gradients]
+    assert max(sizes) == pytest.approx(0.05, rel=1e-3)
+    free = fit("train.num_epochs=1").seen.gradients
+    assert size(free[0]) > 0.05
