@@ -5,10 +5,12 @@ Sources: https://arxiv.org/abs/1910.02054 and https://www.deepspeed.ai/docs/conf
 """
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from lightning_utilities.core.apply_func import apply_to_collection
 from pytorch_lightning.strategies import DDPStrategy, DeepSpeedStrategy
 from torch import Tensor, distributed, nn
 
@@ -80,6 +82,9 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
         if self.stage == 3:
             self._share_out(self.lightning_module)
         super().setup(trainer)
+        for module in self.lightning_module.children():
+            if next(module.parameters(), None) is not None:
+                module.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
 
     def _share_out(self, task: nn.Module) -> None:
         """Gives each process its part of every parameter, one after the other, from rank 0."""
@@ -124,6 +129,11 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
     @property
     def handles_gradient_accumulation(self) -> bool:
         return False
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Nothing is to be held back: stages 0 and 1 sum gradients at the step, stages 2 and 3 in each batch."""
+        yield
 
     # ---- checkpoints
 
@@ -206,6 +216,12 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
                 parameter.ds_tensor.view(-1)[: share.values.numel()].copy_(share.values)
             if parameter.numel() == torch.Size(state_dict[name].shape).numel():  # whole on every process
                 parameter.copy_(whole_of(state_dict[name]))
+
+
+def _cast_inputs(module: nn.Module, *inputs: Any) -> Any:
+    """DeepSpeed computes in the precision of its parameters, and casts what the task is given, not what it makes."""
+    dtype = next(module.parameters()).dtype
+    return apply_to_collection(inputs, Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
 
 def _share_of_2(parameter: Any, group: int, zero: Any) -> Share:
