@@ -7,6 +7,7 @@ A job of several ranks is as many forked processes, which find in their environm
 """
 
 import atexit
+import importlib
 import itertools
 import json
 import os
@@ -15,11 +16,14 @@ import socket
 import subprocess
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 LONGEST = 90  # seconds; nothing here takes ten, unless it hangs
+MAIN = "deeplightning.cli:main"
 PAUSE = 0.02  # seconds between two looks at what a process has written
 
 _numbers = itertools.count()
@@ -109,21 +113,26 @@ class Commands:
         command = [sys.executable, __file__, *preload]
         self._server = subprocess.Popen(command, stdin=subprocess.PIPE, env=environment())
 
-    def start(self, *arguments: object, cwd: Path, ranks: int = 1, **variables: str) -> Running:
-        """Starts a command; one of several `ranks` with as many processes, where Lightning would start them itself."""
+    def start(self, *arguments: object, cwd: Path, ranks: int = 1, main: str = MAIN, **variables: str) -> Running:
+        """Starts a command; one of several `ranks` with as many processes, where Lightning would start them itself.
+
+        Args:
+            main: what is called instead of `deeplightning`, MODULE:FUNCTION; a module of the tests too.
+        """
         name = f"{next(_numbers)}.command"
         files = [self.folder / (f"rank{rank}-{name}" if rank else name) for rank in range(ranks)]
         job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port(), "WORLD_SIZE": str(ranks), "NODE_RANK": "0"}
         for rank, path in enumerate(files):
             own = job | {"LOCAL_RANK": str(rank)} if ranks > 1 else {}
-            order = {"argv": [str(a) for a in arguments], "cwd": str(cwd), "env": own | variables, "files": str(path)}
+            order = {"main": main, "argv": [str(a) for a in arguments], "cwd": str(cwd), "files": str(path)}
+            order["env"] = own | variables
             assert self._server.stdin is not None
             self._server.stdin.write(json.dumps(order).encode() + b"\n")
             self._server.stdin.flush()
         return Running(files[0], files[1:])
 
-    def __call__(self, *arguments: object, cwd: Path, ranks: int = 1, **variables: str) -> Outcome:
-        return self.start(*arguments, cwd=cwd, ranks=ranks, **variables).end()
+    def __call__(self, *arguments: object, cwd: Path, **options: Any) -> Outcome:
+        return self.start(*arguments, cwd=cwd, **options).end()
 
     def close(self) -> None:
         assert self._server.stdin is not None
@@ -198,14 +207,18 @@ def _run(order: dict, files: Path) -> None:
     os.environ.update(order["env"])
     os.chdir(order["cwd"])
     sys.path[0] = order["cwd"]  # as `python -m` has it
+    if order["main"] != MAIN:
+        sys.path.append(str(Path(__file__).parent))
     sys.argv = ["deeplightning", *order["argv"]]
-    from deeplightning.cli import main
-
+    module, _, function = order["main"].partition(":")
     code: object = 1
     try:
-        main()
+        getattr(importlib.import_module(module), function)()
+        code = 0
     except SystemExit as ended:
         code = ended.code
+    except BaseException:
+        traceback.print_exc()
     finally:
         atexit._run_exitfuncs()
         sys.stdout.flush()

@@ -41,6 +41,7 @@ OWN = '''\
 import pathlib
 import time
 
+import numpy as np
 import pytorch_lightning as pl
 import torch
 from torch import nn
@@ -110,6 +111,18 @@ class Gradients(pl.Callback):
     def on_train_end(self, trainer, module):
         if trainer.is_global_zero:
             torch.save(self.seen, self.file)
+
+
+class Few(Digits):
+    """The same digits in every set, as many as asked for."""
+
+    def __init__(self, cfg, size, **params):
+        super().__init__(cfg, **params)
+        self.size = size
+
+    def read(self):
+        digits = super().read()["all"]
+        return {name: digits.take(np.arange(self.size)) for name in ("train", "val", "test")}
 
 
 class Foreign(Digits):

@@ -203,7 +203,7 @@ def test_a_network_without_its_numbers_yet_is_checked_by_the_first_batch(network
     cfg = load_config(tiny, [network])
     task, data = init_module(cfg, "model"), init_module(cfg, "data")
     data.setup("test")
-    task.trainer = SimpleNamespace(datamodule=data)
+    task.trainer = SimpleNamespace(datamodule=data, state=SimpleNamespace(fn="predict"))
     task.setup("test")
     with torch.device("meta"):
         task.configure_model()

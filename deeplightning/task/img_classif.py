@@ -202,17 +202,31 @@ class ImageClassification(pl.LightningModule):
             images = self.normalise(images)
         return self.network(images)
 
-    def _logits(self, batch: Batch) -> Tensor:
-        logits = self(batch["image"])
+    def _logits(self, images: Tensor) -> Tensor:
+        logits = self(images)
         self._check_outputs(logits)
         return logits
 
+    def _judged(self, images: Tensor) -> Tensor:
+        """Logits of a batch that is not learned from.
+
+        Where they go to a file, a short batch is filled up: a kernel rounds as the number of rows wants it, and which
+        pictures are in a short batch depends on the number of processes. With as many rows in each batch, files of 1,
+        2 and 3 processes were equal to the last digit (CPU, torch 2.15, November 2026).
+        """
+        missing = self.cfg.data.batch_size - len(images)
+        if self.trainer.state.fn == "fit" or missing <= 0:
+            return self._logits(images)
+        filled = torch.cat([images, images.new_zeros((missing, *images.shape[1:]))])
+        return self._logits(filled)[: len(images)]
+
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        logits, labels = self._logits(batch), batch["label"]
+        logits, labels = self._logits(batch["image"]), batch["label"]
         if self.trainer.is_last_batch and "index" in batch:
             # Only there are rows that do not count; a look at each batch would stall a GPU.
             keep = batch["index"] >= 0
             if not keep.any():
+                self._join("train", logits[:0], labels[:0])
                 self._log_step({})
                 return self._loss(logits, labels)[1]  # with weight 0; without it the other processes would wait
             logits, labels = logits[keep], labels[keep]
@@ -270,7 +284,7 @@ class ImageClassification(pl.LightningModule):
         self._log_epoch("test")
 
     def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
-        return self._answers(batch, self._logits(batch))
+        return self._answers(batch, self._judged(batch["image"]))
 
     def _loss(self, logits: Tensor, labels: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """Each loss, and their weighted sum."""
@@ -311,15 +325,24 @@ class ImageClassification(pl.LightningModule):
                 values[f"{stage}_{name}"] = value.float().reshape(())
         return values
 
+    def _join(self, stage: str, logits: Tensor, labels: Tensor) -> None:
+        """Adds a batch of no rows to metrics that keep lists and have none yet: processes cannot gather a list that
+        one of them does not have (torchmetrics 1.9)."""
+        for metric in self._of(stage).values():
+            if any(isinstance(value, list) and not value for value in metric.metric_state.values()):
+                metric.update(logits.detach().float(), labels)
+
     def _log_epoch(self, stage: str, suffix: str = "") -> None:
         for name, metric in self._of(stage).items():
             self.log(f"{stage}_{name}{suffix}", metric)  # computed over all processes and reset by Lightning
 
     def _judge(self, stage: str, batch: Batch) -> dict[str, Any]:
         keep = batch["index"] >= 0 if "index" in batch else torch.ones_like(batch["label"], dtype=torch.bool)
-        logits, labels = self._logits(batch)[keep], batch["label"][keep]
+        logits, labels = self._judged(batch["image"])[keep], batch["label"][keep]
         if labels.numel():
             self._count(stage, logits, labels, *self._loss(logits, labels))
+        else:
+            self._join(stage, logits, labels)
         if stage == "val":  # a process without samples too: `pictures` sums over all
             self._remember(batch["image"][keep], logits, labels)
         return self._answers({n: v[keep] for n, v in batch.items()}, logits)
