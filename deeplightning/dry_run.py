@@ -34,6 +34,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
+from deeplightning.callbacks.recompute import Recompute
 from deeplightning.callbacks.steps import LogSteps, Seeds
 from deeplightning.config.fault import Fault, UserError, nearest
 from deeplightning.config.schema import Config, Optimizer, Target
@@ -188,6 +189,8 @@ class _Trial:
             model.trainable = "all"
         elif key.startswith("train.gradient_clip"):
             train.gradient_clip = None
+        elif key == "engine.activation_checkpointing":
+            self.cfg.engine.activation_checkpointing = None
         elif key == "train.accumulator_factor":
             train.accumulator_factor = 1
         elif key == "engine.params.find_unused_parameters":
@@ -414,6 +417,8 @@ class _Attempt:
         train, clip = self.cfg.train, self.cfg.train.gradient_clip
         assert self.cfg.seed is not None, "load_config draws one"
         kept: list[pl.Callback] = [Seeds(self.cfg.seed), LogSteps(1)]
+        if self.cfg.engine.activation_checkpointing:
+            kept.append(Recompute(self.cfg.engine.activation_checkpointing))
         for target, callback in self.callbacks:
             if isinstance(callback, LearningRateFinder | BatchSizeFinder):
                 self.untried.append(Fault(f"{target.type} was built and did not search", target.name))

@@ -23,6 +23,7 @@ class RunFolder:
         self.bundle_model = self.bundle / "model.onnx"
         self.bundle_weights = self.bundle / "weights.safetensors"
         self.predictions = self.path / "predictions.csv"
+        self.flops = self.path / "flops.txt"
 
     def checkpoint(self, epoch: int, step: int) -> Path:
         """A checkpoint kept besides `last` and `best`."""

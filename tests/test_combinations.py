@@ -5,9 +5,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
-from deeplightning.config.combinations import RULES, table
+from deeplightning.config.combinations import ENGINES, RULES, SETTINGS, engines, refusal, table
 from deeplightning.configure import examine, load_config
+
+SLOW = pytest.mark.slow  # with ddp and one process other tests train; the stages differ little
 
 BASE = """\
 data: {module: {type: some_parts.anything}, batch_size: 4}
@@ -27,12 +30,13 @@ BREAKING = [
     ["engine.backend=deepspeed_stage_1", f"model.optimizer={TWO_OPTIMIZERS}"],
     ["engine.backend=fairscale_oss", "train.accumulator_epoch=1", "train.accumulator_factor=2"],
     ["engine.backend=deepspeed_stage_3", "engine.precision=64"],
+    ["engine.backend=fsdp", "engine.precision=16", "engine.gpus=1"],
+    ["engine.processes=2", "engine.precision=16-true", "engine.backend=deepspeed_stage_2"],
     ["engine.backend=fsdp", "engine.precision=deepspeed"],
     ["engine.backend=fairscale_sddp", "engine.params.stage=3"],
     ["engine.backend=deepspeed_stage_2", "engine.params.precision_plugin={type: torch.amp.GradScaler}"],
     ["engine.backend=fsdp", LBFGS],
     ["engine.precision=16-mixed", "engine.gpus=1", LBFGS],
-    ["engine.backend=fsdp", "engine.processes=2"],
     ["engine.gpus=1", "engine.processes=2"],
     ["engine.backend=ddp", "engine.params.process_group_backend=nccl"],
     ["engine.backend=ddp", "engine.params.ddp_comm_hook={ref: some_parts.fp16_compress_hook}"],
@@ -145,7 +149,8 @@ def test_deepspeed_without_its_own_optimizer_is_a_hint():
     assert report.notices[-1].text == (
         "model.optimizer: torch.optim.SGD works with DeepSpeed; its own deepspeed.ops.adam.FusedAdam is faster"
     )
-    assert [notice.text for notice in examine("c.yaml", ["engine.backend=ddp"]).notices if "Fused" in notice.text] == []
+    for engine in ("{backend: ddp}", "{backend: deepspeed_stage_2, processes: 2}"):
+        assert "Fused" not in str(examine("c.yaml", [f"engine={engine}"]).notices)
 
 
 def test_mpi_needs_a_build_that_knows_it():
@@ -169,7 +174,45 @@ def test_the_worst_fault_gives_the_exit_code():
     assert examine("c.yaml", ["stages=[test]", "engine.gpus=[97]", "sed=1"]).exit_code == 2
 
 
-def test_the_manual_has_the_table_that_decides():
-    """docs/config.md holds it as the code makes it."""
-    assert table() in (Path(__file__).parents[1] / "docs" / "config.md").read_text()
+def test_the_manual_has_the_tables_that_decide():
+    """docs/config.md holds them as the code makes them."""
+    page = (Path(__file__).parents[1] / "docs" / "config.md").read_text()
+    assert table() in page
     assert len(re.findall(r"^\|", table(), re.MULTILINE)) == len(RULES) + 2
+    for cells in (engines(), engines(gpus=2)):
+        assert cells in page
+        assert len(re.findall(r"^\|", cells, re.MULTILINE)) == len(SETTINGS) + 2
+
+
+CELLS = [
+    pytest.param(setting, backend, id=f"{setting.words}, {name}", marks=[] if name in ("fsdp", "ZeRO 2") else [SLOW])
+    for setting in SETTINGS
+    for name, backend in ENGINES.items()
+]
+LEGAL = [cell for cell in CELLS if refusal(*cell.values) is None]
+
+
+def spread(backend):
+    """Overrides for two processes, or one where there is no backend."""
+    return ["engine.processes=1"] if backend is None else [f"engine.backend={backend}", "engine.processes=2"]
+
+
+@pytest.mark.parametrize(("setting", "backend"), [cell.values for cell in CELLS if cell not in LEGAL])
+def test_what_the_table_of_engines_refuses_is_refused(setting, backend):
+    """By `check`, with the exit code of the cell."""
+    rule = refusal(setting, backend)
+    report = examine("c.yaml", [*spread(backend), *setting.overrides()])
+    assert [(fault.key, fault.exit_code) for fault in report.faults] == [(rule.key, rule.exit_code)]
+
+
+@pytest.mark.parametrize(("setting", "backend"), LEGAL)
+def test_what_the_table_of_engines_allows_trains(setting, backend, job):
+    """Over two CPU processes, to its end; what it becomes there stands in cfg.yaml."""
+    ranks = 1 if backend is None else 2
+    done = job(*spread(backend), *setting.overrides(), ranks=ranks)
+    assert (done.folder / "last.ckpt").is_file()
+    written = yaml.safe_load((done.folder / "cfg.yaml").read_text())
+    assert written["engine"]["backend"] == backend
+    if "engine.precision" in setting.values:
+        asked = setting.values["engine.precision"]
+        assert written["engine"]["precision"] == ("bf16-mixed" if asked == 16 else asked)

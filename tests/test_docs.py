@@ -37,7 +37,13 @@ PAGES = [
     *sorted(ROOT.glob("examples/*/*.md")),
 ]
 PAGES = list(dict.fromkeys(PAGES))
-RUN = [README, KEYS, ROOT / "docs" / "migrating.md", ROOT / "examples" / "own_code" / "README.md"]
+RUN = [
+    README,
+    KEYS,
+    ROOT / "docs" / "migrating.md",
+    ROOT / "docs" / "engines.md",
+    ROOT / "examples" / "own_code" / "README.md",
+]
 MARK = "@@ block"
 
 

@@ -316,6 +316,10 @@ SCHEDULER = "model.scheduler={{type: torch.optim.lr_scheduler.{}, params: {{{}}}
             ["model.network={type: own.Unused}", "engine={backend: ddp, processes: 2}"],
             "engine.params.find_unused_parameters: network.idle.weight, network.idle.bias got no gradient, and ddp",
         ),
+        (
+            ["engine.activation_checkpointing=[Convd2d]"],
+            "engine.activation_checkpointing: no module is called, or is a, Convd2d. Did you mean Conv2d?",
+        ),
         # optimizer and schedule
         (["model.optimizer.params.lr=-1.0"], "model.optimizer: torch.optim.SGD refuses its arguments: ValueError: Inv"),
         (

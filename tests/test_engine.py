@@ -1,14 +1,20 @@
 """What a config asks for becomes what runs: words are mapped with a notice, what cannot run is refused in words."""
 
 import os
+import re
 
 import pytest
 import torch
 from conftest import digest
+from torch import nn
 
+from deeplightning.callbacks.recompute import Recompute
+from deeplightning.config.explain import explain
 from deeplightning.config.fault import ConfigError, SetupError
-from deeplightning.configure import load_config
+from deeplightning.config.strategy import meaning
+from deeplightning.configure import examine, load_config
 from deeplightning.engine.plan import effective_batch, own_rank, trainer_arguments
+from deeplightning.runfolder import RunFolder
 
 
 @pytest.fixture
@@ -70,6 +76,42 @@ def test_auto_takes_what_is_there(settled):
 
 
 @pytest.mark.parametrize(
+    ("backend", "means", "strategy"),
+    [
+        ("ddp", "each process holds the whole network", "pytorch_lightning.strategies.DDPStrategy"),
+        ("fsdp", "FSDP2: each process holds its share of parameters", "deeplightning.engine.fsdp.Fsdp"),
+        ("deepspeed_stage_1", "ZeRO stage 1: each process holds its share of the optimizer", "engine.zero.DeepSpeed"),
+        ("fairscale_sddp", "ZeRO stage 2: each process holds its share of gradients", "engine.zero.DeepSpeed"),
+        ("deepspeed_stage_3_offload", "optimizer's state, in the CPU's memory", "engine.zero.DeepSpeed"),
+    ],
+)
+def test_explain_shows_the_strategy_of_a_word(backend, means, strategy, tiny):
+    """What the word means stands beside it, and where only it is asked for, with the class that does it."""
+    report = examine(tiny, [f"engine.backend={backend}", "engine.processes=2"])
+    (row,) = [row for row in explain(report).splitlines() if row.startswith("  backend: ")]
+    assert means in row
+    about = explain(report, "engine.backend")
+    assert f"  means       {report.config and meaning(report.config.engine.backend)}\n" in about
+    assert re.search(rf"^  strategy    .*{strategy}", about, re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("backend", "param", "owner"),
+    [
+        ("ddp", "bucket_cap_mb: 5", "pytorch_lightning.strategies.DDPStrategy"),
+        ("fsdp", "cpu_offload: true", "deeplightning.engine.fsdp.Fsdp"),
+        ("deepspeed_stage_2", "reduce_bucket_size: 100", "deeplightning.engine.zero.DeepSpeed"),
+    ],
+)
+def test_explain_knows_who_takes_a_param_of_the_engine(backend, param, owner, tiny):
+    """With its type and default, read from the source."""
+    report = examine(tiny, [f"engine={{backend: {backend}, processes: 2, params: {{{param}}}}}"])
+    about = explain(report, f"engine.params.{param.partition(':')[0]}")
+    assert f"  taken by    {owner}" in about
+    assert "  default     " in about
+
+
+@pytest.mark.parametrize(
     ("overrides", "key"),
     [
         (["engine.sync_batchnorm=true"], "engine.sync_batchnorm"),
@@ -116,6 +158,58 @@ def test_a_precision_trains(precision, fit):
     fitted = fit(f"engine.precision={precision}", "train.num_epochs=3")
     losses = [value for _, value in fitted.series("train_loss_epoch")]
     assert losses[-1] < losses[0]
+
+
+class Squares(nn.Module):
+    """Counts its forward passes."""
+
+    def __init__(self):
+        super().__init__()
+        self.passes = 0
+
+    def forward(self, x):
+        self.passes += 1
+        return x * x
+
+
+def test_chosen_modules_compute_twice():
+    """Once forward, once when the backward pass comes to them; by name or by class, and the gradient is the same."""
+    task = nn.Module()
+    task.network = nn.Sequential(nn.Linear(3, 3), Squares(), nn.Sequential(Squares(), nn.Dropout(0)))
+    inputs = torch.ones(2, 3)
+    gradients = []
+    for chosen, passes in (([], [1, 1]), (["1"], [3, 2]), (["Squares", "2.0"], [5, 4])):
+        Recompute(chosen).on_fit_start(None, task)
+        task.zero_grad()
+        task.network(inputs).sum().backward()
+        assert [m.passes for m in task.modules() if isinstance(m, Squares)] == passes
+        gradients.append(task.network[0].weight.grad)
+    assert all(torch.equal(gradient, gradients[0]) for gradient in gradients)
+
+
+def test_activation_checkpointing_changes_no_weight(fit):
+    """Dropout draws the same numbers again; a module that is not there is told with the nearest, before training."""
+    settings = ["model.network={type: own.Dropout}", "train.num_epochs=1"]
+    plain = fit(*settings)
+    again = fit(*settings, "engine.activation_checkpointing=[Dropout, layers.1]")
+    assert digest(plain.folder / "last.ckpt") == digest(again.folder / "last.ckpt")
+    with pytest.raises(ConfigError, match=r"no module is called, or is a, Dropuot\. Did you mean Dropout\?"):
+        fit(*settings, "engine.activation_checkpointing=[Dropuot]")
+
+
+def test_flops_of_a_step_are_counted(fit):
+    """Two for each product of a matrix multiplication: forward, and backward for the weights and for the inputs."""
+    fitted = fit("model.network={type: own.network, params: {width: 32}}", "engine.profiler=flops")
+    report = RunFolder(fitted.folder).flops.read_text()
+    samples, first, last = 16, 64 * 32, 32 * 10
+    expected = 2 * samples * (2 * first + 3 * last)  # the pictures need no gradient
+    assert report.endswith(f"\n{expected:>20,}  operations in all\n")
+    rows = [row.split()[:2] for row in report.splitlines()[:-1]]
+    assert rows == [
+        [f"{expected:,}", "network"],
+        [f"{2 * samples * 2 * first:,}", "network.1"],
+        [f"{2 * samples * 3 * last:,}", "network.3"],
+    ]
 
 
 def test_deterministic_algorithms_change_no_weight(fit):

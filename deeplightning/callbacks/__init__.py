@@ -28,7 +28,9 @@ def all_of(cfg: Config) -> list[pl.Callback]:
 
     from deeplightning.callbacks.checkpoints import Checkpoints
     from deeplightning.callbacks.console import Console
+    from deeplightning.callbacks.flops import Flops
     from deeplightning.callbacks.histograms import Histograms
+    from deeplightning.callbacks.recompute import Recompute
     from deeplightning.callbacks.record import Record
     from deeplightning.callbacks.results import Results, ShowPictures
     from deeplightning.callbacks.signals import Signals
@@ -59,6 +61,10 @@ def all_of(cfg: Config) -> list[pl.Callback]:
         Console(cfg, record, checkpoints),
         Results(record),
     ]
+    if cfg.engine.activation_checkpointing:
+        callbacks.append(Recompute(cfg.engine.activation_checkpointing))
+    if cfg.engine.profiler == "flops":
+        callbacks.append(Flops(record))
     if cfg.logger.pictures is not None:
         callbacks.append(ShowPictures(cfg.logger.pictures, record))
     if cfg.logger.histograms is not None:

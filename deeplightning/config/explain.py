@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import MISSING, Field, is_dataclass
 from typing import Any
 
-from deeplightning.config import schema
+from deeplightning.config import schema, strategy
 from deeplightning.config.check import describe
 from deeplightning.config.compare import Meanings
 from deeplightning.config.fault import ConfigError, Fault, nearest, printable
@@ -61,7 +61,7 @@ def _lines(report: Report, value: Any, path: KeyPath, indent: str = "", before: 
                 yield f"{before or indent}{word}:"
                 yield from _lines(report, item, here, indent + "  ")
             else:
-                yield _beside(f"{before or indent}{word}: {line(item)}", origin(report, here))
+                yield _beside(f"{before or indent}{word}: {line(item)}", origin(report, here) + _spread(here, item))
             before = ""
     elif isinstance(value, list) and value:
         for number, item in enumerate(value):
@@ -77,6 +77,12 @@ def _lines(report: Report, value: Any, path: KeyPath, indent: str = "", before: 
 
 def _beside(text: str, place: str) -> str:
     return f"{text.ljust(COLUMN)}  # {printable(place)}"
+
+
+def _spread(path: KeyPath, value: Any) -> str:
+    """What the engine's word means, behind the place that set it."""
+    means = strategy.meaning(value) if path == ("engine", "backend") else None
+    return f"; {means}" if means else ""
 
 
 def origin(report: Report, path: KeyPath) -> str:
@@ -125,6 +131,8 @@ def _about(report: Report, path: KeyPath, value: Any) -> Iterator[str]:
         rows.append(("taken by", str(owner)))
     elif owner:
         rows.append(("taken by", str(owner)))
+    if path == ("engine", "backend") and value is not None:
+        rows += [("means", str(strategy.meaning(value))), ("strategy", ", ".join(strategy.classes_of(value)))]
     rows.append(("set by", _setter(report, path)))
     history = _history(report, path)
     for entry in history[1:]:
@@ -168,8 +176,16 @@ def _known(report: Report, path: KeyPath) -> tuple[Field | None, Parameter | Non
                 return fields.get(str(name)), None, cls, None
             if name == "params" and isinstance(value, schema.Target) and depth < len(path) - 1:
                 return _parameter(value.type, value.params, path[depth + 1 :])
+            if name == "params" and isinstance(value, schema.Engine) and depth < len(path) - 1:
+                return _of_strategy(value, path[depth + 1 :])
         value = _step(value, name)
     return None, None, None, None
+
+
+def _of_strategy(engine: schema.Engine, path: KeyPath) -> tuple[None, Parameter | None, str | None, str | None]:
+    """The parameter of the backend's strategy, or of the class that it hands the rest on to."""
+    found = [_parameter(name, engine.params, path) for name in strategy.classes_of(schema.backend_of(engine))]
+    return next((known for known in found if known[1] is not None), (None, None, None, None))
 
 
 def _parameter(name: str, params: Any, path: KeyPath) -> tuple[None, Parameter | None, str | None, str | None]:

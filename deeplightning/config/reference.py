@@ -22,6 +22,13 @@ COMBINATIONS = (
 )
 
 
+ON_CPU = (
+    "[Engines](engines.md) tells what the words mean. Over CPU processes, each cell as the tests run it; what has a "
+    "number is refused by `check`, with that exit code:"
+)
+ON_GPUS = "On GPUs, by the same rules; not yet run:"
+
+
 def reference() -> str:
     """The tables of all keys, as Markdown."""
     parts = [START]
@@ -36,6 +43,7 @@ def reference() -> str:
             cells = (f"`{name}`", _type(hint, field, name), _default(field), _meaning(field))
             parts[-1] += "\n| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
     parts += ["## Settings that do not go together", COMBINATIONS, combinations.table()]
+    parts += ["## Settings with each engine", ON_CPU, combinations.engines(), ON_GPUS, combinations.engines(gpus=2)]
     return "\n\n".join(parts) + "\n"
 
 

@@ -197,7 +197,9 @@ class Engine:
         None,
         example="[layers.0, TransformerEncoderLayer]",
     )
-    profiler: Literal["simple", "advanced", "torch"] | None = key("measure where time goes", None)
+    profiler: Literal["simple", "advanced", "torch", "flops"] | None = key(
+        "measure where time goes; flops: count the operations of a step by module, in flops.txt of the run folder", None
+    )
     setup_hook: str | None = key("MODULE.FUNCTION, called on every worker before the process group", None, later=True)
     env: dict[str, str] = key("environment variables of every worker", dict)
 

@@ -113,6 +113,7 @@ _RETIRED_ZERO: dict[str, str | None] = {
     "gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
     "allgather_size": "allgather_bucket_size",
     "legacy_stage1": None,
+    "grad_hooks": None,
     "mics_shard_size": None,
     "mics_hierarchical_params_gather": None,
     "zeropp_loco_param": None,

@@ -103,7 +103,7 @@ def trainer_arguments(cfg: Config) -> dict[str, Any]:
         "precision": _WORDS.get(engine.precision, engine.precision),
         "deterministic": engine.deterministic,
         "sync_batchnorm": engine.sync_batchnorm,
-        "profiler": "pytorch" if engine.profiler == "torch" else engine.profiler,
+        "profiler": {"torch": "pytorch", "flops": None}.get(engine.profiler or "", engine.profiler),
     }
 
 
