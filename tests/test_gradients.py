@@ -7,6 +7,8 @@ import pytest
 import torch
 from conftest import digest
 
+from deeplightning.engine.checkpoint_io import read_checkpoint
+
 THREE_LOSSES = (
     "~model.loss",
     "model.loss={ce: {type: torch.nn.CrossEntropyLoss}, margin: {type: torch.nn.MultiMarginLoss, weight: 0.5}, "
@@ -127,6 +129,23 @@ def test_processes_together_have_the_gradient_of_one(spread, whole, clip, comman
     expected = fit(*settings, whole)
     assert len(expected.data.dataset("train")) == 129
     assert_close(torch.load(tmp_path / "gradients.pt"), expected.seen.gradients)
+
+
+@pytest.mark.parametrize("backend", ["fsdp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"])
+def test_engines_that_shard_step_by_the_gradient_of_one_process(backend, job, fit):
+    """Where gradients are in parts, the weights tell: after two epochs of three accumulated, clipped steps, the last of
+    one sample, each is where one process puts it, within 1e-6."""
+    settings = [*THREE_LOSSES, "data.module.params.limit=145", "train.gradient_clip={value: 0.5}"]
+    spread = ["data.batch_size=16", "train.accumulator_factor=2", f"engine.backend={backend}"]
+    ours = read_checkpoint(job(*settings, *spread).folder / "last.ckpt")["state_dict"]
+    whole = fit(*settings, "data.batch_size=64")
+    theirs = read_checkpoint(whole.folder / "last.ckpt")["state_dict"]
+    assert ours.keys() == theirs.keys()
+    assert max((ours[name] - theirs[name]).abs().max() for name in ours) < 1e-6
+    start = fit(
+        *settings, "data.batch_size=64", "train.num_epochs=1", "model.optimizer.params.lr=0.0"
+    ).task.state_dict()
+    assert max((start[name] - theirs[name]).abs().max() for name in ours) > 0.01
 
 
 def test_points_and_means_of_several_processes_count_each_sample_once(job, tracked):
