@@ -19,6 +19,7 @@ import click
 from deeplightning import __version__
 from deeplightning.completion import complete_config, complete_key, complete_overrides
 from deeplightning.config.fault import UserError
+from deeplightning.engine import ranks
 from deeplightning.engine.plan import own_rank
 
 OVERRIDES = "key=value sets, ~key removes, +list=[x] appends; for example model.optimizer.params.lr=0.1"
@@ -282,6 +283,7 @@ def main() -> None:
     # Threads that wait must not spin; read when torch is imported. Two spinning OpenMP threads beside a busy neighbour
     # ran 9 to 23 times slower than one (November 2026).
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
+    ranks.follow()
     sys.exit(_run())
 
 
@@ -295,6 +297,9 @@ def _run() -> int:
         print("interrupted", file=sys.stderr)
         return 130
     except SystemExit as error:
+        if isinstance(error.__context__, KeyboardInterrupt):  # Lightning ends with 1 where it is interrupted
+            print("interrupted", file=sys.stderr)
+            return 130
         return error.code if isinstance(error.code, int) else 1
     except BaseException as error:
         return _report(error)
@@ -302,20 +307,35 @@ def _run() -> int:
 
 
 def _report(error: BaseException) -> int:
-    """Shows an error as notes, with a traceback only where it is ours; returns the exit code."""
+    """Shows an error as notes, with a traceback only where it is ours; returns the exit code.
+
+    Of several processes one shows the first cause, and all end with its exit code.
+    """
     code = getattr(error, "exit_code", None)
     notes = [str(fault) for fault in error.faults] if isinstance(error, UserError) else [str(error)]
     if code is None and type(error).__name__ == "OutOfMemoryError":
         code, notes = 5, [f"the device has no memory left: {notes[0].splitlines()[0]}. A smaller data.batch_size helps"]
     if code is None and isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         code, notes = 3, [f"the disk is full: {error}. Free some space, or write elsewhere"]
+    rank, place = f" [rank {own_rank()}]" if own_rank() else "", ""
+    if (group := ranks.here()) is not None:
+        reason = ranks.reason_of(error) if code is None else "; ".join(notes)
+        cause, is_ours_to_tell = group.verdict(error, reason, 1 if code is None else code)
+        if not is_ours_to_tell:
+            return cause.exit_code
+        rank, place = f" [rank {cause.rank}]", f"{ranks.place_of(error)}: "
+        if isinstance(error, ranks.RankError) or cause.rank != group.rank or ranks.is_lost(error):
+            code, notes = cause.exit_code, [cause.reason]
+        if code in ranks.INTERRUPTED.values():
+            rank = ""
     if code is None or os.environ.get("DEEPLIGHTNING_DEBUG") == "1":
         print(_redact("".join(traceback.format_exception(error))), file=sys.stderr)
+    word = ("\x1b[31merror\x1b[0m" if sys.stderr.isatty() else "error") + rank
     if code is None:
-        print("error: a fault of Deep Lightning or of your own code; the lines above say where", file=sys.stderr)
+        print(
+            f"{word}: {place}a fault of Deep Lightning or of your own code; the lines above say where", file=sys.stderr
+        )
         return 1
-    word = "\x1b[31merror\x1b[0m" if sys.stderr.isatty() else "error"
-    word += f" [rank {own_rank()}]" if own_rank() else ""
     for note in notes:
         print(f"{word}: {_redact(note)}", file=sys.stderr)
     return code

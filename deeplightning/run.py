@@ -11,6 +11,7 @@ from deeplightning.config.fault import CheckpointError, ConfigError, Fault
 from deeplightning.config.schema import Config
 from deeplightning.config.tree import dump
 from deeplightning.configure import init_module, init_trainer, load_config
+from deeplightning.engine.launch import all_ended, together
 from deeplightning.engine.plan import own_rank
 from deeplightning.runfolder import RunFolder
 from deeplightning.trained import checkpoint_of, export_run, find_checkpoint, keep_samples
@@ -41,6 +42,7 @@ def launch(cfg: Config) -> RunFolder:
     data, task = init_module(cfg, "data"), init_module(cfg, "model")
     trainer = init_trainer(cfg)
     record = callback_of(trainer, Record)
+    together(trainer, cfg.redact, lambda error: _end(record, trainer, error))
     try:
         if "train" in cfg.stages:
             _train(cfg, trainer, task, data, weights)
@@ -51,15 +53,22 @@ def launch(cfg: Config) -> RunFolder:
                 _explained(getattr(trainer, stage), task, data, ckpt_path=path, **quiet)
         if "train" in cfg.stages and cfg.train.export and trainer.is_global_zero and cfg.train.num_epochs != 0:
             _export_at_the_end(cfg, task, data, record)
+        all_ended()
         if trainer.is_global_zero:
             record.publish()
     except BaseException as error:
-        record.fail(error)
+        _end(record, trainer, error)
         raise
-    finally:
-        if record.opened and trainer.is_global_zero:
-            print(f"Artifact storage path: {record.folder.path}", flush=True)
+    _end(record, trainer)
     return record.folder
+
+
+def _end(record: Any, trainer: pl.Trainer, error: BaseException | None = None) -> None:
+    """The last words of a run."""
+    if error is not None:
+        record.fail(error)
+    if record.opened and trainer.is_global_zero:
+        print(f"Artifact storage path: {record.folder.path}", flush=True)
 
 
 def _train(cfg: Config, trainer: pl.Trainer, task: Any, data: Any, weights: Path | None) -> None:

@@ -6,49 +6,69 @@ from types import FrameType
 from typing import Any
 
 import pytorch_lightning as pl
+import torch
+from lightning_fabric.plugins.environments import SLURMEnvironment
 
-from deeplightning.callbacks.record import Interrupted
+from deeplightning.callbacks.record import Interrupted, between_steps
 
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
 
 class Signals(pl.Callback):
-    """Turns a signal into `Interrupted` at the end of the batch, on all processes at the same one."""
+    """Turns a signal into `Interrupted`: at the end of the batch, on all processes at the same one; before the first
+    stage has begun, and a second signal always, at once.
+
+    Of several processes one may be blocked, waiting for another, and heeds nothing: `engine.ranks` sees to that.
+    """
 
     def __init__(self) -> None:
         self._received = 0
+        self._under_way = False
         self._before: dict[int, Any] = {}
 
+    def setup(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+        """Takes the signals over. Lightning 2.6 would put its own handler for SIGTERM in place after this, which talks
+        to the other processes from inside the handler; only Slurm's, which puts a job back into the queue, is kept."""
+        connector: Any = trainer._signal_connector
+        if not isinstance(getattr(trainer.strategy, "cluster_environment", None), SLURMEnvironment):
+            connector.register_signal_handlers = lambda: None
+            self._install()
+
     def _install(self) -> None:
-        """Takes the signals over. Not in `setup`: Lightning puts its own handler for SIGTERM in place after that, which
-        talks to the other processes from inside the handler."""
         if threading.current_thread() is threading.main_thread() and not self._before:
             self._before = {number: signal.signal(number, self._handle) for number in EXIT_CODES}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._received:
+        if self._received or not self._under_way:
             raise Interrupted(signal.Signals(number).name, EXIT_CODES[signal.Signals(number)], at_once=True)
         self._received = number
 
     def _look(self, trainer: pl.Trainer) -> None:
-        received = bool(self._received)
+        if trainer.state.fn == "fit" and not between_steps(trainer):
+            return  # what is saved now would lack the gradients that wait
+        received = self._received
         if trainer.world_size > 1:
-            received = trainer.strategy.reduce_boolean_decision(received, all=False)
+            mine = torch.tensor(received, device=trainer.strategy.root_device)
+            received = int(trainer.strategy.reduce(mine, reduce_op="max"))
         if received:
-            number = signal.Signals(self._received or signal.SIGINT)
+            number = signal.Signals(received)
             raise Interrupted(number.name, EXIT_CODES[number])
 
+    def _begin(self) -> None:
+        self._install()  # under Slurm Lightning has put its own in place
+        self._under_way = True
+
     def on_train_start(self, *_: Any) -> None:
-        self._install()
+        self._begin()
 
     def on_validation_start(self, *_: Any) -> None:
-        self._install()
+        self._begin()
 
     def on_test_start(self, *_: Any) -> None:
-        self._install()
+        self._begin()
 
     def on_predict_start(self, *_: Any) -> None:
-        self._install()
+        self._begin()
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         if not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:  # else the epoch is brought to its end
@@ -75,4 +95,4 @@ class Signals(pl.Callback):
     def _restore(self) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
-        self._before = {}
+        self._before, self._under_way = {}, False

@@ -12,7 +12,6 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import multiprocessing
 import os
 import re
 import select
@@ -81,7 +80,7 @@ def place(frames: Iterable[tuple[str, int]]) -> str | None:
     """`file:line` of the innermost code that is neither a library's nor ours, else of the innermost at all."""
     known = [(name, line) for name, line in frames if name != "<string>"]
     own = [frame for frame in known if not frame[0].startswith(_LIBRARIES)] or known
-    return f"{os.path.relpath(own[-1][0])}:{own[-1][1]}" if own else None
+    return f"{own[-1][0].removeprefix(f'{Path.cwd()}{os.sep}')}:{own[-1][1]}" if own else None
 
 
 def place_of(error: BaseException) -> str | None:
@@ -101,11 +100,12 @@ def how_it_ended(code: int) -> str:
     """What the exit code of a process that said nothing means."""
     if code >= 0:
         return f"the process ended with exit code {code} and said nothing"
-    name = signal.Signals(-code).name if -code in set(signal.Signals) else f"signal {-code}"
+    number = -code
+    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     hint = {
-        signal.SIGKILL: "; where nobody did that by hand, the memory was short: the system log says so",
-        signal.SIGBUS: "; shared memory (/dev/shm) may be too small for the loader's workers",
-    }.get(-code, "")
+        int(signal.SIGKILL): "; where nobody did that by hand, the memory was short: the system log says so",
+        int(signal.SIGBUS): "; shared memory (/dev/shm) may be too small for the loader's workers",
+    }.get(number, "")
     return f"a worker was lost: the process was killed by {name}{hint}"
 
 
@@ -124,7 +124,7 @@ class Ranks:
     """
 
     def __init__(self, rank: int, folder: Path, parent: int | None = None):
-        self.rank, self.folder, self.parent, self.pid = rank, folder, parent, os.getpid()
+        self.folder, self.parent, self.pid = folder, parent, os.getpid()
         self.children: list[subprocess.Popen] = []
         self.end: Callable[[BaseException], None] = lambda error: None
         self.redact: Callable[[str], str] = str
@@ -134,13 +134,21 @@ class Ranks:
         self._signal: int | None = None
         self._signalled = 0.0
         self._pipe: tuple[int, int] | None = None
-        self._member.write_text(str(self.pid))
+        self.rank = rank
         atexit.register(self.leave)
         threading.Thread(target=self._watch, name="ranks", daemon=True).start()
 
     @property
-    def _member(self) -> Path:
-        return self.folder / f"{self.rank}.pid"
+    def rank(self) -> int:
+        """Which of all processes this is; what the environment tells at the start may not be the last word."""
+        return self._rank
+
+    @rank.setter
+    def rank(self, rank: int) -> None:
+        former, self._rank = getattr(self, "_rank", rank), rank
+        with contextlib.suppress(OSError):  # the folder is gone already: the rest finds out
+            (self.folder / f"{former}.pid").unlink(missing_ok=True)
+            (self.folder / f"{rank}.pid").write_text(str(self.pid))
 
     # ---- causes
 
@@ -171,11 +179,7 @@ class Ranks:
         """The error to go on with: the given one if it is the first cause, else a RankError with that."""
         self._ends, self._until = True, time.monotonic() + LATE
         if is_lost(error):
-            first = self._wait_for_first()
-            if first is None:
-                first = Cause(self.rank, self._why_lost(error), 5)
-                self.claim(first)
-            return RankError(first)
+            return RankError(self._why_lost(error))
         code = getattr(error, "exit_code", 1)
         if code in INTERRUPTED.values():
             self._until = None  # the checkpoint that is saved now may be large; a second signal ends it
@@ -192,47 +196,52 @@ class Ranks:
             self.claim(cause)
         self.end_children()
         cause = self.first() or cause
-        until = time.monotonic() + SOON
-        while cause.rank != self.rank and self._is_there(cause.rank) and time.monotonic() < until:
-            if (self.folder / "told").exists():
-                break
-            time.sleep(LOOK / 5)
-        return cause, self._may_tell()
+        return cause, self._may_tell(cause)
 
-    def _may_tell(self) -> bool:
+    def _may_tell(self, cause: Cause) -> bool:
+        """Whether this process is to tell the cause: its own, or one that the process which failed did not tell."""
+        told, until = self.folder / "told", time.monotonic() + SOON
+        while cause.rank != self.rank and self._is_there(cause.rank) and not told.exists() and time.monotonic() < until:
+            time.sleep(LOOK / 5)
         try:
-            os.close(os.open(self.folder / "told", os.O_CREAT | os.O_EXCL))
+            os.close(os.open(told, os.O_CREAT | os.O_EXCL))
         except FileExistsError:
             return False
-        except OSError:
-            return not isinstance(self.first(), Cause) and self.rank == 0
+        except OSError:  # the folder is gone, and the others with it
+            return cause.rank == self.rank
         return True
 
     def _wait_for_first(self) -> Cause | None:
         """Another process's cause; some moments may pass from the end of its connections to its last word."""
         until = time.monotonic() + SOON
         while (first := self.first()) is None and time.monotonic() < until:
-            if (dead := self._dead_child()) is not None:
+            if (dead := self.dead_child()) is not None:
                 time.sleep(LOOK)
                 self.claim(dead)
             time.sleep(LOOK / 5)
         return first
 
-    def _dead_child(self) -> Cause | None:
+    def dead_child(self) -> Cause | None:
         """Which of the processes that were started here has failed and said nothing."""
         for number, child in enumerate(self.children, start=self.rank + 1):
             if child.poll():
                 return Cause(number, how_it_ended(child.returncode), 5)
         return None
 
-    def _why_lost(self, error: BaseException) -> str:
-        """What can be said of a collective that failed without any process's word."""
-        line = str(error).strip().splitlines()[0]
+    def _why_lost(self, error: BaseException) -> Cause:
+        """The cause of a collective that failed."""
+        line = str(error).strip().splitlines()[0].split(". ")[0]  # what gloo goes on to say is advice
         if (limit := _TIMED_OUT.search(str(error))) is None:
-            return f"a worker was lost: the connection to another process is gone ({line})"
-        elsewhere = self._where_others_are()
-        told = "; ".join(elsewhere) or f"which process did not answer is not known ({line})"
-        return f"waited in vain for {int(limit[1]) / 1000:g} s, as long as engine.params.timeout allows: {told}"
+            reason = f"a worker was lost: the connection to another process is gone ({line})"
+            cause = self._wait_for_first() or Cause(self.rank, reason, 5)
+            return cause if self.claim(cause) else self.first() or cause
+        waited = f"waited in vain for {int(limit[1]) / 1000:g} s, as long as engine.params.timeout allows"
+        if not self.claim(Cause(self.rank, waited, 5)):  # at once: it closes connections to processes that also wait
+            return self.first() or Cause(self.rank, waited, 5)
+        told = "; ".join(self._where_others_are()) or f"which process did not answer is not known ({line})"
+        cause = Cause(self.rank, f"{waited}: {told}", 5)
+        self.claim(cause)
+        return cause
 
     def _where_others_are(self) -> list[str]:
         """Of each process that is not itself waiting for others: what it is doing."""
@@ -283,7 +292,7 @@ class Ranks:
         if self._until is not None:
             return
         first = self.first()
-        if first is None and (first := self._dead_child()) is not None:
+        if first is None and (first := self.dead_child()) is not None:
             time.sleep(LOOK)  # its own last word comes before ours on it
             self.claim(first)
         if first is not None:
@@ -320,19 +329,13 @@ class Ranks:
         self.claim(cause)
         cause = self.first() or cause
         self.end_children(0)
-        if self._may_tell_for(cause):
+        if self._may_tell(cause):
             print(f"error: {self.redact(str(cause))}", file=sys.stderr, flush=True)
         error = RankError(cause)
         last_words = threading.Thread(target=self.end, args=(error,), daemon=True)
         last_words.start()
         last_words.join(LATE)
         self._exit(cause.exit_code)
-
-    def _may_tell_for(self, cause: Cause) -> bool:
-        until = time.monotonic() + SOON
-        while cause.rank != self.rank and self._is_there(cause.rank) and time.monotonic() < until:
-            time.sleep(LOOK / 5)
-        return self._may_tell()
 
     def _is_there(self, rank: int) -> bool:
         try:
@@ -359,12 +362,14 @@ class Ranks:
             return
         self.end_children(SOON)
         with contextlib.suppress(OSError):
-            self._member.unlink()
+            (self.folder / f"{self.rank}.pid").unlink()
         with contextlib.suppress(OSError, ValueError):
             if not any(_is_alive(int(path.read_text())) for path in self.folder.glob("*.pid")):
                 shutil.rmtree(self.folder, ignore_errors=True)
 
     def _exit(self, code: int) -> None:
+        import multiprocessing
+
         for worker in multiprocessing.active_children():
             worker.kill()
         self.leave()
@@ -383,36 +388,43 @@ def here() -> Ranks | None:
 
 
 def follow() -> None:
-    """To be called first in every process: one that a launch of ours has started takes part, and ends with it."""
-    global _here
-    parent = int(os.environ.get(PARENT, 0))
-    if not parent or os.environ.get("LOCAL_RANK", "0") == "0":
-        return
-    if os.getppid() == parent:
-        with contextlib.suppress(OSError):  # it is gone already: the rest finds out
-            _here = Ranks(own_rank(), Path(os.environ[FOLDER]), parent)
-    elif not _is_alive(parent):
-        os._exit(5)
+    """To be called first in every process: one of several takes part from here on.
+
+    One that a launch of ours has started ends with that.
+    """
+    parent, local = int(os.environ.get(PARENT, 0)), os.environ.get("LOCAL_RANK")
+    if parent and local not in (None, "0"):
+        if os.getppid() == parent:
+            _take_part(own_rank(), Path(os.environ[FOLDER]), parent)
+        elif not _is_alive(parent):
+            os._exit(5)
+    elif not parent and local is not None and os.environ.get("WORLD_SIZE", "1") != "1":
+        _take_part(own_rank(), _meeting_place())
 
 
 def begin(rank: int, starts_others: bool) -> Ranks:
     """Takes part as the process of this rank, of those that this one will start or that somebody else has started."""
-    global _here
     if (found := here()) is not None:
+        found.rank = rank
         return found
     if starts_others:
         folder = Path(tempfile.mkdtemp(prefix="deeplightning-ranks-"))
         os.environ |= {FOLDER: str(folder), PARENT: str(os.getpid())}
     else:
         folder = _meeting_place()
-    _here = Ranks(rank, folder)
+    return _take_part(rank, folder)
+
+
+def _take_part(rank: int, folder: Path, parent: int | None = None) -> Ranks:
+    global _here
+    _here = Ranks(rank, folder, parent)
     return _here
 
 
 def _meeting_place() -> Path:
     """The folder of processes that know only the address at which they meet."""
-    names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", "SLURM_JOB_ID")
-    names = (*names, "SLURM_STEP_ID", "SLURM_RESTART_COUNT")
+    names = ["MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"]
+    names += ["SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"]
     address = " ".join(os.environ.get(name, "") for name in names)
     digest = hashlib.sha256(f"{os.getuid()} {address}".encode()).hexdigest()[:16]
     folder = Path(tempfile.gettempdir()) / f"deeplightning-ranks-{digest}"

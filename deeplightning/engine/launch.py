@@ -1,0 +1,215 @@
+"""The processes of a run are started, find each other, and end together.
+
+Torch and Lightning are imported only where a run begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deeplightning.config.fault import Fault, SetupError
+from deeplightning.engine import ranks
+
+if TYPE_CHECKING:
+    import pytorch_lightning as pl
+
+MISSING = 60.0  # seconds that processes started by somebody else may come later than this one
+LEAST_MEMORY = 300 * 2**20  # bytes of a process that has imported torch and Lightning and trains a small network (2026)
+
+
+def together(trainer: pl.Trainer, redact: Callable[[str], str], end: Callable[[BaseException], None]) -> None:
+    """Lets the processes of a trainer end together, the first cause told once, where it has several.
+
+    Args:
+        redact: takes secrets out of what is told.
+        end: what is to be done with the error of a run where the main thread, blocked, cannot.
+    """
+    strategy: Any = trainer.strategy
+    if getattr(strategy, "cluster_environment", None) is None or trainer.num_nodes * strategy.num_processes < 2:
+        return
+    strategy._launcher = _launcher(strategy, trainer.num_nodes, redact, end)
+
+
+def all_ended() -> None:
+    """Waits for the processes that this one has started, when its own work is done.
+
+    Raises:
+        RankError: one of them failed after its last message.
+    """
+    if (group := ranks.here()) is not None and group.children:
+        group.end_children()
+        if (cause := group.dead_child()) is not None:
+            group.claim(cause)
+            raise ranks.RankError(group.first() or cause)
+
+
+def _launcher(strategy: Any, num_nodes: int, redact: Callable[[str], str], end: Callable[[BaseException], None]) -> Any:
+    from lightning_fabric.utilities.distributed import _set_num_threads_if_needed
+    from pytorch_lightning.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+
+    from deeplightning.callbacks.record import Interrupted
+
+    def told(error: BaseException) -> BaseException:
+        if isinstance(error, ranks.RankError) and error.exit_code in ranks.INTERRUPTED.values():
+            return Interrupted(error.cause.reason.removeprefix("interrupted by "), error.exit_code, at_once=True)
+        return error
+
+    class Launcher(_SubprocessScriptLauncher):
+        """Lightning's, which starts the same command once more per process; private in 2.6, whose own observer kills
+        the main process when another has failed, before that can say so."""
+
+        _met: tuple[Any] | None = None  # keeps torch's store alive
+
+        def launch(self, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+            """Calls the function in all processes; what it raises has been traced to its first cause."""
+            environment = self.cluster_environment
+            starts_others = not environment.creates_processes_externally
+            rank = environment.node_rank() * self.num_processes + environment.local_rank()
+            group = ranks.begin(rank, starts_others and self.num_processes > 1)
+            group.redact, group.end = redact, lambda error: end(told(error))
+            group.hear_signals()
+            try:
+                environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+                if self._met is None:
+                    self._met = _meet(environment, rank, self.num_processes, self.num_nodes, self._start_others)
+                _set_num_threads_if_needed(num_processes=self.num_processes)
+                return function(*args, **kwargs)
+            except KeyboardInterrupt:  # Lightning would end with exit code 1
+                raise group.cause_of(Interrupted("SIGINT", 130, at_once=True)) from None
+            except BaseException as error:
+                cause = group.cause_of(error)
+                if cause is error:
+                    raise
+                raise told(cause) from error
+
+        def _start_others(self) -> None:
+            group = ranks.here()
+            assert group is not None
+            try:
+                self._call_children_scripts()
+            except OSError as error:
+                started = f"{1 + len(self.procs)} of {self.num_processes} processes could be started"
+                for child in self.procs:
+                    child.kill()
+                raise SetupError(Fault(f"only {started}: {error.strerror}", "engine.processes")) from error
+            finally:
+                group.children = self.procs
+
+    return Launcher(strategy.cluster_environment, strategy.num_processes, num_nodes)
+
+
+def enough_memory(processes: int) -> None:
+    """Refuses to start more processes than the memory that is free has room for.
+
+    Raises:
+        SetupError: with both figures.
+    """
+    free = free_memory()
+    if free is not None and (processes - 1) * LEAST_MEMORY > free:
+        room = 1 + free // LEAST_MEMORY
+        message = f"{processes} processes need at least {LEAST_MEMORY >> 20} MiB each, and {free >> 20} MiB are free"
+        raise SetupError(Fault(f"{message}: there is room for {room}", "engine.processes"))
+
+
+def free_memory() -> int | None:
+    """Bytes of memory that can still be had, by Linux's own estimate and the limit of the control group."""
+    found: list[int] = []
+    group = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    with contextlib.suppress(OSError, ValueError):  # "max" is no number: there is no limit
+        found.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    return max(0, min(found)) if found else None
+
+
+def _meet(environment: Any, rank: int, processes: int, nodes: int, start_others: Callable[[], None]) -> tuple[Any]:
+    """Lets the processes find each other before torch does, which would wait for half an hour.
+
+    Returns:
+        Torch's store, if this process has one. That of rank 0 listens at a port that nobody else can take meanwhile;
+        torch uses it as well.
+
+    Raises:
+        SetupError: the port is no number or taken, the address cannot be reached, or a process does not come.
+    """
+    from torch.distributed import DistError, TCPStore
+
+    launches, world = not environment.creates_processes_externally, processes * nodes
+    address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), _port(environment, launches and nodes == 1)
+    elastic = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # its agent listens, and sees to the rest
+    store = None
+    if launches:
+        enough_memory(processes)
+    if rank == 0 and not elastic:
+        _reach(address, None)
+        options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "multi_tenant": True}
+        try:
+            store = TCPStore(address, port, world, timeout=timedelta(seconds=MISSING), **options)
+        except DistError as error:
+            if "EADDRINUSE" in str(error):
+                hint = "set MASTER_PORT to another, or leave it away and a free one is taken"
+                raise SetupError(f"MASTER_PORT: port {port} is in use by another program; {hint}") from error
+            told = str(error).splitlines()[0]
+            raise SetupError(f"MASTER_ADDR={address}: rank 0 cannot listen at port {port} there: {told}") from error
+        os.environ["MASTER_PORT"] = str(store.port)
+    if launches:
+        start_others()
+    if ranks.here().parent is not None or elastic or (launches and nodes == 1):  # type: ignore[union-attr]
+        return (store,)  # whoever does not come has ended, and that is seen
+    if store is None:
+        _reach(address, port)
+        options = {"is_master": False, "wait_for_workers": False}
+        store = TCPStore(address, port, world, timeout=timedelta(seconds=MISSING), **options)
+    store.set(f"deeplightning/{rank}", "here")
+    if rank == 0:
+        _await_all(store, world, processes)
+    return (store,)
+
+
+def _port(environment: Any, any_port: bool) -> int:
+    """The port at which the processes meet; 0, any that is free, where it is ours to choose."""
+    given = os.environ.get("MASTER_PORT")
+    if given is None:
+        return 0 if any_port else environment.main_port
+    if not given.isascii() or not given.strip().isdigit() or not 0 < int(given) < 2**16:
+        raise SetupError(f"MASTER_PORT={given!r} is no port: a whole number from 1 to 65535")
+    return int(given)
+
+
+def _reach(address: str, port: int | None) -> None:
+    """Waits until an address can be reached; with no port, until its name is known."""
+    until, wait = time.monotonic() + MISSING, 0.05
+    while True:
+        try:
+            if port is None:
+                socket.getaddrinfo(address, None)
+            else:
+                socket.create_connection((address, port), timeout=MISSING / 4).close()
+            return
+        except OSError as error:
+            if time.monotonic() > until or (port is None and isinstance(error, socket.gaierror)):
+                what = f"MASTER_ADDR={address}" + (f", MASTER_PORT={port}" if port else "")
+                reason = error.strerror or str(error)
+                waited = f"rank 0 does not answer there after {MISSING:.0f} s" if port else "this address is not known"
+                raise SetupError(f"{what}: {waited}: {reason}") from error
+        time.sleep(wait)
+        wait = min(1.0, 2 * wait)
+
+
+def _await_all(store: Any, world: int, processes: int) -> None:
+    until = time.monotonic() + MISSING
+    while missing := [rank for rank in range(world) if not store.check([f"deeplightning/{rank}"])]:
+        if time.monotonic() > until:
+            nodes = sorted({rank // processes for rank in missing})
+            named = ", ".join(map(str, missing[:20])) + (" …" if len(missing) > 20 else "")
+            message = f"waiting for node {', '.join(map(str, nodes))}: of {world} processes rank {named} did not come"
+            raise SetupError(f"{message} in {MISSING:.0f} s; start it with the same MASTER_ADDR and MASTER_PORT")
+        time.sleep(ranks.LOOK / 5)
