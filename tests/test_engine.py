@@ -16,6 +16,12 @@ from deeplightning.configure import examine, load_config
 from deeplightning.engine.plan import effective_batch, own_rank, trainer_arguments
 from deeplightning.runfolder import RunFolder
 
+BF16 = (
+    "{timeout: 60, precision_plugin: {type: pytorch_lightning.plugins.precision.MixedPrecision, "
+    "params: {precision: bf16-mixed, device: cpu}}}"
+)
+PROFILED = "{config: {wall_clock_breakdown: true, flops_profiler: {enabled: true, profile_step: 2}}}"
+
 
 @pytest.fixture
 def settled(tiny, place, monkeypatch):
@@ -158,6 +164,41 @@ def test_a_precision_trains(precision, fit):
     fitted = fit(f"engine.precision={precision}", "train.num_epochs=3")
     losses = [value for _, value in fitted.series("train_loss_epoch")]
     assert losses[-1] < losses[0]
+
+
+SLOW = pytest.mark.slow
+
+
+@pytest.mark.parametrize(
+    ("backend", "params"),
+    [
+        ("ddp", "{find_unused_parameters: true, process_group_backend: gloo}"),
+        ("ddp", "{static_graph: true, gradient_as_bucket_view: true, bucket_cap_mb: 1, broadcast_buffers: false}"),
+        ("ddp", BF16),
+        ("fsdp", "{cpu_offload: true, wrap: [Linear], timeout: 60, process_group_backend: gloo}"),
+        pytest.param("fsdp", "{reshard_after_forward: false, wrap: 100}", marks=SLOW),
+        pytest.param("fsdp", "{output_dtype: float32, reduce_dtype: float32, wrap: [features.0]}", marks=SLOW),
+        ("deepspeed_stage_3", "{zero_optimization: false}"),
+        pytest.param("deepspeed_stage_1_offload", "{reduce_bucket_size: 5000}", marks=SLOW),
+        pytest.param("deepspeed_stage_2_offload", "{config: {communication_data_type: fp32}}", marks=SLOW),
+        pytest.param("deepspeed_stage_3_offload", "{contiguous_gradients: false, timeout: 60}", marks=SLOW),
+        pytest.param("deepspeed_stage_2", PROFILED, marks=SLOW),
+    ],
+)
+def test_params_of_a_strategy_change_how_it_works_and_not_what_it_learns(backend, params, job, plain_loss):
+    """A run over two processes ends with the losses of one that was given none."""
+    done = job("train.num_epochs=1", f"engine={{backend: {backend}, processes: 2, params: {params}}}")
+    assert loss_of(done) == pytest.approx(plain_loss, abs=1e-3)
+
+
+@pytest.fixture(scope="module")
+def plain_loss(job):
+    return loss_of(job("train.num_epochs=1", "engine.backend=ddp"))
+
+
+def loss_of(outcome):
+    """The epoch's training loss, as it is printed."""
+    return float(re.findall(r"train_loss (\S+)", outcome.out + outcome.err)[-1])
 
 
 class Squares(nn.Module):

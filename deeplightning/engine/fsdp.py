@@ -59,7 +59,9 @@ class Fsdp(Sharded, ModelParallelStrategy):
         self._options: dict[str, Any] = {
             "reshard_after_forward": reshard_after_forward,
             "mp_policy": MixedPrecisionPolicy(_dtype(param_dtype), _dtype(reduce_dtype), _dtype(output_dtype)),
-            "offload_policy": CPUOffloadPolicy() if cpu_offload else OffloadPolicy(),
+            "offload_policy": CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+            if cpu_offload
+            else OffloadPolicy(),
         }
 
     def setup_environment(self) -> None:

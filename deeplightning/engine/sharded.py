@@ -107,7 +107,7 @@ class Sharded:
             groups.append({**group, "params": [number for number, _ in numbered]})
             for number, parameter in numbered:
                 if kept := self.state_of(optimizer, parameter):
-                    state[number] = {n: _piece(v, shares[parameter]) for n, v in kept.items()}
+                    state[number] = {n: _piece(v, shares.get(parameter)) for n, v in kept.items()}
         return {"state": state, "param_groups": groups}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -149,7 +149,7 @@ class Sharded:
             if [len(group["params"]) for group in ours] != [len(group["params"]) for group in theirs]:
                 raise ValueError("loaded state dict has other groups of parameters than the optimizer")
             states = {
-                parameter: {name: _part(value, shares[parameter]) for name, value in saved["state"][number].items()}
+                parameter: {name: _part(value, shares.get(parameter)) for name, value in saved["state"][number].items()}
                 for group, saved_group in zip(ours, theirs, strict=True)
                 for parameter, number in zip(group["params"], saved_group["params"], strict=True)
                 if number in saved["state"]
@@ -157,14 +157,20 @@ class Sharded:
             self.take_state(optimizer, [{n: v for n, v in g.items() if n != "params"} for g in theirs], states)
 
 
-def _piece(value: Any, share: Share) -> Any:
+def _piece(value: Any, share: Share | None) -> Any:
+    if share is None:  # whole on every process, as at stage 0
+        return value
     is_like = isinstance(value, Tensor) and value.ndim == 1 and value.shape == share.values.shape
-    return share.piece(value) if is_like else value
+    if is_like:
+        return share.piece(value)
+    # DeepSpeed has one step count for many parameters; one that they shared after loading would be counted up by each.
+    return value.clone() if isinstance(value, Tensor) else value
 
 
-def _part(value: Any, share: Share) -> Any:
-    is_like = share.shape and tuple(getattr(value, "shape", ())) == share.shape
-    return part_of(value, share.start, share.stop) if is_like else whole_of(value)
+def _part(value: Any, share: Share | None) -> Any:
+    if share is None or not share.shape or tuple(getattr(value, "shape", ())) != share.shape:
+        return whole_of(value)
+    return part_of(value, share.start, share.stop)
 
 
 @contextmanager

@@ -203,7 +203,7 @@ class ImageClassification(pl.LightningModule):
         return self.network(images)
 
     def _logits(self, images: Tensor) -> Tensor:
-        logits = self(images)
+        logits = self.forward(images)  # `self(images)` would start DeepSpeed's timers of the step a second time
         self._check_outputs(logits)
         return logits
 
