@@ -1,0 +1,138 @@
+"""One word changes how a run is spread, and nothing else: not what is learned, nor what resumes or is exported."""
+
+import shutil
+
+import numpy as np
+import pytest
+
+from deeplightning.engine.checkpoint_io import read_checkpoint
+
+ENGINES = ["null", "ddp", "fsdp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"]
+SPREAD = ENGINES[1:]
+# Two groups, a schedule by steps, accumulation with a tail (150 samples: five batches of 32 by twos) and clipping.
+LEARNS = [
+    "model.network={type: own.network, params: {width: 40}}",
+    "model.optimizer={type: torch.optim.AdamW, params: {lr: 0.01}, groups: [{match: bias, weight_decay: 0}]}",
+    "model.scheduler={type: torch.optim.lr_scheduler.StepLR, params: {step_size: 2}, call: {interval: step}}",
+    "train.accumulator_factor=2",
+    "train.gradient_clip={value: 0.5}",
+    "logger.log_every_n_steps=1",
+]
+
+
+def spread(engine, processes=2):
+    """Overrides and number of processes for an engine; each optimizer step sees 32 samples twice."""
+    processes = 1 if engine == "null" else processes
+    return [f"engine.backend={engine}", f"data.batch_size={32 // processes}"], processes
+
+
+@pytest.fixture(scope="module")
+def learned(job):
+    """`learned(engine, epochs)` is a run of the same config under an engine; each runs once."""
+    done = {}
+
+    def run(engine, epochs=2):
+        if (engine, epochs) not in done:
+            overrides, ranks = spread(engine)
+            done[engine, epochs] = job(*LEARNS, *overrides, f"train.num_epochs={epochs}", ranks=ranks)
+        return done[engine, epochs]
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def go_on(job, learned, tmp_path_factory, tracked):
+    """`go_on(from, to, processes)` is the `val_loss` at the end of a run whose second epoch is under another engine."""
+
+    def run(before, after, processes=2):
+        folder = tmp_path_factory.mktemp("first") / "copy"
+        shutil.copytree(learned(before, epochs=1).folder, folder)
+        overrides, ranks = spread(after, processes)
+        resumed = job(*LEARNS, *overrides, f"train.resume_ckpt='{folder / 'last.ckpt'}'", ranks=ranks)
+        return tracked(resumed.folder).metrics["val_loss"]
+
+    return run
+
+
+@pytest.mark.parametrize("engine", SPREAD)
+def test_every_engine_learns_what_one_process_learns(engine, learned, tracked):
+    """The losses of each step and epoch over two processes, and the metrics, are those of one process with twice the
+    batch; the bound is a thousandth."""
+    expected, found = (tracked(learned(name).folder).series() for name in ("null", engine))
+    assert found.keys() == expected.keys()
+    for name, points in expected.items():
+        assert found[name] == [(step, pytest.approx(value, abs=1e-3)) for step, value in points], name
+
+
+AROUND = list(zip(ENGINES, [*ENGINES[1:], ENGINES[0]], strict=True))
+
+
+@pytest.mark.parametrize(("before", "after"), AROUND)
+def test_a_run_goes_on_under_another_engine(before, after, go_on, learned, tracked):
+    """One epoch under each engine, the second under the next; the end is that of a run under one."""
+    expected = tracked(learned("null").folder).metrics["val_loss"]
+    assert go_on(before, after) == pytest.approx(expected, abs=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("before", ENGINES)
+@pytest.mark.parametrize("after", ENGINES)
+def test_a_run_goes_on_under_any_engine_from_any(before, after, go_on, learned, tracked, record_property):
+    """All pairs: 1 → 1, 1 → 2, 2 → 1 and 2 → 2 processes."""
+    expected, found = tracked(learned("null").folder).metrics["val_loss"], go_on(before, after)
+    record_property("val_loss", (before, after, found, expected))
+    assert found == pytest.approx(expected, abs=1e-3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("after", SPREAD)
+def test_a_run_goes_on_with_more_processes(after, job, learned, tracked, tmp_path):
+    """Two processes, then three."""
+    shutil.copytree(learned(after, epochs=1).folder, tmp_path / "copy")
+    equal = ["data.batch_size=10", "train.accumulator_factor=1"]
+    resume = f"train.resume_ckpt='{tmp_path / 'copy' / 'last.ckpt'}'"
+    three = job(*LEARNS, f"engine.backend={after}", *equal, resume, ranks=3)
+    one = job(*LEARNS, *equal, "data.batch_size=30", resume, ranks=1)
+    assert tracked(three.folder).metrics["val_loss"] == pytest.approx(tracked(one.folder).metrics["val_loss"], abs=1e-3)
+
+
+def test_every_engine_leaves_the_same_checkpoint(learned):
+    """Names, shapes, the optimizer's state and its groups are as one process saves them."""
+    expected = read_checkpoint(learned("null").folder / "last.ckpt")
+    for engine in SPREAD:
+        found = read_checkpoint(learned(engine).folder / "last.ckpt")
+        assert found["state_dict"].keys() == expected["state_dict"].keys()
+        for name, tensor in expected["state_dict"].items():
+            assert _distance(found["state_dict"][name], tensor) < 1e-4
+        (theirs,), (ours,) = found["optimizer_states"], expected["optimizer_states"]
+        assert [group["params"] for group in theirs["param_groups"]] == [g["params"] for g in ours["param_groups"]]
+        assert [group["weight_decay"] for group in theirs["param_groups"]] == [0, 0.01]
+        assert theirs["state"].keys() == ours["state"].keys()
+        steps = [state["step"].data_ptr() for state in theirs["state"].values()]
+        assert len(set(steps)) == len(steps), "counts that parameters share are counted up by each"
+        for number, state in ours["state"].items():
+            for name, value in state.items():
+                assert _distance(theirs["state"][number][name], value) < 1e-3
+
+
+def _distance(found, expected):
+    """Relative, in the Euclidean norm."""
+    return float((found - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("engine", SPREAD)
+def test_every_engine_exports_the_same_network(engine, learned, command, place):
+    """`deeplightning export` of a run under each engine answers like that of one process, to 1e-5."""
+    expected, found = (_probabilities(learned(name).folder, command, place) for name in ("null", engine))
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+def _probabilities(folder, command, place):
+    import onnxruntime
+
+    if not (folder / "bundle").exists():
+        outcome = command("export", folder, cwd=place)
+        assert outcome.code == 0, outcome
+    session = onnxruntime.InferenceSession(folder / "bundle" / "model.onnx")
+    images = np.arange(40 * 64, dtype=np.uint64).reshape(40, 1, 8, 8) * 7919 % 256
+    return session.run(None, {session.get_inputs()[0].name: images.astype(np.uint8)})[0]
