@@ -20,6 +20,28 @@ model:
 train: {num_epochs: 1}
 """
 
+PARTS = """\
+import pytorch_lightning as pl
+
+
+def anything(*args, **kwargs): ...
+
+
+FusedAdam = fp16_compress_hook = anything
+
+
+class Manual(pl.LightningModule):
+    def __init__(self, cfg):
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Again(Manual):
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.automatic_optimization = True
+"""
+
 # What breaks each rule, in the order of the table, and the place of both keys where they are not in one override.
 TWO_OPTIMIZERS = "{g: {type: torch.optim.SGD, params: {lr: 1}}, d: {type: torch.optim.SGD, params: {lr: 1}}}"
 LBFGS = "model.optimizer={type: torch.optim.LBFGS, params: {lr: 1}}"
@@ -29,6 +51,8 @@ BREAKING = [
     ["engine.backend=fsdp", "train.gradient_clip={value: 1, norm_type: 1}"],
     ["engine.backend=deepspeed_stage_1", f"model.optimizer={TWO_OPTIMIZERS}"],
     ["engine.backend=fairscale_oss", "train.accumulator_epoch=1", "train.accumulator_factor=2"],
+    ["model.module={type: some_parts.Manual}", "train.accumulator_factor=2"],
+    ["model.module={type: some_parts.Manual}", "train.gradient_clip={value: 1}"],
     ["engine.backend=deepspeed_stage_3", "engine.precision=64"],
     ["engine.backend=fsdp", "engine.precision=16", "engine.gpus=1"],
     ["engine.processes=2", "engine.precision=16-true", "engine.backend=deepspeed_stage_2"],
@@ -60,8 +84,7 @@ OTHER_FAULTS = {"engine.gpus", "engine.backend"}  # the machine has no GPU, and 
 def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    parts = "def anything(*args, **kwargs): ...\n\n\nFusedAdam = fp16_compress_hook = anything\n"
-    Path("some_parts.py").write_text(parts)
+    Path("some_parts.py").write_text(PARTS)
     Path("c.yaml").write_text(BASE)
     sys.modules.pop("some_parts", None)
     yield
@@ -104,6 +127,8 @@ def test_each_pair_is_named_with_both_keys_and_a_remedy(rule, overrides):
         ["stages=[test]", "test.ckpt=last"],
         ["stages=[train, test]"],
         ["train.checkpoint={monitor: val_acc, save_top_k: 3}"],
+        ["model.module={type: some_parts.Manual}"],
+        ["model.module={type: some_parts.Again}", "train.accumulator_factor=2", "train.gradient_clip={value: 1}"],
         ["train.accumulator_epoch=1", "train.accumulator_factor=2"],
     ],
 )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from deeplightning.config import strategy
+from deeplightning.config.compare import Meanings
 from deeplightning.config.fault import Fault, Notice, upwards
 from deeplightning.config.schema import (
     Backend,
@@ -25,6 +26,7 @@ from deeplightning.config.schema import (
     Train,
     plain,
 )
+from deeplightning.config.signature import Undecided
 from deeplightning.config.tree import line
 
 Broken = Callable[[Config, Engine], bool]
@@ -99,6 +101,16 @@ def _no_folder(cfg: Config) -> bool:
     return path is not None and not Path(path).is_dir()
 
 
+def _steps_itself(cfg: Config) -> bool:
+    """Whether the task steps its optimizers itself, as far as its source tells."""
+    name: Any = cfg.model.module and cfg.model.module.type  # where it is missing or no target, a fault says so
+    try:
+        task: Any = Meanings().of(name) if isinstance(name, str) else None
+    except (ValueError, Undecided):
+        return False
+    return task is not None and task.steps_itself()
+
+
 def _untrained(cfg: Config) -> bool:
     return "train" not in cfg.stages and bool(cfg.stages) and cfg.test.ckpt is None
 
@@ -135,6 +147,22 @@ RULES = [
         "DeepSpeed accumulates from the first batch on, or not at all",
         "set `train.accumulator_epoch=0`",
         lambda cfg, asked: _deepspeed(asked) and cfg.train.accumulator_epoch > 0 and cfg.train.accumulator_factor > 1,
+    ),
+    Rule(
+        "train.accumulator_factor",
+        "model.module",
+        "accumulation, a task that steps its optimizers itself",
+        "Lightning cannot accumulate for it",
+        "set `train.accumulator_factor=1`",
+        lambda cfg, _: cfg.train.accumulator_factor > 1 and _steps_itself(cfg),
+    ),
+    Rule(
+        "train.gradient_clip",
+        "model.module",
+        "clipping, a task that steps its optimizers itself",
+        "Lightning cannot clip for it",
+        "call `self.clip_gradients` in its training_step, and set this to null",
+        lambda cfg, _: cfg.train.gradient_clip is not None and _steps_itself(cfg),
     ),
     Rule(
         "engine.precision",
@@ -368,7 +396,7 @@ def _value(cfg: Config, key: str, asked: Engine) -> str:
         return ", ".join(map(str, value))
     if isinstance(value, list):
         return "[" + ", ".join(map(str, value)) + "]"
-    return value.type if isinstance(value, Target) else line(value)
+    return value.type if isinstance(value, Target) else line(plain(value))
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from deeplightning.config.signature import Signature, Undecided
 from deeplightning.config.static.bindings import Broken, Module
 from deeplightning.config.static.docstrings import described, docstrings
 from deeplightning.config.static.logged import logged_names
+from deeplightning.config.static.manual import steps_itself
 from deeplightning.config.static.names import Absent, Failing, Kind, Names, Thing
 from deeplightning.config.static.signatures import Signatures
 
@@ -149,3 +150,7 @@ class Definition:
         if self.kind != "class":
             return set(), False
         return logged_names(self._names, self._thing)
+
+    def steps_itself(self) -> bool:
+        """Whether a task steps its optimizers itself, by what its `__init__` says."""
+        return self.kind == "class" and steps_itself(self._names, self._thing)
