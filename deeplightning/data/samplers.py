@@ -34,8 +34,8 @@ class BatchIndices(DistributedSampler):
         drop_last: leave out a last global batch that is not full.
 
     Attributes:
-        start: batches to leave out in the next iteration only, to go on in the middle of an epoch. `len()` does not
-            count it.
+        start: batches to leave out in this epoch, to go on in the middle of it; another epoch begins at 0. `len()` does
+            not count it.
 
     Raises:
         ValueError: if the batch size is not positive, or the rank not one of R.
@@ -59,10 +59,16 @@ class BatchIndices(DistributedSampler):
         self.start = 0
 
     def __iter__(self) -> Iterator[list[int]]:
-        # Not a generator: `start` is used up when the iterator is made, even if nobody takes its first batch.
-        start, self.start = self.start, 0
-        order = self._order()
+        # Not a generator: a later `set_epoch` does not change an iteration under way.
+        order, start = self._order(), self.start
         return (self._batch(order, step) for step in range(start, len(self)))
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begins an epoch; one that is under way goes on. A loader with workers makes two iterators for its first
+        (torch 2.15), so `start` holds for the epoch, not for an iteration."""
+        if epoch != self.epoch:
+            self.start = 0
+        super().set_epoch(epoch)
 
     def __len__(self) -> int:
         """Batches per process and epoch."""
