@@ -323,11 +323,9 @@ def _report(error: BaseException) -> int:
         cause, is_ours_to_tell = group.verdict(error, reason, 1 if code is None else code)
         if not is_ours_to_tell:
             return cause.exit_code
-        rank, place = f" [rank {cause.rank}]", f"{ranks.place_of(error)}: "
+        rank, place = f" [{cause.whose}]" if cause.whose else "", f"{ranks.place_of(error)}: "
         if isinstance(error, ranks.RankError) or cause.rank != group.rank or ranks.is_lost(error):
             code, notes = cause.exit_code, [cause.reason]
-        if code in ranks.INTERRUPTED.values():
-            rank = ""
     if code is None or os.environ.get("DEEPLIGHTNING_DEBUG") == "1":
         print(_redact("".join(traceback.format_exception(error))), file=sys.stderr)
     word = ("\x1b[31merror\x1b[0m" if sys.stderr.isatty() else "error") + rank

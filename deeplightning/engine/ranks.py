@@ -24,7 +24,7 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import FrameType
 
@@ -32,6 +32,8 @@ from deeplightning.config.fault import UserError
 from deeplightning.engine.plan import own_rank
 
 FOLDER, PARENT = "DEEPLIGHTNING_RANKS", "DEEPLIGHTNING_RANKS_PARENT"  # told to the processes that a launch starts
+PREFIX = "deeplightning-ranks-"
+OLD = 600.0  # seconds after which a folder without a living process is nobody's
 LOOK = 0.25  # seconds between two looks at the others
 SOON = 3.0  # seconds in which a process ends by itself that has lost another
 LATE = 30.0  # seconds that the end of a run may take, its last words to the tracker included
@@ -59,8 +61,13 @@ class Cause:
     reason: str
     exit_code: int
 
+    @property
+    def whose(self) -> str:
+        """The process, for a note; a signal is nobody's fault."""
+        return "" if self.exit_code in INTERRUPTED.values() else f"rank {self.rank}"
+
     def __str__(self) -> str:
-        return self.reason if self.exit_code in INTERRUPTED.values() else f"rank {self.rank}: {self.reason}"
+        return f"{self.whose}: {self.reason}".removeprefix(": ")
 
 
 class RankError(UserError):
@@ -194,7 +201,7 @@ class Ranks:
         cause = error.cause if isinstance(error, RankError) else Cause(self.rank, reason, exit_code)
         if cause.rank == self.rank:
             self.claim(cause)
-        self.end_children()
+        self.end_children(LATE / 3)  # this one's own end has its limit as well
         cause = self.first() or cause
         return cause, self._may_tell(cause)
 
@@ -330,7 +337,8 @@ class Ranks:
         cause = self.first() or cause
         self.end_children(0)
         if self._may_tell(cause):
-            print(f"error: {self.redact(str(cause))}", file=sys.stderr, flush=True)
+            word = f"error [{cause.whose}]" if cause.whose else "error"
+            print(f"{word}: {self.redact(cause.reason)}", file=sys.stderr, flush=True)
         error = RankError(cause)
         last_words = threading.Thread(target=self.end, args=(error,), daemon=True)
         last_words.start()
@@ -363,9 +371,8 @@ class Ranks:
         self.end_children(SOON)
         with contextlib.suppress(OSError):
             (self.folder / f"{self.rank}.pid").unlink()
-        with contextlib.suppress(OSError, ValueError):
-            if not any(_is_alive(int(path.read_text())) for path in self.folder.glob("*.pid")):
-                shutil.rmtree(self.folder, ignore_errors=True)
+        if not _members(self.folder):
+            shutil.rmtree(self.folder, ignore_errors=True)
 
     def _exit(self, code: int) -> None:
         import multiprocessing
@@ -399,7 +406,7 @@ def follow() -> None:
         elif not _is_alive(parent):
             os._exit(5)
     elif not parent and local is not None and os.environ.get("WORLD_SIZE", "1") != "1":
-        _take_part(own_rank(), _meeting_place())
+        _take_part(own_rank(), _meet())
 
 
 def begin(rank: int, starts_others: bool) -> Ranks:
@@ -408,33 +415,56 @@ def begin(rank: int, starts_others: bool) -> Ranks:
         found.rank = rank
         return found
     if starts_others:
-        folder = Path(tempfile.mkdtemp(prefix="deeplightning-ranks-"))
+        folder = Path(tempfile.mkdtemp(prefix=PREFIX))
         os.environ |= {FOLDER: str(folder), PARENT: str(os.getpid())}
     else:
-        folder = _meeting_place()
+        folder = _meet()
     return _take_part(rank, folder)
 
 
 def _take_part(rank: int, folder: Path, parent: int | None = None) -> Ranks:
     global _here
     _here = Ranks(rank, folder, parent)
+    _sweep()
     return _here
 
 
-def _meeting_place() -> Path:
-    """The folder of processes that know only the address at which they meet."""
+def meeting_place(environment: Mapping[str, str]) -> Path:
+    """The folder of processes that somebody else has started, and that know only the address at which they meet."""
     names = ["MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"]
     names += ["SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"]
-    address = " ".join(os.environ.get(name, "") for name in names)
+    address = " ".join(environment.get(name, "") for name in names)
     digest = hashlib.sha256(f"{os.getuid()} {address}".encode()).hexdigest()[:16]
-    folder = Path(tempfile.gettempdir()) / f"deeplightning-ranks-{digest}"
+    return Path(tempfile.gettempdir()) / f"{PREFIX}{digest}"
+
+
+def _meet() -> Path:
+    folder = meeting_place(os.environ)
     folder.mkdir(mode=0o700, exist_ok=True)
     if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-        return Path(tempfile.mkdtemp(prefix="deeplightning-ranks-"))  # somebody else's: this process is on its own
-    if not any(_is_alive(int(path.read_text() or 0)) for path in folder.glob("*.pid")):
+        return Path(tempfile.mkdtemp(prefix=PREFIX))  # somebody else's: this process is on its own
+    if not _members(folder):
         for path in folder.iterdir():  # of a launch that was killed whole
             path.unlink(missing_ok=True)
     return folder
+
+
+def _members(folder: Path) -> list[int]:
+    """The processes of a folder that are alive."""
+    found: list[int] = []
+    for path in folder.glob("*.pid"):
+        with contextlib.suppress(OSError, ValueError):
+            found.append(int(path.read_text()))
+    return [pid for pid in found if _is_alive(pid)]
+
+
+def _sweep() -> None:
+    """Removes the folders of launches of which every process was killed, so that none could."""
+    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+        with contextlib.suppress(OSError):
+            old = time.time() - folder.stat().st_mtime > OLD
+            if old and folder.stat().st_uid == os.getuid() and not _members(folder):
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def _is_alive(pid: int) -> bool:
@@ -444,6 +474,8 @@ def _is_alive(pid: int) -> bool:
         return False
     except PermissionError:
         return True
+    with contextlib.suppress(OSError):  # one that nobody has waited for yet has ended all the same
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
     return pid > 0
 
 

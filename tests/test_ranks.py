@@ -1,0 +1,356 @@
+"""One of several processes fails, dies or hangs: all end, the first cause is told once, the run is FAILED with it."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from commands import LONGEST, environment
+
+from deeplightning.engine.ranks import meeting_place
+
+FAULTY = '''\
+"""A user's own code."""
+
+import os
+import signal
+import time
+
+import pathlib
+
+import pytorch_lightning as pl
+import torch
+
+
+class NoSuchData(Exception):
+    exit_code = 3
+
+
+class At(pl.Callback):
+    """Does something at the start of the third batch in one process, or in all if that is none."""
+
+    def __init__(self, rank, what):
+        self.rank, self.what = rank, what
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if batch_idx == 2 and self.rank in (trainer.global_rank, None):
+            self.module = module
+            getattr(self, self.what)()
+
+    def fault(self):
+        raise KeyError("a fault of the user's")
+
+    def data(self):
+        raise NoSuchData("a picture cannot be read")
+
+    def kill(self):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def leave(self):
+        os._exit(7)
+
+    def sleep(self):
+        print("sleeps", flush=True)
+        time.sleep(1000)
+
+    def spoil(self):
+        with torch.no_grad():
+            next(self.module.parameters()).fill_(float("nan"))
+
+    def stop(self):
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+
+class Waits(At):
+    """Stops at the start of the third batch until a file is there."""
+
+    def __init__(self, until):
+        super().__init__(None, "wait")
+        self.until = pathlib.Path(until)
+
+    def wait(self):
+        print("waits", flush=True)
+        while not self.until.exists():
+            time.sleep(0.01)
+'''
+LINE = 1 + FAULTY.splitlines().index('        raise KeyError("a fault of the user\'s")')
+SLEEPS = 1 + FAULTY.splitlines().index("        time.sleep(1000)")
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory):
+    """A working directory with a user's code that fails."""
+    folder = tmp_path_factory.mktemp("here")
+    (folder / "faulty.py").write_text(FAULTY)
+    return folder
+
+
+def at(rank, what):
+    return f"train.callbacks=[{{type: faulty.At, params: {{rank: {rank}, what: {what}}}}}]"
+
+
+@pytest.fixture
+def start(jobs, tiny, here):
+    """`start(override, …)` starts a job of `ranks` processes; the folder in which they meet does not outlive them."""
+    folders = []
+
+    def run(*overrides, ranks=2, **variables):
+        with socket.socket() as made:
+            made.bind(("127.0.0.1", 0))
+            address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(made.getsockname()[1])} | variables
+        folders.append(meeting_place(address))
+        engine = (f"engine.processes={ranks}", "engine.backend=ddp")
+        return jobs.start("train", tiny, *engine, *overrides, cwd=here, ranks=ranks, **address)
+
+    yield run
+    assert not any(folder.exists() for folder in folders)
+
+
+@pytest.fixture
+def failing(start):
+    """`failing(override, …)` runs a job; all of its processes have ended within a minute, with the same exit code."""
+
+    def run(*overrides, code, **variables):
+        begun = time.monotonic()
+        outcome = start(*overrides, **variables).end()
+        assert time.monotonic() - begun < 60
+        assert {each.code for each in outcome.ranks} == {code}, outcome
+        return outcome
+
+    return run
+
+
+def told(outcome):
+    """What all processes say on stderr: one cause, with a traceback at most once."""
+    words = "".join(each.err for each in outcome.ranks or [outcome])
+    assert len(re.findall("^error", words, re.M)) == 1, outcome
+    assert words.count("Traceback") <= 1, outcome
+    return words
+
+
+@pytest.mark.parametrize(
+    ("rank", "ranks", "backend"),
+    [(0, 2, "ddp"), (1, 2, "ddp"), (2, 3, "ddp"), (1, 2, "fsdp"), (1, 2, "deepspeed_stage_2")],
+)
+def test_a_fault_in_one_process_is_told_once_and_fails_the_run(rank, ranks, backend, failing, tracked):
+    """Traceback and place of the user's code, by the process that failed; the reason of the run names it."""
+    failed = failing(at(rank, "fault"), f"engine.backend={backend}", ranks=ranks, code=1)
+    assert f"error [rank {rank}]: faulty.py:{LINE}: " in told(failed)
+    assert "Traceback" in failed.ranks[rank].err
+    run = tracked(failed.folder)
+    assert run.status == "FAILED"
+    named = f'rank {rank}: KeyError: "a fault of the user\'s" (faulty.py:{LINE})'
+    assert named in run.tags["failure"] or rank == 0
+    assert "KeyError" in run.tags["failure"]
+
+
+def test_a_fault_in_all_processes_is_told_by_one(failing, tracked):
+    """The same traceback would come from each."""
+    failed = failing(at("null", "fault"), code=1)
+    assert f"faulty.py:{LINE}: " in told(failed)
+    assert tracked(failed.folder).status == "FAILED"
+
+
+def test_an_error_that_has_an_exit_code_ends_all_with_it(failing, tracked):
+    """A note with the rank, no traceback; the run has the reason."""
+    failed = failing(at(1, "data"), code=3)
+    assert told(failed) == "error [rank 1]: a picture cannot be read\n"
+    assert tracked(failed.folder).tags["failure"].endswith("rank 1: a picture cannot be read")
+
+
+def test_a_config_that_only_lightning_finds_wrong_is_told_once(failing):
+    """Its exception becomes a note with exit code 2, whoever raised it first."""
+    failed = failing("train.early_stop={metric: nosuch}", code=2)
+    assert "train.early_stop.metric" in told(failed)
+
+
+def test_a_loss_that_is_no_number_in_one_process_ends_all(failing, tracked):
+    """Exit 5 with metric and step."""
+    failed = failing(at(1, "spoil"), code=5)
+    assert "error [rank 1]: train_loss is nan" in told(failed)
+    assert "train_loss is nan" in tracked(failed.folder).tags["failure"]
+
+
+@pytest.mark.parametrize("what", ["kill", "leave"])
+def test_a_process_that_dies_without_a_word_ends_the_others(what, start, tracked):
+    """Started by somebody else, who alone can know how it ended: the connection to it is gone, exit 5."""
+    failed = start(at(1, what)).end()
+    assert [each.code for each in failed.ranks] == [5, {"kill": -signal.SIGKILL, "leave": 7}[what]]
+    assert "error [rank 0]: a worker was lost" in told(failed)
+    run = tracked(failed.folder)
+    assert run.status == "FAILED"
+    assert "a worker was lost" in run.tags["failure"]
+
+
+def test_the_first_process_may_die_as_well(start):
+    """Of processes that somebody else has started the others end with 5."""
+    failed = start(at(0, "kill"), ranks=3).end()
+    assert [each.code for each in failed.ranks] == [-signal.SIGKILL, 5, 5]
+    assert "a worker was lost" in told(failed)
+
+
+def test_a_process_that_hangs_is_named_at_the_time_limit(failing, tracked):
+    """Rank, file and line where it stands, the limit and its key; exit 5."""
+    failed = failing("engine.params.timeout=12", at(1, "sleep"), code=5)
+    assert "waited in vain for 12 s, as long as engine.params.timeout allows" in told(failed)
+    assert f"rank 1 is at faulty.py:{SLEEPS}" in told(failed)
+    assert f"rank 1 is at faulty.py:{SLEEPS}" in tracked(failed.folder).tags["failure"]
+
+
+# ---- signals
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_to_one_process_ends_all_politely(number, code, start, tracked, tmp_path):
+    """All name the same signal, `last.ckpt` is saved, the run is KILLED."""
+    go = tmp_path / "go"
+    running = start(f"train.callbacks=[{{type: faulty.Waits, params: {{until: '{go}'}}}}]")
+    running.says("waits")
+    running.signal(number)
+    go.touch()
+    killed = running.end()
+    assert {each.code for each in killed.ranks} == {code}, killed
+    name = signal.Signals(number).name
+    assert told(killed) == f"error: interrupted by {name}\n"
+    run = tracked(killed.folder)
+    assert (run.status, run.tags["failure"]) == ("KILLED", f"Interrupted: interrupted by {name}")
+    assert (killed.folder / "last.ckpt").is_file()
+
+
+@pytest.mark.parametrize("signalled", [0, 1])
+def test_a_second_signal_ends_processes_that_wait_for_each_other(signalled, start, tracked):
+    """One hangs, the other is blocked in a collective: within seconds both have ended, and the run is KILLED."""
+    running = start(at(1, "sleep"))
+    running.ranks[1].says("sleeps")
+    for _ in range(2):
+        time.sleep(1)
+        running.signal(signal.SIGTERM, rank=signalled)
+    begun = time.monotonic()
+    killed = running.end()
+    assert time.monotonic() - begun < 20
+    assert {each.code for each in killed.ranks} == {143}, killed
+    assert "interrupted by SIGTERM" in told(killed)
+    assert tracked(killed.folder).status == "KILLED"
+
+
+@pytest.mark.slow
+def test_politeness_ends_after_half_a_minute(start, tracked):
+    """One signal to processes that wait for each other, and no second."""
+    running = start(at(1, "sleep"))
+    running.ranks[1].says("sleeps")
+    running.signal(signal.SIGTERM)
+    killed = running.end()
+    assert {each.code for each in killed.ranks} == {143}, killed
+    assert "interrupted by SIGTERM; after 3" in told(killed)
+    assert tracked(killed.folder).status == "KILLED"
+
+
+# ---- how the processes meet
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_port_in_use_is_named_at_once(ranks, jobs, tiny, here):
+    """Whoever starts the processes: exit 3, and what to do."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        engine = ("engine.processes=2", "engine.backend=ddp")
+        failed = jobs("train", tiny, *engine, cwd=here, ranks=ranks, MASTER_PORT=str(port))
+    assert {each.code for each in failed.ranks or [failed]} == {3}, failed
+    assert f"MASTER_PORT: port {port} is in use" in told(failed)
+
+
+@pytest.mark.parametrize("port", ["many", "0", "70000", "-1"])
+def test_a_port_that_is_none_is_named(port, failing):
+    """A whole number from 1 to 65535 is asked for."""
+    assert f"MASTER_PORT='{port}' is no port" in told(failing(code=3, MASTER_PORT=port))
+
+
+def test_an_address_that_is_not_known_is_named(jobs, tiny, here):
+    """Its name is looked up before anything waits."""
+    engine = ("engine.processes=2", "engine.backend=ddp")
+    failed = jobs("train", tiny, *engine, cwd=here, MASTER_ADDR="nowhere.invalid")
+    assert failed.code == 3
+    assert "MASTER_ADDR=nowhere.invalid" in told(failed)
+
+
+def test_more_processes_than_the_memory_has_room_for_are_not_started(jobs, tiny, here):
+    """Both figures are named, and nothing was started."""
+    failed = jobs("train", tiny, "engine.processes=100000", "engine.backend=ddp", cwd=here)
+    assert failed.code == 3
+    assert re.search(r"100000 processes need at least \d+ MiB each, and \d+ MiB are free", told(failed))
+
+
+# ---- processes that Lightning's launcher starts
+
+
+@pytest.fixture
+def launched(tiny, here, tmp_path):
+    """`launched(override, …)` starts a run of two processes in a fresh one; neither they nor their folder remain."""
+    started = []
+
+    def start(*overrides):
+        command = [sys.executable, "-m", "deeplightning", "train", tiny, "engine.processes=2", "engine.backend=ddp"]
+        output = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        variables = environment(TMPDIR=str(tmp_path))
+        run = subprocess.Popen([*command, *overrides], cwd=here, env=variables, start_new_session=True, **output)
+        started.append(run)
+        return run
+
+    yield start
+    for run in started:
+        assert ended(run.pid), "processes are left"
+    assert list(tmp_path.glob("deeplightning-ranks-*")) == []
+
+
+def ended(group, seconds=20):
+    """Whether all processes of a group end."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        try:
+            os.killpg(group, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.1)
+    os.killpg(group, signal.SIGKILL)
+    return False
+
+
+def test_a_launched_process_that_is_killed(launched, tracked):
+    """Its end is known: signal and rank, exit 5, the run FAILED with it."""
+    run = launched(at(1, "kill"))
+    out, err = run.communicate(timeout=LONGEST)
+    assert run.returncode == 5, err
+    assert "error [rank 1]: a worker was lost: the process was killed by SIGKILL" in err
+    assert len(re.findall("^error", err, re.M)) == 1
+    reason = tracked(folder(out)).tags["failure"]
+    assert "rank 1: a worker was lost: the process was killed by SIGKILL" in reason
+    assert tracked(folder(out)).status == "FAILED"
+
+
+def test_the_launcher_that_is_killed_takes_the_others_along(launched):
+    """They notice that it is gone, whatever they are doing."""
+    run = launched(at(0, "kill"))
+    run.communicate(timeout=LONGEST)
+    assert run.returncode == -signal.SIGKILL
+
+
+@pytest.mark.slow
+def test_a_launched_process_that_stands_still(launched, tracked):
+    """It cannot even say where it is; at the time limit it is killed."""
+    run = launched("engine.params.timeout=20", at(1, "stop"))
+    out, err = run.communicate(timeout=LONGEST)
+    assert run.returncode == 5, err
+    assert "error [rank 0]: waited in vain for 20 s" in err
+    assert "rank 1 does not answer" in err
+    assert tracked(folder(out)).status == "FAILED"
+
+
+def folder(out):
+    return Path(out.splitlines()[-1].removeprefix("Artifact storage path: "))
