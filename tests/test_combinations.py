@@ -11,6 +11,7 @@ from deeplightning.config.combinations import ENGINES, RULES, SETTINGS, engines,
 from deeplightning.configure import examine, load_config
 
 SLOW = pytest.mark.slow  # with ddp and one process other tests train; the stages differ little
+ANYWHERE = {"a schedule by steps", "a schedule by a metric", "`precision: 16`", "`compile`", "`deterministic`"}
 
 BASE = """\
 data: {module: {type: some_parts.anything}, batch_size: 4}
@@ -210,7 +211,12 @@ def test_the_manual_has_the_tables_that_decide():
 
 
 CELLS = [
-    pytest.param(setting, backend, id=f"{setting.words}, {name}", marks=[] if name in ("fsdp", "ZeRO 2") else [SLOW])
+    pytest.param(
+        setting,
+        backend,
+        id=f"{setting.words}, {name}",
+        marks=[SLOW] if setting.words in ANYWHERE or name not in ("fsdp", "ZeRO 2") else [],
+    )
     for setting in SETTINGS
     for name, backend in ENGINES.items()
 ]

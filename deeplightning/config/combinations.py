@@ -458,6 +458,8 @@ SETTINGS = [
         "a schedule by a metric",
         {"model.scheduler": Scheduler(type=f"{_SCHEDULES}.ReduceLROnPlateau", call=Call(monitor="val_loss"))},
     ),
+    Setting("`activation_checkpointing`", {"engine.activation_checkpointing": ["ReLU"]}),
+    Setting("`compile`", {"engine.compile": True}),
     Setting("`deterministic`", {"engine.deterministic": True}),
     Setting("`sync_batchnorm`", {"engine.sync_batchnorm": True}),
 ]
