@@ -9,6 +9,7 @@ import torch
 
 from deeplightning.config.fault import CheckpointError, Fault
 from deeplightning.engine.checkpoint_io import read_checkpoint
+from deeplightning.engine.sharded import whole_shapes
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking import resolve_run
 
@@ -39,11 +40,11 @@ class StartWeights(pl.Callback):
             self._weights = _read(self.path)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._fill(pl_module)
+        self._fill(trainer)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if trainer.state.fn == "validate" and trainer.ckpt_path is None:  # `num_epochs: 0`
-            self._fill(pl_module)
+            self._fill(trainer)
 
     def _find(self) -> Path:
         path = Path(self.name).expanduser()
@@ -55,18 +56,19 @@ class StartWeights(pl.Callback):
                 return path
         raise CheckpointError(Fault(f"{folder.path}: there are no weights in this folder", "model.init_from"))
 
-    def _fill(self, module: pl.LightningModule) -> None:
+    def _fill(self, trainer: pl.Trainer) -> None:
         weights, self._weights = self._weights, {}
         if not weights:
             return
-        ours = module.state_dict()
+        module = trainer.lightning_module
+        ours = whole_shapes(module)
         prefixes = ["", *(f"{name}." for name, _ in module.named_children())]
         prefix = max(prefixes, key=lambda start: sum(start + name in ours for name in weights))
         found = {prefix + name: tensor for name, tensor in weights.items()}
         fit = {name: t for name, t in found.items() if name in ours and ours[name].shape == t.shape}
         if not fit:
             raise CheckpointError(Fault(f"no tensor of {self.path} fits the network", "model.init_from"))
-        module.load_state_dict(fit, strict=False)
+        trainer.strategy.load_model_state_dict({"state_dict": fit}, strict=False)
         log.info("starts     from %d of %d tensors of %s", len(fit), len(weights), self.path)
         left = [name for name in {**ours, **found} if name not in fit]
         if left:

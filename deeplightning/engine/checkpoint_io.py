@@ -154,6 +154,7 @@ def _link(source: Path, target: Path) -> None:
     except OSError:
         shutil.copyfile(source, beside)
     beside.replace(target)
+    beside.unlink(missing_ok=True)  # still there where both were names of one file already
 
 
 def _folder_of(path: Path) -> Path:

@@ -17,6 +17,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
+from deeplightning.config.fault import ConfigError, Fault
 from deeplightning.engine.sharded import Sharded, Share, places, replace
 
 
@@ -38,8 +39,9 @@ class Fsdp(Sharded, ModelParallelStrategy):
         timeout: how long a process waits for the others.
 
     Raises:
-        ValueError: a dtype is unknown, or (when the run is set up) `wrap` matches no module, or the task itself has
-            parameters that no module of it holds.
+        ValueError: a dtype is unknown.
+        ConfigError: (when the run is set up) `wrap` names no module, or the task itself has parameters that no module
+            of it holds.
     """
 
     def __init__(
@@ -80,9 +82,12 @@ class Fsdp(Sharded, ModelParallelStrategy):
     def _shard(self, task: nn.Module) -> None:
         loose = [name for name, _ in task.named_parameters(recurse=False)]
         if loose:
-            raise ValueError(
-                f"fsdp shards modules, and {', '.join(loose)} of {type(task).__name__} belong to none: "
-                "put them into a module of their own, or use engine.backend=ddp"
+            raise ConfigError(
+                Fault(
+                    f"fsdp shards modules, and {', '.join(loose)} of {type(task).__name__} belong to none; "
+                    "put them into a module of their own, or use `engine.backend=ddp`",
+                    "engine.backend",
+                )
             )
         whole = [parameter.detach() for parameter in places(task)]
         for parameter, found in places(task).items():
@@ -107,15 +112,16 @@ class Fsdp(Sharded, ModelParallelStrategy):
     def _units(self, task: nn.Module) -> Iterator[nn.Module]:
         """Modules below the roots that are gathered by themselves, the inner ones first."""
         roots = set(_roots(task))
-        inner = [(n, m) for n, m in task.named_modules() if m not in roots and m is not task and _has_parameters(m)]
+        inner = {n: m for n, m in task.named_modules() if m is not task and m not in roots and _may_be_unit(m)}
         if isinstance(self.wrap, int):
-            chosen = [m for _, m in inner if sum(p.numel() for p in m.parameters()) >= self.wrap]
+            chosen = [m for m in inner.values() if sum(p.numel() for p in m.parameters()) >= self.wrap]
         else:
-            chosen = [m for n, m in inner if type(m).__name__ in self.wrap or n.split(".", 1)[-1] in self.wrap]
-            known = {type(m).__name__ for _, m in inner} | {n.split(".", 1)[-1] for n, _ in inner}
-            if unknown := [word for word in self.wrap if word not in known]:
-                some = ", ".join(sorted(known)[:12])
-                raise ValueError(f"wrap: no module is called, or is a, {unknown[0]}; there are {some}")
+            names = {n: {type(m).__name__, n, n.partition(".")[2]} for n, m in inner.items()}
+            chosen = [m for n, m in inner.items() if not names[n].isdisjoint(self.wrap)]
+            if unknown := set(self.wrap).difference(*names.values()):
+                some = ", ".join(sorted(set().union(*names.values()) - inner.keys() - {""})[:12])
+                message = f"no module inside the network is called, or is a, {min(unknown)}; there are {some or 'none'}"
+                raise ConfigError(Fault(message, "engine.params.wrap"))
         # A parameter that modules of two units have can belong to neither.
         found = places(task)
         for module in reversed(chosen):
@@ -153,13 +159,21 @@ class Fsdp(Sharded, ModelParallelStrategy):
         )
 
 
-def _roots(task: nn.Module) -> list[nn.Module]:
-    """The task's own modules that have parameters; metrics have none that learn."""
-    return [m for m in task.children() if _has_parameters(m) and not isinstance(m, Metric)]
+def _roots(module: nn.Module) -> list[nn.Module]:
+    """The outermost modules with parameters that can be sharded: a list of modules cannot, those in it can."""
+    found: list[nn.Module] = []
+    for child in module.children():
+        if _may_be_unit(child):
+            found.append(child)
+        elif not isinstance(child, Metric):
+            found += _roots(child)
+    return found
 
 
-def _has_parameters(module: nn.Module) -> bool:
-    return next(module.parameters(), None) is not None
+def _may_be_unit(module: nn.Module) -> bool:
+    """Whether a module has parameters, and a forward pass that `fully_shard` gathers them for; metrics do not learn."""
+    has_forward = type(module).forward is not nn.Module.forward
+    return has_forward and next(module.parameters(), None) is not None and not isinstance(module, Metric)
 
 
 def _share(parameter: Any) -> Share:

@@ -1,0 +1,283 @@
+"""Engines that shard hold a part of the tensors in each process, from the beginning on; their checkpoints are whole or
+not there."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from deeplightning.config.fault import CheckpointError
+from deeplightning.engine.checkpoint_io import copy_checkpoint, read_checkpoint, remove_checkpoint
+
+OWN = '''\
+"""Networks and callbacks of the tests of sharding."""
+
+import json
+import pathlib
+
+import pytorch_lightning as pl
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+
+class Wide(nn.Module):
+    """A network that notes how many bytes of parameters its process holds when it has been built."""
+
+    def __init__(self, note=None, tied=False):
+        super().__init__()
+        self.entry = nn.Linear(64, 256)
+        self.middle = nn.ModuleList([nn.Linear(256, 256) for _ in range(3)])
+        if tied:
+            self.middle[2].weight = self.middle[0].weight
+        self.head = nn.Linear(256, 10)
+        nn.init.constant_(self.head.bias, 0.5)
+        self.register_buffer("scale", torch.linspace(0.5, 1.5, 64))
+        if note is not None:
+            self.note(pathlib.Path(note))
+
+    def note(self, folder):
+        import os
+
+        held = sum(p.numel() * p.element_size() for p in self.parameters() if not p.is_meta)
+        (folder / f"built-{os.environ.get('LOCAL_RANK', 0)}").write_text(str(held))
+
+    def forward(self, images):
+        values = self.entry(images.flatten(1) * self.scale).relu()
+        for layer in self.middle:
+            values = layer(values).relu()
+        return self.head(values)
+
+
+class Weighs(pl.Callback):
+    """Notes the bytes of parameters and optimizer state that each process holds between two steps."""
+
+    def __init__(self, folder):
+        self.folder = pathlib.Path(folder)
+
+    def on_train_end(self, trainer, module):
+        bytes_of = lambda t: t.numel() * t.element_size()
+        local = lambda t: t.to_local() if isinstance(t, DTensor) else t
+        parameters = 0
+        for parameter in module.network.parameters():
+            parameters += bytes_of(local(parameter.data))
+            if hasattr(parameter, "ds_tensor"):
+                parameters += bytes_of(parameter.ds_tensor)
+        optimizer = trainer.optimizers[0]
+        optimizer = getattr(optimizer, "optimizer", optimizer)
+        kept = [v for state in optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+        states = sum(bytes_of(local(value)) for value in kept)
+        held = {"parameters": parameters, "state": states}
+        (self.folder / f"held-{trainer.global_rank}").write_text(json.dumps(held))
+
+
+class FullDisk(pl.Callback):
+    """From the second epoch on the disk of rank 1 is full."""
+
+    def on_train_epoch_start(self, trainer, module):
+        if trainer.current_epoch == 1 and trainer.global_rank == 1:
+            import deeplightning.engine.checkpoint_io as io
+
+            def full(number):
+                raise OSError(28, "No space left on device")
+
+            io.os.fsync = full
+'''
+
+WHOLE_BYTES = 4 * (64 * 256 + 256 + 3 * (256 * 256 + 256) + 256 * 10 + 10)
+ALL_SHARED = "engine.params={config: {zero_optimization: {stage3_param_persistence_threshold: 0}}}"
+SHARDING = {"fsdp": "engine.params={wrap: [Linear]}", "deepspeed_stage_3": ALL_SHARED}
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory):
+    """A working directory with the code above."""
+    folder = tmp_path_factory.mktemp("sharding")
+    (folder / "sharded_own.py").write_text(OWN)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(jobs, tiny, own, tmp_path_factory):
+    """`trained(engine, override, …)` is a run over two processes and the folder with its notes."""
+
+    def run(engine, *overrides, ranks=2, code=0):
+        notes = tmp_path_factory.mktemp("notes")
+        outcome = jobs(
+            "train",
+            tiny,
+            f"model.network={{type: sharded_own.Wide, params: {{note: '{notes}'}}}}",
+            "model.optimizer={type: torch.optim.Adam, params: {lr: 0.001}}",
+            f"train.callbacks=[{{type: sharded_own.Weighs, params: {{folder: '{notes}'}}}}]",
+            "train.num_epochs=1",
+            f"engine={{backend: {engine}, processes: {ranks}}}",
+            *overrides,
+            cwd=own,
+            ranks=ranks,
+        )
+        assert {code} == {each.code for each in outcome.ranks or [outcome]}, outcome
+        return outcome, notes
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def held(trained):
+    """`held(engine)` are a run and the notes of its processes; each runs once."""
+    done = {}
+
+    def run(engine):
+        if engine not in done:
+            outcome, notes = trained(engine, *([SHARDING[engine]] if engine in SHARDING else []))
+            of_rank = [json.loads((notes / f"held-{rank}").read_text()) for rank in (0, 1)]
+            built = [int((notes / f"built-{rank}").read_text()) for rank in (0, 1)]
+            done[engine] = outcome, of_rank, built
+        return done[engine]
+
+    return run
+
+
+@pytest.mark.parametrize("engine", ["fsdp", "deepspeed_stage_3"])
+def test_each_process_holds_a_part_of_the_parameters(engine, held):
+    """Of two processes each holds at most 60 % of the parameters' bytes; together they hold all."""
+    _, of_rank, _ = held(engine)
+    parameters = [notes["parameters"] for notes in of_rank]
+    assert max(parameters) <= 0.6 * WHOLE_BYTES
+    assert sum(parameters) >= WHOLE_BYTES
+
+
+@pytest.mark.parametrize("engine", ["fsdp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"])
+def test_each_process_holds_a_part_of_the_optimizers_state(engine, held):
+    """Adam keeps two numbers per parameter; each of two processes holds at most 60 % of them."""
+    _, of_rank, _ = held(engine)
+    states = [notes["state"] for notes in of_rank]
+    assert max(states) <= 0.6 * 2 * WHOLE_BYTES
+    assert sum(states) >= 2 * WHOLE_BYTES
+
+
+@pytest.mark.parametrize(
+    ("engine", "second"), [("fsdp", 0), ("deepspeed_stage_3", 0), ("deepspeed_stage_1", WHOLE_BYTES)]
+)
+def test_a_network_is_whole_on_one_process_only_if_it_is_to_be_shared(engine, second, held):
+    """Under fsdp and stage 3 the second process never holds the network, not even while it is built; stage 1, which
+    leaves parameters whole, builds it on both."""
+    _, _, built = held(engine)
+    assert built == [WHOLE_BYTES, second]
+
+
+@pytest.mark.parametrize("engine", ["fsdp", "deepspeed_stage_3"])
+def test_what_a_constructor_sets_reaches_every_process(engine, held):
+    """Weights that a network sets in its constructor after its layers are made, and its buffers, are in the checkpoint
+    as they are under one process."""
+    outcome, _, _ = held(engine)
+    found = weights_of(outcome.folder / "last.ckpt")
+    assert found["network.scale"].tolist() == torch.linspace(0.5, 1.5, 64).tolist()
+    assert float((found["network.head.bias"] - 0.5).abs().max()) < 0.1
+
+
+def weights_of(path):
+    return read_checkpoint(path)["state_dict"]
+
+
+@pytest.mark.parametrize("engine", ["fsdp", "deepspeed_stage_3"])
+def test_weights_that_two_layers_share_stay_shared(engine, trained):
+    """A network with tied weights ends as under ddp."""
+    tied = "model.network.params.tied=true"
+    expected, found = (weights_of(trained(name, tied)[0].folder / "last.ckpt") for name in ("ddp", engine))
+    assert torch.equal(found["network.middle.0.weight"], found["network.middle.2.weight"])
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("engine", ["fsdp", "deepspeed_stage_2", "deepspeed_stage_3"])
+def test_part_of_a_network_may_be_frozen(engine, trained):
+    """`trainable: head` leaves the rest as it was drawn, also after resuming; the head ends as under ddp."""
+    settings = ["model.trainable=head", "train.num_epochs=2"]
+    expected = weights_of(trained("ddp", *settings)[0].folder / "last.ckpt")
+    first, _ = trained(engine, *settings, "train.num_epochs=1")
+    resumed, _ = trained(engine, *settings, f"train.resume_ckpt='{first.folder}'")
+    found = weights_of(resumed.folder / "last.ckpt")
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("engine", ["fsdp", "deepspeed_stage_2", "deepspeed_stage_3"])
+def test_a_run_may_begin_with_other_weights(engine, held, trained):
+    """`model.init_from` fills sharded parameters; with no learning rate the run ends with them."""
+    before, _, _ = held("fsdp")
+    still = "model.optimizer={type: torch.optim.SGD, params: {lr: 0.0}}"
+    outcome, _ = trained(engine, still, f"model.init_from='{before.folder}'")
+    expected, found = weights_of(before.folder / "last.ckpt"), weights_of(outcome.folder / "last.ckpt")
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("wrap", ["[head]", "[entry, middle.1]", "60000"])
+def test_units_of_fsdp_are_classes_names_or_a_size(wrap, trained, held):
+    """However a network is cut into units, it learns the same."""
+    found = weights_of(trained("fsdp", f"engine.params={{wrap: {wrap}}}")[0].folder / "last.ckpt")
+    for name, tensor in weights_of(held("fsdp")[0].folder / "last.ckpt").items():
+        torch.testing.assert_close(found[name], tensor, atol=1e-6, rtol=1e-5)
+
+
+def test_a_unit_that_is_not_there_is_named(trained):
+    """Exit 2 with the word and those that there are."""
+    outcome, _ = trained("fsdp", "engine.params={wrap: [Liner]}", code=2)
+    (said,) = (rank.err for rank in outcome.ranks if rank.err)
+    assert "engine.params.wrap" in said
+    assert "is a, Liner; there are Linear, entry, head, middle.0" in said
+
+
+@pytest.fixture
+def sharded(held, tmp_path):
+    """A copy of a checkpoint in two pieces."""
+    outcome, _, _ = held("fsdp")
+    shutil.copytree(outcome.folder, tmp_path / "run")
+    return tmp_path / "run" / "last.ckpt"
+
+
+def test_a_missing_piece_is_named(sharded, trained):
+    """Reading says which of how many, and resuming ends with exit 4."""
+    piece = sorted((sharded.parent / "last.pieces").iterdir())[1]
+    piece.unlink()
+    with pytest.raises(CheckpointError, match=f"1 of its 2 pieces are missing: last.pieces/{piece.name}"):
+        read_checkpoint(sharded)
+    outcome, _ = trained("fsdp", f"train.resume_ckpt='{sharded}'", code=4)
+    assert piece.name in outcome.err
+    assert "Traceback" not in outcome.err
+
+
+def test_a_damaged_piece_is_named(sharded):
+    """A flipped bit in a piece is found."""
+    piece = sorted((sharded.parent / "last.pieces").iterdir())[0]
+    content = bytearray(piece.read_bytes())
+    content[len(content) // 2] ^= 1
+    piece.write_bytes(content)
+    with pytest.raises(CheckpointError, match=f"{piece.name}: damaged"):
+        read_checkpoint(sharded)
+
+
+def test_a_checkpoint_in_pieces_is_copied_and_removed_whole(sharded):
+    """A copy over another checkpoint reads alike; removing leaves no piece."""
+    target = sharded.with_name("best.ckpt")
+    expected = read_checkpoint(sharded)["state_dict"]
+    copy_checkpoint(sharded, target)
+    copy_checkpoint(sharded, target)
+    found = read_checkpoint(target)["state_dict"]
+    assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+    remove_checkpoint(sharded)
+    assert not sharded.exists()
+    assert not (sharded.parent / "last.pieces").exists()
+    assert len(list((sharded.parent / "best.pieces").iterdir())) == 2
+
+
+def test_a_full_disk_on_one_process_leaves_the_former_checkpoint(trained):
+    """Both processes end with exit 3, and the checkpoint of the first epoch is whole."""
+    outcome, _ = trained("fsdp", "train.callbacks=[{type: sharded_own.FullDisk}]", "train.num_epochs=3", code=3)
+    assert sum("No space left on device" in rank.err for rank in outcome.ranks) == 1
+    (folder,) = (
+        line.split(": ", 1)[1] for line in outcome.out.splitlines() if line.startswith("Artifact storage path")
+    )
+    found = read_checkpoint(Path(folder) / "last.ckpt")
+    assert found["epoch"] == 0
