@@ -5,11 +5,12 @@ from types import SimpleNamespace
 import pytest
 import sklearn.metrics
 import torch
+from torch import nn
 
 from deeplightning.config.fault import UserError
 from deeplightning.configure import init_module, load_config
 from deeplightning.task.errors import LabelError, MisfitError
-from deeplightning.task.metrics import Accuracy, SampleMean
+from deeplightning.task.metrics import Accuracy, InOwnPrecision, SampleMean
 
 # ---- metrics
 
@@ -220,3 +221,13 @@ def test_any_callable_is_a_network_an_optimizer_and_a_schedule(fit):
     assert isinstance(fitted.trainer.optimizers[0], torch.optim.RMSprop)
     assert fitted.seen.rates == pytest.approx([0.05] * 9)
     assert fitted.trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.005)
+
+
+def test_metrics_stay_precise_in_a_network_of_bf16():
+    """What is summed has 32 bits, whatever the network is cast to: 300 values of 1 make 300, not 256."""
+    metrics = InOwnPrecision({"loss": SampleMean()})
+    task = nn.ModuleDict({"metrics": metrics, "network": nn.Linear(1, 1)}).to(torch.bfloat16)
+    for _ in range(300):
+        metrics["loss"].update(torch.tensor(1.0), 1)
+    assert float(metrics["loss"].total) == 300
+    assert task["network"].weight.dtype == torch.bfloat16

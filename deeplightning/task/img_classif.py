@@ -13,7 +13,7 @@ from torchmetrics import Metric
 from deeplightning.config.target import build
 from deeplightning.image import ImageSpec
 from deeplightning.task.errors import LabelError, MisfitError
-from deeplightning.task.metrics import Accuracy, SampleMean
+from deeplightning.task.metrics import Accuracy, InOwnPrecision, SampleMean
 from deeplightning.task.optimize import freeze, optimizers
 
 Batch = dict[str, Tensor]
@@ -89,7 +89,7 @@ class ImageClassification(pl.LightningModule):
         named = model.loss if isinstance(model.loss, dict) else {"loss": model.loss}
         self.losses = nn.ModuleDict({name: build(loss) for name, loss in named.items()})
         self.weights = {name: loss.weight for name, loss in named.items()}
-        self.metrics = nn.ModuleDict({f"{stage}_stage": self._metrics() for stage in ("train", "val", "test")})
+        self.metrics = InOwnPrecision({f"{stage}_stage": self._metrics() for stage in ("train", "val", "test")})
         self._logged_step = -1
         self._counted: dict[str, dict[str, Any]] = {}  # of the epoch that a resumed run goes on in, over all processes
         self._confusion: Tensor | None = None

@@ -1,8 +1,20 @@
 """Means that are true over batches of any size and over processes. B batch, K classes."""
 
+from collections.abc import Callable
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import Metric
+
+
+class InOwnPrecision(nn.ModuleDict):
+    """Metrics that go along to a device and not to another precision: sums of bf16 numbers would stop growing.
+
+    torchmetrics guards `half()` and its kin, and not `to(torch.bfloat16)`, which Lightning casts networks by (1.9).
+    """
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "InOwnPrecision":
+        return super()._apply(lambda tensor: fn(tensor).to(tensor.dtype), recurse)
 
 
 class Accuracy(Metric):
