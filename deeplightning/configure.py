@@ -8,7 +8,10 @@ trainer.fit(task, data)
 
 from __future__ import annotations
 
+import json
+import os
 import secrets
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,10 +22,27 @@ from deeplightning.config.fault import Notice
 from deeplightning.config.report import Report
 from deeplightning.config.schema import Config, backend_of
 from deeplightning.config.target import build
-from deeplightning.engine.plan import settle, trainer_arguments
+from deeplightning.engine.plan import own_rank, settle, trainer_arguments
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
+
+
+DECIDED = "DEEPLIGHTNING_DECIDED"
+"""The environment variable in which rank 0 tells the processes that Lightning starts what it has decided, as JSON."""
+
+
+def decided(what: str, decide: Callable[[], Any]) -> Any:
+    """What one process must decide for all, a plain value: rank 0 does, and the processes that it starts take that.
+
+    Processes that somebody else starts (torchrun, Slurm) decide each for themselves; a run whose processes disagree
+    does not begin (see `deeplightning.callbacks.record.Record`).
+    """
+    known = json.loads(os.environ.get(DECIDED, "{}"))
+    if own_rank() == 0 or what not in known:
+        known[what] = decide()
+        os.environ[DECIDED] = json.dumps(known)
+    return known[what]
 
 
 def examine(path: str | Path, overrides: list[str] | None = None, *, importing: bool = False) -> Report:
@@ -43,7 +63,7 @@ def examine(path: str | Path, overrides: list[str] | None = None, *, importing: 
     report.add(*lacking, *(fault for rule, fault in broken if not rule.at_start))
     report.at_start += [fault for rule, fault in broken if rule.at_start]
     if cfg.seed is None:
-        cfg.seed = secrets.randbelow(2**31)
+        cfg.seed = decided("seed", lambda: secrets.randbelow(2**31))
         cfg.notices.append(Notice(f"seed: null → {cfg.seed} (drawn)", unasked=False, key="seed"))
     return report
 

@@ -14,7 +14,7 @@ from deeplightning.configure import init_module, init_trainer, load_config
 from deeplightning.engine.launch import all_ended, together
 from deeplightning.engine.plan import own_rank
 from deeplightning.runfolder import RunFolder
-from deeplightning.trained import checkpoint_of, export_run, find_checkpoint, keep_samples
+from deeplightning.trained import checkpoint_of, export_run, find_checkpoint, keep_samples, resumption
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
@@ -38,14 +38,15 @@ def launch(cfg: Config) -> RunFolder:
         show(dump(cfg.public()))
     for notice in cfg.notices or []:
         log.log(logging.WARNING if notice.unasked else logging.INFO, notice.text)
-    weights = find_checkpoint(cfg.train.resume_ckpt, cfg, to_go_on=True) if "train" in cfg.stages else None
+    goes_on = resumption(cfg) if "train" in cfg.stages and cfg.train.num_epochs != 0 else None
     data, task = init_module(cfg, "data"), init_module(cfg, "model")
     trainer = init_trainer(cfg)
     record = callback_of(trainer, Record)
+    record.resumption = goes_on
     together(trainer, cfg.redact, lambda error: _end(record, trainer, error))
     try:
         if "train" in cfg.stages:
-            _train(cfg, trainer, task, data, weights)
+            _train(cfg, trainer, task, data, goes_on.checkpoint if goes_on else None)
         for stage in ("validate", "test", "predict"):
             if stage in cfg.stages:
                 path = _weights_for(cfg, record, trained="train" in cfg.stages)
@@ -69,14 +70,13 @@ def _end(record: Any, trainer: pl.Trainer, error: BaseException | None = None) -
         record.fail(error)
     if record.opened and trainer.is_global_zero:
         print(f"Artifact storage path: {record.folder.path}", flush=True)
+    record.close()
 
 
 def _train(cfg: Config, trainer: pl.Trainer, task: Any, data: Any, weights: Path | None) -> None:
     if cfg.train.num_epochs == 0:
         _explained(trainer.validate, task, data, verbose=False)
         return
-    if weights:
-        log.info("resumes    %s", weights)
     _explained(trainer.fit, task, data, ckpt_path=weights)
 
 
@@ -138,6 +138,8 @@ def _quoted(path: Path) -> str:
 
 def _export_at_the_end(cfg: Config, task: Any, data: Any, record: Any) -> None:
     """Keeps some validation images, then exports the best weights, where the task knows how."""
+    if not record.has_learned and record.folder.bundle_card.exists():  # a finished run that was resumed
+        return
     if not hasattr(task, "inference_model") or getattr(task, "image_spec", None) is None:
         log.info("bundle     none: the task offers no inference_model, or its data no image_spec")
         return

@@ -1,6 +1,16 @@
 """The one place that names the files a run leaves. Standard library only."""
 
+import contextlib
+import itertools
+import json
+import os
+import re
 from pathlib import Path
+
+try:
+    import fcntl
+except ImportError:  # Windows has none: nobody holds a folder there
+    fcntl = None  # type: ignore[assignment]
 
 
 class RunFolder:
@@ -29,6 +39,41 @@ class RunFolder:
         """A checkpoint kept besides `last` and `best`."""
         return self.path / f"epoch={epoch}-step={step}.ckpt"
 
+    def checkpoints(self) -> list[Path]:
+        """The checkpoints that are there, in the order in which one goes on with them: the last, then by steps, the
+        latest first; `best.ckpt` without `best.json` comes at the end."""
+        kept = {path: int(found[1]) for path in self.path.glob("*.ckpt") if (found := _KEPT.fullmatch(path.name))}
+        if self.best.is_file():
+            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+                kept[self.best] = -1
+                kept[self.best] = int(json.loads(self.best_score.read_text())["step"])
+        last = [self.last] if self.last.is_file() else []
+        return last + sorted(kept, key=lambda path: kept[path], reverse=True)
+
+    def former(self, path: Path) -> Path:
+        """Where a file of the run is kept when another takes its place: `cfg.yaml` as `cfg.1.yaml`, then
+        `cfg.2.yaml`."""
+        taken = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))
+        return next(candidate for candidate in taken if not candidate.exists())
+
+    def unfinished(self) -> list[Path]:
+        """What processes that were killed while they wrote have left; not to be asked while one writes."""
+        return [path for path in self.path.glob(".*") if _UNFINISHED.fullmatch(path.name)]
+
+    def hold(self) -> "Hold | None":
+        """Claims the folder for this process until the hold is released or the process ends, however it ends; None: a
+        process that runs has it. The folder must be there."""
+        descriptor = os.open(self.path, os.O_RDONLY)
+        if fcntl is not None:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(descriptor)
+                return None
+            except OSError:  # a file system without locks
+                pass
+        return Hold(descriptor)
+
     def log(self, rank: int) -> Path:
         """What one process said."""
         return self.path / "logs" / f"rank_{rank}.log"
@@ -43,6 +88,42 @@ class RunFolder:
 
     def __repr__(self) -> str:
         return f"RunFolder({str(self.path)!r})"
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Writes a file whole or not at all: beside it, then renamed."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    beside.write_text(text)
+    beside.replace(path)
+
+
+class Hold:
+    """A claim on a folder. Forked processes, such as the workers of a loader, let go of it, or it would outlive us."""
+
+    def __init__(self, descriptor: int):
+        self._descriptor: int | None = descriptor
+        _held.add(self)
+
+    def release(self) -> None:
+        """Gives the folder free; a second time does nothing."""
+        _held.discard(self)
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+
+_held: set[Hold] = set()
+_UNFINISHED = re.compile(r"\..+\.(\d+|partial)")
+_KEPT = re.compile(r"epoch=\d+-step=(\d+)\.ckpt")
+
+
+def _release_all() -> None:
+    for hold in list(_held):
+        hold.release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_release_all)
 
 
 def _short(stage: str) -> str:

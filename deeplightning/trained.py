@@ -1,19 +1,26 @@
-"""What a run has left is found again: its weights, its task, and the bundle made of them."""
+"""What a run has left is found again: where training goes on, its weights, its task, and the bundle made of them."""
+
+from __future__ import annotations
 
 import logging
+from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deeplightning import __version__
-from deeplightning.config.fault import CheckpointError
+from deeplightning.config.fault import CheckpointError, ConfigError
 from deeplightning.config.schema import Config
 from deeplightning.config.source import read
-from deeplightning.config.tree import plain
-from deeplightning.configure import init_module, load_config
+from deeplightning.config.tree import dump, plain
+from deeplightning.configure import decided, init_module, load_config
+from deeplightning.engine.plan import own_rank
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking import resolve_run
 from deeplightning.tracking.store import locate
+
+if TYPE_CHECKING:
+    from deeplightning.callbacks.record import Resumption
 
 log = logging.getLogger("deeplightning")
 
@@ -21,25 +28,166 @@ SAMPLES = 16  # validation images kept in the run folder, to prove an export wit
 ON_ONE_PROCESS = ["engine.gpus=null", "engine.processes=1", "engine.backend=null", "engine.params={}"]
 
 
+def resumption(cfg: Config) -> Resumption:
+    """Where `train.resume_ckpt` says that training goes on, and whether in the same run.
+
+    Rank 0 decides, and processes that it starts are told the checkpoint; others find it themselves. Which run goes on
+    concerns rank 0 alone.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it is damaged; `auto` takes another instead.
+        SetupError: the tracking store cannot be asked.
+    """
+    from deeplightning.callbacks.record import Resumption
+
+    found: dict[str, Resumption] = {}
+
+    def decide() -> str | None:
+        found["ours"] = _decide(cfg)
+        return str(found["ours"].checkpoint) if found["ours"].checkpoint else None
+
+    path = decided("train.resume_ckpt", decide)
+    return found.get("ours") or Resumption(checkpoint=Path(path) if path else None)
+
+
+def _decide(cfg: Config) -> Resumption:
+    from deeplightning.callbacks.record import Resumption
+    from deeplightning.engine.checkpoint_io import read_checkpoint
+
+    name = cfg.train.resume_ckpt
+    if name is None:
+        return Resumption()
+    if name == "auto":
+        return _newest_whole(cfg)
+    path = find_checkpoint(name, cfg, to_go_on=True)
+    assert path is not None
+    try:
+        return _from(path, read_checkpoint(path), cfg)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}. The newest whole checkpoint: train.resume_ckpt=auto") from None
+
+
+def _newest_whole(cfg: Config) -> Resumption:
+    """What `auto` means: the newest checkpoint that can be read; a run that ended before its first begins again."""
+    from deeplightning.callbacks.record import Resumption
+    from deeplightning.engine.checkpoint_io import read_checkpoint
+
+    uri, empty = cfg.logger.params.get("tracking_uri", "mlruns"), None
+    for folder in _runs_of(cfg):
+        for path in folder.checkpoints():
+            try:
+                return _from(path, read_checkpoint(path), cfg)
+            except CheckpointError as error:
+                log.warning("resumes    not this one: %s", error)
+        if empty is None and not folder.checkpoints() and _is_same(cfg, folder):
+            empty = folder
+    if own_rank() == 0 and empty is not None and (hold := empty.hold()) is not None:
+        run_id = empty.path.parent.name
+        if not _refusal(cfg, run_id, empty.path):
+            note = f"resumes    nothing: the run {run_id} ended before its first checkpoint, and begins again"
+            return Resumption(run_id=run_id, folder=empty.path, hold=hold, notes=[note])
+        hold.release()
+    return Resumption(notes=[f"resumes    nothing: there is no run of this experiment in {uri} yet"])
+
+
+def _from(path: Path, checkpoint: Mapping[str, Any], cfg: Config) -> Resumption:
+    """Training goes on from a checkpoint: in its run where that is possible."""
+    from deeplightning.callbacks.record import Resumption
+    from deeplightning.engine.checkpoint_io import read_checkpoint
+
+    if own_rank() != 0:
+        return Resumption(path)
+    folder, run_id = RunFolder(path.parent), (checkpoint.get("run") or {}).get("id")
+    position = f"step {checkpoint['global_step']}, epoch {checkpoint['epoch'] + 1}"
+    why, hold = None, None
+    if run_id is None:
+        why = "the checkpoint names no run"
+    elif path.name not in [known.name for known in folder.checkpoints()]:
+        why = f"{path.name} is no name of a checkpoint of ours"
+    elif path != folder.last and folder.last.is_file():
+        try:
+            if read_checkpoint(folder.last)["global_step"] > checkpoint["global_step"]:
+                why = f"{folder.last.name} goes further"
+        except CheckpointError:
+            pass  # then this is how far the run has come
+    why = why or _refusal(cfg, str(run_id), path.parent)
+    if why is None and (hold := folder.hold()) is None:
+        why = f"a process is at work on the run {run_id}"
+    notes = [f"resumes    {path} ({position})", f"run        {f'its own: {why}' if why else f'{run_id} goes on'}"]
+    inexact = _inexact(checkpoint, cfg)
+    if why:
+        return Resumption(path, notes=notes, inexact=inexact)
+    owed = checkpoint.get("points", [])
+    return Resumption(path, run_id, path.parent, owed, hold, notes, inexact)
+
+
+def _refusal(cfg: Config, run_id: str, folder: Path) -> str | None:
+    from deeplightning.tracking.build import refusal
+
+    return refusal(cfg.logger.type, cfg.logger.params, run_id, folder)
+
+
+def _is_same(cfg: Config, folder: RunFolder) -> bool:
+    """Whether a run was started with the same config, but for what it goes on from and its stages."""
+    theirs, ours = plain(read(folder.config).root), cfg.public()
+    if theirs["train"]["resume_ckpt"] is not None:
+        return False
+    ours["train"]["resume_ckpt"] = None
+    return dump(theirs | {"stages": None}) == dump(ours | {"stages": None})
+
+
+def _inexact(checkpoint: Mapping[str, Any], cfg: Config) -> str:
+    """Why a run that goes on from a checkpoint will not end bit for bit like an uninterrupted one; "": it will."""
+    from deeplightning.callbacks.record import engine_of, versions
+
+    reasons = []
+    for section, ours, why in (
+        ("engine", engine_of(cfg), "numbers are added in another order or rounded otherwise"),
+        ("versions", versions(), "other code computes"),
+    ):
+        theirs = checkpoint.get(section, ours)
+        changed = [f"{name} {theirs.get(name)} → {value}" for name, value in ours.items() if theirs.get(name) != value]
+        reasons += [f"{section} {', '.join(changed)} ({why})"] if changed else []
+    theirs, ours = dict(_learning(checkpoint.get("config") or cfg.public())), dict(_learning(cfg.public()))
+    changed = [
+        f"{key} {theirs.get(key)} → {ours.get(key)}" for key in {**theirs, **ours} if theirs.get(key) != ours.get(key)
+    ]
+    if changed:
+        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+        reasons.append(f"{', '.join(changed[:3])}{more} (something else is learned)")
+    if checkpoint.get("accumulating"):
+        reasons.append("the checkpoint is of the middle of an accumulation (its gradients are lost)")
+    if cfg.engine.gpus is not None and not cfg.engine.deterministic:
+        reasons.append("engine.deterministic is false (kernels of a GPU add in any order)")
+    return "; ".join(reasons)
+
+
+def _learning(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What of a config decides over each step, by its key."""
+    train = {key: settings["train"].get(key) for key in ("accumulator_epoch", "accumulator_factor", "gradient_clip")}
+    for section, values in {"data": settings["data"], "model": settings["model"], "train": train}.items():
+        for key, value in values.items():
+            if (section, key) not in (("data", "num_workers"), ("data", "root")):
+                yield f"{section}.{key}", value
+    yield "seed", settings["seed"]
+
+
 def find_checkpoint(name: str | None, cfg: Config, to_go_on: bool = False) -> Path | None:
-    """The checkpoint file that a config names: a path, RUN, or `last`, `best`, `auto` of the experiment's newest run.
+    """The checkpoint file that a config names: a path, RUN, or `last`, `best` of the experiment's newest run.
 
     Of a RUN it is the best, or the last where training is `to_go_on`.
 
     Raises:
-        CheckpointError: there is none; `auto` then gives None instead.
+        CheckpointError: there is none.
     """
     if name is None:
         return None
     uri = cfg.logger.params.get("tracking_uri", "mlruns")
     if name in ("auto", "last", "best"):
         file = "best.ckpt" if name == "best" else "last.ckpt"
-        folder = _newest(cfg, file)
-        if folder is not None:
-            return folder.path / file
-        if name == "auto":
-            log.info("resumes    nothing: there is no run of this experiment in %s yet", uri)
-            return None
+        for folder in _runs_of(cfg):
+            if (folder.path / file).is_file():
+                return folder.path / file
         raise CheckpointError(f"{name}: no run of this experiment in {uri} has a {file}")
     path = Path(name).expanduser()
     if path.is_file() or path.suffix == ".ckpt":
@@ -50,17 +198,26 @@ def find_checkpoint(name: str | None, cfg: Config, to_go_on: bool = False) -> Pa
     return folder.last if to_go_on and folder.last.exists() else checkpoint_of(folder)
 
 
-def _newest(cfg: Config, file: str) -> RunFolder | None:
-    """The run of the config's experiment and store that began last and has a file of that name."""
-    root = locate(cfg.logger.params.get("tracking_uri", "mlruns")).artifact_root
-    folders = [RunFolder(path.parent) for path in (root.glob(f"*/*/artifacts/{file}") if root else [])]
+def _runs_of(cfg: Config) -> list[RunFolder]:
+    """The runs of the config's experiment and store that have a config, the one that began last first."""
+    store = locate(cfg.logger.params.get("tracking_uri", "mlruns"))
+    root = store.artifact_root
+    # Runs that a server keeps have their folders where the launch was.
+    paths = root.glob("*/*/artifacts/cfg.yaml") if root else Path("runs").glob("*/cfg.yaml")
     # By the start of the run: a resumed one begins with the checkpoints of its forerunner.
-    begun = [(folder.config.stat().st_mtime_ns, folder) for folder in folders if folder.config.is_file()]
-    for _, folder in sorted(begun, key=lambda entry: entry[0], reverse=True):
-        params = plain(read(folder.config).root)["logger"]["params"]
-        if params.get("experiment_name", "Default") == cfg.logger.params.get("experiment_name", "Default"):
-            return folder
-    return None
+    begun = sorted(((path.stat().st_mtime_ns, path) for path in paths), reverse=True)
+    return [RunFolder(path.parent) for _, path in begun if _experiment(path) == _names(cfg.logger.params)]
+
+
+def _experiment(config: Path) -> Any:
+    try:
+        return _names(plain(read(config).root)["logger"]["params"])
+    except (ConfigError, KeyError, TypeError):  # not ours, or damaged
+        return None
+
+
+def _names(params: Mapping[str, Any]) -> str:
+    return params.get("experiment_name", "Default")
 
 
 def checkpoint_of(folder: RunFolder) -> Path:

@@ -1,21 +1,20 @@
 """What is kept of the weights: `last.ckpt` to go on from, `best.ckpt` by a metric, and the next best."""
 
-import contextlib
 import json
 import logging
 import math
-import os
-import shutil
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import Checkpoint as LightningCheckpoint
+from pytorch_lightning.callbacks import EarlyStopping
 
-from deeplightning.callbacks.record import Interrupted, Record
-from deeplightning.config.fault import ConfigError, Fault
+from deeplightning.callbacks.record import Interrupted, Record, between_steps, epoch_is_over
+from deeplightning.config.fault import CheckpointError, ConfigError, Fault
 from deeplightning.config.schema import Checkpoint
-from deeplightning.runfolder import RunFolder
+from deeplightning.engine.checkpoint_io import copy_checkpoint, read_checkpoint, remove_checkpoint
+from deeplightning.runfolder import RunFolder, write_whole
 
 log = logging.getLogger("deeplightning")
 
@@ -25,6 +24,8 @@ class Checkpoints(LightningCheckpoint):
 
     The best is `best.ckpt`, with `best.json` beside it (metric, value, epoch, step, file); the others of the best k are
     `epoch=E-step=S.ckpt`. A value that is not a number is never best; of equal values the first stays.
+
+    `last.ckpt` is saved between two optimizer steps only: gradients that wait for theirs are in no checkpoint.
     """
 
     def __init__(self, settings: Checkpoint, record: Record):
@@ -33,7 +34,7 @@ class Checkpoints(LightningCheckpoint):
         self._loaded: list[dict[str, Any]] | None = None
         self._plateaus: dict[str, float] = {}
         self._due = self._validating = False
-        self._saved_step = -1
+        self._saved_step = self._began_at = -1  # optimizer steps
         self._validated = False
         self._marks: set[int] = set()
 
@@ -50,6 +51,7 @@ class Checkpoints(LightningCheckpoint):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._take_over(trainer)  # strategies that shard load their checkpoint only after `on_fit_start`
         self._find_marks(trainer)
+        self._began_at = trainer.global_step
         plateaus, self._plateaus = self._plateaus, {}
         for number, value in plateaus.items():
             scheduler: Any = trainer.lr_scheduler_configs[int(number)].scheduler
@@ -74,12 +76,12 @@ class Checkpoints(LightningCheckpoint):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         every, step = self.settings.every_n_steps, trainer.global_step
-        due = every is not None and step % every == 0 and step != self._saved_step
+        due = every is not None and step % every == 0 and step not in (self._began_at, self._saved_step)
         if due or batch_idx + 1 in self._marks or step == trainer.max_steps:
-            if _epoch_is_over(trainer):
-                self._due = True  # when it has been validated: Lightning 2.6 would not do that after resuming from here
-            else:
-                self._save_last(trainer)
+            self._due = True
+        # Behind the last batch when it has been validated: Lightning 2.6 would not do that after resuming from here.
+        if self._due and between_steps(trainer) and not epoch_is_over(trainer):
+            self._save_last(trainer)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._validating = trainer.state.fn == "fit"
@@ -94,7 +96,7 @@ class Checkpoints(LightningCheckpoint):
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._judge(trainer)
-        if not _epoch_is_over(trainer):
+        if not epoch_is_over(trainer):
             return  # stopped inside the epoch: a checkpoint from here would count it as whole
         if trainer.fit_loop.restarting:
             # Lightning 2.6 leaves it out where it resumed in the epoch
@@ -113,7 +115,7 @@ class Checkpoints(LightningCheckpoint):
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """An interrupted run can go on from where it was."""
         polite = isinstance(exception, Interrupted) and not exception.at_once
-        if polite and trainer.state.fn == "fit" and self.record.opened:
+        if polite and trainer.state.fn == "fit" and self.record.opened and between_steps(trainer):
             self._save_last(trainer)
 
     # ---- what
@@ -122,7 +124,7 @@ class Checkpoints(LightningCheckpoint):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         """Notes what Lightning 2.6 forgets when it resumes: a step of schedulers that follow a metric, which is to come
-        after this, and a validation that was not finished."""
+        after this, and a validation that was not finished. That a run was stopped early its callback's state says."""
         epoch: Any = trainer.fit_loop.epoch_progress.current
         if epoch.completed < epoch.processed == epoch.ready and not trainer.fit_loop.restarting:
             checkpoint["plateaus"] = {str(number): value for number, _, value in _by_metrics(trainer)}
@@ -132,6 +134,13 @@ class Checkpoints(LightningCheckpoint):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
         self._plateaus, self._validating = checkpoint.get("plateaus", {}), checkpoint.get("validating", False)
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            state = checkpoint.get("callbacks", {}).get(callback.state_key)
+            if isinstance(callback, EarlyStopping) and state and trainer.state.fn == "fit":
+                by_patience = state["wait_count"] >= state["patience"]
+                state["patience"] = callback.patience  # the config's, which may have changed
+                by_more = state["stopped_epoch"] > 0 and not by_patience
+                trainer.should_stop |= by_more or state["wait_count"] >= callback.patience
 
     def _save_last(self, trainer: pl.Trainer) -> None:
         self._saved_step, self._due = trainer.global_step, False
@@ -151,12 +160,20 @@ class Checkpoints(LightningCheckpoint):
         if not math.isfinite(value):
             log.warning("%s is %s after epoch %d: not kept as best", name, value, trainer.current_epoch)
             return
+        entry: dict[str, Any] = {
+            "metric": name,
+            "value": value,
+            "epoch": trainer.current_epoch,
+            "step": trainer.global_step,
+        }
+        if any(entry.items() <= known.items() for known in self.kept):
+            return  # it was kept before the run was killed
         sign = 1 if self.settings.mode == "min" else -1
-        place = sum(sign * entry["value"] <= sign * value for entry in self.kept)
-        if place >= self.settings.save_top_k:
-            return
-        entry = {"metric": name, "value": value, "epoch": trainer.current_epoch, "step": trainer.global_step}
-        self._keep(trainer, entry, place)
+        place = sum(sign * known["value"] <= sign * value for known in self.kept)
+        if place < self.settings.save_top_k:
+            self._keep(trainer, entry, place)
+        elif trainer.is_global_zero:  # killed between keeping a better one and removing this
+            remove_checkpoint(self.record.folder.checkpoint(entry["epoch"], entry["step"]))
 
     def _keep(self, trainer: pl.Trainer, entry: dict[str, Any], place: int) -> None:
         folder = self.record.folder
@@ -164,7 +181,7 @@ class Checkpoints(LightningCheckpoint):
             former = self.kept[0]
             former["file"] = folder.checkpoint(former["epoch"], former["step"]).name
             if trainer.is_global_zero:
-                _copy(folder.best, folder.path / former["file"])
+                copy_checkpoint(folder.best, folder.path / former["file"])
         target = folder.best if place == 0 else folder.checkpoint(entry["epoch"], entry["step"])
         self.kept.insert(place, {**entry, "file": target.name})
         surplus = self.kept[self.settings.save_top_k :]
@@ -174,12 +191,9 @@ class Checkpoints(LightningCheckpoint):
             return
         for old in surplus:
             if old["file"] != folder.best.name:
-                (folder.path / old["file"]).unlink(missing_ok=True)
+                remove_checkpoint(folder.path / old["file"])
         if place == 0:
-            text = json.dumps(self.kept[0], indent=1)
-            beside = folder.best_score.with_name(f".{folder.best_score.name}.{os.getpid()}")
-            beside.write_text(text)
-            beside.replace(folder.best_score)
+            write_whole(folder.best_score, json.dumps(self.kept[0], indent=1))
 
     def state_dict(self) -> dict[str, Any]:
         return {"kept": [dict(entry) for entry in self.kept]}
@@ -188,34 +202,46 @@ class Checkpoints(LightningCheckpoint):
         self._loaded = [dict(entry) for entry in state_dict["kept"]]
 
     def _take_over(self, trainer: pl.Trainer) -> None:
-        """Puts the checkpoints of the run that goes on into this run's folder: what it may not surpass, and what it has
-        if it ends before its first own."""
+        """Finds out which of the best are there, and puts them and the last into this run's folder if they are not:
+        what the run may not surpass, and what it has if it ends before its first own."""
         if self._loaded is None or trainer.ckpt_path is None:
             return
         (loaded, self._loaded), source = (self._loaded, None), Path(trainer.ckpt_path).absolute()
         former, folder = RunFolder(source.parent), self.record.folder
-        # Later epochs than the checkpoint's may have replaced the best that it knew.
-        known = [
-            entry
-            for entry in loaded
-            if entry["metric"] == self.settings.monitor
-            and (former.path / entry["file"]).is_file()
-            and (entry["file"] != former.best.name or _score(former) == entry)
-        ]
-        if known and known[0]["file"] == former.best.name:
-            self.kept = known[: self.settings.save_top_k]
-        if former.path == folder.path or not trainer.is_global_zero:
+        goes_on = former.path == folder.path
+        if trainer.is_global_zero:
+            self.kept = self._still_there(former, loaded, goes_on)
+        self.kept = trainer.strategy.broadcast(self.kept)
+        if not trainer.is_global_zero:
             return
-        _copy(source, folder.last)
-        for entry in self.kept:
-            _copy(former.path / entry["file"], folder.path / entry["file"])
+        if not goes_on:
+            copy_checkpoint(source, folder.last)
+            for entry in self.kept:
+                copy_checkpoint(former.path / entry["file"], folder.path / entry["file"])
         if self.kept:
-            _copy(former.best_score, folder.best_score)
+            write_whole(folder.best_score, json.dumps(self.kept[0], indent=1))
 
+    def _still_there(self, former: RunFolder, loaded: list[dict[str, Any]], goes_on: bool) -> list[dict[str, Any]]:
+        """The best k that a checkpoint knew, as far as their files are there.
 
-def _epoch_is_over(trainer: pl.Trainer) -> bool:
-    progress = trainer.fit_loop.epoch_loop.batch_progress
-    return bool(progress.is_last_batch or progress.current.ready >= trainer.num_training_batches)
+        Between the checkpoint and the end of the process later ones may have replaced the best. Where the run goes on,
+        they are its own: it will come to them again. Elsewhere they are of another course of things.
+        """
+        try:
+            best = read_checkpoint(former.best)["callbacks"][self.state_key]["kept"][0]
+        except (CheckpointError, KeyError, IndexError):
+            return []
+        best = {**best, "file": former.best.name}
+        if best["metric"] != self.settings.monitor or not (goes_on or best in loaded):
+            return []
+        others = [
+            {**entry, "file": former.checkpoint(entry["epoch"], entry["step"]).name}
+            for entry in loaded
+            if entry["metric"] == self.settings.monitor and entry["step"] != best["step"]
+        ]
+        return [best, *(entry for entry in others if (former.path / entry["file"]).is_file())][
+            : self.settings.save_top_k
+        ]
 
 
 def _by_metrics(trainer: pl.Trainer) -> list[tuple[int, Any, float]]:
@@ -228,21 +254,3 @@ def _by_metrics(trainer: pl.Trainer) -> list[tuple[int, Any, float]]:
         and (trainer.current_epoch + 1) % config.frequency == 0
         and config.monitor in trainer.callback_metrics
     ]
-
-
-def _score(folder: RunFolder) -> Any:
-    """What `best.json` says."""
-    try:
-        return json.loads(folder.best_score.read_text())
-    except (OSError, ValueError):
-        return None
-
-
-def _copy(source: Path, target: Path) -> None:
-    """A second name for the same checkpoint, or a copy where the file system has no links."""
-    target.unlink(missing_ok=True)
-    try:
-        os.link(source, target)
-    except OSError:
-        with contextlib.suppress(FileNotFoundError):
-            shutil.copyfile(source, target)

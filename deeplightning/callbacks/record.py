@@ -1,19 +1,29 @@
-"""The record of a run: its folder, the config as it ran, the machine, the parameters, and how it ended."""
+"""The record of a run: its folder, the config as it ran, the machine, the parameters, and how it ended; whether it goes
+on with a run that was there, and what a checkpoint says of all that."""
 
 import json
 import logging
-from collections.abc import Mapping
+import platform
+import re
+import shutil
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
+import torch
 from pytorch_lightning.loggers import Logger
 
-from deeplightning.config.fault import SetupError
+from deeplightning import __version__
+from deeplightning.config.fault import ConfigError, SetupError
 from deeplightning.config.schema import Config
-from deeplightning.config.tree import dump
-from deeplightning.runfolder import RunFolder
-from deeplightning.tracking.build import end, publish, run_folder
+from deeplightning.config.source import read
+from deeplightning.config.tree import dump, plain
+from deeplightning.engine.plan import world_size
+from deeplightning.runfolder import Hold, RunFolder, write_whole
+from deeplightning.tracking.build import end, go_on, publish, run_folder
 from deeplightning.tracking.environment import describe, git_diff
 
 log = logging.getLogger("deeplightning")
@@ -28,6 +38,36 @@ class Interrupted(Exception):
         self.at_once = at_once
 
 
+@dataclass(frozen=True)
+class Resumption:
+    """Where training goes on from, and in which run.
+
+    Attributes:
+        checkpoint: absolute; None: from the start.
+        run_id: the run of the tracker that goes on; None: one of its own.
+        folder: of the run that goes on.
+        owed: points that this run has said and its store may lack: (name, value, milliseconds since 1970, step).
+        hold: the claim on `folder`.
+        notes: what a person should know, a line each.
+        inexact: why the end will not be that of an uninterrupted run, bit for bit; "": it will.
+    """
+
+    checkpoint: Path | None = None
+    run_id: str | None = None
+    folder: Path | None = None
+    owed: Sequence[Sequence[Any]] = ()
+    hold: Hold | None = None
+    notes: Sequence[str] = ()
+    inexact: str = ""
+
+    def say(self) -> None:
+        """Logs what there is to say."""
+        for note in self.notes:
+            log.info("%s", note)
+        if self.inexact:
+            log.warning("This run will not end bit for bit like an uninterrupted one: %s", self.inexact)
+
+
 class Record(pl.Callback):
     """Opens the run when everything is built and data and network are known to fit, on rank 0; other callbacks ask it
     for the run's folder.
@@ -37,11 +77,18 @@ class Record(pl.Callback):
         loggers: handed to the trainer when the run opens, not before: Lightning opens the runs of loggers that it
             knows before data are read, and a fault in the data would leave an empty run.
         fallback: the folder for runs whose loggers keep none.
+
+    Attributes:
+        resumption: what the launch goes on from; to be set before the run opens. None: nobody asked.
+        has_learned: whether training has begun; it does not where a finished run is resumed.
     """
 
     def __init__(self, cfg: Config, loggers: list[Logger], fallback: Path):
         self.cfg, self.loggers, self.fallback = cfg, loggers, fallback
+        self.resumption: Resumption | None = None
+        self.has_learned = False
         self._folder: RunFolder | None = None
+        self._hold: Hold | None = None
         self._failed = False
 
     @property
@@ -66,33 +113,106 @@ class Record(pl.Callback):
     def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.open(trainer)
 
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.has_learned = True
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Where nothing was left to learn, Lightning 2.6 leaves the counters as they were in the hook that saved them:
+        later stages would count their points from there."""
+        if self.has_learned:
+            return
+        loop: Any = trainer.fit_loop
+        loop.epoch_progress.current.completed = loop.epoch_progress.current.processed
+        batches = loop.epoch_loop.batch_progress.total
+        loop.epoch_loop._batches_that_stepped += batches.processed - batches.completed
+
     def open(self, trainer: pl.Trainer) -> None:
         """Starts the run, unless it is open, and writes what is known at its start."""
         if self._folder is not None:
             return
+        # Before the run opens: a process that is killed while it asks git must not leave an empty run.
+        surroundings = (describe(self.cfg.redact), git_diff(self.cfg.redact)) if trainer.is_global_zero else None
         trainer.loggers = self.loggers
-        path = str(run_folder(self.loggers, self.fallback)) if trainer.is_global_zero else ""
-        self._folder = RunFolder(trainer.strategy.broadcast(path))
+        resumption = self.resumption or Resumption()
+        folder = ""
+        if trainer.is_global_zero:
+            if resumption.run_id is not None:
+                go_on(self.loggers, resumption.run_id, resumption.owed)
+            folder = str(run_folder(self.loggers, resumption.folder or self.fallback))
+        self._folder = RunFolder(self._agreed(trainer, folder))
         if self.cfg.logger.per_rank_files:
             _log_to_file(self._folder.log(trainer.global_rank), self.cfg)
-        if not trainer.is_global_zero:
+        if surroundings is None:
             return
-        if self._folder.config.exists():
+        if self._folder.config.exists() and resumption.run_id is None:
             return  # a later stage of a run that has said all this
-        environment = describe(self.cfg.redact)
-        diff = git_diff(self.cfg.redact)
-        for logger in self.loggers:  # before the files: some loggers warn of a folder that is not empty
-            logger.log_hyperparams(self.cfg.public())
-            if hasattr(logger, "log_tags"):
-                logger.log_tags(_tags(environment))
         try:
             self._folder.path.mkdir(parents=True, exist_ok=True)
-            self._folder.config.write_text(dump(self.cfg.public()))
-            self._folder.environment.write_text(json.dumps(environment, indent=1))
-            if diff is not None:
-                self._folder.git_diff.write_text(diff)
+            if "train" in self.cfg.stages:
+                self._hold = resumption.hold or self._folder.hold()
+            if resumption.run_id is not None:
+                for left in self._folder.unfinished():
+                    left.unlink()
+            self._describe(*surroundings)
         except OSError as error:
             raise SetupError(f"{self._folder.path}: the run's folder cannot be written: {error.strerror}") from error
+        resumption.say()
+
+    def _agreed(self, trainer: pl.Trainer, folder: str) -> str:
+        """The folder that rank 0 has found, on every rank.
+
+        Raises:
+            SetupError: the ranks were started separately, and decided differently what only one may decide.
+        """
+        of = self.resumption.checkpoint if self.resumption else None
+        ours = {"seed": self.cfg.seed, "train.resume_ckpt": str(of) if of else None}
+        folder, theirs = trainer.strategy.broadcast((folder, ours))
+        differ = [
+            f"{name} is {theirs[name]} on rank 0 and {ours[name]} here" for name in ours if ours[name] != theirs[name]
+        ]
+        if differ:
+            raise SetupError(
+                f"rank {trainer.global_rank} decided differently from rank 0: {'; '.join(differ)}. Processes that are "
+                "started one by one need a fixed `seed`, a checkpoint's path, and one file system"
+            )
+        return folder
+
+    def _describe(self, environment: dict[str, Any], diff: str | None) -> None:
+        """Says of the run what is known at its start; a run that goes on keeps what was said before."""
+        folder, continued = self.folder, self.resumption is not None and self.resumption.run_id is not None
+        settings = self._settings(folder)
+        for number, logger in enumerate(self.loggers):
+            # Before the files: some loggers warn of a folder that is not empty. MLflow refuses other values than the
+            # first, which our logger minds and Lightning's does not.
+            if not continued or number > 0 or hasattr(logger, "go_on"):
+                logger.log_hyperparams(settings)
+            if hasattr(logger, "log_tags"):
+                logger.log_tags(_tags(environment))
+        written = folder.config.read_text() if folder.config.exists() else None
+        if written is None or _but_stages(written) != _but_stages(dump(settings)):
+            _replace(folder, folder.config, dump(settings))
+        former = json.loads(folder.environment.read_text()) if folder.environment.exists() else {}
+        fleeting = {name: environment[name] for name in ("started", "command")}
+        if former | fleeting != environment:
+            _replace(folder, folder.environment, json.dumps(environment, indent=1))
+        if diff is not None and not (folder.git_diff.exists() and folder.git_diff.read_text() == diff):
+            _replace(folder, folder.git_diff, diff)
+
+    def _settings(self, folder: RunFolder) -> dict[str, Any]:
+        """The config as it may be run again: it names the checkpoint that the run began from, and no other."""
+        settings = self.cfg.public()
+        if self.resumption is not None:
+            of = self.resumption.checkpoint
+            if self.resumption.run_id is not None:
+                of = _read(folder.config).get("train", {}).get("resume_ckpt")
+            settings["train"]["resume_ckpt"] = str(of) if of else None
+        return settings
+
+    def close(self) -> None:
+        """Lets go of the run's folder."""
+        for hold in (self._hold, self.resumption.hold if self.resumption else None):
+            if hold is not None:
+                hold.release()
 
     def publish(self) -> None:
         """Hands the run's files to trackers on other machines; to be called on rank 0 when all stages are done."""
@@ -117,8 +237,95 @@ class Record(pl.Callback):
     def on_save_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
+        """What a checkpoint holds beside weights, states and counters, in plain types.
+
+        Random numbers and the position in the data are functions of seed, epoch, batch and rank (see
+        `deeplightning.callbacks.steps.Seeds` and `deeplightning.data.samplers`): the config's seed and Lightning's
+        counters are their whole state, on every rank.
+        """
         checkpoint["config"] = self.cfg.public()
         checkpoint["run"] = {"folder": str(self.folder.path), "id": getattr(trainer.logger, "run_id", None)}
+        # A run that ends now logs these never again, and the store may not have them yet.
+        checkpoint["points"] = [*(getattr(trainer.logger, "unwritten", list)() or ()), *_due(trainer)]
+        checkpoint["engine"] = engine_of(self.cfg)
+        checkpoint["versions"] = versions()
+        checkpoint["accumulating"] = not between_steps(trainer)
+
+
+def engine_of(cfg: Config) -> dict[str, Any]:
+    """What of the engine decides in which order numbers are added, and how they are rounded."""
+    engine = cfg.engine
+    return {
+        "backend": engine.backend,
+        "processes": world_size(engine) * engine.num_nodes,
+        "precision": str(engine.precision),
+        "device": "CPU" if engine.gpus is None else "GPU",
+    }
+
+
+def versions() -> dict[str, str]:
+    """The versions of what computes."""
+    return {
+        "deeplightning": __version__,
+        "torch": str(torch.__version__),  # its own kind of text otherwise
+        "pytorch_lightning": pl.__version__,
+        "python": platform.python_version(),
+    }
+
+
+def between_steps(trainer: pl.Trainer) -> bool:
+    """Whether, at the end of a batch and behind it, no gradients wait for their optimizer step."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    return epoch_is_over(trainer) or progress.current.ready % trainer.accumulate_grad_batches == 0
+
+
+def epoch_is_over(trainer: pl.Trainer) -> bool:
+    """Whether the batch that is under way, or was the last one, is the last of its epoch."""
+    progress = trainer.fit_loop.epoch_loop.batch_progress
+    return bool(progress.is_last_batch or progress.current.ready >= trainer.num_training_batches)
+
+
+def _due(trainer: Any) -> list[tuple[str, float, int, int]]:
+    """The points that Lightning 2.6 is about to log: it does so only behind the hooks in which checkpoints are saved.
+
+    To be called on every rank: means over an epoch are taken together. What is going on is known to private names only.
+    """
+    if trainer.state.fn != "fit" or trainer.validating:
+        return []
+    loop, connector = trainer.fit_loop, trainer._logger_connector
+    step, epoch, batch = (
+        loop.epoch_loop._batches_that_stepped,
+        loop.epoch_progress.current,
+        loop.epoch_loop.batch_progress.current,
+    )
+    if epoch.processed > epoch.completed:
+        step -= 1
+    elif batch.processed == batch.completed or not (between_steps(trainer) and connector.should_update_logs):
+        return []
+    metrics = {"epoch": float(trainer.current_epoch)}
+    metrics |= {name: float(value) for name, value in connector.metrics["log"].items()}
+    now, step = time.time_ns() // 1_000_000, int(metrics.pop("step", step))
+    return [(name, value, now, step) for name, value in metrics.items()] if len(metrics) > 1 else []
+
+
+def _replace(folder: RunFolder, path: Path, text: str) -> None:
+    """Writes a file of the run; one that is there is kept beside."""
+    if path.exists():
+        shutil.copyfile(path, folder.former(path))
+    write_whole(path, text)
+
+
+def _read(config: Path) -> dict[str, Any]:
+    """A config file as plain values; {} where there is none that can be read."""
+    try:
+        return plain(read(config).root) if config.exists() else {}
+    except ConfigError:
+        return {}
+
+
+def _but_stages(text: str) -> str:
+    """The text of a saved config without its stages, which may differ from launch to launch."""
+    return re.sub(r"^stages:.*\n([ -].*\n)*", "", text, flags=re.MULTILINE)
 
 
 def _tags(environment: Mapping[str, Any]) -> dict[str, str]:

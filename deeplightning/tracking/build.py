@@ -1,12 +1,18 @@
-"""Around building loggers: Lightning's own MLflow logger gets our kind of store, and the run folder is found."""
+"""Around building loggers: Lightning's own MLflow logger gets our kind of store, and the run folder is found.
+
+A run goes on in the tracker where it can: `refusal` says whether, `go_on` has the loggers do it.
+"""
 
 import os
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from deeplightning.tracking.store import attach, local_path, locate
+from deeplightning.tracking.store import attach, explain, local_path, locate
+
+_OURS = re.compile(r"deeplightning\.tracking(\.logger)?\.MLflowLogger")
+_LIGHTNINGS = re.compile(r"(pytorch_lightning|lightning\.pytorch)\.loggers(\.mlflow)?\.MLFlowLogger")
 
 
 def prepare(type_name: str, params: dict[str, Any]) -> dict[str, Any]:
@@ -19,7 +25,7 @@ def prepare(type_name: str, params: dict[str, Any]) -> dict[str, Any]:
     Raises:
         SetupError: the `tracking_uri` is of no known kind.
     """
-    if not re.fullmatch(r"(pytorch_lightning|lightning\.pytorch)\.loggers(\.mlflow)?\.MLFlowLogger", type_name):
+    if not _LIGHTNINGS.fullmatch(type_name):
         return params
     run_id = os.environ.get("MLFLOW_RUN_ID")
     address = params.get("tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI") or params.get("save_dir") or "mlruns"
@@ -27,6 +33,78 @@ def prepare(type_name: str, params: dict[str, Any]) -> dict[str, Any]:
         address = os.environ.get("MLFLOW_TRACKING_URI") or address
         params = params | {"run_id": run_id}
     return params | {"tracking_uri": attach(locate(address))}
+
+
+def refusal(type_name: str, params: Mapping[str, Any], run_id: str, folder: Path) -> str | None:
+    """Why a logger of this type and these arguments cannot go on with a run; None: it can.
+
+    Args:
+        run_id: the run.
+        folder: where the files of the run lie, absolute.
+
+    Raises:
+        SetupError: the store cannot be asked.
+    """
+    if not (_OURS.fullmatch(type_name) or _LIGHTNINGS.fullmatch(type_name)):
+        return f"{type_name.rpartition('.')[2]} cannot go on with a run"
+    named = params.get("run_id") or os.environ.get("MLFLOW_RUN_ID")
+    if named not in (None, run_id):
+        return f"the run {named} is asked for"
+    store = locate(params.get("tracking_uri", "mlruns"))
+    absent = f"the tracking store {store.shown} does not have its run {run_id}"
+    if store.database is not None and not store.database.exists():
+        return absent
+    uri = attach(store)
+    from mlflow.exceptions import MlflowException
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(uri)
+    try:
+        run = client.get_run(run_id)
+        experiment = client.get_experiment(run.info.experiment_id).name
+    except Exception as error:  # MLflow, SQLAlchemy, requests and the file system each have their own
+        if isinstance(error, MlflowException) and error.error_code in _ABSENT:
+            return absent
+        raise explain(error, store) from error
+    if run.info.lifecycle_stage != "active":
+        return f"its run {run_id} was deleted"
+    if experiment != params.get("experiment_name", "Default"):
+        return f"its run {run_id} is of the experiment {experiment!r}"
+    its = local_path(run.info.artifact_uri)
+    if its is not None and not (its.is_dir() and its.samefile(folder)):
+        return f"it does not lie in the folder of its run, {its}"
+    return None
+
+
+_ABSENT = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
+
+
+def go_on(loggers: Sequence[Any], run_id: str, owed: Sequence[Sequence[Any]]) -> None:
+    """Has the first logger, before its first use, go on with a run; the others begin runs of their own.
+
+    Args:
+        owed: points that the run has said and the store may lack; see `MLflowLogger.go_on`.
+    """
+    logger = loggers[0]
+    if hasattr(logger, "go_on"):
+        logger.go_on(run_id, owed)
+        return
+    from deeplightning.tracking.logger import steps_there
+
+    logger._run_id = run_id  # Lightning 2.6 takes it in its constructor only, before it is known what goes on
+    run = logger.experiment.get_run(run_id)
+    logger.experiment.update_run(run_id, status="RUNNING")
+    if "failure" in run.data.tags:
+        logger.experiment.delete_tag(run_id, "failure")
+    there, write = steps_there(logger.experiment, run), logger.log_metrics
+
+    def log_metrics(metrics: Mapping[str, Any], step: int | None = None) -> None:
+        if new := {name: value for name, value in metrics.items() if (step or 0) not in there.get(name, ())}:
+            write(new, step)
+
+    logger.log_metrics = log_metrics
+    for name, value, _, step in owed:
+        log_metrics({name: value}, step)
 
 
 def run_folder(loggers: Iterable[Any], fallback: str | os.PathLike) -> Path:

@@ -15,7 +15,7 @@ import sys
 import tempfile
 import time
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,11 @@ SAMPLE_SECONDS = 10.0
 MAX_NAME, MAX_PARAM, MAX_TAG, MAX_REASON = 250, 6000, 5000, 1000
 """Characters that MLflow takes in a name, a parameter and a tag; and what we keep of the reason of a failure."""
 PARAMS_PER_CALL = 100
+SYSTEM = "system/"
+"""How the names of metrics of the machine's load begin."""
+
+Point = tuple[str, float, int, int]
+"""Name, value, milliseconds since 1970, step."""
 
 _STATUS = {
     "success": "FINISHED",
@@ -79,6 +84,10 @@ class MLflowLogger(Logger):
         self._experiment_id: str | None = None
         self._artifact_folder: Path | None = None
         self._last_step = 0
+        self._latest: dict[str, tuple[int, float]] = {}  # the last point of each metric
+        self._there: dict[str, set[int]] = {}  # steps that the store has of a run that goes on
+        self._goes_on = False
+        self._owed: list[Point] = []
         self._status: str | None = None  # None: no run is open in this process
         self._store: Store | None = None
         self._client: Any = None
@@ -134,6 +143,28 @@ class MLflowLogger(Logger):
         """Whether a run has been opened in this process; opens nothing."""
         return self._status is not None
 
+    # What goes on
+
+    def go_on(self, run_id: str, owed: Iterable[Sequence[Any]]) -> None:
+        """Continue a run from an earlier point of it; to be called before the first use.
+
+        What it logs again is there already, and MLflow deletes no point: of each metric, the steps that the store has
+        are not written again.
+
+        Args:
+            run_id: the run.
+            owed: points (see `Point`) that the run has said, and that may not have reached the store.
+        """
+        self._run_id, self._goes_on = run_id, True
+        self._owed = [(str(name), float(value), int(time), int(step)) for name, value, time, step in owed]
+
+    @rank_zero_only
+    def unwritten(self) -> list[Point]:
+        """The points that may not be in the store yet; opens nothing."""
+        waiting = self._writer.waiting() if self._writer is not None else []
+        points = [(point.key, point.value, point.timestamp, point.step) for point in waiting]
+        return [point for point in points if not point[0].startswith(SYSTEM)]
+
     # What is said about it
 
     @rank_zero_only
@@ -149,26 +180,36 @@ class MLflowLogger(Logger):
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
-        """Track points; written within about a second.
+        """Track points; written within about a second. What repeats the last point of its metric is left out.
 
         Args:
             metrics: numbers, or tensors and arrays of one element. NaN and infinities are tracked, for they tell a
                 story (MLflow stores an infinity as the largest float).
             step: the step of the points; None: the last one said.
         """
-        from mlflow.entities import Metric
-
         step = self._last_step if step is None else int(step)
         self._last_step = step
         now = time.time_ns() // 1_000_000
-        points = []
+        points: list[Point] = []
         for name, value in metrics.items():
             try:
-                points.append(Metric(_clean(name), float(value), now, step))
+                points.append((_clean(name), float(value), now, step))
             except (TypeError, ValueError):
                 log.warning("%s is not tracked: %r is not a number.", name, value)
         if points:
-            self._running().add(points)
+            self._add(points)
+
+    def _add(self, points: list[Point]) -> None:
+        from mlflow.entities import Metric
+
+        writer, new = self._running(), []
+        for name, value, timestamp, step in points:
+            latest = self._latest.get(name)
+            self._latest[name] = (step, value)
+            if not _same((step, value), latest) and step not in self._there.get(name, ()):
+                new.append(Metric(name, value, timestamp, step))
+        if new:
+            writer.add(new)
 
     @rank_zero_only
     def log_tags(self, tags: Mapping[str, Any]) -> None:
@@ -334,6 +375,9 @@ class MLflowLogger(Logger):
         self._opened_in = os.getpid()
         atexit.register(self._at_exit)
         self._writing()
+        if owed := self._owed:
+            self._owed = []
+            self._add(owed)
 
     def _new_run(self, client: Any, store: Store) -> Any:
         from mlflow.exceptions import MlflowException
@@ -382,6 +426,10 @@ class MLflowLogger(Logger):
                 f"The run {run_id!r} {state} in the tracking store {store.shown}. Give the id of a run there, or leave "
                 "it out (logger.params.run_id, the variable MLFLOW_RUN_ID) to start a new one."
             )
+        if self._goes_on:
+            self._there = steps_there(client, run)
+            if "failure" in run.data.tags:
+                client.delete_tag(run_id, "failure")
         client.update_run(run_id, status="RUNNING", name=self._run_name)
         for name, value in self._tags.items():
             client.set_tag(run_id, name, str(value)[:MAX_TAG])
@@ -472,6 +520,19 @@ class MLflowLogger(Logger):
                 self.finalize({word: key for key, word in _STATUS.items()}[self._ended_as])
         elif self._writer is not None:
             self._writer.stop()
+
+
+def _same(point: tuple[int, float], other: tuple[int, float] | None) -> bool:
+    """Whether two points, step and value, are one; NaN equals NaN."""
+    return other is not None and (
+        point == other or (point[0] == other[0] and point[1] != point[1] and other[1] != other[1])
+    )
+
+
+def steps_there(client: Any, run: Any) -> dict[str, set[int]]:
+    """The steps of each metric of an MLflow run, but for the load of the machine."""
+    names = [name for name in run.data.metrics if not name.startswith(SYSTEM)]
+    return {name: {point.step for point in client.get_metric_history(run.info.run_id, name)} for name in names}
 
 
 def flatten(params: Mapping[str, Any]) -> dict[str, str]:

@@ -99,6 +99,11 @@ class Writer:
             self._urgent = True
             self._change.notify_all()
 
+    def waiting(self) -> list[Metric]:
+        """The points that may not be in the store yet."""
+        with self._change:
+            return [entry for entry in self._queue if isinstance(entry, Metric)]
+
     def flush(self) -> None:
         """Write what waits now, in the background."""
         with self._change:

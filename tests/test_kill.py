@@ -1,0 +1,270 @@
+"""A run that is killed at any instant, and started again by the same command, ends bit for bit like one that was not.
+
+An instant is one of the run's events: before or after a batch, inside the writing of a checkpoint, before or after a
+file is synced, renamed or linked, before or after points go to the tracker. A first run counts them, a seed chooses.
+The network has dropout, the data are shuffled, augmented and read by workers, gradients are accumulated, the learning
+rate falls by steps, the best two checkpoints are kept, and the run ends early.
+"""
+
+import json
+import random
+import signal
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from conftest import OWN, digest
+
+KILLS = '''\
+"""Counts the events of a process; at the one that KILL names, kills it, and the process beside it if asked to."""
+
+import functools
+import io
+import os
+import pathlib
+import signal
+
+import pytorch_lightning as pl
+import torch
+from mlflow.tracking import MlflowClient
+
+rank = os.environ.get("LOCAL_RANK", "0")
+log = pathlib.Path(os.environ["EVENTS"])
+victims, number = os.environ.get("KILL", "-:0").split(":")
+main, count = os.getpid(), 0
+log.with_name(f"{log.name}.{rank}.pid").write_text(str(main))
+
+
+def happens(what):
+    global count
+    if os.getpid() != main:
+        return
+    count += 1
+    with log.with_name(f"{log.name}.{rank}").open("a") as file:
+        file.write(what + "\\n")
+    if rank == victims[0] and count == int(number):
+        for victim in victims[1:] + victims[0]:
+            os.kill(int(log.with_name(f"{log.name}.{victim}.pid").read_text()), signal.SIGKILL)
+
+
+def around(owner, name, what):
+    real = getattr(owner, name)
+
+    @functools.wraps(real)
+    def called(*args, **kwargs):
+        happens(f"before {what}")
+        result = real(*args, **kwargs)
+        happens(f"after {what}")
+        return result
+
+    setattr(owner, name, called)
+
+
+def save(content, file, *args, real=torch.save, **kwargs):
+    """Writes a checkpoint in two halves."""
+    whole = io.BytesIO()
+    real(content, whole, *args, **kwargs)
+    half = len(whole.getvalue()) // 2
+    file.write(whole.getvalue()[:half])
+    file.flush()
+    happens("inside a checkpoint")
+    file.write(whole.getvalue()[half:])
+
+
+torch.save = save
+for name in ("replace", "fsync", "link"):
+    around(os, name, name)
+for name in ("create_run", "log_batch", "set_terminated"):
+    around(MlflowClient, name, name)
+
+
+class Events(pl.Callback):
+    """Tells where a run is."""
+
+    def setup(self, trainer, module, stage):
+        happens(f"setup of {stage}")
+
+    def teardown(self, trainer, module, stage):
+        happens(f"teardown of {stage}")
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        happens(f"before batch {batch_idx} of epoch {trainer.current_epoch}")
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        happens(f"after batch {batch_idx} of epoch {trainer.current_epoch}")
+
+    def on_validation_batch_end(self, trainer, module, *args):
+        happens(f"in the validation of epoch {trainer.current_epoch}")
+
+    def on_validation_end(self, trainer, module):
+        happens(f"after the validation of epoch {trainer.current_epoch}")
+
+    def on_train_epoch_end(self, trainer, module):
+        happens(f"at the end of epoch {trainer.current_epoch}")
+'''
+
+SETTINGS = [
+    "model.network={type: own.Dropout}",
+    "model.scheduler={type: torch.optim.lr_scheduler.StepLR, params: {step_size: 4}, call: {interval: step}}",
+    "data.num_workers=2",
+    "data.module.params.in_memory=false",
+    "data.module.params.augment=[{type: deeplightning.data.augment.RandomCrop, params: {padding: 1}}]",
+    "train.num_epochs=6",
+    "train.accumulator_factor=2",
+    "train.early_stop={metric: val_acc, mode: max, patience: 1, delta: 0.5}",
+    "train.checkpoint={monitor: val_loss, save_top_k: 2, every_n_steps: 3}",
+    "train.callbacks=[{type: kills.Events}]",
+    "train.resume_ckpt=auto",
+    "stages=[train,test]",
+    "logger.log_every_n_steps=1",
+]
+
+
+@dataclass
+class End:
+    """What a run has left."""
+
+    status: str
+    weights: dict[str, str]
+    best: dict
+    series: dict[str, list[tuple[int, float]]]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A working directory with own code."""
+    path = tmp_path_factory.mktemp("kills")
+    (path / "own.py").write_text(OWN)
+    (path / "kills.py").write_text(KILLS)
+    return path
+
+
+@pytest.fixture(scope="module")
+def start(jobs, tiny, folder):
+    """`start(experiment, processes, …)` starts the run; `kill` says who dies at which event."""
+
+    def started(experiment, processes, kill="-:0", *overrides):
+        named = [f"logger.params.experiment_name={experiment}", f"engine.processes={processes}", *overrides]
+        each = f"data.batch_size={16 // processes}"
+        events = str(folder / experiment)
+        return jobs.start("train", tiny, *SETTINGS, each, *named, cwd=folder, ranks=processes, KILL=kill, EVENTS=events)
+
+    return started
+
+
+@pytest.fixture(scope="module")
+def end_of(store, tracked):
+    """`end_of(experiment)` is what the only run of an experiment has left."""
+    from mlflow.tracking import MlflowClient
+
+    def look(experiment):
+        client = MlflowClient(f"sqlite:///{store / 'mlflow.db'}")
+        found = client.search_runs([client.get_experiment_by_name(experiment).experiment_id])
+        assert len(found) == 1, "one MLflow run"
+        left = Path(found[0].info.artifact_uri.removeprefix("file://"))
+        kept = {path.name: digest(path) for path in left.glob("*.ckpt")}
+        return End(found[0].info.status, kept, json.loads((left / "best.json").read_text()), tracked(left).series())
+
+    return look
+
+
+@pytest.fixture(scope="module")
+def whole(start, end_of, folder):
+    """`whole(processes)` is the end of an uninterrupted run, the events of each rank, and the seconds it took."""
+    known = {}
+
+    def run(processes):
+        if processes not in known:
+            begun = time.monotonic()
+            done = start(f"whole-{processes}", processes).end()
+            assert done.code == 0, done
+            seconds = time.monotonic() - begun
+            paths = [folder / f"whole-{processes}.{rank}" for rank in range(processes)]
+            events = [path.read_text().splitlines() for path in paths]
+            known[processes] = end_of(f"whole-{processes}"), events, seconds
+        return known[processes]
+
+    return run
+
+
+def test_an_uninterrupted_run_is_what_is_to_be_shown(whole):
+    """It stops early, keeps two of the best, and has every kind of event."""
+    end, (events,), _ = whole(1)
+    assert end.status == "FINISHED"
+    assert len(end.weights) == 3
+    assert len(end.series["val_loss"]) == 2
+    assert len(end.series["test_acc"]) == 1
+    assert {"inside a checkpoint", "before replace", "after fsync", "before link", "after log_batch"} <= set(events)
+
+
+def kill_and_go_on(start, end_of, whole, processes, kills, name):
+    """Kills a run at each of some instants, starts it again each time, and compares; returns what happened.
+
+    An instant is a pair: who dies (ranks as digits), and a fraction of the events of the first of them; or `time`, and
+    a fraction of the time that the whole run takes.
+    """
+    expected, events, seconds = whole(processes)
+    told = []
+    for victims, fraction in kills:
+        if victims == "time":
+            running = start(name, processes)
+            time.sleep(fraction * seconds)
+            for rank in range(processes):
+                running.signal(signal.SIGKILL, rank)
+            running.end()
+            told.append(f"after {fraction * seconds:.1f} s")
+        else:
+            own = events[int(victims[0])]
+            number = max(1, round(fraction * len(own)))
+            ended = start(name, processes, f"{victims}:{number}").end()
+            assert ended.code != 0, ended
+            told.append(own[number - 1])
+    done = start(name, processes).end()
+    assert done.code == 0, done
+    assert end_of(name) == expected, (told, done)
+    line = next(text for text in done.out.splitlines() if text.startswith("resumes"))
+    return ", ".join(told), line.removeprefix("resumes").strip().rpartition("/")[2]
+
+
+@pytest.mark.parametrize(
+    "fraction", [0.02, 0.5, 0.97], ids=["before its first checkpoint", "in the middle", "at its end"]
+)
+def test_a_killed_run_ends_like_one_that_was_not(fraction, start, end_of, whole):
+    """Weights, points, the best and their files; one run in the tracker, FINISHED."""
+    kill_and_go_on(start, end_of, whole, 1, [("0", fraction)], f"killed-{fraction}")
+
+
+def test_a_run_killed_again_and_again_ends_like_one_that_was_not(start, end_of, whole):
+    """Three times, each soon after it has gone on."""
+    kill_and_go_on(start, end_of, whole, 1, [("0", 0.4), ("0", 0.3), ("0", 0.25)], "again")
+
+
+@pytest.mark.parametrize("victims", ["01", "1"], ids=["both", "one"])
+def test_two_processes_that_are_killed_end_like_two_that_were_not(victims, start, end_of, whole):
+    """Both at once, or one, with which the other ends."""
+    kill_and_go_on(start, end_of, whole, 2, [(victims, 0.45)], f"two-{victims}")
+
+
+@pytest.mark.slow
+def test_twenty_kills(start, end_of, whole, capsys):
+    """Ten runs of one process and ten of two, at seeded instants; some inside the writing of a checkpoint."""
+    draw, rows = random.Random(4), []
+    for number in range(20):
+        processes = 1 + number % 2
+        _, events, _ = whole(processes)
+        fraction = draw.random()
+        victims = "0" if processes == 1 else draw.choice(["01", "0", "1"])
+        if number % 5 == 0:  # inside a checkpoint's writing
+            places = [place for place, event in enumerate(events[0], 1) if event in WRITING]
+            fraction, victims = draw.choice(places) / len(events[0]), "0" if processes == 1 else "01"
+        if number % 5 == 1:
+            victims = "time"
+        instant, resumed = kill_and_go_on(start, end_of, whole, processes, [(victims, fraction)], f"kill-{number}")
+        rows.append(f"{number + 1:2}  {processes}  {victims:4}  {instant:36}  {resumed}")
+    with capsys.disabled():
+        print("\n    processes", "killed", "at".ljust(36), "went on from", sep="  ")
+        print("\n".join(rows))
+
+
+WRITING = ("inside a checkpoint", "before fsync", "before replace")
