@@ -86,14 +86,44 @@ def test_a_run_goes_on_under_any_engine_from_any(before, after, go_on, learned, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("after", SPREAD)
-def test_a_run_goes_on_with_more_processes(after, job, learned, tracked, tmp_path):
+def test_a_run_goes_on_with_more_processes(after, job, learned, tracked, tmp_path, record_property):
     """Two processes, then three."""
     shutil.copytree(learned(after, epochs=1).folder, tmp_path / "copy")
     equal = ["data.batch_size=10", "train.accumulator_factor=1"]
     resume = f"train.resume_ckpt='{tmp_path / 'copy' / 'last.ckpt'}'"
     three = job(*LEARNS, f"engine.backend={after}", *equal, resume, ranks=3)
     one = job(*LEARNS, *equal, "data.batch_size=30", resume, ranks=1)
-    assert tracked(three.folder).metrics["val_loss"] == pytest.approx(tracked(one.folder).metrics["val_loss"], abs=1e-3)
+    expected, found = (tracked(run.folder).metrics["val_loss"] for run in (one, three))
+    record_property("val_loss", (after, after, found, expected))
+    assert found == pytest.approx(expected, abs=1e-3)
+
+
+SLOW = pytest.mark.slow
+ALL_BITS = ["model.network={type: own.Dropout}", "train.num_epochs=2", "data.batch_size=16"]
+
+
+@pytest.mark.parametrize(
+    "engine",
+    ["ddp", "deepspeed_stage_3", *(pytest.param(e, marks=SLOW) for e in SPREAD if e not in ("ddp", SPREAD[-1]))],
+)
+def test_a_run_that_goes_on_under_the_same_engine_ends_bit_for_bit(engine, job):
+    """Ended inside the second epoch, with dropout and accumulation, and resumed: weights and optimizer are those of an
+    uninterrupted run, to the last bit."""
+    settings = [*LEARNS, *ALL_BITS, f"engine.backend={engine}"]
+    whole = job(*settings)
+    stopped = job(*settings, "train.max_steps=4")
+    resumed = job(*settings, f"train.resume_ckpt='{stopped.folder}'")
+    expected, found = (read_checkpoint(run.folder / "last.ckpt") for run in (whole, resumed))
+    assert found["global_step"] == expected["global_step"]
+    assert _bits(found["state_dict"]) == _bits(expected["state_dict"])
+    assert _bits(found["optimizer_states"][0]["state"]) == _bits(expected["optimizer_states"][0]["state"])
+
+
+def _bits(value):
+    """Tensors as bytes, at any depth."""
+    if isinstance(value, dict):
+        return {name: _bits(item) for name, item in value.items()}
+    return value.numpy().tobytes() if hasattr(value, "numpy") else value
 
 
 def test_every_engine_leaves_the_same_checkpoint(learned):
