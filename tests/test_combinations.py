@@ -69,6 +69,7 @@ BREAKING = [
     ["engine.gpus=1", "engine.sync_batchnorm=true", "engine.backend=fsdp"],
     ["engine.params.bucket_cap_mb=5"],
     FUSED,
+    ["engine.processes=2", "engine.params.nvme_path=.", "engine.backend=deepspeed_stage_2_offload_nvme"],
     ["engine.gpus=1", "engine.params.nvme_path=absent", "engine.backend=deepspeed_stage_3_offload_nvme"],
     ["data.num_splits=3", "data.fold=3"],
     ["data.loader.prefetch_factor=2"],

@@ -11,6 +11,7 @@ from torch import nn
 from deeplightning.callbacks.recompute import Recompute
 from deeplightning.config.explain import explain
 from deeplightning.config.fault import ConfigError, SetupError
+from deeplightning.config.schema import BACKENDS, PRECISIONS
 from deeplightning.config.strategy import meaning
 from deeplightning.configure import examine, load_config
 from deeplightning.engine.plan import effective_batch, own_rank, trainer_arguments
@@ -59,6 +60,24 @@ def test_several_processes_are_ddp(settled):
 def test_older_words_are_mapped_with_a_notice(override, notice, settled):
     """What runs instead, and why, is said."""
     assert settled(override).notices[0].text.startswith(notice)
+
+
+@pytest.mark.parametrize(("old", "today"), BACKENDS.items())
+def test_each_older_backend_is_todays_with_one_notice(old, today, settled):
+    """Two processes run under the successor, and cfg.yaml has its name."""
+    cfg = settled("engine.processes=2", f"engine.backend={old}")
+    assert [notice.text for notice in cfg.notices] == [f"engine.backend: {old} → {today} ({old} is its older name)"]
+    assert cfg.public()["engine"]["backend"] == today
+
+
+@pytest.mark.parametrize("old", PRECISIONS)
+def test_each_older_precision_is_half_precision(old, settled):
+    """Of DeepSpeed's engine, which all of them go with; on the CPU that is bf16, which is a notice of its own."""
+    cfg = settled("engine.processes=2", "engine.backend=deepspeed_stage_2", f"engine.precision={old}")
+    first, second = (notice.text for notice in cfg.notices)
+    assert first.startswith(f"engine.precision: {old} → 16-mixed ({old} is its older name")
+    assert ("16-true is nearer to O2" in first) == (old == "apex_O2")
+    assert second == "engine.precision: 16-mixed → bf16-mixed (half precision on CPU is bf16)"
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

@@ -31,7 +31,11 @@ class Flops(pl.Callback):
             total = self._counter.get_total_flops()
             path = self.record.folder.flops
             counts = self._counter.get_flop_counts()
-            sums = {name.partition(".")[2]: sum(found.values()) for name, found in counts.items()}
+            # Names begin with the class of the module that was called first: the task, or its network.
+            tops = {type(module).__name__: f"{name}." for name, module in pl_module.named_children()}
+            tops[type(pl_module).__name__] = ""
+            parts = ((name.partition("."), sum(found.values())) for name, found in counts.items())
+            sums = {f"{tops.get(top, '')}{rest}".rstrip("."): total for (top, _, rest), total in parts}
             # It lays some of the backward pass to metrics, too (torch 2.15): to modules that have no parameters.
             learning = [n for n, m in pl_module.named_modules() if n and next(m.parameters(), None) is not None]
             rows = [f"{sums[name]:>20,}  {name}" for name in learning if name in sums]

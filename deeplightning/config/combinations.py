@@ -289,6 +289,14 @@ RULES = [
         at_start=True,
     ),
     Rule(
+        "engine.backend",
+        "engine.gpus",
+        "an NVMe disk, several CPU processes",
+        "it relieves the memory of GPUs, and there are none",
+        "use a backend without `_nvme`",
+        lambda cfg, _: cfg.engine.gpus is None and (cfg.engine.backend or "").endswith("_nvme"),
+    ),
+    Rule(
         "engine.params.nvme_path",
         "engine.backend",
         "an NVMe disk, no such folder",
