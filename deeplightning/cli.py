@@ -19,7 +19,6 @@ import click
 from deeplightning import __version__
 from deeplightning.completion import complete_config, complete_key, complete_overrides
 from deeplightning.config.fault import UserError
-from deeplightning.engine import ranks
 from deeplightning.engine.plan import own_rank
 
 OVERRIDES = "key=value sets, ~key removes, +list=[x] appends; for example model.optimizer.params.lr=0.1"
@@ -283,7 +282,10 @@ def main() -> None:
     # Threads that wait must not spin; read when torch is imported. Two spinning OpenMP threads beside a busy neighbour
     # ran 9 to 23 times slower than one (November 2026).
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
-    ranks.follow()
+    if "LOCAL_RANK" in os.environ:  # of several processes
+        from deeplightning.engine import ranks
+
+        ranks.follow()
     sys.exit(_run())
 
 
@@ -311,6 +313,8 @@ def _report(error: BaseException) -> int:
 
     Of several processes one shows the first cause, and all end with its exit code.
     """
+    from deeplightning.engine import ranks
+
     code = getattr(error, "exit_code", None)
     notes = [str(fault) for fault in error.faults] if isinstance(error, UserError) else [str(error)]
     if code is None and type(error).__name__ == "OutOfMemoryError":
