@@ -9,8 +9,12 @@ import shutil
 import signal
 
 import pytest
+import torch
 import yaml
+from commands import real
 from conftest import digest
+
+from deeplightning.runfolder import RunFolder
 
 RANDOM = [
     "model.network={type: own.Dropout}",
@@ -213,3 +217,125 @@ def test_two_processes_go_on_bit_for_bit(job, tracked):
     assert series["val_loss"] == expected["val_loss"]
     assert series["train_loss"] == expected["train_loss"]
     assert [p for p in series["train_loss_epoch"] if p[0] != 12] == expected["train_loss_epoch"]
+
+
+def damage(path, how):
+    """Makes a checkpoint one that cannot be used."""
+    content = path.read_bytes()
+    path.unlink()  # it may have a second name
+    if how == "truncated":
+        path.write_bytes(content[: len(content) // 2])
+    elif how == "a flipped bit":
+        middle = content.index(b"data/0") + 200
+        path.write_bytes(content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :])
+
+
+@pytest.mark.parametrize("how", ["truncated", "a flipped bit", "gone"])
+def test_auto_takes_the_newest_whole_checkpoint(how, train, whole, tracked, tmp_path):
+    """A damaged `last.ckpt` is named with the reason, and refused where it is asked for; the next in line, the best, is
+    gone on with: the same run, the same end."""
+    settings = [*RANDOM, "train.checkpoint.save_top_k=2", f"logger.params.tracking_uri='{tmp_path / 'mlruns'}'"]
+    done = train(*settings, "train.num_epochs=3")
+    damage(done.folder / "last.ckpt", how)
+    if how != "gone":
+        refused = train(*settings, f"train.resume_ckpt='{done.folder / 'last.ckpt'}'", code=4)
+        assert "last.ckpt: damaged" in refused.err
+        assert "The newest whole checkpoint: train.resume_ckpt=auto" in refused.err
+    latest = RunFolder(done.folder).checkpoints()[how != "gone"]
+    resumed = train(*settings, "train.resume_ckpt=auto")
+    assert ("resumes    not this one" in resumed.err) == (how != "gone")
+    assert f"resumes    {latest}" in resumed.out
+    assert resumed.folder == done.folder
+    for name in ("last.ckpt", "best.ckpt"):
+        assert digest(resumed.folder / name) == digest(whole.folder / name)
+
+
+def test_best_is_a_run_of_its_own_where_the_last_goes_further(train, tmp_path):
+    """The run that it is of keeps its checkpoints and its points; the reason is said."""
+    settings = [*RANDOM, f"logger.params.tracking_uri='{tmp_path / 'mlruns'}'", "model.loss.type=own.Constant"]
+    done = train(*settings, "train.num_epochs=2")  # the first of equal values is best
+    before = digest(done.folder / "last.ckpt")
+    resumed = train(*settings, "train.num_epochs=2", "train.resume_ckpt=best")
+    assert resumed.folder != done.folder
+    assert "run        its own: last.ckpt goes further" in resumed.out
+    assert digest(done.folder / "last.ckpt") == before
+
+
+def test_a_run_that_another_process_is_at_work_on_is_left_alone(train, half, tmp_path):
+    """Whoever holds its folder goes on with it; another launch begins a run of its own, and says so."""
+    hold = RunFolder(half.folder).hold()
+    assert hold is not None
+    try:
+        resumed = train(*RANDOM, "train.num_epochs=2", f"train.resume_ckpt='{half.folder}'")
+    finally:
+        hold.release()
+    assert f"its own: a process is at work on the run {half.folder.parent.name}" in resumed.out
+    assert resumed.folder != half.folder
+
+
+def test_what_makes_a_resumed_run_end_otherwise_is_said_before_its_first_step(train, half, tmp_path):
+    """One line with what has changed, and why it matters; on the terminal and in the log."""
+    copy = shutil.copyfile(half.folder / "last.ckpt", tmp_path / "copy.ckpt")
+    changed = ["data.batch_size=8", "engine.precision=64", "train.num_epochs=3"]
+    resumed = train(*RANDOM, *changed, f"train.resume_ckpt='{copy}'")
+    said = [line for line in resumed.err.splitlines() if "will not end bit for bit" in line]
+    assert len(said) == 1
+    assert "engine precision 32 → 64 (numbers are added in another order or rounded otherwise)" in said[0]
+    assert "data.batch_size 16 → 8 (something else is learned)" in said[0]
+    log = (resumed.folder / "logs" / "rank_0.log").read_text()
+    assert log.index("will not end bit for bit") < log.index("first loss")
+
+
+def test_a_signal_inside_an_accumulation_waits_for_its_step(command, tiny, place, train, tmp_path):
+    """Nine batches by fours, the signal in the third batch of the second epoch: nothing of a gradient is lost."""
+    settings = [*RANDOM, "train.num_epochs=2", "train.accumulator_factor=4"]
+    waits = f"train.callbacks=[{{type: own.Waits, params: {{until: '{tmp_path / 'go'}'}}}}]"
+    running = command.start("train", tiny, *settings, waits, cwd=place)
+    running.says("waits")
+    running.signal(signal.SIGTERM)
+    (tmp_path / "go").touch()
+    stopped = running.end()
+    assert stopped.code == 143, stopped
+    checkpoint = torch.load(stopped.folder / "last.ckpt", weights_only=True)
+    assert (checkpoint["global_step"], checkpoint["accumulating"]) == (4, False)
+    resumed = train(*settings, f"train.resume_ckpt='{stopped.folder}'")
+    assert digest(resumed.folder / "last.ckpt") == digest(train(*settings).folder / "last.ckpt")
+
+
+def test_lightnings_own_logger_goes_on_as_well(train, tracked, store):
+    """`pytorch_lightning.loggers.MLFlowLogger`: the same run, each point once."""
+    named = f"logger={{type: pytorch_lightning.loggers.MLFlowLogger, params: {{tracking_uri: '{store}'}}}}"
+    settings = [*RANDOM, "~logger", named, "logger.log_every_n_steps=4"]
+    part = train(*settings, "train.num_epochs=2")
+    resumed = train(*settings, f"train.resume_ckpt='{part.folder}'")
+    assert resumed.folder == part.folder
+    series = tracked(resumed.folder).series()
+    assert [step for step, _ in series["train_loss"]] == list(range(0, 36, 4))
+    assert [step for step, _ in series["val_loss"]] == [8, 17, 26, 35]
+    assert tracked(resumed.folder).status == "FINISHED"
+
+
+def test_a_run_that_has_gone_on_can_be_reproduced_tested_and_checked(command, place, train, tracked):
+    """Its `cfg.yaml` is that of the whole run, which does not resume itself."""
+    part = train(*RANDOM, "train.num_epochs=1")
+    done = train(*RANDOM, "train.num_epochs=2", f"train.resume_ckpt='{part.folder}'")
+    again = command("reproduce", done.folder, cwd=place)
+    assert again.code == 0, again
+    assert again.folder != done.folder
+    assert command("check", done.folder / "cfg.yaml", cwd=place).code == 0
+    tested = command("test", done.folder, cwd=place)
+    assert (tested.code, tested.folder) == (0, done.folder)
+
+
+def test_two_processes_draw_one_seed(tiny, place):
+    """`seed: null` over two processes that Lightning starts: rank 0 draws; the other, which compares, has it too."""
+    few = ["engine.processes=2", "data.batch_size=8", "train.num_epochs=1"]
+    done = real("train", tiny, "seed=null", *few, cwd=place)
+    assert done.code == 0, done
+    assert done.out.count("seed: null → ") == 1
+
+
+def test_processes_that_were_started_apart_and_drew_two_seeds_are_refused(job):
+    """They say so, with both values, instead of learning different things."""
+    refused = job("seed=null", "data.batch_size=8", "train.num_epochs=1", code=3)
+    assert "seed is " in "".join(rank.err for rank in refused.ranks)

@@ -29,7 +29,7 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_only
 import deeplightning.tracking
 from deeplightning.config.fault import CheckpointError, SetupError
 from deeplightning.tracking import MLflowLogger, resolve_run
-from deeplightning.tracking.build import end, prepare, run_folder
+from deeplightning.tracking.build import end, prepare, refusal, run_folder
 from deeplightning.tracking.logger import flatten
 from deeplightning.tracking.picture import to_pixels
 from deeplightning.tracking.store import attach, locate
@@ -172,6 +172,78 @@ def test_a_run_is_continued(store, logger, caplog):
     assert history(again, "train_loss") == [(0, 1.0), (1, 0.5)]
     assert again.experiment.get_run(again.run_id).data.params == {"lr": "0.1", "epochs": "1", "new": "True"}
     assert "keeps the first values of 1 parameters: epochs." in caplog.text
+
+
+def test_a_run_goes_on_from_an_earlier_point_with_each_point_once(store, logger):
+    """Steps that the store has are not written again, whatever their values; points that it is owed are."""
+    for step in range(3):
+        logger.log_metrics({"train_loss": step, "lr": 0.1}, step)
+    logger.finalize("killed", "SIGKILL")
+    again = MLflowLogger(tracking_uri=store, system_metrics=False)
+    again.go_on(logger.run_id, [("train_loss", 1.0, 7, 1), ("val_loss", 0.5, 7, 2), ("val_loss", 0.25, 8, 3)])
+    for step in range(2, 5):
+        again.log_metrics({"train_loss": step, "lr": 0.2}, step)
+    again.finalize("success")
+    assert again.run_id == logger.run_id
+    assert history(again, "train_loss") == [(step, step) for step in range(5)]
+    assert history(again, "lr") == [(0, 0.1), (1, 0.1), (2, 0.1), (3, 0.2), (4, 0.2)]
+    assert history(again, "val_loss") == [(2, 0.5), (3, 0.25)]
+    run = again.experiment.get_run(again.run_id)
+    assert (run.info.status, "failure" in run.data.tags) == ("FINISHED", False)
+
+
+def test_what_repeats_the_last_point_of_a_metric_is_left_out(logger):
+    """The same step and value, also if it is no number, is one point; another value at the same step is another."""
+    for value in (1.0, 1.0, 2.0, math.nan, math.nan):
+        logger.log_metrics({"x": value}, 3)
+    logger.log_metrics({"x": 2.0}, 4)
+    logger.finalize("success")
+    values = sorted((step, str(value)) for step, value in history(logger, "x"))
+    assert values == [(3, "1.0"), (3, "2.0"), (3, "nan"), (4, "2.0")]
+
+
+def test_points_that_the_store_does_not_take_are_known(store, logger):
+    """While the database is locked, what is tracked is `unwritten`, and goes with a checkpoint; later nothing is."""
+    logger.log_metrics({"x": 0.0}, 0)
+    logger.finalize("success")
+    holder = sqlite3.connect(store / "mlflow.db", isolation_level=None)
+    try:
+        holder.execute("BEGIN IMMEDIATE")
+        logger.log_metrics({"x": 1.0, "y": 2.0}, 1)
+        assert [(name, value, step) for name, value, _, step in logger.unwritten()] == [("x", 1.0, 1), ("y", 2.0, 1)]
+        holder.execute("ROLLBACK")
+    finally:
+        holder.close()
+    logger.finalize("success")
+    assert logger.unwritten() == []
+    assert history(logger, "x") == [(0, 0.0), (1, 1.0)]
+
+
+@pytest.mark.parametrize(
+    ("type_name", "params", "words"),
+    [
+        ("deeplightning.tracking.MLflowLogger", {}, None),
+        ("pytorch_lightning.loggers.MLFlowLogger", {}, None),
+        ("pytorch_lightning.loggers.CSVLogger", {}, "CSVLogger cannot go on"),
+        ("deeplightning.tracking.MLflowLogger", {"run_id": "abc"}, "the run abc is asked for"),
+        ("deeplightning.tracking.MLflowLogger", {"experiment_name": "Other"}, "is of the experiment 'Default'"),
+        ("deeplightning.tracking.MLflowLogger", {"tracking_uri": "nowhere"}, "does not have its run"),
+    ],
+)
+def test_why_a_run_cannot_go_on_is_said(type_name, params, words, store, logger):
+    """A logger that keeps none, another run asked for, another experiment, another store; None where it can."""
+    found = refusal(type_name, {"tracking_uri": str(store)} | params, logger.run_id, logger.artifact_folder)
+    assert (found is None) if words is None else (words in found)
+
+
+def test_a_checkpoint_elsewhere_is_not_of_its_run_any_more(store, logger, tmp_path):
+    """A run goes on in its own folder only; a run that was deleted does not."""
+    params = {"tracking_uri": str(store)}
+    name = "deeplightning.tracking.MLflowLogger"
+    assert "does not lie in the folder of its run" in refusal(name, params, logger.run_id, tmp_path)
+    logger.finalize("success")
+    logger.experiment.delete_run(logger.run_id)
+    assert "was deleted" in refusal(name, params, logger.run_id, logger.artifact_folder)
 
 
 def test_a_run_names_the_commit_it_was_started_at(store, tmp_path, monkeypatch):
