@@ -8,11 +8,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from deeplightning.config.check import load
 from deeplightning.config.target import find
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
+import engines
 import mutations
 import scoring
 import side_by_side
@@ -157,3 +160,39 @@ def test_cpu_seconds_are_those_of_the_process(tmp_path):
     assert 0.3 <= float(ended.output) <= ended.seconds
     sleeps = side_by_side.run([sys.executable, "-S", "-c", "import time; time.sleep(0.5)"], tmp_path)
     assert sleeps.seconds < 0.3
+
+
+def test_series_of_losses_are_compared_step_by_step():
+    """The largest difference counts; a step that one of them lacks, or a loss that is no number, is infinitely far."""
+    assert engines.apart({0: 2.0, 1: 1.5}, {0: 2.5, 1: 1.25}) == 0.5
+    for other in ({0: 2.0}, {0: 2.0, 2: 1.5}, {0: 2.0, 1: float("nan")}):
+        assert engines.apart({0: 2.0, 1: 1.5}, other) == float("inf")
+        assert engines.apart(other, {0: 2.0, 1: 1.5}) == float("inf")
+    assert engines.apart({}, {}) == float("inf")
+
+
+def test_bytes_that_a_process_holds_are_those_of_its_tensors():
+    """Four for each parameter, eight and a count of steps for Adam's state; weights that an optimizer has beside the
+    network's are counted as such."""
+    network = engines.Wide()
+    numbers = 64 * 256 + 4 * 256 * 256 + 256 * 10 + 5 * 256 + 10
+    adam = torch.optim.Adam(network.parameters())
+    network(torch.zeros(2, 1, 8, 8)).sum().backward()
+    adam.step()
+    state = 8 * numbers + 4 * 12
+    assert engines.held(network, adam) == {"parameters": 4 * numbers, "state": state, "copies": 0}
+    copy = torch.zeros(100, requires_grad=True)
+    copy.grad = torch.zeros(100)
+    other = torch.optim.SGD([copy], lr=0.1, momentum=0.9)
+    other.step()
+    assert engines.held(network, other) == {"parameters": 4 * numbers, "state": 400, "copies": 400}
+
+
+@pytest.mark.parametrize("engine", engines.ENGINES)
+def test_the_config_of_each_engine_is_right(engine, monkeypatch, tmp_path):
+    """There is no fault in it, and each optimizer step sees 64 samples."""
+    monkeypatch.chdir(ROOT / "benchmarks")
+    (tmp_path / "config.yaml").write_text(engines.config(engine, tmp_path))
+    cfg = load(str(tmp_path / "config.yaml"))
+    assert cfg.engine.backend == (None if engine == "null" else engine)
+    assert cfg.data.batch_size * cfg.engine.processes == 64
