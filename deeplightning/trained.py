@@ -17,6 +17,7 @@ from deeplightning.configure import decided, init_module, load_config
 from deeplightning.engine.plan import own_rank
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking import resolve_run
+from deeplightning.tracking.build import experiment_of
 from deeplightning.tracking.store import locate
 
 if TYPE_CHECKING:
@@ -206,18 +207,16 @@ def _runs_of(cfg: Config) -> list[RunFolder]:
     paths = root.glob("*/*/artifacts/cfg.yaml") if root else Path("runs").glob("*/cfg.yaml")
     # By the start of the run: a resumed one begins with the checkpoints of its forerunner.
     begun = sorted(((path.stat().st_mtime_ns, path) for path in paths), reverse=True)
-    return [RunFolder(path.parent) for _, path in begun if _experiment(path) == _names(cfg.logger.params)]
+    ours = experiment_of(cfg.logger.type, cfg.logger.params)
+    return [RunFolder(path.parent) for _, path in begun if _experiment(path) == ours]
 
 
-def _experiment(config: Path) -> Any:
+def _experiment(config: Path) -> str | None:
     try:
-        return _names(plain(read(config).root)["logger"]["params"])
+        logger = plain(read(config).root)["logger"]
+        return experiment_of(logger["type"], logger["params"])
     except (ConfigError, KeyError, TypeError):  # not ours, or damaged
         return None
-
-
-def _names(params: Mapping[str, Any]) -> str:
-    return params.get("experiment_name", "Default")
 
 
 def checkpoint_of(folder: RunFolder) -> Path:

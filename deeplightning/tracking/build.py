@@ -35,6 +35,11 @@ def prepare(type_name: str, params: dict[str, Any]) -> dict[str, Any]:
     return params | {"tracking_uri": attach(locate(address))}
 
 
+def experiment_of(type_name: str, params: Mapping[str, Any]) -> str:
+    """The name of the experiment that a logger of this type and these arguments tracks into."""
+    return params.get("experiment_name") or ("lightning_logs" if _LIGHTNINGS.fullmatch(type_name) else "Default")
+
+
 def refusal(type_name: str, params: Mapping[str, Any], run_id: str, folder: Path) -> str | None:
     """Why a logger of this type and these arguments cannot go on with a run; None: it can.
 
@@ -68,7 +73,7 @@ def refusal(type_name: str, params: Mapping[str, Any], run_id: str, folder: Path
         raise explain(error, store) from error
     if run.info.lifecycle_stage != "active":
         return f"its run {run_id} was deleted"
-    if experiment != params.get("experiment_name", "Default"):
+    if experiment != experiment_of(type_name, params):
         return f"its run {run_id} is of the experiment {experiment!r}"
     its = local_path(run.info.artifact_uri)
     if its is not None and not (its.is_dir() and its.samefile(folder)):
