@@ -83,6 +83,7 @@ def trained(tiny, own):
             "model.network={type: gpu_own.network, params: {width: 64}}",
             f"data.batch_size={32 // processes}",
             f"engine={json.dumps(settings)}",
+            "logger.log_every_n_steps=1",
             *overrides,
             cwd=own,
         )
