@@ -93,12 +93,15 @@ def init_module(cfg: Config, section: str) -> Any:
 def init_trainer(cfg: Config) -> pl.Trainer:
     """A Lightning Trainer for a config. Opens no run and writes nothing: that begins with `fit`."""
     import pytorch_lightning as pl
+    import torch
 
     from deeplightning.callbacks import all_of
     from deeplightning.callbacks.console import to_terminal
     from deeplightning.engine.checkpoint_io import SafeCheckpointIO
 
     to_terminal(cfg)
+    if cfg.engine.matmul_precision is not None:
+        torch.set_float32_matmul_precision(cfg.engine.matmul_precision)
     train, clip = cfg.train, cfg.train.gradient_clip
     limits = train.limit_batches
     often = train.val_every_n_epoch

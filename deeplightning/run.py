@@ -84,6 +84,9 @@ def _explained(stage: Any, *args: Any, **kwargs: Any) -> None:
     """Runs a stage of Lightning's; what it says of a config in its own exceptions becomes a fault of the config."""
     from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
+    from deeplightning.engine.checkpoint_io import raise_for_misfits, read_checkpoint
+    from deeplightning.engine.sharded import whole_shapes
+
     try:
         if kwargs.get("ckpt_path") is not None:
             kwargs["ckpt_path"] = str(kwargs["ckpt_path"])
@@ -94,8 +97,8 @@ def _explained(stage: Any, *args: Any, **kwargs: Any) -> None:
         if "conditioned on metric" in str(error):  # Lightning's EarlyStopping
             raise ConfigError(Fault(str(error), "train.early_stop.metric")) from error
         if "Error(s) in loading state_dict" in str(error):
-            reason = "; ".join(line.strip() for line in str(error).splitlines()[1:4])
-            raise CheckpointError(f"{kwargs.get('ckpt_path')}: of another network: {reason}") from error
+            path = kwargs["ckpt_path"]
+            raise_for_misfits(whole_shapes(args[0]), read_checkpoint(path)["state_dict"], path)
         raise
     except ValueError as error:
         if "loaded state dict" in str(error):  # torch's optimizers

@@ -66,7 +66,6 @@ BREAKING = [
     ["engine.backend=ddp", "engine.params.process_group_backend=nccl"],
     ["engine.backend=ddp", "engine.params.ddp_comm_hook={ref: some_parts.fp16_compress_hook}"],
     ["engine.sync_batchnorm=true"],
-    ["engine.gpus=1", "engine.sync_batchnorm=true", "engine.backend=fsdp"],
     ["engine.params.bucket_cap_mb=5"],
     FUSED,
     ["engine.processes=2", "engine.params.nvme_path=.", "engine.backend=deepspeed_stage_2_offload_nvme"],

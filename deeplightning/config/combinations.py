@@ -263,14 +263,6 @@ RULES = [
         lambda cfg, _: cfg.engine.sync_batchnorm and cfg.engine.gpus is None,
     ),
     Rule(
-        "engine.sync_batchnorm",
-        "engine.backend",
-        "batch norm over all processes, DeepSpeed or fsdp",
-        "they leave batch norm as it is",
-        "set it to false, use `engine.backend=ddp`, or make the network with torch.nn.SyncBatchNorm",
-        lambda cfg, asked: cfg.engine.sync_batchnorm and _sharded(asked) and cfg.engine.gpus is not None,
-    ),
-    Rule(
         "engine.params",
         "engine.backend",
         "parameters of the strategy, no backend",

@@ -188,6 +188,9 @@ class Engine:
     precision: Precision = key("bits of a number in the forward and backward pass; 16 and bf16 are mixed", 32)
     launcher: Target | None = key("null: processes on this machine", None, later=True)
     max_restarts: int = key("restarts after a lost worker, from the newest whole checkpoint", 0, low=0, later=True)
+    matmul_precision: Literal["highest", "high", "medium"] | None = key(
+        "how precisely GPUs multiply matrices of 32 bits: high is TF32, medium bf16; null: torch's own choice", None
+    )
     deterministic: bool = key("only algorithms that give the same bits each time, on GPU too", False)
     compile: bool = key("compile the network with torch.compile", False)
     sync_batchnorm: bool = key("batch norm over all processes", False)

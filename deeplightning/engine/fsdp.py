@@ -73,6 +73,7 @@ class Fsdp(Sharded, ModelParallelStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         task = self.lightning_module
         if not any(isinstance(module, FSDPModule) for module in task.modules()):
+            self.synchronise_batch_norm(trainer)
             self._shard(task)
         super().setup(trainer)
 

@@ -88,6 +88,12 @@ class Sharded:
     def model_sharded_context(self) -> Iterator[None]:
         yield
 
+    def synchronise_batch_norm(self, trainer: Any) -> None:
+        """Makes batch norm see all processes, if `engine.sync_batchnorm` says so; before parameters are shared."""
+        layers = self._layer_sync  # type: ignore[attr-defined]  # private in Lightning 2.6, which does it for ddp alone
+        if layers is not None and trainer.state.fn == "fit":
+            layers.apply(self.lightning_module)
+
     # ---- checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:

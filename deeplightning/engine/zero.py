@@ -14,6 +14,7 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from pytorch_lightning.strategies import DDPStrategy, DeepSpeedStrategy
 from torch import Tensor, distributed, nn
 
+from deeplightning.config.fault import SetupError
 from deeplightning.engine.pieces import whole_of
 from deeplightning.engine.sharded import Sharded, Share, places, replace
 
@@ -79,9 +80,15 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
 
     def setup(self, trainer: pl.Trainer) -> None:
         self._init_config_if_needed()
-        if self.stage == 3:
-            self._share_out(self.lightning_module)
-        super().setup(trainer)
+        self.synchronise_batch_norm(trainer)
+        try:
+            if self.stage == 3:
+                self._share_out(self.lightning_module)
+            super().setup(trainer)
+        except RuntimeError as error:
+            if "JIT load" not in str(error):
+                raise
+            raise SetupError(f"DeepSpeed cannot build what it needs here: {str(error).splitlines()[0]}") from error
         for module in self.lightning_module.children():
             if next(module.parameters(), None) is not None:
                 module.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
@@ -134,6 +141,13 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
     def block_backward_sync(self) -> Iterator[None]:
         """Nothing is to be held back: stages 0 and 1 sum gradients at the step, stages 2 and 3 in each batch."""
         yield
+
+    def teardown(self) -> None:
+        """Also gives torch its own `linear` back: stage 3 puts one in its place that does not keep gathered weights."""
+        from deepspeed.runtime.zero.partition_parameters import InsertPostInitMethodToModuleSubClasses as Patched
+
+        nn.functional.linear = getattr(Patched, "linear_bk", nn.functional.linear)  # not undone by DeepSpeed 0.19
+        super().teardown()
 
     # ---- checkpoints
 
