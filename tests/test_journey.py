@@ -6,6 +6,7 @@ import struct
 import subprocess
 import sys
 import urllib.request
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -178,17 +179,24 @@ def test_own_pictures_train_the_same_from_memory_from_disk_and_with_workers(own,
     assert losses[-1] < 0.8 * losses[0]
 
 
-@pytest.fixture(scope="module")
-def server(own):
-    """The real server on the run, at a free port; its address."""
-    command = [sys.executable, "-m", "serve", str(own.folder), "--port", "0"]
+@contextmanager
+def served(folder):
+    """The real server on a run, at a free port; its address."""
+    command = [sys.executable, "-m", "serve", str(folder), "--port", "0"]
     server = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True)
     assert server.stdout is not None
-    address = server.stdout.readline().split()[-1]
-    yield address
-    server.terminate()
-    server.wait()
-    server.stdout.close()
+    try:
+        yield server.stdout.readline().split()[-1]
+    finally:
+        server.terminate()
+        server.wait()
+        server.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def server(own):
+    with served(own.folder) as address:
+        yield address
 
 
 def ask(address, data, kind="image/jpeg"):
@@ -283,3 +291,31 @@ def test_the_seed_configuration_runs_as_it_is(mnist, command, place, store, trac
     assert run.metrics["val_acc"] > 0.5
     assert done.folder.parent.parent == store / "0"
     assert {"train_loss", "train_acc", "val_loss", "val_acc", "lr"} <= set(run.series())
+
+
+def test_the_seed_configuration_runs_over_two_processes(mnist, jobs, place, store, tracked, tmp_path):
+    """With `engine.gpus=null engine.processes=2` it trains by DeepSpeed's stage 3, goes on, is exported and served: the
+    loss is that of one process with twice the batch, and the answer over HTTP is that of the checkpoint."""
+    (tmp_path / "seed.yaml").write_text(SEED)
+    settings = ["engine.gpus=null", f"data.root={mnist}", f"logger.params.tracking_uri={store}", "train.export=false"]
+
+    def train(*overrides, ranks=2):
+        spread = [f"engine.processes={ranks}", f"data.batch_size={512 // ranks}"]
+        done = jobs("train", tmp_path / "seed.yaml", *settings, *spread, *overrides, cwd=place, ranks=ranks)
+        assert {0} == {each.code for each in done.ranks or [done]}, done
+        return done
+
+    first = train("train.num_epochs=1")
+    assert "backend: deepspeed_stage_3" in (first.folder / "cfg.yaml").read_text()
+    done = train("train.num_epochs=2", f"train.resume_ckpt='{first.folder}'")
+    expected = tracked(train("train.num_epochs=2", ranks=1).folder).metrics["val_loss"]
+    assert tracked(done.folder).metrics["val_loss"] == pytest.approx(expected, abs=1e-3)
+
+    exported = jobs("export", done.folder, cwd=place)
+    assert exported.code == 0, exported
+    picture = ROOT / "examples" / "digits" / "3.png"
+    (predicted,) = csv.DictReader(jobs("predict", done.folder, picture, cwd=place).out.splitlines())
+    with served(done.folder) as address:
+        answer = ask(address, picture.read_bytes(), "image/png")
+    assert answer["predicted_class"] == predicted["predicted_class"]
+    assert float(answer["predicted_probability"]) == pytest.approx(float(predicted["predicted_probability"]), abs=1e-5)
