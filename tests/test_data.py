@@ -9,7 +9,10 @@ import os
 import pickle
 import shutil
 import struct
+import subprocess
+import sys
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -797,3 +800,32 @@ def test_sample_digits():
         pixels = torch.from_numpy(module.image_spec.decode(path)).permute(2, 0, 1)
         position = (test.images == pixels).all(dim=(1, 2, 3)).nonzero().item()
         assert test.labels[position] == digit
+
+
+READS = """\
+import sys, time
+from types import SimpleNamespace
+from deeplightning.data.digits import Digits
+
+if __name__ == "__main__":
+    data = SimpleNamespace(root=None, batch_size=4, num_workers=2, num_splits=None, fold=0, loader={})
+    module = Digits(SimpleNamespace(seed=1, data=data), in_memory=False)
+    module.setup("fit")
+    batches = iter(module.train_dataloader())
+    next(batches)
+    print(*(worker.pid for worker in batches._workers), flush=True)
+    time.sleep(60)
+"""
+
+
+def test_workers_end_with_a_process_that_is_killed(tmp_path):
+    """SIGKILL of the process that reads leaves no loader worker behind."""
+    (tmp_path / "reads.py").write_text(READS)
+    with subprocess.Popen([sys.executable, tmp_path / "reads.py"], stdout=subprocess.PIPE, text=True) as reader:
+        workers = [Path("/proc") / pid for pid in reader.stdout.readline().split()]
+        assert len(workers) == 2
+        reader.kill()
+    end = time.monotonic() + 30
+    while any(worker.exists() for worker in workers):
+        assert time.monotonic() < end, workers
+        time.sleep(0.1)

@@ -5,7 +5,9 @@ N samples, B batch, H height, W width, C channels of the prepared image.
 """
 
 import os
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -105,6 +107,33 @@ class OnDemand(Dataset):
         # np.stack keeps the channels last in memory, and convolutions would round otherwise than with `InMemory`.
         images = np.ascontiguousarray(images)
         return {"image": torch.from_numpy(images), "label": self.labels[index], "index": index}
+
+
+class EndsWithItsRun:
+    """What a loader worker does first: from then on it ends with the process that reads its batches.
+
+    A worker of a fork server is no child of that process. Where the process is killed, worker and server would wait for
+    each other for good (Python 3.11).
+
+    Args:
+        then: called with the worker's number, like torch's `worker_init_fn`.
+    """
+
+    def __init__(self, then: Callable[[int], None] | None = None):
+        self.reader, self.then = os.getpid(), then
+
+    def __call__(self, number: int) -> None:
+        threading.Thread(target=self._watch, daemon=True).start()
+        if self.then is not None:
+            self.then(number)
+
+    def _watch(self) -> None:
+        try:
+            while True:
+                os.kill(self.reader, 0)  # no signal: asks whether it is there
+                time.sleep(1)
+        except ProcessLookupError:
+            os._exit(1)
 
 
 def _prepare_all(samples: Samples, spec: ImageSpec, max_pixels: int) -> np.ndarray:

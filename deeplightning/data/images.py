@@ -15,7 +15,7 @@ import torch
 from torch import Generator, nn, uint8
 from torch.utils.data import DataLoader
 
-from deeplightning.data.datasets import Batch, InMemory, OnDemand, Samples
+from deeplightning.data.datasets import Batch, EndsWithItsRun, InMemory, OnDemand, Samples
 from deeplightning.data.errors import DataConfigError, DataError
 from deeplightning.data.samplers import BatchIndices
 from deeplightning.data.splits import deal, shuffled
@@ -260,6 +260,7 @@ class ImageData(pl.LightningDataModule):
         elif workers > 0:
             options.setdefault("persistent_workers", True)
             options.setdefault("multiprocessing_context", _start_method())
+            options["worker_init_fn"] = EndsWithItsRun(options.get("worker_init_fn"))
         # Its own generator: else each epoch would draw a number from torch's global one.
         generator = Generator().manual_seed(self.cfg.seed)
         return DataLoader(
