@@ -29,8 +29,9 @@ from torch.distributed.tensor import DTensor
 
 HERE = Path(__file__).resolve().parent
 
-# Smaller parameters would stay whole by default under stage 3: nothing here is as large as it expects.
-ALL_SHARED = "{config: {zero_optimization: {stage3_param_persistence_threshold: 0}}}"
+# By default stage 3 leaves whole what is small, and gathered what is soon used again: here, all that there is.
+KEPT = "stage3_param_persistence_threshold: 0, stage3_max_live_parameters: 0, stage3_max_reuse_distance: 0"
+ALL_SHARED = f"{{config: {{zero_optimization: {{{KEPT}}}}}}}"
 ENGINES = {
     "null": "{}",
     "ddp": "{}",
