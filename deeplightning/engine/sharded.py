@@ -6,6 +6,7 @@ precision, each tensor in pieces. So a run goes on under any engine with any num
 """
 
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ class Share:
         return Piece(self.shape, self.start, values)
 
 
-class Sharded:
+class Sharded(ABC):
     """Mixin of a strategy of Lightning's; a strategy says how it shares parameters in `shares` and `take_state`."""
 
     # Of the strategy that it is mixed into.
@@ -55,26 +56,23 @@ class Sharded:
 
     # ---- what a strategy says
 
+    @abstractmethod
     def shares(self) -> dict[nn.Parameter, Share]:
         """This process' part of each parameter that is shared."""
-        raise NotImplementedError
 
+    @abstractmethod
     def groups_of(self, optimizer: Any) -> list[dict[str, Any]]:
         """An optimizer's groups: settings, and under `params` the parameters in the order of `configure_optimizers`."""
-        raise NotImplementedError
 
+    @abstractmethod
     def state_of(self, optimizer: Any, parameter: nn.Parameter) -> dict[str, Any]:
         """What an optimizer keeps of a parameter: tensors like `Share.values`, and values that stand for the whole."""
-        raise NotImplementedError
 
+    @abstractmethod
     def take_state(
         self, optimizer: Any, groups: list[dict[str, Any]], states: dict[nn.Parameter, dict[str, Any]]
     ) -> None:
         """Gives an optimizer the settings of its groups, without `params`, and such a state of each parameter."""
-        raise NotImplementedError
-
-    def weights_were_set(self, state_dict: Mapping[str, Any]) -> None:
-        """Called when `Share.values` have been set from a checkpoint: brings copies in other precisions up to date."""
 
     # ---- the beginning
 
@@ -141,7 +139,6 @@ class Sharded:
                     share.values.copy_(part_of(theirs[name], share.start, share.stop))
                 elif isinstance(plain[name], Tensor):
                     plain[name].copy_(whole_of(theirs[name]))
-            self.weights_were_set(theirs)
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         """Sets the optimizers' states.

@@ -220,16 +220,19 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
             return flat, 0, 0
         return flat, fragment.hp_fragment_address.start, fragment.hp_fragment_address.numel
 
-    def weights_were_set(self, state_dict: Mapping[str, Any]) -> None:
-        zero = self._zero
+    @torch.no_grad()
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Sets the copies that the network computes with as well, which may have another precision."""
+        super().load_model_state_dict(checkpoint, strict)
+        weights, zero = checkpoint["state_dict"], self._zero
         for name, parameter in self.lightning_module.named_parameters():
-            if name not in state_dict:
+            if name not in weights:
                 continue
             if self.stage == 3:
                 share = self._share_of_3(parameter, zero)
                 parameter.ds_tensor.view(-1)[: share.values.numel()].copy_(share.values)
-            if parameter.numel() == torch.Size(state_dict[name].shape).numel():  # whole on every process
-                parameter.copy_(whole_of(state_dict[name]))
+            if parameter.numel() == torch.Size(weights[name].shape).numel():  # whole on every process
+                parameter.copy_(whole_of(weights[name]))
 
 
 def _cast_inputs(module: nn.Module, *inputs: Any) -> Any:
