@@ -170,10 +170,10 @@ ONE_FAULT = {
     "an impossible param": ("", ["data.module.params.image_size=0"], "image_size must be"),
     "a batch size of zero": ("", ["data.batch_size=0"], "data.batch_size: must be at least 1, not 0"),
     "an override without a value": ("", ["data.batch_size"], "override data.batch_size: an override is key=value"),
-    "a sharded engine without GPUs": (
+    "a precision that an engine lacks": (
         "",
-        ["engine.processes=2", "engine.backend=fsdp"],
-        "fsdp does not go with engine.gpus: null: it needs GPUs",
+        ["engine.processes=2", "engine.backend=fsdp", "engine.precision=64"],
+        "engine.precision: 64 does not go with engine.backend: fsdp",
     ),
 }
 

@@ -137,11 +137,11 @@ class Lossless(ImageClassification):
 
 
 class Manual(pl.LightningModule):
-    """Steps two optimizers itself."""
+    """Steps two optimizers itself, and says so in a way that its source does not show."""
 
     def __init__(self, cfg):
         super().__init__()
-        self.automatic_optimization = False
+        setattr(self, "automatic_" + "optimization", False)
         self.cfg = cfg
         self.network = build(cfg.model.network)
 

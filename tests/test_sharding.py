@@ -51,6 +51,53 @@ class Wide(nn.Module):
         return self.head(values)
 
 
+class Running(nn.Module):
+    """A network whose batch norm keeps running means."""
+
+    def __init__(self, **_):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 10))
+
+    def forward(self, images):
+        return self.layers(images)
+
+
+class Scalar(Running):
+    """One that also has a parameter without a dimension."""
+
+    def __init__(self, **_):
+        super().__init__()
+        self.temperature = nn.Parameter(torch.tensor(1.0))
+
+    def forward(self, images):
+        return super().forward(images) * self.temperature
+
+
+class Own(pl.LightningModule):
+    """A task that builds its network in its constructor."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.network = nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+
+    def training_step(self, batch, batch_idx):
+        return nn.functional.cross_entropy(self.network(batch["image"] / 255), batch["label"])
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.05)
+
+
+class Scaled(nn.Module):
+    """A loss with a parameter, which no optimizer has."""
+
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((1,), 0.5))
+
+    def forward(self, logits, labels):
+        return nn.functional.cross_entropy(logits * self.scale, labels)
+
+
 class Weighs(pl.Callback):
     """Notes the bytes of parameters and optimizer state that each process holds between two steps."""
 
@@ -87,7 +134,9 @@ class FullDisk(pl.Callback):
 '''
 
 WHOLE_BYTES = 4 * (64 * 256 + 256 + 3 * (256 * 256 + 256) + 256 * 10 + 10)
-ALL_SHARED = "engine.params={config: {zero_optimization: {stage3_param_persistence_threshold: 0}}}"
+# Small parameters stay whole by default, and those that are soon needed again stay gathered.
+KEPT = ("param_persistence_threshold", "max_live_parameters", "max_reuse_distance")
+ALL_SHARED = f"engine.params={{config: {{zero_optimization: {{{', '.join(f'stage3_{name}: 0' for name in KEPT)}}}}}}}"
 SHARDING = {"fsdp": "engine.params={wrap: [Linear]}", "deepspeed_stage_3": ALL_SHARED}
 
 
@@ -281,3 +330,68 @@ def test_a_full_disk_on_one_process_leaves_the_former_checkpoint(trained):
     )
     found = read_checkpoint(Path(folder) / "last.ckpt")
     assert found["epoch"] == 0
+
+
+@pytest.mark.parametrize("engine", ["ddp", "fsdp", "deepspeed_stage_2", "deepspeed_stage_3"])
+def test_what_is_judged_is_what_is_saved(engine, trained, tracked, jobs, tiny, own):
+    """With batch norm too the last val_loss of two processes is that of one process with the checkpoint."""
+    settings = ["model.network={type: sharded_own.Running}", "train.callbacks=[]"]
+    outcome, _ = trained(engine, *settings)
+    alone = jobs("train", tiny, "stages=[validate]", f"test.ckpt='{outcome.folder}'", *settings, cwd=own)
+    expected = json.loads((alone.folder / "val_results.json").read_text())["val_loss"]
+    assert tracked(outcome.folder).metrics["val_loss"] == pytest.approx(expected, abs=1e-6)
+
+
+@pytest.mark.parametrize("engine", ["fsdp", "deepspeed_stage_2", "deepspeed_stage_3"])
+def test_a_loss_may_have_parameters(engine, trained):
+    """They are in the checkpoint as they were drawn."""
+    outcome, _ = trained(engine, "model.loss={type: sharded_own.Scaled}")
+    (found,) = (
+        value
+        for name, value in weights_of(outcome.folder / "last.ckpt").items()
+        if name.endswith("scale") and "network" not in name
+    )
+    assert found.tolist() == [0.5]
+
+
+@pytest.mark.parametrize("engine", ["fsdp", "deepspeed_stage_1", "deepspeed_stage_3"])
+def test_the_state_of_another_optimizer_is_refused(engine, held, trained):
+    """A run of Adam's does not go on with SGD: exit 4 and the settings that differ."""
+    before, _, _ = held("fsdp")
+    other = "model.optimizer={type: torch.optim.SGD, params: {lr: 0.01, momentum: 0.9}}"
+    outcome, _ = trained(engine, other, f"train.resume_ckpt='{before.folder}'", "train.num_epochs=2", code=4)
+    (said,) = (line for rank in outcome.ranks for line in rank.err.splitlines() if "error" in line)
+    assert "of another optimizer" in said
+    assert "amsgrad, betas" in said
+    assert "dampening, momentum" in said
+
+
+@pytest.mark.parametrize("engine", ["fsdp", "deepspeed_stage_3"])
+def test_a_task_may_build_its_network_in_its_constructor(engine, jobs, tiny, own):
+    """It need not know of sharding, and ends as under ddp."""
+
+    def run(word):
+        task = "model={module: {type: sharded_own.Own}, optimizer: null}"
+        spread = f"engine={{backend: {word}, processes: 2}}"
+        outcome = jobs("train", tiny, task, spread, "train.num_epochs=1", cwd=own, ranks=2)
+        assert [rank.code for rank in outcome.ranks] == [0, 0], outcome
+        return weights_of(outcome.folder / "last.ckpt")
+
+    found = run(engine)
+    for name, tensor in run("ddp").items():
+        torch.testing.assert_close(found[name], tensor, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("engine", ["fsdp", "deepspeed_stage_1", "deepspeed_stage_3"])
+def test_a_parameter_without_a_dimension_is_named(engine, trained):
+    """Exit 2 with its name and a remedy; neither torch nor DeepSpeed can share it."""
+    outcome, _ = trained(engine, "model.network={type: sharded_own.Scalar}", "train.callbacks=[]", code=2)
+    (said,) = (rank.err for rank in outcome.ranks if rank.err)
+    assert "network.temperature; make them of shape (1,)" in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize("engine", ["deepspeed_stage_1", "deepspeed_stage_3"])
+def test_batch_norm_runs_in_bf16(engine, trained):
+    """Under DeepSpeed's mixed precision its running means are of the precision of its weights."""
+    trained(engine, "model.network={type: sharded_own.Running}", "train.callbacks=[]", "engine.precision=bf16")
