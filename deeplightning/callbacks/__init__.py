@@ -35,7 +35,7 @@ def all_of(cfg: Config) -> list[pl.Callback]:
     from deeplightning.callbacks.results import Results, ShowPictures
     from deeplightning.callbacks.signals import Signals
     from deeplightning.callbacks.start import StartWeights
-    from deeplightning.callbacks.steps import AccumulateFrom, FiniteLoss, LogSteps, SampleWeights, Seeds
+    from deeplightning.callbacks.steps import AccumulateFrom, FiniteLoss, LogSteps, SameBuffers, SampleWeights, Seeds
     from deeplightning.tracking.build import prepare
     from deeplightning.tracking.environment import redacted
 
@@ -58,6 +58,7 @@ def all_of(cfg: Config) -> list[pl.Callback]:
         LogSteps(every if isinstance(every, int) else asdict(every)),
         FiniteLoss(),
         SampleWeights(),
+        SameBuffers(),
         Console(cfg, record, checkpoints),
         Results(record),
     ]
