@@ -11,6 +11,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from pytorch_lightning.strategies import ModelParallelStrategy
+from pytorch_lightning.utilities.model_helpers import is_overridden
 from torch import distributed, nn
 from torch.distributed.constants import default_pg_timeout
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
@@ -73,8 +74,12 @@ class Fsdp(Sharded, ModelParallelStrategy):
     def setup(self, trainer: pl.Trainer) -> None:
         task = self.lightning_module
         if not any(isinstance(module, FSDPModule) for module in task.modules()):
+            self.refuse_scalars()
             self.synchronise_batch_norm(trainer)
             self._shard(task)
+        if not is_overridden("configure_model", task):
+            # Lightning 2.6 wants tasks to shard themselves there; one that builds its network elsewhere is sharded too.
+            task.configure_model = lambda: None  # type: ignore[method-assign]
         super().setup(trainer)
 
     def model_to_device(self) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deeplightning.config.fault import CheckpointError, ConfigError, Fault
 from deeplightning.engine.checkpoint_io import raise_for_misfits, read_checkpoint, save_in_pieces
 from deeplightning.engine.pieces import Piece, part_of, whole_of
 
@@ -86,6 +87,17 @@ class Sharded(ABC):
     def model_sharded_context(self) -> Iterator[None]:
         yield
 
+    def refuse_scalars(self) -> None:
+        """
+        Raises:
+            ConfigError: a parameter is one number without a dimension, which neither torch nor DeepSpeed can share.
+        """
+        scalars = [name for name, parameter in self.lightning_module.named_parameters() if not parameter.ndim]
+        if scalars:
+            message = "parameters without a dimension cannot be shared out"
+            remedy = "make them of shape (1,), or use `engine.backend=ddp`"
+            raise ConfigError(Fault(f"{message}: {', '.join(scalars[:3])}; {remedy}", "engine.backend"))
+
     def synchronise_batch_norm(self, trainer: Any) -> None:
         """Makes batch norm see all processes, if `engine.sync_batchnorm` says so; before parameters are shared."""
         layers = self._layer_sync  # type: ignore[attr-defined]  # private in Lightning 2.6, which does it for ddp alone
@@ -144,13 +156,18 @@ class Sharded(ABC):
         """Sets the optimizers' states.
 
         Raises:
-            ValueError: they are of optimizers with other groups.
+            CheckpointError: they are of optimizers with other groups or settings.
         """
         shares = self.shares()
+        of_another = f"{getattr(self, 'path', 'the checkpoint')}: of another optimizer: it"
         for optimizer, saved in zip(self.optimizers, checkpoint["optimizer_states"], strict=True):
             ours, theirs = self.groups_of(optimizer), saved["param_groups"]
             if [len(group["params"]) for group in ours] != [len(group["params"]) for group in theirs]:
-                raise ValueError("loaded state dict has other groups of parameters than the optimizer")
+                raise CheckpointError(f"{of_another} has other groups of parameters than the optimizer")
+            lacks, has = ours[0].keys() - theirs[0].keys(), theirs[0].keys() - ours[0].keys()
+            if lacks and has:  # a newer torch adds settings, and takes none away
+                told = f"{', '.join(sorted(has))}, the optimizer {', '.join(sorted(lacks))}"
+                raise CheckpointError(f"{of_another} has the settings {told}")
             states = {
                 parameter: {name: _part(value, shares.get(parameter)) for name, value in saved["state"][number].items()}
                 for group, saved_group in zip(ours, theirs, strict=True)

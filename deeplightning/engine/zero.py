@@ -79,6 +79,7 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
     # ---- set-up
 
     def setup(self, trainer: pl.Trainer) -> None:
+        self.refuse_scalars()
         self._init_config_if_needed()
         self.synchronise_batch_norm(trainer)
         try:
@@ -89,6 +90,12 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
             if "JIT load" not in str(error):
                 raise
             raise SetupError(f"DeepSpeed cannot build what it needs here: {str(error).splitlines()[0]}") from error
+        for module in self.lightning_module.modules():
+            # DeepSpeed 0.19 casts parameters and leaves buffers; torch's batch norm wants both alike.
+            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine:
+                for name in ("running_mean", "running_var"):
+                    if (mean := module._buffers[name]) is not None:
+                        module._buffers[name] = mean.to(module.weight.dtype)
         for module in self.lightning_module.children():
             if next(module.parameters(), None) is not None:
                 module.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
@@ -173,7 +180,8 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
         part = parameter.ds_tensor  # (m,), the last ones of all processes filled up
         start = min(parameter.ds_numel, part.ds_numel * self.global_rank)
         size = min(part.ds_numel, parameter.ds_numel - start)
-        if zero is not None and parameter.requires_grad:
+        # One that the optimizer does not have, such as that of a loss, has no copy in full precision.
+        if zero is not None and zero.get_param_id(parameter) in zero.grad_position:
             part = zero.get_local_fp32_param(parameter)
         return Share(tuple(parameter.ds_shape), start, part.detach().view(-1)[:size])
 
