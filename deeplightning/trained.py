@@ -63,9 +63,10 @@ def _decide(cfg: Config) -> Resumption:
     path = find_checkpoint(name, cfg, to_go_on=True)
     assert path is not None
     try:
-        return _from(path, read_checkpoint(path), cfg)
+        checkpoint = read_checkpoint(path)
     except CheckpointError as error:
         raise CheckpointError(f"{error}. The newest whole checkpoint: train.resume_ckpt=auto") from None
+    return _from(path, checkpoint, cfg)
 
 
 def _newest_whole(cfg: Config) -> Resumption:
@@ -77,9 +78,11 @@ def _newest_whole(cfg: Config) -> Resumption:
     for folder in _runs_of(cfg):
         for path in folder.checkpoints():
             try:
-                return _from(path, read_checkpoint(path), cfg)
+                checkpoint = read_checkpoint(path)
             except CheckpointError as error:
                 log.warning("resumes    not this one: %s", error)
+            else:
+                return _from(path, checkpoint, cfg)
         if empty is None and not folder.checkpoints() and _is_same(cfg, folder):
             empty = folder
     if own_rank() == 0 and empty is not None and (hold := empty.hold()) is not None:
@@ -92,10 +95,21 @@ def _newest_whole(cfg: Config) -> Resumption:
 
 
 def _from(path: Path, checkpoint: Mapping[str, Any], cfg: Config) -> Resumption:
-    """Training goes on from a checkpoint: in its run where that is possible."""
+    """Training goes on from a checkpoint: in its run where that is possible.
+
+    Raises:
+        CheckpointError: the checkpoint is of another optimizer, whose state says nothing to the config's.
+    """
     from deeplightning.callbacks.record import Resumption
     from deeplightning.engine.checkpoint_io import read_checkpoint
 
+    theirs = ((checkpoint.get("config") or {}).get("model") or {}).get("optimizer")
+    ours = cfg.public()["model"]["optimizer"]
+    if theirs is not None and _types(theirs) != _types(ours):
+        raise CheckpointError(
+            f"{path}: of another optimizer: model.optimizer.type was {_types(theirs)} and is {_types(ours)}; "
+            f"go on with that, or begin anew from the weights: model.init_from='{path}'"
+        )
     if own_rank() != 0:
         return Resumption(path)
     folder, run_id = RunFolder(path.parent), (checkpoint.get("run") or {}).get("id")
@@ -120,6 +134,12 @@ def _from(path: Path, checkpoint: Mapping[str, Any], cfg: Config) -> Resumption:
         return Resumption(path, notes=notes, inexact=inexact)
     owed = checkpoint.get("points", [])
     return Resumption(path, run_id, path.parent, owed, hold, notes, inexact)
+
+
+def _types(optimizers: Any) -> str:
+    """The class of the optimizer that a config names, or of each."""
+    named = optimizers if isinstance(optimizers, Mapping) else {}
+    return named["type"] if "type" in named else ", ".join(o["type"] for o in named.values()) or "none"
 
 
 def _refusal(cfg: Config, run_id: str, folder: Path) -> str | None:
@@ -192,7 +212,7 @@ def find_checkpoint(name: str | None, cfg: Config, to_go_on: bool = False) -> Pa
         raise CheckpointError(f"{name}: no run of this experiment in {uri} has a {file}")
     path = Path(name).expanduser()
     if path.is_file() or path.suffix == ".ckpt":
-        if not path.is_file():
+        if not path.exists():
             raise CheckpointError(f"{path}: there is no such checkpoint")
         return path.absolute()
     folder = RunFolder(resolve_run(name, uri))

@@ -245,12 +245,12 @@ class ImageData(pl.LightningDataModule):
             # A resumed run goes on behind the batches that are done; after a whole epoch the counter still shows it.
             # Lightning sets the epoch as well, but only when the first iterator has been made.
             loop: Any = self.trainer.fit_loop
+            limit = self.trainer.limit_train_batches
+            length = min(len(sampler), limit) if isinstance(limit, int) else int(len(sampler) * limit)
             epoch, done = loop.epoch_progress.current, loop.epoch_loop.batch_progress.current.ready
-            ended = (
-                done >= len(sampler) and epoch.processed < epoch.ready
-            )  # saved after the last batch, not counted yet
+            ended = done >= length and epoch.processed < epoch.ready  # saved after the last batch, not counted yet
             sampler.set_epoch(epoch.processed + ended)
-            sampler.start = done if done < len(sampler) else 0
+            sampler.start = done if done < length else 0
         options, workers = dict(self._loader_options), self.cfg.data.num_workers
         if isinstance(dataset, InMemory):
             workers = 0
