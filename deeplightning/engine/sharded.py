@@ -104,6 +104,13 @@ class Sharded(ABC):
         if layers is not None and trainer.state.fn == "fit":
             layers.apply(self.lightning_module)
 
+    def teardown(self) -> None:
+        """Lightning moves the task to the CPU, which parameters that still wait for their values refuse: that would be
+        told in place of why the set-up failed."""
+        if any(parameter.is_meta for parameter in self.lightning_module.parameters()):
+            self.lightning_module.to_empty(device="cpu")
+        super().teardown()  # type: ignore[misc]
+
     # ---- checkpoints
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
