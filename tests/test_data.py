@@ -50,7 +50,9 @@ def ready(module: ImageData, rank: int = 0, world: int = 1) -> ImageData:
     epoch, batch = SimpleNamespace(processed=0), SimpleNamespace(ready=0)
     progress = SimpleNamespace(batch_progress=SimpleNamespace(current=batch))
     loop = SimpleNamespace(epoch_progress=SimpleNamespace(current=epoch), epoch_loop=progress)
-    module.trainer = SimpleNamespace(global_rank=rank, world_size=world, training=True, fit_loop=loop)
+    module.trainer = SimpleNamespace(
+        global_rank=rank, world_size=world, training=True, fit_loop=loop, limit_train_batches=1.0
+    )
     module.setup()
     return module
 

@@ -293,8 +293,8 @@ def test_a_missing_piece_is_named(sharded, trained):
     with pytest.raises(CheckpointError, match=f"1 of its 2 pieces are missing: last.pieces/{piece.name}"):
         read_checkpoint(sharded)
     outcome, _ = trained("fsdp", f"train.resume_ckpt='{sharded}'", code=4)
-    assert piece.name in outcome.err
-    assert "Traceback" not in outcome.err
+    (said,) = (rank.err for rank in outcome.ranks if piece.name in rank.err)  # whichever came first
+    assert "Traceback" not in said
 
 
 def test_a_damaged_piece_is_named(sharded):
@@ -356,14 +356,13 @@ def test_a_loss_may_have_parameters(engine, trained):
 
 @pytest.mark.parametrize("engine", ["fsdp", "deepspeed_stage_1", "deepspeed_stage_3"])
 def test_the_state_of_another_optimizer_is_refused(engine, held, trained):
-    """A run of Adam's does not go on with SGD: exit 4 and the settings that differ."""
+    """A run of Adam's does not go on with SGD: exit 4 with both."""
     before, _, _ = held("fsdp")
     other = "model.optimizer={type: torch.optim.SGD, params: {lr: 0.01, momentum: 0.9}}"
     outcome, _ = trained(engine, other, f"train.resume_ckpt='{before.folder}'", "train.num_epochs=2", code=4)
     (said,) = (line for rank in outcome.ranks for line in rank.err.splitlines() if "error" in line)
     assert "of another optimizer" in said
-    assert "amsgrad, betas" in said
-    assert "dampening, momentum" in said
+    assert "model.optimizer.type was torch.optim.Adam and is torch.optim.SGD" in said
 
 
 @pytest.mark.parametrize("engine", ["fsdp", "deepspeed_stage_3"])
