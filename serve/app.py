@@ -103,7 +103,7 @@ def create_app(bundle: Bundle, limits: Limits | None = None) -> Flask:
 
     @app.get("/openapi.json")
     def openapi() -> Response:
-        return jsonify(describe(bundle.labels, limits.max_upload_mb, limits.max_pixels, limits.max_images))
+        return jsonify(describe(bundle.task, bundle.labels, limits, secured=False))
 
     @app.get("/")
     def index() -> Response:

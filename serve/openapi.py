@@ -1,44 +1,113 @@
-"""What the endpoints take and give, as OpenAPI 3.0 (https://spec.openapis.org/oas/v3.0.3), for code generators."""
+"""What the endpoints take and give, as OpenAPI 3.0 (https://spec.openapis.org/oas/v3.0.3), for code generators.
 
-from typing import Any
+The document is made for one server: its task, its limits, and whether it asks for a key.
+"""
+
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from serve.app import Limits
 
 JsonObject = dict[str, Any]
 
+TITLES = {"image_classification": "Image classification", "image_reconstruction": "Image reconstruction"}
 
-def describe(labels: list[str], max_upload_mb: int, max_pixels: int, max_images: int) -> JsonObject:
-    """The document at `/openapi.json`."""
-    return {
-        "openapi": "3.0.3",
-        "info": {
-            "title": "Image classification",
-            "version": "1",
-            "description": (
-                f"Pictures go in, probabilities of {len(labels)} classes come out. One request carries at most "
-                f"{max_upload_mb} MB and {max_images} images of at most {max_pixels:,} pixels each."
-            ),
-        },
-        "paths": {
-            "/predict": {"post": _predict(max_images)},
-            "/health": {"get": _get("Answers while the server is alive.", _ref("Status"))},
-            "/ready": {"get": _get("Answers once the model is loaded and checked.", _ref("Status"))},
-            "/info": {
-                "get": _get("The task, its labels, its input, its limits, and the run it comes from.", _ref("Info"))
-            },
-            "/openapi.json": {"get": _get("This document.", {"type": "object"})},
-            "/": {
-                "get": {
-                    "summary": "A page to drop an image on.",
-                    "responses": {
-                        "200": {"description": "The page.", "content": {"text/html": {"schema": {"type": "string"}}}}
-                    },
-                }
-            },
-        },
-        "components": {"schemas": _schemas(labels, max_images)},
+REQUEST_ID = {
+    "X-Request-ID": {
+        "description": "Names the request in the server's log: the client's own, where it sent one, or a new one.",
+        "required": True,
+        "schema": {"type": "string", "pattern": "^[A-Za-z0-9._-]{1,64}$"},
     }
+}
+RETRY_AFTER = {
+    "Retry-After": {
+        "description": "Seconds after which the same request may find room.",
+        "required": True,
+        "schema": {"type": "integer", "minimum": 1},
+    }
+}
+CHALLENGE = {
+    "WWW-Authenticate": {
+        "description": "How to send the key.",
+        "required": True,
+        "schema": {"type": "string", "pattern": "^Bearer"},
+    }
+}
 
 
-def _predict(max_images: int) -> JsonObject:
+def describe(task: str, labels: list[str], limits: "Limits", secured: bool) -> JsonObject:
+    """The document at `/openapi.json`.
+
+    Args:
+        task: what the bundle does, one of `TITLES`.
+        labels: the class names; none for a task without classes.
+        limits: what one request may cost.
+        secured: a key is asked for.
+    """
+    paths = {
+        "/predict": {"post": _predict(task, limits)},
+        "/health": {"get": _get("Answers while the server is alive.", _ref("Status"))},
+        "/ready": {"get": _ready()},
+        "/metrics": {"get": _get("Counts and times for Prometheus.", {"type": "string"}, "text/plain")},
+        "/info": {"get": _get("The task, its labels, its input, its limits, and where it comes from.", _ref("Info"))},
+        "/openapi.json": {"get": _get("This document.", {"type": "object"})},
+        "/": {"get": _get("A page to drop an image on.", {"type": "string"}, "text/html")},
+    }
+    document: JsonObject = {
+        "openapi": "3.0.3",
+        "info": {"title": TITLES[task], "version": "1", "description": _describe(task, labels, limits)},
+        "paths": paths,
+        "components": {"schemas": _schemas(task, labels, limits)},
+    }
+    if secured:
+        document["components"]["securitySchemes"] = {
+            "bearer": {"type": "http", "scheme": "bearer"},
+            "header": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
+        }
+        for path in ("/predict", "/info", "/openapi.json", "/metrics"):
+            for operation in paths[path].values():
+                operation["security"] = [{"bearer": []}, {"header": []}]
+                operation["responses"]["401"] = _error("The API key is missing or wrong.", CHALLENGE)
+    return document
+
+
+def _describe(task: str, labels: list[str], limits: "Limits") -> str:
+    comes = f"probabilities of {len(labels)} classes" if task == "image_classification" else "pictures of the same size"
+    return (
+        f"Pictures go in, {comes} come out. One request carries at most {limits.max_upload_mb} MB and "
+        f"{limits.max_images} images of at most {limits.max_pixels:,} pixels each."
+    )
+
+
+def _predict(task: str, limits: "Limits") -> JsonObject:
+    operation: JsonObject = {
+        "operationId": "predict",
+        "requestBody": {"required": True, "content": _bodies(limits.max_images)},
+        "responses": {
+            "200": _success(task),
+            "400": _error("The image is missing, empty or damaged, or the request is malformed."),
+            "408": _error("The request came too slowly."),
+            "413": _error("The request, the number of images, or an image's number of pixels is too large."),
+            "415": _error("The body or the image is of a kind that is not read."),
+            "429": _error("More requests wait than can be answered in time.", RETRY_AFTER),
+            "500": _error("A fault of the server."),
+            "504": _error("The request waited too long and was not answered."),
+        },
+    }
+    if task == "image_reconstruction":
+        return {"summary": "The picture as the model paints it, or each of several.", **operation}
+    top_k = {
+        "name": "top_k",
+        "in": "query",
+        "description": "How many classes to name, most probable first; at most all of them.",
+        "schema": {"type": "integer", "minimum": 1, "maximum": 999_999_999, "default": 5},
+    }
+    return {"summary": "What is in the picture, or in each of several?", "parameters": [top_k], **operation}
+
+
+def _bodies(max_images: int) -> JsonObject:
+    """The kinds of body that are read."""
     binary = {"type": "string", "format": "binary"}
     encoded = {"type": "string", "format": "byte"}
     form = {
@@ -58,83 +127,108 @@ def _predict(max_images: int) -> JsonObject:
         },
     }
     return {
-        "summary": "What is in the picture, or in each of several?",
-        "parameters": [
-            {
-                "name": "top_k",
-                "in": "query",
-                "description": "How many classes to name, most probable first; at most all of them.",
-                "schema": {"type": "integer", "minimum": 1, "default": 5},
-            }
-        ],
-        "requestBody": {
-            "required": True,
-            "content": {
-                "multipart/form-data": {"schema": form},
-                "image/*": {"schema": binary},
-                "application/octet-stream": {"schema": binary},
-                "application/json": {"schema": document},
-            },
-        },
-        "responses": {
-            "200": _answer(
-                "One image gets a Prediction, several get Predictions in their order.",
-                {"oneOf": [_ref("Prediction"), _ref("Predictions")]},
+        "multipart/form-data": {"schema": form},
+        "image/*": {"schema": binary},
+        "application/octet-stream": {"schema": binary},
+        "application/json": {"schema": document},
+    }
+
+
+def _success(task: str) -> JsonObject:
+    if task == "image_classification":
+        return _answer(
+            "One image gets a Prediction, several get Predictions in their order.",
+            {"oneOf": [_ref("Prediction"), _ref("Predictions")]},
+        )
+    answer = _answer(
+        "One image gets a Picture, or the PNG itself where Accept asks for image/png; several get Pictures in their "
+        "order.",
+        {"oneOf": [_ref("Picture"), _ref("Pictures")]},
+    )
+    answer["content"]["image/png"] = {"schema": {"type": "string", "format": "binary"}}
+    return answer
+
+
+def _schemas(task: str, labels: list[str], limits: "Limits") -> JsonObject:
+    text = {"type": "string"}
+    numbers = {"type": "array", "items": {"type": "number"}}
+    side = {"type": "integer", "minimum": 1}
+    return {
+        **(_classes(labels, limits) if task == "image_classification" else _pictures(limits)),
+        "Status": _object(status=text),
+        "Info": _object(
+            task={"type": "string", "enum": [task]},
+            labels={"type": "array", "items": text},
+            input=_object(
+                height=side,
+                width=side,
+                mode={"type": "string", "enum": ["L", "RGB"]},
+                resize={"type": "string", "enum": ["stretch", "crop", "pad"]},
+                mean=numbers,
+                std=numbers,
             ),
-            "400": _answer("The image is missing, empty or damaged, or the request is malformed.", _ref("Error")),
-            "413": _answer(
-                "The request, the number of images, or an image's number of pixels is too large.", _ref("Error")
-            ),
-            "415": _answer("The body or the image is of a kind that is not read.", _ref("Error")),
-            "500": _answer("A fault of the server.", _ref("Error")),
+            run={"type": "object"},
+            limits=_object(**{name: {"type": "number"} for name in asdict(limits)}),
+        ),
+        "Error": {
+            **_object(ERROR={"type": "string", "minLength": 1, "description": "What is wrong, and what to do."}),
+            "additionalProperties": False,
         },
     }
 
 
-def _schemas(labels: list[str], max_images: int) -> JsonObject:
-    label = {"type": "string", "example": labels[0]}
+def _classes(labels: list[str], limits: "Limits") -> JsonObject:
     share = {"type": "number", "minimum": 0, "maximum": 1}
-    text = {"type": "string"}
-    number = {"type": "number"}
+    number = {"type": "integer", "minimum": 0, "maximum": len(labels) - 1}
     return {
         "Prediction": _object(
-            predicted_class={"type": "string", "description": "The class's number, from 0.", "example": "7"},
-            predicted_probability={"type": "string", "description": "0 to 1.", "example": "0.998412"},
-            label=label,
+            predicted_class={"type": "string", "pattern": "^[0-9]+$", "description": "The class's number, from 0."},
+            predicted_probability={"type": "string", "pattern": r"^[01]\.[0-9]+$", "description": "0 to 1."},
+            label=_ref("Label"),
             predictions={
                 "type": "array",
                 "description": "The most probable classes, best first.",
-                "items": _object(**{"class": {"type": "integer", "minimum": 0}}, label=label, probability=share),
+                "minItems": 1,
+                "maxItems": len(labels),
+                "items": _object(**{"class": number}, label=_ref("Label"), probability=share),
             },
         ),
-        "Predictions": _object(predictions={"type": "array", "maxItems": max_images, "items": _ref("Prediction")}),
-        "Status": _object(status=text),
-        "Info": _object(
-            task=text,
-            labels={"type": "array", "items": text},
-            input=_object(
-                height={"type": "integer"},
-                width={"type": "integer"},
-                mode={"type": "string", "enum": ["L", "RGB"]},
-                resize={"type": "string", "enum": ["stretch", "crop", "pad"]},
-                mean={"type": "array", "items": number},
-                std={"type": "array", "items": number},
-            ),
-            run={"type": "object"},
-            limits=_object(
-                max_upload_mb={"type": "integer"}, max_pixels={"type": "integer"}, max_images={"type": "integer"}
-            ),
-        ),
-        "Error": _object(ERROR={"type": "string", "description": "What is wrong, and what to do."}),
+        "Predictions": _object(predictions=_several(_ref("Prediction"), limits)),
+        "Label": {"type": "string", "enum": labels},
     }
 
 
-def _get(summary: str, schema: JsonObject) -> JsonObject:
-    return {"summary": summary, "responses": {"200": _answer(summary, schema)}}
+def _pictures(limits: "Limits") -> JsonObject:
+    return {
+        "Picture": _object(image={"type": "string", "format": "byte", "description": "A PNG as base64."}),
+        "Pictures": _object(predictions=_several(_ref("Picture"), limits)),
+    }
 
 
-def _answer(description: str, schema: JsonObject) -> JsonObject:
-    return {"description": description, "content": {"application/json": {"schema": schema}}}
+def _several(schema: JsonObject, limits: "Limits") -> JsonObject:
+    return {"type": "array", "minItems": 2, "maxItems": limits.max_images, "items": schema}
+
+
+def _ready() -> JsonObject:
+    operation = _get("Answers 200 while requests are welcome: once the model is loaded and checked.", _ref("Status"))
+    operation["responses"]["503"] = _error("Not yet, or not any more: the server starts or stops.")
+    return operation
+
+
+def _get(summary: str, schema: JsonObject, kind: str = "application/json") -> JsonObject:
+    return {
+        "summary": summary,
+        "responses": {"200": _answer(summary, schema, kind), "500": _error("A fault of the server.")},
+    }
+
+
+def _error(description: str, headers: JsonObject | None = None) -> JsonObject:
+    answer = _answer(description, _ref("Error"))
+    return {**answer, "headers": {**REQUEST_ID, **(headers or {})}}
+
+
+def _answer(description: str, schema: JsonObject, kind: str = "application/json") -> JsonObject:
+    return {"description": description, "headers": REQUEST_ID, "content": {kind: {"schema": schema}}}
 
 
 def _object(**properties: JsonObject) -> JsonObject:
