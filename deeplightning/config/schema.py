@@ -302,6 +302,9 @@ class Logger(Target):
     per_rank_files: bool = key("a log file per process, logs/rank_<r>.log", True)
     progress: Literal["auto", "bar", "lines", "off"] = key("auto: a bar on a terminal, lines elsewhere", "auto")
     ranks: list[int] = key("processes that report to the terminal", lambda: [0])
+    log_model: bool = key(
+        "log the bundle as an MLflow model too, which `mlflow models serve` and others can load", False
+    )
 
 
 @dataclass
@@ -321,12 +324,16 @@ class Serve:
     """The prediction server."""
 
     host: str = key("address to listen on; 0.0.0.0 is every interface", "127.0.0.1")
-    port: int = key("port to listen on", 5000, low=1, high=65535)
+    port: int = key("port to listen on; 0: any that is free", 5000, low=0, high=65535)
     max_upload_mb: int = key("largest request body, in MB (1,000,000 bytes)", 16, low=1)
     max_pixels: int = key("largest image, in pixels, checked before decoding", 50_000_000, low=1)
-    max_batch: int = key("images per forward pass", 16, low=1, later=True)
-    max_queue: int = key("requests that may wait", 256, low=1, later=True)
-    api_key_env: str | None = key("environment variable that holds the key clients must send", None, later=True)
+    max_batch: int = key("images per forward pass, at most", 16, low=1)
+    max_queue: int = key("requests that may wait for the model; further ones are refused", 256, low=1)
+    max_wait: float = key("seconds that a request may wait for the model before it is given up", 5.0, low=0.1)
+    precision: Literal["fp32", "int8"] = key("numbers that the model computes in; int8 is quicker, and rounds", "fp32")
+    api_key_env: str | None = key(
+        "environment variable that holds the key clients must send; null: they need none", None, example="SERVE_KEY"
+    )
 
 
 @dataclass
