@@ -1,7 +1,8 @@
 """A trained task becomes a bundle proved equal to it: `model.onnx`, `weights.safetensors`, `bundle.json` in a folder.
 
 Whoever serves a bundle needs no code of ours and none of the user's: the graph takes uint8 pixels and gives
-probabilities, `bundle.json` tells the rest (see `export`). Letters: N images, C channels, H height, W width, K classes.
+probabilities or pictures, `bundle.json` tells the rest (see `export`).
+Letters: N images, C channels, H height, W width, K classes.
 """
 
 import base64
@@ -30,17 +31,19 @@ from torch import nn
 
 from deeplightning.config.fault import CheckpointError, SetupError
 from deeplightning.image import ImageSpec
-from deeplightning.runfolder import RunFolder
+from deeplightning.runfolder import BUNDLE_FORMAT, RunFolder, seal
 
-FORMAT = 1
-"""The number of the layout that `export` describes. A reader refuses a number it does not know."""
+OUTPUTS = {"image_classification": "probabilities", "image_reconstruction": "pictures"}
+"""The tasks that can be exported, with the name of the graph's output."""
 
 TOLERANCE = 1e-4
-"""How far a probability of ONNX Runtime may be from the task's: float32 sums in another order, and no more."""
+"""How far an answer of ONNX Runtime, from 0 to 1, may be from the task's: float32 sums in another order, and no more.
+"""
 
 MAX_GOLDEN = 16
-MAX_GOLDEN_BYTES = 8_000_000
-"""How many samples a bundle carries at most, and their PNGs' size together (the first is kept whatever its size)."""
+MAX_GOLDEN_BYTES = 2_000_000
+"""How many samples a bundle carries at most, and the size of their PNGs and answers together (the first is kept
+whatever its size). A server reads them at each start."""
 
 BATCHES = (1, 3, 16)
 """Batch sizes that an exported graph must take, besides the one it was traced with."""
@@ -52,18 +55,22 @@ class Exportable(Protocol):
     kind: str
     image_spec: ImageSpec
     class_names: list[str]
+    """Only where the answers are probabilities: one for each."""
 
     def inference_model(self) -> nn.Module:
-        """From uint8 (N, C, H, W) to probabilities, float32 (N, K); on the CPU, in eval mode."""
+        """From uint8 (N, C, H, W) to probabilities, float32 (N, K), or for `image_reconstruction` to pictures of the
+        same size, float32 (N, C, H, W) from 0 to 1; on the CPU, in eval mode."""
         ...
 
 
 def export(task: Exportable, folder: RunFolder, samples: np.ndarray, run: dict[str, Any]) -> Path:
     """Write `folder.bundle`, or leave what was there as it was.
 
-    `bundle.json` holds `format` (1), `task`, `input` (`ImageSpec.to_dict()`), `labels` (one per class, in order),
-    `files` (name to SHA-256), `run`, and `golden`: samples as PNG (base64) that decode to exactly the model's input,
-    each with the probabilities that ONNX Runtime gave.
+    `bundle.json` holds `format` (2), `task`, `input` (`ImageSpec.to_dict()`), `labels` (one per class, in order; none
+    for pictures), `files` (name to SHA-256), `run`, `golden`, and `digest`, the seal of all this
+    (`deeplightning.runfolder.seal`). `golden` has samples under `pictures`, each a PNG (base64) that decodes to exactly
+    the model's input, and under `fp32` what ONNX Runtime answered to them: float32 (N, K) or (N, C, H, W),
+    little-endian, base64.
 
     Args:
         task: a trained task. Its inference model is only read.
@@ -79,26 +86,36 @@ def export(task: Exportable, folder: RunFolder, samples: np.ndarray, run: dict[s
         CheckpointError: the network cannot be exported, or ONNX Runtime answers otherwise than it does.
         SetupError: the folder cannot be written.
     """
-    if task.kind != "image_classification":
-        raise CheckpointError(f"Only image_classification can be exported so far; this task is {task.kind!r}.")
-    spec, labels = task.image_spec, [str(name) for name in task.class_names]
-    if samples.dtype != np.uint8 or samples.shape[1:] != (spec.channels, spec.height, spec.width) or not len(samples):
+    if task.kind not in OUTPUTS:
+        raise CheckpointError(f"Only {' and '.join(OUTPUTS)} can be exported so far; this task is {task.kind!r}.")
+    spec, pictures = task.image_spec, task.kind == "image_reconstruction"
+    labels = [] if pictures else [str(name) for name in task.class_names]
+    shape = (spec.channels, spec.height, spec.width)
+    if samples.dtype != np.uint8 or samples.shape[1:] != shape or not len(samples):
         raise CheckpointError(
             "Export compares the network with its ONNX form on samples of uint8 "
             f"(N, {spec.channels}, {spec.height}, {spec.width}), N ≥ 1; got {samples.dtype} {samples.shape}."
         )
     model = task.inference_model()
-    expected = _torch_probabilities(model, samples)  # (N, K)
-    if expected.shape[1] != len(labels):
+    expected = _torch_answers(model, samples)  # (N, K) or (N, C, H, W)
+    if pictures and expected.shape != samples.shape:
+        raise CheckpointError(f"The network answers pictures of {samples.shape} with {expected.shape}, not the same.")
+    if not pictures and expected.shape[1:] != (len(labels),):
+        found = " x ".join(map(str, expected.shape[1:]))
         raise CheckpointError(
-            f"The network gives {expected.shape[1]} probabilities, and the data has {len(labels)} class names. "
+            f"The network gives {found} probabilities, and the data has {len(labels)} class names. "
             "Set the network's number of classes to the data's, and train again."
         )
     if not np.isfinite(expected).all():
         raise CheckpointError(
-            "The network's probabilities are not finite: its weights are damaged, or training diverged."
+            f"The network's {OUTPUTS[task.kind]} are not finite: its weights are damaged, or training diverged."
         )
-    graph = _trace(model, samples)
+    if pictures and not (expected.min() >= 0 and expected.max() <= 1):
+        raise CheckpointError(
+            f"The network's pictures run from {expected.min():.3g} to {expected.max():.3g}, not from 0 to 1; "
+            "end inference_model() with a sigmoid or a clamp."
+        )
+    graph = _trace(model, samples, OUTPUTS[task.kind])
     try:
         with _swapped_in(folder.bundle) as new:
             graph.save(new / folder.bundle_model.name)  # one file below 2 GB, else the weights go beside it
@@ -106,7 +123,7 @@ def export(task: Exportable, folder: RunFolder, samples: np.ndarray, run: dict[s
             (new / folder.bundle_weights.name).chmod((new / folder.bundle_model.name).stat().st_mode)  # it was private
             answers = _proved(new / folder.bundle_model.name, samples, expected)
             card = {
-                "format": FORMAT,
+                "format": BUNDLE_FORMAT,
                 "task": task.kind,
                 "input": spec.to_dict(),
                 "labels": labels,
@@ -114,14 +131,19 @@ def export(task: Exportable, folder: RunFolder, samples: np.ndarray, run: dict[s
                 "run": run,
                 "golden": _golden(samples, answers),
             }
-            (new / folder.bundle_card.name).write_text(json.dumps(card, indent=1, ensure_ascii=False), encoding="utf-8")
+            (new / folder.bundle_card.name).write_text(_sealed(card), encoding="utf-8")
     except (OSError, SafetensorError) as error:
         raise SetupError(f"The bundle {folder.bundle} cannot be written: {error}.") from error
     return folder.bundle
 
 
-def _torch_probabilities(model: nn.Module, samples: np.ndarray) -> np.ndarray:
-    """float32 (N, K), in batches of 16, whatever N."""
+def _sealed(card: dict[str, Any]) -> str:
+    """The text of a card, with its digest renewed."""
+    return json.dumps({**card, "digest": seal(card)}, indent=1, ensure_ascii=False)
+
+
+def _torch_answers(model: nn.Module, samples: np.ndarray) -> np.ndarray:
+    """float32 (N, K) or (N, C, H, W), in batches of 16, whatever N."""
     with torch.inference_mode():
         batches = [model(torch.from_numpy(part.copy())) for part in _batches(samples, 16)]
     return torch.cat(batches).numpy()
@@ -131,7 +153,7 @@ def _batches(samples: np.ndarray, size: int) -> list[np.ndarray]:
     return [samples[start : start + size] for start in range(0, len(samples), size)]
 
 
-def _trace(model: nn.Module, samples: np.ndarray) -> torch.onnx.ONNXProgram:
+def _trace(model: nn.Module, samples: np.ndarray, output: str) -> torch.onnx.ONNXProgram:
     """The model as an ONNX graph with a free batch size.
 
     `torch.export` comes first and by itself: it refuses a forward pass that depends on its values or on the batch size,
@@ -146,7 +168,7 @@ def _trace(model: nn.Module, samples: np.ndarray) -> torch.onnx.ONNXProgram:
         with contextlib.redirect_stderr(io.StringIO()):  # torch prints the half-made graph there when it gives up
             traced = torch.export.export(model, (example,), dynamic_shapes=dynamic)
             graph = torch.onnx.export(
-                traced, input_names=["images"], output_names=["probabilities"], dynamic_shapes=dynamic, verbose=False
+                traced, input_names=["images"], output_names=[output], dynamic_shapes=dynamic, verbose=False
             )
     except Exception as error:  # whatever torch stumbles over, it is the network that cannot be exported
         layer = _layer(model, error)
@@ -176,7 +198,7 @@ def _reason(error: BaseException) -> str:
 
 
 def _proved(file: Path, samples: np.ndarray, expected: np.ndarray) -> np.ndarray:
-    """What ONNX Runtime answers to `samples`, float32 (N, K): `expected` within TOLERANCE, at every batch size.
+    """What ONNX Runtime answers to `samples`, float32: `expected` within TOLERANCE, at every batch size.
 
     Raises:
         CheckpointError: it answers something else, or does not take the graph.
@@ -189,37 +211,39 @@ def _proved(file: Path, samples: np.ndarray, expected: np.ndarray) -> np.ndarray
         session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
         answers = np.concatenate([_answers(session, part) for part in _batches(samples, 16)])
         for size in BATCHES:
-            pictures, wanted = (
-                np.resize(samples, (size, *samples.shape[1:])),
-                np.resize(expected, (size, expected.shape[1])),
-            )
+            pictures = np.resize(samples, (size, *samples.shape[1:]))
+            wanted = np.resize(expected, (size, *expected.shape[1:]))
             worst = np.maximum(worst, np.abs(_answers(session, pictures) - wanted).max())
     except Exception as error:  # onnxruntime's exceptions have no common class of their own
         raise CheckpointError(f"ONNX Runtime does not take the exported network: {_reason(error)}") from error
     worst = float(np.maximum(worst, np.abs(answers - expected).max()))
     if not worst <= TOLERANCE:  # so that nan is refused as well
         raise CheckpointError(
-            f"The exported network answers otherwise than the checkpoint: probabilities differ by up to {worst:.3g}, "
-            f"allowed are {TOLERANCE:g}. No bundle was written."
+            f"The exported network answers otherwise than the checkpoint: {session.get_outputs()[0].name} differ by up "
+            f"to {worst:.3g}, allowed are {TOLERANCE:g}. No bundle was written."
         )
     return answers
 
 
 def _answers(session: onnxruntime.InferenceSession, pictures: np.ndarray) -> np.ndarray:
-    return session.run(["probabilities"], {"images": pictures})[0]
+    return session.run(None, {"images": pictures})[0]
 
 
-def _golden(samples: np.ndarray, answers: np.ndarray) -> list[dict[str, Any]]:
-    kept: list[dict[str, Any]] = []
+def _golden(samples: np.ndarray, answers: np.ndarray) -> dict[str, Any]:
+    kept: list[str] = []
     size = 0
-    for pixels, probabilities in zip(samples[:MAX_GOLDEN], answers, strict=False):
+    for pixels, answer in zip(samples[:MAX_GOLDEN], answers, strict=False):
         png = io.BytesIO()
         Image.fromarray(pixels[0] if len(pixels) == 1 else pixels.transpose(1, 2, 0)).save(png, "PNG")
-        size += png.tell()
+        size += png.tell() + answer.nbytes
         if kept and size > MAX_GOLDEN_BYTES:
             break
-        kept.append({"png": base64.b64encode(png.getvalue()).decode(), "probabilities": probabilities.tolist()})
-    return kept
+        kept.append(base64.b64encode(png.getvalue()).decode())
+    return {"pictures": kept, "fp32": _packed(answers[: len(kept)])}
+
+
+def _packed(answers: np.ndarray) -> str:
+    return base64.b64encode(answers.astype("<f4").tobytes()).decode()
 
 
 def _sha256(file: Path) -> str:

@@ -1,16 +1,23 @@
 """The one place that names the files a run leaves. Standard library only."""
 
 import contextlib
+import hashlib
 import itertools
 import json
 import os
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 try:
     import fcntl
 except ImportError:  # Windows has none: nobody holds a folder there
     fcntl = None  # type: ignore[assignment]
+
+
+BUNDLE_FORMAT = 2
+"""The number of the layout of a bundle that `deeplightning.export` describes. A reader refuses any other."""
 
 
 class RunFolder:
@@ -31,6 +38,7 @@ class RunFolder:
         self.bundle = self.path / "bundle"
         self.bundle_card = self.bundle / "bundle.json"
         self.bundle_model = self.bundle / "model.onnx"
+        self.bundle_int8 = self.bundle / "model.int8.onnx"
         self.bundle_weights = self.bundle / "weights.safetensors"
         self.predictions = self.path / "predictions.csv"
         self.flops = self.path / "flops.txt"
@@ -95,6 +103,17 @@ def write_whole(path: Path, text: str) -> None:
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     beside.write_text(text)
     beside.replace(path)
+
+
+def seal(card: Mapping[str, Any]) -> str:
+    """The digest of a bundle's card: SHA-256 of all that it says besides `digest`, so that an edit is noticed.
+
+    Raises:
+        ValueError: it holds a number that is not finite, which JSON does not know.
+    """
+    said = {key: value for key, value in card.items() if key != "digest"}
+    text = json.dumps(said, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    return hashlib.sha256(text.encode()).hexdigest()
 
 
 class Hold:

@@ -1,15 +1,17 @@
 """A bundle is opened: every byte checked against its digest, its model against the answers it gave at export.
 
-Nothing is unpickled and nothing is imported that a bundle names. `deeplightning.export` writes what is read here.
+Nothing is unpickled and nothing is imported that a bundle names, and no file outside its folder is read.
+`deeplightning.export` writes what is read here.
 Letters: N images, C channels, H height, W width, K classes.
 """
 
 import base64
-import binascii
 import hashlib
 import json
 import os
+import re
 from dataclasses import dataclass
+from io import BufferedReader
 from pathlib import Path
 from typing import Any
 
@@ -20,16 +22,22 @@ os.environ["ORT_DISABLE_TELEMETRY"] = "1"
 import numpy as np
 import onnxruntime
 
-from deeplightning.image import ImageError, ImageSpec
-from deeplightning.runfolder import RunFolder
+from deeplightning.image import ImageSpec
+from deeplightning.runfolder import BUNDLE_FORMAT, RunFolder, seal
 
-FORMAT = 1
-TASKS = ("image_classification",)
-TOLERANCE = 1e-4
-"""How far a golden sample's probabilities may be from those at export, possibly on another machine."""
+TASKS = {"image_classification": "probabilities", "image_reconstruction": "pictures"}
+"""What a bundle may be for, with the name of its model's output."""
 
-MAX_CARD_BYTES = 64_000_000
-"""bundle.json carries up to 16 samples as PNG, some 11 MB together; more than this is none of ours."""
+TOLERANCES = {"fp32": 1e-4, "int8": 0.05}
+"""How far an answer to a golden sample may be from that at export, possibly on another machine, by precision. Where a
+machine rounds a sum otherwise before it becomes int8, a probability may move by hundredths; where sums overflow, by
+more."""
+
+MAX_CARD_BYTES = 32_000_000
+"""bundle.json carries samples of 2 MB together, or a single larger one; more than this is none of ours."""
+
+MAX_MODEL_BYTES = 2**31
+"""What ONNX's file format can hold."""
 
 
 class BundleError(Exception):
@@ -40,14 +48,16 @@ class BundleError(Exception):
 
 @dataclass(frozen=True)
 class Bundle:
-    """A model that is loaded, checked and ready; safe to share between threads.
+    """A model that is loaded, checked and ready; safe to share between threads, and with forked processes.
 
     Attributes:
         folder: where it was read from.
         task: what it does, one of `TASKS`.
         image_spec: how a picture is prepared for it.
-        labels: the K class names, in the order of the probabilities.
-        run: where it comes from, as `bundle.json` says (`id`, `folder_name`, `created`, `versions`).
+        labels: the K class names, in the order of the probabilities; none where it answers with pictures.
+        run: where it comes from, as `bundle.json` says (`id`, `folder_name`, `checkpoint`, `created`, `versions`).
+        precision: the numbers that its model computes in, "fp32" or "int8".
+        samples: the golden samples, uint8 (N, C, H, W): real pictures, to warm up with.
         session: ONNX Runtime with the model, one thread per call.
     """
 
@@ -56,47 +66,62 @@ class Bundle:
     image_spec: ImageSpec
     labels: list[str]
     run: dict[str, Any]
+    precision: str
+    samples: np.ndarray
     session: onnxruntime.InferenceSession
 
     @classmethod
-    def open(cls, path: str | Path) -> "Bundle":
+    def open(cls, path: str | Path, precision: str = "fp32") -> "Bundle":
         """Read the bundle in `path`, or in the run folder `path`, and replay its golden samples.
+
+        Args:
+            path: a folder.
+            precision: which of the bundle's models is taken.
 
         Raises:
             BundleError: it is missing, incomplete, changed since its export, unknown, or answers otherwise than it did.
         """
         folder = _find(Path(path).expanduser().absolute())
-        card = _read_card(folder / _NAMES.bundle_card.name)
-        _expect(card.get("format") == FORMAT, f"has format {card.get('format')!r}; this server reads {FORMAT}", folder)
-        _expect(card.get("task") in TASKS, f"is for the task {card.get('task')!r}; known: {', '.join(TASKS)}", folder)
-        labels: Any = card.get("labels")
-        run: Any = card.get("run")
-        _expect(_are_names(labels), "has labels that are not a list of different texts", folder)
-        _expect(isinstance(run, dict), "does not say which run it comes from", folder)
+        card = _read_card(folder)
+        task, labels, run = card["task"], card["labels"], card["run"]
+        _expect(
+            isinstance(task, str) and task in TASKS, f"is for the task {task!r:.80}; known: {', '.join(TASKS)}", folder
+        )
+        _expect(
+            labels == [] if task == "image_reconstruction" else _are_names(labels),
+            "has labels that are not what its task needs: a list of different texts, and none for pictures",
+            folder,
+        )
+        _expect(_is_origin(run), "does not say in words which run it comes from", folder)
         try:
-            spec = ImageSpec.from_dict(card.get("input"))  # type: ignore[arg-type] # it refuses what is no mapping
+            spec = ImageSpec.from_dict(card["input"])
         except ValueError as error:
             raise BundleError(f"The bundle {folder} describes its input wrongly: {error}.") from error
-        _check_files(folder, card.get("files"))
-        session = _load(folder, spec, len(labels))
-        bundle = cls(folder, card["task"], spec, labels, run, session)
-        _replay(bundle, card.get("golden"))
+        file = {"fp32": _NAMES.bundle_model, "int8": _NAMES.bundle_int8}[precision].name
+        session = _load(folder, _checked(folder, card["files"], file, precision), spec, task, len(labels))
+        samples = _samples(folder, card["golden"], spec)
+        bundle = cls(folder, task, spec, labels, run, precision, samples, session)
+        _replay(bundle, card["golden"])
         return bundle
 
     def predict(self, images: np.ndarray) -> np.ndarray:
-        """Probabilities, float32 (N, K), of prepared images, uint8 (N, C, H, W)."""
-        return self.session.run(["probabilities"], {"images": images})[0]
+        """What the model answers to prepared images, uint8 (N, C, H, W): probabilities, float32 (N, K); or pictures,
+        float32 (N, C, H, W) from 0 to 1."""
+        return self.session.run([TASKS[self.task]], {"images": images})[0]
 
     def prepare(self, data: bytes, max_pixels: int) -> np.ndarray:
         """One encoded picture as the model wants it, uint8 (C, H, W).
 
         Raises:
-            ImageError: it is not a picture, damaged, or has more than `max_pixels`.
+            deeplightning.image.ImageError: it is not a picture, damaged, or has more than `max_pixels`.
         """
-        return np.ascontiguousarray(self.image_spec.decode(data, max_pixels=max_pixels).transpose(2, 0, 1))
+        return _prepared(self.image_spec, data, max_pixels)
 
 
 _NAMES = RunFolder(".")  # only the names of its files are used: a bundle may have been copied to anywhere
+_KEYS = {"format", "task", "input", "labels", "files", "run", "golden", "digest"}
+_FILE = re.compile(r"\w[\w.-]{0,99}", re.ASCII)
+_AGAIN = "write it again with `deeplightning export RUN`"
 
 
 def _expect(holds: bool, fault: str, folder: Path) -> None:
@@ -115,17 +140,23 @@ def _find(path: Path) -> Path:
     )
 
 
-def _read_card(file: Path) -> dict[str, Any]:
+def _read_card(folder: Path) -> dict[str, Any]:
+    """What bundle.json says, all of it as it was written at export; which values make sense is not looked at."""
+    file = folder / _NAMES.bundle_card.name
     try:
-        with file.open("rb") as stream:
-            text = stream.read(MAX_CARD_BYTES + 1)
-        card = json.loads(text) if len(text) <= MAX_CARD_BYTES else None
-    except OSError as error:
-        raise BundleError(f"{file} cannot be read ({error.strerror}).") from error
+        text = _read(folder, file.name, MAX_CARD_BYTES)
+        card = json.loads(text)
+        _expect(isinstance(card, dict), f"has no JSON object in {file.name}; {_AGAIN}", folder)
+        found = card.get("format")
+        _expect(
+            found == BUNDLE_FORMAT, f"has format {found!r:.40}; this server reads {BUNDLE_FORMAT}: {_AGAIN}", folder
+        )
+        sealed = seal(card)
     except (ValueError, RecursionError) as error:
-        raise BundleError(f"{file} is not JSON ({error}); export the bundle again.") from error
-    if not isinstance(card, dict):
-        raise BundleError(f"{file} is not the JSON object that a bundle is described by; export the bundle again.")
+        raise BundleError(f"{file} is not JSON ({error}); {_AGAIN}.") from error
+    _expect(card.get("digest") == sealed, f"is damaged: {file.name} was changed since its export; {_AGAIN}", folder)
+    keys = set(card) - {"int8"}
+    _expect(keys == _KEYS, f"has other keys in {file.name} than it may ({', '.join(sorted(keys ^ _KEYS))})", folder)
     return card
 
 
@@ -138,31 +169,72 @@ def _are_names(labels: Any) -> bool:
     )
 
 
-def _check_files(folder: Path, digests: Any) -> None:
-    """Every listed file is here, in the folder itself, and is what was exported."""
+def _is_origin(run: Any) -> bool:
+    """Whether `run` is a few texts by name; `versions` may be several."""
+    if not isinstance(run, dict) or not run.keys() <= {"id", "folder_name", "checkpoint", "created", "versions"}:
+        return False
+    versions = run.get("versions", {})
+    texts = [value for key, value in run.items() if key != "versions"]
+    return isinstance(versions, dict) and all(
+        text is None or isinstance(text, str) for text in [*texts, *versions.values()]
+    )
+
+
+def _checked(folder: Path, digests: Any, model: str, precision: str) -> bytes:
+    """The model's file, once every file that is needed is here, in the folder itself, and is what was exported.
+
+    The bytes that were checked are those that are used: a file that is exchanged in between changes nothing.
+    """
     listed = digests if isinstance(digests, dict) else {}
     needed = {_NAMES.bundle_model.name, _NAMES.bundle_weights.name}
     _expect(needed <= set(listed), f"does not list the digests of {' and '.join(sorted(needed))}", folder)
+    _expect(
+        model in listed,
+        f"has no {model}: with serve.precision {precision} in the run's config, `deeplightning serve RUN` writes it; "
+        "--precision fp32 does without",
+        folder,
+    )
+    data = b""
     for name, digest in listed.items():
-        _expect(name == Path(name).name and name not in ("", ".."), f"lists {name!r}, which is no file name", folder)
-        try:
-            with (folder / name).open("rb") as stream:
+        _expect(bool(_FILE.fullmatch(name)), f"lists {name!r:.80}, which is no file name", folder)
+        if name == model:
+            data = _read(folder, name, MAX_MODEL_BYTES)
+            found = hashlib.sha256(data).hexdigest()
+        else:
+            with _opened(folder, name) as stream:
                 found = hashlib.file_digest(stream, "sha256").hexdigest()
-        except OSError as error:
-            raise BundleError(f"The bundle {folder} has no readable {name} ({error.strerror}).") from error
         _expect(found == digest, f"is damaged: {name} is not the file that was exported (its SHA-256 differs)", folder)
+    return data
 
 
-def _load(folder: Path, spec: ImageSpec, num_classes: int) -> onnxruntime.InferenceSession:
+def _opened(folder: Path, name: str) -> BufferedReader:
+    """A file of the bundle, for reading: a real one, and not a link to somewhere else."""
+    try:
+        file = (folder / name).resolve()
+        _expect(file.is_relative_to(folder.resolve()), f"has in {name} a link out of its folder", folder)
+        _expect(file.is_file() or not file.exists(), f"has in {name} something that is no file", folder)
+        return file.open("rb")
+    except OSError as error:
+        raise BundleError(f"The bundle {folder} has no readable {name} ({error.strerror}).") from error
+
+
+def _read(folder: Path, name: str, most: int) -> bytes:
+    with _opened(folder, name) as stream:
+        size = os.fstat(stream.fileno()).st_size
+        _expect(size <= most, f"has a {name} of {size:,} bytes; at most {most:,} are read", folder)
+        return stream.read(size)
+
+
+def _load(folder: Path, model: bytes, spec: ImageSpec, task: str, num_classes: int) -> onnxruntime.InferenceSession:
     """The model, which ONNX Runtime keeps from reading files outside its own folder."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1  # requests run beside one another instead
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+    # A model above 2 GB has its weights beside it. Unsaid, they would be looked for in the working directory.
+    options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(folder))
     options.log_severity_level = 4  # what goes wrong is raised as well
     try:
-        session = onnxruntime.InferenceSession(
-            folder / _NAMES.bundle_model.name, options, providers=["CPUExecutionProvider"]
-        )
+        session = onnxruntime.InferenceSession(model, options, providers=["CPUExecutionProvider"])
     except Exception as error:  # onnxruntime's exceptions have no common class of their own
         reason = str(error).splitlines()[0]
         raise BundleError(f"ONNX Runtime does not take the model of the bundle {folder}: {reason}") from error
@@ -171,34 +243,48 @@ def _load(folder: Path, spec: ImageSpec, num_classes: int) -> onnxruntime.Infere
     wanted = [("images", "tensor(uint8)", [spec.channels, spec.height, spec.width])]
     _expect(inputs == wanted, f"has a model with the inputs {inputs}; bundle.json says {wanted}", folder)
     _expect(
-        [output[:2] for output in outputs] == [("probabilities", "tensor(float)")],
-        f"has a model with the outputs {outputs}, not just float probabilities",
+        [output[:2] for output in outputs] == [(TASKS[task], "tensor(float)")],
+        f"has a model with the outputs {outputs}, not just float {TASKS[task]}",
         folder,
     )
-    _expect(
-        outputs[0][2] == [num_classes],
-        f"has {num_classes} labels, and its model gives {outputs[0][2]} probabilities",
-        folder,
-    )
+    found = outputs[0][2]
+    if task == "image_reconstruction":
+        _expect(found == wanted[0][2], f"has a model that gives pictures of {found}, not of {wanted[0][2]}", folder)
+    else:
+        _expect(found == [num_classes], f"has {num_classes} labels, and its model gives {found} probabilities", folder)
     return session
 
 
-def _replay(bundle: Bundle, golden: Any) -> None:
-    """The golden samples get the answers they got at export: decoding, model and runtime are as they were."""
-    _expect(isinstance(golden, list) and bool(golden), "has no golden samples", bundle.folder)
-    spec = bundle.image_spec
-    for number, sample in enumerate(golden):
+def _samples(folder: Path, golden: Any, spec: ImageSpec) -> np.ndarray:
+    """The golden samples, uint8 (N, C, H, W), decoded as any picture is."""
+    pictures = golden.get("pictures") if isinstance(golden, dict) else None
+    if not isinstance(pictures, list) or not pictures:
+        raise BundleError(f"The bundle {folder} has no golden samples.")
+    prepared = []
+    for number, png in enumerate(pictures):
         try:
-            png = base64.b64decode(sample["png"], validate=True)
-            wanted = np.array(sample["probabilities"], dtype=np.float64)  # (K,)
-            pixels = bundle.prepare(png, spec.height * spec.width)
-        except (KeyError, TypeError, ValueError, binascii.Error, ImageError) as error:
-            raise BundleError(f"Golden sample {number} of the bundle {bundle.folder} is damaged ({error}).") from error
-        _expect(wanted.shape == (len(bundle.labels),), f"has a golden sample of shape {wanted.shape}", bundle.folder)
-        difference = float(np.abs(bundle.predict(pixels[None])[0] - wanted).max())
-        _expect(
-            difference <= TOLERANCE,  # nan is refused as well
-            f"answers golden sample {number} otherwise than when it was exported: "
-            f"probabilities differ by {difference:.3g}, allowed are {TOLERANCE:g}",
-            bundle.folder,
-        )
+            prepared.append(_prepared(spec, base64.b64decode(png, validate=True), spec.height * spec.width))
+        except (TypeError, ValueError) as error:  # ImageError and binascii.Error are of the latter kind
+            raise BundleError(f"Golden sample {number} of the bundle {folder} is damaged ({error}).") from error
+    return np.stack(prepared)
+
+
+def _prepared(spec: ImageSpec, data: bytes, max_pixels: int) -> np.ndarray:
+    return np.ascontiguousarray(spec.decode(data, max_pixels=max_pixels).transpose(2, 0, 1))
+
+
+def _replay(bundle: Bundle, golden: dict[str, Any]) -> None:
+    """The golden samples get the answers they got at export: decoding, model and runtime are as they were."""
+    given = bundle.predict(bundle.samples)
+    try:
+        wanted = np.frombuffer(base64.b64decode(golden[bundle.precision], validate=True), "<f4").reshape(given.shape)
+    except (KeyError, TypeError, ValueError) as error:
+        raise BundleError(f"The golden answers of the bundle {bundle.folder} are damaged ({error}).") from error
+    differences = np.abs(given - wanted).max(axis=tuple(range(1, given.ndim)))  # (N,)
+    worst, allowed = int(differences.argmax()), TOLERANCES[bundle.precision]  # argmax finds a nan first
+    _expect(
+        bool(differences[worst] <= allowed),
+        f"answers golden sample {worst} otherwise than when it was exported: {TASKS[bundle.task]} differ by "
+        f"{differences[worst]:.3g}, allowed are {allowed:g}; {_AGAIN}",
+        bundle.folder,
+    )

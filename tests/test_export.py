@@ -46,6 +46,18 @@ class AnswersOtherwiseWhenExported(nn.Module):
         return x * 1.1 if torch.compiler.is_exporting() else x
 
 
+class Negative(nn.Module):
+    """A task's inference model that answers with pictures."""
+
+    def forward(self, images):  # uint8 (N, C, H, W)
+        return 1 - images.float() / 255  # (N, C, H, W)
+
+
+class MeanOfRows(nn.Module):
+    def forward(self, images):  # uint8 (N, 3, H, W)
+        return torch.softmax(images.float().mean(dim=(2, 3)), dim=1)  # (N, 3)
+
+
 class Tied(nn.Module):
     """Two layers with one weight, as language models have them."""
 
@@ -109,8 +121,8 @@ def test_a_bundle_is_complete(small):
         "weights.safetensors",
     ]
     card = json.loads(folder.bundle_card.read_text())
-    assert list(card) == ["format", "task", "input", "labels", "files", "run", "golden"]
-    assert (card["format"], card["task"], card["run"]) == (1, "image_classification", RUN)
+    assert list(card) == ["format", "task", "input", "labels", "files", "run", "golden", "digest"]
+    assert (card["format"], card["task"], card["run"]) == (2, "image_classification", RUN)
     assert card["labels"] == ["class 0", "class 1", "class 2"]
     assert ImageSpec.from_dict(card["input"]) == ImageSpec(6, 5)
     for file in (folder.bundle_model, folder.bundle_weights):
@@ -126,12 +138,77 @@ def test_golden_samples_are_the_samples(folder, mode):
     task, samples = task_of(network, mode), pixels(20, channels)  # more than the 16 that are kept
     export(task, folder, samples, RUN)
     golden = json.loads(folder.bundle_card.read_text())["golden"]
-    assert len(golden) == 16
-    for sample, wanted in zip(golden, samples, strict=False):
-        decoded = task.image_spec.decode(base64.b64decode(sample["png"]))
+    assert len(golden["pictures"]) == 16
+    for png, wanted in zip(golden["pictures"], samples, strict=False):
+        decoded = task.image_spec.decode(base64.b64decode(png))
         np.testing.assert_array_equal(decoded.transpose(2, 0, 1), wanted)
-        expected = task.inference_model()(torch.from_numpy(wanted[None]))[0].tolist()
-        assert sample["probabilities"] == pytest.approx(expected, abs=1e-6)
+    expected = task.inference_model()(torch.from_numpy(samples[:16])).detach().numpy()
+    answers = np.frombuffer(base64.b64decode(golden["fp32"]), "<f4").reshape(16, 3)
+    np.testing.assert_allclose(answers, expected, atol=1e-6)
+
+
+def test_samples_that_are_large_are_few(folder):
+    """A card stays small: samples and answers of 2 MB together are kept, and one whatever its size."""
+    spec, channels = ImageSpec(400, 500), 3  # 0.6 MB as noise in a PNG, 2.4 MB as answers
+    model = Negative().eval()
+    task = SimpleNamespace(kind="image_reconstruction", image_spec=spec, inference_model=lambda: model)
+    samples = np.random.default_rng(0).integers(0, 256, (4, channels, 400, 500), dtype=np.uint8)
+    export(task, folder, samples, RUN)
+    assert len(json.loads(folder.bundle_card.read_text())["golden"]["pictures"]) == 1
+    spec, model = ImageSpec(400, 500), MeanOfRows().eval()
+    task = SimpleNamespace(
+        kind="image_classification", image_spec=spec, class_names=["a", "b", "c"], inference_model=lambda: model
+    )
+    export(task, folder, samples, RUN)
+    assert len(json.loads(folder.bundle_card.read_text())["golden"]["pictures"]) == 3
+
+
+def test_the_digest_is_of_all_the_card_says(small):
+    """SHA-256 of canonical JSON of everything else in bundle.json, computed by hand."""
+    _, folder = small
+    card = json.loads(folder.bundle_card.read_text())
+    digest = card.pop("digest")
+    canonical = json.dumps(card, sort_keys=True, separators=(",", ":"))
+    assert digest == hashlib.sha256(canonical.encode()).hexdigest()
+
+
+def reconstruction(model, mode="RGB"):
+    model.eval()
+    return SimpleNamespace(kind="image_reconstruction", image_spec=ImageSpec(6, 5, mode), inference_model=lambda: model)
+
+
+@pytest.mark.parametrize("mode", ["RGB", "L"])
+def test_a_task_that_gives_pictures_is_exported(folder, mode):
+    """Its graph gives pictures of the input's size at every batch size; the card has no labels, and the answers."""
+    channels = {"RGB": 3, "L": 1}[mode]
+    samples = pixels(5, channels)
+    export(reconstruction(Negative(), mode), folder, samples, RUN)
+    card = json.loads(folder.bundle_card.read_text())
+    assert (card["task"], card["labels"]) == ("image_reconstruction", [])
+    answers = np.frombuffer(base64.b64decode(card["golden"]["fp32"]), "<f4").reshape(samples.shape)
+    np.testing.assert_allclose(answers, 1 - samples / 255, atol=1e-6)
+    session = onnxruntime.InferenceSession(folder.bundle_model)
+    assert [node.name for node in session.get_outputs()] == ["pictures"]
+    for size in (1, 3, 16):
+        images = pixels(size, channels)
+        np.testing.assert_allclose(session.run(None, {"images": images})[0], 1 - images / 255, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (nn.Sequential(Negative(), nn.Flatten()), r"answers pictures of \(2, 3, 6, 5\) with \(2, 90\)"),
+        (nn.Sequential(Negative(), nn.MaxPool2d(2)), r"with \(2, 3, 3, 2\)"),
+        (nn.Sequential(Negative(), nn.Softmax2d(), nn.LeakyReLU(), nn.Hardtanh(-2, -1)), "run from -1 to -1, not from"),
+        (nn.Sequential(Negative(), AnswersOtherwiseWhenExported(), nn.Hardsigmoid()), "pictures differ by up to"),
+    ],
+    ids=["flat", "smaller", "range", "otherwise"],
+)
+def test_pictures_of_another_kind_are_refused(folder, model, words):
+    """What is no picture of the input's size from 0 to 1, or another one in ONNX Runtime, is not written."""
+    with pytest.raises(CheckpointError, match=words):
+        export(reconstruction(model), folder, pixels(2), RUN)
+    assert not folder.bundle.exists()
 
 
 @pytest.mark.parametrize("size", [1, 3, 16, 64])

@@ -7,7 +7,6 @@ import io
 import json
 import os
 import re
-import shutil
 import signal
 import socket
 import struct
@@ -26,7 +25,7 @@ from PIL import Image
 from deeplightning.image import ImageSpec
 from deeplightning.runfolder import RunFolder
 from serve.app import Limits, create_app
-from serve.bundle import Bundle, BundleError
+from serve.bundle import Bundle
 
 COLOURS = {"red": (200, 30, 10), "green": (20, 180, 40), "blue": (10, 20, 220)}
 ROOT = Path(__file__).parent.parent
@@ -377,148 +376,6 @@ def test_answers_may_not_be_guessed_at_or_framed(client):
         assert response.headers["X-Content-Type-Options"] == "nosniff"
         assert "frame-ancestors 'none'" in response.headers["Content-Security-Policy"]
         assert "Access-Control-Allow-Origin" not in response.headers
-
-
-# Damaged bundles.
-
-
-def rewritten(**changes):
-    def damage(folder):
-        card = json.loads((folder / "bundle.json").read_text())
-        (folder / "bundle.json").write_text(json.dumps(card | changes))
-
-    return damage
-
-
-def flipped(name):
-    def damage(folder):
-        data = bytearray((folder / name).read_bytes())
-        data[len(data) // 2] ^= 1
-        (folder / name).write_bytes(data)
-
-    return damage
-
-
-def changed_golden(change):
-    def damage(folder):
-        card = json.loads((folder / "bundle.json").read_text())
-        change(card["golden"][-1])
-        (folder / "bundle.json").write_text(json.dumps(card))
-
-    return damage
-
-
-def model_of(build):
-    """A bundle whose model is another, with the right digest."""
-
-    def damage(folder):
-        import onnx.helper as helper
-
-        inputs = [helper.make_tensor_value_info("images", 2, ["batch", 3, 8, 8])]
-        outputs = [helper.make_tensor_value_info("probabilities", 1, ["batch", 3])]
-        graph = build(helper, inputs, outputs)
-        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
-        (folder / "model.onnx").write_bytes(model.SerializeToString())
-        card = json.loads((folder / "bundle.json").read_text())
-        card["files"]["model.onnx"] = hashlib.sha256(model.SerializeToString()).hexdigest()
-        (folder / "bundle.json").write_text(json.dumps(card))
-
-    return damage
-
-
-def reading_outside(location):
-    """A graph that takes a weight from a file elsewhere, as a hostile one would to read it out."""
-
-    def build(helper, inputs, outputs):
-        weight = helper.make_tensor("weight", 1, [1], np.ones(1, np.float32).tobytes(), raw=True)
-        weight.ClearField("raw_data")
-        weight.data_location = 1
-        weight.external_data.add(key="location", value=location)
-        nodes = [
-            helper.make_node("Cast", ["images"], ["floats"], to=1),
-            helper.make_node("ReduceMean", ["floats", "axes"], ["means"], keepdims=0),
-            helper.make_node("Add", ["means", "weight"], ["probabilities"]),
-        ]
-        axes = helper.make_tensor("axes", 7, [2], [2, 3])
-        return helper.make_graph(nodes, "outside", inputs, outputs, [weight, axes])
-
-    return build
-
-
-def of_other_shape(helper, inputs, outputs):
-    nodes = [helper.make_node("Cast", ["images"], ["probabilities"], to=1)]
-    return helper.make_graph(nodes, "other", inputs, [helper.make_tensor_value_info("probabilities", 1, None)])
-
-
-DAMAGES = {
-    "no folder": (shutil.rmtree, "There is no folder"),
-    "no bundle.json": (lambda folder: (folder / "bundle.json").unlink(), "`deeplightning export RUN` writes one"),
-    "no model": (lambda folder: (folder / "model.onnx").unlink(), "no readable model.onnx"),
-    "no weights": (lambda folder: (folder / "weights.safetensors").unlink(), "no readable weights.safetensors"),
-    "flipped model": (flipped("model.onnx"), "model.onnx is not the file that was exported"),
-    "flipped weights": (flipped("weights.safetensors"), "weights.safetensors is not the file that was exported"),
-    "cut model": (lambda folder: os.truncate(folder / "model.onnx", 100), "model.onnx is not the file"),
-    "cut JSON": (lambda folder: os.truncate(folder / "bundle.json", 300), "is not JSON"),
-    "empty JSON": (lambda folder: os.truncate(folder / "bundle.json", 0), "is not JSON"),
-    "random JSON": (lambda folder: (folder / "bundle.json").write_bytes(bytes(range(256))), "is not JSON"),
-    "deep JSON": (lambda folder: (folder / "bundle.json").write_text("[" * 100_000), "is not JSON"),
-    "JSON list": (lambda folder: (folder / "bundle.json").write_text("[]"), "not the JSON object"),
-    "vast JSON": (lambda folder: os.truncate(folder / "bundle.json", 10**9), "not the JSON object"),
-    "format": (rewritten(format=2), "has format 2; this server reads 1"),
-    "task": (rewritten(task="poetry"), "for the task 'poetry'; known: image_classification"),
-    "no labels": (rewritten(labels=[]), "labels"),
-    "same labels": (rewritten(labels=["a", "a", "b"]), "different texts"),
-    "few labels": (rewritten(labels=["a", "b"]), "has 2 labels, and its model gives [3] probabilities"),
-    "no run": (rewritten(run=None), "which run"),
-    "no input": (rewritten(input=None), "describes its input wrongly"),
-    "other input": (rewritten(input=ImageSpec(9, 8).to_dict()), "bundle.json says"),
-    "no files": (rewritten(files={}), "does not list the digests of model.onnx and weights.safetensors"),
-    "no list of files": (rewritten(files=[]), "does not list the digests"),
-    "no golden": (rewritten(golden=[]), "has no golden samples"),
-    "golden": (changed_golden(lambda it: it["probabilities"].reverse()), "answers golden sample 3 otherwise"),
-    "golden nan": (changed_golden(lambda it: it.update(probabilities=[float("nan")] * 3)), "golden sample 3"),
-    "golden shape": (changed_golden(lambda it: it.update(probabilities=[1.0])), "golden sample of shape"),
-    "golden text": (changed_golden(lambda it: it.update(png="?")), "Golden sample 3"),
-    "golden picture": (changed_golden(lambda it: it.update(png=encoded(picture(size=(9, 9))))), "Golden sample 3"),
-    "golden key": (changed_golden(lambda it: it.pop("png")), "Golden sample 3"),
-    "outside": (model_of(reading_outside("../secret")), "ONNX Runtime does not take the model"),
-    "outside absolute": (model_of(reading_outside("/etc/hostname")), "ONNX Runtime does not take the model"),
-    "other shape": (model_of(of_other_shape), "probabilities"),
-}
-
-
-@pytest.mark.parametrize(("damage", "words"), DAMAGES.values(), ids=DAMAGES)
-def test_a_damaged_bundle_is_refused_in_one_sentence(run_folder, tmp_path, capfd, damage, words):
-    """Exit code 4, what is wrong and where, before the first request."""
-    folder = tmp_path / "bundle"
-    shutil.copytree(run_folder.bundle, folder)
-    (tmp_path / "secret").write_bytes(np.ones(1, np.float32).tobytes())
-    damage(folder)
-    with pytest.raises(BundleError) as caught:
-        Bundle.open(folder)
-    assert words in str(caught.value)
-    assert str(folder) in str(caught.value)
-    assert "\n" not in str(caught.value)
-    assert caught.value.exit_code == 4
-    assert capfd.readouterr() == ("", "")
-
-
-@pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "..", "", "a/../b"])
-def test_a_bundle_may_only_list_its_own_files(run_folder, tmp_path, name):
-    """No digest is computed of a file elsewhere."""
-    folder = tmp_path / "bundle"
-    shutil.copytree(run_folder.bundle, folder)
-    files = json.loads((folder / "bundle.json").read_text())["files"]
-    rewritten(files={**files, name: "0"})(folder)
-    with pytest.raises(BundleError, match="which is no file name"):
-        Bundle.open(folder)
-
-
-def test_a_run_folder_stands_for_its_bundle(run_folder, tmp_path):
-    """Both paths open it, and a run without one is told how to get it."""
-    assert Bundle.open(run_folder.path).folder == Bundle.open(run_folder.bundle).folder
-    with pytest.raises(BundleError, match="There is no bundle in"):
-        Bundle.open(tmp_path)
 
 
 # The real process.

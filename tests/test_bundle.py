@@ -1,0 +1,330 @@
+"""A bundle opens only as it was written: damage or an edit is one sentence and exit code 4; nothing else is read."""
+
+import base64
+import io
+import json
+import os
+import shutil
+from hashlib import sha256
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from deeplightning.image import ImageSpec
+from deeplightning.runfolder import RunFolder, seal
+from serve.bundle import Bundle, BundleError
+
+RUN = {"id": "abc", "folder_name": "a run", "created": "now", "versions": {"deeplightning": "1"}}
+SAMPLES = np.random.default_rng(0).integers(0, 256, (4, 3, 8, 8), dtype=np.uint8)
+
+
+def exported(folder, kind, labels, model):
+    from deeplightning.export import export  # here, since all else in this file does without torch
+
+    task = SimpleNamespace(kind=kind, image_spec=ImageSpec(8, 8, "RGB"), class_names=labels, inference_model=model.eval)
+    run_folder = RunFolder(folder)
+    export(task, run_folder, SAMPLES, RUN)
+    return run_folder
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory):
+    """The run of a network that tells red, green and blue by the mean of each channel."""
+    import torch
+
+    class MeanColour(torch.nn.Module):
+        def forward(self, images):  # uint8 (N, 3, 8, 8)
+            return torch.softmax(images.float().mean(dim=(2, 3)) / 32, dim=1)  # (N, 3)
+
+    return exported(tmp_path_factory.mktemp("a run"), "image_classification", ["red", "green", "blue"], MeanColour())
+
+
+@pytest.fixture(scope="module")
+def negative_folder(tmp_path_factory):
+    """The run of a network that answers a picture with its negative."""
+    import torch
+
+    class Negative(torch.nn.Module):
+        def forward(self, images):  # uint8 (N, 3, 8, 8)
+            return 1 - images.float() / 255  # (N, 3, 8, 8)
+
+    return exported(tmp_path_factory.mktemp("a run"), "image_reconstruction", [], Negative())
+
+
+def encoded(size=(8, 8)):
+    file = io.BytesIO()
+    Image.new("RGB", size, "red").save(file, "PNG")
+    return file.getvalue()
+
+
+def text(data):
+    return base64.b64encode(data).decode()
+
+
+# What opens.
+
+
+def test_a_bundle_answers(run_folder):
+    """It says what it is for, and answers pictures with what its network computes."""
+    bundle = Bundle.open(run_folder.bundle)
+    assert (bundle.folder, bundle.task, bundle.precision) == (run_folder.bundle, "image_classification", "fp32")
+    assert (bundle.image_spec, bundle.labels, bundle.run) == (ImageSpec(8, 8), ["red", "green", "blue"], RUN)
+    np.testing.assert_array_equal(bundle.samples, SAMPLES)
+    scores = np.exp(SAMPLES.mean(axis=(2, 3), dtype=np.float64) / 32)  # by another way than the graph's
+    answers = bundle.predict(SAMPLES)
+    assert answers.dtype == np.float32
+    np.testing.assert_allclose(answers, scores / scores.sum(1, keepdims=True), atol=1e-6)
+    prepared = bundle.prepare(encoded((20, 10)), 200)
+    np.testing.assert_array_equal(prepared[:, 0, 0], [255, 0, 0])
+    assert (prepared.dtype, prepared.shape, prepared.flags.c_contiguous) == (np.uint8, (3, 8, 8), True)
+
+
+def test_a_bundle_answers_with_pictures(negative_folder):
+    """Where the task is to give pictures, they come as numbers from 0 to 1, and there are no labels."""
+    bundle = Bundle.open(negative_folder.bundle)
+    assert (bundle.task, bundle.labels) == ("image_reconstruction", [])
+    answers = bundle.predict(SAMPLES[:3])
+    assert (answers.dtype, answers.shape) == (np.float32, (3, 3, 8, 8))
+    np.testing.assert_allclose(answers * 255, 255 - SAMPLES[:3].astype(np.float32), atol=1e-4)
+
+
+def test_a_run_folder_stands_for_its_bundle(run_folder, tmp_path):
+    """Both paths open it, and a run without one is told how to get it."""
+    assert Bundle.open(run_folder.path).folder == Bundle.open(run_folder.bundle).folder
+    with pytest.raises(BundleError, match="There is no bundle in"):
+        Bundle.open(tmp_path)
+
+
+def test_a_bundle_may_be_copied_and_linked_to(run_folder, tmp_path):
+    """Its place does not matter, nor whether a link leads there."""
+    shutil.copytree(run_folder.bundle, tmp_path / "elsewhere")
+    (tmp_path / "link").symlink_to("elsewhere")
+    np.testing.assert_array_equal(Bundle.open(tmp_path / "link").samples, SAMPLES)
+
+
+# What does not.
+
+
+def edited(change, sealed=True):
+    """The card after `change`; sealed again, as whoever knows how would do it, or not."""
+
+    def damage(folder):
+        card = json.loads((folder / "bundle.json").read_text())
+        change(card)
+        with_digest = {**card, "digest": seal(card)} if sealed else card
+        (folder / "bundle.json").write_text(json.dumps(with_digest))
+
+    return damage
+
+
+def rewritten(**changes):
+    return edited(lambda card: card.update(changes))
+
+
+def written(data):
+    return lambda folder: (folder / "bundle.json").write_bytes(data)
+
+
+def flipped(name):
+    def damage(folder):
+        data = bytearray((folder / name).read_bytes())
+        data[len(data) // 2] ^= 1
+        (folder / name).write_bytes(data)
+
+    return damage
+
+
+def answers(*rows):
+    return lambda card: card["golden"].update(fp32=text(np.array(rows, "<f4").tobytes()))
+
+
+def other_last_answer(card):
+    given = np.frombuffer(base64.b64decode(card["golden"]["fp32"]), "<f4").reshape(4, 3)
+    answers(*given[:3], given[3, ::-1])(card)
+
+
+def last_sample(png):
+    return edited(lambda card: card["golden"]["pictures"].__setitem__(-1, png))
+
+
+def linked(name):
+    """A file with the right contents, but elsewhere."""
+
+    def damage(folder):
+        (folder / name).replace(folder.parent / name)
+        (folder / name).symlink_to(folder.parent / name)
+
+    return damage
+
+
+def piped(folder):
+    (folder / "model.onnx").unlink()
+    os.mkfifo(folder / "model.onnx")
+
+
+def model_of(build):
+    """A bundle whose model is another, with the right digests."""
+
+    def damage(folder):
+        import onnx.helper as helper
+
+        inputs = [helper.make_tensor_value_info("images", 2, ["batch", 3, 8, 8])]
+        outputs = [helper.make_tensor_value_info("probabilities", 1, ["batch", 3])]
+        graph = build(helper, inputs, outputs)
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
+        (folder / "model.onnx").write_bytes(model.SerializeToString())
+        digest = sha256(model.SerializeToString()).hexdigest()
+        edited(lambda card: card["files"].update({"model.onnx": digest}))(folder)
+
+    return damage
+
+
+def reading_outside(location):
+    """A graph that takes a weight from a file elsewhere, as a hostile one would to read it out."""
+
+    def build(helper, inputs, outputs):
+        weight = helper.make_tensor("weight", 1, [1], np.ones(1, np.float32).tobytes(), raw=True)
+        weight.ClearField("raw_data")
+        weight.data_location = 1
+        weight.external_data.add(key="location", value=location)
+        nodes = [
+            helper.make_node("Cast", ["images"], ["floats"], to=1),
+            helper.make_node("ReduceMean", ["floats", "axes"], ["means"], keepdims=0),
+            helper.make_node("Add", ["means", "weight"], ["probabilities"]),
+        ]
+        axes = helper.make_tensor("axes", 7, [2], [2, 3])
+        return helper.make_graph(nodes, "outside", inputs, outputs, [weight, axes])
+
+    return build
+
+
+def of_other_shape(helper, inputs, outputs):
+    nodes = [helper.make_node("Cast", ["images"], ["probabilities"], to=1)]
+    return helper.make_graph(nodes, "other", inputs, [helper.make_tensor_value_info("probabilities", 1, None)])
+
+
+DAMAGES = {
+    "no folder": (shutil.rmtree, "There is no folder"),
+    "no bundle.json": (lambda folder: (folder / "bundle.json").unlink(), "`deeplightning export RUN` writes one"),
+    "no model": (lambda folder: (folder / "model.onnx").unlink(), "no readable model.onnx"),
+    "no weights": (lambda folder: (folder / "weights.safetensors").unlink(), "no readable weights.safetensors"),
+    "flipped model": (flipped("model.onnx"), "model.onnx is not the file that was exported"),
+    "flipped weights": (flipped("weights.safetensors"), "weights.safetensors is not the file that was exported"),
+    "cut model": (lambda folder: os.truncate(folder / "model.onnx", 100), "model.onnx is not the file"),
+    "vast model": (lambda folder: os.truncate(folder / "model.onnx", 2**32), "has a model.onnx of 4,294,967,296 bytes"),
+    "linked model": (linked("model.onnx"), "has in model.onnx a link out of its folder"),
+    "linked weights": (linked("weights.safetensors"), "has in weights.safetensors a link out of its folder"),
+    "linked card": (linked("bundle.json"), "has in bundle.json a link out of its folder"),
+    "piped model": (piped, "has in model.onnx something that is no file"),
+    "cut JSON": (lambda folder: os.truncate(folder / "bundle.json", 300), "is not JSON"),
+    "empty JSON": (written(b""), "is not JSON"),
+    "random JSON": (written(bytes(range(256))), "is not JSON"),
+    "deep JSON": (written(b"[" * 100_000), "is not JSON"),
+    "long number": (written(b'{"format": %s}' % (b"9" * 5000)), "is not JSON"),
+    "JSON list": (written(b"[]"), "no JSON object"),
+    "vast JSON": (lambda folder: os.truncate(folder / "bundle.json", 10**9), "at most 32,000,000 are read"),
+    "format of before": (rewritten(format=1), "has format 1; this server reads 2: write it again with `deeplightning"),
+    "format": (rewritten(format={"a": ["b" * 99]}), "this server reads 2"),
+    "edited labels": (
+        edited(lambda card: card["labels"].reverse(), sealed=False),
+        "is damaged: bundle.json was changed since its export; write it again with `deeplightning export RUN`",
+    ),
+    "edited label": (edited(lambda card: card["labels"].__setitem__(0, "pink"), sealed=False), "was changed"),
+    "edited digest": (edited(lambda card: card["files"].update({"model.onnx": "0"}), sealed=False), "was changed"),
+    "edited class": (edited(lambda card: card.update({"class": "os.system"}), sealed=False), "was changed"),
+    "edited run": (edited(lambda card: card["run"].update(id="abd"), sealed=False), "was changed"),
+    "other digest": (
+        edited(lambda card: card["files"].update({"model.onnx": "0"})),
+        "is not the file that was exported",
+    ),
+    "class": (rewritten(**{"class": "os.system"}), "has other keys in bundle.json than it may (class)"),
+    "missing key": (edited(lambda card: card.pop("labels")), "has other keys in bundle.json than it may (labels)"),
+    "no digest": (edited(lambda card: card.pop("digest"), sealed=False), "was changed"),
+    "nan": (written(b'{"format": 2, "run": NaN}'), "is not JSON"),
+    "infinity": (written(b'{"format": 2, "run": 1e999}'), "is not JSON"),
+    "task": (rewritten(task="poetry"), "for the task 'poetry'; known: image_classification, image_reconstruction"),
+    "task list": (rewritten(task=[]), "for the task []"),
+    "other task": (rewritten(task="image_reconstruction", labels=[]), "outputs"),
+    "no labels": (rewritten(labels=[]), "labels"),
+    "same labels": (rewritten(labels=["a", "a", "b"]), "different texts"),
+    "few labels": (rewritten(labels=["a", "b"]), "has 2 labels, and its model gives [3] probabilities"),
+    "no run": (rewritten(run=None), "which run"),
+    "run that names code": (rewritten(run={**RUN, "class": "os.system"}), "which run"),
+    "run of numbers": (rewritten(run={**RUN, "id": 1}), "which run"),
+    "no input": (rewritten(input=None), "describes its input wrongly"),
+    "other input": (rewritten(input=ImageSpec(9, 8).to_dict()), "bundle.json says"),
+    "input that names code": (rewritten(input={**ImageSpec(8, 8).to_dict(), "type": "os.system"}), "look at type"),
+    "no files": (rewritten(files={}), "does not list the digests of model.onnx and weights.safetensors"),
+    "no list of files": (rewritten(files=[]), "does not list the digests"),
+    "no golden": (rewritten(golden={}), "has no golden samples"),
+    "golden list": (rewritten(golden=[]), "has no golden samples"),
+    "golden text": (rewritten(golden={"pictures": "ab", "fp32": ""}), "has no golden samples"),
+    "golden": (edited(other_last_answer), "answers golden sample 3 otherwise than when it was exported: probabilities"),
+    "golden nan": (edited(answers(*[[0.3, np.nan, 0.3]] * 4)), "answers golden sample 0 otherwise"),
+    "golden shape": (edited(answers([1.0, 0.0, 0.0])), "golden answers"),
+    "golden missing": (edited(lambda card: card["golden"].pop("fp32")), "golden answers"),
+    "golden number": (edited(lambda card: card["golden"].update(fp32=1)), "golden answers"),
+    "sample no base64": (last_sample("?"), "Golden sample 3"),
+    "sample number": (last_sample(1), "Golden sample 3"),
+    "sample too large": (last_sample(text(encoded((9, 9)))), "Golden sample 3"),
+    "sample no picture": (last_sample(text(b"hello")), "Golden sample 3"),
+    "outside": (model_of(reading_outside("../secret")), "ONNX Runtime does not take the model"),
+    "outside absolute": (model_of(reading_outside("/etc/hostname")), "ONNX Runtime does not take the model"),
+    "outside, working directory": (model_of(reading_outside("secret")), "ONNX Runtime does not take the model"),
+    "other shape": (model_of(of_other_shape), "probabilities"),
+}
+
+
+@pytest.mark.parametrize(("damage", "words"), DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_bundle_is_refused_in_one_sentence(run_folder, tmp_path, capfd, monkeypatch, damage, words):
+    """Exit code 4, what is wrong and where, before the first request."""
+    folder = tmp_path / "bundle"
+    shutil.copytree(run_folder.bundle, folder)
+    (tmp_path / "secret").write_bytes(np.ones(1, np.float32).tobytes())
+    monkeypatch.chdir(tmp_path)
+    damage(folder)
+    with pytest.raises(BundleError) as caught:
+        Bundle.open(folder)
+    assert words in str(caught.value)
+    assert str(folder) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert caught.value.exit_code == 4
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("name", ["../secret", "/etc/hostname", "..", ".", "", "a/../b", "a\0b"])
+def test_a_bundle_may_only_list_its_own_files(run_folder, tmp_path, name):
+    """No digest is computed of a file elsewhere."""
+    folder = tmp_path / "bundle"
+    shutil.copytree(run_folder.bundle, folder)
+    edited(lambda card: card["files"].update({name: "0"}))(folder)
+    with pytest.raises(BundleError, match="which is no file name"):
+        Bundle.open(folder)
+
+
+def test_pictures_of_another_size_are_refused(negative_folder, tmp_path):
+    """A model that answers with something else than pictures of its input's size does not start."""
+    folder = tmp_path / "bundle"
+    shutil.copytree(negative_folder.bundle, folder)
+
+    def shrinking(helper, inputs, _):
+        nodes = [
+            helper.make_node("Cast", ["images"], ["floats"], to=1),
+            helper.make_node("ReduceMean", ["floats"], ["pictures"], axes=[2, 3]),
+        ]
+        return helper.make_graph(nodes, "g", inputs, [helper.make_tensor_value_info("pictures", 1, ["batch", 3, 1, 1])])
+
+    model_of(shrinking)(folder)
+    with pytest.raises(BundleError, match="pictures"):
+        Bundle.open(folder)
+
+
+def test_labels_of_pictures_are_refused(negative_folder, tmp_path):
+    """Classes belong to probabilities."""
+    folder = tmp_path / "bundle"
+    shutil.copytree(negative_folder.bundle, folder)
+    rewritten(labels=["red"])(folder)
+    with pytest.raises(BundleError, match="none for pictures"):
+        Bundle.open(folder)
