@@ -7,24 +7,27 @@ import argparse
 import contextlib
 import ctypes
 import ipaddress
+import os
 import socket
-import struct
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from flask import Flask
-from gunicorn.app.base import BaseApplication
-
-from serve.app import Limits, create_app
+from deeplightning.runfolder import RunFolder
 from serve.bundle import Bundle, BundleError
+from serve.lanes import Model
+from serve.layout import Layout
+from serve.limits import Limits
+from serve.parent import Parent
+from serve.worker import BACKLOG
 
-READ_SECONDS = 10
-"""How long a client may pause in the middle of a request before its thread is given to others."""
 
-GRACE_SECONDS = 8
-"""How long accepted requests may take to finish after SIGTERM; the process is gone within 10 seconds."""
+class OptionError(Exception):
+    """A setting cannot be used; the message says why and what to do."""
+
+    exit_code = 2
 
 
 class AddressError(Exception):
@@ -34,60 +37,119 @@ class AddressError(Exception):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve until told to stop. Returns the exit code; gunicorn leaves with 0 by SystemExit."""
-    options = _parse(arguments)
+    """Serve a bundle until told to stop. Returns the exit code."""
+    parser = options_parser()
+    parser.add_argument("folder", type=Path, help="a bundle, or a run folder that holds one")
+    parser.add_argument("--precision", choices=["fp32", "int8"], default="fp32", help="which of the bundle's models")
+    options = parser.parse_args(arguments)
     try:
-        listener = _listen(options.host, options.port)
-        bundle = Bundle.open(options.folder)
-    except (AddressError, BundleError) as error:
+        return serve(lambda: Bundle.open(options.folder, options.precision), options, lambda: _files(options.folder))
+    except BundleError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    application = create_app(bundle, Limits(options.max_upload_mb, options.max_pixels))
-    note = f"Serving {bundle.task} ({len(bundle.labels)} classes) on {_url(listener)}"
-    _return_memory()
-    _Server(application, listener, options.threads, note).run()
-    return 0
 
 
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+def options_parser() -> argparse.ArgumentParser:
+    """What every server takes."""
+    default = Limits()
     parser = argparse.ArgumentParser(
         prog="python -m serve",
         description="Answer HTTP from a bundle.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("folder", type=Path, help="a bundle, or a run folder that holds one")
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 is every one of this machine"
     )
-    parser.add_argument("--port", type=_within(0, 65535), default=5000, help="0: any that is free")
+    parser.add_argument("--port", type=_within(int, 0, 65535), default=5000, help="0: any that is free")
     parser.add_argument(
-        "--max-upload-mb", type=_within(1, 10_000), default=16, help="largest request, in units of 1,000,000 bytes"
+        "--max-upload-mb",
+        type=_within(int, 1, 10_000),
+        default=default.max_upload_mb,
+        help="largest request, in units of 1,000,000 bytes",
     )
     parser.add_argument(
-        "--max-pixels", type=_within(1, 178_956_970), default=50_000_000, help="largest image, width x height"
+        "--max-pixels",
+        type=_within(int, 1, 178_956_970),
+        default=default.max_pixels,
+        help="largest image, width x height",
     )
-    parser.add_argument("--threads", type=_within(1, 256), default=8, help="requests answered at a time")
-    return parser.parse_args(arguments)
+    parser.add_argument(
+        "--max-batch", type=_within(int, 1, 1024), default=default.max_batch, help="images in one forward pass"
+    )
+    parser.add_argument(
+        "--max-queue", type=_within(int, 1, 100_000), default=default.max_queue, help="requests that may wait"
+    )
+    parser.add_argument(
+        "--max-wait", type=_within(float, 0.01, 600), default=default.max_wait, help="seconds that a request may wait"
+    )
+    parser.add_argument(
+        "--api-key-env", metavar="NAME", help="environment variable that holds the key clients must send"
+    )
+    return parser
 
 
-def _within(low: int, high: int) -> Callable[[str], int]:
-    def number(text: str) -> int:
-        if not low <= int(text) <= high:
+def serve(open_model: Callable[[], Model], options: argparse.Namespace, files: Callable[[], Sequence[Path]]) -> int:
+    """Answer HTTP until told to stop.
+
+    Args:
+        open_model: loads the model; called again when its files change. What it raises is the caller's.
+        options: as `options_parser` reads them.
+        files: what the model is loaded from; none while it is being replaced.
+
+    Returns:
+        the exit code.
+    """
+    limits = Limits(**{field.name: getattr(options, field.name) for field in fields(Limits) if field.name in options})
+    try:
+        key = _key(options.api_key_env)
+        first = _listen(options.host, options.port)
+    except (AddressError, OptionError) as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+
+    def listen(number: int) -> list[socket.socket]:
+        port = first.getsockname()[1]
+        return [first, *(_shared(options.host, port) for _ in range(number - 1))]
+
+    def announce(model: Model, layout: Layout) -> None:
+        what = f"{model.task} ({len(model.labels)} classes)" if model.labels else model.task
+        print(f"Serving {what} on {_url(first)}: {layout}", flush=True)
+
+    _return_memory()
+    return Parent(open_model, listen, limits, key, lambda: _signature(files()), announce).run()
+
+
+def _key(variable: str | None) -> str | None:
+    """The value of the environment variable that holds the key."""
+    if variable is None:
+        return None
+    if not os.environ.get(variable):
+        raise OptionError(
+            f"The environment variable {variable} is to hold the key that clients must send, and is not set or empty. "
+            f"Set it, or leave --api-key-env (serve.api_key_env) out."
+        )
+    return os.environ[variable]
+
+
+def _within(kind: Callable[[str], Any], low: float, high: float) -> Callable[[str], Any]:
+    def number(text: str) -> Any:
+        if not low <= kind(text) <= high:
             raise argparse.ArgumentTypeError(f"{text} is not from {low} to {high}")
-        return int(text)
+        return kind(text)
 
     return number  # argparse says "invalid number value: 'x'" of what int() refuses
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """A listening socket: taken here, since gunicorn would retry a port in use for five seconds and exit with 1.
+    """A listening socket whose address further ones may share, which no other program has.
 
     Raises:
         AddressError: the host is not one of this machine's, or the port is taken or not allowed.
     """
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        listener = socket.create_server(address[:2], family=family, backlog=256)  # type: ignore[arg-type]
+        with _bound(host, port) as alone:  # where the address may be shared, another server's would be shared as well
+            port = alone.getsockname()[1]
+        return _shared(host, port)
     except socket.gaierror as error:
         raise AddressError(f"The host {host!r} is not known here ({error.strerror}); use --host 127.0.0.1.") from error
     except OSError as error:
@@ -95,9 +157,34 @@ def _listen(host: str, port: int) -> socket.socket:
         raise AddressError(
             f"Port {port} on {host} cannot be listened on: {reason}. Stop what uses it, or choose another with --port."
         ) from error
-    # Linux hands this on to accepted connections; Python's own time-outs would be reset by gunicorn.
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", READ_SECONDS, 0))
+
+
+def _shared(host: str, port: int) -> socket.socket:
+    listener = _bound(host, port, reuse_port=True)
+    listener.listen(BACKLOG)
     return listener
+
+
+def _bound(host: str, port: int, reuse_port: bool = False) -> socket.socket:
+    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+    return socket.create_server(address[:2], family=family, reuse_port=reuse_port)  # type: ignore[arg-type]
+
+
+def _files(folder: Path) -> list[Path]:
+    """Of the bundle in `folder`; none while it is being replaced."""
+    for bundle in (folder, RunFolder(folder).bundle):
+        if (bundle / RunFolder("").bundle_card.name).is_file():
+            return sorted(bundle.iterdir())
+    return []
+
+
+def _signature(files: Sequence[Path]) -> list[tuple[str, int, int, int]] | None:
+    """Changes when the files do; None while one of them is not there."""
+    try:
+        stats = [(str(file), file.stat()) for file in files]
+    except OSError:
+        return None
+    return [(name, stat.st_ino, stat.st_size, stat.st_mtime_ns) for name, stat in stats] or None
 
 
 def _return_memory() -> None:
@@ -111,42 +198,6 @@ def _url(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
     public = "" if ipaddress.ip_address(host).is_loopback else " (public: whoever reaches this machine may use it)"
     return f"http://{f'[{host}]' if ':' in host else host}:{port}{public}"
-
-
-class _Server(BaseApplication):
-    """gunicorn, told everything here: no configuration file and no environment variable of its own is read.
-
-    A worker that crashes is replaced by its parent, where the model stays loaded; a worker whose parent is gone ends.
-    """
-
-    def __init__(self, application: Flask, listener: socket.socket, threads: int, note: str):
-        self.application = application
-        self.note = note
-        self.settings = {
-            "bind": f"fd://{listener.detach()}",
-            "workers": 1,
-            "worker_class": "gthread",
-            "threads": threads,
-            "keepalive": 0,  # at SIGTERM gunicorn 26 would wait for idle connections as long as for busy ones
-            "graceful_timeout": GRACE_SECONDS,
-            "loglevel": "warning",
-            "proc_name": "deeplightning serve",
-            "post_worker_init": self._ready,
-            "control_socket_disable": True,  # since gunicorn 25; it would lie in the user's home
-        }
-        super().__init__()
-
-    def load_config(self) -> None:
-        for name, value in self.settings.items():
-            if name in self.cfg.settings:
-                self.cfg.set(name, value)
-
-    def load(self) -> Flask:
-        return self.application
-
-    def _ready(self, worker: Any) -> None:
-        if worker.age == 1:  # not again for a replacement
-            print(self.note, flush=True)
 
 
 if __name__ == "__main__":

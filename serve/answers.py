@@ -1,0 +1,82 @@
+"""What every response carries, and how the model's output becomes its body. Letters: C channels, H height, W width, K
+classes."""
+
+import base64
+import io
+import json
+import re
+from collections.abc import Callable
+
+import numpy as np
+from PIL import Image
+
+DEFAULT_TOP_K = 5
+
+JSON, PNG = "application/json", "image/png"
+
+PROTECTION = {
+    "Content-Security-Policy": "default-src 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+    "Cache-Control": "no-store",
+}
+"""Headers of every response."""
+
+FAULT = "The server has a fault; its log tells which. Other requests are not affected."
+
+_TOP_K = re.compile("[0-9]{1,9}")
+
+Answer = Callable[[list[np.ndarray], int, str], tuple[str, bytes]]
+"""From a request's rows of the model's output, top_k and the Accept header to the content type and the body."""
+
+
+def top_k_of(text: str) -> int | None:
+    """The value of `top_k=`; None: it is no whole number of at least 1."""
+    return int(text) if _TOP_K.fullmatch(text) and int(text) > 0 else None
+
+
+def answers(task: str, labels: list[str]) -> Answer:
+    """How the requests of a model are answered."""
+    return _pictures if task == "image_reconstruction" else _classes(labels)
+
+
+def _classes(labels: list[str]) -> Answer:
+    """Of rows float32 (K,). The text is put together here: an encoder of JSON takes six times as long, and there is
+    nothing to escape but the labels."""
+    heads = [f'{{"class": {n}, "label": {json.dumps(label)}, "probability": ' for n, label in enumerate(labels)]
+    names = [json.dumps(label) for label in labels]
+
+    def one(row: np.ndarray, top_k: int) -> str:
+        best = np.argsort(-row, kind="stable")[:top_k].tolist()
+        shares = [f"{share:.9g}" for share in row[best].tolist()]  # nine digits tell any two float32s apart
+        predictions = ", ".join([f"{heads[n]}{share}}}" for n, share in zip(best, shares, strict=True)])
+        return (
+            f'{{"predicted_class": "{best[0]}", "predicted_probability": "{shares[0]}", '
+            f'"label": {names[best[0]]}, "predictions": [{predictions}]}}'
+        )
+
+    def answer(rows: list[np.ndarray], top_k: int, accept: str) -> tuple[str, bytes]:
+        return JSON, _one_or_list([one(row, top_k) for row in rows])
+
+    return answer
+
+
+def _pictures(rows: list[np.ndarray], top_k: int, accept: str) -> tuple[str, bytes]:
+    """Of rows float32 (C, H, W), 0 to 1: a PNG where the client asks for one picture so, else base64."""
+    pictures = [_png(row) for row in rows]
+    if len(pictures) == 1 and PNG in accept:
+        return PNG, pictures[0]
+    return JSON, _one_or_list([f'{{"image": "{base64.b64encode(png).decode()}"}}' for png in pictures])
+
+
+def _png(row: np.ndarray) -> bytes:
+    pixels = np.rint(row.clip(0, 1) * 255).astype(np.uint8)  # (C, H, W)
+    file = io.BytesIO()
+    Image.fromarray(pixels[0] if len(pixels) == 1 else np.ascontiguousarray(pixels.transpose(1, 2, 0))).save(
+        file, "PNG"
+    )
+    return file.getvalue()
+
+
+def _one_or_list(texts: list[str]) -> bytes:
+    return (texts[0] if len(texts) == 1 else f'{{"predictions": [{", ".join(texts)}]}}').encode()

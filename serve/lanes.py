@@ -1,0 +1,253 @@
+"""Pictures on their way through the model: decoded side by side, then run by whoever finds a free lane.
+
+There is no timer and no thread that only waits: a thread that has decoded a request's pictures takes a free lane and runs
+all that wait there, up to `max_batch` in one forward pass, until nothing waits. So a lone client waits for nobody, and
+under load the batches grow by themselves. Decoding (Pillow) and the forward pass (ONNX Runtime) release the GIL.
+Letters: N images, C channels, H height, W width.
+"""
+
+import math
+import os
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Protocol
+
+import numpy as np
+
+from deeplightning.image import ImageError, ImageSpec
+from serve.limits import Limits, Refusal
+
+SMALL_PIXELS = 4_000_000
+"""Larger pictures are decoded one at a time per core: each may take 16 bytes a pixel (Pillow 13, November 2026)."""
+
+PACE_MEMORY = 0.1
+"""The weight of the newest batch in the running mean of what a picture costs."""
+
+
+class Model(Protocol):
+    """What answers: a bundle, or whatever has the same attributes; `predict` and `prepare` are called by threads."""
+
+    folder: Path
+    task: str
+    image_spec: ImageSpec
+    labels: list[str]
+    run: dict[str, Any]
+    precision: str
+    samples: np.ndarray
+
+    def prepare(self, data: bytes, max_pixels: int) -> np.ndarray:
+        """One encoded picture as the model wants it, uint8 (C, H, W); raises ImageError."""
+        ...
+
+    def predict(self, images: np.ndarray) -> np.ndarray:
+        """From uint8 (N, C, H, W) to N rows of float32."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One request's pictures, and what became of them.
+
+    Attributes:
+        read: gives the encoded pictures; whatever it raises is the request's error.
+        finish: called once with the job, in the thread that ended it.
+        accepted: when the request was accepted (`time.perf_counter`).
+        rows: the model's output for each picture, when all is done.
+        error: what ended the request otherwise.
+        queued, decoding, forward: seconds spent waiting, decoding, and in forward passes.
+        batch: pictures in the forward pass of the last of them.
+    """
+
+    read: Callable[[], list[bytes]]
+    finish: Callable[["Job"], None]
+    accepted: float = field(default_factory=time.perf_counter)
+    rows: list[np.ndarray] = field(default_factory=list)
+    error: Exception | None = None
+    queued: float = 0.0
+    decoding: float = 0.0
+    forward: float = 0.0
+    batch: int = 0
+    _left: int = 0
+
+
+class Lanes:
+    """Runs jobs. Threads start with the first one.
+
+    Args:
+        model: what answers.
+        limits: what a request may cost.
+        number: forward passes at a time.
+    """
+
+    def __init__(self, model: Model, limits: Limits, number: int = 1):
+        self.model = model
+        self.limits = limits
+        self.number = number
+        self.waiting = 0
+        """Requests that are accepted and not yet done."""
+        self._pace = 0.0  # seconds that one more request adds to the wait of the next
+        self._free = number
+        self._ready: deque[tuple[Job, int, np.ndarray, float]] = deque()  # job, which picture, uint8 (C, H, W), since
+        self._lock = threading.Lock()
+        self._inbox: SimpleQueue[Job] = SimpleQueue()
+        self._threads: list[threading.Thread] = []
+        self._cores = os.cpu_count() or 1
+        self._large = threading.BoundedSemaphore(self._cores)
+
+    def submit(self, job: Job) -> None:
+        """Take a job on; it ends by `job.finish`.
+
+        Raises:
+            Refusal: too many wait, or the wait would be too long.
+        """
+        self.admit()
+        with self._lock:
+            self.waiting += 1
+            if len(self._threads) < self.number + self._cores and len(self._threads) < self.waiting:
+                thread = threading.Thread(target=self._work, name=f"pictures-{len(self._threads)}", daemon=True)
+                self._threads.append(thread)
+                thread.start()
+        self._inbox.put(job)
+
+    def admit(self) -> None:
+        """Whether a request that comes now would be answered in time.
+
+        Raises:
+            Refusal: it would not.
+        """
+        expected = self.waiting * self._pace
+        if self.waiting >= self.limits.max_queue or expected > self.limits.max_wait:
+            seconds = max(1, math.ceil(min(expected, self.limits.max_wait)))
+            raise Refusal(
+                429,
+                f"The server is busy: {self.waiting} requests wait. Send this one again in {seconds} s.",
+                {"Retry-After": str(seconds)},
+            )
+
+    def _work(self) -> None:
+        while True:
+            self._begin(self._inbox.get())
+
+    def _begin(self, job: Job) -> None:
+        start = time.perf_counter()
+        try:
+            self._in_time(job, start)
+            pictures = job.read()
+            pixels = [
+                self._decode(data, f"Image {number} of {len(pictures)}: " if len(pictures) > 1 else "")
+                for number, data in enumerate(pictures, 1)
+            ]
+        except Exception as error:  # whatever it is, it is this request's and nobody else's
+            self._end(job, error)
+            return
+        now = time.perf_counter()
+        job.queued, job.decoding, job._left, job.rows = (
+            start - job.accepted,
+            now - start,
+            len(pixels),
+            [_NO_ROW] * len(pixels),
+        )
+        with self._lock:
+            self._ready.extend((job, number, picture, now) for number, picture in enumerate(pixels))
+            if not self._free:
+                return
+            self._free -= 1
+        self._run_lane()
+
+    def _decode(self, data: bytes, place: str) -> np.ndarray:
+        """uint8 (C, H, W)"""
+        limit = self.limits.max_pixels
+        try:
+            try:
+                return self.model.prepare(data, min(limit, SMALL_PIXELS))
+            except ImageError as error:
+                if error.status != 413 or limit <= SMALL_PIXELS:
+                    raise
+            with self._large:
+                return self.model.prepare(data, limit)
+        except ImageError as error:
+            raise Refusal(error.status, f"{place}{error}") from error
+
+    def _run_lane(self) -> None:
+        """Runs all that waits, then leaves the lane free."""
+        while batch := self._take():
+            start = time.perf_counter()
+            rows = self._forward([picture for _, _, picture, _ in batch])
+            end = time.perf_counter()
+            cost = (end - start) / len(batch) / self.number
+            self._pace += PACE_MEMORY * (cost + batch[0][0].decoding / self._cores - self._pace)
+            for (job, number, _, since), row in zip(batch, rows, strict=True):
+                job.queued += start - since
+                job.forward += end - start
+                job.batch = len(batch)
+                if isinstance(row, Exception):
+                    self._end(job, row)
+                else:
+                    self._put(job, number, row)
+
+    def _take(self) -> list[tuple[Job, int, np.ndarray, float]]:
+        """The next batch; frees the lane when there is none."""
+        late: list[Job] = []
+        batch: list[tuple[Job, int, np.ndarray, float]] = []
+        now = time.perf_counter()
+        with self._lock:
+            while self._ready and len(batch) < self.limits.max_batch:
+                item = self._ready.popleft()
+                if item[0].error is not None:
+                    continue
+                if now - item[0].accepted > self.limits.max_wait and item[0]._left == len(item[0].rows):
+                    late.append(item[0])
+                else:
+                    batch.append(item)
+            if not batch:
+                self._free += 1
+        for job in late:
+            self._end(job, self._too_late())
+        return batch
+
+    def _forward(self, pictures: list[np.ndarray]) -> list[np.ndarray] | list[Exception]:
+        """A row for each picture. A picture that the model fails on fails alone."""
+        try:
+            rows = self.model.predict(np.stack(pictures))
+            if not np.isfinite(rows).all():
+                raise ValueError("the model gives numbers that are not finite")
+            return list(rows)
+        except Exception as error:
+            if len(pictures) == 1:
+                return [error]
+            return [row for picture in pictures for row in self._forward([picture])]  # type: ignore[return-value]
+
+    def _in_time(self, job: Job, now: float) -> None:
+        if now - job.accepted > self.limits.max_wait:
+            raise self._too_late()
+
+    def _too_late(self) -> Refusal:
+        return Refusal(
+            504,
+            f"The request waited longer than {self.limits.max_wait:g} s for the model, and was not run; send it later.",
+        )
+
+    def _put(self, job: Job, number: int, row: np.ndarray) -> None:
+        with self._lock:
+            job.rows[number] = row
+            job._left -= 1
+            if job._left or job.error is not None:
+                return
+            self.waiting -= 1
+        job.finish(job)
+
+    def _end(self, job: Job, error: Exception) -> None:
+        with self._lock:
+            if job.error is not None:
+                return
+            job.error = error
+            self.waiting -= 1
+        job.finish(job)
+
+
+_NO_ROW = np.empty(0, np.float32)

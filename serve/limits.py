@@ -1,0 +1,57 @@
+"""What one request may cost, and how one that asks for more, or for something else, is refused."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one request may cost.
+
+    Attributes:
+        max_upload_mb: size of a request's body, in units of 1,000,000 bytes; checked before it is read.
+        max_pixels: size of a picture, width x height; checked on its header, before it is decoded.
+        max_images: pictures in one request.
+        max_batch: pictures in one forward pass.
+        max_queue: requests that may wait for the model at a time.
+        max_wait: seconds that a request may wait for the model.
+    """
+
+    max_upload_mb: int = 16
+    max_pixels: int = 50_000_000
+    max_images: int = 32
+    max_batch: int = 16
+    max_queue: int = 256
+    max_wait: float = 5.0
+
+    @property
+    def max_bytes(self) -> int:
+        """Size of a request's body, in bytes."""
+        return self.max_upload_mb * 1_000_000
+
+    def too_large(self) -> "Refusal":
+        """For a body of more than `max_bytes`."""
+        return Refusal(
+            413,
+            f"The request is too large: at most {self.max_upload_mb} MB, {self.max_images} images and few other form "
+            "fields are accepted. Send smaller images, or fewer at a time.",
+        )
+
+    def too_many(self, number: int) -> "Refusal":
+        """For a request of `number` pictures."""
+        return Refusal(413, f"The request has {number} images; at most {self.max_images} are accepted in one.")
+
+
+class Refusal(Exception):
+    """A request that gets no answer of the model.
+
+    Attributes:
+        status: of the HTTP response.
+        message: one sentence: what is wrong, and what to do.
+        headers: that the status asks for.
+    """
+
+    def __init__(self, status: int, message: str, headers: dict[str, str] | None = None):
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.headers = headers or {}

@@ -1,0 +1,63 @@
+"""One line of JSON per request on standard output, and per event on standard error. A reader that is slow, or gone,
+costs lines, never an answer."""
+
+import contextlib
+import json
+import os
+import select
+import sys
+import time
+import traceback
+from typing import Any
+
+MAX_LINES = 4096
+MAX_WRITE = 4096
+"""Bytes that a pipe takes whole, also when other processes write to it (POSIX's PIPE_BUF on Linux)."""
+
+
+class Log:
+    """Lines for `descriptor`, gathered until `flush`."""
+
+    def __init__(self, descriptor: int = 1):
+        self._descriptor = descriptor
+        self._lines: list[bytes] = []
+        self._second = 0
+        self._stamp = ""
+
+    def add(self, fields: str) -> bool:
+        """Keep a line for the next flush: `fields` is the inside of a JSON object. True: a flush is not on its way yet."""
+        if len(self._lines) < MAX_LINES:
+            self._lines.append(f'{{"time": "{self._now()}", {fields}}}\n'.encode())
+        return len(self._lines) == 1
+
+    def flush(self) -> None:
+        """Write what was kept, or as much as is taken without waiting."""
+        lines, self._lines = self._lines, []
+        with contextlib.suppress(OSError, ValueError):  # nobody reads any more, or the disk is full
+            poll = select.poll()
+            poll.register(self._descriptor, select.POLLOUT)
+            while lines and any(event & select.POLLOUT for _, event in poll.poll(0)):
+                size = number = 0
+                while number < len(lines) and (not number or size + len(lines[number]) <= MAX_WRITE):
+                    size += len(lines[number])
+                    number += 1
+                os.write(self._descriptor, b"".join(lines[:number]))
+                del lines[:number]
+
+    def _now(self) -> str:
+        """UTC, to the millisecond."""
+        now = time.time()
+        if int(now) != self._second:
+            self._second = int(now)
+            self._stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now))
+        return f"{self._stamp}.{int(now * 1000) % 1000:03}Z"
+
+
+def tell(event: str, error: BaseException | None = None, **fields: Any) -> None:
+    """One line of JSON on standard error; with `error`, its traceback as well."""
+    stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    told = {"time": stamp, "event": event, **fields}
+    if error is not None:
+        told["error"] = "".join(traceback.format_exception(error))
+    with contextlib.suppress(OSError, ValueError):
+        print(json.dumps(told, ensure_ascii=False, default=str), file=sys.stderr, flush=True)

@@ -1,0 +1,34 @@
+"""What a process that answers requests has: the model, its lanes, its counts, and what it is at."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from serve.lanes import Lanes, Model
+from serve.limits import Limits
+from serve.metrics import Metrics
+
+
+@dataclass
+class Service:
+    """All that the parts of the server share.
+
+    Attributes:
+        model: what answers.
+        limits: what a request may cost.
+        lanes: where pictures are decoded and run.
+        metrics: where requests are counted.
+        layout: how the server is spread, for `/info`.
+        secured: whether clients must send a key.
+        ready: the model is warm, and the process is not about to end.
+    """
+
+    model: Model
+    limits: Limits = field(default_factory=Limits)
+    lanes: Lanes = None  # type: ignore[assignment] # one lane over `model`, unless it is given
+    metrics: Metrics = field(default_factory=Metrics)
+    layout: dict[str, Any] = field(default_factory=dict)
+    secured: bool = False
+    ready: bool = True
+
+    def __post_init__(self) -> None:
+        self.lanes = self.lanes or Lanes(self.model, self.limits)
