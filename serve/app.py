@@ -52,7 +52,7 @@ def create_app(service: Service) -> Flask:
             raise BadRequest("top_k must be a whole number of at least 1, as in /predict?top_k=3.")
         pictures = _pictures(limits)
         done = threading.Event()
-        job = Job(lambda: pictures, lambda _: done.set())
+        job = Job(lambda: pictures, sum(map(len, pictures)), lambda _: done.set())
         service.lanes.submit(job)
         done.wait()
         if job.error is not None:

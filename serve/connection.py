@@ -8,7 +8,8 @@ from typing import Any, Literal
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 HEAD_SECONDS = 10
-"""How long a client may take from its connection, or from the first byte of a later request, to the end of the headers."""
+"""How long a client may take from its connection, or from the first byte of a later request, to the end of the
+headers."""
 
 PAUSE_SECONDS = 10
 """How long a client may pause in the middle of a body."""
@@ -32,8 +33,8 @@ LINGER_SECONDS = 1.0
 
 
 class Connection(HttpToolsProtocol):
-    """A connection that knows what it waits for; `overdue` is asked every second. Leans on uvicorn 0.54's protocol class,
-    which the `http` setting lets one replace: its callbacks, `cycle`, `transport` and `send_400_response`."""
+    """A connection that knows what it waits for; `overdue` is asked every second. Leans on uvicorn 0.54's protocol
+    class, which the `http` setting lets one replace: its callbacks, `cycle`, `transport` and `send_400_response`."""
 
     ending = False
     """Of the whole process: every further answer closes its connection."""
@@ -101,7 +102,7 @@ class Connection(HttpToolsProtocol):
         elif self._state == "body" and (waited > BODY_SECONDS or now - self._heard > PAUSE_SECONDS):
             self._refuse(
                 408,
-                f"The body paused for {PAUSE_SECONDS} s or took longer than {BODY_SECONDS} s; send it again, in one go.",
+                f"The body paused for {PAUSE_SECONDS} s or took longer than {BODY_SECONDS} s; send it in one go.",
             )
         elif self.cycle is not None and self.cycle.response_started and not self.cycle.response_complete:
             pass

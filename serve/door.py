@@ -1,9 +1,8 @@
 """The way in: an ASGI application that reads each body within its limits, sends well-formed predictions straight to the
 model, and everything else to Flask in a thread.
 
-A prediction touches no Flask, whose request, form and JSON machinery costs more than a small network. Bodies are read in
-the event loop, so a thousand slow clients hold no thread.
-"""
+A prediction touches no Flask, whose request, form and JSON machinery costs more than a small network. Bodies are read
+in the event loop, so a thousand slow clients hold no thread."""
 
 import asyncio
 import hmac
@@ -12,6 +11,7 @@ import itertools
 import json
 import re
 import secrets
+import threading
 import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -106,7 +106,7 @@ class Door:
 
     def tell_unread(self, client: tuple[str, int] | None, status: int) -> None:
         """Counts and logs what was refused before it was a request."""
-        scope = {"method": None, "path": None, "client": client}
+        scope = {"method": "", "path": "", "client": client}
         self._tell(next(self._ids), scope, status, time.perf_counter(), None)
 
     def flush(self) -> None:
@@ -157,7 +157,8 @@ class Door:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _job(self, scope: Scope, given: Given, data: bytes) -> "tuple[Job, asyncio.Future[Response | None]] | None":
-        """A prediction on its way; None: Flask has to say what is wrong with it. The response is None if Flask has to."""
+        """A prediction on its way; None: Flask has to say what is wrong with it. The response is None if Flask has
+        to."""
         query = scope["query_string"]
         found = _TOP_K.fullmatch(query)
         top_k = top_k_of(found[1].decode()) if found else DEFAULT_TOP_K
@@ -185,9 +186,13 @@ class Door:
                     response = _response(200, *self._answer(job.rows, top_k, accept))
                 except Exception as fault:
                     error = fault
-            loop.call_soon_threadsafe(_settle, done, response, error)
+            if threading.get_ident() == here:
+                _settle(done, response, error)
+            else:
+                loop.call_soon_threadsafe(_settle, done, response, error)
 
-        job = Job(read, finish)
+        here = threading.get_ident()
+        job = Job(read, len(data), finish)
         self.service.lanes.submit(job)
         return job, done
 
@@ -203,7 +208,9 @@ class Door:
 
             self._flask = create_app(self.service)
         host, port = scope["server"] or ("localhost", 0)
-        environ = {f"HTTP_{name.decode('latin-1').upper().replace('-', '_')}": text for name, text in _texts(given)}
+        environ: dict[str, Any] = {
+            f"HTTP_{name.decode('latin-1').upper().replace('-', '_')}": text for name, text in _texts(given)
+        }
         environ |= {
             "REQUEST_METHOD": scope["method"],
             "SCRIPT_NAME": "",
@@ -235,7 +242,7 @@ class Door:
         client = scope["client"] or ("", 0)
         path = '"/predict"' if scope["path"] == "/predict" else json.dumps(scope["path"])
         line = (
-            f'"id": "{name}", "client": "{client[0]}", "method": {json.dumps(scope["method"])}, "path": {path}, '
+            f'"id": "{name}", "client": "{client[0]}", "method": "{scope["method"]}", "path": {path}, '
             f'"status": {status}, "ms": {1e3 * took:.3f}'
         )
         if job is not None and job.batch:

@@ -1,10 +1,9 @@
 """Pictures on their way through the model: decoded side by side, then run by whoever finds a free lane.
 
-There is no timer and no thread that only waits: a thread that has decoded a request's pictures takes a free lane and runs
-all that wait there, up to `max_batch` in one forward pass, until nothing waits. So a lone client waits for nobody, and
-under load the batches grow by themselves. Decoding (Pillow) and the forward pass (ONNX Runtime) release the GIL.
-Letters: N images, C channels, H height, W width.
-"""
+There is no timer and no thread that only waits: a thread that has decoded a request's pictures takes a free lane and
+runs all that wait there, up to `max_batch` in one forward pass, until nothing waits. So a lone client waits for nobody,
+and under load the batches grow by themselves. Decoding (Pillow) and the forward pass (ONNX Runtime) release the GIL.
+Letters: N images, C channels, H height, W width."""
 
 import math
 import os
@@ -22,23 +21,52 @@ import numpy as np
 from deeplightning.image import ImageError, ImageSpec
 from serve.limits import Limits, Refusal
 
-SMALL_PIXELS = 4_000_000
-"""Larger pictures are decoded one at a time per core: each may take 16 bytes a pixel (Pillow 13, November 2026)."""
+LARGE_PIXELS = 4_000_000
+"""From here on pictures are decoded one at a time per core: each may take 16 bytes a pixel (Pillow 13, November
+2026)."""
+
+TINY_BYTES, TINY_PIXELS, TINY_SECONDS = 16_384, 16_384, 0.0005
+"""A request of one small picture for a network that takes less than this is run at once, in the thread that brings it:
+passing it to another thread and back costs 0.1 ms, as much as all the rest (28 x 28 pixels, one core, November
+2026)."""
 
 PACE_MEMORY = 0.1
 """The weight of the newest batch in the running mean of what a picture costs."""
 
 
 class Model(Protocol):
-    """What answers: a bundle, or whatever has the same attributes; `predict` and `prepare` are called by threads."""
+    """What answers: a bundle, or whatever has the same attributes. `predict` and `prepare` are called by threads.
 
-    folder: Path
-    task: str
-    image_spec: ImageSpec
-    labels: list[str]
-    run: dict[str, Any]
-    precision: str
-    samples: np.ndarray
+    Attributes:
+        folder: where it was read from.
+        task: what it does: image_classification or image_reconstruction.
+        image_spec: how a picture is prepared for it.
+        labels: the class names, in the order of the probabilities; none for pictures.
+        run: where it comes from.
+        precision: of its weights.
+        samples: real pictures, uint8 (N, C, H, W), to warm up with.
+    """
+
+    @property
+    def folder(self) -> Path: ...
+
+    @property
+    def task(self) -> str: ...
+
+    @property
+    def image_spec(self) -> ImageSpec: ...
+
+    @property
+    def labels(self) -> list[str]: ...
+
+    @property
+    def run(self) -> dict[str, Any]: ...
+
+    @property
+    def precision(self) -> str: ...
+
+    @property
+    def samples(self) -> np.ndarray: ...
 
     def prepare(self, data: bytes, max_pixels: int) -> np.ndarray:
         """One encoded picture as the model wants it, uint8 (C, H, W); raises ImageError."""
@@ -55,6 +83,7 @@ class Job:
 
     Attributes:
         read: gives the encoded pictures; whatever it raises is the request's error.
+        size: of the request's body, in bytes.
         finish: called once with the job, in the thread that ended it.
         accepted: when the request was accepted (`time.perf_counter`).
         rows: the model's output for each picture, when all is done.
@@ -64,6 +93,7 @@ class Job:
     """
 
     read: Callable[[], list[bytes]]
+    size: int
     finish: Callable[["Job"], None]
     accepted: float = field(default_factory=time.perf_counter)
     rows: list[np.ndarray] = field(default_factory=list)
@@ -82,12 +112,14 @@ class Lanes:
         model: what answers.
         limits: what a request may cost.
         number: forward passes at a time.
+        forward_seconds: what a forward pass of one picture takes.
     """
 
-    def __init__(self, model: Model, limits: Limits, number: int = 1):
+    def __init__(self, model: Model, limits: Limits, number: int = 1, forward_seconds: float = math.inf):
         self.model = model
         self.limits = limits
         self.number = number
+        self._tiny = forward_seconds < TINY_SECONDS
         self.waiting = 0
         """Requests that are accepted and not yet done."""
         self._pace = 0.0  # seconds that one more request adds to the wait of the next
@@ -100,7 +132,7 @@ class Lanes:
         self._large = threading.BoundedSemaphore(self._cores)
 
     def submit(self, job: Job) -> None:
-        """Take a job on; it ends by `job.finish`.
+        """Take a job on; it ends by `job.finish`, perhaps before this returns.
 
         Raises:
             Refusal: too many wait, or the wait would be too long.
@@ -108,7 +140,13 @@ class Lanes:
         self.admit()
         with self._lock:
             self.waiting += 1
-            if len(self._threads) < self.number + self._cores and len(self._threads) < self.waiting:
+        if not (self._tiny and job.size <= TINY_BYTES and self._begin(job, TINY_PIXELS)):
+            self._hand_on(job)
+
+    def _hand_on(self, job: Job) -> None:
+        """To another thread. They are started when they are needed."""
+        with self._lock:
+            if len(self._threads) < min(self.waiting, self.number + self._cores):
                 thread = threading.Thread(target=self._work, name=f"pictures-{len(self._threads)}", daemon=True)
                 self._threads.append(thread)
                 thread.start()
@@ -133,41 +171,48 @@ class Lanes:
         while True:
             self._begin(self._inbox.get())
 
-    def _begin(self, job: Job) -> None:
+    def _begin(self, job: Job, max_pixels: int | None = None) -> bool:
+        """Decodes a request's pictures, and runs all that wait if a lane is free. False: a picture has more than
+        `max_pixels`, and nothing has been done."""
         start = time.perf_counter()
         try:
-            self._in_time(job, start)
+            if start - job.accepted > self.limits.max_wait:
+                raise self._too_late()
             pictures = job.read()
+            if max_pixels is not None and len(pictures) > 1:
+                return False
             pixels = [
-                self._decode(data, f"Image {number} of {len(pictures)}: " if len(pictures) > 1 else "")
+                self._decode(data, f"Image {number} of {len(pictures)}: " if len(pictures) > 1 else "", max_pixels)
                 for number, data in enumerate(pictures, 1)
             ]
+        except _Larger:
+            return False
         except Exception as error:  # whatever it is, it is this request's and nobody else's
             self._end(job, error)
-            return
+            return True
         now = time.perf_counter()
-        job.queued, job.decoding, job._left, job.rows = (
-            start - job.accepted,
-            now - start,
-            len(pixels),
-            [_NO_ROW] * len(pixels),
-        )
+        job.queued, job.decoding = start - job.accepted, now - start
+        job.rows = [_NO_ROW] * len(pixels)
+        job._left = len(pixels)
         with self._lock:
             self._ready.extend((job, number, picture, now) for number, picture in enumerate(pixels))
             if not self._free:
-                return
+                return True
             self._free -= 1
         self._run_lane()
+        return True
 
-    def _decode(self, data: bytes, place: str) -> np.ndarray:
+    def _decode(self, data: bytes, place: str, max_pixels: int | None) -> np.ndarray:
         """uint8 (C, H, W)"""
         limit = self.limits.max_pixels
         try:
             try:
-                return self.model.prepare(data, min(limit, SMALL_PIXELS))
+                return self.model.prepare(data, min(limit, max_pixels or LARGE_PIXELS))
             except ImageError as error:
-                if error.status != 413 or limit <= SMALL_PIXELS:
+                if error.status != 413:
                     raise
+            if max_pixels is not None:
+                raise _Larger
             with self._large:
                 return self.model.prepare(data, limit)
         except ImageError as error:
@@ -210,7 +255,7 @@ class Lanes:
             self._end(job, self._too_late())
         return batch
 
-    def _forward(self, pictures: list[np.ndarray]) -> list[np.ndarray] | list[Exception]:
+    def _forward(self, pictures: list[np.ndarray]) -> list[np.ndarray | Exception]:
         """A row for each picture. A picture that the model fails on fails alone."""
         try:
             rows = self.model.predict(np.stack(pictures))
@@ -220,11 +265,7 @@ class Lanes:
         except Exception as error:
             if len(pictures) == 1:
                 return [error]
-            return [row for picture in pictures for row in self._forward([picture])]  # type: ignore[return-value]
-
-    def _in_time(self, job: Job, now: float) -> None:
-        if now - job.accepted > self.limits.max_wait:
-            raise self._too_late()
+            return [row for picture in pictures for row in self._forward([picture])]
 
     def _too_late(self) -> Refusal:
         return Refusal(
@@ -248,6 +289,10 @@ class Lanes:
             job.error = error
             self.waiting -= 1
         job.finish(job)
+
+
+class _Larger(Exception):
+    """A picture has more pixels than are decoded on the spot."""
 
 
 _NO_ROW = np.empty(0, np.float32)

@@ -1,8 +1,8 @@
 """How many processes, and how many forward passes at a time in each: from what a picture costs, measured at the start.
 
 A forward pass lets other threads run, and the work around it does not: Python runs one thread at a time. So one process
-keeps every core busy as long as the forward pass is the larger part; where the network is so small that the work around it
-is the larger part, several processes share the cores. One is enough for a heavy network, and has it in memory once.
+keeps every core busy as long as the forward pass is the larger part; where the network is so small that the work around
+it is the larger part, several processes share the cores. One is enough for a heavy network, and has it in memory once.
 """
 
 import math
@@ -16,7 +16,8 @@ import numpy as np
 from serve.lanes import Model
 
 HELD_SECONDS = 0.0002
-"""What one request costs besides the forward pass, with Python's lock held (small pictures, one core, November 2026)."""
+"""What one request costs besides the forward pass, with Python's lock held (small pictures, one core, November
+2026)."""
 
 ROUNDS = 3
 

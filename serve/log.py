@@ -25,7 +25,8 @@ class Log:
         self._stamp = ""
 
     def add(self, fields: str) -> bool:
-        """Keep a line for the next flush: `fields` is the inside of a JSON object. True: a flush is not on its way yet."""
+        """Keep a line for the next flush: `fields` is the inside of a JSON object. True: a flush is not on its way
+        yet."""
         if len(self._lines) < MAX_LINES:
             self._lines.append(f'{{"time": "{self._now()}", {fields}}}\n'.encode())
         return len(self._lines) == 1

@@ -1,5 +1,5 @@
-"""The process that the user started: it keeps the listening sockets and the model, forks workers, replaces those that die,
-and forks new ones for a changed bundle while the old ones finish what they have.
+"""The process that the user started: it keeps the listening sockets and the model, forks workers, replaces those that
+die, and forks new ones for a changed bundle while the old ones finish what they have.
 
 Workers share the model's memory, since they are forked when it is loaded. Each has a listening socket of its own, over
 which the system spreads the connections; the parent keeps them all, so a connection that waits there is answered by
@@ -121,7 +121,7 @@ class Parent:
             if other != slot:
                 listener.close()
         self._metrics.row = row
-        lanes = Lanes(self._model, self._limits, self._layout.lanes)
+        lanes = Lanes(self._model, self._limits, self._layout.lanes, self._layout.forward_ms / 1e3)
         layout = {"processes": self._layout.processes, "lanes": self._layout.lanes}
         secured = self._key is not None
         service = Service(self._model, self._limits, lanes, self._metrics, layout, secured, ready=False)
@@ -163,8 +163,8 @@ class Parent:
         self._metrics.queue(0, child.row)
 
     def _reload_if_asked(self) -> None:
-        """Loads the model anew beside the old one; its workers take over when they answer. A model that cannot be loaded
-        changes nothing."""
+        """Loads the model anew beside the old one; its workers take over when they answer. A model that cannot be
+        loaded changes nothing."""
         seen = self._watch()
         if seen is None or (seen == self._seen and signal.SIGHUP not in self._asked):
             return

@@ -1,4 +1,5 @@
-"""A request's body becomes encoded pictures: a well-formed form by cutting it at its boundaries, JSON, or the body itself.
+"""A request's body becomes encoded pictures: a well-formed form by cutting it at its boundaries, JSON, or the body
+itself.
 
 What is not well-formed is left to Flask's parser, which reads more and explains better, and is ten times slower.
 """
