@@ -1,4 +1,4 @@
-"""RUN, as a person writes it (a folder, a run id, `runs:/ID`, `models:/NAME/VERSION`), becomes a local folder."""
+"""RUN, as a person writes it (a folder, a run id, `runs:/ID`, a registered model), becomes a local folder."""
 
 import os
 import re
@@ -15,8 +15,8 @@ def resolve_run(run: str | os.PathLike, tracking_uri: str | os.PathLike | None =
     """The absolute local folder of a run's artifacts.
 
     Args:
-        run: the folder itself (then nothing of MLflow is imported), an MLflow run id, `runs:/ID`, or
-            `models:/NAME/VERSION` (the run that the registered version came from).
+        run: the folder itself (then nothing of MLflow is imported), an MLflow run id, `runs:/ID`,
+            `models:/NAME/VERSION` or `models:/NAME@ALIAS` (the run that the registered version came from).
         tracking_uri: the store in which an id or a name is looked up.
 
     Raises:
@@ -72,18 +72,22 @@ def _of_run(run_id: str, store: Store, also: str = "") -> Path:
 
 
 def _of_model(uri: str, store: Store) -> Path:
-    name, _, version = uri.removeprefix("models:/").strip("/").rpartition("/")
-    if not name or not version.isdecimal():
-        raise CheckpointError(f"{uri!r} names no model version. Write models:/NAME/VERSION, with a whole number.")
+    named = re.fullmatch(r"models:/+(?P<name>[^@]+?)(/(?P<version>[0-9]+)|@(?P<alias>[^/@]+))/*", uri)
+    if named is None:
+        raise CheckpointError(
+            f"{uri!r} names no model version. Write models:/NAME/VERSION, with a whole number, or models:/NAME@ALIAS."
+        )
+    name, version, alias = named["name"], named["version"], named["alias"]
     client = _client(store)
     from mlflow.exceptions import MlflowException
 
     try:
-        model = client.get_model_version(name, version)
+        model = client.get_model_version_by_alias(name, alias) if alias else client.get_model_version(name, version)
     except MlflowException as error:
         if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
             raise explain(error, store) from error
-        raise CheckpointError(f"There is no model {name!r} of version {version} in {store.shown}.") from None
+        which = f"with the alias {alias!r}" if alias else f"of version {version}"
+        raise CheckpointError(f"There is no model {name!r} {which} in {store.shown}.") from None
     if model.run_id:
         return _of_run(model.run_id, store)
     folder = local_path(model.source)
