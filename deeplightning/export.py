@@ -49,6 +49,10 @@ BATCHES = (1, 3, 16)
 """Batch sizes that an exported graph must take, besides the one it was traced with."""
 
 
+class NotExpressible(CheckpointError):
+    """The network computes what no ONNX graph can say; torch can answer with it all the same."""
+
+
 class Exportable(Protocol):
     """What a task offers to be exported."""
 
@@ -117,7 +121,7 @@ def export(task: Exportable, folder: RunFolder, samples: np.ndarray, run: dict[s
         )
     graph = _trace(model, samples, OUTPUTS[task.kind])
     try:
-        with _swapped_in(folder.bundle) as new:
+        with swapped_in(folder.bundle) as new:
             graph.save(new / folder.bundle_model.name)  # one file below 2 GB, else the weights go beside it
             save_model(model, str(new / folder.bundle_weights.name))
             (new / folder.bundle_weights.name).chmod((new / folder.bundle_model.name).stat().st_mode)  # it was private
@@ -127,17 +131,17 @@ def export(task: Exportable, folder: RunFolder, samples: np.ndarray, run: dict[s
                 "task": task.kind,
                 "input": spec.to_dict(),
                 "labels": labels,
-                "files": {file.name: _sha256(file) for file in sorted(new.iterdir())},
+                "files": {file.name: digest_of(file) for file in sorted(new.iterdir())},
                 "run": run,
                 "golden": _golden(samples, answers),
             }
-            (new / folder.bundle_card.name).write_text(_sealed(card), encoding="utf-8")
+            (new / folder.bundle_card.name).write_text(sealed(card), encoding="utf-8")
     except (OSError, SafetensorError) as error:
         raise SetupError(f"The bundle {folder.bundle} cannot be written: {error}.") from error
     return folder.bundle
 
 
-def _sealed(card: dict[str, Any]) -> str:
+def sealed(card: dict[str, Any]) -> str:
     """The text of a card, with its digest renewed."""
     return json.dumps({**card, "digest": seal(card)}, indent=1, ensure_ascii=False)
 
@@ -173,7 +177,7 @@ def _trace(model: nn.Module, samples: np.ndarray, output: str) -> torch.onnx.ONN
     except Exception as error:  # whatever torch stumbles over, it is the network that cannot be exported
         layer = _layer(model, error)
         place = f" (in layer {layer})" if layer else ""
-        raise CheckpointError(f"The network cannot be exported to ONNX{place}: {_reason(error)}") from error
+        raise NotExpressible(f"The network cannot be exported to ONNX{place}: {_reason(error)}") from error
     assert graph is not None, "torch.onnx.export gives a program, unless it is told a file"
     ClearMetadataAndDocStringPass()(graph.model)  # torch notes source lines with this machine's paths
     return graph
@@ -203,17 +207,14 @@ def _proved(file: Path, samples: np.ndarray, expected: np.ndarray) -> np.ndarray
     Raises:
         CheckpointError: it answers something else, or does not take the graph.
     """
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = options.inter_op_num_threads = 1
-    options.log_severity_level = 4  # what goes wrong is raised as well
     worst = 0.0
     try:
-        session = onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
-        answers = np.concatenate([_answers(session, part) for part in _batches(samples, 16)])
+        session = session_of(file)
+        answers = np.concatenate([answers_of(session, part) for part in _batches(samples, 16)])
         for size in BATCHES:
             pictures = np.resize(samples, (size, *samples.shape[1:]))
             wanted = np.resize(expected, (size, *expected.shape[1:]))
-            worst = np.maximum(worst, np.abs(_answers(session, pictures) - wanted).max())
+            worst = np.maximum(worst, np.abs(answers_of(session, pictures) - wanted).max())
     except Exception as error:  # onnxruntime's exceptions have no common class of their own
         raise CheckpointError(f"ONNX Runtime does not take the exported network: {_reason(error)}") from error
     worst = float(np.maximum(worst, np.abs(answers - expected).max()))
@@ -225,7 +226,16 @@ def _proved(file: Path, samples: np.ndarray, expected: np.ndarray) -> np.ndarray
     return answers
 
 
-def _answers(session: onnxruntime.InferenceSession, pictures: np.ndarray) -> np.ndarray:
+def session_of(file: Path) -> onnxruntime.InferenceSession:
+    """ONNX Runtime with a bundle's model: one thread, silent."""
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    options.log_severity_level = 4  # what goes wrong is raised as well
+    return onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
+
+
+def answers_of(session: onnxruntime.InferenceSession, pictures: np.ndarray) -> np.ndarray:
+    """What a bundle's model answers to uint8 (N, C, H, W)."""
     return session.run(None, {"images": pictures})[0]
 
 
@@ -239,20 +249,22 @@ def _golden(samples: np.ndarray, answers: np.ndarray) -> dict[str, Any]:
         if kept and size > MAX_GOLDEN_BYTES:
             break
         kept.append(base64.b64encode(png.getvalue()).decode())
-    return {"pictures": kept, "fp32": _packed(answers[: len(kept)])}
+    return {"pictures": kept, "fp32": packed(answers[: len(kept)])}
 
 
-def _packed(answers: np.ndarray) -> str:
+def packed(answers: np.ndarray) -> str:
+    """Answers as a card has them."""
     return base64.b64encode(answers.astype("<f4").tobytes()).decode()
 
 
-def _sha256(file: Path) -> str:
+def digest_of(file: Path) -> str:
+    """SHA-256, as a card has it."""
     with file.open("rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 @contextlib.contextmanager
-def _swapped_in(target: Path) -> Iterator[Path]:
+def swapped_in(target: Path) -> Iterator[Path]:
     """A new folder beside `target` that takes its place when the block ends well, and is gone when it does not."""
     new = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
     old = new.with_name(f"{new.name}.old")

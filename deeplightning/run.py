@@ -147,4 +147,9 @@ def _export_at_the_end(cfg: Config, task: Any, data: Any, record: Any) -> None:
         log.info("bundle     none: the task offers no inference_model, or its data no image_spec")
         return
     keep_samples(data, record.folder)
-    export_run(record.folder)
+    from deeplightning.export import NotExpressible
+
+    try:
+        export_run(record.folder)
+    except NotExpressible as error:
+        log.warning("bundle     none; deploy.sh will answer by torch, from the checkpoint: %s", error)
