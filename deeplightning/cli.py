@@ -198,32 +198,25 @@ def export(run: str) -> None:
     click.echo(export_run(_folder(run)))
 
 
-@cli.command()
+@cli.command(context_settings=_loose, epilog="serve.KEY=VALUE sets a key of the server; for example serve.max_batch=32")
 @click.argument("run")
+@click.argument("overrides", nargs=-1, metavar="[serve.key=value …]")
 @click.option("--host", help="Address to listen on; default: serve.host of the run's config.")
 @click.option("--port", help="Port to listen on; default: serve.port of the run's config.")
-def serve(run: str, host: str | None, port: str | None) -> None:
-    """Answer HTTP from RUN's bundle. Exports it first where there is none."""
-    folder = _folder(run)
-    if not folder.bundle_card.exists():
-        from deeplightning.trained import export_run
+@click.option("--precision", help="fp32 or int8; default: serve.precision of the run's config.")
+@click.option("--allow", metavar="ROOT", multiple=True, help="A module to import where RUN has no bundle; repeatable.")
+def serve(run: str, overrides: tuple[str, ...], allow: tuple[str, ...], **options: str | None) -> None:
+    """Answer HTTP from RUN, or from the folder of a bundle.
 
-        export_run(folder)
-    options = _serve_options(folder)
-    options |= {name: value for name, value in (("host", host), ("port", port)) if value is not None}
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in options.items()]
-    os.execv(sys.executable, [sys.executable, "-m", "serve", str(folder.bundle), *flags])
+    Where there is no bundle, one is exported first; a network that ONNX cannot express is answered by torch.
+    """
+    from deeplightning.config.tree import line, scalar
+    from deeplightning.deploy import command
 
-
-def _serve_options(folder: Any) -> dict[str, Any]:
-    """What the run's config says of the server, read as text: nothing of the config is imported to serve."""
-    from deeplightning.config.source import read
-    from deeplightning.config.tree import plain
-
-    if not folder.config.is_file():
-        return {}
-    section = plain(read(folder.config).root).get("serve") or {}
-    return {name: section[name] for name in ("host", "port", "max_upload_mb", "max_pixels") if name in section}
+    environment = dict(os.environ)  # of what is imported for an export, nothing reaches the server
+    given = [f"serve.{name}={line(scalar(value))}" for name, value in options.items() if value is not None]
+    program = command(run, [*overrides, *given], allow)
+    os.execve(program[0], program, environment)
 
 
 @cli.command()

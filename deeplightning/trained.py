@@ -26,7 +26,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("deeplightning")
 
 SAMPLES = 16  # validation images kept in the run folder, to prove an export with
-ON_ONE_PROCESS = ["engine.gpus=null", "engine.processes=1", "engine.backend=null", "engine.params={}"]
+TO_ANSWER = [
+    *("engine.gpus=null", "engine.processes=1", "engine.backend=null", "engine.params={}"),
+    *("engine.compile=false", "engine.env={}"),  # a compiler and variables could run code that a copied run brings
+]
 
 
 def resumption(cfg: Config) -> Resumption:
@@ -255,7 +258,7 @@ def trained_task(folder: RunFolder) -> tuple[Any, Config, Path]:
         raise CheckpointError(f"{folder.path}: this is no run folder, there is no {folder.config.name} in it")
     path = checkpoint_of(folder)
     checkpoint = read_checkpoint(path)
-    cfg = load_config(folder.config, ON_ONE_PROCESS)
+    cfg = load_config(folder.config, TO_ANSWER)
     task = init_module(cfg, "model")
     task.on_load_checkpoint(checkpoint)
     task.configure_model()
@@ -276,6 +279,19 @@ def keep_samples(data: Any, folder: RunFolder) -> None:
     np.savez_compressed(folder.samples, images=batch["image"][:SAMPLES].numpy())
 
 
+def origin_of(folder: RunFolder, checkpoint: Path) -> dict[str, Any]:
+    """Where a model comes from, in words: run, folder, checkpoint, time, version."""
+    from deeplightning.engine.checkpoint_io import read_checkpoint
+
+    return {
+        "id": (read_checkpoint(checkpoint).get("run") or {}).get("id"),
+        "folder_name": folder.path.name,
+        "checkpoint": checkpoint.name,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": {"deeplightning": __version__},
+    }
+
+
 def export_run(folder: RunFolder) -> Path:
     """Writes the bundle of a run: its best weights as ONNX, compared with the checkpoint on real samples.
 
@@ -284,7 +300,6 @@ def export_run(folder: RunFolder) -> Path:
     """
     import numpy as np
 
-    from deeplightning.engine.checkpoint_io import read_checkpoint
     from deeplightning.export import export
 
     task, cfg, path = trained_task(folder)
@@ -295,13 +310,50 @@ def export_run(folder: RunFolder) -> Path:
         keep_samples(data, folder)
     with np.load(folder.samples, allow_pickle=False) as file:
         images = file["images"]
-    run = {
-        "id": (read_checkpoint(path).get("run") or {}).get("id"),
-        "folder_name": folder.path.name,
-        "checkpoint": path.name,
-        "created": datetime.now(UTC).isoformat(timespec="seconds"),
-        "versions": {"deeplightning": __version__},
-    }
-    bundle = export(task, folder, images, run)
+    bundle = export(task, folder, images, origin_of(folder, path))
     log.info("bundle     %s", bundle)
     return bundle
+
+
+def quantize_run(folder: RunFolder) -> Path:
+    """Adds to the bundle of a run a model that computes in int8, for `serve.precision: int8`.
+
+    Raises:
+        CheckpointError: there is no whole bundle, the data have no validation images with classes, or int8 would not be
+            as right.
+        SetupError: the bundle cannot be written.
+    """
+    from pytorch_lightning.utilities.exceptions import MisconfigurationException
+
+    from deeplightning.quantize import quantize
+
+    data = init_module(load_config(folder.config, TO_ANSWER), "data")
+    data.prepare_data()
+    data.setup("validate")
+    try:
+        loader = data.val_dataloader()
+    except MisconfigurationException as error:  # Lightning's word for: the module has none
+        raise CheckpointError(
+            f"{folder.path}: whether int8 is as right is judged on validation images, and the data module gives none; "
+            "serve it with serve.precision=fp32"
+        ) from error
+
+    def validation() -> Iterator[tuple[Any, Any]]:
+        for batch in loader:
+            if not {"image", "label"} <= batch.keys():
+                raise CheckpointError(
+                    f"{folder.path}: its accuracy in int8 needs validation batches with 'image' and 'label'; these have "
+                    f"{', '.join(batch)}; serve it with serve.precision=fp32"
+                )
+            counts = batch["index"] >= 0 if "index" in batch else slice(None)  # the others fill up a batch
+            yield batch["image"][counts].numpy(), batch["label"][counts].numpy()
+
+    figures = quantize(folder, validation)
+    log.info(
+        "int8       %s: accuracy %.2f %%, in float32 %.2f %%, on %d validation images",
+        folder.bundle_int8,
+        figures["accuracy"],
+        figures["accuracy_fp32"],
+        figures["images"],
+    )
+    return folder.bundle

@@ -1,7 +1,8 @@
 """The rules of who may import whom, so that a network can be deleted, and the server started, without the rest.
 
-Imports only go down this list: `cli`; `predict`, `runs`, `completion`; `run`, `dry_run`; `trained`; `configure`;
-`engine`, `tracking`, `callbacks`, `export`; `runfolder`, `image`; `config`. `serve` stands on `image` and `runfolder`.
+Imports only go down this list: `cli`; `torch_server`; `predict`, `runs`, `completion`, `deploy`; `run`, `dry_run`;
+`trained`; `configure`; `engine`, `tracking`, `callbacks`, `export`, `quantize`; `runfolder`, `image`; `config`. `serve`
+stands on `image` and `runfolder`, and of the rest only `torch_server` uses it.
 The parts (`data`, `task`, `model`, `loss`) are named in YAML, imported by nobody, and use of the core only
 `config.target.build` and `image`.
 """
@@ -16,11 +17,12 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 LAYERS = [
     {"cli", "__main__"},
-    {"predict", "runs", "completion"},
+    {"torch_server"},
+    {"predict", "runs", "completion", "deploy"},
     {"run", "dry_run"},
     {"trained"},
     {"configure"},
-    {"engine", "tracking", "callbacks", "export"},
+    {"engine", "tracking", "callbacks", "export", "quantize"},
     {"runfolder", "image"},
     {"config"},
 ]
@@ -61,6 +63,8 @@ def allowed(importer: str, imported: str) -> bool:
         return True
     if importer == "deeplightning" or here in PARTS:
         return there == here or any(f"{imported}.".startswith(f"{name}.") for name in OPEN_TO_PARTS)
+    if here == "torch_server" and there == "serve":
+        return True
     if here == "serve":
         return there in {"serve", "image", "runfolder"}
     depth = {name: number for number, layer in enumerate(LAYERS) for name in layer}

@@ -62,6 +62,21 @@ def examine(path: str | Path, overrides: list[str] | None = None, *, importing: 
     return report
 
 
+def section(name: str, source: Source) -> Any:
+    """One section of a config by itself, whatever the others hold.
+
+    Raises:
+        ConfigError: with every fault of this section and of the overrides.
+    """
+    checker = _Checker(source.faults, source.secrets, source.root)
+    entry = source.root.value.get(name) or Entry(None, source.root.place)
+    made = checker.section(typing.get_type_hints(Config)[name], entry, name, (name,))
+    faults = [fault for fault in source.faults if name in upwards(fault.key or name)]
+    if faults:
+        raise ConfigError(in_order(faults, source))
+    return made
+
+
 def _examine(report: Report, source: Source, importing: bool) -> None:
     add_import_roots(Path.cwd(), source.folder)
     checker = _Checker(source.faults, source.secrets, source.root)

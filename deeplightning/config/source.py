@@ -26,22 +26,22 @@ class Source:
     secrets: Secrets
 
 
-def read(path: str | Path, overrides: list[str] | None = None) -> Source:
-    """Reads a config file, the files it builds on, and the overrides.
+def read(path: str | Path | None, overrides: list[str] | None = None) -> Source:
+    """Reads a config file, the files it builds on, and the overrides; without a file, the overrides alone.
 
     Raises:
         ConfigError: when there is no tree to go on with. Lesser faults stand in the result.
     """
-    path = Path(os.path.expanduser(path))  # noqa: PTH111  (Path's fails for an unknown ~user)
     faults: list[Fault] = []
-    root = _with_bases(path, [], [], faults)
+    file = Path(os.path.expanduser(path or ""))  # noqa: PTH111  (Path's fails for an unknown ~user)
+    root = Entry({}, "") if path is None else _with_bases(file, [], [], faults)
     for text in overrides or []:
         try:
             _override(root, text)
         except ConfigError as error:
             faults += error.faults
     secrets = resolve(root, faults)
-    return Source(root, path.absolute().parent, faults, secrets)
+    return Source(root, file.absolute().parent, faults, secrets)
 
 
 # ---- files

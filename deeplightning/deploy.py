@@ -1,0 +1,163 @@
+"""A run becomes the command that serves it: its bundle, and what its config and the command line say of the server.
+
+A run with a bundle is served without torch, and nothing that its config names is imported. Without one, a bundle is
+made first; where ONNX cannot express the network, torch answers (`deeplightning.torch_server`). Both import what the
+config names, so each name is compared first with what may be imported.
+"""
+
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from deeplightning.config.check import section
+from deeplightning.config.fault import CheckpointError, ConfigError, Fault, nearest
+from deeplightning.config.schema import Serve, keys
+from deeplightning.config.source import Source, read
+from deeplightning.config.target import find
+from deeplightning.config.tree import Entry, KeyPath, leaves
+from deeplightning.runfolder import RunFolder
+from deeplightning.tracking import resolve_run
+
+ROOTS = ("deeplightning", "torch", "torchvision", "torchmetrics", "pytorch_lightning")
+"""What a config may name and be imported from: ours, and what our own code imports in any case."""
+
+BUILT = (
+    *(f"deeplightning.{part}" for part in ("data", "task", "model", "loss")),
+    *("torch.nn", "torchvision.models", "torchvision.ops", "torchvision.transforms", "torchmetrics"),
+)
+"""Where that comes from which is not only imported but called: networks and what they are made of. Not all of torch:
+`torch.hub.load` and others run what their arguments say."""
+
+COST = "that takes 0.8 GB where a bundle takes 0.1, and 3 to 12 times the CPU time of an answer"
+"""Measured with resnet18 at 64 x 64 and a small network for digits, one thread (torch 2.15, November 2026)."""
+
+_CALLED = ("data.", "model.module.", "model.network.", "model.loss.", "model.metrics.")
+
+
+def command(run: str, overrides: Sequence[str] = (), allow: Sequence[str] = ()) -> list[str]:
+    """The program and the arguments that answer HTTP from a run.
+
+    Args:
+        run: as `deeplightning.tracking.resolve_run` takes it, or the folder of a bundle.
+        overrides: of the config's section `serve`.
+        allow: further modules that the run's config may name, where it has no bundle: `own_network`.
+
+    Raises:
+        ConfigError: an override or the section `serve` is wrong, or the variable with the server's key is not set.
+        CheckpointError: there is no such run, it cannot be exported, or its config names foreign code.
+    """
+    folder = RunFolder(resolve_run(run, None))
+    is_bundle = (folder.path / folder.bundle_card.name).is_file()
+    flags = _flags(folder.config if folder.config.is_file() and not is_bundle else None, overrides)
+    if is_bundle or folder.bundle_card.is_file():
+        return [sys.executable, "-m", "serve", str(folder.path if is_bundle else folder.bundle), *flags]
+    refuse_foreign(folder, allow)
+    from deeplightning.export import NotExpressible
+    from deeplightning.trained import export_run
+
+    try:
+        return [sys.executable, "-m", "serve", str(export_run(folder)), *flags]
+    except NotExpressible as error:
+        print(f"{error}\nSo the checkpoint is served by torch: {COST}.", file=sys.stderr)
+    allowed = [f"--allow={module}" for module in allow]
+    return [sys.executable, "-m", "deeplightning.torch_server", str(folder.path), *flags, *allowed]
+
+
+def _flags(config: Path | None, overrides: Sequence[str]) -> list[str]:
+    """What differs from the server's own defaults, as its flags. Of the config nothing else is looked at."""
+    known = [f"serve.{field.name}" for field in keys(Serve)]
+    for text in overrides:
+        name, place = text.lstrip("~+").partition("=")[0].strip(), f"override {text}"
+        if text.startswith("-"):
+            raise ConfigError(Fault("there is no such option, see --help", place=place))
+        if name.partition(".")[0] != "serve":
+            near = f" Did you mean serve.{name}?" if f"serve.{name}" in known else nearest(name, known)
+            raise ConfigError(Fault(f"only keys of `serve` can be set when a run is served.{near}", name, place))
+    source = read(config, list(overrides))
+    settings = section("serve", source)
+    _check_key(settings, source)
+    changed = [field.name for field in keys(Serve) if getattr(settings, field.name) != field.default]
+    return [f"--{name.replace('_', '-')}={getattr(settings, name)}" for name in changed]
+
+
+def _check_key(settings: Serve, source: Source) -> None:
+    """The server's key is there; it is never on a command line, only the name of its variable."""
+    name = settings.api_key_env
+    if name is None:
+        return
+    if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):  # perhaps the key itself, so it is not repeated
+        raise ConfigError(Fault("must be the name of an environment variable, not its value", "serve.api_key_env"))
+    if not os.environ.get(name):
+        how = "is empty" if name in os.environ else "is not set"
+        message = f"the variable {name} {how}; set it to the key that clients must send, or serve.api_key_env=null"
+        raise ConfigError(Fault(source.secrets.redact(message), "serve.api_key_env"))
+
+
+# ---- what may be imported
+
+
+def refuse_foreign(folder: RunFolder, allow: Sequence[str]) -> None:
+    """Compares every name in a run's config with what may be imported; only what may be is.
+
+    Raises:
+        CheckpointError: with each name that leads elsewhere, its key, and what allows it.
+        ConfigError: a word of `allow` is no module.
+    """
+    for module in allow:
+        if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", module):
+            raise ConfigError(f"--allow takes the name of a module such as own_network, not {module!r}")
+    if not folder.config.is_file():
+        raise CheckpointError(f"{folder.path}: there is neither a bundle nor a {folder.config.name} in this folder")
+    named = [(".".join(map(str, path)), entry) for path, entry in _names(read(folder.config).root)]
+    for origin in (lambda name: name, _origin):  # what cannot be imported by its name is not looked up at all
+        faults = [
+            _refusal(key, entry, origin(entry.value), allow)
+            for key, entry in named
+            if not _within(entry.value, allow) and not _within(origin(entry.value), _allowed(key))
+        ]
+        if faults:
+            raise CheckpointError(faults)
+
+
+def _names(root: Entry) -> Iterator[tuple[KeyPath, Entry]]:
+    """What a config may import: the text of each `type` and `ref`, wherever it stands."""
+    return (
+        (path, entry)
+        for path, entry in leaves(root)
+        if path[-1] in ("type", "ref") and isinstance(entry.value, str) and "." in entry.value
+    )
+
+
+def _allowed(key: str) -> tuple[str, ...]:
+    return BUILT if key.startswith(_CALLED) and key.endswith(".type") else ROOTS
+
+
+def _within(name: str, modules: Sequence[str]) -> bool:
+    return any(f"{name}.".startswith(f"{module}.") for module in modules)
+
+
+def _origin(name: str) -> str:
+    """Where that is defined which a name leads to: `torch.os.system` is `posix.system`."""
+    try:
+        found = find(name)
+    except ValueError:  # there is no such thing; whoever wants it will say so
+        return name
+    return f"{getattr(found, '__module__', None) or type(found).__module__}.{name.rpartition('.')[2]}"
+
+
+def _refusal(key: str, entry: Entry, origin: str, allow: Sequence[str]) -> Fault:
+    name, foreign = entry.value, not _within(entry.value, ROOTS)
+    module = name.partition(".")[0] if foreign else name.rpartition(".")[0]
+    what = f"{name}, which is {origin}," if origin != name else name
+    listed = ", ".join([*(ROOTS if foreign else _allowed(key)), *allow])
+    return Fault(
+        f"to serve this run, {what} would be imported, and that may run any code; without asking, only {listed} is. "
+        f"If you trust it: --allow {module}",
+        key,
+        entry.place,
+        found=name,
+        allowed=listed,
+        exit_code=CheckpointError.exit_code,
+    )

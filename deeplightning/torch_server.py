@@ -1,0 +1,116 @@
+"""`python -m deeplightning.torch_server RUN`: the server of `python -m serve`, answering by a run's checkpoint.
+
+For networks that ONNX cannot express. The run's own code is imported, and compared first with what may be
+(`deeplightning.deploy.refuse_foreign`). Letters: N images, C channels, H height, W width, K classes.
+"""
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# One thread for each pass, set before torch is imported: workers are forked when the model stands, and OpenMP's threads
+# do not come along.
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import numpy as np
+import torch
+from torch import nn
+
+from deeplightning.config.fault import CheckpointError, UserError
+from deeplightning.deploy import refuse_foreign
+from deeplightning.image import ImageSpec
+from deeplightning.runfolder import RunFolder
+from deeplightning.trained import origin_of, trained_task
+from serve.__main__ import options_parser, serve
+from serve.bundle import TASKS
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A run's network that is loaded and ready: what `serve.bundle.Bundle` is for a bundle.
+
+    Attributes:
+        folder: the run's folder.
+        task: what it does, one of `serve.bundle.TASKS`.
+        image_spec: how a picture is prepared for it.
+        labels: the K class names, in the order of the probabilities; none where it answers with pictures.
+        run: where it comes from, as a bundle would say.
+        samples: pictures of the run's validation set, uint8 (N, C, H, W), to warm up with.
+        model: from uint8 (N, C, H, W) to answers.
+        precision: the numbers that it computes in.
+    """
+
+    folder: Path
+    task: str
+    image_spec: ImageSpec
+    labels: list[str]
+    run: dict[str, Any]
+    samples: np.ndarray
+    model: nn.Module
+    precision: str = "fp32"
+
+    @classmethod
+    def open(cls, folder: RunFolder, allow: Sequence[str] = ()) -> "Checkpoint":
+        """The best weights of a run.
+
+        Args:
+            allow: modules that the run's config may name, besides those that it may anyway.
+
+        Raises:
+            UserError: the config names foreign code or is wrong, or there are no weights or samples to be read.
+        """
+        refuse_foreign(folder, allow)
+        torch.set_num_threads(1)
+        task, _, checkpoint = trained_task(folder)
+        if getattr(task, "kind", None) not in TASKS:
+            raise CheckpointError(f"{type(task).__name__} is no task that can be served: {', '.join(TASKS)}")
+        labels = [str(name) for name in task.class_names] if task.kind == "image_classification" else []
+        try:
+            with np.load(folder.samples, allow_pickle=False) as file:
+                samples = file["images"]
+        except (OSError, ValueError, KeyError) as error:
+            message = f"{folder.samples} cannot be read ({error}); `deeplightning export RUN` keeps some"
+            raise CheckpointError(message) from error
+        model = task.inference_model()
+        return cls(folder.path, task.kind, task.image_spec, labels, origin_of(folder, checkpoint), samples, model)
+
+    def predict(self, images: np.ndarray) -> np.ndarray:
+        """What the network answers to prepared images, uint8 (N, C, H, W): probabilities, float32 (N, K); or pictures,
+        float32 (N, C, H, W) from 0 to 1."""
+        with torch.inference_mode():
+            return self.model(torch.tensor(images)).numpy()
+
+    def prepare(self, data: bytes, max_pixels: int) -> np.ndarray:
+        """One encoded picture as the network wants it, uint8 (C, H, W).
+
+        Raises:
+            deeplightning.image.ImageError: it is not a picture, damaged, or has more than `max_pixels`.
+        """
+        return np.ascontiguousarray(self.image_spec.decode(data, max_pixels=max_pixels).transpose(2, 0, 1))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serves until told to stop; returns the exit code."""
+    parser = options_parser()
+    parser.prog, parser.description = "python -m deeplightning.torch_server", "Answer HTTP from a run's checkpoint."
+    parser.add_argument("run", type=RunFolder, help="a run folder")
+    parser.add_argument("--precision", choices=["fp32"], default="fp32", help="int8 is for bundles alone")
+    parser.add_argument("--allow", metavar="ROOT", action="append", default=[], help="a module to import; repeatable")
+    options = parser.parse_args(arguments)
+    folder = options.run
+    try:
+        return serve(
+            lambda: Checkpoint.open(folder, options.allow),
+            options,
+            lambda: [path for path in (folder.best, folder.last) if path.is_file()][:1],
+        )
+    except UserError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+
+
+if __name__ == "__main__":
+    sys.exit(main())
