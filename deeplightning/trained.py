@@ -342,8 +342,8 @@ def quantize_run(folder: RunFolder) -> Path:
         for batch in loader:
             if not {"image", "label"} <= batch.keys():
                 raise CheckpointError(
-                    f"{folder.path}: its accuracy in int8 needs validation batches with 'image' and 'label'; these have "
-                    f"{', '.join(batch)}; serve it with serve.precision=fp32"
+                    f"{folder.path}: its accuracy in int8 needs validation batches with 'image' and 'label'; these "
+                    f"have {', '.join(batch)}; serve it with serve.precision=fp32"
                 )
             counts = batch["index"] >= 0 if "index" in batch else slice(None)  # the others fill up a batch
             yield batch["image"][counts].numpy(), batch["label"][counts].numpy()

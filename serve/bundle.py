@@ -157,6 +157,12 @@ def _read_card(folder: Path) -> dict[str, Any]:
     _expect(card.get("digest") == sealed, f"is damaged: {file.name} was changed since its export; {_AGAIN}", folder)
     keys = set(card) - {"int8"}
     _expect(keys == _KEYS, f"has other keys in {file.name} than it may ({', '.join(sorted(keys ^ _KEYS))})", folder)
+    figures = card.get("int8", {})
+    _expect(
+        isinstance(figures, dict) and all(isinstance(value, int | float) for value in figures.values()),
+        "has figures of int8 that are no numbers",
+        folder,
+    )
     return card
 
 

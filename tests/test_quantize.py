@@ -1,0 +1,379 @@
+"""A bundle gains an int8 model that is as right as its first, or stays as it was to the byte; the figures are told."""
+
+import base64
+import hashlib
+import json
+import logging
+from types import SimpleNamespace
+
+import numpy as np
+import onnx
+import pytest
+import pytorch_lightning as pl
+import torch
+from onnx import numpy_helper
+from torch import nn
+
+from deeplightning import quantize as module
+from deeplightning.config.fault import CheckpointError, SetupError
+from deeplightning.export import export
+from deeplightning.image import ImageSpec
+from deeplightning.quantize import quantize
+from deeplightning.runfolder import RunFolder, seal
+from deeplightning.trained import export_run, quantize_run
+from serve.bundle import Bundle, BundleError
+
+RUN = {"id": "abc", "folder_name": "run-1", "created": "now", "versions": {}}
+NUMBER = 500
+
+
+class Classifier(nn.Module):
+    def __init__(self, *layers):
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, images):  # uint8 (N, 3, 6, 5)
+        return torch.softmax(self.layers(images.float() / 255), dim=1)  # (N, 3)
+
+
+def convolution(weight, bias=(0.0, 0.0, 0.0)):
+    layer = nn.Conv2d(3, 3, 1)
+    layer.weight.data = torch.tensor(weight)[:, :, None, None]
+    layer.bias.data = torch.tensor(bias)
+    return layer
+
+
+def brightest_channel(*, outlier=0.0):
+    """Tells which of three channels is the brightest. An `outlier` shares its range with what matters, and int8 has 256
+    steps for both."""
+    mixes = [[1.0, 0.1, 0.0], [0.0, 1.0, 0.1], [0.1, 0.0, 1.0]]
+    first = convolution(mixes)
+    second = nn.Conv2d(3, 4, 1)
+    second.weight.data = torch.eye(4, 3)[:, :, None, None] * 4
+    second.bias.data = torch.tensor([0.0, 0.0, 0.0, outlier])
+    last = nn.Linear(4, 3, bias=False)
+    last.weight.data = torch.eye(3, 4)
+    return Classifier(first, nn.ReLU(), second, nn.AdaptiveAvgPool2d(1), nn.Flatten(), last).eval()
+
+
+def pictures(number, seed=0):
+    """uint8 (N, 3, 6, 5) with a channel that is a little brighter than the others, and which it is."""
+    random = np.random.default_rng(seed)
+    classes = np.arange(number) % 3
+    images = random.integers(60, 160, (number, 3, 6, 5))
+    images[np.arange(number), classes] += 40
+    return images.astype(np.uint8), classes
+
+
+def exported(path, model, kind="image_classification"):
+    task = SimpleNamespace(
+        kind=kind, image_spec=ImageSpec(6, 5), class_names=["red", "green", "blue"], inference_model=lambda: model
+    )
+    folder = RunFolder(path)
+    path.mkdir(exist_ok=True)
+    export(task, folder, pictures(4)[0], RUN)
+    return folder
+
+
+def validation(number=NUMBER, batch=64):
+    images, classes = pictures(number, seed=1)
+    return lambda: ((images[at : at + batch], classes[at : at + batch]) for at in range(0, number, batch))
+
+
+def contents(folder):
+    return {file.name: file.read_bytes() for file in folder.bundle.iterdir()}
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory):
+    """A run with both models, what was in the bundle before, and the figures."""
+    folder = exported(tmp_path_factory.mktemp("run"), brightest_channel())
+    before = contents(folder)
+    return SimpleNamespace(folder=folder, before=before, figures=quantize(folder, validation()))
+
+
+def test_the_bundle_gains_a_model_and_says_how_right_it_is(quantized):
+    """The other files stay; the card is sealed anew, with the file's digest and the figures."""
+    after = contents(quantized.folder)
+    card, former = json.loads(after["bundle.json"]), json.loads(quantized.before["bundle.json"])
+    assert after.keys() == quantized.before.keys() | {"model.int8.onnx"}
+    for name in ("model.onnx", "weights.safetensors"):
+        assert after[name] == quantized.before[name]
+    assert [path.name for path in quantized.folder.path.iterdir()] == ["bundle"]
+    assert card["digest"] == seal(card)
+    assert card["files"] == {**former["files"], "model.int8.onnx": hashlib.sha256(after["model.int8.onnx"]).hexdigest()}
+    assert card["int8"] == quantized.figures
+    assert {key: value for key, value in card["golden"].items() if key != "int8"} == former["golden"]
+    for key in ("format", "task", "input", "labels", "run"):
+        assert card[key] == former[key]
+
+
+def test_the_figures_are_of_the_whole_validation_set(quantized):
+    """Percent of all the images, computed with torch; calibration takes some of them."""
+    images, classes = pictures(NUMBER, seed=1)
+    with torch.inference_mode():
+        expected = (brightest_channel()(torch.from_numpy(images)).argmax(1).numpy() == classes).mean() * 100
+    assert quantized.figures["accuracy_fp32"] == pytest.approx(expected)
+    assert quantized.figures["accuracy"] >= expected - 0.2
+    assert (quantized.figures["images"], quantized.figures["calibration_images"]) == (NUMBER, 256)
+
+
+def test_both_models_are_served(quantized):
+    """int8 answers nearly as float32, which stays what is served unless it is asked for."""
+    images = pictures(200, seed=2)[0]
+    ours, theirs = Bundle.open(quantized.folder.path), Bundle.open(quantized.folder.path, "int8")
+    assert (ours.precision, theirs.precision) == ("fp32", "int8")
+    expected, given = ours.predict(images), theirs.predict(images)
+    np.testing.assert_allclose(given, expected, atol=0.05)
+    assert not np.array_equal(given, expected)
+    with torch.inference_mode():
+        np.testing.assert_allclose(expected, brightest_channel()(torch.from_numpy(images)).numpy(), atol=1e-5)
+
+
+def test_weights_take_seven_bits_and_the_ends_stay_float(quantized):
+    """int8 from -64 to 64 for each output channel; pixels are scaled, and probabilities made, in float."""
+    graph = onnx.load(quantized.folder.bundle_int8).graph
+    weights = [numpy_helper.to_array(one) for one in graph.initializer if one.data_type == onnx.TensorProto.INT8]
+    weights = [one for one in weights if one.ndim > 1]
+    assert len(weights) == 3
+    assert all(abs(one.astype(int)).max() == 64 for one in weights)
+    order = [node.op_type for node in graph.node]
+    assert order.index("QuantizeLinear") > order.index("Cast")
+    assert order[-2:] == ["Gemm", "Softmax"]
+
+
+def test_the_same_again_gives_the_same_bytes(quantized, tmp_path):
+    """Nothing in it is drawn by chance; a second time replaces the first."""
+    folder = exported(tmp_path, brightest_channel())
+    quantize(folder, validation(120))
+    assert quantize(folder, validation()) == quantized.figures
+    assert folder.bundle_int8.read_bytes() == quantized.folder.bundle_int8.read_bytes()
+    assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
+
+
+def test_no_chatter_and_no_handlers_of_logs(tmp_path, capfd):
+    """ONNX Runtime's tools log to the root logger and would set it up."""
+    folder = exported(tmp_path, brightest_channel())
+    capfd.readouterr()
+    handlers = list(logging.getLogger().handlers)
+    quantize(folder, validation(60))
+    assert capfd.readouterr() == ("", "")
+    assert logging.getLogger().handlers == handlers
+
+
+def refused(folder, validation, words):
+    before = contents(folder)
+    with pytest.raises(CheckpointError, match=words) as caught:
+        quantize(folder, validation)
+    assert "\n" not in str(caught.value)
+    assert caught.value.exit_code == 4
+    assert contents(folder) == before
+    assert [path.name for path in folder.path.iterdir()] == ["bundle"]
+    return str(caught.value)
+
+
+def test_a_model_that_int8_makes_worse_is_refused(tmp_path):
+    """Both figures, what is allowed, and the next step; the bundle stays as it was."""
+    folder = exported(tmp_path, brightest_channel(outlier=3000.0))
+    note = refused(folder, validation(), "would fall from 100.00 % to [0-9.]+ %, and at most 0.2 points are allowed")
+    assert "on 500 validation images" in note
+    assert note.endswith("serve it with serve.precision=fp32.")
+
+
+@pytest.mark.parametrize(("wrong", "taken"), [(0, True), (1, True), (2, False)])
+def test_the_fall_is_counted_exactly(tmp_path, wrong, taken):
+    """Two tenths of a point of 500 images are one: a second one that only int8 gets wrong is too many."""
+    folder = exported(tmp_path, brightest_channel(outlier=300.0))
+    images = pictures(20_000, seed=3)[0]
+    with torch.inference_mode():
+        ours = brightest_channel(outlier=300.0)(torch.from_numpy(images)).argmax(1).numpy()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "MAX_FALL", 100.0)
+        quantize(folder, lambda: [(images[:256], ours[:256])])  # so that its answers are known
+    theirs = Bundle.open(folder.bundle, "int8").predict(images).argmax(1)
+    same, other = np.flatnonzero(ours == theirs), np.flatnonzero(ours != theirs)
+    assert len(other) >= 2
+    chosen = np.concatenate([other[:wrong], same[: NUMBER - wrong]])
+    judged = [(images[chosen], ours[chosen])]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "_int8_model", lambda *_: folder.bundle_int8)
+        if taken:
+            assert quantize(folder, lambda: judged)["accuracy"] == pytest.approx(100 - wrong / 5)
+        else:
+            with pytest.raises(CheckpointError, match=r"from 100.00 % to 99.60 %"):
+                quantize(folder, lambda: judged)
+
+
+def test_what_cannot_be_quantized_says_so(tmp_path):
+    """A network without weights, a task without classes, no images to judge by: exit code 4, and what to do."""
+
+    class MeanColour(nn.Module):
+        def forward(self, images):
+            return torch.softmax(images.float().mean(dim=(2, 3)), dim=1)
+
+    class Negative(nn.Module):
+        def forward(self, images):
+            return 1 - images.float() / 255
+
+    refused(exported(tmp_path / "a", MeanColour().eval()), validation(32), "has no layer that int8 would make quicker")
+    negative = exported(tmp_path / "b", Negative().eval(), "image_reconstruction")
+    refused(negative, validation(32), "is for image_reconstruction")
+    refused(exported(tmp_path / "c", brightest_channel()), list, "There are no validation images to judge")
+
+
+@pytest.mark.parametrize("damage", ["format", "labels", "model", "JSON", "missing"])
+def test_a_damaged_bundle_is_not_made_whole(tmp_path, damage):
+    """What was edited, or is of a former format, is not sealed anew."""
+    folder = exported(tmp_path, brightest_channel())
+    card = json.loads(folder.bundle_card.read_text())
+    if damage == "format":
+        folder.bundle_card.write_text(json.dumps({**card, "format": 1}))
+    elif damage == "labels":
+        folder.bundle_card.write_text(json.dumps({**card, "labels": ["a", "b", "c"]}))
+    elif damage == "model":
+        folder.bundle_model.write_bytes(folder.bundle_model.read_bytes()[:-1])
+    elif damage == "JSON":
+        folder.bundle_card.write_text("[]")
+    else:
+        folder.bundle_card.unlink()
+    refused(folder, validation(32), "write it again with `deeplightning export RUN`")
+
+
+def test_a_place_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    """A full disk is the machine's fault: exit code 3, and the bundle stays."""
+    folder = exported(tmp_path, brightest_channel())
+    before = contents(folder)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(module.shutil, "copyfile", full)
+    with pytest.raises(SetupError, match=r"bundle cannot be written: .*No space left"):
+        quantize(folder, validation(32))
+    assert contents(folder) == before
+    assert [path.name for path in tmp_path.iterdir()] == ["bundle"]
+
+
+def test_file_systems_without_links_get_copies(tmp_path, monkeypatch):
+    """Where a file cannot have two names, it is copied."""
+    folder = exported(tmp_path, brightest_channel())
+    before = contents(folder)
+
+    def none(*_):
+        raise OSError(95, "Operation not supported")
+
+    monkeypatch.setattr(module.os, "link", none)
+    quantize(folder, validation(32))
+    assert contents(folder)["weights.safetensors"] == before["weights.safetensors"]
+    assert Bundle.open(folder.path, "int8").precision == "int8"
+
+
+def test_calibration_images_come_from_all_over_the_set():
+    """Each image of a stream is kept with the same chance, also where it is sorted by class."""
+    sample = module._EvenSample(200)
+    for start in range(0, 10_000, 100):
+        sample.add(np.arange(start, start + 100).reshape(100, 1, 1, 1))
+    kept = np.sort(np.array(sample.images).ravel())
+    assert len(np.unique(kept)) == 200
+    spread = np.abs(kept - np.linspace(0, 10_000, 200)).max()  # of Kolmogorov and Smirnov; 5 % of samples exceed 960
+    assert spread < 960
+
+
+# The server's side.
+
+
+def test_a_bundle_without_int8_says_how_to_get_it(tmp_path):
+    """Asked for a precision that is not there, the server names both ways out."""
+    folder = exported(tmp_path, brightest_channel())
+    with pytest.raises(BundleError, match=r"has no model\.int8\.onnx: .*--precision fp32") as caught:
+        Bundle.open(folder.path, "int8")
+    assert caught.value.exit_code == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda card: card["golden"].pop("int8"), "golden answers"),
+        (lambda card: card.update(int8={"accuracy": "os.system"}), "figures"),
+        (lambda card: card.update(int8=[]), "figures"),
+        (
+            lambda card: card["golden"].update(int8=base64.b64encode(np.zeros(12, "<f4").tobytes()).decode()),
+            "allowed are 0.05",
+        ),
+    ],
+    ids=["no answers", "figures", "no figures", "other answers"],
+)
+def test_int8_is_checked_like_float32(tmp_path, quantized, change, words):
+    """Its figures and golden answers."""
+    copy = RunFolder(tmp_path)
+    copy.bundle.mkdir()
+    for name, data in contents(quantized.folder).items():
+        (copy.bundle / name).write_bytes(data)
+    card = json.loads(copy.bundle_card.read_text())
+    change(card)
+    copy.bundle_card.write_text(json.dumps({**card, "digest": seal(card)}))
+    with pytest.raises(BundleError, match=words):
+        Bundle.open(tmp_path, "int8")
+
+
+def test_a_changed_int8_model_is_noticed(tmp_path, quantized):
+    """One bit is enough."""
+    copy = RunFolder(tmp_path)
+    copy.bundle.mkdir()
+    for name, data in contents(quantized.folder).items():
+        (copy.bundle / name).write_bytes(data)
+    data = bytearray(copy.bundle_int8.read_bytes())
+    data[len(data) // 2] ^= 1
+    copy.bundle_int8.write_bytes(data)
+    with pytest.raises(BundleError, match=r"model.int8.onnx is not the file that was exported"):
+        Bundle.open(tmp_path, "int8")
+
+
+# A whole run.
+
+
+@pytest.fixture(scope="module")
+def run(train):
+    """Digits, told apart well enough for a single answer not to decide."""
+    folder = RunFolder(train("train.num_epochs=6", "data.module.params.limit=400", "stages=[train,validate]").folder)
+    export_run(folder)
+    return folder
+
+
+def test_a_run_is_quantized_on_its_own_validation_images(run, caplog):
+    """They come from the run's data module, each once; the line in the log has both figures."""
+    with caplog.at_level("INFO"):
+        assert quantize_run(run) == run.bundle
+    figures = json.loads(run.bundle_card.read_text())["int8"]
+    number = len(run.stage_predictions("validate").read_text().splitlines()) - 1
+    assert (figures["images"], figures["calibration_images"]) == (number, number)
+    accuracy = json.loads(run.results("validate").read_text())["val_acc"]
+    assert figures["accuracy_fp32"] == pytest.approx(100 * accuracy)
+    assert f"in float32 {100 * accuracy:.2f} %, on {number} validation images" in caplog.text
+    assert Bundle.open(run.path, "int8").precision == "int8"
+
+
+def test_rows_that_fill_up_a_batch_do_not_count(run, monkeypatch):
+    """Index -1 marks them."""
+    batch = {"image": torch.zeros(3, 1, 8, 8, dtype=torch.uint8), "label": torch.arange(3)}
+    data = pl.LightningDataModule()
+    data.val_dataloader = lambda: [{**batch, "index": torch.tensor([0, 1, -1])}, batch]  # another module has no index
+    monkeypatch.setattr("deeplightning.trained.init_module", lambda *_: data)
+    quantize_run(run)
+    assert json.loads(run.bundle_card.read_text())["int8"]["images"] == 5
+
+
+def test_a_run_without_validation_images_is_refused(run, monkeypatch):
+    """Nothing else says whether int8 is as right."""
+    monkeypatch.setattr("deeplightning.trained.init_module", lambda *_: pl.LightningDataModule())
+    with pytest.raises(CheckpointError, match="the data module gives none; serve it with serve"):
+        quantize_run(run)
+
+
+def test_a_batch_without_classes_is_refused(run, monkeypatch):
+    """An accuracy needs them."""
+    data = pl.LightningDataModule()
+    data.val_dataloader = lambda: [{"image": torch.zeros(3, 1, 8, 8, dtype=torch.uint8)}]
+    monkeypatch.setattr("deeplightning.trained.init_module", lambda *_: data)
+    with pytest.raises(CheckpointError, match="'image' and 'label'"):
+        quantize_run(run)
