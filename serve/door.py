@@ -59,13 +59,14 @@ class Door:
     Args:
         service: what answers.
         key: what clients must send; None: nothing.
+        log: where a line is written for each request; None: standard output.
     """
 
-    def __init__(self, service: Service, key: str | None = None):
+    def __init__(self, service: Service, key: str | None = None, log: Log | None = None):
         self.service = service
         self._key = key.encode() if key else None
         self._answer = answers(service.model.task, service.model.labels)
-        self._log = Log()
+        self._log = log or Log()
         self._flask: Any = None
         self._threads = ThreadPoolExecutor(FLASK_THREADS, thread_name_prefix="flask")
         self._held = 0

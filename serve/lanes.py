@@ -88,8 +88,8 @@ class Job:
         accepted: when the request was accepted (`time.perf_counter`).
         rows: the model's output for each picture, when all is done.
         error: what ended the request otherwise.
-        queued, decoding, forward: seconds spent waiting, decoding, and in forward passes.
-        batch: pictures in the forward pass of the last of them.
+        queued, decoding, forward: seconds spent waiting, decoding, and in the forward pass of the last picture.
+        batch: pictures in that forward pass.
     """
 
     read: Callable[[], list[bytes]]
@@ -103,6 +103,10 @@ class Job:
     forward: float = 0.0
     batch: int = 0
     _left: int = 0
+
+
+_Item = tuple[Job, int, np.ndarray]
+"""One picture that is ready for the model: whose it is, which of them, uint8 (C, H, W)."""
 
 
 class Lanes:
@@ -124,7 +128,7 @@ class Lanes:
         """Requests that are accepted and not yet done."""
         self._pace = 0.0  # seconds that one more request adds to the wait of the next
         self._free = number
-        self._ready: deque[tuple[Job, int, np.ndarray, float]] = deque()  # job, which picture, uint8 (C, H, W), since
+        self._ready: deque[_Item] = deque()
         self._lock = threading.Lock()
         self._inbox: SimpleQueue[Job] = SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -190,12 +194,11 @@ class Lanes:
         except Exception as error:  # whatever it is, it is this request's and nobody else's
             self._end(job, error)
             return True
-        now = time.perf_counter()
-        job.queued, job.decoding = start - job.accepted, now - start
+        job.decoding = time.perf_counter() - start
         job.rows = [_NO_ROW] * len(pixels)
         job._left = len(pixels)
         with self._lock:
-            self._ready.extend((job, number, picture, now) for number, picture in enumerate(pixels))
+            self._ready.extend((job, number, picture) for number, picture in enumerate(pixels))
             if not self._free:
                 return True
             self._free -= 1
@@ -222,23 +225,23 @@ class Lanes:
         """Runs all that waits, then leaves the lane free."""
         while batch := self._take():
             start = time.perf_counter()
-            rows = self._forward([picture for _, _, picture, _ in batch])
+            rows = self._forward([picture for _, _, picture in batch])
             end = time.perf_counter()
             cost = (end - start) / len(batch) / self.number
             self._pace += PACE_MEMORY * (cost + batch[0][0].decoding / self._cores - self._pace)
-            for (job, number, _, since), row in zip(batch, rows, strict=True):
-                job.queued += start - since
-                job.forward += end - start
+            for (job, number, _), row in zip(batch, rows, strict=True):
+                job.queued = start - job.accepted - job.decoding
+                job.forward = end - start
                 job.batch = len(batch)
                 if isinstance(row, Exception):
                     self._end(job, row)
                 else:
                     self._put(job, number, row)
 
-    def _take(self) -> list[tuple[Job, int, np.ndarray, float]]:
+    def _take(self) -> list[_Item]:
         """The next batch; frees the lane when there is none."""
         late: list[Job] = []
-        batch: list[tuple[Job, int, np.ndarray, float]] = []
+        batch: list[_Item] = []
         now = time.perf_counter()
         with self._lock:
             while self._ready and len(batch) < self.limits.max_batch:

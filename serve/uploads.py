@@ -22,7 +22,7 @@ _BOUNDARY = re.compile(rb'\Amultipart/form-data; ?boundary="?([0-9A-Za-z\'()+_,.
 
 _PART = re.compile(
     rb"\A(?:\r\nContent-(?:Type|Length|Transfer-Encoding): [ -~]{1,100})?"
-    rb'\r\nContent-Disposition: form-data; name="image"(?:; filename[^\r\n]{0,1000})?'
+    rb'\r\nContent-Disposition: form-data; name="image"; filename[^\r\n]{0,1000}'
     rb"(?:\r\nContent-(?:Type|Length): [ -~]{1,100}){0,2}\r\n\r\n",
     re.IGNORECASE,
 )
@@ -48,9 +48,10 @@ def from_form(kind: bytes, body: bytes) -> list[bytes]:
     if found is None:
         raise NotWellFormed
     boundary = b"--" + found[1]
-    if not body.startswith(boundary):
+    start = 2 if body.startswith(b"\r\n") else 0  # an empty preamble
+    if not body.startswith(boundary, start):
         raise NotWellFormed
-    *parts, end = body[len(boundary) :].split(b"\r\n" + boundary)
+    *parts, end = body[start + len(boundary) :].split(b"\r\n" + boundary)
     if end not in (b"--\r\n", b"--") or not parts:
         raise NotWellFormed
     heads = [_PART.match(part) for part in parts]

@@ -1,74 +1,100 @@
-"""A bundle answers HTTP: right for every kind of picture, in words for every bad request, and never with torch."""
+"""A bundle answers HTTP: right for every kind of picture, in words for every bad request, by the short way to the model
+as well as through Flask."""
 
+import asyncio
 import base64
-import hashlib
-import http.client
 import io
 import json
 import os
-import re
-import signal
-import socket
 import struct
-import subprocess
-import sys
-import threading
-import time
 import zlib
-from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from PIL import Image
+from prometheus_client.parser import text_string_to_metric_families
+from served import COLOURS, colour_run, encoded, negative_run, picture, probabilities
+from werkzeug.datastructures import FileStorage, MultiDict
+from werkzeug.test import Client, encode_multipart
 
 from deeplightning.image import ImageSpec
-from deeplightning.runfolder import RunFolder
-from serve.app import Limits, create_app
+from serve.app import create_app
 from serve.bundle import Bundle
-
-COLOURS = {"red": (200, 30, 10), "green": (20, 180, 40), "blue": (10, 20, 220)}
-ROOT = Path(__file__).parent.parent
+from serve.door import Door
+from serve.limits import Limits
+from serve.log import Log
+from serve.service import Service
 
 
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory):
-    """The run of a network that tells red, green and blue by the mean of each channel."""
-    import torch  # here, since all else in this file does without
-
-    from deeplightning.export import export
-
-    class MeanColour(torch.nn.Module):
-        def forward(self, images):  # uint8 (N, 3, 8, 8)
-            return torch.softmax(images.float().mean(dim=(2, 3)) / 32, dim=1)  # (N, 3)
-
-    task = SimpleNamespace(
-        kind="image_classification",
-        image_spec=ImageSpec(8, 8, "RGB"),
-        class_names=list(COLOURS),
-        inference_model=lambda: MeanColour().eval(),
-    )
-    folder = RunFolder(tmp_path_factory.mktemp("a run"))
-    samples = np.random.default_rng(0).integers(0, 256, (4, 3, 8, 8), dtype=np.uint8)
-    export(task, folder, samples, {"id": "abc", "folder_name": folder.path.name, "created": "now", "versions": {}})
-    return folder
+    return colour_run(tmp_path_factory.mktemp("a run"))
 
 
 @pytest.fixture(scope="module")
-def client(run_folder):
-    return create_app(Bundle.open(run_folder.bundle), Limits(1, 1_000_000, 4)).test_client()
+def service(run_folder):
+    return Service(Bundle.open(run_folder.bundle), Limits(1, 1_000_000, 4))
 
 
-def picture(colour="red", kind="PNG", size=(8, 8), mode="RGB", **options):
-    file = io.BytesIO()
-    Image.new("RGB", size, COLOURS[colour]).convert(mode).save(file, kind, **options)
-    return file.getvalue()
+@pytest.fixture(scope="module")
+def app(service):
+    return create_app(service)
 
 
-def probabilities(colour):
-    """float64 (3,), by another way than the graph's."""
-    scores = np.exp(np.array(COLOURS[colour], dtype=np.float64) / 32)
-    return scores / scores.sum()
+@pytest.fixture(scope="module", params=["flask", "door"])
+def client(service, app, request):
+    """Werkzeug's test client, before Flask or before the way in that stands in front of it."""
+    return app.test_client() if request.param == "flask" else Client(through(Door(service, log=silent())))
+
+
+def silent():
+    return Log(os.open(os.devnull, os.O_WRONLY))
+
+
+def through(door):
+    """The ASGI application as one of WSGI, in an event loop of its own for each request."""
+
+    def application(environ, start_response):
+        headers = [
+            (name[5:].lower().replace("_", "-").encode(), value.encode("latin-1"))
+            for name, value in environ.items()
+            if name.startswith("HTTP_")
+        ]
+        body = environ["wsgi.input"].read()
+        if environ.get("wsgi.input_terminated"):
+            headers.append((b"transfer-encoding", b"chunked"))
+        elif environ.get("CONTENT_LENGTH"):
+            headers.append((b"content-length", environ["CONTENT_LENGTH"].encode()))
+        if environ.get("CONTENT_TYPE"):
+            headers.append((b"content-type", environ["CONTENT_TYPE"].encode("latin-1")))
+        parts = [body[start : start + 65536] for start in range(0, len(body), 65536)] or [b""]
+        said = []
+
+        async def receive():
+            return {"type": "http.request", "body": parts.pop(0), "more_body": bool(parts)}
+
+        async def send(message):
+            said.append(message)
+
+        scope = {
+            "type": "http",
+            "http_version": "1.1",
+            "method": environ["REQUEST_METHOD"],
+            "path": environ["PATH_INFO"],
+            "query_string": environ["QUERY_STRING"].encode(),
+            "headers": headers,
+            "client": ("127.0.0.1", 1),
+            "server": ("localhost", 80),
+            "scheme": "http",
+        }
+        asyncio.run(door(scope, receive, send))
+        start, content = said
+        start_response(
+            f"{start['status']} x", [(name.decode(), value.decode("latin-1")) for name, value in start["headers"]]
+        )
+        return [content["body"]]
+
+    return application
 
 
 def png_header(width, height):
@@ -81,12 +107,10 @@ def png_header(width, height):
     return b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(b"\0" * 1000)) + chunk(b"IEND", b"")
 
 
-def encoded(data):
-    return base64.b64encode(data).decode()
-
-
 def form(*pictures, field="image"):
-    return {"data": {field: [(io.BytesIO(data), "a.png") for data in pictures]}, "content_type": "multipart/form-data"}
+    parts = MultiDict((field, FileStorage(io.BytesIO(data), "a.png")) for data in pictures)
+    boundary, body = encode_multipart(parts)
+    return {"data": body, "content_type": f"multipart/form-data; boundary={boundary}"}
 
 
 # Answers.
@@ -207,7 +231,8 @@ def test_sixteen_bits_of_grey_are_not_white(client):
 
 
 def many_parts():
-    return {"data": {f"field {number}": "x" for number in range(20)} | {"image": (io.BytesIO(picture()), "a.png")}}
+    boundary, body = encode_multipart({f"field {number}": "x" for number in range(20)})
+    return {"data": body, "content_type": f"multipart/form-data; boundary={boundary}"}
 
 
 BAD_REQUESTS = {
@@ -303,71 +328,56 @@ def test_wrong_addresses_and_methods_are_json_too(client, method, path, status, 
     assert words in response.json["ERROR"]
 
 
-def test_a_fault_of_the_server_tells_nothing_of_its_inside(run_folder, caplog):
-    """500 in general words; the reason goes to the log."""
-    app = create_app(Bundle.open(run_folder.bundle))
+def test_a_fault_of_the_server_tells_nothing_of_its_inside(run_folder, capfd, caplog):
+    """500 in general words; the reason goes to the log. A fault of one picture is not the others'."""
 
-    @app.get("/fault")
-    def fault():
-        raise RuntimeError("secret")
+    class Broken(Bundle):
+        def predict(self, images):
+            if (images[:, 0] > 199).any():
+                raise RuntimeError("secret")
+            return super().predict(images)
 
-    response = app.test_client().get("/fault")
-    assert (response.status_code, list(response.json)) == (500, ["ERROR"])
-    assert "secret" not in response.text
-    assert "secret" in caplog.text
+    good = Bundle.open(run_folder.bundle)
+    service = Service(Broken(**vars(good)))
+    for client in (create_app(service).test_client(), Client(through(Door(service, log=silent())))):
+        response = client.post("/predict", data=picture("red"))
+        assert (response.status_code, list(response.json)) == (500, ["ERROR"])
+        assert "secret" not in response.text
+        assert client.post("/predict", data=picture("blue")).json["label"] == "blue"
+    assert "secret" in caplog.text  # Flask's
+    assert "secret" in capfd.readouterr().err  # the way in's
 
 
 # The other endpoints.
 
 
-def test_health_and_ready(client):
-    """Both answer 200 with a word."""
+def test_health_and_ready(client, service):
+    """Both answer 200 with a word; ready does so only while it is."""
+    service.ready = False
+    assert (client.get("/ready").status_code, list(client.get("/ready").json)) == (503, ["ERROR"])
+    assert client.get("/health").status_code == 200
+    service.ready = True
     assert (client.get("/health").status_code, client.get("/health").json) == (200, {"status": "ok"})
     assert (client.get("/ready").status_code, client.get("/ready").json) == (200, {"status": "ready"})
 
 
 def test_info_tells_the_model(client, run_folder):
-    """Task, labels, input, run, limits."""
+    """Task, labels, input, precision, run, limits."""
     assert client.get("/info").json == {
         "task": "image_classification",
         "labels": ["red", "green", "blue"],
         "input": ImageSpec(8, 8).to_dict(),
+        "precision": "fp32",
         "run": {"id": "abc", "folder_name": run_folder.path.name, "created": "now", "versions": {}},
-        "limits": {"max_upload_mb": 1, "max_pixels": 1_000_000, "max_images": 4},
+        "limits": {
+            "max_upload_mb": 1,
+            "max_pixels": 1_000_000,
+            "max_images": 4,
+            "max_batch": 16,
+            "max_queue": 256,
+            "max_wait": 5.0,
+        },
     }
-
-
-def test_openapi_describes_what_is_there(client):
-    """Exactly the app's addresses and methods; every reference leads somewhere; what is required is answered."""
-    document = client.get("/openapi.json").json
-    assert document["openapi"] == "3.0.3"
-    rules = client.application.url_map.iter_rules()
-    there = {rule.rule: {method.lower() for method in rule.methods - {"HEAD", "OPTIONS"}} for rule in rules}
-    assert {path: set(methods) for path, methods in document["paths"].items()} == there
-    schemas = document["components"]["schemas"]
-    references = set(re.findall(r'"\$ref": "#/components/schemas/(\w+)"', json.dumps(document)))
-    assert references == set(schemas)
-    answers = {
-        "Prediction": client.post("/predict", data=picture()).json,
-        "Predictions": client.post("/predict", **form(picture(), picture())).json,
-        "Status": client.get("/health").json,
-        "Info": client.get("/info").json,
-        "Error": client.post("/predict").json,
-    }
-    assert {name: list(answer) for name, answer in answers.items()} == {
-        name: schema["required"] for name, schema in schemas.items()
-    }
-
-
-def test_the_page_needs_nothing_from_outside(client):
-    """One document without links to other hosts, whose policy allows just its own script and style."""
-    response = client.get("/")
-    assert (response.status_code, response.mimetype) == (200, "text/html")
-    assert not re.search(r"(src|href)=.?(https?:)?//", response.text)
-    policy = response.headers["Content-Security-Policy"]
-    for tag in ("script", "style"):
-        text = re.search(f"<{tag}>(.*?)</{tag}>", response.text, re.DOTALL)[1]
-        assert f"{tag}-src 'sha256-{encoded(hashlib.sha256(text.encode()).digest())}'" in policy
 
 
 def test_answers_may_not_be_guessed_at_or_framed(client):
@@ -378,296 +388,144 @@ def test_answers_may_not_be_guessed_at_or_framed(client):
         assert "Access-Control-Allow-Origin" not in response.headers
 
 
-# The real process.
+# The task of making pictures.
 
 
-class Server:
-    """`python -m serve` on a free port of this machine, its stderr in a file."""
-
-    def __init__(self, folder, errors, *arguments, flags=()):
-        self.errors = errors
-        command = [sys.executable, *flags, "-m", "serve", str(folder), "--port", "0", *arguments]
-        with errors.open("w") as stderr:
-            self.process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=stderr, text=True)
-        self.line = self.process.stdout.readline()
-        self.port = int(re.search(r":(\d+)", self.line)[1])
-
-    def connect(self):
-        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
-
-    def ask(self, method, path, body=None, headers=None):
-        connection = self.connect()
-        connection.request(method, path, body, headers or {})
-        response = connection.getresponse()
-        answer = json.loads(response.read())
-        connection.close()
-        return response.status, answer
-
-    def processes(self):
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return [self.process.pid, *map(int, children)]
-
-    def stop(self, sign=signal.SIGTERM):
-        self.process.send_signal(sign)
-        self.process.wait(timeout=15)
-        self.process.stdout.close()
-        return self.process.returncode
+@pytest.fixture(scope="module")
+def negatives(tmp_path_factory):
+    return Service(Bundle.open(negative_run(tmp_path_factory.mktemp("negatives")).bundle))
 
 
-@pytest.fixture
-def start(run_folder, tmp_path):
-    servers = []
-
-    def started(*arguments, **options):
-        servers.append(Server(run_folder.path, tmp_path / "errors", *arguments, **options))
-        return servers[-1]
-
-    yield started
-    for server in servers:
-        server.stop(signal.SIGKILL)
-
-
-def gone(pid):
-    """A zombie is gone: it holds nothing, and whoever is process 1 here may be slow to collect it."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
+@pytest.mark.parametrize("way", ["flask", "door"])
+def test_a_reconstruction_answers_with_pictures(negatives, way):
+    """A PNG where the client accepts one, else base64 in JSON; several in order."""
+    client = create_app(negatives).test_client() if way == "flask" else Client(through(Door(negatives, log=silent())))
+    response = client.post("/predict", data=picture("red"), headers={"Accept": "image/png"})
+    assert (response.status_code, response.mimetype) == (200, "image/png")
+    assert np.asarray(Image.open(io.BytesIO(response.data)))[0, 0].tolist() == [255 - part for part in COLOURS["red"]]
+    alone = client.post("/predict", data=picture("red")).json
+    assert alone == {"image": encoded(response.data)}
+    several = client.post("/predict", **form(picture("blue"), picture("red")), headers={"Accept": "image/png"}).json
+    assert [list(one) for one in several["predictions"]] == [["image"], ["image"]]
+    assert several["predictions"][1] == alone
 
 
-def wait_until(holds, seconds=10):
-    end = time.monotonic() + seconds
-    while not holds():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.02)
+# The key, the request's id, the counts.
 
 
-def test_the_process_imports_no_torch_and_leaves_cleanly(start):
-    """One line says where; it answers; no library of training is in it; SIGTERM ends it, its child and its port."""
-    server = start(flags=["-X", "importtime"])
-    assert server.line == f"Serving image_classification (3 classes) on http://127.0.0.1:{server.port}\n"
-    status, answer = server.ask("POST", "/predict", picture("blue"))
-    assert (status, answer["label"]) == (200, "blue")
-    assert server.ask("GET", "/health") == (200, {"status": "ok"})
-    processes = server.processes()
-    assert len(processes) == 2
-    maps = "".join(Path(f"/proc/{pid}/maps").read_text() for pid in processes)
-    assert "onnxruntime" in maps
-    assert "torch" not in maps
-    assert server.stop() == 0
-    assert all(map(gone, processes))
-    with pytest.raises(ConnectionRefusedError):
-        server.ask("GET", "/health")
-    lines = server.errors.read_text().splitlines()
-    assert all(line.startswith("import time:") for line in lines)
-    imported = {line.split("|")[-1].strip() for line in lines}
-    packages = {name.partition(".")[0] for name in imported}
-    assert {"flask", "gunicorn", "numpy", "onnxruntime", "PIL"} <= packages
-    assert packages.isdisjoint(
-        ["torch", "torchvision", "pytorch_lightning", "lightning", "mlflow", "sklearn", "matplotlib", "onnx", "yaml"]
-    )
-    ours = {name for name in imported if name.startswith("deeplightning")}
-    assert ours == {"deeplightning", "deeplightning.image", "deeplightning.runfolder"}
-
-
-@pytest.mark.parametrize("module", ["serve.bundle", "deeplightning.export"])
-def test_onnxruntime_reports_to_nobody(tmp_path, module):
-    """Its telemetry, on by default from 1.29, is off before it can start a thread or write to the user's home."""
-    code = f"import os, {module}; print('threads', len(os.listdir('/proc/self/task')))"
-    environment = {**os.environ, "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    environment.pop("ORT_DISABLE_TELEMETRY", None)
-    command = [sys.executable, "-c", code]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
-    assert (done.stdout, done.stderr) == ("threads 1\n", "")
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_an_accepted_request_is_finished(start):
-    """A body that is still under way at SIGTERM is answered, and the process is gone within ten seconds."""
-    server = start()
-    data = picture("green")
-    connection = server.connect()
-    connection.putrequest("POST", "/predict")
-    connection.putheader("Content-Length", str(len(data)))
-    connection.endheaders()
-    connection.send(data[:20])
-    time.sleep(0.5)  # accepted by now: nothing outside tells when
-    server.process.send_signal(signal.SIGTERM)
-    began = time.monotonic()
-    time.sleep(0.5)
-    connection.send(data[20:])
-    assert json.loads(connection.getresponse().read())["label"] == "green"
-    connection.close()
-    assert server.process.wait(timeout=15) == 0
-    assert time.monotonic() - began < 10
-
-
-def test_an_idle_connection_does_not_hold_the_server_up(start):
-    """One that was answered costs nothing at the end; one that never asks, as browsers do, under ten seconds."""
-    server = start()
-    answered, silent = server.connect(), server.connect()
-    silent.connect()
-    answered.request("GET", "/health")
-    answered.getresponse().read()
-    began = time.monotonic()
-    assert server.stop() == 0
-    assert time.monotonic() - began < 10
-    answered.close()
-    silent.close()
-
-
-def test_ctrl_c_ends_it(start):
-    """SIGINT is a wish to stop, and no fault."""
-    server = start()
-    processes = server.processes()
-    assert server.stop(signal.SIGINT) == 0
-    assert all(map(gone, processes))
-
-
-def test_nobody_is_left_when_it_is_killed(start):
-    """The worker of a parent that is gone ends by itself."""
-    server = start()
-    processes = server.processes()
-    server.stop(signal.SIGKILL)
-    wait_until(lambda: all(map(gone, processes)))
-
-
-def test_a_crashed_worker_is_replaced(start):
-    """The next request finds another worker, and the ready line is not repeated."""
-    server = start()
-    parent, worker = server.processes()
-    os.kill(worker, signal.SIGSEGV)
-    wait_until(lambda: gone(worker) and len(server.processes()) == 2)
-    assert server.ask("POST", "/predict", picture("red"))[1]["label"] == "red"
-    server.process.send_signal(signal.SIGTERM)
-    assert server.process.stdout.read() == ""
-    assert parent == server.process.pid
-
-
-def test_too_large_a_body_gets_an_answer(start):
-    """413 reaches clients that send all before they read, whether they announce the size or send chunks."""
-    server = start("--max-upload-mb", "1")
-    body = b"\0" * 20_000_000
-    assert server.ask("POST", "/predict", body)[0] == 413
-    assert server.ask("POST", "/predict", iter([body]))[0] == 413  # http.client makes chunks of it
-
-
-def test_requests_do_not_wait_for_a_client_that_pauses(start):
-    """Others are answered meanwhile, and many at a time rightly."""
-    server = start("--threads", "4")
-    pausing = server.connect()
-    pausing.putrequest("POST", "/predict")
-    pausing.putheader("Content-Length", "1000")
-    pausing.endheaders()
-    answers = {}
-
-    def ask(number):
-        colour = list(COLOURS)[number % 3]
-        answers[number] = (colour, server.ask("POST", "/predict", picture(colour))[1]["label"])
-
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(12)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert len(answers) == 12
-    assert all(asked == answered for asked, answered in answers.values())
-    pausing.close()
-
-
-def serve(*arguments):
-    """rc, stdout and stderr of a start that is expected to fail."""
-    command = [sys.executable, "-m", "serve", *map(str, arguments)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
-    return done.returncode, done.stdout, done.stderr
-
-
-def test_a_port_in_use_is_named(run_folder):
-    """Exit 3, at once, with the port and the way out."""
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        code, out, err = serve(run_folder.path, "--port", port)
-    assert (code, out, err.count("\n")) == (3, "", 1)
-    assert f"Port {port} on 127.0.0.1" in err
-    assert "--port" in err
-
-
-@pytest.mark.parametrize("host", ["no.such.host.invalid", "203.0.113.1"])
-def test_a_host_that_is_not_ours_is_named(run_folder, host):
-    """Exit 3 and one note."""
-    code, out, err = serve(run_folder.path, "--port", 0, "--host", host)
-    assert (code, out, err.count("\n")) == (3, "", 1)
-    assert host in err
-
-
-def test_a_bad_bundle_is_named(tmp_path):
-    """Exit 4 and one note."""
-    code, out, err = serve(tmp_path, "--port", 0)
-    assert (code, out, err.count("\n")) == (4, "", 1)
-    assert str(tmp_path) in err
-
-
-@pytest.mark.parametrize("arguments", [[], ["x", "--port", "70000"], ["x", "--port", "five"], ["x", "--threads", "0"]])
-def test_wrong_arguments_are_explained(arguments):
-    """Exit 2 and how it is used."""
-    code, out, err = serve(*arguments)
-    assert (code, out) == (2, "")
-    assert err.startswith("usage: python -m serve")
-
-
-def test_a_public_address_is_called_public(start):
-    """Whoever opens the server to others is told."""
-    server = start("--host", "0.0.0.0")
-    assert "public" in server.line
-    assert server.ask("GET", "/health")[0] == 200
-
-
-# The client.
-
-
-def predict(url, *arguments, cwd=ROOT):
-    environment = {**os.environ, "PREDICT_URL": url, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "serve.predict", *map(str, arguments)]
-    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60)
-    return done.returncode, [json.loads(line) for line in done.stdout.splitlines()], done.stderr
-
-
-def test_the_client_prints_one_line_per_image(start, tmp_path):
-    """In order, each with its file's name, whatever the name; without arguments the ten sample digits."""
-    server = start()
-    url = f"http://127.0.0.1:{server.port}/predict"
-    paths = [tmp_path / "a red one.png", tmp_path / "grün.png"]
-    for path, colour in zip(paths, ("red", "green"), strict=True):
-        path.write_bytes(picture(colour))
-    code, lines, err = predict(url, *paths)
-    assert (code, err) == (0, "")
-    assert [(line["image"], line["label"]) for line in lines] == [(str(paths[0]), "red"), (str(paths[1]), "green")]
-    code, lines, err = predict(url, cwd=tmp_path)
-    assert (code, err) == (0, "")
-    assert [Path(line["image"]).name for line in lines] == [f"{digit}.png" for digit in range(10)]
-
-    (tmp_path / "text.png").write_text("no picture")
-    code, lines, err = predict(url, paths[0], tmp_path / "text.png", paths[1])
-    assert (code, len(lines), err.count("\n")) == (3, 1, 1)
-    assert "text.png: the server answers 415: This is not an image" in err
-    code, lines, err = predict(f"http://127.0.0.1:{server.port}/", paths[0])
-    assert (code, lines) == (3, [])
-    assert "405" in err
+@pytest.fixture(scope="module")
+def guarded(run_folder):
+    """The way in with a key, and what stands behind it."""
+    service = Service(Bundle.open(run_folder.bundle), secured=True)
+    return Client(through(Door(service, key="s3cret", log=silent())))
 
 
 @pytest.mark.parametrize(
-    ("url", "image", "words"),
+    "headers",
     [
-        ("http://127.0.0.1:9/predict", "examples/digits/1.png", "bash deploy.sh RUN"),
-        ("http://127.0.0.1:9/predict", "no.png", "no.png cannot be read: No such file"),
-        ("http://127.0.0.1:9/predict", "examples", "examples cannot be read: Is a directory"),
-        ("file:///etc/hostname", "examples/digits/1.png", "PREDICT_URL is 'file:///etc/hostname'"),
-        ("127.0.0.1:5000", "examples/digits/1.png", "PREDICT_URL is"),
-        ("http://127.0.0.1:x/", "examples/digits/1.png", "PREDICT_URL is"),
+        {},
+        {"X-API-Key": "wrong"},
+        {"X-API-Key": ""},
+        {"Authorization": "Bearer s3cre"},
+        {"Authorization": "Basic s3cret"},
     ],
+    ids=str,
 )
-def test_the_client_says_why_there_is_no_answer(url, image, words):
-    """Exit 3 and one note."""
-    code, lines, err = predict(url, image)
-    assert (code, lines, err.count("\n")) == (3, [], 1)
-    assert words in err
+@pytest.mark.parametrize(
+    ("method", "path"), [("POST", "/predict"), ("GET", "/info"), ("GET", "/metrics"), ("GET", "/openapi.json")]
+)
+def test_without_the_key_there_is_no_answer(guarded, method, path, headers):
+    """401 with the way to send it; nothing has been read."""
+    response = guarded.open(path, method=method, headers=headers, data=picture())
+    assert (response.status_code, list(response.json)) == (401, ["ERROR"])
+    assert response.headers["WWW-Authenticate"] == "Bearer"
+    assert "Authorization: Bearer KEY" in response.json["ERROR"]
+
+
+@pytest.mark.parametrize("headers", [{"X-API-Key": "s3cret"}, {"Authorization": "bearer  s3cret"}], ids=str)
+def test_with_the_key_there_is_one(guarded, headers):
+    """Both headers are taken."""
+    assert guarded.post("/predict", data=picture("blue"), headers=headers).json["label"] == "blue"
+    assert guarded.get("/info", headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/ready"])
+def test_the_page_and_the_probes_need_no_key(guarded, path):
+    """The page asks for the key itself; a load balancer has none."""
+    assert guarded.get(path).status_code == 200
+
+
+def test_a_request_has_an_id(service):
+    """The client's, if it is harmless; else one of ours, different each time. Refused ones have it too."""
+    client = Client(through(Door(service, log=silent())))
+    name = client.post("/predict", data=picture(), headers={"X-Request-ID": "a-1_b.c"}).headers["X-Request-ID"]
+    assert name == "a-1_b.c"
+    answers = [client.post("/predict", data=b"hello", headers={"X-Request-ID": bad}) for bad in ('"', "a b", "x" * 65)]
+    assert [answer.status_code for answer in answers] == [415, 415, 415]
+    ours = {answer.headers["X-Request-ID"] for answer in (*answers, client.get("/health"))}
+    assert len(ours) == 4
+    assert ours.isdisjoint(['"', "a b", "x" * 65])
+
+
+def test_requests_are_counted_and_logged(run_folder, tmp_path):
+    """By status; and for a prediction where its time went. A line of JSON each, whatever the path holds."""
+    service = Service(Bundle.open(run_folder.bundle))
+    file = tmp_path / "log"
+    door = Door(service, log=Log(os.open(file, os.O_WRONLY | os.O_CREAT)))
+    client = Client(through(door))
+    client.post("/predict", **form(picture(), picture()), headers={"X-Request-ID": "two"})
+    client.post("/predict", data=b"hello", headers={"X-Request-ID": "text"})
+    client.get('/"ä', headers={"X-Request-ID": "lost"})
+    metrics = client.get("/metrics")
+    door.flush()
+    assert metrics.mimetype == "text/plain"
+    counted = {
+        sample.labels["status"]: sample.value
+        for family in text_string_to_metric_families(metrics.text)
+        for sample in family.samples
+        if sample.name == "deeplightning_requests_total" and sample.value
+    }
+    assert counted == {"200": 1, "404": 1, "415": 1}
+    numbers = {
+        sample.name: sample.value
+        for family in text_string_to_metric_families(metrics.text)
+        for sample in family.samples
+        if not sample.labels
+    }
+    for name in ("queue_seconds", "decode_seconds", "forward_seconds", "http_seconds", "batch_size"):
+        assert numbers[f"deeplightning_{name}_count"] == 1
+        assert numbers[f"deeplightning_{name}_sum"] > 0
+    assert numbers["deeplightning_queue_length"] == 0
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(line["id"], line["method"], line["path"], line["status"]) for line in lines[:3]] == [
+        ("two", "POST", "/predict", 200),
+        ("text", "POST", "/predict", 415),
+        ("lost", "GET", '/"ä', 404),
+    ]
+    assert (lines[0]["images"], lines[0]["client"]) == (2, "127.0.0.1")
+    assert {"queue_ms", "decode_ms", "forward_ms", "batch", "ms", "time"} <= set(lines[0])
+
+
+@pytest.mark.parametrize(
+    "written",
+    [
+        '--{b}\r\nContent-Disposition: form-data; name="image"; filename="a.png"\r\nContent-Type: image/png\r\n\r\n',
+        '--{b}\r\nContent-Disposition: form-data; name="image"; filename="a.png"\r\n\r\n',
+        '--{b}\r\ncontent-disposition: form-data; name="image"; filename="a"\r\ncontent-type: image/png\r\n\r\n',
+        '--{b}\r\nContent-Type: image/png\r\nContent-Disposition: form-data; name="image"; filename="a"\r\n\r\n',
+        '\r\n--{b}\r\nContent-Disposition: form-data; filename="a.png"; name=image\r\n\r\n',
+        'preamble\r\n--{b}\r\nX-Own: 1\r\nContent-Disposition: form-data; name="image"; filename="a"\r\n\r\n',
+        '--{b}\r\nContent-Disposition: form-data; name="other"\r\n\r\ntext\r\n'
+        '--{b}\r\nContent-Disposition: form-data; name="image"; filename="a"\r\n\r\n',
+    ],
+    ids=["usual", "no type", "lower case", "type first", "unquoted", "preamble", "other field"],
+)
+@pytest.mark.parametrize(
+    "boundary", ["x", "----WebKitFormBoundary7MA4YWxkTrZu0gW", '"a b"'], ids=["x", "WebKit", "quoted"]
+)
+def test_forms_are_read_as_clients_write_them(client, written, boundary):
+    """However the parts are written, whichever parser reads them."""
+    name = boundary.strip('"')
+    body = written.format(b=name).encode() + picture("green") + f"\r\n--{name}--\r\n".encode()
+    response = client.post("/predict", data=body, content_type=f"multipart/form-data; boundary={boundary}")
+    assert (response.status_code, response.json.get("label")) == (200, "green")

@@ -1,0 +1,150 @@
+"""What the tests of the server share: a run whose network tells colours apart, pictures, and the server's process."""
+
+import base64
+import http.client
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from deeplightning.image import ImageSpec
+from deeplightning.runfolder import RunFolder
+
+ROOT = Path(__file__).resolve().parents[1]
+COLOURS = {"red": (200, 30, 10), "green": (20, 180, 40), "blue": (10, 20, 220)}
+
+
+def colour_run(path: Path, labels: tuple[str, ...] = tuple(COLOURS)) -> RunFolder:
+    """The run of a network that tells red, green and blue by the mean of each channel."""
+    import torch  # here, since all else does without
+
+    class MeanColour(torch.nn.Module):
+        def forward(self, images):  # uint8 (N, 3, 8, 8)
+            return torch.softmax(images.float().mean(dim=(2, 3)) / 32, dim=1)  # (N, 3)
+
+    return _exported(path, "image_classification", list(labels), MeanColour())
+
+
+def negative_run(path: Path) -> RunFolder:
+    """The run of a network that answers a picture with its negative."""
+    import torch
+
+    class Negative(torch.nn.Module):
+        def forward(self, images):  # uint8 (N, 3, 8, 8)
+            return 1 - images.float() / 255  # (N, 3, 8, 8)
+
+    return _exported(path, "image_reconstruction", [], Negative())
+
+
+def _exported(path: Path, kind: str, labels: list[str], model: Any) -> RunFolder:
+    from deeplightning.export import export
+
+    spec = ImageSpec(8, 8, "RGB")
+    task: Any = SimpleNamespace(kind=kind, image_spec=spec, class_names=labels, inference_model=lambda: model.eval())
+    path.mkdir(exist_ok=True)
+    folder = RunFolder(path)
+    samples = np.random.default_rng(0).integers(0, 256, (4, 3, 8, 8), dtype=np.uint8)
+    export(task, folder, samples, {"id": "abc", "folder_name": path.name, "created": "now", "versions": {}})
+    return folder
+
+
+def picture(
+    colour: str = "red", kind: str = "PNG", size: tuple[int, int] = (8, 8), mode: str = "RGB", **options: Any
+) -> bytes:
+    """An image file of one colour."""
+    file = io.BytesIO()
+    Image.new("RGB", size, COLOURS[colour]).convert(mode).save(file, kind, **options)
+    return file.getvalue()
+
+
+def probabilities(colour: str) -> np.ndarray:
+    """float64 (3,), by another way than the graph's."""
+    scores = np.exp(np.array(COLOURS[colour], dtype=np.float64) / 32)
+    return scores / scores.sum()
+
+
+def encoded(data: bytes) -> str:
+    """base64, as text."""
+    return base64.b64encode(data).decode()
+
+
+class Server:
+    """`python -m serve` on a free port of this machine.
+
+    Attributes:
+        line: the first that it printed.
+        port, url: where it listens.
+        errors, log: the files of its stderr and stdout.
+    """
+
+    def __init__(self, folder: Path, errors: Path, *arguments: str, flags: tuple[str, ...] = (), **variables: str):
+        self.errors, self.log = errors, errors.with_suffix(".log")
+        command = [sys.executable, *flags, "-m", "serve", str(folder), "--port", "0", *arguments]
+        with errors.open("w") as stderr, self.log.open("w") as stdout:
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, stdout=stdout, stderr=stderr, env={**os.environ, **variables}
+            )
+        while not (found := re.search(r"(.*http://\S*?:(\d+)\b.*)\n", self.log.read_text())):
+            assert self.process.poll() is None, errors.read_text()
+            time.sleep(0.02)
+        self.line, self.port = found[1], int(found[2])
+        self.url = f"http://127.0.0.1:{self.port}"
+
+    def connect(self) -> http.client.HTTPConnection:
+        """A connection that is not open yet."""
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+
+    def ask(self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None) -> tuple[int, Any]:
+        """Status and JSON document of one request."""
+        connection = self.connect()
+        try:
+            connection.request(method, path, body, headers or {})
+            response = connection.getresponse()
+            return response.status, json.loads(response.read())
+        finally:
+            connection.close()
+
+    def requests(self) -> list[dict[str, Any]]:
+        """The lines of its log, without the first."""
+        return [json.loads(line) for line in self.log.read_text().splitlines()[1:]]
+
+    def events(self) -> list[str]:
+        """What it has said on stderr."""
+        return [json.loads(line)["event"] for line in self.errors.read_text().splitlines()]
+
+    def processes(self) -> list[int]:
+        """The numbers of the parent and of its workers."""
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return [self.process.pid, *map(int, children)]
+
+    def stop(self, sign: int = signal.SIGTERM) -> int:
+        """Ends it; gives its exit code."""
+        self.process.send_signal(sign)
+        return self.process.wait(timeout=15)
+
+
+def gone(process: int) -> bool:
+    """A zombie is gone: it holds nothing, and whoever is process 1 here may be slow to collect it."""
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = 10) -> None:
+    """Until `holds()`, which is to come about within so many seconds."""
+    end = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < end, "waited in vain"
+        time.sleep(0.02)
