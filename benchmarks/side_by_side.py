@@ -57,19 +57,23 @@ class NotMade(Exception):
     """The environment could not be made; the text says why."""
 
 
-def environment(say: bool = True) -> str:
+def environment(of: str = "requirements.txt", folder: str = ".venv", say: bool = True) -> str:
     """The Python of the peers' environment, which is made where it is not there.
+
+    Args:
+        of: what it holds, a file in `benchmarks/peers`.
+        folder: where it is, in `benchmarks`.
 
     Raises:
         NotMade: when it cannot be.
     """
-    place, requirements, lock = PEERS.parent / ".venv", PEERS / "requirements.txt", ROOT / "requirements.lock"
+    place, requirements, lock = PEERS.parent / folder, PEERS / of, ROOT / "requirements.lock"
     python, made_from = place / "bin" / "python", place / "made-from"
     wanted = hashlib.sha256(requirements.read_bytes() + lock.read_bytes()).hexdigest()
     if made_from.is_file() and made_from.read_text() == wanted:
         return str(python)
     if say:
-        print(f"Making the environment of LightningCLI and Hydra in {place}", file=sys.stderr, flush=True)
+        print(f"Making the environment of {of} in {place}", file=sys.stderr, flush=True)
     uv = str(Path(sys.executable).with_name("uv"))
     with tempfile.NamedTemporaryFile("w", suffix=".txt") as versions:
         versions.write("\n".join(_locked(lock.read_text(), requirements.read_text())))

@@ -1,0 +1,38 @@
+"""LitServe: serve_litserve.py NAME WEIGHTS PORT [BATCH]
+
+With BATCH, up to so many requests run as one; LitServe then stacks what `decode_request` gives.
+"""
+
+import sys
+
+import litserve
+import torch
+from serve_parts import answer, picture, trained, transform
+
+BATCH_SECONDS = 0.005  # LitServe's default of 0 would never wait for a second request
+
+
+class Classifier(litserve.LitAPI):
+    def __init__(self, name: str, weights: str, **options):
+        super().__init__(**options)
+        self.name, self.weights = name, weights
+
+    def setup(self, device):
+        self.model, self.prepare = trained(self.name, self.weights).to(device), transform(self.name)
+
+    def decode_request(self, request):
+        return self.prepare(picture(self.name, request["image"].file.read()))
+
+    def predict(self, images):
+        with torch.inference_mode():
+            return self.model(images if images.ndim == 4 else images[None]).softmax(1)
+
+    def encode_response(self, probabilities):
+        return answer(probabilities.reshape(-1))
+
+
+if __name__ == "__main__":
+    name, weights, port, *batch = sys.argv[1:]
+    batching = {"max_batch_size": int(batch[0]), "batch_timeout": BATCH_SECONDS} if batch else {}
+    server = litserve.LitServer(Classifier(name, weights, **batching), accelerator="cpu")
+    server.run(host="127.0.0.1", port=int(port), generate_client_file=False, log_level="warning")

@@ -1,0 +1,274 @@
+"""Servers of pictures under measurement: what they are asked, how they are started, and what their processes take.
+
+Two models with ten pictures each; picture i is of class i, by a last layer that is fitted to random features. Ours is a
+run folder with a bundle of the project's own export, the peers load the same weights. A server is known by its command
+line alone. Letters: N pictures, C channels, H height, W width.
+"""
+
+import base64
+import contextlib
+import http.client
+import io
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import psutil
+from PIL import Image
+
+from deeplightning.image import ImageSpec
+from deeplightning.runfolder import RunFolder
+
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+PICTURES = 10
+LOGIT = 8.0  # of a picture's own class; the others have 0
+START_SECONDS = 120
+
+
+# ---- what is asked
+
+
+def pictures(name: str) -> list[bytes]:
+    """Ten encoded pictures: for resnet18 JPEG files of 256x256 and some 18 KB, for the small network PNG files of 28x28
+    and some 0.7 KB. Waves in each channel with noise on them, the same each time."""
+    rng = np.random.default_rng(18)
+    side, channels, noise = (256, 3, 6.0) if name == "resnet18" else (28, 1, 2.5)
+    down, right = np.mgrid[0:side, 0:side] / side
+    files = []
+    for _ in range(PICTURES):
+        waves = rng.uniform(-4, 4, (channels, 4, 2)) * 2 * np.pi
+        angles = waves[..., 0, None, None] * down + waves[..., 1, None, None] * right  # (C, 4, H, W)
+        light = 127 + 45 * np.sin(angles + rng.uniform(0, 6, (channels, 4, 1, 1))).sum(axis=1)
+        pixels = (light + rng.normal(0, noise, light.shape)).clip(0, 255).astype(np.uint8).transpose(1, 2, 0)
+        file = io.BytesIO()
+        if name == "resnet18":
+            Image.fromarray(pixels).save(file, "JPEG", quality=90)
+        else:
+            Image.fromarray(pixels[..., 0]).save(file, "PNG")
+        files.append(file.getvalue())
+    return files
+
+
+def form(picture: bytes, field: str = "image") -> tuple[str, bytes]:
+    """A picture as a browser uploads it: content type and body."""
+    boundary = "----------a7f3c0d25b9e4186"
+    kind, suffix = ("image/png", "png") if picture.startswith(b"\x89PNG") else ("image/jpeg", "jpg")
+    head = f'Content-Disposition: form-data; name="{field}"; filename="picture.{suffix}"\r\nContent-Type: {kind}'
+    body = f"--{boundary}\r\n{head}\r\n\r\n".encode() + picture + f"\r\n--{boundary}--\r\n".encode()
+    return f"multipart/form-data; boundary={boundary}", body
+
+
+def column(picture: bytes) -> tuple[str, bytes]:
+    """A picture as a row of a data frame, which `mlflow models serve` takes: content type and body."""
+    text = base64.b64encode(picture).decode()
+    return "application/json", f'{{"dataframe_split": {{"columns": ["image"], "data": [["{text}"]]}}}}'.encode()
+
+
+def post(path: str, content_type: str, body: bytes) -> bytes:
+    """A request, byte for byte."""
+    head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: {content_type}\r\nContent-Length: {len(body)}"
+    return f"{head}\r\n\r\n".encode() + body
+
+
+# ---- what answers
+
+
+def make_run(name: str, place: Path, turned: bool = False) -> Path:
+    """A run folder with a bundle, and the weights for the peers beside it as `NAME.pt`. Turned: picture i is of class
+    9 - i instead.
+
+    Raises:
+        RuntimeError: a picture is not told with a clear margin.
+    """
+    import torch
+
+    sys.path.insert(0, str(HERE / "peers"))
+    import serve_parts
+
+    from deeplightning.export import export
+    from deeplightning.task.img_classif import Classifier, Normalise
+
+    torch.set_num_threads(1)
+    size, mode = serve_parts.SIZES[name], serve_parts.MODES[name]
+    spec = ImageSpec(size, size, mode, mean=serve_parts.MEANS[name], std=serve_parts.STDS[name])
+    prepared = np.stack([spec.decode(data).transpose(2, 0, 1) for data in pictures(name)])  # uint8 (N, C, H, W)
+    model = Classifier(Normalise(spec.mean, spec.std), _fitted(serve_parts.network, name, spec, prepared, turned))
+    model.eval()
+    with torch.inference_mode():
+        told = model(torch.from_numpy(prepared))
+    wanted = list(range(PICTURES))[:: -1 if turned else 1]
+    if told.argmax(1).tolist() != wanted or told.max(1).values.min() < 0.9:
+        raise RuntimeError(f"{name} does not tell its pictures apart: {told.max(1)}")
+    folder = RunFolder(place / (f"{name}-turned" if turned else name))
+    folder.path.mkdir()
+    task = SimpleNamespace(
+        kind="image_classification",
+        image_spec=spec,
+        class_names=[str(number) for number in range(PICTURES)],
+        inference_model=lambda: model,
+    )
+    export(task, folder, prepared, {"id": name, "folder_name": folder.path.name, "created": "now", "versions": {}})
+    torch.save(model.network.state_dict(), folder.path.with_suffix(".pt"))
+    return folder.path
+
+
+def _fitted(network, name: str, spec: ImageSpec, prepared: np.ndarray, turned: bool):
+    """A network of random weights whose last layer gives picture i the logit of its class, and 0 for the others."""
+    import torch
+
+    from deeplightning.task.img_classif import Normalise
+
+    torch.manual_seed(5)
+    model = network(name)
+    images = Normalise(spec.mean, spec.std)(torch.from_numpy(prepared))
+    *_, last = (layer for layer in model.modules() if isinstance(layer, torch.nn.Linear))
+    features: list[torch.Tensor] = []
+    hook = last.register_forward_pre_hook(lambda _, inputs: features.append(inputs[0]))
+    with torch.no_grad():
+        for _ in range(40):  # so that batch normalisation knows these pictures
+            model.train()(images)
+        model.eval()(images)
+        hook.remove()
+        known = torch.cat([features[-1], torch.ones(PICTURES, 1)], 1).double()  # with a column for the bias
+        targets = LOGIT * torch.eye(PICTURES, dtype=torch.double)
+        found = torch.linalg.lstsq(known, targets.flip(1) if turned else targets, driver="gelsd").solution.float()
+        last.weight.copy_(found[:-1].T)
+        last.bias.copy_(found[-1])
+    return model
+
+
+# ---- processes
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return taken.getsockname()[1]
+
+
+@dataclass
+class Tree:
+    """A process and all that come from it."""
+
+    pid: int
+
+    def processes(self) -> list[psutil.Process]:
+        try:
+            parent = psutil.Process(self.pid)
+            return [parent, *parent.children(recursive=True)]
+        except psutil.NoSuchProcess:
+            return []
+
+    def cpu(self) -> float:
+        """CPU seconds, user and system, with those of processes that have ended and were waited for."""
+        total = 0.0
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                times = process.cpu_times()
+                total += times.user + times.system + times.children_user + times.children_system
+        return total
+
+    def memory(self) -> float:
+        """Proportional set size in MiB: pages that several share are counted once."""
+        total = 0
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                total += process.memory_full_info().pss
+        return total / 2**20
+
+
+class Server(Tree):
+    """A server that was started by a command line, on a port of this machine alone.
+
+    Attributes:
+        log: the file that holds what it said.
+    """
+
+    def __init__(self, command: list[str], port: int, log: Path, env: dict[str, str] | None = None):
+        plain = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
+        # One thread for each operation, for all: two that spin beside busy neighbours cost up to 30 times the CPU.
+        plain |= {"OMP_NUM_THREADS": "1", "MLFLOW_DISABLE_TELEMETRY": "true", "PYTHONWARNINGS": "ignore"} | (env or {})
+        self.port, self.log = port, log
+        with log.open("wb") as said:
+            self.child = subprocess.Popen(
+                command, cwd=ROOT, env=plain, stdin=subprocess.DEVNULL, stdout=said, stderr=said, start_new_session=True
+            )
+        super().__init__(self.child.pid)
+
+    def ask(self, request: bytes, seconds: float = 60) -> tuple[int, str]:
+        """Status and text of the answer to a request, sent on a connection of its own.
+
+        Raises:
+            OSError, http.client.HTTPException: there is none.
+        """
+        with socket.create_connection(("127.0.0.1", self.port), timeout=seconds) as connection:
+            connection.sendall(request)
+            response = http.client.HTTPResponse(connection, method="POST")
+            response.begin()
+            return response.status, response.read().decode(errors="replace")
+
+    def wait(self, request: bytes, pattern: str, wanted: str) -> None:
+        """Until it gives the right answer.
+
+        Raises:
+            RuntimeError: it ends, answers something else, or nothing in `START_SECONDS`.
+        """
+        end, said = time.monotonic() + START_SECONDS, "nothing"
+        while time.monotonic() < end and self.child.poll() is None:
+            try:
+                status, text = self.ask(request)
+                found = re.search(pattern, text)
+                if status == 200 and found and found[1] == wanted:
+                    return
+                said = f"{status} {text[:200]}"
+                if status != 503:  # which says: not yet
+                    break
+            except (OSError, http.client.HTTPException) as error:
+                said = repr(error)
+            time.sleep(0.02)
+        raise RuntimeError(f"no right answer, but {said}; its last words: {self.last_words()}")
+
+    def last_words(self) -> str:
+        return " ".join(self.log.read_text(errors="replace").split())[-300:]
+
+    def stop(self) -> None:
+        """SIGTERM, and SIGKILL to those of its processes that are there 8 seconds later."""
+        processes = self.processes()
+        if self.child.poll() is None:
+            self.child.send_signal(signal.SIGTERM)
+        for process in psutil.wait_procs(processes, timeout=8)[1]:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        self.child.wait()
+
+
+@contextlib.contextmanager
+def started(command: list[str], port: int, log: Path, env: dict[str, str] | None = None) -> Iterator[Server]:
+    """A server that is stopped when the block ends."""
+    server = Server(command, port, log, env)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+@contextlib.contextmanager
+def busy_neighbours(number: int) -> Iterator[None]:
+    """So many processes that compute all the time."""
+    children = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(number)]
+    try:
+        yield
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
