@@ -47,17 +47,14 @@ class Connection(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         self._heard = self.loop.time()
-        if self._state == "head":
-            self._head_bytes += len(data)
-            if self._head_bytes > HEAD_BYTES:
-                self._refuse(431, f"The request line and headers are longer than {HEAD_BYTES} bytes; send fewer.")
-                return
+        self._head_bytes = self._head_bytes + len(data) if self._state == "head" else len(data)
         super().data_received(data)
+        if self._state == "head" and self._head_bytes > HEAD_BYTES and not self.transport.is_closing():
+            self._refuse(431, f"The request line and headers are longer than {HEAD_BYTES} bytes; send fewer.")
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._enter("head")
-        self._head_bytes = 0
 
     def on_headers_complete(self) -> None:
         self._enter("body")

@@ -80,7 +80,7 @@ def through(door):
             "type": "http",
             "http_version": "1.1",
             "method": environ["REQUEST_METHOD"],
-            "path": environ["PATH_INFO"],
+            "path": environ["PATH_INFO"].encode("latin-1").decode(),
             "query_string": environ["QUERY_STRING"].encode(),
             "headers": headers,
             "client": ("127.0.0.1", 1),

@@ -1,0 +1,514 @@
+"""The server as a process: it starts and ends cleanly, loses nothing it accepted, and outlives its worker, its bundle
+and its clients."""
+
+import contextlib
+import http.client
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from served import COLOURS, ROOT, Server, colour_run, gone, picture, wait_until
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory):
+    return colour_run(tmp_path_factory.mktemp("a run"))
+
+
+@pytest.fixture
+def start(run_folder, tmp_path):
+    servers = []
+
+    def started(*arguments, folder=run_folder.path, **options):
+        servers.append(Server(folder, tmp_path / f"errors {len(servers)}", *map(str, arguments), **options))
+        return servers[-1]
+
+    yield started
+    for server in servers:
+        server.stop(signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def server(run_folder, tmp_path_factory):
+    """One for all tests that leave it as it was."""
+    server = Server(run_folder.path, tmp_path_factory.mktemp("server") / "errors", "--max-upload-mb", "1")
+    yield server
+    server.stop(signal.SIGKILL)
+
+
+def test_the_process_imports_no_torch_and_leaves_cleanly(start):
+    """One line says what, where and how it is spread; no library of training is in it; SIGTERM ends it all."""
+    server = start(flags=("-X", "importtime"))
+    assert server.line.startswith(f"Serving image_classification (3 classes) on {server.url}: ")
+    status, answer = server.ask("POST", "/predict", picture("blue"))
+    assert (status, answer["label"]) == (200, "blue")
+    assert server.ask("GET", "/health") == (200, {"status": "ok"})
+    assert server.ask("GET", "/ready") == (200, {"status": "ready"})
+    spread = server.ask("GET", "/info")[1]
+    assert f"{spread['processes']} process" in server.line
+    processes = server.processes()
+    assert len(processes) == 1 + spread["processes"]
+    maps = "".join(Path(f"/proc/{process}/maps").read_text() for process in processes)
+    assert "onnxruntime" in maps
+    assert "torch" not in maps
+    assert server.stop() == 0
+    assert all(map(gone, processes))
+    with pytest.raises(ConnectionRefusedError):
+        server.ask("GET", "/health")
+    imported = {line.split("|")[-1].strip() for line in server.errors.read_text().splitlines() if "import time" in line}
+    packages = {name.partition(".")[0] for name in imported}
+    assert {"flask", "uvicorn", "numpy", "onnxruntime", "PIL"} <= packages
+    assert packages.isdisjoint(
+        ["torch", "torchvision", "pytorch_lightning", "lightning", "mlflow", "sklearn", "matplotlib", "onnx", "yaml"]
+    )
+    ours = {name for name in imported if name.startswith("deeplightning")}
+    assert ours == {"deeplightning", "deeplightning.image", "deeplightning.runfolder"}
+
+
+@pytest.mark.parametrize("module", ["serve.bundle", "deeplightning.export"])
+def test_onnxruntime_reports_to_nobody(tmp_path, module):
+    """Its telemetry, on by default from 1.29, is off before it can start a thread or write to the user's home."""
+    code = f"import os, {module}; print('threads', len(os.listdir('/proc/self/task')))"
+    environment = {**os.environ, "HOME": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    environment.pop("ORT_DISABLE_TELEMETRY", None)
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("threads 1\n", "")
+    assert list(tmp_path.iterdir()) == []
+
+
+def half_sent(server, data):
+    """A connection on which the head and some of the body are sent."""
+    connection = server.connect()
+    connection.putrequest("POST", "/predict")
+    connection.putheader("Content-Length", str(len(data)))
+    connection.endheaders()
+    connection.send(data[:20])
+    return connection
+
+
+def answer(connection):
+    """The JSON of a response that is due."""
+    return json.loads(connection.getresponse().read())
+
+
+def accepted(server, number):
+    """Waits until the server has fetched so many connections: the system keeps nothing of what was sent on them."""
+    port = f":{server.port:04X}"
+
+    def unread():
+        rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+        held = [row for row in rows if row[1].endswith(port) and row[3] == "01"]
+        return len(held) == number and not any(int(row[4].partition(":")[2], 16) for row in held)
+
+    wait_until(unread)
+
+
+def test_an_accepted_request_is_finished(start):
+    """A body that is still under way at SIGTERM is answered, on a connection that then closes."""
+    server = start()
+    connection = half_sent(server, picture("green"))
+    accepted(server, 1)
+    server.process.send_signal(signal.SIGTERM)
+    wait_until(lambda: refused(server))
+    connection.send(picture("green")[20:])
+    response = connection.getresponse()
+    assert (json.loads(response.read())["label"], response.headers["Connection"]) == ("green", "close")
+    connection.close()
+    assert server.process.wait(timeout=10) == 0
+
+
+def refused(server):
+    """Whether the port is closed."""
+    try:
+        socket.create_connection(("127.0.0.1", server.port)).close()
+    except ConnectionRefusedError:
+        return True
+    return False
+
+
+def test_a_request_that_arrives_while_it_ends_is_answered(start):
+    """On a connection that idled when SIGTERM came, and that is closed with the answer."""
+    server = start()
+    connection = server.connect()
+    connection.request("GET", "/health")
+    assert answer(connection) == {"status": "ok"}
+    server.process.send_signal(signal.SIGTERM)
+    wait_until(lambda: refused(server))
+    connection.request("GET", "/ready")
+    response = connection.getresponse()
+    assert (response.status, response.headers["Connection"]) == (503, "close")
+    connection.close()
+    assert server.process.wait(timeout=10) == 0
+
+
+def test_an_idle_connection_does_not_hold_the_server_up(start):
+    """Neither one that was answered nor one that never asks, as browsers open them."""
+    server = start()
+    answered, silent = server.connect(), server.connect()
+    silent.connect()
+    answered.request("GET", "/health")
+    answer(answered)
+    server.process.send_signal(signal.SIGTERM)
+    assert server.process.wait(timeout=10) == 0
+    answered.close()
+    silent.close()
+
+
+def test_under_load_nothing_that_was_accepted_is_lost(start):
+    """SIGTERM while sixteen clients ask, each on fresh connections: every one that was opened is answered."""
+    server = start()
+    counts = {"answered": 0, "lost": 0}
+    lock = threading.Lock()
+
+    def ask():
+        while True:
+            connection = server.connect()
+            try:
+                connection.connect()
+            except ConnectionRefusedError:
+                return
+            try:
+                connection.request("POST", "/predict", picture("blue"))
+                found = "answered" if answer(connection)["label"] == "blue" else "lost"
+            except (OSError, http.client.HTTPException):
+                found = "lost"
+            finally:
+                connection.close()
+            with lock:
+                counts[found] += 1
+
+    threads = [threading.Thread(target=ask) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: counts["answered"] > 300, 30)
+    server.process.send_signal(signal.SIGTERM)
+    for thread in threads:
+        thread.join(20)
+    assert counts["lost"] == 0
+    assert server.process.wait(timeout=10) == 0
+
+
+def test_ctrl_c_ends_it(start):
+    """SIGINT is a wish to stop, and no fault."""
+    server = start()
+    processes = server.processes()
+    assert server.stop(signal.SIGINT) == 0
+    assert all(map(gone, processes))
+
+
+def test_nobody_is_left_when_it_is_killed(start):
+    """The workers of a parent that is gone end by themselves."""
+    server = start()
+    processes = server.processes()
+    server.stop(signal.SIGKILL)
+    wait_until(lambda: all(map(gone, processes)))
+
+
+def test_a_crashed_worker_is_replaced(start):
+    """The next requests find another one, the event is told, and the first line is not repeated."""
+    server = start()
+    parent, *workers = server.processes()
+    os.kill(workers[0], signal.SIGSEGV)
+    wait_until(lambda: gone(workers[0]) and len(server.processes()) == 1 + len(workers))
+    for _ in range(10):
+        assert server.ask("POST", "/predict", picture("red"))[1]["label"] == "red"
+    assert server.events() == ["a worker died"]
+    assert server.log.read_text().count("Serving") == 1
+    assert parent == server.process.pid
+
+
+@pytest.mark.parametrize("told", [False, True], ids=["unasked", "SIGHUP"])
+def test_a_changed_bundle_is_taken_up_without_a_failed_request(start, run_folder, tmp_path, told):
+    """Requests go on meanwhile: none fails, each is answered by the old model or the new, and then by the new only."""
+    folder = tmp_path / "copy"
+    shutil.copytree(run_folder.path, folder)
+    new = colour_run(tmp_path / "new", ("rot", "grün", "blau"))
+    server = start(folder=folder)
+    labels, faults, stop = [], [], threading.Event()
+
+    def ask():
+        connection = server.connect()
+        while not stop.is_set():
+            try:
+                connection.request("POST", "/predict", picture("blue"))
+                labels.append(answer(connection)["label"])
+            except (OSError, http.client.HTTPException, KeyError) as error:
+                faults.append(error)
+                connection.close()
+        connection.close()
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: len(labels) > 50)
+    (folder / "bundle").rename(folder / "old")
+    new.bundle.rename(folder / "bundle")
+    if told:
+        server.process.send_signal(signal.SIGHUP)
+    wait_until(lambda: labels[-100:] == ["blau"] * 100, 20)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert faults == []
+    assert set(labels) == {"blue", "blau"}
+    wait_until(lambda: len(server.processes()) == 1 + server.ask("GET", "/info")[1]["processes"])
+    assert server.ask("GET", "/info")[1]["labels"] == ["rot", "grün", "blau"]
+
+
+def test_a_damaged_bundle_is_not_taken_up(start, run_folder, tmp_path):
+    """What answered goes on answering, and the log says why."""
+    folder = tmp_path / "copy"
+    shutil.copytree(run_folder.path, folder)
+    server = start(folder=folder)
+    card = folder / "bundle" / "bundle.json"
+    card.write_text(card.read_text().replace("green", "amber"))
+    wait_until(lambda: server.errors.read_text().count("\n") == 1)
+    assert "the model stays as it was: The bundle" in server.events()[0]
+    assert server.ask("POST", "/predict", picture("green"))[1]["label"] == "green"
+
+
+def test_too_large_a_body_gets_an_answer(server):
+    """413 reaches clients that send all before they read, whether they announce the size or send chunks."""
+    body = b"\0" * 20_000_000
+    assert server.ask("POST", "/predict", body)[0] == 413
+    assert server.ask("POST", "/predict", iter([body]))[0] == 413  # http.client makes chunks of it
+
+
+def test_requests_do_not_wait_for_a_client_that_pauses(server):
+    """Others are answered meanwhile, and many at a time rightly, also on one connection after another."""
+    pausing = [half_sent(server, b"\0" * 1000) for _ in range(50)]
+    answers = {}
+
+    def ask(number):
+        connection = server.connect()
+        for round_ in range(5):
+            colour = list(COLOURS)[(number + round_) % 3]
+            connection.request("POST", "/predict", picture(colour))
+            answers[number, round_] = (colour, answer(connection)["label"])
+        connection.close()
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(12)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(answers) == 60
+    assert all(asked == answered for asked, answered in answers.values())
+    for connection in pausing:
+        connection.close()
+
+
+def test_a_client_that_leaves_is_no_fault(server):
+    """In mid-body, or before it has its answer."""
+    half_sent(server, b"\0" * 1000).close()
+    leaves = server.connect()
+    leaves.request("POST", "/predict", picture())
+    leaves.close()
+    wait_until(lambda: any(line["status"] == 499 for line in server.requests()))
+    assert server.ask("POST", "/predict", picture())[0] == 200
+    assert server.events() == []
+
+
+def raw(server, *parts):
+    """What comes back for these bytes, until the server closes the connection."""
+    with socket.create_connection(("127.0.0.1", server.port), timeout=30) as connection:
+        for part in parts:
+            connection.sendall(part)
+        with contextlib.suppress(ConnectionResetError):
+            return b"".join(iter(lambda: connection.recv(65536), b""))
+    return b""
+
+
+def test_what_is_no_http_is_answered_in_json(server):
+    """Garbage and endless headers get a sentence, and the connection ends; both are logged."""
+    garbage = raw(server, b"\x16\x03\x01 hello\r\n\r\n")
+    assert garbage.startswith(b"HTTP/1.1 400 Bad Request\r\n")
+    assert list(json.loads(garbage.partition(b"\r\n\r\n")[2])) == ["ERROR"]
+    endless = raw(server, b"GET / HTTP/1.1\r\n", *[b"X-%d: " % n + b"x" * 8000 + b"\r\n" for n in range(9)])
+    assert endless.startswith(b"HTTP/1.1 431 ")
+    wait_until(lambda: {400, 431} <= {line["status"] for line in server.requests()})
+
+
+@pytest.mark.slow
+def test_slow_clients_are_cut_off(server):
+    """Ten seconds for the head, or a pause as long in the body, end in 408; who says nothing gets nothing."""
+    answers = {}
+
+    def ask(name, *parts):
+        answers[name] = raw(server, *parts)
+
+    threads = [
+        threading.Thread(target=ask, args=("head", b"GET / HTTP/1.1\r\nX: ")),
+        threading.Thread(target=ask, args=("body", b"POST /predict HTTP/1.1\r\nContent-Length: 9\r\n\r\n1")),
+        threading.Thread(target=ask, args=("nothing",)),
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert answers["head"].startswith(b"HTTP/1.1 408 ")
+    assert answers["body"].startswith(b"HTTP/1.1 408 ")
+    assert answers["nothing"] == b""
+
+
+def test_a_key_is_asked_for_and_kept_secret(start):
+    """With the variable's value and no other; it stands in no log."""
+    server = start("--api-key-env", "OWN_KEY", OWN_KEY="s3cret-value")
+    assert server.ask("POST", "/predict", picture())[0] == 401
+    assert server.ask("POST", "/predict", picture(), {"X-API-Key": "s3cret-value"})[0] == 200
+    assert "s3cret" not in server.log.read_text() + server.errors.read_text() + str(server.ask("GET", "/health"))
+    command = Path(f"/proc/{server.process.pid}/cmdline").read_bytes()
+    assert b"s3cret" not in command
+
+
+@pytest.mark.parametrize("value", [None, ""])
+def test_a_key_that_is_not_there_is_named(run_folder, monkeypatch, value):
+    """Exit 2 with the variable's name, before anything is opened."""
+    monkeypatch.delenv("OWN_KEY", raising=False)
+    if value is not None:
+        monkeypatch.setenv("OWN_KEY", value)
+    code, out, err = serve(run_folder.path, "--port", 0, "--api-key-env", "OWN_KEY")
+    assert (code, out, err.count("\n")) == (2, "", 1)
+    assert "OWN_KEY" in err
+
+
+def test_above_the_limit_there_are_refusals_and_no_faults(start):
+    """Only 200, 429 and 504, and a 429 says when to come back."""
+    server = start("--max-queue", 2, "--max-wait", 0.2)
+    image = picture("red", "JPEG", (1500, 1500))
+    seen, retry = set(), set()
+
+    def ask():
+        connection = server.connect()
+        for _ in range(8):
+            connection.request("POST", "/predict", image)
+            response = connection.getresponse()
+            response.read()
+            seen.add(response.status)
+            if response.status == 429:
+                retry.add(response.headers["Retry-After"])
+        connection.close()
+
+    threads = [threading.Thread(target=ask) for _ in range(24)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert {200, 429} <= seen <= {200, 429, 504}
+    assert all(int(seconds) >= 1 for seconds in retry)
+
+
+def serve(*arguments):
+    """rc, stdout and stderr of a start that is expected to fail."""
+    command = [sys.executable, "-m", "serve", *map(str, arguments)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=30)
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_a_port_in_use_is_named(run_folder):
+    """Exit 3, at once, with the port and the way out."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, out, err = serve(run_folder.path, "--port", port)
+    assert (code, out, err.count("\n")) == (3, "", 1)
+    assert f"Port {port} on 127.0.0.1" in err
+    assert "--port" in err
+
+
+@pytest.mark.parametrize("host", ["no.such.host.invalid", "203.0.113.1"])
+def test_a_host_that_is_not_ours_is_named(run_folder, host):
+    """Exit 3 and one note."""
+    code, out, err = serve(run_folder.path, "--port", 0, "--host", host)
+    assert (code, out, err.count("\n")) == (3, "", 1)
+    assert host in err
+
+
+def test_a_bad_bundle_is_named(tmp_path):
+    """Exit 4 and one note."""
+    code, out, err = serve(tmp_path, "--port", 0)
+    assert (code, out, err.count("\n")) == (4, "", 1)
+    assert str(tmp_path) in err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["x", "--port", "70000"],
+        ["x", "--port", "five"],
+        ["x", "--max-batch", "0"],
+        ["x", "--max-wait", "never"],
+        ["x", "--precision", "int4"],
+    ],
+)
+def test_wrong_arguments_are_explained(arguments):
+    """Exit 2 and how it is used."""
+    code, out, err = serve(*arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("usage: python -m serve")
+
+
+def test_a_public_address_is_called_public(start):
+    """Whoever opens the server to others is told."""
+    server = start("--host", "0.0.0.0")
+    assert "public" in server.line
+    assert server.ask("GET", "/health")[0] == 200
+
+
+# The client.
+
+
+def predict(url, *arguments, cwd=ROOT):
+    environment = {**os.environ, "PREDICT_URL": url, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-m", "serve.predict", *map(str, arguments)]
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60)
+    return done.returncode, [json.loads(line) for line in done.stdout.splitlines()], done.stderr
+
+
+def test_the_client_prints_one_line_per_image(start, tmp_path):
+    """In order, each with its file's name, whatever the name; without arguments the ten sample digits."""
+    server = start()
+    url = f"http://127.0.0.1:{server.port}/predict"
+    paths = [tmp_path / "a red one.png", tmp_path / "grün.png"]
+    for path, colour in zip(paths, ("red", "green"), strict=True):
+        path.write_bytes(picture(colour))
+    code, lines, err = predict(url, *paths)
+    assert (code, err) == (0, "")
+    assert [(line["image"], line["label"]) for line in lines] == [(str(paths[0]), "red"), (str(paths[1]), "green")]
+    code, lines, err = predict(url, cwd=tmp_path)
+    assert (code, err) == (0, "")
+    assert [Path(line["image"]).name for line in lines] == [f"{digit}.png" for digit in range(10)]
+
+    (tmp_path / "text.png").write_text("no picture")
+    code, lines, err = predict(url, paths[0], tmp_path / "text.png", paths[1])
+    assert (code, len(lines), err.count("\n")) == (3, 1, 1)
+    assert "text.png: the server answers 415: This is not an image" in err
+    code, lines, err = predict(f"http://127.0.0.1:{server.port}/", paths[0])
+    assert (code, lines) == (3, [])
+    assert "405" in err
+
+
+@pytest.mark.parametrize(
+    ("url", "image", "words"),
+    [
+        ("http://127.0.0.1:9/predict", "examples/digits/1.png", "bash deploy.sh RUN"),
+        ("http://127.0.0.1:9/predict", "no.png", "no.png cannot be read: No such file"),
+        ("http://127.0.0.1:9/predict", "examples", "examples cannot be read: Is a directory"),
+        ("file:///etc/hostname", "examples/digits/1.png", "PREDICT_URL is 'file:///etc/hostname'"),
+        ("127.0.0.1:5000", "examples/digits/1.png", "PREDICT_URL is"),
+        ("http://127.0.0.1:x/", "examples/digits/1.png", "PREDICT_URL is"),
+    ],
+)
+def test_the_client_says_why_there_is_no_answer(url, image, words):
+    """Exit 3 and one note."""
+    code, lines, err = predict(url, image)
+    assert (code, lines, err.count("\n")) == (3, [], 1)
+    assert words in err
