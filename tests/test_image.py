@@ -7,9 +7,11 @@ import subprocess
 import sys
 import warnings
 import zlib
+from pathlib import Path
 
 import numpy as np
 import pytest
+import sklearn.datasets
 from PIL import Image
 
 from deeplightning.image import FORMATS, ImageError, ImageSpec
@@ -168,6 +170,86 @@ def test_exif_turns_upright(kind, orientation):
     )
     for row, column in ((3, 6), (12, 6), (12, 26), (3, 26)):
         np.testing.assert_allclose(decoded[row, column], upright[row, column], atol=40)
+
+
+PHOTOS = Path(sklearn.datasets.__file__).parent / "images"
+
+
+def photo(name: str, size: tuple[int, int], mode: str = "RGB") -> Image.Image:
+    with Image.open(PHOTOS / f"{name}.jpg") as image:
+        return image.resize(size, Image.Resampling.BICUBIC).convert(mode)
+
+
+def full(spec: ImageSpec, encoded: bytes) -> np.ndarray:
+    """What a JPEG gives when Pillow decodes all its pixels before anything is scaled."""
+    with Image.open(io.BytesIO(encoded)) as image:
+        return spec.from_array(np.asarray(image.convert("RGB"))).astype(int)
+
+
+@pytest.mark.parametrize("name", ["china", "flower"])
+@pytest.mark.parametrize("mode", ["RGB", "L", "CMYK"])
+@pytest.mark.parametrize(
+    "spec",
+    [
+        ImageSpec(64, 64),
+        ImageSpec(28, 28, "L"),
+        ImageSpec(96, 64),
+        ImageSpec(48, 64, "RGB", "crop"),
+        ImageSpec(64, 64, "RGB", "pad"),
+    ],
+    ids=["stretch", "grey", "tall", "crop", "pad"],
+)
+def test_large_photos_are_read_at_less_than_their_size(name, mode, spec):
+    """libjpeg scales by 2, 4 or 8 where twice the result is left; that cannot be seen, nor does anything move."""
+    for size in ((640, 427), (1283, 963), (963, 1283)):
+        encoded = encode(photo(name, size, mode), "JPEG", quality=90)
+        difference = np.abs(spec.decode(encoded) - full(spec, encoded))
+        assert difference.mean() < 0.5
+        assert difference.max() <= 12
+
+
+def test_photos_below_four_times_the_result_are_read_whole():
+    """With less than twice the result left after halving, every pixel is decoded."""
+    spec = ImageSpec(64, 64)
+    encoded = encode(photo("china", (255, 400)), "JPEG", quality=90)
+    np.testing.assert_array_equal(spec.decode(encoded), full(spec, encoded))
+    at_the_edge = encode(photo("china", (256, 400)), "JPEG", quality=90)
+    assert (spec.decode(at_the_edge) != full(spec, at_the_edge)).any()
+
+
+@pytest.mark.parametrize("resize", ["stretch", "crop", "pad"])
+@pytest.mark.parametrize("orientation", range(1, 9))
+def test_exif_turns_large_photos(resize, orientation):
+    """A photo that is scaled and turned is what one gives that was upright when it was saved."""
+    upright = photo("china", (803, 535))
+    turn = {2: 0, 3: 3, 4: 1, 5: 5, 6: 2, 7: 6, 8: 4}.get(orientation)  # from upright to what the sensor saw
+    stored = upright if turn is None else upright.transpose(Image.Transpose(turn))
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    spec = ImageSpec(60, 90, "RGB", resize)
+    decoded = spec.decode(encode(stored, "JPEG", quality=95, subsampling=0, exif=exif)).astype(int)
+    difference = np.abs(decoded - spec.from_array(np.asarray(upright)))
+    assert difference.mean() < 1.5
+    assert difference.max() <= 24
+
+
+def test_a_photo_of_a_phone_with_a_second_picture_inside():
+    """Of a multi-picture JPEG (MPO) the first is read, scaled like any."""
+    first, second = photo("china", (640, 480)), photo("flower", (640, 480))
+    encoded = encode(first, "MPO", save_all=True, append_images=[second], quality=95)
+    difference = np.abs(ImageSpec(64, 64).decode(encoded) - ImageSpec(64, 64).from_array(np.asarray(first)).astype(int))
+    assert difference.mean() < 1.5
+
+
+def test_a_large_photo_is_limited_and_must_be_whole():
+    """Its pixels are those of its header, however few are decoded; and half of its data are not enough."""
+    encoded = encode(photo("china", (1280, 960)), "JPEG", quality=90)
+    with pytest.raises(ImageError, match="1280 x 960 = 1,228,800 pixels; at most 1,228,799"):
+        ImageSpec(64, 64).decode(encoded, max_pixels=1_228_799)
+    assert ImageSpec(64, 64).decode(encoded, max_pixels=1_228_800).shape == (64, 64, 3)
+    with pytest.raises(ImageError, match="damaged or cut off") as error:
+        ImageSpec(64, 64).decode(encoded[: len(encoded) // 2])
+    assert error.value.status == 400
 
 
 def test_damaged_exif_does_not_matter():
