@@ -293,7 +293,8 @@ def origin_of(folder: RunFolder, checkpoint: Path) -> dict[str, Any]:
 
 
 def export_run(folder: RunFolder) -> Path:
-    """Writes the bundle of a run: its best weights as ONNX, compared with the checkpoint on real samples.
+    """Writes the bundle of a run: its best weights as ONNX, compared with the checkpoint on real samples; and an MLflow
+    model of it, where the config wants one.
 
     Raises:
         CheckpointError: there are no weights or no samples, or the exported model answers differently.
@@ -312,6 +313,10 @@ def export_run(folder: RunFolder) -> Path:
         images = file["images"]
     bundle = export(task, folder, images, origin_of(folder, path))
     log.info("bundle     %s", bundle)
+    if cfg.logger.log_model:
+        from deeplightning.tracking.flavour import write_model
+
+        log.info("model      %s", write_model(folder))
     return bundle
 
 

@@ -2,7 +2,7 @@
 
 Imports only go down this list: `cli`; `torch_server`; `predict`, `runs`, `completion`, `deploy`; `run`, `dry_run`;
 `trained`; `configure`; `engine`, `tracking`, `callbacks`, `export`, `quantize`; `runfolder`, `image`; `config`. `serve`
-stands on `image` and `runfolder`, and of the rest only `torch_server` uses it.
+stands on `image` and `runfolder`; of the rest only `torch_server`, and what answers inside an MLflow model, use it.
 The parts (`data`, `task`, `model`, `loss`) are named in YAML, imported by nobody, and use of the core only
 `config.target.build` and `image`.
 """
@@ -26,6 +26,7 @@ LAYERS = [
     {"runfolder", "image"},
     {"config"},
 ]
+STAND_ON_SERVE = {"deeplightning.torch_server", "deeplightning.tracking.pyfunc"}
 PARTS = {"data", "task", "model", "loss"}
 OPEN_TO_PARTS = {"deeplightning.config.target.build", "deeplightning.image"}
 FILES = sorted([*ROOT.glob("deeplightning/**/*.py"), *ROOT.glob("serve/**/*.py")])
@@ -63,7 +64,7 @@ def allowed(importer: str, imported: str) -> bool:
         return True
     if importer == "deeplightning" or here in PARTS:
         return there == here or any(f"{imported}.".startswith(f"{name}.") for name in OPEN_TO_PARTS)
-    if here == "torch_server" and there == "serve":
+    if importer in STAND_ON_SERVE and there == "serve":
         return True
     if here == "serve":
         return there in {"serve", "image", "runfolder"}
