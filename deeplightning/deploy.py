@@ -10,6 +10,7 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from deeplightning.config.check import section
 from deeplightning.config.fault import CheckpointError, ConfigError, Fault, nearest
@@ -50,23 +51,36 @@ def command(run: str, overrides: Sequence[str] = (), allow: Sequence[str] = ()) 
     """
     folder = RunFolder(resolve_run(run, None))
     is_bundle = (folder.path / folder.bundle_card.name).is_file()
-    flags = _flags(folder.config if folder.config.is_file() and not is_bundle else None, overrides)
-    if is_bundle or folder.bundle_card.is_file():
-        return [sys.executable, "-m", "serve", str(folder.path if is_bundle else folder.bundle), *flags]
-    refuse_foreign(folder, allow)
-    from deeplightning.export import NotExpressible
-    from deeplightning.trained import export_run
+    settings = _settings(folder.config if folder.config.is_file() and not is_bundle else None, overrides)
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in _changed(settings)]
+    if is_bundle:
+        return [sys.executable, "-m", "serve", str(folder.path), *flags]
+    whole = folder.bundle_card.is_file()
+    if not whole or (settings.precision == "int8" and not folder.bundle_int8.is_file()):
+        refuse_foreign(folder, allow)
+        from deeplightning.export import NotExpressible
+        from deeplightning.trained import export_run, quantize_run
 
-    try:
-        return [sys.executable, "-m", "serve", str(export_run(folder)), *flags]
-    except NotExpressible as error:
-        print(f"{error}\nSo the checkpoint is served by torch: {COST}.", file=sys.stderr)
-    allowed = [f"--allow={module}" for module in allow]
-    return [sys.executable, "-m", "deeplightning.torch_server", str(folder.path), *flags, *allowed]
+        try:
+            if not whole:
+                export_run(folder)
+        except NotExpressible as error:
+            print(f"{error}\nSo the checkpoint is served by torch: {COST}.", file=sys.stderr)
+            allowed = [f"--allow={module}" for module in allow]
+            return [sys.executable, "-m", "deeplightning.torch_server", str(folder.path), *flags, *allowed]
+        if settings.precision == "int8":
+            quantize_run(folder)
+    return [sys.executable, "-m", "serve", str(folder.bundle), *flags]
 
 
-def _flags(config: Path | None, overrides: Sequence[str]) -> list[str]:
-    """What differs from the server's own defaults, as its flags. Of the config nothing else is looked at."""
+def _changed(settings: Serve) -> Iterator[tuple[str, Any]]:
+    """What differs from the defaults, which the server has as well."""
+    values = ((field, getattr(settings, field.name)) for field in keys(Serve))
+    return ((field.name, value) for field, value in values if value != field.default)
+
+
+def _settings(config: Path | None, overrides: Sequence[str]) -> Serve:
+    """The section `serve`; nothing else of the config is looked at."""
     known = [f"serve.{field.name}" for field in keys(Serve)]
     for text in overrides:
         name, place = text.lstrip("~+").partition("=")[0].strip(), f"override {text}"
@@ -78,8 +92,7 @@ def _flags(config: Path | None, overrides: Sequence[str]) -> list[str]:
     source = read(config, list(overrides))
     settings = section("serve", source)
     _check_key(settings, source)
-    changed = [field.name for field in keys(Serve) if getattr(settings, field.name) != field.default]
-    return [f"--{name.replace('_', '-')}={getattr(settings, name)}" for name in changed]
+    return settings
 
 
 def _check_key(settings: Serve, source: Source) -> None:

@@ -136,9 +136,21 @@ def test_a_bundle_is_served_without_torch(run):
 def test_the_config_tells_the_server(run):
     """What the run's config sets is passed on, and what the command line says wins; defaults are the server's own."""
     assert flags(command_of(str(run.path))) == ["--max-batch=4", "--max-wait=2.5"]
-    given = ["serve.max_batch=16", "serve.host='::1'", "serve.precision=int8", "serve.max_pixels=1_000"]
-    expected = ["--host=::1", "--max-pixels=1000", "--max-wait=2.5", "--precision=int8"]
+    given = ["serve.max_batch=16", "serve.host='::1'", "serve.max_pixels=1_000", "serve.api_key_env=HOME"]
+    expected = ["--host=::1", "--max-pixels=1000", "--max-wait=2.5", "--api-key-env=HOME"]
     assert flags(command_of(str(run.path), given)) == expected
+
+
+def test_int8_is_made_where_it_is_asked_for(run, tmp_path):
+    """A bundle without an int8 model gets one, by the run's validation images; the data module must be allowed."""
+    copy = RunFolder(shutil.copytree(run.path, tmp_path / "copy"))
+    assert flags(command_of(str(copy.path), ["serve.precision=int8"]))[-1] == "--precision=int8"
+    assert copy.bundle_int8.is_file()
+    assert command_of(str(copy.path), ["serve.precision=int8"])[3] == str(copy.bundle)
+    copy.bundle_int8.unlink()
+    copy.config.write_text(copy.config.read_text().replace("deeplightning.data.digits.Digits", "own.Digits"))
+    with pytest.raises(CheckpointError, match=r"data.module.type: to serve this run, own.Digits would be imported"):
+        command_of(str(copy.path), ["serve.precision=int8"])
 
 
 def test_only_the_section_of_the_server_is_looked_at(run, tmp_path):
