@@ -1,62 +1,31 @@
 """A bundle opens only as it was written: damage or an edit is one sentence and exit code 4; nothing else is read."""
 
 import base64
-import io
 import json
 import os
 import shutil
 from hashlib import sha256
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from PIL import Image
+from served import COLOURS, colour_run, negative_run, picture
 
 from deeplightning.image import ImageSpec
-from deeplightning.runfolder import RunFolder, seal
+from deeplightning.runfolder import seal
 from serve.bundle import Bundle, BundleError
 
-RUN = {"id": "abc", "folder_name": "a run", "created": "now", "versions": {"deeplightning": "1"}}
 SAMPLES = np.random.default_rng(0).integers(0, 256, (4, 3, 8, 8), dtype=np.uint8)
-
-
-def exported(folder, kind, labels, model):
-    from deeplightning.export import export  # here, since all else in this file does without torch
-
-    task = SimpleNamespace(kind=kind, image_spec=ImageSpec(8, 8, "RGB"), class_names=labels, inference_model=model.eval)
-    run_folder = RunFolder(folder)
-    export(task, run_folder, SAMPLES, RUN)
-    return run_folder
+RUN = {"id": "abc", "folder_name": "a run", "created": "now", "versions": {}}
 
 
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory):
-    """The run of a network that tells red, green and blue by the mean of each channel."""
-    import torch
-
-    class MeanColour(torch.nn.Module):
-        def forward(self, images):  # uint8 (N, 3, 8, 8)
-            return torch.softmax(images.float().mean(dim=(2, 3)) / 32, dim=1)  # (N, 3)
-
-    return exported(tmp_path_factory.mktemp("a run"), "image_classification", ["red", "green", "blue"], MeanColour())
+    return colour_run(tmp_path_factory.mktemp("runs") / "a run")
 
 
 @pytest.fixture(scope="module")
 def negative_folder(tmp_path_factory):
-    """The run of a network that answers a picture with its negative."""
-    import torch
-
-    class Negative(torch.nn.Module):
-        def forward(self, images):  # uint8 (N, 3, 8, 8)
-            return 1 - images.float() / 255  # (N, 3, 8, 8)
-
-    return exported(tmp_path_factory.mktemp("a run"), "image_reconstruction", [], Negative())
-
-
-def encoded(size=(8, 8)):
-    file = io.BytesIO()
-    Image.new("RGB", size, "red").save(file, "PNG")
-    return file.getvalue()
+    return negative_run(tmp_path_factory.mktemp("runs") / "a run")
 
 
 def text(data):
@@ -76,8 +45,8 @@ def test_a_bundle_answers(run_folder):
     answers = bundle.predict(SAMPLES)
     assert answers.dtype == np.float32
     np.testing.assert_allclose(answers, scores / scores.sum(1, keepdims=True), atol=1e-6)
-    prepared = bundle.prepare(encoded((20, 10)), 200)
-    np.testing.assert_array_equal(prepared[:, 0, 0], [255, 0, 0])
+    prepared = bundle.prepare(picture(size=(20, 10)), 200)
+    np.testing.assert_array_equal(prepared[:, 0, 0], COLOURS["red"])
     assert (prepared.dtype, prepared.shape, prepared.flags.c_contiguous) == (np.uint8, (3, 8, 8), True)
 
 
@@ -268,7 +237,7 @@ DAMAGES = {
     "golden number": (edited(lambda card: card["golden"].update(fp32=1)), "golden answers"),
     "sample no base64": (last_sample("?"), "Golden sample 3"),
     "sample number": (last_sample(1), "Golden sample 3"),
-    "sample too large": (last_sample(text(encoded((9, 9)))), "Golden sample 3"),
+    "sample too large": (last_sample(text(picture(size=(9, 9)))), "Golden sample 3"),
     "sample no picture": (last_sample(text(b"hello")), "Golden sample 3"),
     "outside": (model_of(reading_outside("../secret")), "ONNX Runtime does not take the model"),
     "outside absolute": (model_of(reading_outside("/etc/hostname")), "ONNX Runtime does not take the model"),
