@@ -1,0 +1,29 @@
+# The prediction server alone: no torch, no Lightning, no MLflow. Of an image of some 310 MB, 185 are what is installed
+# here: onnxruntime 68, numpy 66, Pillow 23, uvloop 16 (the files of a Python 3.13 environment on x86-64, by `du`,
+# November 2026); the rest is python:3.13-slim.
+#
+# With the bundle of a run mounted:
+#   docker build --tag deeplightning-serve .
+#   docker run --rm --publish 127.0.0.1:5000:5000 --volume "$RUN/bundle":/bundle:ro deeplightning-serve
+# With it inside (its path is that in this folder; .dockerignore lets mlruns/*/*/artifacts/bundle and bundle/ in):
+#   docker build --tag digits --target with-bundle --build-arg BUNDLE=mlruns/0/ID/artifacts/bundle .
+# What follows the image's name goes to the server: … deeplightning-serve --max-batch 32 (see python -m serve --help).
+
+FROM python:3.13-slim AS base
+WORKDIR /app
+COPY requirements.lock serve/requirements.txt ./
+RUN sed -E '/--hash/d; s/ *\\$//' requirements.lock >constraints.txt && \
+    python -m pip install --no-cache-dir --requirement requirements.txt --constraint constraints.txt
+COPY deeplightning/__init__.py deeplightning/image.py deeplightning/runfolder.py deeplightning/
+COPY serve/ serve/
+USER 10001:10001
+EXPOSE 5000
+HEALTHCHECK --interval=10s --timeout=5s --start-period=10s \
+    CMD ["python", "-c", "import urllib.request; urllib.request.urlopen('http://127.0.0.1:5000/ready', timeout=4)"]
+ENTRYPOINT ["python", "-m", "serve", "/bundle", "--host", "0.0.0.0"]
+
+FROM base AS with-bundle
+ARG BUNDLE
+COPY ${BUNDLE}/ /bundle/
+
+FROM base AS server
