@@ -316,8 +316,8 @@ def test_int8_is_checked_like_float32(tmp_path, quantized, change, words):
         Bundle.open(tmp_path, "int8")
 
 
-def test_a_changed_int8_model_is_noticed(tmp_path, quantized):
-    """One bit is enough."""
+def test_a_changed_int8_model_is_noticed_where_it_is_used(tmp_path, quantized):
+    """One bit is enough; float32 does without the file."""
     copy = RunFolder(tmp_path)
     copy.bundle.mkdir()
     for name, data in contents(quantized.folder).items():
@@ -327,6 +327,7 @@ def test_a_changed_int8_model_is_noticed(tmp_path, quantized):
     copy.bundle_int8.write_bytes(data)
     with pytest.raises(BundleError, match=r"model.int8.onnx is not the file that was exported"):
         Bundle.open(tmp_path, "int8")
+    assert Bundle.open(tmp_path).precision == "fp32"
 
 
 # A whole run.
