@@ -26,7 +26,21 @@ from pathlib import Path
 from typing import Any
 
 import side_by_side
-from servers import PICTURES, Server, busy_neighbours, column, form, free_port, make_run, pictures, post, started
+from servers import (
+    PICTURES,
+    Server,
+    busy_neighbours,
+    column,
+    form,
+    free_port,
+    make_int8_run,
+    make_run,
+    pictures,
+    post,
+    started,
+)
+
+from deeplightning.config.fault import UserError
 
 HERE = Path(__file__).resolve().parent
 OURS, INT8 = "deeplightning", "deeplightning int8"
@@ -35,7 +49,6 @@ MODELS = ("resnet18", "small")
 CLIENTS = (1, 8, 32)
 NEIGHBOURS = 8
 WARM_SECONDS = 2
-INT8_CONFIG = "serve: {precision: int8}\n"
 
 
 # ---- servers
@@ -65,6 +78,9 @@ def kinds(python: str | None) -> dict[str, Kind]:
     def ours(run: Path, port: int) -> list[str]:  # what deploy.sh runs
         return [sys.executable, "-m", "deeplightning", "serve", str(run), "--port", str(port)]
 
+    def int8(run: Path, port: int) -> list[str]:
+        return [*ours(run.with_name(f"{run.name}-int8"), port), "--precision", "int8"]
+
     def peer(program: str, *more: str) -> Callable[[Path, int], list[str]]:
         file = str(side_by_side.PEERS / program)
         return lambda run, port: [str(python), file, run.name, str(run.with_suffix(".pt")), str(port), *more]
@@ -76,7 +92,7 @@ def kinds(python: str | None) -> dict[str, Kind]:
     said = (r'"predicted_class": ?"(\d+)"', '"predicted_class": ?"(%d+)"')
     return {
         OURS: Kind(ours, pattern=said),
-        INT8: Kind(lambda run, port: ours(run.with_name(f"{run.name}-int8"), port), pattern=said, precision="int8"),
+        INT8: Kind(int8, pattern=said, precision="int8"),
         "litserve": Kind(peer("serve_litserve.py")),
         "litserve batch 16": Kind(peer("serve_litserve.py", "16")),
         "mlflow": Kind(mlflow, "/invocations", column),
@@ -244,8 +260,10 @@ def measure(options: argparse.Namespace, python: str | None, place: Path) -> dic
             if ended.code:
                 raise RuntimeError(f"the MLflow model cannot be saved: {ended.output[-1000:]}")
         if INT8 in options.servers:
-            shutil.copytree(run, run.with_name(f"{name}-int8"))
-            (run.with_name(f"{name}-int8") / "cfg.yaml").write_text(INT8_CONFIG)
+            try:
+                make_int8_run(run, name)
+            except (ImportError, UserError) as error:
+                found[name].lacking[INT8] = str(error)
     for number in range(options.rounds):
         for name, run in runs.items():
             for server in options.servers if number % 2 == 0 else options.servers[::-1]:

@@ -9,8 +9,10 @@ import base64
 import contextlib
 import http.client
 import io
+import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -33,6 +35,8 @@ ROOT = HERE.parent
 PICTURES = 10
 LOGIT = 8.0  # of a picture's own class; the others have 0
 START_SECONDS = 120
+
+sys.path.append(str(HERE / "peers"))  # serve_parts imports torch: where a run is made, and not before
 
 
 # ---- what is asked
@@ -90,10 +94,8 @@ def make_run(name: str, place: Path, turned: bool = False) -> Path:
     Raises:
         RuntimeError: a picture is not told with a clear margin.
     """
-    import torch
-
-    sys.path.insert(0, str(HERE / "peers"))
     import serve_parts
+    import torch
 
     from deeplightning.export import export
     from deeplightning.task.img_classif import Classifier, Normalise
@@ -119,6 +121,25 @@ def make_run(name: str, place: Path, turned: bool = False) -> Path:
     )
     export(task, folder, prepared, {"id": name, "folder_name": folder.path.name, "created": "now", "versions": {}})
     torch.save(model.network.state_dict(), folder.path.with_suffix(".pt"))
+    return folder.path
+
+
+def make_int8_run(run: Path, name: str) -> Path:
+    """A copy of a run folder whose bundle has an int8 model too, judged on 50 noisy copies of each picture."""
+    from deeplightning.quantize import quantize
+
+    folder = RunFolder(run.with_name(f"{run.name}-int8"))
+    shutil.copytree(run, folder.path)
+    spec = ImageSpec.from_dict(json.loads(folder.bundle_card.read_text())["input"])
+    clear = np.stack([spec.decode(data).transpose(2, 0, 1) for data in pictures(name)])
+
+    def validation() -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        rng = np.random.default_rng(9)
+        for _ in range(50):
+            noisy = (clear + rng.normal(0, 6, clear.shape)).clip(0, 255).astype(np.uint8)
+            yield noisy, np.arange(PICTURES)
+
+    quantize(folder, validation)
     return folder.path
 
 

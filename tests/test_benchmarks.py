@@ -1,26 +1,43 @@
 """The benchmarks measure what they say: mutations are made where they claim, they are wrong for certain, and answers
 are judged as the documentation has it. What is timed is not run here."""
 
+import asyncio
 import dataclasses
+import http.server
+import importlib.util
 import inspect
+import io
+import json
 import re
+import shutil
+import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 import torch
+from PIL import Image
 
 from deeplightning.config.check import load
 from deeplightning.config.target import find
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "benchmarks"))
+# Behind all else, since a program there has the name of our package `serve`.
+sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
 
 import engines
 import mutations
 import scoring
+import servers
 import side_by_side
+import soak
 
 ROOT = Path(__file__).resolve().parents[1]
+spec = importlib.util.spec_from_file_location("benchmark_of_serve", ROOT / "benchmarks/serve.py")
+serve = importlib.util.module_from_spec(spec)
+sys.modules[spec.name] = serve  # where its dataclasses look for it
+spec.loader.exec_module(serve)
+
 SMALL = {kind: count // 7 for kind, count in mutations.KINDS.items()}
 SEEDS = (3, 11, 12, 13)
 
@@ -134,16 +151,21 @@ def test_shipped_configs_pass_and_planted_faults_are_told(maker):
 
 
 def test_the_peers_have_our_torch_and_lightning():
-    """What both environments hold is of one version, and the same four faults can be planted in each config."""
-    pinned = dict(
-        re.findall(r"^([\w-]+)(?:\[\w+\])?==(\S+)", (side_by_side.PEERS / "requirements.txt").read_text(), re.M)
-    )
+    """What the environments hold is of one version, and the same four faults can be planted in each config."""
     ours = dict(re.findall(r"^([\w-]+)==(\S+)", (ROOT / "requirements.lock").read_text(), re.M))
-    shared = {
-        name: version for name, version in pinned.items() if name in ours and name[:8] not in ("omegacon", "antlr4-p")
+    needed = {
+        "requirements.txt": {"torch", "pytorch-lightning", "mlflow", "scikit-learn"},
+        "serve_requirements.txt": {"torch", "torchvision", "mlflow", "flask", "pillow"},
     }
-    assert shared == {name: ours[name] for name in shared}
-    assert {"torch", "pytorch-lightning", "mlflow", "scikit-learn"} <= set(shared)
+    for file, names in needed.items():
+        pinned = dict(re.findall(r"^([\w-]+)(?:\[\w+\])?==(\S+)", (side_by_side.PEERS / file).read_text(), re.M))
+        shared = {
+            name: version
+            for name, version in pinned.items()
+            if name in ours and name[:8] not in ("omegacon", "antlr4-p")
+        }
+        assert shared == {name: ours[name] for name in shared}
+        assert names <= set(shared)
     for config in (
         ROOT / "configs/base.yaml",
         side_by_side.PEERS / "lightning_cli.yaml",
@@ -196,3 +218,178 @@ def test_the_config_of_each_engine_is_right(engine, monkeypatch, tmp_path):
     cfg = load(str(tmp_path / "config.yaml"))
     assert cfg.engine.backend == (None if engine == "null" else engine)
     assert cfg.data.batch_size * cfg.engine.processes == 64
+
+
+# ---- the prediction server
+
+
+@pytest.mark.parametrize(
+    ("name", "format", "size", "low", "high"),
+    [("resnet18", "JPEG", (256, 256), 16_000, 20_000), ("small", "PNG", (28, 28), 600, 850)],
+)
+def test_the_pictures_that_are_served_are_as_they_are_described(name, format, size, low, high):
+    """Ten different files, the same each time, of the size that the tables are headed with."""
+    files = servers.pictures(name)
+    assert files == servers.pictures(name)
+    assert len(set(files)) == 10
+    for file in files:
+        with Image.open(io.BytesIO(file)) as picture:
+            assert (picture.format, picture.size) == (format, size)
+        assert low < len(file) < high
+
+
+def test_a_run_made_for_measuring_tells_its_pictures_apart(tmp_path):
+    """Picture i has class i by the bundle, and class 9 - i by the other bundle, each with nine tenths or more; the
+    weights for the peers give the same answers by torchvision's transforms."""
+    import serve_parts
+
+    from serve.bundle import Bundle
+
+    for turned in (False, True):
+        run = servers.make_run("small", tmp_path, turned)
+        bundle = Bundle.open(run)
+        model, prepare = serve_parts.trained("small", run.with_suffix(".pt")), serve_parts.transform("small")
+        for number, file in enumerate(servers.pictures("small")):
+            (ours,) = bundle.predict(bundle.prepare(file, 10_000)[None])
+            with torch.inference_mode():
+                theirs = model(prepare(serve_parts.picture("small", file))[None]).softmax(1)[0]
+            assert ours.argmax() == (9 - number if turned else number)
+            assert ours.max() > 0.9
+            assert torch.allclose(torch.from_numpy(ours), theirs, atol=1e-4)
+
+
+def test_cpu_and_memory_are_those_of_the_whole_tree():
+    """What a grandchild computes counts while it runs and after it has ended; what it holds counts as well."""
+    burns = "import time; kept = bytearray(40_000_000); time.sleep(0)\nwhile time.process_time() < 0.4: pass\n"
+    waits = f"{burns}print(flush=True); input()"
+    parent = (
+        f"import subprocess, sys; subprocess.run([sys.executable, '-S', '-c', {waits!r}]); print(flush=True); input()"
+    )
+    with subprocess.Popen([sys.executable, "-S", "-c", parent], stdin=-1, stdout=-1) as child:
+        tree = servers.Tree(child.pid)
+        child.stdout.readline()
+        assert len(tree.processes()) == 2
+        assert tree.memory() > 38
+        child.stdin.write(b"\n")
+        child.stdin.flush()
+        child.stdout.readline()
+        assert len(tree.processes()) == 1
+        assert tree.cpu() >= 0.4
+        assert tree.memory() < 38
+        child.communicate(b"\n")
+    assert (tree.cpu(), tree.memory()) == (0, 0)
+
+
+def turn(cpu, rate=100.0, p50=10.0, failed=0, start=1.0, memory=100.0, beside=None):
+    load = serve.Load(cpu, rate, p50, 20.0, None, failed, "")
+    return serve.Turn(start, memory, dict.fromkeys((1, 8, 32), load), beside)
+
+
+def test_bounds_are_judged_by_medians_of_all_rounds():
+    """A ratio is that of the medians; a wrong answer of ours and a figure that could not be had are told as not kept; a
+    peer that was not asked for has no bound."""
+    ours = [turn(4.0, 600, beside=5.0), turn(3.0, 500, beside=5.0), turn(9.0, 400, beside=5.0)]
+    found = serve.Found({serve.OURS: ours, "litserve": [turn(20.0), turn(16.0), turn(90.0)]})
+    found.in_process = {clients: [3.0, 3.1, 9.0] for clients in (1, 8, 32)}
+    promises = {b.what: b for b in serve.bounds("resnet18", found, [serve.OURS, "litserve", "mlflow"], [1, 8, 32])}
+    of_litserve = promises["resnet18, 32 clients, CPU per answer, of litserve"]
+    assert (of_litserve.figure, of_litserve.limit, of_litserve.kept) == (0.2, 0.2, True)
+    assert promises["resnet18, 32 clients, answers/s, times litserve"].kept
+    assert not promises["resnet18, 1 client, median latency, of litserve"].kept
+    assert promises["resnet18, 32 clients, CPU per answer, of mlflow"].row()[2:] == ["not measured", "NOT kept"]
+    (over,) = (b for what, b in promises.items() if "8 clients, CPU ms of the server over" in what)
+    assert (over.figure, over.limit) == (4.0, pytest.approx(1.25 * 3.1 + 0.15))
+    (beside,) = (b for what, b in promises.items() if "busy neighbours" in what)
+    assert (beside.figure, beside.kept) == (1.25, True)
+    assert promises["resnet18, answers of ours that were not right"].kept
+    assert not any("flask" in what or "batch 16" in what for what in promises)
+    ours.append(turn(4.0, failed=1))
+    *_, wrong = serve.bounds("resnet18", found, [serve.OURS], [32])
+    assert (wrong.figure, wrong.kept) == (3, False)  # one of each load
+
+
+class Stub(http.server.BaseHTTPRequestHandler):
+    """Answers by the first byte of a body: its class; 7 is told as 0, 8 is refused, at 9 it hangs up."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self):
+        digit = self.rfile.read(int(self.headers["Content-Length"]))[:1].decode()
+        if digit == "9":
+            self.close_connection = True
+            return
+        text = json.dumps({"predicted_class": "0" if digit == "7" else digit}).encode()
+        self.send_response(429 if digit == "8" else 200)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def do_GET(self):
+        text = b'n_batch_size_bucket{le="1.0"} 3.0\nn_batch_size_sum{a="b"} 12.0\nn_batch_size_count{a="b"} 4.0\n'
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(text)))
+        self.end_headers()
+        self.wfile.write(text)
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def stub():
+    """The port of a server whose answers are known, and requests for each class."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Stub) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever).start()
+        yield server.server_port, [servers.post("/predict", "image/png", b"%d" % n) for n in range(10)]
+        server.shutdown()
+
+
+class OfTheStub(servers.Tree):
+    """The server's processes are those of these tests."""
+
+    def __init__(self, port):
+        super().__init__(0)
+        self.port = port
+
+    ask = servers.Server.ask
+
+
+@pytest.mark.skipif(shutil.which("wrk") is None, reason="wrk makes the load, and is not installed")
+@pytest.mark.parametrize(("asked", "met"), [((0, 1), "right"), ((7,), "wrong"), ((8,), "refused"), ((9,), "lost")])
+def test_the_load_checks_every_answer(asked, met, stub, tmp_path):
+    """Each answer is compared with the class of the picture it was asked about; what is not right is not counted as
+    throughput."""
+    port, requests = stub
+    for number, digit in enumerate(asked):
+        (tmp_path / f"{number}.request").write_bytes(requests[digit])
+        (tmp_path / f"{number}.class").write_text(str(digit))
+    kind = serve.kinds(None)[serve.OURS]
+    load, _ = serve.put_load(OfTheStub(port), kind, tmp_path, 2, 1)
+    assert (load.rate > 0, load.failed > 0) == (met == "right", met != "right")
+    assert load.example.startswith({"wrong": "200", "refused": "429"}.get(met, ""))
+
+
+def test_batches_are_read_from_the_histogram(stub):
+    """The sums of what was observed and how often, whatever the labels."""
+    assert serve.batches_of(OfTheStub(stub[0])) == (12, 4)
+
+
+@pytest.mark.parametrize(
+    ("picture", "status", "fault"), [(3, 200, None), (7, 200, "picture "), (8, 429, None), (9, None, "EOFError ")]
+)
+def test_clients_of_the_soak_tell_right_answers_from_faults(picture, status, fault, stub):
+    """A right class is counted by the model that gives it; a wrong one and a lost connection are faults, a refusal is
+    none where it is allowed."""
+    port, requests = stub
+    load = soak.Load(port, [requests[picture]] * 10, [{picture: "the model"}] * 10, (429,))
+
+    async def ask():
+        async with soak.clients(load, 2):
+            assert await soak.until(lambda: bool(load.statuses or load.faults), 30)
+
+    asyncio.run(ask())
+    assert {met for _, met in load.statuses} == ({status} if status else set())
+    assert load.answered == len(load.seconds) == (load.statuses["good", 200] if picture == 3 else 0)
+    assert bool(load.faults) == bool(fault)
+    assert all(each.what.startswith(fault) and each.sent is not None for each in load.faults)
