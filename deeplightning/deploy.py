@@ -31,7 +31,7 @@ BUILT = (
 """Where that comes from which is not only imported but called: networks and what they are made of. Not all of torch:
 `torch.hub.load` and others run what their arguments say."""
 
-COST = "that takes 0.8 GB where a bundle takes 0.1, and 3 to 12 times the CPU time of an answer"
+COST = "at 0.8 GB where a bundle takes 0.1, and 3 to 12 times the CPU time of an answer"
 """Measured with resnet18 at 64 x 64 and a small network for digits, one thread (torch 2.15, November 2026)."""
 
 _CALLED = ("data.", "model.module.", "model.network.", "model.loss.", "model.metrics.")
@@ -41,7 +41,7 @@ def command(run: str, overrides: Sequence[str] = (), allow: Sequence[str] = ()) 
     """The program and the arguments that answer HTTP from a run.
 
     Args:
-        run: as `deeplightning.tracking.resolve_run` takes it, or the folder of a bundle.
+        run: as `deeplightning.tracking.resolve_run` takes it, or the folder of a bundle or of an MLflow model.
         overrides: of the config's section `serve`.
         allow: further modules that the run's config may name, where it has no bundle: `own_network`.
 
@@ -50,11 +50,12 @@ def command(run: str, overrides: Sequence[str] = (), allow: Sequence[str] = ()) 
         CheckpointError: there is no such run, it cannot be exported, or its config names foreign code.
     """
     folder = RunFolder(resolve_run(run, None))
-    is_bundle = (folder.path / folder.bundle_card.name).is_file()
-    settings = _settings(folder.config if folder.config.is_file() and not is_bundle else None, overrides)
+    inside_a_model = folder.path / "artifacts" / folder.bundle.name  # as `deeplightning.tracking.flavour` has MLflow do
+    alone = [path for path in (folder.path, inside_a_model) if (path / folder.bundle_card.name).is_file()]
+    settings = _settings(folder.config if folder.config.is_file() and not alone else None, overrides)
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in _changed(settings)]
-    if is_bundle:
-        return [sys.executable, "-m", "serve", str(folder.path), *flags]
+    if alone:
+        return [sys.executable, "-m", "serve", str(alone[0]), *flags]
     whole = folder.bundle_card.is_file()
     if not whole or (settings.precision == "int8" and not folder.bundle_int8.is_file()):
         refuse_foreign(folder, allow)
@@ -65,7 +66,7 @@ def command(run: str, overrides: Sequence[str] = (), allow: Sequence[str] = ()) 
             if not whole:
                 export_run(folder)
         except NotExpressible as error:
-            print(f"{error}\nSo the checkpoint is served by torch: {COST}.", file=sys.stderr)
+            print(f"torch answers from the checkpoint, {COST}: {error}", file=sys.stderr)
             allowed = [f"--allow={module}" for module in allow]
             return [sys.executable, "-m", "deeplightning.torch_server", str(folder.path), *flags, *allowed]
         if settings.precision == "int8":
