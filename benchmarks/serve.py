@@ -174,7 +174,7 @@ def put_load(server: Server, kind: Kind, place: Path, clients: int, seconds: int
     """Clients that ask again as soon as they have their answer; also the server's MiB after two thirds of the time."""
     env = {**os.environ, "LOAD_FOLDER": str(place), "LOAD_PATTERN": kind.pattern[1]}
     command = ["wrk", f"-t{clients}", f"-c{clients}", f"-d{seconds}s", "--timeout", "60s", "-s", str(HERE / "load.lua")]
-    begun, batches = server.cpu(), batches_of(server)
+    batches, begun = batches_of(server), server.cpu()
     wrk = subprocess.Popen([*command, f"http://127.0.0.1:{server.port}"], env=env, stdout=subprocess.PIPE, text=True)
     time.sleep(seconds * 2 / 3)
     memory = server.memory()
@@ -262,7 +262,7 @@ def measure(options: argparse.Namespace, python: str | None, place: Path) -> dic
         if INT8 in options.servers:
             try:
                 make_int8_run(run, name)
-            except (ImportError, UserError) as error:
+            except UserError as error:
                 found[name].lacking[INT8] = str(error)
     for number in range(options.rounds):
         for name, run in runs.items():
@@ -380,13 +380,10 @@ def bounds(name: str, found: Found, servers: list[str], clients: list[int]) -> I
         yield Bound(f"{name}, start to first right answer, of {peer}", figure, limit)
     yield Bound(f"{name}, PSS under load, MiB", found.middle(OURS, lambda turn: turn.memory), MEMORY[name])
     for number in clients:
-        ours, alone = of(OURS, "cpu", number), statistics.median(found.in_process.get(number) or [0.0])
+        alone, batch = statistics.median(found.in_process.get(number) or [0.0]), of(OURS, "batch", number) or 1
+        what = f"CPU ms of the whole server over decode + forward ({alone:.3f} with {batch:.1f} at a time)"
         limit = OVER_FACTOR * alone + OVER_MS
-        batch = of(OURS, "batch", number) or 1
-        what = (
-            f"{name}, {number} clients, CPU ms of the server over decode + forward ({alone:.3f}, {batch:.1f} at a time)"
-        )
-        yield Bound(what, ours, limit)
+        yield Bound(f"{name}, {number} client{'s' if number > 1 else ''}, {what}", of(OURS, "cpu", number), limit)
     quiet = of(OURS, "cpu", max(clients))
     figure = ratio(found.middle(OURS, lambda turn: turn.beside), quiet)
     what = f"{name}, {max(clients)} clients and {NEIGHBOURS} busy neighbours, CPU per answer, of the quiet figure"
