@@ -22,8 +22,6 @@ PROTECTION = {
 }
 """Headers of every response."""
 
-FAULT = "The server has a fault; its log tells which. Other requests are not affected."
-
 _TOP_K = re.compile("[0-9]{1,9}")
 
 Answer = Callable[[list[np.ndarray], int, str], tuple[str, bytes]]

@@ -25,9 +25,9 @@ from werkzeug.exceptions import (
     UnsupportedMediaType,
 )
 
-from serve.answers import DEFAULT_TOP_K, FAULT, PROTECTION, answers, top_k_of
+from serve.answers import DEFAULT_TOP_K, PROTECTION, answers, top_k_of
 from serve.lanes import Job
-from serve.limits import Limits, Refusal
+from serve.limits import FAULT, Limits, Refusal
 from serve.openapi import describe
 from serve.service import Service
 from serve.uploads import counted, from_json, is_picture

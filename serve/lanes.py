@@ -261,8 +261,8 @@ class Lanes:
     def _forward(self, pictures: list[np.ndarray]) -> list[np.ndarray | Exception]:
         """A row for each picture. A picture that the model fails on fails alone."""
         try:
-            rows = self.model.predict(np.stack(pictures))
-            if not np.isfinite(rows).all():
+            rows = self.model.predict(np.stack(pictures) if len(pictures) > 1 else pictures[0][None])
+            if not math.isfinite(rows.sum()):
                 raise ValueError("the model gives numbers that are not finite")
             return list(rows)
         except Exception as error:

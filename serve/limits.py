@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass
 
+FAULT = "The server has a fault; its log tells which. Other requests are not affected."
+"""The message of status 500."""
+
 
 @dataclass(frozen=True)
 class Limits:

@@ -24,12 +24,10 @@ class Log:
         self._second = 0
         self._stamp = ""
 
-    def add(self, fields: str) -> bool:
-        """Keep a line for the next flush: `fields` is the inside of a JSON object. True: a flush is not on its way
-        yet."""
+    def add(self, fields: str) -> None:
+        """Keep a line for the next flush: `fields` is the inside of a JSON object."""
         if len(self._lines) < MAX_LINES:
             self._lines.append(f'{{"time": "{self._now()}", {fields}}}\n'.encode())
-        return len(self._lines) == 1
 
     def flush(self) -> None:
         """Write what was kept, or as much as is taken without waiting."""

@@ -20,8 +20,8 @@ from werkzeug.test import Client, encode_multipart
 from deeplightning.image import ImageSpec
 from serve.app import create_app
 from serve.bundle import Bundle
-from serve.door import Door
-from serve.limits import Limits
+from serve.door import Door, Request, refused
+from serve.limits import Limits, Refusal
 from serve.log import Log
 from serve.service import Service
 
@@ -52,47 +52,38 @@ def silent():
 
 
 def through(door):
-    """The ASGI application as one of WSGI, in an event loop of its own for each request."""
+    """The way in as an application of WSGI, in an event loop of its own for each request."""
 
     def application(environ, start_response):
-        headers = [
-            (name[5:].lower().replace("_", "-").encode(), value.encode("latin-1"))
+        headers = {
+            name[5:].lower().replace("_", "-").encode(): value.encode("latin-1")
             for name, value in environ.items()
             if name.startswith("HTTP_")
-        ]
-        body = environ["wsgi.input"].read()
-        if environ.get("wsgi.input_terminated"):
-            headers.append((b"transfer-encoding", b"chunked"))
-        elif environ.get("CONTENT_LENGTH"):
-            headers.append((b"content-length", environ["CONTENT_LENGTH"].encode()))
-        if environ.get("CONTENT_TYPE"):
-            headers.append((b"content-type", environ["CONTENT_TYPE"].encode("latin-1")))
-        parts = [body[start : start + 65536] for start in range(0, len(body), 65536)] or [b""]
-        said = []
-
-        async def receive():
-            return {"type": "http.request", "body": parts.pop(0), "more_body": bool(parts)}
-
-        async def send(message):
-            said.append(message)
-
-        scope = {
-            "type": "http",
-            "http_version": "1.1",
-            "method": environ["REQUEST_METHOD"],
-            "path": environ["PATH_INFO"].encode("latin-1").decode(),
-            "query_string": environ["QUERY_STRING"].encode(),
-            "headers": headers,
-            "client": ("127.0.0.1", 1),
-            "server": ("localhost", 80),
-            "scheme": "http",
         }
-        asyncio.run(door(scope, receive, send))
-        start, content = said
-        start_response(
-            f"{start['status']} x", [(name.decode(), value.decode("latin-1")) for name, value in start["headers"]]
-        )
-        return [content["body"]]
+        headers |= {
+            name.lower().replace("_", "-").encode(): environ[name].encode("latin-1")
+            for name in ("CONTENT_TYPE", "CONTENT_LENGTH")
+            if environ.get(name) and not (name == "CONTENT_LENGTH" and environ.get("wsgi.input_terminated"))
+        }
+        path = environ["PATH_INFO"].encode("latin-1").decode()
+        query = environ["QUERY_STRING"].encode()
+        request = Request(environ["REQUEST_METHOD"], path, query, headers, "1.1", "127.0.0.1")
+
+        async def answered():
+            done = asyncio.get_running_loop().create_future()
+            try:
+                door.admit(request)
+                request.body = environ["wsgi.input"].read()
+                door.check_size(len(request.body))
+            except Refusal as refusal:
+                return refused(refusal)
+            door.answer(request, lambda request, response: done.set_result(response) or True)
+            return await done
+
+        response = asyncio.run(answered())
+        lines = [line.split(": ", 1) for line in response.head.decode("latin-1").splitlines()]
+        start_response(f"{response.status} x", [*map(tuple, lines), ("X-Request-ID", request.name.decode())])
+        return [response.body]
 
     return application
 
