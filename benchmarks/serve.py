@@ -15,6 +15,7 @@ import os
 import platform
 import re
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -428,6 +429,7 @@ def main() -> None:
     words.add_argument("--no-int8", action="store_true", help="leave the 8-bit row out")
     words.add_argument("--json", type=Path, metavar="FILE", help="write the raw numbers as well")
     options = words.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that no server is left
     options.clients = [int(number) for number in options.clients]
     options.servers = [OURS] + ([] if options.no_int8 else [INT8])
     options.servers += [server for peer in options.peers for server in PEERS[peer]]

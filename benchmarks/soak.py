@@ -514,6 +514,7 @@ def main() -> None:
     words.add_argument("--max-wait", type=float, default=0.5, help="of --overload; default 0.5 seconds")
     words.add_argument("--server", type=address, metavar="PORT:PID", help="one that runs, instead of an own")
     options = words.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that no server is left
     parts: list[Callable[..., Coroutine[Any, Any, Faults]]] = [soak] if options.minutes else []
     parts += [part for part in (overload, drain, reload) if getattr(options, part.__name__)]
     if not parts:
