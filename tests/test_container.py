@@ -73,8 +73,7 @@ def test_the_server_finds_all_of_its_modules_in_the_container(app):
 
 
 def test_what_is_installed_is_what_the_server_imports_at_the_versions_of_the_lock(app):
-    """serve/requirements.txt has the lines of requirements.lock for each library that a copied file imports, and for
-    the two that uvicorn is told to take."""
+    """serve/requirements.txt has the lines of requirements.lock for each library that a copied file imports."""
     names = set()
     for path in app.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -84,7 +83,7 @@ def test_what_is_installed_is_what_the_server_imports_at_the_versions_of_the_loc
                 names.add(str(node.module).partition(".")[0])
     foreign = names - sys.stdlib_module_names - {"serve", "deeplightning"}
     found = packages_distributions()
-    needed = {found[name][0].lower().replace("_", "-") for name in foreign} | {"httptools", "uvloop"}
+    needed = {found[name][0].lower().replace("_", "-") for name in foreign}
     lock = [line.removesuffix("\\").strip() for line in (ROOT / "requirements.lock").read_text().splitlines()]
     expected = [line for line in lock if line.partition("==")[0] in needed]
     assert (app / "requirements.txt").read_text().splitlines() == expected
@@ -124,7 +123,7 @@ def test_the_server_runs_from_the_copied_files_alone(app, python, tmp_path):
     no torch is there, and what is installed has the size that the Dockerfile tells."""
     installed = {path.name for path in python.parents[1].glob("lib/python*/site-packages/*")}
     assert installed.isdisjoint(HEAVY)
-    assert {"onnxruntime", "uvicorn", "flask"} <= installed
+    assert {"onnxruntime", "httptools", "flask"} <= installed
     size = sum(path.stat().st_size for path in python.parents[1].rglob("*") if path.is_file() and not path.is_symlink())
     told = re.search(r"image of some [0-9]+ MB, ([0-9]+) are what is installed", (ROOT / "Dockerfile").read_text())
     assert told is not None
