@@ -31,8 +31,9 @@ BUILT = (
 """Where that comes from which is not only imported but called: networks and what they are made of. Not all of torch:
 `torch.hub.load` and others run what their arguments say."""
 
-COST = "at 0.8 GB where a bundle takes 0.1, and 3 to 12 times the CPU time of an answer"
-"""Measured with resnet18 at 64 x 64 and a small network for digits, one thread (torch 2.15, November 2026)."""
+COST = "at 0.6 GB where a bundle takes 0.1, and 3 to 12 times the CPU time of an answer"
+"""PSS of all processes, and a forward pass of a resnet18 at 64 x 64 and a small network for digits, one thread (torch
+2.15, November 2026)."""
 
 _CALLED = ("data.", "model.module.", "model.network.", "model.loss.", "model.metrics.")
 
