@@ -47,7 +47,8 @@ def command(run: str, overrides: Sequence[str] = (), allow: Sequence[str] = ()) 
         allow: further modules that the run's config may name, where it has no bundle: `own_network`.
 
     Raises:
-        ConfigError: an override or the section `serve` is wrong, or the variable with the server's key is not set.
+        ConfigError: an override or the section `serve` is wrong, the variable with the server's key is not set, or int8
+            is asked for and there can be no bundle.
         CheckpointError: there is no such run, it cannot be exported, or its config names foreign code.
     """
     folder = RunFolder(resolve_run(run, None))
@@ -67,6 +68,9 @@ def command(run: str, overrides: Sequence[str] = (), allow: Sequence[str] = ()) 
             if not whole:
                 export_run(folder)
         except NotExpressible as error:
+            if settings.precision == "int8":
+                message = f"int8 is for bundles alone, and this run can have none: {error}"
+                raise ConfigError(Fault(message, "serve.precision")) from error
             print(f"torch answers from the checkpoint, {COST}: {error}", file=sys.stderr)
             allowed = [f"--allow={module}" for module in allow]
             return [sys.executable, "-m", "deeplightning.torch_server", str(folder.path), *flags, *allowed]

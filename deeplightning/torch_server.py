@@ -97,7 +97,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = options_parser()
     parser.prog, parser.description = "python -m deeplightning.torch_server", "Answer HTTP from a run's checkpoint."
     parser.add_argument("run", type=RunFolder, help="a run folder")
-    parser.add_argument("--precision", choices=["fp32"], default="fp32", help="int8 is for bundles alone")
     parser.add_argument("--allow", metavar="ROOT", action="append", default=[], help="a module to import; repeatable")
     options = parser.parse_args(arguments)
     folder = options.run

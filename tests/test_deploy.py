@@ -337,10 +337,10 @@ def test_torch_has_one_thread_when_workers_are_forked(forked, own):
 
 
 def test_int8_is_for_bundles_alone(forked, own, command):
-    """Exit 2, naming the option."""
+    """Exit 2, naming the key and why there is no bundle."""
     outcome = command("serve", forked.folder, "--allow=forks", "--precision=int8", cwd=own)
     assert outcome.code == 2, outcome
-    assert "argument --precision: invalid choice: 'int8'" in outcome.err
+    assert "serve.precision: int8 is for bundles alone, and this run can have none: The network cannot" in outcome.err
 
 
 def test_the_server_and_the_config_have_the_same_defaults():
