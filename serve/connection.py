@@ -1,9 +1,10 @@
 """One client's connection: HTTP/1.1, parsed by httptools (the parser of Node.js), with a bound on how slow a client may
 be and on how much it may send. Every answer is one write, and every refusal is JSON.
 
-This is a protocol of asyncio's and not a server's plug-in, since a small network takes less time than the machinery of
-one: uvicorn's costs 0.04 ms of CPU per request, granian's 0.06, gunicorn's threads 0.25, this 0.01 (one core, 32
-clients, November 2026); and since none of them lets one bound the time for the head, or end without losing a request.
+This is a protocol of asyncio's and no server of others, for two reasons. A small network takes less time than their
+machinery: an empty application took 0.034 ms of CPU a request in uvicorn, 0.024 to 0.044 in granian, 0.007 in a bare
+protocol (one core, 32 clients, November 2026). And none of them lets one bound the time for the head and ends without
+losing a request.
 """
 
 import asyncio

@@ -42,6 +42,7 @@ RUN = [
     KEYS,
     ROOT / "docs" / "migrating.md",
     ROOT / "docs" / "engines.md",
+    ROOT / "docs" / "serving.md",
     ROOT / "examples" / "own_code" / "README.md",
 ]
 MARK = "@@ block"
