@@ -179,16 +179,16 @@ class Lanes:
         """Decodes a request's pictures, and runs all that wait if a lane is free. False: a picture has more than
         `max_pixels`, and nothing has been done."""
         start = time.perf_counter()
+        pixels: list[np.ndarray] = []
         try:
-            if start - job.accepted > self.limits.max_wait:
-                raise self._too_late()
+            self._check_time(job)
             pictures = job.read()
             if max_pixels is not None and len(pictures) > 1:
                 return False
-            pixels = [
-                self._decode(data, f"Image {number} of {len(pictures)}: " if len(pictures) > 1 else "", max_pixels)
-                for number, data in enumerate(pictures, 1)
-            ]
+            for number, data in enumerate(pictures, 1):
+                place = f"Image {number} of {len(pictures)}: " if len(pictures) > 1 else ""
+                pixels.append(self._decode(data, place, max_pixels))
+                self._check_time(job)  # a request may have many large pictures
         except _Larger:
             return False
         except Exception as error:  # whatever it is, it is this request's and nobody else's
@@ -269,6 +269,10 @@ class Lanes:
             if len(pictures) == 1:
                 return [error]
             return [row for picture in pictures for row in self._forward([picture])]
+
+    def _check_time(self, job: Job) -> None:
+        if time.perf_counter() - job.accepted > self.limits.max_wait:
+            raise self._too_late()
 
     def _too_late(self) -> Refusal:
         return Refusal(

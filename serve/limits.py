@@ -21,7 +21,7 @@ class Limits:
 
     max_upload_mb: int = 16
     max_pixels: int = 50_000_000
-    max_images: int = 32
+    max_images: int = 256
     max_batch: int = 16
     max_queue: int = 256
     max_wait: float = 5.0

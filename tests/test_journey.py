@@ -1,10 +1,9 @@
 """The whole journey: a config is trained, tracked, tested, exported, served and asked, by the commands of a user."""
 
+import base64
 import csv
 import json
 import struct
-import subprocess
-import sys
 import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,9 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import yaml
-from commands import environment, real
+from commands import real
 from conftest import digest
 from PIL import Image
+from served import Server
+from sklearn.datasets import load_digits
 
 from deeplightning.config.tree import parse, plain
 
@@ -180,22 +181,18 @@ def test_own_pictures_train_the_same_from_memory_from_disk_and_with_workers(own,
 
 
 @contextmanager
-def served(folder):
-    """The real server on a run, at a free port; its address."""
-    command = [sys.executable, "-m", "serve", str(folder), "--port", "0"]
-    server = subprocess.Popen(command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, text=True)
-    assert server.stdout is not None
+def served(folder, place):
+    """The real server on a run, at a free port; its address. What it says lies in `place`."""
+    server = Server(folder, place / "server")
     try:
-        yield server.stdout.readline().split()[-1]
+        yield server.url
     finally:
-        server.terminate()
-        server.wait()
-        server.stdout.close()
+        server.stop()
 
 
 @pytest.fixture(scope="module")
-def server(own):
-    with served(own.folder) as address:
+def server(own, tmp_path_factory):
+    with served(own.folder, tmp_path_factory.mktemp("server")) as address:
         yield address
 
 
@@ -218,6 +215,31 @@ def test_every_picture_is_answered_over_http_as_by_predict(own, server, pictures
         assert answer["label"] == row["predicted_label"]
         assert float(answer["predicted_probability"]) == pytest.approx(float(row["predicted_probability"]), abs=1e-5)
     assert {row["predicted_label"] for row in found} <= set(CLASSES)
+
+
+def test_digits_are_answered_alone_and_together_as_by_predict(base, command, place, tmp_path):
+    """130 digits, each in a request of its own, all in one form, all in one JSON: classes equal, probabilities to 1e-5."""
+    files = []
+    for number, digit in enumerate(load_digits().images[:130]):
+        files.append(tmp_path / f"{number:03}.png")
+        Image.fromarray((digit * 255 / 16).astype(np.uint8)).save(files[-1])
+    predicted = command("predict", base.folder, *files, cwd=place)
+    assert predicted.code == 0, predicted
+    expected = list(csv.DictReader(predicted.out.splitlines()))
+    parts = [
+        f'--x\r\nContent-Disposition: form-data; name="image"; filename="{file.name}"\r\n\r\n'.encode()
+        + file.read_bytes()
+        for file in files
+    ]
+    document = {"images": [base64.b64encode(file.read_bytes()).decode() for file in files]}
+    with served(base.folder, tmp_path) as address:
+        alone = [ask(address, file.read_bytes(), "image/png") for file in files]
+        form = ask(address, b"\r\n".join(parts) + b"\r\n--x--\r\n", "multipart/form-data; boundary=x")
+        listed = ask(address, json.dumps(document).encode(), "application/json")
+    for answers in (alone, form["predictions"], listed["predictions"]):
+        assert [one["predicted_class"] for one in answers] == [row["predicted_class"] for row in expected]
+        found = [float(one["predicted_probability"]) for one in answers]
+        assert found == pytest.approx([float(row["predicted_probability"]) for row in expected], abs=1e-5)
 
 
 def test_a_picture_that_is_none_is_named(own, command, place, tmp_path):
@@ -315,7 +337,7 @@ def test_the_seed_configuration_runs_over_two_processes(mnist, jobs, place, stor
     assert exported.code == 0, exported
     picture = ROOT / "examples" / "digits" / "3.png"
     (predicted,) = csv.DictReader(jobs("predict", done.folder, picture, cwd=place).out.splitlines())
-    with served(done.folder) as address:
+    with served(done.folder, tmp_path) as address:
         answer = ask(address, picture.read_bytes(), "image/png")
     assert answer["predicted_class"] == predicted["predicted_class"]
     assert float(answer["predicted_probability"]) == pytest.approx(float(predicted["predicted_probability"]), abs=1e-5)
