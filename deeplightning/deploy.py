@@ -75,7 +75,7 @@ def command(run: str, overrides: Sequence[str] = (), allow: Sequence[str] = ()) 
             allowed = [f"--allow={module}" for module in allow]
             return [sys.executable, "-m", "deeplightning.torch_server", str(folder.path), *flags, *allowed]
         if settings.precision == "int8":
-            quantize_run(folder)
+            print(quantize_run(folder), file=sys.stderr)
     return [sys.executable, "-m", "serve", str(folder.bundle), *flags]
 
 

@@ -320,8 +320,8 @@ def export_run(folder: RunFolder) -> Path:
     return bundle
 
 
-def quantize_run(folder: RunFolder) -> Path:
-    """Adds to the bundle of a run a model that computes in int8, for `serve.precision: int8`.
+def quantize_run(folder: RunFolder) -> str:
+    """Adds to the bundle of a run a model that computes in int8, for `serve.precision: int8`; a line with the figures.
 
     Raises:
         CheckpointError: there is no whole bundle, the data have no validation images with classes, or int8 would not be
@@ -354,11 +354,7 @@ def quantize_run(folder: RunFolder) -> Path:
             yield batch["image"][counts].numpy(), batch["label"][counts].numpy()
 
     figures = quantize(folder, validation)
-    log.info(
-        "int8       %s: accuracy %.2f %%, in float32 %.2f %%, on %d validation images",
-        folder.bundle_int8,
-        figures["accuracy"],
-        figures["accuracy_fp32"],
-        figures["images"],
+    return (
+        f"int8: accuracy {figures['accuracy']:.2f} %, in float32 {figures['accuracy_fp32']:.2f} %, on "
+        f"{figures['images']} validation images; kept as {folder.bundle_int8}"
     )
-    return folder.bundle

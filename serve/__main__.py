@@ -80,7 +80,7 @@ def options_parser() -> argparse.ArgumentParser:
         "--max-queue", type=_within(int, 1, 100_000), default=default.max_queue, help="requests that may wait"
     )
     parser.add_argument(
-        "--max-wait", type=_within(float, 0.01, 600), default=default.max_wait, help="seconds that a request may wait"
+        "--max-wait", type=_within(float, 0.1, 600), default=default.max_wait, help="seconds that a request may wait"
     )
     parser.add_argument(
         "--api-key-env", metavar="NAME", help="environment variable that holds the key clients must send"

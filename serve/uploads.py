@@ -14,7 +14,7 @@ from serve.limits import Limits, Refusal
 USAGE = 'send {"images": ["<base64 of an image file>", …]}'
 
 MAX_JSON_MARKS = 1000
-"""Brackets, braces and commas in a JSON body; base64 has none, so 256 images need under 600. Bounds depth and memory."""
+"""Brackets, braces and commas in a JSON body; base64 has none, so 256 images need under 600. Bounds depth, memory."""
 
 _DATA_URL = re.compile(r"\Adata:[^,]*,")  # browsers put this before the base64 that they make of a file
 

@@ -218,7 +218,7 @@ def test_every_picture_is_answered_over_http_as_by_predict(own, server, pictures
 
 
 def test_digits_are_answered_alone_and_together_as_by_predict(base, command, place, tmp_path):
-    """130 digits, each in a request of its own, all in one form, all in one JSON: classes equal, probabilities to 1e-5."""
+    """130 digits, each by itself, all in one form, all in one JSON: classes are equal, probabilities to 1e-5."""
     files = []
     for number, digit in enumerate(load_digits().images[:130]):
         files.append(tmp_path / f"{number:03}.png")

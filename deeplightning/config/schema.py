@@ -325,11 +325,13 @@ class Serve:
 
     host: str = key("address to listen on; 0.0.0.0 is every interface", "127.0.0.1")
     port: int = key("port to listen on; 0: any that is free", 5000, low=0, high=65535)
-    max_upload_mb: int = key("largest request body, in MB (1,000,000 bytes)", 16, low=1)
-    max_pixels: int = key("largest image, in pixels, checked before decoding", 50_000_000, low=1)
-    max_batch: int = key("images per forward pass, at most", 16, low=1)
-    max_queue: int = key("requests that may wait for the model; further ones are refused", 256, low=1)
-    max_wait: float = key("seconds that a request may wait for the model before it is given up", 5.0, low=0.1)
+    max_upload_mb: int = key("largest request body, in MB (1,000,000 bytes)", 16, low=1, high=10_000)
+    max_pixels: int = key(
+        "largest image, in pixels, checked before decoding", 50_000_000, low=1, high=178_956_970
+    )  # beyond which Pillow refuses
+    max_batch: int = key("images per forward pass, at most", 16, low=1, high=1024)
+    max_queue: int = key("requests that may wait for the model; further ones are refused", 256, low=1, high=100_000)
+    max_wait: float = key("seconds that a request may wait for the model before it is given up", 5.0, low=0.1, high=600)
     precision: Literal["fp32", "int8"] = key("numbers that the model computes in; int8 is quicker, and rounds", "fp32")
     api_key_env: str | None = key(
         "environment variable that holds the key clients must send; null: they need none", None, example="SERVE_KEY"
