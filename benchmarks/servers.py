@@ -207,6 +207,16 @@ class Tree:
                 total += process.memory_full_info().pss
         return total / 2**20
 
+    def anonymous(self) -> float:
+        """The part of `memory` that is no file's: what a leak adds to. Files, such as libraries, are shared with what
+        else this machine runs, so that their part changes with that."""
+        total = 0
+        for process in self.processes():
+            with contextlib.suppress(OSError):  # it has ended
+                text = Path(f"/proc/{process.pid}/smaps_rollup").read_text()
+                total += sum(map(int, re.findall(r"^Pss_(?:Anon|Shmem): +(\d+) kB$", text, re.MULTILINE)))
+        return total / 2**10
+
 
 class Server(Tree):
     """A server that was started by a command line, on a port of this machine alone.
