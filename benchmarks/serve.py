@@ -9,6 +9,7 @@ kept, with 1 when one is not, with 3 when something to measure with is missing.
 """
 
 import argparse
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -249,9 +250,8 @@ class Found:
         return statistics.median(values) if values else None
 
 
-def measure(options: argparse.Namespace, python: str | None, place: Path) -> dict[str, Found]:
-    found = {name: Found() for name in options.models}
-    known = kinds(python)
+def make_runs(options: argparse.Namespace, python: str | None, place: Path, found: dict[str, Found]) -> dict[str, Path]:
+    """What the servers serve, by model."""
     runs = {name: make_run(name, place) for name in options.models}
     for name, run in runs.items():
         if "mlflow" in options.servers and python:
@@ -265,25 +265,34 @@ def measure(options: argparse.Namespace, python: str | None, place: Path) -> dic
                 make_int8_run(run, name)
             except UserError as error:
                 found[name].lacking[INT8] = str(error)
+    return runs
+
+
+def measure(options: argparse.Namespace, python: str | None, place: Path, found: dict[str, Found]) -> None:
+    """Each server in turn, each round in the other order."""
+    known, runs = kinds(python), make_runs(options, python, place, found)
     for number in range(options.rounds):
         for name, run in runs.items():
             for server in options.servers if number % 2 == 0 else options.servers[::-1]:
-                if server in found[name].lacking:
-                    continue
-                with tempfile.TemporaryDirectory() as folder:
-                    try:
-                        turn = take_turn(known[server], run, name, options, server == OURS, Path(folder))
-                    except (RuntimeError, OSError) as error:
-                        found[name].lacking[server] = " ".join(str(error).split())[:600]
-                        print(f"{name}, {server}: {error}", file=sys.stderr, flush=True)
-                        continue
-                found[name].turns.setdefault(server, []).append(turn)
-                print(f"round {number + 1}: {name}, {server}: {turn}", file=sys.stderr, flush=True)
-                if server == OURS:
-                    for clients, load in turn.loads.items():
-                        batch = max(1, round(load.batch or 1))
-                        found[name].in_process.setdefault(clients, []).append(cost_in_process(run, name, batch))
-    return found
+                if server not in found[name].lacking:
+                    measure_one(known[server], run, name, server, options, found[name])
+                    met = found[name].turns.get(server, [None])[-1]
+                    print(f"round {number + 1}: {name}, {server}: {met}", file=sys.stderr, flush=True)
+
+
+def measure_one(kind: Kind, run: Path, name: str, server: str, options: argparse.Namespace, found: Found) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            turn = take_turn(kind, run, name, options, server == OURS, Path(folder))
+        except (RuntimeError, OSError) as error:
+            found.lacking[server] = " ".join(str(error).split())[:600]
+            print(f"{name}, {server}: {error}", file=sys.stderr, flush=True)
+            return
+    found.turns.setdefault(server, []).append(turn)
+    if server == OURS:
+        for clients, load in turn.loads.items():
+            batch = max(1, round(load.batch or 1))
+            found.in_process.setdefault(clients, []).append(cost_in_process(run, name, batch))
 
 
 # ---- what is printed
@@ -394,6 +403,12 @@ def bounds(name: str, found: Found, servers: list[str], clients: list[int]) -> I
     yield Bound(f"{name}, answers of ours that were not right", failed if turns else None, 0)
 
 
+def rounds_of(found: dict[str, Found]) -> str:
+    """Of all that was measured; fewer than were asked for where the measurement was interrupted."""
+    counts = {len(turns) for of_model in found.values() for turns in of_model.turns.values()} or {0}
+    return " to ".join(map(str, sorted({min(counts), max(counts)})))
+
+
 def table(head: list[str], lines: list[list[str]]) -> str:
     whole = [head, ["---", *["---:"] * (len(head) - 1)], *lines]
     return "\n".join(f"| {' | '.join(line)} |" for line in whole)
@@ -441,10 +456,11 @@ def main() -> None:
     except side_by_side.NotMade as error:
         print(f"The peers' environment cannot be made: {error}. `--peers ''` measures ours alone.", file=sys.stderr)
         sys.exit(3)
-    with tempfile.TemporaryDirectory() as place:
-        found = measure(options, python, Path(place))
+    found = {name: Found() for name in options.models}
+    with tempfile.TemporaryDirectory() as place, contextlib.suppress(KeyboardInterrupt):  # what is there is told
+        measure(options, python, Path(place), found)
     print(machine(python))
-    print(f"Medians of {options.rounds} rounds; clients: {' / '.join(map(str, options.clients))}")
+    print(f"Medians of {rounds_of(found)} rounds; clients: {' / '.join(map(str, options.clients))}")
     for name, of_model in found.items():
         print(f"\n## {name}\n\n{table(HEAD, list(rows(of_model, options.servers, options.clients)))}")
         for server, reason in of_model.lacking.items():
