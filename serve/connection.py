@@ -97,12 +97,14 @@ class Connection(asyncio.Protocol):
         self._reading: _Reading = "new"
         self._since = self._heard = loop.time()
         self._head_bytes = 0
-        self._size = 0
         self._parts: list[bytes] = []
+        self._size = 0  # of what is kept
+        self._dropped = 0
         self._waiting: deque[Request] = deque()
         self._request: Request | None = None  # that is read
         self._answering: Request | None = None
         self._full = False
+        self._last = False  # the answer that was written is the last
 
     # asyncio's side
 
@@ -181,12 +183,13 @@ class Connection(asyncio.Protocol):
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, body: bytes) -> None:
-        self._size += len(body)
         if self._reading == "rest":
-            if self._size > REST_BYTES:
+            self._dropped += len(body)
+            if self._dropped > REST_BYTES:
                 self._transport.abort()
             return
         self._parts.append(body)
+        self._size += len(body)
         try:
             self._door.hold(len(body))
             self._door.check_size(self._size)
@@ -198,6 +201,8 @@ class Connection(asyncio.Protocol):
         self._enter("idle")
         self._release()
         if answered or request is None:
+            if self._last:
+                self._transport.close()
             return
         if len(self._waiting) >= MAX_PIPELINED:
             self._transport.abort()
@@ -253,7 +258,7 @@ class Connection(asyncio.Protocol):
         request = self._request
         assert request is not None
         self._door.hold(-self._size)
-        self._parts, self._size = [], 0
+        self._parts, self._size, self._dropped = [], 0, 0
         self._enter("rest")
         if self._answering is not None or self._waiting:  # the answers before it are not there yet
             self._transport.abort()
@@ -283,7 +288,8 @@ class Connection(asyncio.Protocol):
         )
         if self._reading == "idle":
             self._since = self._loop.time()
-        if not keep and self._reading != "rest":
+        self._last = not keep
+        if self._last and self._reading != "rest":
             self._transport.close()
         elif self._waiting:
             self._loop.call_soon(self._next)

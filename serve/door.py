@@ -258,10 +258,10 @@ class Door:
         environ: dict[str, Any] = {
             f"HTTP_{name.upper().replace('-', '_')}": text
             for name, text in texts.items()
-            if name not in ("content-type", "content-length")
+            if name not in ("content-type", "content-length", "connection", "upgrade")
         }
         environ |= {
-            "REQUEST_METHOD": request.method,
+            "REQUEST_METHOD": "GET" if request.method == "HEAD" else request.method,  # the connection drops the body
             "SCRIPT_NAME": "",
             "PATH_INFO": request.path.encode().decode("latin-1"),
             "QUERY_STRING": request.query.decode("latin-1"),

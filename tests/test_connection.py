@@ -1,0 +1,260 @@
+"""HTTP/1.1 as clients write it and as they should not: order, keeping open, sizes, and what is kept in memory."""
+
+import asyncio
+import json
+import os
+import re
+
+import pytest
+from served import colour_run, picture
+
+from serve import connection as limits_of
+from serve import door as door_of
+from serve.bundle import Bundle
+from serve.connection import Connection, Connections
+from serve.door import Door
+from serve.limits import Limits
+from serve.log import Log
+from serve.service import Service
+
+
+class Transport:
+    """Keeps what is written."""
+
+    def __init__(self):
+        self.written = b""
+        self.ended = None
+        self.reading = True
+
+    def write(self, data):
+        assert self.ended is None
+        self.written += data
+
+    def close(self):
+        self.ended = self.ended or "closed"
+
+    def abort(self):
+        self.ended = "aborted"
+
+    def is_closing(self):
+        return self.ended is not None
+
+    def get_extra_info(self, name):
+        return ("127.0.0.1", 1)
+
+    def get_write_buffer_size(self):
+        return 0
+
+    def pause_reading(self):
+        self.reading = False
+
+    def resume_reading(self):
+        self.reading = True
+
+    def answers(self):
+        """Status, headers and body of each response."""
+        found, left = [], self.written
+        while left:
+            head, _, left = left.partition(b"\r\n\r\n")
+            status, *lines = head.decode().split("\r\n")
+            headers = dict(line.split(": ", 1) for line in lines)
+            size = int(headers.get("content-length", 0))
+            found.append((int(status.split()[1]), headers, left[:size]))
+            left = left[size:]
+        return found
+
+
+@pytest.fixture(scope="module")
+def door(tmp_path_factory):
+    service = Service(Bundle.open(colour_run(tmp_path_factory.mktemp("run")).path), Limits(max_upload_mb=1))
+    return Door(service, log=Log(os.open(os.devnull, os.O_WRONLY)))
+
+
+@pytest.fixture
+def talk(door):
+    """Sends parts on one connection; gives the transport when as many answers are there, or it has ended."""
+
+    def talk(*parts, answers=1, **options):
+        async def told():
+            connections = Connections(door, options.get("most", 10), options.get("ending", False))
+            connection, transport = Connection(connections, asyncio.get_running_loop()), Transport()
+            connection.connection_made(transport)
+            for part in parts:
+                if callable(part):
+                    part(connection, transport)
+                elif transport.ended is None:
+                    connection.data_received(part)
+            while transport.written.count(b"HTTP/1.1 ") < answers and transport.ended is None:
+                await asyncio.sleep(0.005)
+            await asyncio.sleep(0.01)
+            connection.connection_lost(None)
+            assert connections.open == set()
+            return transport
+
+        transport = asyncio.run(asyncio.wait_for(told(), 20))
+        assert door._held == 0
+        return transport
+
+    return talk
+
+
+def post(data, *lines, path="/predict"):
+    head = "".join(f"{line}\r\n" for line in (f"POST {path} HTTP/1.1", "Host: x", *lines))
+    return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
+
+
+def labels(transport):
+    return [json.loads(body).get("label") for _, _, body in transport.answers()]
+
+
+def test_a_request_may_come_in_any_pieces(talk):
+    """Byte by byte it is the same request; the connection stays open."""
+    whole = post(picture("green"))
+    pieces = talk(*[whole[place : place + 1] for place in range(len(whole))])
+    assert (labels(pieces), labels(talk(whole))) == (["green"], ["green"])
+    assert pieces.ended is None
+
+
+def test_requests_of_one_connection_are_answered_in_their_order(talk):
+    """Also when all come at once, and a slow answer is before a quick one."""
+    colours = ["red", "green", "blue", "green"]
+    together = b"".join(post(picture(colour, size=(2000, 1000) if colour == "red" else (8, 8))) for colour in colours)
+    assert labels(talk(together + b"GET /health HTTP/1.1\r\n\r\n", answers=5)) == [*colours, None]
+
+
+def test_too_many_at_once_end_the_connection(talk):
+    """Nobody needs more than a few."""
+    many = b"GET /health HTTP/1.1\r\n\r\n" * (limits_of.MAX_PIPELINED + 2)
+    assert talk(many, answers=100).ended == "aborted"
+
+
+@pytest.mark.parametrize(
+    ("request_", "ended"),
+    [
+        (b"GET /health HTTP/1.1\r\n\r\n", None),
+        (b"GET /health HTTP/1.1\r\nConnection: close\r\n\r\n", "closed"),
+        (b"GET /health HTTP/1.0\r\n\r\n", "closed"),
+        (b"GET /health HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n", "closed"),
+        (b"GET /health HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n", "closed"),
+    ],
+    ids=["1.1", "close", "1.0", "h2c", "websocket"],
+)
+def test_a_connection_closes_when_it_should(talk, request_, ended):
+    """As the client asks; an upgrade is not made, and is answered as the HTTP/1.1 that it is."""
+    transport = talk(request_)
+    ((status, headers, body),) = transport.answers()
+    assert (status, json.loads(body), transport.ended) == (200, {"status": "ok"}, ended)
+    assert headers.get("connection") == ("close" if ended else None)
+
+
+def test_at_the_end_every_answer_closes(talk):
+    """When the process is about to end."""
+    transport = talk(post(picture("blue")), ending=True)
+    assert (labels(transport), transport.ended) == (["blue"], "closed")
+    assert transport.answers()[0][1]["connection"] == "close"
+
+
+def test_head_has_the_head_of_get(talk):
+    """The same length, and no body."""
+    got = talk(b"GET /info HTTP/1.1\r\n\r\n").answers()[0]
+    head = talk(b"HEAD /info HTTP/1.1\r\n\r\n").written
+    assert head.endswith(b"\r\n\r\n")
+    assert int(re.search(rb"content-length: (\d+)", head)[1]) == len(got[2]) > 0
+
+
+def test_who_waits_for_leave_gets_it_or_the_refusal(talk):
+    """`Expect: 100-continue`, as curl sends it for large files: the body is asked for only if it is wanted."""
+    data = picture("red")
+    wanted = talk(post(data, "Expect: 100-continue")).written
+    assert wanted.startswith(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 200 OK\r\n")
+    head = b"POST /predict HTTP/1.1\r\nContent-Length: 1000001\r\nExpect: 100-continue\r\n\r\n"
+    unwanted = talk(head)
+    assert [status for status, _, _ in unwanted.answers()] == [413]
+
+
+@pytest.mark.parametrize("chunked", [False, True], ids=["announced", "in chunks"])
+def test_what_is_too_large_is_not_kept(talk, door, chunked):
+    """It is refused as soon as that is known, dropped to its end, and the connection goes on with the next request."""
+    kept = []
+    part = b"\0" * 100_000
+    if chunked:
+        head = b"POST /predict HTTP/1.1\r\nTransfer-Encoding: chunked\r\n\r\n"
+        body = [b"186a0\r\n" + part + b"\r\n"] * 30 + [b"0\r\n\r\n"]
+    else:
+        head, body = b"POST /predict HTTP/1.1\r\nContent-Length: 3000000\r\n\r\n", [part] * 30
+    looks = [step for one in body for step in (one, lambda *_: kept.append(door._held))]
+    transport = talk(head, *looks, post(picture("blue")), answers=2)
+    (status, _, _), (_, _, answer) = transport.answers()
+    assert (status, json.loads(answer)["label"]) == (413, "blue")
+    assert max(kept) <= 1_100_000
+    assert kept[-1] == 0
+
+
+def test_what_comes_of_a_refused_body_has_an_end(talk, monkeypatch):
+    """A client that goes on for too long is cut off."""
+    monkeypatch.setattr(limits_of, "REST_BYTES", 500_000)
+    transport = talk(b"POST /predict HTTP/1.1\r\nContent-Length: 9000000\r\n\r\n", *[b"\0" * 100_000] * 10, answers=9)
+    assert transport.ended == "aborted"
+    assert [status for status, _, _ in transport.answers()] == [413]
+
+
+def test_unfinished_bodies_have_room_together(talk, monkeypatch):
+    """Beyond it a request is told to come back."""
+    monkeypatch.setattr(door_of, "MAX_HELD", 150_000)
+    transport = talk(b"POST /predict HTTP/1.1\r\nContent-Length: 300000\r\n\r\n", *[b"\0" * 100_000] * 3)
+    ((status, headers, _),) = transport.answers()
+    assert (status, headers["Retry-After"]) == (429, "5")
+
+
+def test_a_client_that_does_not_read_is_not_answered_further(talk):
+    """Until it does."""
+    first = b"GET /health HTTP/1.1\r\n\r\n"
+    stuck = talk(lambda connection, _: connection.pause_writing(), first, answers=0)
+    assert (stuck.written, stuck.reading) == (b"", False)
+    steps = [lambda connection, _: connection.pause_writing(), first, lambda connection, _: connection.resume_writing()]
+    read = talk(*steps)
+    assert (len(read.answers()), read.reading) == (1, True)
+
+
+def test_one_connection_too_many_is_told(talk):
+    """503, and it is closed."""
+    transport = talk(most=0)
+    assert [status for status, _, _ in transport.answers()] == [503]
+    assert transport.ended == "closed"
+
+
+@pytest.mark.parametrize(
+    ("parts", "seconds", "status"),
+    [
+        ((), limits_of.HEAD_SECONDS, None),
+        ((b"GET / HT",), limits_of.HEAD_SECONDS, 408),
+        ((b"POST /predict HTTP/1.1\r\nContent-Length: 9\r\n\r\n1",), limits_of.PAUSE_SECONDS, 408),
+        ((b"GET /health HTTP/1.1\r\n\r\n",), limits_of.IDLE_SECONDS, 200),
+        ((b"POST /predict HTTP/1.1\r\nContent-Length: 9000000\r\n\r\n1",), limits_of.REST_SECONDS, 413),
+    ],
+    ids=["nothing", "head", "body", "idle", "rest"],
+)
+def test_a_slow_client_is_cut_off(door, parts, seconds, status):
+    """After its seconds and not before, with 408 where there is something to answer."""
+
+    async def told():
+        loop = asyncio.get_running_loop()
+        connection, transport = Connection(Connections(door, 10), loop), Transport()
+        connection.connection_made(transport)
+        for part in parts:
+            connection.data_received(part)
+        while status in (200, 413) and not transport.written:
+            await asyncio.sleep(0.005)
+        now = loop.time
+        loop.time = lambda: now() + seconds - 1
+        connection.check()
+        before = transport.ended
+        loop.time = lambda: now() + seconds + 0.5
+        connection.check()
+        loop.time = now
+        connection.connection_lost(None)
+        return before, transport
+
+    before, transport = asyncio.run(told())
+    assert (before, transport.ended) == (None, "closed")
+    assert [found for found, _, _ in transport.answers()] == ([status] if status else [])
