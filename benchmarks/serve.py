@@ -416,7 +416,9 @@ def table(head: list[str], lines: list[list[str]]) -> str:
 
 def machine(python: str | None) -> str:
     """Versions that the figures depend on."""
-    ours = ", ".join(f"{name} {importlib.metadata.version(name)}" for name in ("onnxruntime", "uvicorn", "pillow"))
+    ours = ", ".join(
+        f"{name} {importlib.metadata.version(name)}" for name in ("onnxruntime", "httptools", "uvloop", "pillow")
+    )
     words = [f"Python {platform.python_version()}, {os.cpu_count()} cores; ours: {ours}"]
     if python:
         pinned = re.findall(r"^(\w+)==(\S+)", (side_by_side.PEERS / "serve_requirements.txt").read_text(), re.MULTILINE)
@@ -466,7 +468,7 @@ def main() -> None:
         for server, reason in of_model.lacking.items():
             print(f"\n{server}: not measured: {reason}")
     promises = [b for name, f in found.items() for b in bounds(name, f, options.servers, options.clients)]
-    print(f"\n## Bounds\n\n{table(['what', 'bound', 'figure', ''], [bound.row() for bound in promises])}")
+    print(f"\n## Bounds\n\n{table(['what', 'bound', 'figure', 'kept'], [bound.row() for bound in promises])}")
     if options.json:
         options.json.write_text(json.dumps({name: vars(of) for name, of in found.items()}, default=vars, indent=1))
     sys.exit(0 if all(bound.kept for bound in promises) else 1)
