@@ -28,6 +28,7 @@ from werkzeug.exceptions import (
 from serve.answers import DEFAULT_TOP_K, PROTECTION, answers, top_k_of
 from serve.lanes import Job
 from serve.limits import FAULT, Limits, Refusal
+from serve.log import tell
 from serve.openapi import describe
 from serve.service import Service
 from serve.uploads import counted, from_json, is_picture
@@ -115,7 +116,7 @@ def create_app(service: Service) -> Flask:
 
     @app.errorhandler(Exception)
     def fail(error: Exception) -> tuple[Response, int]:
-        app.logger.error("%s %s failed", request.method, request.path, exc_info=error)
+        tell("fault", error, method=request.method, path=request.path)
         return jsonify(ERROR=FAULT), 500
 
     return app
@@ -170,7 +171,7 @@ def _body() -> bytes:
 def _from_form() -> list[bytes]:
     files = request.files.getlist("image")
     if not files:
-        found = ", ".join(sorted({*request.files, *request.form}))[:200]
+        found = ", ".join(sorted(name for name in {*request.files, *request.form} if name))[:200]  # one may be None
         raise BadRequest(
             "The form has no file in the field image; send one as curl -F image=@FILE does."
             + (f" Its fields are: {found}." if found else "")

@@ -1,0 +1,96 @@
+"""The OpenAPI document says what the server does: no address, status or key too many or too few."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from jsonschema import Draft202012Validator
+from served import Server, colour_run, encoded, negative_run, picture
+
+from serve.app import create_app
+from serve.bundle import Bundle
+from serve.service import Service
+
+CONFIG = """\
+[checks.positive_data_acceptance]
+enabled = false                      # bytes that are drawn are no picture, whatever the schema says of them
+[checks.negative_data_rejection]
+expected-statuses = [400, 401, 404, 405, 411, 413, 415]
+"""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    return {
+        "image_classification": colour_run(tmp_path_factory.mktemp("colours")).path,
+        "image_reconstruction": negative_run(tmp_path_factory.mktemp("negatives")).path,
+    }
+
+
+@pytest.mark.parametrize("secured", [False, True], ids=["open", "secured"])
+@pytest.mark.parametrize("task", ["image_classification", "image_reconstruction"])
+def test_it_describes_what_is_there(runs, task, secured):
+    """Exactly the application's addresses and methods; every reference leads somewhere; answers are as it says."""
+    app = create_app(Service(Bundle.open(runs[task]), secured=secured))
+    client = app.test_client()
+    document = client.get("/openapi.json").json
+    there = {
+        rule.rule: {method.lower() for method in rule.methods - {"HEAD", "OPTIONS"}}
+        for rule in app.url_map.iter_rules()
+    }
+    assert {path: set(methods) for path, methods in document["paths"].items()} == there
+    schemas = document["components"]["schemas"]
+    assert set(re.findall(r'"\$ref": "#/components/schemas/(\w+)"', json.dumps(document))) == set(schemas)
+    assert ("securitySchemes" in document["components"]) == secured
+
+    def check(path, method, response):
+        described = document["paths"][path][method]["responses"][str(response.status_code)]
+        schema = described["content"][response.mimetype]["schema"]
+        Draft202012Validator(schema | {"components": document["components"]}).validate(response.json)
+
+    check("/predict", "post", client.post("/predict", data=picture()))
+    both = {"images": [encoded(picture()), encoded(picture("blue"))]}
+    check("/predict", "post", client.post("/predict", json=both))
+    check("/predict", "post", client.post("/predict", data=b"no picture"))
+    for path in ("/health", "/ready", "/info"):
+        check(path, "get", client.get(path))
+
+
+def fuzzed(run, folder, examples, key=None):
+    """What schemathesis finds when it draws requests from the document, sound ones and others."""
+    (folder / "schemathesis.toml").write_text(CONFIG)
+    headers = {"X-API-Key": key} if key else {}
+    options = (["--api-key-env", "OWN_KEY"], {"OWN_KEY": key}) if key else ([], {})
+    server = Server(run, folder / "errors", *options[0], **options[1])
+    schema = folder / "openapi.json"
+    schema.write_text(json.dumps(server.ask("GET", "/openapi.json", headers=headers)[1]))
+    command = [Path(sys.executable).parent / "st", "run", schema, "--url", server.url]
+    bounds = ["--phases", "examples,coverage,fuzzing", "--max-examples", str(examples), "--generation-deterministic"]
+    if key:  # it may be sent in two ways, and one that is right is enough
+        command += ["--header", f"X-API-Key:{key}", "--exclude-checks", "ignored_auth"]
+    try:
+        done = subprocess.run([*command, *bounds], cwd=folder, capture_output=True, text=True, timeout=600)
+        assert server.ask("POST", "/predict", picture(), headers)[0] == 200
+        assert server.events() == []
+        return done.returncode, done.stdout
+    finally:
+        server.stop()
+
+
+def test_drawn_requests_meet_what_it_says(runs, tmp_path):
+    """No 5xx, no status, header, content type or body that is not in the document; nothing ill-formed is accepted."""
+    code, said = fuzzed(runs["image_classification"], tmp_path, 10)
+    assert code == 0, said
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("task", "key"), [("image_classification", None), ("image_reconstruction", None), ("image_classification", "a-key")]
+)
+def test_many_drawn_requests_meet_it(runs, tmp_path, task, key):
+    """The same with hundreds of each kind, for both tasks, and with a key."""
+    code, said = fuzzed(runs[task], tmp_path, 300, key)
+    assert code == 0, said
