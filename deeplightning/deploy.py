@@ -57,7 +57,7 @@ def command(run: str, overrides: Sequence[str] = (), allow: Sequence[str] = ()) 
     settings = _settings(folder.config if folder.config.is_file() and not alone else None, overrides)
     flags = [f"--{name.replace('_', '-')}={value}" for name, value in _changed(settings)]
     if alone:
-        return [sys.executable, "-m", "serve", str(alone[0]), *flags]
+        return [sys.executable, "-P", "-m", "serve", str(alone[0]), *flags]
     whole = folder.bundle_card.is_file()
     if not whole or (settings.precision == "int8" and not folder.bundle_int8.is_file()):
         refuse_foreign(folder, allow)
@@ -76,7 +76,7 @@ def command(run: str, overrides: Sequence[str] = (), allow: Sequence[str] = ()) 
             return [sys.executable, "-m", "deeplightning.torch_server", str(folder.path), *flags, *allowed]
         if settings.precision == "int8":
             print(quantize_run(folder), file=sys.stderr)
-    return [sys.executable, "-m", "serve", str(folder.bundle), *flags]
+    return [sys.executable, "-P", "-m", "serve", str(folder.bundle), *flags]
 
 
 def _changed(settings: Serve) -> Iterator[tuple[str, Any]]:

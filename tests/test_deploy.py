@@ -99,9 +99,9 @@ def test_a_run_deploys_in_any_spelling(run, store, tracked, tmp_path, monkeypatc
     alone = shutil.copytree(run.bundle, tmp_path / "alone")
     in_store = [str(run.path), run.path.name, tracker.id, f"runs:/{tracker.id}", "models:/deployed/1"]
     for spelling in [*in_store, "models:/deployed@best", str(run.bundle), f"runs:/{tracker.id}/bundle"]:
-        assert command_of(spelling)[:4] == [sys.executable, "-m", "serve", str(run.bundle)], spelling
+        assert command_of(spelling)[:5] == [sys.executable, "-P", "-m", "serve", str(run.bundle)], spelling
     assert command_of(str(copy))[3] == str(copy / "bundle")
-    assert command_of(str(alone)) == [sys.executable, "-m", "serve", str(alone)]
+    assert command_of(str(alone)) == [sys.executable, "-P", "-m", "serve", str(alone)]
     for missing, words in {"models:/deployed@worst": "alias 'worst'", "models:/none/1": "no model 'none'"}.items():
         with pytest.raises(CheckpointError, match=words):
             command_of(missing)
