@@ -38,7 +38,8 @@ REST_BYTES = 64_000_000
 sent all), and for how long. It is not kept."""
 
 HEAD_BYTES = 65_536
-"""The longest request line and headers together."""
+"""The longest request line and headers together, and the most between two pieces of a body, or after the last: sizes of
+chunks, and further headers."""
 
 IDLE_SECONDS = 30
 """How long a connection stays open for a further request."""
@@ -97,7 +98,7 @@ class Connection(asyncio.Protocol):
         self._reading: _Reading = "new"
         self._since = self._heard = loop.time()
         self._head_bytes = 0
-        self._parts: list[bytes] = []
+        self._body: bytes | bytearray = b""
         self._size = 0  # of what is kept
         self._dropped = 0
         self._waiting: deque[Request] = deque()
@@ -124,7 +125,7 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._heard = self._loop.time()
-        self._head_bytes = self._head_bytes + len(data) if self._reading == "head" else len(data)
+        self._head_bytes += len(data)
         try:
             self._parser.feed_data(data)
         except httptools.HttpParserUpgrade:
@@ -134,10 +135,8 @@ class Connection(asyncio.Protocol):
             self._refuse(Refusal(500, FAULT))
         except httptools.HttpParserError:
             self._refuse(Refusal(400, "This is not an HTTP/1.1 request as it should be; send it again, well-formed."))
-        if self._reading == "head" and self._head_bytes > HEAD_BYTES:
-            self._refuse(
-                Refusal(431, f"The request line and headers are longer than {HEAD_BYTES} bytes; send fewer of them.")
-            )
+        if self._head_bytes > HEAD_BYTES:
+            self._refuse(_too_long())
 
     def pause_writing(self) -> None:
         self._full = True
@@ -175,6 +174,8 @@ class Connection(asyncio.Protocol):
             keep=version == "1.1" and self._parser.should_keep_alive() and not self._parser.should_upgrade(),
         )
         try:
+            if self._head_bytes > HEAD_BYTES and self._head_size() > HEAD_BYTES:
+                raise _too_long()
             self._door.admit(request)
         except Refusal as refusal:
             self._answer_early(refusal)
@@ -183,12 +184,18 @@ class Connection(asyncio.Protocol):
             self._transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
 
     def on_body(self, body: bytes) -> None:
+        self._head_bytes = 0
         if self._reading == "rest":
             self._dropped += len(body)
             if self._dropped > REST_BYTES:
                 self._transport.abort()
             return
-        self._parts.append(body)
+        if not self._body:
+            self._body = body
+        elif isinstance(self._body, bytes):
+            self._body = bytearray().join((self._body, body))
+        else:
+            self._body += body  # a list of pieces would take 40 bytes for each, and a piece may have one
         self._size += len(body)
         try:
             self._door.hold(len(body))
@@ -198,6 +205,7 @@ class Connection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         request, answered = self._request, self._reading == "rest"
+        self._head_bytes = 0
         self._enter("idle")
         self._release()
         if answered or request is None:
@@ -236,6 +244,10 @@ class Connection(asyncio.Protocol):
         """The process is about to end: what is in hand is answered, and a request that may be on its way."""
         self._since = max(self._since, self._loop.time()) if self._reading in ("new", "idle") else self._since
 
+    def _head_size(self) -> int:
+        """Of what the parser has given of the head; a piece of a connection may also have some of a body."""
+        return len(self._url) + sum(len(name) + len(value) for name, value in self._headers.items())
+
     def _enter(self, reading: _Reading) -> None:
         self._reading = reading
         self._since = self._loop.time()
@@ -244,8 +256,8 @@ class Connection(asyncio.Protocol):
         """The body that was read belongs to its request now, or to nobody."""
         self._door.hold(-self._size)
         if self._request is not None:
-            self._request.body = self._parts[0] if len(self._parts) == 1 else b"".join(self._parts)
-        self._request, self._parts, self._size = None, [], 0
+            self._request.body = bytes(self._body)
+        self._request, self._body, self._size = None, b"", 0
 
     def _next(self) -> None:
         """Answers the oldest request that waits, if none is being answered and the client reads its answers."""
@@ -258,7 +270,7 @@ class Connection(asyncio.Protocol):
         request = self._request
         assert request is not None
         self._door.hold(-self._size)
-        self._parts, self._size, self._dropped = [], 0, 0
+        self._body, self._size, self._dropped = b"", 0, 0
         self._enter("rest")
         if self._answering is not None or self._waiting:  # the answers before it are not there yet
             self._transport.abort()
@@ -299,6 +311,9 @@ class Connection(asyncio.Protocol):
         """Answers what is no request yet, or never becomes one, and closes."""
         if self._transport.is_closing():
             return
+        if self._reading == "rest":  # it has its answer
+            self._transport.close()
+            return
         request = self._request or Request("", "", b"", {}, "1.1", self._client, keep=False)
         request.keep = False
         self._door.tell(request, refusal.status)
@@ -307,3 +322,7 @@ class Connection(asyncio.Protocol):
             return
         self._reading = "idle"
         self._reply(request, refused(refusal))
+
+
+def _too_long() -> Refusal:
+    return Refusal(431, f"The request line and headers are longer than {HEAD_BYTES} bytes; send fewer of them.")
