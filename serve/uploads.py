@@ -16,7 +16,12 @@ USAGE = 'send {"images": ["<base64 of an image file>", …]}'
 MAX_JSON_MARKS = 1000
 """Brackets, braces and commas in a JSON body; base64 has none, so 256 images need under 600. Bounds depth, memory."""
 
-_DATA_URL = re.compile(r"\Adata:[^,]*,")  # browsers put this before the base64 that they make of a file
+MAX_PARTS = 1000
+"""Parts into which a form is cut; as with JSON, far more than it may have pictures."""
+
+_DATA_URL = re.compile(rb"data:[^,]*,")  # browsers put this before the base64 that they make of a file
+
+_BLANKS = b" \t\r\n"  # base64 may be broken into lines
 
 _BOUNDARY = re.compile(rb'\Amultipart/form-data; ?boundary="?([0-9A-Za-z\'()+_,./:=?-]{1,70})"?\Z')
 
@@ -51,7 +56,7 @@ def from_form(kind: bytes, body: bytes) -> list[bytes]:
     start = 2 if body.startswith(b"\r\n") else 0  # an empty preamble
     if not body.startswith(boundary, start):
         raise NotWellFormed
-    *parts, end = body[start + len(boundary) :].split(b"\r\n" + boundary)
+    *parts, end = body[start + len(boundary) :].split(b"\r\n" + boundary, MAX_PARTS)
     if end not in (b"--\r\n", b"--") or not parts:
         raise NotWellFormed
     heads = [_PART.match(part) for part in parts]
@@ -78,9 +83,15 @@ def from_json(body: bytes) -> list[bytes]:
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
         raise Refusal(400, f"images is not a list of one or more texts; {USAGE}.")
     try:
-        return [base64.b64decode("".join(_DATA_URL.sub("", text).split()), validate=True) for text in texts]
+        return [_from_base64(text.encode("ascii")) for text in texts]
     except (binascii.Error, ValueError) as error:
         raise Refusal(400, f"An image is not base64 ({error}); {USAGE}.") from None
+
+
+def _from_base64(text: bytes) -> bytes:
+    """Without splitting it at its blanks: the pieces of a text of 16 MB took 405 MB (November 2026)."""
+    found = _DATA_URL.match(text)
+    return base64.b64decode(text[found.end() if found else 0 :].translate(None, _BLANKS), validate=True)
 
 
 def counted(pictures: list[bytes], limits: Limits) -> list[bytes]:
