@@ -9,13 +9,14 @@ import base64
 import contextlib
 import ctypes
 import hashlib
+import io
 import json
 import os
 import re
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 # From 1.29 on, importing onnxruntime starts a thread that reports to its makers and keeps a file in the user's home; a
 # forked server worker cannot end it and hangs at exit.
@@ -23,8 +24,9 @@ os.environ["ORT_DISABLE_TELEMETRY"] = "1"
 
 import numpy as np
 import onnxruntime
+from PIL import PngImagePlugin
 
-from deeplightning.image import ImageSpec
+from deeplightning.image import ImageError, ImageSpec
 from deeplightning.runfolder import BUNDLE_FORMAT, RunFolder, seal
 
 TASKS = {"image_classification": "probabilities", "image_reconstruction": "pictures"}
@@ -37,6 +39,16 @@ more."""
 
 MAX_CARD_BYTES = 32_000_000
 """bundle.json carries samples of 2 MB together, or a single larger one; more than this is none of ours."""
+
+MAX_PIECES = 20_000
+"""How often a parser may fetch something of a picture. One of 9 MB needs 420, one of 12,000 tiles 12,000; one of 16 MB
+with a remark that is read byte by byte, or in all the segments that fit, took 5 s of CPU (Pillow 13, November 2026)."""
+
+SMALL_BYTES = 65_536
+"""Pictures up to here are not counted so: they cannot have many pieces, and counting costs 0.004 ms."""
+
+PngImagePlugin.MAX_TEXT_MEMORY = 8_000_000
+"""Letters of all remarks in a PNG, unpacked; Pillow's own 64 million took 240 MB, from a file of 0.06 MB."""
 
 
 class BundleError(Exception):
@@ -115,7 +127,21 @@ class Bundle:
         Raises:
             deeplightning.image.ImageError: it is not a picture, damaged, or has more than `max_pixels`.
         """
-        return _prepared(self.image_spec, data, max_pixels)
+        return _prepared(self.image_spec, data if len(data) <= SMALL_BYTES else _Pieces(data), max_pixels)
+
+
+class _Pieces(io.BytesIO):
+    """A picture that can be read `MAX_PIECES` times."""
+
+    def __init__(self, data: bytes):
+        super().__init__(data)
+        self._left = MAX_PIECES
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        self._left -= 1
+        if self._left < 0:
+            raise ImageError("The image has too many pieces, tiles or remarks; save it anew.", 400)
+        return super().read(size)
 
 
 _NAMES = RunFolder(".")  # only the names of its files are used: a bundle may have been copied to anywhere
@@ -265,7 +291,7 @@ def _samples(folder: Path, golden: Any, spec: ImageSpec) -> np.ndarray:
     return np.stack(prepared)
 
 
-def _prepared(spec: ImageSpec, data: bytes, max_pixels: int) -> np.ndarray:
+def _prepared(spec: ImageSpec, data: bytes | BinaryIO, max_pixels: int) -> np.ndarray:
     return np.ascontiguousarray(spec.decode(data, max_pixels=max_pixels).transpose(2, 0, 1))
 
 
