@@ -1,0 +1,867 @@
+"""Requests that mean harm, or that no sane client sends, against one real server: each is refused in a sentence or
+answered rightly, costs little, and leaves the next good request unharmed.
+
+What a request costs is that of all processes of the server together: CPU time by the kernel's count in nanoseconds, and
+how far memory rises at its peak. A case that may cost more than the rest has a bound of its own and says why.
+"""
+
+import concurrent.futures
+import contextlib
+import functools
+import gzip
+import io
+import json
+import random
+import re
+import select
+import signal
+import socket
+import struct
+import time
+import zlib
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+from served import COLOURS, Server, colour_run, encoded, picture, probabilities
+
+CPU_MS, MEMORY_MB = 50, 50
+
+REPEATS = 5
+"""Of a cheap request; its CPU time is the mean."""
+
+CHEAP_MS = 25
+"""A first try that took less is repeated."""
+
+Parts = list[bytes]
+
+
+@dataclass(frozen=True)
+class Case:
+    """What is sent, and what it may lead to.
+
+    Attributes:
+        parts: makes the bytes for the wire, in the pieces in which they are sent.
+        expected: the status of each answer; None: there is none, and the connection ends.
+        label: what a picture is that is read in spite of all.
+        reads: the client looks for an answer before each piece; else it sends all first.
+        cpu_ms, memory_mb: the most that it may cost.
+        why: it may cost more than others.
+    """
+
+    parts: Callable[[], Parts]
+    expected: tuple[int | None, ...]
+    label: str | None = None
+    reads: bool = True
+    cpu_ms: float = CPU_MS
+    memory_mb: float = MEMORY_MB
+    why: str = ""
+
+
+# The wire.
+
+
+def head(first: str, *lines: str | bytes) -> bytes:
+    """The head of a request."""
+    texts = [line if isinstance(line, bytes) else line.encode("latin-1") for line in (first, "Host: x", *lines)]
+    return b"".join(text + b"\r\n" for text in texts) + b"\r\n"
+
+
+def post(body: bytes, *lines: str | bytes, path: str = "/predict") -> bytes:
+    """A request that is whole."""
+    return head(f"POST {path} HTTP/1.1", f"Content-Length: {len(body)}", *lines) + body
+
+
+def wire(data: bytes, *expected: int | None, **options: Any) -> Case:
+    """These bytes."""
+    return Case(lambda: [data], expected, **options)
+
+
+def body(make: Callable[[], bytes], *expected: int | None, kind: str | None = None, **options: Any) -> Case:
+    """A whole request with this body, which is made when its turn comes."""
+    lines = () if kind is None else (f"Content-Type: {kind}",)
+    return Case(lambda: [post(make(), *lines)], expected, **options)
+
+
+def chunk(data: bytes) -> bytes:
+    return b"%x\r\n%b\r\n" % (len(data), data)
+
+
+CHUNKED = head("POST /predict HTTP/1.1", "Transfer-Encoding: chunked")
+GOOD = picture("green")
+WHOLE = post(GOOD)
+
+
+def cut_requests() -> dict[str, Case]:
+    """A good request that ends at many points: there is nothing to answer."""
+    points = {
+        "in the method": 2,
+        "in the path": 9,
+        "in the version": 18,
+        "in a header's name": 27,
+        "before the blank line": WHOLE.index(b"\r\n\r\n") + 2,
+        "after the head": WHOLE.index(b"\r\n\r\n") + 4,
+        "in the body": len(WHOLE) - 20,
+        "before the last byte": len(WHOLE) - 1,
+    }
+    chunks = CHUNKED + chunk(GOOD)
+    return {f"cut {name}": wire(WHOLE[:point], None) for name, point in points.items()} | {
+        "nothing at all": wire(b"", None),
+        "cut in a chunk's size": wire(CHUNKED + b"1", None),
+        "cut in a chunk": wire(chunks[:-20], None),
+        "cut before the last chunk": wire(chunks, None),
+        "abort in mid-upload": wire(
+            head("POST /predict HTTP/1.1", "Content-Length: 9000000") + b"\0" * 1_000_000, None
+        ),
+    }
+
+
+BOMB_200_MB = head("POST /predict HTTP/1.1", "Content-Length: 200000000")
+MEGABYTE = chunk(b"\0" * 1_000_000)
+DROPPED = "64 MB of a refused body are taken and dropped, for clients that read only when they have sent all"
+
+HTTP = {
+    "200 MB declared": wire(BOMB_200_MB, 413),
+    "200 MB in chunks": Case(lambda: [CHUNKED, *[MEGABYTE] * 200], (413,)),
+    "200 MB sent to the end": Case(
+        lambda: [BOMB_200_MB, *[b"\0" * 1_000_000] * 200], (None,), reads=False, cpu_ms=200, why=DROPPED
+    ),
+    "length too small": wire(
+        post(GOOD).replace(b"Length: %d" % len(GOOD), b"Length: %d" % (len(GOOD) - 9)), 200, 400, label="green"
+    ),
+    "request behind a body": wire(
+        post(GOOD + b"GET /nothing HTTP/1.1\r\nX: y\r\n\r\n").replace(
+            b"Length: %d" % (len(GOOD) + 31), b"Length: %d" % len(GOOD)
+        ),
+        200,
+        404,
+        label="green",
+    ),
+    "length too large": wire(post(GOOD).replace(b"Length: %d" % len(GOOD), b"Length: %d" % (len(GOOD) + 9)), None),
+    "negative length": wire(head("POST /predict HTTP/1.1", "Content-Length: -1"), 400),
+    "two lengths": wire(head("POST /predict HTTP/1.1", "Content-Length: 5", "Content-Length: 6") + b"hello", 400),
+    "length twice": wire(head("POST /predict HTTP/1.1", "Content-Length: 5", "Content-Length: 5") + b"hello", 400),
+    "list of lengths": wire(head("POST /predict HTTP/1.1", "Content-Length: 5, 5") + b"hello", 400),
+    "length in words": wire(head("POST /predict HTTP/1.1", "Content-Length: five") + b"hello", 400),
+    "length with a sign": wire(head("POST /predict HTTP/1.1", "Content-Length: +5") + b"hello", 400),
+    "length of 100 digits": wire(head("POST /predict HTTP/1.1", f"Content-Length: {'9' * 100}"), 400),
+    "length beyond 64 bits": wire(head("POST /predict HTTP/1.1", "Content-Length: 18446744073709551621"), 400),
+    "length of 2^63": wire(head("POST /predict HTTP/1.1", "Content-Length: 9223372036854775808"), 413),
+    "empty length": wire(head("POST /predict HTTP/1.1", "Content-Length: "), 400),
+    "length and chunks": wire(
+        head("POST /predict HTTP/1.1", "Content-Length: 5", "Transfer-Encoding: chunked") + b"0\r\n\r\n", 400
+    ),
+    "chunks and length": wire(
+        head("POST /predict HTTP/1.1", "Transfer-Encoding: chunked", "Content-Length: 5") + b"0\r\n\r\n", 400
+    ),
+    "unknown transfer coding": wire(head("POST /predict HTTP/1.1", "Transfer-Encoding: gzip") + b"x", 400),
+    "chunked not at the end": wire(head("POST /predict HTTP/1.1", "Transfer-Encoding: chunked, gzip") + b"x", 400),
+    "coding in disguise": wire(head("POST /predict HTTP/1.1", "Transfer-Encoding: \x0bchunked") + b"0\r\n\r\n", 400),
+    "chunk size in words": wire(CHUNKED + b"five\r\nhello\r\n0\r\n\r\n", 400),
+    "negative chunk size": wire(CHUNKED + b"-5\r\nhello\r\n0\r\n\r\n", 400),
+    "chunk size beyond 64 bits": wire(CHUNKED + b"f" * 17 + b"\r\nhello\r\n0\r\n\r\n", 400),
+    "chunk size in C": wire(CHUNKED + b"0x5\r\nhello\r\n0\r\n\r\n", 400),
+    "chunk smaller than its size": wire(CHUNKED + b"9\r\nhello\r\n0\r\n\r\n", 400),
+    "chunk larger than its size": wire(CHUNKED + b"3\r\nhello\r\n0\r\n\r\n", 400),
+    "bad chunk after a refusal": wire(
+        head("POST /predict HTTP/1.1", f"Content-Type: {'x' * 2000}", "Transfer-Encoding: chunked") + b"zz\r\n",
+        400,
+        None,
+    ),
+    "chunks of two bytes": Case(
+        lambda: [CHUNKED + b"2\r\nab\r\n" * 100_000 + b"0\r\n\r\n"],
+        (415,),
+        cpu_ms=150,
+        why="100,000 chunks: each takes the parser and us a microsecond",
+    ),
+    "endless chunk extension": Case(
+        lambda: [CHUNKED + b"5;", *[b"x" * 100_000] * 10, b"\r\nhello\r\n0\r\n\r\n"], (431,)
+    ),
+    "endless trailer": Case(lambda: [CHUNKED + b"0\r\nX: ", *[b"x" * 100_000] * 50], (431,)),
+    "very many trailers": Case(
+        lambda: [CHUNKED + b"0\r\n", *[b"".join(b"X-%d: y\r\n" % n for n in range(5000))] * 20], (431,)
+    ),
+    "bare LF": wire(b"POST /predict HTTP/1.1\nHost: x\nContent-Length: 5\n\nhello", 400),
+    "bare CR": wire(b"POST /predict HTTP/1.1\rHost: x\r\r", 400),
+    "folded header": wire(b"GET /health HTTP/1.1\r\nHost: x\r\nX: a\r\n b\r\n\r\n", 400),
+    "blank before the colon": wire(b"POST /predict HTTP/1.1\r\nContent-Length : 5\r\n\r\nhello", 400),
+    "header without colon": wire(b"GET /health HTTP/1.1\r\nnonsense\r\n\r\n", 400),
+    "header without name": wire(b"GET /health HTTP/1.1\r\n: x\r\n\r\n", 400),
+    "NUL in a header": wire(b"GET /health HTTP/1.1\r\nX: a\0b\r\n\r\n", 400),
+    "NUL in the path": wire(b"GET /he\0alth HTTP/1.1\r\n\r\n", 400),
+    "blank in the path": wire(b"GET /he alth HTTP/1.1\r\n\r\n", 400),
+    "very long URL": wire(head(f"GET /{'x' * 100_000} HTTP/1.1"), 431),
+    "very long query": wire(head(f"POST /predict?top_k={'9' * 60_000} HTTP/1.1", "Content-Length: 1") + b"x", 400),
+    "very many headers": wire(head("GET /health HTTP/1.1", *[f"X-{n}: y" for n in range(20_000)]), 431),
+    "very long header": wire(head("GET /health HTTP/1.1", f"X: {'y' * 100_000}"), 431),
+    "header name of 60 kB": wire(head("GET /nothing HTTP/1.1", f"{'x' * 60_000}: y"), 404),
+    "unknown method": wire(head("BREW /predict HTTP/1.1"), 400),
+    "method in lower case": wire(head("post /predict HTTP/1.1"), 400),
+    "odd method": wire(head("PROPFIND /predict HTTP/1.1"), 405),
+    "GET on predict": wire(head("GET /predict HTTP/1.1"), 405),
+    "PUT on predict": wire(post(GOOD).replace(b"POST", b"PUT"), 405),
+    "TRACE": wire(head("TRACE / HTTP/1.1"), 405),
+    "CONNECT": wire(head("CONNECT example.org:443 HTTP/1.1"), 404),
+    "OPTIONS *": wire(head("OPTIONS * HTTP/1.1"), 404),
+    "URL of a proxy": wire(head("GET http://example.org/ HTTP/1.1"), 404),
+    "HTTP/0.9": wire(b"GET /nothing\r\n\r\n", 404),
+    "HTTP/3.7": wire(head("GET / HTTP/3.7"), 400),
+    "HTTP/2 preface": wire(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0", 400),
+    "upgrade with a body": wire(post(b"hello", "Connection: Upgrade", "Upgrade: h2c"), 400),
+    "websocket with frames": wire(
+        head("GET /predict HTTP/1.1", "Connection: Upgrade", "Upgrade: websocket") + b"\x81\x85" * 100,
+        405,
+    ),
+    "binary garbage": wire(random.Random(0).randbytes(10_000), 400),
+    "zeros": wire(b"\0" * 10_000, 400),
+    "TLS hello": wire(b"\x16\x03\x01\x02\0\x01\0\x01\xfc\x03\x03" + bytes(range(256)) * 2, 400),
+    "SSH hello": wire(b"SSH-2.0-OpenSSH_9.9\r\n", 400),
+    "expects the impossible": wire(post(b"hello", "Expect: 200-tea"), 415),
+    "percent nonsense in the path": wire(head("GET /%%zz%ff%00%c0%ae%2e%2e/%u0041 HTTP/1.1"), 404),
+    "path traversal": wire(head("GET /../../../../etc/passwd HTTP/1.1"), 404),
+    "path traversal in percents": wire(head("GET /%2e%2e/%2e%2e%2fetc%2fpasswd HTTP/1.1"), 404),
+    "path of a file": wire(head("GET /bundle.json HTTP/1.1"), 404),
+    "bytes beyond ASCII in the path": wire(b"GET /\xff\xfe\xc3\x28 HTTP/1.1\r\n\r\n", 400),
+    "lines in the id": wire(post(b"hello", b"X-Request-ID: a%0d%0aX-Own: b"), 415),
+    "a line feed in the id": wire(post(b"hello", b"X-Request-ID: a\nX-Own: b"), 400),
+    "quotes in the id": wire(post(b"hello", b'X-Request-ID: ","status":200,"'), 415),
+    "id beyond ASCII": wire(post(b"hello", b"X-Request-ID: \xff\xfe"), 415),
+    "id of 60 kB": wire(post(b"hello", "X-Request-ID: " + "x" * 60_000), 415),
+    "broken host": wire(b"GET /nothing HTTP/1.1\r\nHost: [::1\r\n\r\n", 404),
+    "host beyond ASCII": wire(b"GET /nothing HTTP/1.1\r\nHost: \xff..\xfe\r\n\r\n", 404),
+    "cookies of 60 kB": wire(head("GET /nothing HTTP/1.1", "Cookie: " + "a=b; " * 12_000), 404),
+    "accepts everything": wire(head("GET /nothing HTTP/1.1", "Accept: " + "a/b;q=0.1," * 6_000), 404),
+    "ranges without end": wire(head("GET /nothing HTTP/1.1", "Range: bytes=" + "0-," * 20_000), 404),
+    "17 pipelined refusals": wire(head("GET /nothing HTTP/1.1") * 17, *[404] * 16),
+} | cut_requests()
+
+
+# Forms.
+
+FORM = "multipart/form-data; boundary=x"
+FILE = 'Content-Disposition: form-data; name="image"; filename="a.png"'
+
+
+def part(data: bytes, *lines: str | bytes) -> bytes:
+    """A part with the boundary before it."""
+    texts = [line if isinstance(line, bytes) else line.encode("latin-1") for line in lines]
+    return b"--x\r\n" + b"".join(text + b"\r\n" for text in texts) + b"\r\n" + data + b"\r\n"
+
+
+def form(*parts: bytes, end: bytes = b"--x--\r\n", kind: str = FORM, expected: int = 400, **options: Any) -> Case:
+    return body(lambda: b"".join(parts) + end, expected, kind=kind, **options)
+
+
+def named(disposition: str | bytes, **options: Any) -> Case:
+    return form(part(GOOD, disposition), **options)
+
+
+FORMS = {
+    "form without boundary": form(part(GOOD, FILE), kind="multipart/form-data"),
+    "form with an empty boundary": form(part(GOOD, FILE), kind="multipart/form-data; boundary="),
+    "form with a wrong boundary": form(part(GOOD, FILE), kind="multipart/form-data; boundary=y"),
+    "form with a boundary of 60 kB": form(part(GOOD, FILE), kind=f"multipart/form-data; boundary={'x' * 60_000}"),
+    "form with a boundary beyond ASCII": form(part(GOOD, FILE), kind="multipart/form-data; boundary=\xff\xfe"),
+    "form with two boundaries": form(part(GOOD, FILE), kind="multipart/form-data; boundary=x; boundary=y"),
+    "form without end": form(part(GOOD, FILE), end=b""),
+    "form cut in a header": form(b'--x\r\nContent-Disposition: form-data; name="im', end=b""),
+    "form cut in a picture": form(part(GOOD[:30], FILE)[:-2], end=b""),
+    "form of headers only": form(b"--x\r\n" + FILE.encode() + b"\r\n\r\n", end=b""),
+    "form without body": form(end=b""),
+    "form of its end only": form(),
+    "form of text": form(b"hello", end=b""),
+    "form in a form": form(part(part(GOOD, FILE) + b"--y--", "Content-Type: multipart/mixed; boundary=y", FILE)),
+    "form in a form, same boundary": form(part(part(GOOD, FILE), FILE), expected=400),
+    "form of 10,000 parts": form(part(b"", FILE) * 10_000, expected=413),
+    "form of 10,000 pictures": form(part(GOOD, FILE) * 10_000, expected=413),
+    "form of 10,000 fields": form(part(b"x", 'Content-Disposition: form-data; name="a"') * 10_000, expected=413),
+    "form of 300,000 boundaries": form(b"--x\r\n" * 300_000, expected=413),
+    "form of 300,000 lines": form(part(b"\r\n" * 300_000, FILE), expected=415),
+    "form of 300,000 near boundaries": form(part(b"\r\n--" * 300_000, FILE), expected=415),
+    "form with a preamble of 1 MB": form(b"y" * 1_000_000 + b"\r\n", part(GOOD, FILE), expected=413),
+    "form with text of 1 MB": form(part(b"x" * 1_000_000, 'Content-Disposition: form-data; name="a"'), expected=413),
+    "form with a header of 1 MB": form(part(GOOD, FILE, "X: " + "y" * 1_000_000), expected=413),
+    "form with 50,000 headers": form(
+        part(GOOD, FILE, *["X: y"] * 50_000),
+        expected=200,
+        label="green",
+        cpu_ms=200,
+        why="the form's parser reads half a megabyte of them",
+    ),
+    "field without name": named('Content-Disposition: form-data; filename="a.png"'),
+    "field with an empty name": named('Content-Disposition: form-data; name=""; filename="a.png"'),
+    "field without disposition": named("Content-Type: image/png"),
+    "field of another disposition": named(
+        'Content-Disposition: attachment; name="image"; filename="a.png"', expected=200, label="green"
+    ),
+    "field with another name": named('Content-Disposition: form-data; name="picture"; filename="a.png"'),
+    "field with a name beyond ASCII": named(b'Content-Disposition: form-data; name="\xff\xfe"; filename="a.png"'),
+    "field with a name of 60 kB": named(f'Content-Disposition: form-data; name="{"x" * 60_000}"; filename="a.png"'),
+    "field without file": named('Content-Disposition: form-data; name="image"'),
+    "two fields, one is text": form(
+        part(GOOD, FILE), part(b"x", 'Content-Disposition: form-data; name="image"'), expected=200, label="green"
+    ),
+    "two fields, one is no picture": form(part(GOOD, FILE), part(b"hello", FILE), expected=415),
+    "two fields, one is empty": form(part(b"", FILE), part(GOOD, FILE)),
+    "path in the file name": named(
+        'Content-Disposition: form-data; name="image"; filename="../../../etc/passwd"', expected=200, label="green"
+    ),
+    "path of Windows in the file name": named(
+        r'Content-Disposition: form-data; name="image"; filename="C:\\con\..\a.png"', expected=200, label="green"
+    ),
+    "NUL in the file name": named(
+        b'Content-Disposition: form-data; name="image"; filename="a\0.png"', expected=200, label="green"
+    ),
+    "commands in the file name": named(
+        'Content-Disposition: form-data; name="image"; filename="$(id);`id`|.png"', expected=200, label="green"
+    ),
+    "file name of 1 MB": named(
+        f'Content-Disposition: form-data; name="image"; filename="{"x" * 1_000_000}"', expected=413
+    ),
+    "file name in an unknown charset": named(
+        "Content-Disposition: form-data; name=\"image\"; filename*=klingon''%ff%fe", expected=200, label="green"
+    ),
+    "file name in 5,000 pieces": named(
+        'Content-Disposition: form-data; name="image"; filename="a"'
+        + "".join(f'; filename*{n}="x"' for n in range(2000)),
+        expected=200,
+        label="green",
+    ),
+    "lying part length": form(part(GOOD, FILE, "Content-Length: 999999"), expected=200, label="green"),
+    "coded part": form(part(encoded(GOOD).encode(), "Content-Transfer-Encoding: base64", FILE), expected=415),
+}
+
+
+# Other bodies.
+
+JSON = "application/json"
+
+
+def json_of(data: bytes | Callable[[], bytes], expected: int = 400, **options: Any) -> Case:
+    return body(data if callable(data) else lambda: data, expected, kind=JSON, **options)
+
+
+def in_json(data: bytes) -> bytes:
+    return json.dumps({"image": encoded(data)}).encode()
+
+
+LONG = "15 MB are decoded by one JSON parser and then as base64, whatever is in them"
+
+BODIES = {
+    "no body": body(lambda: b"", 400),
+    "text as picture": body(lambda: b"hello", 415),
+    "text named .jpg": form(
+        part(b"hello, I am text", FILE.replace("a.png", "a.jpg"), "Content-Type: image/jpeg"), expected=415
+    ),
+    "unknown type": body(lambda: GOOD, 415, kind="text/plain"),
+    "unknown picture type": body(lambda: GOOD, 200, kind="image/x-nothing", label="green"),
+    "URL-encoded": body(lambda: b"image=a.png&" * 10_000, 415, kind="application/x-www-form-urlencoded"),
+    "type of 60 kB": body(lambda: GOOD, 400, kind="x" * 60_000),
+    "type beyond ASCII": body(lambda: GOOD, 415, kind="\xff/\xfe"),
+    "type with 5,000 parameters": body(lambda: GOOD, 400, kind="text/x" + ";a=b" * 5_000),
+    "multipart of another kind": body(lambda: part(GOOD, FILE), 415, kind="multipart/mixed; boundary=x"),
+    "gzip that is not undone": Case(lambda: [post(gzip.compress(GOOD), "Content-Encoding: gzip")], (415,)),
+    "SVG": body(lambda: b"<svg xmlns='http://www.w3.org/2000/svg'/>", 415, kind="image/svg+xml"),
+    "SVG with entities": body(
+        lambda: b'<!DOCTYPE svg [<!ENTITY a "aaaa"><!ENTITY b "&a;&a;&a;">]><svg>&b;</svg>', 415, kind="image/svg+xml"
+    ),
+    "PostScript": body(lambda: b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n(a) run\n", 415),
+    "PDF": body(lambda: b"%PDF-1.7\n1 0 obj\n", 415),
+    "ZIP": body(lambda: b"PK\x03\x04" + b"\0" * 100, 415),
+    "pickle": body(lambda: b"cos\nsystem\n(S'id'\ntR.", 415),
+    "program": body(lambda: b"\x7fELF\x02\x01\x01" + b"\0" * 1000, 415),
+    "zeros as picture": body(lambda: b"\0" * 1_000_000, 415),
+    "noise as picture": body(lambda: random.Random(1).randbytes(1_000_000), 415),
+    "JSON that is none": json_of(b"{"),
+    "JSON without body": json_of(b""),
+    "JSON in another encoding": json_of(in_json(GOOD).decode().encode("utf-16"), 200, label="green"),
+    "JSON of bad UTF-8": json_of(b'{"image": "\xff\xc0\xaf"}'),
+    "JSON of depth 1,000,000": json_of(b"[" * 1_000_000),
+    "JSON of objects of depth 200,000": json_of(b'{"a":' * 200_000),
+    "JSON of depth 900": json_of(b"[" * 900 + b"]" * 90),
+    "JSON of 1,000,000 parts": json_of(lambda: b"[" + b"0," * 1_000_000 + b"0]"),
+    "JSON of 300 pictures": json_of(lambda: json.dumps({"images": [encoded(GOOD)] * 300}).encode(), 413),
+    "JSON with a key twice": json_of(
+        f'{{"image": "{encoded(picture("red"))}", "image": "{encoded(GOOD)}"}}'.encode(), 200, label="green"
+    ),
+    "JSON with a huge number": json_of(b'{"image": ' + b"9" * 1_000_000 + b"}"),
+    "JSON with a huge exponent": json_of(b'{"image": 1e999999999}'),
+    "JSON with a long fraction": json_of(b'{"image": 0.' + b"1" * 1_000_000 + b"}"),
+    "JSON with NaN": json_of(b'{"image": NaN}'),
+    "JSON with Infinity": json_of(b'{"images": [-Infinity]}'),
+    "JSON with a lone surrogate": json_of(rb'{"image": "\ud800"}'),
+    "JSON with a lone surrogate as key": json_of(rb'{"\ud800": "x"}'),
+    "JSON with a surrogate in UTF-8": json_of(b'{"image": "\xed\xa0\x80"}'),
+    "JSON with NUL": json_of(rb'{"image": "\u0000"}'),
+    "JSON with another key": json_of(b'{"__proto__": {"image": "x"}}'),
+    "JSON of null": json_of(b"null"),
+    "base64 of nothing": json_of(b'{"image": ""}'),
+    "base64 of text": json_of(in_json(b"hello"), 415),
+    "base64 that is none": json_of(b'{"image": "????"}'),
+    "base64 for URLs": json_of(b'{"image": "__--"}'),
+    "base64 with a wrong end": json_of(b'{"image": "AAAAA"}'),
+    "base64 with padding inside": json_of(b'{"image": "AA==AAAA"}'),
+    "base64 of base64": json_of(in_json(encoded(GOOD).encode()), 415),
+    "data URL without end": json_of(lambda: b'{"image": "' + b"data:" * 200_000 + b'"}'),
+    "base64 with 5,000,000 blanks": json_of(
+        lambda: b'{"image": "' + b"AA " * 5_000_000 + b'"}', 415, cpu_ms=500, memory_mb=120, why=LONG
+    ),
+    "base64 of 15 MB": json_of(
+        lambda: b'{"image": "' + b"A" * 15_000_000 + b'"}', 415, cpu_ms=500, memory_mb=120, why=LONG
+    ),
+}
+
+
+# Pictures.
+
+
+def png_chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+def png(
+    *chunks: tuple[bytes, bytes],
+    size: tuple[int, int] = (8, 8),
+    depth: int = 8,
+    colour: int = 2,
+    data: bytes | None = None,
+    after: Iterable[tuple[bytes, bytes]] = (),
+) -> bytes:
+    """A PNG by its own parts; without `data` it is all green."""
+    if data is None:
+        data = zlib.compress((b"\0" + bytes(COLOURS["green"]) * 8) * 8)
+    start = struct.pack(">IIBBBBB", *size, depth, colour, 0, 0, 0)
+    all_chunks = [(b"IHDR", start), *chunks, (b"IDAT", data), *after, (b"IEND", b"")]
+    return b"\x89PNG\r\n\x1a\n" + b"".join(png_chunk(kind, value) for kind, value in all_chunks)
+
+
+@functools.cache
+def gigabyte() -> bytes:
+    """1 MB that zlib blows up to 1 GB of zeros. Its check sum is wrong, at the end of the gigabyte."""
+    packer = zlib.compressobj(9)
+    first = packer.compress(b"\0" * 1_000_000) + packer.flush(zlib.Z_FULL_FLUSH)
+    block = packer.compress(b"\0" * 1_000_000) + packer.flush(zlib.Z_FULL_FLUSH)
+    return first + block * 999 + packer.flush()
+
+
+def tiff(*tags: tuple[int, int, int, int], after: bytes = b"", following: int = 0) -> bytes:
+    """A little-endian TIFF of one directory; each tag is number, type, count and value."""
+    entries = b"".join(struct.pack("<HHII", *tag) for tag in sorted(tags))
+    return b"II*\0" + struct.pack("<IH", 8, len(tags)) + entries + struct.pack("<I", following) + after
+
+
+GREY_TAGS = [(256, 4, 1, 8), (257, 4, 1, 8), (258, 3, 1, 8), (259, 3, 1, 1), (262, 3, 1, 1), (277, 3, 1, 1)]
+
+
+def tiff_of_strips(number: int) -> bytes:
+    """All at the same place, which is that of the list of strips."""
+    place = 8 + 2 + 12 * (len(GREY_TAGS) + 3) + 4
+    tags = [*GREY_TAGS, (278, 4, 1, 1), (273, 4, number, place), (279, 4, 1, 64)]
+    return tiff(*tags, after=struct.pack("<I", 8) * number)
+
+
+def plain_tiff(*tags: tuple[int, int, int, int], **options: Any) -> bytes:
+    """Eight by eight pixels of grey; `tags` replace its own."""
+    place = 8 + 2 + 12 * (len(GREY_TAGS) + 3 + sum(tag[0] not in (256, 257, 258, 259, 262, 277) for tag in tags)) + 4
+    own = {tag[0]: tag for tag in [*GREY_TAGS, (278, 4, 1, 8), (273, 4, 1, place), (279, 4, 1, 64), *tags]}
+    return tiff(*own.values(), after=b"\x80" * 64, **options)
+
+
+def exif(*tags: tuple[int, int, int, int], following: int = 0) -> bytes:
+    return b"Exif\0\0" + tiff(*tags, following=following)
+
+
+def jpeg_with(*segments: tuple[int, bytes], colour: str = "green") -> bytes:
+    """A JPEG with further segments at its start; each is a marker's number and its data."""
+    data = picture(colour, "JPEG")
+    own = b"".join(struct.pack(">BBH", 255, number, len(value) + 2) + value for number, value in segments)
+    return data[:2] + own + data[2:]
+
+
+def jpeg_of_size(width: int, height: int) -> bytes:
+    """A JPEG whose header says so."""
+    data = picture(kind="JPEG")
+    return changed(data, data.index(b"\xff\xc0") + 5, struct.pack(">HH", height, width))
+
+
+def gif_with(extensions: bytes) -> bytes:
+    data = picture("green", "GIF")
+    start = 13 + 3 * (2 << (data[10] & 7))  # after the palette
+    return data[:start] + extensions + data[start:]
+
+
+def gif_of_frames(number: int) -> bytes:
+    data = picture("green", "GIF")
+    start = 13 + 3 * (2 << (data[10] & 7))
+    return data[:start] + data[start:-1] * number + data[-1:]
+
+
+def flat(size: tuple[int, int], mode: str, kind: str, **options: Any) -> bytes:
+    file = io.BytesIO()
+    Image.new(mode, size).save(file, kind, **options)
+    return file.getvalue()
+
+
+def changed(data: bytes, place: int, new: bytes) -> bytes:
+    return data[:place] + new + data[place + len(new) :]
+
+
+def webp(size: tuple[int, int]) -> bytes:
+    """A lossy WebP whose header says so many pixels."""
+    data = picture("green", "WEBP")
+    place = data.index(b"\x9d\x01\x2a") + 3
+    return changed(data, place, struct.pack("<HH", *size))
+
+
+def many_texts(kind: bytes, text: str, number: int) -> bytes:
+    packed = zlib.compress(text.encode(), 9)
+    between = b"\0\0" if kind == b"zTXt" else b"\0\1\0\0\0"
+    return png(*[(kind, b"key %d" % n + between + packed) for n in range(number)])
+
+
+def cut_pictures() -> dict[str, Case]:
+    """Files of every format that end at many points."""
+    cases = {}
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 40, 3), dtype=np.uint8))
+    for kind in ("PNG", "JPEG", "GIF", "WEBP", "TIFF", "BMP", "PPM", "AVIF"):
+        file = io.BytesIO()
+        noise.save(file, kind)
+        data = file.getvalue()
+        for share in (1, 10, 50, 90):
+            end = len(data) * share // 100
+            cases[f"{kind} cut at {share} %"] = Case(lambda data=data[:end]: [post(data)], (REFUSED,))
+    return cases
+
+
+REFUSED = 4000
+"""Status 400 or 415: whether a part of a file is damaged or none is Pillow's choice."""
+
+PIXELS = "the largest picture that is read by default: 49 megapixels with transparency"
+STRIPS = "Pillow makes an object of every strip, with 4 bytes of the file for each"
+
+PICTURES = {
+    "60,000 x 60,000 pixels in 100 kB": body(lambda: png(size=(60_000, 60_000), data=gigabyte()[:100_000]), 413),
+    "2^31 x 2^31 pixels": body(lambda: png(size=(2**31 - 1, 2**31 - 1)), 413),
+    "50,000,001 x 1 pixels": body(lambda: png(size=(50_000_001, 1)), 413),
+    "no pixels": body(lambda: png(size=(0, 0)), REFUSED),
+    "no rows": body(lambda: png(size=(8, 0)), REFUSED),
+    "BMP without pixels": body(lambda: changed(picture(kind="BMP"), 18, struct.pack("<ii", 0, 0)), REFUSED),
+    "BMP of negative height": body(lambda: changed(picture(kind="BMP"), 22, struct.pack("<i", -(2**31))), 413),
+    "BMP of 60,000 x 60,000": body(lambda: changed(picture(kind="BMP"), 18, struct.pack("<ii", 60_000, 60_000)), 413),
+    "GIF of 65,535 x 65,535": body(lambda: changed(picture(kind="GIF"), 6, b"\xff" * 4), 413),
+    "GIF without pixels": body(lambda: changed(picture(kind="GIF"), 6, b"\0" * 4), 200, label="red"),
+    "PPM of 10^9 rows": body(lambda: b"P6 9 999999999 255\n", 413),
+    "PPM without pixels": body(lambda: b"P6 0 0 255\n", REFUSED),
+    "PPM of negative size": body(lambda: b"P6 -9 -9 255\n", REFUSED),
+    "PPM of long numbers": body(lambda: b"P6 " + b"9" * 100_000, REFUSED),
+    "PPM of 1 MB of remark": body(lambda: b"P6\n#" + b"x" * 1_000_000 + b"\n8 8 255\n" + b"\0" * 192, 400),
+    "PPM of a maximum of 0": body(lambda: b"P6 8 8 0\n" + b"\0" * 192, REFUSED),
+    "PPM in letters": body(lambda: b"P3 8 8 255\n" + b"x " * 192, REFUSED),
+    "header says more rows": body(lambda: png(size=(8, 4000)), 200, label="green"),
+    "header says other colours": body(lambda: png(depth=16, colour=6), REFUSED),
+    "header says an impossible depth": body(lambda: png(depth=7), REFUSED),
+    "header says fewer rows": body(lambda: png(size=(8, 4)), 200, label="green"),
+    "16 bits of colour": body(
+        lambda: png(depth=16, data=zlib.compress((b"\0" + bytes(n for c in COLOURS["green"] for n in (c, 0)) * 8) * 8)),
+        200,
+        label="green",
+    ),
+    "palette without colours": body(lambda: png(colour=3, data=zlib.compress(b"\0" * 72)), REFUSED),
+    "palette of half a colour": body(lambda: png((b"PLTE", b"\0"), colour=3, data=zlib.compress(b"\7" * 72)), REFUSED),
+    "index beyond the palette": body(
+        lambda: png((b"PLTE", bytes(COLOURS["green"])), colour=3, data=zlib.compress((b"\0" + b"\xff" * 8) * 8)),
+        200,
+        label="red",
+    ),
+    "transparency of a wrong length": body(lambda: png((b"tRNS", b"\0")), REFUSED),
+    "two headers": body(lambda: png((b"IHDR", struct.pack(">IIBBBBB", 4, 4, 8, 0, 0, 0, 0))), REFUSED),
+    "wrong check sum": body(lambda: png()[:-30] + b"\0\0\0\0" + png()[-26:], REFUSED),
+    "chunk of 2 GB": body(lambda: png()[:8] + b"\x7f\xff\xff\xffIHDR" + b"\0" * 100, REFUSED),
+    "pixels of 1 GB": body(lambda: png(data=gigabyte()), 200, label="red"),
+    "iCCP of 1 GB": body(lambda: png((b"iCCP", b"p\0\0" + gigabyte())), 400),
+    "zTXt of 1 GB": body(lambda: png((b"zTXt", b"k\0\0" + gigabyte())), 400),
+    "iTXt of 1 GB": body(lambda: png((b"iTXt", b"k\0\1\0\0\0" + gigabyte())), 400),
+    "zTXt of 1 GB after the pixels": body(lambda: png(after=[(b"zTXt", b"k\0\0" + gigabyte())]), REFUSED),
+    "EXIF in zTXt of 1 GB": body(lambda: png((b"zTXt", b"Raw profile type exif\0\0" + gigabyte())), 400),
+    "60 zTXt of 1 MB": body(lambda: many_texts(b"zTXt", "x" * 1_000_000, 60), 400),
+    "60 iTXt of 1 MB and wide letters": body(lambda: many_texts(b"iTXt", "x" * 1_000_000 + "\U0001f600", 60), 400),
+    "tEXt of 1 MB": body(lambda: png((b"tEXt", b"k\0" + b"x" * 1_000_000)), 200, label="green"),
+    "70,000 chunks": body(lambda: png(*[(b"tEXt", b"k\0")] * 70_000), 400),
+    "EXIF that leads to itself": body(
+        lambda: jpeg_with((0xE1, exif((0x8769, 4, 1, 8), (0x8825, 4, 1, 8), following=8))), 200, label="green"
+    ),
+    "EXIF with 2^32 values": body(
+        lambda: jpeg_with((0xE1, exif((0x0112, 3, 2**32 - 1, 8), (0x010E, 2, 2**32 - 1, 8)))), 200, label="green"
+    ),
+    "EXIF turned by nonsense": body(lambda: jpeg_with((0xE1, exif((0x0112, 3, 1, 99)))), 200, label="green"),
+    "EXIF with a division by 0": body(lambda: jpeg_with((0xE1, exif((0x011A, 5, 1, 8)))), 200, label="green"),
+    "EXIF with 5,000 tags": body(
+        lambda: jpeg_with((0xE1, exif(*[(n, 4, 1, 8) for n in range(5000)]))), 200, label="green"
+    ),
+    "EXIF of noise": body(
+        lambda: jpeg_with((0xE1, b"Exif\0\0II*\0" + random.Random(2).randbytes(5000))), 200, label="green"
+    ),
+    "EXIF of PNG in noise": body(lambda: png((b"eXIf", random.Random(3).randbytes(5000))), 200, label="green"),
+    "EXIF in 90,000 pieces": body(lambda: jpeg_with(*[(0xE1, b"Exif\0\0x")] * 90_000), 400),
+    "ICC in 255 pieces": body(
+        lambda: jpeg_with(*[(0xE2, b"ICC_PROFILE\0" + bytes([n, 255]) + b"\0" * 60_000) for n in range(1, 256)]),
+        200,
+        label="green",
+        why="15 MB are as large as a request may be",
+        cpu_ms=150,
+        memory_mb=100,
+    ),
+    "ICC pieces that lie": body(lambda: jpeg_with(*[(0xE2, b"ICC_PROFILE\0\xff\1")] * 1000), 200, label="green"),
+    "JPEG of 65,500 x 65,500": body(lambda: jpeg_of_size(65_500, 65_500), 413),
+    "JPEG without rows": body(lambda: jpeg_of_size(8, 0), REFUSED),
+    "JPEG of markers only": body(lambda: b"\xff\xd8" + b"\xff" * 100_000, REFUSED),
+    "JPEG segment without length": body(lambda: b"\xff\xd8\xff\xe0\0\0" + b"\0" * 100, REFUSED),
+    "GIF of 5,000 frames": body(lambda: gif_of_frames(5000), 200, label="green"),
+    "GIF of 200,000 remarks": body(lambda: gif_with(b"\x21\xfe\x01x\0" * 200_000), 400),
+    "GIF of a remark of 1 MB": body(
+        lambda: gif_with(b"\x21\xfe" + (b"\xff" + b"x" * 255) * 4000 + b"\0"), 200, label="green"
+    ),
+    "GIF of a wrong code size": body(
+        lambda: changed(data := picture("green", "GIF"), data.index(b",\0\0\0\0\x08\0\x08\0") + 10, b"\xff"), REFUSED
+    ),
+    "TIFF in itself": body(lambda: plain_tiff(following=8), 200, label="red"),
+    "TIFF with 2^32 values in a tag": body(lambda: plain_tiff((273, 4, 2**32 - 1, 8)), REFUSED),
+    "TIFF of 60,000 x 60,000": body(lambda: plain_tiff((256, 4, 1, 60_000), (257, 4, 1, 60_000)), 413),
+    "TIFF of 2^32 samples": body(lambda: plain_tiff((277, 4, 1, 2**32 - 1)), REFUSED),
+    "TIFF of unknown coding": body(lambda: plain_tiff((259, 3, 1, 60_000)), REFUSED),
+    "TIFF of unknown colours": body(lambda: plain_tiff((262, 3, 1, 60_000)), REFUSED),
+    "TIFF without tags": body(lambda: tiff(), REFUSED),
+    "TIFF that begins beyond its end": body(lambda: b"II*\0\xff\xff\xff\x7f" + b"\0" * 100, REFUSED),
+    "TIFF of 64 bits that begins beyond its end": body(lambda: b"II+\0\x08\0\0\0" + b"\xff" * 100, REFUSED),
+    "TIFF of damaged LZW": body(lambda: plain_tiff((259, 3, 1, 5)), REFUSED),
+    "TIFF with tiles of 0 pixels": body(
+        lambda: plain_tiff((322, 4, 1, 0), (323, 4, 1, 0), (324, 4, 1, 8), (325, 4, 1, 8)), 200, label="red"
+    ),
+    "TIFF of 10,000 strips": body(lambda: tiff_of_strips(10_000), 200, label="red", cpu_ms=250, why=STRIPS),
+    "TIFF of 250,000 strips": body(lambda: tiff_of_strips(250_000), 400, cpu_ms=3000, memory_mb=150, why=STRIPS),
+    "WebP of 16,383 x 16,383": body(lambda: webp((16_383, 16_383)), 413),
+    "WebP without pixels": body(lambda: webp((0, 0)), REFUSED),
+    "WebP of 4,000 x 4,000 in 50 bytes": body(
+        lambda: webp((4000, 4000)), REFUSED, cpu_ms=200, memory_mb=150, why=PIXELS
+    ),
+    "WebP with noise inside": body(
+        lambda: changed(picture("green", "WEBP", (64, 64)), 34, random.Random(4).randbytes(40)), REFUSED
+    ),
+    "WebP of a wrong length": body(lambda: changed(picture("green", "WEBP"), 4, b"\xff" * 4), REFUSED),
+    "AVIF with noise inside": body(
+        lambda: changed(picture("green", "AVIF", (64, 64)), 200, random.Random(5).randbytes(60)), REFUSED
+    ),
+    "AVIF of endless boxes": body(lambda: b"\0\0\0\x1cftypavif" + b"\0" * 16 + b"\0\0\0\x08free" * 50_000, REFUSED),
+    "icon": body(lambda: flat((8, 8), "RGB", "ICO"), 415),
+    "picture and a program": body(lambda: GOOD + b"MZ" + b"\0" * 100_000, 200, label="green"),
+    "49 megapixels": body(
+        lambda: flat((7000, 7000), "LA", "PNG"), 200, label="red", cpu_ms=3000, memory_mb=900, why=PIXELS
+    ),
+} | cut_pictures()
+
+
+# Values of top_k.
+
+TOP_K = {
+    f"top_k={value[:20]}": Case(
+        lambda value=value: [post(GOOD, path=f"/predict?top_k={value}")],
+        (status,),
+        label="green" if status == 200 else None,
+    )
+    for value, status in {
+        "0": 400,
+        "-1": 400,
+        "1.5": 400,
+        "1e3": 400,
+        "x": 400,
+        "": 400,
+        "%00": 400,
+        "%ff%fe": 400,
+        "%zz": 400,
+        "%D9%A3": 400,
+        "0x10": 400,
+        "__import__('os')": 400,
+        "9" * 5000: 400,
+        "999999999": 200,
+        "00000003": 200,
+        "1&top_k=x": 200,
+        "1;drop": 400,
+        "%33": 200,
+    }.items()
+} | {
+    "query of 9,000 parameters": Case(lambda: [post(GOOD, path="/predict?" + "a=b&" * 9000)], (200,), label="green"),
+    "query of nonsense": Case(lambda: [post(GOOD, path="/predict?%%%&&&===%c0%ae")], (200,), label="green"),
+}
+
+CASES = HTTP | FORMS | BODIES | PICTURES | TOP_K
+
+
+# The server, what it answers, and what it costs.
+
+
+ESTABLISHED, CLOSE_WAIT = "01", "08"
+"""States of a connection in /proc/net/tcp that its server has not closed."""
+
+
+class Watched(Server):
+    """A server whose cost can be told."""
+
+    def cpu(self) -> float:
+        """Milliseconds that all its threads have run."""
+        files = [file for process in self.processes() for file in Path(f"/proc/{process}/task").glob("*/schedstat")]
+        return sum(int(file.read_text().split()[0]) for file in files) / 1e6
+
+    def memory(self, peak: bool) -> float:
+        """Megabytes of all its processes; the peaks are those since `forget_peaks`."""
+        texts = [Path(f"/proc/{process}/status").read_text() for process in self.processes()]
+        return sum(int(re.search(r"VmHWM:\s+(\d+)" if peak else r"VmRSS:\s+(\d+)", text)[1]) for text in texts) / 1000
+
+    def forget_peaks(self) -> None:
+        for process in self.processes():
+            Path(f"/proc/{process}/clear_refs").write_text("5")
+
+    def settle(self) -> None:
+        """Until all its connections have ended: what is left of a refused body is dropped."""
+        while any(
+            row[1].endswith(f":{self.port:04X}") and row[3] in (ESTABLISHED, CLOSE_WAIT)
+            for row in map(str.split, Path("/proc/net/tcp").read_text().splitlines()[1:])
+        ):
+            time.sleep(0.002)
+
+    def exchange(self, case: Case, parts: Parts) -> list[tuple[int | None, Any, dict[str, str]]]:
+        """Status, document and headers of each answer to `parts`."""
+        with socket.create_connection(("127.0.0.1", self.port), timeout=20) as connection:
+            for one in parts:
+                if case.reads and one is not parts[0] and select.select([connection], [], [], 0)[0]:
+                    break
+                try:
+                    connection.sendall(one)
+                except (BrokenPipeError, ConnectionResetError):
+                    break
+            if case.expected == (None,):
+                return [(None, None, {})]
+            return [ended(connection) if one is None else answer_of(connection) for one in case.expected]
+
+
+def ended(connection: socket.socket) -> tuple[None, None, dict[str, str]]:
+    """Nothing more comes."""
+    with contextlib.suppress(ConnectionResetError):
+        assert connection.recv(1) == b""
+    return None, None, {}
+
+
+def answer_of(connection: socket.socket) -> tuple[int, Any, dict[str, str]]:
+    """The next answer. It is read to its last byte and not further."""
+    text = b""
+    while not text.endswith(b"\r\n\r\n"):
+        more = connection.recv(1)
+        assert more, f"the connection ended without an answer, after {text!r}"
+        text += more
+    lines = text.decode("latin-1").split("\r\n")
+    headers = dict(line.lower().split(": ", 1) for line in lines[1:-2])
+    left, data = int(headers["content-length"]), b""
+    while len(data) < left:
+        more = connection.recv(left - len(data))
+        assert more, f"the answer ended in its body, after {data!r}"
+        data += more
+    return int(lines[0].split()[1]), json.loads(data), headers
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """All its processes have loaded what any request may need."""
+    server = Watched(colour_run(tmp_path_factory.mktemp("run")).path, tmp_path_factory.mktemp("server") / "errors")
+    warm = [picture(kind=kind) for kind in ("PNG", "JPEG", "GIF", "WEBP", "TIFF", "BMP", "PPM", "AVIF")]
+    for _ in range(4):
+        for data in (*warm, picture("red", "JPEG", (1500, 1500)), b"hello"):
+            server.ask("POST", "/predict", data)
+            server.ask("POST", "/predict?x", data)  # Flask's way
+            server.ask("POST", "/predict", form_of(data), {"Content-Type": FORM + ";x"})
+    yield server
+    server.stop(signal.SIGKILL)
+
+
+def form_of(data: bytes) -> bytes:
+    return part(data, FILE) + b"--x--\r\n"
+
+
+@pytest.fixture(scope="module", autouse=True)
+def nothing_is_a_fault(server):
+    """No request of this file has led to a status of 500 or more, to an event on stderr, or to a worker's end.
+
+    Of stderr only the server's own lines are looked at: libtiff writes its complaints there by itself."""
+    processes = server.processes()
+    yield
+    assert server.processes() == processes
+    assert server.stop() == 0
+    assert [line for line in server.requests() if line["status"] >= 500] == []
+    assert [line for line in server.errors.read_text().splitlines() if line.startswith("{")] == []
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_hostile_request_is_told_so_and_costs_little(server, case):
+    """Each answer is 4xx with the one key ERROR, or right, and JSON; CPU time and memory stay within their bounds; and
+    the next client is answered rightly."""
+    parts = case.parts()
+    server.forget_peaks()
+    memory, cpu = server.memory(peak=False), server.cpu()
+    answers = server.exchange(case, parts)
+    server.settle()
+    cost, grown = server.cpu() - cpu, server.memory(peak=True) - memory
+    if cost < CHEAP_MS:
+        for _ in range(REPEATS - 1):
+            server.exchange(case, parts)
+        server.settle()
+        cost = (server.cpu() - cpu) / REPEATS
+    assert_good(*server.ask("POST", "/predict", GOOD))
+
+    for (status, document, headers), expected in zip(answers, case.expected, strict=True):
+        assert status in ((400, 415) if expected == REFUSED else (expected,))
+        if status is None:
+            continue
+        assert headers["content-type"] == "application/json"
+        assert re.fullmatch("[a-z0-9._-]{1,64}", headers["x-request-id"])
+        if status == 200:
+            assert document["label"] == case.label
+        else:
+            assert list(document) == ["ERROR"]
+            assert re.fullmatch(r"([A-Z]|top_k |images ).{10,900}[.]", document["ERROR"])
+    assert cost < case.cpu_ms
+    assert grown < case.memory_mb
+
+
+def assert_good(status: int, document: Any, colour: str = "green") -> None:
+    """An answer to a picture of one colour, by another way than the graph's."""
+    assert (status, document["label"]) == (200, colour)
+    found = {one["label"]: one["probability"] for one in document["predictions"]}
+    assert found == pytest.approx(dict(zip(COLOURS, probabilities(colour), strict=True)), abs=1e-6)
+
+
+def test_every_case_that_may_cost_more_says_why():
+    """And no other says so."""
+    for case in CASES.values():
+        assert (case.cpu_ms > CPU_MS or case.memory_mb > MEMORY_MB) == bool(case.why)
+    assert len(CASES) >= 60
+
+
+def test_two_hundred_good_requests_at_once_are_answered_rightly(server):
+    """All connections are open before the first request is sent; singly, as forms and as JSON."""
+    colours = [list(COLOURS)[number % 3] for number in range(200)]
+    ways: list[Callable[[bytes], bytes]] = [
+        post,
+        lambda data: post(form_of(data), f"Content-Type: {FORM}"),
+        lambda data: post(in_json(data), f"Content-Type: {JSON}"),
+    ]
+    with contextlib.ExitStack() as stack, concurrent.futures.ThreadPoolExecutor(50) as threads:
+        connections = [
+            stack.enter_context(socket.create_connection(("127.0.0.1", server.port), timeout=20)) for _ in colours
+        ]
+        for number, (connection, colour) in enumerate(zip(connections, colours, strict=True)):
+            connection.sendall(ways[number // 3 % 3](picture(colour)))
+        answers = list(threads.map(lambda connection: answer_of(connection), connections))
+    for (status, document, _), colour in zip(answers, colours, strict=True):
+        assert_good(status, document, colour)
