@@ -47,7 +47,7 @@ with a remark that is read byte by byte, or in all the segments that fit, took 5
 SMALL_BYTES = 65_536
 """Pictures up to here are not counted so: they cannot have many pieces, and counting costs 0.004 ms."""
 
-PngImagePlugin.MAX_TEXT_MEMORY = 8_000_000
+PngImagePlugin.MAX_TEXT_MEMORY = 4_000_000
 """Letters of all remarks in a PNG, unpacked; Pillow's own 64 million took 240 MB, from a file of 0.06 MB."""
 
 
