@@ -105,6 +105,7 @@ class Connection(asyncio.Protocol):
         self._request: Request | None = None  # that is read
         self._answering: Request | None = None
         self._full = False
+        self._ended = False  # the client sends no more
         self._last = False  # the answer that was written is the last
 
     # asyncio's side
@@ -137,6 +138,11 @@ class Connection(asyncio.Protocol):
             self._refuse(Refusal(400, "This is not an HTTP/1.1 request as it should be; send it again, well-formed."))
         if self._head_bytes > HEAD_BYTES:
             self._refuse(_too_long())
+
+    def eof_received(self) -> bool:
+        """The client sends no more; it may still read what it waits for."""
+        self._ended = self._answering is not None or bool(self._waiting)
+        return self._ended
 
     def pause_writing(self) -> None:
         self._full = True
@@ -284,7 +290,7 @@ class Connection(asyncio.Protocol):
         self._answering = None
         if self._transport.is_closing():
             return False
-        keep = request.keep and not self._all.ending
+        keep = request.keep and not self._all.ending and (bool(self._waiting) or not self._ended)
         body = b"" if request.method == "HEAD" else response.body
         self._transport.write(
             b"%b%b%bcontent-length: %d\r\nx-request-id: %b\r\n%b\r\n%b"
