@@ -48,6 +48,7 @@ class Case:
         parts: makes the bytes for the wire, in the pieces in which they are sent.
         expected: the status of each answer; None: there is none, and the connection ends.
         label: what a picture is that is read in spite of all.
+        ends: the client says after that that it sends no more.
         reads: the client looks for an answer before each piece; else it sends all first.
         cpu_ms, memory_mb: the most that it may cost.
         why: it may cost more than others.
@@ -56,6 +57,7 @@ class Case:
     parts: Callable[[], Parts]
     expected: tuple[int | None, ...]
     label: str | None = None
+    ends: bool = False
     reads: bool = True
     cpu_ms: float = CPU_MS
     memory_mb: float = MEMORY_MB
@@ -220,6 +222,11 @@ HTTP = {
     "zeros": wire(b"\0" * 10_000, 400),
     "TLS hello": wire(b"\x16\x03\x01\x02\0\x01\0\x01\xfc\x03\x03" + bytes(range(256)) * 2, 400),
     "SSH hello": wire(b"SSH-2.0-OpenSSH_9.9\r\n", 400),
+    "refusals for who has sent all": wire(head("GET /nothing HTTP/1.1") * 3, 404, 404, 404, None, ends=True),
+    "picture of who has sent all": body(
+        lambda: picture("green", "JPEG", (400, 400)), 200, None, label="green", ends=True
+    ),
+    "half a picture of who has sent all": wire(WHOLE[:-20], None, ends=True),
     "expects the impossible": wire(post(b"hello", "Expect: 200-tea"), 415),
     "percent nonsense in the path": wire(head("GET /%%zz%ff%00%c0%ae%2e%2e/%u0041 HTTP/1.1"), 404),
     "path traversal": wire(head("GET /../../../../etc/passwd HTTP/1.1"), 404),
@@ -742,7 +749,9 @@ class Watched(Server):
                     connection.sendall(one)
                 except (BrokenPipeError, ConnectionResetError):
                     break
-            if case.expected == (None,):
+            if case.ends:
+                connection.shutdown(socket.SHUT_WR)
+            if case.expected == (None,) and not case.ends:
                 return [(None, None, {})]
             return [ended(connection) if one is None else answer_of(connection) for one in case.expected]
 
