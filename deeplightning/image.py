@@ -165,9 +165,8 @@ class ImageSpec:
                 raise ImageError("The image needs more memory than there is.", 413) from None
             except Exception as error:
                 # Parsers of hostile bytes raise anything: OSError, SyntaxError, struct.error, zlib.error, KeyError …
-                raise ImageError(
-                    f"The image cannot be decoded, it may be damaged or cut off ({error}).", 400
-                ) from error
+                reason = f" ({error})" if str(error) else ""
+                raise ImageError(f"The image cannot be decoded, it may be damaged or cut off{reason}.", 400) from error
 
     def from_array(self, array: np.ndarray) -> np.ndarray:
         """Prepares pixels: uint8 (H', W') or (H', W', C') with 1, 2 (grey, alpha), 3 or 4 (with alpha) channels.

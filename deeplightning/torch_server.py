@@ -25,7 +25,7 @@ from deeplightning.image import ImageSpec
 from deeplightning.runfolder import RunFolder
 from deeplightning.trained import origin_of, trained_task
 from serve.__main__ import options_parser, serve
-from serve.bundle import TASKS
+from serve.bundle import TASKS, prepared
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class Checkpoint:
         Raises:
             deeplightning.image.ImageError: it is not a picture, damaged, or has more than `max_pixels`.
         """
-        return np.ascontiguousarray(self.image_spec.decode(data, max_pixels=max_pixels).transpose(2, 0, 1))
+        return prepared(self.image_spec, data, max_pixels)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -16,7 +16,7 @@ import re
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 # From 1.29 on, importing onnxruntime starts a thread that reports to its makers and keeps a file in the user's home; a
 # forked server worker cannot end it and hangs at exit.
@@ -127,7 +127,17 @@ class Bundle:
         Raises:
             deeplightning.image.ImageError: it is not a picture, damaged, or has more than `max_pixels`.
         """
-        return _prepared(self.image_spec, data if len(data) <= SMALL_BYTES else _Pieces(data), max_pixels)
+        return prepared(self.image_spec, data, max_pixels)
+
+
+def prepared(spec: ImageSpec, data: bytes, max_pixels: int) -> np.ndarray:
+    """One encoded picture that a client sent, uint8 (C, H, W).
+
+    Raises:
+        deeplightning.image.ImageError: it is not a picture, damaged, or has more than `max_pixels` or `MAX_PIECES`.
+    """
+    source = data if len(data) <= SMALL_BYTES else _Pieces(data)
+    return np.ascontiguousarray(spec.decode(source, max_pixels=max_pixels).transpose(2, 0, 1))
 
 
 class _Pieces(io.BytesIO):
@@ -282,17 +292,13 @@ def _samples(folder: Path, golden: Any, spec: ImageSpec) -> np.ndarray:
     pictures = golden.get("pictures") if isinstance(golden, dict) else None
     if not isinstance(pictures, list) or not pictures:
         raise BundleError(f"The bundle {folder} has no golden samples.")
-    prepared = []
+    samples = []
     for number, png in enumerate(pictures):
         try:
-            prepared.append(_prepared(spec, base64.b64decode(png, validate=True), spec.height * spec.width))
+            samples.append(prepared(spec, base64.b64decode(png, validate=True), spec.height * spec.width))
         except (TypeError, ValueError) as error:  # ImageError and binascii.Error are of the latter kind
             raise BundleError(f"Golden sample {number} of the bundle {folder} is damaged ({error}).") from error
-    return np.stack(prepared)
-
-
-def _prepared(spec: ImageSpec, data: bytes | BinaryIO, max_pixels: int) -> np.ndarray:
-    return np.ascontiguousarray(spec.decode(data, max_pixels=max_pixels).transpose(2, 0, 1))
+    return np.stack(samples)
 
 
 def _replay(bundle: Bundle, golden: dict[str, Any]) -> None:

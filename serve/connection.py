@@ -128,9 +128,10 @@ class Connection(asyncio.Protocol):
         self._heard = self._loop.time()
         self._head_bytes += len(data)
         try:
-            self._parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            pass  # it is answered as what it also is: HTTP/1.1
+            try:
+                self._parser.feed_data(data)
+            except httptools.HttpParserUpgrade as upgrade:
+                self._read_again(data[upgrade.args[0] :])
         except httptools.HttpParserCallbackError as error:
             tell("fault", error)
             self._refuse(Refusal(500, FAULT))
@@ -167,6 +168,8 @@ class Connection(asyncio.Protocol):
         self._headers[name.lower()] = value
 
     def on_headers_complete(self) -> None:
+        if self._parser.should_upgrade():  # what comes now is an exception: the parser reads no body of such a request
+            return
         self._enter("body")
         version = self._parser.get_http_version()
         path, _, query = self._url.partition(b"?")
@@ -177,7 +180,7 @@ class Connection(asyncio.Protocol):
             headers=self._headers,
             version=version,
             client=self._client,
-            keep=version == "1.1" and self._parser.should_keep_alive() and not self._parser.should_upgrade(),
+            keep=version == "1.1" and self._parser.should_keep_alive(),
         )
         try:
             if self._head_bytes > HEAD_BYTES and self._head_size() > HEAD_BYTES:
@@ -210,6 +213,8 @@ class Connection(asyncio.Protocol):
             self._answer_early(refusal)
 
     def on_message_complete(self) -> None:
+        if self._parser.should_upgrade():
+            return
         request, answered = self._request, self._reading == "rest"
         self._head_bytes = 0
         self._enter("idle")
@@ -225,6 +230,13 @@ class Connection(asyncio.Protocol):
         self._next()
 
     # ours
+
+    def _read_again(self, rest: bytes) -> None:
+        """Reads a request that offers another protocol, as Java's client does, as what it also is: HTTP/1.1."""
+        lines = [b"%b: %b\r\n" % one for one in self._headers.items() if one[0] not in (b"upgrade", b"connection")]
+        head = b"%b %b HTTP/1.1\r\n%b\r\n" % (self._parser.get_method(), self._url, b"".join(lines))
+        self._parser = httptools.HttpRequestParser(self)
+        self._parser.feed_data(head + rest)
 
     def check(self) -> None:
         """Ends the connection if the client is too slow, or if it idles while the process ends."""

@@ -134,8 +134,8 @@ def test_too_many_at_once_end_the_connection(talk):
         (b"GET /health HTTP/1.1\r\n\r\n", None),
         (b"GET /health HTTP/1.1\r\nConnection: close\r\n\r\n", "closed"),
         (b"GET /health HTTP/1.0\r\n\r\n", "closed"),
-        (b"GET /health HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n", "closed"),
-        (b"GET /health HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n", "closed"),
+        (b"GET /health HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: h2c\r\n\r\n", None),
+        (b"GET /health HTTP/1.1\r\nConnection: Upgrade\r\nUpgrade: websocket\r\n\r\n", None),
     ],
     ids=["1.1", "close", "1.0", "h2c", "websocket"],
 )
@@ -145,6 +145,14 @@ def test_a_connection_closes_when_it_should(talk, request_, ended):
     ((status, headers, body),) = transport.answers()
     assert (status, json.loads(body), transport.ended) == (200, {"status": "ok"}, ended)
     assert headers.get("connection") == ("close" if ended else None)
+
+
+def test_a_body_may_come_with_an_upgrade(talk):
+    """Java's client offers HTTP/2 with each first request; its body is read, and the connection goes on."""
+    offer = ("Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c", "HTTP2-Settings: AAEAAEAAAAIAAAABAAMAAABkAAQBAAAA")
+    whole = post(picture("green"), *offer)
+    assert labels(talk(whole + post(picture("red")), answers=2)) == ["green", "red"]
+    assert labels(talk(*[whole[place : place + 7] for place in range(0, len(whole), 7)])) == ["green"]
 
 
 def test_at_the_end_every_answer_closes(talk):

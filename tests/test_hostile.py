@@ -213,7 +213,7 @@ HTTP = {
     "HTTP/0.9": wire(b"GET /nothing\r\n\r\n", 404),
     "HTTP/3.7": wire(head("GET / HTTP/3.7"), 400),
     "HTTP/2 preface": wire(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0", 400),
-    "upgrade with a body": wire(post(b"hello", "Connection: Upgrade", "Upgrade: h2c"), 400),
+    "upgrade with a body": wire(post(b"hello", "Connection: Upgrade", "Upgrade: h2c"), 415),
     "websocket with frames": wire(
         head("GET /predict HTTP/1.1", "Connection: Upgrade", "Upgrade: websocket") + b"\x81\x85" * 100,
         405,
