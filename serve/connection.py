@@ -8,6 +8,7 @@ losing a request.
 """
 
 import asyncio
+import contextlib
 import http
 import time
 from collections import deque
@@ -131,7 +132,8 @@ class Connection(asyncio.Protocol):
             try:
                 self._parser.feed_data(data)
             except httptools.HttpParserUpgrade as upgrade:
-                self._read_again(data[upgrade.args[0] :])
+                if self._upgrades():
+                    self._read_again(data[upgrade.args[0] :])
         except httptools.HttpParserCallbackError as error:
             tell("fault", error)
             self._refuse(Refusal(500, FAULT))
@@ -168,7 +170,7 @@ class Connection(asyncio.Protocol):
         self._headers[name.lower()] = value
 
     def on_headers_complete(self) -> None:
-        if self._parser.should_upgrade():  # what comes now is an exception: the parser reads no body of such a request
+        if self._upgrades():
             return
         self._enter("body")
         version = self._parser.get_http_version()
@@ -213,7 +215,7 @@ class Connection(asyncio.Protocol):
             self._answer_early(refusal)
 
     def on_message_complete(self) -> None:
-        if self._parser.should_upgrade():
+        if self._upgrades():
             return
         request, answered = self._request, self._reading == "rest"
         self._head_bytes = 0
@@ -231,12 +233,17 @@ class Connection(asyncio.Protocol):
 
     # ours
 
+    def _upgrades(self) -> bool:
+        """Whether the request that is read offers another protocol: then the parser stops before its body."""
+        return b"upgrade" in self._headers and self._parser.should_upgrade()
+
     def _read_again(self, rest: bytes) -> None:
         """Reads a request that offers another protocol, as Java's client does, as what it also is: HTTP/1.1."""
         lines = [b"%b: %b\r\n" % one for one in self._headers.items() if one[0] not in (b"upgrade", b"connection")]
         head = b"%b %b HTTP/1.1\r\n%b\r\n" % (self._parser.get_method(), self._url, b"".join(lines))
         self._parser = httptools.HttpRequestParser(self)
-        self._parser.feed_data(head + rest)
+        with contextlib.suppress(httptools.HttpParserUpgrade):  # CONNECT, which is refused as any unknown method is
+            self._parser.feed_data(head + rest)
 
     def check(self) -> None:
         """Ends the connection if the client is too slow, or if it idles while the process ends."""
@@ -289,20 +296,28 @@ class Connection(asyncio.Protocol):
         assert request is not None
         self._door.hold(-self._size)
         self._body, self._size, self._dropped = b"", 0, 0
-        self._enter("rest")
-        if self._answering is not None or self._waiting:  # the answers before it are not there yet
-            self._transport.abort()
-            return
-        self._answering = request
         self._door.tell(request, refusal.status)
+        if self._ends_with_what_is_due():
+            return
+        self._enter("rest")
+        self._answering = request
         self._reply(request, refused(refusal))
+
+    def _ends_with_what_is_due(self) -> bool:
+        """Whether requests before this one wait for their answers; then those are the last, and this gets none."""
+        due = [*filter(None, [self._answering]), *self._waiting]
+        if due:
+            due[-1].keep = False
+            self._enter("idle")
+            self._transport.pause_reading()
+        return bool(due)
 
     def _reply(self, request: Request, response: Response) -> bool:
         """Writes an answer. False: the client has left."""
         self._answering = None
         if self._transport.is_closing():
             return False
-        keep = request.keep and not self._all.ending and (bool(self._waiting) or not self._ended)
+        keep = request.keep and (bool(self._waiting) or not (self._all.ending or self._ended))
         body = b"" if request.method == "HEAD" else response.body
         self._transport.write(
             b"%b%b%bcontent-length: %d\r\nx-request-id: %b\r\n%b\r\n%b"
@@ -335,8 +350,7 @@ class Connection(asyncio.Protocol):
         request = self._request or Request("", "", b"", {}, "1.1", self._client, keep=False)
         request.keep = False
         self._door.tell(request, refusal.status)
-        if self._answering is not None or self._waiting:
-            self._transport.abort()
+        if self._ends_with_what_is_due():
             return
         self._reading = "idle"
         self._reply(request, refused(refusal))

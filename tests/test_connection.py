@@ -122,6 +122,17 @@ def test_requests_of_one_connection_are_answered_in_their_order(talk):
     assert labels(talk(together + b"GET /health HTTP/1.1\r\n\r\n", answers=5)) == [*colours, None]
 
 
+@pytest.mark.parametrize(
+    "after",
+    [b"garbage\r\n\r\n", b"POST /predict HTTP/1.1\r\nContent-Length: 9000000\r\n\r\n" + b"\0" * 1000],
+    ids=["garbage", "too large"],
+)
+def test_what_cannot_be_answered_takes_no_answer_along(talk, after):
+    """The requests before it are answered, slow ones as well; then the connection ends."""
+    transport = talk(post(picture("red", size=(2000, 1000))) + post(picture("blue")) + after, answers=9)
+    assert (labels(transport), transport.ended) == (["red", "blue"], "closed")
+
+
 def test_too_many_at_once_end_the_connection(talk):
     """Nobody needs more than a few."""
     many = b"GET /health HTTP/1.1\r\n\r\n" * (limits_of.MAX_PIPELINED + 2)
