@@ -80,7 +80,7 @@ def forked(command, tiny, own):
 
 def flags(program):
     """What a server is told behind its folder."""
-    return program[4:]
+    return program[5:]
 
 
 # ---- which run
@@ -100,7 +100,7 @@ def test_a_run_deploys_in_any_spelling(run, store, tracked, tmp_path, monkeypatc
     in_store = [str(run.path), run.path.name, tracker.id, f"runs:/{tracker.id}", "models:/deployed/1"]
     for spelling in [*in_store, "models:/deployed@best", str(run.bundle), f"runs:/{tracker.id}/bundle"]:
         assert command_of(spelling)[:5] == [sys.executable, "-P", "-m", "serve", str(run.bundle)], spelling
-    assert command_of(str(copy))[3] == str(copy / "bundle")
+    assert command_of(str(copy))[4] == str(copy / "bundle")
     assert command_of(str(alone)) == [sys.executable, "-P", "-m", "serve", str(alone)]
     for missing, words in {"models:/deployed@worst": "alias 'worst'", "models:/none/1": "no model 'none'"}.items():
         with pytest.raises(CheckpointError, match=words):
@@ -110,7 +110,7 @@ def test_a_run_deploys_in_any_spelling(run, store, tracked, tmp_path, monkeypatc
 def test_a_run_without_a_bundle_is_exported_first(run, tmp_path):
     """A copy without its bundle gets one, with the same weights."""
     copy = RunFolder(shutil.copytree(run.path, tmp_path / "copy", ignore=shutil.ignore_patterns("bundle")))
-    assert command_of(str(copy.path))[3] == str(copy.bundle)
+    assert command_of(str(copy.path))[4] == str(copy.bundle)
     assert copy.bundle_weights.read_bytes() == run.bundle_weights.read_bytes()
 
 
@@ -146,7 +146,7 @@ def test_int8_is_made_where_it_is_asked_for(run, tmp_path):
     copy = RunFolder(shutil.copytree(run.path, tmp_path / "copy"))
     assert flags(command_of(str(copy.path), ["serve.precision=int8"]))[-1] == "--precision=int8"
     assert copy.bundle_int8.is_file()
-    assert command_of(str(copy.path), ["serve.precision=int8"])[3] == str(copy.bundle)
+    assert command_of(str(copy.path), ["serve.precision=int8"])[4] == str(copy.bundle)
     copy.bundle_int8.unlink()
     copy.config.write_text(copy.config.read_text().replace("deeplightning.data.digits.Digits", "own.Digits"))
     with pytest.raises(CheckpointError, match=r"data.module.type: to serve this run, own.Digits would be imported"):
@@ -252,7 +252,7 @@ def test_what_the_user_allows_is_imported(run, own, tmp_path, monkeypatch):
     (tmp_path / "allowed.py").write_text("from deeplightning.model.cnn import SimpleCNN\n")
     copy = rewritten(run, tmp_path / "copy", (NETWORK, "type: allowed.SimpleCNN"), ("env: {}", "env: {LD_PRELOAD: x}"))
     before = dict(os.environ)
-    assert command_of(str(copy.path), allow=["allowed"])[3] == str(copy.bundle)
+    assert command_of(str(copy.path), allow=["allowed"])[4] == str(copy.bundle)
     assert dict(os.environ) == before
     with pytest.raises(ConfigError, match="--allow takes the name of a module such as own_network, not 'a b'"):
         command_of(str(copy.path / ".."), allow=["a b"])

@@ -98,8 +98,8 @@ def test_a_logged_model_can_be_registered(run, tracked, store, monkeypatch):
     version = tracker.client.create_model_version("flavour", f"runs:/{tracker.id}/model", tracker.id)
     assert version.version == 1
     monkeypatch.setenv("MLFLOW_TRACKING_URI", str(store))
-    assert command_of("models:/flavour/1")[3] == str(run.bundle)
-    assert command_of(f"runs:/{tracker.id}/model")[3] == str(run.model / "artifacts" / "bundle")
+    assert command_of("models:/flavour/1")[4] == str(run.bundle)
+    assert command_of(f"runs:/{tracker.id}/model")[4] == str(run.model / "artifacts" / "bundle")
     uri = f"sqlite:///{store / 'mlflow.db'}"
     answers, _ = loaded("models:/flavour/1", DIGITS[3], MLFLOW_TRACKING_URI=uri, MLFLOW_REGISTRY_URI=uri)
     assert answers == loaded(run.model, DIGITS[3])[0]
