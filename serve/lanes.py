@@ -6,7 +6,6 @@ and under load the batches grow by themselves. Decoding (Pillow) and the forward
 Letters: N images, C channels, H height, W width."""
 
 import math
-import os
 import threading
 import time
 from collections import deque
@@ -22,7 +21,7 @@ from deeplightning.image import ImageError, ImageSpec
 from serve.limits import Limits, Refusal
 
 LARGE_PIXELS = 4_000_000
-"""From here on pictures are decoded one at a time per core: each may take 16 bytes a pixel (Pillow 13, November
+"""From here on pictures are decoded one at a time per lane: each may take 16 bytes a pixel (Pillow 13, November
 2026)."""
 
 TINY_BYTES, TINY_PIXELS, TINY_SECONDS = 16_384, 16_384, 0.0005
@@ -132,8 +131,7 @@ class Lanes:
         self._lock = threading.Lock()
         self._inbox: SimpleQueue[Job] = SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._cores = os.cpu_count() or 1
-        self._large = threading.BoundedSemaphore(self._cores)
+        self._large = threading.BoundedSemaphore(number)
 
     def submit(self, job: Job) -> None:
         """Take a job on; it ends by `job.finish`, perhaps before this returns.
@@ -150,7 +148,7 @@ class Lanes:
     def _hand_on(self, job: Job) -> None:
         """To another thread. They are started when they are needed."""
         with self._lock:
-            if len(self._threads) < min(self.waiting, self.number + self._cores):
+            if len(self._threads) < min(self.waiting, 2 * self.number):  # as many that decode as run the model
                 thread = threading.Thread(target=self._work, name=f"pictures-{len(self._threads)}", daemon=True)
                 self._threads.append(thread)
                 thread.start()
@@ -228,7 +226,7 @@ class Lanes:
             rows = self._forward([picture for _, _, picture in batch])
             end = time.perf_counter()
             cost = (end - start) / len(batch) / self.number
-            self._pace += PACE_MEMORY * (cost + batch[0][0].decoding / self._cores - self._pace)
+            self._pace += PACE_MEMORY * (cost + batch[0][0].decoding / self.number - self._pace)
             for (job, number, _), row in zip(batch, rows, strict=True):
                 job.queued = start - job.accepted - job.decoding
                 job.forward = end - start
