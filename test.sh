@@ -21,7 +21,5 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 check ruff format --check .
 check ruff check .
 check mypy
-# One worker more than there are cores: a good part of the tests waits for processes that they started.
-cores=$("$python" -c "import os; print(os.cpu_count() or 1)")
-check pytest -n $((cores < 3 ? cores + 1 : 4)) --dist loadfile "${marked[@]}" "${arguments[@]}"
+check pytest -n logical --maxprocesses 4 --dist loadfile "${marked[@]}" "${arguments[@]}"
 [ -z "$failed" ] || { printf '\nNot passed:%s\n' "$failed" >&2; exit 1; }
