@@ -28,7 +28,8 @@ import signal
 
 import pytorch_lightning as pl
 import torch
-from mlflow.tracking import MlflowClient
+
+from deeplightning.tracking.sqlite import Tracker
 
 rank = os.environ.get("LOCAL_RANK", "0")
 log = pathlib.Path(os.environ["EVENTS"])
@@ -76,8 +77,8 @@ def save(content, file, *args, real=torch.save, **kwargs):
 torch.save = save
 for name in ("replace", "fsync", "link"):
     around(os, name, name)
-for name in ("create_run", "log_batch", "set_terminated"):
-    around(MlflowClient, name, name)
+for name in ("create_run", "log_batch"):
+    around(Tracker, name, name)
 
 
 class Events(pl.Callback):

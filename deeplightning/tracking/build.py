@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from deeplightning.tracking.store import attach, explain, local_path, locate
+from deeplightning.tracking.tracker import SYSTEM, open_tracker
 
 _OURS = re.compile(r"deeplightning\.tracking(\.logger)?\.MLflowLogger")
 _LIGHTNINGS = re.compile(r"(pytorch_lightning|lightning\.pytorch)\.loggers(\.mlflow)?\.MLFlowLogger")
@@ -59,29 +60,23 @@ def refusal(type_name: str, params: Mapping[str, Any], run_id: str, folder: Path
     absent = f"the tracking store {store.shown} does not have its run {run_id}"
     if store.database is not None and not store.database.exists():
         return absent
-    uri = attach(store)
-    from mlflow.exceptions import MlflowException
-    from mlflow.tracking import MlflowClient
-
-    client = MlflowClient(uri)
     try:
-        run = client.get_run(run_id)
-        experiment = client.get_experiment(run.info.experiment_id).name
+        tracker = open_tracker(store, run_id)
+        run = tracker.run(run_id)
+        experiment = tracker.name_of(run.experiment_id) if run is not None else None
+        tracker.close()
     except Exception as error:  # MLflow, SQLAlchemy, requests and the file system each have their own
-        if isinstance(error, MlflowException) and error.error_code in _ABSENT:
-            return absent
         raise explain(error, store) from error
-    if run.info.lifecycle_stage != "active":
+    if run is None:
+        return absent
+    if not run.is_active:
         return f"its run {run_id} was deleted"
     if experiment != experiment_of(type_name, params):
         return f"its run {run_id} is of the experiment {experiment!r}"
-    its = local_path(run.info.artifact_uri)
+    its = local_path(run.artifact_uri)
     if its is not None and not (its.is_dir() and its.samefile(folder)):
         return f"it does not lie in the folder of its run, {its}"
     return None
-
-
-_ABSENT = ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE")
 
 
 def go_on(loggers: Sequence[Any], run_id: str, owed: Sequence[Sequence[Any]]) -> None:
@@ -94,14 +89,12 @@ def go_on(loggers: Sequence[Any], run_id: str, owed: Sequence[Sequence[Any]]) ->
     if hasattr(logger, "go_on"):
         logger.go_on(run_id, owed)
         return
-    from deeplightning.tracking.logger import steps_there
-
     logger._run_id = run_id  # Lightning 2.6 takes it in its constructor only, before it is known what goes on
     run = logger.experiment.get_run(run_id)
     logger.experiment.update_run(run_id, status="RUNNING")
     if "failure" in run.data.tags:
         logger.experiment.delete_tag(run_id, "failure")
-    there, write = steps_there(logger.experiment, run), logger.log_metrics
+    there, write = _steps_there(logger.experiment, run), logger.log_metrics
 
     def log_metrics(metrics: Mapping[str, Any], step: int | None = None) -> None:
         if new := {name: value for name, value in metrics.items() if (step or 0) not in there.get(name, ())}:
@@ -110,6 +103,12 @@ def go_on(loggers: Sequence[Any], run_id: str, owed: Sequence[Sequence[Any]]) ->
     logger.log_metrics = log_metrics
     for name, value, _, step in owed:
         log_metrics({name: value}, step)
+
+
+def _steps_there(client: Any, run: Any) -> dict[str, set[int]]:
+    """The steps of each metric of an MLflow run, but for the load of the machine."""
+    names = [name for name in run.data.metrics if not name.startswith(SYSTEM)]
+    return {name: {point.step for point in client.get_metric_history(run.info.run_id, name)} for name in names}
 
 
 def run_folder(loggers: Iterable[Any], fallback: str | os.PathLike) -> Path:

@@ -1,13 +1,15 @@
-"""The load of the machine as points of a run, read through MLflow's own monitors."""
+"""The load of the machine as points of a run, under the names that MLflow's own monitors give them."""
 
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
-from mlflow.entities import Metric
+from deeplightning.tracking.journal import Entry
+from deeplightning.tracking.tracker import SYSTEM
 
 
-def sampler(started: int) -> Callable[[], list[Metric]] | None:
+def sampler(started: int) -> Callable[[], list[Entry]] | None:
     """A function that reads CPU, memory and, with the package nvidia-ml-py, GPUs; None where psutil is missing.
 
     Args:
@@ -15,23 +17,54 @@ def sampler(started: int) -> Callable[[], list[Metric]] | None:
             continued run goes on where it was.
     """
     try:
-        from mlflow.system_metrics.metrics.base_metrics_monitor import BaseMetricsMonitor
-        from mlflow.system_metrics.metrics.cpu_monitor import CPUMonitor
-        from mlflow.system_metrics.metrics.gpu_monitor import GPUMonitor
+        import psutil
     except ImportError:
         return None
-    monitors: list[BaseMetricsMonitor] = [CPUMonitor()]
-    with suppress(ImportError, RuntimeError):  # no GPU, or nothing to read it with
-        monitors.append(GPUMonitor())
+    read_gpus = _gpus()
 
-    def sample() -> list[Metric]:
-        now = time.time_ns() // 1_000_000
-        points = []
-        for monitor in monitors:
-            monitor.collect_metrics()
-            for name, value in monitor.aggregate_metrics().items():
-                points.append(Metric(f"system/{name}", float(value), now, max(0, now - started) // 1000))
-            monitor.clear_metrics()
-        return points
+    def sample() -> list[Entry]:
+        now, memory = time.time_ns() // 1_000_000, psutil.virtual_memory()
+        load = {
+            "cpu_utilization_percentage": psutil.cpu_percent(),
+            "system_memory_usage_megabytes": memory.used / 1e6,
+            "system_memory_usage_percentage": memory.used / memory.total * 100,
+        } | read_gpus()
+        points = {f"{SYSTEM}{name}": round(float(value), 1) for name, value in load.items()}
+        return [("points", now, max(0, now - started) // 1000, points)]
 
     return sample
+
+
+def _gpus() -> Callable[[], dict[str, float]]:
+    """A function that reads the GPUs; where there is none, or nothing to read them with, it finds nothing."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        handles = [pynvml.nvmlDeviceGetHandleByIndex(index) for index in range(pynvml.nvmlDeviceGetCount())]
+    except Exception:  # also what the driver says in exceptions of its own
+        return dict
+
+    def read() -> dict[str, float]:
+        load: dict[str, float] = {}
+        for index, handle in enumerate(handles):
+            for ask in (_memory, _busy, _power):
+                with suppress(pynvml.NVMLError):  # not each device knows each of them
+                    load |= {f"gpu_{index}_{name}": value for name, value in ask(pynvml, handle).items()}
+        return load
+
+    return read
+
+
+def _memory(nvml: Any, handle: Any) -> dict[str, float]:
+    memory = nvml.nvmlDeviceGetMemoryInfo(handle)
+    return {"memory_usage_percentage": memory.used / memory.total * 100, "memory_usage_megabytes": memory.used / 1e6}
+
+
+def _busy(nvml: Any, handle: Any) -> dict[str, float]:
+    return {"utilization_percentage": nvml.nvmlDeviceGetUtilizationRates(handle).gpu}
+
+
+def _power(nvml: Any, handle: Any) -> dict[str, float]:
+    used, most = nvml.nvmlDeviceGetPowerUsage(handle), nvml.nvmlDeviceGetEnforcedPowerLimit(handle)  # milliwatts
+    return {"power_usage_watts": used / 1000, "power_usage_percentage": used / most * 100}

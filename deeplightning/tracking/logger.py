@@ -8,7 +8,6 @@ import contextlib
 import json
 import logging
 import os
-import random
 import re
 import shutil
 import sys
@@ -16,6 +15,7 @@ import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -24,9 +24,12 @@ from pytorch_lightning.loggers.logger import Logger, rank_zero_experiment
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from deeplightning.config.fault import SetupError
-from deeplightning.tracking import picture
+from deeplightning.tracking.context import run_tags
 from deeplightning.tracking.environment import git_state
-from deeplightning.tracking.store import Store, attach, check_writable, explain, local_path, locate
+from deeplightning.tracking.journal import replay
+from deeplightning.tracking.store import Store, attach, explain, local_path, locate
+from deeplightning.tracking.tracker import SYSTEM, Batch, Point, Run, Tracker, open_tracker
+from deeplightning.tracking.writer import Writer
 
 log = logging.getLogger("deeplightning.tracking")
 
@@ -34,12 +37,6 @@ SAMPLE_SECONDS = 10.0
 """The pause between two system metrics; MLflow's variable MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL overrides it."""
 MAX_NAME, MAX_PARAM, MAX_TAG, MAX_REASON = 250, 6000, 5000, 1000
 """Characters that MLflow takes in a name, a parameter and a tag; and what we keep of the reason of a failure."""
-PARAMS_PER_CALL = 100
-SYSTEM = "system/"
-"""How the names of metrics of the machine's load begin."""
-
-Point = tuple[str, float, int, int]
-"""Name, value, milliseconds since 1970, step."""
 
 _STATUS = {
     "success": "FINISHED",
@@ -90,24 +87,26 @@ class MLflowLogger(Logger):
         self._owed: list[Point] = []
         self._status: str | None = None  # None: no run is open in this process
         self._store: Store | None = None
-        self._client: Any = None
-        self._writer: Any = None
+        self._tracker: Tracker | None = None
+        self._writer: Writer | None = None
+        self._params: dict[str, str] = {}  # what the run has, or is about to have
         self._opened_in = 0  # the process that opened it
         self._started = 0  # milliseconds since 1970
         self._ended_as: str | None = None  # the status before it was opened again
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy sent to another process leaves the open run behind, and would continue it."""
-        return self.__dict__ | {"_client": None, "_writer": None, "_status": None, "_opened_in": 0}
+        return self.__dict__ | {"_tracker": None, "_writer": None, "_status": None, "_opened_in": 0}
 
     # What the run is
 
     @property
     @rank_zero_experiment
     def experiment(self) -> Any:
-        """MLflow's `MlflowClient` on the run's store; opens the run."""
+        """MLflow's `MlflowClient` on the run's store; opens the run. MLflow is imported when the client is used."""
         self._open()
-        return self._client
+        assert self._store is not None
+        return _LateClient(self._store)
 
     @property
     def run_id(self) -> str | None:
@@ -156,14 +155,13 @@ class MLflowLogger(Logger):
             owed: points (see `Point`) that the run has said, and that may not have reached the store.
         """
         self._run_id, self._goes_on = run_id, True
-        self._owed = [(str(name), float(value), int(time), int(step)) for name, value, time, step in owed]
+        self._owed = [Point(str(name), float(value), int(time), int(step)) for name, value, time, step in owed]
 
     @rank_zero_only
-    def unwritten(self) -> list[Point]:
-        """The points that may not be in the store yet; opens nothing."""
+    def unwritten(self) -> list[tuple[str, float, int, int]]:
+        """The points (see `Point`) that may not be in the store yet, as plain tuples for a checkpoint; opens nothing."""
         waiting = self._writer.waiting() if self._writer is not None else []
-        points = [(point.key, point.value, point.timestamp, point.step) for point in waiting]
-        return [point for point in points if not point[0].startswith(SYSTEM)]
+        return [tuple(point) for point in waiting if not point.name.startswith(SYSTEM)]
 
     # What is said about it
 
@@ -175,8 +173,17 @@ class MLflowLogger(Logger):
         """
         values = flatten(vars(params) if isinstance(params, Namespace) else dict(params or {}))
         values |= {str(key): str(value) for key, value in kwargs.items()}
-        if values:
-            self._running().put(f"{len(values)} parameters", lambda: self._write_params(values))
+        if not values:
+            return
+        writer = self._running()
+        if changed := [key for key, value in values.items() if self._params.get(key, value) != value]:
+            log.warning(
+                "The continued run keeps the first values of %d parameters: %s. The new ones are in its config file.",
+                *(len(changed), ", ".join(changed[:5]) + (", …" if len(changed) > 5 else "")),
+            )
+        if new := {key: value for key, value in values.items() if key not in self._params}:
+            self._params |= new
+            writer.say(("params", new))
 
     @rank_zero_only
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
@@ -189,33 +196,29 @@ class MLflowLogger(Logger):
         """
         step = self._last_step if step is None else int(step)
         self._last_step = step
-        now = time.time_ns() // 1_000_000
-        points: list[Point] = []
+        values: dict[str, float] = {}
         for name, value in metrics.items():
             try:
-                points.append((_clean(name), float(value), now, step))
+                values[_clean(name)] = float(value)
             except (TypeError, ValueError):
                 log.warning("%s is not tracked: %r is not a number.", name, value)
-        if points:
-            self._add(points)
+        if values:
+            self._add(values, time.time_ns() // 1_000_000, step)
 
-    def _add(self, points: list[Point]) -> None:
-        from mlflow.entities import Metric
-
-        writer, new = self._running(), []
-        for name, value, timestamp, step in points:
+    def _add(self, values: Mapping[str, float], moment: int, step: int) -> None:
+        writer, new = self._running(), {}
+        for name, value in values.items():
             latest = self._latest.get(name)
             self._latest[name] = (step, value)
             if not _same((step, value), latest) and step not in self._there.get(name, ()):
-                new.append(Metric(name, value, timestamp, step))
+                new[name] = value
         if new:
-            writer.add(new)
+            writer.say(("points", moment, step, new))
 
     @rank_zero_only
     def log_tags(self, tags: Mapping[str, Any]) -> None:
         """Set tags of the run; a value is cut at 5,000 characters."""
-        values = {_clean(name): str(value)[:MAX_TAG] for name, value in tags.items()}
-        self._running().put(f"tags {', '.join(values)}", lambda: self._write_tags(values))
+        self._running().say(("tags", {_clean(name): str(value)[:MAX_TAG] for name, value in tags.items()}))
 
     @rank_zero_only
     def log_artifact(self, path: str | Path, folder: str | None = None) -> None:
@@ -232,10 +235,8 @@ class MLflowLogger(Logger):
         inside = _inside(folder or ".")
         self._open()
         if self._artifact_folder is None:
-            upload = self._client.log_artifacts if source.is_dir() else self._client.log_artifact
             target = inside / source.name if source.is_dir() else inside
-            arguments = (self._run_id, str(source), None if target == Path() else target.as_posix())
-            self._writing().put(f"the artifact {source.name}", lambda: upload(*arguments))
+            self._upload(source, None if target == Path() else target.as_posix())
             return
         destination = self._artifact_folder / inside / source.name
         if destination.exists() and destination.samefile(source):
@@ -261,9 +262,9 @@ class MLflowLogger(Logger):
         Raises:
             ValueError: `image` is none of these.
         """
+        from deeplightning.tracking import picture
+
         self._save(name if name.endswith(".png") else f"{name}.png", picture.to_png(image))
-        if self._writer is not None:
-            self._writer.flush()
 
     @rank_zero_only
     def log(self, name: str, value: Any, step: int | None = None, kind: str | None = None) -> None:
@@ -281,6 +282,8 @@ class MLflowLogger(Logger):
         Raises:
             ValueError: an unknown kind, or a value of none of the kinds.
         """
+        from deeplightning.tracking import picture
+
         kind = kind or picture.kind_of(value)
         stem, dot, ending = (
             name.rpartition(".") if name.endswith((".png", ".yaml", ".yml", ".json")) else (name, "", "")
@@ -323,10 +326,8 @@ class MLflowLogger(Logger):
             return
         writer = self._writing()
         if reason:
-            tags = {"failure": reason[:MAX_REASON]}
-            writer.put("the tag failure", lambda: self._write_tags(tags))
-        client, run_id = self._client, self._run_id
-        writer.put(f"the status {word}", lambda: client.set_terminated(run_id, word))
+            writer.say(("tags", {"failure": reason[:MAX_REASON]}))
+        writer.say(("status", word, time.time_ns() // 1_000_000))
         self._status = word
         writer.stop()
 
@@ -348,134 +349,112 @@ class MLflowLogger(Logger):
         if self._status is not None:
             return
         store, run_id = self._locate()
-        uri = attach(store)
-        from mlflow.tracking import MlflowClient
-
-        client = MlflowClient(uri)
         try:
-            if store.database is not None and store.database.exists():
-                check_writable(store)
-            run = self._new_run(client, store) if run_id is None else self._old_run(client, store, run_id)
+            tracker = open_tracker(store, run_id, self._experiment_name)
+            self._replay(store, tracker, run_id)
+            run = self._new_run(tracker, store) if run_id is None else self._old_run(tracker, store, run_id)
             try:
-                folder = local_path(run.info.artifact_uri)
+                folder = local_path(run.artifact_uri)
                 if folder is not None:
                     folder.mkdir(parents=True, exist_ok=True)
             except OSError:
-                client.set_terminated(run.info.run_id, "FAILED")
+                tracker.log_batch(run.id, Batch(status=("FAILED", time.time_ns() // 1_000_000)))
                 raise
         except SetupError:
             raise
-        except Exception as error:  # MLflow, SQLAlchemy, requests and the file system each have their own
+        except Exception as error:  # MLflow, SQLite, requests and the file system each have their own
             raise explain(error, store) from error
-        self._store, self._client = store, client
-        self._run_id, self._experiment_id = run.info.run_id, run.info.experiment_id
+        self._store, self._tracker = store, tracker
+        self._run_id, self._experiment_id = run.id, run.experiment_id
         self._artifact_folder = folder
-        self._started = run.info.start_time
+        self._started, self._params = run.started, dict(run.params)
         self._status = "RUNNING"
         self._opened_in = os.getpid()
         atexit.register(self._at_exit)
         self._writing()
-        if owed := self._owed:
-            self._owed = []
-            self._add(owed)
+        owed, self._owed = self._owed, []
+        for point in owed:
+            self._add({point.name: point.value}, point.time, point.step)
 
-    def _new_run(self, client: Any, store: Store) -> Any:
-        from mlflow.exceptions import MlflowException
-        from mlflow.tracking.context.registry import resolve_tags
+    def _replay(self, store: Store, tracker: Tracker, run_id: str | None) -> None:
+        """What ended processes could not write is written first: a run that goes on has its points then."""
+        for found in replay(store, tracker, continuing=run_id if self._goes_on else None):
+            if found.problem:
+                log.warning(
+                    "The journal of the run %s could not be written (%s); it stays in %s.",
+                    *(found.run_id, found.problem, found.kept),
+                )
+            elif found.points or found.others:
+                log.info("The run %s had left %d points unwritten; they are there now.", found.run_id, found.points)
 
-        experiment = client.get_experiment_by_name(self._experiment_name)
-        if experiment is None:
-            # Another process may be first: then the experiment is there after all.
-            with contextlib.suppress(MlflowException):
-                client.create_experiment(self._experiment_name)
-            experiment = client.get_experiment_by_name(self._experiment_name)
-        if experiment is None:
-            client.create_experiment(self._experiment_name)  # raises, with the reason
-        if experiment.lifecycle_stage != "active":
+    def _new_run(self, tracker: Tracker, store: Store) -> Run:
+        experiment = tracker.experiment(self._experiment_name)
+        if not experiment.is_active:
             raise SetupError(
                 f"The experiment {self._experiment_name!r} in {store.shown} was deleted. Restore it (mlflow "
-                f"experiments restore --experiment-id {experiment.experiment_id}) or set another "
+                f"experiments restore --experiment-id {experiment.id}) or set another "
                 "logger.params.experiment_name."
             )
-        tags = resolve_tags(self._tags)
         # MLflow describes the repository of the started file, which is ours, and its address, perhaps with a password.
-        for name in ("commit", "branch", "repoURL"):
-            tags.pop(f"mlflow.source.git.{name}", None)
         git = git_state() or {}
-        tags |= {f"mlflow.source.git.{name}": git[name] for name in ("commit", "branch") if git.get(name)}
+        tags = run_tags() | {f"mlflow.source.git.{name}": git[name] for name in ("commit", "branch") if git.get(name)}
         tags = {name: str(value)[:MAX_TAG] for name, value in (tags | self._tags).items()}
-        state = random.getstate()
-        random.seed()  # MLflow draws the run's name from it: with the run's seed every run would be named alike
-        try:
-            return client.create_run(experiment.experiment_id, tags=tags, run_name=self._run_name)
-        finally:
-            random.setstate(state)
+        return tracker.create_run(experiment, self._run_name, tags)
 
-    def _old_run(self, client: Any, store: Store, run_id: str) -> Any:
-        from mlflow.exceptions import MlflowException
-
-        try:
-            run = client.get_run(run_id)
-        except MlflowException as error:
-            if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
-                raise
-            run = None
-        if run is None or run.info.lifecycle_stage != "active":
+    def _old_run(self, tracker: Tracker, store: Store, run_id: str) -> Run:
+        run = tracker.run(run_id)
+        if run is None or not run.is_active:
             state = "is not" if run is None else "was deleted"
             raise SetupError(
                 f"The run {run_id!r} {state} in the tracking store {store.shown}. Give the id of a run there, or leave "
                 "it out (logger.params.run_id, the variable MLFLOW_RUN_ID) to start a new one."
             )
         if self._goes_on:
-            self._there = steps_there(client, run)
-            if "failure" in run.data.tags:
-                client.delete_tag(run_id, "failure")
-        client.update_run(run_id, status="RUNNING", name=self._run_name)
-        for name, value in self._tags.items():
-            client.set_tag(run_id, name, str(value)[:MAX_TAG])
+            self._there = {}
+            for point in tracker.history(run_id):
+                self._there.setdefault(point.name, set()).add(point.step)
+            if "failure" in run.tags:
+                tracker.drop_tag(run_id, "failure")
+        if self._run_name:
+            tracker.rename(run_id, self._run_name)
+        tags = {name: str(value)[:MAX_TAG] for name, value in self._tags.items()}
+        tracker.log_batch(run_id, Batch(tags=tags, status=("RUNNING", None)))
         return run
 
-    def _writing(self) -> Any:
+    def _writing(self) -> Writer:
         """The writer, made at the first need."""
         self._open()
         if self._writer is None:
             from deeplightning.tracking.load import sampler
-            from deeplightning.tracking.writer import Writer
 
             sample = sampler(self._started) if self._system_metrics else None
             pause = float(os.environ.get("MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL") or SAMPLE_SECONDS)
+            assert self._tracker is not None
             assert self._store is not None
             assert self._run_id is not None
-            self._writer = Writer(self._client, self._run_id, self._store.shown, sample, pause)
+            self._writer = Writer(self._tracker, self._store, self._run_id, sample, pause)
         return self._writer
 
-    def _running(self) -> Any:
+    def _running(self) -> Writer:
         """The writer, with the run's status RUNNING."""
+        if self._status == "RUNNING" and self._writer is not None:
+            return self._writer
         writer = self._writing()
         if self._status != "RUNNING":
             self._ended_as, self._status = self._status, "RUNNING"
-            client, run_id = self._client, self._run_id
-            writer.put("the status RUNNING", lambda: client.update_run(run_id, status="RUNNING"))
+            writer.say(("status", "RUNNING", None))
         return writer
 
-    def _write_params(self, values: dict[str, str]) -> None:
-        from mlflow.entities import Param
-
-        known = self._client.get_run(self._run_id).data.params
-        changed = [key for key, value in values.items() if known.get(key, value) != value]
-        if changed:
-            log.warning(
-                "The continued run keeps the first values of %d parameters: %s. The new ones are in its config file.",
-                *(len(changed), ", ".join(changed[:5]) + (", …" if len(changed) > 5 else "")),
-            )
-        new = [Param(key, value) for key, value in values.items() if key not in known]
-        for first in range(0, len(new), PARAMS_PER_CALL):
-            self._client.log_batch(self._run_id, params=new[first : first + PARAMS_PER_CALL])
-
-    def _write_tags(self, values: dict[str, str]) -> None:
-        from mlflow.entities import RunTag
-
-        self._client.log_batch(self._run_id, tags=[RunTag(key, value) for key, value in values.items()])
+    def _upload(self, source: Path, folder: str | None) -> None:
+        """Sends a file or folder to where the artifacts are, in the background."""
+        writer, tracker, run_id = self._writing(), self._tracker, self._run_id
+        assert tracker is not None
+        assert run_id is not None
+        writer.do(
+            f"the artifact {source.name}",
+            lambda: tracker.upload(run_id, source, folder),
+            ("artifact", str(source), folder),
+        )
 
     def _save(self, name: str, content: bytes) -> None:
         """Write a file of the run: at once where the artifacts are local, else in the background."""
@@ -489,15 +468,17 @@ class MLflowLogger(Logger):
                 partial.write_bytes(content)
                 partial.replace(target)
             return
-        client, run_id = self._client, self._run_id
+        writer, tracker, run_id = self._writing(), self._tracker, self._run_id
+        assert tracker is not None
+        assert run_id is not None
 
         def upload() -> None:
             with tempfile.TemporaryDirectory() as folder:
                 (Path(folder) / inside.name).write_bytes(content)
                 parent = None if inside.parent == Path() else inside.parent.as_posix()
-                client.log_artifact(run_id, str(Path(folder) / inside.name), parent)
+                tracker.upload(run_id, Path(folder) / inside.name, parent)
 
-        self._writing().put(f"the artifact {name}", upload)
+        writer.do(f"the artifact {name}", upload)
 
     @contextlib.contextmanager
     def _surviving(self, name: str):
@@ -529,10 +510,27 @@ def _same(point: tuple[int, float], other: tuple[int, float] | None) -> bool:
     )
 
 
-def steps_there(client: Any, run: Any) -> dict[str, set[int]]:
-    """The steps of each metric of an MLflow run, but for the load of the machine."""
-    names = [name for name in run.data.metrics if not name.startswith(SYSTEM)]
-    return {name: {point.step for point in client.get_metric_history(run.info.run_id, name)} for name in names}
+class _LateClient:
+    """MLflow's client on a store, made when something of it is asked for: Lightning asks each logger for its own."""
+
+    def __init__(self, store: Store):
+        self.__dict__["_store"] = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._made(), name)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """For `isinstance`."""
+        return type(self._made())
+
+    def _made(self) -> Any:
+        if "_client" not in self.__dict__:
+            uri = attach(self.__dict__["_store"])
+            from mlflow.tracking import MlflowClient
+
+            self.__dict__["_client"] = MlflowClient(uri)
+        return self.__dict__["_client"]
 
 
 def flatten(params: Mapping[str, Any]) -> dict[str, str]:
@@ -557,6 +555,7 @@ def flatten(params: Mapping[str, Any]) -> dict[str, str]:
     return flat
 
 
+@lru_cache(maxsize=4096)
 def _clean(name: str) -> str:
     """A name that MLflow takes: letters, digits and `_-. :/`, no empty or dotted part, at most 250 characters."""
     parts = re.sub(r"[^\w.\- :/]", "_", str(name)).split("/")

@@ -19,8 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from filelock import FileLock, Timeout
-
 from deeplightning.config.fault import SetupError
 
 log = logging.getLogger("deeplightning.tracking")
@@ -186,7 +184,7 @@ def check_writable(store: Store) -> None:
     """
     if store.database is None:
         return
-    waited = _Wait(f"the tracking database {store.database}")
+    waited = Wait(f"the tracking database {store.database}")
     while True:
         try:
             connection = sqlite3.connect(store.database, timeout=0, isolation_level=None)
@@ -259,11 +257,14 @@ def _open_database(uri: str, artifact_uri: str | None):
             from mlflow.store.tracking import DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH
 
             return SqlAlchemyStore(uri, artifact_uri or DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH)
-        assert store.folder is not None
+        assert store.database is not None
         assert store.artifact_root is not None
+        from deeplightning.tracking import sqlite
+
         try:
-            store.folder.mkdir(parents=True, exist_ok=True)
-            with _lock(store):
+            with locked(store):
+                if sqlite.mlflow_is_known() and sqlite.is_empty(store.database):
+                    sqlite.make(store)
                 _migrate(store, uri)
                 return SqlAlchemyStore(uri, artifact_uri or store.artifact_root.as_uri())
         except SetupError:
@@ -274,11 +275,18 @@ def _open_database(uri: str, artifact_uri: str | None):
 
 
 @contextmanager
-def _lock(store: Store) -> Iterator[None]:
-    """Only one process at a time makes or migrates the database: without it, of twelve started together all failed."""
+def locked(store: Store) -> Iterator[None]:
+    """Only one process at a time makes or migrates the database: without it, of twelve started together all failed.
+
+    Raises:
+        SetupError: another process holds the lock, or the database, for too long; or the database is damaged.
+    """
+    from filelock import FileLock, Timeout  # 20 ms, and only a new store needs it
+
     assert store.database is not None
-    lock = FileLock(f"{store.database}.lock")
-    waited = _Wait(f"the tracking store {store.shown}, which another process is preparing")
+    store.database.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(lock_of(store.database))
+    waited = Wait(f"the tracking store {store.shown}, which another process is preparing")
     while True:
         try:
             lock.acquire(timeout=0)
@@ -286,7 +294,7 @@ def _lock(store: Store) -> Iterator[None]:
         except Timeout:
             if not waited.again():
                 raise SetupError(
-                    f"{store.database}.lock has been held by another process for {wait_seconds():g} seconds. End "
+                    f"{lock_of(store.database)} has been held by another process for {wait_seconds():g} seconds. End "
                     "that process, or set another logger.params.tracking_uri."
                 ) from None
         except OSError:
@@ -341,21 +349,37 @@ def _no_foreign_warnings() -> Iterator[None]:
         yield
 
 
-class _Wait:
-    """Waits a little at each `again()`, says so once, and answers False when the time is used up."""
+def lock_of(database: Path) -> Path:
+    """The file that is locked while a database is made or migrated."""
+    return database.with_name(f"{database.name}.lock")
 
-    def __init__(self, what: str):
-        self.what, self.start, self.told = what, time.monotonic(), False
+
+class Wait:
+    """Waits a little at each `again()`, says so once, and answers False when the time is used up.
+
+    Args:
+        what: what is waited for, for the message.
+        seconds: how long, without a word, in the background; None: as long as the user lets us.
+    """
+
+    def __init__(self, what: str, seconds: float | None = None):
+        self.what, self.start, self.told = what, time.monotonic(), seconds is not None
+        self.longest = wait_seconds() if seconds is None else seconds
 
     def again(self) -> bool:
         waited = time.monotonic() - self.start
-        if waited >= wait_seconds():
+        if waited >= self.longest:
             return False
-        if waited >= min(NOTICE_SECONDS, wait_seconds() / 2) and not self.told:
+        if waited >= min(NOTICE_SECONDS, self.longest / 2) and not self.told:
             self.told = True
-            log.warning("Waiting for %s (at most %.0f seconds).", self.what, wait_seconds())
-        time.sleep(min(0.2, wait_seconds() / 10))
+            log.warning("Waiting for %s (at most %.0f seconds).", self.what, self.longest)
+        time.sleep(min(0.05, self.longest / 10))
         return True
+
+
+def is_local(uri: str) -> bool:
+    """Whether a path or URI is of this machine's file system."""
+    return local_path(uri) is not None
 
 
 def local_path(uri: str) -> Path | None:

@@ -1,0 +1,300 @@
+"""What a run says and its store may not have yet, on this machine's disk: a process that is killed loses no point.
+
+A process appends each thing before it goes on, into a file of its own that it holds locked; a file whose lock is free
+is of a process that has ended, and the next run on the store, or `deeplightning runs --sync`, writes what it says. For
+an SQLite store the files lie beside it (`mlruns/mlflow.db.journal/`), for another one in the user's state folder
+(`~/.local/state/deeplightning/journal/`, or under XDG_STATE_HOME).
+"""
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import re
+import uuid
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deeplightning.tracking.store import Store
+from deeplightning.tracking.tracker import SYSTEM, Batch, Point, Tracker, stored
+
+try:
+    import fcntl
+except ImportError:  # Windows has none: there every journal looks alive, and stays
+    fcntl = None  # type: ignore[assignment]
+
+log = logging.getLogger("deeplightning.tracking")
+
+ENDED = "the process was killed"
+"""The reason that a run gets which ended without a word."""
+
+Entry = tuple[Any, ...]
+"""One thing that was said: ("points", time, step, {name: value}), ("params", {name: value}), ("tags", {name: value}),
+("status", word, time of the end or None), ("artifact", path, folder or None)."""
+
+_SUFFIX = ".journal"
+_encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
+_open: "weakref.WeakSet[Journal]" = weakref.WeakSet()
+
+
+def folder_of(store: Store) -> Path:
+    """Where the journals of a store are, whoever wrote them."""
+    if store.database is not None:
+        return store.database.with_name(f"{store.database.name}{_SUFFIX}")
+    state = Path(os.environ.get("XDG_STATE_HOME") or Path("~/.local/state").expanduser())
+    address = re.sub(r"://[^/@]*@", "://", store.address or str(store.folder))  # whatever the password is by then
+    return state / "deeplightning" / "journal" / hashlib.sha256(address.encode()).hexdigest()[:16]
+
+
+class Journal:
+    """The journal that this process writes of one run.
+
+    Each entry is in the system's memory before `append` returns: killing the process loses none, only the machine's own
+    end can. Nothing is synced to the disk; that costs milliseconds each time.
+
+    Args:
+        store: of the run.
+        run_id: the run.
+
+    Raises:
+        OSError: the file cannot be made.
+    """
+
+    def __init__(self, store: Store, run_id: str):
+        self.path = folder_of(store) / f"{run_id}.{uuid.uuid4().hex[:8]}{_SUFFIX}"
+        header = _line(({"run": run_id, "store": store.shown, "process": os.getpid()},))
+        self._start, self._length = len(header), len(header)
+        # Locked before it has its name: nobody takes it for one that was left behind.
+        beside = self.path.with_suffix(".new")
+        for _ in range(100):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with contextlib.suppress(FileNotFoundError):  # a process that ended has just removed the empty folder
+                self._descriptor: int | None = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
+                break
+        else:
+            raise FileNotFoundError(f"{self.path.parent} disappears again and again")
+        _hold(self._descriptor)
+        os.write(self._descriptor, header)
+        beside.rename(self.path)
+        _open.add(self)
+
+    def append(self, entry: Entry) -> None:
+        """Adds an entry.
+
+        Raises:
+            OSError: the disk is full, or has gone.
+        """
+        if self._descriptor is not None:
+            line = _line(entry)
+            self._length += os.write(self._descriptor, line)
+
+    def forget(self) -> None:
+        """Empties it: all that was said is in the store."""
+        if self._descriptor is not None and self._length > self._start:
+            os.ftruncate(self._descriptor, self._start)
+            self._length = self._start
+
+    def end(self, keep: bool = False) -> None:
+        """Lets go of it, and removes it unless it is to be kept; a second time does nothing."""
+        if self._descriptor is None:
+            return
+        if not keep:
+            _remove(self.path)
+        os.close(self._descriptor)
+        self._descriptor = None
+
+
+def _let_go() -> None:
+    """In a forked process: the lock is the parent's, and would outlive it in a worker of a loader."""
+    for journal in list(_open):
+        if journal._descriptor is not None:
+            os.close(journal._descriptor)
+            journal._descriptor = None
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_let_go)
+
+
+@dataclass
+class Written:
+    """What came of a journal that was left behind.
+
+    Attributes:
+        run_id: whose it was.
+        points: how many the store did not have.
+        others: parameters, tags, files and the status.
+        problem: why it could not be written; "": it was.
+        kept: where it is now, if not all of it is written.
+    """
+
+    run_id: str
+    points: int = 0
+    others: int = 0
+    problem: str = ""
+    kept: Path | None = None
+
+
+def left_behind(store: Store) -> list[Path]:
+    """The journals of a store, those of running processes too, the oldest first."""
+    try:
+        found = [(path.stat().st_mtime_ns, path) for path in folder_of(store).iterdir() if path.suffix == _SUFFIX]
+    except OSError:
+        return []
+    return [path for _, path in sorted(found)]
+
+
+def replay(store: Store, tracker: Tracker, continuing: str | None = None) -> list[Written]:
+    """Writes what ended processes have left unwritten; those that run are left alone.
+
+    A run whose process ended without a word is ended as FAILED.
+
+    Args:
+        continuing: the run that goes on in this process, whose status is therefore its own affair.
+    """
+    done = []
+    for path in left_behind(store):
+        with _claimed(path) as descriptor:
+            if descriptor is None:
+                continue
+            run_id, entries = _read(descriptor)
+            result = Written(run_id or path.name.partition(".")[0])
+            try:
+                _write(tracker, result, entries, _ended(descriptor), path, run_id == continuing)
+            except Exception as error:  # MLflow, SQLite and the network each have their own
+                result.problem, result.kept = " ".join(str(error).split())[:200] or type(error).__name__, path
+                if not tracker.is_transient(error):
+                    # Never again asked of the store, and not thrown away either.
+                    result.kept = path.with_suffix(".refused")
+                    path.rename(result.kept)
+            else:
+                _remove(path)
+            done.append(result)
+            if result.kept == path:
+                break  # the store does not answer: the others would wait in vain, too
+    return done
+
+
+def _write(tracker: Tracker, result: Written, entries: list[Entry], ended: int, path: Path, is_continued: bool) -> None:
+    run = tracker.run(result.run_id)
+    if run is None and not entries:
+        return
+    if run is None:
+        raise LookupError(f"the run {result.run_id} is not in the store")
+    if not run.is_active:  # deleted by a person: nothing of it is wanted
+        return
+    batch, files = _gathered(entries)
+    there = _identities(tracker.history(run.id, {point.name for point in batch.points})) if batch.points else set()
+    batch.points = [point for point in batch.points if not _identities([point]) <= there]
+    batch.params = {name: value for name, value in batch.params.items() if name not in run.params}
+    if is_continued:
+        batch.status = None
+        batch.tags.pop("failure", None)
+    elif (batch.status or (run.status, None))[0] == "RUNNING":
+        batch.status = None
+        if not _is_at_work(path, run.id):
+            batch.status = ("FAILED", ended)
+            batch.tags.setdefault("failure", ENDED)
+    tracker.log_batch(run.id, batch)
+    for source, folder in files:
+        if source.exists():
+            tracker.upload(run.id, source, folder)
+    result.points = sum(not point.name.startswith(SYSTEM) for point in batch.points)
+    result.others = len(batch.params) + len(batch.tags) + len(files) + (batch.status is not None)
+
+
+def gather(entries: list[Entry]) -> Batch:
+    """Entries as one batch; of what was said twice the later."""
+    return _gathered(entries)[0]
+
+
+def _gathered(entries: list[Entry]) -> tuple[Batch, list[tuple[Path, str | None]]]:
+    batch, files = Batch(), []
+    for entry in entries:
+        match entry:
+            case ("points", moment, step, values):
+                batch.points += [Point(name, value, moment, step) for name, value in values.items()]
+            case ("params", values):
+                batch.params |= values
+            case ("tags", values):
+                batch.tags |= values
+            case ("status", word, ended):
+                batch.status = (word, ended)
+            case ("artifact", path, folder):
+                files.append((Path(path), folder))
+    return batch, files
+
+
+def _identities(points: Any) -> set[tuple[str, int, bool, float]]:
+    """What tells points of one run apart: not their time, since a run that went on has said them at another."""
+    return {(point.name, point.step, *stored(point.value)) for point in points}
+
+
+def _is_at_work(path: Path, run_id: str) -> bool:
+    """Whether another process, which runs, writes the same run."""
+    for other in path.parent.glob(f"{run_id}.*{_SUFFIX}"):
+        if other != path:
+            with _claimed(other) as descriptor:
+                if descriptor is None and other.exists():
+                    return True
+    return False
+
+
+@contextlib.contextmanager
+def _claimed(path: Path) -> Iterator[int | None]:
+    """An open journal, locked for us; None: a process has it, or had it and removed it."""
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except OSError:
+        yield None
+        return
+    try:
+        is_ours = _hold(descriptor) and os.fstat(descriptor).st_nlink > 0
+        yield descriptor if is_ours else None
+    finally:
+        os.close(descriptor)
+
+
+def _hold(descriptor: int) -> bool:
+    """Locks a file for as long as it is open; False: a process has it, or nothing can be locked here."""
+    if fcntl is None:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _read(descriptor: int) -> tuple[str | None, list[Entry]]:
+    """The run and the entries of a journal, without lines that were not finished or are damaged."""
+    size = os.fstat(descriptor).st_size
+    lines = os.pread(descriptor, size, 0).split(b"\n")[:-1]
+    found = []
+    for line in lines:
+        try:
+            found.append(tuple(json.loads(line)))
+        except (ValueError, TypeError):  # also text that is no UTF-8
+            continue
+    run_id = found[0][0].get("run") if found and isinstance(found[0][0], dict) else None
+    return run_id, [entry for entry in found if isinstance(entry[0], str)]
+
+
+def _ended(descriptor: int) -> int:
+    """When the last entry was made, milliseconds since 1970."""
+    return os.fstat(descriptor).st_mtime_ns // 1_000_000
+
+
+def _remove(path: Path) -> None:
+    """Removes a journal, and the folder with the last one."""
+    with contextlib.suppress(OSError):
+        path.unlink()
+        path.parent.rmdir()
+
+
+def _line(entry: Entry) -> bytes:
+    return _encode(entry).encode() + b"\n"

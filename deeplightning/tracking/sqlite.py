@@ -1,0 +1,368 @@
+"""MLflow's SQLite database spoken to directly: the same rows that MLflow 3.17 would write, without importing it.
+
+MLflow, SQLAlchemy and Alembic cost 1.2 CPU seconds to import and 2 to make a store; this some milliseconds. It is used
+where both the database and the installed MLflow are of the one schema that is known here; `open_directly` sees to that,
+and a test compares schema and rows with MLflow's own.
+
+`python -m deeplightning.tracking.sqlite > deeplightning/tracking/schema.sql` records the schema anew from MLflow.
+"""
+
+import importlib.util
+import os
+import sqlite3
+import threading
+import time
+import uuid
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import closing
+from pathlib import Path
+from typing import Any, TypeVar
+
+from deeplightning.tracking.context import RUN_NAME, USER, run_name
+from deeplightning.tracking.store import Store, Wait, explain, lock_of, locked
+from deeplightning.tracking.tracker import SYSTEM, Batch, Experiment, Point, Run, stored
+
+REVISION = "dc11669786a5"
+"""The schema that is known here, by Alembic's name: that of MLflow 3.17."""
+MIGRATIONS = 67
+"""How many migrations MLflow has when this is the last."""
+SCHEMA = Path(__file__).with_name("schema.sql")
+PATIENCE = 20.0
+"""Seconds that a background write waits for a lock before it is put off; as long as MLflow waits."""
+
+_SHORT = 0.2  # seconds that SQLite itself waits for a lock; the rest of the waiting is ours
+_T = TypeVar("_T")
+
+# A child that is forked inside a transaction would have a connection that believes to be in it, and closing that would
+# roll the parent's transaction back. So no fork happens inside one.
+_whole = threading.Lock()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_whole.acquire, after_in_parent=_whole.release, after_in_child=_whole.release)
+
+
+class Refused(Exception):
+    """The store does not take it, now or later."""
+
+
+def open_directly(store: Store) -> "Tracker | None":
+    """The tracker of an SQLite store, which is made if it is not there; None: it is not of the schema known here.
+
+    Raises:
+        SetupError: the store cannot be made, or is locked for too long, read-only or damaged.
+    """
+    assert store.database is not None
+    if not mlflow_is_known():
+        return None
+    try:
+        if revision(store.database) is None:
+            with locked(store):
+                if is_empty(store.database):
+                    make(store)
+                lock_of(store.database).unlink(missing_ok=True)
+        return Tracker(store) if revision(store.database) == REVISION else None
+    except (sqlite3.Error, OSError) as error:
+        raise explain(error, store) from error
+
+
+def mlflow_is_known() -> bool:
+    """Whether the installed MLflow reads and writes the schema known here; MLflow is not imported."""
+    found = importlib.util.find_spec("mlflow")
+    for place in (found.submodule_search_locations or []) if found else []:
+        try:
+            names = [name for name in os.listdir(Path(place, "store/db_migrations/versions")) if name.endswith(".py")]  # noqa: PTH208
+        except OSError:
+            continue
+        names = [name for name in names if name != "__init__.py"]
+        return len(names) == MIGRATIONS and any(name.startswith(f"{REVISION}_") for name in names)
+    return False
+
+
+def revision(database: Path) -> str | None:
+    """The schema of a database, by Alembic's name; None: it has none, or is not there.
+
+    Raises:
+        sqlite3.Error: it is no database, or cannot be read.
+    """
+    if not database.exists():
+        return None
+    with closing(_connect(database)) as connection:
+        waited = Wait(f"the tracking database {database}")
+        while True:
+            try:
+                found = connection.execute("SELECT version_num FROM alembic_version").fetchone()
+                return found[0] if found else None
+            except sqlite3.OperationalError as error:
+                if "no such table" in str(error):
+                    return None
+                if not is_locked(error) or not waited.again():
+                    raise
+
+
+def is_empty(database: Path) -> bool:
+    """Whether there is no database, or nothing in it."""
+    if not database.exists():
+        return True
+    with closing(_connect(database)) as connection:
+        return connection.execute("SELECT 1 FROM sqlite_master").fetchone() is None
+
+
+def make(store: Store) -> None:
+    """Makes the database of a store, with the default experiment, in one transaction, unless another process has."""
+    assert store.database is not None
+    assert store.artifact_root is not None
+    store.database.parent.mkdir(parents=True, exist_ok=True)
+    with closing(_connect(store.database)) as connection:
+        try:
+            connection.executescript(f"BEGIN IMMEDIATE;\n{SCHEMA.read_text(encoding='utf-8')}")
+        except sqlite3.OperationalError as error:
+            if "already exists" in str(error):  # another process has, all of it
+                return
+            raise
+        now = _now()
+        connection.execute(
+            "INSERT INTO experiments (experiment_id, name, artifact_location, lifecycle_stage, creation_time,"
+            " last_update_time) VALUES (0, 'Default', ?, 'active', ?, ?)",
+            (f"{store.artifact_root.as_uri()}/0", now, now),
+        )
+        connection.execute("COMMIT")
+
+
+def is_locked(error: Exception) -> bool:
+    """Whether another process holds the database."""
+    return isinstance(error, sqlite3.OperationalError) and ("locked" in str(error) or "busy" in str(error))
+
+
+class Tracker:
+    """See `deeplightning.tracking.tracker.Tracker`; used by several threads.
+
+    Args:
+        store: with a database of the revision known here.
+    """
+
+    def __init__(self, store: Store):
+        assert store.database is not None
+        assert store.artifact_root is not None
+        self._database, self._root = store.database, store.artifact_root
+        self._main = threading.current_thread()
+        self._connection = _connect(store.database)
+
+    def location_of(self, experiment: str) -> str | None:
+        """Where the runs of an experiment have their files; None: there is no such experiment."""
+        found = self._find("SELECT artifact_location FROM experiments WHERE name = ?", experiment)
+        return found[0][0] if found else None
+
+    def experiment(self, name: str) -> Experiment:
+        def make_it(connection: sqlite3.Connection) -> None:
+            now = _now()
+            number = connection.execute(
+                "INSERT INTO experiments (name, lifecycle_stage, creation_time, last_update_time)"
+                " VALUES (?, 'active', ?, ?) ON CONFLICT DO NOTHING RETURNING experiment_id",
+                (name, now, now),
+            ).fetchone()
+            if number is not None:  # else another process was first
+                location = f"{self._root.as_uri()}/{number[0]}"
+                connection.execute(
+                    "UPDATE experiments SET artifact_location = ? WHERE experiment_id = ?", (location, number[0])
+                )
+
+        asked = "SELECT experiment_id, artifact_location, lifecycle_stage FROM experiments WHERE name = ?"
+        if not (found := self._find(asked, name)):
+            self._change(make_it)
+            found = self._find(asked, name)
+        number, location, stage = found[0]
+        return Experiment(str(number), location, stage == "active")
+
+    def name_of(self, experiment_id: str) -> str:
+        return self._find("SELECT name FROM experiments WHERE experiment_id = ?", int(experiment_id))[0][0]
+
+    def create_run(self, experiment: Experiment, name: str | None, tags: dict[str, str]) -> Run:
+        run_id, now = uuid.uuid4().hex, _now()
+        tags = tags | {RUN_NAME: name or tags.get(RUN_NAME) or run_name()}
+        location = f"{experiment.artifact_location.rstrip('/')}/{run_id}/artifacts"
+
+        def make_it(connection: sqlite3.Connection) -> None:
+            connection.execute(
+                "INSERT INTO runs (run_uuid, name, source_type, source_name, entry_point_name, user_id, status,"
+                " start_time, source_version, lifecycle_stage, artifact_uri, experiment_id)"
+                " VALUES (?, ?, 'UNKNOWN', '', '', ?, 'RUNNING', ?, '', 'active', ?, ?)",
+                (run_id, tags[RUN_NAME], tags.get(USER, "unknown"), now, location, int(experiment.id)),
+            )
+            _set_tags(connection, run_id, tags)
+
+        self._change(make_it)
+        return Run(run_id, experiment.id, "RUNNING", now, location, True, {}, tags)
+
+    def run(self, run_id: str) -> Run | None:
+        found = self._find(
+            "SELECT experiment_id, status, start_time, artifact_uri, lifecycle_stage FROM runs WHERE run_uuid = ?",
+            run_id,
+        )
+        if not found:
+            return None
+        number, status, started, location, stage = found[0]
+        params = dict(self._find("SELECT key, value FROM params WHERE run_uuid = ?", run_id))
+        tags = dict(self._find("SELECT key, value FROM tags WHERE run_uuid = ?", run_id))
+        return Run(run_id, str(number), status, started, location, stage == "active", params, tags)
+
+    def rename(self, run_id: str, name: str) -> None:
+        self._change(lambda connection: _set_tags(connection, run_id, {RUN_NAME: name}))
+
+    def drop_tag(self, run_id: str, name: str) -> None:
+        self._change(lambda connection: connection.execute(_DROP_TAG, (run_id, name)))
+
+    def history(self, run_id: str, names: Collection[str] | None = None) -> Iterator[Point]:
+        rows = self._find("SELECT key, value, timestamp, step, is_nan FROM metrics WHERE run_uuid = ?", run_id)
+        for name, value, moment, step, is_nan in rows:
+            if name in names if names is not None else not name.startswith(SYSTEM):
+                yield Point(name, float("nan") if is_nan else value, moment, step)
+
+    def log_batch(self, run_id: str, batch: Batch) -> None:
+        def write(connection: sqlite3.Connection) -> None:
+            run = connection.execute("SELECT lifecycle_stage FROM runs WHERE run_uuid = ?", (run_id,)).fetchone()
+            if run is None or run[0] != "active":
+                raise Refused(f"the run {run_id} {'is not there' if run is None else 'was deleted'}")
+            _add_params(connection, run_id, batch.params)
+            _add_points(connection, run_id, batch.points)
+            _set_tags(connection, run_id, batch.tags)
+            if batch.status is not None:
+                word, ended = batch.status
+                connection.execute(_SET_STATUS, (word, ended, run_id))
+
+        self._change(write)
+
+    def upload(self, run_id: str, path: Path, folder: str | None) -> None:
+        raise AssertionError("the artifacts of these runs are on this machine")
+
+    def is_transient(self, error: Exception) -> bool:
+        # OperationalError: locked, disk full, read-only for now.
+        return isinstance(error, sqlite3.OperationalError | OSError)
+
+    def close(self) -> None:
+        with _whole:
+            self._connection.close()
+
+    def _find(self, statement: str, *values: Any) -> list[Any]:
+        return self._patiently(lambda: self._connection.execute(statement, values).fetchall())
+
+    def _change(self, do: Callable[[sqlite3.Connection], object]) -> None:
+        """Does something in one transaction, whole or not at all."""
+
+        def change() -> None:
+            self._connection.execute("BEGIN IMMEDIATE")
+            try:
+                do(self._connection)
+                self._connection.execute("COMMIT")
+            except BaseException:
+                if self._connection.in_transaction:
+                    self._connection.execute("ROLLBACK")
+                raise
+
+        self._patiently(change)
+
+    def _patiently(self, do: Callable[[], _T]) -> _T:
+        """Does something once no other process holds the database, within bounds."""
+        in_background = threading.current_thread() is not self._main
+        waited = Wait(f"the tracking database {self._database}", PATIENCE if in_background else None)
+        while True:
+            try:
+                with _whole:
+                    return do()
+            except sqlite3.OperationalError as error:
+                if not is_locked(error) or not waited.again():
+                    raise
+
+
+_SET_STATUS = "UPDATE runs SET status = ?, end_time = coalesce(?, end_time) WHERE run_uuid = ?"
+_SET_TAG = (
+    "INSERT INTO tags (key, value, run_uuid) VALUES (?, ?, ?)"
+    " ON CONFLICT (key, run_uuid) DO UPDATE SET value = excluded.value"
+)
+_DROP_TAG = "DELETE FROM tags WHERE run_uuid = ? AND key = ?"
+_ADD_PARAM = "INSERT INTO params (key, value, run_uuid) VALUES (?, ?, ?) ON CONFLICT DO NOTHING"
+_ADD_POINT = (
+    "INSERT INTO metrics (key, value, timestamp, run_uuid, step, is_nan) VALUES (?, ?, ?, ?, ?, ?)"
+    " ON CONFLICT DO NOTHING"
+)
+_SET_LATEST = (
+    "INSERT INTO latest_metrics (key, value, timestamp, step, is_nan, run_uuid) VALUES (?, ?, ?, ?, ?, ?)"
+    " ON CONFLICT (key, run_uuid) DO UPDATE SET"
+    " value = excluded.value, timestamp = excluded.timestamp, step = excluded.step, is_nan = excluded.is_nan"
+    " WHERE (excluded.step, excluded.timestamp, excluded.value) > (step, timestamp, value)"
+)
+
+
+def _add_params(connection: sqlite3.Connection, run_id: str, params: dict[str, str]) -> None:
+    if not params:
+        return
+    connection.executemany(_ADD_PARAM, [(name, value, run_id) for name, value in params.items()])
+    there = dict(connection.execute("SELECT key, value FROM params WHERE run_uuid = ?", (run_id,)))
+    if changed := [name for name, value in params.items() if there[name] != value]:
+        raise Refused(f"parameters keep their first value: {', '.join(changed[:5])}")
+
+
+def _add_points(connection: sqlite3.Connection, run_id: str, points: Iterable[Point]) -> None:
+    """Adds points, and remembers of each metric the last by step, time and value, as MLflow does."""
+    rows: list[tuple[Any, ...]] = []
+    latest: dict[str, tuple[int, int, float, bool]] = {}
+    for name, value, moment, step in points:
+        is_nan, number = stored(value)
+        rows.append((name, number, moment, run_id, step, is_nan))
+        order = (step, moment, number, is_nan)
+        if name not in latest or order[:3] > latest[name][:3]:
+            latest[name] = order
+    connection.executemany(_ADD_POINT, rows)
+    connection.executemany(
+        _SET_LATEST,
+        [(name, number, moment, step, is_nan, run_id) for name, (step, moment, number, is_nan) in latest.items()],
+    )
+
+
+def _set_tags(connection: sqlite3.Connection, run_id: str, tags: dict[str, str]) -> None:
+    connection.executemany(_SET_TAG, [(name, value, run_id) for name, value in tags.items()])
+    if RUN_NAME in tags:
+        connection.execute("UPDATE runs SET name = ? WHERE run_uuid = ?", (tags[RUN_NAME], run_id))
+
+
+def _connect(database: Path) -> sqlite3.Connection:
+    return sqlite3.connect(database, timeout=_SHORT, isolation_level=None, check_same_thread=False)
+
+
+def _now() -> int:
+    return time.time_ns() // 1_000_000
+
+
+def recorded(database: Path) -> str:
+    """The schema of a database that MLflow has made, and the rows in it that no machine or moment changes, as SQL."""
+    with closing(_connect(database)) as connection:
+        objects = connection.execute("SELECT sql FROM sqlite_master WHERE sql NOT NULL ORDER BY rowid").fetchall()
+        version = connection.execute("SELECT version_num FROM alembic_version").fetchone()[0]
+        spaces = connection.execute("SELECT name, description FROM workspaces").fetchall()
+    lines = [f"{normal(text)};" for (text,) in objects]
+    lines.append(f"INSERT INTO alembic_version (version_num) VALUES ('{version}');")
+    lines += [f"INSERT INTO workspaces (name, description) VALUES ('{name}', '{text}');" for name, text in spaces]
+    return "\n".join(
+        ["-- What the migrations of MLflow leave; made by `python -m deeplightning.tracking.sqlite`.", *lines]
+    )
+
+
+def normal(statement: str) -> str:
+    """A statement without blanks at the ends of its lines. The lines stay: SQLAlchemy reads constraints by them."""
+    return "\n".join(line.rstrip() for line in statement.splitlines())
+
+
+def _record() -> None:
+    """Prints the schema that the installed MLflow makes."""
+    import tempfile
+
+    from deeplightning.tracking.store import quiet_mlflow
+
+    quiet_mlflow()
+    from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+    with tempfile.TemporaryDirectory() as folder:
+        SqlAlchemyStore(f"sqlite:///{folder}/mlflow.db", Path(folder).as_uri())
+        print(recorded(Path(folder, "mlflow.db")))
+
+
+if __name__ == "__main__":
+    _record()

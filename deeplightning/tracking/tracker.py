@@ -1,0 +1,172 @@
+"""What the logger and the writer ask of a tracking store, in plain values, and who answers: `open_tracker` decides.
+
+A directory on this machine is spoken to directly (`deeplightning.tracking.sqlite`), anything else through MLflow
+(`deeplightning.tracking.client`), whose import costs 1.2 CPU seconds.
+"""
+
+import math
+import sys
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from deeplightning.tracking.store import Store, attach, check_writable, is_local
+
+SYSTEM = "system/"
+"""How the names of metrics of the machine's load begin."""
+
+
+class Point(NamedTuple):
+    """One value of a metric.
+
+    Attributes:
+        name: of the metric.
+        value: may be NaN or infinite.
+        time: milliseconds since 1970.
+        step: of the training, or the second of the run for the machine's load.
+    """
+
+    name: str
+    value: float
+    time: int
+    step: int
+
+
+class Run(NamedTuple):
+    """A run as its store has it.
+
+    Attributes:
+        id: 32 hexadecimal digits.
+        experiment_id: a number as text.
+        status: RUNNING, FINISHED, FAILED or KILLED.
+        started: milliseconds since 1970.
+        artifact_uri: where its files lie.
+        is_active: False: it was deleted.
+        params: by their names.
+        tags: by their names.
+    """
+
+    id: str
+    experiment_id: str
+    status: str
+    started: int
+    artifact_uri: str
+    is_active: bool
+    params: dict[str, str]
+    tags: dict[str, str]
+
+
+class Experiment(NamedTuple):
+    """An experiment as its store has it."""
+
+    id: str
+    artifact_location: str
+    is_active: bool
+
+
+@dataclass
+class Batch:
+    """What is written together; `status` is a word and the time of the end in milliseconds, None: it has none."""
+
+    points: list[Point] = field(default_factory=list)
+    params: dict[str, str] = field(default_factory=dict)
+    tags: dict[str, str] = field(default_factory=dict)
+    status: tuple[str, int | None] | None = None
+
+    def parts(self) -> Sequence["Batch"]:
+        """The kinds of things that it holds, each on its own; the status last."""
+        parts = (
+            Batch(params=self.params),
+            Batch(tags=self.tags),
+            Batch(points=self.points),
+            Batch(status=self.status),
+        )
+        return [part for part in parts if part != Batch()]
+
+    def words(self) -> str:
+        """What it holds, for a person."""
+        words = [
+            f"{len(self.points)} points" if self.points else "",
+            f"{len(self.params)} parameters" if self.params else "",
+        ]
+        words += [f"the tags {', '.join(self.tags)}" if self.tags else ""]
+        words += [f"the status {self.status[0]}" if self.status else ""]
+        return ", ".join(word for word in words if word)
+
+
+class Tracker(Protocol):
+    """A tracking store. Whatever it raises that is not an `Absent` is the store's own; `is_transient` judges it."""
+
+    def experiment(self, name: str) -> Experiment:
+        """The experiment of a name, made if there is none."""
+
+    def name_of(self, experiment_id: str) -> str:
+        """The name of an experiment."""
+
+    def create_run(self, experiment: Experiment, name: str | None, tags: dict[str, str]) -> Run:
+        """A new run, RUNNING; without a name it gets a random one."""
+
+    def run(self, run_id: str) -> Run | None:
+        """A run, deleted ones too; None: there is none."""
+
+    def rename(self, run_id: str, name: str) -> None:
+        """Gives a run another name."""
+
+    def drop_tag(self, run_id: str, name: str) -> None:
+        """Takes a tag, which must be there, off a run."""
+
+    def history(self, run_id: str, names: Collection[str] | None = None) -> Iterable[Point]:
+        """The points of some metrics of a run; None: of all but those of the machine's load."""
+
+    def log_batch(self, run_id: str, batch: Batch) -> None:
+        """Writes what is there; points that are there already once, tags over those of their names.
+
+        Raises:
+            Exception: the run is not there or was deleted, or a parameter has another value.
+        """
+
+    def upload(self, run_id: str, path: Path, folder: str | None) -> None:
+        """Puts a file or folder into the artifacts of a run whose artifacts are elsewhere."""
+
+    def is_transient(self, error: Exception) -> bool:
+        """Whether the same call may succeed later."""
+
+    def close(self) -> None:
+        """Lets go of the store."""
+
+
+def open_tracker(store: Store, run_id: str | None = None, experiment: str | None = None) -> Tracker:
+    """The tracker of a store, which is made if it is not there.
+
+    Args:
+        run_id: the run that is meant, if it is there already.
+        experiment: the experiment that is meant otherwise. Where its files are not on this machine, MLflow has to
+            bring them there.
+
+    Raises:
+        SetupError: the store cannot be made or used.
+    """
+    if store.database is not None:
+        from deeplightning.tracking import sqlite
+
+        found = sqlite.open_directly(store)
+        if found is not None:
+            run = found.run(run_id) if run_id is not None else None
+            location = run.artifact_uri if run else found.location_of(experiment) if experiment else None
+            if location is None or is_local(location):
+                return found
+            found.close()
+    from deeplightning.tracking.client import Client
+
+    uri = attach(store)
+    if store.database is not None and store.database.exists():
+        check_writable(store)
+    return Client(uri)
+
+
+def stored(value: float) -> tuple[bool, float]:
+    """How MLflow's databases hold a value: whether it is NaN, and a finite number (0 for NaN)."""
+    if math.isnan(value):
+        return True, 0.0
+    return False, min(max(value, -sys.float_info.max), sys.float_info.max)
