@@ -40,6 +40,14 @@ from deeplightning.image import ImageSpec
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    """Where decoded images go: each test has a folder of its own, beside its `tmp_path`."""
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("DEEPLIGHTNING_CACHE", str(folder))
+    return folder
+
+
 def config(root=None, seed=42, **data) -> SimpleNamespace:
     usual = {"dataset": None, "batch_size": 64, "num_workers": 0, "num_splits": None, "fold": 0, "loader": {}}
     return SimpleNamespace(seed=seed, data=SimpleNamespace(root=root and str(root), **(usual | data)))
@@ -209,7 +217,7 @@ def test_impossible_config(values, words):
         ({"image_size": 0}, "image_size must be .* not 0"),
         ({"image_size": [8]}, "image_size must be"),
         ({"limit": 0}, "limit must be"),
-        ({"in_memory": "yes"}, "in_memory must be"),
+        ({"in_memory": "yes"}, "in_memory must be null, true, false or device, not 'yes'"),
         ({"augment": ["flip"]}, r"augment\[0\] must be an nn.Module, not 'flip'"),
     ],
 )
@@ -311,14 +319,17 @@ def test_in_memory_and_on_demand_agree(size):
 
 
 def test_workers_agree(tmp_path):
-    """Two workers that read files give the batches that no worker gives, and that memory gives, in each epoch."""
+    """Two workers that read files give the batches that no worker gives, and that memory gives, and the cache, copied
+    into memory or not, in each epoch."""
     draw_classes(tmp_path, 10)
+    ways = [(True, 2, False), (False, 0, False), (False, 2, False), (True, 2, True), (False, 2, True), (None, 2, True)]
     modules = [
-        ready(ImageFolder(config(tmp_path, batch_size=4, num_workers=workers), image_size=16, in_memory=in_memory))
-        for in_memory, workers in ((True, 2), (False, 0), (False, 2))
+        ready(ImageFolder(config(tmp_path, batch_size=4, num_workers=workers), 16, in_memory=memory, cache=cached))
+        for memory, workers, cached in ways
     ]
+    assert len({module.dataset("train").pixels.data_ptr() for module in modules[4:]}) == 2  # each has its own map
     loaders = [module.train_dataloader() for module in modules]
-    assert [loader.num_workers for loader in loaders] == [0, 0, 2]
+    assert [loader.num_workers for loader in loaders] == [0, 0, 2, 0, 0, 0]
     state = torch.get_rng_state()
     for epoch in range(2):
         for loader in loaders:
@@ -335,7 +346,7 @@ def test_a_damaged_file_in_a_worker(tmp_path):
     """A file that a worker cannot decode is named in one plain sentence, without the worker's traceback."""
     draw_classes(tmp_path, 10)
     (tmp_path / "dog" / "image 003.png").write_bytes(b"no image")
-    module = ready(ImageFolder(config(tmp_path, num_workers=1), in_memory=False))
+    module = ready(ImageFolder(config(tmp_path, num_workers=1), in_memory=False, cache=False))
     split = next(
         s for s in ("train", "val", "test") if any("dog/image 003" in p for p in module.dataset(s).samples.items)
     )

@@ -1,7 +1,7 @@
 """CIFAR-10: torchvision's class reads its own files, all images at once."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from torch import nn
@@ -38,7 +38,7 @@ class CIFAR10(DownloadedImages):
         download: bool = False,
         image_size: int | Sequence[int] = 32,
         augment: Sequence[nn.Module] = (),
-        in_memory: bool | None = None,
+        in_memory: bool | Literal["device"] | None = None,
         limit: int | None = None,
     ):
         spec = ImageSpec(*height_width(image_size), mode="RGB", mean=MEAN, std=STD)

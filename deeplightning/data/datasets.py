@@ -62,26 +62,44 @@ class Samples:
 
 
 class InMemory(Dataset):
-    """All pictures prepared once, side by side in one tensor: a batch is one indexing operation.
+    """All pictures prepared, side by side in one tensor: a batch is one indexing operation.
+
+    Args:
+        samples: where they came from.
+        pixels: uint8 (R, C, H, W); mapped from a file, it is as good as in memory.
+        rows: of each sample, int64 (N,); None: sample n has row n.
 
     Attributes:
-        samples: where they came from.
-        images: uint8 (N, C, H, W).
+        samples, pixels, rows: as given.
         labels: int64 (N,).
     """
 
-    def __init__(self, samples: Samples, spec: ImageSpec, max_pixels: int = MAX_PIXELS):
-        self.samples = samples
-        self.images = torch.from_numpy(_prepare_all(samples, spec, max_pixels))
+    def __init__(self, samples: Samples, pixels: torch.Tensor, rows: torch.Tensor | None = None):
+        self.samples, self.pixels, self.rows = samples, pixels, rows
         self.labels = torch.from_numpy(samples.labels)
+
+    @property
+    def images(self) -> torch.Tensor:
+        """uint8 (N, C, H, W), in the order of the samples; a copy where there are `rows`."""
+        return self.pixels if self.rows is None else self.pixels[self.rows]
+
+    def to(self, device: torch.device) -> "InMemory":
+        """The same with its pictures on a device, where its batches are made then."""
+        moved = InMemory(self.samples, self.images.to(device))
+        moved.labels = self.labels.to(device)
+        return moved
 
     def __len__(self) -> int:
         return len(self.samples)
 
-    def __getitem__(self, positions: list[int]) -> Batch:
-        index = torch.tensor(positions)  # (B,)
-        # The padding entry -1 happens to be a legal position; its row is marked by its index.
-        return {"image": self.images[index], "label": self.labels[index], "index": index}
+    def __getitem__(self, positions: Sequence[int] | np.ndarray) -> Batch:
+        index = torch.as_tensor(positions).to(self.pixels.device, non_blocking=True)  # (B,)
+        # The padding entry -1 stands for any sample, the last; its row is marked by its index.
+        taken = index if positions[0] >= 0 else index + len(self)
+        rows = taken if self.rows is None else self.rows.index_select(0, taken)
+        # Twice as fast as `pixels[rows]`, for the same.
+        image, label = self.pixels.index_select(0, rows), self.labels.index_select(0, taken)
+        return {"image": image, "label": label, "index": index}
 
 
 class OnDemand(Dataset):
@@ -101,11 +119,12 @@ class OnDemand(Dataset):
     def __len__(self) -> int:
         return len(self.samples)
 
-    def __getitem__(self, positions: list[int]) -> Batch:
-        index = torch.tensor(positions)
-        images = np.stack([self.samples.prepare(position, self._spec, self._max_pixels) for position in positions])
-        # np.stack keeps the channels last in memory, and convolutions would round otherwise than with `InMemory`.
-        images = np.ascontiguousarray(images)
+    def __getitem__(self, positions: Sequence[int] | np.ndarray) -> Batch:
+        index = torch.as_tensor(positions)
+        # Channels first in memory too: else convolutions would round otherwise than with `InMemory`.
+        images = np.empty((len(positions), *_shape(self._spec)), dtype=np.uint8)
+        for row, position in enumerate(positions):
+            images[row] = self.samples.prepare(position, self._spec, self._max_pixels)
         return {"image": torch.from_numpy(images), "label": self.labels[index], "index": index}
 
 
@@ -136,21 +155,31 @@ class EndsWithItsRun:
             os._exit(1)
 
 
-def _prepare_all(samples: Samples, spec: ImageSpec, max_pixels: int) -> np.ndarray:
-    """uint8 (N, C, H, W)."""
+def threads() -> int:
+    """How many are worth starting to decode pictures: as many as there are cores for this process."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(16, cores)
+
+
+def prepare_all(samples: Samples, spec: ImageSpec, max_pixels: int = MAX_PIXELS) -> np.ndarray:
+    """All pictures, prepared in threads, uint8 (N, C, H, W).
+
+    Raises:
+        DataError: if a file cannot be read as an image.
+    """
     shape = (spec.height, spec.width, spec.channels)
     if isinstance(samples.items, np.ndarray):
         pixels = samples.items if samples.items.ndim == 4 else samples.items[..., None]  # (N, H', W', C')
         if pixels.shape[1:] == shape:
             return np.ascontiguousarray(pixels.transpose(0, 3, 1, 2))
-    images = np.empty((len(samples), spec.channels, spec.height, spec.width), dtype=np.uint8)
+    images = np.empty((len(samples), *_shape(spec)), dtype=np.uint8)
 
     def prepare(start: int) -> None:
         for position in range(start, min(start + _CHUNK, len(samples))):
             images[position] = samples.prepare(position, spec, max_pixels)
 
     # Pillow lets other threads run while it decodes and resizes.
-    with ThreadPoolExecutor(max_workers=min(16, os.cpu_count() or 1)) as pool:
+    with ThreadPoolExecutor(max_workers=threads()) as pool:
         try:
             for _ in pool.map(prepare, range(0, len(samples), _CHUNK)):  # raises the first error in data order
                 pass
@@ -158,3 +187,7 @@ def _prepare_all(samples: Samples, spec: ImageSpec, max_pixels: int) -> np.ndarr
             pool.shutdown(cancel_futures=True)
             raise
     return images
+
+
+def _shape(spec: ImageSpec) -> tuple[int, int, int]:
+    return spec.channels, spec.height, spec.width

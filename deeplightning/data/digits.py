@@ -1,7 +1,7 @@
 """scikit-learn's 1,797 handwritten digits, 8x8 grey: real data that come with a dependency, ready in a second."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from torch import nn
@@ -30,7 +30,7 @@ class Digits(ImageData):
         cfg: Any,
         image_size: int | Sequence[int] = 8,
         augment: Sequence[nn.Module] = (),
-        in_memory: bool | None = None,
+        in_memory: bool | Literal["device"] | None = None,
         limit: int | None = None,
     ):
         spec = ImageSpec(*height_width(image_size), mode="L", mean=(MEAN,), std=(STD,))

@@ -42,7 +42,7 @@ class ImageFolder(ImageData):
         std: per channel, on the scale 0 to 1; None: `STATISTICS`.
         extensions: endings of image files, with their dot.
         max_pixels: largest image that is decoded.
-        augment, in_memory, limit: see `deeplightning.data.images.ImageData`.
+        augment, in_memory, limit, cache: see `deeplightning.data.images.ImageData`.
     """
 
     def __init__(
@@ -56,8 +56,9 @@ class ImageFolder(ImageData):
         extensions: Sequence[str] = EXTENSIONS,
         max_pixels: int = MAX_PIXELS,
         augment: Sequence[nn.Module] = (),
-        in_memory: bool | None = None,
+        in_memory: bool | Literal["device"] | None = None,
         limit: int | None = None,
+        cache: bool | str = True,
     ):
         usual = STATISTICS.get(mode, ((), ()))
         spec = ImageSpec(
@@ -67,7 +68,9 @@ class ImageFolder(ImageData):
             mean=usual[0] if mean is None else tuple(mean),
             std=usual[1] if std is None else tuple(std),
         )
-        super().__init__(cfg, spec, augment=augment, in_memory=in_memory, limit=limit, max_pixels=max_pixels)
+        super().__init__(
+            cfg, spec, augment=augment, in_memory=in_memory, limit=limit, max_pixels=max_pixels, cache=cache
+        )
         if isinstance(extensions, str) or not all(isinstance(end, str) and end.startswith(".") for end in extensions):
             raise DataConfigError(f'data.module.params.extensions must be a list like [".jpg"], not {extensions!r}.')
         if cfg.data.root is None:

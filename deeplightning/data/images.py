@@ -7,7 +7,8 @@ import inspect
 import multiprocessing
 import warnings
 from collections.abc import Sequence
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 import pytorch_lightning as pl
@@ -15,8 +16,10 @@ import torch
 from torch import Generator, nn, uint8
 from torch.utils.data import DataLoader
 
-from deeplightning.data.datasets import Batch, EndsWithItsRun, InMemory, OnDemand, Samples
+from deeplightning.data.cache import ImageCache, cache_folder
+from deeplightning.data.datasets import Batch, EndsWithItsRun, InMemory, OnDemand, Samples, prepare_all
 from deeplightning.data.errors import DataConfigError, DataError
+from deeplightning.data.loader import InMemoryLoader
 from deeplightning.data.samplers import BatchIndices
 from deeplightning.data.splits import deal, shuffled
 from deeplightning.image import MAX_PIXELS, ImageSpec
@@ -45,17 +48,24 @@ class ImageData(pl.LightningDataModule):
     all the training samples. It is never the test set. The splits depend on `seed` alone. Random numbers of torch are
     not used up by loading, so results do not depend on `data.num_workers`.
 
-    Sets held in memory are loaded without workers: a batch is one indexing operation, cheaper than handing it over.
-    Workers start by a fork server, where there is one, since a fork of a process with threads may hang; like every way
-    but fork it needs `if __name__ == "__main__":` in a script. `data.loader.multiprocessing_context` changes it.
+    Image files are decoded once, by all cores, into a cache that this and later runs, and all processes of each, map
+    into their memory (`deeplightning.data.cache` says when it is right, how large it gets and how to be rid of it).
+    Sets held there or in memory are loaded without workers: a batch is one indexing operation, cheaper than handing it
+    over. Workers start by a fork server, where there is one, since a fork of a process with threads may hang; like
+    every way but fork it needs `if __name__ == "__main__":` in a script. `data.loader.multiprocessing_context` changes
+    it.
 
     Args:
         cfg: the whole config; `seed` and `data` are read.
         image_spec: how images are prepared.
         augment: modules that take and give uint8 (B, C, H, W), applied in turn to training batches on their device.
-        in_memory: hold the prepared images in memory; None: if they take at most `IN_MEMORY_LIMIT`.
+        in_memory: true: each process holds the prepared images in its memory; "device": on its GPU; false: they come
+            from the cache, or are prepared for each batch where there is none. None: like false where they are cached,
+            else like true if they take at most `IN_MEMORY_LIMIT`.
         limit: use at most this many training samples (validation included) and as many test samples, a seeded choice.
         max_pixels: largest image file that is decoded.
+        cache: where decoded image files are kept: a folder; true: the one that the environment variable
+            `DEEPLIGHTNING_CACHE` names, else `deeplightning/images` in the user's cache folder; false: nowhere.
 
     Attributes:
         image_spec: as given.
@@ -71,9 +81,10 @@ class ImageData(pl.LightningDataModule):
         image_spec: ImageSpec,
         *,
         augment: Sequence[nn.Module] = (),
-        in_memory: bool | None = None,
+        in_memory: bool | Literal["device"] | None = None,
         limit: int | None = None,
         max_pixels: int = MAX_PIXELS,
+        cache: bool | str = True,
     ):
         super().__init__()
         self.cfg = cfg
@@ -82,8 +93,13 @@ class ImageData(pl.LightningDataModule):
         self.in_memory = in_memory
         self.limit = limit
         self.max_pixels = max_pixels
-        if in_memory not in (None, True, False):
-            raise DataConfigError(f"data.module.params.in_memory must be null, true or false, not {in_memory!r}.")
+        self.cache = cache
+        if in_memory not in (None, True, False, "device"):
+            raise DataConfigError(
+                f"data.module.params.in_memory must be null, true, false or device, not {in_memory!r}."
+            )
+        if not isinstance(cache, bool | str) or cache == "":
+            raise DataConfigError(f"data.module.params.cache must be a folder, true or false, not {cache!r}.")
         if limit is not None and not _is_whole(limit, 1):
             raise DataConfigError(f"data.module.params.limit must be null or a number of at least 1, not {limit!r}.")
         if not _is_whole(max_pixels, 1):
@@ -98,6 +114,7 @@ class ImageData(pl.LightningDataModule):
         _check_loader(self._loader_options, self._drop_last, cfg.data.num_workers)
         self._samples: dict[str, Samples] = {}
         self._datasets: dict[str, InMemory | OnDemand] = {}
+        self._cache: ImageCache | None = None
 
     def read(self) -> dict[str, Samples]:
         """To be written by a subclass: finds the samples and sets `class_names`.
@@ -142,10 +159,10 @@ class ImageData(pl.LightningDataModule):
             except OSError as error:
                 raise DataError(f"{self._describe()} cannot be read: {error}") from error
             self._samples = self._divide(found)
-            if self.in_memory is None:
-                spec = self.image_spec
-                image_bytes = spec.channels * spec.height * spec.width
-                self.in_memory = image_bytes * sum(map(len, self._samples.values())) <= IN_MEMORY_LIMIT
+            if (folder := cache_folder(self.cache)) is not None:
+                root = self.cfg.data.root
+                source = type(self).__name__ if root is None else str(Path(root).expanduser().absolute())
+                self._cache = ImageCache(folder, source, self.image_spec, self.max_pixels, self._size())
         for split in _SPLITS[stage] if stage else ("train", "val", "test"):
             if split in self._samples:
                 self.dataset(split)
@@ -171,9 +188,28 @@ class ImageData(pl.LightningDataModule):
                 raise DataError(
                     f"There is no {split} set: {self._describe()} has none. Leave out the stage, or add one."
                 )
-            kind = InMemory if self.in_memory else OnDemand
-            self._datasets[split] = kind(self._samples[split], self.image_spec, self.max_pixels)
+            self._datasets[split] = self._prepare(self._samples[split])
         return self._datasets[split]
+
+    def _prepare(self, samples: Samples) -> InMemory | OnDemand:
+        if self._cache is not None and not isinstance(samples.items, np.ndarray) and len(samples):
+            if (cached := self._cache.rows_of(samples.items)) is not None:
+                pixels, rows = cached
+                if self.in_memory:
+                    return InMemory(samples, torch.from_numpy(pixels[rows]))
+                with warnings.catch_warnings(action="ignore"):  # of torch: pixels that are mapped cannot be written
+                    return InMemory(samples, torch.from_numpy(pixels), torch.from_numpy(rows))
+            self._cache = None  # the log has said why, once
+        if self.in_memory is None:
+            spec = self.image_spec
+            self.in_memory = self._size() * spec.channels * spec.height * spec.width <= IN_MEMORY_LIMIT
+        if self.in_memory:
+            return InMemory(samples, torch.from_numpy(prepare_all(samples, self.image_spec, self.max_pixels)))
+        return OnDemand(samples, self.image_spec, self.max_pixels)
+
+    def _size(self) -> int:
+        """Samples of all sets."""
+        return sum(map(len, self._samples.values()))
 
     def train_dataloader(self) -> DataLoader:
         return self._loader("train", training=True)
@@ -187,6 +223,10 @@ class ImageData(pl.LightningDataModule):
     def predict_dataloader(self) -> DataLoader:
         """The test set, in data order."""
         return self._loader("test")
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """What is there already stays as it is: Lightning would look through each batch for what to move."""
+        return batch if device.type == "cpu" else super().transfer_batch_to_device(batch, device, dataloader_idx)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Changes training images at random, on the device."""
@@ -229,7 +269,9 @@ class ImageData(pl.LightningDataModule):
         return splits
 
     def _loader(self, split: str, training: bool = False) -> DataLoader:
-        dataset = self.dataset(split)
+        dataset, gpu = self.dataset(split), self._gpu()
+        if self.in_memory == "device" and gpu is not None and isinstance(dataset, InMemory):
+            dataset = self._datasets[split] = dataset.to(gpu)
         world, rank = (self.trainer.world_size, self.trainer.global_rank) if self.trainer else (1, 0)
         batch_size = self.cfg.data.batch_size
         sampler = BatchIndices(
@@ -257,15 +299,22 @@ class ImageData(pl.LightningDataModule):
             options = {key: value for key, value in options.items() if key not in _WORKER_KEYS}
             # Lightning's advice to add workers is wrong here.
             warnings.filterwarnings("ignore", message=".*does not have many workers")
+            options.setdefault("pin_memory", gpu is not None)
+            if dataset.pixels.device.type != "cpu":
+                options["pin_memory"] = False
         elif workers > 0:
             options.setdefault("persistent_workers", True)
             options.setdefault("multiprocessing_context", _start_method())
             options["worker_init_fn"] = EndsWithItsRun(options.get("worker_init_fn"))
         # Its own generator: else each epoch would draw a number from torch's global one.
         generator = Generator().manual_seed(self.cfg.seed)
-        return DataLoader(
-            dataset, batch_size=None, sampler=sampler, num_workers=workers, generator=generator, **options
-        )
+        kind = InMemoryLoader if isinstance(dataset, InMemory) and "collate_fn" not in options else DataLoader
+        return kind(dataset, batch_size=None, sampler=sampler, num_workers=workers, generator=generator, **options)
+
+    def _gpu(self) -> torch.device | None:
+        """The GPU that this process trains on."""
+        device = getattr(getattr(self.trainer, "strategy", None), "root_device", None)
+        return device if device is not None and device.type == "cuda" else None
 
 
 def _is_whole(value: object, least: int) -> bool:

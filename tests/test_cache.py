@@ -1,0 +1,790 @@
+"""The cache of decoded images: nothing is decoded twice, nothing stale is ever used, and without it all goes on."""
+
+import contextlib
+import errno
+import fcntl
+import itertools
+import logging
+import os
+import shutil
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import PIL
+import pytest
+import torch
+from PIL import Image
+
+from deeplightning.data import cache as cache_module
+from deeplightning.data.cache import ImageCache, cache_folder
+from deeplightning.data.datasets import InMemory, OnDemand, Samples
+from deeplightning.data.errors import DataConfigError, DataError
+from deeplightning.data.image_folder import ImageFolder
+from deeplightning.data.images import ImageData
+from deeplightning.image import ImageSpec
+
+COUNT = 36  # images in `root`
+ROW = 3 * 8 * 8  # bytes of one, prepared
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """The folder of the cache. Files count as settled at once: those of a test are always young."""
+    monkeypatch.setenv("DEEPLIGHTNING_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(cache_module, "SETTLED", 0.0)
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def root(tmp_path):
+    """Pictures of noise in three classes."""
+    for number in range(COUNT):
+        draw(tmp_path / "root" / "abc"[number % 3] / f"{number:03}.png", number)
+    return tmp_path / "root"
+
+
+def draw(path: Path, number: int) -> None:
+    pixels = np.random.RandomState(number).randint(0, 256, (20, 24, 3), dtype=np.uint8)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels).save(path)
+
+
+class Counted(list):
+    """What was decoded: each time, the number of bytes."""
+
+
+@pytest.fixture
+def decoded(monkeypatch):
+    calls = Counted()
+    decode = ImageSpec.decode
+
+    def counted(self, data, *args):
+        calls.append(len(data) if isinstance(data, bytes) else data)
+        return decode(self, data, *args)
+
+    monkeypatch.setattr(ImageSpec, "decode", counted)
+    return calls
+
+
+def config(root: Path | None, **data) -> SimpleNamespace:
+    usual = {"batch_size": 8, "num_workers": 0, "num_splits": None, "fold": 0, "loader": {}}
+    return SimpleNamespace(seed=1, data=SimpleNamespace(root=root and str(root), **(usual | data)))
+
+
+def ready(root: Path, stage=None, **params) -> ImageFolder:
+    module = ImageFolder(config(root), **({"image_size": 8} | params))
+    module.setup(stage)
+    return module
+
+
+def pictures(module: ImageData) -> dict[str, tuple[int, bytes]]:
+    """Of each path its label and pixels, as the loaders give them."""
+    found = {}
+    for split, loader in (
+        ("train", module.train_dataloader()),
+        ("val", module.val_dataloader()),
+        ("test", module.test_dataloader()),
+    ):
+        items = module.dataset(split).samples.items
+        for batch in loader:
+            for image, label, index in zip(batch["image"], batch["label"], batch["index"], strict=True):
+                found[items[index]] = (label.item(), image.numpy().tobytes())
+    return found
+
+
+def right(root: Path, **params) -> dict[str, tuple[int, bytes]]:
+    """The same, decoded without a cache."""
+    return pictures(ready(root, in_memory=True, cache=False, **params))
+
+
+def files_in(folder: Path) -> list[str]:
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def only(cache: Path) -> Path:
+    """The one folder in the cache."""
+    (folder,) = (path for path in cache.iterdir() if path.is_dir())
+    return folder
+
+
+# What is decoded
+
+
+def test_decoded_once(root, cache, decoded):
+    """The first start decodes each file once, a later one none; the pictures are those that decoding gives."""
+    first = ready(root)
+    assert len(decoded) == COUNT
+    again = ready(root)
+    assert len(decoded) == COUNT
+    assert pictures(first) == pictures(again) == right(root)
+    assert files_in(only(cache)) == ["files", "lock", "pixels", "rows"]
+    assert (only(cache) / "pixels").stat().st_size == COUNT * ROW
+    assert "backups" not in (cache / "CACHEDIR.TAG").read_text()
+
+
+def test_another_seed_or_fold_or_limit_decodes_nothing(root, decoded):
+    """Divisions share the rows, and a stage decodes only what it looks at."""
+    module = ImageFolder(config(root), image_size=8)
+    module.setup("test")
+    assert len(decoded) == len(module.dataset("test")) == 3
+    ready(root, limit=12)
+    assert 3 < len(decoded) < COUNT
+    ready(root)
+    assert len(decoded) == COUNT
+    for seed, folds in itertools.product((2, 3), (None, 4)):
+        cfg = config(root, num_splits=folds)
+        cfg.seed = seed
+        module = ImageFolder(cfg, image_size=8)
+        module.setup()
+        assert pictures(module) == right(root)
+    assert len(decoded) == COUNT + 4 * COUNT  # those of `right`
+
+
+def in_place(path: Path) -> None:
+    """The file itself gets another content of the same size, and its times are set back."""
+    status, data = path.stat(), bytearray(path.read_bytes())
+    with Image.open(path) as image:
+        pixels = 255 - np.asarray(image)
+    Image.fromarray(pixels).save(path)
+    data = path.read_bytes().ljust(status.st_size, b"\0")
+    path.write_bytes(data)
+    os.truncate(path, status.st_size)
+    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
+
+
+def by_another(path: Path) -> None:
+    """Another file of the same size and time takes its place."""
+    beside = path.with_name(".beside.png")
+    shutil.copy2(path, beside)
+    in_place(beside)
+    beside.replace(path)
+
+
+def by_a_link(path: Path) -> None:
+    beside = path.parents[2] / "elsewhere.png"
+    draw(beside, 777)
+    path.unlink()
+    path.symlink_to(beside)
+
+
+@pytest.mark.parametrize("change", [in_place, by_another, by_a_link])
+def test_another_content_is_decoded(root, decoded, change):
+    """Also where size and time of change are the old ones."""
+    before = pictures(ready(root))
+    path = root / "b" / "001.png"
+    status = path.stat()
+    change(path)
+    if change is not by_a_link:
+        assert (path.stat().st_size, path.stat().st_mtime_ns) == (status.st_size, status.st_mtime_ns)
+    decoded.clear()
+    after = pictures(ready(root))
+    assert len(decoded) == 1
+    assert [path for path in after if after[path] != before[path]] == [str(path)]
+    assert after == right(root)
+
+
+def test_a_link_that_leads_elsewhere(root, decoded):
+    """A class that is a link to a folder, and leads to another now, has the other's pictures."""
+    for name, first in (("one", 100), ("two", 200)):
+        for number in range(12):
+            draw(root.parent / name / f"{number:03}.png", first + number)
+    (root / "d").symlink_to(root.parent / "one")
+    ready(root)
+    (root / "d").unlink()
+    (root / "d").symlink_to(root.parent / "two")
+    decoded.clear()
+    module = ready(root)
+    assert len(decoded) == 12
+    assert pictures(module) == right(root)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda root: (root / "b" / "001.png").rename(root / "b" / "zzz.png"),
+        lambda root: (root / "b" / "001.png").rename(root / "a" / "001.png"),
+        lambda root: (root / "b").rename(root / "d"),
+        lambda root: os.utime(root / "b" / "001.png"),
+        lambda root: (root / "b" / "001.png").chmod(0o600),
+        lambda root: shutil.copy(root / "b" / "001.png", root / "c" / "copy.png"),
+        lambda root: (root / "b" / "001.png").unlink(),
+        lambda root: root.rename(root.with_name("moved")) and root.symlink_to(root.with_name("moved")),
+    ],
+    ids=["renamed", "other label", "class renamed", "touched", "mode", "copied", "deleted", "moved"],
+)
+def test_the_same_content_is_not_decoded(root, decoded, change):
+    """Whatever its file is called, wherever it lies, and to which class it belongs."""
+    ready(root)
+    decoded.clear()
+    change(root)
+    module = ready(root)
+    assert decoded == []
+    assert pictures(module) == right(root)
+
+
+def test_one_more_file(root, decoded):
+    """Of a set to which one was added, one is decoded; damaged, it is named, and the others stay."""
+    ready(root)
+    decoded.clear()
+    (root / "a" / "more.png").write_bytes(b"no image")
+    with pytest.raises(DataError, match=r"a/more\.png: cannot be used as an image\. This is not an image"):
+        ready(root)
+    draw(root / "a" / "more.png", 500)
+    module = ready(root)
+    assert len(decoded) == 2
+    assert pictures(module) == right(root)
+
+
+def test_a_damaged_file_is_the_first_that_is_named(root):
+    """As without a cache, with its path, and with exit code 3; what is missing as well."""
+    (root / "a" / "009.png").write_bytes(b"no image")
+    (root / "b" / "001.png").write_bytes(b"")
+    with pytest.raises(DataError, match=r"root/\w/\d+\.png: cannot be used as an image\.") as error:
+        ready(root)
+    assert error.value.exit_code == 3
+    (root / "c" / "gone.png").symlink_to(root / "nowhere")
+    with pytest.raises(DataError, match=r"c/gone\.png: cannot be used as an image\. \[Errno 2\] No such file"):
+        ready(root)
+
+
+def test_a_copied_set_is_not_decoded(root, tmp_path, decoded):
+    """Another folder with the same pictures takes the rows of the first."""
+    ready(root)
+    decoded.clear()
+    shutil.copytree(root, tmp_path / "copy")
+    module = ready(tmp_path / "copy")
+    assert decoded == []
+    assert pictures(module) == right(tmp_path / "copy")
+
+
+def test_equal_pictures_share_a_row(root, cache, decoded):
+    """Copies in a set are decoded once, and take the room of one."""
+    for number in range(5):
+        shutil.copy(root / "b" / "001.png", root / "b" / f"copy {number}.png")
+    module = ready(root)
+    assert (only(cache) / "pixels").stat().st_size == COUNT * ROW
+    assert pictures(module) == right(root)
+
+
+def test_a_young_file_is_hashed_again(root, decoded, monkeypatch):
+    """It may have changed again within the tick of the clock in which it was read."""
+    monkeypatch.setattr(cache_module, "SETTLED", 3600.0)
+    ready(root)
+    read = []
+    monkeypatch.setattr(ImageCache, "_read", seen(ImageCache._read, read))
+    ready(root)
+    assert (len(decoded), len(read)) == (COUNT, COUNT)
+    monkeypatch.setattr(cache_module, "SETTLED", 0.0)
+    ready(root)
+    ready(root)
+    assert (len(decoded), len(read)) == (COUNT, 2 * COUNT)
+
+
+def seen(function, calls):
+    def noted(*args):
+        calls.append(args[1])
+        return function(*args)
+
+    return noted
+
+
+SPEC = {"height": 8, "width": 8, "mode": "RGB", "resize": "crop"}
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"height": 9}, {"width": 9}, {"mode": "L"}, {"resize": "pad"}, {"max_pixels": 9}, "Pillow", "decoder", "code"],
+)
+def test_another_rule_has_another_folder(tmp_path, monkeypatch, change):
+    """Whatever decides what a file's content becomes is part of the folder's name; mean and deviation are not."""
+
+    def folder(max_pixels=10, **spec):
+        return ImageCache(tmp_path, "set", ImageSpec(**(SPEC | spec)), max_pixels, 1).folder
+
+    before = folder()
+    assert before == folder(mean=(0.1, 0.2, 0.3), std=(0.4, 0.5, 0.6))
+    if change == "Pillow":
+        monkeypatch.setattr(PIL, "__version__", "99.0")
+    elif change == "decoder":
+        monkeypatch.setattr(cache_module.features, "version", lambda name: "0")
+    elif change == "code":
+        (tmp_path / "image.py").write_text("# another rule\n")
+        monkeypatch.setattr(cache_module.image, "__file__", str(tmp_path / "image.py"))
+    assert before != folder(**(change if isinstance(change, dict) else {}))
+
+
+def test_another_size_is_decoded(root, cache, decoded):
+    """And lies beside the first."""
+    ready(root)
+    module = ready(root, image_size=[6, 7])
+    assert len(decoded) == 2 * COUNT
+    assert pictures(module) == right(root, image_size=[6, 7])
+    assert len([path for path in cache.iterdir() if path.is_dir()]) == 2
+
+
+# Damage
+
+
+def flip(path: Path, place: float) -> None:
+    data = bytearray(path.read_bytes())
+    data[int(place * (len(data) - 1))] ^= 4
+    path.write_bytes(data)
+
+
+def shorten(path: Path, by: int) -> None:
+    os.truncate(path, path.stat().st_size - by)
+
+
+@pytest.mark.parametrize(
+    ("name", "damage"),
+    [
+        ("pixels", lambda path: flip(path, 0)),
+        ("pixels", lambda path: flip(path, 0.6)),
+        ("pixels", lambda path: flip(path, 1)),
+        ("pixels", lambda path: path.write_bytes(bytes(path.stat().st_size))),
+        ("pixels", lambda path: shorten(path, 1)),
+        ("pixels", lambda path: shorten(path, 10 * ROW)),
+        ("pixels", lambda path: path.write_bytes(b"")),
+        ("pixels", lambda path: path.unlink()),
+        ("pixels", lambda path: path.write_bytes(path.read_bytes() + b"more")),
+        ("rows", lambda path: flip(path, 0.5)),
+        ("rows", lambda path: shorten(path, 5)),
+        ("rows", lambda path: shorten(path, 24 * 20)),
+        ("rows", lambda path: path.write_bytes(b"")),
+        ("rows", lambda path: path.unlink()),
+        ("files", lambda path: flip(path, 0.3)),
+        ("files", lambda path: shorten(path, 30)),
+        ("files", lambda path: path.write_bytes(b"no such thing")),
+        ("files", lambda path: path.unlink()),
+        ("lock", lambda path: path.unlink()),
+    ],
+)
+def test_damage(root, cache, name, damage):
+    """A file of the cache that is cut off, altered or gone costs time at most, and the next start is as usual."""
+    wanted = pictures(ready(root))
+    damage(only(cache) / name)
+    assert pictures(ready(root)) == wanted
+    before = files_in(cache)
+    assert pictures(ready(root)) == wanted
+    assert before == files_in(cache)
+
+
+def test_check_sums_of_large_sets(root, cache, monkeypatch, caplog):
+    """Of a set that is larger than what is checked, rows from the first to the last are."""
+    wanted = pictures(ready(root))
+    monkeypatch.setattr(cache_module, "CHECKED", 5 * ROW)
+    for place, told in ((0, True), (1, True), (5.5 / COUNT, False)):
+        ready(root)  # which has all rows again
+        caplog.clear()
+        flip(only(cache) / "pixels", place)
+        found = pictures(ready(root))
+        assert ("are damaged: they are decoded again" in caplog.text) is told
+        assert (found == wanted) is told
+
+
+def test_any_flipped_bit_changes_the_sum():
+    """Of rows of any length."""
+    for length in (1, 7, 8, 24):
+        row = np.random.RandomState(length).randint(0, 256, (1, length), dtype=np.uint8)
+        for bit in range(8 * length):
+            other = row.copy()
+            other[0, bit // 8] ^= 1 << bit % 8
+            assert cache_module._sums(row) != cache_module._sums(other)
+
+
+# What goes wrong while it is made
+
+
+@pytest.fixture
+def in_commits(monkeypatch):
+    """Rows count in chunks of four."""
+    monkeypatch.setattr(cache_module, "_COMMIT", 4 * ROW)
+    monkeypatch.setattr(cache_module, "_CHUNK", 4 * ROW)
+    monkeypatch.setattr(cache_module, "threads", lambda: 1)
+
+
+def test_interrupted(root, decoded, monkeypatch, in_commits):
+    """Ctrl-C ends it; the next start goes on with what there is."""
+    decode = ImageSpec.decode
+
+    def interrupted(self, data, *args):
+        if len(decoded) == 20:
+            raise KeyboardInterrupt
+        return decode(self, data, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ImageSpec, "decode", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ready(root)
+    done = len(decoded)
+    module = ready(root)
+    assert COUNT - done <= len(decoded) - done <= COUNT - 12
+    assert pictures(module) == right(root)
+
+
+def test_killed(root, decoded, in_commits, monkeypatch):
+    """What a process had made when it was killed counts as far as it was whole."""
+    add = cache_module._Folder.add
+
+    def dies(self, *args):
+        add(self, *args)
+        if self._count == 12:
+            os.write(self._rows, b"half a record")
+            os._exit(9)
+
+    if (child := os.fork()) == 0:
+        with contextlib.suppress(BaseException):
+            monkeypatch.setattr(cache_module._Folder, "add", dies)
+            ready(root)
+        os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
+    module = ready(root)
+    assert pictures(module) == right(root)
+
+
+@pytest.mark.parametrize("began", [False, True])
+def test_a_full_disk(root, cache, began, monkeypatch, caplog, in_commits):
+    """It is said once, nothing half-made is left, and the set is held in memory."""
+    if began:
+        for path in sorted(root.rglob("*.png"))[::2]:
+            path.rename(path.with_suffix(".later"))
+        ready(root)
+        for path in root.rglob("*.later"):
+            path.rename(path.with_suffix(".png"))
+    size = sum(path.stat().st_size for path in cache.rglob("pixels"))
+    write, left = os.pwrite, [5]
+
+    def full(file, data, place):
+        left[0] -= 1
+        if left[0] <= 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return write(file, data, place)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "pwrite", full)
+        module = ready(root)
+    assert caplog.messages == [f"Decoded images are not cached in {cache}: No space left on device."]
+    assert pictures(module) == right(root)
+    assert isinstance(module.dataset("train"), InMemory)
+    assert module.in_memory is True
+    kept = sum(path.stat().st_size for path in cache.rglob("pixels"))
+    assert size <= kept <= size + 8 * ROW if began else files_in(cache) == ["CACHEDIR.TAG"]
+    assert pictures(ready(root)) == right(root)
+
+
+def test_a_disk_that_is_nearly_full(root, cache, monkeypatch, caplog):
+    """Half of what is free is left alone."""
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=30 * ROW))
+    module = ready(root)
+    assert "36 images take" in caplog.text
+    assert "half of the disk's free space stays free" in caplog.text
+    assert pictures(module) == right(root)
+
+
+def test_nowhere_to_write(root, tmp_path, caplog):
+    """A folder that cannot be made is said once, and all goes on without."""
+    (tmp_path / "file").write_text("")
+    module = ready(root, cache=str(tmp_path / "file" / "cache"))
+    assert len(caplog.messages) == 1
+    assert str(tmp_path / "file" / "cache") in caplog.text
+    assert "Not a directory" in caplog.text
+    assert pictures(module) == right(root)
+
+
+def test_a_folder_that_may_only_be_read(root, decoded, monkeypatch, caplog):
+    """What is there is used without a word; what is not there is prepared without the cache."""
+    ready(root)
+    decoded.clear()
+
+    def refuse(*_, **__):
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    opened = os.open
+    monkeypatch.setattr(os, "utime", refuse)
+    monkeypatch.setattr(os, "pwrite", refuse)
+    monkeypatch.setattr(
+        os, "open", lambda path, flags, *a, **k: (refuse if flags & 3 else opened)(path, flags, *a, **k)
+    )
+    module = ready(root)
+    assert (decoded, caplog.messages) == ([], [])
+    draw(root / "a" / "more.png", 500)
+    module = ready(root)
+    assert "Permission denied" in caplog.text
+    assert len(caplog.messages) == 1
+    assert len(pictures(module)) == COUNT + 1
+
+
+# Several processes
+
+
+def forked(work, count: int) -> list[int]:
+    """Exit codes of processes that do the work at once."""
+    children = []
+    for number in range(count):
+        if (child := os.fork()) == 0:
+            code = 99
+            with contextlib.suppress(BaseException):
+                code = work(number)
+            os._exit(code)
+        children.append(child)
+    return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+
+
+def test_processes_at_once(root, decoded, in_commits):
+    """Of four processes that start together each image is decoded by one, and all have the same."""
+    wanted = right(root)
+    decoded.clear()
+
+    def work(number):
+        return 98 if pictures(ready(root)) != wanted else len(decoded)
+
+    codes = forked(work, 4)
+    assert max(codes) < 98
+    assert sum(codes) == COUNT
+    decoded.clear()
+    assert pictures(ready(root)) == wanted
+    assert decoded[COUNT:] == []
+
+
+def test_threads_at_once(root, decoded):
+    """Of several modules of one process as well."""
+    modules = []
+    threads = [threading.Thread(target=lambda: modules.append(ready(root))) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(decoded) == COUNT
+    assert all(pictures(module) == pictures(modules[0]) for module in modules)
+
+
+def test_a_process_that_hangs(root, cache, monkeypatch, caplog):
+    """It is waited for as long as it shows signs of life, then the others go on without the cache."""
+    monkeypatch.setattr(cache_module, "STALLED", 0.3)
+    ready(root)
+    draw(root / "a" / "more.png", 500)
+    with (only(cache) / "lock").open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with caplog.at_level(logging.INFO):
+            module = ready(root)
+        assert "Waiting for another process that decodes images" in caplog.text
+        assert "the process that decodes into it has been silent for 0.3 s" in caplog.text
+        assert len(pictures(module)) == COUNT + 1
+
+    def living():
+        with (only(cache) / "lock").open() as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            held.set()
+            for _ in range(12):
+                time.sleep(0.05)
+                os.utime(lock.fileno())
+
+    caplog.clear()
+    held, thread = threading.Event(), threading.Thread(target=living)
+    thread.start()
+    held.wait()
+    assert ready(root).dataset("train").rows is not None
+    thread.join()
+    assert caplog.text == ""
+
+
+# Room
+
+
+def folders(cache: Path) -> set[str]:
+    return {path.name for path in cache.iterdir() if path.is_dir()}
+
+
+def per_row(size: int) -> int:
+    return 3 * size * size + cache_module._ROW.itemsize + cache_module._FILE.itemsize
+
+
+def test_the_longest_unused_is_removed(root, cache, monkeypatch, caplog):
+    """When there is no room, and never what a process uses."""
+    made = {}
+    for size in (8, 9, 10):
+        before = folders(cache) if cache.exists() else set()
+        made[size] = ready(root, image_size=size), *(folders(cache) - before)
+    for age, size in enumerate((9, 10, 8)):
+        os.utime(cache / made[size][1] / "pixels", (time.time() - 100 + age,) * 2)
+    names = {size: name for size, (_, name) in made.items()}
+    used = made[9][0]
+    del made
+    monkeypatch.setenv("DEEPLIGHTNING_CACHE_LIMIT", str(COUNT * (per_row(8) + per_row(9) + per_row(11)) / 2**30))
+    with caplog.at_level(logging.INFO):
+        ready(root, image_size=11)
+    left = folders(cache)
+    assert {names[8], names[9]} < left  # the oldest is in use
+    assert names[10] not in left
+    assert "longest unused" in caplog.text
+    assert pictures(used) == right(root, image_size=9)
+    monkeypatch.setenv("DEEPLIGHTNING_CACHE_LIMIT", str(COUNT * per_row(12) / 2**30))
+    module = ready(root, image_size=12)
+    assert isinstance(module.dataset("train"), InMemory)
+    assert module.dataset("train").rows is None
+    assert "the rest of" in caplog.messages[-1]
+    assert "is in use" in caplog.messages[-1]
+
+
+def test_a_set_that_is_too_large(root, cache, monkeypatch, caplog):
+    """It is prepared for each batch, as without a cache, and one line says why."""
+    monkeypatch.setenv("DEEPLIGHTNING_CACHE_LIMIT", "0.000001")
+    module = ready(root, in_memory=False)
+    assert isinstance(module.dataset("train"), OnDemand)
+    assert len(caplog.messages) == 1
+    assert "36 images take 9.12e-06 GiB, more than the 1e-06 that DEEPLIGHTNING_CACHE_LIMIT allows" in caplog.text
+    assert pictures(module) == right(root)
+    monkeypatch.setenv("DEEPLIGHTNING_CACHE_LIMIT", "much")
+    with pytest.raises(DataConfigError, match="DEEPLIGHTNING_CACHE_LIMIT must be a number of GiB, not 'much'"):
+        ready(root, in_memory=False)
+
+
+def test_rows_of_files_that_are_gone_make_room(root, cache, monkeypatch):
+    """A set whose pictures were all replaced does not grow for good."""
+    ready(root)
+    monkeypatch.setenv("DEEPLIGHTNING_CACHE_LIMIT", str(1.5 * COUNT * per_row(8) / 2**30))
+    for number, path in enumerate(sorted(root.rglob("*.png"))):
+        draw(path, 1000 + number)
+    assert pictures(ready(root)) == right(root)
+    assert (only(cache) / "pixels").stat().st_size == COUNT * ROW
+
+
+def test_deleted_while_in_use(root, cache, decoded):
+    """What is mapped stays readable, and the next start makes another."""
+    module = ready(root)
+    shutil.rmtree(cache)
+    assert pictures(module) == right(root)
+    decoded.clear()
+    ready(root)
+    assert len(decoded) == COUNT
+
+
+def test_what_a_killed_process_left_of_a_removed_folder(root, cache):
+    """Is taken away when the next images are decoded."""
+    (cache / ".gone-1-2").mkdir(parents=True)
+    (cache / ".gone-1-2" / "pixels").write_bytes(b"x")
+    ready(root)
+    assert not (cache / ".gone-1-2").exists()
+
+
+# As a data set
+
+
+def test_batches_are_copies(root):
+    """A batch may be changed in place, which does not show in a later one."""
+    loader = ready(root).val_dataloader()
+    before = next(iter(loader))["image"].clone()
+    batch = next(iter(loader))
+    for values in batch.values():
+        values.zero_()
+    assert torch.equal(next(iter(loader))["image"], before)
+
+
+def test_held_in_memory(root):
+    """`in_memory: true` copies the rows, in the order of the samples."""
+    dataset = ready(root, in_memory=True).dataset("train")
+    assert dataset.rows is None
+    assert torch.equal(dataset.images, ready(root).dataset("train").images)
+
+
+class Own(ImageData):
+    """Data of a user's own, in files, without `data.root`."""
+
+    def __init__(self, cfg, folder, **options):
+        super().__init__(cfg, ImageSpec(8, 8), **options)
+        self.folder = folder
+        self.class_names = ["a"]
+
+    def read(self):
+        paths = [str(path) for path in sorted(self.folder.rglob("*.png"))]
+        return {"all": Samples(paths, np.zeros(len(paths), dtype=np.int64))}
+
+
+def test_own_data(root, cache, decoded):
+    """A subclass that gives paths has the cache as well, and the option to have none."""
+    for _ in range(2):
+        module = Own(config(None), root)
+        module.setup()
+        assert len(decoded) == COUNT
+    without = Own(config(None), root, cache=False)
+    without.setup()
+    assert pictures(module) == pictures(without)
+
+
+@pytest.mark.parametrize(
+    ("param", "variable", "expected"),
+    [
+        (True, None, "xdg/deeplightning/images"),
+        (True, "", "xdg/deeplightning/images"),
+        (True, "told", "told"),
+        (True, "off", None),
+        ("given", "off", "given"),
+        ("given", "told", "given"),
+        ("~/given", None, "home/given"),
+        (False, "told", None),
+        (False, None, None),
+    ],
+)
+def test_where_it_lies(tmp_path, monkeypatch, param, variable, expected):
+    """The param goes before DEEPLIGHTNING_CACHE, which goes before the user's cache folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "xdg"))
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    monkeypatch.delenv("DEEPLIGHTNING_CACHE")
+    if variable is not None:
+        monkeypatch.setenv("DEEPLIGHTNING_CACHE", variable)
+    assert cache_folder(param) == (expected and tmp_path / expected)
+
+
+def test_the_home_of_a_user(tmp_path, monkeypatch):
+    """Without XDG_CACHE_HOME it is ~/.cache; a user without a home has none."""
+    monkeypatch.delenv("DEEPLIGHTNING_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert cache_folder(True) == tmp_path / ".cache" / "deeplightning" / "images"
+
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", homeless)
+    assert cache_folder(True) is None
+
+
+def test_without_a_cache(root, cache, monkeypatch, caplog):
+    """`cache: false` and a system without flock write nothing."""
+    ready(root, cache=False)
+    assert caplog.messages == []
+    monkeypatch.setattr(cache_module, "fcntl", None)
+    assert pictures(ready(root)) == right(root)
+    assert "this system has no flock" in caplog.text
+    assert not cache.exists()
+
+
+@pytest.mark.parametrize("value", [3, "", None, []])
+def test_an_impossible_place(value):
+    """Is refused by name before anything is read."""
+    with pytest.raises(DataConfigError, match=r"data\.module\.params\.cache must be a folder, true or false, not"):
+        ImageFolder(config(Path("x")), cache=value)
+
+
+def test_a_gpu(root, monkeypatch):
+    """Batches for one are pinned unless the config says otherwise; `in_memory: device` makes them there. The GPU is
+    torch's "meta" device, which has shapes and no values."""
+    assert ready(root, in_memory="device").train_dataloader().dataset.pixels.device.type == "cpu"
+    module = ready(root)
+    assert module.train_dataloader().pin_memory is False
+    monkeypatch.setattr(ImageData, "_gpu", lambda self: torch.device("meta"))
+    assert module.train_dataloader().pin_memory is True
+    module = ImageFolder(config(root, loader={"pin_memory": False}), image_size=8)
+    module.setup()
+    assert module.train_dataloader().pin_memory is False
+    module = ready(root, in_memory="device")
+    loader = module.train_dataloader()
+    assert loader.pin_memory is False
+    batch = next(iter(loader))
+    assert {values.device.type for values in batch.values()} == {"meta"}
+    assert [tuple(batch[name].shape) for name in ("image", "label", "index")] == [(8, 3, 8, 8), (8,), (8,)]
+    assert module.dataset("val").pixels.device.type == "cpu"
