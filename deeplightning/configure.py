@@ -22,6 +22,7 @@ from deeplightning.config.fault import Notice
 from deeplightning.config.report import Report
 from deeplightning.config.schema import Config, backend_of
 from deeplightning.config.target import build
+from deeplightning.engine.lean import import_lean
 from deeplightning.engine.plan import own_rank, settle, trainer_arguments
 
 if TYPE_CHECKING:
@@ -51,6 +52,8 @@ def examine(path: str | Path, overrides: list[str] | None = None, *, importing: 
     Args:
         importing: import what the config names, which decides what its source cannot.
     """
+    if importing:
+        import_lean()
     report = check.examine(path, overrides, importing=importing)
     cfg = report.config
     if cfg is None or None in (cfg.engine, cfg.data, cfg.model, cfg.train, cfg.logger):
@@ -84,10 +87,14 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
 def init_module(cfg: Config, section: str) -> Any:
     """The data module (`data`) or the task (`model`) of a config. What its constructor draws follows from the seed."""
     from deeplightning.callbacks.steps import seed_all
+    from deeplightning.engine.quick import note_signatures
 
     assert cfg.seed is not None, "load_config draws one"
     seed_all(cfg.seed, 0)
-    return build(getattr(cfg, section).module, cfg)
+    module = build(getattr(cfg, section).module, cfg)
+    if section == "model":
+        note_signatures(module)
+    return module
 
 
 def init_trainer(cfg: Config) -> pl.Trainer:

@@ -36,6 +36,7 @@ def all_of(cfg: Config) -> list[pl.Callback]:
     from deeplightning.callbacks.signals import Signals
     from deeplightning.callbacks.start import StartWeights
     from deeplightning.callbacks.steps import AccumulateFrom, FiniteLoss, LogSteps, SameBuffers, SampleWeights, Seeds
+    from deeplightning.engine.quick import leave_out_empty_hooks
     from deeplightning.tracking.build import prepare
     from deeplightning.tracking.environment import redacted
 
@@ -76,4 +77,6 @@ def all_of(cfg: Config) -> list[pl.Callback]:
         stop = train.early_stop
         callbacks.append(EarlyStopping(stop.metric, stop.delta, stop.patience, mode=stop.mode))
     callbacks += [build(target) for target in train.callbacks]
-    return [*callbacks, checkpoints, Signals()]
+    callbacks += [checkpoints, Signals()]
+    leave_out_empty_hooks(callbacks)
+    return callbacks

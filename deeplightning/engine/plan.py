@@ -94,16 +94,22 @@ def world_size(engine: Engine) -> int:
 
 def trainer_arguments(cfg: Config) -> dict[str, Any]:
     """Keyword arguments of Lightning's Trainer for a settled config."""
+    from torch import are_deterministic_algorithms_enabled
+
+    from deeplightning.engine.quick import NoProfiler
+
     engine = cfg.engine
+    profiler = None if engine.profiler == "flops" else engine.profiler
     return {
         "accelerator": "cpu" if engine.gpus is None else "gpu",
         "devices": engine.processes if engine.gpus is None else engine.gpus,
         "num_nodes": engine.num_nodes,
         "strategy": _strategy(engine),
         "precision": _WORDS.get(engine.precision, engine.precision),
-        "deterministic": engine.deterministic,
+        # Lightning hands False on to torch, which imports its compiler to note it there (torch 2.15: 1.2 CPU seconds).
+        "deterministic": engine.deterministic or (False if are_deterministic_algorithms_enabled() else None),
         "sync_batchnorm": engine.sync_batchnorm,
-        "profiler": {"torch": "pytorch", "flops": None}.get(engine.profiler or "", engine.profiler),
+        "profiler": NoProfiler() if profiler is None else {"torch": "pytorch"}.get(profiler, profiler),
     }
 
 

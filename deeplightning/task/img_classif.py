@@ -22,17 +22,20 @@ Batch = dict[str, Tensor]
 class Normalise(nn.Module):
     """Pixels 0 … 255 become numbers around 0: (pixel / 255 - mean) / std, per channel."""
 
-    scale: Tensor
-    shift: Tensor
+    mean: Tensor
+    std: Tensor
 
     def __init__(self, mean: tuple[float, ...], std: tuple[float, ...]):
         super().__init__()
-        self.register_buffer("scale", 1 / (255 * torch.tensor(std).view(-1, 1, 1)), persistent=False)
-        self.register_buffer("shift", -(torch.tensor(mean) / torch.tensor(std)).view(-1, 1, 1), persistent=False)
+        self.register_buffer("mean", torch.tensor(mean).view(-1, 1, 1), persistent=False)
+        self.register_buffer("std", torch.tensor(std).view(-1, 1, 1), persistent=False)
 
     def forward(self, images: Tensor) -> Tensor:
-        """uint8 (B, C, H, W) → floats of the same shape, of the precision that the network computes in."""
-        return images.to(self.scale.dtype) * self.scale + self.shift
+        """uint8 (B, C, H, W) → floats of the same shape, of the precision that the network computes in.
+
+        The same operations as torchvision's ToTensor and Normalize, so that results are theirs to the last digit.
+        """
+        return images.to(self.mean.dtype).div_(255).sub_(self.mean).div_(self.std)
 
 
 class Classifier(nn.Module):
@@ -104,6 +107,12 @@ class ImageClassification(pl.LightningModule):
 
     def _of(self, stage: str) -> dict[str, Any]:
         return dict(cast(nn.ModuleDict, self.metrics[f"{stage}_stage"]).items())
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "_current_fx_name":  # Lightning's, set fifty times a step; torch looks for parameters in it
+            self.__dict__[name] = value
+        else:
+            super().__setattr__(name, value)
 
     # ---- assembling
 
@@ -249,7 +258,11 @@ class ImageClassification(pl.LightningModule):
             weighed = [values.get(name, nothing) * samples for name in names]
             *sums, total = self.trainer.strategy.reduce(torch.stack([*weighed, nothing + samples]), reduce_op="sum")
             values = {name: value / total for name, value in zip(names, sums, strict=True)}
-        self.log_dict(values)
+        # Not by `self.log`, for which Lightning has some work at each step until the epoch ends.
+        self.trainer.callback_metrics.update(values)
+        points = {name: value.item() for name, value in values.items()}
+        for logger in self.loggers:
+            logger.log_metrics(points, self.global_step)
 
     def configure_gradient_clipping(
         self,
@@ -302,7 +315,8 @@ class ImageClassification(pl.LightningModule):
                 key = f"model.loss.{name}" if isinstance(self.cfg.model.loss, dict) else "model.loss"
                 found = tuple(part.shape) if isinstance(part, Tensor) else f"a {type(part).__name__}"
                 raise MisfitError(f"{key} gives {found}, not a tensor of one number; torch's take `reduction: mean`")
-        return parts, torch.stack([self.weights[name] * part for name, part in parts.items()]).sum()
+        weighted = [part if self.weights[name] == 1 else self.weights[name] * part for name, part in parts.items()]
+        return parts, weighted[0] if len(weighted) == 1 else torch.stack(weighted).sum()
 
     def _count(
         self, stage: str, logits: Tensor, labels: Tensor, parts: dict[str, Tensor], loss: Tensor, wanted: bool = False

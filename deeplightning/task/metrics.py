@@ -1,6 +1,7 @@
 """Means that are true over batches of any size and over processes. B batch, K classes."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,12 +18,23 @@ class InOwnPrecision(nn.ModuleDict):
         return super()._apply(lambda tensor: fn(tensor).to(tensor.dtype), recurse)
 
 
-class Accuracy(Metric):
+class _Sums(Metric):
+    """A metric of a few sums, whose updates cost little beside a small network's step."""
+
+    full_state_update = False
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name in ("_computed", "_update_count"):  # torchmetrics', set at each update; torch looks for parameters
+            self.__dict__[name] = value
+        else:
+            super().__setattr__(name, value)
+
+
+class Accuracy(_Sums):
     """Share of samples whose largest logit is the label's, over all samples and processes; in [0, 1]."""
 
     correct: Tensor
     total: Tensor
-    full_state_update = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,14 +43,20 @@ class Accuracy(Metric):
 
     def update(self, logits: Tensor, labels: Tensor) -> None:
         """Adds a batch: logits (B, K), labels int64 (B,)."""
-        self.correct += (logits.argmax(1) == labels).sum()
-        self.total += labels.numel()
+        self.correct.add_((logits.argmax(1) == labels).sum())
+        self.total.add_(labels.numel())
+
+    def forward(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Adds a batch and returns its own share."""
+        before = self.correct.clone()
+        self.update(logits, labels)
+        return (self.correct - before) / labels.numel()
 
     def compute(self) -> Tensor:
         return self.correct / self.total
 
 
-class SampleMean(Metric):
+class SampleMean(_Sums):
     """Mean of what batches report, weighted by their samples, over all processes.
 
     No number in one batch is no number in all; torchmetrics' MeanMetric leaves it out or forgets the weights (1.9).
@@ -46,7 +64,6 @@ class SampleMean(Metric):
 
     total: Tensor
     samples: Tensor
-    full_state_update = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,8 +72,8 @@ class SampleMean(Metric):
 
     def update(self, value: Tensor, samples: int) -> None:
         """Adds a batch: its mean, float (), and its number of samples."""
-        self.total += value * samples
-        self.samples += samples
+        self.total.add_(value * samples)
+        self.samples.add_(samples)
 
     def compute(self) -> Tensor:
         return self.total / self.samples
