@@ -87,7 +87,7 @@ class Bench:
         python: of the peers' environment; `cli` says whether LightningCLI is in it.
         place: a folder for all that is made; `runs` numbers what is run there.
         bounds, raw: what is found: each promise, and the numbers by part.
-        is_warm: whether stores and compiled bytecode are there.
+        warmed: programs whose stores and compiled bytecode are there.
     """
 
     options: argparse.Namespace
@@ -97,7 +97,7 @@ class Bench:
     bounds: list["Bound"] = field(default_factory=list)
     raw: dict[str, Any] = field(default_factory=dict)
     runs: Iterator[int] = field(default_factory=itertools.count)
-    is_warm: bool = False
+    warmed: set[str] = field(default_factory=set)
 
     @property
     def rounds(self) -> int:
@@ -126,15 +126,24 @@ class Bench:
         make_mnist(folder, self.options.data)
         return Job(folder, "deeplightning.data.mnist.MNIST", "small", "train_network.Small", -(-9000 // 64))
 
+    def _warm(self, program: Callable[[Job], Took]) -> None:
+        """A program's first two steps, which are not counted."""
+        if program.__name__ not in self.warmed:
+            self.warmed.add(program.__name__)
+            program(_with(self.mnist, max_steps=2))
+
     def by_script(self, job: Job, *more: str) -> Took:
         """By raw PyTorch."""
+        self._warm(self.by_script)
         return run([self.python, str(PEERS / "train_raw.py"), *_words(job), *more], self.folder)
 
     def by_lightning(self, job: Job, *more: str) -> Took:
+        self._warm(self.by_lightning)
         store = ["--store", str(self.place / "lightning.db")]
         return run([self.python, str(PEERS / "train_lightning.py"), *_words(job), *store, *more], self.folder)
 
     def by_cli(self, job: Job) -> Took:
+        self._warm(self.by_cli)
         store = f"sqlite:///{self.place / 'lightning.db'}"
         values = {
             "seed_everything": job.seed,
@@ -153,6 +162,7 @@ class Bench:
 
     def by_us(self, job: Job, *overrides: str, store: Path | None = None) -> Took:
         """By `deeplightning train CONFIG override …`, tracked in a store."""
+        self._warm(self.by_us)
         folder = self.folder
         config = folder.with_suffix(".yaml")
         config.write_text(config_of(job, store or self.place / "mlruns"))
@@ -223,7 +233,6 @@ def whole(bench: Bench) -> None:
     if lasting():
         programs[LAST] = lambda n: bench.by_us(_seeded(job, n), LAST_OPTION)
         programs[BF16] = lambda n: bench.by_us(_seeded(job, n), LAST_OPTION, "engine.precision=bf16")
-    warm(bench)
     taken = bench.measure("whole", programs, bench.rounds)
     shas = {name: [digest(checkpoint(took)) for took in some] for name, some in taken.items()}
     bench.raw["whole"]["accuracy"] = {name: [accuracy(took) for took in some] for name, some in taken.items()}
@@ -255,7 +264,6 @@ def whole(bench: Bench) -> None:
 def batch256(bench: Bench) -> None:
     """The whole training with 256 samples at a time, three seeds."""
     job = _with(bench.mnist, batch_size=256, steps=-(-9000 // 256))
-    warm(bench)
     programs = {RAW: lambda n: bench.by_script(_seeded(job, n)), OURS: lambda n: bench.by_us(_seeded(job, n))}
     taken = bench.measure("batch256", programs, min(3, bench.rounds))
     shas = {name: [digest(checkpoint(took)) for took in some] for name, some in taken.items()}
@@ -277,7 +285,6 @@ def start(bench: Bench) -> None:
     }
     if bench.cli:
         programs[CLI] = lambda n: bench.by_cli(job)
-    warm(bench)
     taken = bench.measure("start", programs, bench.rounds)
     rows = []
     for name, some in taken.items():
@@ -304,7 +311,6 @@ def loop(bench: Bench) -> None:
         LIGHTNING: lambda n: bench.by_lightning(job, "--in-memory"),
         OURS: lambda n: bench.by_us(job, "logger.progress=bar"),
     }
-    warm(bench)
     taken = bench.measure("loop", programs, bench.rounds)
     steps = {name: [1e6 * took.per_step(job.steps) for took in some] for name, some in taken.items()}
     bench.raw["loop"]["steps"] = steps
@@ -361,7 +367,6 @@ def resnet(bench: Bench) -> None:
     if lasting():
         programs[LAST] = lambda n: bench.by_us(job, LAST_OPTION)
         programs[BF16] = lambda n: bench.by_us(job, LAST_OPTION, "engine.precision=bf16")
-    warm(bench)
     taken = bench.measure("resnet", programs, bench.rounds)
     steps = {name: [1e3 * took.per_step(job.steps) for took in some] for name, some in taken.items()}
     bench.raw["resnet"]["steps"] = steps
@@ -378,7 +383,6 @@ def ddp(bench: Bench) -> None:
     two = _with(one, steps=-(-9000 // 128))
     both = ["engine.processes=2", "engine.backend=ddp"]
     programs = {"one process": lambda n: bench.by_us(one), "two processes": lambda n: bench.by_us(two, *both)}
-    warm(bench)
     taken = bench.measure("ddp", programs, bench.rounds)
     rates = {
         name: [64 * len(took.processes) / took.per_step(job.steps) for took in taken[name]]
@@ -407,7 +411,6 @@ def gpu(bench: Bench) -> None:
     kinds = {"small32": "train_network.Small, params: {channels: 3, size: 32}", "resnet18": resnet18}
     workers = min(8, os.cpu_count() or 1)
     rows = []
-    warm(bench)
     for network, kind in kinds.items():
         job = Job(folder, module, network, kind, -(-45_000 // 512), batch_size=512, epochs=3, device="cuda")
         programs = {
@@ -448,19 +451,6 @@ def _with(job: Job, **values: Any) -> Job:
 
 def _seeded(job: Job, number: int) -> Job:
     return _with(job, seed=number % SEEDS)
-
-
-def warm(bench: Bench) -> None:
-    """Each program once, for two steps, so that stores and compiled bytecode are there; not counted."""
-    if bench.is_warm:
-        return
-    bench.is_warm = True
-    job = _with(bench.mnist, max_steps=2)
-    bench.by_script(job)
-    bench.by_lightning(job)
-    if bench.cli:
-        bench.by_cli(job)
-    bench.by_us(job)
 
 
 def checkpoint(took: Took) -> Path:

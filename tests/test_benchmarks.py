@@ -4,6 +4,7 @@ are judged as the documentation has it. What is timed is not run here."""
 import argparse
 import asyncio
 import dataclasses
+import gzip
 import http.server
 import importlib.util
 import inspect
@@ -16,12 +17,16 @@ import sys
 import threading
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from deeplightning.callbacks import steps
 from deeplightning.config.check import load
 from deeplightning.config.target import find
+from deeplightning.data.samplers import BatchIndices
+from deeplightning.data.splits import deal
 
 # Behind all else, since a program there has the name of our package `serve`.
 sys.path.append(str(Path(__file__).resolve().parents[1] / "benchmarks"))
@@ -32,6 +37,8 @@ import scoring
 import servers
 import side_by_side
 import soak
+import timed
+import train as training
 
 ROOT = Path(__file__).resolve().parents[1]
 spec = importlib.util.spec_from_file_location("benchmark_of_serve", ROOT / "benchmarks/serve.py")
@@ -219,6 +226,152 @@ def test_the_config_of_each_engine_is_right(engine, monkeypatch, tmp_path):
     cfg = load(str(tmp_path / "config.yaml"))
     assert cfg.engine.backend == (None if engine == "null" else engine)
     assert cfg.data.batch_size * cfg.engine.processes == 64
+
+
+# ---- training
+
+TORCH = {
+    "__init__": "",
+    "optim/__init__": "",
+    "optim/optimizer": "hooks = []\nregister_optimizer_step_post_hook = hooks.append\n",
+    "optim/sgd": "from torch.optim.optimizer import hooks\ndef step():\n    for hook in hooks: hook(None, (), {})\n",
+}
+STEPS = """\
+import subprocess, sys, time
+subprocess.run([sys.executable, '-S', '-c', 'import time\\nwhile time.process_time() < 0.2: pass'])
+import torch.optim.sgd
+kept = bytearray(60_000_000)
+torch.optim.sgd.step()
+while time.process_time() < 0.3: pass
+torch.optim.sgd.step()
+"""
+
+
+def took(*cpu, children=0.0, said="", folder=Path()):
+    """Of one process whose steps ended at these CPU seconds, and twice as late by the clock."""
+    process = timed.Steps(cpu, [2 * seconds for seconds in cpu], children, 100.0)
+    return timed.Took(9.0, 10.0, 1.0, said, folder, [process])
+
+
+def test_steps_of_any_program_are_timed(tmp_path):
+    """CPU seconds from the start to the end of the first, those of a process before it included; the memory is that of
+    the program, not of the one that starts it."""
+    for name, text in TORCH.items():
+        path = tmp_path / "torch" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    (tmp_path / "steps.py").write_text(STEPS)
+    found = timed.run([sys.executable, str(tmp_path / "steps.py")], tmp_path / "run")
+    (process,) = found.processes
+    assert len(process.cpu) == len(process.clock) == 2
+    assert 0.2 <= process.children <= found.start <= found.cpu
+    assert found.per_step(2) == process.cpu[1] - process.cpu[0] > 0
+    assert 0 < found.start_wall < found.wall
+    assert 57 < found.memory < 100
+    with pytest.raises(RuntimeError, match=r"(?s)ended with 3:.*a reason"):
+        timed.run([sys.executable, "-S", "-c", "print('a reason'); raise SystemExit(3)"], tmp_path / "failing")
+
+
+def test_the_seconds_of_a_step_leave_out_what_lies_between_epochs():
+    """And the first epoch, where there are several."""
+    assert took(5.0, 5.5, 6.5).per_step(3) == pytest.approx(0.75)
+    several = took(1.0, 3.0, 7.0, 7.5, 20.0, 20.25)
+    assert several.per_step(2) == pytest.approx((0.5 + 0.25) / 2)
+    assert several.per_step(2, clock=True) == pytest.approx(0.5 + 0.25)
+    assert took(1.0, 2.0, children=0.5).start == 1.5
+    assert took(1.0, 2.0).start_wall == 1.0
+
+
+def test_programs_take_turns():
+    """Each round begins with the next program, and ratios are of the same round."""
+    calls = []
+    programs = {name: lambda number, name=name: calls.append((number, name)) or took(1.0) for name in "abc"}
+    taken = timed.in_turn(programs, 4)
+    assert "".join(name for _, name in calls) == "abcbcacababc"
+    assert [number for number, _ in calls] == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3]
+    assert {name: len(some) for name, some in taken.items()} == dict.fromkeys("abc", 4)
+    assert timed.ratio([2.0, 9.0, 4.0], [1.0, 3.0, 4.0]) == 2.0
+
+
+def test_a_bound_without_a_figure_is_not_kept():
+    assert training.Bound("a", 0.75, 0.75).row() == ["a", "≤ 0.75", "0.750", "kept"]
+    assert training.Bound("a", 0.7501, 0.75).row()[-1] == "NOT kept"
+    assert training.Bound("a", None, 0.75).row()[2:] == ["not measured", "NOT kept"]
+
+
+def test_pictures_are_written_as_mnist_is(tmp_path):
+    """Made ones are read again from their own files, packed or not."""
+    timed.make_mnist(tmp_path / "made")
+    files = {path.name: path.read_bytes() for path in (tmp_path / "made/MNIST/raw").iterdir()}
+    assert {name: len(data) for name, data in files.items()} == {
+        "train-images-idx3-ubyte": 16 + 10_000 * 784,
+        "train-labels-idx1-ubyte": 8 + 10_000,
+        "t10k-images-idx3-ubyte": 16 + 100 * 784,
+        "t10k-labels-idx1-ubyte": 8 + 100,
+    }
+    packed = tmp_path / "packed"
+    packed.mkdir()
+    for kind in ("images-idx3", "labels-idx1"):
+        (packed / f"t10k-{kind}-ubyte.gz").write_bytes(gzip.compress(files[f"train-{kind}-ubyte"], 1))
+    timed.make_mnist(tmp_path / "again", packed)
+    assert {path.name: path.read_bytes() for path in (tmp_path / "again/MNIST/raw").iterdir()} == files
+    with pytest.raises(FileNotFoundError, match="holds no train-images"):
+        timed.make_mnist(tmp_path / "none", tmp_path / "again/MNIST/raw/nothing")
+
+
+def test_scripts_get_the_split_the_order_and_the_weights_of_a_run():
+    """In a few lines of their own."""
+    import train_data
+    import train_network
+
+    labels = np.random.RandomState(1).randint(10, size=1003)
+    for seed in (0, 5):
+        held_out = deal(labels, 10, seed, 2) == 0
+        training_positions, validation = train_data.split(labels, seed)
+        assert training_positions.tolist() == np.flatnonzero(~held_out).tolist()
+        assert validation.tolist() == np.flatnonzero(held_out).tolist()
+        order, batches = train_data.Order(100, seed), BatchIndices(range(100), 8, shuffle=True, seed=seed)
+        for epoch in range(3):
+            batches.set_epoch(epoch)
+            assert list(order) == [position for batch in batches for position in batch]
+        steps.seed_all(seed, 0)
+        ours, theirs = train_network.Small(), train_network.build("small", seed)
+        assert all(torch.equal(one, other) for one, other in zip(ours.parameters(), theirs.parameters(), strict=True))
+    assert sum(parameter.numel() for parameter in ours.parameters()) == 102_130
+    assert sum(parameter.numel() for parameter in train_network.Two().parameters()) == 2
+
+
+@pytest.mark.filterwarnings("ignore")  # Lightning's advice to the script
+def test_each_program_learns_the_same(command, store, tmp_path, monkeypatch, capsys):
+    """The script, with pictures one by one or in batches from memory, Lightning, and a run of ours end with the same
+    weights; what each has said and left is found."""
+    import train_lightning
+    import train_raw
+
+    data = tmp_path / "data"
+    timed.make_pictures(data, 100, 28, 1, 10)
+    module = "train_own.Pictures, params: {size: 28, mode: L, classes: 10}"
+    job = training.Job(data, module, "small", "train_network.Small", 6, batch_size=16, epochs=2, seed=3)
+    (tmp_path / "config.yaml").write_text(training.config_of(job, store))
+    for name in ("train_network.py", "train_own.py"):
+        shutil.copy(timed.PEERS / name, tmp_path)
+    run = command("train", tmp_path / "config.yaml", cwd=tmp_path)
+    assert run.code == 0, run
+    found = {"ours": took(1.0, said=run.out)}
+    scripts = {
+        "raw": (train_raw.main, []),
+        "by hand": (train_raw.main, ["--in-memory"]),
+        "lightning": (train_lightning.main, ["--store", str(store / "mlflow.db")]),
+    }
+    for name, (main, more) in scripts.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        monkeypatch.setattr(sys, "argv", [name, *training._words(job), *more])
+        main()
+        found[name] = took(1.0, said=capsys.readouterr().out, folder=folder)
+    assert len({timed.digest(training.checkpoint(one)) for one in found.values()}) == 1
+    assert len({training.accuracy(one) for one in found.values()}) == 1
 
 
 # ---- the prediction server

@@ -91,7 +91,9 @@ class Batches:
                 pixels, labels, self.mean, self.std = file["images"], file["labels"], MEAN, STD
         mine = split(labels, seed)[not training]
         pixels = pixels if pixels.ndim == 4 else pixels[..., None]  # (N, H, W, C)
-        self.images = torch.from_numpy(pixels[mine]).permute(0, 3, 1, 2).contiguous().to(device)
+        # A copy, since one channel may count as contiguous with the strides of channels last, which round otherwise.
+        images = torch.from_numpy(pixels[mine]).permute(0, 3, 1, 2).clone(memory_format=torch.contiguous_format)
+        self.images = images.to(device)
         self.labels = torch.from_numpy(labels[mine]).to(device)
         self.batch_size, self.order = batch_size, Order(len(mine), seed) if training else range(len(mine))
 
