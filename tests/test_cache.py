@@ -6,6 +6,7 @@ import fcntl
 import itertools
 import logging
 import os
+import re
 import shutil
 import threading
 import time
@@ -589,6 +590,25 @@ def test_a_process_that_hangs(root, cache, monkeypatch, caplog):
     assert ready(root).dataset("train").rows is not None
     thread.join()
     assert caplog.text == ""
+
+
+@pytest.mark.slow
+def test_a_run_of_two_ranks(root, cache, job):
+    """Ranks that start together decode each image once, and learn what they do without a cache."""
+    module = "data.module={type: deeplightning.data.image_folder.ImageFolder, params: {image_size: 8}}"
+    network = "model.network.params={num_classes: 3, num_channels: 3, image_size: 8}"
+    words = ["~data.module", module, f"data.root='{root}'", "data.batch_size=4", network]
+
+    def run(place):
+        outcome = job(*words, ranks=2, DEEPLIGHTNING_CACHE=str(place))
+        told = "".join(rank.out + rank.err for rank in outcome.ranks)
+        weights = torch.load(outcome.folder / "last.ckpt", weights_only=True)["state_dict"]
+        return weights, sum(int(number) for number in re.findall(r"Decoding (\d+) images", told))
+
+    (expected, none), (weights, decoded) = run("off"), run(cache)
+    assert (none, decoded) == (0, COUNT - 3)  # three are for the test, which is not run
+    assert all(torch.equal(values, weights[name]) for name, values in expected.items())
+    assert (only(cache) / "pixels").stat().st_size == decoded * ROW
 
 
 # Room
