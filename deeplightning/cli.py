@@ -248,13 +248,22 @@ def diff(first: str, second: str) -> None:
 @click.option("--unfinished", is_flag=True, help="Only runs that failed or were killed.")
 @click.option("--remove", is_flag=True, help="Delete those runs and their files, after asking.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
-def runs(tracking_uri: str | None, unfinished: bool, remove: bool, yes: bool) -> None:
+@click.option("--sync", is_flag=True, help="Write what killed runs and dead servers have left unwritten.")
+def runs(tracking_uri: str | None, unfinished: bool, remove: bool, yes: bool, sync: bool) -> None:
     """List runs, the newest first; remove unfinished ones.
 
-    Running ones are never removed.
+    Running ones are never removed. With --sync nothing is listed: the journals of runs that ended before their store
+    had all of their points are written into it.
     """
     from deeplightning import runs as of
 
+    if sync:
+        line = ""
+        for line in of.sync(tracking_uri):
+            click.echo(line)
+        if not line:
+            click.echo("nothing was left unwritten")
+        return
     rows = of.listing(tracking_uri, unfinished or remove)
     for row in rows:
         click.echo("  ".join(row[name] for name in ("id", "status", "started", "experiment", "result", "folder")))

@@ -1,4 +1,5 @@
-"""What can be done with runs that are over: list, tell two apart, run one again and compare, remove failed ones."""
+"""What can be done with runs that are over: list, tell two apart, run one again and compare, remove failed ones, and
+write down what a killed one or a dead server has left unwritten."""
 
 import hashlib
 import json
@@ -14,7 +15,9 @@ from deeplightning.config.tree import plain
 from deeplightning.configure import load_config
 from deeplightning.run import launch
 from deeplightning.runfolder import RunFolder
+from deeplightning.tracking.journal import folder_of, left_behind, replay
 from deeplightning.tracking.store import attach, explain, local_path, locate
+from deeplightning.tracking.tracker import open_tracker
 
 REMOVABLE = ("FAILED", "KILLED")
 
@@ -69,6 +72,31 @@ def remove(tracking_uri: str | None, rows: list[dict[str, str]]) -> None:
             folder = Path(row["folder"])
             if folder.name == "artifacts" and folder.parent.name == row["id"]:
                 shutil.rmtree(folder.parent, ignore_errors=True)
+
+
+def sync(tracking_uri: str | None) -> Iterator[str]:
+    """Writes the journals that ended processes have left for a store; a line for each run, as it is written.
+
+    Raises:
+        SetupError: the store cannot be used, or does not answer; what is not written stays.
+    """
+    store = locate(tracking_uri)
+    if not left_behind(store):
+        return
+    try:
+        tracker = open_tracker(store)
+    except Exception as error:  # MLflow and SQLite each have their own
+        raise explain(error, store) from error
+    for found in replay(store, tracker):
+        if not found.problem:
+            yield f"{found.run_id}  {found.points} points and {found.others} other entries written"
+        elif found.is_refused:
+            yield f"{found.run_id}  refused ({found.problem}); kept as {found.kept}"
+        else:
+            raise SetupError(
+                f"{store.shown} does not take what was left unwritten ({found.problem}). It stays in "
+                f"{folder_of(store)}; once the store answers: deeplightning runs --sync"
+            )
 
 
 class _client:

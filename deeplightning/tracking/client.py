@@ -12,6 +12,7 @@ from mlflow.entities import Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
+from deeplightning.tracking.store import Store, attach, check_writable
 from deeplightning.tracking.tracker import SYSTEM, Batch, Experiment, Point, Run
 
 MAX_ENTRIES, MAX_OTHERS = 1000, 100
@@ -32,11 +33,15 @@ class Client:
     """See `deeplightning.tracking.tracker.Tracker`.
 
     Args:
-        uri: what `deeplightning.tracking.store.attach` has given.
+        store: made at the first use, if it is not there.
     """
 
-    def __init__(self, uri: str):
-        self._client = MlflowClient(uri)
+    def __init__(self, store: Store):
+        self._store, self._client = store, MlflowClient(attach(store))
+
+    def make_ready(self) -> None:
+        if self._store.database is not None and self._store.database.exists():
+            check_writable(self._store)
 
     def experiment(self, name: str) -> Experiment:
         found: Any = self._client.get_experiment_by_name(name)

@@ -130,6 +130,7 @@ class Written:
         others: parameters, tags, files and the status.
         problem: why it could not be written; "": it was.
         kept: where it is now, if not all of it is written.
+        is_refused: the store will never take it, so it is not tried again.
     """
 
     run_id: str
@@ -137,6 +138,7 @@ class Written:
     others: int = 0
     problem: str = ""
     kept: Path | None = None
+    is_refused: bool = False
 
 
 def left_behind(store: Store) -> list[Path]:
@@ -168,13 +170,12 @@ def replay(store: Store, tracker: Tracker, continuing: str | None = None) -> lis
             except Exception as error:  # MLflow, SQLite and the network each have their own
                 result.problem, result.kept = " ".join(str(error).split())[:200] or type(error).__name__, path
                 if not tracker.is_transient(error):
-                    # Never again asked of the store, and not thrown away either.
-                    result.kept = path.with_suffix(".refused")
+                    result.is_refused, result.kept = True, path.with_suffix(".refused")
                     path.rename(result.kept)
             else:
                 _remove(path)
             done.append(result)
-            if result.kept == path:
+            if result.problem and not result.is_refused:
                 break  # the store does not answer: the others would wait in vain, too
     return done
 
@@ -274,12 +275,10 @@ def _read(descriptor: int) -> tuple[str | None, list[Entry]]:
     """The run and the entries of a journal, without lines that were not finished or are damaged."""
     size = os.fstat(descriptor).st_size
     lines = os.pread(descriptor, size, 0).split(b"\n")[:-1]
-    found = []
+    found: list[Entry] = []
     for line in lines:
-        try:
-            found.append(tuple(json.loads(line)))
-        except (ValueError, TypeError):  # also text that is no UTF-8
-            continue
+        with contextlib.suppress(ValueError, TypeError):  # also text that is no UTF-8
+            found += [entry] if (entry := tuple(json.loads(line))) else []
     run_id = found[0][0].get("run") if found and isinstance(found[0][0], dict) else None
     return run_id, [entry for entry in found if isinstance(entry[0], str)]
 

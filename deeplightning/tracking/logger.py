@@ -158,8 +158,8 @@ class MLflowLogger(Logger):
         self._owed = [Point(str(name), float(value), int(time), int(step)) for name, value, time, step in owed]
 
     @rank_zero_only
-    def unwritten(self) -> list[tuple[str, float, int, int]]:
-        """The points (see `Point`) that may not be in the store yet, as plain tuples for a checkpoint; opens nothing."""
+    def unwritten(self) -> list[tuple[Any, ...]]:
+        """Points (see `Point`) that may not be in the store yet, plain tuples for a checkpoint; opens nothing."""
         waiting = self._writer.waiting() if self._writer is not None else []
         return [tuple(point) for point in waiting if not point.name.startswith(SYSTEM)]
 
@@ -351,6 +351,7 @@ class MLflowLogger(Logger):
         store, run_id = self._locate()
         try:
             tracker = open_tracker(store, run_id, self._experiment_name)
+            tracker.make_ready()
             self._replay(store, tracker, run_id)
             run = self._new_run(tracker, store) if run_id is None else self._old_run(tracker, store, run_id)
             try:

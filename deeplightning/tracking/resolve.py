@@ -9,6 +9,7 @@ from typing import Any
 
 from deeplightning.config.fault import CheckpointError, SetupError
 from deeplightning.tracking.store import Store, attach, explain, local_path, locate
+from deeplightning.tracking.tracker import open_tracker
 
 
 def resolve_run(run: str | os.PathLike, tracking_uri: str | os.PathLike | None = "mlruns") -> Path:
@@ -50,22 +51,22 @@ def _of_run(run_id: str, store: Store, also: str = "") -> Path:
     def missing(why: str) -> CheckpointError:
         return CheckpointError(f"{why} {also}The runs there: bash monitor.sh")
 
-    client = _client(store)
-    from mlflow.exceptions import MlflowException
-
+    _expect(store)
     try:
-        found = client.get_run(run_id)
-    except MlflowException as error:
-        if error.error_code not in ("RESOURCE_DOES_NOT_EXIST", "INVALID_PARAMETER_VALUE"):
-            raise explain(error, store) from error
-        raise missing(f"There is no run {run_id!r} in the tracking store {store.shown}.") from None
-    folder = local_path(found.info.artifact_uri)
+        tracker = open_tracker(store, run_id)
+        found = tracker.run(run_id)
+        tracker.close()
+    except Exception as error:  # MLflow, SQLite and the network each have their own
+        raise explain(error, store) from error
+    if found is None:
+        raise missing(f"There is no run {run_id!r} in the tracking store {store.shown}.")
+    folder = local_path(found.artifact_uri)
     if folder is None:
-        return _download(client, run_id, store)
+        return _download(_client(store), run_id, store)
     if folder.is_dir():
         return folder
     if store.artifact_root is not None:  # the store's folder was moved or copied with all that is in it
-        moved = store.artifact_root / found.info.experiment_id / run_id / "artifacts"
+        moved = store.artifact_root / found.experiment_id / run_id / "artifacts"
         if moved.is_dir():
             return moved
     raise missing(f"The run {run_id} is in the tracking store {store.shown}, but its folder {folder} is gone.")
@@ -96,10 +97,15 @@ def _of_model(uri: str, store: Store) -> Path:
     return folder
 
 
-def _client(store: Store) -> Any:
-    """MLflow's client on a store that exists: looking a run up makes none."""
+def _expect(store: Store) -> None:
+    """Looking a run up makes no store."""
     if store.database is not None and not store.database.exists():
         raise CheckpointError(f"There is no tracking store {store.shown} to look the run up in. Give the run's folder.")
+
+
+def _client(store: Store) -> Any:
+    """MLflow's client on a store that exists."""
+    _expect(store)
     uri = attach(store)
     from mlflow.tracking import MlflowClient
 

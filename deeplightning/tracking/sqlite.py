@@ -146,6 +146,9 @@ class Tracker:
         self._main = threading.current_thread()
         self._connection = _connect(store.database)
 
+    def make_ready(self) -> None:
+        """Each transaction waits for itself."""
+
     def location_of(self, experiment: str) -> str | None:
         """Where the runs of an experiment have their files; None: there is no such experiment."""
         found = self._find("SELECT artifact_location FROM experiments WHERE name = ?", experiment)
@@ -334,7 +337,10 @@ def _now() -> int:
 def recorded(database: Path) -> str:
     """The schema of a database that MLflow has made, and the rows in it that no machine or moment changes, as SQL."""
     with closing(_connect(database)) as connection:
-        objects = connection.execute("SELECT sql FROM sqlite_master WHERE sql NOT NULL ORDER BY rowid").fetchall()
+        # Tables first; the migrations make some indices in no fixed order.
+        objects = connection.execute(
+            "SELECT sql FROM sqlite_master WHERE sql NOT NULL ORDER BY type = 'table' DESC, type, name"
+        ).fetchall()
         version = connection.execute("SELECT version_num FROM alembic_version").fetchone()[0]
         spaces = connection.execute("SELECT name, description FROM workspaces").fetchall()
     lines = [f"{normal(text)};" for (text,) in objects]

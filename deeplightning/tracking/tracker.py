@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from deeplightning.tracking.store import Store, attach, check_writable, is_local
+from deeplightning.tracking.store import Store, is_local
 
 SYSTEM = "system/"
 """How the names of metrics of the machine's load begin."""
@@ -98,6 +98,9 @@ class Batch:
 class Tracker(Protocol):
     """A tracking store. Whatever it raises that is not an `Absent` is the store's own; `is_transient` judges it."""
 
+    def make_ready(self) -> None:
+        """Makes sure that it can be written now; waits, within bounds, for a process that holds it."""
+
     def experiment(self, name: str) -> Experiment:
         """The experiment of a name, made if there is none."""
 
@@ -159,10 +162,7 @@ def open_tracker(store: Store, run_id: str | None = None, experiment: str | None
             found.close()
     from deeplightning.tracking.client import Client
 
-    uri = attach(store)
-    if store.database is not None and store.database.exists():
-        check_writable(store)
-    return Client(uri)
+    return Client(store)
 
 
 def stored(value: float) -> tuple[bool, float]:

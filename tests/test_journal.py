@@ -1,0 +1,299 @@
+"""What a run says is never lost: not where its process is killed, not where its server dies; and it is there once."""
+
+import json
+import math
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+
+import pytest
+from commands import environment
+from mlflow.tracking import MlflowClient
+
+from deeplightning.config.fault import SetupError
+from deeplightning.runs import sync
+from deeplightning.tracking import MLflowLogger
+from deeplightning.tracking.journal import Journal, folder_of, left_behind
+from deeplightning.tracking.store import attach, locate
+
+
+@pytest.fixture(autouse=True)
+def own_state(monkeypatch, tmp_path):
+    """No MLflow variable of the caller's, and a state folder of the test's own."""
+    for name in ("MLFLOW_RUN_ID", "MLFLOW_TRACKING_URI"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return tmp_path / "mlruns"
+
+
+def client(store):
+    return MlflowClient(attach(locate(store)))
+
+
+def history(store, run_id, name):
+    return sorted((point.step, point.value) for point in client(store).get_metric_history(run_id, name))
+
+
+def killed(store, *said, run_id=None):
+    """The id of a run whose process said something and was killed at once, before a second was over."""
+    reading, writing = os.pipe()
+    if (child := os.fork()) == 0:
+        logger = MLflowLogger(tracking_uri=store, system_metrics=False, run_id=run_id)
+        os.write(writing, logger.run_id.encode())
+        for metrics, step in said:
+            logger.log_metrics(metrics, step)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.close(writing)
+    with os.fdopen(reading) as told:
+        found = told.read()
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+    return found
+
+
+def journals(store):
+    return left_behind(locate(store))
+
+
+SAID = [({"x": float(step), "y": math.nan}, step) for step in range(200)]
+
+
+def test_a_killed_process_loses_no_point(folder):
+    """What it had said is in the folder once the next run on it has begun; its run is FAILED, and says why."""
+    run_id = killed(folder, *SAID)
+    assert history(folder, run_id, "x") == []
+    assert [path.name.partition(".")[0] for path in journals(folder)] == [run_id]
+    after = MLflowLogger(tracking_uri=folder, system_metrics=False)
+    after.log_metrics({"x": 1.0}, 0)
+    after.finalize("success")
+    assert history(folder, run_id, "x") == [(step, float(step)) for step in range(200)]
+    run = client(folder).get_run(run_id)
+    assert math.isnan(run.data.metrics["y"])
+    assert (run.info.status, run.data.tags["failure"]) == ("FAILED", "the process was killed")
+    assert run.info.start_time <= run.info.end_time <= time.time() * 1000
+    assert not folder_of(locate(folder)).exists()
+
+
+def test_a_journal_is_written_twice_and_is_there_once(folder):
+    """Killed between the folder's taking and the journal's end, a second writing changes nothing."""
+    run_id = killed(folder, *SAID)
+    (path,) = journals(folder)
+    content = path.read_bytes()
+    assert list(sync(folder)) == [f"{run_id}  400 points and 2 other entries written"]
+    for damage in (b"", b'["points",1,2,{"x":', b"\xff\n{}\n[]\n7\n"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_bytes(content + damage)
+        assert list(sync(folder)) == [f"{run_id}  0 points and 0 other entries written"]
+    assert history(folder, run_id, "x") == [(step, float(step)) for step in range(200)]
+    assert len(history(folder, run_id, "y")) == 200
+    assert list(sync(folder)) == []
+
+
+def test_the_journal_of_a_living_process_is_left_alone(folder):
+    """It is locked, also for the process itself; and a run that another process is at work on is not FAILED."""
+    logger = MLflowLogger(tracking_uri=folder, system_metrics=False)
+    logger.log_metrics({"x": 1.0}, 0)
+    (path,) = journals(folder)
+    assert list(sync(folder)) == []
+    killed(folder, ({"x": 2.0}, 1), run_id=logger.run_id)
+    assert len(list(sync(folder))) == 1
+    assert journals(folder) == [path]
+    assert client(folder).get_run(logger.run_id).info.status == "RUNNING"
+    logger.finalize("success")
+    assert client(folder).get_run(logger.run_id).info.status == "FINISHED"
+    assert history(folder, logger.run_id, "x") == [(0, 1.0), (1, 2.0)]
+    assert not path.parent.exists()
+
+
+def test_a_killed_run_that_goes_on_has_its_points_first(folder):
+    """What it said after its checkpoint is there before it says it again, so that it is there once; it never FAILED."""
+    run_id = killed(folder, *SAID)
+    again = MLflowLogger(tracking_uri=folder, system_metrics=False)
+    again.go_on(run_id, [("x", 3.0, 7, 3)])
+    for step in range(150, 250):
+        again.log_metrics({"x": float(step)}, step)
+    again.finalize("success")
+    assert history(folder, run_id, "x") == [(step, float(step)) for step in range(250)]
+    run = client(folder).get_run(run_id)
+    assert (run.info.status, "failure" in run.data.tags) == ("FINISHED", False)
+
+
+def test_a_finished_run_leaves_no_journal(folder):
+    """Nor does it grow while the folder takes what is said: it is emptied each time."""
+    logger = MLflowLogger(tracking_uri=folder, system_metrics=False)
+    logger.log_metrics({"x": 1.0}, 0)
+    (path,) = journals(folder)
+    head = json.loads(path.read_text().splitlines()[0])
+    assert (head[0]["run"], head[0]["store"]) == (logger.run_id, str(folder))
+    assert path.read_text().count("\n") == 2
+    deadline = time.monotonic() + 20
+    while path.read_text().count("\n") > 1 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert path.read_text().count("\n") == 1
+    logger.finalize("success")
+    assert not path.parent.exists()
+
+
+def test_a_journal_of_a_deleted_or_unknown_run_is_no_obstacle(folder, caplog):
+    """Of a deleted run nothing is written; of one that is not in the folder the journal is kept aside, and said."""
+    gone = killed(folder, *SAID)
+    client(folder).delete_run(gone)
+    journal = Journal(locate(folder), "0" * 32)
+    journal.append(("points", 1, 2, {"x": 3.0}))
+    journal.end(keep=True)
+    told = list(sync(folder))
+    assert told[0] == f"{gone}  0 points and 0 other entries written"
+    assert "refused (the run 00000000000000000000000000000000 is not in the folder); kept as " in told[1]
+    assert list(sync(folder)) == []
+    assert [path.suffix for path in folder_of(locate(folder)).iterdir()] == [".refused"]
+
+
+def test_a_place_that_cannot_be_written_costs_the_journal_only(folder, monkeypatch, caplog):
+    """Then a line says so, and the run is tracked."""
+    monkeypatch.setattr("deeplightning.tracking.journal.folder_of", lambda store: store.database)
+    logger = MLflowLogger(tracking_uri=folder, system_metrics=False)
+    logger.log_metrics({"x": 1.0}, 0)
+    logger.finalize("success")
+    assert history(folder, logger.run_id, "x") == [(0, 1.0)]
+    assert "No journal of the run is kept" in caplog.text
+
+
+def test_what_was_left_is_written_by_a_command(folder, command, place):
+    """`deeplightning runs --sync` says what it wrote, or that there was nothing; both end with 0."""
+    run_id = killed(folder, *SAID)
+    told = command("runs", "--sync", "--tracking-uri", folder, cwd=place)
+    assert (told.code, told.out) == (0, f"{run_id}  400 points and 2 other entries written\n")
+    told = command("runs", "--sync", "--tracking-uri", folder, cwd=place)
+    assert (told.code, told.out) == (0, "nothing was left unwritten\n")
+    told = command("runs", "--sync", "--tracking-uri", folder.with_name("none"), cwd=place)
+    assert (told.code, told.out) == (0, "nothing was left unwritten\n")
+    assert not folder.with_name("none").exists()
+
+
+class Server:
+    """An MLflow server on loopback that can die and come back."""
+
+    def __init__(self, folder):
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.address = f"http://127.0.0.1:{self.port}"
+        self.folder = folder
+        self.process = None
+
+    def start(self):
+        store = ["--backend-store-uri", f"sqlite:///{self.folder}/server.db"]
+        store += ["--artifacts-destination", str(self.folder / "kept")]
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "mlflow", "server", "--port", str(self.port), "--workers", "1", *store],
+            env=environment(MLFLOW_SERVER_ENABLE_JOB_EXECUTION="false"),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        for _ in range(600):
+            try:
+                urllib.request.urlopen(f"{self.address}/health", timeout=5).close()
+                return
+            except OSError:
+                assert self.process.poll() is None
+                time.sleep(0.1)
+
+    def die(self):
+        if self.process is not None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait(30)
+            self.process = None
+
+
+@pytest.fixture
+def server(tmp_path):
+    server = Server(tmp_path)
+    server.start()
+    yield server
+    server.die()
+
+
+@pytest.mark.slow
+def test_a_server_that_dies_and_comes_back_has_every_point_once(server):
+    """Killed and started again in mid-run, twice: nothing is missing, nothing is there twice."""
+    logger = MLflowLogger(tracking_uri=server.address, system_metrics=False)
+    logger.log_hyperparams({"lr": 0.1})
+    step = 0
+    for _ in range(2):
+        for _ in range(300):
+            logger.log_metrics({"x": float(step)}, step)
+            step += 1
+            time.sleep(0.005)
+        server.die()
+        for _ in range(100):
+            logger.log_metrics({"x": float(step)}, step)
+            step += 1
+            time.sleep(0.005)
+        server.start()
+    logger.finalize("success")
+    assert history(server.address, logger.run_id, "x") == [(number, float(number)) for number in range(step)]
+    run = client(server.address).get_run(logger.run_id)
+    assert (run.info.status, run.data.params) == ("FINISHED", {"lr": "0.1"})
+    assert journals(server.address) == []
+
+
+@pytest.mark.slow
+def test_a_server_that_stays_dead_gets_all_later(server, command, tiny, tmp_path, monkeypatch):
+    """The run ends with 0 and a notice; `runs --sync` keeps the journal while the server is dead, then fills it."""
+    here = tmp_path / "here"
+    here.mkdir()
+    settings = (f"logger.params.tracking_uri={server.address}", "train.num_epochs=6", "logger.log_every_n_steps=1")
+    (here / "own.py").write_text(WAITS)
+    state = {"XDG_STATE_HOME": os.environ["XDG_STATE_HOME"], "DEEPLIGHTNING_TRACKING_DRAIN": "2"}
+    callback = "train.callbacks=[{type: own.Waits}]"
+    running = command.start("train", tiny, *settings, callback, cwd=here, **state)
+    running.says("waits")
+    server.die()
+    (here / "go").touch()
+    done = running.end()
+    assert done.code == 0, done
+    assert "deeplightning runs --sync" in done.err
+
+    asked = ("runs", "--sync", "--tracking-uri", server.address)
+    refused = command(*asked, cwd=here, **state)
+    assert refused.code == 3, refused
+    assert "does not take what was left unwritten" in refused.err
+    with pytest.raises(SetupError):
+        list(sync(server.address))
+    assert len(journals(server.address)) == 1
+    server.start()
+    told = command(*asked, cwd=here, **state)
+    assert told.code == 0, told
+    assert "points and" in told.out
+    run = client(server.address).search_runs(["0"])[0]
+    assert run.info.status == "FINISHED"
+    steps = [step for step, _ in history(server.address, run.info.run_id, "train_loss")]
+    assert steps == list(range(6 * 9))
+    assert (tmp_path / "kept" / "0" / run.info.run_id / "artifacts" / "last.ckpt").is_file()
+    assert journals(server.address) == []
+
+
+WAITS = '''\
+import pathlib
+import time
+
+import pytorch_lightning as pl
+
+
+class Waits(pl.Callback):
+    """Stops in the second epoch until a file is there."""
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if trainer.current_epoch == 1 and batch_idx == 2:
+            print("waits", flush=True)
+            while not pathlib.Path("go").exists():
+                time.sleep(0.01)
+'''
