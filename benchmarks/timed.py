@@ -58,6 +58,7 @@ class Took:
         output: what it said.
         folder: its working directory.
         processes: those that made steps, the one with the lowest process number first.
+        weights: the digest of those that it ended with; "": it left none, or nobody has looked.
     """
 
     cpu: float
@@ -66,6 +67,7 @@ class Took:
     output: str
     folder: Path
     processes: Sequence[Steps]
+    weights: str = ""
 
     @property
     def start(self) -> float:
@@ -199,8 +201,11 @@ def make_mnist(folder: Path, source: Path | None = None) -> None:
 
     Raises:
         FileNotFoundError: there are none in `source`.
+        ValueError: there are too few.
     """
     images, labels = _digits() if source is None else _idx_files(source)
+    if len(labels) < PICTURES:
+        raise ValueError(f"{source}: {len(labels):,} pictures are too few; the bounds are for {PICTURES:,}")
     images, labels = images[:PICTURES], labels[:PICTURES]
     raw = folder / "MNIST" / "raw"
     raw.mkdir(parents=True)

@@ -297,6 +297,7 @@ def test_a_bound_without_a_figure_is_not_kept():
     assert training.Bound("a", 0.75, 0.75).row() == ["a", "≤ 0.75", "0.750", "kept"]
     assert training.Bound("a", 0.7501, 0.75).row()[-1] == "NOT kept"
     assert training.Bound("a", None, 0.75).row()[2:] == ["not measured", "NOT kept"]
+    assert training.Bound("a", 0.87, 0.88, at_least=True).row()[1:] == ["≥ 0.88", "0.870", "NOT kept"]
 
 
 def test_pictures_are_written_as_mnist_is(tmp_path):
@@ -316,7 +317,10 @@ def test_pictures_are_written_as_mnist_is(tmp_path):
     timed.make_mnist(tmp_path / "again", packed)
     assert {path.name: path.read_bytes() for path in (tmp_path / "again/MNIST/raw").iterdir()} == files
     with pytest.raises(FileNotFoundError, match="holds no train-images"):
-        timed.make_mnist(tmp_path / "none", tmp_path / "again/MNIST/raw/nothing")
+        timed.make_mnist(tmp_path / "none", tmp_path / "nothing")
+    (packed / "t10k-labels-idx1-ubyte.gz").write_bytes(gzip.compress(files["t10k-labels-idx1-ubyte"], 1))
+    with pytest.raises(ValueError, match="100 pictures are too few"):
+        timed.make_mnist(tmp_path / "few", packed)
 
 
 def test_scripts_get_the_split_the_order_and_the_weights_of_a_run():
@@ -370,7 +374,8 @@ def test_each_program_learns_the_same(command, store, tmp_path, monkeypatch, cap
         monkeypatch.setattr(sys, "argv", [name, *training._words(job), *more])
         main()
         found[name] = took(1.0, said=capsys.readouterr().out, folder=folder)
-    assert len({timed.digest(training.checkpoint(one)) for one in found.values()}) == 1
+    (weights,) = {training.finished(one).weights for one in found.values()}
+    assert len(weights) == 12
     assert len({training.accuracy(one) for one in found.values()}) == 1
 
 
