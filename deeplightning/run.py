@@ -12,6 +12,7 @@ from deeplightning.config.schema import Config
 from deeplightning.config.tree import dump
 from deeplightning.configure import init_module, init_trainer, load_config
 from deeplightning.engine.launch import all_ended, together
+from deeplightning.engine.lean import import_lean
 from deeplightning.engine.plan import own_rank
 from deeplightning.runfolder import RunFolder
 from deeplightning.trained import checkpoint_of, export_run, find_checkpoint, keep_samples, resumption
@@ -124,6 +125,7 @@ def _weights_for(cfg: Config, record: Any, trained: bool) -> Path:
 
 def evaluate(folder: RunFolder, stage: str, overrides: list[str]) -> RunFolder:
     """Runs `test` or `predict` with a run's config and best weights, into the same run."""
+    import_lean()
     from deeplightning.engine.checkpoint_io import read_checkpoint
 
     path = checkpoint_of(folder)

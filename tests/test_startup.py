@@ -1,0 +1,163 @@
+"""What each verb imports: start-up is what a command costs before it does anything, and must not creep."""
+
+import json
+import os
+import struct
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from served import ROOT
+
+CONFIG = """\
+seed: 1
+data: {root: ROOT, module: {type: deeplightning.data.mnist.MNIST}, batch_size: 16}
+model:
+  module: {type: deeplightning.task.img_classif.ImageClassification}
+  network: {type: deeplightning.model.cnn.SimpleCNN, params: {num_classes: 10, num_channels: 1, image_size: 28}}
+  optimizer: {type: torch.optim.SGD, params: {lr: 0.1, momentum: 0.9}}
+  loss: {type: torch.nn.CrossEntropyLoss}
+train: {num_epochs: 1, export: false}
+logger: {params: {tracking_uri: STORE}, pictures: null}
+"""
+
+# Modules that a verb may hold at its end, a tenth more than on the day on which this was written (November 2026, Python
+# 3.11), and packages of which it may hold none.
+COMPILER = ["torch._dynamo.utils", "torch._inductor", "sympy", "torch.onnx"]
+UNUSED = [
+    *COMPILER,
+    "mlflow",
+    "sqlalchemy",
+    "alembic",
+    "pandas",
+    "scipy",
+    "sklearn",
+    "matplotlib",
+    "torchvision",
+    "onnx",
+]
+HEAVY = ["torch", "numpy", "pytorch_lightning", "PIL", *UNUSED]
+BUDGETS = {
+    "--help": (160, HEAVY),
+    "schema": (185, HEAVY),
+    "check CONFIG": (235, HEAVY),
+    "explain CONFIG": (235, HEAVY),
+    "train CONFIG": (2015, UNUSED),
+    "test RUN": (2015, UNUSED),
+    "diff RUN RUN": (250, HEAVY),
+}
+
+PROGRAM = """\
+import json, sys
+from deeplightning.cli import _run
+code = _run()
+open({file!r}, "w").write(json.dumps([code, sorted(sys.modules)]))
+"""
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory):
+    """`imported(words)`: the modules that a verb holds at its end, in a fresh process."""
+    place = tmp_path_factory.mktemp("place")
+    folder = place / "MNIST" / "raw"
+    folder.mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    for name in ("train", "t10k"):
+        images, labels = rng.integers(0, 256, (40, 28, 28), np.uint8), np.arange(40, dtype=np.uint8) % 10
+        (folder / f"{name}-images-idx3-ubyte").write_bytes(
+            struct.pack(">IIII", 0x803, *images.shape) + images.tobytes()
+        )
+        (folder / f"{name}-labels-idx1-ubyte").write_bytes(struct.pack(">II", 0x801, 40) + labels.tobytes())
+    config = place / "c.yaml"
+    config.write_text(CONFIG.replace("ROOT", str(place)).replace("STORE", str(place / "runs")))
+
+    def modules(words: str) -> set[str]:
+        run = next((place / "runs").glob("*/*/artifacts"), Path("none"))
+        known = {"CONFIG": str(config), "STORE": str(place / "runs"), "RUN": str(run)}
+        file = place / "modules.json"
+        env = {name: value for name, value in os.environ.items() if name != "DEEPLIGHTNING_DEBUG"}
+        done = subprocess.run(
+            [sys.executable, "-c", PROGRAM.format(file=str(file)), *(known.get(word, word) for word in words.split())],
+            env=env | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            cwd=place,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+        assert file.exists(), done.stderr
+        code, found = json.loads(file.read_text())
+        file.unlink()
+        assert code == 0, done.stderr
+        return set(found)
+
+    modules("train CONFIG")  # the run that others look at; it also makes the store
+    return modules
+
+
+@pytest.mark.parametrize("words", BUDGETS)
+def test_a_verb_imports_no_more_than_it_did(imported, words):
+    """As many modules as recorded, and none of the packages that it has no use for."""
+    most, without = BUDGETS[words]
+    found = imported(words)
+    assert not {name for name in found for package in without if f"{name}.".startswith(f"{package}.")}
+    assert len(found) <= most, f"{len(found)} modules; a new import that is worth its time may raise the budget"
+
+
+STAND_INS = """\
+import sys, types
+from deeplightning.engine.lean import import_lean
+import_lean()
+import pytorch_lightning, torch, torchmetrics
+from pytorch_lightning.utilities.compile import OptimizedModule
+assert "matplotlib" not in sys.modules and type(sys.modules["torch._dynamo"]) is not types.ModuleType
+
+network = torch.nn.Linear(2, 2)
+optimizer = torch.optim.SGD(network.parameters(), lr=0.1)
+optimizer.step()
+assert not isinstance(network, OptimizedModule)
+assert "sympy" not in sys.modules, "an optimizer step in eager mode"
+
+compiled = torch.compile(network, backend="eager")
+assert isinstance(compiled, OptimizedModule) and not isinstance(network, OptimizedModule)
+compiled(torch.ones(1, 2)).sum().backward()
+optimizer.step()
+optimizer.zero_grad()
+assert type(sys.modules["torch._dynamo"]) is types.ModuleType is type(torch._dynamo)
+assert torch._dynamo.utils is sys.modules["torch._dynamo.utils"] and torch._dynamo.config.cache_size_limit
+
+metric = torchmetrics.classification.MulticlassAccuracy(num_classes=2)
+metric.update(torch.eye(2), torch.tensor([0, 1]))
+assert metric.compute() == 1 and isinstance(metric, torchmetrics.Metric)
+assert torchmetrics.functional.accuracy(torch.eye(2), torch.tensor([0, 1]), task="multiclass", num_classes=2) == 1
+import matplotlib
+matplotlib.use("agg")
+figure, axes = metric.plot()
+assert figure.axes == [axes]
+"""
+
+SUBMODULE_FIRST = """\
+from deeplightning.engine.lean import import_lean
+import_lean()
+from torch._dynamo.utils import is_compile_supported
+import sys, torch, types
+assert type(torch._dynamo) is types.ModuleType and sys.modules["torch._dynamo.utils"] is torch._dynamo.utils
+"""
+
+UNKNOWN = """\
+import sys, types
+from deeplightning.engine import lean
+sys.modules["torchmetrics.__about__"] = types.ModuleType("another version of it")
+lean.import_lean()
+import pytorch_lightning, torchmetrics
+assert torchmetrics.__version__ and type(torchmetrics) is types.ModuleType
+"""
+
+
+@pytest.mark.parametrize("program", [STAND_INS, SUBMODULE_FIRST, UNKNOWN], ids=["asked", "submodule", "unknown"])
+def test_what_is_left_out_is_there_when_asked_for(program):
+    """Compiling, metrics and their plots work as if all had been imported; a library of another shape is imported."""
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", program], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
