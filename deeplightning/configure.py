@@ -87,6 +87,7 @@ def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
 def init_module(cfg: Config, section: str) -> Any:
     """The data module (`data`) or the task (`model`) of a config. What its constructor draws follows from the seed."""
     from deeplightning.callbacks.steps import seed_all
+    from deeplightning.engine.compute import lay_channels_last
     from deeplightning.engine.quick import note_signatures
 
     assert cfg.seed is not None, "load_config draws one"
@@ -94,21 +95,22 @@ def init_module(cfg: Config, section: str) -> Any:
     module = build(getattr(cfg, section).module, cfg)
     if section == "model":
         note_signatures(module)
+        if cfg.engine.channels_last:
+            lay_channels_last(module)
     return module
 
 
 def init_trainer(cfg: Config) -> pl.Trainer:
     """A Lightning Trainer for a config. Opens no run and writes nothing: that begins with `fit`."""
     import pytorch_lightning as pl
-    import torch
 
     from deeplightning.callbacks import all_of
     from deeplightning.callbacks.console import to_terminal
+    from deeplightning.engine import compute
     from deeplightning.engine.checkpoint_io import SafeCheckpointIO
 
     to_terminal(cfg)
-    if cfg.engine.matmul_precision is not None:
-        torch.set_float32_matmul_precision(cfg.engine.matmul_precision)
+    compute.prepare(cfg.engine)
     train, clip = cfg.train, cfg.train.gradient_clip
     limits = train.limit_batches
     often = train.val_every_n_epoch

@@ -192,7 +192,20 @@ class Engine:
         "how precisely GPUs multiply matrices of 32 bits: high is TF32, medium bf16; null: torch's own choice", None
     )
     deterministic: bool = key("only algorithms that give the same bits each time, on GPU too", False)
-    compile: bool = key("compile the network with torch.compile", False)
+    compile: bool | Literal["reduce-overhead", "max-autotune"] = key(
+        "compile the network with torch.compile; a word is its mode: reduce-overhead uses CUDA graphs", False
+    )
+    channels_last: bool = key(
+        "lay pictures in memory with their channels last: convolutions are faster, and round otherwise", False
+    )
+    threads: int | None = key(
+        "threads that one process computes with; null: OMP_NUM_THREADS, else the cores, divided among the processes",
+        None,
+        low=1,
+    )
+    keep_memory: bool = key(
+        "memory that a step frees is kept for the next one instead of given back to the system; the same results", True
+    )
     sync_batchnorm: bool = key("batch norm over all processes", False)
     activation_checkpointing: list[str] | None = key(
         "modules that compute their activations again in the backward pass instead of keeping them: names in the "

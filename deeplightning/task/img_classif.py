@@ -146,8 +146,8 @@ class ImageClassification(pl.LightningModule):
         incomplete = any(p.is_meta or hasattr(p, "ds_id") for p in network.parameters())
         if self.image_spec is not None and not incomplete:
             self._try_out(network, self.image_spec)
-        if self.cfg.engine.compile:
-            network.compile()
+        if mode := self.cfg.engine.compile:
+            network.compile(mode="default" if mode is True else mode)
 
     def _try_out(self, network: nn.Module, spec: ImageSpec) -> None:
         """Passes a black picture through; torch's own error would come in the first batch, and speak of matrices."""
