@@ -150,7 +150,7 @@ def test_a_journal_of_a_deleted_or_unknown_run_is_no_obstacle(folder, caplog):
     journal.end(keep=True)
     told = list(sync(folder))
     assert told[0] == f"{gone}  0 points and 0 other entries written"
-    assert "refused (the run 00000000000000000000000000000000 is not in the folder); kept as " in told[1]
+    assert "refused (the run 00000000000000000000000000000000 is not in the store); kept as " in told[1]
     assert list(sync(folder)) == []
     assert [path.suffix for path in folder_of(locate(folder)).iterdir()] == [".refused"]
 

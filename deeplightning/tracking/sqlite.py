@@ -54,12 +54,16 @@ def open_directly(store: Store) -> "Tracker | None":
     if not mlflow_is_known():
         return None
     try:
-        if revision(store.database) is None:
+        if is_empty(store.database):
             with locked(store):
                 if is_empty(store.database):
                     make(store)
                 lock_of(store.database).unlink(missing_ok=True)
-        return Tracker(store) if revision(store.database) == REVISION else None
+        tracker = Tracker(store)
+        if tracker.revision() == REVISION:
+            return tracker
+        tracker.close()
+        return None
     except (sqlite3.Error, OSError) as error:
         raise explain(error, store) from error
 
@@ -77,33 +81,9 @@ def mlflow_is_known() -> bool:
     return False
 
 
-def revision(database: Path) -> str | None:
-    """The schema of a database, by Alembic's name; None: it has none, or is not there.
-
-    Raises:
-        sqlite3.Error: it is no database, or cannot be read.
-    """
-    if not database.exists():
-        return None
-    with closing(_connect(database)) as connection:
-        waited = Wait(f"the tracking database {database}")
-        while True:
-            try:
-                found = connection.execute("SELECT version_num FROM alembic_version").fetchone()
-                return found[0] if found else None
-            except sqlite3.OperationalError as error:
-                if "no such table" in str(error):
-                    return None
-                if not is_locked(error) or not waited.again():
-                    raise
-
-
 def is_empty(database: Path) -> bool:
     """Whether there is no database, or nothing in it."""
-    if not database.exists():
-        return True
-    with closing(_connect(database)) as connection:
-        return connection.execute("SELECT 1 FROM sqlite_master").fetchone() is None
+    return not database.exists() or database.stat().st_size == 0
 
 
 def make(store: Store) -> None:
@@ -148,6 +128,16 @@ class Tracker:
 
     def make_ready(self) -> None:
         """Each transaction waits for itself."""
+
+    def revision(self) -> str | None:
+        """The schema of the database, by Alembic's name; None: it has none."""
+        try:
+            found = self._find("SELECT version_num FROM alembic_version")
+        except sqlite3.OperationalError as error:
+            if "no such table" not in str(error):
+                raise
+            return None
+        return found[0][0] if found else None
 
     def location_of(self, experiment: str) -> str | None:
         """Where the runs of an experiment have their files; None: there is no such experiment."""
