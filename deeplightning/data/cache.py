@@ -13,26 +13,30 @@ decided by what its file holds, never by its name:
 The cache is a folder with one folder for each such rule and source of images. In each are four files:
 
     pixels   row after row, uint8 (C, H, W)
-    rows     of each row SHA-256 (its first half) and a check sum; written once the pixels have reached the disk
+    rows     of each content SHA-256 (its first half), row, check sum; written once the pixels have reached the disk
     files    of each file seen: device, inode, size, both times, SHA-256
     lock     held by the one process that adds rows; those that wait for it take what it has decoded
 
-Rows are only ever added, so a map stays right while others add. A process that maps `pixels` holds a shared lock on it.
-A folder is removed as a whole by a process that holds its `lock`: when there is no room (the longest unused goes first,
-none in use) or a row is damaged. Deleting it by hand is safe at any time, as what is mapped stays readable. All its
-files are opened relative to the opened folder, so nothing is ever mixed with a later folder of the same name.
+Rows are only ever added behind all others, so a map stays right whatever happens. A process that maps `pixels` holds a
+shared lock on it. A folder is removed as a whole by a process that holds its `lock`: when there is no room (the longest
+unused goes first, none in use) or a row is damaged. Deleting it by hand is safe at any time: what is mapped stays
+readable, a folder is made whole and one that lacks a file is not used, and all files are opened relative to the opened
+folder, so nothing is ever mixed with a later one of the same name.
 
 N samples, R rows, C channels, H height, W width.
 """
 
 import contextlib
+import errno
 import hashlib
 import logging
 import math
 import mmap
 import os
+import re
 import shutil
 import sys
+import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -69,9 +73,12 @@ STALLED = 120.0
 """Seconds without a sign of life from the process that decodes, after which others go on without the cache."""
 
 _LAYOUT = 1  # of the files
+_NAMES = ("pixels", "rows", "lock")  # that a folder is made with
+_OURS = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}")  # nothing else in the user's folder is ever touched
+_NEW, _GONE = ".deeplightning-new-", ".deeplightning-gone-"
 _COMMIT = 64 * 2**20  # bytes after which new rows count
 _CHUNK = 4 * 2**20  # bytes that one thread prepares at a time
-_ROW = np.dtype([("digest", "<u8", 2), ("sum", "<u8")])
+_ROW = np.dtype([("digest", "<u8", 2), ("sum", "<u8"), ("row", "<u8")])
 _FILE = np.dtype([("stat", "<u8", 5), ("digest", "<u8", 2)])
 _ODD = np.array(
     [0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93, 0xFF51AFD7ED558CCD], np.uint64
@@ -91,8 +98,8 @@ class _Damaged(Exception):
     """The cache does not hold what was written."""
 
 
-_Elsewhere = dict[bytes, tuple[np.ndarray, np.ndarray, int]]
-"""By digest: the pixels and check sums of a folder, and the row in them."""
+_Elsewhere = dict[bytes, tuple[np.ndarray, int]]
+"""By digest, pixels of another folder and their check sum."""
 
 
 class _Read(NamedTuple):
@@ -177,7 +184,6 @@ class ImageCache:
                     return found
             self._make_folder()
             with contextlib.suppress(FileNotFoundError), _Folder(self.folder, self._row) as folder, folder.locked():
-                folder.create()
                 try:  # what this process waited for may be what it looks for
                     return self._look_up(folder, stats) or self._add(folder, paths, stats)
                 except _Damaged:
@@ -186,39 +192,52 @@ class ImageCache:
         raise _Unusable("other processes remove it over and over")
 
     def _make_folder(self) -> None:
-        self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        tag = self.top / "CACHEDIR.TAG"  # tells backups to leave it out
-        if not tag.exists():
-            tag.write_text(_TAG)
+        """Makes sure that there is a whole one, at least for a moment."""
+        self.top.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):  # there is none
+            if {path.name for path in self.folder.iterdir()} >= {*_NAMES}:
+                return
+            _remove(self.folder)  # a part of it was deleted
+        with contextlib.suppress(FileNotFoundError, FileExistsError):  # another process does the same, or removes it
+            made = Path(tempfile.mkdtemp(prefix=_NEW, dir=self.top))
+            try:
+                (made / "CACHEDIR.TAG").write_text(_TAG)  # backups leave it out
+                for name in _NAMES:
+                    (made / name).touch(mode=0o600)
+                made.rename(self.folder)
+            except OSError as error:
+                shutil.rmtree(made, ignore_errors=True)
+                if error.errno != errno.ENOTEMPTY:
+                    raise
 
     def _look_up(self, folder: "_Folder", stats: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
         """None: some are missing.
 
         Raises:
             _Damaged: if a row is not what was written.
-            FileNotFoundError: if nothing has been written yet.
+            FileNotFoundError: if there is no such folder.
         """
         rows, files = folder.open(), folder.files()
         known = _find(files["stat"], stats)
         found = _find(rows["digest"], files["digest"][known]) if (known >= 0).all() else known
         if (found < 0).any():
             return None
-        pixels = folder.map(len(rows))
-        self._check(pixels, rows["sum"], np.unique(found))
+        pixels = folder.map()
+        self._check(pixels, rows[np.unique(found)])
         folder.touch()
-        return pixels.reshape(-1, *self._shape), found
+        return pixels.reshape(-1, *self._shape), rows["row"][found].astype(np.int64)
 
-    def _check(self, pixels: np.ndarray, sums: np.ndarray, rows: np.ndarray) -> None:
+    def _check(self, pixels: np.ndarray, records: np.ndarray) -> None:
         """Compares check sums: of all these rows, or of `CHECKED` bytes of them, the first and last included."""
         most = max(2, CHECKED // self._row)
-        if len(rows) > most:
-            rows = rows[np.linspace(0, len(rows) - 1, most).astype(np.int64)]
+        if len(records) > most:
+            records = records[np.linspace(0, len(records) - 1, most).astype(np.int64)]
         step = max(1, 2**20 // self._row)
-        for start in range(0, len(rows), step):
-            some = rows[start : start + step]
-            together = some[-1] - some[0] == len(some) - 1
-            block = pixels[some[0] : some[-1] + 1] if together else pixels[some]
-            if (_sums(block) != sums[some]).any():
+        for start in range(0, len(records), step):
+            some = records[start : start + step]
+            rows = some["row"].astype(np.int64)
+            together = (np.diff(rows) == 1).all()
+            if (_sums(pixels[rows[0] : rows[-1] + 1] if together else pixels[rows]) != some["sum"]).any():
                 raise _Damaged
 
     def _add(self, folder: "_Folder", paths: Sequence[str], stats: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -228,7 +247,7 @@ class ImageCache:
         digests = np.zeros((len(paths), 2), dtype="<u8")
         digests[known >= 0] = files["digest"][known[known >= 0]]
         missing = np.flatnonzero((known < 0) | (_find(rows["digest"], digests) < 0))
-        self._make_room(folder, len(rows), len(missing))
+        self._make_room(folder, len(missing))
         log.info("Decoding %s images into %s", f"{len(missing):,}", self.folder)
         have = set(_texts(rows["digest"]))
         elsewhere = self._elsewhere()
@@ -252,7 +271,7 @@ class ImageCache:
             self._in_threads(missing, prepare, take)
             folder.commit()
         except OSError:
-            folder.give_up(began_with=len(rows))
+            folder.give_up(everything=len(rows) == 0)
             raise
         except BaseException:  # what is done stays done
             with contextlib.suppress(OSError):
@@ -264,7 +283,8 @@ class ImageCache:
             with contextlib.suppress(OSError):
                 folder.note(files, stats[settled], digests[settled])
         rows = folder.open()
-        return folder.map(len(rows)).reshape(-1, *self._shape), _find(rows["digest"], digests)
+        found = rows["row"][_find(rows["digest"], digests)]
+        return folder.map().reshape(-1, *self._shape), found.astype(np.int64)
 
     def _read(self, path: str, have: set[bytes], elsewhere: _Elsewhere) -> _Read:
         try:
@@ -275,9 +295,9 @@ class ImageCache:
             if digest in have:
                 return _Read(stat, digest, None)
             if digest in elsewhere:
-                pixels, sums, row = elsewhere[digest]
-                if _sums(pixels[row : row + 1])[0] == sums[row]:
-                    return _Read(stat, digest, pixels[row])
+                pixels, checked = elsewhere[digest]
+                if _sums(pixels[None])[0] == checked:
+                    return _Read(stat, digest, pixels)
             return _Read(stat, digest, self._spec.decode(data, self._max_pixels).transpose(2, 0, 1).reshape(-1))
         except (ImageError, OSError) as error:
             raise DataError(f"{path}: cannot be used as an image. {error}") from error
@@ -288,8 +308,11 @@ class ImageCache:
         for path in self.top.glob(f"{self.folder.name.partition('-')[0]}-*"):
             with contextlib.suppress(OSError, _Damaged), _Folder(path, self._row) as other:
                 if path != self.folder and len(rows := other.open()):
-                    pixels = other.map(len(rows))
-                    found |= {text: (pixels, rows["sum"], row) for row, text in enumerate(_texts(rows["digest"]))}
+                    pixels = other.map()
+                    found |= {
+                        text: (pixels[row], checked)
+                        for text, row, checked in zip(_texts(rows["digest"]), rows["row"], rows["sum"], strict=True)
+                    }
         return found
 
     def _in_threads(
@@ -315,7 +338,7 @@ class ImageCache:
                 pool.shutdown(cancel_futures=True)
                 raise
 
-    def _make_room(self, folder: "_Folder", have: int, new: int) -> None:
+    def _make_room(self, folder: "_Folder", new: int) -> None:
         """Removes what is longest unused, so that so many rows fit.
 
         Raises:
@@ -325,19 +348,17 @@ class ImageCache:
         size, words = self._size * row, f"{self._size:,} images take {self._size * row / 2**30:.3g} GiB"
         if size > limit:
             raise _Unusable(f"{words}, more than the {limit / 2**30:.3g} that DEEPLIGHTNING_CACHE_LIMIT allows")
+        have = folder.rows_taken()
         if (have + new) * row > limit:  # most of them of files that are gone
             folder.remove()
             raise FileNotFoundError
         others = sorted(_caches(self.top, self.folder), key=lambda one: one[1])
         taken = (have + new) * row + sum(size for _, _, size in others)
         while taken > limit or not self._disk_has(new * row):
+            if not others and taken > limit:
+                raise _Unusable(f"{words}, and the rest of {limit / 2**30:.3g} GiB is in use")
             if not others:
-                what = (
-                    f"the rest of {limit / 2**30:.3g} GiB is in use"
-                    if taken > limit
-                    else "half of the disk's free space stays free"
-                )
-                raise _Unusable(f"{words}, and {what}")
+                raise _Unusable(f"{words}, and half of the disk's free space stays free")
             path, _, size = others.pop(0)
             if _remove_unused(path):
                 log.info("Removed the decoded images in %s: there was no room, and they were longest unused", path)
@@ -361,9 +382,9 @@ class _Folder:
     def __init__(self, path: Path, row: int):
         self.path, self._row = path, row
         self._files = contextlib.ExitStack()
-        self._pixels = self._rows = -1
-        self._count = 0  # rows that count
-        self._written: list[np.ndarray] = []  # records of rows that do not yet
+        self._adds, self._pixels, self._rows = False, -1, -1
+        self._records = self._mapped = self._end = 0  # records; rows that they tell of; rows written
+        self._written: list[np.ndarray] = []  # records of rows that do not count yet
 
     def __enter__(self) -> "_Folder":
         self._folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
@@ -386,7 +407,7 @@ class _Folder:
             FileNotFoundError: the folder was removed meanwhile.
             _Unusable: the one that adds does nothing.
         """
-        lock = self._lock = self._open("lock", os.O_RDWR | os.O_CREAT)
+        lock = self._lock = self._open("lock", os.O_RDWR)
         stamp, since, told = -1, time.monotonic(), False
         while not _locks(lock, fcntl.LOCK_EX):
             if (now := os.fstat(lock).st_mtime_ns) != stamp:
@@ -399,38 +420,40 @@ class _Folder:
             time.sleep(0.05)
         if not os.path.samestat(self.path.stat(), os.fstat(self._folder)):
             raise FileNotFoundError
+        self._adds = True
         yield
 
     def sign(self) -> None:
         """Shows those that wait that work goes on."""
         os.utime(self._lock)
 
-    def create(self) -> None:
-        """Makes the files, and opens them for writing."""
-        self._pixels = self._open("pixels", os.O_RDWR | os.O_CREAT)
-        self._rows = self._open("rows", os.O_RDWR | os.O_CREAT)
-
     def open(self) -> np.ndarray:
         """Records of the rows that count; from now on the pixels are in use.
 
         Raises:
-            _Damaged: if there are pixels of fewer.
+            _Damaged: if there are no such rows.
         """
         if self._pixels < 0:
-            self._pixels, self._rows = self._open("pixels", os.O_RDONLY), self._open("rows", os.O_RDONLY)
+            how = os.O_RDWR if self._adds else os.O_RDONLY
+            self._pixels, self._rows = self._open("pixels", how), self._open("rows", how)
         if not _locks(self._pixels, fcntl.LOCK_SH):
             raise FileNotFoundError  # it is being removed
-        rows = _array(self._rows, _ROW)
-        if os.fstat(self._pixels).st_size < len(rows) * self._row:
+        rows, size = _array(self._rows, _ROW), os.fstat(self._pixels).st_size
+        self._records, self._mapped = len(rows), int(rows["row"].max()) + 1 if len(rows) else 0
+        self._end = -(-size // self._row)
+        if size < self._mapped * self._row:
             raise _Damaged
-        self._count = len(rows)
         return rows
 
-    def map(self, count: int) -> np.ndarray:
-        """Pixels of the first rows, uint8 (count, bytes of a row), read-only. They stay in use while they are mapped:
+    def map(self) -> np.ndarray:
+        """Pixels of the rows that count, uint8 (R, bytes of a row), read-only. They stay in use while they are mapped:
         the map has the lock as well."""
-        mapped = mmap.mmap(self._pixels, count * self._row, access=mmap.ACCESS_READ)
-        return np.frombuffer(mapped, dtype=np.uint8).reshape(count, self._row)
+        mapped = mmap.mmap(self._pixels, self._mapped * self._row, access=mmap.ACCESS_READ)
+        return np.frombuffer(mapped, dtype=np.uint8).reshape(-1, self._row)
+
+    def rows_taken(self) -> int:
+        """With those that a killed process has left behind."""
+        return self._end
 
     def touch(self) -> None:
         """Notes that it was used."""
@@ -450,13 +473,14 @@ class _Folder:
 
     def add(self, pixels: np.ndarray, digests: bytes) -> None:
         """Writes rows, uint8 (n, bytes of a row), which count from the next commit on."""
-        written = sum(map(len, self._written))
-        _write(self._pixels, np.ascontiguousarray(pixels), (self._count + written) * self._row)
+        _write(self._pixels, pixels, self._end * self._row)
         records = np.empty(len(pixels), dtype=_ROW)
         records["digest"] = np.frombuffer(digests, dtype="<u8").reshape(-1, 2)
         records["sum"] = _sums(pixels)
+        records["row"] = np.arange(self._end, self._end + len(pixels))
+        self._end += len(pixels)
         self._written.append(records)
-        if (written + len(pixels)) * self._row >= _COMMIT:
+        if sum(map(len, self._written)) * self._row >= _COMMIT:
             self.commit()
 
     def commit(self) -> None:
@@ -465,8 +489,8 @@ class _Folder:
             return
         records = np.concatenate(self._written)
         os.fsync(self._pixels)
-        _write(self._rows, records, self._count * _ROW.itemsize)
-        self._count += len(records)
+        _write(self._rows, records, self._records * _ROW.itemsize)
+        self._records, self._mapped = self._records + len(records), self._end
         self._written.clear()
 
     def note(self, files: np.ndarray, stats: np.ndarray, digests: np.ndarray) -> None:
@@ -478,25 +502,29 @@ class _Folder:
         _write(beside, np.concatenate([kept, new]), 0)
         os.replace("files.new", "files", src_dir_fd=self._folder, dst_dir_fd=self._folder)
 
-    def give_up(self, began_with: int) -> None:
-        """Leaves nothing behind of what could not be written: the disk may be full."""
-        if began_with:
-            with contextlib.suppress(OSError):
-                os.ftruncate(self._pixels, self._count * self._row)  # nobody maps more
-        else:
+    def give_up(self, everything: bool) -> None:
+        """Leaves nothing behind of what could not be written, or of all: the disk may be full."""
+        if everything:
             self.remove()
+        else:
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._pixels, self._mapped * self._row)  # nobody maps more
 
     def remove(self) -> None:
         """Removes the folder, with the lock held. Who has mapped the pixels can go on reading them."""
-        gone = self.path.with_name(f".gone-{os.getpid()}-{time.monotonic_ns()}")
-        self.path.rename(gone)
-        shutil.rmtree(gone, ignore_errors=True)
+        _remove(self.path)
+
+
+def _remove(path: Path) -> None:
+    gone = path.with_name(f"{_GONE}{os.getpid()}-{time.monotonic_ns()}")
+    path.rename(gone)
+    shutil.rmtree(gone, ignore_errors=True)
 
 
 def _remove_unused(path: Path) -> bool:
     """Whether a folder of the cache could be removed: no process uses it or adds to it."""
     with contextlib.suppress(OSError), _Folder(path, 1) as folder:
-        lock, pixels = folder._open("lock", os.O_RDWR), folder._open("pixels", os.O_RDONLY)
+        lock, pixels = folder._open("lock", os.O_RDWR), folder._open("pixels", os.O_RDWR)
         if _locks(lock, fcntl.LOCK_EX) and _locks(pixels, fcntl.LOCK_EX):
             folder.remove()
             return True
@@ -504,23 +532,26 @@ def _remove_unused(path: Path) -> bool:
 
 
 def _caches(top: Path, but: Path) -> Iterator[tuple[Path, float, int]]:
-    """The other folders: path, when last used, bytes. What a killed process has left of one is taken away."""
+    """The other folders: path, when last used, bytes. What killed processes have left of one is taken away."""
     for path in top.iterdir():
-        if path.name.startswith(".gone-"):
-            shutil.rmtree(path, ignore_errors=True)
-        elif path != but:
-            with contextlib.suppress(OSError):
-                sizes = [(path / name).stat().st_size for name in ("pixels", "rows")]
-                yield path, (path / "pixels").stat().st_mtime, sum(sizes)
+        with contextlib.suppress(OSError):
+            if path.name.startswith(_GONE) or (path.name.startswith(_NEW) and _age(path) > 3600):
+                shutil.rmtree(path, ignore_errors=True)
+            elif path != but and _OURS.fullmatch(path.name):
+                yield path, -_age(path / "pixels"), sum((path / name).stat().st_size for name in _NAMES)
+
+
+def _age(path: Path) -> float:
+    return time.time() - path.stat().st_mtime
 
 
 def _limit() -> float:
     """Bytes."""
     told = os.environ.get("DEEPLIGHTNING_CACHE_LIMIT") or LIMIT
-    try:
-        return float(told) * 2**30
-    except ValueError:
-        raise DataConfigError(f"DEEPLIGHTNING_CACHE_LIMIT must be a number of GiB, not {told!r}.") from None
+    with contextlib.suppress(ValueError):
+        if (limit := float(told)) >= 0:
+            return limit * 2**30
+    raise DataConfigError(f"DEEPLIGHTNING_CACHE_LIMIT must be a number of GiB, not {told!r}.")
 
 
 def _locks(file: int, kind: int) -> bool:
@@ -581,4 +612,4 @@ def _write(file: int, array: np.ndarray, place: int) -> None:
 
 
 def _name(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return hashlib.sha256(os.fsencode(text)).hexdigest()[:16]
