@@ -103,7 +103,7 @@ _Elsewhere = dict[bytes, tuple[np.ndarray, int]]
 
 
 class _Read(NamedTuple):
-    """A file's content; `pixels`: uint8 (C, H, W), None: they are there already."""
+    """A file's content; `pixels`: uint8 (bytes of a row,), None: they are there already."""
 
     stat: tuple[int, ...]
     digest: bytes
@@ -247,7 +247,12 @@ class ImageCache:
         digests = np.zeros((len(paths), 2), dtype="<u8")
         digests[known >= 0] = files["digest"][known[known >= 0]]
         missing = np.flatnonzero((known < 0) | (_find(rows["digest"], digests) < 0))
-        self._make_room(folder, len(missing))
+        try:
+            self._make_room(folder, len(missing))
+        except _Unusable:
+            if not len(rows):  # it was made in vain
+                folder.remove()
+            raise
         log.info("Decoding %s images into %s", f"{len(missing):,}", self.folder)
         have = set(_texts(rows["digest"]))
         elsewhere = self._elsewhere()
@@ -353,19 +358,19 @@ class ImageCache:
             folder.remove()
             raise FileNotFoundError
         others = sorted(_caches(self.top, self.folder), key=lambda one: one[1])
-        taken = (have + new) * row + sum(size for _, _, size in others)
-        while taken > limit or not self._disk_has(new * row):
-            if not others and taken > limit:
-                raise _Unusable(f"{words}, and the rest of {limit / 2**30:.3g} GiB is in use")
+        taken = sum(size for _, _, size in others)
+        if not self._disk_has(new * row, besides=taken):
+            raise _Unusable(f"{words}, and half of the disk's free space stays free")
+        while taken + (have + new) * row > limit or not self._disk_has(new * row):
             if not others:
-                raise _Unusable(f"{words}, and half of the disk's free space stays free")
+                raise _Unusable(f"{words}, and the rest of the cache is in use")
             path, _, size = others.pop(0)
             if _remove_unused(path):
                 log.info("Removed the decoded images in %s: there was no room, and they were longest unused", path)
                 taken -= size
 
-    def _disk_has(self, size: int) -> bool:
-        return size <= shutil.disk_usage(self.top).free / 2
+    def _disk_has(self, size: int, besides: int = 0) -> bool:
+        return size <= (shutil.disk_usage(self.top).free + besides) / 2
 
 
 class _Folder:
