@@ -277,6 +277,7 @@ def on_one_cpu(cfg: Config) -> Config:
     engine.gpus, engine.backend, engine.params, engine.profiler = None, None, {}, None
     engine.processes = engine.num_nodes = 1
     engine.compile = engine.sync_batchnorm = engine.deterministic = engine.keep_memory = False
+    engine.threads = None
     mine.data.num_workers = 0
     for name in ("prefetch_factor", "persistent_workers", "multiprocessing_context"):  # of loader processes
         mine.data.loader.pop(name, None)

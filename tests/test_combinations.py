@@ -70,6 +70,7 @@ BREAKING = [
     FUSED,
     ["engine.processes=2", "engine.params.nvme_path=.", "engine.backend=deepspeed_stage_2_offload_nvme"],
     ["engine.gpus=1", "engine.params.nvme_path=absent", "engine.backend=deepspeed_stage_3_offload_nvme"],
+    ["engine.backend=fsdp", "engine.processes=2", "engine.channels_last=true"],
     ["data.num_splits=3", "data.fold=3"],
     ["data.loader.prefetch_factor=2"],
     ["data.loader.persistent_workers=true"],

@@ -36,6 +36,7 @@ def all_of(cfg: Config) -> list[pl.Callback]:
     from deeplightning.callbacks.signals import Signals
     from deeplightning.callbacks.start import StartWeights
     from deeplightning.callbacks.steps import AccumulateFrom, FiniteLoss, LogSteps, SameBuffers, SampleWeights, Seeds
+    from deeplightning.callbacks.threads import MeasuredThreads
     from deeplightning.engine.quick import leave_out_empty_hooks
     from deeplightning.tracking.build import prepare
     from deeplightning.tracking.environment import redacted
@@ -65,6 +66,8 @@ def all_of(cfg: Config) -> list[pl.Callback]:
     ]
     if cfg.engine.activation_checkpointing:
         callbacks.append(Recompute(cfg.engine.activation_checkpointing))
+    if cfg.engine.threads == "auto":
+        callbacks.append(MeasuredThreads())
     if cfg.engine.profiler == "flops":
         callbacks.append(Flops(record))
     if cfg.logger.pictures is not None:

@@ -298,6 +298,14 @@ RULES = [
         exit_code=3,
     ),
     Rule(
+        "engine.channels_last",
+        "engine.backend",
+        "`channels_last`, fsdp or DeepSpeed",
+        "they keep parameters flat, where there are no channels",
+        "leave out `engine.channels_last`, or use ddp",
+        lambda cfg, asked: cfg.engine.channels_last and (asked.backend or "").startswith(("fsdp", "deepspeed")),
+    ),
+    Rule(
         "data.fold",
         "data.num_splits",
         "a fold, no or fewer parts",

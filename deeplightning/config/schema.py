@@ -198,8 +198,9 @@ class Engine:
     channels_last: bool = key(
         "lay pictures in memory with their channels last: convolutions are faster, and round otherwise", False
     )
-    threads: int | None = key(
-        "threads that one process computes with; null: OMP_NUM_THREADS, else the cores, divided among the processes",
+    threads: int | Literal["auto"] | None = key(
+        "threads that one process computes with; null: OMP_NUM_THREADS, else the cores, divided among the processes; "
+        "auto: one or all of these, whichever the first batches show to be faster",
         None,
         low=1,
     )

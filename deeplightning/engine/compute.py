@@ -18,7 +18,7 @@ def prepare(engine: Engine) -> None:
     """Sets this process up as `engine` says."""
     if engine.matmul_precision is not None:
         torch.set_float32_matmul_precision(engine.matmul_precision)
-    if engine.threads is not None:
+    if isinstance(engine.threads, int):
         os.environ["OMP_NUM_THREADS"] = str(engine.threads)  # for processes that are started; Lightning heeds it too
         torch.set_num_threads(engine.threads)
     if engine.keep_memory:
