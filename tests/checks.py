@@ -73,11 +73,9 @@ class Checker:
 
     def __call__(self, *arguments: str) -> str:
         """Checks a config, which must be answered; gives the words."""
-        assert self.process.stdin is not None
-        assert self.process.stdout is not None
-        self.process.stdin.write(json.dumps(arguments).encode() + b"\n")
-        self.process.stdin.flush()
-        end = json.loads(self.process.stdout.readline())
+        end = self._ask(arguments)
+        if end["seconds"] > SECONDS:  # a busy neighbour makes it dearer, and nothing makes it cheaper
+            end = self._ask(arguments)
         out, err = ((self.folder / name).read_bytes().decode() for name in ("out", "err"))
         assert end["code"] in (0, 2, 3), f"ended with {end['code']}: {err}"
         assert end["seconds"] <= SECONDS, err[:1000]
@@ -87,6 +85,13 @@ class Checker:
         assert max(map(len, err.split("\n"))) < 10_000, "a note is no longer than a screen"
         assert bool(re.search("^error: ", err, re.MULTILINE)) == (end["code"] != 0), err[:1000]
         return err
+
+    def _ask(self, arguments: tuple[str, ...]) -> dict[str, Any]:
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        self.process.stdin.write(json.dumps(arguments).encode() + b"\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
 
     def close(self) -> None:
         self.process.communicate()
