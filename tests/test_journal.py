@@ -5,10 +5,12 @@ import math
 import os
 import signal
 import socket
+import sqlite3
 import subprocess
 import sys
 import time
 import urllib.request
+from contextlib import closing
 
 import pytest
 from commands import environment
@@ -18,6 +20,7 @@ from deeplightning.config.fault import SetupError
 from deeplightning.runs import sync
 from deeplightning.tracking import MLflowLogger
 from deeplightning.tracking.journal import Journal, folder_of, left_behind
+from deeplightning.tracking.sqlite import Tracker
 from deeplightning.tracking.store import attach, locate
 
 
@@ -165,6 +168,59 @@ def test_a_place_that_cannot_be_written_costs_the_journal_only(folder, monkeypat
     assert "No journal of the run is kept" in caplog.text
 
 
+def test_what_memory_cannot_hold_stays_in_the_journal(folder, monkeypatch, caplog):
+    """While the store does not answer, memory is bounded and the journal is not; after the end it is written once."""
+    monkeypatch.setattr("deeplightning.tracking.writer.MAX_POINTS", 10)
+    logger = MLflowLogger(tracking_uri=folder, system_metrics=False)
+    logger.log_metrics({"x": 0.0}, 0)
+    logger.finalize("success")
+    with closing(sqlite3.connect(folder / "mlflow.db", isolation_level=None)) as holder:
+        holder.execute("BEGIN IMMEDIATE")
+        for step in range(1, 100):
+            logger.log_metrics({"x": float(step)}, step)
+        assert [step for _, _, _, step in logger.unwritten()] == list(range(90, 100))
+        holder.execute("ROLLBACK")
+    logger.finalize("success")
+    assert len(history(folder, logger.run_id, "x")) <= 100
+    assert "the oldest points are only in" in caplog.text
+    assert "89 points are only in" in caplog.text
+    list(sync(folder))
+    assert history(folder, logger.run_id, "x") == [(step, float(step)) for step in range(100)]
+    assert client(folder).get_run(logger.run_id).info.status == "FINISHED"
+
+
+def test_what_is_refused_costs_nothing_else(folder, caplog):
+    """A parameter that another process has set differently is named; points and tags said with it are written."""
+    first = MLflowLogger(tracking_uri=folder, system_metrics=False)
+    second = MLflowLogger(tracking_uri=folder, system_metrics=False, run_id=first.run_id)
+    assert second.run_id == first.run_id
+    first.log_hyperparams({"lr": 1})
+    first.finalize("success")
+    second.log_hyperparams({"lr": 2})
+    second.log_metrics({"x": 1.0}, 0)
+    second.log_tags({"note": "here"})
+    second.finalize("success")
+    run = client(folder).get_run(first.run_id)
+    assert (run.data.params, run.data.metrics, run.data.tags["note"]) == ({"lr": "1"}, {"x": 1.0}, "here")
+    assert "1 parameters (parameters keep their first value: lr)" in caplog.text
+    assert not folder_of(locate(folder)).exists()
+
+
+def test_one_interval_is_one_transaction(folder, monkeypatch):
+    """Parameters, tags, points and the status that are said within a second are written together."""
+    written = []
+    real = Tracker.log_batch
+    monkeypatch.setattr(Tracker, "log_batch", lambda *args: written.append(args[2]) or real(*args))
+    logger = MLflowLogger(tracking_uri=folder, system_metrics=False)
+    logger.log_hyperparams({"lr": 1})
+    logger.log_tags({"note": "here"})
+    for step in range(50):
+        logger.log_metrics({"x": float(step)}, step)
+    logger.finalize("success")
+    assert len(written) <= 2, "a slow machine may need more than a second for this"
+    assert sum(len(batch.points) for batch in written) == 50
+
+
 def test_what_was_left_is_written_by_a_command(folder, command, place):
     """`deeplightning runs --sync` says what it wrote, or that there was nothing; both end with 0."""
     run_id = killed(folder, *SAID)
@@ -243,6 +299,36 @@ def test_a_server_that_dies_and_comes_back_has_every_point_once(server):
     run = client(server.address).get_run(logger.run_id)
     assert (run.info.status, run.data.params) == ("FINISHED", {"lr": "0.1"})
     assert journals(server.address) == []
+
+
+@pytest.mark.slow
+def test_a_dead_server_costs_the_training_one_percent_at_most(server, monkeypatch):
+    """CPU time of all that tracking does, ten points a second: refused connections, then one that never answers."""
+    monkeypatch.setenv("DEEPLIGHTNING_TRACKING_DRAIN", "1")
+    logger = MLflowLogger(tracking_uri=server.address, system_metrics=False)
+    logger.log_metrics({"x": 0.0}, 0)
+    server.die()
+    step = 1
+    for silent in (False, True):
+        with socket.socket() as hole:
+            hole.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            hole.bind(("127.0.0.1", server.port))
+            if silent:
+                hole.listen(50)
+            start, spent = time.monotonic(), time.process_time()
+            while time.monotonic() - start < 12:
+                logger.log_metrics({"x": float(step)}, step)
+                step += 1
+                time.sleep(0.1)
+            assert (time.process_time() - spent) / (time.monotonic() - start) <= 0.01
+    start = time.monotonic()
+    logger.finalize("success")
+    assert time.monotonic() - start < 5
+    server.start()
+    deadline = time.monotonic() + 60
+    while journals(server.address) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert history(server.address, logger.run_id, "x") == [(number, float(number)) for number in range(step)]
 
 
 @pytest.mark.slow

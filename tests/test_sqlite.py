@@ -7,8 +7,9 @@ import sqlite3
 import subprocess
 import sys
 import time
+import zipfile
 from contextlib import closing
-from importlib.metadata import files
+from pathlib import Path
 
 import mlflow
 import pytest
@@ -22,6 +23,7 @@ from deeplightning.tracking.client import Client
 from deeplightning.tracking.store import attach, locate, quiet_mlflow
 from deeplightning.tracking.tracker import Batch, Point, open_tracker
 
+ROOT = Path(__file__).parents[1]
 POINTS = [
     Point("x", 1.0, 1000, 0),
     Point("x", 3.0, 1000, 2),
@@ -253,11 +255,27 @@ def test_a_foreign_database_is_no_store_of_ours(tmp_path):
     assert rows(tmp_path / "mlflow.db", "SELECT name FROM sqlite_master") == [("mine",)]
 
 
-def test_the_schema_is_part_of_the_package():
+def test_the_schema_is_part_of_the_package(tmp_path):
     """The SQL text travels with the code."""
-    assert sqlite.SCHEMA.is_file()
-    known = [str(file) for file in files("deeplightning") or []]
-    assert not any(name.endswith("sqlite.py") for name in known) or any(name.endswith("schema.sql") for name in known)
+    build = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(tmp_path)]
+    subprocess.run(build, cwd=ROOT, check=True, capture_output=True)
+    (wheel,) = tmp_path.glob("*.whl")
+    assert zipfile.ZipFile(wheel).read("deeplightning/tracking/schema.sql") == sqlite.SCHEMA.read_bytes()
+
+
+def test_an_ended_run_holds_nothing_open(tmp_path):
+    """The database is let go of with the end of a stage, and taken up again by the next."""
+    logger = MLflowLogger(tracking_uri=tmp_path, system_metrics=False)
+
+    def held():
+        links = [path.readlink() for path in Path("/proc/self/fd").iterdir() if path.is_symlink()]
+        return sorted(link.name for link in links if link.is_relative_to(tmp_path))
+
+    for step in range(2):
+        logger.log_metrics({"x": 1.0}, step)
+        assert held() != []
+        logger.finalize("success")
+        assert held() == []
 
 
 def test_a_locked_database_is_a_note(tmp_path, monkeypatch):

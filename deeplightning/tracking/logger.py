@@ -329,7 +329,8 @@ class MLflowLogger(Logger):
             writer.say(("tags", {"failure": reason[:MAX_REASON]}))
         writer.say(("status", word, time.time_ns() // 1_000_000))
         self._status = word
-        writer.stop()
+        if writer.stop() and self._tracker is not None:
+            self._tracker.close()
 
     # How it is done
 

@@ -124,7 +124,7 @@ class Tracker:
         assert store.artifact_root is not None
         self._database, self._root = store.database, store.artifact_root
         self._main = threading.current_thread()
-        self._connection = _connect(store.database)
+        self._connection: sqlite3.Connection | None = None
 
     def make_ready(self) -> None:
         """Each transaction waits for itself."""
@@ -232,34 +232,38 @@ class Tracker:
 
     def close(self) -> None:
         with _whole:
-            self._connection.close()
+            if self._connection is not None:
+                self._connection.close()
+            self._connection = None  # the next use opens it again
 
     def _find(self, statement: str, *values: Any) -> list[Any]:
-        return self._patiently(lambda: self._connection.execute(statement, values).fetchall())
+        return self._patiently(lambda connection: connection.execute(statement, values).fetchall())
 
     def _change(self, do: Callable[[sqlite3.Connection], object]) -> None:
         """Does something in one transaction, whole or not at all."""
 
-        def change() -> None:
-            self._connection.execute("BEGIN IMMEDIATE")
+        def change(connection: sqlite3.Connection) -> None:
+            connection.execute("BEGIN IMMEDIATE")
             try:
-                do(self._connection)
-                self._connection.execute("COMMIT")
+                do(connection)
+                connection.execute("COMMIT")
             except BaseException:
-                if self._connection.in_transaction:
-                    self._connection.execute("ROLLBACK")
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
                 raise
 
         self._patiently(change)
 
-    def _patiently(self, do: Callable[[], _T]) -> _T:
+    def _patiently(self, do: Callable[[sqlite3.Connection], _T]) -> _T:
         """Does something once no other process holds the database, within bounds."""
         in_background = threading.current_thread() is not self._main
         waited = Wait(f"the tracking database {self._database}", PATIENCE if in_background else None)
         while True:
             try:
                 with _whole:
-                    return do()
+                    if self._connection is None:
+                        self._connection = _connect(self._database)
+                    return do(self._connection)
             except sqlite3.OperationalError as error:
                 if not is_locked(error) or not waited.again():
                     raise

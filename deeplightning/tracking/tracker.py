@@ -136,7 +136,7 @@ class Tracker(Protocol):
         """Whether the same call may succeed later."""
 
     def close(self) -> None:
-        """Lets go of the store."""
+        """Lets go of the store; the next use takes it up again."""
 
 
 def open_tracker(store: Store, run_id: str | None = None, experiment: str | None = None) -> Tracker:
