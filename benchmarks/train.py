@@ -50,6 +50,11 @@ model:
 train: {num_epochs: EPOCHS, export: false}
 logger: {params: {tracking_uri: 'STORE'}, log_every_n_steps: 10, pictures: null}
 """
+# Data and networks in such a config.
+PIXELS = "train_own.Pictures, params: {size: 1, mode: L, classes: 2}"
+COLOURS = "train_own.Pictures, params: {size: 32, mode: RGB, classes: 10}"
+SMALL32 = "train_network.Small, params: {channels: 3, size: 32}"
+RESNET18 = "torchvision.models.resnet18, params: {num_classes: 10}"
 OFF = ["~logger", "logger={type: train_own.Nowhere, log_every_n_steps: 10, pictures: null}"]
 
 
@@ -304,8 +309,7 @@ def loop(bench: Bench) -> None:
     """What a step costs where there is next to nothing to compute."""
     folder = bench.place / "pixels"
     make_pictures(folder, 2444, 1, 1, 2)
-    module = "train_own.Pictures, params: {size: 1, mode: L, classes: 2}"
-    job = Job(folder, module, "two", "train_network.Two", 550, batch_size=4, epochs=2)
+    job = Job(folder, PIXELS, "two", "train_network.Two", 550, batch_size=4, epochs=2)
     programs = {
         BY_HAND: lambda n: bench.by_script(job, "--in-memory"),
         LIGHTNING: lambda n: bench.by_lightning(job, "--in-memory"),
@@ -360,9 +364,7 @@ def resnet(bench: Bench) -> None:
     """A step where there is much to compute."""
     folder = bench.place / "colours"
     make_pictures(folder, 1422, 32, 3, 10)
-    module = "train_own.Pictures, params: {size: 32, mode: RGB, classes: 10}"
-    network = "torchvision.models.resnet18, params: {num_classes: 10}"
-    job = Job(folder, module, "resnet18", network, 20, epochs=1)
+    job = Job(folder, COLOURS, "resnet18", RESNET18, 20, epochs=1)
     programs = {RAW: lambda n: bench.by_script(job), OURS: lambda n: bench.by_us(job)}
     if lasting():
         programs[LAST] = lambda n: bench.by_us(job, LAST_OPTION)
@@ -405,13 +407,10 @@ def gpu(bench: Bench) -> None:
         return
     folder = bench.place / "cifar"
     make_pictures(folder, 50_000, 32, 3, 10)
-    module = "train_own.Pictures, params: {size: 32, mode: RGB, classes: 10}"
-    resnet18 = "torchvision.models.resnet18, params: {num_classes: 10}"
-    kinds = {"small32": "train_network.Small, params: {channels: 3, size: 32}", "resnet18": resnet18}
     workers = min(8, os.cpu_count() or 1)
     rows = []
-    for network, kind in kinds.items():
-        job = Job(folder, module, network, kind, -(-45_000 // 512), batch_size=512, epochs=3, device="cuda")
+    for network, kind in (("small32", SMALL32), ("resnet18", RESNET18)):
+        job = Job(folder, COLOURS, network, kind, -(-45_000 // 512), batch_size=512, epochs=3, device="cuda")
         programs = {
             RAW: lambda n, job=job: bench.by_script(job, "--workers", str(workers)),
             BY_HAND: lambda n, job=job: bench.by_script(job, "--in-memory"),

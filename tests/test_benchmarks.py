@@ -345,6 +345,19 @@ def test_scripts_get_the_split_the_order_and_the_weights_of_a_run():
     assert sum(parameter.numel() for parameter in train_network.Two().parameters()) == 2
 
 
+@pytest.mark.parametrize("overrides", [[], training.OFF, ["logger.progress=bar"], ["engine.precision=bf16"]])
+@pytest.mark.parametrize("network", [training.SMALL32, training.RESNET18, "train_network.Two"])
+def test_the_config_of_each_training_is_right(network, overrides, monkeypatch, tmp_path):
+    """There is no fault in it, and points are logged every ten steps."""
+    monkeypatch.chdir(timed.PEERS)
+    module = training.PIXELS if network.endswith("Two") else training.COLOURS
+    job = training.Job(tmp_path, module, "", network, 10, seed=4)
+    (tmp_path / "config.yaml").write_text(training.config_of(job, tmp_path))
+    cfg = load(str(tmp_path / "config.yaml"), overrides)
+    assert (cfg.seed, cfg.data.batch_size, cfg.train.num_epochs, cfg.logger.log_every_n_steps) == (4, 64, 3, 10)
+    assert cfg.data.root == str(tmp_path)
+
+
 @pytest.mark.filterwarnings("ignore")  # Lightning's advice to the script
 def test_each_program_learns_the_same(command, store, tmp_path, monkeypatch, capsys):
     """The script, with pictures one by one or in batches from memory, Lightning, and a run of ours end with the same
@@ -354,7 +367,7 @@ def test_each_program_learns_the_same(command, store, tmp_path, monkeypatch, cap
 
     data = tmp_path / "data"
     timed.make_pictures(data, 100, 28, 1, 10)
-    module = "train_own.Pictures, params: {size: 28, mode: L, classes: 10}"
+    module = training.PIXELS.replace("size: 1", "size: 28").replace("classes: 2", "classes: 10")
     job = training.Job(data, module, "small", "train_network.Small", 6, batch_size=16, epochs=2, seed=3)
     (tmp_path / "config.yaml").write_text(training.config_of(job, store))
     for name in ("train_network.py", "train_own.py"):
