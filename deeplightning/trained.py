@@ -276,7 +276,7 @@ def keep_samples(data: Any, folder: RunFolder) -> None:
     except MisconfigurationException:  # Lightning's word for: the module has none
         loader = data.train_dataloader()
     batch = next(iter(loader))
-    np.savez_compressed(folder.samples, images=batch["image"][:SAMPLES].numpy())
+    np.savez_compressed(folder.samples, images=batch["image"][:SAMPLES].cpu().numpy())
 
 
 def origin_of(folder: RunFolder, checkpoint: Path) -> dict[str, Any]:

@@ -149,7 +149,7 @@ def _free_port() -> str:
 def environment(**variables: str) -> dict[str, str]:
     """The caller's environment, without what would change a run."""
     kept = {n: v for n, v in os.environ.items() if not n.startswith(("MLFLOW_", "DEEPLIGHTNING_", "PYTEST_"))}
-    return kept | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | variables
+    return kept | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DEEPLIGHTNING_CACHE": "off"} | variables
 
 
 def real(*arguments: object, cwd: Path, **variables: str) -> Outcome:

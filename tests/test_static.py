@@ -612,7 +612,7 @@ def test_a_word_that_is_not_known_is_refused(library):
 def test_the_examples_are_known(monkeypatch):
     """Own data that hand options on to ours."""
     monkeypatch.syspath_prepend(ROOT / "examples" / "own_code")
-    assert taken("own_data.EvenOrOdd") == ["cfg!", "augment*", "in_memory*", "limit*", "max_pixels*"]
+    assert taken("own_data.EvenOrOdd") == ["cfg!", "augment*", "in_memory*", "limit*", "max_pixels*", "cache*"]
     assert rest("own_data.EvenOrOdd") is None
     assert look_up("own_task.Reconstruction").logged_names() == ({"train_loss", "val_loss", "test_loss"}, True)
 
