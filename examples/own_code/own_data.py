@@ -17,7 +17,7 @@ class EvenOrOdd(ImageData):
 
     Args:
         cfg: the whole config.
-        options: `augment`, `in_memory` and `limit`, see `ImageData`.
+        options: `augment`, `in_memory`, `limit` and `cache`, see `ImageData`.
     """
 
     def __init__(self, cfg, **options):
