@@ -22,7 +22,7 @@ log = logging.getLogger("deeplightning")
 log.addHandler(logging.NullHandler())  # else Python itself prints the warnings of silent ranks
 
 LINE_SECONDS = 30  # between two lines inside one epoch
-DRAW_SECONDS = 0.1  # between two drawings of the bar
+DRAW_SECONDS = 0.25  # between two drawings of the bar
 
 
 class _Terminal(logging.Handler):

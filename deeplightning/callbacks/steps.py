@@ -3,7 +3,7 @@ samples, points at the steps that are due, a loss that is a number."""
 
 import math
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from typing import Any
 
@@ -14,17 +14,36 @@ from torch import distributed
 
 from deeplightning.config.fault import RunError
 
+_WORD = 2**64 - 1
+
 
 def seed_all(seed: int, *position: int) -> None:
-    """Seeds Python, NumPy and torch from a seed and a position, such as epoch, batch and rank."""
+    """Seeds Python, NumPy and torch from a seed and a position, such as a number of the purpose."""
+    _seed_from(_word(seed, *position))
+
+
+def _word(seed: int, *position: int) -> int:
+    """64 bits that depend on all of these."""
     words = np.random.SeedSequence([seed, *position]).generate_state(2)
-    mixed = int(words[0]) << 32 | int(words[1])
-    random.seed(mixed)
-    np.random.seed(int(words[0]))
+    return int(words[0]) << 32 | int(words[1])
+
+
+def _mixed(word: int, number: int) -> int:
+    """64 bits that depend on a word and a number: the generator of Steele, Lea and Flood, "Fast splittable pseudorandom
+    number generators" (2014), at its `number`-th step. A hundredth of what a SeedSequence takes."""
+    z = (word + number * 0x9E3779B97F4A7C15) & _WORD
+    z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 & _WORD
+    z = (z ^ z >> 27) * 0x94D049BB133111EB & _WORD
+    return z ^ z >> 31
+
+
+def _seed_from(word: int) -> None:
+    random.seed(word)
+    np.random.seed(word >> 32)
     if _has_device():
-        torch.manual_seed(mixed)
+        torch.manual_seed(word)
     else:  # the same for the CPU; without a device torch notes a traceback for each kind of it, 1.5 ms in all (2.15)
-        torch.default_generator.manual_seed(mixed)
+        torch.default_generator.manual_seed(word)
 
 
 @cache
@@ -41,9 +60,10 @@ class Seeds(pl.Callback):
 
     def __init__(self, seed: int):
         self.seed = seed
+        self._epoch, self._word = (-1, -1), 0
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self._seed(0)  # the same on every rank: all start from the same weights
+        seed_all(self.seed, 0)  # the same on every rank: all start from the same weights
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._seed_batch(trainer)
@@ -59,11 +79,10 @@ class Seeds(pl.Callback):
             self._seed_batch(trainer)
 
     def _seed_batch(self, trainer: pl.Trainer) -> None:
-        done = trainer.fit_loop.epoch_loop.batch_progress.current.ready
-        self._seed(1 + trainer.current_epoch, done, trainer.global_rank)
-
-    def _seed(self, *position: int) -> None:
-        seed_all(self.seed, *position)
+        epoch = (1 + trainer.current_epoch, trainer.global_rank)
+        if epoch != self._epoch:
+            self._epoch, self._word = epoch, _word(self.seed, *epoch)
+        _seed_from(_mixed(self._word, trainer.fit_loop.epoch_loop.batch_progress.current.ready))
 
 
 class SameBuffers(pl.Callback):
@@ -108,20 +127,35 @@ class SampleWeights(pl.Callback):
     its way back; the loss itself stays as it is. A loader whose sampler offers no `samples_of` has equal batches.
     """
 
+    def __init__(self) -> None:
+        self._samples_of: Any = None
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._find_sampler(trainer)  # the next hook is left out where a run goes on inside an epoch
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._find_sampler(trainer)
+
+    def _find_sampler(self, trainer: pl.Trainer) -> None:
+        self._samples_of = getattr(getattr(trainer.train_dataloader, "sampler", None), "samples_of", None)
+
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
         if not pl_module.automatic_optimization or not loss.requires_grad:
             return
-        weight = _weight(trainer)
+        weight = _weight(trainer, self._samples_of)
         if weight != 1:
             loss.register_hook(lambda gradient: gradient * weight)
 
 
-def _weight(trainer: pl.Trainer) -> float:
-    """Of the batch under way: by how much its samples are more than what the averages take it for."""
+def _weight(trainer: pl.Trainer, samples_of: Callable[[int], tuple[int, float]] | None) -> float:
+    """Of the batch under way: by how much its samples are more than what the averages take it for.
+
+    Args:
+        samples_of: of the sampler, see `deeplightning.data.samplers.BatchIndices.samples_of`.
+    """
     factor, batch = trainer.accumulate_grad_batches, trainer.fit_loop.epoch_loop.batch_idx
     first = batch - batch % factor
     together = range(first, int(min(first + factor, trainer.num_training_batches)))
-    samples_of = getattr(getattr(trainer.train_dataloader, "sampler", None), "samples_of", None)
     if samples_of is None:
         return factor / len(together)
     own, _ = samples_of(batch)
