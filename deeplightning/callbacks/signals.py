@@ -8,6 +8,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from lightning_fabric.plugins.environments import SLURMEnvironment
+from torch import distributed
 
 from deeplightning.callbacks.record import Interrupted, between_steps
 
@@ -15,8 +16,8 @@ EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
 
 class Signals(pl.Callback):
-    """Turns a signal into `Interrupted`: at the end of the batch, on all processes at the same one; before the first
-    stage has begun, and a second signal always, at once.
+    """Turns a signal into `Interrupted`: at the end of the batch, of several processes on all at the end of the next
+    one; before the first stage has begun, and a second signal always, at once.
 
     Of several processes one may be blocked, waiting for another, and heeds nothing: `engine.ranks` sees to that.
     """
@@ -25,6 +26,8 @@ class Signals(pl.Callback):
         self._received = 0
         self._under_way = False
         self._before: dict[int, Any] = {}
+        self._asked: torch.Tensor | None = None
+        self._gathered: distributed.Work | None = None
 
     def setup(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         """Takes the signals over. Lightning 2.6 would put its own handler for SIGTERM in place after this, which talks
@@ -46,15 +49,28 @@ class Signals(pl.Callback):
     def _look(self, trainer: pl.Trainer) -> None:
         if trainer.state.fn == "fit" and not between_steps(trainer):
             return  # what is saved now would lack the gradients that wait
-        received = self._received
-        if trainer.world_size > 1:
-            mine = torch.tensor(received, device=trainer.strategy.root_device)
-            received = int(trainer.strategy.reduce(mine, reduce_op="max"))
+        received = self._received if trainer.world_size == 1 else self._received_by_any(trainer)
         if received:
             number = signal.Signals(received)
             raise Interrupted(number.name, EXIT_CODES[number])
 
+    def _received_by_any(self, trainer: pl.Trainer) -> int:
+        """The signal that a process had received when this was last asked, on all the same, or 0.
+
+        The answer is that of the last look: while it is gathered the processes go on, and none waits for another.
+        """
+        answer, self._asked = self._asked, torch.tensor(self._received, device=trainer.strategy.root_device)
+        work, self._gathered = (
+            self._gathered,
+            distributed.all_reduce(self._asked, distributed.ReduceOp.MAX, async_op=True),
+        )
+        if answer is None or work is None:
+            return 0
+        work.wait()
+        return int(answer)
+
     def _begin(self) -> None:
+        self._asked = self._gathered = None
         self._install()  # under Slurm Lightning has put its own in place
         self._under_way = True
 
@@ -76,6 +92,8 @@ class Signals(pl.Callback):
 
     def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self._look(trainer)
+        if trainer.world_size > 1:
+            self._look(trainer)  # for the answer to the look before
 
     def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self._look(trainer)

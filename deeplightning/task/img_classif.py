@@ -124,6 +124,8 @@ class ImageClassification(pl.LightningModule):
     def _describe(self, image_spec: ImageSpec, class_names: list[str]) -> None:
         self.image_spec, self.class_names = image_spec, list(class_names)
         self.normalise = Normalise(image_spec.mean, image_spec.std)
+        # What torch's ddp reads: these are the same everywhere, and need not be sent at each step.
+        self._ddp_params_and_buffers_to_ignore = ["normalise.mean", "normalise.std"]
 
     def configure_model(self) -> None:
         """Builds the network and passes one black picture through it: what does not fit shows before data is read.
