@@ -146,6 +146,7 @@ def script(page: Path, place: Path) -> str:
                     default = "5000" if "deploy.sh" in line else "5001"
                     ports[default] = free_port()
                     command = (
+                        "rm -f served\n"
                         f'{command.partition("#")[0]} --port {ports[default]} >served 2>&1 & servers+=" $!"\n'
                         "until grep -q http://127 served; do kill -0 $! || { cat served; exit 1; }; sleep 0.1; done\n"
                         f"export PREDICT_URL=http://127.0.0.1:{ports[default]}/predict; cat served"
