@@ -20,14 +20,27 @@ from typing import Any
 _DYNAMO = "torch._dynamo"
 
 
+_LIGHTNING = ("pytorch_lightning", "lightning_fabric")
+
+
 def import_lean() -> None:
-    """Puts the stand-ins in place; to be called before Lightning is imported, afterwards it does nothing."""
-    if "pytorch_lightning" in sys.modules or "lightning_fabric" in sys.modules:
-        return
-    if "torchmetrics" not in sys.modules:
-        _torchmetrics_later()
-    if _DYNAMO not in sys.modules:
-        _dynamo_later()
+    """Has the stand-ins take their places when Lightning is imported; once it has been, this does nothing."""
+    if _before_lightning not in sys.meta_path and not any(name in sys.modules for name in _LIGHTNING):
+        sys.meta_path.insert(0, _before_lightning)
+
+
+class _BeforeLightning(MetaPathFinder):
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
+        if name not in _LIGHTNING:
+            return
+        sys.meta_path.remove(self)
+        if "torchmetrics" not in sys.modules:
+            _torchmetrics_later()
+        if _DYNAMO not in sys.modules:
+            _dynamo_later()
+
+
+_before_lightning = _BeforeLightning()
 
 
 # ---- torchmetrics

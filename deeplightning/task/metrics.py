@@ -67,13 +67,14 @@ class SampleMean(_Sums):
 
     def __init__(self) -> None:
         super().__init__()
-        self.add_state("total", torch.tensor(0.0), dist_reduce_fx="sum")
+        # In 64 bits: a run that goes on inside an epoch adds up in another order, and must end with the same digits.
+        self.add_state("total", torch.tensor(0.0, dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("samples", torch.tensor(0), dist_reduce_fx="sum")
 
     def update(self, value: Tensor, samples: int) -> None:
         """Adds a batch: its mean, float (), and its number of samples."""
-        self.total.add_(value * samples)
+        self.total.add_(value.double() * samples)
         self.samples.add_(samples)
 
     def compute(self) -> Tensor:
-        return self.total / self.samples
+        return (self.total / self.samples).float()
