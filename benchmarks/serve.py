@@ -41,6 +41,7 @@ from servers import (
     post,
     started,
 )
+from side_by_side import Bound, table
 
 from deeplightning.config.fault import UserError
 
@@ -315,31 +316,6 @@ def rows(found: Found, servers: list[str], clients: list[int]) -> Iterator[list[
         yield [server, f"{start:.2f}", f"{memory:.0f}", *cells, str(failed)]
 
 
-@dataclass(frozen=True)
-class Bound:
-    """A promise: a figure (None: it could not be measured) is at most, or at least, a limit."""
-
-    what: str
-    figure: float | None
-    limit: float
-    at_least: bool = False
-
-    @property
-    def kept(self) -> bool:
-        if self.figure is None:
-            return False
-        return self.figure >= self.limit if self.at_least else self.figure <= self.limit
-
-    def row(self) -> list[str]:
-        figure = "not measured" if self.figure is None else f"{self.figure:.3f}"
-        return [
-            self.what,
-            f"{'≥' if self.at_least else '≤'} {self.limit:.3f}",
-            figure,
-            "kept" if self.kept else "NOT kept",
-        ]
-
-
 CPU_AT_MOST = {  # of a peer's CPU per answer with 32 clients
     "resnet18": {"litserve": 1 / 5, "litserve batch 16": 0.6, "mlflow": 1 / 5},
     "small": {"litserve": 1 / 8, "mlflow": 1 / 14, "flask": 1 / 7},
@@ -407,11 +383,6 @@ def rounds_of(found: dict[str, Found]) -> str:
     """Of all that was measured; fewer than were asked for where the measurement was interrupted."""
     counts = {len(turns) for of_model in found.values() for turns in of_model.turns.values()} or {0}
     return " to ".join(map(str, sorted({min(counts), max(counts)})))
-
-
-def table(head: list[str], lines: list[list[str]]) -> str:
-    whole = [head, ["---", *["---:"] * (len(head) - 1)], *lines]
-    return "\n".join(f"| {' | '.join(line)} |" for line in whole)
 
 
 def machine(python: str | None) -> str:

@@ -12,9 +12,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 PEERS = Path(__file__).resolve().parent / "peers"
 ROOT = PEERS.parents[1]
@@ -213,3 +214,33 @@ def largest_config(configs: list[str], cwd: Path) -> tuple[str, dict[str, float]
     checks = {name: [*OURS, "check", str(ROOT / name)] for name in configs}
     medians = {name: statistics.median(taken) for name, taken in measure(checks, 3, cwd).items()}
     return max(medians, key=medians.__getitem__), medians
+
+
+# ---- what is promised
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A figure (None: it could not be had) is at most, or at least, a limit."""
+
+    what: str
+    figure: float | None
+    limit: float
+    at_least: bool = False
+
+    @property
+    def kept(self) -> bool:
+        if self.figure is None:
+            return False
+        return self.figure >= self.limit if self.at_least else self.figure <= self.limit
+
+    def row(self) -> list[str]:
+        figure = "not measured" if self.figure is None else f"{self.figure:.3f}"
+        bound = f"{'≥' if self.at_least else '≤'} {self.limit:g}"
+        return [self.what, bound, figure, "kept" if self.kept else "NOT kept"]
+
+
+def table(head: list[str], rows: Sequence[Sequence[Any]]) -> str:
+    """Markdown."""
+    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(str(cell) for cell in line)} |" for line in lines)

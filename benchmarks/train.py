@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import side_by_side
+from side_by_side import Bound, table
 from timed import PEERS, Took, digest, in_turn, make_mnist, make_pictures, ratio, run
 
 RAW, BY_HAND = "raw PyTorch", "raw PyTorch, batches from memory"
@@ -99,7 +100,7 @@ class Bench:
     python: str
     cli: bool
     place: Path
-    bounds: list["Bound"] = field(default_factory=list)
+    bounds: list[Bound] = field(default_factory=list)
     raw: dict[str, Any] = field(default_factory=dict)
     runs: Iterator[int] = field(default_factory=itertools.count)
     warmed: set[str] = field(default_factory=set)
@@ -185,33 +186,7 @@ def _words(job: Job) -> list[str]:
     return [*words, *f"--batch-size {job.batch_size} --epochs {job.epochs} --max-steps {job.max_steps}".split()]
 
 
-# ---- what is promised
-
-
-@dataclass(frozen=True)
-class Bound:
-    """A figure (None: it could not be had) is at most, or at least, a limit."""
-
-    what: str
-    figure: float | None
-    limit: float
-    at_least: bool = False
-
-    @property
-    def kept(self) -> bool:
-        if self.figure is None:
-            return False
-        return self.figure >= self.limit if self.at_least else self.figure <= self.limit
-
-    def row(self) -> list[str]:
-        figure = "not measured" if self.figure is None else f"{self.figure:.3f}"
-        bound = f"{'≥' if self.at_least else '≤'} {self.limit:g}"
-        return [self.what, bound, figure, "kept" if self.kept else "NOT kept"]
-
-
-def table(head: list[str], rows: Sequence[Sequence[Any]]) -> str:
-    lines = [head, ["---", *["---:"] * (len(head) - 1)], *rows]
-    return "\n".join(f"| {' | '.join(str(cell) for cell in line)} |" for line in lines)
+# ---- what is said
 
 
 def say(title: str, note: str, text: str) -> None:
