@@ -32,6 +32,8 @@ import side_by_side
 from side_by_side import Bound, table
 from timed import PEERS, Took, digest, in_turn, make_mnist, make_pictures, ratio, run
 
+from deeplightning.engine.devices import cpu_computes_bf16
+
 RAW, BY_HAND = "raw PyTorch", "raw PyTorch, batches from memory"
 LIGHTNING, CLI = "Lightning, MLFlowLogger", "LightningCLI, MLFlowLogger"
 OURS = "deeplightning"
@@ -212,8 +214,8 @@ def whole(bench: Bench) -> None:
     }
     if bench.cli:
         programs[CLI] = lambda n: bench.by_cli(_seeded(job, n))
-    if lasting():
-        programs[LAST] = lambda n: bench.by_us(_seeded(job, n), LAST_OPTION)
+    programs[LAST] = lambda n: bench.by_us(_seeded(job, n), LAST_OPTION)
+    if cpu_computes_bf16():
         programs[BF16] = lambda n: bench.by_us(_seeded(job, n), LAST_OPTION, "engine.precision=bf16")
     taken = bench.measure("whole", programs, bench.rounds)
     bench.raw["whole"]["accuracy"] = {name: [accuracy(took) for took in some] for name, some in taken.items()}
@@ -340,9 +342,12 @@ def resnet(bench: Bench) -> None:
     folder = bench.place / "colours"
     make_pictures(folder, 1422, 32, 3, 10)
     job = Job(folder, COLOURS, "resnet18", RESNET18, 20, epochs=1)
-    programs = {RAW: lambda n: bench.by_script(job), OURS: lambda n: bench.by_us(job)}
-    if lasting():
-        programs[LAST] = lambda n: bench.by_us(job, LAST_OPTION)
+    programs = {
+        RAW: lambda n: bench.by_script(job),
+        OURS: lambda n: bench.by_us(job),
+        LAST: lambda n: bench.by_us(job, LAST_OPTION),
+    }
+    if cpu_computes_bf16():
         programs[BF16] = lambda n: bench.by_us(job, LAST_OPTION, "engine.precision=bf16")
     taken = bench.measure("resnet", programs, bench.rounds)
     steps = {name: [1e3 * took.per_step(job.steps) for took in some] for name, some in taken.items()}
@@ -409,13 +414,6 @@ PARTS = {part.__name__: part for part in (whole, batch256, start, loop, runs, re
 def stored(folder: Path) -> int:
     """Bytes of a store's database."""
     return sum(path.stat().st_size for path in folder.glob("mlflow.db*"))
-
-
-def lasting() -> bool:
-    """Whether this version has the key."""
-    from deeplightning.config.schema import Engine
-
-    return "channels_last" in Engine.__dataclass_fields__
 
 
 def _with(job: Job, **values: Any) -> Job:

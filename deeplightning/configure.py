@@ -88,13 +88,14 @@ def init_module(cfg: Config, section: str) -> Any:
     """The data module (`data`) or the task (`model`) of a config. What its constructor draws follows from the seed."""
     from deeplightning.callbacks.steps import seed_all
     from deeplightning.engine.compute import lay_channels_last
-    from deeplightning.engine.quick import note_signatures
+    from deeplightning.engine.quick import leave_out_empty_hooks, note_signatures
 
     assert cfg.seed is not None, "load_config draws one"
     seed_all(cfg.seed, 0)
     module = build(getattr(cfg, section).module, cfg)
     if section == "model":
         note_signatures(module)
+        leave_out_empty_hooks(module)
         if cfg.engine.channels_last:
             lay_channels_last(module)
     return module

@@ -14,6 +14,7 @@ from deeplightning.config.fault import ConfigError, SetupError
 from deeplightning.config.schema import BACKENDS, PRECISIONS
 from deeplightning.config.strategy import meaning
 from deeplightning.configure import examine, load_config
+from deeplightning.engine import devices, plan
 from deeplightning.engine.plan import effective_batch, own_rank, trainer_arguments
 from deeplightning.runfolder import RunFolder
 
@@ -71,13 +72,25 @@ def test_each_older_backend_is_todays_with_one_notice(old, today, settled):
 
 
 @pytest.mark.parametrize("old", PRECISIONS)
-def test_each_older_precision_is_half_precision(old, settled):
+def test_each_older_precision_is_half_precision(old, settled, monkeypatch):
     """Of DeepSpeed's engine, which all of them go with; on the CPU that is bf16, which is a notice of its own."""
+    monkeypatch.setattr(plan, "cpu_computes_bf16", lambda: True)
     cfg = settled("engine.processes=2", "engine.backend=deepspeed_stage_2", f"engine.precision={old}")
     first, second = (notice.text for notice in cfg.notices)
     assert first.startswith(f"engine.precision: {old} → 16-mixed ({old} is its older name")
     assert ("16-true is nearer to O2" in first) == (old == "apex_O2")
     assert second == "engine.precision: 16-mixed → bf16-mixed (half precision on CPU is bf16)"
+
+
+@pytest.mark.parametrize("word", ["16", "bf16", "bf16-true", "32"])
+@pytest.mark.parametrize("flags", ["fpu sse avx2 avx512f", "fpu sse avx2 avx512f avx512_bf16 movdiri"])
+def test_bf16_on_a_cpu_without_it_is_told(word, flags, settled, monkeypatch, tmp_path):
+    """It runs, many times slower than 32 bits would, which is said; a CPU that has it runs it without a word."""
+    info = tmp_path / "cpuinfo"
+    info.write_text(f"processor\t: 0\nflags\t\t: {flags}\n")
+    monkeypatch.setattr(devices, "CPU_INFO", info)
+    told = any("no instructions for bf16" in n.text for n in settled(f"engine.precision={word}").notices)
+    assert told == ("avx512_bf16" not in flags and word != "32")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without a GPU")

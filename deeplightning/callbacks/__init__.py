@@ -81,5 +81,5 @@ def all_of(cfg: Config) -> list[pl.Callback]:
         callbacks.append(EarlyStopping(stop.metric, stop.delta, stop.patience, mode=stop.mode))
     callbacks += [build(target) for target in train.callbacks]
     callbacks += [checkpoints, Signals()]
-    leave_out_empty_hooks(callbacks)
+    leave_out_empty_hooks(*callbacks)
     return callbacks

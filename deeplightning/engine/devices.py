@@ -1,4 +1,4 @@
-"""How many GPUs torch would find, told without importing torch, which costs a second and more."""
+"""What this machine computes on, told without importing torch, which costs a second and more."""
 
 import ctypes
 import importlib.util
@@ -6,6 +6,8 @@ import os
 import re
 import sys
 from pathlib import Path
+
+CPU_INFO = Path("/proc/cpuinfo")
 
 
 def cuda_devices() -> int:
@@ -55,3 +57,12 @@ def _visible(count: int, words: str | None) -> int:
             break
         seen.append(word)
     return len(seen) if count else 0
+
+
+def cpu_computes_bf16() -> bool:
+    """Whether the CPU has instructions for numbers of bf16; yes where its flags are not told, as outside Linux."""
+    try:
+        flags = set(CPU_INFO.read_text().split())
+    except OSError:
+        return True
+    return bool(flags & {"avx512_bf16", "amx_bf16", "avx_ne_convert", "bf16"})

@@ -11,7 +11,7 @@ from typing import Any
 from deeplightning.config.fault import ConfigError, Fault, Notice
 from deeplightning.config.schema import BACKENDS, PRECISIONS, Config, Engine
 from deeplightning.config.target import build_inside, is_installed
-from deeplightning.engine.devices import cuda_devices
+from deeplightning.engine.devices import cpu_computes_bf16, cuda_devices
 
 _WORDS = {16: "16-mixed", 32: "32-true", 64: "64-true", "bf16": "bf16-mixed"}
 
@@ -46,6 +46,9 @@ def settle(cfg: Config) -> tuple[list[Notice], list[Fault]]:
         change("backend", "ddp", f"there are {world} processes")
     if engine.gpus is None and engine.precision in (16, "16-mixed"):
         change("precision", "bf16-mixed", "half precision on CPU is bf16")
+    if engine.gpus is None and str(engine.precision).startswith("bf16") and not cpu_computes_bf16():
+        text = "engine.precision: this CPU has no instructions for bf16, which then takes longer than 32"
+        notices.append(Notice(text, key="engine.precision"))
     # Without the GPUs that it is asked for, DeepSpeed is not needed either.
     if not missing and (engine.backend or "").startswith("deepspeed") and not is_installed("deepspeed"):
         message = f"{engine.backend} needs the package deepspeed: install the extra `deeplightning[deepspeed]`"

@@ -7,18 +7,21 @@ cost next to nothing instead.
 
 import contextlib
 import inspect
-from collections.abc import Iterable
 from typing import Any
 
 import pytorch_lightning as pl
 from pytorch_lightning.profilers import Profiler
 
-BATCH_HOOKS = (
+TRAIN_HOOKS = (
     *("on_train_batch_start", "on_train_batch_end", "on_before_zero_grad", "on_before_backward", "on_after_backward"),
-    *("on_before_optimizer_step", "on_validation_batch_start", "on_validation_batch_end", "on_test_batch_start"),
-    *("on_test_batch_end", "on_predict_batch_start", "on_predict_batch_end"),
+    "on_before_optimizer_step",
 )
-"""The hooks of a callback that Lightning calls at each batch, and calls only where they can be called."""
+"""The hooks of callbacks and tasks that Lightning calls at each batch, and calls only where they can be called."""
+
+JUDGE_HOOKS = tuple(
+    f"on_{stage}_batch_{end}" for stage in ("validation", "test", "predict") for end in ("start", "end")
+)
+"""Those of callbacks alone: of a task it looks through their signatures, whether they can be called or not."""
 
 _NOTHING: Any = contextlib.nullcontext()
 
@@ -36,12 +39,14 @@ class NoProfiler(Profiler):
         return _NOTHING
 
 
-def leave_out_empty_hooks(callbacks: Iterable[pl.Callback]) -> None:
-    """Takes from callbacks the batch hooks that they do not define."""
-    for callback in callbacks:
-        for name in BATCH_HOOKS:
-            if getattr(type(callback), name) is getattr(pl.Callback, name) and name not in vars(callback):
-                setattr(callback, name, None)
+def leave_out_empty_hooks(*parts: pl.Callback | pl.LightningModule) -> None:
+    """Takes from callbacks and tasks the batch hooks that they do not define."""
+    for part in parts:
+        is_task = isinstance(part, pl.LightningModule)
+        own, names = (pl.LightningModule, TRAIN_HOOKS) if is_task else (pl.Callback, TRAIN_HOOKS + JUDGE_HOOKS)
+        for name in names:
+            if getattr(type(part), name) is getattr(own, name) and name not in vars(part):
+                setattr(part, name, None)
 
 
 def note_signatures(task: Any) -> None:
