@@ -12,7 +12,8 @@ from deeplightning.tracking.picture import histogram, histogram_figure
 
 class Histograms(pl.Callback):
     """Writes `histograms/epoch_E/<tensor>.png` and `.json` (counts, edges) for each trainable tensor, and the same with
-    `.grad` for its gradient at the epoch's last optimizer step; E is padded to the width of the epoch count.
+    `.grad` for its gradient at the epoch's last optimizer step; E is padded to the width of the epoch count. A task may
+    add its own: `histograms()` gives {name: (counts, edges)}.
 
     Args:
         every_n_epochs: at the end of every so many epochs.
@@ -34,11 +35,12 @@ class Histograms(pl.Callback):
         if not self._due(trainer):
             return
         weights = {n: p.detach() for n, p in pl_module.named_parameters() if p.requires_grad}
+        found = {name: histogram(values) for name, values in (weights | self._gradients).items()}
+        found |= getattr(pl_module, "histograms", dict)()
         epoch = str(trainer.current_epoch).zfill(len(str(max(trainer.max_epochs or 1, 1))))
         folder = self.record.folder.path / "histograms" / f"epoch_{epoch}"
         folder.mkdir(parents=True, exist_ok=True)
-        for name, values in (weights | self._gradients).items():
-            counts, edges = histogram(values)
+        for name, (counts, edges) in found.items():
             (folder / f"{name}.json").write_text(json.dumps({"counts": counts, "edges": edges}))
             histogram_figure(name, counts, edges).savefig(folder / f"{name}.png", format="png", dpi=100)
         self._gradients = {}

@@ -57,7 +57,7 @@ class DiscreteVAE(nn.Module):
         for number in range(num_layers):
             layers += [nn.Conv2d(width if number else num_channels, width, 4, stride=2, padding=1), nn.ReLU()]
         self.encoder = nn.Sequential(*layers, _Residual(width), nn.Conv2d(width, num_tokens, 1))
-        self.codebook = nn.Embedding(num_tokens, codebook_dim)
+        self.codebook = nn.Conv2d(num_tokens, codebook_dim, 1, bias=False)  # of one token it gives that token's vector
         layers = [nn.Conv2d(codebook_dim, width, 1), _Residual(width)]
         for _ in range(num_layers):
             layers += [nn.ConvTranspose2d(width, width, 4, stride=2, padding=1), nn.ReLU()]
@@ -78,8 +78,7 @@ class DiscreteVAE(nn.Module):
         if self.training:
             # Drawn from torch's own generator and nothing else, so that a run can be repeated.
             weights = functional.gumbel_softmax(logits, tau=self.temperature, hard=self.straight_through, dim=1)
-            codes = torch.einsum("bkhw,kd->bdhw", weights, self.codebook.weight.to(weights.dtype))
-            return {"reconstruction": self.decoder(codes), "logits": logits}
+            return {"reconstruction": self.decoder(self.codebook(weights)), "logits": logits}
         return {"reconstruction": self.decode(logits.argmax(1)), "logits": logits}
 
     def logits(self, images: Tensor) -> Tensor:
@@ -98,7 +97,8 @@ class DiscreteVAE(nn.Module):
 
     def decode(self, tokens: Tensor) -> Tensor:
         """The picture of tokens: int64 (B, h, h) → float (B, C, S, S)."""
-        return self.decoder(self.codebook(tokens).permute(0, 3, 1, 2))
+        weights = tokens.unsqueeze(1) == torch.arange(self.num_tokens, device=tokens.device).view(1, -1, 1, 1)
+        return self.decoder(self.codebook(weights.to(self.codebook.weight.dtype)))
 
 
 class _Residual(nn.Module):

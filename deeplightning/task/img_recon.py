@@ -1,0 +1,196 @@
+"""Image reconstruction: a network squeezes pictures through something narrow, and gives them back.
+
+Shapes: B batch, C channels, H height, W width, K tokens of a codebook, h and w sides of the grid of tokens.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torchmetrics.regression import MeanSquaredError
+
+from deeplightning.task.errors import MisfitError
+from deeplightning.task.images import ImageTask, Normalise
+from deeplightning.task.supervised import Batch
+
+SHOWN = 16
+"""Pictures in a sheet, four by four."""
+
+
+class Reconstructor(nn.Module):
+    """What a bundle holds: uint8 pictures (B, C, H, W) to their reconstructions, float32 of the same shape, 0 to 1."""
+
+    def __init__(self, normalise: Normalise, network: nn.Module):
+        super().__init__()
+        self.normalise, self.network = normalise, network
+
+    def forward(self, images: Tensor) -> Tensor:
+        return pixels(reconstruction(self.network(self.normalise(images))), self.normalise)
+
+
+class ImageReconstruction(ImageTask):
+    """Trains `model.network` to give back pictures, on batches of {"image": uint8 (B, C, H, W), "index": int64 (B,)}.
+
+    Network and losses work on normalised pictures, as the data module's `image_spec` says. The network gives pictures,
+    float (B, C, H, W), or {"reconstruction": such, …}; where it chooses tokens of a codebook, `logits`, float
+    (B, K, h, w), tells how. The losses are given what it gives, and the normalised pictures.
+
+    Metrics: `<stage>_loss` and `<stage>_<name>` for each of `model.metrics` (`rmse` by default: the root of the mean
+    squared error, in standard deviations of the data), weighted by sample; and where there are tokens
+    `val_codebook_perplexity`: as if so many of them were used, all equally often, from 1 to K.
+
+    Pictures of each epoch: 16 of its first training batch and of the first validation batch, and what came back.
+
+    Raises:
+        ValueError: several networks, optimizers or schedulers, or no loss: this task trains one network.
+    """
+
+    kind = "image_reconstruction"
+    metric_names = ("rmse",)
+
+    def __init__(self, cfg: Any):
+        super().__init__(cfg)
+        self._shown: dict[str, Tensor] = {}  # by stage: uint8 (n, C, H, W)
+        self._tokens: Tensor | None = None  # int64 (K,): how often each was used in the last validation
+
+    def truth(self, batch: Batch) -> Tensor:
+        return self.normalised(batch["image"])
+
+    def default_metrics(self) -> dict[str, Any]:
+        return {"rmse": MeanSquaredError(squared=False)}
+
+    def measured(self, outputs: Any) -> Tensor:
+        return reconstruction(outputs).detach().float().contiguous()
+
+    def check_outputs(self, outputs: Any) -> None:
+        """
+        Raises:
+            MisfitError: there are no pictures among them.
+        """
+        found = outputs.get("reconstruction") if isinstance(outputs, dict) else outputs
+        if isinstance(found, Tensor) and found.ndim == 4:
+            return
+        words = f"{tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(outputs).__name__}"
+        if isinstance(outputs, dict):
+            words = f"{words} with {', '.join(map(str, outputs)) or 'nothing'}"
+        name = self.cfg.model.network.type
+        message = f"{name} gives {words}, not pictures (B, C, H, W), or {{'reconstruction': such}}"
+        raise MisfitError(message, "model.network")
+
+    def check_truth(self, outputs: Any, truth: Tensor) -> None:
+        found = reconstruction(outputs).shape
+        if found[1:] != truth.shape[1:]:
+            raise MisfitError(
+                f"{self.cfg.model.network.type} answers pictures {tuple(truth.shape[1:])} with {tuple(found[1:])}; "
+                "they must be as large",
+                "model.network",
+            )
+
+    # ---- tokens
+
+    def on_validation_epoch_start(self) -> None:
+        self._tokens = None
+        self._shown.pop("val", None)
+
+    def remember(self, inputs: Tensor, outputs: Any, truth: Tensor) -> None:
+        """Counts the tokens of each validation sample, and keeps the first pictures."""
+        if "val" not in self._shown:
+            self._shown["val"] = inputs[:SHOWN]
+        if isinstance(outputs, dict) and "logits" in outputs:
+            logits = outputs["logits"]
+            used = torch.bincount(logits.argmax(1).flatten(), minlength=logits.shape[1])
+            self._tokens = used if self._tokens is None else self._tokens + used
+
+    def on_validation_epoch_end(self) -> None:
+        super().on_validation_epoch_end()
+        if self._tokens is not None:
+            self._tokens = self.trainer.strategy.reduce(self._tokens, reduce_op="sum")
+            # The same on each process; `sync_dist` only because Lightning would remind of it.
+            self.log("val_codebook_perplexity", perplexity(self._tokens), sync_dist=True)
+
+    def histograms(self) -> dict[str, tuple[list[int], list[float]]]:
+        """Beside those of weights and gradients: how often each token was used in the last validation, as counts and
+        the edges between them."""
+        if self._tokens is None:
+            return {}
+        return {"codebook": (self._tokens.tolist(), [float(edge) for edge in range(len(self._tokens) + 1)])}
+
+    # ---- pictures
+
+    def on_train_epoch_start(self) -> None:
+        self._shown.pop("train", None)
+
+    def on_train_batch_start(self, batch: Batch, batch_idx: int) -> None:
+        if "train" not in self._shown:
+            self._shown["train"] = batch["image"][:SHOWN]
+
+    def pictures(self, stage: str) -> dict[str, Any]:
+        """`<stage>_original_<epoch>` and `<stage>_reconstruction_<epoch>` of training and validation, each a sheet,
+        uint8 (C, H, W); in a validation by itself `val_original` and `val_reconstruction`.
+
+        Called on every process, since an engine may have the network in parts; only rank 0 gets pictures.
+        """
+        if stage != "val" or self.trainer.sanity_checking or self.normalise is None:
+            return {}
+        fitting, found = self.trainer.state.fn == "fit", dict[str, Any]()
+        epochs = max(self.trainer.max_epochs or 1, 1)
+        suffix = f"_{str(self.current_epoch).zfill(len(str(epochs)))}" if fitting else ""
+        for each in ("train", "val") if fitting else ("val",):
+            if each in self._shown:
+                shown = self._shown[each]
+                with _judging(self):
+                    answered = pixels(reconstruction(self.forward(shown)), cast(Normalise, self.normalise))
+                found[f"{each}_original{suffix}"] = sheet(shown)
+                found[f"{each}_reconstruction{suffix}"] = sheet((answered * 255).round().byte())
+        return found if self.trainer.is_global_zero else {}
+
+    # ---- travelling
+
+    def inference_model(self) -> nn.Module:
+        """uint8 (N, C, H, W) to pictures float32 (N, C, H, W) from 0 to 1, on the CPU, in eval mode, where each token
+        is the likeliest."""
+        if self.network is None or self.normalise is None:
+            raise MisfitError("the data module gave no `image_spec`: there is nothing to prepare pictures by")
+        return Reconstructor(cast(Normalise, self.normalise), self.network).cpu().float().eval()
+
+
+def reconstruction(outputs: Any) -> Tensor:
+    """The pictures, float (B, C, H, W), in what a network gives."""
+    return outputs["reconstruction"] if isinstance(outputs, dict) else outputs
+
+
+def pixels(images: Tensor, normalise: Normalise) -> Tensor:
+    """Normalised pictures (B, C, H, W) as numbers from 0 to 1, float32: what `normalise` does, undone."""
+    return (images.float() * normalise.std.float() + normalise.mean.float()).clamp(0, 1)
+
+
+def perplexity(counts: Tensor) -> Tensor:
+    """exp of the entropy of how often each of K tokens was used: int64 (K,) → float32 (), from 1 to K."""
+    share = counts.double() / counts.sum()
+    return torch.special.entr(share).sum().exp().float()
+
+
+def sheet(images: Tensor) -> Tensor:
+    """Pictures, uint8 (n, C, H, W), n up to 16, on a sheet of four by four, uint8 (C, 4 s H, 4 s W) on the CPU: small
+    ones are enlarged, each pixel to s by s."""
+    images = images.cpu()
+    missing = SHOWN - len(images)
+    images = torch.cat([images, images.new_zeros((missing, *images.shape[1:]))])
+    scale = max(1, 64 // max(images.shape[2:]))
+    images = images.repeat_interleave(scale, 2).repeat_interleave(scale, 3)
+    rows = [torch.cat(list(row), dim=2) for row in images.split(4)]  # (C, s H, 4 s W)
+    return torch.cat(rows, dim=1)
+
+
+@contextmanager
+def _judging(task: nn.Module) -> Iterator[None]:
+    """The task in eval mode, without gradients."""
+    training = task.training
+    task.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        task.train(training)
