@@ -35,8 +35,9 @@ RENAMED = {
 }
 
 # Positional arguments that we hand to a target: the config to task and data, parameters to an optimizer, an optimizer
-# to a scheduler.
-GIVEN = {"data.module": 1, "model.module": 1, "model.optimizer": 1, "model.scheduler": 1}
+# to a scheduler, the training set to a sampler; and what we hand to one by name.
+GIVEN = {"data.module": 1, "data.sampler": 1, "model.module": 1, "model.optimizer": 1, "model.scheduler": 1}
+GIVEN_BY_NAME = {"data.sampler": {"batch_size": 1, "num_replicas": 1, "rank": 0, "seed": 0}}
 
 AUTO = ("total_steps", "steps_per_epoch", "epochs", "T_max")
 """Params of a scheduler that may be `auto`."""
@@ -271,7 +272,8 @@ class _Checker:
             auto = [p for p, value in values.items() if value == "auto"] if role == "model.scheduler" else []
             values |= dict.fromkeys(auto)  # it becomes a number when the run knows it
             hidden = {p: text for p in items if (text := self.secrets.text_of((*path, "params", p))) is not None}
-            given = GIVEN.get(role or "", 0)
+            given = GIVEN.get(role or key, 0)
+            values = GIVEN_BY_NAME.get(key, {}) | values
             self.take(judge(self.meanings, name, values, key, role=role, given=given, hidden=hidden))
             for p in set(auto) - set(AUTO):
                 message = f"`auto` is known for {', '.join(AUTO)}; give `{p}` a value"
@@ -403,7 +405,7 @@ class _Checker:
 
     def logged(self, config: Config) -> tuple[set[str], str | None]:
         """The metrics that a training logs, by the source of task and callbacks; and which of them may log others."""
-        found, vague, sources = {"lr"}, None, Meanings()
+        found, vague, sources, usual = {"lr"}, None, Meanings(), set[str]()
         for target in (config.model.module, *config.train.callbacks):
             try:
                 definition: Any = sources.of(target.type)
@@ -411,7 +413,8 @@ class _Checker:
             except (ValueError, Undecided):
                 return found, str(target.type)
             found, vague = found | names, vague if all_of_them else target.type
-        metrics = ["acc"] if config.model.metrics is None else list(config.model.metrics)
+            usual |= definition.usual_metrics()
+        metrics = usual if config.model.metrics is None else set(config.model.metrics)
         losses = list(config.model.loss) if isinstance(config.model.loss, dict) and len(config.model.loss) > 1 else []
         for placeholder, words in (("{stage}", ["train", "val"]), ("{metric}", metrics), ("{loss}", losses)):
             split = [name.replace(placeholder, word) for name in found if placeholder in name for word in words]

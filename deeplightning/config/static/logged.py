@@ -12,16 +12,35 @@ _FRAMEWORKS = ("torch", "pytorch_lightning", "lightning", "lightning_fabric", "t
 
 def logged_names(names: Names, thing: Thing) -> tuple[set[str], bool]:
     """What a class declares in `logged_metrics`, and what is logged by it and its ancestors up to that declaration."""
+    own, complete = _line(names, thing)
+    words, position = _declared(names, own, "logged_metrics")
+    if words is not None:
+        more, complete = Logged(names, own[:position]).names(True)
+        return words | more, complete
+    return Logged(names, own).names(complete)
+
+
+def usual_metrics(names: Names, thing: Thing) -> set[str]:
+    """What a class or an ancestor declares in `metric_names`; nothing where none does."""
+    own, _ = _line(names, thing)
+    return _declared(names, own, "metric_names")[0] or set()
+
+
+def _line(names: Names, thing: Thing) -> tuple[list[Thing], bool]:
+    """A class and its ancestors, frameworks' left out; False if there may be others."""
     line, complete = names.line(thing)
-    own = [t for t in line if t.live is None and t.path.partition(".")[0] not in _FRAMEWORKS]
+    return [t for t in line if t.live is None and t.path.partition(".")[0] not in _FRAMEWORKS], complete
+
+
+def _declared(names: Names, own: list[Thing], attribute: str) -> tuple[set[str] | None, int]:
+    """The words of the first class that assigns literal words to an attribute, and its position."""
     for position, each in enumerate(own):
-        for option in names.scope(each).names.get("logged_metrics", ()):
+        for option in names.scope(each).names.get(attribute, ()):
             if isinstance(option, Assigned):
                 words = names.words(option.value, Frame(names.home(each)))
                 if words is not None:
-                    more, complete = Logged(names, own[:position]).names(True)
-                    return words | more, complete
-    return Logged(names, own).names(complete)
+                    return words, position
+    return None, len(own)
 
 
 def _is_a_module(receiver: ast.expr, method: Functions) -> bool:

@@ -1,0 +1,106 @@
+"""What tasks share whose samples are pictures: pixels of 8 bits become numbers inside the network's own graph.
+
+Shapes: B batch, C channels, H height, W width.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deeplightning.image import ImageSpec
+from deeplightning.task.errors import MisfitError
+from deeplightning.task.supervised import Batch, Supervised
+
+
+class Normalise(nn.Module):
+    """Pixels 0 … 255 become numbers around 0: (pixel / 255 - mean) / std, per channel."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, mean: tuple[float, ...], std: tuple[float, ...]):
+        super().__init__()
+        self.register_buffer("mean", torch.tensor(mean).view(-1, 1, 1), persistent=False)
+        self.register_buffer("std", torch.tensor(std).view(-1, 1, 1), persistent=False)
+
+    def forward(self, images: Tensor) -> Tensor:
+        """uint8 (B, C, H, W) → floats of the same shape, of the precision that the network computes in.
+
+        The same operations as torchvision's ToTensor and Normalize, so that results are theirs to the last digit.
+        """
+        return images.to(self.mean.dtype).div_(255).sub_(self.mean).div_(self.std)
+
+
+class ImageTask(Supervised):
+    """A task whose inputs are pictures, `image` uint8 (B, C, H, W) in each batch.
+
+    The data module says how its pixels are normalised (`image_spec`) and what the classes are called (`class_names`,
+    where it has such); both travel in the checkpoint.
+    """
+
+    def __init__(self, cfg: Any):
+        super().__init__(cfg)
+        self.normalise: nn.Module | None = None
+        self.image_spec: ImageSpec | None = None
+        self.class_names: list[str] = []
+
+    def setup(self, stage: str) -> None:
+        data: Any = getattr(self.trainer, "datamodule", None)
+        if getattr(data, "image_spec", None) is not None:
+            self._describe(data.image_spec, getattr(data, "class_names", []))
+
+    def _describe(self, image_spec: ImageSpec, class_names: list[str]) -> None:
+        self.image_spec, self.class_names = image_spec, list(class_names)
+        self.normalise = Normalise(image_spec.mean, image_spec.std)
+        # What torch's ddp reads: these are the same everywhere, and need not be sent at each step.
+        self._ddp_params_and_buffers_to_ignore = ["normalise.mean", "normalise.std"]
+
+    def inputs(self, batch: Batch) -> Tensor:
+        return batch["image"]
+
+    def forward(self, images: Tensor) -> Any:
+        """What the network gives to pictures, uint8 (B, C, H, W), or float as the network takes them."""
+        return super().forward(self.normalised(images))
+
+    def normalised(self, images: Tensor) -> Tensor:
+        """Pictures as the network takes them: uint8 (B, C, H, W) as floats; floats as they are.
+
+        Raises:
+            MisfitError: the data module has not told how.
+        """
+        if images.dtype != torch.uint8:
+            return images
+        if self.normalise is None:
+            raise MisfitError("the data gives uint8 pictures, and its data module no `image_spec` to normalise them by")
+        return self.normalise(images)
+
+    def try_out(self, network: nn.Module) -> None:
+        """Passes a black picture through; torch's own error would come in the first batch, and speak of matrices.
+
+        Raises:
+            MisfitError: the network does not take the data's pictures, or gives what this task cannot use.
+        """
+        spec = self.image_spec
+        if spec is None:
+            return
+        shape = (1, spec.channels, spec.height, spec.width)
+        network.eval()
+        try:
+            with torch.no_grad():
+                outputs = network(torch.zeros(shape, device=self.device))
+        except (RuntimeError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            message = f"{self.cfg.model.network.type} does not take the data's pictures {shape}: {reason}"
+            raise MisfitError(message, "model.network") from error
+        network.train()
+        self.check_outputs(outputs)
+
+    def travels(self) -> dict[str, Any]:
+        if self.image_spec is None:
+            return {}
+        return {"image_spec": self.image_spec.to_dict(), "class_names": self.class_names}
+
+    def arrives(self, saved: dict[str, Any]) -> None:
+        if self.image_spec is None:
+            self._describe(ImageSpec.from_dict(saved["image_spec"]), saved["class_names"])

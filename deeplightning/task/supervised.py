@@ -1,0 +1,363 @@
+"""What tasks share that learn from samples whose truth is known: a network, losses, metrics, and numbers that are means
+over samples, on however many processes.
+
+B batch; what follows depends on the task.
+"""
+
+from typing import Any, cast
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from deeplightning.config.target import build
+from deeplightning.task.errors import MisfitError
+from deeplightning.task.metrics import InOwnPrecision, SampleMean
+from deeplightning.task.optimize import freeze, optimizers
+
+Batch = dict[str, Tensor]
+Outputs = Tensor | dict[str, Tensor]
+"""What a network gives: a tensor (B, …), or several by name."""
+
+
+class Supervised(pl.LightningModule):
+    """Trains `model.network` to give the truth of each sample. A task of your own says what the network is given
+    (`inputs`), what it should give (`truth`), and what else differs; the rest is done here.
+
+    Metrics: `<stage>_loss` and `<stage>_<name>` for each of `model.metrics` (`metric_names` by default), weighted by
+    sample. Rows of a batch whose `index` is -1 fill it up and are not counted.
+
+    Attributes:
+        kind: a word for what the task does; checkpoints keep what belongs to it under this name.
+
+    Raises:
+        ValueError: several networks, optimizers or schedulers, or no loss: such tasks train one network.
+    """
+
+    kind = "supervised"
+
+    metric_names: tuple[str, ...] = ()
+    """The names of `default_metrics`; read from the source by `deeplightning check`."""
+
+    # What a run has in `trainer.callback_metrics`, for whoever waits for a metric. {stage}: train, val, test; {metric}:
+    # the names under model.metrics; {loss}: the names under model.loss, where there are several. A step of the training
+    # logs train_…, its epoch train_…_epoch; `lr` is logged beside each task.
+    logged_metrics = (
+        "{stage}_loss",
+        "{stage}_{loss}",
+        "{stage}_{metric}",
+        "train_loss_epoch",
+        "train_{loss}_epoch",
+        "train_{metric}_epoch",
+        "lr",
+    )
+
+    def __init__(self, cfg: Any):
+        super().__init__()
+        model = cfg.model
+        for name in ("network", "optimizer", "scheduler"):
+            if isinstance(getattr(model, name), dict):
+                raise ValueError(f"this task takes one {name}, not several by name (model.{name})")
+        if model.network is None or model.loss is None:
+            raise ValueError("this task needs model.network and model.loss")
+        self.cfg = cfg
+        self.network: nn.Module | None = None
+        named = model.loss if isinstance(model.loss, dict) else {"loss": model.loss}
+        self.losses = nn.ModuleDict({name: build(loss) for name, loss in named.items()})
+        self.weights = {name: loss.weight for name, loss in named.items()}
+        self.metrics = InOwnPrecision({f"{stage}_stage": self._metrics() for stage in ("train", "val", "test")})
+        self._logged_step = -1
+        self._counted: dict[str, dict[str, Any]] = {}  # of the epoch that a resumed run goes on in, over all processes
+
+    def _metrics(self) -> nn.ModuleDict:
+        named = self.cfg.model.metrics
+        metrics: dict[str, Any] = self.default_metrics() if named is None else {n: build(t) for n, t in named.items()}
+        means = ["loss", *(self.losses if len(self.losses) > 1 else ())]
+        metrics |= {name: SampleMean() for name in means}
+        return nn.ModuleDict(metrics)
+
+    def _of(self, stage: str) -> dict[str, Any]:
+        return dict(cast(nn.ModuleDict, self.metrics[f"{stage}_stage"]).items())
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "_current_fx_name":  # Lightning's, set fifty times a step; torch looks for parameters in it
+            self.__dict__[name] = value
+        else:
+            super().__setattr__(name, value)
+
+    # ---- what a task says
+
+    def inputs(self, batch: Batch) -> Tensor:
+        """What the network is given, (B, …)."""
+        return batch["input"]
+
+    def truth(self, batch: Batch) -> Tensor:
+        """What losses and metrics compare its outputs with, (B, …)."""
+        return batch["target"]
+
+    def default_metrics(self) -> dict[str, Any]:
+        """Where `model.metrics` is null: a torchmetrics Metric for each of `metric_names`."""
+        return {}
+
+    def measured(self, outputs: Any) -> Tensor:
+        """What metrics are given of the outputs, (B, …)."""
+        return outputs.detach().float()
+
+    def check_outputs(self, outputs: Any) -> None:
+        """
+        Raises:
+            MisfitError: the network gives something that this task cannot use.
+        """
+
+    def check_truth(self, outputs: Any, truth: Tensor) -> None:
+        """
+        Raises:
+            LabelError: the data hold a truth that the network cannot give.
+        """
+
+    def try_out(self, network: nn.Module) -> None:
+        """Looks whether a network that was just built fits the data; it is in training mode, before and after."""
+
+    def answers(self, batch: Batch, outputs: Any) -> dict[str, Any]:
+        """Columns for the file of predictions, `index` among them: tensors (B,), or lists of B texts."""
+        return {}
+
+    def remember(self, inputs: Tensor, outputs: Any, truth: Tensor) -> None:
+        """Is handed the samples of each validation batch, on a process that has none too."""
+
+    def travels(self) -> dict[str, Any]:
+        """What goes along in a checkpoint, of plain types."""
+        return {}
+
+    def arrives(self, saved: dict[str, Any]) -> None:
+        """Takes from a checkpoint what `travels` gave."""
+
+    # ---- assembling
+
+    def configure_model(self) -> None:
+        """Builds the network, and tries it out: what does not fit shows before data is read.
+
+        Where an engine shards the network, its parameters may not be there yet, and the first batch is what shows it.
+        """
+        if self.network is not None:
+            return
+        network = build(self.cfg.model.network)
+        if not isinstance(network, nn.Module):
+            message = f"{self.cfg.model.network.type} gives a {type(network).__name__}, not a torch.nn.Module"
+            raise MisfitError(message, "model.network")
+        self.network = network
+        freeze(network, self.cfg.model.trainable)
+        # A tensor with `ds_id` is in parts, by DeepSpeed.
+        incomplete = any(p.is_meta or hasattr(p, "ds_id") for p in network.parameters())
+        if not incomplete:
+            self.try_out(network)
+        if mode := self.cfg.engine.compile:
+            network.compile(mode="default" if mode is True else mode)
+
+    def configure_optimizers(self) -> Any:
+        assert self.network is not None
+        return optimizers(self.network, self.cfg.model, self.trainer)
+
+    def configure_gradient_clipping(
+        self,
+        optimizer: Any,
+        gradient_clip_val: float | None = None,
+        gradient_clip_algorithm: str | None = None,
+    ) -> None:
+        """Lightning's clipping, and by norms other than the second, which it does not know."""
+        clip = self.cfg.train.gradient_clip
+        if clip is None or clip.algorithm != "norm" or clip.norm_type == 2:
+            self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
+            return
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        nn.utils.clip_grad_norm_(parameters, clip.value, clip.norm_type)
+
+    # ---- learning
+
+    def on_train_start(self) -> None:
+        """
+        Raises:
+            MisfitError: the schedule that is resumed is shorter than the training.
+        """
+        counted, self._counted = self._counted, {}
+        for name, metric in self._of("train").items():
+            if name in counted and self.trainer.is_global_zero:
+                _restore(metric, counted[name])
+        steps = self.trainer.estimated_stepping_batches
+        for config in self.trainer.lr_scheduler_configs:
+            length = getattr(config.scheduler, "total_steps", None)
+            if length is not None and config.interval == "step" and steps > length * config.frequency:
+                raise MisfitError(
+                    f"model.scheduler: this schedule ends after {length} steps, the training takes {steps}; a resumed "
+                    "run keeps the schedule that it began with, and so its train.num_epochs"
+                )
+
+    def forward(self, inputs: Tensor) -> Any:
+        """What the network gives to inputs (B, …)."""
+        assert self.network is not None
+        return self.network(inputs)
+
+    def _outputs(self, inputs: Tensor) -> Any:
+        outputs = self.forward(inputs)  # `self(inputs)` would start DeepSpeed's timers of the step a second time
+        self.check_outputs(outputs)
+        return outputs
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        outputs, truth = self._outputs(self.inputs(batch)), self.truth(batch)
+        if self.trainer.is_last_batch and "index" in batch:
+            # Only there are rows that do not count; a look at each batch would stall a GPU.
+            keep = batch["index"] >= 0
+            if not keep.any():
+                self._join("train", rows(outputs, slice(0)), truth[:0])
+                self._log_step({})
+                return self._loss(outputs, truth)[1]  # with weight 0; without it the other processes would wait
+            outputs, truth = rows(outputs, keep), truth[keep]
+        parts, loss = self._loss(outputs, truth)
+        self._log_step(self._count("train", outputs, truth, parts, loss, wanted=self._due()), len(truth))
+        return loss
+
+    def _due(self) -> bool:
+        """Whether this step has points to log and does not have them yet."""
+        return getattr(self.trainer, "log_every_n_steps", 1) > 0 and self.global_step != self._logged_step
+
+    def _log_step(self, values: dict[str, Tensor], samples: int = 0) -> None:
+        """Logs values of a batch as means over the samples of all processes; one without samples gives no values."""
+        if not self._due():
+            return
+        self._logged_step = self.global_step
+        if self.trainer.world_size > 1:
+            names = [f"train_{name}" for name in self._of("train")]
+            nothing = torch.zeros((), device=self.device)
+            weighed = [values.get(name, nothing) * samples for name in names]
+            *sums, total = self.trainer.strategy.reduce(torch.stack([*weighed, nothing + samples]), reduce_op="sum")
+            values = {name: value / total for name, value in zip(names, sums, strict=True)}
+        # Not by `self.log`, for which Lightning has some work at each step until the epoch ends.
+        self.trainer.callback_metrics.update(values)
+        points = {name: value.item() for name, value in values.items()}
+        for logger in self.loggers:
+            logger.log_metrics(points, self.global_step)
+
+    def on_train_epoch_end(self) -> None:
+        self._log_epoch("train", suffix="_epoch")
+
+    def _loss(self, outputs: Any, truth: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+        """Each loss, and their weighted sum."""
+        self.check_truth(outputs, truth)
+        parts = {name: loss(outputs, truth) for name, loss in self.losses.items()}
+        for name, part in parts.items():
+            if not isinstance(part, Tensor) or part.ndim != 0:
+                key = f"model.loss.{name}" if isinstance(self.cfg.model.loss, dict) else "model.loss"
+                found = tuple(part.shape) if isinstance(part, Tensor) else f"a {type(part).__name__}"
+                raise MisfitError(f"{key} gives {found}, not a tensor of one number; torch's take `reduction: mean`")
+        weighted = [part if self.weights[name] == 1 else self.weights[name] * part for name, part in parts.items()]
+        return parts, weighted[0] if len(weighted) == 1 else torch.stack(weighted).sum()
+
+    def _count(
+        self, stage: str, outputs: Any, truth: Tensor, parts: dict[str, Tensor], loss: Tensor, wanted: bool = False
+    ) -> dict[str, Tensor]:
+        """Adds a batch to the stage's metrics; returns the batch's own values where wanted."""
+        values = {}
+        measured = self.measured(outputs)
+        for name, metric in self._of(stage).items():
+            if name == "loss" or name in parts:
+                value = (loss if name == "loss" else parts[name]).detach()
+                metric.update(value, len(truth))
+            elif wanted:
+                value = metric(measured, truth)
+            else:
+                metric.update(measured, truth)
+            if wanted:
+                if not isinstance(value, Tensor) or value.numel() != 1:
+                    found = tuple(value.shape) if isinstance(value, Tensor) else f"a {type(value).__name__}"
+                    raise MisfitError(f"model.metrics.{name}: gives {found}, not one number; see its `average`")
+                values[f"{stage}_{name}"] = value.float().reshape(())
+        return values
+
+    def _join(self, stage: str, outputs: Any, truth: Tensor) -> None:
+        """Adds a batch of no rows to metrics that keep lists and have none yet: processes cannot gather a list that
+        one of them does not have (torchmetrics 1.9)."""
+        for metric in self._of(stage).values():
+            if any(isinstance(value, list) and not value for value in metric.metric_state.values()):
+                metric.update(self.measured(outputs), truth)
+
+    def _log_epoch(self, stage: str, suffix: str = "") -> None:
+        for name, metric in self._of(stage).items():
+            self.log(f"{stage}_{name}{suffix}", metric)  # computed over all processes and reset by Lightning
+
+    # ---- judging
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        return self._judge("val", batch)
+
+    def on_validation_epoch_end(self) -> None:
+        self._log_epoch("val")
+
+    def test_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        return self._judge("test", batch)
+
+    def on_test_epoch_end(self) -> None:
+        self._log_epoch("test")
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+        return self.answers(batch, self._judged(self.inputs(batch)))
+
+    def _judged(self, inputs: Tensor) -> Any:
+        """Outputs for a batch that is not learned from.
+
+        Where they go to a file, a short batch is filled up: a kernel rounds as the number of rows wants it, and which
+        samples are in a short batch depends on the number of processes. With as many rows in each batch, files of 1,
+        2 and 3 processes were equal to the last digit (CPU, torch 2.15, November 2026).
+        """
+        missing = self.cfg.data.batch_size - len(inputs)
+        if self.trainer.state.fn == "fit" or missing <= 0:
+            return self._outputs(inputs)
+        filled = torch.cat([inputs, inputs.new_zeros((missing, *inputs.shape[1:]))])
+        return rows(self._outputs(filled), slice(len(inputs)))
+
+    def _judge(self, stage: str, batch: Batch) -> dict[str, Any]:
+        inputs, truth = self.inputs(batch), self.truth(batch)
+        keep = batch["index"] >= 0 if "index" in batch else torch.ones(len(truth), dtype=torch.bool, device=self.device)
+        outputs, truth = rows(self._judged(inputs), keep), truth[keep]
+        if len(truth):
+            self._count(stage, outputs, truth, *self._loss(outputs, truth))
+        else:
+            self._join(stage, outputs, truth)
+        if stage == "val":  # a process without samples too: what is remembered may be summed over all
+            self.remember(inputs[keep], outputs, truth)
+        return self.answers({name: column[keep] for name, column in batch.items()}, outputs)
+
+    # ---- travelling
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if own := self.travels():
+            checkpoint[self.kind] = own
+        epoch: Any = self.trainer.fit_loop.epoch_progress.current
+        if epoch.processed < epoch.ready:  # inside an epoch
+            checkpoint["train_metrics"] = {name: _state_of(metric) for name, metric in self._of("train").items()}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._counted = checkpoint.get("train_metrics", {})
+        if self.kind in checkpoint:
+            self.arrives(checkpoint[self.kind])
+
+
+def rows(outputs: Any, which: Tensor | slice) -> Any:
+    """Some rows of what a network gives: `which` is a slice, or a mask, bool (B,)."""
+    if isinstance(outputs, dict):
+        return {name: value[which] for name, value in outputs.items()}
+    return outputs[which]
+
+
+def _state_of(metric: Metric) -> dict[str, Any]:
+    """What a metric has counted over all processes; asked on each."""
+    with metric.sync_context(should_sync=torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return {name: [*v] if isinstance(v, list) else v.clone() for name, v in metric.metric_state.items()}
+
+
+def _restore(metric: Metric, state: dict[str, Any]) -> None:
+    for name, now in metric.metric_state.items():
+        if name in state:
+            saved = state[name] if isinstance(state[name], list) else [state[name]]
+            saved = [value.to(metric.device) for value in saved]
+            setattr(metric, name, saved if isinstance(now, list) else saved[0])
