@@ -98,7 +98,8 @@ def make_run(name: str, place: Path, turned: bool = False) -> Path:
     import torch
 
     from deeplightning.export import export
-    from deeplightning.task.img_classif import Classifier, Normalise
+    from deeplightning.task.images import Normalise
+    from deeplightning.task.img_classif import Classifier
 
     torch.set_num_threads(1)
     size, mode = serve_parts.SIZES[name], serve_parts.MODES[name]
@@ -147,7 +148,7 @@ def _fitted(network, name: str, spec: ImageSpec, prepared: np.ndarray, turned: b
     """A network of random weights whose last layer gives picture i the logit of its class, and 0 for the others."""
     import torch
 
-    from deeplightning.task.img_classif import Normalise
+    from deeplightning.task.images import Normalise
 
     torch.manual_seed(5)
     model = network(name)
