@@ -188,10 +188,10 @@ class LogSteps(pl.Callback):
         if trainer.log_every_n_steps and trainer.global_step != self._logged:
             self._logged = trainer.global_step
             # Where a task has no optimizer, Lightning puts one without groups in its place.
-            rates = [optimizer.param_groups[0]["lr"] for optimizer in trainer.optimizers if optimizer.param_groups]
-            named = {"lr": rates[0]} if rates else {}
-            if len(rates) > 1:
-                named |= {f"lr-{number}": rate for number, rate in enumerate(rates)}
+            groups = [optimizer.param_groups[0] for optimizer in trainer.optimizers if optimizer.param_groups]
+            named = {"lr": groups[0]["lr"]} if groups else {}
+            if len(groups) > 1:  # by the name that a task gave to the first group of each, else by its number
+                named |= {f"lr-{group.get('name', number)}": group["lr"] for number, group in enumerate(groups)}
             points = {name: float(rate) for name, rate in named.items()}
             trainer.callback_metrics.update({name: torch.tensor(rate) for name, rate in points.items()})
             for logger in trainer.loggers:  # Lightning's `log` would have some work at each step until the epoch ends

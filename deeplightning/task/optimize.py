@@ -1,7 +1,7 @@
 """What of a network learns, and how: `model.trainable`, `optimizer` and `scheduler` become torch's objects."""
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import pytorch_lightning as pl
@@ -44,36 +44,93 @@ def optimizers(network: nn.Module, model: Any, trainer: pl.Trainer) -> Any:
     Raises:
         MisfitError: a group matches nothing, or the schedule lacks its metric or a number.
     """
-    target = model.optimizer
-    if target is None:
+    if model.optimizer is None:
         raise MisfitError(
             "model.optimizer: this task needs one, for example {type: torch.optim.SGD, params: {lr: 0.01}}"
         )
-    optimizer = build(target, list(_groups(network, target.groups)))
+    optimizer = _optimizer(network, model.optimizer, "model.optimizer")
+    if model.scheduler is None:
+        return optimizer
+    call = model.scheduler.call
+    built = _schedule(optimizer, model.scheduler, "model.scheduler", trainer)
+    entry = {"scheduler": built, "interval": call.interval, "frequency": call.frequency}
+    if call.monitor is not None:
+        entry["monitor"] = call.monitor
+    return {"optimizer": optimizer, "lr_scheduler": entry}
+
+
+def optimizers_by_name(
+    networks: Mapping[str, nn.Module], model: Any, trainer: pl.Trainer
+) -> tuple[dict[str, torch.optim.Optimizer], dict[str, Any]]:
+    """The optimizers of several networks, and the schedules of those that have one, by name and in the networks' order.
+
+    For tasks that step them themselves. The learning rate of each is logged as `lr-NAME`: its first group of parameters
+    has the `name`.
+
+    Args:
+        networks: what learns, by the names under `model.network`.
+        model: the config's section `model`.
+
+    Raises:
+        MisfitError: a network has no optimizer; or as `optimizers`.
+    """
+    fits(networks, model)
+    found: dict[str, torch.optim.Optimizer] = {}
+    for name, network in networks.items():
+        found[name] = _optimizer(network, model.optimizer[name], f"model.optimizer.{name}")
+        found[name].param_groups[0]["name"] = name
+    schedules = model.scheduler or {}
+    return found, {
+        name: _schedule(found[name], schedules[name], f"model.scheduler.{name}", trainer)
+        for name in networks
+        if name in schedules
+    }
+
+
+def fits(names: Iterable[str], model: Any) -> None:
+    """Looks whether `model.optimizer` and `model.scheduler` are maps that have what networks of these names need.
+
+    Raises:
+        MisfitError: they are not; one fault, the first.
+    """
+    names = list(names)
+    known, targets = ", ".join(names), model.optimizer
+    if not isinstance(targets, dict):
+        example = ", ".join(f"{name}: {{…}}" for name in names)
+        raise MisfitError(f"model.optimizer: this task needs one for each network by name: {{{example}}}")
+    if missing := [name for name in names if name not in targets]:
+        raise MisfitError(f"model.optimizer: there is none for `{missing[0]}`; each of {known} needs one")
+    if model.scheduler is not None and not isinstance(model.scheduler, dict):
+        raise MisfitError(f"model.scheduler: this task takes one for each optimizer by name ({known}), or null")
+    for section, given in (("optimizer", targets), ("scheduler", model.scheduler or {})):
+        if unknown := [name for name in given if name not in names]:
+            raise MisfitError(f"model.{section}.{unknown[0]}: no network that learns is called so; there are {known}")
+
+
+def _optimizer(network: nn.Module, target: Any, key: str) -> torch.optim.Optimizer:
+    optimizer: torch.optim.Optimizer = build(target, list(_groups(network, target.groups, key)))
     for group in target.groups:
         if unknown := [name for name in group if name not in ("match", *optimizer.defaults)]:
             known = ", ".join(optimizer.defaults)
             # torch keeps any word in a group, and nothing would come of it
-            raise MisfitError(f"model.optimizer.groups: {target.type} has no `{unknown[0]}`; a group takes {known}")
-    if model.scheduler is None:
-        return optimizer
-    scheduler, call = model.scheduler, model.scheduler.call
-    built = build(scheduler, optimizer, **_run_time_numbers(scheduler.params, trainer))
-    entry = {"scheduler": built, "interval": call.interval, "frequency": call.frequency}
-    if call.monitor is not None:
-        entry["monitor"] = call.monitor
-    elif isinstance(built, torch.optim.lr_scheduler.ReduceLROnPlateau):
-        raise MisfitError("model.scheduler.call.monitor: ReduceLROnPlateau needs a metric, for example val_loss")
-    return {"optimizer": optimizer, "lr_scheduler": entry}
+            raise MisfitError(f"{key}.groups: {target.type} has no `{unknown[0]}`; a group takes {known}")
+    return optimizer
 
 
-def _groups(network: nn.Module, groups: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+def _schedule(optimizer: torch.optim.Optimizer, target: Any, key: str, trainer: pl.Trainer) -> Any:
+    built = build(target, optimizer, **_run_time_numbers(target.params, trainer, key))
+    if target.call.monitor is None and isinstance(built, torch.optim.lr_scheduler.ReduceLROnPlateau):
+        raise MisfitError(f"{key}.call.monitor: ReduceLROnPlateau needs a metric, for example val_loss")
+    return built
+
+
+def _groups(network: nn.Module, groups: list[dict[str, Any]], key: str) -> Iterator[dict[str, Any]]:
     """Parameters that learn, in groups: those that match a pattern with its values, then the others."""
     left = {name: p for name, p in network.named_parameters() if p.requires_grad}
     for group in groups:
         if "match" not in group:
-            raise MisfitError(f"model.optimizer.groups: {group} lacks `match`, the pattern of its parameters' names")
-        names = _matching(group["match"], left, "model.optimizer.groups")
+            raise MisfitError(f"{key}.groups: {group} lacks `match`, the pattern of its parameters' names")
+        names = _matching(group["match"], left, f"{key}.groups")
         yield {"params": [left.pop(n) for n in names], **{k: v for k, v in group.items() if k != "match"}}
     if left:
         yield {"params": list(left.values())}
@@ -92,7 +149,7 @@ def _matching(pattern: str, names: Iterable[str], key: str) -> list[str]:
     return found
 
 
-def _run_time_numbers(params: dict[str, Any], trainer: pl.Trainer) -> dict[str, Any]:
+def _run_time_numbers(params: dict[str, Any], trainer: pl.Trainer, key: str) -> dict[str, Any]:
     """Values for the scheduler's arguments that say `auto`."""
     asked = {name for name, value in params.items() if value == "auto"}
     if not asked:
@@ -105,5 +162,5 @@ def _run_time_numbers(params: dict[str, Any], trainer: pl.Trainer) -> dict[str, 
         trainer.fit_loop._combined_loader = None
     known = {"total_steps": total, "epochs": epochs, "steps_per_epoch": -(-total // epochs), "T_max": total}
     if asked - set(known):
-        raise MisfitError(f"model.scheduler.params: `auto` is known for {', '.join(known)}, not {asked - set(known)}")
+        raise MisfitError(f"{key}.params: `auto` is known for {', '.join(known)}, not {asked - set(known)}")
     return {name: known[name] for name in asked}
