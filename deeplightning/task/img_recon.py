@@ -13,10 +13,11 @@ from torchmetrics.regression import MeanSquaredError
 
 from deeplightning.task.errors import MisfitError
 from deeplightning.task.images import ImageTask, Normalise
+from deeplightning.task.sheets import epoch_suffix, sheet
 from deeplightning.task.supervised import Batch
 
 SHOWN = 16
-"""Pictures in a sheet, four by four."""
+"""Pictures on a sheet."""
 
 
 class Reconstructor(nn.Module):
@@ -134,10 +135,8 @@ class ImageReconstruction(ImageTask):
         """
         if stage != "val" or self.trainer.sanity_checking or self.normalise is None:
             return {}
-        fitting, found = self.trainer.state.fn == "fit", dict[str, Any]()
-        epochs = max(self.trainer.max_epochs or 1, 1)
-        suffix = f"_{str(self.current_epoch).zfill(len(str(epochs)))}" if fitting else ""
-        for each in ("train", "val") if fitting else ("val",):
+        suffix, found = epoch_suffix(self), dict[str, Any]()
+        for each in ("train", "val") if suffix else ("val",):
             if each in self._shown:
                 shown = self._shown[each]
                 with _judging(self):
@@ -170,18 +169,6 @@ def perplexity(counts: Tensor) -> Tensor:
     """exp of the entropy of how often each of K tokens was used: int64 (K,) → float32 (), from 1 to K."""
     share = counts.double() / counts.sum()
     return torch.special.entr(share).sum().exp().float()
-
-
-def sheet(images: Tensor) -> Tensor:
-    """Pictures, uint8 (n, C, H, W), n up to 16, on a sheet of four by four, uint8 (C, 4 s H, 4 s W) on the CPU: small
-    ones are enlarged, each pixel to s by s."""
-    images = images.cpu()
-    missing = SHOWN - len(images)
-    images = torch.cat([images, images.new_zeros((missing, *images.shape[1:]))])
-    scale = max(1, 64 // max(images.shape[2:]))
-    images = images.repeat_interleave(scale, 2).repeat_interleave(scale, 3)
-    rows = [torch.cat(list(row), dim=2) for row in images.split(4)]  # (C, s H, 4 s W)
-    return torch.cat(rows, dim=1)
 
 
 @contextmanager

@@ -1,0 +1,434 @@
+"""Adversarial training: a generator learns to make pictures of noise that a discriminator takes for real ones.
+
+Goodfellow et al., "Generative Adversarial Nets", 2014, https://arxiv.org/abs/1406.2661.
+
+Shapes: B batch, Z numbers of noise, C channels, H height, W width, K classes.
+"""
+
+import contextlib
+import logging
+from typing import Any, cast
+
+import pytorch_lightning as pl
+import torch
+from torch import Generator, Tensor, nn
+from torch.nn import functional
+from torchmetrics import Metric
+
+from deeplightning.config.target import build
+from deeplightning.image import ImageSpec
+from deeplightning.task.errors import LabelError, MisfitError
+from deeplightning.task.metrics import InOwnPrecision, SampleMean
+from deeplightning.task.optimize import fits, freeze, optimizers_by_name
+from deeplightning.task.sheets import epoch_suffix, sheet
+
+log = logging.getLogger("deeplightning.gan")
+
+Batch = dict[str, Tensor]
+
+NETWORKS = ("generator", "discriminator")
+SHOWN = 8
+"""Made pictures on a sheet, to a side."""
+
+
+class InceptionScore(Metric):
+    """exp of the mean divergence of a classifier's answer to one picture from its mean answer, in [1, K]: K where each
+    answer is sure, and all classes come equally often (Salimans et al., "Improved Techniques for Training GANs", 2016,
+    https://arxiv.org/abs/1606.03498).
+
+    Over all pictures and processes at once, not over parts of them.
+    """
+
+    full_state_update = False
+    answers: Tensor
+    certainty: Tensor
+    pictures: Tensor
+
+    def __init__(self, num_classes: int) -> None:
+        super().__init__()
+        # In 64 bits: sums over many pictures, of which differences are taken.
+        self.add_state("answers", torch.zeros(num_classes, dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("certainty", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+        self.add_state("pictures", torch.tensor(0), dist_reduce_fx="sum")
+
+    def update(self, logits: Tensor) -> None:
+        """Adds a batch of answers, logits (B, K)."""
+        log_p = logits.double().log_softmax(1)
+        self.answers += log_p.exp().sum(0)
+        self.certainty += (log_p.exp() * log_p).sum()
+        self.pictures += len(logits)
+
+    def compute(self) -> Tensor:
+        mean = self.answers / self.pictures
+        return (self.certainty / self.pictures + torch.special.entr(mean).sum()).exp().float()
+
+
+class Gan(pl.LightningModule):
+    """Trains `model.network.generator` and `model.network.discriminator` against each other, on batches of {"image":
+    uint8 (B, C, H, W), "index": int64 (B,)}; `label`, int64 (B,), is needed by a scorer alone.
+
+    The generator takes noise from N(0, 1), float (B, Z), where Z is its attribute `latent_size`, and gives pictures,
+    float (B, C, H, W) from -1 to 1; the discriminator takes such, and gives logits, float (B,). At each batch the
+    discriminator takes a step, then the generator, each by its own optimizer, so that a batch counts as two optimizer
+    steps. `model.loss` is called with logits and what they should be, 1 or 0, both float (B,); or it is a map of
+    `generator` and `discriminator`.
+
+    Logs `loss_d` and `loss_g` at steps, their means over samples as `train_…`, `val_…` and `test_…`, and, where there
+    is a `model.network.scorer`, the inception score of made pictures: `val_score`, beside `val_score_real`, that of the
+    real ones, and `val_scorer_acc`. The scorer is a classifier of pictures from -1 to 1, logits (B, K). It learns from
+    the training set's labels before the first step, by `model.optimizer.scorer`, and then stays as it is; its weights
+    travel in the checkpoints. Scores of different scorers cannot be compared.
+
+    Under ddp gradients are means over the samples of all processes. Other engines cannot train two networks in turn.
+
+    Args:
+        cfg: the whole config.
+        scorer_epochs: passes over the training set from which the scorer learns, at least 1.
+
+    Raises:
+        MisfitError: a network, an optimizer or the loss is missing, or one too many. It is a ValueError.
+    """
+
+    kind = "image_generation"
+
+    # Also "lr" and "lr-NAME" of each optimizer, which are logged beside each task.
+    logged_metrics = (
+        *("loss_d", "loss_g", "{stage}_loss_d", "{stage}_loss_g"),
+        *("val_score", "val_score_real", "val_scorer_acc"),
+    )
+
+    scorer_trained: Tensor
+
+    def __init__(self, cfg: Any, scorer_epochs: int = 3):
+        super().__init__()
+        self.automatic_optimization = False
+        self.cfg, self.scorer_epochs = cfg, scorer_epochs
+        self._check(cfg)
+        loss = cfg.model.loss
+        of = loss if isinstance(loss, dict) else dict.fromkeys(NETWORKS, loss)
+        self.losses = nn.ModuleDict({name: build(of[name]) for name in NETWORKS})
+        self.networks = nn.ModuleDict()
+        stages = {f"{stage}_stage": _means() for stage in ("train", "val", "test")}
+        self.means, self.scores = InOwnPrecision(stages), InOwnPrecision()
+        self.register_buffer("scorer_trained", torch.tensor(0))  # 1: it has learned
+        self.image_spec: ImageSpec | None = None
+        self.class_names: list[str] = []
+        self._logged_step = -1
+        self._counted: dict[str, list[float]] = {}
+        self._schedules: dict[str, Any] = {}
+        self._scorer_optimizer: torch.optim.Optimizer | None = None
+
+    def _check(self, cfg: Any) -> None:
+        model, names = cfg.model, cfg.model.network
+        if not isinstance(names, dict) or not set(NETWORKS) <= set(names):
+            found = ", ".join(names) if isinstance(names, dict) else "one network" if names else "none"
+            raise MisfitError(f"model.network: this task needs a map of {' and '.join(NETWORKS)}; there is {found}")
+        if unknown := sorted(set(names) - {*NETWORKS, "scorer"}):
+            known = ", ".join((*NETWORKS, "scorer"))
+            raise MisfitError(f"model.network.{unknown[0]}: this task has no use for it; it takes {known}")
+        fits(self._learning(), model)
+        if isinstance(model.scheduler, dict) and "scorer" in model.scheduler:
+            raise MisfitError("model.scheduler.scorer: the scorer learns at one rate; remove it")
+        if model.loss is None or (isinstance(model.loss, dict) and set(model.loss) != set(NETWORKS)):
+            example = "for example {type: torch.nn.BCEWithLogitsLoss}, or a map of generator and discriminator"
+            raise MisfitError(f"model.loss: this task needs one, {example}")
+        if model.trainable == "head":
+            raise MisfitError("model.trainable: with several networks `head` is not clear; give patterns, or all")
+        if cfg.engine.backend not in (None, "ddp"):
+            why = "two networks are trained in turn, which one process can, and ddp"
+            raise MisfitError(f"engine.backend: {why}, not {cfg.engine.backend}")
+        if not isinstance(self.scorer_epochs, int) or self.scorer_epochs < 1:
+            raise MisfitError(f"model.module.params.scorer_epochs: must be at least 1, not {self.scorer_epochs!r}")
+
+    def _learning(self) -> list[str]:
+        return [*NETWORKS, *(["scorer"] if "scorer" in self.cfg.model.network else [])]
+
+    # ---- assembling
+
+    def setup(self, stage: str) -> None:
+        data: Any = getattr(self.trainer, "datamodule", None)
+        if getattr(data, "image_spec", None) is not None:
+            self.image_spec, self.class_names = data.image_spec, list(getattr(data, "class_names", []))
+
+    def configure_model(self) -> None:
+        """Builds the networks, and passes noise and a black picture through them.
+
+        Raises:
+            MisfitError: they do not fit each other, or the data.
+            LabelError: the scorer has not as many outputs as there are classes in the data.
+        """
+        if self.networks:
+            return
+        for name in self._learning():
+            network = build(self.cfg.model.network[name])
+            if not isinstance(network, nn.Module):
+                message = f"{self.cfg.model.network[name].type} gives a {type(network).__name__}, not a torch.nn.Module"
+                raise MisfitError(message, f"model.network.{name}")
+            self.networks[name] = network
+        freeze(self.networks, self.cfg.model.trainable)
+        if not isinstance(getattr(self.networks["generator"], "latent_size", None), int):
+            raise MisfitError("model.network.generator: it has no attribute `latent_size`, how many numbers it takes")
+        spec = self.image_spec
+        if spec is None:
+            raise MisfitError("data.module: it has no `image_spec`, so the size of its pictures is not known")
+        shape, noise = (1, spec.channels, spec.height, spec.width), torch.zeros(1, self._latent_size)
+        self._try_out("generator", noise, shape)
+        self._try_out("discriminator", torch.zeros(shape), (1,))
+        if "scorer" in self.networks:
+            self._try_out("scorer", torch.zeros(shape), (1, len(self.class_names)))
+            for stage in ("val", "test"):
+                made, real = InceptionScore(len(self.class_names)), InceptionScore(len(self.class_names))
+                metrics = {"score": made, "score_real": real, "scorer_acc": SampleMean()}
+                self.scores[f"{stage}_stage"] = nn.ModuleDict(metrics)
+        if mode := self.cfg.engine.compile:
+            for network in self.networks.values():
+                network.compile(mode="default" if mode is True else mode)
+
+    def _try_out(self, name: str, inputs: Tensor, expected: tuple[int, ...]) -> None:
+        network, target = self.networks[name], self.cfg.model.network[name]
+        network.eval()
+        try:
+            with torch.no_grad():
+                found = tuple(network(inputs.to(self.device)).shape)
+        except (RuntimeError, ValueError) as error:
+            reason = str(error).splitlines()[0]
+            message = f"{target.type} does not take {tuple(inputs.shape)}: {reason}"
+            raise MisfitError(message, f"model.network.{name}") from error
+        network.train()
+        if found != expected:
+            message = f"{target.type} gives {found} for {tuple(inputs.shape)}, and {expected} is needed"
+            raise (LabelError if name == "scorer" else MisfitError)(message, f"model.network.{name}")
+
+    @property
+    def _latent_size(self) -> int:
+        return cast(int, self.networks["generator"].latent_size)
+
+    def configure_optimizers(self) -> Any:
+        networks = {name: self.networks[name] for name in self._learning()}
+        found, self._schedules = optimizers_by_name(networks, self.cfg.model, self.trainer)
+        self._scorer_optimizer = found.pop("scorer", None)
+        return list(found.values()), list(self._schedules.values())
+
+    # ---- the scorer
+
+    def on_train_start(self) -> None:
+        """Lets the scorer learn, once, and goes on counting where a resumed run was inside an epoch."""
+        counted, self._counted = self._counted, {}
+        for name, (total, samples) in counted.items() if self.trainer.is_global_zero else ():
+            mean = self._of("train")[name]
+            mean.total.fill_(total)
+            mean.samples.fill_(int(samples))
+        if self._scorer_optimizer is not None and not self.scorer_trained:
+            self._train_scorer(self._scorer_optimizer)
+            self.scorer_trained.fill_(1)
+
+    def _train_scorer(self, optimizer: torch.optim.Optimizer) -> None:
+        data: Any = getattr(self.trainer, "datamodule", None)
+        loader = data.train_dataloader() if data is not None else self.trainer.train_dataloader
+        batches, loss = int(min(len(loader), self.trainer.num_training_batches)), torch.tensor(0.0)
+        for epoch in range(self.scorer_epochs):
+            if hasattr(getattr(loader, "sampler", None), "set_epoch"):
+                loader.sampler.set_epoch(epoch)
+            for _, batch in zip(range(batches), loader, strict=False):
+                if "label" not in batch:
+                    found = ", ".join(batch)
+                    raise MisfitError(f"model.network.scorer: it learns from labels, and a batch has {found} only")
+                images, samples = self._real({name: value.to(self.device) for name, value in batch.items()})
+                labels = batch["label"].to(self.device)
+                labels = labels[batch["index"].to(self.device) >= 0] if "index" in batch and samples else labels[:1]
+                loss = functional.cross_entropy(self.networks["scorer"](images).float(), labels)
+                optimizer.zero_grad()
+                with self._alone():
+                    loss.backward()
+                self._average(optimizer, samples)
+                optimizer.step()
+        log.info("scorer     has learned for %d epochs: loss %.4f", self.scorer_epochs, float(loss.detach()))
+
+    # ---- learning
+
+    def forward(self, noise: Tensor) -> Tensor:
+        """Noise, float (B, Z), to pictures, float (B, C, H, W) from 0 to 1."""
+        return self.networks["generator"](noise).float().add(1).div(2).clamp(0, 1)
+
+    def _real(self, batch: Batch, look: bool = True) -> tuple[Tensor, int]:
+        """Pictures from -1 to 1 of the rows that count, and how many these are; of none, the first all the same, since
+        the other processes wait for this one.
+
+        Args:
+            look: whether there may be rows that do not count; to look for them would stall a GPU.
+        """
+        images = batch["image"]
+        samples = len(images)
+        if look and "index" in batch:
+            keep = batch["index"] >= 0
+            samples = int(keep.sum())
+            images = images[keep] if samples else images[:1]
+        dtype = next(self.networks["discriminator"].parameters()).dtype
+        return images.to(dtype).div(127.5).sub(1), samples
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
+        real, samples = self._real(batch, look=self.trainer.is_last_batch)
+        optimizers, step = dict(zip(NETWORKS, cast(list[Any], self.optimizers()), strict=True)), self.global_step
+        made = self.networks["generator"](self._like(real, torch.randn(len(real), self._latent_size)))
+        loss_d = self._loss_d(real, made.detach())
+        self._step(optimizers["discriminator"], loss_d, samples)
+        self.toggle_optimizer(optimizers["generator"])  # the discriminator's gradients of this are not wanted
+        loss_g = self._loss_g(made)
+        self._step(optimizers["generator"], loss_g, samples)
+        self.untoggle_optimizer(optimizers["generator"])
+        self._move_rates("step", self.trainer.fit_loop.epoch_loop.total_batch_idx + 1)
+        losses = {"loss_d": loss_d.detach(), "loss_g": loss_g.detach()}
+        self._count("train", losses, samples)
+        self._log_step(step, losses, samples)
+        return {"loss": losses["loss_d"] + losses["loss_g"]}
+
+    def _loss_d(self, real: Tensor, made: Tensor) -> Tensor:
+        loss, discriminator = self.losses["discriminator"], self.networks["discriminator"]
+        on_real, on_made = discriminator(real), discriminator(made)
+        return loss(on_real, torch.ones_like(on_real)) + loss(on_made, torch.zeros_like(on_made))
+
+    def _loss_g(self, made: Tensor) -> Tensor:
+        taken_for = self.networks["discriminator"](made)
+        return self.losses["generator"](taken_for, torch.ones_like(taken_for))
+
+    def _step(self, optimizer: Any, loss: Tensor, samples: int) -> None:
+        """One step by the mean of the loss over the samples of all processes."""
+        optimizer.zero_grad()
+        with self._alone():
+            self.manual_backward(loss)
+        self._average(optimizer, samples)
+        optimizer.step()
+
+    def _alone(self) -> Any:
+        """Leaves gradients to this process: ddp would wait for those of the other network."""
+        strategy: Any = self.trainer.strategy
+        return strategy.block_backward_sync() if self.trainer.world_size > 1 else contextlib.nullcontext()
+
+    def _average(self, optimizer: Any, samples: int) -> None:
+        """Makes an optimizer's gradients the means over the samples of all processes; each has `samples` of them."""
+        if self.trainer.world_size == 1:
+            return
+        gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+        own = torch.cat([*(gradient.flatten() * samples for gradient in gradients), gradients[0].new_tensor([samples])])
+        *sums, total = self.trainer.strategy.reduce(own, reduce_op="sum").split([*(g.numel() for g in gradients), 1])
+        for gradient, mean in zip(gradients, sums, strict=True):
+            gradient.copy_((mean / total).view_as(gradient))
+
+    def _move_rates(self, interval: str, done: int) -> None:
+        """Lets the schedules step that are due after so many batches (`step`) or epochs."""
+        for name, schedule in self._schedules.items():
+            call = self.cfg.model.scheduler[name].call
+            if call.interval != interval or done % call.frequency:
+                continue
+            if not isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):
+                schedule.step()
+            elif call.monitor in (known := self.trainer.callback_metrics):
+                schedule.step(float(known[call.monitor]))
+            else:
+                message = f"no metric is called {call.monitor!r}; this run has {', '.join(sorted(known))}"
+                raise MisfitError(message, f"model.scheduler.{name}.call.monitor")
+
+    def _like(self, images: Tensor, noise: Tensor) -> Tensor:
+        return noise.to(images.device, images.dtype)
+
+    def _of(self, stage: str) -> dict[str, Any]:
+        return dict(cast(nn.ModuleDict, self.means[f"{stage}_stage"]).items())
+
+    def _count(self, stage: str, losses: dict[str, Tensor], samples: int) -> None:
+        for name, loss in losses.items() if samples else ():
+            self._of(stage)[name].update(loss, samples)
+
+    def _log_step(self, step: int, losses: dict[str, Tensor], samples: int) -> None:
+        """Logs the losses of a batch as means over the samples of all processes, where the step is due."""
+        if getattr(self.trainer, "log_every_n_steps", 1) == 0 or step == self._logged_step:
+            return
+        self._logged_step = step
+        values = torch.stack(list(losses.values()))
+        if self.trainer.world_size > 1:
+            own = torch.cat([values * samples, values.new_tensor([samples])])
+            *sums, total = self.trainer.strategy.reduce(own, reduce_op="sum")
+            values = torch.stack(sums) / total
+        self.trainer.callback_metrics.update(dict(zip(losses, values, strict=True)))
+        for logger in self.loggers:
+            logger.log_metrics(dict(zip(losses, values.tolist(), strict=True)), step)
+
+    def on_train_epoch_end(self) -> None:
+        self._log_epoch("train")
+        self._move_rates("epoch", self.current_epoch + 1)
+
+    def _log_epoch(self, stage: str) -> None:
+        scores = self.scores[f"{stage}_stage"] if self.scorer_trained and stage != "train" else {}
+        for name, metric in {**self._of(stage), **dict(cast(nn.ModuleDict, scores).items())}.items():
+            self.log(f"{stage}_{name}", metric)  # computed over all processes and reset by Lightning
+
+    # ---- judging
+
+    def validation_step(self, batch: Batch, batch_idx: int) -> None:
+        self._judge("val", batch, batch_idx)
+
+    def on_validation_epoch_end(self) -> None:
+        self._log_epoch("val")
+
+    def test_step(self, batch: Batch, batch_idx: int) -> None:
+        self._judge("test", batch, batch_idx)
+
+    def on_test_epoch_end(self) -> None:
+        self._log_epoch("test")
+
+    def _judge(self, stage: str, batch: Batch, batch_idx: int) -> None:
+        real, samples = self._real(batch)
+        if samples == 0:
+            return
+        made = self.networks["generator"](self._like(real, self.noise(samples, 1 + batch_idx)))
+        self._count(stage, {"loss_d": self._loss_d(real, made), "loss_g": self._loss_g(made)}, samples)
+        if self.scorer_trained:
+            metrics: Any = self.scores[f"{stage}_stage"]
+            answers = self.networks["scorer"](real)
+            metrics["score"].update(self.networks["scorer"](made))
+            metrics["score_real"].update(answers)
+            if "label" in batch:
+                labels = batch["label"][batch["index"] >= 0] if "index" in batch else batch["label"]
+                metrics["scorer_acc"].update((answers.argmax(1) == labels).float().mean(), samples)
+
+    def predict_step(self, batch: Batch, batch_idx: int) -> None:
+        raise MisfitError("stages: a generator has nothing to say to pictures; leave `predict` out")
+
+    def noise(self, count: int, number: int) -> Tensor:
+        """float (count, Z), the same for a number in each epoch and run of a seed, so that epochs can be compared; each
+        process has its own."""
+        number = number * self.trainer.world_size + self.trainer.global_rank
+        drawn = Generator().manual_seed((self.cfg.seed << 31) + number)
+        return torch.randn(count, self._latent_size, generator=drawn)
+
+    def pictures(self, stage: str) -> dict[str, Any]:
+        """`samples_<epoch>`: 64 made pictures, of the same noise in each epoch, uint8 (C, 8 s H, 8 s W)."""
+        if stage != "val" or self.trainer.sanity_checking or not self.trainer.is_global_zero:
+            return {}
+        generator = self.networks["generator"]
+        training = generator.training
+        generator.eval()
+        with torch.no_grad():
+            made = self.forward(self._like(next(generator.parameters()), self.noise(SHOWN**2, 0)))
+        generator.train(training)
+        return {f"samples{epoch_suffix(self)}": sheet((made * 255).round().byte(), SHOWN)}
+
+    # ---- travelling
+
+    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        if self.image_spec is not None:
+            checkpoint[self.kind] = {"image_spec": self.image_spec.to_dict(), "class_names": self.class_names}
+        epoch: Any = self.trainer.fit_loop.epoch_progress.current
+        if epoch.processed < epoch.ready:  # inside an epoch; asked on each process
+            of = {name: torch.stack([mean.total, mean.samples.double()]) for name, mean in self._of("train").items()}
+            reduced = {name: self.trainer.strategy.reduce(sums, reduce_op="sum") for name, sums in of.items()}
+            checkpoint["train_metrics"] = {name: sums.tolist() for name, sums in reduced.items()}
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        self._counted = checkpoint.get("train_metrics", {})
+        if self.image_spec is None and self.kind in checkpoint:
+            saved = checkpoint[self.kind]
+            self.image_spec, self.class_names = ImageSpec.from_dict(saved["image_spec"]), saved["class_names"]
+
+
+def _means() -> nn.ModuleDict:
+    return nn.ModuleDict({"loss_d": SampleMean(), "loss_g": SampleMean()})
