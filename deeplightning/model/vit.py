@@ -1,0 +1,180 @@
+"""The Vision Transformer: a picture is cut into patches, which are words to a transformer (Dosovitskiy et al. 2021,
+https://arxiv.org/abs/2010.11929).
+
+B batch, C channels, H height, W width of the picture; N patches; D width; K classes.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+
+class ViT(nn.Module):
+    """Patches, a class token and learned positions through `depth` pre-norm blocks; the class token tells the class.
+
+    With its default width, depth and heads it has 2.7 million parameters, the paper's ViT-B/16 is `image_size: 224,
+    patch_size: 16, width: 768, depth: 12, heads: 12`. The names of its tensors are its own, not torchvision's.
+
+    Args:
+        num_classes: K, at least 1.
+        num_channels: C, at least 1.
+        image_size: pixels, one number for a square or [H, W].
+        patch_size: pixels, one number for a square or [height, width], which divide the picture's.
+        num_patches: N, for whoever wants to be sure: refused where the sizes give another number. None: as they give.
+        width: D, of each token, at least 1; divisible by `heads`.
+        depth: blocks, at least 1.
+        heads: of each attention, at least 1.
+        mlp_width: of the layer inside each block's perceptron; None: four times `width`.
+        dropout: probability, behind the positions and inside each block; 0 is none.
+
+    Attributes:
+        num_patches: N.
+
+    Raises:
+        ValueError: if an argument is impossible, alone or beside another.
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        num_channels: int = 3,
+        image_size: int | Sequence[int] = 32,
+        patch_size: int | Sequence[int] = 4,
+        num_patches: int | None = None,
+        width: int = 192,
+        depth: int = 6,
+        heads: int = 3,
+        mlp_width: int | None = None,
+        dropout: float = 0.0,
+    ):
+        super().__init__()
+        mlp_width = 4 * width if mlp_width is None and _is_whole(width) else mlp_width
+        for name, number in (
+            ("num_classes", num_classes),
+            ("num_channels", num_channels),
+            ("width", width),
+            ("depth", depth),
+            ("heads", heads),
+            ("mlp_width", mlp_width),
+        ):
+            if not _is_whole(number):
+                raise ValueError(f"{name} must be a whole number of at least 1, not {number!r}")
+        assert mlp_width is not None
+        if width % heads:
+            raise ValueError(
+                f"width {width} cannot be shared by {heads} heads: heads must divide it, as {_divisors(width)} do"
+            )
+        if not isinstance(dropout, int | float) or isinstance(dropout, bool) or not 0 <= dropout < 1:
+            raise ValueError(f"dropout is a probability, at least 0 and below 1, not {dropout!r}")
+        self.image_size, patch = _sides("image_size", image_size), _sides("patch_size", patch_size)
+        for side, piece, word in zip(self.image_size, patch, ("height", "width"), strict=True):
+            if side % piece:
+                raise ValueError(
+                    f"patch_size {piece} does not divide the picture's {word} of {side} pixels; {_divisors(side)} do"
+                )
+        rows, columns = (side // piece for side, piece in zip(self.image_size, patch, strict=True))
+        self.num_patches = rows * columns
+        if num_patches is not None and num_patches != self.num_patches:
+            raise ValueError(
+                f"num_patches is {num_patches!r}, but {self.image_size[0]}x{self.image_size[1]} pixels make {rows} x "
+                f"{columns} = {self.num_patches} patches of {patch[0]}x{patch[1]}; leave it out, or change a size"
+            )
+        self.class_token = nn.Parameter(torch.zeros(1, 1, width))
+        self.positions = nn.Parameter(torch.empty(1, self.num_patches + 1, width))
+        self.patches = nn.Conv2d(num_channels, width, kernel_size=patch, stride=patch)
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.Sequential(*(Block(width, heads, mlp_width, dropout) for _ in range(depth)))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, num_classes)
+        nn.init.trunc_normal_(self.positions, std=0.02)
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.trunc_normal_(module.weight, std=0.02)
+                nn.init.zeros_(module.bias)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        """
+        Args:
+            images: float (B, C, H, W).
+
+        Returns:
+            Logits, float (B, K).
+
+        Raises:
+            ValueError: if the images are not of the size the network was made for.
+        """
+        if images.shape[2:] != self.image_size:
+            raise ValueError(
+                f"the images are {images.shape[2]}x{images.shape[3]}, but this ViT was made for "
+                f"{self.image_size[0]}x{self.image_size[1]}: give it image_size: [{images.shape[2]}, {images.shape[3]}]"
+            )
+        tokens = self.patches(images).flatten(2).transpose(1, 2)  # (B, N, D)
+        tokens = torch.cat([self.class_token.expand(tokens.shape[0], -1, -1), tokens], dim=1)  # (B, N + 1, D)
+        tokens = self.blocks(self.dropout(tokens + self.positions))
+        return self.head(self.norm(tokens[:, 0]))
+
+
+class Block(nn.Module):
+    """Attention, then a perceptron, each on normed tokens and added to what it was given.
+
+    Args:
+        width: D.
+        heads: divides `width`.
+        mlp_width: of the perceptron's inner layer.
+        dropout: probability.
+    """
+
+    def __init__(self, width: int, heads: int, mlp_width: int, dropout: float):
+        super().__init__()
+        self.norm1 = nn.LayerNorm(width)
+        self.attention = Attention(width, heads)
+        self.norm2 = nn.LayerNorm(width)
+        self.mlp = nn.Sequential(
+            nn.Linear(width, mlp_width), nn.GELU(), nn.Dropout(dropout), nn.Linear(mlp_width, width)
+        )
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """float (B, T, D) → the same shape."""
+        tokens = tokens + self.dropout(self.attention(self.norm1(tokens)))
+        return tokens + self.dropout(self.mlp(self.norm2(tokens)))
+
+
+class Attention(nn.Module):
+    """Each token asks all tokens, in several heads (Vaswani et al. 2017, https://arxiv.org/abs/1706.03762).
+
+    Args:
+        width: D.
+        heads: divides `width`.
+    """
+
+    def __init__(self, width: int, heads: int):
+        super().__init__()
+        self.heads = heads
+        self.asked = nn.Linear(width, 3 * width)  # queries, keys and values, side by side
+        self.out = nn.Linear(width, width)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        """float (B, T, D) → the same shape."""
+        asked = self.asked(tokens).unflatten(2, (3, self.heads, -1))  # (B, T, 3, heads, D / heads)
+        queries, keys, values = asked.permute(2, 0, 3, 1, 4).unbind(0)  # each (B, heads, T, D / heads)
+        found = nn.functional.scaled_dot_product_attention(queries, keys, values)
+        return self.out(found.transpose(1, 2).flatten(2))
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _sides(name: str, size: int | Sequence[int]) -> tuple[int, int]:
+    sides = size if isinstance(size, Sequence) else [size, size]
+    if len(sides) != 2 or not all(map(_is_whole, sides)):
+        raise ValueError(f"{name} must be one whole number or [height, width], each at least 1, not {size!r}")
+    return sides[0], sides[1]
+
+
+def _divisors(number: int) -> str:
+    """`1, 2, 4, 7, 14 and 28` of 28."""
+    found = [str(divisor) for divisor in range(1, number + 1) if number % divisor == 0]
+    return f"{', '.join(found[:-1])} and {found[-1]}" if len(found) > 1 else found[0]

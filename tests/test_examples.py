@@ -1,0 +1,80 @@
+"""Every example runs at reduced size, without data of this machine, and leaves what its README shows.
+
+`tests/test_configs.py` takes one step with each config of `examples/`; here they learn something.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@dataclass
+class Example:
+    """An example at reduced size.
+
+    Attributes:
+        config: below `examples/`.
+        overrides: what makes it small.
+        metrics: least and most of each of these in `test_results.json`.
+        files: that the run's folder holds.
+        before: a Python script below `examples/` with its arguments, which draws the data into the working directory.
+    """
+
+    config: str
+    overrides: list[str]
+    metrics: dict[str, tuple[float, float]]
+    files: list[str] = field(default_factory=list)
+    before: list[str] = field(default_factory=list)
+
+
+EXAMPLES = {
+    "cifar10": Example(
+        "cifar10/cifar10.yaml",
+        ["data.module.params={train: 20, test: 10}", "data.batch_size=6", "train.num_epochs=1"],
+        {"test_acc": (0, 1)},
+    ),
+    "image_folder": Example(
+        "image_folder/image_folder.yaml",
+        ["train.num_epochs=2", "train.export=false", "data.batch_size=16", "data.module.params.image_size=32"],
+        {"test_acc": (0, 1)},
+        before=["image_folder/draw.py", "pictures", "20"],
+    ),
+    "segmentation": Example(
+        "segmentation/segmentation.yaml",
+        [
+            "data.module.params.count=60",
+            "train.num_epochs=3",
+            "data.module.params.image_size=32",
+            "model.network.params.width=8",
+        ],
+        {"test_iou": (0.15, 1), "test_acc": (0.5, 1)},
+        ["val_segmentation.png"],
+    ),
+    "transfer": Example(
+        "transfer/pretrain.yaml", ["train.num_epochs=2", "data.module.params.train=200"], {"test_acc": (0.3, 1)}
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_learns_what_it_should(name, command, store, tmp_path):
+    """It ends with code 0, with metrics as good as its reduced size allows, and with the files it is to leave."""
+    example = EXAMPLES[name]
+    if example.before:
+        script = [sys.executable, ROOT / "examples" / example.before[0], *example.before[1:]]
+        env = os.environ | {"PYTHONPATH": str(ROOT)}
+        subprocess.run(script, cwd=tmp_path, env=env, check=True, timeout=60)
+    overrides = [*example.overrides, f"logger.params.tracking_uri={store}"]
+    outcome = command("train", ROOT / "examples" / example.config, *overrides, cwd=tmp_path)
+    assert outcome.code == 0, outcome
+    results = json.loads((outcome.folder / "test_results.json").read_text())
+    for metric, (least, most) in example.metrics.items():
+        assert least <= results[metric] <= most, results
+    assert [file for file in example.files if not (outcome.folder / file).is_file()] == []
