@@ -1,5 +1,6 @@
 """A tree of values becomes a checked `Config`, or all that is wrong with it at once, each fault with its place."""
 
+import contextlib
 import os
 import re
 import types
@@ -334,6 +335,7 @@ class _Checker:
         if config.data is not None:
             self.loader(config.data.loader)
         if config.model is not None:
+            self.networks(config.model)
             self.groups(config.model)
             if config.train is not None and "train" in config.stages:
                 self.monitors(config)
@@ -358,6 +360,34 @@ class _Checker:
                 self.fault(f"{_LOADER} gets `{name}` from {_LOADER_GIVEN[name]}; remove it", key, found=name)
             else:
                 self.param(_LOADER, name, value, "data.loader", key)
+
+    def networks(self, model: schema.Model) -> None:
+        """Compares the names of several networks, optimizers and schedulers with those that the task needs, and with
+        one another."""
+        task, needed = model.module and model.module.type, None
+        with contextlib.suppress(ValueError, Undecided):
+            definition: Any = Meanings().of(str(task))
+            needed = definition.network_names()
+        for section in ("network", "optimizer", "scheduler"):
+            key, given = f"model.{section}", getattr(model, section)
+            if isinstance(given, dict) and needed == set():
+                self.fault(f"{task} takes one {section}, not several by name", key)
+            elif needed and section != "scheduler":
+                words = " and ".join(sorted(needed))
+                wanted = {
+                    *needed,
+                    *(model.network if section == "optimizer" and isinstance(model.network, dict) else ()),
+                }
+                missing = sorted(wanted - set(given)) if isinstance(given, dict) else []
+                if not isinstance(given, dict):
+                    self.fault(f"{task} needs a map of {words}", key)
+                elif missing:
+                    self.fault(f"there is none for `{missing[0]}`; {task} needs {words}", key)
+            if isinstance(given, dict) and isinstance(model.network, dict):
+                for name in [name for name in given if name not in model.network]:
+                    known = ", ".join(model.network)
+                    message = f"no network is called `{name}`.{nearest(name, model.network)} There are: {known}"
+                    self.fault(message, f"{key}.{name}", found=name, allowed=known)
 
     def groups(self, model: schema.Model) -> None:
         """Compares parameter groups with the optimizer's signature; patterns must be regular expressions."""
@@ -394,7 +424,9 @@ class _Checker:
             return
         names, vague = self.logged(config)
         for key, metric in asked.items():
-            if metric in names or re.fullmatch(r"lr-\d+", metric):  # the latter are of tasks with several optimizers
+            rate = re.fullmatch(r"lr-(.+)", metric)  # of tasks with several optimizers
+            several = config.model.optimizer if isinstance(config.model.optimizer, dict) else {}
+            if metric in names or (rate and (rate[1].isdigit() or rate[1] in several)):
                 continue
             if vague is None:
                 known = ", ".join(sorted(names))

@@ -26,7 +26,6 @@ log = logging.getLogger("deeplightning.gan")
 
 Batch = dict[str, Tensor]
 
-NETWORKS = ("generator", "discriminator")
 SHOWN = 8
 """Made pictures on a sheet, to a side."""
 
@@ -91,6 +90,9 @@ class Gan(pl.LightningModule):
 
     kind = "image_generation"
 
+    network_names = ("generator", "discriminator")
+    """The networks without which there is nothing to train; read from the source by `deeplightning check`."""
+
     # Also "lr" and "lr-NAME" of each optimizer, which are logged beside each task.
     logged_metrics = (
         *("loss_d", "loss_g", "{stage}_loss_d", "{stage}_loss_g"),
@@ -105,8 +107,8 @@ class Gan(pl.LightningModule):
         self.cfg, self.scorer_epochs = cfg, scorer_epochs
         self._check(cfg)
         loss = cfg.model.loss
-        of = loss if isinstance(loss, dict) else dict.fromkeys(NETWORKS, loss)
-        self.losses = nn.ModuleDict({name: build(of[name]) for name in NETWORKS})
+        of = loss if isinstance(loss, dict) else dict.fromkeys(self.network_names, loss)
+        self.losses = nn.ModuleDict({name: build(of[name]) for name in self.network_names})
         self.networks = nn.ModuleDict()
         stages = {f"{stage}_stage": _means() for stage in ("train", "val", "test")}
         self.means, self.scores = InOwnPrecision(stages), InOwnPrecision()
@@ -120,16 +122,17 @@ class Gan(pl.LightningModule):
 
     def _check(self, cfg: Any) -> None:
         model, names = cfg.model, cfg.model.network
-        if not isinstance(names, dict) or not set(NETWORKS) <= set(names):
+        if not isinstance(names, dict) or not set(self.network_names) <= set(names):
             found = ", ".join(names) if isinstance(names, dict) else "one network" if names else "none"
-            raise MisfitError(f"model.network: this task needs a map of {' and '.join(NETWORKS)}; there is {found}")
-        if unknown := sorted(set(names) - {*NETWORKS, "scorer"}):
-            known = ", ".join((*NETWORKS, "scorer"))
+            words = " and ".join(self.network_names)
+            raise MisfitError(f"model.network: this task needs a map of {words}; there is {found}")
+        if unknown := sorted(set(names) - {*self.network_names, "scorer"}):
+            known = ", ".join((*self.network_names, "scorer"))
             raise MisfitError(f"model.network.{unknown[0]}: this task has no use for it; it takes {known}")
         fits(self._learning(), model)
         if isinstance(model.scheduler, dict) and "scorer" in model.scheduler:
             raise MisfitError("model.scheduler.scorer: the scorer learns at one rate; remove it")
-        if model.loss is None or (isinstance(model.loss, dict) and set(model.loss) != set(NETWORKS)):
+        if model.loss is None or (isinstance(model.loss, dict) and set(model.loss) != set(self.network_names)):
             example = "for example {type: torch.nn.BCEWithLogitsLoss}, or a map of generator and discriminator"
             raise MisfitError(f"model.loss: this task needs one, {example}")
         if model.trainable == "head":
@@ -141,7 +144,7 @@ class Gan(pl.LightningModule):
             raise MisfitError(f"model.module.params.scorer_epochs: must be at least 1, not {self.scorer_epochs!r}")
 
     def _learning(self) -> list[str]:
-        return [*NETWORKS, *(["scorer"] if "scorer" in self.cfg.model.network else [])]
+        return [*self.network_names, *(["scorer"] if "scorer" in self.cfg.model.network else [])]
 
     # ---- assembling
 
@@ -268,7 +271,8 @@ class Gan(pl.LightningModule):
 
     def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
         real, samples = self._real(batch, look=self.trainer.is_last_batch)
-        optimizers, step = dict(zip(NETWORKS, cast(list[Any], self.optimizers()), strict=True)), self.global_step
+        optimizers = dict(zip(self.network_names, cast(list[Any], self.optimizers()), strict=True))
+        step = self.global_step
         made = self.networks["generator"](self._like(real, torch.randn(len(real), self._latent_size)))
         loss_d = self._loss_d(real, made.detach())
         self._step(optimizers["discriminator"], loss_d, samples)

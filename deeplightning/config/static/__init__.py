@@ -17,7 +17,7 @@ from deeplightning.config.fault import nearest, no_module
 from deeplightning.config.signature import Signature, Undecided
 from deeplightning.config.static.bindings import Broken, Module
 from deeplightning.config.static.docstrings import described, docstrings
-from deeplightning.config.static.logged import logged_names, usual_metrics
+from deeplightning.config.static.logged import logged_names, network_names, usual_metrics
 from deeplightning.config.static.manual import steps_itself
 from deeplightning.config.static.names import Absent, Failing, Kind, Names, Thing
 from deeplightning.config.static.signatures import Signatures
@@ -154,6 +154,11 @@ class Definition:
     def usual_metrics(self) -> set[str]:
         """The names of the metrics that a task has where a config names none: its `metric_names`, literal words."""
         return usual_metrics(self._names, self._thing) if self.kind == "class" else set()
+
+    def network_names(self) -> set[str] | None:
+        """The networks that a task needs by name: its `network_names`, literal words; none: it takes a single one, not
+        several by name. None: it does not say."""
+        return network_names(self._names, self._thing) if self.kind == "class" else None
 
     def steps_itself(self) -> bool:
         """Whether a task steps its optimizers itself, by what its `__init__` says."""

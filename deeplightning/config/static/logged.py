@@ -26,6 +26,12 @@ def usual_metrics(names: Names, thing: Thing) -> set[str]:
     return _declared(names, own, "metric_names")[0] or set()
 
 
+def network_names(names: Names, thing: Thing) -> set[str] | None:
+    """What a class or an ancestor declares in `network_names`; None where none does."""
+    own, _ = _line(names, thing)
+    return _declared(names, own, "network_names")[0]
+
+
 def _line(names: Names, thing: Thing) -> tuple[list[Thing], bool]:
     """A class and its ancestors, frameworks' left out; False if there may be others."""
     line, complete = names.line(thing)
