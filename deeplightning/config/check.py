@@ -366,24 +366,20 @@ class _Checker:
         one another."""
         task, needed = model.module and model.module.type, None
         with contextlib.suppress(ValueError, Undecided):
-            definition: Any = Meanings().of(str(task))
+            definition: Any = (Meanings() if self.meanings.importing else self.meanings).of(str(task))
             needed = definition.network_names()
         for section in ("network", "optimizer", "scheduler"):
             key, given = f"model.{section}", getattr(model, section)
             if isinstance(given, dict) and needed == set():
                 self.fault(f"{task} takes one {section}, not several by name", key)
             elif needed and section != "scheduler":
-                words = " and ".join(sorted(needed))
-                wanted = {
-                    *needed,
-                    *(model.network if section == "optimizer" and isinstance(model.network, dict) else ()),
-                }
-                missing = sorted(wanted - set(given)) if isinstance(given, dict) else []
+                all_ = {*needed, *(model.network if isinstance(model.network, dict) else ())}
+                words, absent = ", ".join(sorted(all_)), sorted(all_ - set(given if isinstance(given, dict) else ()))
                 if not isinstance(given, dict):
-                    self.fault(f"{task} needs a map of {words}", key)
-                elif missing:
-                    self.fault(f"there is none for `{missing[0]}`; {task} needs {words}", key)
-            if isinstance(given, dict) and isinstance(model.network, dict):
+                    self.fault(f"{task} needs several by name, a map of {words}", key)
+                elif absent:
+                    self.fault(f"there is none for `{absent[0]}`; {task} needs one for each of {words}", key)
+            if isinstance(given, dict) and isinstance(model.network, dict) and "model.network" not in self.answered:
                 for name in [name for name in given if name not in model.network]:
                     known = ", ".join(model.network)
                     message = f"no network is called `{name}`.{nearest(name, model.network)} There are: {known}"
