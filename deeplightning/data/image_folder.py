@@ -3,22 +3,25 @@
 import logging
 import os
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 from torch import nn
 
-from deeplightning.data.datasets import Batch, Samples
+from deeplightning.data.datasets import Batch, Samples, threads
 from deeplightning.data.errors import DataConfigError, DataError
 from deeplightning.data.images import ImageData, height_width
-from deeplightning.image import MAX_PIXELS, ImageSpec
+from deeplightning.image import MAX_PIXELS, ImageError, ImageSpec
 
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".avif")
 """Endings, in small or capital letters, that make a file an image."""
 
 STATISTICS = {"RGB": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), "L": ((0.449,), (0.226,))}
 """Mean and standard deviation where none are given: ImageNet's, as pretrained networks expect; grey: their averages."""
+
+_NAMED = 20  # files that a warning names, of those that it counts
 
 log = logging.getLogger(__name__)
 
@@ -43,6 +46,9 @@ class ImageFolder(ImageData):
         extensions: endings of image files, with their dot.
         max_pixels: largest image that is decoded.
         augment, in_memory, limit, cache: see `deeplightning.data.images.ImageData`.
+        on_bad_image: what becomes of a file that cannot be decoded. "error": the run ends and names it. "skip": it is
+            left out, of every set and on every process, and one warning names such files; to find them, the first
+            process decodes all images at each start.
     """
 
     def __init__(
@@ -59,6 +65,7 @@ class ImageFolder(ImageData):
         in_memory: bool | Literal["device"] | None = None,
         limit: int | None = None,
         cache: bool | str = True,
+        on_bad_image: Literal["error", "skip"] = "error",
     ):
         usual = STATISTICS.get(mode, ((), ()))
         spec = ImageSpec(
@@ -73,10 +80,13 @@ class ImageFolder(ImageData):
         )
         if isinstance(extensions, str) or not all(isinstance(end, str) and end.startswith(".") for end in extensions):
             raise DataConfigError(f'data.module.params.extensions must be a list like [".jpg"], not {extensions!r}.')
+        if on_bad_image not in ("error", "skip"):
+            raise DataConfigError(f"data.module.params.on_bad_image must be error or skip, not {on_bad_image!r}.")
         if cfg.data.root is None:
             raise DataConfigError("data.root is null, but ImageFolder needs a folder: the one that holds the images.")
         self.root = Path(cfg.data.root).expanduser().absolute()
         self.extensions = tuple(end.lower() for end in extensions)
+        self.on_bad_image = on_bad_image
 
     def check(self) -> None:
         if not self.root.is_dir():
@@ -96,6 +106,11 @@ class ImageFolder(ImageData):
         return super().example_batch(size)
 
     def read(self) -> dict[str, Samples]:
+        found = self._find()
+        return found if self.on_bad_image == "error" else self._without_bad(found)
+
+    def _find(self) -> dict[str, Samples]:
+        """All files of each set."""
         if not self._is_divided():
             self.class_names = _folders(self.root)
             return {"all": self._read(self.root, complete=True)}
@@ -124,7 +139,7 @@ class ImageFolder(ImageData):
         labels: list[int] = []
         ignored = 0
         for label, name in enumerate(self.class_names):
-            files = _files(folder / name)
+            files = files_below(folder / name)
             images = sorted(str(path) for path in files if path.name.lower().endswith(self.extensions))
             ignored += len(files) - len(images)
             if complete and not images:
@@ -139,6 +154,46 @@ class ImageFolder(ImageData):
         if ignored:
             log.info("Ignored in %s: %d files that do not have the ending of an image", folder, ignored)
         return Samples(paths, np.array(labels, dtype=np.int64))
+
+    def _without_bad(self, found: dict[str, Samples]) -> dict[str, Samples]:
+        """The sets without the files that cannot be decoded."""
+        trainer, bad = self.trainer, dict[str, str]()
+        if trainer is None or trainer.world_size == 1 or trainer.is_global_zero:
+            paths = [path for samples in found.values() for path in samples.items]
+            with ThreadPoolExecutor(threads()) as pool:
+                reasons = pool.map(self._fault_of, paths)
+                bad = {path: reason for path, reason in zip(paths, reasons, strict=True) if reason is not None}
+        if trainer is not None and trainer.world_size > 1:
+            bad = trainer.strategy.broadcast(bad)  # else a disk that stumbles would give processes different sets
+        if not bad:
+            return found
+        named = [f"{path} ({reason})" for path, reason in list(bad.items())[:_NAMED]]
+        log.warning(
+            "Skipped %d of %d images, which cannot be decoded: %s%s",
+            len(bad),
+            sum(map(len, found.values())),
+            ", ".join(named),
+            f" and {len(bad) - _NAMED} more" if len(bad) > _NAMED else "",
+        )
+        kept = {}
+        for name, samples in found.items():
+            kept[name] = samples.take(np.flatnonzero([path not in bad for path in samples.items]))
+            left = set(kept[name].labels.tolist())
+            gone = [label for label in range(len(self.class_names)) if label not in left]
+            if gone and (name in ("all", "train") or not left):
+                raise DataError(
+                    f"ImageFolder: no image of the class {self.class_names[gone[0]]} in {self.root} can be decoded. "
+                    "Put some into its folder, or remove that."
+                )
+        return kept
+
+    def _fault_of(self, path: str) -> str | None:
+        """Why a file cannot be decoded, in words; None: it can."""
+        try:
+            self.image_spec.decode(path, self.max_pixels)
+        except (ImageError, OSError) as error:
+            return str(error).rstrip(".")
+        return None
 
     def _require_same_classes(self, folder: Path) -> None:
         found = _folders(folder)
@@ -160,7 +215,7 @@ def _folders(path: Path) -> list[str]:
     return sorted(entry.name for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith("."))
 
 
-def _files(top: Path) -> list[Path]:
+def files_below(top: Path) -> list[Path]:
     """The files in a folder and below, without hidden ones. Links are followed; a folder reached twice counts once."""
     files: list[Path] = []
     seen = set()

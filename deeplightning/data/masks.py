@@ -1,0 +1,208 @@
+"""Pictures with masks, a class for each pixel: two folders of files with the same names, split, resized and batched.
+
+B batch, C channels, H height, W width of the prepared picture, K classes.
+"""
+
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Generator, nn, uint8
+
+from deeplightning.data.datasets import Batch, InMemory, OnDemand, Samples, threads
+from deeplightning.data.errors import DataConfigError, DataError
+from deeplightning.data.image_folder import EXTENSIONS, STATISTICS, files_below
+from deeplightning.data.images import IN_MEMORY_LIMIT, ImageData, height_width
+from deeplightning.data.masked import NO_CLASS, MaskedInMemory, MaskedOnDemand, MaskedSamples, Masks, prepare_masked
+from deeplightning.image import MAX_PIXELS, ImageSpec
+
+log = logging.getLogger(__name__)
+
+
+class MaskFolder(ImageData):
+    """Pictures and masks in `data.root`, in one of two layouts; files may also lie deeper, hidden ones do not count.
+
+    - `images/*.jpg` and `masks/*.png`: divided 80/10/10 by the seed.
+    - `train/images/…` and `train/masks/…`, and where there are such `val/…` and `test/…`. Without `val`, or with
+      `data.num_splits`, a tenth or a fold of `train` validates.
+
+    Picture and mask have the same name but for the ending, and the same size; a picture that its camera turned has the
+    mask of how it is shown. A mask is a PNG of mode L or P: the value of each pixel is the number of its class. It is
+    resized like its picture, but no value is mixed with another; what padding or `RandomCrop` adds counts as nothing.
+
+    A batch is {"image": uint8 (B, C, H, W), "mask": uint8 (B, H, W), "index": int64 (B,)}; 255 in a mask is no class.
+    Decoded files are not cached between runs.
+
+    Args:
+        cfg: the whole config.
+        class_names: of class 0, 1 … in order; at most 255.
+        ignore: the value of pixels that do not count, 0 to 255.
+        image_size: pixels, one number for a square or [height, width].
+        mode: "RGB" or "L" (grey).
+        resize: "crop", "stretch" or "pad", see `deeplightning.image.ImageSpec`.
+        mean: per channel, on the scale 0 to 1; None: ImageNet's.
+        std: per channel, on the scale 0 to 1; None: ImageNet's.
+        extensions: endings of the pictures' files, with their dot.
+        max_pixels: largest picture that is decoded.
+        augment: modules that move pixels, applied in turn to training batches on their device: those of
+            `deeplightning.data.augment`. Each is given pictures with their masks as a last channel, uint8
+            (B, C + 1, H, W), so that both are moved alike. One that changes colours would change classes.
+        in_memory: true: each process holds the prepared files in its memory; "device": on its GPU; false: they are
+            prepared for each batch. None: true if they take at most `deeplightning.data.images.IN_MEMORY_LIMIT`.
+        limit: see `deeplightning.data.images.ImageData`.
+    """
+
+    def __init__(
+        self,
+        cfg: Any,
+        class_names: Sequence[str],
+        ignore: int = NO_CLASS,
+        image_size: int | Sequence[int] = 64,
+        mode: Literal["RGB", "L"] = "RGB",
+        resize: Literal["crop", "stretch", "pad"] = "crop",
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+        extensions: Sequence[str] = EXTENSIONS,
+        max_pixels: int = MAX_PIXELS,
+        augment: Sequence[nn.Module] = (),
+        in_memory: bool | Literal["device"] | None = None,
+        limit: int | None = None,
+    ):
+        usual = STATISTICS.get(mode, ((), ()))
+        spec = ImageSpec(
+            *height_width(image_size),
+            mode=mode,
+            resize=resize,
+            mean=usual[0] if mean is None else tuple(mean),
+            std=usual[1] if std is None else tuple(std),
+        )
+        options: dict[str, Any] = {"augment": augment, "in_memory": in_memory, "limit": limit, "max_pixels": max_pixels}
+        super().__init__(cfg, spec, **options, cache=False)
+        names = [] if isinstance(class_names, str) else list(class_names)
+        if (
+            not 1 <= len(names) <= NO_CLASS
+            or len(set(names)) < len(names)
+            or not all(isinstance(n, str) for n in names)
+        ):
+            raise DataConfigError(
+                "data.module.params.class_names must be a list of 1 to 255 different names, that of class 0 first, not "
+                f"{class_names!r}."
+            )
+        if not isinstance(ignore, int) or isinstance(ignore, bool) or not len(names) <= ignore <= 255:
+            raise DataConfigError(
+                f"data.module.params.ignore must be a value that is no class, from {len(names)} to 255, not {ignore!r}."
+            )
+        if isinstance(extensions, str) or not all(isinstance(end, str) and end.startswith(".") for end in extensions):
+            raise DataConfigError(f'data.module.params.extensions must be a list like [".jpg"], not {extensions!r}.')
+        if cfg.data.root is None:
+            raise DataConfigError(
+                f"data.root is null, but {type(self).__name__} needs a folder: the one that holds images and masks."
+            )
+        self.class_names = names
+        self.root = Path(cfg.data.root).expanduser().absolute()
+        self.extensions = tuple(end.lower() for end in extensions)
+        self.masks = Masks(spec, max_pixels, len(names), ignore)
+
+    def check(self) -> None:
+        if not self.root.is_dir():
+            raise DataError(
+                f"{type(self).__name__}: {self.root} is not a folder. Set data.root to the one that holds images and "
+                "masks."
+            )
+        top = self.root / "train" if self._is_divided() else self.root
+        for name in ("images", "masks"):
+            if not (top / name).is_dir():
+                raise DataError(
+                    f"{type(self).__name__}: {top} holds no folder `{name}`. Put the pictures into `images`, and the "
+                    "masks, of the same names, into `masks`."
+                )
+
+    def example_batch(self, size: int) -> Batch:
+        """As of every `ImageData`; the mask holds every class, and pixels that do not count."""
+        batch = super().example_batch(size)
+        spec, classes = self.image_spec, len(self.class_names)
+        shape = (size, spec.height, spec.width)
+        values = torch.randint(classes + 1, shape, dtype=uint8, generator=Generator().manual_seed(1))
+        mask = torch.where(values == classes, NO_CLASS, values).to(uint8)
+        return {"image": batch["image"], "mask": mask, "index": batch["index"]}
+
+    def read(self) -> dict[str, Samples]:
+        if not self._is_divided():
+            return {"all": self._read(self.root)}
+        found = {"train": self._read(self.root / "train")}
+        for split in ("val", "test"):
+            if (self.root / split / "images").is_dir():
+                found[split] = self._read(self.root / split)
+        return found
+
+    def _is_divided(self) -> bool:
+        return (self.root / "train" / "images").is_dir()
+
+    def _read(self, top: Path) -> Samples:
+        """The pictures of one folder with their masks, sorted by name."""
+        pictures = _named(top / "images", self.extensions)
+        masks = _named(top / "masks", (".png",)) if (top / "masks").is_dir() else {}
+        if not pictures:
+            raise DataError(f"{type(self).__name__}: {top / 'images'} holds no picture ({', '.join(self.extensions)}).")
+        without = [path for name, path in pictures.items() if name not in masks]
+        if without:
+            more = f" So have {len(without) - 1} more pictures." if len(without) > 1 else ""
+            wanted = (top / "masks" / without[0].relative_to(top / "images")).with_suffix(".png")
+            raise DataError(f"{without[0]}: this picture has no mask; it would be {wanted}.{more}")
+        if unused := [path for name, path in masks.items() if name not in pictures]:
+            log.warning("Ignored in %s: %d masks without a picture, such as %s", top, len(unused), unused[0])
+        return MaskedSamples(
+            [str(path) for path in pictures.values()],
+            np.zeros(len(pictures), dtype=np.int64),
+            [str(masks[name]) for name in pictures],
+        )
+
+    def _prepare(self, samples: Samples) -> InMemory | OnDemand:
+        assert isinstance(samples, MaskedSamples)
+        if self.in_memory is None:
+            spec = self.image_spec
+            size = self._size() * (spec.channels + 1) * spec.height * spec.width
+            self.in_memory = size <= IN_MEMORY_LIMIT
+        if self.in_memory:
+            return MaskedInMemory(samples, *prepare_masked(samples, range(len(samples)), self.masks, threads()))
+        return MaskedOnDemand(samples, self.masks)
+
+    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+        """Moves the pixels of training pictures and their masks at random, on the device."""
+        if len(self._augment) == 0 or self.trainer is None or not self.trainer.training:
+            return batch
+        # Classes count from 1 here and 0 is none, so that what a shift brings in, black, is none.
+        classes = (batch["mask"] + 1).unsqueeze(1)  # 255 + 1 is 0 in 8 bits; (B, 1, H, W)
+        moved = self._augment(torch.cat([batch["image"], classes], dim=1))
+        if (
+            not isinstance(moved, torch.Tensor)
+            or moved.dtype != uint8
+            or moved.shape[1] != self.image_spec.channels + 1
+        ):
+            found = f"{moved.dtype} {tuple(moved.shape)}" if isinstance(moved, torch.Tensor) else type(moved).__name__
+            raise DataConfigError(
+                "data.module.params.augment is given pictures with their masks as a last channel, and must give uint8 "
+                f"of as many channels again, not {found}."
+            )
+        return {**batch, "image": moved[:, :-1], "mask": moved[:, -1] - 1}
+
+    def _describe(self) -> str:
+        return f"{type(self).__name__} in {self.root}"
+
+
+def _named(top: Path, endings: tuple[str, ...]) -> dict[str, Path]:
+    """The files in a folder and below with one of these endings, sorted, by their path in it without the ending.
+
+    Raises:
+        DataError: if two have the same name.
+    """
+    found: dict[str, Path] = {}
+    for path in sorted(path for path in files_below(top) if path.name.lower().endswith(endings)):
+        name = str(path.relative_to(top).with_suffix(""))
+        if name in found:
+            raise DataError(f"{path}: another file has this name, {found[name]}; one mask cannot be of both.")
+        found[name] = path
+    return found

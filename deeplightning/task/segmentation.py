@@ -1,0 +1,233 @@
+"""Semantic segmentation: a network learns to say of each pixel which class it belongs to.
+
+Shapes: B batch, C channels, H height, W width, K classes.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+
+from deeplightning.task.errors import LabelError, MisfitError
+from deeplightning.task.images import ImageTask
+from deeplightning.task.supervised import Batch
+
+NO_CLASS = 255
+"""In a batch's masks: the pixel counts in no loss and no metric."""
+
+IGNORED = -100
+"""In the truth: the same. torch's losses leave out this value unless they are told another (`ignore_index`)."""
+
+MOST_CLASSES = 256
+
+COLOURS = torch.tensor(
+    [
+        *((40, 40, 40), (230, 75, 60), (50, 160, 240), (85, 190, 90), (250, 200, 50), (165, 90, 200)),
+        *((245, 140, 40), (70, 205, 200), (235, 120, 180), (140, 110, 80), (190, 220, 90), (110, 120, 220)),
+    ],
+    dtype=torch.uint8,
+)
+"""Of the classes on pictures, (12, 3); further classes begin anew."""
+
+
+class Segmentation(ImageTask):
+    """Trains `model.network` on batches of {"image": uint8 (B, C, H, W), "mask": uint8 (B, H, W), "index": int64 (B,)}.
+
+    The network gives (B, K, H, W). Losses and metrics are called with that and the truth, int64 (B, H, W), in which
+    pixels that do not count are -100: torch's losses leave them out by default. A loss that is a mean over pixels is
+    one over those that count in its batch; where their number differs between pictures, `<stage>_loss` therefore
+    depends a little on how pictures are batched. The metrics do not.
+
+    Metrics: `<stage>_loss` and `<stage>_<name>` for each of `model.metrics`; by default `iou`, the mean over classes,
+    and `acc`, the share of pixels that are right.
+    """
+
+    kind = "image_segmentation"
+
+    metric_names = ("iou", "acc")
+
+    def __init__(self, cfg: Any):
+        super().__init__(cfg)
+        self._sheet: list[Tensor] = []
+
+    def truth(self, batch: Batch) -> Tensor:
+        mask = batch["mask"].long()
+        return mask.masked_fill_(mask == NO_CLASS, IGNORED)
+
+    def default_metrics(self) -> dict[str, Any]:
+        return {"iou": IoU(), "acc": PixelAccuracy()}
+
+    def check_outputs(self, outputs: Any) -> None:
+        name = self.cfg.model.network.type
+        if not isinstance(outputs, Tensor) or outputs.ndim != 4:
+            found = tuple(outputs.shape) if isinstance(outputs, Tensor) else f"a {type(outputs).__name__}"
+            raise MisfitError(f"{name} gives {found}, not (B, K, H, W): a number per class and pixel", "model.network")
+        if (spec := self.image_spec) is not None and outputs.shape[2:] != (spec.height, spec.width):
+            raise MisfitError(
+                f"{name} gives {outputs.shape[2]}x{outputs.shape[3]} pixels for pictures of "
+                f"{spec.height}x{spec.width}; segmentation needs one for each",
+                "model.network",
+            )
+        if self.class_names and outputs.shape[1] != len(self.class_names):
+            raise LabelError(
+                f"the data has {len(self.class_names)} classes, the network {outputs.shape[1]} outputs per pixel; set "
+                f"model.network.params.num_classes={len(self.class_names)}",
+                "model.network",
+            )
+
+    def check_truth(self, outputs: Any, truth: Tensor) -> None:
+        if truth.shape != (len(outputs), *outputs.shape[2:]):
+            raise MisfitError(f"the masks are {tuple(truth.shape)}, the network gives {tuple(outputs.shape)}")
+        looks = self.current_epoch == 0 or truth.device.type == "cpu"  # later, on a GPU, it would stall that
+        if looks and (high := int(truth.max())) >= outputs.shape[1]:
+            raise LabelError(
+                f"the masks hold class {high}, the network has {outputs.shape[1]} outputs per pixel (classes 0 to "
+                f"{outputs.shape[1] - 1}); mend the data or set model.network.params.num_classes",
+                "model.network",
+            )
+
+    def answers(self, batch: Batch, outputs: Tensor) -> dict[str, Any]:
+        """A row per picture: the share of each class in the answer; with a mask, how right it is."""
+        columns: dict[str, Any] = {"index": batch["index"]} if "index" in batch else {}
+        answered = outputs.argmax(1)  # (B, H, W)
+        if "mask" in batch:
+            counts = counts_of(answered, self.truth(batch))
+            columns |= {"iou": mean_iou(counts), "acc": share_right(counts)}
+        names = self.class_names or [str(number) for number in range(outputs.shape[1])]
+        for number, name in enumerate(names):
+            columns[f"share_{name}"] = (answered == number).float().mean((1, 2))
+        return columns
+
+    # ---- pictures
+
+    def on_validation_epoch_start(self) -> None:
+        self._sheet = []
+
+    def remember(self, inputs: Tensor, outputs: Tensor, truth: Tensor) -> None:
+        if not self._sheet and len(inputs):
+            self._sheet = [inputs[:8].cpu(), truth[:8].cpu(), outputs[:8].argmax(1).cpu()]
+
+    def pictures(self, stage: str) -> dict[str, Any]:
+        """A sheet of up to eight samples of the last validation: picture, truth, answer side by side."""
+        if stage != "val" or not self._sheet or not self.trainer.is_global_zero:
+            return {}
+        return {"val_segmentation": sheet(*self._sheet)}
+
+
+def sheet(images: Tensor, truth: Tensor, answered: Tensor) -> Tensor:
+    """Pictures, truths and answers in three columns; pixels that do not count are white in the truth.
+
+    Args:
+        images: uint8 (B, C, H, W).
+        truth: int64 (B, H, W); -100 does not count.
+        answered: int64 (B, H, W).
+
+    Returns:
+        uint8 (3, rows, columns), small pictures enlarged to some 96 pixels.
+    """
+    pictures = images.expand(-1, 3, -1, -1) if images.shape[1] == 1 else images
+    painted = [COLOURS[classes.clamp(min=0) % len(COLOURS)].permute(0, 3, 1, 2) for classes in (truth, answered)]
+    painted[0] = torch.where((truth < 0)[:, None], torch.tensor(255, dtype=torch.uint8), painted[0])
+    factor = max(1, 96 // max(images.shape[2:]))
+    framed = []
+    for column in (pictures, *painted):
+        large = column.repeat_interleave(factor, 2).repeat_interleave(factor, 3)
+        framed.append(nn.functional.pad(large, [2, 2, 2, 2], value=255))  # (B, 3, h, w)
+    rows = torch.cat(framed, dim=3)  # (B, 3, h, 3 w)
+    return torch.cat(list(rows), dim=1)  # (3, B h, 3 w)
+
+
+# ---- metrics
+
+
+def counts_of(answered: Tensor, truth: Tensor) -> Tensor:
+    """Of the confusion matrix of the pixels that count its diagonal, column sums and row sums, for each sample.
+
+    Args:
+        answered: int64 (B, H, W).
+        truth: int64 (B, H, W); negative: does not count.
+
+    Returns:
+        int64 (B, 3, 256): for each class the pixels that are right, that were answered so, and that are so.
+    """
+    size = len(truth)
+    begin = torch.arange(size, device=truth.device).view(-1, 1, 1) * MOST_CLASSES
+    kept = truth >= 0
+    groups = ((begin + truth)[kept & (answered == truth)], (begin + answered)[kept], (begin + truth)[kept])
+    counts = [torch.bincount(group, minlength=size * MOST_CLASSES).view(size, MOST_CLASSES) for group in groups]
+    return torch.stack(counts, dim=1)
+
+
+def mean_iou(counts: Tensor) -> Tensor:
+    """Intersection over union, the mean over the classes that occur in truth or answers; nan where none does.
+
+    Args:
+        counts: see `counts_of`, int64 (…, 3, K).
+
+    Returns:
+        float (…).
+    """
+    right, answered, true = counts.unbind(-2)
+    union = answered + true - right
+    return (right / union.clamp(min=1)).sum(-1) / (union > 0).sum(-1)
+
+
+def share_right(counts: Tensor) -> Tensor:
+    """Pixels that are right among those that count, int64 (…, 3, K) → float (…)."""
+    return counts[..., 0, :].sum(-1) / counts[..., 2, :].sum(-1)
+
+
+class _Pixels(Metric):
+    """Counts the pixels of each class, over all samples and processes: as exact as one confusion matrix of them all."""
+
+    full_state_update = False
+    counts: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("counts", torch.zeros(3, MOST_CLASSES, dtype=torch.long), dist_reduce_fx="sum")
+
+    def update(self, outputs: Tensor, truth: Tensor) -> None:
+        """Adds a batch: outputs (B, K, H, W), truth int64 (B, H, W), negative where a pixel does not count."""
+        self.counts.add_(counts_of(outputs.argmax(1), truth).sum(0))
+
+    def forward(self, outputs: Tensor, truth: Tensor) -> Tensor:
+        """Adds a batch and returns its own value."""
+        before = self.counts.clone()
+        self.update(outputs, truth)
+        return self.value(self.counts - before)
+
+    def compute(self) -> Tensor:
+        return self.value(self.counts)
+
+    def value(self, counts: Tensor) -> Tensor:
+        """Of counts int64 (3, 256), see `counts_of`."""
+        raise NotImplementedError
+
+
+class IoU(_Pixels):
+    """Intersection over union, in [0, 1]: the mean over the classes that occur in truth or answers, or that of one.
+
+    Args:
+        of: the number of one class; None: the mean. A class that occurs nowhere has none: nan.
+
+    Raises:
+        ValueError: if it is no class's number.
+    """
+
+    def __init__(self, of: int | None = None):
+        super().__init__()
+        if of is not None and (not isinstance(of, int) or isinstance(of, bool) or not 0 <= of < MOST_CLASSES):
+            raise ValueError(f"of is a class's number, from 0 to {MOST_CLASSES - 1}, or null for the mean, not {of!r}")
+        self.of = of
+
+    def value(self, counts: Tensor) -> Tensor:
+        return mean_iou(counts if self.of is None else counts[:, self.of : self.of + 1])
+
+
+class PixelAccuracy(_Pixels):
+    """Share of the pixels that count whose largest output is their class's, in [0, 1]."""
+
+    def value(self, counts: Tensor) -> Tensor:
+        return share_right(counts)

@@ -1,0 +1,433 @@
+"""Segmentation: masks that fit their pictures, metrics that are those of all pixels, and a run from end to end."""
+
+import csv
+import json
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import weights
+from PIL import Image
+from sklearn.metrics import accuracy_score, jaccard_score
+
+from deeplightning.configure import init_module, load_config
+from deeplightning.data.errors import DataConfigError, DataError
+from deeplightning.data.masked import resized
+from deeplightning.image import ImageSpec
+from deeplightning.model.unet import UNet
+from deeplightning.task.segmentation import COLOURS, IoU, PixelAccuracy, sheet
+
+CLASSES = ["ground", "low", "high"]
+
+CONFIG = """\
+seed: 7
+stages: [train, validate, test, predict]
+data:
+  root: ROOT
+  module:
+    type: deeplightning.data.masks.MaskFolder
+    params: {class_names: [ground, low, high], image_size: 16, mean: [0.5, 0.5, 0.5], std: [0.5, 0.5, 0.5]}
+  batch_size: 3
+model:
+  module: {type: deeplightning.task.segmentation.Segmentation}
+  network: {type: deeplightning.model.unet.UNet, params: {num_classes: 3, width: 4, depth: 2}}
+  optimizer: {type: torch.optim.Adam, params: {lr: 0.02}}
+  loss: {type: torch.nn.CrossEntropyLoss}
+train: {num_epochs: 3, checkpoint: {monitor: val_iou, mode: max}}
+logger: {params: {tracking_uri: STORE, system_metrics: false}, log_every_n_steps: 2}
+"""
+
+
+def draw(top: Path, name: str, random: np.random.RandomState, size=(16, 16), ending="png") -> None:
+    """A picture whose brightness tells the classes, and its mask; the first row of pixels does not count."""
+    classes = np.kron(random.randint(0, 3, (size[0] // 4, size[1] // 4)), np.ones((4, 4))).astype(np.uint8)
+    pixels = classes[..., None] * 90 + random.randint(0, 60, (*size, 3))
+    classes[0] = 255
+    for folder in ("images", "masks"):
+        (top / folder / name).parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(pixels.astype(np.uint8)).save(top / "images" / f"{name}.{ending}")
+    mask = Image.fromarray(classes)
+    if len(name) % 2:
+        mask.putpalette([200, 30, 30] * 256)  # of mode P: its values are places in a palette
+    mask.save(top / "masks" / f"{name}.png")
+
+
+def fill(top: Path, count: int, seed: int = 0, **options: object) -> Path:
+    random = np.random.RandomState(seed)
+    for number in range(count):
+        draw(top, f"{'x' * (number % 2)}{number:02}", random, **options)
+    return top
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """20 pictures with masks."""
+    return fill(tmp_path_factory.mktemp("masks"), 20)
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory, root, store):
+    path = tmp_path_factory.mktemp("config") / "segmentation.yaml"
+    path.write_text(CONFIG.replace("ROOT", str(root)).replace("STORE", str(store)))
+    return path
+
+
+def module(config, *overrides):
+    """The data module of a config, set up."""
+    made = init_module(load_config(config, list(overrides)), "data")
+    made.setup()
+    return made
+
+
+# ---- files
+
+
+def test_pictures_and_masks_belong_together(config, root):
+    """A seeded 80/10/10; a batch is a picture, its mask with 255 where nothing counts, and the position; palette or
+    not. The same when a batch is prepared on demand, by workers too."""
+    data, again = module(config), module(config)
+    sets = {split: data.dataset(split) for split in ("train", "val", "test")}
+    assert [len(sets[split]) for split in sets] == [16, 2, 2]
+    assert [list(again.dataset(split).samples.items) for split in sets] == [
+        list(s.samples.items) for s in sets.values()
+    ]
+    other = module(config, "seed=8").dataset("train")
+    assert list(other.samples.items) != list(sets["train"].samples.items)
+    spec = data.image_spec
+    for dataset in sets.values():
+        batch = dataset[np.arange(len(dataset))]
+        assert {name: (v.dtype, v.ndim) for name, v in batch.items()} == {
+            "image": (torch.uint8, 4),
+            "mask": (torch.uint8, 3),
+            "index": (torch.int64, 1),
+        }
+        for path, image, mask in zip(dataset.samples.items, batch["image"], batch["mask"], strict=True):
+            np.testing.assert_array_equal(spec.decode(path).transpose(2, 0, 1), image)
+            np.testing.assert_array_equal(np.asarray(Image.open(root / "masks" / f"{Path(path).stem}.png")), mask)
+            assert (mask[0] == 255).all()
+            assert mask[1:].max() <= 2
+    demand = module(config, "data.module.params.in_memory=false").dataset("train")
+    for name, values in demand[np.arange(16)].items():
+        assert torch.equal(values, sets["train"][np.arange(16)][name])
+
+
+def test_train_val_and_test_folders(config, tmp_path):
+    """With train, val and test folders each is what its name says; files may lie deeper; num_splits overrules val."""
+    for number, (split, count) in enumerate((("train", 9), ("val", 3), ("test", 2))):
+        fill(tmp_path / split, count, seed=number)
+    draw(tmp_path / "train", "deep/er/x", np.random.RandomState(1), ending="jpg")
+    where = f"data.root='{tmp_path}'"
+    assert [len(module(config, where).dataset(s)) for s in ("train", "val", "test")] == [10, 3, 2]
+    assert [len(module(config, where, "data.num_splits=5").dataset(s)) for s in ("train", "val")] == [8, 2]
+    limited = module(config, where, "data.module.params.limit=4")
+    batch = limited.dataset("train")[np.arange(4)]
+    whole = module(config, where).dataset("train")
+    for path, mask in zip(limited.dataset("train").samples.items, batch["mask"], strict=True):
+        assert torch.equal(mask, whole.labels[whole.samples.items.index(path)])
+
+
+@pytest.mark.parametrize("resize", ["stretch", "crop", "pad"])
+@pytest.mark.parametrize("size", [(20, 40), (40, 20), (8, 8), (16, 16)])
+def test_a_mask_is_resized_as_its_picture(resize, size):
+    """A class that is drawn as brightness lands where the picture has that brightness, but for pixels on an edge; no
+    value is mixed, and what padding adds does not count."""
+    classes = np.zeros(size, dtype=np.uint8)
+    classes[: size[0] // 2, size[1] // 2 :] = 2
+    spec = ImageSpec(16, 16, mode="L", resize=resize)
+    picture, mask = spec.from_array(classes * 100)[..., 0], resized(classes, spec)
+    assert set(np.unique(mask)) <= {0, 2, 255}
+    padded = mask == 255
+    assert padded.any() == (resize == "pad" and size[0] != size[1])
+    assert (picture[padded] == 0).all()
+    sure = ~padded & ((picture < 20) | (picture > 180))
+    assert sure.sum() > 0.7 * (~padded).sum()
+    np.testing.assert_array_equal(picture[sure] > 100, mask[sure] == 2)
+
+
+def test_a_picture_that_its_camera_turned(config, tmp_path):
+    """Its mask is of how it is shown: the sizes are compared upright."""
+    fill(tmp_path, 12)
+    lying = Image.fromarray(np.zeros((12, 20, 3), dtype=np.uint8))
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    lying.save(tmp_path / "images" / "turned.jpg", exif=exif)
+    Image.new("L", (12, 20), 1).save(tmp_path / "masks" / "turned.png")
+    data = module(config, f"data.root='{tmp_path}'")
+    found = [s for s in ("train", "val", "test") for p in data.dataset(s).samples.items if "turned" in p]
+    assert len(found) == 1
+
+
+def other_size(root):
+    Image.new("L", (16, 15)).save(root / "masks" / "02.png")
+
+
+def outside(root):
+    mask = np.zeros((16, 16), dtype=np.uint8)
+    mask[3, 5] = 3
+    Image.fromarray(mask).save(root / "masks" / "02.png")
+
+
+def cut(root):
+    path = root / "masks" / "02.png"
+    path.write_bytes(path.read_bytes()[:60])
+
+
+@pytest.mark.parametrize(
+    ("break_it", "place", "words"),
+    [
+        (other_size, "masks/02.png", r"this mask has 16 x 15 pixels, its picture .*images/02.png has 16 x 16"),
+        (outside, "masks/02.png", r"value 3 \(row 3, column 5\) is no class. There are 3 \(0 to 2, .*255 for"),
+        (lambda root: (root / "masks" / "02.png").unlink(), "images/02.png", "this picture has no mask; it would be"),
+        (lambda root: Image.new("RGB", (16, 16)).save(root / "masks/02.png"), "masks/02.png", "this is of mode RGB"),
+        (cut, "masks/02.png", "cannot be used as a mask"),
+        (lambda root: (root / "masks/02.png").write_bytes(b"no"), "masks/02.png", "this is no PNG"),
+        (lambda root: (root / "images/02.png").write_bytes(b"no"), "images/02.png", "cannot be used as an image"),
+        (lambda root: draw(root, "02", np.random.RandomState(0), ending="jpg"), "images/02.png", "another file has th"),
+        (lambda root: (root / "masks").rename(root / "Masks"), "", "holds no folder `masks`"),
+        (lambda root: [path.unlink() for path in (root / "images").iterdir()], "images", "holds no picture"),
+    ],
+)
+@pytest.mark.parametrize("in_memory", ["true", "false"])
+def test_files_that_do_not_fit(break_it, place, words, in_memory, config, tmp_path):
+    """What is wrong with a file is named with its path, exit code 3, at the start or when its batch is prepared."""
+    root = fill(tmp_path / "root", 12)
+    break_it(root)
+
+    def read_all() -> None:
+        data = module(config, f"data.root='{root}'", f"data.module.params.in_memory={in_memory}")
+        for split in ("train", "val", "test"):
+            dataset = data.dataset(split)
+            dataset[np.arange(len(dataset))]
+
+    with pytest.raises(DataError, match=words) as error:
+        read_all()
+    assert str(root / place) in str(error.value)
+    assert error.value.exit_code == 3
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ("class_names=road", "class_names must be a list of 1 to 255 different names, that of class 0 first"),
+        ("class_names=[a,a]", "class_names must be a list"),
+        ("class_names=[]", "class_names must be a list"),
+        ("ignore=2", "ignore must be a value that is no class, from 3 to 255, not 2"),
+        ("image_size=0", "image_size must be a whole number"),
+        ("extensions=.png", "extensions must be a list"),
+    ],
+)
+def test_impossible_params(params, words, config):
+    """A param that cannot be is a fault of the config, exit 2."""
+    with pytest.raises((DataConfigError, ValueError), match=words):
+        init_module(load_config(config, [f"data.module.params.{params}"]), "data")
+
+
+def test_masks_without_a_picture_are_counted(config, tmp_path, caplog):
+    """They are ignored, and the log says how many and names one."""
+    fill(tmp_path, 10)
+    for name in ("a", "b"):
+        Image.new("L", (16, 16)).save(tmp_path / "masks" / f"{name}.png")
+    module(config, f"data.root='{tmp_path}'")
+    assert "2 masks without a picture, such as" in caplog.text
+
+
+def test_augmentation_moves_picture_and_mask_alike(config):
+    """A flip mirrors both or neither; what a shift brings in counts as nothing; validation is left alone."""
+    overrides = [
+        "data.module.params.augment=[{type: deeplightning.data.augment.RandomHorizontalFlip}, "
+        "{type: deeplightning.data.augment.RandomCrop, params: {padding: 3}}]"
+    ]
+    data = module(config, *overrides)
+
+    class Trainer:
+        training = True
+
+    data.trainer = Trainer()
+    batch = data.dataset("train")[np.arange(16)]
+    told = torch.where(batch["mask"] == 255, 200, batch["mask"])
+    batch["image"] = told[:, None].expand(-1, 3, -1, -1).contiguous()  # the picture says what the mask is
+    torch.manual_seed(0)
+    moved = data.on_after_batch_transfer(batch, 0)
+    assert moved["mask"].shape == batch["mask"].shape
+    assert moved["mask"].dtype == moved["image"].dtype == torch.uint8
+    assert sum(not torch.equal(a, b) for a, b in zip(moved["mask"], batch["mask"], strict=True)) > 12
+    there = moved["mask"] != 255
+    assert torch.equal(moved["image"][:, 0][there], moved["mask"][there])
+    assert set(moved["image"][:, 0][~there].unique().tolist()) == {0, 200}  # brought in, and what did not count before
+    data.trainer.training = False
+    assert torch.equal(data.on_after_batch_transfer(batch, 0)["mask"], batch["mask"])
+
+
+# ---- metrics
+
+
+def test_metrics_equal_scikit_learns():
+    """Mean IoU over the classes that occur, that of one class, and pixel accuracy, over batches of different sizes."""
+    random = np.random.RandomState(0)
+    metrics = {"iou": IoU(), "one": IoU(of=2), "acc": PixelAccuracy()}
+    outputs = torch.from_numpy(random.rand(7, 5, 6, 4))
+    outputs[:, 3] = 0  # a class that nobody answers
+    truth = torch.from_numpy(random.choice([-100, 0, 1, 2], (7, 6, 4)))  # and classes that occur nowhere
+    for part in (slice(0, 3), slice(3, 4), slice(4, 7)):
+        own = {name: float(metric(outputs[part], truth[part])) for name, metric in metrics.items()}
+        kept = truth[part] >= 0
+        right = accuracy_score(truth[part][kept], outputs[part].argmax(1)[kept])
+        assert own["acc"] == pytest.approx(right)
+    kept = truth >= 0
+    true, answered = truth[kept].numpy(), outputs.argmax(1)[kept].numpy()
+    shares = jaccard_score(true, answered, average=None, labels=np.union1d(true, answered))
+    assert float(metrics["iou"].compute()) == pytest.approx(shares.mean())
+    assert float(metrics["one"].compute()) == pytest.approx(jaccard_score(true == 2, answered == 2))
+    assert float(metrics["acc"].compute()) == pytest.approx(accuracy_score(true, answered))
+    with pytest.raises(ValueError, match="of is a class's number"):
+        IoU(of=-1)
+
+
+def test_a_sheet():
+    """Picture, truth and answer side by side, a row each; what does not count is white."""
+    images = torch.full((2, 1, 48, 48), 77, dtype=torch.uint8)
+    truth = torch.full((2, 48, 48), -100)
+    truth[1] = 1
+    shown = sheet(images, truth, torch.full((2, 48, 48), 14))
+    assert shown.shape == (3, 2 * 100, 3 * 100)
+    middle = [[tuple(shown[:, row, column].tolist()) for column in (50, 150, 250)] for row in (50, 150)]
+    red, third = tuple(COLOURS[1].tolist()), tuple(COLOURS[2].tolist())
+    assert middle == [[(77, 77, 77), (255, 255, 255), third], [(77, 77, 77), red, third]]
+
+
+# ---- runs
+
+
+@pytest.fixture(scope="module")
+def run(command, config, tmp_path_factory):
+    outcome = command("train", config, cwd=tmp_path_factory.mktemp("run"))
+    assert outcome.code == 0, outcome
+    return outcome
+
+
+def results(folder: Path, stage: str) -> dict[str, float]:
+    return json.loads((folder / f"{stage}_results.json").read_text())
+
+
+def test_a_run_learns_shows_and_says_that_there_is_no_bundle(run):
+    """Loss falls, IoU and accuracy rise above chance, a sheet of pictures is there, each picture has a row of
+    predictions, and `train.export: true` ends with one plain notice."""
+    found = results(run.folder, "val")
+    assert found["val_iou"] > 0.4
+    assert found["val_acc"] > 0.6
+    assert Image.open(run.folder / "val_segmentation.png").size == (3 * 100, 2 * 100)
+    with (run.folder / "test_predictions.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == 2
+    shares = [sum(float(row[f"share_{name}"]) for name in CLASSES) for row in rows]
+    assert shares == pytest.approx([1, 1], abs=1e-5)
+    assert np.mean([float(row["acc"]) for row in rows]) == pytest.approx(results(run.folder, "test")["test_acc"])
+    assert sum("bundle" in line for line in (run.out + run.err).splitlines()) == 1
+    assert not (run.folder / "bundle").exists()
+
+
+def test_what_is_exported_is_refused_in_words(run, command, tmp_path):
+    """`deeplightning export RUN` says what kind of task it is, exit 4."""
+    outcome = command("export", run.folder, cwd=tmp_path)
+    assert outcome.code == 4, outcome
+    assert outcome.err.count("error: ") == 1
+
+
+def judge() -> None:
+    """Called in each process of a job: validates sets of all sizes."""
+    from deeplightning.run import launch
+
+    path, folder, checkpoint, processes, root = sys.argv[1:]
+    warnings.filterwarnings("ignore")
+    for size in (1, 2, 3, 5, 7):
+        launch(
+            load_config(
+                path,
+                [
+                    f"engine.processes={processes}",
+                    "~logger",
+                    "logger={type: pytorch_lightning.loggers.CSVLogger, params: "
+                    f"{{save_dir: '{folder}', name: '{size}'}}, pictures: {{every_n_epochs: 1}}}}",
+                    f"data.root='{root}/{size}'",
+                    "data.batch_size=2",
+                    "stages=[validate]",
+                    f"test.ckpt='{checkpoint}'",
+                ],
+            )
+        )
+
+
+def test_any_number_of_processes_judges_the_same(run, command, config, tmp_path):
+    """Sets of 1 to 7 pictures on 1, 2 and 3 processes, some with nothing to do: IoU and accuracy are scikit-learn's on
+    all pixels in one piece, equal to the last digit."""
+    for size in (1, 2, 3, 5, 7):
+        for split, count in (("train", 2), ("val", size)):
+            fill(tmp_path / str(size) / split, count, seed=size)
+    checkpoint = run.folder / "best.ckpt"
+    network = UNet(3, width=4, depth=2)
+    network.load_state_dict({name.removeprefix("network."): t for name, t in weights(checkpoint).items()})
+    found: dict[int, dict[int, dict[str, float]]] = {}
+    for world in (1, 2, 3):
+        folder = tmp_path / f"of {world}"
+        job = {"cwd": tmp_path, "ranks": world, "main": "test_segmentation:judge"}
+        outcome = command(config, folder, checkpoint, world, tmp_path, **job)
+        assert {0} == {each.code for each in outcome.ranks or [outcome]}, outcome
+        found[world] = {}
+        for size in (1, 2, 3, 5, 7):
+            (file,) = (folder / str(size)).rglob("val_results.json")
+            values = json.loads(file.read_text())
+            found[world][size] = {name: values[name] for name in ("val_iou", "val_acc")}
+    assert found[1] == found[2] == found[3]
+    for size, values in found[1].items():
+        names = sorted((tmp_path / str(size) / "val" / "images").iterdir())
+        pixels = np.stack([np.asarray(Image.open(path)) for path in names]).transpose(0, 3, 1, 2)
+        true = np.stack([np.asarray(Image.open(str(path).replace("images", "masks"))) for path in names])
+        with torch.no_grad():
+            answered = network.eval()((torch.from_numpy(pixels) / 255 - 0.5) / 0.5).argmax(1).numpy()
+        kept = true != 255
+        labels = np.union1d(true[kept], answered[kept])
+        iou = jaccard_score(true[kept], answered[kept], average="macro", labels=labels)
+        assert values["val_iou"] == pytest.approx(iou, abs=1e-6)
+        assert values["val_acc"] == pytest.approx(accuracy_score(true[kept], answered[kept]), abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("override", "code", "words"),
+    [
+        ("model.network.params.num_classes=4", 3, "the data has 3 classes, the network 4 outputs per pixel; set model"),
+        ("data.module.params.image_size=18", 2, "pictures of 18x18 pixels cannot be halved 2 times"),
+        (
+            "model.network={type: deeplightning.model.resnet.ResNet18, params: {num_classes: 3}}",
+            2,
+            "ResNet18 gives (1, 3), not (B, K, H, W): a number per class and pixel",
+        ),
+        (
+            "model.network={type: torch.nn.Conv2d, params: {in_channels: 3, out_channels: 3, kernel_size: 3}}",
+            2,
+            "torch.nn.Conv2d gives 14x14 pixels for pictures of 16x16; segmentation needs one for each",
+        ),
+        (
+            "data.module.params.class_names=[a,b]",
+            3,
+            "is no class. There are 2 (0 to 1, data.module.params.class_names)",
+        ),
+        ("train.checkpoint.monitor=val_iuo", 2, "no metric `val_iuo` is logged. Did you mean val_iou?"),
+    ],
+)
+def test_what_does_not_fit_is_one_note(override, code, words, command, config, tmp_path):
+    """Each mistake ends a training with its code and one note."""
+    more = ["model.network.params.num_classes=2"] if "class_names" in override else []
+    outcome = command("train", config, override, *more, cwd=tmp_path)
+    assert outcome.code == code, outcome
+    assert words in outcome.err, outcome
+    assert outcome.err.count("error: ") == 1
+
+
+def test_a_config_is_checked_and_tried_without_its_pictures(command, config, tmp_path):
+    """`check` reads the names of the metrics; `check --dry-run` takes a made-up batch with masks through the steps."""
+    for more in ([], ["--dry-run"]):
+        outcome = command("check", config, "data.root='/nowhere'", *more, cwd=tmp_path)
+        assert outcome.code == 0, outcome

@@ -1,0 +1,149 @@
+"""The Vision Transformer: patches that fit, an answer per picture, and its ONNX form."""
+
+import onnxruntime
+import pytest
+import torch
+
+from deeplightning.export import export
+from deeplightning.image import ImageSpec
+from deeplightning.model.vit import Attention, ViT
+from deeplightning.runfolder import RunFolder
+
+TINY = {"image_size": 8, "patch_size": 4, "num_channels": 1, "width": 16, "depth": 2, "heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("params", "shape", "patches"),
+    [
+        ({"num_channels": 1, "image_size": 28, "patch_size": 7, "num_patches": 16}, (2, 1, 28, 28), 16),
+        ({}, (2, 3, 32, 32), 64),
+        ({"image_size": [32, 48], "patch_size": [8, 16]}, (1, 3, 32, 48), 12),
+        ({"image_size": 28, "patch_size": 28, "dropout": 0.5, "mlp_width": 7}, (1, 3, 28, 28), 1),
+    ],
+)
+def test_patches(params, shape, patches):
+    """DL-69: 28x28 pixels in patches of 7 are 16; each has a position, and a picture becomes a logit per class."""
+    network = ViT(10, **params, width=24, depth=2, heads=2)
+    assert network.num_patches == patches
+    assert network.positions.shape == (1, patches + 1, 24)
+    logits = network(torch.rand(shape))
+    assert logits.shape == (shape[0], 10)
+    logits.sum().backward()
+    assert all(parameter.grad is not None for parameter in network.parameters())
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        (
+            {"image_size": 28, "patch_size": 5},
+            "patch_size 5 does not divide the picture's height of 28 pixels; 1, 2, 4, 7, 14 and 28 do",
+        ),
+        (
+            {"image_size": [32, 30], "patch_size": 4},
+            "patch_size 4 does not divide the picture's width of 30 pixels; 1, 2, 3, 5, 6, 10, 15 and 30 do",
+        ),
+        (
+            {"image_size": 28, "patch_size": 7, "num_patches": 49},
+            "num_patches is 49, but 28x28 pixels make 4 x 4 = 16 patches of 7x7",
+        ),
+        (
+            {"width": 64, "heads": 3},
+            "width 64 cannot be shared by 3 heads: heads must divide it, as 1, 2, 4, 8, 16, 32",
+        ),
+        ({"width": 0}, "width must be a whole number of at least 1, not 0"),
+        ({"width": "wide"}, "width must be a whole number"),
+        ({"depth": 0}, "depth must be a whole number"),
+        ({"heads": 0}, "heads must be a whole number"),
+        ({"mlp_width": 0}, "mlp_width must be a whole number"),
+        ({"num_classes": 0}, "num_classes must be a whole number"),
+        ({"num_channels": 1.5}, "num_channels must be a whole number"),
+        ({"image_size": 0}, "image_size must be one whole number or"),
+        ({"patch_size": [4]}, "patch_size must be one whole number or"),
+        ({"dropout": 1}, "dropout is a probability, at least 0 and below 1, not 1"),
+    ],
+)
+def test_impossible_arguments(params, words):
+    """What does not fit is a ValueError with the numbers, and with those that would do."""
+    with pytest.raises(ValueError, match=words):
+        ViT(**{"num_classes": 10, **params})
+
+
+def test_a_patch_that_does_not_divide_ends_a_run_with_2(train):
+    """One note with the key, before data is read."""
+    run = train("model.network={type: deeplightning.model.vit.ViT, params: {num_classes: 10, patch_size: 5}}", code=2)
+    assert "model.network: deeplightning.model.vit.ViT refuses its arguments: ValueError: patch_size 5 does" in run.err
+    assert run.err.count("error: ") == 1
+
+
+def test_images_of_another_size():
+    """Images of another size are named with both sizes and the argument that mends it."""
+    with pytest.raises(ValueError, match=r"images are 16x8, .* made for 8x8: give it image_size: \[16, 8\]"):
+        ViT(10, **TINY)(torch.rand(1, 1, 16, 8))
+
+
+def test_attention_is_torchs():
+    """The numbers of torch's own MultiheadAttention with the same weights."""
+    torch.manual_seed(0)
+    ours, theirs = Attention(12, 3), torch.nn.MultiheadAttention(12, 3, batch_first=True)
+    with torch.no_grad():
+        theirs.in_proj_weight.copy_(ours.asked.weight)
+        theirs.in_proj_bias.copy_(ours.asked.bias)
+        theirs.out_proj.weight.copy_(ours.out.weight)
+        theirs.out_proj.bias.copy_(ours.out.bias)
+    tokens = torch.randn(2, 5, 12)
+    torch.testing.assert_close(ours(tokens), theirs(tokens, tokens, tokens, need_weights=False)[0])
+
+
+def test_places_count():
+    """A picture whose patches change places is another picture to it: it has positions."""
+    torch.manual_seed(0)
+    network, picture = ViT(3, **TINY).eval(), torch.rand(1, 1, 8, 8)
+    assert not torch.allclose(network(picture), network(picture.flip(2)))
+
+
+def test_learns():
+    """Sixty steps tell which corner of a picture is bright."""
+    torch.manual_seed(0)
+    network, labels = ViT(2, **TINY), torch.arange(32) % 2
+    images = torch.rand(32, 1, 8, 8) * 0.2
+    images[labels == 1, :, :4, :4] += 1
+    images[labels == 0, :, 4:, 4:] += 1
+    optimizer = torch.optim.AdamW(network.parameters(), lr=0.003)
+    for _ in range(60):
+        optimizer.zero_grad()
+        torch.nn.functional.cross_entropy(network(images), labels).backward()
+        optimizer.step()
+    assert (network(images).argmax(1) == labels).all()
+
+
+class Task:
+    """A trained ViT, as export wants one."""
+
+    kind = "image_classification"
+    image_spec = ImageSpec(8, 8, mode="L")
+    class_names = ("a", "b", "c")
+
+    def inference_model(self):
+        class Answers(torch.nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.network = ViT(3, **TINY)
+
+            def forward(self, images):  # uint8 (N, 1, 8, 8)
+                return self.network(images.float() / 255).softmax(1)
+
+        torch.manual_seed(0)
+        return Answers().eval()
+
+
+def test_it_becomes_a_bundle(tmp_path):
+    """Its ONNX form answers like torch for batches of any size."""
+    folder, run = RunFolder(tmp_path), {"id": None, "folder_name": "run", "created": "now", "versions": {}}
+    samples = torch.randint(256, (5, 1, 8, 8), dtype=torch.uint8)
+    export(Task(), folder, samples.numpy(), run)
+    session = onnxruntime.InferenceSession(str(folder.bundle_model))
+    for size in (1, 4, 5):
+        (answers,) = session.run(None, {"images": samples[:size].numpy()})
+        with torch.no_grad():
+            torch.testing.assert_close(torch.from_numpy(answers), Task().inference_model()(samples[:size]))
