@@ -1,0 +1,165 @@
+"""Files that cannot be decoded: an error that names one, or left out and counted, the same on every process."""
+
+import json
+import logging
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from deeplightning.configure import init_module, load_config
+from deeplightning.data.errors import DataConfigError, DataError
+
+CONFIG = """\
+seed: 7
+stages: [train]
+data:
+  root: ROOT
+  module:
+    type: deeplightning.data.image_folder.ImageFolder
+    params: {image_size: 8, mode: L, cache: false}
+  batch_size: 4
+model:
+  module: {type: deeplightning.task.img_classif.ImageClassification}
+  network: {type: deeplightning.model.cnn.SimpleCNN, params: {num_classes: 2, num_channels: 1, image_size: 8}}
+  optimizer: {type: torch.optim.SGD, params: {lr: 0.1}}
+  loss: {type: torch.nn.CrossEntropyLoss}
+train: {num_epochs: 1, export: false}
+logger: {params: {tracking_uri: STORE, system_metrics: false}, pictures: null}
+"""
+BAD = ["cat/05.png", "dog/02.png", "dog/11.png"]
+
+
+@pytest.fixture
+def root(tmp_path):
+    """Two classes of 20 pictures, of which three cannot be decoded: cut off, empty, and of another kind."""
+    random = np.random.RandomState(0)
+    for name in ("cat", "dog"):
+        (tmp_path / "root" / name).mkdir(parents=True)
+        for number in range(20):
+            pixels = random.randint(0, 256, (12, 12), dtype=np.uint8)
+            Image.fromarray(pixels).save(tmp_path / "root" / name / f"{number:02}.png")
+    first, second, third = (tmp_path / "root" / name for name in BAD)
+    first.write_bytes(first.read_bytes()[:100])
+    second.write_bytes(b"")
+    third.write_text("no picture")
+    return tmp_path / "root"
+
+
+@pytest.fixture
+def config(tmp_path, root, store):
+    path = tmp_path / "c.yaml"
+    path.write_text(CONFIG.replace("ROOT", str(root)).replace("STORE", str(store)))
+    return path
+
+
+def module(config: Path, *overrides: str):
+    made = init_module(load_config(config, list(overrides)), "data")
+    made.setup()
+    return made
+
+
+SKIP = "data.module.params.on_bad_image=skip"
+
+
+def test_a_broken_file_ends_a_run_unless_it_is_skipped(config, root, command, tmp_path):
+    """By default the first broken file is named, exit 3; with `on_bad_image: skip` the run ends well, and one warning
+    counts all of them and names each with what is wrong."""
+    refused = command("train", config, cwd=tmp_path)
+    assert refused.code == 3, refused
+    assert refused.err.count("error: ") == 1
+    assert f"{root}/" in refused.err
+    assert "cannot be used as an image" in refused.err
+    trained = command("train", config, SKIP, cwd=tmp_path)
+    assert trained.code == 0, trained
+    told = [line for line in (trained.out + trained.err).splitlines() if "Skipped" in line]
+    assert len(told) == 1
+    assert "Skipped 3 of 40 images" in told[0]
+    assert [name for name in BAD if f"{root / name} (" not in told[0]] == []
+    assert "it may be damaged or cut off" in told[0]
+
+
+def test_the_others_are_divided_as_ever(config, root, caplog):
+    """All that can be decoded is in one of the sets, once; nothing is skipped or said where nothing is broken."""
+    data = module(config, SKIP)
+    sets = [data.dataset(split) for split in ("train", "val", "test")]
+    paths = sorted(path for dataset in sets for path in dataset.samples.items)
+    whole = sorted(str(path) for path in root.rglob("*.png"))
+    assert paths == [path for path in whole if not path.endswith(tuple(BAD))]
+    for dataset in sets:
+        assert [Path(path).parent.name == "dog" for path in dataset.samples.items] == dataset.labels.tolist()
+    for name in BAD:
+        (root / name).unlink()
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        again = module(config, SKIP)
+    assert [again.dataset(s).samples.items for s in ("train", "val", "test")] == [s.samples.items for s in sets]
+    assert caplog.text == ""
+
+
+def test_many_are_counted_and_the_first_named(config, root, caplog):
+    """A warning stays readable: twenty names, and how many there are more."""
+    for number in range(16):
+        for name in ("cat", "dog"):
+            (root / name / f"{number:02}.png").write_bytes(b"")
+    module(config, SKIP, "data.module.params.limit=5", "data.num_splits=2")
+    assert "Skipped 32 of 40 images" in caplog.text
+    assert "and 12 more" in caplog.text
+
+
+def test_a_class_without_a_whole_picture_is_named(config, root):
+    """Where nothing is left of a class, or its folder was empty, the class is named, exit 3."""
+    for path in (root / "dog").iterdir():
+        path.write_bytes(b"")
+    with pytest.raises(DataError, match=r"no image of the class dog in .* can be decoded") as error:
+        module(config, SKIP)
+    assert error.value.exit_code == 3
+    for path in (root / "dog").iterdir():
+        path.unlink()
+    with pytest.raises(DataError, match=r"dog holds no image"):
+        module(config, SKIP)
+
+
+def test_a_word_that_is_none(config, command, tmp_path):
+    """`on_bad_image` is error or skip; `check` knows as well."""
+    with pytest.raises(DataConfigError, match="on_bad_image must be error or skip, not 'ignore'"):
+        module(config, "data.module.params.on_bad_image=ignore")
+    outcome = command("check", config, "data.module.params.on_bad_image=ignore", cwd=tmp_path)
+    assert outcome.code == 2, outcome
+    assert "on_bad_image" in outcome.err
+
+
+def sets_of_each_process() -> None:
+    """Called in each process of a job: a file breaks for the second process alone, and each notes its sets."""
+    import os
+
+    from deeplightning.data.image_folder import ImageFolder
+    from deeplightning.run import launch
+
+    path, folder = sys.argv[1:]
+    rank = os.environ["LOCAL_RANK"]
+    setup = ImageFolder.setup
+
+    def noted(self, stage=None):
+        setup(self, stage)
+        found = {split: list(self.dataset(split).samples.items) for split in ("train", "val", "test")}
+        Path(folder, f"sets-{rank}.json").write_text(json.dumps(found))
+
+    decode = ImageFolder._fault_of
+
+    def stumbles(self, file):
+        return "the disk stumbles" if rank == "1" and file.endswith("cat/00.png") else decode(self, file)
+
+    ImageFolder.setup, ImageFolder._fault_of = noted, stumbles
+    launch(load_config(path, ["engine.processes=2", SKIP]))
+
+
+def test_every_process_leaves_out_the_same(config, command, tmp_path):
+    """The first process looks, the others are told: their sets are equal though a disk stumbles for one of them."""
+    outcome = command(config, tmp_path, cwd=tmp_path, ranks=2, main="test_bad_images:sets_of_each_process")
+    assert {0} == {each.code for each in outcome.ranks}, outcome
+    first, second = (json.loads((tmp_path / f"sets-{rank}.json").read_text()) for rank in (0, 1))
+    assert first == second
+    assert sum(map(len, first.values())) == 37
