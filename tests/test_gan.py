@@ -1,0 +1,344 @@
+"""Adversarial training: two networks by name, each with its optimizer, are trained, judged, kept and resumed."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import torch
+from conftest import digest, weights
+from PIL import Image
+
+from deeplightning.config.check import examine
+from deeplightning.task.gan import InceptionScore
+
+CONFIG = """\
+seed: 7
+data:
+  module: {type: deeplightning.data.digits.Digits, params: {limit: 150}}    # 134 train, 16 validate, 150 test
+  batch_size: 16
+model:
+  module: {type: deeplightning.task.gan.Gan, params: {scorer_epochs: 2}}
+  network:
+    generator:
+      type: deeplightning.model.dcgan.Generator
+      params: {image_size: 8, num_channels: 1, latent_size: 6, width: 8}
+    discriminator: {type: deeplightning.model.dcgan.Discriminator, params: {image_size: 8, num_channels: 1, width: 8}}
+    scorer: {type: deeplightning.model.cnn.SimpleCNN, params: {num_classes: 10, num_channels: 1, image_size: 8}}
+  optimizer:
+    generator: {type: torch.optim.Adam, params: {lr: 0.002, betas: [0.5, 0.999]}}
+    discriminator: {type: torch.optim.SGD, params: {lr: 0.01, momentum: 0.5}}
+    scorer: {type: torch.optim.Adam, params: {lr: 0.01}}
+  scheduler:
+    generator: {type: torch.optim.lr_scheduler.ExponentialLR, params: {gamma: 0.5}}
+    discriminator:
+      type: torch.optim.lr_scheduler.OneCycleLR
+      params: {max_lr: 0.01, total_steps: auto}
+      call: {interval: step}
+  loss: {type: torch.nn.BCEWithLogitsLoss}
+train: {num_epochs: 2, export: false, checkpoint: {monitor: val_score, mode: max}}
+logger:
+  params: {tracking_uri: STORE, system_metrics: false}
+  log_every_n_steps: 4
+"""
+QUIET = "logger.pictures=null"
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory, store):
+    """A working directory with the config."""
+    folder = tmp_path_factory.mktemp("gan")
+    (folder / "gan.yaml").write_text(CONFIG.replace("STORE", str(store)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def learn(command, place):
+    """`learn(override, …)` trains on digits."""
+
+    def run(*overrides, ranks=1, code=0):
+        outcome = command("train", "gan.yaml", f"engine.processes={ranks}", *overrides, cwd=place, ranks=ranks)
+        assert {code} == {each.code for each in outcome.ranks or [outcome]}, outcome
+        return outcome
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def run(learn):
+    """The folder of a run of two epochs, and a test."""
+    return learn("stages=[train, test]").folder
+
+
+# ---- what is logged
+
+
+def test_losses_rates_and_scores_are_logged(run, tracked):
+    """`loss_d` and `loss_g` at steps 0, 4, 8 …, where each batch takes two; their epoch means; a score at each epoch;
+    and the learning rate of each optimizer by its name, moved by its own schedule."""
+    series = tracked(run).series()
+    assert [step for step, _ in series["loss_d"]] == [step for step, _ in series["loss_g"]] == list(range(0, 36, 4))
+    assert all(math.isfinite(value) and value > 0 for value in dict(series["loss_g"]).values())
+    means = ("train_loss_d", "train_loss_g", "val_loss_d", "val_loss_g", "val_score", "val_score_real")
+    assert {name: len(series[name]) for name in means} == dict.fromkeys(means, 2)
+    rates = [value for _, value in series["lr-generator"]]
+    assert rates == pytest.approx([0.002] * 5 + [0.001] * 4)  # by epochs
+    torch_one = torch.optim.SGD([torch.zeros(1)], lr=0.01, momentum=0.5)
+    cycle = torch.optim.lr_scheduler.OneCycleLR(torch_one, 0.01, total_steps=18)
+    expected = []
+    for batch in range(18):
+        expected += [torch_one.param_groups[0]["lr"]] if batch % 2 == 0 else []
+        torch_one.step()
+        if batch < 17:
+            cycle.step()
+    assert [value for _, value in series["lr-discriminator"]] == pytest.approx(expected)
+    assert series["lr"] == series["lr-generator"]
+    assert "lr-scorer" not in series
+
+
+def test_the_score_decides_which_weights_are_best(run, tracked):
+    """`best.json` has the larger `val_score`, which is from 1 to the number of classes; the test has one of its own."""
+    scores = dict(tracked(run).series()["val_score"])
+    best = json.loads((run / "best.json").read_text())
+    assert best["metric"] == "val_score"
+    assert best["value"] == pytest.approx(max(scores.values()))
+    assert all(1 <= score <= 10 for score in scores.values())
+    results = json.loads((run / "test_results.json").read_text())
+    assert 1 <= results["test_score"] <= results["test_score_real"] <= 10
+    assert results["test_scorer_acc"] > 0.5  # after two epochs of 134 digits, of ten classes
+    assert results["test_loss_d"] > 0
+
+
+def test_samples_are_pictures_of_each_epoch(run):
+    """64 made digits after each epoch, of the same noise and different weights, and none else."""
+    assert {path.name for path in run.glob("*.png")} == {"samples_0.png", "samples_1.png"}
+    first, second = (np.asarray(Image.open(run / f"samples_{epoch}.png")) for epoch in (0, 1))
+    assert first.shape == (512, 512)
+    assert (first != second).any()
+    blocks = first.reshape(64, 8, 64, 8)
+    assert (blocks == blocks[:, :1, :, :1]).all()  # each pixel enlarged to 8 x 8
+    assert len({tile.tobytes() for row in np.split(first, 8) for tile in np.split(row, 8, 1)}) > 32
+
+
+# ---- what is kept
+
+
+def test_both_networks_change_and_the_scorer_does_not(run, learn):
+    """Between the epochs both networks learn; the scorer has learned before and stays as it is; both optimizers and
+    schedules are in the checkpoint, under the names of their networks."""
+    first = weights(learn(QUIET, "train.num_epochs=1").folder / "last.ckpt")
+    second = weights(run / "last.ckpt")
+    changed = {name.split(".")[1] for name, tensor in first.items() if not torch.equal(tensor, second[name])}
+    assert changed == {"generator", "discriminator"}
+    assert first["scorer_trained"] == 1
+    saved = torch.load(run / "last.ckpt", weights_only=True)
+    assert [state["param_groups"][0]["name"] for state in saved["optimizer_states"]] == ["generator", "discriminator"]
+    assert len(saved["lr_schedulers"]) == 2
+
+
+@pytest.mark.parametrize("ends", ["at an epoch's end", "inside an epoch"])
+def test_a_resumed_run_ends_as_an_uninterrupted_one(ends, run, learn, tracked):
+    """Resumed after the first epoch, or inside the second, both networks end with the same weights to the last bit, the
+    scorer does not learn again, and the epoch's means count what came before."""
+    until = "train.num_epochs=1" if ends == "at an epoch's end" else "train.max_steps=24"
+    half = learn(QUIET, until, "model.scheduler.discriminator.params.total_steps=18")
+    resumed = learn(QUIET, f"train.resume_ckpt='{half.folder}'", "model.scheduler.discriminator.params.total_steps=18")
+    assert digest(resumed.folder / "last.ckpt") == digest(run / "last.ckpt")
+    assert "scorer     has learned" in half.out
+    assert "scorer     has learned" not in resumed.out
+    ours, theirs = (tracked(folder).series() for folder in (resumed.folder, run))
+    for name in ("train_loss_d", "train_loss_g", "val_score"):
+        assert ours[name][-1][1] == pytest.approx(theirs[name][-1][1], rel=1e-6)
+
+
+def test_early_stopping_follows_the_score(learn):
+    """A score that never gets so much better ends the training, with a reason."""
+    stop = "train.early_stop={metric: val_score, mode: max, delta: 100, patience: 1}"
+    outcome = learn(QUIET, stop, "train.num_epochs=9")
+    assert "stopped    early, after epoch 2: val_score was no better" in outcome.out
+
+
+# ---- several processes
+
+
+SEEN = '''\
+"""What optimizers are given, written down; and a generator to which the noise does not matter."""
+
+import pytorch_lightning as pl
+import torch
+
+
+class Gradients(pl.Callback):
+    def __init__(self, file):
+        self.file, self.seen = file, {"generator": [], "discriminator": []}
+
+    def on_train_start(self, trainer, module):
+        for optimizer in trainer.optimizers:
+            optimizer.register_step_pre_hook(self.look)
+
+    def look(self, optimizer, *_):
+        found = torch.cat([p.grad.flatten() for group in optimizer.param_groups for p in group["params"]])
+        self.seen[optimizer.param_groups[0]["name"]].append(found)
+
+    def on_train_end(self, trainer, module):
+        if trainer.is_global_zero:
+            torch.save(self.seen, self.file)
+
+
+class Constant(torch.nn.Module):
+    latent_size = 2
+
+    def __init__(self):
+        super().__init__()
+        self.pixels = torch.nn.Parameter(torch.linspace(-0.5, 0.5, 64).view(1, 1, 8, 8))
+
+    def forward(self, noise):
+        return self.pixels.expand(len(noise), 1, 8, 8)
+'''
+
+
+def test_two_processes_learn_from_the_mean_over_all_samples(learn, place, tmp_path):
+    """Two processes with batches of one give each network the gradients that one process with batches of two gives it,
+    also at the end of the epoch, where one of the two has no sample left. Noise and batch norm, of which each process
+    has its own, are left out of it."""
+    (place / "seen.py").write_text(SEEN)
+    sgd = "{type: torch.optim.SGD, params: {lr: 0.01}}"
+    settings = ["data.module.params.limit=6", "data.num_splits=6", "train.num_epochs=1", "~model.scheduler", QUIET]
+    settings += ["model.network.generator={type: seen.Constant}", f"model.optimizer.generator={sgd}"]
+    settings += ["~model.network.scorer", "~model.optimizer.scorer", "train.checkpoint.monitor=null"]
+    found = {}
+    for ranks in (1, 2):
+        file = tmp_path / f"{ranks}.pt"
+        look = f"train.callbacks=[{{type: seen.Gradients, params: {{file: '{file}'}}}}]"
+        learn(*settings, look, f"data.batch_size={2 // ranks}", ranks=ranks)
+        found[ranks] = torch.load(file, weights_only=True)
+    for name in ("generator", "discriminator"):
+        assert len(found[1][name]) == len(found[2][name]) == 3
+        assert found[1][name][0].abs().max() > 0
+        torch.testing.assert_close(found[2][name], found[1][name], rtol=1e-4, atol=1e-7)
+
+
+def test_two_processes_end_alike(learn):
+    """A whole run under ddp: both processes end well, with one score and one sheet of samples for each epoch."""
+    outcome = learn("data.batch_size=8", ranks=2)
+    assert {path.name for path in outcome.folder.glob("*.png")} == {"samples_0.png", "samples_1.png"}
+    assert json.loads((outcome.folder / "best.json").read_text())["value"] >= 1
+
+
+# ---- the score
+
+
+def test_the_inception_score_is_that_of_its_definition():
+    """exp of the mean divergence from the mean answer, over all batches at once; K where answers are sure and even."""
+    torch.manual_seed(0)
+    logits, score = 2 * torch.randn(30, 4), InceptionScore(4)
+    for part in logits.split([7, 20, 3]):
+        score.update(part)
+    p = logits.double().softmax(1).numpy()
+    divergence = (p * np.log(p / p.mean(0))).sum(1)
+    assert score.compute().item() == pytest.approx(math.exp(divergence.mean()), rel=1e-6)
+    score.reset()
+    score.update(100 * torch.eye(4))
+    assert score.compute().item() == pytest.approx(4)
+    score.reset()
+    score.update(torch.zeros(5, 4))
+    assert score.compute().item() == pytest.approx(1)
+
+
+# ---- what does not fit
+
+ADAM = "{type: torch.optim.Adam, params: {lr: 0.001}}"
+FAULTS = {
+    "an optimizer is missing": (["~model.optimizer.discriminator"], "model.optimizer: there is none for `discrim"),
+    "of the scorer": (["~model.optimizer.scorer"], "model.optimizer: there is none for `scorer`"),
+    "a network is missing": (["~model.network.discriminator"], "model.network: there is none for `discriminator`"),
+    "one optimizer for all": (
+        ["~model.optimizer", f"model.optimizer={ADAM}", "~model.scheduler"],
+        "model.optimizer: deeplightning.task.gan.Gan needs several by name",
+    ),
+    "an optimizer of no network": ([f"model.optimizer.critic={ADAM}"], "no network is called `critic`. There are: gen"),
+    "a schedule of no network": (
+        ["model.scheduler.generater={type: torch.optim.lr_scheduler.ExponentialLR, params: {gamma: 0.5}}"],
+        "no network is called `generater`. Did you mean generator?",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FAULTS)
+def test_names_that_do_not_fit_are_told_by_check(case, place, monkeypatch):
+    """Without importing anything, one note each, which is a fault of the config."""
+    monkeypatch.chdir(place)
+    overrides, words = FAULTS[case]
+    faults = examine("gan.yaml", overrides).faults
+    assert [words in str(fault) for fault in faults] == [True], faults
+    assert faults[0].exit_code == 2
+
+
+AT_START = {
+    "no use for it": (
+        ["model.network.critic={type: torch.nn.Identity}", f"model.optimizer.critic={ADAM}"],
+        "model.network.critic: this task has no use for it; it takes generator, discriminator, scorer",
+    ),
+    "the losses": (["model.loss={one: {type: torch.nn.BCEWithLogitsLoss}}"], "model.loss: this task needs one"),
+    "another size": (
+        ["model.network.generator.params.image_size=16"],
+        "model.network.generator: deeplightning.model.dcgan.Generator gives (1, 1, 16, 16) for (1, 6), and (1, 1, 8",
+    ),
+    "a generator that takes no noise": (
+        ["model.network.generator={type: torch.nn.Identity}"],
+        "model.network.generator: it has no attribute `latent_size`",
+    ),
+    "a discriminator of two numbers": (
+        ["model.network.discriminator={type: torch.nn.Flatten}"],
+        "model.network.discriminator: torch.nn.Flatten gives (1, 64) for (1, 1, 8, 8), and (1,) is needed",
+    ),
+    "head": (["model.trainable=head"], "model.trainable: with several networks"),
+    "an engine": (["engine.backend=fsdp", "engine.processes=2"], "engine.backend: two networks are trained in turn"),
+    "a schedule of the scorer": (
+        ["model.scheduler.scorer={type: torch.optim.lr_scheduler.ExponentialLR, params: {gamma: 0.5}}"],
+        "model.scheduler.scorer: the scorer learns at one rate",
+    ),
+    "a plateau without its metric": (
+        ["model.scheduler.generator={type: torch.optim.lr_scheduler.ReduceLROnPlateau}"],
+        "model.scheduler.generator.call.monitor: ReduceLROnPlateau needs a metric",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", AT_START)
+def test_what_does_not_fit_ends_the_run_at_its_start(case, learn):
+    """Exit 2, one note, before a run is opened."""
+    overrides, words = AT_START[case]
+    outcome = learn(*overrides, code=2)
+    assert words in outcome.err
+    assert outcome.err.count("error:") == 1
+    assert "Artifact storage path" not in outcome.out
+
+
+def test_maps_do_not_go_with_a_task_of_one_network(learn):
+    """Image classification trains one network: maps are exit 2, in words."""
+    outcome = learn(
+        "model.module={type: deeplightning.task.img_classif.ImageClassification}", "~model.network.scorer", code=2
+    )
+    assert "takes one network, not several by name" in outcome.err
+
+
+def test_a_dry_run_takes_a_step(command, place):
+    """`check --dry-run` trains the scorer and both networks on a made-up batch, and finds nothing wrong; a score that
+    nobody computes is named."""
+    outcome = command("check", "gan.yaml", "--dry-run", cwd=place)
+    assert outcome.code == 0, outcome
+    outcome = command("check", "gan.yaml", "--dry-run", "~model.network.scorer", "~model.optimizer.scorer", cwd=place)
+    assert outcome.code == 2, outcome
+    assert "no metric is called 'val_score'" in outcome.err
+
+
+def test_a_schedule_follows_the_score(learn, tracked):
+    """ReduceLROnPlateau by the score of each epoch: with a threshold that nothing reaches the rate falls."""
+    params = "{mode: max, patience: 0, threshold: 100, factor: 0.1}"
+    plateau = f"type: torch.optim.lr_scheduler.ReduceLROnPlateau, params: {params}, call: {{monitor: val_score}}"
+    schedule = f"model.scheduler={{generator: {{{plateau}}}}}"
+    outcome = learn(QUIET, "~model.scheduler", schedule, "train.num_epochs=3")
+    rates = [value for _, value in tracked(outcome.folder).series()["lr-generator"]]
+    assert rates[0] == pytest.approx(0.002)
+    assert rates[-1] == pytest.approx(0.0002)

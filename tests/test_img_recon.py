@@ -1,0 +1,281 @@
+"""Image reconstruction: what is learned, shown, counted, exported and answered, on pictures of three colours."""
+
+import io
+import json
+import math
+import urllib.request
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import sklearn.metrics
+import torch
+from conftest import digest
+from PIL import Image
+from served import COLOURS, Server
+
+from deeplightning.configure import init_module, load_config
+from deeplightning.runfolder import RunFolder
+from deeplightning.task.errors import MisfitError
+from deeplightning.task.img_recon import ImageReconstruction, perplexity
+from deeplightning.task.sheets import sheet
+from deeplightning.trained import trained_task
+
+CONFIG = """\
+seed: 7
+stages: [train, validate]
+data:
+  module: {type: deeplightning.data.image_folder.ImageFolder, params: {image_size: 8}}
+  root: pictures
+  batch_size: 8
+model:
+  module: {type: deeplightning.task.img_recon.ImageReconstruction}
+  network:
+    type: deeplightning.model.vqvae.DiscreteVAE
+    params: {image_size: 8, num_channels: 3, num_tokens: 8, codebook_dim: 8, num_layers: 1, width: 16,
+             straight_through: true}
+  optimizer: {type: torch.optim.Adam, params: {lr: 0.01}}
+  loss: {type: deeplightning.loss.vae.DiscreteVAELoss, params: {kl_weight: 0.001}}
+train: {num_epochs: 2}
+logger:
+  params: {tracking_uri: STORE, system_metrics: false}
+  log_every_n_steps: 4
+  histograms: 1
+"""
+PLAIN = ("stages=[train]", "train.export=false", "logger.histograms=null", "logger.pictures=null")
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory, store):
+    """A working directory with 180 pictures, each of nearly one colour, and the config."""
+    folder, random = tmp_path_factory.mktemp("colours"), np.random.RandomState(0)
+    for name, colour in COLOURS.items():
+        (folder / "pictures" / name).mkdir(parents=True)
+        for number in range(60):
+            pixels = np.clip(np.array(colour) + random.randint(-8, 9, (8, 8, 3)), 0, 255).astype(np.uint8)
+            Image.fromarray(pixels).save(folder / "pictures" / name / f"{number}.png")
+    (folder / "colours.yaml").write_text(CONFIG.replace("STORE", str(store)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def learn(command, place):
+    """`learn(override, …)` trains on them."""
+
+    def run(*overrides, ranks=1, code=0):
+        outcome = command("train", "colours.yaml", f"engine.processes={ranks}", *overrides, cwd=place, ranks=ranks)
+        assert {code} == {each.code for each in outcome.ranks or [outcome]}, outcome
+        return outcome
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def run(learn):
+    """A run of two epochs, and a validation."""
+    return RunFolder(learn().folder)
+
+
+def tiles(path):
+    """The middle pixel of each of the sixteen pictures on a sheet."""
+    pixels = np.asarray(Image.open(path))
+    side = len(pixels) // 4
+    return pixels[side // 2 :: side, side // 2 :: side].reshape(16, 3).astype(int)
+
+
+def nearest_colour(pixels):
+    distances = [np.abs(pixels - np.array(colour)).sum(1) for colour in COLOURS.values()]
+    return np.argmin(distances, axis=0)
+
+
+def test_losses_fall(run, tracked):
+    """`train_loss` and `val_loss` fall, and `rmse` comes by default."""
+    series = tracked(run.path).series()
+    values = [value for _, value in series["train_loss"]]
+    assert values[-1] < 0.3 * values[0]
+    assert series["val_loss"][1][1] < series["val_loss"][0][1]
+    assert series["train_loss_epoch"][1][1] < series["train_loss_epoch"][0][1]
+    assert {"train_rmse", "val_rmse"} <= series.keys()
+
+
+def test_metrics_are_those_of_the_whole_set(run, place, monkeypatch):
+    """`val_rmse` is the root of scikit-learn's mean squared error over all normalised pixels, and perplexity that of
+    the tokens that the network chooses for the whole set."""
+    monkeypatch.chdir(place)
+    task, cfg, _ = trained_task(run)
+    data = init_module(cfg, "data")
+    data.setup("validate")
+    images = data.dataset("val").images
+    with torch.no_grad():
+        truth = task.normalised(images)
+        answers = task.network(truth)["reconstruction"]
+        tokens = task.network.encode(truth)
+    results = json.loads(run.results("validate").read_text())
+    expected = math.sqrt(sklearn.metrics.mean_squared_error(truth.flatten(), answers.flatten()))
+    assert results["val_rmse"] == pytest.approx(expected, rel=1e-5)
+    share = np.bincount(tokens.flatten().numpy(), minlength=8) / tokens.numel()
+    entropy = -sum(p * math.log(p) for p in share if p > 0)
+    assert results["val_codebook_perplexity"] == pytest.approx(math.exp(entropy), rel=1e-5)
+
+
+def test_pictures_of_each_epoch(run):
+    """Two epochs leave eight pictures at the folder's top, originals and reconstructions of training and validation;
+    a validation by itself two more, without a number."""
+    names = [f"{s}_{w}_{e}.png" for s in ("train", "val") for w in ("original", "reconstruction") for e in (0, 1)]
+    found = {path.name for path in run.path.glob("*.png")}
+    assert found == {*names, "val_original.png", "val_reconstruction.png"}
+
+
+def test_colours_are_right(run):
+    """Originals have the pixels of the files, and what came back the same colours."""
+    for stage in ("train", "val"):
+        originals, answers = (tiles(run.path / f"{stage}_{what}_1.png") for what in ("original", "reconstruction"))
+        true = np.array(list(COLOURS.values()))[nearest_colour(originals)]
+        assert np.abs(originals - true).max() <= 8
+        assert (nearest_colour(answers) == nearest_colour(originals)).mean() > 0.9
+
+
+def test_names_are_padded_to_the_width_of_the_epoch_count(learn):
+    """Ten epochs are counted 00 to 09, and pictures come every fifth and after the last."""
+    often = "logger.pictures.every_n_epochs=5"
+    quick = ["train.num_epochs=10", "train.limit_batches={train: 1, val: 1}", often]
+    folder = learn(*PLAIN[:3], "logger.pictures={}", *quick).folder
+    assert sorted(path.name for path in folder.glob("val_original_*")) == ["val_original_04.png", "val_original_09.png"]
+
+
+def test_the_use_of_the_codebook_has_a_histogram(run):
+    """`logger.histograms` counts each token beside weights and gradients, one bin for each: a picture and numbers."""
+    folder = run.path / "histograms" / "epoch_1"
+    use = json.loads((folder / "codebook.json").read_text())
+    assert use["edges"] == list(range(9))
+    assert sum(use["counts"]) == 18 * 4 * 4  # pictures that validate, places of each
+    assert (folder / "codebook.png").is_file()
+    assert (folder / "network.codebook.weight.grad.png").is_file()
+
+
+def test_a_resumed_run_draws_what_an_uninterrupted_one_would(learn):
+    """Two epochs, and one resumed for another, end with the same weights to the last bit."""
+    whole, half = learn(*PLAIN), learn(*PLAIN, "train.num_epochs=1")
+    resumed = learn(*PLAIN, f"train.resume_ckpt='{half.folder}'")
+    assert digest(resumed.folder / "last.ckpt") == digest(whole.folder / "last.ckpt")
+    assert digest(half.folder / "last.ckpt") != digest(whole.folder / "last.ckpt")
+
+
+def test_two_processes_write_once(learn, run):
+    """Under ddp the pictures are rank 0's, and perplexity is that of the tokens of all processes."""
+    folder = learn("stages=[train, validate]", "train.export=false", "data.batch_size=4", ranks=2).folder
+    assert {path.name for path in folder.glob("*.png")} == {path.name for path in run.path.glob("*.png")}
+    use = json.loads((folder / "histograms" / "epoch_1" / "codebook.json").read_text())["counts"]
+    assert sum(use) == 18 * 4 * 4
+
+
+def test_several_losses_are_each_logged(learn, tracked):
+    """Three losses by name train together, each logged beside their weighted sum."""
+    kind = "deeplightning.loss.vae"
+    losses = {
+        "error": f"{{type: {kind}.ReconstructionError}}",
+        "smooth": f"{{type: {kind}.ReconstructionError, params: {{error: smooth_l1}}, weight: 0.5}}",
+        "divergence": f"{{type: {kind}.UniformDivergence, weight: 0.01}}",
+    }
+    words = ", ".join(f"{name}: {target}" for name, target in losses.items())
+    outcome = learn(*PLAIN, "~model.loss", f"model.loss={{{words}}}", "train.num_epochs=1")
+    series = tracked(outcome.folder).series()
+    points = [dict(series[f"val_{name}"]) for name in ("loss", *losses)]
+    for step, value in points[0].items():
+        expected = points[1][step] + 0.5 * points[2][step] + 0.01 * points[3][step]
+        assert value == pytest.approx(expected, rel=1e-5)
+    error = [value for _, value in series["train_error"]]
+    assert error[-1] < error[0]
+
+
+def test_the_run_answers_with_a_png(run, tmp_path):
+    """Trained, exported, served: a picture posted comes back as a PNG of its colour, as the task itself answers it."""
+    sent = Image.new("RGB", (8, 8), COLOURS["green"])
+    file = io.BytesIO()
+    sent.save(file, "PNG")
+    server = Server(run.path, tmp_path / "errors")
+    try:
+        headers = {"Content-Type": "image/png", "Accept": "image/png"}
+        request = urllib.request.Request(f"{server.url}/predict", file.getvalue(), headers)
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            assert answer.headers["Content-Type"] == "image/png"
+            pixels = np.asarray(Image.open(io.BytesIO(answer.read())))
+    finally:
+        server.stop()
+    task, _, _ = trained_task(run)
+    with torch.no_grad():
+        expected = task.inference_model()(torch.from_numpy(np.asarray(sent).copy()).permute(2, 0, 1)[None])
+    assert expected.dtype == torch.float32
+    assert np.abs(pixels - expected[0].permute(1, 2, 0).numpy() * 255).max() <= 1
+    assert nearest_colour(pixels.reshape(-1, 3)).tolist() == [list(COLOURS).index("green")] * 64
+
+
+def test_a_size_that_is_no_power_of_two_ends_the_run(learn):
+    """28 pixels: exit 2, before data are read, with the next sizes."""
+    outcome = learn("model.network.params.image_size=28", code=2)
+    assert "image_size must be a power of two, not 28: 16 and 32 are the next" in outcome.err
+
+
+def test_a_network_that_does_not_fit_the_pictures_is_named(learn):
+    """Sixteen pixels into a network made for eight: exit 2, with both."""
+    outcome = learn("data.module.params.image_size=16", code=2)
+    assert "model.network: deeplightning.model.vqvae.DiscreteVAE does not take the data's pictures" in outcome.err
+
+
+def test_a_network_that_gives_no_pictures_is_named(learn):
+    """A classifier: exit 2, with what it gives."""
+    network = "{type: deeplightning.model.cnn.SimpleCNN, params: {num_classes: 3, num_channels: 3, image_size: 8}}"
+    outcome = learn("~model.network", f"model.network={network}", code=2)
+    assert "gives (1, 3), not pictures (B, C, H, W)" in outcome.err
+
+
+@pytest.fixture
+def task(place, monkeypatch):
+    monkeypatch.chdir(place)
+    return ImageReconstruction(load_config("colours.yaml"))
+
+
+@pytest.mark.parametrize("outputs", [{"logits": torch.zeros(2, 3)}, {}, [1], torch.zeros(2, 3)])
+def test_outputs_without_pictures_are_refused(outputs, task):
+    """Whatever else a network gives."""
+    with pytest.raises(MisfitError, match="not pictures"):
+        task.check_outputs(outputs)
+
+
+def test_pictures_of_another_size_are_refused(task):
+    """A reconstruction that is smaller than the picture would be spread over it by torch."""
+    with pytest.raises(MisfitError, match=r"answers pictures \(3, 8, 8\) with \(3, 1, 1\)"):
+        task.check_truth(torch.zeros(2, 3, 1, 1), torch.zeros(2, 3, 8, 8))
+
+
+def test_a_plain_autoencoder_does_as_well(task):
+    """A network that gives just pictures needs no logits, and has no tokens to count."""
+    task.trainer = SimpleNamespace(sanity_checking=False)
+    images = torch.zeros(2, 3, 8, 8, dtype=torch.uint8)
+    task.check_outputs(images.float())
+    task.remember(images, images.float(), images.float())
+    assert task.histograms() == {}
+
+
+def test_no_pictures_come_from_the_sanity_check(task):
+    """A Trainer of the user's own may begin with one."""
+    task.normalise = torch.nn.Identity()
+    task._shown = {"val": torch.zeros(1, 3, 8, 8)}
+    task.trainer = SimpleNamespace(sanity_checking=True)
+    assert task.pictures("val") == {}
+
+
+@pytest.mark.parametrize(("counts", "expected"), [([5, 5, 5, 5], 4), ([9, 0, 0], 1), ([1, 1, 0, 0], 2)])
+def test_perplexity(counts, expected):
+    """As many tokens as are used, where all are used equally often."""
+    assert perplexity(torch.tensor(counts)).item() == pytest.approx(expected)
+
+
+def test_a_sheet_has_its_places():
+    """Pictures lie in rows of four, enlarged where they are small; places that are left are black."""
+    images = torch.arange(1, 6, dtype=torch.uint8).view(5, 1, 1, 1).expand(5, 1, 8, 8)
+    found = sheet(images)
+    assert found.shape == (1, 256, 256)
+    assert found[0, ::64, ::64].tolist() == [[1, 2, 3, 4], [5, 0, 0, 0], [0] * 4, [0] * 4]
+    assert found[0, 63, 255] == 4
+    assert sheet(torch.zeros(9, 3, 100, 80, dtype=torch.uint8), columns=2).shape == (3, 200, 160)
