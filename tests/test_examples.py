@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import pytest
+import torch
+from conftest import weights
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -57,9 +59,14 @@ EXAMPLES = {
         {"test_iou": (0.15, 1), "test_acc": (0.5, 1)},
         ["val_segmentation.png"],
     ),
-    "transfer": Example(
-        "transfer/pretrain.yaml", ["train.num_epochs=2", "data.module.params.train=200"], {"test_acc": (0.3, 1)}
+    "dcgan": Example(
+        "dcgan/dcgan.yaml",
+        ["train.num_epochs=2", "data.module.params={limit: 300}"],
+        {"test_score": (1, 10)},
+        ["samples_1.png"],
     ),
+    "own_loop": Example("own_loop/own_loop.yaml", ["train.num_epochs=3"], {"test_acc": (0.7, 1)}),
+    "vqvae": Example("vqvae/vqvae.yaml", ["train.num_epochs=3"], {"test_rmse": (0, 0.9)}, ["val_reconstruction_2.png"]),
 }
 
 
@@ -78,3 +85,27 @@ def test_an_example_learns_what_it_should(name, command, store, tmp_path):
     for metric, (least, most) in example.metrics.items():
         assert least <= results[metric] <= most, results
     assert [file for file in example.files if not (outcome.folder / file).is_file()] == []
+
+
+def test_transfer_goes_on_from_what_was_learned(command, store, tmp_path):
+    """The second run takes all but the last layer of the first, leaves it bit for bit, and beats a run without."""
+    folder = ROOT / "examples" / "transfer"
+
+    def train(config: str, *overrides: str) -> Path:
+        told = [*overrides, "train.export=false", "logger.pictures=null", f"logger.params.tracking_uri={store}"]
+        outcome = command("train", folder / config, *told, cwd=tmp_path)
+        assert outcome.code == 0, outcome
+        return outcome.folder
+
+    def loss(run: Path) -> float:
+        return json.loads((run / "test_results.json").read_text())["test_loss"]
+
+    first = train("pretrain.yaml", "train.num_epochs=4")
+    second, without = (
+        train("transfer.yaml", *more, "train.num_epochs=15") for more in ([f"model.init_from='{first}'"], [])
+    )
+    known, now = weights(first / "best.ckpt"), weights(second / "last.ckpt")
+    frozen = [name for name in now if "classifier" not in name]
+    assert len(frozen) == 4
+    assert all(torch.equal(known[name], now[name]) for name in frozen)
+    assert loss(second) < loss(without)

@@ -5,12 +5,16 @@ likely each of K tokens is at each place. The truth is the picture as the networ
 """
 
 import math
+from collections.abc import Callable
 from typing import Literal
 
 from torch import Tensor, nn
 from torch.nn import functional
 
-_ERRORS = {"mse": functional.mse_loss, "smooth_l1": functional.smooth_l1_loss}
+_ERRORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mse": functional.mse_loss,
+    "smooth_l1": functional.smooth_l1_loss,
+}
 
 
 class ReconstructionError(nn.Module):

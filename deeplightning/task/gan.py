@@ -227,7 +227,7 @@ class Gan(pl.LightningModule):
 
     def _train_scorer(self, optimizer: torch.optim.Optimizer) -> None:
         data: Any = getattr(self.trainer, "datamodule", None)
-        loader = data.train_dataloader() if data is not None else self.trainer.train_dataloader
+        loader: Any = data.train_dataloader() if data is not None else self.trainer.train_dataloader
         batches, loss = int(min(len(loader), self.trainer.num_training_batches)), torch.tensor(0.0)
         for epoch in range(self.scorer_epochs):
             if hasattr(getattr(loader, "sampler", None), "set_epoch"):
@@ -361,8 +361,8 @@ class Gan(pl.LightningModule):
         self._move_rates("epoch", self.current_epoch + 1)
 
     def _log_epoch(self, stage: str) -> None:
-        scores = self.scores[f"{stage}_stage"] if self.scorer_trained and stage != "train" else {}
-        for name, metric in {**self._of(stage), **dict(cast(nn.ModuleDict, scores).items())}.items():
+        scores: Any = self.scores[f"{stage}_stage"] if self.scorer_trained and stage != "train" else {}
+        for name, metric in {**self._of(stage), **dict(scores.items())}.items():
             self.log(f"{stage}_{name}", metric)  # computed over all processes and reset by Lightning
 
     # ---- judging
