@@ -165,8 +165,8 @@ class Gan(pl.LightningModule):
         for name in self._learning():
             network = build(self.cfg.model.network[name])
             if not isinstance(network, nn.Module):
-                message = f"{self.cfg.model.network[name].type} gives a {type(network).__name__}, not a torch.nn.Module"
-                raise MisfitError(message, f"model.network.{name}")
+                found = f"{self.cfg.model.network[name].type} gives a {type(network).__name__}"
+                raise MisfitError(f"model.network.{name}: {found}, not a torch.nn.Module")
             self.networks[name] = network
         freeze(self.networks, self.cfg.model.trainable)
         if not isinstance(getattr(self.networks["generator"], "latent_size", None), int):
@@ -195,12 +195,12 @@ class Gan(pl.LightningModule):
                 found = tuple(network(inputs.to(self.device)).shape)
         except (RuntimeError, ValueError) as error:
             reason = str(error).splitlines()[0]
-            message = f"{target.type} does not take {tuple(inputs.shape)}: {reason}"
-            raise MisfitError(message, f"model.network.{name}") from error
+            message = f"model.network.{name}: {target.type} does not take {tuple(inputs.shape)}: {reason}"
+            raise MisfitError(message) from error
         network.train()
         if found != expected:
             message = f"{target.type} gives {found} for {tuple(inputs.shape)}, and {expected} is needed"
-            raise (LabelError if name == "scorer" else MisfitError)(message, f"model.network.{name}")
+            raise (LabelError if name == "scorer" else MisfitError)(f"model.network.{name}: {message}")
 
     @property
     def _latent_size(self) -> int:
@@ -330,7 +330,7 @@ class Gan(pl.LightningModule):
                 schedule.step(float(known[call.monitor]))
             else:
                 message = f"no metric is called {call.monitor!r}; this run has {', '.join(sorted(known))}"
-                raise MisfitError(message, f"model.scheduler.{name}.call.monitor")
+                raise MisfitError(f"model.scheduler.{name}.call.monitor: {message}")
 
     def _like(self, images: Tensor, noise: Tensor) -> Tensor:
         return noise.to(images.device, images.dtype)
