@@ -149,7 +149,12 @@ class Data:
         "validation is one of so many parts of the training set; null: the module's split", None
     )
     fold: int = key("which of the `num_splits` parts validates", 0, low=0)
-    sampler: Target | None = key("another sampler for training", None, later=True)
+    sampler: Target | None = key(
+        "the order of training, for data modules that heed it, as ours do: called with the training set, and "
+        "batch_size, num_replicas, rank and seed by name; null: shuffled",
+        None,
+        example="{type: own.Sampler, params: {size: 8}}",
+    )
     loader: dict[str, Any] = key("keyword arguments of torch's DataLoader", dict, example="{pin_memory: true}")
 
 

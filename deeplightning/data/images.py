@@ -16,11 +16,12 @@ import torch
 from torch import Generator, nn, uint8
 from torch.utils.data import DataLoader
 
+from deeplightning.config.target import build
 from deeplightning.data.cache import ImageCache, cache_folder
 from deeplightning.data.datasets import Batch, EndsWithItsRun, InMemory, OnDemand, Samples, prepare_all
 from deeplightning.data.errors import DataConfigError, DataError
 from deeplightning.data.loader import InMemoryLoader
-from deeplightning.data.samplers import BatchIndices
+from deeplightning.data.samplers import BatchIndices, go_on, train_sampler
 from deeplightning.data.splits import deal, shuffled
 from deeplightning.image import MAX_PIXELS, ImageSpec
 
@@ -33,7 +34,7 @@ _OWN_KEYS = {
     "batch_size": "set data.batch_size",
     "num_workers": "set data.num_workers",
     "shuffle": "the training set is shuffled, the others are not",
-    "sampler": "the order comes from deeplightning.data.samplers.BatchIndices",
+    "sampler": "set data.sampler",
     "batch_sampler": "batches come from deeplightning.data.samplers.BatchIndices",
     "generator": "the order comes from seed",
 }
@@ -109,11 +110,13 @@ class ImageData(pl.LightningDataModule):
             if not isinstance(module, nn.Module):
                 raise DataConfigError(f"data.module.params.augment[{position}] must be an nn.Module, not {module!r}.")
         self._augment = nn.Sequential(*augment)
-        self._loader_options = dict(cfg.data.loader or {})
+        self._loader_options = build({"type": "builtins.dict", "params": cfg.data.loader})  # refs are functions
         self._drop_last = self._loader_options.pop("drop_last", False)
         _check_loader(self._loader_options, self._drop_last, cfg.data.num_workers)
         self._samples: dict[str, Samples] = {}
         self._datasets: dict[str, InMemory | OnDemand] = {}
+        self._has_own_order = getattr(cfg.data, "sampler", None) is not None
+        self._sampler: BatchIndices | None = None
         self._cache: ImageCache | None = None
 
     def read(self) -> dict[str, Samples]:
@@ -168,6 +171,8 @@ class ImageData(pl.LightningDataModule):
                 self.dataset(split)
         if self._drop_last:
             self._check_batches(len(self._samples["train"]))
+        if self._has_own_order and stage in ("fit", None):
+            self._train_sampler()  # what it refuses is told before a run begins
 
     def _check_batches(self, samples: int) -> None:
         world, batch_size = self.trainer.world_size if self.trainer else 1, self.cfg.data.batch_size
@@ -272,27 +277,11 @@ class ImageData(pl.LightningDataModule):
         dataset, gpu = self.dataset(split), self._gpu()
         if self.in_memory == "device" and gpu is not None and isinstance(dataset, InMemory):
             dataset = self._datasets[split] = dataset.to(gpu)
-        world, rank = (self.trainer.world_size, self.trainer.global_rank) if self.trainer else (1, 0)
-        batch_size = self.cfg.data.batch_size
-        sampler = BatchIndices(
-            dataset,
-            batch_size,
-            num_replicas=world,
-            rank=rank,
-            shuffle=training,
-            seed=self.cfg.seed,
-            drop_last=training and self._drop_last,
-        )
-        if training and self.trainer:
-            # A resumed run goes on behind the batches that are done; after a whole epoch the counter still shows it.
-            # Lightning sets the epoch as well, but only when the first iterator has been made.
-            loop: Any = self.trainer.fit_loop
-            limit = self.trainer.limit_train_batches
-            length = min(len(sampler), limit) if isinstance(limit, int) else int(len(sampler) * limit)
-            epoch, done = loop.epoch_progress.current, loop.epoch_loop.batch_progress.current.ready
-            ended = done >= length and epoch.processed < epoch.ready  # saved after the last batch, not counted yet
-            sampler.set_epoch(epoch.processed + ended)
-            sampler.start = done if done < length else 0
+        if training:
+            sampler = self._train_sampler()
+        else:
+            world, rank = (self.trainer.world_size, self.trainer.global_rank) if self.trainer else (1, 0)
+            sampler = BatchIndices(dataset, self.cfg.data.batch_size, num_replicas=world, rank=rank)
         options, workers = dict(self._loader_options), self.cfg.data.num_workers
         if isinstance(dataset, InMemory):
             workers = 0
@@ -310,6 +299,13 @@ class ImageData(pl.LightningDataModule):
         generator = Generator().manual_seed(self.cfg.seed)
         kind = InMemoryLoader if isinstance(dataset, InMemory) and "collate_fn" not in options else DataLoader
         return kind(dataset, batch_size=None, sampler=sampler, num_workers=workers, generator=generator, **options)
+
+    def _train_sampler(self) -> BatchIndices:
+        if self._sampler is None or not self._has_own_order:
+            self._sampler = train_sampler(self.cfg, self.dataset("train"), self.trainer, drop_last=self._drop_last)
+        elif self.trainer:
+            go_on(self._sampler, self.trainer)
+        return self._sampler
 
     def _gpu(self) -> torch.device | None:
         """The GPU that this process trains on."""

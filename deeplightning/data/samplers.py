@@ -1,13 +1,28 @@
-"""Which samples form which batch, on which process: `BatchIndices` gives lists of dataset positions, and nothing else.
+"""Which samples form which batch, on which process: positions in a set, and nothing else.
 
 The order is a function of (seed, epoch) alone, so a run can be repeated, spread over more processes and resumed in the
-middle of an epoch. N samples, B batch size per process, R processes.
+middle of an epoch. `train_sampler` is what a data module asks for its training batches. N samples, B batch size per
+process, R processes.
 """
 
-from collections.abc import Iterator, Sized
+import hashlib
+import logging
+import warnings
+from collections.abc import Callable, Iterator, Sequence, Sized
+from typing import Any, Literal
 
 import numpy as np
-from torch.utils.data import DistributedSampler
+import torch
+from torch import distributed
+from torch.utils.data import DistributedSampler, IterableDataset
+
+from deeplightning.config.target import build
+from deeplightning.data.errors import DataConfigError
+
+log = logging.getLogger("deeplightning.data")
+
+NOTABLE = 0.05
+"""Where more of the samples than this are left out, or come twice, in each epoch, it is said."""
 
 PADDING = -1
 """Stands for no sample, where a process has none left in the last batch. The row is marked with it and not counted;
@@ -102,3 +117,406 @@ class BatchIndices(DistributedSampler):
         size = self.batch_size * self.num_replicas
         batch = order[step * size + self.rank : (step + 1) * size : self.num_replicas]
         return batch.copy() if len(batch) else np.array([PADDING])
+
+
+class SampledBatches(BatchIndices):
+    """The batches of another sampler: what it gives, cut into lists of B. A `DistributedSampler` has shared its
+    positions out by itself; those of any other are the order of all processes, dealt to them like `BatchIndices`'s.
+
+    While the sampler decides, torch's global generator is seeded from seed and epoch, so one that draws from it gives
+    the same on each process and again.
+
+    Args:
+        sampler: gives positions, and has a length.
+        batch_size, num_replicas, rank, seed, drop_last: as of `BatchIndices`.
+
+    Attributes:
+        sampler: as given.
+    """
+
+    def __init__(
+        self,
+        sampler: Any,
+        batch_size: int,
+        *,
+        num_replicas: int = 1,
+        rank: int = 0,
+        seed: int = 0,
+        drop_last: bool = False,
+    ):
+        if isinstance(sampler, DistributedSampler):
+            num_replicas, rank = 1, 0
+        super().__init__(
+            sampler, batch_size, num_replicas=num_replicas, rank=rank, shuffle=True, seed=seed, drop_last=drop_last
+        )
+        self.sampler = sampler
+
+    def set_epoch(self, epoch: int) -> None:
+        super().set_epoch(epoch)
+        if hasattr(self.sampler, "set_epoch"):
+            self.sampler.set_epoch(epoch)
+
+    def _order(self) -> np.ndarray:
+        word = int(_stream(self.seed, self.epoch, purpose=2).randint(2**31))
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(word)
+            return np.fromiter(self.sampler, dtype=np.int64)
+
+
+class BucketedDistributedSampler(DistributedSampler):
+    """Positions of samples of like size together: at each step all processes draw from one bucket, so that batches
+    which are padded to their longest sample hold little padding. Yields `int`, the positions of one process.
+
+    The samples in order of size are cut into contiguous buckets, the first ones one longer where uneven. A slice is
+    B * R elements of one bucket, of which rank r takes the elements r, r + R, r + 2 R … Shuffling permutes the elements
+    inside each bucket, and then the slices; both follow from (seed, epoch). A bucket that is no whole number of slices
+    is filled up with elements from its own start, each at most once: they are real samples, which train twice in that
+    epoch, and count twice in its means. With `drop_last` its rest is left out instead, another one in each epoch; with
+    `allow_bucket_overlap` the rests of all buckets, in their order, form further, mixed slices.
+
+    In a config: `data.sampler: {type: deeplightning.data.samplers.BucketedDistributedSampler, params: {buckets: 8,
+    sort_key: length}}`; dataset, batch_size, num_replicas, rank and seed come from the run then. In Python it goes
+    into `DataLoader(dataset, batch_size=B, sampler=...)`, and Lightning leaves it as it is.
+
+    Args:
+        dataset: anything with a length N.
+        buckets: how many, at least 1.
+        batch_size: B, per process.
+        sorted_idx: the positions of all samples in order of size, a permutation of 0 … N - 1, the same on each process.
+        sort_key: instead of sorted_idx, by what to sort, see `sort_values`.
+        num_replicas: R; None: the processes of torch's group, 1 where there is none.
+        rank: of this process; None: that in torch's group, 0 where there is none.
+        shuffle: new permutations in each epoch; else buckets and slices follow each other in order of size.
+        seed: of the permutations, a whole number of at least 0.
+        drop_last: leave out what does not fill a slice, instead of repeating elements.
+        allow_bucket_overlap: with `drop_last`: make slices of what is left of all buckets, too.
+        min_samples_per_bucket: fewer samples in a bucket are refused: much would be repeated or left out.
+        on_small_bucket: `warn`: take buckets of fewer than two slices or `min_samples_per_bucket` samples, with a
+            warning; `error`: refuse them. Fewer samples than one slice are always refused.
+
+    Attributes:
+        start: batches to leave out in this epoch, to go on in the middle of it; another epoch begins at 0. `len()` does
+            not count it.
+
+    Raises:
+        ValueError: if an argument is impossible, or a bucket too small. In the first iteration: if the processes of
+            torch's group have different orders.
+    """
+
+    def __init__(
+        self,
+        dataset: Sized,
+        buckets: int,
+        batch_size: int | None = None,
+        sorted_idx: Sequence[int] | np.ndarray | None = None,
+        *,
+        sort_key: str | Callable[[Any], Any] | None = None,
+        num_replicas: int | None = None,
+        rank: int | None = None,
+        shuffle: bool = True,
+        seed: int = 0,
+        drop_last: bool = False,
+        allow_bucket_overlap: bool = False,
+        min_samples_per_bucket: int = 100,
+        on_small_bucket: Literal["error", "warn"] = "error",
+    ):
+        grouped = distributed.is_available() and distributed.is_initialized()
+        if num_replicas is None:
+            num_replicas = distributed.get_world_size() if grouped else 1
+        if rank is None:
+            rank = distributed.get_rank() if grouped else 0
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+            raise ValueError(f"buckets need a set of known length, which {type(dataset).__name__} is not")
+        size = len(dataset)
+        super().__init__(range(size), num_replicas, rank, shuffle, seed, drop_last)  # type: ignore[arg-type]
+        for name, value in (("buckets", buckets), ("batch_size", batch_size)):
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ValueError(f"{name} must be a whole number of at least 1, not {value!r}")
+        if on_small_bucket not in ("error", "warn"):
+            raise ValueError(f"on_small_bucket must be error or warn, not {on_small_bucket!r}")
+        if allow_bucket_overlap and not drop_last:
+            raise ValueError(
+                "allow_bucket_overlap mixes what drop_last leaves over; without drop_last nothing is left: set "
+                "drop_last too, or leave allow_bucket_overlap out"
+            )
+        assert batch_size is not None
+        if seed < 0:
+            raise ValueError(f"seed must be at least 0, not {seed}")
+        self.buckets, self.batch_size, self.start = buckets, batch_size, 0
+        self.slice_size = batch_size * num_replicas
+        per_bucket = _divided(size, buckets, drop_last)
+        self.slices_per_bucket = _divided(per_bucket, self.slice_size, drop_last)
+        kept = self.slices_per_bucket * self.slice_size
+        self.mixed_slices = max(0, size - kept * buckets) // self.slice_size if allow_bucket_overlap else 0
+        self._check_buckets(per_bucket, min_samples_per_bucket, on_small_bucket)
+        if (sorted_idx is None) == (sort_key is None):
+            raise ValueError("give sort_key, by what the samples are sorted, or sorted_idx, the sorted positions")
+        order = np.argsort(sort_values(dataset, sort_key), kind="stable") if sort_key is not None else sorted_idx
+        self._buckets = np.array_split(_permutation(order, size), buckets)
+        self._is_compared = not grouped or distributed.get_world_size() != num_replicas
+        self._say_what_is_lost(size)
+
+    def _check_buckets(self, samples: int, least: int, on_small_bucket: str) -> None:
+        of_a_slice = f"{self.slice_size} (batch_size {self.batch_size} x {self.num_replicas} process(es))"
+        if samples < self.slice_size:
+            raise ValueError(
+                f"a bucket has {samples} samples, fewer than a step takes: {of_a_slice}; use fewer buckets"
+            )
+        small = ""
+        if self.slices_per_bucket < 2:
+            small = f"a bucket has {samples} samples, fewer than two steps take, each {of_a_slice}"
+        elif samples < least:
+            small = f"a bucket has {samples} samples, fewer than min_samples_per_bucket={least}"
+        if small and on_small_bucket == "error":
+            raise ValueError(f"{small}; use fewer buckets, or set on_small_bucket: warn")
+        if small:
+            warnings.warn(f"{small}: batches of one bucket are much alike", stacklevel=4)
+
+    def _say_what_is_lost(self, size: int) -> None:
+        seen = len(self) * self.num_replicas
+        if seen > size * (1 + NOTABLE):
+            warnings.warn(
+                f"buckets are filled up with {seen - size} samples that come twice: an epoch is {seen / size:.2f} "
+                "times as long; fewer buckets, a smaller batch_size or drop_last change that",
+                stacklevel=4,
+            )
+        if seen < size * (1 - NOTABLE):
+            longest = "" if self.shuffle else ", always those at the end of each bucket, its longest"
+            warnings.warn(
+                f"drop_last leaves out {size - seen} of {size} samples in each epoch{longest}; fewer buckets or "
+                "allow_bucket_overlap change that",
+                stacklevel=4,
+            )
+
+    def __len__(self) -> int:
+        """Samples per process and epoch, repeated ones counted."""
+        return (self.slices_per_bucket * self.buckets + self.mixed_slices) * self.batch_size
+
+    def __iter__(self) -> Iterator[int]:
+        # Not a generator: a later `set_epoch` does not change an iteration under way.
+        self._compare()
+        return iter(self.slices()[self.start :, self.rank :: self.num_replicas].flatten().tolist())
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begins an epoch; one that is under way goes on."""
+        if epoch != self.epoch:
+            self.start = 0
+        super().set_epoch(epoch)
+
+    def slices(self) -> np.ndarray:
+        """What all processes together take at each step of this epoch, int64 (steps, B * R)."""
+        kept, slices, left = self.slices_per_bucket * self.slice_size, [], []
+        within = _stream(self.seed, self.epoch, purpose=0)
+        for bucket in self._buckets:
+            if self.shuffle:
+                bucket = within.permutation(bucket)  # a copy
+            left.append(bucket[kept:])
+            slices.append(np.concatenate([bucket[:kept], bucket[: max(0, kept - len(bucket))]]))
+        slices.append(np.concatenate(left)[: self.mixed_slices * self.slice_size])
+        steps = np.concatenate(slices).reshape(-1, self.slice_size)
+        if self.shuffle:
+            steps = _stream(self.seed, self.epoch, purpose=1).permutation(steps)
+        return steps
+
+    def padding(self, sizes: np.ndarray) -> tuple[float, float]:
+        """How much of its batches is padding, where each is padded to its largest sample: of this epoch, and of one of
+        the same samples without buckets.
+
+        Args:
+            sizes: of each sample, numbers of at least 0, (N,).
+
+        Returns:
+            Two shares, in [0, 1].
+        """
+        rows = self.slices().reshape(-1, self.batch_size, self.num_replicas)  # (steps, B, R)
+        loose = BatchIndices(range(len(sizes)), self.slice_size, shuffle=True, seed=self.seed)
+        parts = [b[r :: self.num_replicas] for b in loose.arrays() for r in range(min(self.num_replicas, len(b)))]
+        filled, whole = sizes.sum(), sum(len(part) * sizes[part].max() for part in parts)
+        of_buckets = sizes[rows].max(1).sum() * self.batch_size
+        return 1 - float(sizes[rows].sum() / max(of_buckets, 1e-9)), 1 - float(filled / max(whole, 1e-9))
+
+    def _compare(self) -> None:
+        """Once: whether all processes have the same order; else some samples would come twice and others never."""
+        if self._is_compared:
+            return
+        self._is_compared = True
+        known = (self.seed, len(self), *(bucket.tobytes() for bucket in self._buckets))
+        own, found = hashlib.sha256(repr(known).encode()).hexdigest(), [""] * self.num_replicas
+        distributed.all_gather_object(found, own)
+        if other := [rank for rank, digest in enumerate(found) if digest != found[0]]:
+            raise ValueError(
+                f"the processes {', '.join(map(str, other))} have other buckets than process 0: sort once and share "
+                "the order, or use a sort_key that gives the same everywhere"
+            )
+
+
+def sort_values(dataset: Any, sort_key: str | Callable[[Any], Any], batched: bool = False) -> np.ndarray:
+    """What the samples of a set are sorted by, numbers (N,).
+
+    Args:
+        dataset: of length N.
+        sort_key: a function that is called with each sample; or the name of a column: an attribute of the set with N
+            entries (`labels`), or a key of its samples. Of what is no number, such as a text or a list, the length
+            counts.
+        batched: `dataset[[position, …]]` gives a batch, of which a row is a sample; else `dataset[position]` is one.
+
+    Raises:
+        ValueError: if there is no such column, or a value is no number and has no length.
+    """
+
+    def sample(position: int) -> Any:
+        if not batched:
+            return dataset[position]
+        return {name: values[0] for name, values in dataset[[position]].items()}
+
+    size = len(dataset)
+    if callable(sort_key):
+        found: Any = [sort_key(sample(position)) for position in range(size)]
+    else:
+        found = getattr(dataset, sort_key, None)
+        if not hasattr(found, "__len__") or len(found) != size:
+            first = sample(0) if size else {}
+            if not isinstance(first, dict) or sort_key not in first:
+                there = ", ".join(map(str, first)) if isinstance(first, dict) else "none"
+                raise ValueError(
+                    f"sort_key {sort_key!r}: the training set ({type(dataset).__name__}) has no such column, and its "
+                    f"samples have no such key; there are: {there}. A function is named by {{ref: MODULE.FUNCTION}}"
+                )
+            found = [sample(position)[sort_key] for position in range(size)]
+    if isinstance(found, torch.Tensor):
+        found = found.cpu().numpy()
+    if not (isinstance(found, np.ndarray) and found.ndim == 1 and found.dtype.kind in "iufb"):
+        found = [_size(value, sort_key) for value in found]
+    values = np.asarray(found)
+    if values.dtype.kind == "f" and not np.isfinite(values).all():
+        raise ValueError(f"sort_key {sort_key!r} gives {values[~np.isfinite(values)][0]}, which is no finite number")
+    return values
+
+
+def _size(value: Any, sort_key: Any) -> float:
+    if isinstance(value, torch.Tensor | np.ndarray):
+        return value.item() if value.ndim == 0 else len(value)
+    if isinstance(value, int | float | np.number):
+        return float(value)
+    if hasattr(value, "__len__"):
+        return len(value)
+    raise ValueError(f"sort_key {sort_key!r} gives {value!r:.60}, which is no number and has no length")
+
+
+def train_sampler(cfg: Any, dataset: Any, trainer: Any = None, *, drop_last: bool = False) -> BatchIndices:
+    """The batches of a training: `BatchIndices`, shuffled, or those of `data.sampler`. They begin where a resumed run
+    goes on.
+
+    `data.sampler` is called with the set, and by name with batch_size, num_replicas, rank and seed of the run; it gives
+    a torch sampler. What a `sort_key` among its params means is found out on rank 0, and sent to the others.
+
+    Args:
+        cfg: the whole config; `seed`, `data.batch_size` and `data.sampler` are read.
+        dataset: the training set; its `[positions]` gives a batch.
+        trainer: Lightning's; None: one process, from the start.
+        drop_last: leave out a last batch that is not full.
+
+    Raises:
+        DataConfigError: `data.sampler` gives no sampler, or is given what the run gives. It is a ValueError.
+        ConfigError: it refuses its arguments.
+    """
+    world, rank = (trainer.world_size, trainer.global_rank) if trainer else (1, 0)
+    spread = {"num_replicas": world, "rank": rank, "seed": cfg.seed}
+    if getattr(cfg.data, "sampler", None) is None:
+        sampler = BatchIndices(dataset, cfg.data.batch_size, shuffle=True, drop_last=drop_last, **spread)
+    else:
+        made = _build_sampler(cfg, dataset, trainer, spread)
+        sampler = SampledBatches(made, cfg.data.batch_size, drop_last=drop_last, **spread)
+    if trainer:
+        go_on(sampler, trainer)
+    return sampler
+
+
+def go_on(sampler: BatchIndices, trainer: Any) -> None:
+    """Sets a sampler to the epoch, and behind the batches, that a resumed run has done.
+
+    After a whole epoch the counter still shows it. Lightning sets the epoch as well, but only when the first iterator
+    has been made.
+    """
+    loop: Any = trainer.fit_loop
+    limit = trainer.limit_train_batches
+    length = min(len(sampler), limit) if isinstance(limit, int) else int(len(sampler) * limit)
+    epoch, done = loop.epoch_progress.current, loop.epoch_loop.batch_progress.current.ready
+    ended = done >= length and epoch.processed < epoch.ready  # saved after the last batch, not counted yet
+    sampler.set_epoch(epoch.processed + ended)
+    sampler.start = done if done < length else 0
+
+
+def _build_sampler(cfg: Any, dataset: Any, trainer: Any, spread: dict[str, Any]) -> Any:
+    target = cfg.data.sampler
+    for name, instead in (("batch_size", "data.batch_size"), ("num_replicas", "engine"), ("rank", "engine")):
+        if name in target.params:
+            raise DataConfigError(f"data.sampler.params.{name} cannot be given: it comes from {instead}.")
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise DataConfigError(
+            f"data.sampler needs a training set of known length, not {type(dataset).__name__}, which can only be read "
+            "in its own order; leave data.sampler out."
+        )
+    given: dict[str, Any] = {"batch_size": cfg.data.batch_size, **spread}
+    if "seed" in target.params:
+        given["seed"] = target.params["seed"]
+    values = None
+    if target.params.get("sort_key") is not None:
+        # Built alone: a reference becomes its function.
+        key = build({"type": "builtins.dict", "params": {"key": target.params["sort_key"]}})["key"]
+        values = _of_rank_0(lambda: sort_values(dataset, key, batched=True), trainer)
+        given |= {"sort_key": None, "sorted_idx": np.argsort(values, kind="stable")}
+    made = build(target, dataset, **given)
+    if not hasattr(made, "__iter__") or not hasattr(made, "__len__"):
+        raise DataConfigError(f"data.sampler: {target.type} gives a {type(made).__name__}, not a sampler of torch's.")
+    if isinstance(made, BucketedDistributedSampler) and values is not None and spread["rank"] == 0:
+        _say_padding(made, values)
+    return made
+
+
+def _of_rank_0(find: Callable[[], np.ndarray], trainer: Any) -> np.ndarray:
+    """What one process finds, on all; what it fails with, too."""
+    found: Any = None
+    if trainer is None or trainer.is_global_zero:
+        try:
+            found = find()
+        except ValueError as error:
+            found = f"data.sampler.params.{error}"
+    if trainer is not None and trainer.world_size > 1:
+        found = trainer.strategy.broadcast(found, 0)
+    if isinstance(found, str):
+        raise DataConfigError(found)
+    return found
+
+
+def _say_padding(sampler: BucketedDistributedSampler, sizes: np.ndarray) -> None:
+    if len(sizes) == 0 or sizes.min() < 0 or sizes.max() <= 0:
+        return  # no sizes: there is nothing to pad
+    with_, without = sampler.padding(sizes)
+    log.info(
+        "%-10s %d, of %d or %d samples; padding %.1f %% with buckets, %.1f %% without",
+        *("buckets", sampler.buckets, *(len(sampler._buckets[at]) for at in (-1, 0)), 100 * with_, 100 * without),
+    )
+
+
+def _divided(number: int, by: int, down: bool) -> int:
+    return number // by if down else -(-number // by)
+
+
+def _permutation(order: Any, size: int) -> np.ndarray:
+    """Sorted positions, int64 (N,).
+
+    Raises:
+        ValueError: if they are not each position once.
+    """
+    found = np.asarray(order)
+    if found.shape != (size,):
+        raise ValueError(f"sorted_idx has {found.size} positions, the set {size} samples")
+    if found.dtype.kind not in "iu" or not np.array_equal(np.sort(found), np.arange(size)):
+        raise ValueError(f"sorted_idx must hold each position from 0 to {size - 1} once")
+    return found.astype(np.int64)
+
+
+def _stream(seed: int, epoch: int, purpose: int) -> np.random.RandomState:
+    """Random numbers for one purpose in one epoch; frozen like those of `BatchIndices`, and none of its."""
+    return np.random.RandomState(np.random.MT19937(np.random.SeedSequence([seed, epoch], spawn_key=(purpose,))))

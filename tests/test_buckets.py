@@ -1,0 +1,487 @@
+"""The bucketed sampler: the table of lengths, what it refuses, its order, and what another of its kind got wrong."""
+
+import json
+import subprocess
+import sys
+import warnings
+from collections import Counter
+
+import numpy as np
+import pytest
+import pytorch_lightning as pl
+import torch
+from conftest import digest
+from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
+
+from deeplightning.data.samplers import BatchIndices, BucketedDistributedSampler, SampledBatches, sort_values
+
+SAMPLER = "deeplightning.data.samplers.BucketedDistributedSampler"
+
+
+def ranks(size, buckets, batch_size, world, sizes=None, epoch=0, **options):
+    """The sampler of each rank, of samples in order of size unless `sizes` says otherwise."""
+    order = np.arange(size) if sizes is None else np.argsort(sizes, kind="stable")
+    made = []
+    for rank in range(world):
+        with warnings.catch_warnings(action="ignore"):
+            sampler = BucketedDistributedSampler(
+                range(size), buckets, batch_size, order, num_replicas=world, rank=rank, **options
+            )
+        sampler.set_epoch(epoch)
+        made.append(sampler)
+    return made
+
+
+def mixed(samplers, buckets) -> tuple[int, int]:
+    """How many batches of all ranks hold samples of several buckets, and how many batches there are."""
+    of = np.empty(sum(map(len, buckets)), dtype=int)
+    for number, bucket in enumerate(buckets):
+        of[bucket] = number
+    batches = [of[list(s)].reshape(-1, s.batch_size) for s in samplers]
+    flat = np.concatenate(batches)
+    return int((flat.min(1) != flat.max(1)).sum()), len(flat)
+
+
+def cut(size: int, buckets: int) -> list[list[int]]:
+    """0 … size - 1 in so many parts, the first ones one longer: computed another way than with numpy."""
+    short, longer = divmod(size, buckets)
+    lengths = [short + (number < longer) for number in range(buckets)]
+    return [list(range(sum(lengths[:n]), sum(lengths[: n + 1]))) for n in range(buckets)]
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+@pytest.mark.parametrize(
+    ("shape", "options", "length", "lost", "repeated", "of_several"),
+    [
+        ((1000, 2, 10, 2), {}, 500, 0, 0, 0),
+        ((1010, 2, 10, 2), {}, 520, 0, 30, 0),
+        ((1010, 2, 10, 2), {"drop_last": True}, 500, 10, 0, 0),
+        ((1001, 4, 8, 4), {"drop_last": True}, 224, 105, 0, 0),
+        ((410, 4, 51, 2), {}, 408, 0, 406, 0),
+        ((1050, 2, 10, 2), {"drop_last": True, "allow_bucket_overlap": True}, 520, 10, 0, 0),
+        ((1003, 3, 7, 3), {"drop_last": True, "allow_bucket_overlap": True}, 329, 16, 0, 4),
+    ],
+)
+def test_lengths_losses_and_repeats(shape, options, length, lost, repeated, of_several, shuffle):
+    """The table: samples per rank, how many never come, how many come twice, and none more often; which batches mix."""
+    size, buckets, _, world = shape
+    samplers = ranks(*shape, shuffle=shuffle, **options)
+    assert [len(s) for s in samplers] == [len(list(s)) for s in samplers] == [length] * world
+    seen = Counter(position for s in samplers for position in s)
+    assert size - len(seen) == lost
+    assert sum(seen.values()) - len(seen) == repeated
+    assert max(seen.values()) == (2 if repeated else 1)
+    if not shuffle or not of_several:
+        assert mixed(samplers, cut(size, buckets))[0] == of_several
+    assert mixed(samplers, cut(size, buckets))[1] == length * world // shape[2]
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "words"),
+    [
+        ((1001, 4, 8, 4), {"drop_last": True}, r"leaves out 105 of 1001 samples in each epoch; fewer"),
+        ((1001, 4, 8, 4), {"drop_last": True, "shuffle": False}, "always those at the end of each bucket, its longest"),
+        ((410, 4, 51, 2), {}, r"406 samples that come twice: an epoch is 1.99 times as long"),
+    ],
+)
+def test_what_is_lost_or_doubled_is_said(shape, options, words):
+    """Where a twentieth or more is left out or repeated, a warning says how much; without it there is none."""
+    size, buckets, batch_size, world = shape
+    with pytest.warns(UserWarning, match=words):
+        BucketedDistributedSampler(range(size), buckets, batch_size, range(size), num_replicas=world, rank=0, **options)
+    with warnings.catch_warnings(action="error"):
+        BucketedDistributedSampler(range(1010), 2, 10, range(1010), num_replicas=2, rank=0, **options)
+
+
+def test_all_ranks_draw_from_the_same_bucket_at_each_step():
+    """1,000 samples in 5 buckets, batch 10, 2 ranks: at 50 of 50 steps; each sample once."""
+    sizes = np.random.RandomState(3).permutation(1000)
+    steps = zip(*(np.array(list(s)).reshape(-1, 10) for s in ranks(1000, 5, 10, 2, sizes)), strict=True)
+    buckets = [{*(sizes[np.concatenate(both)] // 200)} for both in steps]
+    assert len(buckets) == 50
+    assert all(len(found) == 1 for found in buckets)
+    assert len({found.pop() for found in buckets[:10]}) > 1, "the slices are in no order of size"
+
+
+def test_a_bucket_is_filled_up_from_its_own_start():
+    """505 samples of a bucket need 15 more for 26 slices of 20: its first ones. Ranks take every second element."""
+    first, second = (list(s) for s in ranks(1010, 2, 10, 2, shuffle=False))
+    whole = [position for pair in zip(first, second, strict=True) for position in pair]
+    assert whole == [*range(505), *range(15), *range(505, 1010), *range(505, 520)]
+
+
+def test_both_permutations_change_with_the_epoch_and_seed_and_with_nothing_else():
+    """Which samples stand together, and which bucket a step draws from, differ between epochs and seeds; not between
+    two samplers of the same."""
+
+    def looked_at(epoch, seed):
+        sampler = ranks(400, 4, 10, 1, epoch=epoch, seed=seed)[0]
+        steps = np.array(list(sampler)).reshape(-1, 10)
+        return steps.tobytes(), (steps[:, 0] // 100).tobytes(), sorted(map(sorted, steps.tolist()))
+
+    found = [looked_at(*key) for key in ((0, 0), (1, 0), (0, 1), (1, 1))]
+    assert found[0] == looked_at(0, 0)
+    for part in range(3):
+        values = [each[part] for each in found]
+        assert all(a != b for number, a in enumerate(values) for b in values[:number])
+
+
+def test_the_order_is_frozen():
+    """The order of seed 42 today is that of any later version."""
+    sampler = ranks(12, 2, 2, 1, seed=42, min_samples_per_bucket=1)[0]
+    assert list(sampler) == [4, 1, 8, 7, 0, 2, 6, 9, 11, 10, 5, 3]
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "words"),
+    [
+        ((100, 2, 60, 1), {}, r"a bucket has 50 samples, fewer than a step takes: 60"),
+        ((100, 2, 60, 1), {"on_small_bucket": "warn"}, r"fewer than a step takes"),
+        ((300, 2, 100, 1), {"drop_last": True}, r"a bucket has 150 samples, fewer than two steps take"),
+        (
+            (198, 2, 10, 1),
+            {},
+            r"than min_samples_per_bucket=100; use fewer buckets, or set on_small_bucket: warn",
+        ),
+        ((100, 0, 10, 1), {}, "buckets must be a whole number of at least 1, not 0"),
+        ((100, 1, 0, 1), {}, "batch_size must be"),
+        ((100, 1, None, 1), {}, "batch_size must be"),
+        ((1000, 1, 10, 1), {"on_small_bucket": "ignore"}, "must be error or warn, not 'ignore'"),
+        ((1000, 1, 10, 1), {"seed": -1}, "seed must be at least 0"),
+        ((1000, 1, 10, 1), {"sort_key": "labels"}, "give sort_key, .* or sorted_idx"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_words(shape, options, words):
+    """Too small buckets, and arguments that mean nothing."""
+    with pytest.raises(ValueError, match=words):
+        ranks(*shape, **options)
+
+
+# What another sampler of this kind got wrong, one test each.
+
+
+def test_left_overs_of_exactly_one_slice():
+    """1. 1,020 samples in 2 buckets leave 10 each: with overlap they are one more slice, and nothing is lost."""
+    samplers = ranks(1020, 2, 10, 2, drop_last=True, allow_bucket_overlap=True)
+    assert [len(s) for s in samplers] == [510, 510]
+    assert sorted(position for s in samplers for position in s) == list(range(1020))
+
+
+def test_overlap_without_drop_last_is_refused():
+    """2. Without drop_last nothing is left over that could be mixed."""
+    with pytest.raises(ValueError, match="without drop_last nothing is left: set drop_last too"):
+        ranks(1050, 2, 10, 2, allow_bucket_overlap=True)
+
+
+@pytest.mark.parametrize(
+    ("order", "words"),
+    [
+        (range(999), "has 999 positions, the set 1000 samples"),
+        (range(1001), "has 1001 positions, the set 1000 samples"),
+        ([0, 0, *range(2, 1000)], "each position from 0 to 999 once"),
+        (range(1, 1001), "each position from 0 to 999 once"),
+        (np.linspace(0, 999, 1000), "each position from 0 to 999 once"),
+    ],
+)
+def test_an_order_that_is_none_is_refused(order, words):
+    """3. Too short, too long, a position twice, from 1 on, or no whole numbers."""
+    with pytest.raises(ValueError, match=words):
+        BucketedDistributedSampler(range(1000), 2, 10, order)
+
+
+SAW = '''
+import json
+import pathlib
+
+import pytorch_lightning as pl
+
+
+class Saw(pl.Callback):
+    """Writes down the positions of each batch of each epoch, a file per process."""
+
+    def __init__(self, folder):
+        self.folder, self.seen = pathlib.Path(folder), []
+
+    def on_train_epoch_start(self, trainer, module):
+        self.seen.append([])
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        self.seen[-1].append(batch["index"].tolist())
+
+    def on_train_end(self, trainer, module):
+        (self.folder / f"saw_{trainer.global_rank}.json").write_text(json.dumps(self.seen))
+'''
+
+
+@pytest.fixture(scope="module")
+def bucketed(command, tiny, tmp_path_factory):
+    """Two processes that train two epochs by the sampler of buckets; how they ended, and what each of them saw."""
+    folder = tmp_path_factory.mktemp("bucketed")
+    (folder / "saw.py").write_text(SAW)
+    params = "{buckets: 2, sort_key: labels, min_samples_per_bucket: 60}"
+    saw = f"train.callbacks=[{{type: saw.Saw, params: {{folder: '{folder}'}}}}]"
+    overrides = [f"data.sampler={{type: {SAMPLER}, params: {params}}}", saw, "data.batch_size=8"]
+    outcome = command("train", tiny, "engine.processes=2", *overrides, cwd=folder, ranks=2)
+    assert {rank.code for rank in outcome.ranks} == {0}, outcome
+    return outcome, [json.loads((folder / f"saw_{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_lightning_and_our_loaders_take_it_as_it_is(bucketed):
+    """4. Under ddp each process sees its own share, shared out once: the union is every sample, those that fill the
+    buckets up twice, and each step draws from one bucket."""
+    saw = bucketed[1]
+    for epoch in range(2):  # 134 samples, 67 a bucket: 5 slices of 16, so 26 fill up
+        steps = list(zip(*(of_rank[epoch] for of_rank in saw), strict=True))
+        assert len(steps) == 10
+        assert {len(batch) for both in steps for batch in both} == {8}
+        seen = Counter(position for both in steps for batch in both for position in batch)
+        assert sorted(seen) == list(range(134))
+        assert Counter(seen.values()) == {1: 108, 2: 26}
+    assert saw[0][0] != saw[0][1]
+
+
+def test_how_much_is_padding_is_said_at_the_start(bucketed):
+    """One line, once: the share of padding with buckets and without."""
+    first, second = bucketed[0].ranks
+    said = [line for line in first.out.splitlines() if line.startswith("buckets ")]
+    assert len(said) == 1
+    assert "2, of 67 or 67 samples; padding " in said[0]
+    assert "% with buckets, " in said[0]
+    assert "buckets " not in second.out
+
+
+def test_positions_are_plain_numbers():
+    """5. `int`, not one of numpy's, which JSON and some datasets do not take."""
+    assert {type(position) for position in ranks(1000, 2, 10, 2)[1]} == {int}
+
+
+def test_the_two_permutations_have_a_stream_each():
+    """6. Which slice comes when does not repeat how elements were permuted, where there are as many of both."""
+    sampler = ranks(100, 1, 1, 1)[0]
+    by_slices = np.array(list(sampler))
+    inside = np.random.RandomState(np.random.MT19937(np.random.SeedSequence([0, 0], spawn_key=(0,)))).permutation(100)
+    slices = np.random.RandomState(np.random.MT19937(np.random.SeedSequence([0, 0], spawn_key=(1,)))).permutation(100)
+    assert by_slices.tolist() == inside[slices].tolist()
+    assert inside.tolist() != slices.tolist()
+
+
+DIFFER = """
+import sys
+from torch import distributed
+from deeplightning.data.samplers import BucketedDistributedSampler
+
+rank = int(sys.argv[1])
+distributed.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", world_size=2, rank=rank)
+same = BucketedDistributedSampler(range(400), 2, 10, list(range(400)))
+assert (same.num_replicas, same.rank, len(list(same))) == (2, rank, 200)
+other = BucketedDistributedSampler(range(400), 2, 10, list(range(400))[:: -1 if rank else 1])
+try:
+    list(other)
+except ValueError as error:
+    print(error)
+"""
+
+
+def test_ranks_with_different_orders_are_noticed(tmp_path):
+    """6. Two processes that sorted differently are told so, both of them, in their first iteration; rank and world are
+    those of torch's group."""
+    command = [sys.executable, "-c", DIFFER]
+    made = [
+        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    for process in made:
+        said = process.communicate(timeout=60)[0]
+        assert process.returncode == 0
+        assert "the processes 1 have other buckets than process 0" in said
+
+
+@pytest.mark.parametrize("shuffle", [True, False])
+def test_iterating_changes_nothing(shuffle):
+    """7. Twice the same, whether shuffled or not, and what the object holds stays as it was."""
+    sampler = ranks(1003, 3, 7, 3, drop_last=True, allow_bucket_overlap=True, shuffle=shuffle)[1]
+    before = [bucket.copy() for bucket in sampler._buckets]
+    assert list(sampler) == list(sampler)
+    assert all(np.array_equal(a, b) for a, b in zip(before, sampler._buckets, strict=True))
+
+
+def test_nothing_optional_is_imported():
+    """8. Torch and numpy, and nothing that a data set or an engine needs."""
+    program = "import sys, deeplightning.data.samplers; print(*sorted({m.partition('.')[0] for m in sys.modules}))"
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    absent = {"pytorch_lightning", "deepspeed", "horovod", "sklearn", "mlflow", "PIL", "transformers", "torchvision"}
+    assert not absent & set(done.stdout.split())
+
+
+def test_one_process_needs_not_be_told_and_goes_on_inside_an_epoch():
+    """9. Without a process group it is rank 0 of 1; `start` leaves out batches of this epoch and none of the next."""
+    sampler = BucketedDistributedSampler(range(1000), 2, 10, range(1000))
+    assert (sampler.num_replicas, sampler.rank) == (1, 0)
+    whole = list(sampler)
+    sampler.start = 3
+    assert list(sampler) == whole[30:]
+    assert len(sampler) == 1000
+    sampler.set_epoch(1)
+    assert len(list(sampler)) == 1000
+
+
+def test_a_run_goes_on_inside_an_epoch_and_at_its_end_bit_for_bit(train):
+    """9. Stopped in the first epoch, and at its end, and resumed: the weights of an uninterrupted run."""
+    params = "{buckets: 2, sort_key: labels, min_samples_per_bucket: 60}"
+    settings = [f"data.sampler={{type: {SAMPLER}, params: {params}}}", "logger.log_every_n_steps=100"]
+    whole = train(*settings).folder
+    for steps in (4, 10):
+        first = train(*settings, "~train.num_epochs", f"train.max_steps={steps}").folder
+        resumed = train(*settings, f"train.resume_ckpt='{first}'").folder
+        assert digest(resumed / "last.ckpt") == digest(whole / "last.ckpt")
+
+
+def test_limits_can_be_warnings():
+    """10. Fewer than two slices, or than min_samples_per_bucket samples: a warning where it is asked for."""
+    for shape, options, words in (
+        ((202, 2, 100), {"drop_last": True}, "fewer than two steps take"),
+        ((198, 2, 10), {}, "fewer than min_samples_per_bucket=100: batches of one bucket are much alike"),
+    ):
+        options["on_small_bucket"] = "warn"
+        with pytest.warns(UserWarning, match=words):
+            BucketedDistributedSampler(range(shape[0]), *shape[1:], range(shape[0]), **options)
+    with warnings.catch_warnings(action="error"):
+        BucketedDistributedSampler(range(198), 2, 10, range(198), min_samples_per_bucket=99)
+
+
+# By what samples are sorted
+
+
+class Sentences(Dataset):
+    """Texts of one to nine words, and a column that says how many."""
+
+    def __init__(self):
+        self.texts = ["word " * (1 + number * 7 % 9) for number in range(900)]
+        self.words = torch.tensor([len(text.split()) for text in self.texts])
+
+    def __len__(self):
+        return len(self.texts)
+
+    def __getitem__(self, position):
+        return {"text": self.texts[position], "tokens": torch.ones(len(self.texts[position].split()))}
+
+
+def test_samples_are_sorted_by_a_column_a_key_or_a_function():
+    """An attribute of the set, a key of its samples, or what a function says of each; of a text its length."""
+    sentences = Sentences()
+    expected = [len(text.split()) for text in sentences.texts]
+    assert sort_values(sentences, "words").tolist() == expected
+    assert sort_values(sentences, "tokens").tolist() == expected
+    assert sort_values(sentences, "text").tolist() == [5 * count for count in expected]
+    assert sort_values(sentences, lambda sample: len(sample["text"].split())).tolist() == expected
+    with pytest.raises(ValueError, match=r"'length'.* has no such column.* there are: text, tokens"):
+        sort_values(sentences, "length")
+    with pytest.raises(ValueError, match="no number and has no length"):
+        sort_values(sentences, lambda sample: None)
+
+
+def test_batches_of_a_bucket_hold_little_padding():
+    """Sentences of one to nine words in nine buckets: no padding; without buckets as much as counted by hand."""
+    sentences = Sentences()
+    sampler = BucketedDistributedSampler(sentences, 9, 10, sort_key="words")
+    with_, without = sampler.padding(sentences.words.numpy())
+    assert with_ == 0
+    counts = sentences.words.numpy()
+    batches = [counts[batch] for batch in BatchIndices(sentences, 10, shuffle=True)]
+    padded = sum(batch.max() - count for batch in batches for count in batch)
+    assert without == pytest.approx(padded / sum(10 * batch.max() for batch in batches))
+    loader = DataLoader(sentences, batch_size=10, sampler=sampler, collate_fn=lambda rows: rows)
+    assert {len({len(row["tokens"]) for row in batch}) for batch in loader} == {1}
+
+
+# In a run
+
+
+@pytest.mark.parametrize(
+    ("sampler", "words"),
+    [
+        ("{buckets: 2, sort_key: length}", "data.sampler.params.sort_key 'length': the training set (InMemory) has no"),
+        ("{buckets: 99, sort_key: labels}", "fewer than a step takes: 16 (batch_size 16 x 1 process(es))"),
+        ("{buckets: 1}", "give sort_key, by what the samples are sorted, or sorted_idx"),
+        ("{buckets: 2, sort_key: labels, batch_size: 3}", "data.sampler.params.batch_size cannot be given"),
+    ],
+)
+def test_a_sampler_that_cannot_be_is_refused_before_a_run(sampler, words, train, store):
+    """One note, exit code 2, and no run."""
+    before = len(list(store.glob("*/*"))) if store.exists() else 0
+    outcome = train(f"data.sampler={{type: {SAMPLER}, params: {sampler}}}", code=2)
+    assert words in outcome.err
+    assert outcome.err.count("error: ") == 1
+    assert (len(list(store.glob("*/*"))) if store.exists() else 0) == before
+
+
+def test_data_that_can_only_be_read_and_shuffling_loaders_are_refused(train):
+    """A set without a length has no buckets, and the order is not left to torch's loader."""
+
+    class Endless(IterableDataset):
+        def __iter__(self):
+            return iter(())
+
+    with pytest.raises(ValueError, match="known length, which Endless is not"):
+        BucketedDistributedSampler(Endless(), 2, 10, sort_key="words")
+    sampler = f"data.sampler={{type: {SAMPLER}, params: {{buckets: 2, sort_key: labels}}}}"
+    assert "data.loader.shuffle cannot be given" in train(sampler, "data.loader.shuffle=true", code=2).err
+
+
+def test_check_knows_what_the_run_gives(command, tiny, place):
+    """`check` asks for neither the set nor what comes from the run, and compares the rest."""
+    good = f"data.sampler={{type: {SAMPLER}, params: {{buckets: 2, sort_key: {{ref: own.schedule}}}}}}"
+    assert command("check", tiny, good, cwd=place).code == 0
+    bad = command("check", tiny, f"data.sampler={{type: {SAMPLER}, params: {{buckets: many}}}}", cwd=place)
+    assert bad.code == 2
+    assert "data.sampler.params.buckets" in bad.err
+
+
+def weighted(dataset, batch_size, num_replicas, rank, seed):
+    """Draws later samples more often, from torch's global generator."""
+    return WeightedRandomSampler(range(1, len(dataset) + 1), len(dataset))
+
+
+def test_any_sampler_of_torchs_may_order_the_training(fit):
+    """A function of the user's gives one that draws from torch's random numbers: in each epoch the same in every run,
+    another in the next, and shared out over processes."""
+    fitted = fit("data.sampler={type: test_buckets.weighted}", "train.num_epochs=1")
+    sampler = fitted.trainer.train_dataloader.sampler
+    assert isinstance(sampler, SampledBatches)
+    assert isinstance(sampler.sampler, WeightedRandomSampler)
+    first, again = list(sampler), list(sampler)
+    assert first == again
+    sampler.set_epoch(1)
+    assert list(sampler) != first
+    parts = [SampledBatches(sampler.sampler, 8, num_replicas=2, rank=rank, seed=7) for rank in range(2)]
+    steps = [[row for pair in zip(*both, strict=False) for row in pair] for both in zip(*parts, strict=True)]
+    assert steps[0] == first[0]
+    assert fitted.trainer.global_step == 9
+
+
+class Seen(pl.LightningModule):
+    """Learns nothing."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.seen = torch.nn.Parameter(torch.zeros(())), []
+
+    def training_step(self, batch, batch_idx):
+        self.seen += batch.tolist()
+        return self.weight * 1.0
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*does not have many workers")
+def test_lightning_alone_takes_it_too():
+    """From Python, in torch's own loader: each sample once an epoch, in another order in the second."""
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
+    trainer = pl.Trainer(max_epochs=2, enable_model_summary=False, **quiet)
+    sampler = BucketedDistributedSampler(range(400), 2, 20, range(400))
+    module = Seen()
+    trainer.fit(module, DataLoader(torch.arange(400), batch_size=20, sampler=sampler))
+    assert sorted(module.seen[:400]) == sorted(module.seen[400:]) == list(range(400))
+    assert module.seen[:400] != module.seen[400:]
