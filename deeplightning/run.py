@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -93,6 +94,10 @@ def _explained(stage: Any, *args: Any, **kwargs: Any) -> None:
             kwargs["ckpt_path"] = str(kwargs["ckpt_path"])
         stage(*args, **kwargs)
     except MisconfigurationException as error:
+        if found := re.search(r"`(val|test|predict)_dataloader\(\)` method defined", str(error)):
+            data = {"val": "validation"}.get(found[1], found[1])
+            message = f"no {data} data: the data module gives none. Leave out the stage, or add a set"
+            raise ConfigError(Fault(message, "stages")) from error
         raise ConfigError(str(error)) from error
     except RuntimeError as error:
         if "conditioned on metric" in str(error):  # Lightning's EarlyStopping
