@@ -105,7 +105,8 @@ def _changed(report: Report, path: KeyPath) -> str | None:
     found = [
         n for n in report.config.notices or [] if n.key is not None and (key == n.key or key.startswith(f"{n.key}."))
     ]
-    return found[-1].text.partition(": ")[2] if found else None
+    changes = [n for n in found if " → " in n.text] or found  # others say more of what a change led to
+    return changes[-1].text.partition(": ")[2] if changes else None
 
 
 # ---- one key
