@@ -1,10 +1,10 @@
 """The rules of who may import whom, so that a network can be deleted, and the server started, without the rest.
 
-Imports only go down this list: `cli`; `torch_server`; `predict`, `runs`, `completion`, `deploy`; `run`, `dry_run`;
-`trained`; `configure`; `engine`, `tracking`, `callbacks`, `export`, `quantize`; `runfolder`, `image`; `config`. `serve`
-stands on `image` and `runfolder`; of the rest only `torch_server`, and what answers inside an MLflow model, use it.
-The parts (`data`, `task`, `model`, `loss`) are named in YAML, imported by nobody, and use of the core only
-`config.target.build` and `image`.
+Imports only go down this list: `cli`; `torch_server`; `predict`, `runs`, `stats`, `completion`, `deploy`; `run`,
+`dry_run`; `trained`; `configure`; `engine`, `tracking`, `callbacks`, `export`, `quantize`; `runfolder`, `image`,
+`text` with `hugging_face`; `config`. `serve` stands on `image`, `text` and `runfolder`; of the rest only `torch_server`, and what answers inside an MLflow
+model, use it. The parts (`data`, `task`, `model`, `loss`) are named in YAML, imported by nobody, and use of the core
+only `config.target.build`, `image` and `text`.
 """
 
 import ast
@@ -18,17 +18,17 @@ ROOT = Path(__file__).resolve().parents[1]
 LAYERS = [
     {"cli", "__main__"},
     {"torch_server"},
-    {"predict", "runs", "completion", "deploy"},
+    {"predict", "runs", "stats", "completion", "deploy"},
     {"run", "dry_run"},
     {"trained"},
     {"configure"},
     {"engine", "tracking", "callbacks", "export", "quantize"},
-    {"runfolder", "image"},
+    {"runfolder", "image", "text", "hugging_face"},
     {"config"},
 ]
 STAND_ON_SERVE = {"deeplightning.torch_server", "deeplightning.tracking.pyfunc"}
 PARTS = {"data", "task", "model", "loss"}
-OPEN_TO_PARTS = {"deeplightning.config.target.build", "deeplightning.image"}
+OPEN_TO_PARTS = {"deeplightning.config.target.build", "deeplightning.image", "deeplightning.text"}
 FILES = sorted([*ROOT.glob("deeplightning/**/*.py"), *ROOT.glob("serve/**/*.py")])
 
 
@@ -67,7 +67,7 @@ def allowed(importer: str, imported: str) -> bool:
     if importer in STAND_ON_SERVE and there == "serve":
         return True
     if here == "serve":
-        return there in {"serve", "image", "runfolder"}
+        return there in {"serve", "image", "text", "runfolder"}
     depth = {name: number for number, layer in enumerate(LAYERS) for name in layer}
     return imported == "deeplightning.__version__" or (there in depth and depth[there] >= depth[here])
 
@@ -100,7 +100,7 @@ def test_only_one_place_imports_by_name():
     ("rooms", "heavy"),
     [
         (["config"], {"torch", "pytorch_lightning", "mlflow"}),
-        (["image", "runfolder"], {"torch", "pytorch_lightning", "mlflow"}),
+        (["image", "text", "runfolder"], {"torch", "pytorch_lightning", "mlflow"}),
         (["serve"], {"torch", "pytorch_lightning", "mlflow"}),
     ],
 )

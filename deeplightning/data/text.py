@@ -1,0 +1,446 @@
+"""Labelled texts in tab-separated files become batches of tokens, padded to the longest text of each batch.
+
+The format is SST-2's, and quotes are plain characters:
+
+    sentence<TAB>label             index<TAB>sentence
+    a charming journey<TAB>1       0<TAB>unflinchingly bleak
+
+The first line may name the columns, as above; without it they are `sentence` and `label`, or `sentence` alone.
+N samples, B batch, L tokens of a batch's longest text.
+"""
+
+import re
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytorch_lightning as pl
+import torch
+from torch import Generator, Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from deeplightning.data.errors import DataConfigError, DataError
+from deeplightning.data.images import _check_folds, _check_loader, _is_whole
+from deeplightning.data.samplers import BatchIndices, go_on, train_sampler
+from deeplightning.data.splits import deal, shuffled
+from deeplightning.text import TextSpec, VocabularyError, from_lines, vocabulary
+
+Batch = dict[str, Tensor]
+"""`tokens` int64 (B, L), `label` int64 (B,) where there are labels, `index` int64 (B,): position in the set, -1: row
+does not count."""
+
+_COLUMNS = ("sentence", "label", "index")
+_SPLITS = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("test",)}
+_WORKER_KEYS = ("multiprocessing_context", "persistent_workers", "prefetch_factor", "timeout", "worker_init_fn")
+_LIMIT, _SPLIT_VAL = 1, 2  # purposes of the seed, as with images
+
+
+@dataclass(frozen=True)
+class Texts:
+    """Texts as they come.
+
+    Attributes:
+        texts: N of them.
+        labels: int64 (N,); None: the file has none.
+        lines: where each stands in its file, from 1, int64 (N,).
+        path: of the file, or where else they come from; for messages.
+    """
+
+    texts: list[str]
+    labels: np.ndarray | None
+    lines: np.ndarray
+    path: Path
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def take(self, positions: np.ndarray) -> "Texts":
+        """The samples at these positions, int (n,), in this order."""
+        labels = None if self.labels is None else self.labels[positions]
+        return Texts([self.texts[position] for position in positions], labels, self.lines[positions], self.path)
+
+
+def read_tsv(path: Path, labelled: bool = False) -> Texts:
+    """The texts of a tab-separated file, and their labels where it has such. Blanks around a text are left out.
+
+    Args:
+        labelled: without names in its first line, the file has the columns sentence and label.
+
+    Raises:
+        DataError: the file is missing, empty or no UTF-8, or a line is not as it should be; it is named.
+    """
+    try:
+        data = path.read_bytes()
+        lines = data.decode("utf-8-sig").split("\n")
+    except OSError as error:
+        raise DataError(f"{path} cannot be read: {error.strerror}.") from error
+    except UnicodeDecodeError as error:
+        number = data.count(b"\n", 0, error.start) + 1
+        raise DataError(f"{path}, line {number}: not UTF-8 ({error.reason}); save the file as UTF-8.") from error
+    while lines and not lines[-1].strip():  # a file ends with a line's end, or with several
+        lines.pop()
+    head = tuple(name.strip().lower() for name in lines[0].split("\t")) if lines else ()
+    named = "sentence" in head and set(head) <= set(_COLUMNS) and len(set(head)) == len(head)
+    if len(lines) <= named:
+        raise DataError(f"{path} has no texts in it.")
+    columns: Sequence[str] = head if named else _COLUMNS[: 2 if labelled or "\t" in lines[0] else 1]
+    at, label_at = columns.index("sentence"), columns.index("label") if "label" in columns else None
+    texts, labels = [], []
+    for number, line in enumerate(lines[named:], 1 + named):
+        cells = line.split("\t")
+        if len(cells) != len(columns):
+            raise DataError(
+                f"{path}, line {number}: {len(cells)} column{'s' if len(cells) > 1 else ''} between tabs, and there "
+                f"must be {len(columns)}: {', '.join(columns)}."
+            )
+        text = cells[at].strip()
+        if not text:
+            raise DataError(f"{path}, line {number}: there is no text in the column sentence.")
+        texts.append(text)
+        if label_at is not None:
+            label = cells[label_at].strip()
+            if not re.fullmatch("[0-9]{1,9}", label, re.ASCII):
+                hint = "" if named else "; a first line such as index<TAB>sentence would name other columns"
+                raise DataError(f"{path}, line {number}: the label {label[:40]!r} is no number from 0 on{hint}.")
+            labels.append(int(label))
+    found = None if label_at is None else np.array(labels, np.int64)
+    return Texts(texts, found, np.arange(len(texts)) + 1 + named, path)
+
+
+class TokenSet(Dataset):
+    """The tokens of all texts side by side in one array: a batch is one indexing operation.
+
+    Args:
+        rows: the tokens of each text.
+        labels: int64 (N,), or None.
+        padding: the token that fills up shorter texts.
+
+    Attributes:
+        lengths: of each text, in tokens, int64 (N,).
+        labels: as given, as a tensor.
+    """
+
+    def __init__(self, rows: Sequence[Sequence[int]], labels: np.ndarray | None, padding: int):
+        self.lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+        self.labels = None if labels is None else torch.from_numpy(labels)
+        self._starts = self.lengths.cumsum(0) - self.lengths
+        self._tokens = torch.from_numpy(np.fromiter((token for row in rows for token in row), np.int32))
+        self._padding = padding
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, positions: Sequence[int] | np.ndarray) -> Batch:
+        index = torch.as_tensor(positions)  # (B,)
+        # The padding entry -1 stands for any sample, the last; its row is marked by its index.
+        taken = index if positions[0] >= 0 else index + len(self)
+        lengths = self.lengths[taken]
+        columns = torch.arange(int(lengths.max()))  # (L,)
+        places = (self._starts[taken, None] + columns).clamp_(max=len(self._tokens) - 1)  # (B, L)
+        tokens = self._tokens[places].long().masked_fill_(columns >= lengths[:, None], self._padding)
+        labels = {} if self.labels is None else {"label": self.labels[taken]}
+        return {"tokens": tokens, **labels, "index": index}
+
+
+class TextData(pl.LightningDataModule):
+    """Texts of tab-separated files in `data.root`, with a class for each. A data module of your own subclasses it and
+    says in `read` which texts there are.
+
+    Validation has a file of its own, or is fold `data.fold` of `data.num_splits` of the training file; with neither
+    there is none. It is never the test set. Batches are padded to their longest text, and order and splits depend on
+    `seed` alone. Each process holds all tokens in its memory, so there is no work for `data.num_workers`. With
+    `data.sampler: {type: deeplightning.data.samplers.BucketedDistributedSampler, params: {buckets: 8, sort_key:
+    lengths}}` texts of like length come together, and there is less padding.
+
+    The vocabulary is made of the training texts without the fold that validates, by `deeplightning.text.vocabulary`,
+    unless a file is given: `vocabulary` or `tokenizer`.
+
+    Args:
+        cfg: the whole config; `seed` and `data` are read.
+        train: name of the training file; it may be missing only where a subclass reads something else.
+        validation: name of the validation file; None: there is none.
+        test: name of the test file; its labels may be missing, and it can be predicted then and not tested.
+        class_names: the name of each label, in order; None: the labels 0 to the highest in the training file.
+        vocabulary: name of a file of words, one a line, in the order of their numbers; None: made of the training
+            texts.
+        min_count: words that are rarer among the training texts are left out of the vocabulary.
+        max_size: how many tokens the vocabulary has at most, the three special ones included.
+        lower: whether words are brought to lower case.
+        tokenizer: name of a `tokenizer.json` of Hugging Face, or of its folder, in the place of all this.
+        max_length: longer training texts are cut to so many tokens, of which the last stays the end; None: no cut.
+        cut_always: other texts are cut too, in evaluation and when the run is served.
+        limit: use at most this many training samples (validation included) and as many test samples, a seeded choice.
+
+    Attributes:
+        text_spec: how texts are prepared; there after `setup`.
+        class_names: the name of each label, in order; there after `setup`, or from the start where they are given.
+
+    Raises:
+        DataConfigError: a value of the config is impossible. It is a ValueError.
+    """
+
+    def __init__(
+        self,
+        cfg: Any,
+        train: str | None = None,
+        validation: str | None = None,
+        test: str | None = None,
+        *,
+        class_names: Sequence[str] | None = None,
+        vocabulary: str | None = None,
+        min_count: int = 2,
+        max_size: int = 30_000,
+        lower: bool = True,
+        tokenizer: str | None = None,
+        max_length: int | None = None,
+        cut_always: bool = False,
+        limit: int | None = None,
+    ):
+        super().__init__()
+        self.cfg = cfg
+        named = {"train": train, "val": validation, "test": test, "vocabulary": vocabulary, "tokenizer": tokenizer}
+        given = {split: name for split, name in named.items() if name is not None}
+        if train is None and type(self).read is TextData.read:
+            raise DataConfigError("data.module.params.train must name the training file; it is null.")
+        if given and cfg.data.root is None:
+            file, name = next(iter(given.values())), type(self).__name__
+            raise DataConfigError(f"data.root is null, but {name} needs a folder: the one with {file}.")
+        root = Path(cfg.data.root or ".").expanduser().absolute()
+        self.files = {split: root / name for split, name in given.items() if split in ("train", "val", "test")}
+        self.vocabulary = None if vocabulary is None else root / vocabulary
+        self.tokenizer = None if tokenizer is None else root / tokenizer
+        for name, value, least in (
+            ("min_count", min_count, 1),
+            ("max_size", max_size, 4),
+            ("max_length", max_length, 1),
+            ("limit", limit, 1),
+        ):
+            if not (_is_whole(value, least) or (value is None and name in ("max_length", "limit"))):
+                raise DataConfigError(
+                    f"data.module.params.{name} must be a whole number of at least {least}, not {value!r}."
+                )
+        if vocabulary is not None and tokenizer is not None:
+            raise DataConfigError("data.module.params.vocabulary cannot be beside tokenizer, which has its own.")
+        if class_names is not None and not (_are_names(class_names) and class_names):
+            raise DataConfigError(
+                f"data.module.params.class_names must be a list of different texts, not {class_names!r}; "
+                "a number or a word such as no needs quotes."
+            )
+        if cut_always and max_length is None:
+            raise DataConfigError("data.module.params.cut_always needs max_length, which is null.")
+        _check_folds(cfg.data.num_splits, cfg.data.fold)
+        self.min_count, self.max_size, self.lower, self.limit = min_count, max_size, lower, limit
+        self.max_length, self.cut_always = max_length, cut_always
+        self._loader_options = dict(cfg.data.loader or {})
+        self._drop_last = self._loader_options.pop("drop_last", False)
+        _check_loader(self._loader_options, self._drop_last, cfg.data.num_workers)
+        self.class_names: list[str] = list(class_names or [])
+        self.text_spec: TextSpec | None = None
+        self._texts: dict[str, Texts] = {}
+        self._sets: dict[str, TokenSet] = {}
+        self._sampler: BatchIndices | None = None
+
+    # ---- reading
+
+    def check(self) -> None:
+        """Looks whether the files are there, without reading any.
+
+        Raises:
+            DataError: one is not.
+        """
+        for path in [*self.files.values(), self.vocabulary, self.tokenizer]:
+            if path is not None and not path.exists():
+                raise DataError(
+                    f"{path} is missing. Set data.root (now {self.cfg.data.root}) to the folder that holds it, or name "
+                    "another file under data.module.params."
+                )
+
+    def read(self) -> dict[str, Texts]:
+        """Finds the texts: under "train", and where there are such under "val" and "test".
+
+        Raises:
+            DataError: a file is not as it should be.
+        """
+        return {split: read_tsv(path, labelled=split != "test") for split, path in self.files.items()}
+
+    def setup(self, stage: str | None = None) -> None:
+        """Reads and divides the texts once, makes the vocabulary, and numbers the words that the stage needs.
+
+        Raises:
+            DataError: a file is missing, or not as it should be.
+        """
+        if not self._texts:
+            self.check()
+            found = self.read()
+            self._check_labels(found)
+            texts = self._divide(found)
+            self.text_spec = self._spec(texts["train"])
+            self._texts = texts
+        for split in _SPLITS[stage] if stage else ("train", "val", "test"):
+            if split in self._texts:
+                self.dataset(split)
+        if self._drop_last:
+            world, size = self.trainer.world_size if self.trainer else 1, self.cfg.data.batch_size
+            if len(self._texts["train"]) < size * world:
+                raise DataConfigError(
+                    f"data.loader.drop_last leaves no training batch: {len(self._texts['train'])} samples are fewer "
+                    f"than {size} (data.batch_size) x {world} process(es)."
+                )
+        if self.cfg.data.sampler is not None and stage in ("fit", None):
+            self._train_sampler()  # what it refuses is told before a run begins
+
+    def _check_labels(self, found: dict[str, Texts]) -> None:
+        train = found["train"]
+        for split in ("train", "val"):
+            if split in found and found[split].labels is None:
+                raise DataError(f"{found[split].path} has no labels; only a test file may lack them.")
+        assert train.labels is not None
+        if not self.class_names:
+            self.class_names = [str(number) for number in range(int(train.labels.max()) + 1)]
+        classes = len(self.class_names)
+        for texts in found.values():
+            if texts.labels is not None and (texts.labels >= classes).any():
+                position = int((texts.labels >= classes).argmax())
+                raise DataError(
+                    f"{texts.path}, line {texts.lines[position]}: the label {texts.labels[position]} is outside the "
+                    f"{classes} classes, 0 to {classes - 1} ({', '.join(self.class_names[:5])}"
+                    f"{', …' if classes > 5 else ''})."
+                )
+
+    def _divide(self, texts: dict[str, Texts]) -> dict[str, Texts]:
+        seed, num_splits = self.cfg.seed, self.cfg.data.num_splits
+        for name in ("train", "test"):
+            if self.limit is not None and name in texts and self.limit < len(texts[name]):
+                texts[name] = texts[name].take(np.sort(shuffled(len(texts[name]), seed, _LIMIT)[: self.limit]))
+        if num_splits is not None:
+            train = texts["train"]
+            if len(train) < num_splits:
+                raise DataError(
+                    f"{train.path}: {len(train)} training texts are too few to hold out one in {num_splits}; "
+                    "data.num_splits changes that."
+                )
+            assert train.labels is not None
+            of_fold = deal(train.labels, num_splits, seed, _SPLIT_VAL) == self.cfg.data.fold
+            texts["train"], texts["val"] = (train.take(np.flatnonzero(mask)) for mask in (~of_fold, of_fold))
+        return texts
+
+    def _spec(self, train: Texts) -> TextSpec:
+        most = self.max_length if self.cut_always else None
+        if self.tokenizer is not None:
+            path = self.tokenizer / "tokenizer.json" if self.tokenizer.is_dir() else self.tokenizer
+            try:
+                return TextSpec("hugging_face", _text_of(path), max_length=most)
+            except ImportError as error:
+                raise DataError(
+                    f"{path} needs the package tokenizers, which is not installed ({error}): "
+                    "pip install 'deeplightning[text]'"
+                ) from error
+            except VocabularyError as error:
+                raise DataError(f"{path}: {error}.") from error
+        if self.vocabulary is None:
+            content = vocabulary(train.texts, self.lower, self.min_count, self.max_size)
+            return TextSpec("words", content, self.lower, most)
+        try:
+            return TextSpec("words", from_lines(_text_of(self.vocabulary)), self.lower, most)
+        except VocabularyError as error:
+            raise DataError(f"{self.vocabulary}: {error}.") from error
+
+    def dataset(self, split: str) -> TokenSet:
+        """The set "train", "val" or "test"; call `setup` first.
+
+        Raises:
+            DataError: there is none.
+        """
+        if split not in self._sets:
+            if split not in self._texts:
+                raise DataError(f"There is no {split} set: name its file under data.module.params, or leave it out.")
+            texts, most = self._texts[split], self.max_length if split == "train" else None
+            assert self.text_spec is not None
+            rows = self.text_spec.encode(texts.texts, most)
+            self._sets[split] = TokenSet(rows, texts.labels, self.text_spec.padding)
+        return self._sets[split]
+
+    def example_batch(self, size: int) -> Batch:
+        """A batch that is made up, to try out whether the parts of a config fit; reads no data and needs no `setup`.
+
+        Returns:
+            What a loader gives: texts of one to eight tokens, each the unknown word, and labels from the first class
+            to the last. While `class_names` is empty, each label is 0.
+        """
+        last, lengths = max(0, len(self.class_names) - 1), torch.arange(size) % 8 + 1
+        tokens = (torch.arange(int(lengths.max())) < lengths[:, None]).long()
+        return {"tokens": tokens, "label": torch.linspace(0, last, size).round().long(), "index": torch.arange(size)}
+
+    def example_texts(self, size: int) -> list[str]:
+        """Some validation texts, or training texts where there is no validation; call `setup` first."""
+        return self._texts["val" if "val" in self._texts else "train"].texts[:size]
+
+    # ---- loading
+
+    def train_dataloader(self) -> DataLoader:
+        return self._loader("train", training=True)
+
+    def val_dataloader(self) -> Any:
+        """No loader where there is no validation."""
+        return self._loader("val") if "val" in self._texts else []
+
+    def test_dataloader(self) -> DataLoader:
+        """
+        Raises:
+            DataError: there is no test set, or it has no labels.
+        """
+        if self.dataset("test").labels is None:
+            raise DataError(
+                f"{self._texts['test'].path} has no labels to test with; stages=[predict] answers each of its texts."
+            )
+        return self._loader("test")
+
+    def predict_dataloader(self) -> DataLoader:
+        """The test set, in data order."""
+        return self._loader("test")
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """What is there already stays as it is: Lightning would look through each batch for what to move."""
+        return batch if device.type == "cpu" else super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+    def _loader(self, split: str, training: bool = False) -> DataLoader:
+        dataset = self.dataset(split)
+        if training:
+            sampler = self._train_sampler()
+        else:
+            world, rank = (self.trainer.world_size, self.trainer.global_rank) if self.trainer else (1, 0)
+            sampler = BatchIndices(dataset, self.cfg.data.batch_size, num_replicas=world, rank=rank)
+        options = {key: value for key, value in self._loader_options.items() if key not in _WORKER_KEYS}
+        device = getattr(getattr(self.trainer, "strategy", None), "root_device", None)
+        options.setdefault("pin_memory", device is not None and device.type == "cuda")
+        # Lightning's advice to add workers is wrong here.
+        warnings.filterwarnings("ignore", message=".*does not have many workers")
+        # Its own generator: else each epoch would draw a number from torch's global one.
+        generator = Generator().manual_seed(self.cfg.seed)
+        return DataLoader(dataset, batch_size=None, sampler=sampler, generator=generator, **options)
+
+    def _train_sampler(self) -> BatchIndices:
+        if self._sampler is None or self.cfg.data.sampler is None:
+            self._sampler = train_sampler(self.cfg, self.dataset("train"), self.trainer, drop_last=self._drop_last)
+        elif self.trainer:
+            go_on(self._sampler, self.trainer)
+        return self._sampler
+
+
+def _text_of(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read: {error}.") from error
+
+
+def _are_names(names: Any) -> bool:
+    return (
+        isinstance(names, Sequence)
+        and not isinstance(names, str)
+        and all(isinstance(name, str) for name in names)
+        and len(set(names)) == len(names)
+    )

@@ -1,0 +1,139 @@
+"""A small transformer that reads a text and says its class: what short texts need, without any download.
+
+B batch, L tokens, W width, H heads, K classes.
+"""
+
+import math
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+
+class TextTransformer(nn.Module):
+    """The encoder of Vaswani et al. 2017 (https://arxiv.org/abs/1706.03762) with the norm before each part (Xiong et
+    al. 2020, https://arxiv.org/abs/2002.04745): embeddings, sines and cosines of the position, layers of attention and
+    feed-forward, and one linear layer over what is pooled. Padding is not seen: more of it changes no answer.
+
+    Args:
+        num_classes: K, at least 1.
+        vocabulary_size: how many tokens there may be; more than the data have do no harm.
+        width: W, numbers for each token; a multiple of 2 and of num_heads.
+        num_layers: at least 1.
+        num_heads: H, at least 1.
+        hidden: width inside the feed-forward parts; None: 4 W.
+        dropout: share of numbers that are left out in training, from 0 to below 1.
+        pooling: "mean": the mean over a text's tokens is classified; "end": its last token.
+        max_length: the most tokens that a text may have; attention takes memory by its square.
+        padding: the token that is not seen.
+
+    Raises:
+        ValueError: an argument is impossible.
+    """
+
+    def __init__(
+        self,
+        num_classes: int,
+        vocabulary_size: int,
+        width: int = 64,
+        num_layers: int = 2,
+        num_heads: int = 4,
+        hidden: int | None = None,
+        dropout: float = 0.1,
+        pooling: Literal["mean", "end"] = "mean",
+        max_length: int = 512,
+        padding: int = 0,
+    ):
+        super().__init__()
+        hidden = 4 * width if hidden is None else hidden
+        for name, number in (
+            ("num_classes", num_classes),
+            ("vocabulary_size", vocabulary_size),
+            ("width", width),
+            ("num_layers", num_layers),
+            ("num_heads", num_heads),
+            ("hidden", hidden),
+            ("max_length", max_length),
+        ):
+            if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+                raise ValueError(f"{name} must be a whole number of at least 1, not {number!r}")
+        if width % num_heads or width % 2:
+            raise ValueError(f"width must be a multiple of 2 and of num_heads ({num_heads}), not {width}")
+        if not 0 <= dropout < 1:
+            raise ValueError(f"dropout must be from 0 to below 1, not {dropout!r}")
+        if pooling not in ("mean", "end"):
+            raise ValueError(f"pooling must be mean or end, not {pooling!r}")
+        if not 0 <= padding < vocabulary_size:
+            raise ValueError(f"padding must be a token, from 0 to {vocabulary_size - 1}, not {padding!r}")
+        self.vocabulary_size, self.max_length, self.padding = vocabulary_size, max_length, padding
+        self.width, self.pooling = width, pooling
+        self.embedding = nn.Embedding(vocabulary_size, width, padding_idx=padding)
+        with torch.no_grad():  # so that they have the size of the positions when they are scaled, as in the paper
+            self.embedding.weight.mul_(width**-0.5)
+        self.dropout = nn.Dropout(dropout)
+        self.layers = nn.ModuleList(_Layer(width, num_heads, hidden, dropout) for _ in range(num_layers))
+        self.norm = nn.LayerNorm(width)
+        self.classifier = nn.Linear(width, num_classes)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """
+        Args:
+            tokens: int64 (B, L).
+
+        Returns:
+            Logits, float (B, K).
+
+        Raises:
+            ValueError: there are more tokens than `max_length`.
+        """
+        if tokens.shape[1] > self.max_length:
+            raise ValueError(f"a text has {tokens.shape[1]} tokens, and max_length is {self.max_length}")
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        # The first token is seen whatever it is: of nothing there is no mean.
+        seen = (tokens != self.padding) | (positions == 0)  # (B, L)
+        embedded = self.embedding(tokens) * math.sqrt(self.width)
+        states = self.dropout(embedded + self._places(positions).to(embedded.dtype))  # (B, L, W)
+        for layer in self.layers:
+            states = layer(states, seen[:, None, None, :])
+        states = self.norm(states)
+        if self.pooling == "mean":
+            weights = seen.to(states.dtype)[:, :, None]
+            pooled = (states * weights).sum(1) / weights.sum(1)  # (B, W)
+        else:
+            last = seen.sum(1, keepdim=True) - 1  # (B, 1)
+            pooled = (states * (positions == last).to(states.dtype)[:, :, None]).sum(1)
+        return self.classifier(self.dropout(pooled))
+
+    def _places(self, positions: Tensor) -> Tensor:
+        """Sines and cosines of the positions, float (L, W): section 3.5 of Vaswani et al., the sines first."""
+        halves = torch.arange(self.width // 2, device=positions.device)
+        angles = positions[:, None] * torch.exp(halves * (-2 * math.log(10_000) / self.width))  # (L, W / 2)
+        return torch.cat([angles.sin(), angles.cos()], 1)
+
+
+class _Layer(nn.Module):
+    """Attention between the tokens of a text, then a feed-forward part for each token; both are added to what came."""
+
+    def __init__(self, width: int, num_heads: int, hidden: int, dropout: float):
+        super().__init__()
+        self.num_heads, self.share_left_out = num_heads, dropout
+        self.attention_norm = nn.LayerNorm(width)
+        self.queries_keys_values = nn.Linear(width, 3 * width)
+        self.attended = nn.Linear(width, width)
+        self.feed_forward_norm = nn.LayerNorm(width)
+        self.feed_forward = nn.Sequential(
+            nn.Linear(width, hidden), nn.GELU(), nn.Dropout(dropout), nn.Linear(hidden, width)
+        )
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, states: Tensor, seen: Tensor) -> Tensor:
+        """States float (B, L, W), seen bool (B, 1, 1, L)."""
+        batch, length, width = states.shape
+        projected = self.queries_keys_values(self.attention_norm(states))
+        # (3, B, H, L, W / H)
+        queries, keys, values = projected.view(batch, length, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        left_out = self.share_left_out if self.training else 0.0
+        heads = scaled_dot_product_attention(queries, keys, values, attn_mask=seen, dropout_p=left_out)
+        states = states + self.dropout(self.attended(heads.transpose(1, 2).reshape(batch, length, width)))
+        return states + self.dropout(self.feed_forward(self.feed_forward_norm(states)))

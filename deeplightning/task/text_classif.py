@@ -1,0 +1,216 @@
+"""Text classification: a network learns to tell classes of texts apart, and says how sure it is.
+
+Shapes: B batch, L tokens of the longest text, K classes.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, bincount, nn
+
+from deeplightning.task.errors import LabelError, MisfitError
+from deeplightning.task.metrics import Accuracy
+from deeplightning.task.supervised import Batch, Supervised
+from deeplightning.text import TextSpec
+
+
+class Probabilities(nn.Module):
+    """What a bundle holds: tokens int64 (B, L) to probabilities float32 (B, K)."""
+
+    def __init__(self, network: nn.Module):
+        super().__init__()
+        self.network = network
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.network(tokens).float().softmax(1)
+
+
+class TextClassification(Supervised):
+    """Trains `model.network` on batches of {"tokens": int64 (B, L), "label": int64 (B,), "index": int64 (B,)}.
+
+    The data module says how texts become tokens (`text_spec`) and what the classes are called (`class_names`); both
+    travel in the checkpoint. Rows with index -1 fill up a batch and are not counted. Of a network that says them, the
+    attributes `max_length` (the most tokens that it takes), `vocabulary_size` and `padding` are compared with the data.
+
+    Metrics: `<stage>_loss` and `<stage>_<name>` for each of `model.metrics` (`acc` by default), weighted by sample.
+
+    Raises:
+        ValueError: several networks, optimizers or schedulers, or no loss: this task trains one network.
+    """
+
+    kind = "text_classification"
+    metric_names = ("acc",)
+
+    def __init__(self, cfg: Any):
+        super().__init__(cfg)
+        self.text_spec: TextSpec | None = None
+        self.class_names: list[str] = []
+        self._confusion: Tensor | None = None
+
+    def setup(self, stage: str) -> None:
+        data: Any = getattr(self.trainer, "datamodule", None)
+        self.text_spec = getattr(data, "text_spec", self.text_spec)
+        self.class_names = list(getattr(data, "class_names", self.class_names))
+
+    # ---- what goes in
+
+    def inputs(self, batch: Batch) -> Tensor:
+        """
+        Raises:
+            MisfitError: a text has more tokens than the network takes.
+        """
+        tokens, most = batch["tokens"], getattr(self.network, "max_length", None)
+        if most is not None and tokens.shape[1] > most:
+            raise MisfitError(
+                f"a text of the data has {tokens.shape[1]} tokens, and the network takes at most {most}; set "
+                f"model.network.params.max_length={tokens.shape[1]} where it has that, or have texts cut: "
+                f"data.module.params.max_length={most} in training, with cut_always=true everywhere",
+                "model.network",
+            )
+        return tokens
+
+    def truth(self, batch: Batch) -> Tensor:
+        return batch["label"]
+
+    def default_metrics(self) -> dict[str, Any]:
+        return {"acc": Accuracy()}
+
+    def try_out(self, network: nn.Module) -> None:
+        """Passes two short texts through, one with the highest token; torch's own error would come in the first batch,
+        and speak of indices.
+
+        Raises:
+            MisfitError: the network does not take the data's tokens, or gives what this task cannot use.
+        """
+        spec = self.text_spec
+        if spec is None:
+            return
+        name = self.cfg.model.network.type
+        room = getattr(network, "vocabulary_size", spec.size)
+        if room < spec.size:
+            raise MisfitError(
+                f"{name} has room for {room:,} tokens, and the data's vocabulary has {spec.size:,}; set "
+                f"model.network.params.vocabulary_size={spec.size}, or data.module.params.max_size={room}",
+                "model.network",
+            )
+        padding = getattr(network, "padding", spec.padding)
+        if padding != spec.padding:
+            raise MisfitError(f"{name} takes token {padding} for padding, the data {spec.padding}", "model.network")
+        network.eval()
+        tokens = torch.tensor([[spec.size - 1, spec.size - 1], [spec.size - 1, spec.padding]], device=self.device)
+        try:
+            with torch.no_grad():
+                outputs = network(tokens)
+        except (RuntimeError, ValueError, IndexError) as error:
+            reason = str(error).splitlines()[0]
+            message = f"{name} does not take the data's tokens, 0 to {spec.size - 1}, as int64 (B, L): {reason}"
+            raise MisfitError(message, "model.network") from error
+        network.train()
+        self.check_outputs(outputs)
+
+    # ---- what comes out
+
+    def check_outputs(self, outputs: Any) -> None:
+        """
+        Raises:
+            MisfitError: they are no logits (B, K).
+            LabelError: there are not as many as classes in the data.
+        """
+        if not isinstance(outputs, Tensor) or outputs.ndim != 2:
+            found = tuple(outputs.shape) if isinstance(outputs, Tensor) else f"a {type(outputs).__name__}"
+            message = f"{self.cfg.model.network.type} gives {found}, not (B, K): one row per text"
+            raise MisfitError(message, "model.network")
+        if self.class_names and outputs.shape[1] != len(self.class_names):
+            raise LabelError(
+                f"the data has {len(self.class_names)} classes (labels 0 to {len(self.class_names) - 1}), the network "
+                f"{outputs.shape[1]} outputs; set model.network.params.num_classes={len(self.class_names)}",
+                "model.network",
+            )
+
+    def check_truth(self, outputs: Tensor, truth: Tensor) -> None:
+        """
+        Raises:
+            LabelError: a label has no output. On a GPU, which a look would stall, told in the first epoch.
+        """
+        if self.current_epoch == 0 or truth.device.type == "cpu":
+            low, high = int(truth.min()), int(truth.max())
+            if low < 0 or high >= outputs.shape[1]:
+                raise LabelError(
+                    f"the data holds label {low if low < 0 else high}, the network has {outputs.shape[1]} outputs "
+                    f"(labels 0 to {outputs.shape[1] - 1}); mend the data or set model.network.params.num_classes",
+                    "model.network",
+                )
+
+    def answers(self, batch: Batch, outputs: Tensor) -> dict[str, Any]:
+        probability, predicted = outputs.float().softmax(1).max(1)
+        columns: dict[str, Any] = {name: batch[name] for name in ("index", "label") if name in batch}
+        names = self.class_names
+        return columns | {
+            "predicted_class": predicted,
+            "predicted_label": [names[i] if i < len(names) else str(i) for i in predicted.tolist()],
+            "predicted_probability": probability,
+        }
+
+    # ---- the picture
+
+    def on_validation_epoch_start(self) -> None:
+        self._confusion = None
+
+    def remember(self, tokens: Tensor, logits: Tensor, labels: Tensor) -> None:
+        """Counts label and answer of each validation sample."""
+        classes = logits.shape[1]
+        pairs = bincount(labels * classes + logits.argmax(1), minlength=classes * classes).view(classes, classes)
+        self._confusion = pairs if self._confusion is None else self._confusion + pairs
+
+    def pictures(self, stage: str) -> dict[str, Any]:
+        """The confusion matrix of the last validation, over all processes.
+
+        Called on every process, since it is summed over them; only rank 0 gets a figure.
+        """
+        if stage != "val" or self._confusion is None:
+            return {}
+        confusion = self.trainer.strategy.reduce(self._confusion, reduce_op="sum")
+        if not self.trainer.is_global_zero:
+            return {}
+        from deeplightning.task import figures  # matplotlib takes half a second to import
+
+        names = self.class_names or [str(i) for i in range(len(confusion))]
+        return {"val_confusion_matrix": figures.confusion_matrix(confusion.cpu(), names)}
+
+    # ---- travelling
+
+    def travels(self) -> dict[str, Any]:
+        if self.text_spec is None:
+            return {}
+        spec = self.text_spec
+        return {"text_spec": spec.to_dict(), "content": spec.content, "class_names": self.class_names}
+
+    def arrives(self, saved: dict[str, Any]) -> None:
+        """
+        Raises:
+            MisfitError: the weights were learned with other tokens than the data give now.
+        """
+        spec = TextSpec.from_dict(saved["text_spec"], saved["content"])
+        if self.text_spec is None:
+            self.text_spec, self.class_names = spec, saved["class_names"]
+        elif (spec.tokenizer, spec.content, spec.lower) != (
+            self.text_spec.tokenizer,
+            self.text_spec.content,
+            self.text_spec.lower,
+        ):
+            raise MisfitError(
+                f"the checkpoint was trained with {spec.size:,} tokens, and the data give {self.text_spec.size:,}, or "
+                "others: the training file, seed, fold or vocabulary changed since; give those of that run, or its "
+                "bundle's vocabulary.txt as data.module.params.vocabulary",
+                "data.module",
+            )
+
+    # ---- export
+
+    def inference_model(self) -> nn.Module:
+        """Tokens int64 (N, L) to probabilities float32 (N, K), on the CPU, in eval mode; `text_spec` says from then on
+        how many tokens the network takes."""
+        if self.network is None or self.text_spec is None:
+            raise MisfitError("the data module gave no `text_spec`: there is nothing to prepare texts by")
+        self.text_spec = self.text_spec.limited(getattr(self.network, "max_length", None))
+        return Probabilities(self.network).cpu().float().eval()

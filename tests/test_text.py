@@ -1,0 +1,330 @@
+"""Texts become tokens, and tab-separated files batches of them: what is read, cut, padded, divided and refused."""
+
+import csv
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from deeplightning.data.errors import DataConfigError, DataError
+from deeplightning.data.text import TextData, read_tsv
+from deeplightning.text import SPECIAL, TextError, TextSpec, VocabularyError, from_lines, vocabulary, words_of
+
+FILMS = [("a fine film", 1), ("dull", 0), ("a dull , bleak film", 0), ("fine , fresh and funny", 1)]
+
+
+def config(root, seed=42, **data):
+    usual = {"batch_size": 2, "num_workers": 0, "num_splits": None, "fold": 0, "loader": {}, "sampler": None}
+    return SimpleNamespace(seed=seed, data=SimpleNamespace(root=root and str(root), **(usual | data)))
+
+
+def tsv(path, rows, header="sentence\tlabel\n"):
+    path.write_text(header + "".join("\t".join(map(str, row)) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def on_a_rank(module, rank=0, world=1):
+    """The module after `setup`, as it is on one of several ranks."""
+    epoch, batch = SimpleNamespace(processed=0), SimpleNamespace(ready=0)
+    loop = SimpleNamespace(
+        epoch_progress=SimpleNamespace(current=epoch),
+        epoch_loop=SimpleNamespace(batch_progress=SimpleNamespace(current=batch)),
+    )
+    module.trainer = SimpleNamespace(
+        global_rank=rank,
+        is_global_zero=rank == 0,
+        world_size=world,
+        training=True,
+        fit_loop=loop,
+        limit_train_batches=1.0,
+    )
+    module.setup()
+    return module
+
+
+# ---- texts
+
+
+def test_words_are_what_the_page_says():
+    """Lower case, NFC, apostrophes inside words, any other sign by itself; no blank of any kind is a token."""
+    assert words_of("It's  n't ``GOOD''\t-- 1,000 re\u0301sume\u0301s\u00a0!") == (
+        ["it's", "n't", "`", "`", "good", "'", "'", "-", "-", "1", ",", "000", "r\u00e9sum\u00e9s", "!"]
+    )
+    assert words_of("It's", lower=False) == ["It's"]
+
+
+def test_a_vocabulary_is_the_same_for_the_same_texts_in_any_order():
+    """The frequent words first, ties by the alphabet; rare ones and those above the size are left out."""
+    texts = ["b a c", "a b", "a d"]
+    assert vocabulary(texts) == vocabulary(texts[::-1]) == "\n".join([*SPECIAL, "a", "b", "c", "d"]) + "\n"
+    assert vocabulary(texts, min_count=2) == "\n".join([*SPECIAL, "a", "b"]) + "\n"
+    assert vocabulary(texts, max_size=4) == "\n".join([*SPECIAL, "a"]) + "\n"
+
+
+def test_tokens_are_numbers_of_words_and_an_end():
+    """An unknown word is 1, each text ends with 2, and a text in the words of the special tokens has none of them."""
+    spec = TextSpec("words", vocabulary(["a b"]))
+    assert spec.size == 5
+    assert spec.encode(["b A x", "", "<end>"]) == [[4, 3, 1, 2], [2], [1, 1, 1, 2]]
+    assert spec.encode(["a b a b"], max_length=3) == [[3, 4, 2]]
+    assert TextSpec("words", vocabulary(["a b"]), max_length=2).encode(["b b b"]) == [[4, 2]]
+    assert spec.stack([[3, 2], [2]]).tolist() == [[3, 2], [2, 0]]
+
+
+def test_a_spec_travels_as_plain_types():
+    """From its dictionary and its content comes the same spec again; a dictionary that does not fit is refused."""
+    spec = TextSpec("words", vocabulary(["a b"]), lower=False, max_length=9, limit=12)
+    assert TextSpec.from_dict(spec.to_dict(), spec.content) == spec
+    with pytest.raises(ValueError, match="size is 5, not 6"):
+        TextSpec.from_dict(spec.to_dict() | {"size": 6}, spec.content)
+    with pytest.raises(ValueError, match="look at lower"):
+        TextSpec.from_dict({key: value for key, value in spec.to_dict().items() if key != "lower"}, spec.content)
+    with pytest.raises(ValueError, match="tokenizer must be one of words, hugging_face"):
+        TextSpec("letters", spec.content)
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "words"),
+    [(b"\x89PNG\r\n", 415, "UTF-8"), (b" \n", 400, "empty"), ("a a a", 413, "4 tokens, and the network takes at most")],
+)
+def test_a_text_that_cannot_be_used_is_told(text, status, words):
+    """No text, an empty one, and one that is too long for the network."""
+    with pytest.raises(TextError, match=words) as told:
+        TextSpec("words", vocabulary(["a b"]), limit=3).prepare(text)
+    assert told.value.status == status
+
+
+def test_a_file_of_words_may_lack_the_special_ones():
+    """They are added; an empty line, or a word that is there twice, is named by its line."""
+    assert from_lines("b\r\na\r\n") == from_lines("\n".join([*SPECIAL, "b", "a"])) == "\n".join([*SPECIAL, "b", "a\n"])
+    with pytest.raises(VocabularyError, match="line 3 is there a second time: 'b'"):
+        from_lines("b\na\nb\n")
+    with pytest.raises(VocabularyError, match="line 2 is empty"):
+        from_lines("b\n\na\n")
+
+
+# ---- files
+
+
+def test_quotes_are_plain_characters(tmp_path):
+    """One that is never closed ends nothing, as it would for a reader of CSV."""
+    rows = [('" a fine film', 1), ("dull", 0), ('"a" "b"', 1)]
+    path = tsv(tmp_path / "train", rows)
+    found = read_tsv(path)
+    assert found.texts == [text for text, _ in rows]
+    assert found.labels.tolist() == [1, 0, 1]
+    with path.open() as file:
+        assert len(list(csv.reader(file, delimiter="\t"))) != 4  # the trap
+
+
+@pytest.mark.parametrize(
+    ("content", "texts", "labels"),
+    [
+        ("a film \t1\nb\t0\n", ["a film", "b"], [1, 0]),
+        ("\ufeffsentence\tlabel\r\na\t1\r\n\r\n", ["a"], [1]),
+        ("index\tsentence\n0\ta\n1\tb\n", ["a", "b"], None),
+        (
+            "label\tsentence\n3\tklich\u00e9 \u2028 \u6620\u753b \U0001f600\n",
+            ["klich\u00e9 \u2028 \u6620\u753b \U0001f600"],
+            [3],
+        ),
+        ("only a text\nanother", ["only a text", "another"], None),
+    ],
+    ids=["no header", "BOM and CRLF", "without labels", "any letters", "one column"],
+)
+def test_columns_are_named_by_the_first_line_or_the_usual_ones(tmp_path, content, texts, labels):
+    """With or without names, labels, a mark of the byte order and a last line's end, in any letters."""
+    path = tmp_path / "file"
+    path.write_bytes(content.encode())
+    found = read_tsv(path)
+    assert found.texts == texts
+    assert (None if found.labels is None else found.labels.tolist()) == labels
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (b"sentence\tlabel\na\t1\nb\tc\t0\n", "line 3: 3 columns between tabs, and there must be 2: sentence, label"),
+        (b"a\t1\nb\n", "line 2: 1 column between tabs"),
+        (b"a\t1\n\nb\t1\n", "line 2: 1 column between tabs"),
+        (b"a\t1\nb\tgood\n", "line 2: the label 'good' is no number from 0 on; a first line such as"),
+        (b"sentence\tlabel\na\t-1\n", "line 2: the label '-1' is no number from 0 on"),
+        (b"sentence\tlabel\na\t1\n \t0\n", "line 3: there is no text in the column sentence"),
+        (b"sentence\tlabel\na\t1\nb\xff\t0\n", "line 3: not UTF-8"),
+        (b"sentence\tlabel\n", "has no texts in it"),
+        (b"", "has no texts in it"),
+    ],
+)
+def test_a_damaged_file_is_told_with_its_line(tmp_path, content, words):
+    """The file, the number of the line, and what must be there."""
+    path = tmp_path / "a file.tsv"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=words) as told:
+        read_tsv(path)
+    assert str(path) in str(told.value)
+    assert told.value.exit_code == 3
+
+
+def test_a_label_outside_the_classes_is_told_with_its_line(tmp_path):
+    """In the training file where the classes are named, in the others where the training file has no such label."""
+    tsv(tmp_path / "train", FILMS)
+    tsv(tmp_path / "dev", [*FILMS, ("what", 2)])
+    with pytest.raises(DataError, match=r"dev, line 6: the label 2 is outside the 2 classes, 0 to 1 \(0, 1\)"):
+        TextData(config(tmp_path), "train", "dev").setup()
+    with pytest.raises(DataError, match="train, line 2: the label 1 is outside the 1 classes"):
+        TextData(config(tmp_path), "train", class_names=["good"]).setup()
+
+
+def test_what_is_missing_is_named(tmp_path):
+    """A training file, a vocabulary, labels that are needed: exit code 3."""
+    tsv(tmp_path / "train", FILMS)
+    tsv(tmp_path / "bare", [(0, "a"), (1, "b")], "index\tsentence\n")
+    for params, words in (
+        ({"train": "none"}, "none is missing. Set data.root"),
+        ({"train": "train", "vocabulary": "words.txt"}, "words.txt is missing"),
+        ({"train": "bare"}, "bare has no labels"),
+        ({"train": "train", "validation": "bare"}, "bare has no labels"),
+    ):
+        with pytest.raises(DataError, match=words):
+            TextData(config(tmp_path), **params).setup()
+    with pytest.raises(DataError, match=r"bare has no labels to test with; stages=\[predict\] answers"):
+        on_a_rank(TextData(config(tmp_path), "train", test="bare")).test_dataloader()
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ({"train": None}, "must name the training file"),
+        ({"max_length": 0}, "max_length must be a whole number of at least 1, not 0"),
+        ({"min_count": None}, "min_count must be a whole number"),
+        ({"cut_always": True}, "cut_always needs max_length"),
+        ({"class_names": ["no", False]}, "a number or a word such as no needs quotes"),
+        ({"vocabulary": "a", "tokenizer": "b"}, "vocabulary cannot be beside tokenizer"),
+    ],
+)
+def test_impossible_settings_are_refused(tmp_path, params, words):
+    """Before any file is looked at: exit code 2."""
+    with pytest.raises(DataConfigError, match=words) as told:
+        TextData(config(tmp_path), **{"train": "train"} | params)
+    assert told.value.exit_code == 2
+
+
+# ---- batches
+
+
+def test_a_batch_is_padded_to_its_longest_text(tmp_path):
+    """Rows are the texts' tokens and then padding, whatever their order; the row that fills up is marked by -1."""
+    tsv(tmp_path / "train", FILMS)
+    data = on_a_rank(TextData(config(tmp_path), "train", min_count=1))
+    found, rows = data.dataset("train"), data.text_spec.encode([text for text, _ in FILMS])
+    batch = found[[3, 1]]
+    assert batch["tokens"].tolist() == [rows[3], rows[1] + [0] * (len(rows[3]) - len(rows[1]))]
+    assert {name: values.dtype for name, values in batch.items()} == dict.fromkeys(batch, torch.int64)
+    assert batch["label"].tolist() == [1, 0]
+    assert batch["index"].tolist() == [3, 1]
+    assert found[[1]]["tokens"].shape == (1, 2)
+    assert found[[-1]]["index"].tolist() == [-1]
+    assert found[[-1]]["tokens"].tolist() == [rows[3]]
+
+
+def test_training_texts_are_cut_and_keep_their_end(tmp_path):
+    """`max_length` cuts nothing in evaluation, unless asked to."""
+    for name in ("train", "dev"):
+        tsv(tmp_path / name, FILMS)
+    data = on_a_rank(TextData(config(tmp_path), "train", "dev", max_length=3))
+    assert data.dataset("train").lengths.tolist() == [3, 2, 3, 3]
+    assert [data.dataset("train")[[n]]["tokens"][0, -1].item() for n in range(4)] == [2] * 4
+    assert data.dataset("val").lengths.tolist() == [4, 2, 6, 6]
+    assert data.text_spec.max_length is None
+    always = on_a_rank(TextData(config(tmp_path), "train", "dev", max_length=3, cut_always=True))
+    assert always.dataset("val").lengths.tolist() == [3, 2, 3, 3]
+    assert always.text_spec.max_length == 3
+
+
+def test_two_processes_see_each_text_once(tmp_path):
+    """The training set divided over two ranks is the whole set; evaluation keeps the order of the file."""
+    rows = [(f"w{n}", n % 2) for n in range(11)]
+    tsv(tmp_path / "train", rows)
+    tsv(tmp_path / "dev", rows)
+    modules = [on_a_rank(TextData(config(tmp_path), "train", "dev"), rank, 2) for rank in range(2)]
+    for loader in ("train_dataloader", "val_dataloader"):
+        batches = [[batch["index"] for batch in getattr(module, loader)()] for module in modules]
+        assert len(batches[0]) == len(batches[1]) == 3
+        seen = [torch.cat(share).tolist() for share in batches]
+        assert sorted(n for share in seen for n in share if n >= 0) == list(range(11))
+    assert [n for n in seen[0] if n >= 0] == [0, 2, 4, 6, 8, 10]
+
+
+def test_validation_has_a_file_of_its_own_is_a_fold_or_is_not(tmp_path):
+    """Without both there is no loader; the vocabulary is made of what is left to train with."""
+    tsv(tmp_path / "train", [(f"word{n}", n % 2) for n in range(20)])
+    tsv(tmp_path / "dev", FILMS)
+    none = on_a_rank(TextData(config(tmp_path), "train"))
+    assert none.val_dataloader() == []
+    assert len(none.example_texts(16)) == 16
+    assert len(on_a_rank(TextData(config(tmp_path), "train", "dev")).dataset("val")) == 4
+    folds = [on_a_rank(TextData(config(tmp_path, num_splits=4, fold=fold), "train", min_count=1)) for fold in range(4)]
+    held_out = [set(data.example_texts(20)) for data in folds]
+    assert set().union(*held_out) == {f"word{n}" for n in range(20)}
+    assert sum(map(len, held_out)) == 20
+    assert [len(data.dataset("train")) for data in folds] == [15] * 4
+    assert not set(folds[0].text_spec.content.split()) & held_out[0]
+    with pytest.raises(DataConfigError, match=r"data\.fold must be from 0 to 3"):
+        TextData(config(tmp_path, num_splits=4, fold=4), "train")
+
+
+def test_fewer_samples_are_a_choice_by_the_seed(tmp_path):
+    """`limit` takes as many training and test samples; the same for the same seed, others for another."""
+    tsv(tmp_path / "train", [(f"word{n}", n % 2) for n in range(50)])
+    tsv(tmp_path / "test", [(f"word{n}", n % 2) for n in range(30)])
+
+    def chosen(seed):
+        data = on_a_rank(TextData(config(tmp_path, seed=seed), "train", test="test", limit=10))
+        return [data._texts[name].texts for name in ("train", "test")]
+
+    assert [len(texts) for texts in chosen(1)] == [10, 10]
+    assert chosen(1) == chosen(1) != chosen(2)
+
+
+def test_a_vocabulary_may_be_a_file(tmp_path):
+    """Its lines are the tokens from number 3 on, as the vocabulary.txt of a bundle says it too."""
+    tsv(tmp_path / "train", FILMS)
+    (tmp_path / "words.txt").write_text("film\ndull\n")
+    data = on_a_rank(TextData(config(tmp_path), "train", vocabulary="words.txt"))
+    assert data.text_spec.encode(["a dull film"]) == [[1, 4, 3, 2]]
+    (tmp_path / "again.txt").write_text(data.text_spec.content)
+    assert on_a_rank(TextData(config(tmp_path), "train", vocabulary="again.txt")).text_spec == data.text_spec
+    (tmp_path / "bad.txt").write_text("film\nfilm\n")
+    with pytest.raises(DataError, match=r"bad\.txt: line 2 is there a second time: 'film'"):
+        TextData(config(tmp_path), "train", vocabulary="bad.txt").setup()
+
+
+def test_texts_of_like_length_can_come_together(tmp_path):
+    """The bucketed sampler sorts by `lengths`: with as many buckets as there are batches, nothing is padded."""
+    from deeplightning.config.schema import Target
+
+    rows = [("a " * (1 + n % 4), n % 2) for n in range(64)]
+    tsv(tmp_path / "train", rows)
+    bucketed = Target(
+        type="deeplightning.data.samplers.BucketedDistributedSampler",
+        params={"buckets": 4, "sort_key": "lengths", "min_samples_per_bucket": 1},
+    )
+    shares = []
+    for sampler in (None, bucketed):
+        data = on_a_rank(TextData(config(tmp_path, batch_size=8, sampler=sampler), "train"))
+        tokens = torch.cat([batch["tokens"].flatten() for batch in data.train_dataloader()])
+        shares.append((tokens == 0).float().mean().item())
+    assert shares[0] > 0.2
+    assert shares[1] == 0
+
+
+def test_a_made_up_batch_is_like_a_real_one(tmp_path):
+    """`check --dry-run` tries a config by it: shapes, types, and the highest label."""
+    batch = TextData(config(tmp_path), "train", class_names=["a", "b", "c"]).example_batch(4)
+    assert {name: (values.dtype, values.shape[0]) for name, values in batch.items()} == dict.fromkeys(
+        ("tokens", "label", "index"), (torch.int64, 4)
+    )
+    assert batch["label"].tolist()[-1] == 2
+    assert (batch["tokens"][:, 0] == 1).all()
+    assert np.array_equal(batch["index"], range(4))

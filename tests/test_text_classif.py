@@ -1,0 +1,245 @@
+"""Text classification in whole runs: what is learned, measured, written, kept and refused."""
+
+import csv
+import itertools
+import json
+
+import pytest
+import sklearn.metrics
+import torch
+from conftest import weights
+
+from deeplightning.text import TextSpec
+
+CONFIG = """\
+seed: 7
+data:
+  root: ROOT
+  module:
+    type: deeplightning.data.text.TextData
+    params: {train: train.tsv, validation: dev.tsv, test: test.tsv, class_names: [negative, positive]}
+  batch_size: 16
+model:
+  module: {type: deeplightning.task.text_classif.TextClassification}
+  network:
+    type: deeplightning.model.transformer.TextTransformer
+    params: {num_classes: 2, vocabulary_size: 60, width: 16, num_layers: 1, num_heads: 2, max_length: 32}
+  optimizer:
+    type: torch.optim.AdamW
+    params: {lr: 0.01, eps: 1.0e-8, weight_decay: 0.01}
+    groups: [{match: 'bias|norm', weight_decay: 0}]
+  loss: {type: torch.nn.CrossEntropyLoss}
+train: {num_epochs: 4, export: false}
+logger:
+  params: {tracking_uri: STORE, system_metrics: false}
+  log_every_n_steps: 4
+"""
+GOOD, BAD = ["fine", "fresh", "funny", "wise"], ["dull", "bleak", "stale", "noisy"]
+THINGS = ["film", "plot", "cast", "score"]
+
+
+def reviews(size, start=0):
+    """Texts and labels that a few weights can learn."""
+    rows = []
+    for n in range(start, start + size):
+        label = n % 2
+        word, other = ((GOOD, BAD)[not label][n // 2 % 4], (GOOD, BAD)[label][n // 3 % 4])
+        tail = f" , and never {other} ." if n % 3 == 0 else " ."
+        rows.append((f"the {THINGS[n // 4 % 4]} is {word}{tail}", label))
+    return rows
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """Files of 128, 33 and 41 reviews; another test file has no labels."""
+    folder = tmp_path_factory.mktemp("reviews")
+    for name, rows in (("train", reviews(128)), ("dev", reviews(33, 1000)), ("test", reviews(41, 2000))):
+        lines = "".join(f"{text}\t{label}\n" for text, label in rows)
+        (folder / f"{name}.tsv").write_text(f"sentence\tlabel\n{lines}")
+    lines = "".join(f"{number}\t{text}\n" for number, (text, _) in enumerate(reviews(41, 2000)))
+    (folder / "bare.tsv").write_text(f"index\tsentence\n{lines}")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def text_config(root, store, tmp_path_factory):
+    path = tmp_path_factory.mktemp("config") / "text.yaml"
+    path.write_text(CONFIG.replace("ROOT", f"'{root}'").replace("STORE", f"'{store}'"))
+    return path
+
+
+@pytest.fixture(scope="module")
+def trained(command, text_config, place):
+    """A run that was trained, validated and tested."""
+    outcome = command("train", text_config, "stages=[train, validate, test]", cwd=place)
+    assert outcome.code == 0, outcome
+    return outcome
+
+
+def table(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_it_learns_and_leaves_what_every_run_leaves(trained, root):
+    """Accuracy in the results is that of the predictions, which have the rows of the file in its order; there is a
+    picture of the confusion matrix."""
+    for stage, name in (("val", "dev"), ("test", "test")):
+        results = json.loads((trained.folder / f"{stage}_results.json").read_text())
+        rows = table(trained.folder / f"{stage}_predictions.csv")
+        labels = [line.split("\t")[1] for line in (root / f"{name}.tsv").read_text().splitlines()[1:]]
+        assert [row["index"] for row in rows] == [str(n) for n in range(len(labels))]
+        assert [row["label"] for row in rows] == labels
+        expected = sklearn.metrics.accuracy_score(labels, [row["predicted_class"] for row in rows])
+        assert results[f"{stage}_acc"] == pytest.approx(expected)
+        assert results[f"{stage}_acc"] > 0.9
+        assert {row["predicted_label"] for row in rows} == {"negative", "positive"}
+    assert (trained.folder / "val_confusion_matrix.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_metrics_are_those_of_the_whole_set(trained, root):
+    """Loss and accuracy of the validation, from each text alone, without any padding."""
+    checkpoint = torch.load(trained.folder / "last.ckpt", weights_only=True)
+    from deeplightning.model.transformer import TextTransformer
+
+    network = TextTransformer(2, 60, width=16, num_layers=1, num_heads=2, max_length=32).eval()
+    network.load_state_dict({n.removeprefix("network."): w for n, w in checkpoint["state_dict"].items()})
+    saved = checkpoint["text_classification"]
+    spec = TextSpec.from_dict(saved["text_spec"], saved["content"])
+    assert saved["class_names"] == ["negative", "positive"]
+    texts, labels = zip(*reviews(33, 1000), strict=True)
+    with torch.no_grad():
+        logits = torch.cat([network(torch.tensor([tokens])) for tokens in spec.encode(texts)])
+    results = json.loads((trained.folder / "val_results.json").read_text())
+    loss = torch.nn.functional.cross_entropy(logits, torch.tensor(labels))
+    assert results["val_loss"] == pytest.approx(loss.item(), rel=1e-4)
+    assert results["val_acc"] == pytest.approx((logits.argmax(1) == torch.tensor(labels)).float().mean().item())
+
+
+def test_two_processes_predict_as_one(trained, command, text_config, place):
+    """The files of a test have the same rows, in the same order, and the same answers."""
+    best = f"test.ckpt='{trained.folder / 'last.ckpt'}'"
+    outcome = command("train", text_config, "stages=[test]", best, "engine.processes=2", cwd=place, ranks=2)
+    assert {rank.code for rank in outcome.ranks} == {0}, outcome
+    one, two = (table(run.folder / "test_predictions.csv") for run in (trained, outcome))
+    assert len(one) == len(two) == 41
+    for a, b in zip(one, two, strict=True):
+        assert float(a.pop("predicted_probability")) == pytest.approx(float(b.pop("predicted_probability")), abs=1e-5)
+        assert a == b
+    both = [json.loads((run.folder / "test_results.json").read_text()) for run in (trained, outcome)]
+    assert both[1]["test_loss"] == pytest.approx(both[0]["test_loss"], rel=1e-5)
+
+
+def test_texts_without_labels_are_predicted(trained, command, text_config, place):
+    """A row for each, as for the same texts with labels; to test with them is refused."""
+    best = f"test.ckpt='{trained.folder / 'last.ckpt'}'"
+    bare = ["data.module.params.test=bare.tsv", best]
+    outcome = command("train", text_config, "stages=[predict]", *bare, cwd=place)
+    assert outcome.code == 0, outcome
+    rows, known = (table(outcome.folder / "predictions.csv"), table(trained.folder / "test_predictions.csv"))
+    assert "label" not in rows[0]
+    assert [row["predicted_class"] for row in rows] == [row["predicted_class"] for row in known]
+    refused = command("train", text_config, "stages=[test]", *bare, cwd=place)
+    assert refused.code == 3, refused
+    assert "has no labels to test with" in refused.err
+
+
+def test_without_validation_there_are_no_numbers_of_it(command, text_config, place, tracked):
+    """No file and no fold: the run ends well, and has metrics of the training alone. A fold of the file has them."""
+    outcome = command("train", text_config, "data.module.params.validation=null", "train.num_epochs=1", cwd=place)
+    assert outcome.code == 0, outcome
+    names = tracked(outcome.folder).metrics
+    assert "train_loss_epoch" in names
+    assert [name for name in names if name.startswith("val")] == []
+    settings = ["data.module.params.validation=null", "data.num_splits=4", "data.fold=3", "train.num_epochs=1"]
+    folded = command("train", text_config, *settings, cwd=place)
+    assert folded.code == 0, folded
+    assert "val_acc" in tracked(folded.folder).metrics
+    refused = command("train", text_config, "data.num_splits=4", "data.fold=4", cwd=place)
+    assert refused.code == 2, refused
+
+
+def test_a_changed_training_file_is_noticed(trained, command, text_config, place, root, tmp_path):
+    """Weights say nothing to other tokens: exit code 2, with what to do; the run's own vocabulary is taken."""
+    for name in ("dev", "test"):
+        (tmp_path / f"{name}.tsv").write_text((root / f"{name}.tsv").read_text())
+    (tmp_path / "train.tsv").write_text((root / "train.tsv").read_text() + "an unheard-of film\t1\n" * 2)
+    best = f"test.ckpt='{trained.folder / 'last.ckpt'}'"
+    moved = ["stages=[test]", best, f"data.root='{tmp_path}'"]
+    outcome = command("train", text_config, *moved, cwd=place)
+    assert outcome.code == 2, outcome
+    assert "the checkpoint was trained with" in outcome.err
+    saved = torch.load(trained.folder / "last.ckpt", weights_only=True)["text_classification"]
+    (tmp_path / "words.txt").write_text(saved["content"])
+    again = command("train", text_config, *moved, "data.module.params.vocabulary=words.txt", cwd=place)
+    assert again.code == 0, again
+    results = [json.loads((run.folder / "test_results.json").read_text()) for run in (trained, again)]
+    assert results[0] == results[1]
+
+
+def test_a_resumed_run_ends_as_an_uninterrupted_one(command, text_config, place, store):
+    """Four epochs, and two and then four: the same weights, bit for bit."""
+    whole = command("train", text_config, "logger.pictures=null", cwd=place)
+    half = command("train", text_config, "logger.pictures=null", "train.num_epochs=2", cwd=place)
+    resumed = command("train", text_config, "logger.pictures=null", f"train.resume_ckpt='{half.folder}'", cwd=place)
+    assert resumed.code == 0, resumed
+    ours, theirs = (weights(run.folder / "last.ckpt") for run in (whole, resumed))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize(
+    ("override", "code", "words"),
+    [
+        ("model.network.params.num_classes=3", 3, "the data has 2 classes (labels 0 to 1), the network 3 outputs"),
+        ("model.network.params.vocabulary_size=9", 2, "has room for 9 tokens, and the data's vocabulary has 2"),
+        ("model.network.params.max_length=5", 2, "tokens, and the network takes at most 5"),
+        ("model.network.params.padding=1", 2, "takes token 1 for padding, the data 0"),
+        ("data.module.params.train=none.tsv", 3, "none.tsv is missing"),
+        ("data.module.params.vocabulary=words.txt", 3, "words.txt is missing"),
+        ("data.module.params.class_names=[only]", 3, "train.tsv, line 3: the label 1 is outside the 1 classes"),
+    ],
+)
+def test_what_does_not_fit_is_one_note(command, text_config, place, override, code, words):
+    """Network and data that do not fit each other, and files that are not there."""
+    outcome = command("train", text_config, override, cwd=place)
+    assert outcome.code == code, outcome
+    assert words in outcome.err
+    assert "Traceback" not in outcome.err
+
+
+def test_a_planted_mistake_is_told_by_check(command, text_config, place):
+    """Misspelt keys and a metric that is never logged are named without importing anything; the config itself is
+    right, and its step is tried."""
+    fine = command("check", text_config, "--dry-run", cwd=place)
+    assert fine.code == 0, fine
+    for override, words in (
+        ("data.module.params.validaton=x", "validation"),
+        ("model.network.params.poling=end", "pooling"),
+        ("train.checkpoint={monitor: val_accuracy, mode: max}", "val_acc"),
+    ):
+        outcome = command("check", text_config, override, cwd=place)
+        assert outcome.code == 2, outcome
+        assert words in outcome.out + outcome.err
+    many = command("check", text_config, "--dry-run", "model.network.params.num_classes=5", cwd=place)
+    assert many.code == 2, many
+    assert "the data has 2 classes (labels 0 to 1), the network 5 outputs" in many.err
+
+
+def test_warm_up_and_decay_are_lines_over_all_steps(command, text_config, place, tracked):
+    """The rate rises to its peak in the first tenth of all optimizer steps, tail steps of the accumulation included,
+    and falls to nothing at the last."""
+    schedule = (
+        "model.scheduler={type: torch.optim.lr_scheduler.OneCycleLR, params: {max_lr: 0.01, total_steps: auto, "
+        "pct_start: 0.1, anneal_strategy: linear, cycle_momentum: false}, call: {interval: step}}"
+    )
+    steps = ["train.accumulator_factor=3", "train.num_epochs=10", "logger.log_every_n_steps=1", "logger.pictures=null"]
+    outcome = command("train", text_config, schedule, *steps, cwd=place)
+    assert outcome.code == 0, outcome
+    rates = [value for _, value in tracked(outcome.folder).series()["lr"]]
+    assert len(rates) == 30  # 8 batches by 3, the last of 2: 3 steps an epoch
+    assert rates.index(max(rates)) == 2
+    assert max(rates) == pytest.approx(0.01)
+    falls = [before - after for before, after in itertools.pairwise(rates[2:])]
+    assert falls == pytest.approx([falls[0]] * len(falls), rel=1e-6)
+    assert rates[-1] < 1e-6
