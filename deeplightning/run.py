@@ -94,7 +94,7 @@ def _explained(stage: Any, *args: Any, **kwargs: Any) -> None:
             kwargs["ckpt_path"] = str(kwargs["ckpt_path"])
         stage(*args, **kwargs)
     except MisconfigurationException as error:
-        if found := re.search(r"`(val|test|predict)_dataloader\(\)` method defined", str(error)):
+        if found := re.match(r"`(val|test|predict)_dataloader` must be implemented", str(error)):
             data = {"val": "validation"}.get(found[1], found[1])
             message = f"no {data} data: the data module gives none. Leave out the stage, or add a set"
             raise ConfigError(Fault(message, "stages")) from error

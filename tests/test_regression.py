@@ -186,7 +186,7 @@ def test_check_takes_a_batch_through(regress):
 
 def test_a_function_gives_one_set_and_lightnings_own_data_module(regress, tracked):
     """`LightningDataModule.from_datasets` of a training set alone: it trains, and nothing is validated."""
-    one = ["data.module.type=sets.lightnings", "~data.module.params", "model.network.params.out_features=1"]
+    one = ["data.module.type=sets.lightnings", "model.network.params.out_features=1"]
     metrics = tracked(regress(*one).folder).metrics
     assert metrics["train_loss_epoch"] > 0
     assert not [name for name in metrics if name.startswith("val_")]
