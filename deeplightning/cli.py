@@ -153,6 +153,22 @@ def _say(report: Any) -> None:
         click.echo(f"unchecked: {_redact(str(fault))}", err=True)
 
 
+@cli.command(context_settings=_loose, epilog=OVERRIDES)
+@_config
+@_overrides
+def stats(config: Path, overrides: tuple[str, ...]) -> None:
+    """Print what CONFIG's training set is like, as YAML.
+
+    Its number of samples, how many each class has, and the mean and std of its pictures to normalise by. No network is
+    built.
+    """
+    from deeplightning.stats import statistics
+
+    with _stdout_for_the_result():
+        text = statistics(_load(config, overrides))
+    click.echo(text, nl=False)
+
+
 @cli.command()
 def schema() -> None:
     """Print the JSON Schema of a config, for editors that complete and check YAML."""
@@ -243,19 +259,41 @@ def diff(first: str, second: str) -> None:
         click.echo(f"{name}: {one} → {two}")
 
 
+_STATUS = click.Choice(["running", "finished", "failed", "killed"], case_sensitive=False)
+
+
 @cli.command()
 @click.option("--tracking-uri", help="The store; default: MLFLOW_TRACKING_URI, else mlruns.")
+@click.option("--status", multiple=True, type=_STATUS, help="Only runs that ended so, or are running; repeatable.")
 @click.option("--unfinished", is_flag=True, help="Only runs that failed or were killed.")
-@click.option("--remove", is_flag=True, help="Delete those runs and their files, after asking.")
-@click.option("--yes", is_flag=True, help="Do not ask.")
+@click.option("--metric", metavar="NAME[>NUMBER]", help="Only runs with this metric, or where it compares so.")
+@click.option("--name", metavar="TEXT", help="Only runs with this in their name or experiment; * is anything.")
+@click.option("--clean", is_flag=True, help="Show which of them would be removed: unfinished ones, or of --status.")
+@click.option("--delete", is_flag=True, help="With --clean: remove them, and their files.")
 @click.option("--sync", is_flag=True, help="Write what killed runs and dead servers have left unwritten.")
-def runs(tracking_uri: str | None, unfinished: bool, remove: bool, yes: bool, sync: bool) -> None:
-    """List runs, the newest first; remove unfinished ones.
+def runs(
+    tracking_uri: str | None,
+    status: tuple[str, ...],
+    unfinished: bool,
+    metric: str | None,
+    name: str | None,
+    clean: bool,
+    delete: bool,
+    sync: bool,
+) -> None:
+    """List runs, the newest first; remove those that are not wanted.
 
-    Running ones are never removed. With --sync nothing is listed: the journals of runs that ended before their store
-    had all of their points are written into it.
+    A line has id, status, start (UTC), experiment, name, result and folder. Running ones are never removed, and nothing
+    is without --delete. With --sync nothing is listed: the journals of runs that ended before their store had all of
+    their points are written into it.
     """
     from deeplightning import runs as of
+
+    statuses = [word.upper() for word in status] + [*of.UNFINISHED] * (unfinished or (clean and not status))
+    if delete and not clean:
+        raise click.UsageError("--delete goes with --clean; --clean alone shows what would be removed")
+    if clean and "RUNNING" in statuses:
+        raise click.UsageError("a running run is never removed; end it first")
 
     if sync:
         line = ""
@@ -264,12 +302,16 @@ def runs(tracking_uri: str | None, unfinished: bool, remove: bool, yes: bool, sy
         if not line:
             click.echo("nothing was left unwritten")
         return
-    rows = of.listing(tracking_uri, unfinished or remove)
+    try:
+        rows = of.listing(tracking_uri, statuses, metric, name)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
     for row in rows:
-        click.echo("  ".join(row[name] for name in ("id", "status", "started", "experiment", "result", "folder")))
-    if remove and rows and (yes or click.confirm(f"Delete these {len(rows)} runs and their files?")):
-        of.remove(tracking_uri, rows)
-        click.echo(f"{len(rows)} runs deleted")
+        click.echo("  ".join(row.values()))
+    if clean and not delete:
+        click.echo(f"{len(rows)} runs and their files would be removed; --delete does it", err=True)
+    if delete:
+        click.echo(f"{len(of.remove(tracking_uri, rows, statuses))} runs deleted", err=True)
 
 
 def _folder(run: str) -> Any:

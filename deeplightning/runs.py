@@ -3,9 +3,12 @@ write down what a killed one or a dead server has left unwritten."""
 
 import hashlib
 import json
+import operator
+import re
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import UTC, datetime
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -16,62 +19,93 @@ from deeplightning.configure import load_config
 from deeplightning.run import launch
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.journal import folder_of, left_behind, replay
+from deeplightning.tracking.sqlite import Listed, open_directly
 from deeplightning.tracking.store import attach, explain, local_path, locate
 from deeplightning.tracking.tracker import open_tracker
 
-REMOVABLE = ("FAILED", "KILLED")
+UNFINISHED = ("FAILED", "KILLED")
+REMOVABLE = (*UNFINISHED, "FINISHED")
+SHOWN = ("test_acc", "val_acc", "test_loss", "val_loss", "train_loss")
 
 
-def listing(tracking_uri: str | None, unfinished: bool = False) -> list[dict[str, str]]:
-    """The runs of a store, the newest first: id, status, started (UTC), experiment, result, folder.
+def listing(
+    tracking_uri: str | None, statuses: Collection[str] = (), metric: str | None = None, name: str | None = None
+) -> list[dict[str, str]]:
+    """The runs of a store, the newest first: id, status, started (UTC), experiment, name, result, folder.
 
     Args:
         tracking_uri: the store; None: MLFLOW_TRACKING_URI, else `mlruns`.
-        unfinished: only runs that failed or were killed.
+        statuses: only runs with one of these.
+        metric: only runs that have this metric, which is their result then; or whose last value of it is so: a name,
+            one of >, >=, <, <=, =, and a number.
+        name: only runs in whose name or experiment's name this is found; * stands for anything.
 
     Raises:
         SetupError: the store cannot be opened.
+        ValueError: `metric` is neither a name nor a comparison.
     """
-    from mlflow.entities import ViewType
-
+    wanted, compare, bound = _condition(metric)
     rows = []
-    with _client(tracking_uri) as client:
-        experiments = {e.experiment_id: e.name for e in client.search_experiments(view_type=ViewType.ACTIVE_ONLY)}
-        token: str | None = None
-        while experiments:
-            page = client.search_runs(list(experiments), order_by=["start_time DESC"], page_token=token)
-            rows += [_row(run, experiments) for run in page]
-            token = page.token
-            if not token:
-                break
-    return [row for row in rows if not unfinished or row["status"] in REMOVABLE]
+    with _runs(tracking_uri) as runs:
+        for run in runs.listing():
+            if statuses and run.status not in statuses:
+                continue
+            if name is not None and not any(fnmatchcase(n, f"*{name}*") for n in (run.name or "", run.experiment)):
+                continue
+            if wanted is not None and not (wanted in run.metrics and compare(run.metrics[wanted], bound)):
+                continue
+            rows.append(_row(run, SHOWN if wanted is None else (wanted,)))
+    return rows
 
 
-def _row(run: Any, experiments: Mapping[str, str]) -> dict[str, str]:
-    started = datetime.fromtimestamp(run.info.start_time / 1000, UTC)
-    folder = local_path(run.info.artifact_uri)
-    shown = ("test_acc", "val_acc", "test_loss", "val_loss", "train_loss")
-    best = next(((name, run.data.metrics[name]) for name in shown if name in run.data.metrics), None)
+def _condition(metric: str | None) -> tuple[str | None, Callable[[float, float], bool], float]:
+    if metric is None or not re.search("[<>=]", metric):
+        return metric, lambda value, bound: True, 0.0
+    parts = re.fullmatch(r"\s*([^<>=]+?)\s*(>=|<=|>|<|=)\s*([^<>=]+)\s*", metric)
+    compare = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt, "=": operator.eq}
+    try:
+        assert parts is not None
+        return parts[1], compare[parts[2]], float(parts[3])
+    except (AssertionError, ValueError):
+        raise ValueError(f"{metric!r}: write a metric's name, or a comparison such as val_acc>0.9") from None
+
+
+def _row(run: Listed, shown: Sequence[str]) -> dict[str, str]:
+    started = datetime.fromtimestamp(run.started / 1000, UTC)
+    best = next(((name, run.metrics[name]) for name in shown if name in run.metrics), None)
     return {
-        "id": run.info.run_id,
-        "status": run.info.status,
+        "id": run.id,
+        "status": run.status,
         "started": started.isoformat(" ", timespec="seconds").removesuffix("+00:00"),
-        "experiment": experiments[run.info.experiment_id],
+        "experiment": run.experiment,
+        "name": run.name or "",
         "result": f"{best[0]} {best[1]:.4f}" if best else "",
-        "folder": str(folder or run.info.artifact_uri),
+        "folder": str(local_path(run.artifact_uri) or run.artifact_uri),
     }
 
 
-def remove(tracking_uri: str | None, rows: list[dict[str, str]]) -> None:
-    """Deletes runs that failed or were killed, with their files; a run that has started again since is left alone."""
-    with _client(tracking_uri) as client:
+def remove(
+    tracking_uri: str | None, rows: list[dict[str, str]], statuses: Collection[str] = UNFINISHED
+) -> list[dict[str, str]]:
+    """Deletes runs, with their files where these are on this machine; a run that has started again since is left alone.
+
+    Args:
+        statuses: a run that has none of these by now is left alone. RUNNING can be none of them.
+
+    Returns:
+        The rows of those that were deleted.
+    """
+    assert set(statuses) <= set(REMOVABLE)
+    gone = []
+    with _runs(tracking_uri) as runs:
         for row in rows:
-            if client.get_run(row["id"]).info.status not in REMOVABLE:
+            if not runs.delete(row["id"], statuses):
                 continue
-            client.delete_run(row["id"])
+            gone.append(row)
             folder = Path(row["folder"])
             if folder.name == "artifacts" and folder.parent.name == row["id"]:
                 shutil.rmtree(folder.parent, ignore_errors=True)
+    return gone
 
 
 def sync(tracking_uri: str | None) -> Iterator[str]:
@@ -99,23 +133,57 @@ def sync(tracking_uri: str | None) -> Iterator[str]:
             )
 
 
-class _client:
-    """MLflow's client on a store; what goes wrong inside the block is told as a fault of the store."""
+class _runs:
+    """The runs of a store, to list and to delete; what goes wrong inside the block is told as a fault of the store.
+    MLflow is imported only where the store is not an SQLite file of the schema that we know."""
 
     def __init__(self, tracking_uri: str | None):
         self.store = locate(tracking_uri)
+        self.opened: Any = None
 
     def __enter__(self) -> Any:
-        if self.store.database is not None and not self.store.database.exists():
-            raise SetupError(f"{self.store.shown}: there are no runs; the first `bash train.sh` makes the store")
-        uri = attach(self.store)
-        from mlflow.tracking import MlflowClient
-
-        return MlflowClient(uri)
+        if self.store.database is not None:
+            if not self.store.database.exists():
+                raise SetupError(f"{self.store.shown}: there are no runs; the first `bash train.sh` makes the store")
+            self.opened = open_directly(self.store)
+        return self.opened or _ByMLflow(attach(self.store))
 
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if self.opened is not None:
+            self.opened.close()
         if isinstance(error, Exception) and not hasattr(error, "exit_code"):
             raise explain(error, self.store) from error
+
+
+class _ByMLflow:
+    """The same by MLflow's client, of any store."""
+
+    def __init__(self, uri: str):
+        from mlflow.tracking import MlflowClient
+
+        self.client = MlflowClient(uri)
+
+    def listing(self) -> Iterator[Listed]:
+        from mlflow.entities import ViewType
+
+        found = self.client.search_experiments(view_type=ViewType.ACTIVE_ONLY)
+        experiments = {e.experiment_id: e.name for e in found}
+        token: str | None = None
+        while experiments:
+            page = self.client.search_runs(list(experiments), order_by=["start_time DESC"], page_token=token)
+            for run in page:
+                info, of = run.info, experiments[run.info.experiment_id]
+                first = (info.run_id, info.run_name, info.status, info.start_time, of, info.artifact_uri)
+                yield Listed(*first, dict(run.data.metrics))
+            token = page.token
+            if not token:
+                break
+
+    def delete(self, run_id: str, statuses: Collection[str]) -> bool:
+        if self.client.get_run(run_id).info.status not in statuses:
+            return False
+        self.client.delete_run(run_id)
+        return True
 
 
 def differences(first: RunFolder, second: RunFolder) -> Iterator[tuple[str, str, str]]:

@@ -1,6 +1,9 @@
 """Runs that are over can be listed, compared, repeated, and removed where they did not finish."""
 
 import pytest
+from mlflow.tracking import MlflowClient
+
+from deeplightning.runs import UNFINISHED, listing, remove
 
 
 @pytest.fixture(scope="module")
@@ -14,7 +17,9 @@ def ended(train, here):
     """Two runs that finished, with another seed, and one that failed."""
     store = f"logger.params.tracking_uri={here}"
     first = train(store, "stages=[train,test]", "train.num_epochs=1").folder
-    second = train(store, "stages=[train,test]", "train.num_epochs=1", "seed=8").folder
+    second = train(
+        store, "stages=[train,test]", "train.num_epochs=1", "seed=8", "logger.params.run_name=the second one"
+    ).folder
     failed = train(store, "model.optimizer.params.lr=1e30", code=5).folder
     return first, second, failed
 
@@ -35,7 +40,8 @@ def test_two_runs_differ_in_what_was_set_and_what_came_out(ended, command, place
     """`diff` names the config keys and the results that differ, and nothing of a run against itself."""
     outcome = command("diff", ended[0], ended[1], cwd=place)
     assert "seed: 7 → 8" in outcome.out.splitlines()
-    assert {line.split(":")[0] for line in outcome.out.splitlines()} <= {"seed", "test_loss", "test_acc"}
+    names = {"seed", "logger.params.run_name", "test_loss", "test_acc"}
+    assert {line.split(":")[0] for line in outcome.out.splitlines()} <= names
     assert command("diff", ended[0], ended[0], cwd=place).out == ""
 
 
@@ -59,13 +65,93 @@ def test_a_run_that_comes_out_differently_is_told(ended, command, place, tmp_pat
     assert "test_acc: 2.0 →" in outcome.err
 
 
-def test_only_unfinished_runs_are_removed_and_only_when_told(ended, here, command, place):
-    """`--remove` asks first; told yes, it deletes failed runs with their files and leaves the others."""
+def test_runs_are_found_by_status_name_and_metric(ended, here, command, place):
+    """Each narrows the list: how a run ended, words of its name or experiment, a metric, and how that compares."""
+    first, second, failed = (folder.parent.name for folder in ended)
+
+    def found(*options):
+        outcome = command("runs", "--tracking-uri", here, *options, cwd=place)
+        assert outcome.code == 0, outcome
+        return {line.split()[0]: line for line in outcome.out.splitlines()}
+
+    assert set(found("--status", "failed")) == set(found("--unfinished")) == {failed}
+    assert {first, second, failed} <= set(found("--status", "FINISHED", "--status", "failed"))
+    assert failed not in found("--status", "finished")
+    assert set(found("--status", "running")) == set()
+    assert set(found("--name", "second")) == {second}
+    assert set(found("--name", "the * one")) == {second}
+    assert {first, second, failed} <= set(found("--name", "Default"))
+    by_loss = found("--metric", "val_loss")
+    assert {first, second} <= set(by_loss)
+    assert all("  val_loss " in line for line in by_loss.values())
+    assert {first, second} <= set(found("--metric", "test_acc>=0"))
+    assert failed not in found("--metric", "test_acc>=0")
+    assert set(found("--metric", "test_acc > 1")) == set()
+    assert set(found("--metric", "none_such")) == set()
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--metric", "val_acc>>0.9"], "write a metric's name, or a comparison such as val_acc>0.9"),
+        (["--metric", "val_acc>good"], "write a metric's name, or a comparison such as val_acc>0.9"),
+        (["--delete"], "--delete goes with --clean"),
+        (["--clean", "--status", "running"], "a running run is never removed"),
+        (["--status", "lost"], "'lost' is not one of"),
+    ],
+)
+def test_options_that_mean_nothing_are_told(options, words, ended, here, command, place):
+    """Exit code 2 and one line that says what to write."""
+    outcome = command("runs", "--tracking-uri", here, *options, cwd=place)
+    assert outcome.code == 2
+    assert words in outcome.err
+
+
+@pytest.fixture(params=["directly", "by MLflow"])
+def spoken(request, monkeypatch):
+    """How the store is spoken to; MLflow takes over where the schema is another."""
+    if request.param == "by MLflow":
+        monkeypatch.setattr("deeplightning.runs.open_directly", lambda store: None)
+    return request.param
+
+
+def test_a_list_is_the_same_whoever_reads_the_store(ended, here, monkeypatch):
+    """The rows that are read directly are MLflow's, value by value."""
+    directly = listing(str(here))
+    monkeypatch.setattr("deeplightning.runs.open_directly", lambda store: None)
+    assert listing(str(here)) == directly
+    assert {row["id"] for row in directly} >= {folder.parent.name for folder in ended}
+
+
+def test_only_what_has_ended_is_removed(spoken, train, tmp_path):
+    """Cleaning a store of its own: a run that is RUNNING again by the time of the deletion stays, with its files; one
+    that failed is gone from the list and from the disk, and MLflow calls it deleted."""
+    store = tmp_path / "mlruns"
+    kept, gone = (
+        train(f"logger.params.tracking_uri='{store}'", "model.optimizer.params.lr=1e30", code=5).folder for _ in "12"
+    )
+    rows = listing(str(store), UNFINISHED)
+    assert {row["id"] for row in rows} == {kept.parent.name, gone.parent.name}
+    client = MlflowClient(f"sqlite:///{store / 'mlflow.db'}")
+    client.update_run(kept.parent.name, status="RUNNING")
+    assert [row["id"] for row in remove(str(store), rows)] == [gone.parent.name]
+    assert not gone.parent.exists()
+    assert (kept / "cfg.yaml").exists()
+    assert [row["status"] for row in listing(str(store))] == ["RUNNING"]
+    assert client.get_run(gone.parent.name).info.lifecycle_stage == "deleted"
+    with pytest.raises(AssertionError):
+        remove(str(store), rows, ["RUNNING"])
+
+
+def test_runs_are_removed_only_when_told(ended, here, command, place):
+    """`--clean` shows what it would remove and removes nothing; with `--delete` failed runs go with their files, and
+    the others stay."""
     first, second, failed = ended
-    asked = command("runs", "--tracking-uri", here, "--remove", cwd=place)
+    shown = command("runs", "--tracking-uri", here, "--clean", cwd=place)
+    assert [line.split()[0] for line in shown.out.splitlines()] == [failed.parent.name]
+    assert "1 runs and their files would be removed; --delete does it" in shown.err
     assert failed.exists()
-    assert "Delete these 1 runs" in asked.out
-    assert command("runs", "--tracking-uri", here, "--remove", "--yes", cwd=place).code == 0
+    assert "1 runs deleted" in command("runs", "--tracking-uri", here, "--clean", "--delete", cwd=place).err
     assert not failed.parent.exists()
     assert first.exists()
     assert second.exists()

@@ -16,7 +16,7 @@ import uuid
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import closing
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from deeplightning.tracking.context import RUN_NAME, USER, run_name
 from deeplightning.tracking.store import Store, Wait, explain, lock_of, locked
@@ -38,6 +38,18 @@ _T = TypeVar("_T")
 _whole = threading.Lock()
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_whole.acquire, after_in_parent=_whole.release, after_in_child=_whole.release)
+
+
+class Listed(NamedTuple):
+    """A run as a list of runs shows it: `started` in milliseconds since 1970, of each metric the last value."""
+
+    id: str
+    name: str
+    status: str
+    started: int
+    experiment: str
+    artifact_uri: str
+    metrics: dict[str, float]
 
 
 class Refused(Exception):
@@ -202,6 +214,30 @@ class Tracker:
 
     def drop_tag(self, run_id: str, name: str) -> None:
         self._change(lambda connection: connection.execute(_DROP_TAG, (run_id, name)))
+
+    def listing(self) -> list[Listed]:
+        """All runs that were not deleted, the newest first."""
+        metrics: dict[str, dict[str, float]] = {}
+        for run_id, name, value, is_nan in self._find("SELECT run_uuid, key, value, is_nan FROM latest_metrics"):
+            metrics.setdefault(run_id, {})[name] = float("nan") if is_nan else value
+        rows = self._find(
+            "SELECT r.run_uuid, r.name, r.status, r.start_time, e.name, r.artifact_uri FROM runs r"
+            " JOIN experiments e ON e.experiment_id = r.experiment_id"
+            " WHERE r.lifecycle_stage = 'active' AND e.lifecycle_stage = 'active'"
+            " ORDER BY r.start_time DESC, r.run_uuid"
+        )
+        return [Listed(*row, metrics.get(row[0], {})) for row in rows]
+
+    def delete(self, run_id: str, statuses: Collection[str]) -> bool:
+        """Marks a run as deleted, as MLflow does, if its status is one of these; whether it was."""
+        marks = ", ".join("?" * len(statuses))
+        statement = (
+            "UPDATE runs SET lifecycle_stage = 'deleted', deleted_time = ? WHERE run_uuid = ?"
+            f" AND lifecycle_stage = 'active' AND status IN ({marks})"
+        )
+        changed: list[int] = []
+        self._change(lambda c: changed.append(c.execute(statement, (_now(), run_id, *statuses)).rowcount))
+        return changed[-1] > 0
 
     def history(self, run_id: str, names: Collection[str] | None = None) -> Iterator[Point]:
         rows = self._find("SELECT key, value, timestamp, step, is_nan FROM metrics WHERE run_uuid = ?", run_id)
