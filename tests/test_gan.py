@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ from conftest import digest, weights
 from PIL import Image
 
 from deeplightning.config.check import examine
+from deeplightning.configure import init_module, load_config
 from deeplightning.task.gan import InceptionScore
 
 CONFIG = """\
@@ -136,7 +139,7 @@ def test_both_networks_change_and_the_scorer_does_not(run, learn):
     assert len(saved["lr_schedulers"]) == 2
 
 
-@pytest.mark.parametrize("ends", ["at an epoch's end", "inside an epoch"])
+@pytest.mark.parametrize("ends", ["at an epoch's end", pytest.param("inside an epoch", marks=pytest.mark.slow)])
 def test_a_resumed_run_ends_as_an_uninterrupted_one(ends, run, learn, tracked):
     """Resumed after the first epoch, or inside the second, both networks end with the same weights to the last bit, the
     scorer does not learn again, and the epoch's means count what came before."""
@@ -151,6 +154,7 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(ends, run, learn, tracked):
         assert ours[name][-1][1] == pytest.approx(theirs[name][-1][1], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_early_stopping_follows_the_score(learn):
     """A score that never gets so much better ends the training, with a reason."""
     stop = "train.early_stop={metric: val_score, mode: max, delta: 100, patience: 1}"
@@ -298,6 +302,10 @@ AT_START = {
         ["model.scheduler.scorer={type: torch.optim.lr_scheduler.ExponentialLR, params: {gamma: 0.5}}"],
         "model.scheduler.scorer: the scorer learns at one rate",
     ),
+    "a scorer of too few classes": (
+        ["model.network.scorer.params.num_classes=9"],
+        "model.network.scorer: deeplightning.model.cnn.SimpleCNN gives (1, 9) for (1, 1, 8, 8), and (1, 10) is needed",
+    ),
     "a plateau without its metric": (
         ["model.scheduler.generator={type: torch.optim.lr_scheduler.ReduceLROnPlateau}"],
         "model.scheduler.generator.call.monitor: ReduceLROnPlateau needs a metric",
@@ -305,21 +313,38 @@ AT_START = {
 }
 
 
+def begin(*overrides):
+    """What happens before data are read, without a run."""
+    cfg = load_config("gan.yaml", list(overrides))
+    data, task = init_module(cfg, "data"), init_module(cfg, "model")
+    task.trainer = SimpleNamespace(estimated_stepping_batches=18, max_epochs=2, ckpt_path=None)
+    task.image_spec, task.class_names = data.image_spec, data.class_names
+    task.configure_model()
+    task.configure_optimizers()
+
+
 @pytest.mark.parametrize("case", AT_START)
-def test_what_does_not_fit_ends_the_run_at_its_start(case, learn):
-    """Exit 2, one note, before a run is opened."""
+def test_what_does_not_fit_is_told_before_data_are_read(case, place, monkeypatch):
+    """One note each, which is a fault of the config or of the data."""
+    monkeypatch.chdir(place)
     overrides, words = AT_START[case]
-    outcome = learn(*overrides, code=2)
-    assert words in outcome.err
+    with pytest.raises(ValueError, match=re.escape(words)) as told:
+        begin(*overrides)
+    assert told.value.exit_code in (2, 3)
+
+
+def test_what_does_not_fit_ends_the_run_at_its_start(learn):
+    """Exit 2 and one note, before a run is opened."""
+    outcome = learn("model.network.generator.params.image_size=16", code=2)
+    assert outcome.err.startswith("error: model.network.generator: deeplightning.model.dcgan.Generator gives (1, 1, 16")
     assert outcome.err.count("error:") == 1
     assert "Artifact storage path" not in outcome.out
 
 
 def test_maps_do_not_go_with_a_task_of_one_network(learn):
     """Image classification trains one network: maps are exit 2, in words."""
-    outcome = learn(
-        "model.module={type: deeplightning.task.img_classif.ImageClassification}", "~model.network.scorer", code=2
-    )
+    one = "model.module={type: deeplightning.task.img_classif.ImageClassification}"
+    outcome = learn("~model.module", one, "train.checkpoint.monitor=null", code=2)
     assert "takes one network, not several by name" in outcome.err
 
 
@@ -333,6 +358,7 @@ def test_a_dry_run_takes_a_step(command, place):
     assert "no metric is called 'val_score'" in outcome.err
 
 
+@pytest.mark.slow
 def test_a_schedule_follows_the_score(learn, tracked):
     """ReduceLROnPlateau by the score of each epoch: with a threshold that nothing reaches the rate falls."""
     params = "{mode: max, patience: 0, threshold: 100, factor: 0.1}"

@@ -3,6 +3,7 @@
 import io
 import json
 import math
+import re
 import urllib.request
 from types import SimpleNamespace
 
@@ -15,6 +16,8 @@ from PIL import Image
 from served import COLOURS, Server
 
 from deeplightning.configure import init_module, load_config
+from deeplightning.image import ImageSpec
+from deeplightning.model.vqvae import DiscreteVAE
 from deeplightning.runfolder import RunFolder
 from deeplightning.task.errors import MisfitError
 from deeplightning.task.img_recon import ImageReconstruction, perplexity
@@ -219,23 +222,27 @@ def test_a_size_that_is_no_power_of_two_ends_the_run(learn):
     assert "image_size must be a power of two, not 28: 16 and 32 are the next" in outcome.err
 
 
-def test_a_network_that_does_not_fit_the_pictures_is_named(learn):
-    """Sixteen pixels into a network made for eight: exit 2, with both."""
-    outcome = learn("data.module.params.image_size=16", code=2)
-    assert "deeplightning.model.vqvae.DiscreteVAE does not take the data's pictures" in outcome.err
-
-
-def test_a_network_that_gives_no_pictures_is_named(learn):
-    """A classifier: exit 2, with what it gives."""
-    network = "{type: deeplightning.model.cnn.SimpleCNN, params: {num_classes: 3, num_channels: 3, image_size: 8}}"
-    outcome = learn("~model.network", f"model.network={network}", code=2)
-    assert "gives (1, 3), not pictures (B, C, H, W)" in outcome.err
-
-
 @pytest.fixture
 def task(place, monkeypatch):
     monkeypatch.chdir(place)
     return ImageReconstruction(load_config("colours.yaml"))
+
+
+@pytest.mark.parametrize(
+    ("network", "words"),
+    [
+        (
+            DiscreteVAE(16, 3, num_tokens=4),
+            "does not take the data's pictures (1, 3, 8, 8): the images are (3, 8, 8), but",
+        ),
+        (torch.nn.Flatten(), "gives (1, 192), not pictures (B, C, H, W)"),
+    ],
+)
+def test_a_network_that_does_not_fit_the_pictures_is_named(network, words, task):
+    """One made for other pictures, or one that gives none: a fault of the config, before data are read."""
+    task.image_spec = ImageSpec(8, 8, "RGB")
+    with pytest.raises(MisfitError, match=re.escape(words)):
+        task.try_out(network)
 
 
 @pytest.mark.parametrize("outputs", [{"logits": torch.zeros(2, 3)}, {}, [1], torch.zeros(2, 3)])
