@@ -61,7 +61,7 @@ EXAMPLES = {
     ),
     "dcgan": Example(
         "dcgan/dcgan.yaml",
-        ["train.num_epochs=2", "data.module.params={limit: 300}"],
+        ["train.num_epochs=2", "data.module.params.limit=300"],
         {"test_score": (1, 10)},
         ["samples_1.png"],
     ),
