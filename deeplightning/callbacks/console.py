@@ -93,8 +93,9 @@ class Console(pl.Callback):
 
     def _summary(self, trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, str]:
         cfg, engine = self.cfg, self.cfg.engine
-        total = sum(p.numel() for p in module.parameters())
-        learning = sum(p.numel() for p in module.parameters() if p.requires_grad)
+        # ZeRO 3 leaves a parameter empty while it is not used, and notes its size.
+        sizes_of = [(getattr(p, "ds_numel", p.numel()), p.requires_grad) for p in module.parameters()]
+        total, learning = sum(n for n, _ in sizes_of), sum(n for n, learns in sizes_of if learns)
         frozen = "" if learning == total else f", {learning:,} of them learn"
         network = cfg.model.network
         name = network.type.rpartition(".")[2] if isinstance(network, Target) else type(module).__name__
