@@ -35,7 +35,15 @@ def all_of(cfg: Config) -> list[pl.Callback]:
     from deeplightning.callbacks.results import Results, ShowPictures
     from deeplightning.callbacks.signals import Signals
     from deeplightning.callbacks.start import StartWeights
-    from deeplightning.callbacks.steps import AccumulateFrom, FiniteLoss, LogSteps, SameBuffers, SampleWeights, Seeds
+    from deeplightning.callbacks.steps import (
+        AccumulateFrom,
+        FiniteLoss,
+        LogSteps,
+        SameBuffers,
+        SampleWeights,
+        ScheduleSteps,
+        Seeds,
+    )
     from deeplightning.callbacks.threads import MeasuredThreads
     from deeplightning.engine.quick import leave_out_empty_hooks
     from deeplightning.tracking.build import prepare
@@ -60,6 +68,7 @@ def all_of(cfg: Config) -> list[pl.Callback]:
         LogSteps(every if isinstance(every, int) else asdict(every)),
         FiniteLoss(),
         SampleWeights(),
+        ScheduleSteps(),
         SameBuffers(),
         Console(cfg, record, checkpoints),
         Results(record),

@@ -1,6 +1,7 @@
 """What must be so at each step: random numbers that depend on seed and position alone, gradients that are the mean over
 samples, points at the steps that are due, a loss that is a number."""
 
+import functools
 import math
 import random
 from collections.abc import Callable, Mapping
@@ -116,6 +117,47 @@ class AccumulateFrom(pl.Callback):
 
     def _set(self, trainer: pl.Trainer) -> None:
         trainer.accumulate_grad_batches = self.factor if trainer.current_epoch >= self.epoch else 1
+
+
+class ScheduleSteps(pl.Callback):
+    """Lets a schedule by steps go on with each, or each n-th, step that its optimizer has taken.
+
+    Lightning 2.6 would count batches, accumulated ones too, and go on where the scaler of precision 16 has left a step
+    out because its gradients were no numbers.
+    """
+
+    def __init__(self) -> None:
+        self._every: list[tuple[Any, int]] = []  # schedules, with their frequency
+        self._hooks: list[Any] = []
+        self._due: list[Any] = []
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._every = [(c, c.frequency) for c in trainer.lr_scheduler_configs if _by_optimizer_steps(c)]
+        for config, _ in self._every:
+            hook = functools.partial(self._taken, config)
+            self._hooks.append(config.scheduler.optimizer.register_step_post_hook(hook))
+
+    def on_train_batch_start(self, trainer: Any, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        self._due = [config for config, every in self._every if (trainer.global_step + 1) % every == 0]
+        for config, _ in self._every:
+            config.frequency = batch_idx + 2  # not after this batch, unless the optimizer steps
+
+    def _taken(self, config: Any, *_: Any) -> None:
+        if config in self._due:
+            config.frequency = 1
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        for config, every in self._every:
+            config.frequency = every
+        self._hooks, self._every = [], []
+
+
+def _by_optimizer_steps(config: Any) -> bool:
+    """Whether a schedule goes by steps, of an optimizer that tells when it has taken one."""
+    optimizer = getattr(config.scheduler, "optimizer", None)
+    return config.interval == "step" and isinstance(optimizer, torch.optim.Optimizer)
 
 
 class SampleWeights(pl.Callback):
