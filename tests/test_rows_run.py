@@ -1,0 +1,250 @@
+"""What the checklist asks of whole runs with code of a user's own, where the modules' own tests stop."""
+
+import json
+import re
+
+import pytest
+import torch
+from commands import real
+from conftest import weights
+
+from deeplightning.engine.checkpoint_io import read_checkpoint
+
+OWN = '''\
+"""A user's own code."""
+
+import json
+import pathlib
+
+import pytorch_lightning as pl
+from torch import nn
+
+from deeplightning.task.img_classif import ImageClassification
+
+
+class Task(ImageClassification):
+    """Counts what it has learned from, and keeps the count in checkpoints."""
+
+    samples = 0
+
+    def training_step(self, batch, batch_idx):
+        self.samples += len(batch["label"])
+        self.log("counted", float(len(batch["label"])), on_step=False, on_epoch=True, reduce_fx="sum")
+        return super().training_step(batch, batch_idx)
+
+    def on_save_checkpoint(self, checkpoint):
+        super().on_save_checkpoint(checkpoint)
+        checkpoint["samples"] = self.samples
+
+    def on_load_checkpoint(self, checkpoint):
+        super().on_load_checkpoint(checkpoint)
+        self.samples = checkpoint["samples"]
+
+
+class Loose(ImageClassification):
+    """Goes on from checkpoints that lack some of its tensors."""
+
+    strict_loading = False
+
+
+class Notes(pl.Callback):
+    """Writes down what is so at the start of each epoch, and counts epochs over the launches of a run."""
+
+    def __init__(self, file):
+        self.file = pathlib.Path(file)
+        self.epochs = 0
+
+    def state_dict(self):
+        return {"epochs": self.epochs}
+
+    def load_state_dict(self, state):
+        self.epochs = state["epochs"]
+
+    def on_train_epoch_start(self, trainer, task):
+        note = {
+            "config": (trainer.logger.artifact_folder / "cfg.yaml").is_file(),
+            "epochs": self.epochs,
+            "samples": task.samples,
+            "place": [task.global_rank, task.local_rank, trainer.world_size],
+            "step": trainer.global_step,
+        }
+        self.epochs += 1
+        with self.file.open("a") as file:
+            file.write(json.dumps(note) + "\\n")
+
+
+class Network(nn.Module):
+    """Two layers; with `spare`, a third one that is not used."""
+
+    def __init__(self, spare=False):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(64, 16), nn.ReLU(), nn.Linear(16, 10))
+        if spare:
+            self.spare = nn.Linear(16, 10)
+
+    def forward(self, images):
+        return self.layers(images)
+'''
+
+CUSTOM = '''\
+from torch import nn
+
+
+class MyLoss(nn.CrossEntropyLoss):
+    """Half of cross-entropy."""
+
+    def forward(self, logits, labels):
+        return 0.5 * super().forward(logits, labels)
+
+
+def make(factor):
+    """A function that makes a loss."""
+    return nn.CrossEntropyLoss(label_smoothing=factor)
+'''
+
+NETWORK = "model.network={type: own_rows.Network}"
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory):
+    """A working directory with the code above."""
+    folder = tmp_path_factory.mktemp("rows")
+    (folder / "own_rows.py").write_text(OWN)
+    (folder / "losses" / "of_mine").mkdir(parents=True)
+    (folder / "losses" / "of_mine" / "custom.py").write_text(CUSTOM)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def trained(command, tiny, own):
+    """`trained(override, …)` is a run in that directory, over as many processes as `ranks` says."""
+
+    def run(*overrides, ranks=1, code=0):
+        spread = [f"engine.processes={ranks}"] if ranks > 1 else []
+        outcome = command("train", tiny, NETWORK, *spread, *overrides, cwd=own, ranks=ranks)
+        assert {each.code for each in outcome.ranks or [outcome]} == {code}, outcome
+        return outcome
+
+    return run
+
+
+# ---- one run of own code: an epoch, then another one
+
+
+@pytest.fixture(scope="module")
+def gone_on(trained, tmp_path_factory):
+    """The run, the notes of its epochs, and the folder with checkpoints of its own naming."""
+    folder = tmp_path_factory.mktemp("notes")
+    name = "{epoch}-{step}-{val_loss:.2f}"
+    kept = f"{{type: pytorch_lightning.callbacks.ModelCheckpoint, params: {{dirpath: '{folder / 'kept'}', filename: "
+    kept += f"'{name}', save_top_k: -1}}}}"
+    notes = f"{{type: own_rows.Notes, params: {{file: '{folder / 'notes'}'}}}}"
+    settings = ["model.module.type=own_rows.Task", f"train.callbacks=[{notes}, {kept}]"]
+    first = trained(*settings, "train.num_epochs=1")
+    second = trained(*settings, f"train.resume_ckpt='{first.folder}'")
+    assert second.folder == first.folder
+    return second, [json.loads(line) for line in (folder / "notes").read_text().splitlines()], folder / "kept"
+
+
+def test_the_config_is_kept_before_the_first_epoch(gone_on):
+    """`cfg.yaml` is in the run's folder when training begins."""
+    _, notes, _ = gone_on
+    assert [note["config"] for note in notes] == [True, True]
+
+
+def test_a_process_alone_is_the_first_of_one(gone_on):
+    """`self.global_rank` and `self.trainer.world_size` are right without any launcher."""
+    _, notes, _ = gone_on
+    assert [note["place"] for note in notes] == [[0, 0, 1]] * 2
+
+
+def test_what_own_code_saves_returns(gone_on):
+    """The state of an own task and of an own callback come back where the run goes on."""
+    _, notes, _ = gone_on
+    assert [(note["epochs"], note["samples"], note["step"]) for note in notes] == [(0, 0, 0), (1, 134, 9)]
+
+
+def test_further_checkpoints_have_names_of_ones_own(gone_on):
+    """Lightning's ModelCheckpoint under `train.callbacks` follows its pattern, and holds what `last.ckpt` does."""
+    run, _, kept = gone_on
+    names = sorted(path.name for path in kept.iterdir())
+    assert [re.sub(r"\d\.\d\d", "N", name) for name in names] == [
+        "epoch=0-step=9-val_loss=N.ckpt",
+        "epoch=1-step=18-val_loss=N.ckpt",
+    ]
+    ours, last = read_checkpoint(kept / names[1]), read_checkpoint(run.folder / "last.ckpt")
+    assert {"state_dict", "optimizer_states", "lr_schedulers", "loops", "callbacks", "config", "samples"} <= set(ours)
+    assert ours["global_step"] == last["global_step"] == 18
+    assert all(torch.equal(tensor, last["state_dict"][name]) for name, tensor in ours["state_dict"].items())
+
+
+def test_a_value_that_is_logged_as_a_sum_is_one(gone_on, tracked):
+    """`reduce_fx="sum"` of an own task: the samples of an epoch. Epochs are counted from 0."""
+    run, _, _ = gone_on
+    series = tracked(run.folder).series()
+    assert [value for _, value in series["counted"]] == [134, 134]
+    assert max(value for _, value in series["epoch"]) == 1
+
+
+# ---- own modules in other processes
+
+
+@pytest.mark.parametrize("loss", ["MyLoss}", "make, params: {factor: 0.1}}"], ids=["class", "function"])
+def test_a_loss_of_a_nested_package_trains_over_two_processes(loss, trained):
+    """A class, or a function that makes one, of a folder below the working directory."""
+    trained(f"model.loss={{type: losses.of_mine.custom.{loss}", "train.num_epochs=1", ranks=2)
+
+
+@pytest.mark.slow
+def test_own_modules_are_found_by_processes_that_are_started_anew(tiny, own):
+    """As a person starts two processes, by one command."""
+    loss = "model.loss={type: losses.of_mine.custom.MyLoss}"
+    done = real("train", tiny, NETWORK, loss, "engine.processes=2", "train.num_epochs=1", cwd=own)
+    assert done.code == 0, done
+
+
+@pytest.mark.parametrize(("find", "code"), [("true", 0), ("false", 1)])
+def test_a_layer_that_is_not_used_is_found_only_if_ddp_looks_for_it(find, code, trained):
+    """With `find_unused_parameters: false` ddp says what to set; with true the network learns."""
+    settings = [
+        "model.network.params.spare=true",
+        f"engine={{backend: ddp, processes: 2, params: {{find_unused_parameters: {find}}}}}",
+    ]
+    outcome = trained(*settings, "train.num_epochs=1", ranks=2, code=code)
+    assert ("find_unused_parameters" in "".join(rank.err for rank in outcome.ranks)) == (code != 0)
+
+
+# ---- what is told of several processes
+
+
+@pytest.mark.parametrize("engine", ["fsdp", "deepspeed_stage_3"])
+def test_parameters_that_are_shared_out_are_counted_whole(engine, jobs, tiny, place):
+    """The table at the start tells the number of the whole network."""
+    settings = [f"engine={{backend: {engine}, processes: 2}}", "train.num_epochs=1", "train.limit_batches={train: 1}"]
+    done = jobs("train", tiny, *settings, cwd=place, ranks=2)
+    assert [rank.code for rank in done.ranks] == [0, 0], done
+    assert "SimpleCNN: 14,538 parameters (0.015 M)" in done.out
+
+
+# ---- checkpoints under other settings
+
+
+def test_a_run_in_16_bits_goes_on_in_32(trained):
+    """With the weights of the checkpoint, as numbers of the new run: without a learning rate they stay so."""
+    half = trained("engine.precision=bf16-true", "model.optimizer.params.lr=0.0", "train.num_epochs=1")
+    before = weights(half.folder / "last.ckpt")
+    whole = trained("engine.precision=32", f"train.resume_ckpt='{half.folder / 'last.ckpt'}'")
+    after = weights(whole.folder / "last.ckpt")
+    assert {tensor.dtype for tensor in before.values()} == {torch.bfloat16}
+    assert {tensor.dtype for tensor in after.values()} == {torch.float32}
+    assert all(torch.equal(after[name], tensor.float()) for name, tensor in before.items())
+
+
+def test_a_task_may_go_on_without_some_tensors(trained):
+    """One that sets `strict_loading` to false takes those that are there; another one is told what is missing."""
+    learns = "model.trainable=[layers]"
+    first = trained(learns, "train.num_epochs=1")
+    more = [learns, "model.network.params.spare=true", f"train.resume_ckpt='{first.folder}'"]
+    assert "network.spare.weight is missing" in trained(*more, code=4).err
+    loose = trained("model.module.type=own_rows.Loose", *more)
+    assert read_checkpoint(loose.folder / "last.ckpt")["global_step"] == 18
