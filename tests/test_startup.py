@@ -37,6 +37,7 @@ UNUSED = [
     "matplotlib",
     "torchvision",
     "onnx",
+    "triton",
 ]
 HEAVY = ["torch", "numpy", "pytorch_lightning", "PIL", *UNUSED]
 BUDGETS = {
@@ -106,12 +107,22 @@ def test_a_verb_imports_no_more_than_it_did(imported, words):
 
 
 STAND_INS = """\
-import sys, types
+import importlib.util, sys, types
 from deeplightning.engine.lean import import_lean
 import_lean()
 import pytorch_lightning, torch, torchmetrics
 from pytorch_lightning.utilities.compile import OptimizedModule
 assert "matplotlib" not in sys.modules and type(sys.modules["torch._dynamo"]) is not types.ModuleType
+assert "triton" not in sys.modules
+
+from torch.utils import flop_counter
+with flop_counter.FlopCounterMode(display=False) as counter:
+    torch.ones(2, 3) @ torch.ones(3, 5)
+assert counter.get_total_flops() == 60 and "triton" not in sys.modules
+if importlib.util.find_spec("triton"):
+    from triton.runtime.jit import JITFunction
+    assert isinstance(object.__new__(JITFunction), flop_counter._JITFunction)
+    assert not isinstance(JITFunction, flop_counter._JITFunction)
 
 network = torch.nn.Linear(2, 2)
 optimizer = torch.optim.SGD(network.parameters(), lr=0.1)

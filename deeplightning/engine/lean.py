@@ -1,9 +1,9 @@
 """What torch and Lightning import and most runs do not use is left until something asks for it.
 
-Importing Lightning takes torchmetrics whole, with SciPy, matplotlib and torchvision behind it, and `torch._dynamo`, the
-compiler's front: of these a run in eager mode calls nothing. Stand-ins take their places. At the first question that
-they cannot answer the real module is loaded, and from then on all is as if it had been from the beginning. Where a
-library is not as we know it (torch 2.15, torchmetrics 1.9, Lightning 2.6), it is imported as ever.
+Importing Lightning takes torchmetrics whole, with SciPy, matplotlib and torchvision behind it, `torch._dynamo`, the
+compiler's front, and Triton: of these a run in eager mode calls nothing. Stand-ins take their places. At the first
+question that they cannot answer the real module is loaded, and from then on all is as if it had been from the
+beginning. Where a library is not as we know it (torch 2.15, torchmetrics 1.9, Lightning 2.6), it is imported as ever.
 """
 
 import contextlib
@@ -17,8 +17,7 @@ from importlib.machinery import ModuleSpec
 from types import FunctionType, ModuleType
 from typing import Any
 
-_DYNAMO = "torch._dynamo"
-
+_DYNAMO, _TRITON, _FLOP_COUNTER = "torch._dynamo", "triton", "torch.utils.flop_counter"
 
 _LIGHTNING = ("pytorch_lightning", "lightning_fabric")
 
@@ -38,6 +37,8 @@ class _BeforeLightning(MetaPathFinder):
             _torchmetrics_later()
         if _DYNAMO not in sys.modules:
             _dynamo_later()
+        if _TRITON not in sys.modules and _FLOP_COUNTER not in sys.modules:
+            _triton_later()
 
 
 _before_lightning = _BeforeLightning()
@@ -202,3 +203,33 @@ def _load_dynamo() -> ModuleType:
     import torch._dynamo
 
     return torch._dynamo
+
+
+# ---- Triton
+
+
+class _IsKernel(type):
+    def __instancecheck__(cls, instance: Any) -> bool:
+        real = getattr(sys.modules.get(f"{_TRITON}.runtime.jit"), "JITFunction", cls)
+        return real is not cls and isinstance(instance, real)
+
+
+class _JITFunction(metaclass=_IsKernel):
+    """What Triton makes of a kernel, before it has been asked to."""
+
+
+def _triton_later() -> None:
+    """Imports torch's counter of operations, which comes with Lightning, without Triton: 70 MiB (3.9) for the one class
+    by which it knows a kernel."""
+    if importlib.util.find_spec(_TRITON) is None:
+        return
+    names = [_TRITON, f"{_TRITON}.runtime", f"{_TRITON}.runtime.jit"]
+    sys.modules |= {name: ModuleType(name) for name in names}
+    sys.modules[names[-1]].JITFunction = _JITFunction  # type: ignore[attr-defined]
+    try:
+        import torch.utils.flop_counter  # noqa: F401
+    except (ImportError, AttributeError):
+        sys.modules.pop(_FLOP_COUNTER, None)
+    finally:
+        for name in names:
+            del sys.modules[name]
