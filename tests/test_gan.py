@@ -83,7 +83,8 @@ def test_losses_rates_and_scores_are_logged(run, tracked):
     assert [step for step, _ in series["loss_d"]] == [step for step, _ in series["loss_g"]] == list(range(0, 36, 4))
     assert all(math.isfinite(value) and value > 0 for value in dict(series["loss_g"]).values())
     means = ("train_loss_d", "train_loss_g", "val_loss_d", "val_loss_g", "val_score", "val_score_real")
-    assert {name: len(series[name]) for name in means} == dict.fromkeys(means, 2)
+    assert {name: [step for step, _ in series[name]] for name in means} == dict.fromkeys(means, [17, 35])
+    assert "step" not in series
     rates = [value for _, value in series["lr-generator"]]
     assert rates == pytest.approx([0.002] * 5 + [0.001] * 4)  # by epochs
     torch_one = torch.optim.SGD([torch.zeros(1)], lr=0.01, momentum=0.5)

@@ -364,6 +364,8 @@ class Gan(pl.LightningModule):
         scores: Any = self.scores[f"{stage}_stage"] if self.scorer_trained and stage != "train" else {}
         for name, metric in {**self._of(stage), **dict(scores.items())}.items():
             self.log(f"{stage}_{name}", metric)  # computed over all processes and reset by Lightning
+        if stage != "test":  # where Lightning puts these points: it would count batches, and steps are two for each
+            self.log("step", float(self.global_step - 1), sync_dist=True)
 
     # ---- judging
 
@@ -383,7 +385,8 @@ class Gan(pl.LightningModule):
         real, samples = self._real(batch)
         if samples == 0:
             return
-        made = self.networks["generator"](self._like(real, self.noise(samples, 1 + batch_idx)))
+        number = 1 + batch_idx + (1 << 20) * (stage == "test")  # a test is not to see the noise that chose the best
+        made = self.networks["generator"](self._like(real, self.noise(samples, number)))
         self._count(stage, {"loss_d": self._loss_d(real, made), "loss_g": self._loss_g(made)}, samples)
         if self.scorer_trained:
             metrics: Any = self.scores[f"{stage}_stage"]
