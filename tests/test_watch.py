@@ -2,9 +2,13 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
+import torch
 from conftest import weights
+
+from deeplightning.callbacks import watch
 
 WATCH = "deeplightning.callbacks.watch"
 
@@ -56,6 +60,91 @@ def test_gradient_norms_and_timings_are_numbers_in_the_tracker(watched, tracked)
         0 < data <= whole for (_, whole), (_, data) in zip(series["batch_time"], series["data_time"], strict=True)
     )
     assert series["batches"][-1][1] == 18
+
+
+def test_the_parts_of_a_batch_are_not_more_than_the_whole(watched, tracked):
+    """`data_time`, `forward_time`, `backward_time` and `step_time` are more than nothing, and together at most
+    `batch_time`, at every point of it."""
+    series = {name: [v for _, v in points] for name, points in tracked(watched.folder).series().items()}
+    parts = [series[f"{part}_time"] for part in ("data", "forward", "backward", "step")]
+    assert {len(values) for values in parts} == {len(series["batch_time"])}
+    for whole, *each in zip(series["batch_time"], *parts, strict=True):
+        assert all(value > 0 for value in each)
+        assert sum(each) <= whole * (1 + 1e-6)  # they travel in 32 bits
+
+
+def test_timings_count_what_each_part_takes(monkeypatch):
+    """By a clock that is told what passes: two batches with two backward passes and steps each, as in a task that steps
+    by itself, are added up part by part; nothing is counted twice."""
+    clock = iter(range(1000))
+    monkeypatch.setattr(watch.time, "perf_counter", lambda: float(next(clock)))
+    weight = torch.nn.Parameter(torch.ones(()))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    weight.grad = torch.ones(())
+    logged = {}
+    trainer = SimpleNamespace(
+        optimizers=[optimizer], log_every_n_steps=0, fit_loop=SimpleNamespace(total_batch_idx=1), callback_metrics={}
+    )
+    module = SimpleNamespace(device=torch.device("cpu"), log_dict=logged.update)
+    timings = watch.Timings()
+    timings.on_train_start(trainer, module)
+    for batch in range(2):
+        trainer.log_every_n_steps = batch
+        timings.on_train_batch_start(trainer, module)
+        for _ in range(2):
+            timings.on_before_backward()
+            timings.on_after_backward()
+            optimizer.step()
+        timings.on_train_batch_end(trainer, module)
+    timings.on_train_end()
+    assert logged == {
+        "batch_time": 8.0,
+        "data_time": 1.0,
+        "forward_time": 2.0,
+        "backward_time": 2.0,
+        "step_time": 3.0,
+        "batches": 2.0,
+    }
+    optimizer.step()  # is not looked at any more
+    assert next(clock) == 17
+
+
+@pytest.mark.parametrize(("batches", "lines"), [(20, 10), (25, 10), (16, 10), (15, 15), (9, 9)])
+def test_progress_is_a_line_each_tenth(batches, lines, caplog):
+    """Of 20 batches every second; of up to 15 each; the last batch always; only on the ranks that are named."""
+    caplog.set_level("INFO")
+    progress = watch.ProgressLines()
+    trainer = SimpleNamespace(num_training_batches=batches, current_epoch=1, global_rank=0, accumulate_grad_batches=1)
+    for batch in range(batches):
+        progress.on_train_batch_end(trainer, None, torch.tensor(0.5), None, batch)
+    assert len(caplog.messages) == lines
+    assert caplog.messages[-1] == f"epoch 2, batch {batches} of {batches} (100 %): train_loss 0.5000"
+    trainer.global_rank = 1
+    progress.on_train_batch_end(trainer, None, torch.tensor(0.5), None, batches - 1)
+    assert len(caplog.messages) == lines
+
+
+def test_a_run_writes_its_progress_as_lines(train):
+    """Named under `train.callbacks`: nine batches an epoch, a line for each, on the terminal and in the rank's file."""
+    outcome = train(f"train.callbacks=[{{type: {WATCH}.ProgressLines}}]", "logger.progress=off")
+    lines = re.findall(r"^epoch (\d), batch (\d) of 9 \(\d+ %\): train_loss \d\.\d{4}$", outcome.out, re.M)
+    assert lines == [(str(epoch), str(batch)) for epoch in (1, 2) for batch in range(1, 10)]
+    assert (outcome.folder / "logs" / "rank_0.log").read_text().count(" of 9 (") == 18
+
+
+def test_the_loss_of_a_step_is_the_mean_over_batches_and_processes(job, fit):
+    """Two processes, four batches a step: a line per step, and the first is the mean of the eight losses, which one
+    process finds in four batches of twice the size. It is written on the ranks that are named, or on none."""
+    still = ["model.optimizer.params.lr=0.0", "train.num_epochs=1", "data.batch_size=4"]
+    synced = f"{{type: {WATCH}.SyncedLoss, params: {{prefix: NAME, ranks: RANKS}}}}"
+    both, none = (synced.replace("NAME", n).replace("RANKS", r) for n, r in (("both", "[0, 1]"), ("none", "[]")))
+    outcome = job(*still, f"train.callbacks=[{both}, {none}]", "train.accumulator_factor=4", "logger.ranks=[0, 1]")
+    lines = [re.findall(r"^both step (\d+): (\d+\.\d+)$", rank.out, re.M) for rank in outcome.ranks]
+    assert lines[0] == lines[1]
+    assert [step for step, _ in lines[0]] == [str(step) for step in range(5)]  # 17 batches by fours
+    assert not any("none step" in rank.out for rank in outcome.ranks)
+    whole = fit(*still, "data.batch_size=8").series("train_loss")  # what both processes see at a step
+    assert float(lines[0][0][1]) == pytest.approx(sum(value for _, value in whole[:4]) / 4, abs=1e-5)
 
 
 def test_histograms_hold_every_weight_and_gradient(watched):

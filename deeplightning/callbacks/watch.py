@@ -1,6 +1,7 @@
 """Callbacks to name under `train.callbacks` by whoever wants to look closer: losses, parameters, gradients, timings."""
 
 import logging
+import math
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -13,7 +14,7 @@ log = logging.getLogger("deeplightning.watch")
 
 def batch_loss(trainer: Any, outputs: Any) -> torch.Tensor:
     """The loss of one batch from what `on_train_batch_end` is handed: Lightning has divided it by the accumulation."""
-    loss = outputs["loss"] if isinstance(outputs, dict) else outputs
+    loss = outputs.get("loss") if isinstance(outputs, dict) else outputs  # a task that steps itself may return none
     return loss.detach() * trainer.accumulate_grad_batches if loss is not None else torch.tensor(float("nan"))
 
 
@@ -91,21 +92,102 @@ class GradientNorms(pl.Callback):
 
 
 class Timings(pl.Callback):
-    """Logs `batch_time` and `data_time`, seconds per batch since the last logged step, and `batches` so far."""
+    """Logs where time goes, in seconds per batch: `batch_time`, and its parts `data_time` (waiting for the batch),
+    `forward_time` (to its loss), `backward_time` and `step_time` (the optimizer, and what else ends a batch); and
+    `batches` so far.
+
+    They are means since the last logged step. On a GPU, which works on while the CPU has gone ahead, forward, backward
+    and step are those of the logged step alone, which waits for the GPU after each of them.
+    """
+
+    def __init__(self) -> None:
+        self._hooks: list[Any] = []
+        self._is_on_gpu = self._waits = False
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._is_on_gpu = pl_module.device.type == "cuda"
+        for optimizer in trainer.optimizers:  # between two optimizers of one batch there is no hook of Lightning's
+            if hasattr(optimizer, "register_step_post_hook"):
+                self._hooks.append(optimizer.register_step_post_hook(lambda *_: self._add("step")))
+        self._begin()  # the next hook is left out where a run goes on inside an epoch
 
     def on_train_epoch_start(self, *_: Any) -> None:
-        self._waiting_since = self._logged_at = time.perf_counter()
-        self._data = 0.0
-        self._count = 0
+        self._begin()
 
-    def on_train_batch_start(self, *_: Any) -> None:
-        self._data += time.perf_counter() - self._waiting_since
+    def _begin(self) -> None:
+        self._last = self._logged_at = time.perf_counter()
+        self._count = 0
+        self._spent = dict.fromkeys(("data", "forward", "backward", "step"), 0.0)
+
+    def _add(self, part: str) -> None:
+        """The time since the last call was spent on this part."""
+        if self._waits:
+            torch.cuda.synchronize()
+        now = time.perf_counter()
+        self._spent[part] += now - self._last
+        self._last = now
+
+    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+        self._add("data")
+        if self._is_on_gpu:
+            self._waits = bool(trainer.log_every_n_steps)
+            if self._waits:
+                torch.cuda.synchronize()
+            self._last = time.perf_counter()
+            self._spent |= dict.fromkeys(("forward", "backward", "step"), 0.0)
+
+    def on_before_backward(self, *_: Any) -> None:
+        self._add("forward")
+
+    def on_after_backward(self, *_: Any) -> None:
+        self._add("backward")
 
     def on_train_batch_end(self, trainer: Any, pl_module: pl.LightningModule, *_: Any) -> None:
-        now = self._waiting_since = time.perf_counter()
+        self._add("step")
+        self._waits = False
         self._count += 1
         if trainer.log_every_n_steps:
-            whole = (now - self._logged_at) / self._count
-            done = float(trainer.fit_loop.total_batch_idx + 1)
-            pl_module.log_dict({"batch_time": whole, "data_time": self._data / self._count, "batches": done})
-            self._logged_at, self._data, self._count = now, 0.0, 0
+            batches = 1 if self._is_on_gpu else self._count
+            pl_module.log_dict(
+                {
+                    "batch_time": (self._last - self._logged_at) / self._count,
+                    "data_time": self._spent["data"] / self._count,
+                    "forward_time": self._spent["forward"] / batches,
+                    "backward_time": self._spent["backward"] / batches,
+                    "step_time": self._spent["step"] / batches,
+                    "batches": float(trainer.fit_loop.total_batch_idx + 1),
+                }
+            )
+            self._logged_at, self._count = self._last, 0
+            self._spent = dict.fromkeys(self._spent, 0.0)
+
+    def on_train_end(self, *_: Any) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+
+class ProgressLines(pl.Callback):
+    """A line at each tenth of an epoch's batches: how far it is, and the last batch's loss. Of up to 15 batches each
+    has a line; where nobody knows how many there are, each hundredth.
+
+    Args:
+        ranks: processes that write it; none: nobody.
+    """
+
+    def __init__(self, ranks: Sequence[int] = (0,)):
+        self.ranks = tuple(ranks)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+        done, of = batch_idx + 1, trainer.num_training_batches
+        if trainer.global_rank not in self.ranks:
+            return
+        if not math.isfinite(of):
+            if done % 100 == 0:
+                log.info(
+                    "epoch %d, batch %d: train_loss %.4f", trainer.current_epoch + 1, done, batch_loss(trainer, outputs)
+                )
+        elif of <= 15 or done * 10 // of > batch_idx * 10 // of:
+            share = 100 * done // of
+            first = (trainer.current_epoch + 1, done, of, share)
+            log.info("epoch %d, batch %d of %d (%d %%): train_loss %.4f", *first, batch_loss(trainer, outputs))
