@@ -83,7 +83,7 @@ def test_losses_rates_and_scores_are_logged(run, tracked):
     assert [step for step, _ in series["loss_d"]] == [step for step, _ in series["loss_g"]] == list(range(0, 36, 4))
     assert all(math.isfinite(value) and value > 0 for value in dict(series["loss_g"]).values())
     means = ("train_loss_d", "train_loss_g", "val_loss_d", "val_loss_g", "val_score", "val_score_real")
-    assert {name: [step for step, _ in series[name]] for name in means} == dict.fromkeys(means, [17, 35])
+    assert {name: [step for step, _ in series[name]] for name in means} == {name: [17, 35] for name in means}
     assert "step" not in series
     rates = [value for _, value in series["lr-generator"]]
     assert rates == pytest.approx([0.002] * 5 + [0.001] * 4)  # by epochs
