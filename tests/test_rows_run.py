@@ -41,6 +41,22 @@ class Task(ImageClassification):
         self.samples = checkpoint["samples"]
 
 
+class ByHand(ImageClassification):
+    """Steps its optimizer itself, and writes down the first gradient as `manual_backward` left it."""
+
+    def __init__(self, cfg, file):
+        super().__init__(cfg)
+        self.automatic_optimization, self.file = False, pathlib.Path(file)
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        if self.global_step == 0 and self.global_rank == 0:
+            self.file.write_text(str(float(next(self.network.parameters()).grad.norm())))
+        optimizer.step()
+
+
 class Loose(ImageClassification):
     """Goes on from checkpoints that lack some of its tensors."""
 
@@ -217,13 +233,34 @@ def test_a_layer_that_is_not_used_is_found_only_if_ddp_looks_for_it(find, code, 
 # ---- what is told of several processes
 
 
-@pytest.mark.parametrize("engine", ["fsdp", "deepspeed_stage_3"])
+@pytest.mark.parametrize("engine", [pytest.param("fsdp", marks=pytest.mark.slow), "deepspeed_stage_3"])
 def test_parameters_that_are_shared_out_are_counted_whole(engine, jobs, tiny, place):
     """The table at the start tells the number of the whole network."""
     settings = [f"engine={{backend: {engine}, processes: 2}}", "train.num_epochs=1", "train.limit_batches={train: 1}"]
     done = jobs("train", tiny, *settings, cwd=place, ranks=2)
     assert [rank.code for rank in done.ranks] == [0, 0], done
     assert "SimpleCNN: 14,538 parameters (0.015 M)" in done.out
+
+
+SCALED = (
+    "{backend: ddp, processes: 2, params: {precision_plugin: {type: "
+    "pytorch_lightning.plugins.precision.MixedPrecision, params: {precision: 16-mixed, device: cpu, "
+    "scaler: {type: torch.amp.GradScaler, params: {device: cpu, init_scale: SCALE}}}}}}"
+)
+
+
+def test_a_loop_of_ones_own_scales_its_loss_in_half_precision(trained, tmp_path, tracked):
+    """`manual_backward` multiplies by the scale of the scaler that is named, and the optimizer divides by it: gradients
+    are twice as large under twice the scale, and the network learns the same."""
+    gradients, losses = [], []
+    for scale in (256.0, 512.0):
+        task = f"model.module={{type: own_rows.ByHand, params: {{file: '{tmp_path / 'gradient'}'}}}}"
+        engine = f"engine={SCALED.replace('SCALE', str(scale))}"
+        run = trained("~model.module", task, engine, "train.num_epochs=1", ranks=2)
+        gradients.append(float((tmp_path / "gradient").read_text()))
+        losses.append(tracked(run.folder).metrics["val_loss"])
+    assert gradients[1] == pytest.approx(2 * gradients[0], rel=1e-3)
+    assert losses[1] == pytest.approx(losses[0], rel=1e-3)
 
 
 # ---- checkpoints under other settings
