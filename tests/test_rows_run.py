@@ -205,10 +205,12 @@ def test_a_value_that_is_logged_as_a_sum_is_one(gone_on, tracked):
 # ---- own modules in other processes
 
 
-@pytest.mark.parametrize("loss", ["MyLoss}", "make, params: {factor: 0.1}}"], ids=["class", "function"])
-def test_a_loss_of_a_nested_package_trains_over_two_processes(loss, trained):
-    """A class, or a function that makes one, of a folder below the working directory."""
-    trained(f"model.loss={{type: losses.of_mine.custom.{loss}", "train.num_epochs=1", ranks=2)
+def test_losses_of_a_nested_package_train_over_two_processes(trained, tracked):
+    """A class, and a function that makes one, of a folder below the working directory; both are logged."""
+    custom = "losses.of_mine.custom"
+    losses = f"{{mine: {{type: {custom}.MyLoss}}, smooth: {{type: {custom}.make, params: {{factor: 0.1}}}}}}"
+    run = trained("~model.loss", f"model.loss={losses}", "train.num_epochs=1", ranks=2)
+    assert {"val_mine", "val_smooth"} <= set(tracked(run.folder).metrics)
 
 
 @pytest.mark.slow
