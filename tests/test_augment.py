@@ -48,6 +48,7 @@ class Looks(pl.LightningModule):
 
     def predict_step(self, batch, batch_idx):
         self.seen["predict"].append(batch)
+        return batch["index"]
 
     def configure_optimizers(self):
         return torch.optim.SGD(self.parameters(), lr=0.1)

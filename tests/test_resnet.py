@@ -122,7 +122,7 @@ def test_one_line_changes_the_network_and_pretrained_weights_are_taken(train, pr
     """DL-15: `model.network` alone makes a CNN's run one of a ResNet-18, which takes torchvision's tensors where they
     fit and names those that do not: the first layer for one channel, and the last for ten classes."""
     run = train(f"model.network={RESNET}", f"model.init_from='{pretrained}'", "model.optimizer.params.lr=0", *SMALL)
-    assert "ResNet: 11,175,370 parameters" in run.err + run.out
+    assert "ResNet18: 11,175,370 parameters" in run.err + run.out
     told = run.err + run.out
     assert "network.conv1.weight, network.fc.weight, network.fc.bias" in told
     from safetensors.torch import load_file
@@ -179,7 +179,8 @@ ENGINES = [
 def test_one_file_for_seven_engines(config, command, tmp_path):
     """ST-63: CIFAR-10 checks without a fault under each engine, by one override."""
     for engine in ENGINES:
-        override = [f"engine.backend={engine}", "engine.gpus=2", "data.root=."]
+        processes = 1 if engine == "null" else 2  # of CPUs: `engine.gpus` names how many GPUs there are
+        override = [f"engine.backend={engine}", "engine.gpus=null", f"engine.processes={processes}"]
         outcome = command("check", ROOT / "configs" / f"{config}.yaml", *override, cwd=tmp_path)
         assert outcome.code == 0, outcome
 

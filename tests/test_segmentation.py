@@ -318,7 +318,8 @@ def test_a_run_learns_shows_and_says_that_there_is_no_bundle(run):
     found = results(run.folder, "val")
     assert found["val_iou"] > 0.4
     assert found["val_acc"] > 0.6
-    assert Image.open(run.folder / "val_segmentation.png").size == (3 * 100, 2 * 100)
+    with Image.open(run.folder / "val_segmentation.png") as shown:
+        assert shown.size == (3 * 100, 2 * 100)
     with (run.folder / "test_predictions.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 2
@@ -342,7 +343,7 @@ def judge() -> None:
 
     path, folder, checkpoint, processes, root = sys.argv[1:]
     warnings.filterwarnings("ignore")
-    for size in (1, 2, 3, 5, 7):
+    for size in (1, 2, 5):
         launch(
             load_config(
                 path,
@@ -361,9 +362,9 @@ def judge() -> None:
 
 
 def test_any_number_of_processes_judges_the_same(run, command, config, tmp_path):
-    """Sets of 1 to 7 pictures on 1, 2 and 3 processes, some with nothing to do: IoU and accuracy are scikit-learn's on
-    all pixels in one piece, equal to the last digit."""
-    for size in (1, 2, 3, 5, 7):
+    """Sets of 1, 2 and 5 pictures on 1, 2 and 3 processes, some with nothing to do: IoU and accuracy are equal to the
+    last digit, and scikit-learn's on all pixels in one piece."""
+    for size in (1, 2, 5):
         for split, count in (("train", 2), ("val", size)):
             fill(tmp_path / str(size) / split, count, seed=size)
     checkpoint = run.folder / "best.ckpt"
@@ -376,7 +377,7 @@ def test_any_number_of_processes_judges_the_same(run, command, config, tmp_path)
         outcome = command(config, folder, checkpoint, world, tmp_path, **job)
         assert {0} == {each.code for each in outcome.ranks or [outcome]}, outcome
         found[world] = {}
-        for size in (1, 2, 3, 5, 7):
+        for size in (1, 2, 5):
             (file,) = (folder / str(size)).rglob("val_results.json")
             values = json.loads(file.read_text())
             found[world][size] = {name: values[name] for name in ("val_iou", "val_acc")}
