@@ -99,9 +99,15 @@ def nearest(word: str, words: Collection[str]) -> str:
     return f" Did you mean {min(near, key=order)}?"
 
 
+_PACKAGES = {"timm": "timm", "transformers": "'deeplightning[text]'", "deepspeed": "'deeplightning[deepspeed]'"}
+"""By module, how packages are installed whose parts configs name."""
+
+
 def no_module(top: str, name: str, known: Collection[str]) -> str:
     """What to say where the first part of a target's name is no module."""
     hint = nearest(top, known)
+    if top in _PACKAGES:
+        hint = f" It is a package that is not installed here: pip install {_PACKAGES[top]}"
     if top == "lightning":
         hint = (
             f" Did you mean {name.replace('lightning.pytorch', 'pytorch_lightning', 1)}? Ours is `pytorch_lightning`."
