@@ -25,6 +25,23 @@ def test_three_arguments_of_a_wrong_kind_are_told_together(tiny):
     assert report.exit_code == 2
 
 
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        (
+            "deeplightning.task.img_classif.ImageClasification",
+            "Did you mean deeplightning.task.img_classif.ImageClassification?",
+        ),
+        ("deeplightning.task.image_classif.ImageClassification", "Did you mean deeplightning.task.img_classif?"),
+    ],
+)
+def test_a_task_that_is_not_there_is_told_with_the_nearest(task, words, tiny):
+    """A class or a module that is misspelt under `model.module`: exit code 2."""
+    (fault,) = examine(tiny, [f"model.module.type={task}"]).faults
+    assert (fault.key, fault.exit_code) == ("model.module.type", 2)
+    assert words in fault.message
+
+
 @pytest.mark.parametrize("verb", ["train", "check", "explain"])
 def test_help_explains_overrides(verb):
     """Who asks how a setting is changed from the command line is told, with an example."""
