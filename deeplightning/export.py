@@ -1,8 +1,8 @@
 """A trained task becomes a bundle proved equal to it: `model.onnx`, `weights.safetensors`, `bundle.json` in a folder.
 
-Whoever serves a bundle needs no code of ours and none of the user's: the graph takes uint8 pixels and gives
-probabilities or pictures, `bundle.json` tells the rest (see `export`).
-Letters: N images, C channels, H height, W width, K classes.
+Whoever serves a bundle needs no code of ours and none of the user's: the graph takes uint8 pixels, or the tokens of
+texts, and gives probabilities or pictures, `bundle.json` tells the rest (see `export`).
+Letters: N images or texts, C channels, H height, W width, L tokens of the longest text, K classes.
 """
 
 import base64
@@ -14,7 +14,7 @@ import os
 import secrets
 import shutil
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -32,8 +32,13 @@ from torch import nn
 from deeplightning.config.fault import CheckpointError, SetupError
 from deeplightning.image import ImageSpec
 from deeplightning.runfolder import BUNDLE_FORMAT, RunFolder, seal
+from deeplightning.text import TextError, TextSpec
 
-OUTPUTS = {"image_classification": "probabilities", "image_reconstruction": "pictures"}
+OUTPUTS = {
+    "image_classification": "probabilities",
+    "image_reconstruction": "pictures",
+    "text_classification": "probabilities",
+}
 """The tasks that can be exported, with the name of the graph's output."""
 
 TOLERANCE = 1e-4
@@ -48,6 +53,9 @@ whatever its size). A server reads them at each start."""
 BATCHES = (1, 3, 16)
 """Batch sizes that an exported graph must take, besides the one it was traced with."""
 
+MORE_PADDING = 5
+"""Tokens of padding by which texts are made longer than the longest, and must be answered as they are."""
+
 
 class NotExpressible(CheckpointError):
     """The network computes what no ONNX graph can say; torch can answer with it all the same."""
@@ -58,29 +66,33 @@ class Exportable(Protocol):
 
     kind: str
     image_spec: ImageSpec
+    """Only where pictures go in."""
+    text_spec: TextSpec
+    """Only where texts go in; asked when the inference model has been made."""
     class_names: list[str]
     """Only where the answers are probabilities: one for each."""
 
     def inference_model(self) -> nn.Module:
-        """From uint8 (N, C, H, W) to probabilities, float32 (N, K), or for `image_reconstruction` to pictures of the
-        same size, float32 (N, C, H, W) from 0 to 1; on the CPU, in eval mode."""
+        """From uint8 (N, C, H, W), or tokens int64 (N, L), to probabilities, float32 (N, K), or for
+        `image_reconstruction` to pictures of the same size, float32 (N, C, H, W) from 0 to 1; on the CPU, in eval
+        mode."""
         ...
 
 
 def export(task: Exportable, folder: RunFolder, samples: np.ndarray, run: dict[str, Any]) -> Path:
     """Write `folder.bundle`, or leave what was there as it was.
 
-    `bundle.json` holds `format` (2), `task`, `input` (`ImageSpec.to_dict()`), `labels` (one per class, in order; none
-    for pictures), `files` (name to SHA-256), `run`, `golden`, and `digest`, the seal of all this
+    `bundle.json` holds `format` (2), `task`, `input` (`ImageSpec.to_dict()` or `TextSpec.to_dict()`), `labels` (one per
+    class, in order; none for pictures), `files` (name to SHA-256), `run`, `golden`, and `digest`, the seal of all this
     (`deeplightning.runfolder.seal`). `golden` has samples under `pictures`, each a PNG (base64) that decodes to exactly
-    the model's input, and under `fp32` what ONNX Runtime answered to them: float32 (N, K) or (N, C, H, W),
-    little-endian, base64.
+    the model's input, or under `texts`, and under `fp32` what ONNX Runtime answered to them: float32 (N, K) or
+    (N, C, H, W), little-endian, base64. What the tokenizer of texts knows is a further file, which `input` names.
 
     Args:
         task: a trained task. Its inference model is only read.
         folder: the run's folder, which exists.
-        samples: real images as the data module prepares them, uint8 (N, C, H, W), N ≥ 1. All are compared, the first 16
-            kept.
+        samples: real images as the data module prepares them, uint8 (N, C, H, W), or texts, an array of str (N,); N ≥
+            1. All are compared, the first 16 kept.
         run: where the model comes from, of JSON types: `id`, `folder_name`, `created`, `versions`.
 
     Returns:
@@ -92,6 +104,8 @@ def export(task: Exportable, folder: RunFolder, samples: np.ndarray, run: dict[s
     """
     if task.kind not in OUTPUTS:
         raise CheckpointError(f"Only {' and '.join(OUTPUTS)} can be exported so far; this task is {task.kind!r}.")
+    if task.kind == "text_classification":
+        return _export_texts(task, folder, [str(text) for text in samples], run)
     spec, pictures = task.image_spec, task.kind == "image_reconstruction"
     labels = [] if pictures else [str(name) for name in task.class_names]
     shape = (spec.channels, spec.height, spec.width)
@@ -101,10 +115,57 @@ def export(task: Exportable, folder: RunFolder, samples: np.ndarray, run: dict[s
             f"(N, {spec.channels}, {spec.height}, {spec.width}), N ≥ 1; got {samples.dtype} {samples.shape}."
         )
     model = task.inference_model()
-    expected = _torch_answers(model, samples)  # (N, K) or (N, C, H, W)
+    expected = _torch_answers(model, _batches(samples, 16))  # (N, K) or (N, C, H, W)
     if pictures and expected.shape != samples.shape:
         raise CheckpointError(f"The network answers pictures of {samples.shape} with {expected.shape}, not the same.")
-    if not pictures and expected.shape[1:] != (len(labels),):
+    _check(expected, task.kind, None if pictures else labels)
+    if pictures and not (expected.min() >= 0 and expected.max() <= 1):
+        raise CheckpointError(
+            f"The network's pictures run from {expected.min():.3g} to {expected.max():.3g}, not from 0 to 1; "
+            "end inference_model() with a sigmoid or a clamp."
+        )
+    example = np.resize(samples, (2, *samples.shape[1:]))  # torch.export takes a batch of 1 as a constant
+    graph = _trace(model, example, "images", {0: torch.export.Dim("batch", min=1)}, OUTPUTS[task.kind])
+
+    def prove(file: Path) -> dict[str, Any]:
+        return _golden(samples, _proved(file, samples, expected))
+
+    said = {"task": task.kind, "input": spec.to_dict(), "labels": labels}
+    return _write(folder, model, graph, said, run, prove)
+
+
+def _export_texts(task: Exportable, folder: RunFolder, texts: list[str], run: dict[str, Any]) -> Path:
+    """`export`, of a task that takes texts."""
+    model = task.inference_model()
+    spec, labels = task.text_spec, [str(name) for name in task.class_names]
+    if not texts:
+        raise CheckpointError("Export compares the network with its ONNX form on samples, and there are none.")
+    try:
+        rows = [spec.prepare(text) for text in texts]
+    except TextError as error:
+        raise CheckpointError(f"A text of the samples cannot be used to prove the export with: {error}") from error
+    expected = _torch_answers(model, [row[None] for row in rows])  # (N, K), each text alone, so without padding
+    _check(expected, task.kind, labels)
+    example = spec.stack([rows[0], rows[-1], [spec.padding] * 2])[
+        :2
+    ]  # no dimension may be 1, which would be a constant
+    dynamic = {0: torch.export.Dim("batch", min=1), 1: torch.export.Dim("length", min=1, max=spec.limit)}
+    graph = _trace(model, example, "tokens", dynamic, OUTPUTS[task.kind])
+
+    def prove(file: Path) -> dict[str, Any]:
+        answers = _proved_texts(file, spec, rows, expected)[:MAX_GOLDEN]
+        return {"texts": texts[: len(answers)], "fp32": packed(answers)}
+
+    said = {"task": task.kind, "input": spec.to_dict(), "labels": labels}
+    return _write(folder, model, graph, said, run, prove, {spec.file: spec.content})
+
+
+def _check(expected: np.ndarray, kind: str, labels: list[str] | None) -> None:
+    """
+    Raises:
+        CheckpointError: answers are not finite, or not one for each label.
+    """
+    if labels is not None and expected.shape[1:] != (len(labels),):
         found = " x ".join(map(str, expected.shape[1:]))
         raise CheckpointError(
             f"The network gives {found} probabilities, and the data has {len(labels)} class names. "
@@ -112,29 +173,37 @@ def export(task: Exportable, folder: RunFolder, samples: np.ndarray, run: dict[s
         )
     if not np.isfinite(expected).all():
         raise CheckpointError(
-            f"The network's {OUTPUTS[task.kind]} are not finite: its weights are damaged, or training diverged."
+            f"The network's {OUTPUTS[kind]} are not finite: its weights are damaged, or training diverged."
         )
-    if pictures and not (expected.min() >= 0 and expected.max() <= 1):
-        raise CheckpointError(
-            f"The network's pictures run from {expected.min():.3g} to {expected.max():.3g}, not from 0 to 1; "
-            "end inference_model() with a sigmoid or a clamp."
-        )
-    graph = _trace(model, samples, OUTPUTS[task.kind])
+
+
+def _write(
+    folder: RunFolder,
+    model: nn.Module,
+    graph: torch.onnx.ONNXProgram,
+    said: dict[str, Any],
+    run: dict[str, Any],
+    prove: Callable[[Path], dict[str, Any]],
+    more: Mapping[str, str] | None = None,
+) -> Path:
+    """The bundle, of a graph that is proved before it is there.
+
+    Args:
+        said: what its card says of task, input and labels.
+        run: where the model comes from.
+        prove: gives the golden samples for the card, or raises.
+        more: texts of further files, by name.
+    """
     try:
         with swapped_in(folder.bundle) as new:
             graph.save(new / folder.bundle_model.name)  # one file below 2 GB, else the weights go beside it
             save_model(model, str(new / folder.bundle_weights.name))
             (new / folder.bundle_weights.name).chmod((new / folder.bundle_model.name).stat().st_mode)  # it was private
-            answers = _proved(new / folder.bundle_model.name, samples, expected)
-            card = {
-                "format": BUNDLE_FORMAT,
-                "task": task.kind,
-                "input": spec.to_dict(),
-                "labels": labels,
-                "files": {file.name: digest_of(file) for file in sorted(new.iterdir())},
-                "run": run,
-                "golden": _golden(samples, answers),
-            }
+            for name, text in (more or {}).items():
+                (new / name).write_bytes(text.encode())
+            golden = prove(new / folder.bundle_model.name)
+            files = {file.name: digest_of(file) for file in sorted(new.iterdir())}
+            card = {"format": BUNDLE_FORMAT, **said, "files": files, "run": run, "golden": golden}
             (new / folder.bundle_card.name).write_text(sealed(card), encoding="utf-8")
     except (OSError, SafetensorError) as error:
         raise SetupError(f"The bundle {folder.bundle} cannot be written: {error}.") from error
@@ -146,33 +215,31 @@ def sealed(card: dict[str, Any]) -> str:
     return json.dumps({**card, "digest": seal(card)}, indent=1, ensure_ascii=False)
 
 
-def _torch_answers(model: nn.Module, samples: np.ndarray) -> np.ndarray:
-    """float32 (N, K) or (N, C, H, W), in batches of 16, whatever N."""
+def _torch_answers(model: nn.Module, batches: Sequence[np.ndarray]) -> np.ndarray:
+    """float32 (N, K) or (N, C, H, W)"""
     with torch.inference_mode():
-        batches = [model(torch.from_numpy(part.copy())) for part in _batches(samples, 16)]
-    return torch.cat(batches).numpy()
+        answers = [model(torch.from_numpy(part.copy())) for part in batches]
+    return torch.cat(answers).numpy()
 
 
 def _batches(samples: np.ndarray, size: int) -> list[np.ndarray]:
     return [samples[start : start + size] for start in range(0, len(samples), size)]
 
 
-def _trace(model: nn.Module, samples: np.ndarray, output: str) -> torch.onnx.ONNXProgram:
-    """The model as an ONNX graph with a free batch size.
+def _trace(
+    model: nn.Module, example: np.ndarray, name: str, free: dict[int, Any], output: str
+) -> torch.onnx.ONNXProgram:
+    """The model as an ONNX graph whose input is called `name` and has the dimensions `free` of any size.
 
     `torch.export` comes first and by itself: it refuses a forward pass that depends on its values or on the batch size,
     where the TorchScript exporter silently records one path. The price in CPU-seconds (torch 2.15, one thread, 2026):
     2.3 at first use and 0.5 after for a small CNN, against 0.06; 2.5 for resnet18, against 0.4.
     """
-    example = torch.from_numpy(
-        np.resize(samples, (2, *samples.shape[1:]))
-    )  # torch.export takes a batch of 1 as a constant
-    dynamic = ({0: torch.export.Dim("batch", min=1)},)
     try:
         with contextlib.redirect_stderr(io.StringIO()):  # torch prints the half-made graph there when it gives up
-            traced = torch.export.export(model, (example,), dynamic_shapes=dynamic)
+            traced = torch.export.export(model, (torch.from_numpy(example),), dynamic_shapes=(free,))
             graph = torch.onnx.export(
-                traced, input_names=["images"], output_names=[output], dynamic_shapes=dynamic, verbose=False
+                traced, input_names=[name], output_names=[output], dynamic_shapes=(free,), verbose=False
             )
     except Exception as error:  # whatever torch stumbles over, it is the network that cannot be exported
         layer = _layer(model, error)
@@ -222,6 +289,37 @@ def _proved(file: Path, samples: np.ndarray, expected: np.ndarray) -> np.ndarray
         raise CheckpointError(
             f"The exported network answers otherwise than the checkpoint: {session.get_outputs()[0].name} differ by up "
             f"to {worst:.3g}, allowed are {TOLERANCE:g}. No bundle was written."
+        )
+    return answers
+
+
+def _proved_texts(file: Path, spec: TextSpec, rows: list[np.ndarray], expected: np.ndarray) -> np.ndarray:
+    """What ONNX Runtime answers to texts, float32 (N, K): `expected` within TOLERANCE, in batches of every size, each
+    with the padding that its longest text makes, and with more.
+
+    Raises:
+        CheckpointError: it answers something else, or does not take the graph.
+    """
+    number = len(rows)
+    sets = [np.arange(start, min(start + 16, number)) for start in range(0, number, 16)]
+    sets += [np.arange(size) % number for size in BATCHES]
+    longest = min(max(map(len, rows)) + MORE_PADDING, spec.limit or len(max(rows, key=len)) + MORE_PADDING)
+    filled = [np.pad(row, (0, longest - len(row)), constant_values=spec.padding) for row in rows]
+    answers, worst = np.empty_like(expected), 0.0
+    try:
+        session = session_of(file)
+        for texts in (rows, filled):
+            for chosen in reversed(sets):  # those that count come last
+                given = session.run(None, {"tokens": spec.stack([texts[n] for n in chosen])})[0]
+                worst = float(np.maximum(worst, np.abs(given - expected[chosen]).max()))
+                if texts is rows:
+                    answers[chosen] = given
+    except Exception as error:  # onnxruntime's exceptions have no common class of their own
+        raise CheckpointError(f"ONNX Runtime does not take the exported network: {_reason(error)}") from error
+    if not worst <= TOLERANCE:  # so that nan is refused as well
+        raise CheckpointError(
+            f"The exported network answers otherwise than the checkpoint: probabilities differ by up to {worst:.3g}, "
+            f"allowed are {TOLERANCE:g}; a network of texts must not see the padding. No bundle was written."
         )
     return answers
 

@@ -1,7 +1,7 @@
 """`python -m deeplightning.torch_server RUN`: the server of `python -m serve`, answering by a run's checkpoint.
 
 For networks that ONNX cannot express. The run's own code is imported, and compared first with what may be
-(`deeplightning.deploy.refuse_foreign`). Letters: N images, C channels, H height, W width, K classes.
+(`deeplightning.deploy.refuse_foreign`). Letters: N images or texts, C channels, H height, W width, L tokens, K classes.
 """
 
 import os
@@ -23,6 +23,7 @@ from deeplightning.config.fault import CheckpointError, UserError
 from deeplightning.deploy import refuse_foreign
 from deeplightning.image import ImageSpec
 from deeplightning.runfolder import RunFolder
+from deeplightning.text import TextSpec
 from deeplightning.trained import origin_of, trained_task
 from serve.__main__ import options_parser, serve
 from serve.bundle import TASKS, prepared
@@ -35,22 +36,24 @@ class Checkpoint:
     Attributes:
         folder: the run's folder.
         task: what it does, one of `serve.bundle.TASKS`.
-        image_spec: how a picture is prepared for it.
+        image_spec: how a picture is prepared for it; None: it takes texts.
         labels: the K class names, in the order of the probabilities; none where it answers with pictures.
         run: where it comes from, as a bundle would say.
-        samples: pictures of the run's validation set, uint8 (N, C, H, W), to warm up with.
-        model: from uint8 (N, C, H, W) to answers.
+        samples: of the run's validation set, uint8 (N, C, H, W) or int64 (N, L), to warm up with.
+        model: from uint8 (N, C, H, W) or int64 (N, L) to answers.
         precision: the numbers that it computes in.
+        text_spec: how a text is prepared for it; None: it takes pictures.
     """
 
     folder: Path
     task: str
-    image_spec: ImageSpec
+    image_spec: ImageSpec | None
     labels: list[str]
     run: dict[str, Any]
     samples: np.ndarray
     model: nn.Module
     precision: str = "fp32"
+    text_spec: TextSpec | None = None
 
     @classmethod
     def open(cls, folder: RunFolder, allow: Sequence[str] = ()) -> "Checkpoint":
@@ -67,19 +70,24 @@ class Checkpoint:
         task, _, checkpoint = trained_task(folder)
         if getattr(task, "kind", None) not in TASKS:
             raise CheckpointError(f"{type(task).__name__} is no task that can be served: {', '.join(TASKS)}")
-        labels = [str(name) for name in task.class_names] if task.kind == "image_classification" else []
+        texts = task.kind == "text_classification"
+        labels = [] if task.kind == "image_reconstruction" else [str(name) for name in task.class_names]
         try:
             with np.load(folder.samples, allow_pickle=False) as file:
-                samples = file["images"]
+                samples = file["texts" if texts else "images"]
         except (OSError, ValueError, KeyError) as error:
             message = f"{folder.samples} cannot be read ({error}); `deeplightning export RUN` keeps some"
             raise CheckpointError(message) from error
-        model = task.inference_model()
-        return cls(folder.path, task.kind, task.image_spec, labels, origin_of(folder, checkpoint), samples, model)
+        model, origin = task.inference_model(), origin_of(folder, checkpoint)
+        if not texts:
+            return cls(folder.path, task.kind, task.image_spec, labels, origin, samples, model)
+        spec = task.text_spec
+        samples = spec.stack([spec.prepare(str(text)) for text in samples])
+        return cls(folder.path, task.kind, None, labels, origin, samples, model, text_spec=spec)
 
     def predict(self, images: np.ndarray) -> np.ndarray:
-        """What the network answers to prepared images, uint8 (N, C, H, W): probabilities, float32 (N, K); or pictures,
-        float32 (N, C, H, W) from 0 to 1."""
+        """What the network answers to prepared images, uint8 (N, C, H, W), or texts, int64 (N, L): probabilities,
+        float32 (N, K); or pictures, float32 (N, C, H, W) from 0 to 1."""
         with torch.inference_mode():
             return self.model(torch.tensor(images)).numpy()
 
@@ -89,6 +97,7 @@ class Checkpoint:
         Raises:
             deeplightning.image.ImageError: it is not a picture, damaged, or has more than `max_pixels`.
         """
+        assert self.image_spec is not None, "it takes pictures"
         return prepared(self.image_spec, data, max_pixels)
 
 

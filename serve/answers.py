@@ -36,7 +36,7 @@ def top_k_of(text: str) -> int | None:
 
 
 def answers(task: str, labels: list[str]) -> Answer:
-    """How the requests of a model are answered."""
+    """How the requests of a model are answered: of pictures and of texts alike."""
     return _pictures if task == "image_reconstruction" else _classes(labels)
 
 

@@ -10,7 +10,6 @@ import hashlib
 import io
 import re
 import threading
-from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
@@ -31,7 +30,7 @@ from serve.limits import FAULT, Limits, Refusal
 from serve.log import tell
 from serve.openapi import describe
 from serve.service import Service
-from serve.uploads import counted, from_json, is_picture
+from serve.uploads import KINDS_OF_TEXT, counted, from_json, is_picture, is_text, texts_from_json
 
 
 def create_app(service: Service) -> Flask:
@@ -51,7 +50,7 @@ def create_app(service: Service) -> Flask:
         top_k = top_k_of(request.args.get("top_k", str(DEFAULT_TOP_K)))
         if top_k is None:
             raise BadRequest("top_k must be a whole number of at least 1, as in /predict?top_k=3.")
-        pictures = _pictures(limits)
+        pictures = _texts(limits) if model.task == "text_classification" else _pictures(limits)
         done = threading.Event()
         job = Job(lambda: pictures, sum(map(len, pictures)), lambda _: done.set())
         service.lanes.submit(job)
@@ -76,10 +75,10 @@ def create_app(service: Service) -> Flask:
         return jsonify(
             task=model.task,
             labels=model.labels,
-            input=model.image_spec.to_dict(),
+            input=(model.image_spec or model.text_spec).to_dict(),  # type: ignore[attr-defined] # one is there
             precision=model.precision,
             run=model.run,
-            limits=asdict(limits),
+            limits=limits.told(model.task),
             **service.layout,
         )
 
@@ -160,6 +159,22 @@ def _pictures(limits: Limits) -> list[bytes]:
     if not picture:
         raise BadRequest("The request has no body; send the image as the body, or as the form field image.")
     return [picture]
+
+
+def _texts(limits: Limits) -> list[bytes]:
+    """Every text of the request, in UTF-8."""
+    kind = request.mimetype
+    if kind == "application/json":
+        return counted(texts_from_json(_body()), limits, "texts")
+    if not is_text(kind.encode(), (request.content_type or "").encode("latin-1", "replace")):
+        said = (request.content_type or "")[:100]
+        raise UnsupportedMediaType(
+            f"A body of type {said} is not read: this server answers texts. Send {KINDS_OF_TEXT}."
+        )
+    text = _body()
+    if not text:
+        raise BadRequest(f"The request has no body; send {KINDS_OF_TEXT}.")
+    return [text]
 
 
 def _body() -> bytes:

@@ -2,7 +2,7 @@
 
 Nothing is unpickled and nothing is imported that a bundle names, and no file outside its folder is read.
 `deeplightning.export` writes what is read here.
-Letters: N images, C channels, H height, W width, K classes.
+Letters: N images or texts, C channels, H height, W width, L tokens, K classes.
 """
 
 import base64
@@ -16,7 +16,7 @@ import re
 from dataclasses import dataclass
 from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 # From 1.29 on, importing onnxruntime starts a thread that reports to its makers and keeps a file in the user's home; a
 # forked server worker cannot end it and hangs at exit.
@@ -29,13 +29,23 @@ from PIL import PngImagePlugin
 from deeplightning.image import ImageError, ImageSpec
 from deeplightning.runfolder import BUNDLE_FORMAT, RunFolder, seal
 
-TASKS = {"image_classification": "probabilities", "image_reconstruction": "pictures"}
+if TYPE_CHECKING:  # a server of pictures does without
+    from deeplightning.text import TextSpec
+
+TASKS = {
+    "image_classification": "probabilities",
+    "image_reconstruction": "pictures",
+    "text_classification": "probabilities",
+}
 """What a bundle may be for, with the name of its model's output."""
 
 TOLERANCES = {"fp32": 1e-4, "int8": 0.05}
 """How far an answer to a golden sample may be from that at export, possibly on another machine, by precision. Where a
 machine rounds a sum otherwise before it becomes int8, a probability may move by hundredths; where sums overflow, by
 more."""
+
+MAX_TOKENIZER_BYTES = 64_000_000
+"""The largest known tokenizer.json has 35 MB (November 2026)."""
 
 MAX_CARD_BYTES = 32_000_000
 """bundle.json carries samples of 2 MB together, or a single larger one; more than this is none of ours."""
@@ -64,22 +74,26 @@ class Bundle:
     Attributes:
         folder: where it was read from.
         task: what it does, one of `TASKS`.
-        image_spec: how a picture is prepared for it.
+        image_spec: how a picture is prepared for it; None: it takes texts.
         labels: the K class names, in the order of the probabilities; none where it answers with pictures.
         run: where it comes from, as `bundle.json` says (`id`, `folder_name`, `checkpoint`, `created`, `versions`).
         precision: the numbers that its model computes in, "fp32" or "int8".
-        samples: the golden samples, uint8 (N, C, H, W): real pictures, to warm up with.
+        samples: the golden samples, uint8 (N, C, H, W) or int64 (N, L): real ones, to warm up with.
         session: ONNX Runtime with the model, one thread per call.
+        text_spec: how a text is prepared for it; None: it takes pictures.
+        input: the name of the model's input.
     """
 
     folder: Path
     task: str
-    image_spec: ImageSpec
+    image_spec: ImageSpec | None
     labels: list[str]
     run: dict[str, Any]
     precision: str
     samples: np.ndarray
     session: onnxruntime.InferenceSession
+    text_spec: "TextSpec | None" = None
+    input: str = "images"
 
     @classmethod
     def open(cls, path: str | Path, precision: str = "fp32") -> "Bundle":
@@ -104,22 +118,28 @@ class Bundle:
             folder,
         )
         _expect(_is_origin(run), "does not say in words which run it comes from", folder)
-        try:
-            spec = ImageSpec.from_dict(card["input"])
-        except ValueError as error:
-            raise BundleError(f"The bundle {folder} describes its input wrongly: {error}.") from error
         _check_files(folder, card["files"], precision)
-        session = _load(folder, _MODELS[precision], spec, task, len(labels))
-        samples = _samples(folder, card["golden"], spec)
-        bundle = cls(folder, task, spec, labels, run, precision, samples, session)
+        if task == "text_classification":
+            texts = _text_spec(folder, card)
+            session = _load(folder, _MODELS[precision], None, task, len(labels))
+            samples = _text_samples(folder, card["golden"], texts)
+            bundle = cls(folder, task, None, labels, run, precision, samples, session, texts, "tokens")
+        else:
+            try:
+                spec = ImageSpec.from_dict(card["input"])
+            except ValueError as error:
+                raise BundleError(f"The bundle {folder} describes its input wrongly: {error}.") from error
+            session = _load(folder, _MODELS[precision], spec, task, len(labels))
+            samples = _samples(folder, card["golden"], spec)
+            bundle = cls(folder, task, spec, labels, run, precision, samples, session)
         _replay(bundle, card["golden"])
         _return_memory()
         return bundle
 
     def predict(self, images: np.ndarray) -> np.ndarray:
-        """What the model answers to prepared images, uint8 (N, C, H, W): probabilities, float32 (N, K); or pictures,
-        float32 (N, C, H, W) from 0 to 1."""
-        return self.session.run([TASKS[self.task]], {"images": images})[0]
+        """What the model answers to prepared images, uint8 (N, C, H, W), or texts, int64 (N, L): probabilities, float32
+        (N, K); or pictures, float32 (N, C, H, W) from 0 to 1."""
+        return self.session.run([TASKS[self.task]], {self.input: images})[0]
 
     def prepare(self, data: bytes, max_pixels: int) -> np.ndarray:
         """One encoded picture as the model wants it, uint8 (C, H, W).
@@ -127,6 +147,7 @@ class Bundle:
         Raises:
             deeplightning.image.ImageError: it is not a picture, damaged, or has more than `max_pixels`.
         """
+        assert self.image_spec is not None, "it takes pictures"
         return prepared(self.image_spec, data, max_pixels)
 
 
@@ -156,6 +177,7 @@ class _Pieces(io.BytesIO):
 
 _NAMES = RunFolder(".")  # only the names of its files are used: a bundle may have been copied to anywhere
 _MODELS = {"fp32": _NAMES.bundle_model.name, "int8": _NAMES.bundle_int8.name}
+_TEXT_FILES = ("vocabulary.txt", "tokenizer.json")
 _KEYS = {"format", "task", "input", "labels", "files", "run", "golden", "digest"}
 _FILE = re.compile(r"\w[\w.-]{0,99}", re.ASCII)
 _AGAIN = "write it again with `deeplightning export RUN`"
@@ -258,8 +280,42 @@ def _opened(folder: Path, name: str) -> BufferedReader:
         raise BundleError(f"The bundle {folder} has no readable {name} ({error.strerror}).") from error
 
 
-def _load(folder: Path, model: str, spec: ImageSpec, task: str, num_classes: int) -> onnxruntime.InferenceSession:
-    """The model, which ONNX Runtime keeps from reading files outside its own folder."""
+def _text_spec(folder: Path, card: dict[str, Any]) -> "TextSpec":
+    """How texts are prepared, by a file of the bundle that is as it was exported."""
+    from deeplightning.text import TextSpec
+
+    values = card["input"]
+    name = values.get("file") if isinstance(values, dict) else None
+    _expect(
+        name in _TEXT_FILES and name in card["files"],
+        f"does not say which of its files has the tokens ({' or '.join(_TEXT_FILES)})",
+        folder,
+    )
+    try:
+        with _opened(folder, str(name)) as stream:
+            content = stream.read(MAX_TOKENIZER_BYTES + 1)
+        _expect(len(content) <= MAX_TOKENIZER_BYTES, f"has a {name} of more than {MAX_TOKENIZER_BYTES:,} bytes", folder)
+        return TextSpec.from_dict(values, content.decode())
+    except (ValueError, ImportError) as error:
+        raise BundleError(f"The bundle {folder} describes its input wrongly: {error}.") from error
+
+
+def _text_samples(folder: Path, golden: Any, spec: "TextSpec") -> np.ndarray:
+    """The golden samples, int64 (N, L), prepared as any text is."""
+    texts = golden.get("texts") if isinstance(golden, dict) else None
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+        raise BundleError(f"The bundle {folder} has no golden samples.")
+    try:
+        return spec.stack([spec.prepare(text) for text in texts])
+    except ValueError as error:
+        raise BundleError(f"A golden sample of the bundle {folder} is damaged ({error}).") from error
+
+
+def _load(
+    folder: Path, model: str, spec: ImageSpec | None, task: str, num_classes: int
+) -> onnxruntime.InferenceSession:
+    """The model, which ONNX Runtime keeps from reading files outside its own folder; of pictures, unless `spec` is
+    None."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1  # requests run beside one another instead
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
@@ -272,7 +328,9 @@ def _load(folder: Path, model: str, spec: ImageSpec, task: str, num_classes: int
         raise BundleError(f"ONNX Runtime does not take the model of the bundle {folder}: {reason}") from error
     inputs = [(node.name, node.type, node.shape[1:]) for node in session.get_inputs()]
     outputs = [(node.name, node.type, node.shape[1:]) for node in session.get_outputs()]
-    wanted = [("images", "tensor(uint8)", [spec.channels, spec.height, spec.width])]
+    wanted: list[Any] = [("tokens", "tensor(int64)", ["length"])]  # by this name it is free
+    if spec is not None:
+        wanted = [("images", "tensor(uint8)", [spec.channels, spec.height, spec.width])]
     _expect(inputs == wanted, f"has a model with the inputs {inputs}; bundle.json says {wanted}", folder)
     _expect(
         [output[:2] for output in outputs] == [(TASKS[task], "tensor(float)")],

@@ -23,7 +23,7 @@ from serve.lanes import Job
 from serve.limits import FAULT, Refusal
 from serve.log import Log, tell
 from serve.service import Service
-from serve.uploads import NotWellFormed, counted, from_form, from_json, is_picture
+from serve.uploads import NotWellFormed, counted, from_form, from_json, is_picture, is_text, texts_from_json
 
 OPEN = ("/", "/health", "/ready")
 """What is answered without the API key: the page, which asks for it, and what a load balancer asks."""
@@ -99,6 +99,7 @@ class Door:
         self.service = service
         self._key = key.encode() if key else None
         self._answer = answers(service.model.task, service.model.labels)
+        self._reader = _text_reader if service.model.task == "text_classification" else _reader
         self._heads: dict[str, bytes] = {}
         self._log = log or Log()
         self._flask: Any = None
@@ -197,7 +198,7 @@ class Door:
         """
         found = _TOP_K.fullmatch(request.query)
         top_k = top_k_of(found[1].decode()) if found else DEFAULT_TOP_K
-        read = _reader(request, self.service.limits)
+        read = self._reader(request, self.service.limits)
         if top_k is None or (request.query and not found) or read is None:
             return False
         loop, here = asyncio.get_running_loop(), threading.get_ident()
@@ -307,3 +308,15 @@ def _reader(request: Request, limits: Any) -> Callable[[], list[bytes]] | None:
     if kind == b"application/json":
         return lambda: counted(from_json(data), limits)
     return (lambda: [data]) if is_picture(kind) else None
+
+
+def _text_reader(request: Request, limits: Any) -> Callable[[], list[bytes]] | None:
+    """How the texts of a prediction are taken out of it; None: Flask has to look."""
+    data = request.body
+    full = request.headers.get(b"content-type", b"")
+    kind = full.partition(b";")[0].strip().lower()
+    if not data:
+        return None
+    if kind == b"application/json":
+        return lambda: counted(texts_from_json(data), limits, "texts")
+    return (lambda: [data]) if is_text(kind, full) else None

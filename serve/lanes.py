@@ -29,6 +29,9 @@ TINY_BYTES, TINY_PIXELS, TINY_SECONDS = 16_384, 16_384, 0.0005
 passing it to another thread and back costs 0.1 ms, as much as all the rest (28 x 28 pixels, one core, November
 2026)."""
 
+TINY_TEXT = 300
+"""Bytes of a text up to which it counts as small."""
+
 PACE_MEMORY = 0.1
 """The weight of the newest batch in the running mean of what a picture costs."""
 
@@ -38,12 +41,12 @@ class Model(Protocol):
 
     Attributes:
         folder: where it was read from.
-        task: what it does: image_classification or image_reconstruction.
-        image_spec: how a picture is prepared for it.
+        task: what it does: image_classification, image_reconstruction or text_classification.
+        image_spec: how a picture is prepared for it; None where it takes texts, which its `text_spec` prepares.
         labels: the class names, in the order of the probabilities; none for pictures.
         run: where it comes from.
         precision: of its weights.
-        samples: real pictures, uint8 (N, C, H, W), to warm up with.
+        samples: real pictures, uint8 (N, C, H, W), or texts, int64 (N, L), to warm up with.
     """
 
     @property
@@ -53,7 +56,7 @@ class Model(Protocol):
     def task(self) -> str: ...
 
     @property
-    def image_spec(self) -> ImageSpec: ...
+    def image_spec(self) -> ImageSpec | None: ...
 
     @property
     def labels(self) -> list[str]: ...
@@ -72,7 +75,7 @@ class Model(Protocol):
         ...
 
     def predict(self, images: np.ndarray) -> np.ndarray:
-        """From uint8 (N, C, H, W) to N rows of float32."""
+        """From uint8 (N, C, H, W), or int64 (N, L), to N rows of float32."""
         ...
 
 
@@ -132,6 +135,12 @@ class Lanes:
         self._inbox: SimpleQueue[Job] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._large = threading.BoundedSemaphore(number)
+        self._stack: Callable[[list[np.ndarray]], np.ndarray] = np.stack
+        self._what = "Image"
+        if texts := getattr(model, "text_spec", None):
+            # Texts of different lengths are filled up to one.
+            self._stack, self._what, self._texts = texts.stack, "Text", texts
+            self._decode = self._encode  # type: ignore[method-assign]
 
     def submit(self, job: Job) -> None:
         """Take a job on; it ends by `job.finish`, perhaps before this returns.
@@ -184,7 +193,7 @@ class Lanes:
             if max_pixels is not None and len(pictures) > 1:
                 return False
             for number, data in enumerate(pictures, 1):
-                place = f"Image {number} of {len(pictures)}: " if len(pictures) > 1 else ""
+                place = f"{self._what} {number} of {len(pictures)}: " if len(pictures) > 1 else ""
                 pixels.append(self._decode(data, place, max_pixels))
                 self._check_time(job)  # a request may have many large pictures
         except _Larger:
@@ -218,6 +227,20 @@ class Lanes:
                 return self.model.prepare(data, limit)
         except ImageError as error:
             raise Refusal(error.status, f"{place}{error}") from error
+
+    def _encode(self, data: bytes, place: str, max_pixels: int | None) -> np.ndarray:
+        """The tokens of a text, int64 (L,); `max_pixels` says that only a small one is wanted."""
+        limit = self.limits.max_text
+        if max_pixels is not None and len(data) > TINY_TEXT:
+            raise _Larger
+        if len(data) > limit:
+            raise Refusal(
+                413, f"{place}The text has {len(data):,} bytes; at most {limit:,} are accepted. Send a shorter one."
+            )
+        try:
+            return self._texts.prepare(data)
+        except ValueError as error:
+            raise Refusal(getattr(error, "status", 400), f"{place}{error}") from error
 
     def _run_lane(self) -> None:
         """Runs all that waits, then leaves the lane free."""
@@ -259,7 +282,7 @@ class Lanes:
     def _forward(self, pictures: list[np.ndarray]) -> list[np.ndarray | Exception]:
         """A row for each picture. A picture that the model fails on fails alone."""
         try:
-            rows = self.model.predict(np.stack(pictures) if len(pictures) > 1 else pictures[0][None])
+            rows = self.model.predict(self._stack(pictures) if len(pictures) > 1 else pictures[0][None])
             if not math.isfinite(rows.sum()):
                 raise ValueError("the model gives numbers that are not finite")
             return list(rows)

@@ -1,6 +1,6 @@
 """What one request may cost, and how one that asks for more, or for something else, is refused."""
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 FAULT = "The server has a fault; its log tells which. Other requests are not affected."
 """The message of status 500."""
@@ -13,10 +13,11 @@ class Limits:
     Attributes:
         max_upload_mb: size of a request's body, in units of 1,000,000 bytes; checked before it is read.
         max_pixels: size of a picture, width x height; checked on its header, before it is decoded.
-        max_images: pictures in one request.
+        max_images: pictures, or texts, in one request.
         max_batch: pictures in one forward pass.
         max_queue: requests that may wait for the model at a time.
         max_wait: seconds that a request may wait for the model.
+        max_text: size of a text, in bytes of UTF-8; checked before it is looked at.
     """
 
     max_upload_mb: int = 16
@@ -25,11 +26,17 @@ class Limits:
     max_batch: int = 16
     max_queue: int = 256
     max_wait: float = 5.0
+    max_text: int = 100_000
 
     @property
     def max_bytes(self) -> int:
         """Size of a request's body, in bytes."""
         return self.max_upload_mb * 1_000_000
+
+    def told(self, task: str) -> dict[str, float]:
+        """Those that concern a task, by name."""
+        foreign = "max_pixels" if task == "text_classification" else "max_text"
+        return {name: value for name, value in asdict(self).items() if name != foreign}
 
     def too_large(self) -> "Refusal":
         """For a body of more than `max_bytes`."""
@@ -39,9 +46,9 @@ class Limits:
             "fields are accepted. Send smaller images, or fewer at a time.",
         )
 
-    def too_many(self, number: int) -> "Refusal":
-        """For a request of `number` pictures."""
-        return Refusal(413, f"The request has {number} images; at most {self.max_images} are accepted in one.")
+    def too_many(self, number: int, what: str = "images") -> "Refusal":
+        """For a request of `number` pictures, or texts."""
+        return Refusal(413, f"The request has {number} {what}; at most {self.max_images} are accepted in one.")
 
 
 class Refusal(Exception):

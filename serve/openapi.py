@@ -3,7 +3,6 @@
 The document is made for one server: its task, its limits, and whether it asks for a key.
 """
 
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -11,7 +10,13 @@ if TYPE_CHECKING:
 
 JsonObject = dict[str, Any]
 
-TITLES = {"image_classification": "Image classification", "image_reconstruction": "Image reconstruction"}
+TITLES = {
+    "image_classification": "Image classification",
+    "image_reconstruction": "Image reconstruction",
+    "text_classification": "Text classification",
+}
+
+CLASSIFIES = ("image_classification", "text_classification")
 
 REQUEST_ID = {
     "X-Request-ID": {
@@ -36,6 +41,9 @@ CHALLENGE = {
 }
 
 
+_PAGES = {"text_classification": "to write a text on"}
+
+
 def describe(task: str, labels: list[str], limits: "Limits", secured: bool) -> JsonObject:
     """The document at `/openapi.json`.
 
@@ -52,7 +60,7 @@ def describe(task: str, labels: list[str], limits: "Limits", secured: bool) -> J
         "/metrics": {"get": _get("Counts and times for Prometheus.", {"type": "string"}, "text/plain")},
         "/info": {"get": _get("The task, its labels, its input, its limits, and where it comes from.", _ref("Info"))},
         "/openapi.json": {"get": _get("This document.", {"type": "object"})},
-        "/": {"get": _get("A page to drop an image on.", {"type": "string"}, "text/html")},
+        "/": {"get": _get(f"A page {_PAGES.get(task, 'to drop an image on')}.", {"type": "string"}, "text/html")},
     }
     document: JsonObject = {
         "openapi": "3.0.3",
@@ -73,7 +81,12 @@ def describe(task: str, labels: list[str], limits: "Limits", secured: bool) -> J
 
 
 def _describe(task: str, labels: list[str], limits: "Limits") -> str:
-    comes = f"probabilities of {len(labels)} classes" if task == "image_classification" else "pictures of the same size"
+    comes = f"probabilities of {len(labels)} classes" if task in CLASSIFIES else "pictures of the same size"
+    if task == "text_classification":
+        return (
+            f"Texts go in, {comes} come out. One request carries at most {limits.max_upload_mb} MB and "
+            f"{limits.max_images} texts of at most {limits.max_text:,} bytes each."
+        )
     return (
         f"Pictures go in, {comes} come out. One request carries at most {limits.max_upload_mb} MB and "
         f"{limits.max_images} images of at most {limits.max_pixels:,} pixels each."
@@ -81,15 +94,19 @@ def _describe(task: str, labels: list[str], limits: "Limits") -> str:
 
 
 def _predict(task: str, limits: "Limits") -> JsonObject:
+    texts = task == "text_classification"
+    what = "text" if texts else "image"
+    large = "The request, the number of texts, or a text is too large"
+    large = large if texts else "The request, the number of images, or an image's number of pixels is too large"
     operation: JsonObject = {
         "operationId": "predict",
-        "requestBody": {"required": True, "content": _bodies(limits.max_images)},
+        "requestBody": {"required": True, "content": (_text_bodies if texts else _bodies)(limits.max_images)},
         "responses": {
             "200": _success(task),
-            "400": _error("The image is missing, empty or damaged, or the request is malformed."),
+            "400": _error(f"The {what} is missing, empty or damaged, or the request is malformed."),
             "408": _error("The request came too slowly."),
-            "413": _error("The request, the number of images, or an image's number of pixels is too large."),
-            "415": _error("The body or the image is of a kind that is not read."),
+            "413": _error(f"{large}."),
+            "415": _error(f"The body or the {what} is of a kind that is not read."),
             "429": _error("More requests wait than can be answered in time.", RETRY_AFTER),
             "500": _error("A fault of the server."),
             "504": _error("The request waited too long and was not answered."),
@@ -103,7 +120,9 @@ def _predict(task: str, limits: "Limits") -> JsonObject:
         "description": "How many classes to name, most probable first; at most all of them.",
         "schema": {"type": "integer", "minimum": 1, "maximum": 999_999_999, "default": 5},
     }
-    return {"summary": "What is in the picture, or in each of several?", "parameters": [top_k], **operation}
+    summary = "Which class is the text of, or each of several?" if texts else ""
+    summary = summary or "What is in the picture, or in each of several?"
+    return {"summary": summary, "parameters": [top_k], **operation}
 
 
 def _bodies(max_images: int) -> JsonObject:
@@ -134,10 +153,25 @@ def _bodies(max_images: int) -> JsonObject:
     }
 
 
+def _text_bodies(max_texts: int) -> JsonObject:
+    """The kinds of body that are read."""
+    text = {"type": "string", "minLength": 1}
+    document = {
+        "type": "object",
+        "description": "Either key, not both.",
+        "minProperties": 1,
+        "maxProperties": 1,
+        "additionalProperties": False,
+        "properties": {"texts": {"type": "array", "items": text, "minItems": 1, "maxItems": max_texts}, "text": text},
+    }
+    return {"application/json": {"schema": document}, "text/plain": {"schema": text}}
+
+
 def _success(task: str) -> JsonObject:
-    if task == "image_classification":
+    if task in CLASSIFIES:
+        what = "text" if task == "text_classification" else "image"
         return _answer(
-            "One image gets a Prediction, several get Predictions in their order.",
+            f"One {what} gets a Prediction, several get Predictions in their order.",
             {"oneOf": [_ref("Prediction"), _ref("Predictions")]},
         )
     answer = _answer(
@@ -154,12 +188,21 @@ def _schemas(task: str, labels: list[str], limits: "Limits") -> JsonObject:
     numbers = {"type": "array", "items": {"type": "number"}}
     side = {"type": "integer", "minimum": 1}
     return {
-        **(_classes(labels, limits) if task == "image_classification" else _pictures(limits)),
+        **(_classes(labels, limits) if task in CLASSIFIES else _pictures(limits)),
         "Status": _object(status=text),
         "Info": _object(
             task={"type": "string", "enum": [task]},
             labels={"type": "array", "items": text},
             input=_object(
+                tokenizer={"type": "string", "enum": ["words", "hugging_face"]},
+                file=text,
+                size=side,
+                lower={"type": "boolean"},
+                max_length={**side, "nullable": True},
+                limit={**side, "nullable": True},
+            )
+            if task == "text_classification"
+            else _object(
                 height=side,
                 width=side,
                 mode={"type": "string", "enum": ["L", "RGB"]},
@@ -168,7 +211,7 @@ def _schemas(task: str, labels: list[str], limits: "Limits") -> JsonObject:
                 std=numbers,
             ),
             run={"type": "object"},
-            limits=_object(**{name: {"type": "number"} for name in asdict(limits)}),
+            limits=_object(**{name: {"type": "number"} for name in limits.told(task)}),
         ),
         "Error": {
             **_object(ERROR={"type": "string", "minLength": 1, "description": "What is wrong, and what to do."}),

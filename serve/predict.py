@@ -1,4 +1,5 @@
-"""`python -m serve.predict [IMAGE …]`: ask a server about pictures, one JSON line for each. Standard library only."""
+"""`python -m serve.predict [IMAGE …]` or `--text TEXT …`: ask a server about pictures or texts, one JSON line for each.
+Standard library only."""
 
 import argparse
 import http.client
@@ -23,21 +24,25 @@ class PredictError(Exception):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print, for each picture in order, the server's answer with the key `image` (its path) in front.
+    """Print, for each picture or text in order, the server's answer with the key `image` (its path) or `text` in front.
 
     Returns:
-        the exit code: 0, or 3 at the first picture without an answer, with one note on stderr.
+        the exit code: 0, or 3 at the first one without an answer, with one note on stderr.
     """
     parser = argparse.ArgumentParser(
         prog="predict.sh",
-        description="Ask a server what is in pictures. One JSON line is printed for each, in order.",
+        description="Ask a server what is in pictures or texts. One JSON line is printed for each, in order.",
         epilog=f"The server's address is read from PREDICT_URL; without it, {DEFAULT_URL} is asked.",
     )
     parser.add_argument("images", metavar="IMAGE", nargs="*", type=Path, help="default: the sample digits shipped")
-    images = parser.parse_args(arguments).images
+    parser.add_argument("--text", metavar="TEXT", nargs="+", default=[], help="texts, for a server of texts")
+    options = parser.parse_args(arguments)
     url = os.environ.get("PREDICT_URL") or DEFAULT_URL
     try:
-        for path in images or _samples():
+        for text in options.text:
+            answer = ask(url, text.encode(errors="surrogateescape"), "The text", "text/plain; charset=utf-8")
+            print(json.dumps({"text": text, **answer}), flush=True)
+        for path in options.images or (_samples() if not options.text else []):
             print(json.dumps({"image": str(path), **ask(url, _read(path), str(path))}), flush=True)
     except PredictError as error:
         print(error, file=sys.stderr)
@@ -45,8 +50,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def ask(url: str, picture: bytes, name: str) -> dict[str, Any]:
-    """The server's answer to one encoded picture.
+def ask(url: str, picture: bytes, name: str, kind: str = "application/octet-stream") -> dict[str, Any]:
+    """The server's answer to one encoded picture, or to a body of another kind.
 
     Raises:
         PredictError: the server is not there, refuses the picture (called `name` in the note), or is no such server.
@@ -59,7 +64,7 @@ def ask(url: str, picture: bytes, name: str) -> dict[str, Any]:
         raise PredictError(f"PREDICT_URL is {url!r}; it must look like {DEFAULT_URL}.") from None
     target = (parts.path or "/predict") + (f"?{parts.query}" if parts.query else "")
     try:
-        connection.request("POST", target, picture, {"Content-Type": "application/octet-stream"})
+        connection.request("POST", target, picture, {"Content-Type": kind})
         response = connection.getresponse()
         body = response.read()
     except (OSError, http.client.HTTPException) as error:

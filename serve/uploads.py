@@ -1,5 +1,5 @@
-"""A request's body becomes encoded pictures: a well-formed form by cutting it at its boundaries, JSON, or the body
-itself.
+"""A request's body becomes encoded pictures, or texts: a well-formed form by cutting it at its boundaries, JSON, or the
+body itself.
 
 What is not well-formed is left to Flask's parser, which reads more and explains better, and is ten times slower.
 """
@@ -12,6 +12,10 @@ import re
 from serve.limits import Limits, Refusal
 
 USAGE = 'send {"images": ["<base64 of an image file>", …]}'
+
+TEXT_USAGE = 'send {"texts": ["…", …]}'
+
+KINDS_OF_TEXT = 'JSON {"texts": ["…", …]} as application/json, or one text in UTF-8 as text/plain'
 
 MAX_JSON_MARKS = 1000
 """Brackets, braces and commas in a JSON body; base64 has none, so 256 images need under 600. Bounds depth, memory."""
@@ -32,6 +36,16 @@ _PART = re.compile(
     re.IGNORECASE,
 )
 """The head of a part that is a picture, as browsers, curl and Python's clients write it."""
+
+
+_STRING = rb'"(?:[^"\\\x00-\x1f]++|\\.)*+"'
+
+_TEXTS = re.compile(
+    rb'_\{_"texts?"_:_(?:%b|\[_%b(?:_,_%b){0,1000}+_\])_\}_'.replace(b"_", rb"[ \t\r\n]*+")
+    % (_STRING, _STRING, _STRING),
+    re.DOTALL,
+)
+"""A body that may be parsed, whatever its size: texts have any number of commas and brackets. It never goes back."""
 
 
 class NotWellFormed(Exception):
@@ -94,12 +108,43 @@ def _from_base64(text: bytes) -> bytes:
     return base64.b64decode(text[found.end() if found else 0 :].translate(None, _BLANKS), validate=True)
 
 
-def counted(pictures: list[bytes], limits: Limits) -> list[bytes]:
-    """The pictures, if they are not too many.
+def counted(pictures: list[bytes], limits: Limits, what: str = "images") -> list[bytes]:
+    """The pictures, or texts, if they are not too many.
 
     Raises:
         Refusal: they are.
     """
     if len(pictures) > limits.max_images:
-        raise limits.too_many(len(pictures))
+        raise limits.too_many(len(pictures), what)
     return pictures
+
+
+def is_text(kind: bytes, full: bytes) -> bool:
+    """Whether a body of this content type is a text itself; `full` is the type with its parameters."""
+    found = re.search(rb"charset=\"?([\w-]+)", full, re.IGNORECASE)
+    return kind in (b"", b"text/plain") and (found is None or found[1].lower() in (b"utf-8", b"utf8", b"us-ascii"))
+
+
+def texts_from_json(body: bytes) -> list[bytes]:
+    """The texts of `{"texts": [text, …]}`, or of `{"text": text}`, in UTF-8.
+
+    Raises:
+        Refusal: the body is something else.
+    """
+    if not _TEXTS.fullmatch(body) and sum(body.count(mark) for mark in b"[]{},") > MAX_JSON_MARKS:
+        raise Refusal(
+            400, f"The body is not a JSON object with the one key texts, a list of 1,000 texts at most; {TEXT_USAGE}."
+        )
+    try:
+        document = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise Refusal(400, f"The body is not JSON ({str(error)[:200]}); {TEXT_USAGE}.") from None
+    if not isinstance(document, dict) or len(document) != 1 or not document.keys() <= {"texts", "text"}:
+        raise Refusal(400, f"The JSON is not an object with the one key texts; {TEXT_USAGE}.")
+    texts = document["texts"] if "texts" in document else [document["text"]]
+    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
+        raise Refusal(400, f"texts is not a list of one or more texts; {TEXT_USAGE}.")
+    try:
+        return [text.encode() for text in texts]
+    except UnicodeEncodeError:  # half of a pair, which JSON can say by its escapes
+        raise Refusal(400, f"A text has half a character (a lone surrogate); {TEXT_USAGE}.") from None

@@ -1,0 +1,344 @@
+"""A run of texts becomes a bundle that answers as its network does, and the bundle an endpoint of texts."""
+
+import base64
+import json
+import os
+import shutil
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from jsonschema import Draft202012Validator
+from served import ROOT, Server, picture
+from test_page import CHROMIUM, Browser, Page
+from test_serve import silent, through
+from werkzeug.test import Client
+
+from deeplightning.config.fault import CheckpointError
+from deeplightning.export import digest_of, export, sealed
+from deeplightning.model.transformer import TextTransformer
+from deeplightning.runfolder import RunFolder
+from deeplightning.task.text_classif import Probabilities
+from deeplightning.text import TextSpec, vocabulary
+from serve.app import create_app
+from serve.bundle import Bundle, BundleError
+from serve.door import Door
+from serve.limits import Limits
+from serve.service import Service
+
+LABELS = ["bad", "so-so", "good"]
+TEXTS = ["a fine film", "dull", "it 's not a dull film , and not a fine one either : résumé", "unheard-of"]
+SPEC = TextSpec("words", vocabulary(TEXTS[:3]), limit=24)
+
+
+def network(seed=0, **params):
+    torch.manual_seed(seed)
+    made = TextTransformer(len(LABELS), SPEC.size, width=8, num_layers=2, num_heads=2, max_length=24, **params)
+    return made.eval()
+
+
+def exported(path, model=None, spec=SPEC, labels=LABELS, texts=TEXTS):
+    """The run of a network of texts."""
+    model = Probabilities(network() if model is None else model).eval()
+    task = SimpleNamespace(
+        kind="text_classification", text_spec=spec, class_names=labels, inference_model=lambda: model
+    )
+    path.mkdir(exist_ok=True)
+    export(task, RunFolder(path), np.array(texts), {"id": "abc", "folder_name": "a run", "created": "now"})
+    return RunFolder(path)
+
+
+@torch.no_grad()
+def expected(text):
+    """Probabilities of a text alone, float32 (K,), by torch."""
+    return network()(torch.tensor(SPEC.encode([text]))).softmax(1)[0].numpy()
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return exported(tmp_path_factory.mktemp("texts"))
+
+
+@pytest.fixture(scope="module")
+def service(run):
+    return Service(Bundle.open(run.bundle), Limits(max_images=4, max_upload_mb=1, max_text=200))
+
+
+@pytest.fixture(scope="module", params=["flask", "door"])
+def client(service, request):
+    """Werkzeug's test client, before Flask or before the way in that stands in front of it."""
+    app = create_app(service)
+    return app.test_client() if request.param == "flask" else Client(through(Door(service, log=silent())))
+
+
+# ---- the bundle
+
+
+def test_a_bundle_holds_all_that_a_text_needs(run):
+    """The card says how texts are prepared, names the vocabulary with its digest, and has texts with their answers."""
+    card = json.loads(run.bundle_card.read_text())
+    assert card["task"] == "text_classification"
+    assert card["labels"] == LABELS
+    assert card["input"] == {
+        "tokenizer": "words",
+        "file": "vocabulary.txt",
+        "size": SPEC.size,
+        "lower": True,
+        "max_length": None,
+        "limit": 24,
+    }
+    assert (run.bundle / "vocabulary.txt").read_text() == SPEC.content
+    assert card["files"]["vocabulary.txt"] == digest_of(run.bundle / "vocabulary.txt")
+    assert card["golden"]["texts"] == TEXTS
+    answers = np.frombuffer(base64.b64decode(card["golden"]["fp32"]), "<f4").reshape(4, 3)
+    assert answers == pytest.approx(np.stack([expected(text) for text in TEXTS]), abs=1e-5)
+
+
+def test_any_number_of_texts_of_any_length_is_taken(run):
+    """One and seven, of one token and of as many as the network takes; padding changes no answer."""
+    bundle = Bundle.open(run.path)
+    for number, length in ((1, 1), (1, 24), (7, 3), (2, 24)):
+        tokens = torch.randint(1, SPEC.size, (number, length), generator=torch.Generator().manual_seed(length))
+        padded = torch.nn.functional.pad(tokens, (0, 24 - length))
+        with torch.no_grad():
+            wanted = network()(tokens).softmax(1).numpy()
+        for given in (tokens, padded):
+            assert bundle.predict(given.numpy()) == pytest.approx(wanted, abs=1e-5)
+
+
+@pytest.mark.parametrize("pooling", ["mean", "end"])
+def test_one_text_of_one_word_is_enough_to_prove_an_export(tmp_path, pooling):
+    """No dimension becomes a constant, however small the samples are."""
+    folder = exported(tmp_path, network(pooling=pooling), texts=["dull"])
+    assert Bundle.open(folder.path).predict(np.array([[3, 4, 5, 2]])).shape == (1, 3)
+
+
+class SeesPadding(torch.nn.Module):
+    """A mean over all columns."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = torch.nn.Embedding(SPEC.size, 3)
+
+    def forward(self, tokens):
+        return self.embedding(tokens).mean(1)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"model": SeesPadding()}, "a network of texts must not see the padding"),
+        ({"labels": LABELS[:2]}, "gives 3 probabilities, and the data has 2 class names"),
+        ({"texts": [""]}, "cannot be used to prove the export with: The text is empty"),
+        ({"texts": []}, "there are none"),
+    ],
+)
+def test_what_cannot_be_proved_is_no_bundle(tmp_path, options, words):
+    """In one sentence, and nothing is written."""
+    with pytest.raises(CheckpointError, match=words):
+        exported(tmp_path / "run", **options)
+    assert not RunFolder(tmp_path / "run").bundle.exists()
+
+
+def changed(card, **values):
+    return sealed({**card, **values})
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda folder, card: (folder / "vocabulary.txt").write_text("x"), "vocabulary.txt is not the file that was"),
+        (lambda folder, card: (folder / "vocabulary.txt").unlink(), "no readable vocabulary.txt"),
+        (lambda folder, card: {"input": card["input"] | {"file": "model.onnx"}}, "does not say which of its files"),
+        (lambda folder, card: {"input": card["input"] | {"size": 3}}, "describes its input wrongly: size is"),
+        (lambda folder, card: {"input": {}}, "does not say which of its files"),
+        (lambda folder, card: {"golden": card["golden"] | {"texts": []}}, "has no golden samples"),
+        (lambda folder, card: {"golden": card["golden"] | {"texts": TEXTS[::-1]}}, "answers golden sample"),
+        (lambda folder, card: {"task": "image_classification"}, "describes its input wrongly"),
+    ],
+)
+def test_a_damaged_bundle_is_refused_in_one_sentence(run, tmp_path, change, words):
+    """Whatever was changed, and whether or not the card was sealed anew."""
+    folder = tmp_path / "bundle"
+    shutil.copytree(run.bundle, folder)
+    card = json.loads((folder / "bundle.json").read_text())
+    values = change(folder, card)
+    if isinstance(values, dict):
+        (folder / "bundle.json").write_text(changed(card, **values))
+    with pytest.raises(BundleError, match=words):
+        Bundle.open(folder)
+
+
+# ---- the endpoint
+
+
+@pytest.mark.parametrize(
+    "request_of",
+    [
+        lambda text: {"json": {"texts": [text]}},
+        lambda text: {"json": {"text": text}},
+        lambda text: {"data": text.encode(), "content_type": "text/plain"},
+        lambda text: {"data": text.encode(), "content_type": 'text/plain; charset="UTF-8"'},
+        lambda text: {"data": text.encode()},
+    ],
+    ids=["JSON list", "JSON single", "plain", "UTF-8", "without a type"],
+)
+def test_one_text_gets_one_answer(client, request_of):
+    """Each form of request gets the same as a picture does: two string keys, the label, and the classes."""
+    for text in TEXTS:
+        response = client.post("/predict", **request_of(text))
+        assert response.status_code == 200, response.text
+        answer, wanted = response.json, expected(text)
+        best = int(wanted.argmax())
+        assert list(answer) == ["predicted_class", "predicted_probability", "label", "predictions"]
+        assert (answer["predicted_class"], answer["label"]) == (str(best), LABELS[best])
+        assert float(answer["predicted_probability"]) == pytest.approx(wanted[best], abs=1e-5)
+        for one in answer["predictions"]:
+            assert one["probability"] == pytest.approx(wanted[one["class"]], abs=1e-5)
+
+
+def test_several_texts_are_answered_in_order(client):
+    """Of any lengths, with commas, brackets and quotes in them; `top_k` holds for each."""
+    texts = ["dull", TEXTS[2], 'a "fine" film, [not] {dull}\n']
+    answers = client.post("/predict?top_k=1", json={"texts": texts}).json["predictions"]
+    for text, answer in zip(texts, answers, strict=True):
+        assert [one["class"] for one in answer["predictions"]] == [int(expected(text).argmax())]
+        assert float(answer["predicted_probability"]) == pytest.approx(expected(text).max(), abs=1e-5)
+
+
+def plain(data, kind="text/plain"):
+    return {"data": data, "content_type": kind}
+
+
+@pytest.mark.parametrize(
+    ("request_of", "status", "words"),
+    [
+        (plain(picture(), "image/png"), 415, 'this server answers texts. Send JSON {"texts": ["…", …]} as application'),
+        (plain(picture()), 415, "This is not text in UTF-8"),
+        (plain(b"x", "text/plain; charset=latin-1"), 415, "one text in UTF-8 as text/plain"),
+        (plain(b"x", "application/x-www-form-urlencoded"), 415, "is not read: this server answers texts"),
+        (plain(b""), 400, "The request has no body"),
+        (plain(b" \n"), 400, "The text is empty"),
+        (plain(b"a" * 201), 413, "The text has 201 bytes; at most 200 are accepted"),
+        (plain(b"a " * 30), 413, "The text has 31 tokens, and the network takes at most 24"),
+        ({"json": {"texts": ["a"] * 5}}, 413, "The request has 5 texts; at most 4 are accepted in one"),
+        ({"json": {"texts": ["a", " "]}}, 400, "Text 2 of 2: The text is empty"),
+        ({"json": {"texts": []}}, 400, "texts is not a list of one or more texts"),
+        ({"json": {"texts": [1]}}, 400, 'send {"texts": ["…", …]}'),
+        ({"json": {"images": ["aGk="]}}, 400, 'not an object with the one key texts; send {"texts": ["…", …]}'),
+        ({"json": ["a"]}, 400, "not an object with the one key texts"),
+        (plain(b'{"texts": ["\\ud800"]}', "application/json"), 400, "half a character"),
+        (plain(b'{"texts": "', "application/json"), 400, "The body is not JSON"),
+        (plain(b"[" * 100_000, "application/json"), 400, "a list of 1,000 texts at most"),
+        (plain(b'{"texts": [%s"a"]}' % (b'"a", ' * 2000), "application/json"), 400, "a list of 1,000 texts at most"),
+        (plain(b'"' * 1_000_001), 413, "The request is too large"),
+    ],
+)
+def test_a_bad_request_gets_one_sentence(client, request_of, status, words):
+    """A picture, nothing, too much, or something else: what is wrong, and what to send."""
+    response = client.post("/predict", **request_of)
+    assert (response.status_code, list(response.json)) == (status, ["ERROR"])
+    assert words in response.json["ERROR"]
+
+
+def test_a_server_of_pictures_says_so(tmp_path):
+    """A text sent to one is refused as before, with what to send."""
+    from served import colour_run
+
+    client = create_app(Service(Bundle.open(colour_run(tmp_path).bundle))).test_client()
+    response = client.post("/predict", **plain(b"a fine film"))
+    assert response.status_code == 415
+    assert "Send multipart/form-data with the field image" in response.json["ERROR"]
+
+
+def test_the_document_says_what_is_there(service):
+    """OpenAPI's paths, bodies and answers are those of texts, and what the server answers fits them."""
+    client = create_app(service).test_client()
+    document = client.get("/openapi.json").json
+    operation = document["paths"]["/predict"]["post"]
+    assert set(operation["requestBody"]["content"]) == {"application/json", "text/plain"}
+    assert "image" not in json.dumps(operation).lower()
+
+    def check(path, method, response):
+        described = document["paths"][path][method]["responses"][str(response.status_code)]
+        schema = described["content"][response.mimetype]["schema"]
+        schema = json.loads(json.dumps(schema | {"components": document["components"]}))
+        schema = without_nullable(schema)
+        Draft202012Validator(schema).validate(response.json)
+
+    check("/predict", "post", client.post("/predict", json={"texts": ["dull"]}))
+    check("/predict", "post", client.post("/predict", json={"texts": TEXTS[:2]}))
+    check("/predict", "post", client.post("/predict", data=picture(), content_type="image/png"))
+    check("/info", "get", client.get("/info"))
+    assert client.get("/info").json["limits"]["max_text"] == 200
+
+
+def without_nullable(schema):
+    """OpenAPI 3.0's `nullable`, which JSON schema says otherwise."""
+    if isinstance(schema, list):
+        return [without_nullable(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    kept = {name: without_nullable(value) for name, value in schema.items() if name != "nullable"}
+    return kept | {"type": [kept["type"], "null"]} if schema.get("nullable") else kept
+
+
+def test_the_process_answers_texts_without_torch(run, tmp_path):
+    """`python -m serve` says what it serves, answers texts that come together, and ends; its client prints a line for
+    each text; neither imports torch or Lightning."""
+    server = Server(run.path, tmp_path / "errors", flags=("-X", "importtime"))
+    try:
+        assert server.line.startswith("Serving text_classification (3 classes) on ")
+        status, answer = server.ask(
+            "POST", "/predict", json.dumps({"texts": TEXTS}), {"Content-Type": "application/json"}
+        )
+        assert status == 200
+        found = [float(one["predicted_probability"]) for one in answer["predictions"]]
+        assert found == pytest.approx([expected(text).max() for text in TEXTS], abs=1e-5)
+        assert [server.ask("GET", path)[0] for path in ("/health", "/ready")] == [200, 200]
+        environment = {**os.environ, "PREDICT_URL": f"{server.url}/predict", "PYTHONPATH": str(ROOT)}
+        command = [sys.executable, "-m", "serve.predict", "--text", *TEXTS[:2]]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+        lines = [json.loads(line) for line in done.stdout.splitlines()]
+        assert [(line["text"], line["label"]) for line in lines] == [
+            (text, LABELS[int(expected(text).argmax())]) for text in TEXTS[:2]
+        ]
+    finally:
+        assert server.stop() == 0
+    assert {line["batch"] for line in server.requests() if line["path"] == "/predict"} == {4, 1}
+    imported = {line.rpartition("|")[2].strip() for line in (tmp_path / "errors").read_text().splitlines()}
+    assert "deeplightning.text" in imported
+    assert imported.isdisjoint({"torch", "pytorch_lightning", "mlflow", "tokenizers", "transformers"})
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+def test_the_page_has_a_field_for_texts(run, tmp_path):
+    """In a real browser: a text is written, asked about, and answered as the server answers any client; there is no
+    place to drop pictures on."""
+    server = Server(run.path, tmp_path / "errors")
+    (tmp_path / "browser").mkdir()
+    browser = Browser(tmp_path / "browser")
+    try:
+        page = Page(browser, server.url)
+        page.evaluate("until(() => !document.querySelector('#write').hidden)")
+        assert page.evaluate("document.querySelector('#drop').hidden") is True
+        page.evaluate(
+            "(() => { document.querySelector('#text').value = 'a <b>fine</b> film'; "
+            "document.querySelector('#write button').click(); })()"
+        )
+        (answer,) = page.answers()
+        asked = json.dumps({"text": "a <b>fine</b> film"})
+        status, wanted = server.ask("POST", "/predict", asked, {"Content-Type": "application/json"})
+        assert status == 200
+        assert answer["title"] == wanted["label"]
+        assert [row[0] for row in answer["rows"]] == [one["label"] for one in wanted["predictions"]]
+        assert page.evaluate("document.querySelector('blockquote').textContent") == "a <b>fine</b> film"
+        assert f"text classification, {SPEC.size} tokens" in page.evaluate(
+            "document.querySelector('#model').textContent"
+        )
+    finally:
+        browser.close()
+        server.stop()
