@@ -1,0 +1,148 @@
+"""Encoders of Hugging Face's from a local folder: offline, without foreign code, from weights or from scratch.
+
+What needs `transformers` and `tokenizers` is skipped without the extra `text`: pip install 'deeplightning[text]'.
+"""
+
+import importlib.util
+import json
+
+import numpy as np
+import pytest
+import torch
+
+from deeplightning.model.hugging_face import Encoder, FolderError
+
+MISSING = [name for name in ("transformers", "tokenizers") if importlib.util.find_spec(name) is None]
+needs_extra = pytest.mark.skipif(bool(MISSING), reason=f"needs {MISSING}: pip install 'deeplightning[text]'")
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "fine", "dull", "film", "not", ",", "."]
+CONFIG = {
+    "model_type": "bert",
+    "vocab_size": len(WORDS),
+    "hidden_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "max_position_embeddings": 20,
+    "pad_token_id": 0,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A small BERT with weights and a tokenizer, as `save_pretrained` leaves it, without a head for classes."""
+    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
+    from transformers import BertConfig, BertModel
+
+    path = tmp_path_factory.mktemp("a model")
+    torch.manual_seed(0)
+    BertModel(BertConfig(**{key: value for key, value in CONFIG.items() if key != "model_type"})).save_pretrained(path)
+    tokenizer = Tokenizer(models.WordPiece({word: n for n, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    tokenizer.normalizer, tokenizer.pre_tokenizer = normalizers.Lowercase(), pre_tokenizers.Whitespace()
+    tokenizer.post_processor = processors.TemplateProcessing(
+        "[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    tokenizer.enable_truncation(4)
+    tokenizer.save(str(path / "tokenizer.json"))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        (None, "is no folder; it must hold config.json and the weights of a model"),
+        ({}, "has no config.json"),
+        ({"config.json": "{"}, "config.json cannot be read"),
+        ({"config.json": '{"auto_map": {}}'}, "asks for code of its own"),
+        ({"config.json": json.dumps(CONFIG), "pytorch_model.bin": ""}, "other files of weights could run code"),
+    ],
+)
+def test_a_folder_that_is_no_model_is_told(tmp_path, files, words):
+    """Before `transformers` is imported: missing, damaged, with own code or pickled weights: exit code 3."""
+    path = tmp_path / "model"
+    if files is not None:
+        path.mkdir()
+        for name, text in files.items():
+            (path / name).write_text(text)
+    with pytest.raises(FolderError, match=words) as told:
+        Encoder(str(path), 2)
+    assert told.value.exit_code == 3
+    assert str(path) in str(told.value)
+
+
+@pytest.mark.skipif(not MISSING, reason="the extra is installed")
+def test_without_the_extra_the_command_is_told(tmp_path):
+    """Which package is missing, and how it is installed."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    with pytest.raises(ImportError, match=r"pip install 'deeplightning\[text\]'"):
+        Encoder(str(tmp_path), 2, pretrained=False)
+
+
+@needs_extra
+@torch.no_grad()
+def test_weights_are_the_folders_or_drawn(folder):
+    """Pretrained, the encoder has the file's tensors; from scratch it has others. Padding changes no logit."""
+    from safetensors.torch import load_file
+
+    saved = load_file(folder / "model.safetensors")
+    name = next(name for name in saved if name.endswith("word_embeddings.weight"))
+    made, scratch = Encoder(str(folder), 3).eval(), Encoder(str(folder), 3, pretrained=False).eval()
+    embedding = dict(made.model.named_parameters())[f"bert.{name}"]
+    assert torch.equal(embedding, saved[name])
+    assert not torch.equal(dict(scratch.model.named_parameters())[f"bert.{name}"], saved[name])
+    assert (made.vocabulary_size, made.padding, made.max_length) == (len(WORDS), 0, 20)
+    short = torch.tensor([[2, 5, 6, 3]])
+    assert made(short).shape == (1, 3)
+    assert torch.allclose(made(short), made(torch.nn.functional.pad(short, (0, 9))), atol=1e-5)
+
+
+@needs_extra
+def test_its_tokenizer_says_what_tokens_are(folder):
+    """Special tokens around each text, an end that a cut keeps; the file's own cut and padding do not hold."""
+    from deeplightning.text import TextSpec, VocabularyError
+
+    spec = TextSpec("hugging_face", (folder / "tokenizer.json").read_text())
+    assert (spec.size, spec.padding, spec.file) == (len(WORDS), 0, "tokenizer.json")
+    assert spec.encode(["A fine film, not dull", ""]) == [[2, 5, 6, 8, 10, 9, 7, 3], [2, 3]]
+    assert spec.encode(["a fine film"], max_length=3) == [[2, 5, 3]]
+    with pytest.raises(VocabularyError, match=r"no tokenizer\.json of Hugging Face"):
+        TextSpec("hugging_face", "{}")
+
+
+@needs_extra
+def test_a_run_is_fine_tuned_exported_and_served(folder, command, tmp_path, store):
+    """From YAML with the folder's tokens to a bundle whose answers are the network's, prepared by the same file."""
+    from deeplightning.export import export
+    from deeplightning.runfolder import RunFolder
+    from deeplightning.trained import trained_task
+    from serve.bundle import Bundle
+
+    texts = ["a fine film", "a dull film .", "not a dull film", "not fine , dull"]
+    (tmp_path / "train.tsv").write_text("".join(f"{text}\t{n % 2}\n" for n, text in enumerate(texts * 4)))
+    config = tmp_path / "fine_tune.yaml"
+    config.write_text(
+        f"""
+seed: 1
+data:
+  root: '{tmp_path}'
+  module: {{type: deeplightning.data.text.TextData, params: {{train: train.tsv, tokenizer: '{folder}'}}}}
+  batch_size: 8
+model:
+  module: {{type: deeplightning.task.text_classif.TextClassification}}
+  network: {{type: deeplightning.model.hugging_face.Encoder, params: {{folder: '{folder}', num_classes: 2}}}}
+  optimizer: {{type: torch.optim.AdamW, params: {{lr: 2.0e-5}}, groups: [{{match: 'bias|LayerNorm', weight_decay: 0}}]}}
+  loss: {{type: torch.nn.CrossEntropyLoss}}
+train: {{num_epochs: 1, export: false}}
+logger: {{params: {{tracking_uri: '{store}', system_metrics: false}}}}
+"""
+    )
+    outcome = command("train", config, cwd=tmp_path)
+    assert outcome.code == 0, outcome
+    run = RunFolder(outcome.folder)
+    task, _, _ = trained_task(run)
+    export(task, run, np.array(texts), {})
+    bundle = Bundle.open(run.path)
+    assert bundle.labels == ["0", "1"]
+    rows = bundle.predict(bundle.text_spec.stack([bundle.text_spec.prepare(text) for text in texts]))
+    with torch.no_grad():
+        wanted = [task.network(torch.tensor([tokens])).softmax(1)[0] for tokens in task.text_spec.encode(texts)]
+    assert rows == pytest.approx(torch.stack(wanted).numpy(), abs=1e-4)
