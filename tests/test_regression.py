@@ -193,7 +193,12 @@ def test_a_function_gives_one_set_and_lightnings_own_data_module(regress, tracke
 
 
 @pytest.mark.parametrize(
-    ("stage", "data"), [("validate", "no validation data"), ("test", "no test data"), ("predict", "no predict data")]
+    ("stage", "data"),
+    [
+        ("validate", "no validation data"),
+        pytest.param("test", "no test data", marks=pytest.mark.slow),
+        pytest.param("predict", "no predict data", marks=pytest.mark.slow),
+    ],
 )
 def test_a_stage_without_its_data_is_told(stage, data, regress, tested):
     """`stages: [validate]` of a function that makes a training set alone ends with 2; test and predict alike."""
@@ -220,8 +225,9 @@ def test_the_order_may_come_from_a_sampler_by_a_column_of_the_set(regress):
     assert "tasks need a mapping" in regress(*pairs, code=3).err
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_inside_an_epoch_bit_for_bit(regress):
-    """Ended in the first epoch and resumed, with workers: the weights of an uninterrupted run without."""
+    """Ended in the first epoch and resumed: the weights of an uninterrupted run."""
     whole = regress().folder
     cut = regress("~train.num_epochs", "train.max_steps=4").folder
     resumed = regress(f"train.resume_ckpt='{cut}'").folder

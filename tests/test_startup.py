@@ -48,6 +48,7 @@ BUDGETS = {
     "train CONFIG": (2015, UNUSED),
     "test RUN": (2015, UNUSED),
     "diff RUN RUN": (250, HEAVY),
+    "runs --tracking-uri STORE": (255, HEAVY),
 }
 
 PROGRAM = """\

@@ -226,7 +226,7 @@ class Tracker:
             " WHERE r.lifecycle_stage = 'active' AND e.lifecycle_stage = 'active'"
             " ORDER BY r.start_time DESC, r.run_uuid"
         )
-        return [Listed(*row, metrics.get(row[0], {})) for row in rows]
+        return [Listed._make([*row, metrics.get(row[0], {})]) for row in rows]
 
     def delete(self, run_id: str, statuses: Collection[str]) -> bool:
         """Marks a run as deleted, as MLflow does, if its status is one of these; whether it was."""
