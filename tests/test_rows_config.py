@@ -1,5 +1,6 @@
 """What the checklist asks of configs and of the manual's tables of old settings, where the modules' own tests stop."""
 
+import itertools
 import logging
 import re
 import sys
@@ -132,6 +133,29 @@ def test_what_the_tables_name_is_taken(tiny):
     )
     settings = [f"engine={{backend: deepspeed_stage_3, processes: 2, params: {params}}}"]
     assert [str(fault) for fault in examine(tiny, settings).faults] == []
+
+
+def table(page, start):
+    """The rows of the first table of a page whose head begins so: each the cells by the names of their columns."""
+    lines = (ROOT / "docs" / page).read_text().splitlines()
+    at = next(number for number, line in enumerate(lines) if line.startswith(f"| {start} |"))
+    rows = itertools.takewhile(lambda line: line.startswith("|"), (lines[at], *lines[at + 2 :]))
+    head, *cells = ([cell.strip(" `*") for cell in row.strip("|").split("|")] for row in rows)
+    return [dict(reversed(list(zip(head, row, strict=True)))) for row in cells]  # of two columns of a name the first
+
+
+@pytest.mark.parametrize(
+    ("page", "start", "columns", "among"),
+    [
+        ("benchmarks.md", "program | CPU s", ("CPU s", "wall s", "MiB"), {"deeplightning", "raw PyTorch"}),
+        ("engines.md", "engine", ("CPU s", "wall s", "parameters, KiB", "state, KiB"), {"null", *ENGINES}),
+    ],
+)
+def test_speed_and_memory_are_told_as_they_were_measured(page, start, columns, among):
+    """Beside other programs, and of each engine: numbers in every row."""
+    rows = table(page, start)
+    assert {row[start.partition(" |")[0]] for row in rows} >= among
+    assert [row for row in rows for name in columns if not re.match(r"\d[\d,.]*", row[name])] == []
 
 
 # ---- what a person sees
