@@ -5,6 +5,7 @@ import subprocess
 import sys
 import warnings
 from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,7 +14,15 @@ import torch
 from conftest import digest
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 
-from deeplightning.data.samplers import BatchIndices, BucketedDistributedSampler, SampledBatches, sort_values
+from deeplightning.config.schema import Target
+from deeplightning.data.errors import DataConfigError
+from deeplightning.data.samplers import (
+    BatchIndices,
+    BucketedDistributedSampler,
+    SampledBatches,
+    sort_values,
+    train_sampler,
+)
 
 SAMPLER = "deeplightning.data.samplers.BucketedDistributedSampler"
 
@@ -424,6 +433,9 @@ def test_data_that_can_only_be_read_and_shuffling_loaders_are_refused(train):
 
     with pytest.raises(ValueError, match="known length, which Endless is not"):
         BucketedDistributedSampler(Endless(), 2, 10, sort_key="words")
+    cfg = SimpleNamespace(seed=1, data=SimpleNamespace(batch_size=4, sampler=Target(type=SAMPLER)))
+    with pytest.raises(DataConfigError, match=r"data\.sampler needs a training set of known length, not Endless"):
+        train_sampler(cfg, Endless())
     sampler = f"data.sampler={{type: {SAMPLER}, params: {{buckets: 2, sort_key: labels}}}}"
     assert "data.loader.shuffle cannot be given" in train(sampler, "data.loader.shuffle=true", code=2).err
 

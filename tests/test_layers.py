@@ -3,8 +3,8 @@
 Imports only go down this list: `cli`; `torch_server`; `predict`, `runs`, `stats`, `completion`, `deploy`; `run`,
 `dry_run`; `trained`; `configure`; `engine`, `tracking`, `callbacks`, `export`, `quantize`; `runfolder`, `image`,
 `text` with `hugging_face`; `config`. `serve` stands on `image`, `text` and `runfolder`; of the rest only
-`torch_server`, and what answers inside an MLflow model, use it. The parts (`data`, `task`, `model`, `loss`) are named in
-YAML, imported by nobody, and use of the core only `config.target.build`, `image` and `text`.
+`torch_server`, and what answers inside an MLflow model, use it. The parts (`data`, `task`, `model`, `loss`) are named
+in YAML, imported by nobody, and use of the core only `config.target.build`, `image` and `text`.
 """
 
 import ast
