@@ -14,7 +14,7 @@ KINDS = ("disc", "ring", "square", "frame", "triangle", "diamond", "cross", "sta
 
 
 class TenShapes(ImageData):
-    """Shapes of random colour, size and place on a ground of random colour, with noise: the colour tells nothing.
+    """Bright shapes of random colour, size and place on a dark ground, with noise: the colour tells nothing.
 
     Args:
         cfg: the whole config; `seed` decides what is drawn.
@@ -39,12 +39,10 @@ class TenShapes(ImageData):
 
 def draw(kind: str, random: np.random.RandomState) -> np.ndarray:
     """One picture, uint8 (32, 32, 3); drawn four times as large, so that edges are smooth."""
-    ground, ink = random.randint(0, 256, 3), random.randint(0, 256, 3)
-    while abs(ground - ink).sum() < 150:
-        ink = random.randint(0, 256, 3)
+    ground, ink = random.randint(0, 90, 3), random.randint(120, 256, 3)
     picture = Image.new("RGB", (128, 128), tuple(map(int, ground)))
     pen, colour = ImageDraw.Draw(picture), tuple(map(int, ink))
-    r = random.uniform(26, 48)
+    r = random.uniform(36, 52)
     x, y = random.uniform(r + 4, 124 - r, size=2)
     box = (x - r, y - r, x + r, y + r)
 
