@@ -175,7 +175,7 @@ class BucketedDistributedSampler(DistributedSampler):
     `allow_bucket_overlap` the rests of all buckets, in their order, form further, mixed slices.
 
     In a config: `data.sampler: {type: deeplightning.data.samplers.BucketedDistributedSampler, params: {buckets: 8,
-    sort_key: length}}`; dataset, batch_size, num_replicas, rank and seed come from the run then. In Python it goes
+    sort_key: lengths}}`; dataset, batch_size, num_replicas, rank and seed come from the run then. In Python it goes
     into `DataLoader(dataset, batch_size=B, sampler=...)`, and Lightning leaves it as it is.
 
     Args:
