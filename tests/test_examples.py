@@ -68,7 +68,12 @@ EXAMPLES = {
     "linear_regression": Example("linear_regression/linear_regression.yaml", [], {"test_loss": (0, 0.02)}),
     "kfold": Example("kfold/kfold.yaml", ["train.num_epochs=2", "data.fold=4"], {"test_acc": (0.5, 1)}),
     "own_loop": Example("own_loop/own_loop.yaml", ["train.num_epochs=3"], {"test_acc": (0.7, 1)}),
-    "vqvae": Example("vqvae/vqvae.yaml", ["train.num_epochs=3"], {"test_rmse": (0, 0.9)}, ["val_reconstruction_2.png"]),
+    "vqvae": Example(
+        "vqvae/vqvae.yaml",
+        ["train.num_epochs=3", "data.module.params.limit=700"],
+        {"test_rmse": (0, 0.95)},
+        ["val_reconstruction_2.png"],
+    ),
 }
 
 

@@ -45,6 +45,7 @@ logger:
   log_every_n_steps: 4
 """
 QUIET = "logger.pictures=null"
+TOTAL = "model.scheduler.discriminator.params.total_steps=18"  # what `auto` is in two epochs
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +72,13 @@ def learn(command, place):
 def run(learn):
     """The folder of a run of two epochs, and a test."""
     return learn("stages=[train, test]").folder
+
+
+@pytest.fixture(scope="module")
+def half(learn):
+    """A run of one epoch, and its weights, which a run that goes on will replace."""
+    outcome = learn(QUIET, "train.num_epochs=1", TOTAL)
+    return outcome, weights(outcome.folder / "last.ckpt")
 
 
 # ---- what is logged
@@ -127,11 +135,10 @@ def test_samples_are_pictures_of_each_epoch(run):
 # ---- what is kept
 
 
-def test_both_networks_change_and_the_scorer_does_not(run, learn):
+def test_both_networks_change_and_the_scorer_does_not(run, half):
     """Between the epochs both networks learn; the scorer has learned before and stays as it is; both optimizers and
     schedules are in the checkpoint, under the names of their networks."""
-    first = weights(learn(QUIET, "train.num_epochs=1").folder / "last.ckpt")
-    second = weights(run / "last.ckpt")
+    first, second = half[1], weights(run / "last.ckpt")
     changed = {name.split(".")[1] for name, tensor in first.items() if not torch.equal(tensor, second[name])}
     assert changed == {"generator", "discriminator"}
     assert first["scorer_trained"] == 1
@@ -140,15 +147,14 @@ def test_both_networks_change_and_the_scorer_does_not(run, learn):
     assert len(saved["lr_schedulers"]) == 2
 
 
-@pytest.mark.parametrize("ends", ["at an epoch's end", pytest.param("inside an epoch", marks=pytest.mark.slow)])
-def test_a_resumed_run_ends_as_an_uninterrupted_one(ends, run, learn, tracked):
+@pytest.mark.parametrize("inside", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_resumed_run_ends_as_an_uninterrupted_one(inside, run, half, learn, tracked):
     """Resumed after the first epoch, or inside the second, both networks end with the same weights to the last bit, the
     scorer does not learn again, and the epoch's means count what came before."""
-    until = "train.num_epochs=1" if ends == "at an epoch's end" else "train.max_steps=24"
-    half = learn(QUIET, until, "model.scheduler.discriminator.params.total_steps=18")
-    resumed = learn(QUIET, f"train.resume_ckpt='{half.folder}'", "model.scheduler.discriminator.params.total_steps=18")
+    cut = learn(QUIET, "train.max_steps=24", TOTAL) if inside else half[0]
+    resumed = learn(QUIET, TOTAL, f"train.resume_ckpt='{cut.folder}'")
     assert digest(resumed.folder / "last.ckpt") == digest(run / "last.ckpt")
-    assert "scorer     has learned" in half.out
+    assert "scorer     has learned" in cut.out
     assert "scorer     has learned" not in resumed.out
     ours, theirs = (tracked(folder).series() for folder in (resumed.folder, run))
     for name in ("train_loss_d", "train_loss_g", "val_score"):

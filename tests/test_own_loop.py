@@ -170,24 +170,29 @@ def learn(command, place):
     return run
 
 
+@pytest.fixture(scope="module")
+def loop(learn, place):
+    """A run of one's own loop, and the gradients of its steps."""
+    outcome = learn("Loop")
+    return outcome, torch.load(place / "gradients.pt", weights_only=True)
+
+
 # ---- a loop of one's own
 
 
-def test_gradients_are_added_up_by_hand_on_one_process_and_two(learn, place, tracked):
+def test_gradients_are_added_up_by_hand_on_one_process_and_two(loop, learn, place, tracked):
     """A task that accumulates by 4 itself: the gradient of its step is the same from 4 batches of 8 and from as many of
     4 on each of two processes; the counter of steps is Lightning's."""
-    one = learn("Loop")
-    first = torch.load(place / "gradients.pt", weights_only=True)
+    one, first = loop
     assert torch.load(one.folder / "last.ckpt", weights_only=True)["global_step"] == len(first) == 2  # of 9 batches
     learn("Loop", "data.batch_size=4", ranks=2)
     torch.testing.assert_close(torch.load(place / "gradients.pt", weights_only=True), first, rtol=1e-4, atol=1e-6)
     assert len(tracked(one.folder).series()["train_loss"]) == 9  # Lightning has a point of each batch
 
 
-def test_a_reset_inside_an_accumulation_begins_anew(learn, place):
+def test_a_reset_inside_an_accumulation_begins_anew(loop, learn, place):
     """Gradients thrown away after two batches are gone: the step that follows has those of the two others alone."""
-    learn("Loop")
-    whole = torch.load(place / "gradients.pt", weights_only=True)[0]
+    whole = loop[1][0]
     learn("Loop", "model.module.params={reset: true}")
     reset = torch.load(place / "gradients.pt", weights_only=True)[0]
     learn("Loop", "model.module.params={accumulate: 2}")
@@ -232,6 +237,7 @@ def test_ranks_know_themselves_and_wait_for_each_other(learn, place):
 # ---- the example
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_the_example_trains_on_one_process_and_two(ranks, command, store, tmp_path):
     """The loop of the example, resumed after its first epoch, ends as an uninterrupted one, on one process and two."""
