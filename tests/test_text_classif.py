@@ -97,6 +97,19 @@ def test_it_learns_and_leaves_what_every_run_leaves(trained, root):
     assert (trained.folder / "val_confusion_matrix.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_biases_and_norms_do_not_decay(trained):
+    """AdamW has two groups: biases and the weights of norms without decay, all matrices with 0.01."""
+    checkpoint = torch.load(trained.folder / "last.ckpt", weights_only=True)
+    (optimizer,) = checkpoint["optimizer_states"]
+    plain, decaying = optimizer["param_groups"]
+    assert [group["weight_decay"] for group in (plain, decaying)] == [0, 0.01]
+    assert [group["eps"] for group in (plain, decaying)] == [1e-8, 1e-8]
+    parameters = {n: w for n, w in checkpoint["state_dict"].items() if n.startswith("network.")}
+    matrices = [n for n, w in parameters.items() if w.ndim > 1]
+    assert len(decaying["params"]) == len(matrices)
+    assert len(plain["params"]) == len(parameters) - len(matrices) > 0
+
+
 def test_metrics_are_those_of_the_whole_set(trained, root):
     """Loss and accuracy of the validation, from each text alone, without any padding."""
     checkpoint = torch.load(trained.folder / "last.ckpt", weights_only=True)
@@ -155,8 +168,6 @@ def test_without_validation_there_are_no_numbers_of_it(command, text_config, pla
     folded = command("train", text_config, *settings, cwd=place)
     assert folded.code == 0, folded
     assert "val_acc" in tracked(folded.folder).metrics
-    refused = command("train", text_config, "data.num_splits=4", "data.fold=4", cwd=place)
-    assert refused.code == 2, refused
 
 
 def test_a_changed_training_file_is_noticed(trained, command, text_config, place, root, tmp_path):
@@ -177,6 +188,7 @@ def test_a_changed_training_file_is_noticed(trained, command, text_config, place
     assert results[0] == results[1]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_ends_as_an_uninterrupted_one(command, text_config, place, store):
     """Four epochs, and two and then four: the same weights, bit for bit."""
     whole = command("train", text_config, "logger.pictures=null", cwd=place)
@@ -194,10 +206,7 @@ def test_a_resumed_run_ends_as_an_uninterrupted_one(command, text_config, place,
         ("model.network.params.num_classes=3", 3, "the data has 2 classes (labels 0 to 1), the network 3 outputs"),
         ("model.network.params.vocabulary_size=9", 2, "has room for 9 tokens, and the data's vocabulary has 2"),
         ("model.network.params.max_length=5", 2, "tokens, and the network takes at most 5"),
-        ("model.network.params.padding=1", 2, "takes token 1 for padding, the data 0"),
         ("data.module.params.train=none.tsv", 3, "none.tsv is missing"),
-        ("data.module.params.vocabulary=words.txt", 3, "words.txt is missing"),
-        ("data.module.params.class_names=[only]", 3, "train.tsv, line 3: the label 1 is outside the 1 classes"),
     ],
 )
 def test_what_does_not_fit_is_one_note(command, text_config, place, override, code, words):
@@ -214,7 +223,6 @@ def test_a_planted_mistake_is_told_by_check(command, text_config, place):
     fine = command("check", text_config, "--dry-run", cwd=place)
     assert fine.code == 0, fine
     for override, words in (
-        ("data.module.params.validaton=x", "validation"),
         ("model.network.params.poling=end", "pooling"),
         ("train.checkpoint={monitor: val_accuracy, mode: max}", "val_acc"),
     ):
@@ -243,3 +251,28 @@ def test_warm_up_and_decay_are_lines_over_all_steps(command, text_config, place,
     falls = [before - after for before, after in itertools.pairwise(rates[2:])]
     assert falls == pytest.approx([falls[0]] * len(falls), rel=1e-6)
     assert rates[-1] < 1e-6
+
+
+def test_a_checkpoint_answers_as_its_bundle(trained, tmp_path):
+    """Torch and ONNX Runtime give the same probabilities to texts that a client sends, prepared by the same tokens."""
+    import shutil
+
+    import numpy as np
+
+    from deeplightning.export import export
+    from deeplightning.runfolder import RunFolder
+    from deeplightning.torch_server import Checkpoint
+    from deeplightning.trained import trained_task
+    from serve.bundle import Bundle
+
+    shutil.copytree(trained.folder, tmp_path / "run")
+    run, texts = RunFolder(tmp_path / "run"), [text for text, _ in reviews(5, 3000)]
+    np.savez_compressed(run.samples, texts=np.array(texts))
+    export(trained_task(run)[0], run, np.array(texts), {})
+    by_torch, by_onnx = Checkpoint.open(run), Bundle.open(run.path)
+    assert by_torch.text_spec == by_onnx.text_spec
+    assert by_torch.labels == by_onnx.labels == ["negative", "positive"]
+    assert by_torch.samples.tolist() == by_onnx.samples.tolist()
+    rows = [by_onnx.text_spec.prepare(text.encode()) for text in ("a fine film", "never stale , never dull")]
+    tokens = by_onnx.text_spec.stack(rows)
+    assert by_torch.predict(tokens) == pytest.approx(by_onnx.predict(tokens), abs=1e-5)
