@@ -70,7 +70,7 @@ EXAMPLES = {
     "own_loop": Example("own_loop/own_loop.yaml", ["train.num_epochs=3"], {"test_acc": (0.7, 1)}),
     "vqvae": Example(
         "vqvae/vqvae.yaml",
-        ["train.num_epochs=3", "data.module.params.limit=700"],
+        ["train.num_epochs=3", "data.module.params.limit=700", "train.export=false"],
         {"test_rmse": (0, 0.95)},
         ["val_reconstruction_2.png"],
     ),
