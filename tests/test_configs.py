@@ -67,7 +67,7 @@ def cifar(folder: Path) -> list[str]:
         (files / name).write_bytes(pickle.dumps({"data": pixels, "labels": [n % 10 for n in range(40)]}))
     (files / "batches.meta").write_bytes(pickle.dumps({"label_names": [str(n) for n in range(10)]}))
     (folder / "made_up.py").write_text(MADE_UP)
-    return ["data.root=cifar", "data.module.type=made_up.CIFAR10"]
+    return ["data.root=cifar", "data.module.type=made_up.CIFAR10", "data.batch_size=16"]  # 128 take a minute
 
 
 def pictures(folder: Path) -> list[str]:
