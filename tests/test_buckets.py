@@ -1,6 +1,7 @@
 """The bucketed sampler: the table of lengths, what it refuses, its order, and what another of its kind got wrong."""
 
 import json
+import os
 import subprocess
 import sys
 import warnings
@@ -12,6 +13,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from conftest import digest
+from torch import distributed
 from torch.utils.data import DataLoader, Dataset, IterableDataset, WeightedRandomSampler
 
 from deeplightning.config.schema import Target
@@ -274,35 +276,23 @@ def test_the_two_permutations_have_a_stream_each():
     assert inside.tolist() != slices.tolist()
 
 
-DIFFER = """
-import sys
-from torch import distributed
-from deeplightning.data.samplers import BucketedDistributedSampler
-
-rank = int(sys.argv[1])
-distributed.init_process_group("gloo", init_method=f"file://{sys.argv[2]}", world_size=2, rank=rank)
-same = BucketedDistributedSampler(range(400), 2, 10, list(range(400)))
-assert (same.num_replicas, same.rank, len(list(same))) == (2, rank, 200)
-other = BucketedDistributedSampler(range(400), 2, 10, list(range(400))[:: -1 if rank else 1])
-try:
-    list(other)
-except ValueError as error:
-    print(error)
-"""
+def differ():
+    """One of two processes, the second of which has sorted the other way round."""
+    rank = int(os.environ["LOCAL_RANK"])
+    distributed.init_process_group("gloo", world_size=2, rank=rank)
+    same = BucketedDistributedSampler(range(400), 2, 10, range(400))
+    assert (same.num_replicas, same.rank, len(list(same))) == (2, rank, 200)
+    other = BucketedDistributedSampler(range(400), 2, 10, range(400)[:: -1 if rank else 1])
+    with pytest.raises(ValueError, match="the processes 1 have other buckets than process 0"):
+        list(other)
+    print("noticed")
 
 
-def test_ranks_with_different_orders_are_noticed(tmp_path):
+def test_ranks_with_different_orders_are_noticed(command, tmp_path):
     """6. Two processes that sorted differently are told so, both of them, in their first iteration; rank and world are
     those of torch's group."""
-    command = [sys.executable, "-c", DIFFER]
-    made = [
-        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE, text=True)
-        for rank in range(2)
-    ]
-    for process in made:
-        said = process.communicate(timeout=60)[0]
-        assert process.returncode == 0
-        assert "the processes 1 have other buckets than process 0" in said
+    outcome = command(cwd=tmp_path, ranks=2, main="test_buckets:differ")
+    assert [rank.out for rank in outcome.ranks] == ["noticed\n"] * 2, outcome
 
 
 @pytest.mark.parametrize("shuffle", [True, False])
