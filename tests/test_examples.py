@@ -38,25 +38,31 @@ class Example:
 
 EXAMPLES = {
     "cifar10": Example(
-        "cifar10/cifar10.yaml",
-        ["data.module.params={train: 20, test: 10}", "data.batch_size=6", "train.num_epochs=1"],
-        {"test_acc": (0, 1)},
+        "cifar10/vit.yaml",
+        ["data.module.params.train=300", "data.module.params.test=60", "data.batch_size=20", "train.num_epochs=5"],
+        {"test_acc": (0.15, 1)},
     ),
     "image_folder": Example(
         "image_folder/image_folder.yaml",
-        ["train.num_epochs=2", "train.export=false", "data.batch_size=16", "data.module.params.image_size=32"],
-        {"test_acc": (0, 1)},
-        before=["image_folder/draw.py", "pictures", "20"],
+        [
+            "train.num_epochs=8",
+            "data.batch_size=8",
+            "data.module.params.image_size=24",
+            "model.network.type=deeplightning.model.cnn.SimpleCNN",
+            "model.network.params={num_classes: 3, num_channels: 3, image_size: 24}",
+        ],
+        {"test_acc": (0.4, 1)},
+        ["bundle/model.onnx"],
+        ["image_folder/draw.py", "pictures", "40"],
     ),
     "segmentation": Example(
         "segmentation/segmentation.yaml",
         [
-            "data.module.params.count=60",
-            "train.num_epochs=3",
-            "data.module.params.image_size=32",
-            "model.network.params.width=8",
+            "data.module.params.count=150",
+            "data.batch_size=8",
+            "train.num_epochs=6",
         ],
-        {"test_iou": (0.15, 1), "test_acc": (0.5, 1)},
+        {"test_iou": (0.3, 1), "test_acc": (0.8, 1)},
         ["val_segmentation.png"],
     ),
     "dcgan": Example(
@@ -67,6 +73,17 @@ EXAMPLES = {
     ),
     "linear_regression": Example("linear_regression/linear_regression.yaml", [], {"test_loss": (0, 0.02)}),
     "kfold": Example("kfold/kfold.yaml", ["train.num_epochs=2", "data.fold=4"], {"test_acc": (0.5, 1)}),
+    "sst2": Example(
+        "sst2/sst2.yaml",
+        [
+            "data.module.params={limit: 3000, max_size: 90}",
+            "model.network.params.vocabulary_size=90",
+            "model.network.params.dropout=0",
+            "data.batch_size=32",
+        ],
+        {"test_acc": (0.8, 1)},
+        ["val_confusion_matrix.png"],
+    ),
     "own_loop": Example("own_loop/own_loop.yaml", ["train.num_epochs=3"], {"test_acc": (0.7, 1)}),
     "vqvae": Example(
         "vqvae/vqvae.yaml",
