@@ -7,7 +7,7 @@ from typing import TextIO
 
 import torch
 
-from deeplightning.config.fault import SetupError
+from deeplightning.config.fault import CheckpointError, SetupError
 from deeplightning.image import ImageError
 from deeplightning.runfolder import RunFolder
 from deeplightning.trained import trained_task
@@ -20,9 +20,14 @@ def predict_files(folder: RunFolder, images: Sequence[Path], out: TextIO) -> Non
 
     Raises:
         SetupError: a file is missing or no image; every such file is named.
-        CheckpointError: the run has no weights that can be used.
+        CheckpointError: the run has no weights that can be used, or does not say what it sees in pictures.
     """
     task, cfg, _ = trained_task(folder)
+    if (kind := getattr(task, "kind", type(task).__name__)) != "image_classification":
+        raise CheckpointError(
+            f"{folder.path}: this run is of {kind}, and only image_classification answers to image files with a table. "
+            "Leave them out for the run's test set, or serve the run with `bash deploy.sh`"
+        )
     spec, names = task.image_spec, task.class_names
     model = task.inference_model()
     faults, pixels = [], []

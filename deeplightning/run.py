@@ -99,6 +99,10 @@ def _explained(stage: Any, *args: Any, **kwargs: Any) -> None:
             message = f"no {data} data: the data module gives none. Leave out the stage, or add a set"
             raise ConfigError(Fault(message, "stages")) from error
         raise ConfigError(str(error)) from error
+    except NotImplementedError as error:
+        if "has been removed in" in str(error):  # hooks of older Lightnings
+            raise ConfigError(Fault(" ".join(str(error).split()), "model.module")) from error
+        raise
     except RuntimeError as error:
         if "conditioned on metric" in str(error):  # Lightning's EarlyStopping
             raise ConfigError(Fault(str(error), "train.early_stop.metric")) from error

@@ -348,11 +348,14 @@ def test_what_does_not_fit_ends_the_run_at_its_start(learn):
     assert "Artifact storage path" not in outcome.out
 
 
-def test_maps_do_not_go_with_a_task_of_one_network(learn):
-    """Image classification trains one network: maps are exit 2, in words."""
+def test_maps_do_not_go_with_a_task_of_one_network(learn, command, place):
+    """Image classification trains one network: maps are exit 2, in words, and `check` says so too, of each map."""
     one = "model.module={type: deeplightning.task.img_classif.ImageClassification}"
     outcome = learn("~model.module", one, "train.checkpoint.monitor=null", code=2)
     assert "takes one network, not several by name" in outcome.err
+    outcome = command("check", "gan.yaml", "~model.module", one, "train.checkpoint.monitor=null", cwd=place)
+    assert outcome.code == 2
+    assert all(f"takes one {part}, not several by name" in outcome.err for part in ("network", "optimizer"))
 
 
 def test_a_dry_run_takes_a_step(command, place):

@@ -289,3 +289,12 @@ def test_a_sheet_has_its_places():
     assert found[0, ::64, ::64].tolist() == [[1, 2, 3, 4], [5, 0, 0, 0], [0] * 4, [0] * 4]
     assert found[0, 63, 255] == 4
     assert sheet(torch.zeros(9, 3, 100, 80, dtype=torch.uint8), columns=2).shape == (3, 200, 160)
+
+
+def test_image_files_are_no_question_to_it(run, command, tmp_path):
+    """`predict RUN IMAGE` is for classes; another run says so, and where its answers are to be had."""
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    outcome = command("predict", run.path, "a.png", cwd=tmp_path)
+    assert outcome.code == 4
+    assert "this run is of image_reconstruction" in outcome.err
+    assert "Traceback" not in outcome.err
