@@ -38,7 +38,7 @@ class Supervised(pl.LightningModule):
     kind = "supervised"
 
     network_names: tuple[str, ...] = ()
-    """The networks that it needs by name; none: it takes a single one. Read from the source by `deeplightning check`."""
+    """The networks that it needs by name; none: a single one. Read from the source by `deeplightning check`."""
 
     metric_names: tuple[str, ...] = ()
     """The names of `default_metrics`; read from the source by `deeplightning check`."""
