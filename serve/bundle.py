@@ -296,7 +296,12 @@ def _text_spec(folder: Path, card: dict[str, Any]) -> "TextSpec":
             content = stream.read(MAX_TOKENIZER_BYTES + 1)
         _expect(len(content) <= MAX_TOKENIZER_BYTES, f"has a {name} of more than {MAX_TOKENIZER_BYTES:,} bytes", folder)
         return TextSpec.from_dict(values, content.decode())
-    except (ValueError, ImportError) as error:
+    except ImportError as error:
+        raise BundleError(
+            f"The bundle {folder} has a tokenizer of Hugging Face's, which needs a package that is not installed here "
+            f"({error}): pip install tokenizers"
+        ) from error
+    except ValueError as error:
         raise BundleError(f"The bundle {folder} describes its input wrongly: {error}.") from error
 
 

@@ -172,6 +172,21 @@ def test_a_damaged_bundle_is_refused_in_one_sentence(run, tmp_path, change, word
         Bundle.open(folder)
 
 
+def test_a_package_that_a_tokenizer_needs_is_named(run, tmp_path, monkeypatch):
+    """Where a bundle has Hugging Face's tokens and the server not their package: which, and how it is installed."""
+    folder = tmp_path / "bundle"
+    shutil.copytree(run.bundle, folder)
+    (folder / "tokenizer.json").write_text("{}")
+    card = json.loads((folder / "bundle.json").read_text())
+    values = {"tokenizer": "hugging_face", "file": "tokenizer.json"}
+    files = card["files"] | {"tokenizer.json": digest_of(folder / "tokenizer.json")}
+    (folder / "bundle.json").write_text(changed(card, input=card["input"] | values, files=files))
+    monkeypatch.setitem(sys.modules, "tokenizers", None)
+    monkeypatch.delitem(sys.modules, "deeplightning.hugging_face", raising=False)
+    with pytest.raises(BundleError, match=r"not installed here .*: pip install tokenizers"):
+        Bundle.open(folder)
+
+
 # ---- the endpoint
 
 
