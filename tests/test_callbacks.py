@@ -124,11 +124,14 @@ STILL = ["model.optimizer.params.lr=0.0", "train.num_epochs=1"]
 
 
 def test_training_starts_from_weights(fit, tmp_path):
-    """`model.init_from` takes the weights of a checkpoint, of a run, or of plain tensors of the network."""
+    """`model.init_from` takes the weights of a checkpoint, of a run, or of plain tensors of the network: a file of
+    either kind, or a folder with `model.safetensors`."""
     trained = fit("train.num_epochs=1")
-    plain = tmp_path / "plain.safetensors"
+    plain, pth = tmp_path / "plain" / "model.safetensors", tmp_path / "plain.pth"
+    plain.parent.mkdir()
     save_file(trained.task.network.state_dict(), plain)
-    for name in (trained.folder / "last.ckpt", trained.folder, plain):
+    torch.save(trained.task.network.state_dict(), pth)
+    for name in (trained.folder / "last.ckpt", trained.folder, plain, plain.parent, pth):
         started = fit(f"model.init_from='{name}'", *STILL)
         expected = trained.task.network.state_dict()
         assert all(torch.equal(t, expected[name]) for name, t in started.task.network.state_dict().items())

@@ -1,4 +1,4 @@
-"""`model.init_from`: training starts from the weights of a checkpoint, a run or a `.safetensors` file."""
+"""`model.init_from`: training starts from the weights of a checkpoint, of a run, or of a file of tensors."""
 
 import logging
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytorch_lightning as pl
 import torch
 
 from deeplightning.config.fault import CheckpointError, Fault
-from deeplightning.engine.checkpoint_io import read_checkpoint
+from deeplightning.engine.checkpoint_io import read_weights
 from deeplightning.engine.sharded import whole_shapes
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking import resolve_run
@@ -48,10 +48,10 @@ class StartWeights(pl.Callback):
 
     def _find(self) -> Path:
         path = Path(self.name).expanduser()
-        if path.is_file() or path.suffix in (".ckpt", ".safetensors"):
+        if path.is_file() or path.suffix in (".ckpt", ".safetensors", ".pt", ".pth"):
             return path.absolute()
         folder = RunFolder(resolve_run(self.name, self.tracking_uri))
-        for path in (folder.best, folder.last, folder.bundle_weights):
+        for path in (folder.best, folder.last, folder.bundle_weights, folder.path / "model.safetensors"):
             if path.is_file():
                 return path
         raise CheckpointError(Fault(f"{folder.path}: there are no weights in this folder", "model.init_from"))
@@ -80,7 +80,7 @@ class StartWeights(pl.Callback):
 
 def _read(path: Path) -> dict[str, torch.Tensor]:
     if path.suffix != ".safetensors":
-        return read_checkpoint(path)["state_dict"]
+        return read_weights(path)
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 

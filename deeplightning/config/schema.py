@@ -174,7 +174,9 @@ class Model:
     trainable: Literal["all", "head"] | list[str] = key(
         "all, head (the last layer), or regular expressions; the optimizer gets only these parameters", "all"
     )
-    init_from: str | None = key("weights to start from: a checkpoint, a run folder or a .safetensors file", None)
+    init_from: str | None = key(
+        "weights to start from: a checkpoint, a run folder, or a file of tensors (.safetensors, .pth)", None
+    )
 
 
 @dataclass

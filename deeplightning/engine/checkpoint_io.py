@@ -130,6 +130,17 @@ def read_checkpoint(path: str | Path, whole: bool = True) -> dict[str, Any]:
     return pieces.whole_of(content) if whole else content
 
 
+def read_weights(path: Path) -> dict[str, Any]:
+    """The tensors by name of a checkpoint, or of a file that holds nothing else: a network's saved `state_dict`.
+
+    Raises:
+        CheckpointError: as `read_checkpoint`.
+    """
+    content = _read(path)
+    plain = content and all(isinstance(value, torch.Tensor) for value in content.values())
+    return content if plain else read_checkpoint(path)["state_dict"]
+
+
 def copy_checkpoint(source: Path, target: Path) -> None:
     """A second name for the same checkpoint and its pieces, or a copy where the file system has no links."""
     token = _token(source)
