@@ -14,7 +14,7 @@ WORKDIR /app
 COPY requirements.lock serve/requirements.txt ./
 RUN sed -E '/--hash/d; s/ *\\$//' requirements.lock >constraints.txt && \
     python -m pip install --no-cache-dir --requirement requirements.txt --constraint constraints.txt
-COPY deeplightning/__init__.py deeplightning/image.py deeplightning/runfolder.py deeplightning/
+COPY deeplightning/__init__.py deeplightning/image.py deeplightning/runfolder.py deeplightning/text.py deeplightning/
 COPY serve/ serve/
 USER 10001:10001
 EXPOSE 5000

@@ -154,8 +154,9 @@ def _export_at_the_end(cfg: Config, task: Any, data: Any, record: Any) -> None:
     """Keeps some validation images, then exports the best weights, where the task knows how."""
     if not record.has_learned and record.folder.bundle_card.exists():  # a finished run that was resumed
         return
-    if not hasattr(task, "inference_model") or getattr(task, "image_spec", None) is None:
-        log.info("bundle     none: the task offers no inference_model, or its data no image_spec")
+    spec = getattr(task, "image_spec", None) or getattr(task, "text_spec", None)
+    if not hasattr(task, "inference_model") or spec is None:
+        log.info("bundle     none: the task offers no inference_model, or its data no image_spec or text_spec")
         return
     keep_samples(data, record.folder)
     from deeplightning.export import NotExpressible

@@ -267,10 +267,14 @@ def trained_task(folder: RunFolder) -> tuple[Any, Config, Path]:
 
 
 def keep_samples(data: Any, folder: RunFolder) -> None:
-    """Keeps some validation images as they reach the network, uint8 (N, C, H, W), in the run's folder."""
+    """Keeps some validation samples in the run's folder: images as they reach the network, uint8 (N, C, H, W), or of a
+    data module that has `example_texts` texts, (N,)."""
     import numpy as np
     from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
+    if hasattr(data, "example_texts"):
+        np.savez_compressed(folder.samples, texts=np.array(data.example_texts(SAMPLES), np.str_))
+        return
     try:
         loader = data.val_dataloader()
     except MisconfigurationException:  # Lightning's word for: the module has none
@@ -310,10 +314,12 @@ def export_run(folder: RunFolder) -> Path:
         data.setup("validate")
         keep_samples(data, folder)
     with np.load(folder.samples, allow_pickle=False) as file:
-        images = file["images"]
-    bundle = export(task, folder, images, origin_of(folder, path))
+        samples = file["texts" if "texts" in file else "images"]
+    bundle = export(task, folder, samples, origin_of(folder, path))
     log.info("bundle     %s", bundle)
-    if cfg.logger.log_model:
+    if cfg.logger.log_model and task.kind == "text_classification":
+        log.warning("model      none: an MLflow model is made of a run with pictures only, so far")
+    elif cfg.logger.log_model:
         from deeplightning.tracking.flavour import write_model
 
         log.info("model      %s", write_model(folder))

@@ -1,0 +1,48 @@
+"""From a tab-separated file to answers over HTTP, by the commands that a person gives."""
+
+import json
+import shutil
+
+import pytest
+from served import ROOT, Server
+
+
+@pytest.fixture(scope="module")
+def run(command, store, tmp_path_factory):
+    """The example at reduced size."""
+    few = ["data.module.params.limit=1000", "data.module.params.max_size=90", "model.network.params.vocabulary_size=90"]
+    settings = ["train.num_epochs=1", "data.batch_size=32", "stages=[train]", "logger.pictures=null"]
+    config, place = ROOT / "examples" / "sst2" / "sst2.yaml", tmp_path_factory.mktemp("work")
+    tracked = f"logger.params={{experiment_name: texts, tracking_uri: '{store}', system_metrics: false}}"
+    outcome = command("train", config, *few, *settings, "logger.log_model=true", tracked, cwd=place)
+    assert outcome.code == 0, outcome
+    return outcome
+
+
+def test_a_run_of_texts_deploys_and_answers_json(run, tmp_path):
+    """The training leaves a bundle, which answers as it stands; it says that it makes no MLflow model of texts."""
+    assert "an MLflow model is made of a run with pictures only" in run.out + run.err
+    server = Server(run.folder, tmp_path / "errors")
+    try:
+        asked = json.dumps({"texts": ["the film is wise .", "the plot is not wise ."]})
+        status, said = server.ask("POST", "/predict", asked, {"Content-Type": "application/json"})
+        assert status == 200
+        assert {one["label"] for one in said["predictions"]} <= {"negative", "positive"}
+        info = server.ask("GET", "/info")[1]
+        assert (info["task"], info["labels"]) == ("text_classification", ["negative", "positive"])
+        assert info["run"]["folder_name"] == run.folder.name
+    finally:
+        assert server.stop() == 0
+
+
+def test_a_bundle_is_made_anew_from_the_run_alone(run, command, tmp_path):
+    """`deeplightning export` needs neither the bundle nor the samples that the training left."""
+    folder = tmp_path / "run"
+    shutil.copytree(run.folder, folder)
+    (folder / "samples.npz").unlink()
+    shutil.rmtree(folder / "bundle")
+    outcome = command("export", folder, cwd=ROOT / "examples" / "sst2")
+    assert outcome.code == 0, outcome
+    cards = [json.loads((path / "bundle" / "bundle.json").read_text()) for path in (run.folder, folder)]
+    assert cards[0]["golden"] == cards[1]["golden"]
+    assert len(cards[0]["golden"]["texts"]) == 16
