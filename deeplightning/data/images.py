@@ -101,18 +101,18 @@ class ImageData(pl.LightningDataModule):
             )
         if not isinstance(cache, bool | str) or cache == "":
             raise DataConfigError(f"data.module.params.cache must be a folder, true or false, not {cache!r}.")
-        if limit is not None and not _is_whole(limit, 1):
+        if limit is not None and not is_whole(limit, 1):
             raise DataConfigError(f"data.module.params.limit must be null or a number of at least 1, not {limit!r}.")
-        if not _is_whole(max_pixels, 1):
+        if not is_whole(max_pixels, 1):
             raise DataConfigError(f"data.module.params.max_pixels must be a number of at least 1, not {max_pixels!r}.")
-        _check_folds(cfg.data.num_splits, cfg.data.fold)
+        check_folds(cfg.data.num_splits, cfg.data.fold)
         for position, module in enumerate(augment):
             if not isinstance(module, nn.Module):
                 raise DataConfigError(f"data.module.params.augment[{position}] must be an nn.Module, not {module!r}.")
         self._augment = nn.Sequential(*augment)
         self._loader_options = build({"type": "builtins.dict", "params": cfg.data.loader})  # refs are functions
         self._drop_last = self._loader_options.pop("drop_last", False)
-        _check_loader(self._loader_options, self._drop_last, cfg.data.num_workers)
+        check_loader(self._loader_options, self._drop_last, cfg.data.num_workers)
         self._samples: dict[str, Samples] = {}
         self._datasets: dict[str, InMemory | OnDemand] = {}
         self._has_own_order = getattr(cfg.data, "sampler", None) is not None
@@ -293,7 +293,7 @@ class ImageData(pl.LightningDataModule):
                 options["pin_memory"] = False
         elif workers > 0:
             options.setdefault("persistent_workers", True)
-            options.setdefault("multiprocessing_context", _start_method())
+            options.setdefault("multiprocessing_context", start_method())
             options["worker_init_fn"] = EndsWithItsRun(options.get("worker_init_fn"))
         # Its own generator: else each epoch would draw a number from torch's global one.
         generator = Generator().manual_seed(self.cfg.seed)
@@ -313,24 +313,24 @@ class ImageData(pl.LightningDataModule):
         return device if device is not None and device.type == "cuda" else None
 
 
-def _is_whole(value: object, least: int) -> bool:
+def is_whole(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def _check_folds(num_splits: Any, fold: Any) -> None:
+def check_folds(num_splits: Any, fold: Any) -> None:
     if num_splits is None:
         if fold != 0:
             raise DataConfigError(f"data.fold={fold!r} needs data.num_splits, the number of folds; it is null.")
         return
-    if not _is_whole(num_splits, 2):
+    if not is_whole(num_splits, 2):
         raise DataConfigError(f"data.num_splits must be null or a whole number of at least 2, not {num_splits!r}.")
-    if not _is_whole(fold, 0) or fold >= num_splits:
+    if not is_whole(fold, 0) or fold >= num_splits:
         raise DataConfigError(
             f"data.fold must be from 0 to {num_splits - 1}, since data.num_splits is {num_splits}, not {fold!r}."
         )
 
 
-def _check_loader(options: dict[str, Any], drop_last: Any, num_workers: int) -> None:
+def check_loader(options: dict[str, Any], drop_last: Any, num_workers: int) -> None:
     known = [name for name in inspect.signature(DataLoader).parameters if name not in _OWN_KEYS]
     for key in options:
         if key in _OWN_KEYS:
@@ -347,7 +347,7 @@ def _check_loader(options: dict[str, Any], drop_last: Any, num_workers: int) -> 
         raise DataConfigError(f"data.loader is refused by torch's DataLoader: {error}") from error
 
 
-def _start_method() -> str:
+def start_method() -> str:
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return "spawn"
     # The server imports torch once, and each worker is a fork of it: 0.1 s instead of 3.
@@ -362,7 +362,7 @@ def height_width(image_size: int | Sequence[int]) -> tuple[int, int]:
         DataConfigError: if it is not one positive whole number, or two.
     """
     sides = image_size if isinstance(image_size, Sequence) else (image_size, image_size)
-    if len(sides) != 2 or not all(_is_whole(side, 1) for side in sides):
+    if len(sides) != 2 or not all(is_whole(side, 1) for side in sides):
         raise DataConfigError(
             "data.module.params.image_size must be a whole number of pixels of at least 1, or [height, width], "
             f"not {image_size!r}."

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 from deeplightning.config.target import build
 from deeplightning.data.datasets import EndsWithItsRun
 from deeplightning.data.errors import DataConfigError, DataError
-from deeplightning.data.images import _check_folds, _check_loader, _start_method
+from deeplightning.data.images import check_folds, check_loader, start_method
 from deeplightning.data.samplers import BatchIndices, go_on, train_sampler
 from deeplightning.data.splits import deal
 
@@ -47,10 +47,10 @@ class OfDatasets(pl.LightningDataModule):
     ):
         super().__init__()
         self.cfg = cfg
-        _check_folds(cfg.data.num_splits, cfg.data.fold)
+        check_folds(cfg.data.num_splits, cfg.data.fold)
         self._loader_options = build({"type": "builtins.dict", "params": cfg.data.loader})  # refs are functions
         self._drop_last = self._loader_options.pop("drop_last", False)
-        _check_loader(self._loader_options, self._drop_last, cfg.data.num_workers)
+        check_loader(self._loader_options, self._drop_last, cfg.data.num_workers)
         found: dict[str, Any] = {"train": train, "val": val, "test": test}
         self._sets = {name: dataset for name, dataset in found.items() if dataset is not None}
         for name, dataset in self._sets.items():
@@ -119,7 +119,7 @@ class OfDatasets(pl.LightningDataModule):
         options, workers = dict(self._loader_options), self.cfg.data.num_workers
         if workers > 0:
             options.setdefault("persistent_workers", True)
-            options.setdefault("multiprocessing_context", _start_method())
+            options.setdefault("multiprocessing_context", start_method())
             options["worker_init_fn"] = EndsWithItsRun(options.get("worker_init_fn"))
         else:
             # Lightning's advice to add workers is wrong for sets in memory.

@@ -23,7 +23,7 @@ from torch import Generator, Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from deeplightning.data.errors import DataConfigError, DataError
-from deeplightning.data.images import _check_folds, _check_loader, _is_whole
+from deeplightning.data.images import check_folds, check_loader, is_whole
 from deeplightning.data.samplers import BatchIndices, go_on, train_sampler
 from deeplightning.data.splits import deal, shuffled
 from deeplightning.text import TextSpec, VocabularyError, from_lines, vocabulary
@@ -218,7 +218,7 @@ class TextData(pl.LightningDataModule):
             ("max_length", max_length, 1),
             ("limit", limit, 1),
         ):
-            if not (_is_whole(value, least) or (value is None and name in ("max_length", "limit"))):
+            if not (is_whole(value, least) or (value is None and name in ("max_length", "limit"))):
                 raise DataConfigError(
                     f"data.module.params.{name} must be a whole number of at least {least}, not {value!r}."
                 )
@@ -231,12 +231,12 @@ class TextData(pl.LightningDataModule):
             )
         if cut_always and max_length is None:
             raise DataConfigError("data.module.params.cut_always needs max_length, which is null.")
-        _check_folds(cfg.data.num_splits, cfg.data.fold)
+        check_folds(cfg.data.num_splits, cfg.data.fold)
         self.min_count, self.max_size, self.lower, self.limit = min_count, max_size, lower, limit
         self.max_length, self.cut_always = max_length, cut_always
         self._loader_options = dict(cfg.data.loader or {})
         self._drop_last = self._loader_options.pop("drop_last", False)
-        _check_loader(self._loader_options, self._drop_last, cfg.data.num_workers)
+        check_loader(self._loader_options, self._drop_last, cfg.data.num_workers)
         self.class_names: list[str] = list(class_names or [])
         self.text_spec: TextSpec | None = None
         self._texts: dict[str, Texts] = {}
