@@ -342,11 +342,12 @@ _KEYS = {
 }
 _PARAMS = {
     **dict.fromkeys(("num_classes", "num_channels", "padding", "inputs", "outputs", "width", "total_steps"), _WHOLE),
-    **dict.fromkeys(("lr", "momentum", "weight_decay", "gamma", "label_smoothing"), _NUMBER),
+    **dict.fromkeys(("depth", "heads"), _WHOLE),
+    **dict.fromkeys(("lr", "momentum", "weight_decay", "gamma", "label_smoothing", "dropout", "pct_start"), _NUMBER),
     **dict.fromkeys(("experiment_name", "tracking_uri", "resize", "match"), _TEXT),
-    **dict.fromkeys(("download", "nesterov"), _BOOL),
+    **dict.fromkeys(("download", "nesterov", "small_images"), _BOOL),
     "max_lr": "rate",  # a number, or one for each group of parameters
-    "image_size": "size",  # a whole number, or two of them
+    **dict.fromkeys(("image_size", "patch_size"), "size"),  # a whole number, or two of them
     "augment": _LIST,
 }
 # What can never stand for it. `null` is not here, since it often means "the default"; nor are truth values for numbers
@@ -389,6 +390,8 @@ _WITH = {
 _REQUIRED_KEYS = {"data", "data.module", "data.batch_size", "model", "model.module", "model.optimizer.params"}
 _REQUIRED_PARAMS = {
     "SimpleCNN": {"num_classes", "num_channels"},
+    "ResNet18": {"num_classes"},
+    "ViT": {"num_classes"},
     "Perceptron": {"inputs", "outputs"},
     "OneCycleLR": {"max_lr"},
     "ExponentialLR": {"gamma"},

@@ -22,10 +22,10 @@ data:
   batch_size: 16
 model:
   module: {type: deeplightning.task.img_classif.ImageClassification}
-  network: {type: own.Network, params: {width: 3, first: {type: own.Layer, params: {}}, parts: [{a: 1}]}}
+  network: {type: completed.Network, params: {width: 3, first: {type: completed.Layer, params: {}}, parts: [{a: 1}]}}
   optimizer:
-    encoder: {type: own.Optimizer}
-    decoder: {type: own.Optimizer, params: {lr: 1}}
+    encoder: {type: completed.Optimizer}
+    decoder: {type: completed.Optimizer, params: {lr: 1}}
 train: {num_epochs: 2, early_stop: {metric: val_loss}}
 engine: {env: {COLOR: red}}
 """
@@ -59,7 +59,7 @@ def place(tmp_path_factory):
     before, path = Path.cwd(), list(sys.path)
     folder = tmp_path_factory.mktemp("place")
     (folder / "c.yaml").write_text(CONFIG)
-    (folder / "own.py").write_text(OWN)
+    (folder / "completed.py").write_text(OWN)
     os.chdir(folder)
     yield folder
     os.chdir(before)
@@ -140,7 +140,7 @@ def test_the_words_behind_a_config(last, expected):
 
 def test_an_override_counts_for_those_behind_it():
     """A class that an override names is the one whose params are offered."""
-    assert words("model.network.params.b", "model.network.type=own.Layer") == ["model.network.params.bias="]
+    assert words("model.network.params.b", "model.network.type=completed.Layer") == ["model.network.params.bias="]
 
 
 def test_files_and_folders_are_offered_for_a_config(place):
@@ -204,7 +204,7 @@ def test_keys_alone_are_offered_where_no_value_follows():
         "plain,model.network.params.first.params.size",
     ]
     assert found("seed", "train.num") == ["plain,train.num_epochs"]
-    assert found("model.network.type=own.Layer", "model.network.params.b") == ["plain,model.network.params.bias"]
+    assert found("model.network.type=completed.Layer", "model.network.params.b") == ["plain,model.network.params.bias"]
     assert found("train.export=t") == ["plain,train.export=true"]
     assert found("~se") == ["plain,~seed"]
     assert found("nothing.") == []

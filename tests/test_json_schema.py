@@ -151,7 +151,7 @@ def test_editor_and_loader_agree_on_every_key(here):
 @pytest.mark.parametrize(
     ("key", "value", "marked"),
     [
-        ("model.network", {"encoder": {"type": "torch.nn.ReLU"}, "decoder": {"type": "torch.nn.ReLU"}}, set()),
+        ("model.loss", {"a": {"type": "torch.nn.MSELoss"}, "b": {"type": "torch.nn.L1Loss"}}, set()),
         ("model.network", {"encoder": {"type": "torch.nn.ReLU"}, "decoder": {}}, {"model.network.decoder.type"}),
         ("model.network", {"encoder": {"type": "torch.nn.ReLU", "parms": {}}}, {"model.network.encoder.parms"}),
         ("model.network", {"params": {}}, {"model.network.type"}),

@@ -176,6 +176,20 @@ def test_a_pattern_that_matches_nothing_is_refused(fit):
 # ---- what does not fit
 
 
+@pytest.mark.parametrize(
+    "override",
+    [
+        "model.metrics={values: {type: torchmetrics.MeanMetric}}",
+        "model.loss={half: {type: torch.nn.CrossEntropyLoss}, b: {type: torch.nn.CrossEntropyLoss}}",
+    ],
+)
+def test_names_that_torch_uses_are_refused(override, fit):
+    """Of losses and metrics; the note names the key."""
+    words = r"model\.(metrics\.values|loss\.half): torch has another use for this name"
+    with pytest.raises((MisfitError, UserError), match=words):
+        fit(override)
+
+
 def test_more_classes_than_outputs_are_named(fit):
     """Both numbers, and the key to set; not an index error."""
     with pytest.raises(LabelError, match=r"10 classes \(labels 0 to 9\), the network 5 outputs; set .*num_classes=10"):

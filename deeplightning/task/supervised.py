@@ -67,6 +67,9 @@ class Supervised(pl.LightningModule):
         self.cfg = cfg
         self.network: nn.Module | None = None
         named = model.loss if isinstance(model.loss, dict) else {"loss": model.loss}
+        for section, names in (("loss", named), ("metrics", model.metrics or {})):
+            if taken := [name for name in names if hasattr(nn.ModuleDict, name) or "." in name]:
+                raise MisfitError(f"model.{section}.{taken[0]}: torch has another use for this name; take another")
         self.losses = nn.ModuleDict({name: build(loss) for name, loss in named.items()})
         self.weights = {name: loss.weight for name, loss in named.items()}
         self.metrics = InOwnPrecision({f"{stage}_stage": self._metrics() for stage in ("train", "val", "test")})
