@@ -108,6 +108,7 @@ LIBRARIES = {  # how many callables each must at least decide
     "deeplightning.data.samplers": 2,
     "deeplightning.task.img_classif": 2,
     "deeplightning.task.images": 2,
+    "deeplightning.task.classes": 1,
     "deeplightning.task.supervised": 1,
     "deeplightning.model.cnn": 1,
     "deeplightning.tracking.logger": 3,

@@ -1,0 +1,102 @@
+"""What tasks share that tell classes apart: logits against labels, probabilities, a confusion matrix.
+
+Shapes: B batch, K classes.
+"""
+
+from typing import Any
+
+from torch import Tensor, bincount
+
+from deeplightning.task.errors import LabelError, MisfitError
+from deeplightning.task.metrics import Accuracy
+from deeplightning.task.supervised import Batch, Supervised
+
+
+class Classification(Supervised):
+    """A task whose network gives logits (B, K), and whose batches have `label` int64 (B,).
+
+    Attributes:
+        sample: a word for one.
+        class_names: the name of each label, in order; empty: the data tell none.
+    """
+
+    sample = "sample"
+    class_names: list[str]
+    metric_names = ("acc",)
+
+    def __init__(self, cfg: Any):
+        super().__init__(cfg)
+        self._confusion: Tensor | None = None
+
+    def truth(self, batch: Batch) -> Tensor:
+        return batch["label"]
+
+    def default_metrics(self) -> dict[str, Any]:
+        return {"acc": Accuracy()}
+
+    def check_outputs(self, outputs: Any) -> None:
+        """
+        Raises:
+            MisfitError: they are no logits (B, K).
+            LabelError: there are not as many as classes in the data.
+        """
+        if not isinstance(outputs, Tensor) or outputs.ndim != 2:
+            found = tuple(outputs.shape) if isinstance(outputs, Tensor) else f"a {type(outputs).__name__}"
+            message = f"{self.cfg.model.network.type} gives {found}, not (B, K): one row per {self.sample}"
+            raise MisfitError(message, "model.network")
+        if self.class_names and outputs.shape[1] != len(self.class_names):
+            raise LabelError(
+                f"the data has {len(self.class_names)} classes (labels 0 to {len(self.class_names) - 1}), the network "
+                f"{outputs.shape[1]} outputs; set model.network.params.num_classes={len(self.class_names)}",
+                "model.network",
+            )
+
+    def check_truth(self, outputs: Tensor, truth: Tensor) -> None:
+        """
+        Raises:
+            LabelError: a label has no output. On a GPU, which a look would stall, told in the first epoch.
+        """
+        if self.current_epoch == 0 or truth.device.type == "cpu":
+            low, high = int(truth.min()), int(truth.max())
+            if low < 0 or high >= outputs.shape[1]:
+                raise LabelError(
+                    f"the data holds label {low if low < 0 else high}, the network has {outputs.shape[1]} outputs "
+                    f"(labels 0 to {outputs.shape[1] - 1}); mend the data or set model.network.params.num_classes",
+                    "model.network",
+                )
+
+    def answers(self, batch: Batch, outputs: Tensor) -> dict[str, Any]:
+        probability, predicted = outputs.float().softmax(1).max(1)
+        columns: dict[str, Any] = {name: batch[name] for name in ("index", "label") if name in batch}
+        names = self.class_names
+        return columns | {
+            "predicted_class": predicted,
+            "predicted_label": [names[i] if i < len(names) else str(i) for i in predicted.tolist()],
+            "predicted_probability": probability,
+        }
+
+    # ---- the picture
+
+    def on_validation_epoch_start(self) -> None:
+        self._confusion = None
+
+    def remember(self, inputs: Tensor, logits: Tensor, labels: Tensor) -> None:
+        """Counts label and answer of each validation sample."""
+        classes = logits.shape[1]
+        pairs = bincount(labels * classes + logits.argmax(1), minlength=classes * classes).view(classes, classes)
+        self._confusion = pairs if self._confusion is None else self._confusion + pairs
+
+    def pictures(self, stage: str) -> dict[str, Any]:
+        """The confusion matrix of the last validation, over all processes.
+
+        Called on every process, since it is summed over them; only rank 0 gets a figure.
+        """
+        if stage != "val" or self._confusion is None:
+            return {}
+        confusion = self.trainer.strategy.reduce(self._confusion, reduce_op="sum")
+        if not self.trainer.is_global_zero:
+            return {}
+        from deeplightning.task import figures  # matplotlib takes half a second to import
+
+        names = self.class_names or [str(i) for i in range(len(confusion))]
+        return {"val_confusion_matrix": figures.confusion_matrix(confusion.cpu(), names)}
