@@ -50,14 +50,14 @@ MAX_TOKENIZER_BYTES = 64_000_000
 MAX_CARD_BYTES = 32_000_000
 """bundle.json carries samples of 2 MB together, or a single larger one; more than this is none of ours."""
 
-MAX_PIECES = 20_000
+MAX_PIECES = 14_000
 """How often a parser may fetch something of a picture. One of 9 MB needs 420, one of 12,000 tiles 12,000; one of 16 MB
 with a remark that is read byte by byte, or in all the segments that fit, took 5 s of CPU (Pillow 13, November 2026)."""
 
 SMALL_BYTES = 65_536
 """Pictures up to here are not counted so: they cannot have many pieces, and counting costs 0.004 ms."""
 
-PngImagePlugin.MAX_TEXT_MEMORY = 4_000_000
+PngImagePlugin.MAX_TEXT_MEMORY = 2_000_000
 """Letters of all remarks in a PNG, unpacked; Pillow's own 64 million took 240 MB, from a file of 0.06 MB."""
 
 
