@@ -19,7 +19,7 @@ import click
 from deeplightning import __version__
 from deeplightning.completion import complete_config, complete_key, complete_overrides
 from deeplightning.config.fault import UserError
-from deeplightning.engine.plan import own_rank
+from deeplightning.engine.place import TOLD, own_rank
 
 OVERRIDES = "key=value sets, ~key removes, +list=[x] appends; for example model.optimizer.params.lr=0.1"
 _redact: Callable[[str], str] = str
@@ -64,9 +64,32 @@ def train(config: Path, overrides: tuple[str, ...]) -> None:
 
     The last line on stdout is the run's folder.
     """
+    from deeplightning.engine.launch import Job, launcher_of
+
+    cfg = _load(config, overrides)
+    if (launcher := launcher_of(cfg)) is not None:
+        sys.exit(launcher.run(Job(cfg, config.absolute(), overrides)))
     from deeplightning.run import launch
 
-    launch(_load(config, overrides))
+    launch(cfg)
+
+
+@cli.command(context_settings=_loose, epilog=OVERRIDES)
+@_config
+@_overrides
+def plan(config: Path, overrides: tuple[str, ...]) -> None:
+    """Print what `train CONFIG` would start: processes, their environment, commands.
+
+    Nothing is started.
+    """
+    from deeplightning.config.explain import show
+    from deeplightning.config.tree import dump
+    from deeplightning.engine.launch import Job, plan_of
+
+    report = _examine(config, overrides, importing=False)
+    cfg = report.checked()
+    _say(report)
+    show(dump(plan_of(Job(cfg, config.absolute(), overrides))))
 
 
 @cli.command(context_settings=_loose, epilog=OVERRIDES)
@@ -326,7 +349,7 @@ def main() -> None:
     # Threads that wait must not spin; read when torch is imported. Two spinning OpenMP threads beside a busy neighbour
     # ran 9 to 23 times slower than one (November 2026).
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
-    if "LOCAL_RANK" in os.environ:  # of several processes
+    if any(name in os.environ for name in TOLD):  # perhaps one of several processes
         from deeplightning.engine import ranks
 
         ranks.follow()

@@ -23,7 +23,8 @@ from deeplightning.config.report import Report
 from deeplightning.config.schema import Config, backend_of
 from deeplightning.config.target import build
 from deeplightning.engine.lean import import_lean
-from deeplightning.engine.plan import own_rank, settle, trainer_arguments
+from deeplightning.engine.place import own_rank
+from deeplightning.engine.plan import settle, trainer_arguments
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
@@ -109,6 +110,7 @@ def init_trainer(cfg: Config) -> pl.Trainer:
     from deeplightning.callbacks.console import to_terminal
     from deeplightning.engine import compute
     from deeplightning.engine.checkpoint_io import SafeCheckpointIO
+    from deeplightning.engine.cluster import cluster
 
     to_terminal(cfg)
     compute.prepare(cfg.engine)
@@ -130,7 +132,7 @@ def init_trainer(cfg: Config) -> pl.Trainer:
         limit_test_batches=limits.test if limits else 1.0,
         limit_predict_batches=limits.test if limits else 1.0,
         callbacks=all_of(cfg),
-        plugins=[SafeCheckpointIO()],
+        plugins=[SafeCheckpointIO(), cluster()],
         logger=False,  # the record hands them over when the run opens
         log_every_n_steps=1,  # deeplightning.callbacks.steps.LogSteps says which steps are due
         num_sanity_val_steps=0,

@@ -10,11 +10,12 @@ from typing import TYPE_CHECKING, Any
 from deeplightning.config.explain import show
 from deeplightning.config.fault import CheckpointError, ConfigError, Fault
 from deeplightning.config.schema import Config
+from deeplightning.config.target import find
 from deeplightning.config.tree import dump
 from deeplightning.configure import init_module, init_trainer, load_config
-from deeplightning.engine.launch import all_ended, together
 from deeplightning.engine.lean import import_lean
-from deeplightning.engine.plan import own_rank
+from deeplightning.engine.place import own_rank
+from deeplightning.engine.together import all_ended, together
 from deeplightning.runfolder import RunFolder
 from deeplightning.trained import checkpoint_of, export_run, find_checkpoint, keep_samples, resumption
 
@@ -38,8 +39,10 @@ def launch(cfg: Config) -> RunFolder:
     one_line_warnings()
     if own_rank() == 0:
         show(dump(cfg.public()))
-    for notice in cfg.notices or []:
-        log.log(logging.WARNING if notice.unasked else logging.INFO, notice.text)
+        for notice in cfg.notices or []:
+            log.log(logging.WARNING if notice.unasked else logging.INFO, notice.text)
+    if cfg.engine.setup_hook is not None:
+        find(cfg.engine.setup_hook)()
     goes_on = resumption(cfg) if "train" in cfg.stages and cfg.train.num_epochs != 0 else None
     data, task = init_module(cfg, "data"), init_module(cfg, "model")
     trainer = init_trainer(cfg)
@@ -139,7 +142,7 @@ def evaluate(folder: RunFolder, stage: str, overrides: list[str]) -> RunFolder:
 
     path = checkpoint_of(folder)
     run = read_checkpoint(path).get("run") or {}
-    fixed = [f"stages=[{stage}]", f"test.ckpt={_quoted(path)}"]
+    fixed = [f"stages=[{stage}]", f"test.ckpt={_quoted(path)}", "engine.launcher=null", "engine.num_nodes=1"]
     cfg = load_config(folder.config, [*fixed, *overrides])
     if run.get("id") and cfg.logger.type.endswith(("tracking.MLflowLogger", "loggers.MLFlowLogger")):
         cfg.logger.params.setdefault("run_id", run["id"])

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,7 @@ from deeplightning.config.schema import Config
 from deeplightning.config.source import read
 from deeplightning.config.tree import dump, plain
 from deeplightning.configure import decided, init_module, load_config
-from deeplightning.engine.plan import own_rank
+from deeplightning.engine.place import own_rank, place
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking import resolve_run
 from deeplightning.tracking.build import experiment_of
@@ -59,6 +60,8 @@ def _decide(cfg: Config) -> Resumption:
     from deeplightning.engine.checkpoint_io import read_checkpoint
 
     name = cfg.train.resume_ckpt
+    if (found := _of_launch(cfg)) is not None:
+        return found
     if name is None:
         return Resumption()
     if name == "auto":
@@ -95,6 +98,42 @@ def _newest_whole(cfg: Config) -> Resumption:
             return Resumption(run_id=run_id, folder=empty.path, hold=hold, notes=[note])
         hold.release()
     return Resumption(notes=[f"resumes    nothing: there is no run of this experiment in {uri} yet"])
+
+
+def _of_launch(cfg: Config) -> Resumption | None:
+    """Where a launch that has been started again goes on: in its run, from the newest whole checkpoint.
+
+    None: it has opened no run yet, or is new, or it cannot be known.
+    """
+    from deeplightning.callbacks.record import Resumption
+    from deeplightning.engine.checkpoint_io import read_checkpoint
+
+    here = place()
+    if here is None or here.launch is None or not here.goes_on:
+        return None
+    words = f'"launch": {json.dumps(here.launch)}'
+    folder = next((f for f in _runs_of(cfg, lambda path: words in _text(RunFolder(path).environment))), None)
+    if folder is None:
+        return None
+    for path in folder.checkpoints():
+        try:
+            return _from(path, read_checkpoint(path), cfg)
+        except CheckpointError as error:
+            log.warning("resumes    not this one: %s", error)
+    hold = folder.hold() if own_rank() == 0 else None
+    return Resumption(
+        run_id=folder.path.parent.name,
+        folder=folder.path,
+        hold=hold,
+        notes=[f"resumes    {folder.path}, from the start"],
+    )
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError):
+        return ""
 
 
 def _from(path: Path, checkpoint: Mapping[str, Any], cfg: Config) -> Resumption:
@@ -222,8 +261,12 @@ def find_checkpoint(name: str | None, cfg: Config, to_go_on: bool = False) -> Pa
     return folder.last if to_go_on and folder.last.exists() else checkpoint_of(folder)
 
 
-def _runs_of(cfg: Config) -> list[RunFolder]:
-    """The runs of the config's experiment and store that have a config, the one that began last first."""
+def _runs_of(cfg: Config, wanted: Callable[[Path], bool] = lambda folder: True) -> list[RunFolder]:
+    """The runs of the config's experiment and store that have a config, the one that began last first.
+
+    Args:
+        wanted: looks at a run's folder, before its config is read.
+    """
     store = locate(cfg.logger.params.get("tracking_uri", "mlruns"))
     root = store.artifact_root
     # Runs that a server keeps have their folders where the launch was.
@@ -231,7 +274,7 @@ def _runs_of(cfg: Config) -> list[RunFolder]:
     # By the start of the run: a resumed one begins with the checkpoints of its forerunner.
     begun = sorted(((path.stat().st_mtime_ns, path) for path in paths), reverse=True)
     ours = experiment_of(cfg.logger.type, cfg.logger.params)
-    return [RunFolder(path.parent) for _, path in begun if _experiment(path) == ours]
+    return [RunFolder(path.parent) for _, path in begun if wanted(path.parent) and _experiment(path) == ours]
 
 
 def _experiment(config: Path) -> str | None:

@@ -26,8 +26,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 from clock import slowness
+from PIL import Image
 from served import COLOURS, Server, colour_run, encoded, picture, probabilities
 
 CPU_MS, MEMORY_MB = 50, 50

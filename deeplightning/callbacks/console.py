@@ -16,7 +16,8 @@ from deeplightning.callbacks.checkpoints import Checkpoints
 from deeplightning.callbacks.record import Record, Redacting
 from deeplightning.callbacks.watch import batch_loss
 from deeplightning.config.schema import Config, Target
-from deeplightning.engine.plan import effective_batch, own_rank
+from deeplightning.engine.place import own_rank
+from deeplightning.engine.plan import effective_batch
 
 log = logging.getLogger("deeplightning")
 log.addHandler(logging.NullHandler())  # else Python itself prints the warnings of silent ranks

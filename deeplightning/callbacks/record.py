@@ -192,7 +192,7 @@ class Record(pl.Callback):
         if written is None or _but_stages(written) != _but_stages(dump(settings)):
             _replace(folder, folder.config, dump(settings))
         former = json.loads(folder.environment.read_text()) if folder.environment.exists() else {}
-        fleeting = {name: environment[name] for name in ("started", "command")}
+        fleeting = {name: environment[name] for name in ("started", "command", "launch")}
         if former | fleeting != environment:
             _replace(folder, folder.environment, json.dumps(environment, indent=1))
         if diff is not None and not (folder.git_diff.exists() and folder.git_diff.read_text() == diff):
@@ -257,7 +257,7 @@ def engine_of(cfg: Config) -> dict[str, Any]:
     engine = cfg.engine
     return {
         "backend": engine.backend,
-        "processes": world_size(engine) * engine.num_nodes,
+        "processes": world_size(engine),
         "precision": str(engine.precision),
         "device": "CPU" if engine.gpus is None else "GPU",
     }

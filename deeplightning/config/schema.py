@@ -191,10 +191,14 @@ class Engine:
         "null: CPU; a number, a list of device ids, or auto", None, low=0
     )
     processes: int = key("CPU processes when `gpus` is null", 1, low=1)
-    num_nodes: int = key("machines", 1, low=1, later=True)
+    num_nodes: int = key("machines", 1, low=1)
     precision: Precision = key("bits of a number in the forward and backward pass; 16 and bf16 are mixed", 32)
-    launcher: Target | None = key("null: processes on this machine", None, later=True)
-    max_restarts: int = key("restarts after a lost worker, from the newest whole checkpoint", 0, low=0, later=True)
+    launcher: Target | None = key(
+        "what starts the processes; null: this command, or whoever has started it (torchrun, Slurm, MPI)",
+        None,
+        example="{type: deeplightning.engine.launch.Slurm, params: {partition: gpu}}",
+    )
+    max_restarts: int = key("restarts after a lost worker, from the newest whole checkpoint", 0, low=0)
     matmul_precision: Literal["highest", "high", "medium"] | None = key(
         "how precisely GPUs multiply matrices of 32 bits: high is TF32, medium bf16; null: torch's own choice", None
     )
@@ -224,7 +228,9 @@ class Engine:
     profiler: Literal["simple", "advanced", "torch", "flops"] | None = key(
         "measure where time goes; flops: count the operations of a step by module, in flops.txt of the run folder", None
     )
-    setup_hook: str | None = key("MODULE.FUNCTION, called on every worker before the process group", None, later=True)
+    setup_hook: str | None = key(
+        "MODULE.FUNCTION, called without arguments in every process before they meet, also after a restart", None
+    )
     env: dict[str, str] = key("environment variables of every worker", dict)
 
 

@@ -8,10 +8,11 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from deeplightning.config.fault import ConfigError, Fault, Notice
+from deeplightning.config.fault import ConfigError, Fault, Notice, SetupError
 from deeplightning.config.schema import BACKENDS, PRECISIONS, Config, Engine
 from deeplightning.config.target import build_inside, is_installed
 from deeplightning.engine.devices import cpu_computes_bf16, cuda_devices
+from deeplightning.engine.place import Place, place
 
 _WORDS = {16: "16-mixed", 32: "32-true", 64: "64-true", "bf16": "bf16-mixed"}
 
@@ -36,7 +37,13 @@ def settle(cfg: Config) -> tuple[list[Notice], list[Fault]]:
     if engine.precision in PRECISIONS:
         more = "; 16-true is nearer to O2" if engine.precision == "apex_O2" else ""
         change("precision", PRECISIONS[engine.precision], f"{engine.precision} is its older name{more}")
-    missing = _settle_devices(engine, change)
+    missing, here = None, _here(faults)
+    if here is not None and here.is_binding:
+        missing = _settle_devices(engine, change)
+        faults += _settle_size(engine, here, change)
+    elif not is_elsewhere(engine):
+        missing = _settle_devices(engine, change)
+        faults += _lacks_to_meet(engine)
     if missing:
         faults.append(Fault(missing, "engine.gpus", exit_code=3))
     world = world_size(engine)
@@ -57,6 +64,65 @@ def settle(cfg: Config) -> tuple[list[Notice], list[Fault]]:
         message = "this build of torch knows no MPI; use gloo, or nccl on GPUs, or build torch with MPI"
         faults.append(Fault(message, "engine.params.process_group_backend", exit_code=3))
     return notices, faults
+
+
+def is_elsewhere(engine: Engine) -> bool:
+    """Whether the launcher takes the run to other machines, of which this one knows nothing."""
+    return engine.launcher is not None and not engine.launcher.type.endswith(".Local")
+
+
+def _here(faults: list[Fault]) -> Place | None:
+    try:
+        return place()
+    except SetupError as error:
+        faults.append(Fault(str(error), exit_code=3))
+        return None
+
+
+def _settle_size(engine: Engine, here: Place, change: Callable[[str, Any, str], None]) -> list[Fault]:
+    """Takes the sizes of a launch over; what is asked for otherwise is a fault."""
+    faults = []
+
+    def agree(key: str, asked: int, told: int, what: str) -> None:
+        if asked == told:
+            return
+        if asked == 1 and key != "gpus":
+            change(key, told, f"{here.by} has started {told} {what}")
+        else:
+            message = f"{asked} {what} are asked for, and {here.by} has started {told}; make the two equal"
+            faults.append(Fault(message, f"engine.{key}", exit_code=3))
+
+    agree("num_nodes", engine.num_nodes, here.nodes, "nodes" if here.nodes > 1 or engine.num_nodes > 1 else "node")
+    of_each = "processes on each node" if here.nodes > 1 else "processes"
+    if engine.gpus is None:
+        agree("processes", engine.processes, here.local_world, of_each)
+    else:
+        agree("gpus", local_size(engine), here.local_world, of_each)
+    return faults
+
+
+def _lacks_to_meet(engine: Engine) -> list[Fault]:
+    """What several machines that are started by hand need to find each other, and nobody has told."""
+    if engine.num_nodes == 1 or engine.launcher is not None:
+        return []
+    needed = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
+    missing = [name for name in needed if not os.environ.get(name)]
+    if len(missing) == len(needed):
+        message = (
+            f"{engine.num_nodes} machines have to be started: by torchrun, Slurm, `engine.launcher`, or by this "
+            "command on each of them with MASTER_ADDR, MASTER_PORT and NODE_RANK set"
+        )
+        return [Fault(message, "engine.num_nodes")]
+    if missing:
+        return [Fault(f"{', '.join(missing)} not set; each of the machines needs it", "engine.num_nodes", exit_code=3)]
+    try:
+        number = int(os.environ["NODE_RANK"])
+    except ValueError:
+        number = -1
+    if not 0 <= number < engine.num_nodes:
+        message = f"NODE_RANK={os.environ['NODE_RANK']} is none of 0 to {engine.num_nodes - 1}"
+        return [Fault(message, "engine.num_nodes", exit_code=3)]
+    return []
 
 
 def _has_mpi() -> bool:
@@ -88,11 +154,18 @@ def _settle_devices(engine: Engine, change: Callable[[str, Any, str], None]) -> 
     )
 
 
-def world_size(engine: Engine) -> int:
-    """Processes of the whole run."""
+def local_size(engine: Engine) -> int:
+    """Processes on one machine; 1 where that is yet to be seen."""
     if engine.gpus is None:
         return engine.processes
+    if engine.gpus == "auto":
+        return 1
     return engine.gpus if isinstance(engine.gpus, int) else len(engine.gpus)
+
+
+def world_size(engine: Engine) -> int:
+    """Processes of the whole run."""
+    return local_size(engine) * engine.num_nodes
 
 
 def trainer_arguments(cfg: Config) -> dict[str, Any]:
@@ -143,11 +216,6 @@ def _strategy(engine: Engine) -> Any:
         return DeepSpeed(**{"stage": int(stage), **moved, **params})
     except (TypeError, ValueError) as error:
         raise ConfigError(Fault(f"{engine.backend} refuses its arguments: {error}", "engine.params")) from error
-
-
-def own_rank() -> int:
-    """This process's number, as launchers tell it before there is a process group."""
-    return int(next((os.environ[n] for n in ("RANK", "SLURM_PROCID", "LOCAL_RANK") if os.environ.get(n)), 0))
 
 
 def effective_batch(cfg: Config) -> str:

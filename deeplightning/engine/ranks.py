@@ -28,8 +28,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import FrameType
 
-from deeplightning.config.fault import UserError
-from deeplightning.engine.plan import own_rank
+from deeplightning.config.fault import SetupError, UserError
+from deeplightning.engine.place import ATTEMPT, LAUNCH, place
 
 FOLDER, PARENT = "DEEPLIGHTNING_RANKS", "DEEPLIGHTNING_RANKS_PARENT"  # told to the processes that a launch starts
 PREFIX = "deeplightning-ranks-"
@@ -83,7 +83,7 @@ def is_lost(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
 
 
-def place(frames: Iterable[tuple[str, int]]) -> str | None:
+def place_in(frames: Iterable[tuple[str, int]]) -> str | None:
     """`file:line` of the innermost code that is neither a library's nor ours, else of the innermost at all."""
     known = [(name, line) for name, line in frames if name != "<string>"]
     own = [frame for frame in known if not frame[0].startswith(_LIBRARIES)] or known
@@ -92,7 +92,7 @@ def place(frames: Iterable[tuple[str, int]]) -> str | None:
 
 def place_of(error: BaseException) -> str | None:
     """Where the code stands that raised an error."""
-    return place((frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__))
+    return place_in((frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__))
 
 
 def reason_of(error: BaseException) -> str:
@@ -272,7 +272,7 @@ class Ranks:
         waits = any(f"torch{os.sep}{part}{os.sep}" in frames[-1][0] for part in ("distributed", "autograd"))
         waits = waits or any(f"torch{os.sep}distributed{os.sep}" in name for name, _ in frames[-4:])
         beside = self.folder / f"{self.rank}.where.new"
-        beside.write_text("waits" if waits or self._ends else f"is at {place(frames)}")
+        beside.write_text("waits" if waits or self._ends else f"is at {place_in(frames)}")
         beside.replace(self.folder / f"{self.rank}.where")
 
     # ---- the thread that looks on
@@ -399,14 +399,20 @@ def follow() -> None:
 
     One that a launch of ours has started ends with that.
     """
-    parent, local = int(os.environ.get(PARENT, 0)), os.environ.get("LOCAL_RANK")
-    if parent and local not in (None, "0"):
+    parent = int(os.environ.get(PARENT, 0))
+    try:
+        found = place()
+    except SetupError:  # the verb will say so, if it needs the others
+        return
+    if found is None:
+        return
+    if parent and found.local_rank != 0:
         if os.getppid() == parent:
-            _take_part(own_rank(), Path(os.environ[FOLDER]), parent)
+            _take_part(found.rank, Path(os.environ[FOLDER]), parent)
         elif not _is_alive(parent):
             os._exit(5)
-    elif not parent and local is not None and os.environ.get("WORLD_SIZE", "1") != "1":
-        _take_part(own_rank(), _meet())
+    elif not parent and found.world > 1:
+        _take_part(found.rank, _meet())
 
 
 def begin(rank: int, starts_others: bool) -> Ranks:
@@ -431,9 +437,11 @@ def _take_part(rank: int, folder: Path, parent: int | None = None) -> Ranks:
 
 def meeting_place(environment: Mapping[str, str]) -> Path:
     """The folder of processes that somebody else has started, and that know only the address at which they meet."""
-    names = ["MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"]
+    names = ["MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", LAUNCH, ATTEMPT]
     names += ["SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"]
     address = " ".join(environment.get(name, "") for name in names)
+    if (found := place(environment)) is not None and found.by == "MPI":
+        address += f" {found.address} {found.port}"
     digest = hashlib.sha256(f"{os.getuid()} {address}".encode()).hexdigest()[:16]
     return Path(tempfile.gettempdir()) / f"{PREFIX}{digest}"
 

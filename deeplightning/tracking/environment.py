@@ -17,6 +17,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from deeplightning.config.fault import SetupError
+from deeplightning.engine.place import place
+
 GIT_SECONDS = 10.0
 """How long one git command may take; a repository on a slow network disk is then left out."""
 MAX_DIFF = 2_000_000
@@ -51,6 +54,7 @@ def describe(redact: Callable[[str], str] = str) -> dict[str, Any]:
         {
             "started": datetime.now(UTC).isoformat(timespec="seconds"),
             "command": shlex.join(sys.argv),
+            "launch": _launch(),
             "directory": _quietly(os.getcwd),
             "host": socket.gethostname(),
             "python": {"version": platform.python_version(), "executable": sys.executable},
@@ -63,6 +67,15 @@ def describe(redact: Callable[[str], str] = str) -> dict[str, Any]:
         },
         redact,
     )
+
+
+def _launch() -> str | None:
+    """What the processes of this launch have in common, also after they were started again."""
+    try:
+        found = place()
+    except SetupError:
+        return None
+    return found.launch if found else None
 
 
 def git_diff(redact: Callable[[str], str] = str) -> str | None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from deeplightning.config.fault import Fault, SetupError
 from deeplightning.engine import ranks
+from deeplightning.engine.place import place
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
@@ -72,6 +73,8 @@ def _launcher(strategy: Any, num_nodes: int, redact: Callable[[str], str], end: 
             environment = self.cluster_environment
             starts_others = not environment.creates_processes_externally
             rank = environment.node_rank() * self.num_processes + environment.local_rank()
+            if (here := place()) is not None and here.is_binding:
+                rank = here.rank  # its machines may have different numbers of processes
             group = ranks.begin(rank, starts_others and self.num_processes > 1)
             group.redact, group.end = redact, lambda error: end(told(error))
             group.hear_signals()
@@ -92,6 +95,7 @@ def _launcher(strategy: Any, num_nodes: int, redact: Callable[[str], str], end: 
         def _start_others(self) -> None:
             group = ranks.here()
             assert group is not None
+            os.environ["LOCAL_WORLD_SIZE"] = str(self.num_processes)
             try:
                 self._call_children_scripts()
             except OSError as error:
@@ -143,7 +147,7 @@ def _meet(environment: Any, rank: int, processes: int, nodes: int, start_others:
     from torch.distributed import DistError, TCPStore
 
     launches, world = not environment.creates_processes_externally, processes * nodes
-    address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), _port(environment, launches and nodes == 1)
+    address, port = environment.main_address, _port(environment, launches and nodes == 1)
     elastic = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # its agent listens, and sees to the rest
     store = None
     if launches:

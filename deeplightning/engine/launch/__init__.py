@@ -1,0 +1,114 @@
+"""What starts the processes of a run where this command alone does not: the targets of `engine.launcher`.
+
+A launcher is made in the command that a user gives, and starts that command again, once for each process. Each of these
+finds its place in its environment (`deeplightning.engine.place`), and trains. Modules of this folder import what they
+stand on (torch, Ray, submitit) only where they use it: every command that has a config may make a launcher.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from deeplightning.config.schema import Config, Target
+from deeplightning.config.target import build
+from deeplightning.engine.place import place
+from deeplightning.engine.plan import local_size
+
+__all__ = ["Job", "Launcher", "Start", "launcher_of", "plan_of"]
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be started: `deeplightning train CONFIG [key=value …]`.
+
+    Attributes:
+        cfg: what that means, settled.
+        config: absolute.
+        overrides: as they were given.
+    """
+
+    cfg: Config
+    config: Path
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def command(self) -> list[str]:
+        """What each process runs."""
+        return [sys.executable, "-m", "deeplightning", "train", str(self.config), *self.overrides]
+
+
+@dataclass(frozen=True)
+class Start:
+    """A command that a launch starts.
+
+    Attributes:
+        command: with its arguments.
+        times: how often, on each machine.
+        where: the machines, in words.
+        environment: variables that are set for it, beside those of the launching process; `*` stands for a number
+            that differs.
+    """
+
+    command: list[str]
+    times: int = 1
+    where: str = "this machine"
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+class Launcher(Protocol):
+    """Starts the processes of a run."""
+
+    def plan(self, job: Job) -> list[Start]:
+        """What `run` would start, without starting anything."""
+        ...
+
+    def run(self, job: Job) -> int:
+        """Starts a job and sees it through; what it has to say it has said, on stderr, when it returns.
+
+        Returns:
+            The exit code.
+
+        Raises:
+            deeplightning.config.fault.UserError: the job cannot be started.
+        """
+        ...
+
+
+def launcher_of(cfg: Config) -> Launcher | None:
+    """What starts the processes of a run; None: this process is one of them, and starts any others itself."""
+    here = place()
+    if here is not None and (here.is_binding or here.is_lightnings):
+        return None
+    if cfg.engine.launcher is not None:
+        return build(cfg.engine.launcher)
+    if cfg.engine.max_restarts:
+        return build(Target(type="deeplightning.engine.launch.Local", name="engine.launcher"))
+    return None
+
+
+def plan_of(job: Job) -> list[dict[str, Any]]:
+    """What `deeplightning train` would start, in plain types."""
+    launcher = launcher_of(job.cfg)
+    starts = _plan_here(job) if launcher is None else launcher.plan(job)
+    return [
+        {"where": s.where, "times": s.times, "environment": dict(s.environment), "command": s.command} for s in starts
+    ]
+
+
+def _plan_here(job: Job) -> list[Start]:
+    here, local = place(), local_size(job.cfg.engine)
+    if here is not None:
+        variables = {"RANK": str(here.rank), "WORLD_SIZE": str(here.world), "LOCAL_RANK": str(here.local_rank)}
+        variables |= {"NODE_RANK": str(here.node)}
+        variables |= {"MASTER_ADDR": here.address} if here.address else {}
+        variables |= {"MASTER_PORT": here.port} if here.port else {}
+        return [Start(job.command, 1, f"this process, which {here.by} has started", variables)]
+    nodes = job.cfg.engine.num_nodes
+    if local * nodes == 1:
+        return [Start(job.command)]
+    where = "this machine" if nodes == 1 else f"each of {nodes} machines, where this command is given"
+    return [Start(job.command, local, where, {"LOCAL_RANK": "*", "WORLD_SIZE": str(local * nodes)})]

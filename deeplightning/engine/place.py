@@ -1,0 +1,256 @@
+"""Which of a launch's processes this one is, as whoever started it tells in the environment.
+
+Only the standard library is imported: every process asks, before anything else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import socket
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from deeplightning.config.fault import SetupError
+
+LAUNCH, ATTEMPT = "DEEPLIGHTNING_LAUNCH", "DEEPLIGHTNING_ATTEMPT"
+"""Variables in which a launcher of ours tells its processes which launch they are of, and how often that has started
+before."""
+
+TOLD = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+"""Without one of these a process has no place."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A process among those of its launch.
+
+    Attributes:
+        by: who started them: torchrun, Slurm, MPI, Lightning, or a person.
+        rank, world: its number, and how many there are.
+        local_rank, local_world: the same on its machine.
+        node, nodes: the number of its machine, and how many machines there are.
+        address, port: where rank 0 listens; None: that is not told.
+        launch: what tells this launch from others, the same for all processes and after a restart; None: nothing does.
+        goes_on: whether the launch may have a run already, which it then goes on with.
+    """
+
+    by: str
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
+    node: int
+    nodes: int
+    address: str | None = None
+    port: str | None = None
+    launch: str | None = None
+    goes_on: bool = False
+
+    @property
+    def is_lightnings(self) -> bool:
+        """Whether Lightning starts the processes of a machine from its first, in this process or in the one before."""
+        return self.by == "LOCAL_RANK"
+
+    @property
+    def is_binding(self) -> bool:
+        """Whether its numbers are those of the run. A single task of Slurm may start as many processes as it likes."""
+        return not self.is_lightnings and not (self.by == "Slurm" and self.world == 1)
+
+
+def place(environment: Mapping[str, str] | None = None) -> Place | None:
+    """The place that an environment tells, this process's if none is given; None: nobody else has started it.
+
+    torchrun's variables come first, then RANK, then Slurm's, then MPI's: who starts torchrun by Slurm means torchrun.
+
+    Raises:
+        SetupError: a variable is missing or no number, or two contradict each other.
+    """
+    told = _Told(os.environ if environment is None else environment)
+    if "TORCHELASTIC_RUN_ID" in told:
+        found = _of_torchrun(told)
+    elif "RANK" in told:
+        found = _of_hand(told)
+    elif "LOCAL_RANK" in told and "WORLD_SIZE" in told:
+        found = _of_lightning(told)
+    elif "SLURM_PROCID" in told and "SLURM_STEP_ID" in told:
+        found = _of_slurm(told)
+    elif (mpi := next((names for names in _MPI if names[0] in told), None)) is not None:
+        found = _of_mpi(told, mpi)
+    else:
+        return None
+    if not (found.rank < found.world and found.local_rank < found.local_world and found.node < found.nodes):
+        raise SetupError(
+            f"{found.by} tells rank {found.rank} of {found.world}, on this machine {found.local_rank} of "
+            f"{found.local_world}, machine {found.node} of {found.nodes}: a number is beyond how many there are"
+        )
+    return found
+
+
+def own_rank() -> int:
+    """This process's number: RANK, else SLURM_PROCID, else as `place` has it, else 0. Never raises."""
+    try:
+        found = place()
+    except SetupError:
+        words = (os.environ.get(name, "") for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK"))
+        return next((int(word) for word in words if word.isdecimal()), 0)
+    return found.rank if found else 0
+
+
+class _Told:
+    """Variables that hold numbers."""
+
+    def __init__(self, environment: Mapping[str, str]):
+        self._environment = environment
+
+    def __contains__(self, name: str) -> bool:
+        return bool(self._environment.get(name))
+
+    def text(self, *names: str) -> str | None:
+        return next((self._environment[name] for name in names if name in self), None)
+
+    def number(self, *names: str, default: int | None = None) -> int:
+        """Of the first of these variables that is set.
+
+        Raises:
+            SetupError: none is, and there is no default; or it is no whole number.
+        """
+        name = next((name for name in names if name in self), None)
+        if name is None:
+            if default is not None:
+                return default
+            raise SetupError(f"{names[0]} is not set; {self._beside()}")
+        if not re.fullmatch(r"[0-9]{1,9}", value := self._environment[name].strip()):
+            raise SetupError(f"{name}={self._environment[name]!r} is no whole number from 0 on")
+        return int(value)
+
+    def _beside(self) -> str:
+        known = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_PROCID", "TORCHELASTIC_RUN_ID")
+        there = ", ".join(f"{name}={self._environment[name]}" for name in known if name in self)
+        return f"with {there} it has to be: set it, or unset these to start the processes from here"
+
+
+def _of_torchrun(told: _Told) -> Place:
+    run_id, attempt = told.text("TORCHELASTIC_RUN_ID"), told.number("TORCHELASTIC_RESTART_COUNT", default=0)
+    world, local_world = told.number("WORLD_SIZE"), told.number("LOCAL_WORLD_SIZE")
+    nodes = told.number("GROUP_WORLD_SIZE", default=max(1, world // max(1, local_world)))
+    address, port = told.text("MASTER_ADDR"), told.text("MASTER_PORT")
+    if run_id != "none":
+        launch = run_id
+    elif nodes == 1:
+        launch = f"torchrun-{socket.gethostname()}-{os.getppid()}"
+    else:
+        launch = f"torchrun-{address}-{port}"
+    return Place(
+        "torchrun",
+        *(told.number("RANK"), world, told.number("LOCAL_RANK"), local_world, told.number("GROUP_RANK", default=0)),
+        *(nodes, address, port, launch, run_id != "none" or attempt > 0),
+    )
+
+
+def _of_hand(told: _Told) -> Place:
+    rank, world = told.number("RANK"), told.number("WORLD_SIZE", "SLURM_NTASKS", "SLURM_NPROCS")
+    local_rank = told.number("LOCAL_RANK", "SLURM_LOCALID", default=rank)
+    local_world = told.number("LOCAL_WORLD_SIZE", default=world)
+    nodes = max(1, -(-world // max(1, local_world)))
+    node = told.number("NODE_RANK", "GROUP_RANK", default=rank // max(1, local_world))
+    return Place(
+        "RANK",
+        *(rank, world, local_rank, local_world, node, nodes, told.text("MASTER_ADDR"), told.text("MASTER_PORT")),
+        *_of_ours(told),
+    )
+
+
+def _of_lightning(told: _Told) -> Place:
+    """Of a process that Lightning starts, or who takes its place."""
+    world, local_rank, node = told.number("WORLD_SIZE"), told.number("LOCAL_RANK"), told.number("NODE_RANK", default=0)
+    local_world = told.number("LOCAL_WORLD_SIZE", default=world)
+    return Place(
+        "LOCAL_RANK",
+        *(node * local_world + local_rank, world, local_rank, local_world, node, max(1, world // max(1, local_world))),
+        *(told.text("MASTER_ADDR"), told.text("MASTER_PORT"), *_of_ours(told)),
+    )
+
+
+def _of_slurm(told: _Told) -> Place:
+    """Of a task of a job step; https://slurm.schedmd.com/srun.html names the variables."""
+    world = told.number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
+    nodes = told.number("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", default=1)
+    node = told.number("SLURM_NODEID", default=0)
+    tasks = tasks_per_node(
+        told.text("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE") or ""
+    )
+    local_world = tasks[node] if node < len(tasks) else max(1, world // max(1, nodes))
+    names = hosts(told.text("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST") or "")
+    job, step = told.text("SLURM_JOB_ID", "SLURM_JOBID") or "", told.text("SLURM_STEP_ID")
+    launch = f"slurm-{job}.{step}"
+    address = told.text("MASTER_ADDR") or next(iter(names), "127.0.0.1")
+    return Place(
+        "Slurm",
+        *(told.number("SLURM_PROCID"), world, told.number("SLURM_LOCALID", default=0), local_world, node, nodes),
+        *(address, told.text("MASTER_PORT") or port_of(launch)),
+        *(launch, told.number("SLURM_RESTART_COUNT", default=0) > 0),
+    )
+
+
+# Rank, size, local rank, local size, what tells a launch: Open MPI, MPICH and its kin (which tell no launch).
+_MPI = (
+    (
+        *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+        *("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+    ),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_ID", "PMI_PORT"),
+)
+
+
+def _of_mpi(told: _Told, names: tuple[str, ...]) -> Place:
+    rank, world = told.number(names[0]), told.number(names[1])
+    local_rank, local_world = told.number(names[2], default=rank), told.number(names[3], default=world)
+    nodes = max(1, -(-world // max(1, local_world)))
+    address = told.text("MASTER_ADDR")
+    if address is None and nodes > 1:
+        raise SetupError("MASTER_ADDR is not set; processes of MPI on several machines need the address of rank 0")
+    job = told.text(*names[4:]) or str(os.getppid())
+    return Place(
+        "MPI",
+        *(rank, world, local_rank, local_world, rank // max(1, local_world), nodes),
+        *(address or "127.0.0.1", told.text("MASTER_PORT") or port_of(job), *_of_ours(told)),
+    )
+
+
+def _of_ours(told: _Told) -> tuple[str | None, bool]:
+    return told.text(LAUNCH), told.number(ATTEMPT, default=0) > 0
+
+
+def port_of(launch: str) -> str:
+    """A port that all processes of a launch find alike, where none is told: 20000 to 29999, by its name."""
+    return str(20000 + int(hashlib.sha256(launch.encode()).hexdigest(), 16) % 10000)
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """How many tasks each machine has, from Slurm's short form: `2(x3),1` is 2, 2, 2, 1."""
+    found: list[int] = []
+    for number, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        found += [int(number)] * int(times or 1)
+    return found
+
+
+def hosts(text: str) -> list[str]:
+    """The machines of Slurm's short form: `gpu[03-05,9]-a,login` is gpu03-a, gpu04-a, gpu05-a, gpu9-a, login."""
+    found: list[str] = []
+    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
+        found += _spread(part)
+    return found
+
+
+def _spread(part: str) -> Iterable[str]:
+    opened = re.search(r"\[([^\]]*)\]", part)
+    if opened is None:
+        return [part]
+    found: list[str] = []
+    for piece in opened[1].split(","):
+        first, _, last = piece.partition("-")
+        numbers = range(int(first), int(last or first) + 1)
+        found += (part[: opened.start()] + f"{number:0{len(first)}d}" + part[opened.end() :] for number in numbers)
+    return [name for half in found for name in _spread(half)]
