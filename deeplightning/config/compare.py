@@ -28,6 +28,8 @@ KINDS = {
     "train.callbacks": ("Callback", "a Lightning callback"),
     "logger": ("Logger", "a Lightning logger"),
     "logger.extra": ("Logger", "a Lightning logger"),
+    "tune.sampler": ("BaseSampler", "a sampler of Optuna's"),
+    "tune.pruner": ("BasePruner", "a pruner of Optuna's"),
 }
 
 # Modules that are neither a network nor, but for the first, a loss.

@@ -99,7 +99,12 @@ def nearest(word: str, words: Collection[str]) -> str:
     return f" Did you mean {min(near, key=order)}?"
 
 
-_PACKAGES = {"timm": "timm", "transformers": "'deeplightning[text]'", "deepspeed": "'deeplightning[deepspeed]'"}
+_PACKAGES = {
+    "timm": "timm",
+    "transformers": "'deeplightning[text]'",
+    "deepspeed": "'deeplightning[deepspeed]'",
+    "optuna": "'deeplightning[tune]'",
+}
 """By module, how packages are installed whose parts configs name."""
 
 

@@ -336,14 +336,28 @@ class Logger(Target):
 
 @dataclass
 class Tune:
-    """A search over settings."""
+    """A search over settings, `deeplightning tune CONFIG`; each trial is a run with other values of some keys."""
 
-    metric: str = key("what is optimized", example="val_acc")
-    space: dict[str, Any] = key("dotted config key to distribution", example="{train.seed: {int: [0, 9]}}")
+    metric: str = key("logged metric that is optimized", example="val_acc")
+    space: dict[str, Any] = key(
+        "dotted config key to the values it may have: {uniform: [0, 0.5]}, {log_uniform: [1e-4, 0.1]}, {int: [1, 9]}, "
+        "{log_int: [8, 256]} or {choice: [relu, gelu]}; the first and the third take a `step` as well",
+        example="{model.optimizer.params.lr: {log_uniform: [1e-4, 0.1]}}",
+    )
     mode: Mode = key("whether less (`min`) or more (`max`) is better", "min")
-    num_trials: int = key("trials", 20, low=1)
-    sampler: Target | None = key("how values are drawn", None)
-    pruner: Target | None = key("when a hopeless trial ends", None)
+    num_trials: int = key("trials in all, those of an interrupted search included", 20, low=1)
+    sampler: Target | None = key(
+        "how values are drawn, a sampler of Optuna's; null: optuna.samplers.TPESampler. Seeded from `seed`; "
+        "optuna.samplers.GridSampler gets its grid from `space`",
+        None,
+    )
+    pruner: Target | None = key(
+        "when a hopeless trial ends early, a pruner of Optuna's, such as optuna.pruners.MedianPruner; null: never", None
+    )
+    parallel: int = key("trials at the same time", 1, low=1)
+    name: str | None = key(
+        "the search's name: the same name in the same experiment goes on with it; null: the config file's", None
+    )
 
 
 @dataclass
@@ -377,7 +391,7 @@ class Config:
     train: Train = key("how long, and what happens on the way", Train)
     test: Test = key("which weights validate, test and predict", Test)
     logger: Logger = key("where numbers and pictures go", Logger)
-    tune: Tune | None = key("a search over settings", None, later=True)
+    tune: Tune | None = key("a search over settings; null: none", None)
     serve: Serve = key("the prediction server", Serve)
     secrets: Any = hidden()
     notices: Any = hidden()
