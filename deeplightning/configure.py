@@ -21,6 +21,7 @@ from deeplightning.config.combinations import conflicts, hints
 from deeplightning.config.fault import Notice
 from deeplightning.config.report import Report
 from deeplightning.config.schema import Config, backend_of
+from deeplightning.config.space import misfits, space_of
 from deeplightning.config.target import build
 from deeplightning.engine.lean import import_lean
 from deeplightning.engine.place import own_rank
@@ -69,6 +70,10 @@ def examine(path: str | Path, overrides: list[str] | None = None, *, importing: 
     if cfg.seed is None:
         cfg.seed = decided("seed", lambda: secrets.randbelow(2**31))
         cfg.notices.append(Notice(f"seed: null → {cfg.seed} (drawn)", unasked=False, key="seed"))
+    if cfg.tune is not None and not report.faults:
+        given = [*(overrides or []), "tune=null"]
+        found = space_of(cfg.tune.space)
+        report.add(*misfits(found, lambda more: examine(path, given + more, importing=importing), report))
     return report
 
 

@@ -15,7 +15,8 @@ from deeplightning.config.schema import BACKENDS, PRECISIONS
 from deeplightning.config.strategy import meaning
 from deeplightning.configure import examine, load_config
 from deeplightning.engine import devices, plan
-from deeplightning.engine.plan import effective_batch, own_rank, trainer_arguments
+from deeplightning.engine.place import own_rank
+from deeplightning.engine.plan import effective_batch, trainer_arguments
 from deeplightning.runfolder import RunFolder
 
 BF16 = (

@@ -10,7 +10,7 @@ from dataclasses import MISSING, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from deeplightning.config import schema, strategy
+from deeplightning.config import schema, space, strategy
 from deeplightning.config.compare import KINDS, Meanings, Verdict, judge
 from deeplightning.config.fault import ConfigError, Fault, nearest, place_of, upwards
 from deeplightning.config.interpolation import Secrets
@@ -275,6 +275,8 @@ class _Checker:
             hidden = {p: text for p in items if (text := self.secrets.text_of((*path, "params", p))) is not None}
             given = GIVEN.get(role or key, 0)
             values = GIVEN_BY_NAME.get(key, {}) | values
+            if key == "tune.sampler" and is_grid(name):
+                values.setdefault("search_space", {})  # made from tune.space
             self.take(judge(self.meanings, name, values, key, role=role, given=given, hidden=hidden))
             for p in set(auto) - set(AUTO):
                 message = f"`auto` is known for {', '.join(AUTO)}; give `{p}` a value"
@@ -410,6 +412,7 @@ class _Checker:
         stop, schedulers = config.train.early_stop, _named(config.model.scheduler, "model.scheduler")
         all_ = {"train.checkpoint.monitor": config.train.checkpoint.monitor}
         all_ |= {"train.early_stop.metric": stop.metric} if stop is not None else {}
+        all_ |= {"tune.metric": config.tune.metric} if isinstance(config.tune, schema.Tune) else {}
         all_ |= {f"{key}.call.monitor": scheduler.call.monitor for key, scheduler in schedulers if scheduler.call}
         targets = (config.model.module, *config.train.callbacks)
         all_ |= {f"{target.name}.params.monitor": target.params.get("monitor") for target in targets[1:] if target}
@@ -488,6 +491,8 @@ class _Checker:
         gpus = config.engine.gpus if config.engine is not None else None
         if isinstance(gpus, list) and len(set(gpus)) < len(gpus):
             self.wrong("different device ids", gpus, "engine.gpus")
+        if isinstance(config.tune, schema.Tune):
+            self.search(config, config.tune)
         if not config.stages:
             self.fault("nothing to do: give at least one of train, validate, test, predict", "stages")
         if "train" in config.stages:
@@ -509,6 +514,24 @@ class _Checker:
             if isinstance(part, float) and not 0 <= part <= 1:
                 allowed = "a whole number of batches, or a fraction between 0 and 1"
                 self.wrong(allowed, part, f"train.limit_batches.{name}")
+
+
+    def search(self, config: Config, tune: schema.Tune) -> None:
+        """What the block `tune` says by itself; whether the values of its space are right is seen with each of them."""
+        if isinstance(tune.space, dict):
+            grid = tune.sampler is not None and is_grid(tune.sampler.type) and "search_space" not in tune.sampler.params
+            for name, message in space.faults(tune.space, grid):
+                self.fault(message, f"tune.space.{name}".rstrip("."))
+        if "train" not in config.stages:
+            self.fault("a search trains: add `train` to the stages", "stages")
+        if config.train is not None and config.train.resume_ckpt is not None:
+            message = "the trials of a search begin each by itself; for weights to start from take `model.init_from`"
+            self.fault(message, "train.resume_ckpt")
+
+
+def is_grid(sampler: Any) -> bool:
+    """Whether a sampler goes through a grid, which it must be given."""
+    return isinstance(sampler, str) and sampler.startswith("optuna.") and sampler.endswith(".GridSampler")
 
 
 _BAD: Any = object()
