@@ -515,7 +515,6 @@ class _Checker:
                 allowed = "a whole number of batches, or a fraction between 0 and 1"
                 self.wrong(allowed, part, f"train.limit_batches.{name}")
 
-
     def search(self, config: Config, tune: schema.Tune) -> None:
         """What the block `tune` says by itself; whether the values of its space are right is seen with each of them."""
         if isinstance(tune.space, dict):
