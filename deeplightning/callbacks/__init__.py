@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -13,6 +14,9 @@ if TYPE_CHECKING:
     import pytorch_lightning as pl
 
 T = TypeVar("T")
+
+TRIAL = "DEEPLIGHTNING_TRIAL"
+"""The environment variable that makes a run a trial of a search; see `deeplightning.callbacks.trial`."""
 
 
 def callback_of(trainer: Any, kind: type[T]) -> T:
@@ -89,6 +93,10 @@ def all_of(cfg: Config) -> list[pl.Callback]:
         stop = train.early_stop
         callbacks.append(EarlyStopping(stop.metric, stop.delta, stop.patience, mode=stop.mode))
     callbacks += [build(target) for target in train.callbacks]
+    if TRIAL in os.environ:
+        from deeplightning.callbacks.trial import Trial
+
+        callbacks.append(Trial(record, os.environ[TRIAL]))
     callbacks += [checkpoints, Signals()]
     leave_out_empty_hooks(*callbacks)
     return callbacks

@@ -1,0 +1,82 @@
+"""A run that is one trial of a search tells the search its metric after each validation, and ends where that says so.
+
+The search is another process, perhaps on another machine: a message is one line of JSON over a connection of its own,
+and so is the answer.
+"""
+
+import json
+import socket
+from typing import Any
+
+import pytorch_lightning as pl
+
+from deeplightning.callbacks.record import Interrupted, Record
+
+PATIENCE = 60.0  # seconds that the search may take to answer
+
+
+class Pruned(Interrupted):
+    """The search has given this trial up."""
+
+    def __init__(self, words: str):
+        super().__init__("SIGINT", 130, at_once=True)
+        self.args = (words,)
+
+
+class Trial(pl.Callback):
+    """Reports to the search, on rank 0, and ends the run on all ranks.
+
+    Args:
+        record: knows the run's folder.
+        told: JSON of `host` and `port` of the search, its `token`, the number of the `trial`, and the `metric`.
+    """
+
+    def __init__(self, record: Record, told: str):
+        self.record, self.search = record, json.loads(told)
+        self._validated = False
+
+    def _ask(self, trainer: pl.Trainer, **words: Any) -> dict[str, Any]:
+        """The search's answer to rank 0, on all ranks."""
+        answer: dict[str, Any] = {}
+        if trainer.is_global_zero:
+            answer = say(self.search, **words)
+        return trainer.strategy.broadcast(answer) if trainer.world_size > 1 else answer
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        run = getattr(trainer.logger, "run_id", None)
+        self._ask(trainer, run=run, folder=str(self.record.folder.path))
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._validated = True
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        metric = self.search["metric"]
+        if trainer.enable_validation and not self._validated:
+            return  # what the metric is now was reported before
+        self._validated = False
+        value, epoch = trainer.callback_metrics.get(metric), trainer.current_epoch + 1
+        if value is None:
+            self._ask(trainer, absent=sorted(trainer.callback_metrics))
+            return
+        if not self._ask(trainer, step=epoch, value=float(value)).get("prune"):
+            return
+        for logger in trainer.loggers:
+            if hasattr(logger, "log_tags"):
+                logger.log_tags({"trial.state": "pruned"})
+        raise Pruned(f"pruned after epoch {epoch}: {metric} is {float(value):.6g}")
+
+
+def say(search: dict[str, Any], **words: Any) -> dict[str, Any]:
+    """Sends the search a message and gives its answer.
+
+    Raises:
+        Interrupted: there is no search any more.
+    """
+    message = {"token": search["token"], "trial": search["trial"], **words}
+    try:
+        with socket.create_connection((search["host"], search["port"]), timeout=PATIENCE) as connection:
+            connection.sendall(json.dumps(message).encode() + b"\n")
+            with connection.makefile("rb") as answer:
+                return json.loads(answer.readline())
+    except (OSError, ValueError) as error:
+        raise Interrupted("the end of the search that this is a trial of", 143, at_once=True) from error
