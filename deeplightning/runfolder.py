@@ -31,6 +31,9 @@ class RunFolder:
         self.config = self.path / "cfg.yaml"
         self.environment = self.path / "environment.json"
         self.git_diff = self.path / "git.diff"
+        self.code = self.path / "code.zip"  # the user's own, as it was
+        self.data = self.path / "data.json"  # name, size and SHA-256 of the files that were read
+        self.series = self.path / "metrics.json"
         self.last = self.path / "last.ckpt"
         self.best = self.path / "best.ckpt"
         self.best_score = self.path / "best.json"

@@ -43,7 +43,8 @@ def test_everything_a_run_leaves_lies_in_the_folder_of_the_last_line(base, store
     left = {str(path.relative_to(base.folder)) for path in base.folder.rglob("*") if path.is_file()}
     assert base.folder.is_relative_to(store)
     assert left == {
-        *("cfg.yaml", "environment.json", "last.ckpt", "best.ckpt", "best.json", "logs/rank_0.log", "samples.npz"),
+        *("cfg.yaml", "environment.json", "code.zip", "metrics.json"),
+        *("last.ckpt", "best.ckpt", "best.json", "logs/rank_0.log", "samples.npz"),
         *("val_confusion_matrix.png", "val_predictions.png", "test_results.json", "test_predictions.csv"),
         *("bundle/model.onnx", "bundle/weights.safetensors", "bundle/bundle.json"),
     } | (left & {"git.diff"})

@@ -3,6 +3,7 @@ on with a run that was there, and what a checkpoint says of all that."""
 
 import json
 import logging
+import os
 import platform
 import re
 import shutil
@@ -17,6 +18,7 @@ import torch
 from pytorch_lightning.loggers import Logger
 
 from deeplightning import __version__
+from deeplightning.callbacks.origin import Origin
 from deeplightning.config.fault import ConfigError, SetupError
 from deeplightning.config.schema import Config
 from deeplightning.config.source import read
@@ -27,6 +29,9 @@ from deeplightning.tracking.build import end, go_on, publish, run_folder
 from deeplightning.tracking.environment import describe, git_diff
 
 log = logging.getLogger("deeplightning")
+
+REPRODUCES = "DEEPLIGHTNING_REPRODUCES"
+"""The variable that names the run which this one makes again; the tag `reproduces` of this one."""
 
 
 class Interrupted(Exception):
@@ -89,7 +94,8 @@ class Record(pl.Callback):
         self.has_learned = False
         self._folder: RunFolder | None = None
         self._hold: Hold | None = None
-        self._failed = False
+        self._failed = self._stopped = False
+        self._origin: Origin | None = None  # on rank 0
 
     @property
     def folder(self) -> RunFolder:
@@ -144,6 +150,7 @@ class Record(pl.Callback):
             _log_to_file(self._folder.log(trainer.global_rank), self.cfg)
         if surroundings is None:
             return
+        self._origin = Origin(self.cfg, self._folder)
         if self._folder.config.exists() and resumption.run_id is None:
             return  # a later stage of a run that has said all this
         try:
@@ -156,6 +163,8 @@ class Record(pl.Callback):
             self._describe(*surroundings)
         except OSError as error:
             raise SetupError(f"{self._folder.path}: the run's folder cannot be written: {error.strerror}") from error
+        began_from = resumption.checkpoint if resumption.run_id is None else None
+        self._origin.begin(getattr(trainer, "datamodule", None), began_from)
         resumption.say()
 
     def _agreed(self, trainer: pl.Trainer, folder: str) -> str:
@@ -209,13 +218,17 @@ class Record(pl.Callback):
         return settings
 
     def close(self) -> None:
-        """Lets go of the run's folder."""
+        """Says the last of the run, and lets go of its folder."""
+        if self._origin is not None:
+            self._origin.end(self._stopped)
         for hold in (self._hold, self.resumption.hold if self.resumption else None):
             if hold is not None:
                 hold.release()
 
     def publish(self) -> None:
         """Hands the run's files to trackers on other machines; to be called on rank 0 when all stages are done."""
+        if self._origin is not None:
+            self._origin.end(self._stopped)
         if self._folder is not None:
             publish(self.loggers, self._folder.path)
 
@@ -230,7 +243,7 @@ class Record(pl.Callback):
         reason = self.cfg.redact(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
         if not self._failed:
             log.info("the run ends: %s", reason)
-        self._failed = True
+        self._failed, self._stopped = True, stopped
         # Each time: Lightning says `failed` to its own loggers in between, of a killed run as well.
         end(self.loggers, "killed" if stopped else "failed", reason)
 
@@ -336,6 +349,7 @@ def _tags(environment: Mapping[str, Any]) -> dict[str, str]:
         "git_dirty": git.get("dirty"),
         "command": environment.get("command"),
         "host": environment.get("host"),
+        "reproduces": os.environ.get(REPRODUCES),
         "versions": ", ".join(f"{n} {v}" for n, v in (environment.get("packages") or {}).items()),
     }
     return {name: str(value) for name, value in found.items() if value not in (None, "")}

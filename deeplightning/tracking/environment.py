@@ -1,6 +1,6 @@
 """What a run needs to be understood later: code, packages, machine, command. Never fails, never hangs.
 
-Environment variables are not read into it: they hold secrets.
+Environment variables are not read into it, since they hold secrets, but for some that decide over numbers.
 """
 
 import importlib.metadata
@@ -19,6 +19,7 @@ from typing import Any
 
 from deeplightning.config.fault import SetupError
 from deeplightning.engine.place import place
+from deeplightning.tracking.conceal import conceal
 
 GIT_SECONDS = 10.0
 """How long one git command may take; a repository on a slow network disk is then left out."""
@@ -43,6 +44,13 @@ PACKAGES = [
     *("scikit-learn", "transformers", "tokenizers", "onnx", "onnxscript", "onnxruntime", "safetensors", "flask"),
 ]
 
+VARIABLES = [
+    *("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OMP_SCHEDULE", "PYTHONHASHSEED"),
+    *("CUDA_VISIBLE_DEVICES", "CUBLAS_WORKSPACE_CONFIG", "NVIDIA_TF32_OVERRIDE", "TORCH_ALLOW_TF32_CUBLAS_OVERRIDE"),
+    *("MKL_CBWR", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "KMP_AFFINITY"),
+]
+"""Environment variables that decide how many compute, in what order, and how numbers are rounded."""
+
 
 def describe(redact: Callable[[str], str] = str) -> dict[str, Any]:
     """The surroundings of this process, as plain JSON types; what cannot be found out is None.
@@ -62,7 +70,9 @@ def describe(redact: Callable[[str], str] = str) -> dict[str, Any]:
             "cpu": _cpu(),
             "memory_gib": _memory(),
             "gpus": _gpus(),
-            "packages": _packages(),
+            "packages": packages(),
+            "threads": _threads(),
+            "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ},
             "git": git_state(),
         },
         redact,
@@ -98,7 +108,7 @@ def git_diff(redact: Callable[[str], str] = str) -> str | None:
     if untracked:
         parts.append(f"# Untracked files ({len(untracked)}), without their content:\n")
         parts += [f"#   {name}\n" for name in untracked[:MAX_UNTRACKED]]
-    return redact("".join(parts))
+    return conceal(redact("".join(parts)))[0]
 
 
 def git_state() -> dict[str, Any] | None:
@@ -189,7 +199,14 @@ def _gpus() -> list[dict[str, Any]]:
     return []
 
 
-def _packages() -> dict[str, str]:
+def _threads() -> int | None:
+    """How many threads torch computes with in this process; None: it is not imported."""
+    torch = sys.modules.get("torch")
+    return torch.get_num_threads() if torch is not None else None
+
+
+def packages() -> dict[str, str]:
+    """Versions of what runs are made with, as far as it is installed."""
     versions = {}
     for name in PACKAGES:
         try:

@@ -1,0 +1,355 @@
+"""The user's own code becomes a zip in the run's folder, and comes out of it again. Standard library only.
+
+Kept is what a run could import from its import roots (the working directory, the folder of the config, PYTHONPATH) and
+is neither installed nor ours: the modules that are imported, those that they import by name in turn, and the package
+folders of both, with small texts beside the sources. Nothing else is looked at, so that a working directory of a
+hundred thousand files costs nothing. In the zip is a folder for each root, 0, 1 … in the order of `sys.path`, and
+`manifest.json`. The same code gives the same bytes.
+"""
+
+import hashlib
+import importlib.metadata
+import io
+import json
+import os
+import re
+import sys
+import sysconfig
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field
+from importlib.machinery import PathFinder
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from deeplightning import __version__
+from deeplightning.config.fault import CheckpointError
+from deeplightning.tracking.conceal import conceal
+
+MAX_FILES, MAX_BYTES, MAX_FILE = 2_000, 20_000_000, 1_000_000
+"""Files kept, their bytes together, and the bytes of one."""
+MAX_TEXT = 64_000
+"""Bytes of a text beside the sources of a package: labels, settings. What is larger is data."""
+MAX_SEEN = 10_000
+"""Entries of package folders that are looked at."""
+
+MANIFEST = "manifest.json"
+_FORMAT = 1
+_TEXTS = (".json", ".yaml", ".yml", ".toml", ".ini", ".cfg", ".txt")
+_PRIVATE = re.compile(r"(?i)secret|credential|password|token(?!iz)|\.env|\.pem|\.key|netrc|htpasswd")
+_NO_CODE = ("__pycache__", "node_modules", "site-packages", "mlruns")
+_IMPORT = re.compile(rb"^[ \t]*(?:from[ \t]+([^\W\d]\w*)[\w.]*[ \t]+import\b|import[ \t]+([^#;\n]+))", re.MULTILINE)
+_PROJECTS = {"PIL": "pillow", "sklearn": "scikit-learn", "cv2": "opencv-python", "yaml": "PyYAML"}
+_PROJECTS |= {"skimage": "scikit-image"}  # packages whose project has another name
+_OURS = Path(__file__).resolve().parents[1]
+
+
+@dataclass
+class Code:
+    """The code of a run.
+
+    Attributes:
+        roots: the folders that it was imported from, absolute, in the order of `sys.path`.
+        working_directory: the one of them that was the working directory; None: nothing came from there.
+        files: what each file held, by its root's position and its path in it, with `/`.
+        left_out: files and folders that were not kept, and why.
+        concealed: places (`own.py:12`) where a secret was blotted out.
+        packages: versions of the installed packages that this code imports.
+        program: Deep Lightning itself: `version`, and `digest` of its files where that is known.
+    """
+
+    roots: list[str] = field(default_factory=list)
+    working_directory: str | None = None
+    files: dict[tuple[int, str], bytes] = field(default_factory=dict)
+    left_out: dict[str, str] = field(default_factory=dict)
+    concealed: list[str] = field(default_factory=list)
+    packages: dict[str, str] = field(default_factory=dict)
+    program: dict[str, str] = field(default_factory=dict)
+
+    def names(self) -> dict[str, bytes]:
+        """The files by their paths as a person knows them, without their roots where that is clear."""
+        paths = [path for _, path in self.files]
+        return {
+            path if paths.count(path) == 1 else f"{self.roots[root]}/{path}": content
+            for (root, path), content in self.files.items()
+        }
+
+    def pack(self, redact: Callable[[str], str] = str) -> bytes:
+        """The zip."""
+        manifest = {
+            "format": _FORMAT,
+            "roots": [redact(root) for root in self.roots],
+            "working_directory": self.working_directory and redact(self.working_directory),
+            "files": {
+                f"{r}/{path}": hashlib.sha256(text).hexdigest() for (r, path), text in sorted(self.files.items())
+            },
+            "left_out": {redact(path): why for path, why in self.left_out.items()},
+            "concealed": self.concealed,
+            "packages": self.packages,
+            "deeplightning": self.program,
+        }
+        packed = io.BytesIO()
+        with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+            content = {f"{root}/{path}": text for (root, path), text in sorted(self.files.items())}
+            for name, text in {MANIFEST: json.dumps(manifest, indent=1).encode(), **content}.items():
+                entry = zipfile.ZipInfo(name)  # of 1980-01-01: the same code gives the same zip
+                entry.compress_type, entry.external_attr = zipfile.ZIP_DEFLATED, 0o644 << 16
+                archive.writestr(entry, text)
+        return packed.getvalue()
+
+
+def collect(redact: Callable[[str], str] = str, before: Code | None = None, thoroughly: bool = False) -> Code:
+    """The code of this process's run.
+
+    Args:
+        redact: takes values that came from the environment out of a text.
+        before: what was collected earlier in the run; its files are kept as they were then.
+        thoroughly: also find out versions and the digest of Deep Lightning's files, which takes some milliseconds.
+    """
+    found = _Collector(redact, before or Code())
+    found.collect()
+    code = found.code()
+    if thoroughly:
+        code.packages = dict(_versions(found.installed_names))
+        code.program["digest"] = _own_digest()
+    return code
+
+
+class _Collector:
+    """Gathers files by their root and path."""
+
+    def __init__(self, redact: Callable[[str], str], before: Code):
+        self.redact = redact
+        self.path = list(dict.fromkeys(os.path.abspath(entry) for entry in sys.path))  # noqa: PTH100 (of `.` too)
+        places = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+        self.installed = tuple(f"{place}{os.sep}" for place in (*places, _OURS, _OURS.with_name("serve")))
+        self.left_out, self.concealed = dict(before.left_out), list(before.concealed)
+        self.files = {(before.roots[r], path): content for (r, path), content in before.files.items()}
+        self.bytes = sum(map(len, self.files.values()))
+        self.seen = 0
+        self.unread: list[bytes] = [*self.files.values()]  # whose imports are to be followed
+        self.walked: set[str] = set()
+        self.installed_names: set[str] = set()
+
+    def collect(self) -> None:
+        for name, module in list(sys.modules.items()):
+            file = getattr(module, "__dict__", {}).get("__file__")
+            if isinstance(file, str) and file.endswith(".py") and not self.is_installed(file):
+                self.module(name, module, os.path.abspath(file))  # noqa: PTH100 (three times as fast)
+        asked: set[str] = set()
+        while self.unread:
+            for top in _imported_by(self.unread.pop()) - asked:
+                asked.add(top)
+                self.follow(top)
+
+    def is_installed(self, file: str) -> bool:
+        return file.startswith(self.installed) or f"{os.sep}site-packages{os.sep}" in file or "dist-packages" in file
+
+    def module(self, name: str, module: Any, file: str) -> None:
+        """Keeps an imported module, with the folder of its package."""
+        if name == "__main__":
+            spec = getattr(module, "__spec__", None)
+            name = spec.name if spec is not None else Path(file).stem
+        inner = name.replace(".", os.sep)
+        for ending in (f"{os.sep}{inner}.py", f"{os.sep}{inner}{os.sep}__init__.py"):
+            if file.endswith(ending):
+                root = file.removesuffix(ending) or os.sep
+                if module is sys.modules.get("__main__") and root not in self.path:
+                    return  # a program that was started by its path
+                self.keep(root, file)
+                if os.sep in file[len(root) + 1 :]:
+                    self.package(root, name.partition(".")[0])
+                return
+
+    def follow(self, top: str) -> None:
+        """Keeps what a name means that some code imports, if it is the user's."""
+        spec = None
+        if top not in sys.modules:
+            with suppress(Exception):
+                spec = PathFinder.find_spec(top)
+        if spec is None or spec.origin in ("built-in", "frozen"):
+            self.installed_names.add(top)
+            return
+        places = list(spec.submodule_search_locations or ()) or [spec.origin or ""]
+        if all(self.is_installed(f"{place}{os.sep}") for place in places):
+            self.installed_names.add(top)
+            return
+        for place in map(os.path.abspath, places):
+            root = os.path.dirname(place)  # noqa: PTH120
+            if place.endswith(".py"):
+                self.keep(root, place)
+            elif spec.submodule_search_locations:
+                self.package(root, top)
+
+    def package(self, root: str, top: str) -> None:
+        folder = os.path.join(root, top)  # noqa: PTH118
+        if folder in self.walked:
+            return
+        self.walked.add(folder)
+        for entry in self.below(folder):
+            if entry.name.endswith(".py"):
+                self.keep(root, entry.path)
+            elif entry.name.endswith(_TEXTS) and not _PRIVATE.search(entry.name):
+                self.keep(root, entry.path, MAX_TEXT)
+
+    def below(self, folder: str) -> Iterator[os.DirEntry[str]]:
+        """The files in a folder and below, in the order of their names, without hidden ones."""
+        try:
+            entries = []
+            with os.scandir(folder) as found:
+                for entry in found:
+                    self.seen += 1
+                    if self.seen > MAX_SEEN:
+                        self.left_out[folder] = f"more than {MAX_SEEN:,} files and folders in its packages"
+                        break
+                    if not entry.name.startswith(".") and entry.name not in _NO_CODE:
+                        entries.append(entry)
+        except OSError as error:
+            self.left_out[folder] = error.strerror or str(error)
+            return
+        for entry in sorted(entries, key=lambda entry: entry.name):
+            if entry.is_dir(follow_symlinks=False):
+                if self.seen <= MAX_SEEN:
+                    yield from self.below(entry.path)
+            elif entry.is_file():
+                yield entry
+
+    def keep(self, root: str, file: str, most: int = MAX_FILE) -> None:
+        path = os.path.relpath(file, root).replace(os.sep, "/")
+        if (root, path) in self.files:
+            return
+        try:
+            with open(file, "rb") as opened:  # noqa: PTH123
+                content = opened.read(most + 1)
+        except OSError as error:
+            self.left_out[file] = error.strerror or str(error)
+            return
+        if len(content) > most:
+            self.left_out[file] = f"larger than {most:,} bytes"
+            return
+        if len(self.files) >= MAX_FILES or self.bytes + len(content) > MAX_BYTES:
+            self.left_out[file] = f"more than {MAX_FILES:,} files or {MAX_BYTES:,} bytes of code"
+            return
+        if path.endswith(".py"):
+            self.unread.append(content)
+        content = self.without_secrets(path, content)
+        self.files[root, path] = content
+        self.bytes += len(content)
+
+    def without_secrets(self, path: str, content: bytes) -> bytes:
+        """A file's content with secrets blotted out; one that is no text in UTF-8 is looked at as one in Latin-1."""
+        for encoding in ("utf-8", "latin-1"):
+            with suppress(UnicodeError):
+                text = content.decode(encoding)
+                clean, lines = conceal(self.redact(text))
+                self.concealed += [f"{path}:{line}" for line in lines]
+                return content if clean == text else clean.encode(encoding, "backslashreplace")
+        raise AssertionError("every byte is a character of Latin-1")
+
+    def code(self) -> Code:
+        order = {root: number for number, root in reversed([*enumerate(self.path)])}
+        roots = sorted({root for root, _ in self.files}, key=lambda root: (order.get(root, len(order)), root))
+        with suppress(OSError):
+            here = str(Path.cwd())
+            return Code(
+                roots=roots,
+                working_directory=here if here in roots else None,
+                files={(roots.index(root), path): content for (root, path), content in self.files.items()},
+                left_out=dict(sorted(self.left_out.items())),
+                concealed=sorted({*self.concealed}),
+                program={"version": __version__},
+            )
+        return Code(program={"version": __version__})
+
+
+def _imported_by(source: bytes) -> set[str]:
+    """The first parts of the names that a source imports. What only looks like an import does no harm."""
+    names = set()
+    for one, several in _IMPORT.findall(source):
+        for name in [one] if one else several.split(b","):
+            found = re.match(rb"\s*([^\W\d]\w*)", name)
+            if found:
+                names.add(found[1].decode("latin-1"))
+    return names
+
+
+def _versions(names: set[str]) -> Iterator[tuple[str, str]]:
+    for name in sorted(names - sys.stdlib_module_names - {"deeplightning", "serve"}):
+        project = _PROJECTS.get(name, name)
+        with suppress(Exception):  # a project that is called otherwise, or whose record is damaged
+            yield project, importlib.metadata.version(project)
+
+
+def _own_digest() -> str:
+    """SHA-256 of the sources of Deep Lightning, which may be a working copy."""
+    digest = hashlib.sha256()
+    for path in sorted(_OURS.rglob("*.py")):
+        with suppress(OSError):
+            digest.update(path.relative_to(_OURS).as_posix().encode() + b"\0" + path.read_bytes())
+    return digest.hexdigest()
+
+
+def describe_program() -> dict[str, str]:
+    """Deep Lightning as it is here: version and digest of its files."""
+    return {"version": __version__, "digest": _own_digest()}
+
+
+def read_code(path: Path) -> Code:
+    """The code in a zip. Nothing of it is executed, and no name in it leads out of a folder.
+
+    Raises:
+        CheckpointError: it is damaged, too large, or was not made by `Code.pack`.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            entries = archive.infolist()
+            if sum(entry.file_size for entry in entries) > 3 * MAX_BYTES or len(entries) > 2 * MAX_FILES:
+                raise CheckpointError(f"{path}: holds more than the code of a run ever does")
+            manifest = json.loads(archive.read(MANIFEST))
+            if manifest["format"] != _FORMAT:
+                raise CheckpointError(f"{path}: of format {manifest['format']!r}, which this version does not know")
+            code = Code(
+                roots=[str(root) for root in manifest["roots"]],
+                working_directory=manifest["working_directory"],
+                left_out=dict(manifest["left_out"]),
+                concealed=list(manifest["concealed"]),
+                packages=dict(manifest["packages"]),
+                program=dict(manifest["deeplightning"]),
+            )
+            for name, digest in manifest["files"].items():
+                root, _, inside = name.partition("/")
+                inner = PurePosixPath(inside)
+                if not root.isdecimal() or int(root) >= len(code.roots) or not _stays_inside(inner, inside):
+                    raise CheckpointError(f"{path}: {name!r} is no name of a file of code")
+                content = archive.read(name)
+                if hashlib.sha256(content).hexdigest() != digest:
+                    raise CheckpointError(f"{path}: {name} is not what was written")
+                code.files[int(root), inside] = content
+            return code
+    except CheckpointError:
+        raise
+    except Exception as error:  # zipfile, zlib and json each have their own; a KeyError: not ours
+        raise CheckpointError(f"{path}: is damaged, or not the code of a run ({error})") from error
+
+
+def _stays_inside(inner: PurePosixPath, text: str) -> bool:
+    return bool(inner.parts) and not inner.is_absolute() and ".." not in inner.parts and "\\" not in text
+
+
+def unpack(code: Code, into: Path, restore: Callable[[str], str] = str) -> list[Path]:
+    """Writes the files into a folder for each root; returns these, in order.
+
+    Args:
+        restore: puts values of the environment back, which the zip holds only the names of.
+    """
+    roots = [into / str(number) for number in range(len(code.roots))]
+    for root in roots:
+        root.mkdir(parents=True)
+    for (number, path), content in code.files.items():
+        target = roots[number] / path
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with suppress(UnicodeDecodeError):
+            content = restore(content.decode()).encode()
+        target.write_bytes(content)
+    return roots
