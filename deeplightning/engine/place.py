@@ -5,6 +5,7 @@ Only the standard library is imported: every process asks, before anything else.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -89,13 +90,12 @@ def place(environment: Mapping[str, str] | None = None) -> Place | None:
 
 
 def own_rank() -> int:
-    """This process's number: RANK, else SLURM_PROCID, else as `place` has it, else 0. Never raises."""
-    try:
-        found = place()
-    except SetupError:
-        words = (os.environ.get(name, "") for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK"))
-        return next((int(word) for word in words if word.isdecimal()), 0)
-    return found.rank if found else 0
+    """This process's number: that of its place, else RANK, else SLURM_PROCID, else LOCAL_RANK, else 0. Never raises."""
+    with contextlib.suppress(SetupError):
+        if (found := place()) is not None:
+            return found.rank
+    words = (os.environ.get(name, "") for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK"))
+    return next((int(word) for word in words if word.isdecimal()), 0)
 
 
 class _Told:
