@@ -28,7 +28,8 @@ log = logging.getLogger("deeplightning")
 
 SAMPLES = 16  # validation images kept in the run folder, to prove an export with
 TO_ANSWER = [
-    *("engine.gpus=null", "engine.processes=1", "engine.backend=null", "engine.params={}"),
+    *("engine.gpus=null", "engine.processes=1", "engine.num_nodes=1", "engine.backend=null", "engine.params={}"),
+    *("engine.launcher=null", "engine.setup_hook=null"),
     *("engine.compile=false", "engine.env={}"),  # a compiler and variables could run code that a copied run brings
 ]
 
