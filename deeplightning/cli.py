@@ -10,7 +10,7 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +90,24 @@ def plan(config: Path, overrides: tuple[str, ...]) -> None:
     cfg = report.checked()
     _say(report)
     show(dump(plan_of(Job(cfg, config.absolute(), overrides))))
+
+
+@cli.command(context_settings=_loose, epilog=OVERRIDES)
+@_config
+@_overrides
+def tune(config: Path, overrides: tuple[str, ...]) -> None:
+    """Search for the best values of what CONFIG's `tune.space` names.
+
+    Each trial is a run. The same command goes on with a search that was interrupted. The last line on stdout is the
+    folder with best.yaml, the table of trials and pictures.
+    """
+    from deeplightning.tune.search import search
+
+    def train_here(words: Sequence[str]) -> int:
+        sys.argv[1:] = ["train", *words]  # Lightning starts further processes with these
+        return _run()
+
+    search(config, overrides, train_here)
 
 
 @cli.command(context_settings=_loose, epilog=OVERRIDES)

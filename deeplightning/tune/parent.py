@@ -1,0 +1,211 @@
+"""The run above the trials of a search: in MLflow their parent, on disk the folder of what the search found.
+
+It is written without a logger of Lightning's: such a one has a thread of its own, and the search forks.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from deeplightning.config.schema import Config
+from deeplightning.tracking.build import experiment_of
+from deeplightning.tracking.context import run_tags
+from deeplightning.tracking.environment import git_state
+from deeplightning.tracking.logger import MAX_TAG, flatten
+from deeplightning.tracking.store import Store, attach, explain, local_path, locate
+from deeplightning.tracking.tracker import Batch, Point, Tracker, open_tracker
+
+PARENT = "mlflow.parentRunId"
+SEARCH, TRIAL = "deeplightning.search", "deeplightning.trial"
+"""Tags of runs: the search's own sign, on the parent and on its trials; and a trial's number."""
+
+
+class Parent:
+    """The parent run, in the store that the config's logger tracks into; without MLflow just a folder.
+
+    Args:
+        cfg: the search's config.
+        name: the search's name.
+    """
+
+    def __init__(self, cfg: Config, name: str):
+        self.cfg, self.name = cfg, name
+        self.is_tracked = re.search(r"\.(MLflowLogger|MLFlowLogger)$", cfg.logger.type) is not None
+        self.experiment = experiment_of(cfg.logger.type, cfg.logger.params)
+        self.joined = os.environ.get("MLFLOW_RUN_ID") if self.is_tracked else None  # under `mlflow run`
+        self.address = self._address()
+        self.store: Store | None = locate(self.address) if self.is_tracked else None
+        self.run_id: str | None = None
+        self._folder: Path | None = None
+        self._tracker: Tracker | None = None
+
+    def _address(self) -> Any:
+        params = self.cfg.logger.params
+        if self.joined and (given := os.environ.get("MLFLOW_TRACKING_URI")):
+            return given
+        if self.cfg.logger.type.endswith(".MLflowLogger"):
+            return params.get("tracking_uri", "mlruns")
+        return params.get("tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI") or params.get("save_dir")
+
+    @property
+    def home(self) -> Path:
+        """Where the search keeps what it remembers: beside the tracking store, or below `runs` where that is not on
+        this machine."""
+        base = self.store.folder if self.store is not None else None
+        experiment, name = (re.sub(r"[^\w.-]+", "_", text) or "_" for text in (self.experiment, self.name))
+        return (base or Path("runs")).absolute() / "searches" / experiment / name
+
+    @property
+    def folder(self) -> Path:
+        """Where what the search found is written, and stays."""
+        return self._folder or self.home
+
+    def open(self, run_id: str | None, sign: str) -> str | None:
+        """Begins the run, or goes on with it.
+
+        Args:
+            run_id: of a search that goes on.
+            sign: the search's own, by which its runs are known where it could not write their ids down.
+
+        Returns:
+            The run's id; None where none is tracked.
+
+        Raises:
+            SetupError: the store cannot be used.
+        """
+        if self.store is None:
+            return None
+        with self._told():
+            tracker = self._open()
+            run_id = run_id or self.joined
+            run = tracker.run(run_id) if run_id is not None else None
+            if run is None or not run.is_active:
+                experiment = tracker.experiment(self.experiment)
+                run = tracker.create_run(experiment, self.name, self._tags(sign))
+                params = flatten(self.cfg.public())
+                tracker.log_batch(run.id, Batch(params=params))
+            else:
+                tags = {SEARCH: sign, "deeplightning.searched": self.name}
+                tracker.log_batch(run.id, Batch(tags=tags, status=("RUNNING", None)))
+            self.run_id, self._folder = run.id, local_path(run.artifact_uri)
+            if self._folder is not None:
+                self._folder.mkdir(parents=True, exist_ok=True)
+        return self.run_id
+
+    def is_there(self, run_id: str) -> bool:
+        """Whether the parent run of a former start is in the store and was not deleted."""
+        if self.store is None:
+            return True
+        if self.store.database is not None and not self.store.database.exists():
+            return False
+        with self._told():
+            run = self._open().run(run_id)
+        return run is not None and run.is_active
+
+    def _tags(self, sign: str) -> dict[str, str]:
+        git = git_state() or {}
+        tags = run_tags() | {f"mlflow.source.git.{name}": git[name] for name in ("commit", "branch") if git.get(name)}
+        tags |= {
+            name: self.cfg.redact(str(value)) for name, value in (self.cfg.logger.params.get("tags") or {}).items()
+        }
+        return {name: str(value)[:MAX_TAG] for name, value in tags.items()} | {SEARCH: sign}
+
+    def _open(self) -> Tracker:
+        assert self.store is not None
+        if self._tracker is None:
+            self._tracker = open_tracker(self.store, self.run_id or self.joined, self.experiment)
+            self._tracker.make_ready()
+        return self._tracker
+
+    @contextmanager
+    def _told(self) -> Iterator[None]:
+        """What goes wrong inside is told as a fault of the store."""
+        assert self.store is not None
+        try:
+            yield
+        except OSError as error:
+            if error.errno is not None and not self.store.is_remote:
+                raise  # a full disk is told as that
+            raise explain(error, self.store) from error
+        except Exception as error:  # MLflow, SQLite and requests each have their own
+            raise explain(error, self.store) from error
+
+    def let_go(self) -> None:
+        """Closes the store, until it is used again: a forked process must not share the connection."""
+        if self._tracker is not None:
+            self._tracker.close()
+
+    def environment(self, number: int, sign: str) -> dict[str, str]:
+        """What makes a run of another process a child of this one."""
+        if self.run_id is None:
+            return {}
+        given = json.loads(os.environ.get("MLFLOW_RUN_CONTEXT") or "{}")
+        return {"MLFLOW_RUN_CONTEXT": json.dumps(given | {PARENT: self.run_id, SEARCH: sign, TRIAL: str(number)})}
+
+    def overrides(self, number: int) -> list[str]:
+        """What a trial's config says differently of its tracking."""
+        if not self.is_tracked:
+            return []
+        moved = [f"logger.params.tracking_uri='{self.address}'"] if self.joined else []
+        return [f"logger.params.run_name=trial-{number}", *moved]
+
+    def log(self, points: list[Point], tags: dict[str, str]) -> None:
+        """Writes points and tags; what is there already stays once."""
+        if self.run_id is not None:
+            with self._told():
+                self._open().log_batch(self.run_id, Batch(points=points, tags=tags))
+
+    def children(self, sign: str) -> dict[int, str]:
+        """The runs of this search's trials, by their numbers, as the store knows them. Imports MLflow."""
+        if self.store is None:
+            return {}
+        with self._told():
+            uri = attach(self.store)
+            from mlflow.tracking import MlflowClient
+
+            client = MlflowClient(uri)
+            experiment = client.get_experiment_by_name(self.experiment)
+            found = client.search_runs([experiment.experiment_id], f"tags.`{SEARCH}` = '{sign}'") if experiment else []
+            return {int(r.data.tags[TRIAL]): r.info.run_id for r in found if r.data.tags.get(TRIAL, "").isdigit()}
+
+    def delete(self, run_id: str, folder: Path | None) -> None:
+        """Removes the run of a trial that left nothing to go on from."""
+        if self.store is None:
+            return
+        with self._told():
+            opened = None
+            if self.store.database is not None:
+                from deeplightning.tracking.sqlite import open_directly
+
+                opened = open_directly(self.store)
+            if opened is not None:
+                opened.delete(run_id, ("RUNNING", "FAILED", "KILLED"))
+                opened.close()
+            else:
+                uri = attach(self.store)
+                from mlflow.tracking import MlflowClient
+
+                MlflowClient(uri).delete_run(run_id)
+        if folder is not None and folder.name == "artifacts" and folder.parent.name == run_id:
+            shutil.rmtree(folder.parent, ignore_errors=True)
+
+    def close(self, status: str, reason: str | None = None) -> None:
+        """Ends the run: FINISHED, FAILED or KILLED; files reach a server that keeps them elsewhere."""
+        if self.run_id is None:
+            return
+        with self._told():
+            tracker = self._open()
+            if self._folder is None:
+                for path in sorted(p for p in self.home.iterdir() if p.suffix in (".yaml", ".csv", ".png")):
+                    tracker.upload(self.run_id, path, None)
+            tags = {"failure": reason[:1000]} if reason else {}
+            tracker.log_batch(self.run_id, Batch(tags=tags, status=(status, time.time_ns() // 1_000_000)))
+            tracker.close()

@@ -1,0 +1,585 @@
+"""The loop of a search: trials are drawn, run, judged on the way, and what was found is written down.
+
+All that a search must know to go on is in its study's file; whoever gives the same command again goes on with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import logging
+import os
+import re
+import signal
+import sys
+import sysconfig
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import yaml
+
+from deeplightning.callbacks import TRIAL
+from deeplightning.config.fault import CheckpointError, ConfigError, Fault, RunError, SetupError, UserError
+from deeplightning.config.schema import Config
+from deeplightning.config.source import read
+from deeplightning.config.space import Dimension, space_of
+from deeplightning.config.target import is_installed
+from deeplightning.config.tree import Entry, dump, line, plain
+from deeplightning.configure import DECIDED, load_config
+from deeplightning.engine.place import place
+from deeplightning.runfolder import Hold, RunFolder, write_whole
+from deeplightning.tune.parent import Parent
+from deeplightning.tune.worker import Forked, Line, Train
+
+log = logging.getLogger("deeplightning")
+
+FREE = ("tune.num_trials", "tune.parallel", "tune.sampler", "tune.pruner", "tune.name", "seed", "serve")
+"""Sections and keys in which a search that goes on may differ from how it began."""
+WAIT = 10.0  # seconds that the process of a former trial may take to end
+_STOPS = {3: SetupError, 4: CheckpointError}  # exit codes of a trial after which others would fare no better
+_INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+
+
+class Stopped(UserError):
+    """A signal ended the search."""
+
+    def __init__(self, message: str, exit_code: int):
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+def search(path: Path, overrides: Sequence[str], train: Train) -> Path:
+    """Runs the search of a config to its end, or goes on with it.
+
+    Args:
+        train: gives `deeplightning train` in this process; called in processes forked from it.
+
+    Returns:
+        The folder of what was found: `best.yaml`, `trials.csv`, pictures.
+
+    Raises:
+        ConfigError: the config is wrong, has no search, or is not that of the search that goes on.
+        SetupError: Optuna is not installed, another process is at this search, or a trial could not be run here.
+        RunError: no trial finished.
+        Stopped: a signal asked for the end.
+    """
+    if not is_installed("optuna"):
+        raise SetupError("a search needs Optuna, which is not installed here: pip install 'deeplightning[tune]'")
+    if (here := place()) is not None and here.world > 1:
+        raise SetupError(
+            f"{here.by} has started this as one of {here.world} processes; a search is one process, which starts "
+            "those of its trials itself: give `deeplightning tune` by itself"
+        )
+    cfg = load_config(path, list(overrides))
+    if cfg.tune is None:
+        hint = "for example tune: {metric: val_acc, mode: max, space: {model.optimizer.params.lr: {log_uniform: …}}}"
+        raise ConfigError(Fault(f"there is no search in this config: {hint}", "tune", str(path)))
+    with _Search(cfg, path, overrides, train) as found:
+        return found.run()
+
+
+class _Search:
+    """One search in this process, from its start or from where it was."""
+
+    def __init__(self, cfg: Config, path: Path, overrides: Sequence[str], train: Train):
+        from deeplightning.callbacks.console import one_line_warnings, to_terminal
+
+        assert cfg.tune is not None
+        to_terminal(cfg)
+        one_line_warnings()
+        self.cfg, self.path, self.overrides, self.train = cfg, path, overrides, train
+        self.tune = cfg.tune
+        self.name = self.tune.name or path.stem
+        self.space: list[Dimension] = space_of(self.tune.space)
+        self.parent = Parent(cfg, self.name)
+        self.home = self.parent.home
+        self.database = self.home / "study.db"
+        self.line = Line()
+        self.workers = Forked(train, self.line)
+        self.study: Any = None
+        self.sign = ""
+        self._hold: Hold | None = None
+        self._signal: int | None = None
+        self._pruned: dict[int, str] = {}
+        self._absent: dict[int, list[str]] = {}
+        self._began: dict[int, float] = {}
+        self._stopping: UserError | None = None
+
+    def __enter__(self) -> _Search:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.line.close()
+        if self._hold is not None:
+            self._hold.release()
+
+    def run(self) -> Path:
+        """All of it."""
+        self._open()
+        self._warm()
+        log.info("%-10s %s", "search", self._words())
+        with self._signals():
+            try:
+                self._loop()
+                self._conclude()
+            except BaseException as error:
+                self._give_up(error)
+                raise
+            finally:
+                print(f"Artifact storage path: {self.parent.folder}", flush=True)
+        return self.parent.folder
+
+    # ---- the start
+
+    def _open(self) -> None:
+        """Takes the search up, new or known.
+
+        Raises:
+            SetupError: another process is at it, or its files cannot be written.
+            ConfigError: it began with another config.
+        """
+        from deeplightning.tune import study
+
+        try:
+            self.home.mkdir(parents=True, exist_ok=True)
+            (self.home / "trials").mkdir(exist_ok=True)
+            self._hold = RunFolder(self.home).hold()
+        except OSError as error:
+            raise SetupError(f"{self.home}: the search's folder cannot be written: {error.strerror}") from error
+        if self._hold is None:
+            raise SetupError(f"another process is at the search {self.name}, in {self.home}; wait for it, or end it")
+        self._drop_if_deleted()
+        if not self.database.exists():
+            notes = {
+                "sign": uuid.uuid4().hex,
+                "config": self._frozen(),
+                "settings": dump(self.cfg.public()),
+                "code": _own_code(),
+            }
+            study.begin(self.database, self.tune.mode, notes)
+        self.study = self._study()
+        notes = self.study.notes
+        self.sign = notes["sign"]
+        self._compare(yaml.safe_load(notes["settings"]))
+        self._compare_code(notes["code"])
+        self.config = self.home / "search.yaml"
+        write_whole(self.config, notes["config"])
+        run_id = notes.get("run") or (self._orphan() if len(self.study.trials()) else None)
+        opened = self.parent.open(run_id, self.sign)
+        if opened != notes.get("run"):
+            self.study.note("run", opened)
+        if self.parent.folder != self.home:
+            write_whole(self.parent.folder / "search.yaml", notes["config"])
+
+    def _study(self) -> Any:
+        from deeplightning.tune.study import Study
+
+        try:
+            assert self.cfg.seed is not None
+            return Study(self.database, self.tune, self.space, self.cfg.seed)
+        except UserError:
+            raise
+        except Exception as error:  # Optuna's, SQLAlchemy's
+            raise SetupError(
+                f"{self.database}: this file of a search cannot be read ({' '.join(str(error).split())[:200]}); begin "
+                f"another search, tune.name=NEW, or remove {self.home}"
+            ) from error
+
+    def _drop_if_deleted(self) -> None:
+        """A search whose run was deleted in the tracker begins anew."""
+        if not self.database.exists():
+            return
+        former = self._study()
+        run_id = former.notes.get("run")
+        former.let_go()
+        if run_id is not None and not self.parent.is_there(run_id):
+            kept = RunFolder(self.home).former(self.database)
+            self.database.rename(kept)
+            log.warning("The run %s of this search was deleted: it begins anew. What it knew is %s.", run_id, kept)
+
+    def _orphan(self) -> str | None:
+        return None
+
+    def _frozen(self) -> str:
+        """The config as it is written, files and overrides in one, references unresolved: what all trials start from,
+        whatever becomes of the file."""
+        tree = _as_written(read(self.path, list(self.overrides)).root)
+        tree["seed"] = self.cfg.seed
+        tree["tune"] = {**tree["tune"], "name": self.name}
+        return dump(tree)
+
+    def _compare(self, began: Mapping[str, Any]) -> None:
+        """Refuses another config than that with which the search began."""
+        before, now = dict(_flat(began)), dict(_flat(self.cfg.public()))
+        if before.get("seed") != now.get("seed"):
+            asked = now["seed"]
+            self.cfg.seed = self.study.seed = began["seed"]
+            log.info(
+                "%-10s %s, with which the search began, not %s: its trials are compared", "seed", began["seed"], asked
+            )
+        changed = [
+            key
+            for key in sorted(before | now)
+            if not f"{key}.".startswith(tuple(f"{free}." for free in FREE))
+            and before.get(key, _NONE) != now.get(key, _NONE)
+            and (key in before or key.startswith("tune.space."))
+        ]
+        if not changed:
+            return
+        remedy = (
+            f"To go on with it, set this back, or give `deeplightning tune {self.home / 'search.yaml'}`; for another "
+            "search: tune.name=NEW"
+        )
+        faults = [
+            Fault(
+                f"was {_said(before.get(key, _NONE))} when the search {self.name} began, and is "
+                f"{_said(now.get(key, _NONE))}; trials of both cannot be compared. {remedy}",
+                key,
+                found=_said(now.get(key, _NONE)),
+                allowed=_said(before.get(key, _NONE)),
+            )
+            for key in changed[:5]
+        ]
+        write_whole(self.home / "search.yaml", self.study.notes["config"])
+        raise ConfigError(faults)
+
+    def _compare_code(self, began: Mapping[str, str]) -> None:
+        """Refuses to go on with other code than that with which the search began.
+
+        Raises:
+            ConfigError: names each file.
+        """
+        faults = []
+        for file, digest in began.items():
+            now = _digest(Path(file))
+            if now != digest:
+                what = "has changed" if now else "is gone"
+                faults.append(
+                    f"{file}: this code {what} since the search {self.name} began, and trials of both cannot be "
+                    "compared. Put it back to go on, or begin another search: tune.name=NEW"
+                )
+        if faults:
+            raise ConfigError([Fault(fault) for fault in faults])
+
+    def _warm(self) -> None:
+        """Imports what trials use, once for all of them."""
+        from deeplightning.tune.warm import warm
+
+        warm(self.cfg)
+
+    def _words(self) -> str:
+        known, total = self.study.trials(), self.study.total()
+        over = sum(trial.state in _over() for trial in known)
+        begun = f", {over} of them over" if over else ""
+        keys = ", ".join(d.key for d in self.space)
+        fewer = f" (there are no more points than that; tune.num_trials is {self.tune.num_trials})"
+        return (
+            f"{self.name}: {total} trials{begun}{fewer if total < self.tune.num_trials else ''} over {keys}; "
+            f"{self.tune.metric}, {self.tune.mode}; {self.database}"
+        )
+
+    # ---- the loop
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        before = {number: signal.signal(number, self._hear) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        """The trials end politely, after a second signal at once."""
+        self._signal = number
+        self.workers.interrupt(signal.SIGINT)
+
+    def _loop(self) -> None:
+        waiting = [trial.number for trial in self.study.unfinished()]
+        children = self._children() if any(not self._run_of(number)[0] for number in waiting) else {}
+        while True:
+            while self._signal is None and self._stopping is None and len(self.workers) < self.tune.parallel:
+                if waiting:
+                    self._start(waiting.pop(0), children)
+                elif len(self.study.trials()) < self.study.total():
+                    self._start(self.study.draw().number, children)
+                else:
+                    break
+            if not len(self.workers):
+                break
+            self.line.listen(self._answer)
+            for number, code in self.workers.ended().items():
+                self._ended(number, code)
+        if self._stopping is not None:
+            raise self._stopping
+        if self._signal is not None:
+            number = signal.Signals(self._signal)
+            over = sum(trial.state in _over() for trial in self.study.trials())
+            again = f"deeplightning tune {' '.join([str(self.path), *self.overrides])}"
+            message = f"interrupted by {number.name} after {over} of {self.study.total()} trials; to go on: {again}"
+            raise Stopped(message, 128 + number)
+
+    def _children(self) -> dict[int, str]:
+        """Runs whose trials could not write down that they are theirs, after a kill."""
+        return self.parent.children(self.sign) if self.parent.is_tracked else {}
+
+    def _run_of(self, number: int) -> tuple[str | None, Path | None]:
+        noted = self.study.trials()[number].user_attrs
+        return noted.get("run"), Path(noted["folder"]) if noted.get("folder") else None
+
+    def _start(self, number: int, children: Mapping[int, str]) -> None:
+        """Starts a trial, or goes on with one that was under way."""
+        point = self.study.point(self.study.trials()[number])
+        more = self._to_go_on(number, children)
+        file = self.home / "trials" / f"trial-{number}.yaml"
+        write_whole(file, self._trial_config(point, self.parent.overrides(number), is_trial=True))
+        if self._spawns():
+            self._compare_code(self.study.notes["code"])
+        roots = os.pathsep.join(
+            dict.fromkeys(filter(None, [str(self.path.absolute().parent), os.environ.get("PYTHONPATH", "")]))
+        )
+        environment: dict[str, str | None] = {
+            TRIAL: self.line.told(number, self.tune.metric),
+            DECIDED: None,
+            "MLFLOW_RUN_ID": None,
+            "PYTHONPATH": roots,
+            **self.parent.environment(number, self.sign),
+        }
+        self._began[number] = time.monotonic()
+        from deeplightning.tune.study import plain_text
+
+        log.info("%-10s %s%s", f"trial {number}", plain_text(point), "  (goes on)" if more else "")
+        self.study.let_go()
+        self.parent.let_go()
+        self.workers.start(number, [str(file), *more], file.with_suffix(".log"), environment)
+
+    def _spawns(self) -> bool:
+        """Whether a trial starts processes that import everything anew."""
+        engine = self.cfg.engine
+        return engine.processes > 1 or engine.num_nodes > 1 or engine.gpus is not None or engine.launcher is not None
+
+    def _to_go_on(self, number: int, children: Mapping[int, str]) -> list[str]:
+        """Overrides with which a trial that was under way goes on in its run; one that left no checkpoint begins anew,
+        and its run is removed."""
+        run_id, place = self._run_of(number)
+        run_id = run_id or children.get(number)
+        if place is None and run_id is not None and self.parent.store is not None:
+            roots = self.parent.store.artifact_root
+            place = next(roots.glob(f"*/{run_id}/artifacts"), None) if roots else None
+        if place is not None and place.is_dir():
+            folder, until = RunFolder(place), time.monotonic() + WAIT
+            while (hold := folder.hold()) is None and time.monotonic() < until:
+                time.sleep(0.1)
+            if hold is not None:
+                hold.release()
+            if (checkpoint := _newest(folder)) is not None:
+                return [f"train.resume_ckpt={line(str(checkpoint))}"]
+        if run_id is not None:
+            self.parent.delete(run_id, place)
+        if run_id is not None or place is not None:
+            self.study.attribute(number, run=None, folder=None)
+        return []
+
+    def _trial_config(self, point: Mapping[str, Any], more: Sequence[str], is_trial: bool) -> str:
+        """The search's config with the values of a point, as `deeplightning train` takes it."""
+        values = [d.override(point[d.key]) for d in self.space]
+        # A bundle takes longer than many a trial; `deeplightning export` makes one of the run that is chosen.
+        own = ["train.export=false", *more] if is_trial else []
+        return dump(_as_written(read(self.config, ["~tune", *values, *own]).root))
+
+    def _answer(self, message: dict[str, Any]) -> dict[str, Any]:
+        """What a trial says: where its run is, its metric, or that there is no such metric."""
+        number = int(message["trial"])
+        if "folder" in message:
+            self.study.attribute(number, run=message.get("run"), folder=message["folder"])
+        elif "absent" in message:
+            self._absent[number] = message["absent"]
+        elif "value" in message:
+            step, value = int(message["step"]), float(message["value"])
+            if self.study.report(number, step, value):
+                self._pruned[number] = f"after epoch {step}: {self.tune.metric} {value:.6g}"
+                return {"prune": True}
+        return {}
+
+    def _ended(self, number: int, code: int) -> None:
+        """Judges a trial whose process has ended."""
+        told = (self.home / "trials" / f"trial-{number}.log").read_text(errors="replace")
+        notes = re.findall(r"^(?:\x1b\[\d+m)?error(?:\x1b\[0m)?[^:]*: (.*)$", told, re.MULTILINE)
+        seconds = time.monotonic() - self._began.pop(number)
+        name = f"trial {number}"
+        if number in self._pruned:
+            self.study.prune(number)
+            log.info("%-10s pruned in %.0f s %s", name, seconds, self._pruned.pop(number))
+        elif code == 0:
+            checkpoint = self.cfg.train.checkpoint
+            value = self.study.finish(number, is_best_kept=checkpoint.monitor == self.tune.metric)
+            if value is None:
+                self._fail(number, self._why_without_value(number))
+                return
+            best = self.study.best()
+            log.info(
+                "%-10s finished in %.0f s: %s %.6g%s",
+                *(name, seconds, self.tune.metric, value),
+                ", the best so far"
+                if best.number == number
+                else f"; the best is trial {best.number}, {best.value:.6g}",
+            )
+        elif self._signal is not None or (self._stopping is not None and code in (130, 143)):
+            log.info("%-10s interrupted; it goes on where it was", name)
+        elif code in _STOPS:
+            note = notes[-1] if notes else f"trial {number} ended with exit code {code}"
+            self._stopping = self._stopping or _STOPS[code](f"{note} (trial {number}; the same command goes on)")
+            self.workers.interrupt()
+        else:
+            said = notes[-1] if notes else ""
+            killed = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            self._fail(number, said or killed)
+
+    def _why_without_value(self, number: int) -> str:
+        values = self.study.trials()[number].intermediate_values
+        if values:
+            return f"{self.tune.metric} is {values[max(values)]}"
+        known = ", ".join(self._absent.get(number, ())) or "nothing"
+        return f"{self.tune.metric} was not logged; there was {known}"
+
+    def _fail(self, number: int, reason: str) -> None:
+        self.study.fail(number, self.cfg.redact(reason))
+        log.warning("trial %d failed: %s (%s)", number, reason, self.home / "trials" / f"trial-{number}.log")
+
+    # ---- the end
+
+    def _conclude(self) -> None:
+        """Writes what was found, and ends the parent run.
+
+        Raises:
+            RunError: no trial finished.
+        """
+        best = self.study.best()
+        self._write(pictures=True)
+        if best is None:
+            reasons = list(dict.fromkeys(t.user_attrs.get("failure", "pruned") for t in self.study.trials()))
+            shown = "; ".join(reasons[:3]) + (f"; and {len(reasons) - 3} other reasons" if len(reasons) > 3 else "")
+            raise RunError(f"none of {len(self.study.trials())} trials finished: {shown}")
+        self.parent.close("FINISHED")
+
+    def _write(self, pictures: bool) -> None:
+        from deeplightning.tune import outcome
+        from deeplightning.tune.study import plain_text
+
+        folder, best = self.parent.folder, self.study.best()
+        print(outcome.text(outcome.rows(self.study)), flush=True)
+        outcome.write_table(self.study, folder / "trials.csv")
+        if pictures:
+            outcome.draw(self.study, folder)
+        tags = {}
+        if best is not None:
+            point = self.study.point(best)
+            write_whole(folder / "best.yaml", self._best_config(best, point))
+            tags = {"best_trial": str(best.number), "best_run": str(best.user_attrs.get("run"))}
+            log.info(
+                "%-10s trial %d, %s %.6g: %s", "best", best.number, self.tune.metric, best.value, plain_text(point)
+            )
+            if best.user_attrs.get("folder"):
+                log.info("%-10s %s", "its run", best.user_attrs["folder"])
+            log.info("%-10s deeplightning train %s", "again", folder / "best.yaml")
+        self.parent.log(self._points(), tags)
+
+    def _best_config(self, best: Any, point: Mapping[str, Any]) -> str:
+        head = f"# The best of {len(self.study.trials())} trials of the search {self.name}: trial {best.number}, "
+        return f"{head}{self.tune.metric} {best.value:.6g}.\n{self._trial_config(point, (), is_trial=False)}"
+
+    def _points(self) -> list[Any]:
+        """The value of each finished trial, over their numbers, and the best so far."""
+        from deeplightning.tracking.tracker import Point
+
+        points, best, metric = [], None, self.tune.metric
+        pick = max if self.tune.mode == "max" else min
+        for trial in self.study.trials():
+            if trial.value is None or trial.datetime_complete is None:
+                continue
+            best = trial.value if best is None else pick(best, trial.value)
+            moment = int(trial.datetime_complete.timestamp() * 1000)
+            points += [
+                Point(metric, trial.value, moment, trial.number),
+                Point(f"best_{metric}", best, moment, trial.number),
+            ]
+        return points
+
+    def _give_up(self, error: BaseException) -> None:
+        """The last words of a search that does not come to its end."""
+        stopped = isinstance(error, Stopped | KeyboardInterrupt)
+        self.workers.interrupt(signal.SIGKILL)
+        with contextlib.suppress(Exception):  # the store may be what went wrong
+            if not isinstance(error, RunError):
+                self._write(pictures=False)
+            self.parent.close("KILLED" if stopped else "FAILED", self.cfg.redact(str(error)))
+
+
+_NONE = object()
+
+
+def _over() -> tuple[Any, ...]:
+    from deeplightning.tune.study import OVER
+
+    return OVER
+
+
+def _as_written(entry: Entry) -> Any:
+    """A tree as plain values with its references as they were written."""
+    if entry.written is not None:
+        return entry.written
+    if isinstance(entry.value, dict):
+        return {name: _as_written(item) for name, item in entry.value.items()}
+    if isinstance(entry.value, list):
+        return [_as_written(item) for item in entry.value]
+    return plain(entry)
+
+
+def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of a config by their keys; a distribution of the space is one."""
+    if isinstance(value, dict) and value and not name.startswith("tune.space."):
+        for key, item in value.items():
+            yield from _flat(item, f"{name}.{key}".lstrip("."))
+    else:
+        yield name, value
+
+
+def _said(value: Any) -> str:
+    return "absent" if value is _NONE else line(value)
+
+
+def _newest(folder: RunFolder) -> Path | None:
+    """The newest whole checkpoint of a run."""
+    from deeplightning.engine.checkpoint_io import read_checkpoint
+
+    for path in folder.checkpoints():
+        with contextlib.suppress(CheckpointError):
+            read_checkpoint(path)
+            return path
+    return None
+
+
+def _own_code() -> dict[str, str]:
+    """The files of modules that are neither installed nor ours, and their digests."""
+    ours = str(Path(__file__).parents[2])
+    found = {}
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        if not file or name == "__main__" or file.startswith((*_INSTALLED, "<")) or not file.endswith(".py"):
+            continue
+        if name.split(".")[0] in ("deeplightning", "serve") and file.startswith(ours):
+            continue
+        if digest := _digest(Path(file)):
+            found[str(Path(file).absolute())] = digest
+    return found
+
+
+def _digest(file: Path) -> str | None:
+    try:
+        return hashlib.sha256(file.read_bytes()).hexdigest()
+    except OSError:
+        return None

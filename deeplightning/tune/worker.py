@@ -1,0 +1,162 @@
+"""How a trial runs: a process forked from the search, which has imported everything, gives `deeplightning train`.
+
+The child leads a process group of its own, so that Ctrl-C reaches the search alone, which passes it on once; and it
+ends with the search, however that ends.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import json
+import os
+import secrets
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+LOOK = 0.05  # seconds between two looks at whether a trial has ended
+MESSAGE = 1_000_000  # bytes at most
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+Train = Callable[[Sequence[str]], int]
+"""Gives `deeplightning train` these arguments in this process; its exit code."""
+
+
+class Line:
+    """The search's end of what trials say: a port of this machine, and answers in JSON.
+
+    Args:
+        host: the address to listen on; trials on other machines need one that they can reach.
+    """
+
+    def __init__(self, host: str = "127.0.0.1"):
+        self.token = secrets.token_hex(16)
+        self._listener = socket.create_server((host, 0))
+        self._listener.settimeout(LOOK)
+        self.host, self.port = self._listener.getsockname()[:2]
+
+    def told(self, number: int, metric: str) -> str:
+        """What a trial is told, for its environment."""
+        words = {"host": self.host, "port": self.port, "token": self.token, "trial": number, "metric": metric}
+        return json.dumps(words)
+
+    def listen(self, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        """Answers one message, if one comes in a moment."""
+        try:
+            connection, _ = self._listener.accept()
+        except TimeoutError:
+            return
+        with connection:
+            try:
+                connection.settimeout(5)
+                with connection.makefile("rb") as lines:
+                    message = json.loads(lines.readline(MESSAGE))
+                    if isinstance(message, dict) and message.pop("token", None) == self.token:
+                        reply = answer(message)
+                        connection.sendall(json.dumps(reply).encode() + b"\n")
+            except (OSError, ValueError):  # a trial that was killed meanwhile, or somebody else
+                pass
+
+    def close(self) -> None:
+        self._listener.close()
+
+
+class Forked:
+    """Trials as processes forked from this one."""
+
+    def __init__(self, train: Train, line: Line):
+        self.train, self.line = train, line
+        self._running: dict[int, int] = {}  # trial → process
+
+    def __len__(self) -> int:
+        return len(self._running)
+
+    def start(self, number: int, arguments: Sequence[str], log: Path, environment: Mapping[str, str | None]) -> None:
+        """Starts a trial.
+
+        Args:
+            arguments: of `deeplightning train`.
+            log: takes what it writes on stdout and stderr, behind what is there.
+            environment: variables to set; None: to remove.
+        """
+        sys.stdout.flush()
+        sys.stderr.flush()
+        driver = os.getpid()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # NumPy's threads wait, and hold nothing
+            child = os.fork()
+        if child == 0:
+            self.line.close()
+            _be_trial(self.train, arguments, log, environment, driver)
+        self._running[number] = child
+
+    def ended(self) -> dict[int, int]:
+        """Trials that have ended since the last call, with their exit codes; negative: the signal that killed it."""
+        codes = {}
+        for number, child in list(self._running.items()):
+            found, status = os.waitpid(child, os.WNOHANG)
+            if found:
+                codes[number] = os.waitstatus_to_exitcode(status)
+                del self._running[number]
+        return codes
+
+    def interrupt(self, number: int = signal.SIGINT) -> None:
+        for child in self._running.values():
+            os.kill(child, number)
+
+
+def _be_trial(
+    train: Train, arguments: Sequence[str], log: Path, environment: Mapping[str, str | None], driver: int
+) -> None:
+    """The whole life of a forked process."""
+    code: Any = 1
+    try:
+        atexit._clear()  # what is registered is the search's to do
+        os.setpgid(0, 0)
+        _end_with(driver)
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        written = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(written, 1)
+        os.dup2(written, 2)
+        for name, value in environment.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+        code = train(arguments)
+    except SystemExit as ended:
+        code = ended.code
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        try:
+            atexit._run_exitfuncs()
+            sys.stdout.flush()
+            sys.stderr.flush()
+        finally:
+            os._exit(code if isinstance(code, int) else 1)
+
+
+def _end_with(driver: int) -> None:
+    """This process is killed when the process that forked it ends."""
+    try:
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    except (AttributeError, OSError):  # not Linux
+        threading.Thread(target=_watch, args=(driver,), name="search", daemon=True).start()
+    if os.getppid() != driver:
+        os._exit(1)
+
+
+def _watch(driver: int) -> None:
+    while os.getppid() == driver:
+        time.sleep(0.25)
+    os._exit(1)
