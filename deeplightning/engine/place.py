@@ -35,6 +35,7 @@ class Place:
         address, port: where rank 0 listens; None: that is not told.
         launch: what tells this launch from others, the same for all processes and after a restart; None: nothing does.
         goes_on: whether the launch may have a run already, which it then goes on with.
+        is_asked_for: whether a launcher of ours has had it started, in the numbers that the config asks for.
     """
 
     by: str
@@ -48,6 +49,7 @@ class Place:
     port: str | None = None
     launch: str | None = None
     goes_on: bool = False
+    is_asked_for: bool = False
 
     @property
     def is_lightnings(self) -> bool:
@@ -57,7 +59,7 @@ class Place:
     @property
     def is_binding(self) -> bool:
         """Whether its numbers are those of the run. A single task of Slurm may start as many processes as it likes."""
-        return not self.is_lightnings and not (self.by == "Slurm" and self.world == 1)
+        return not self.is_lightnings and not (self.by == "Slurm" and self.world == 1 and not self.is_asked_for)
 
 
 def place(environment: Mapping[str, str] | None = None) -> Place | None:
@@ -75,7 +77,7 @@ def place(environment: Mapping[str, str] | None = None) -> Place | None:
         found = _of_hand(told)
     elif "LOCAL_RANK" in told and "WORLD_SIZE" in told:
         found = _of_lightning(told)
-    elif "SLURM_PROCID" in told and "SLURM_STEP_ID" in told:
+    elif slurm_step(told.environment) is not None:
         found = _of_slurm(told)
     elif (mpi := next((names for names in _MPI if names[0] in told), None)) is not None:
         found = _of_mpi(told, mpi)
@@ -102,13 +104,13 @@ class _Told:
     """Variables that hold numbers."""
 
     def __init__(self, environment: Mapping[str, str]):
-        self._environment = environment
+        self.environment = environment
 
     def __contains__(self, name: str) -> bool:
-        return bool(self._environment.get(name))
+        return bool(self.environment.get(name))
 
     def text(self, *names: str) -> str | None:
-        return next((self._environment[name] for name in names if name in self), None)
+        return next((self.environment[name] for name in names if name in self), None)
 
     def number(self, *names: str, default: int | None = None) -> int:
         """Of the first of these variables that is set.
@@ -121,13 +123,13 @@ class _Told:
             if default is not None:
                 return default
             raise SetupError(f"{names[0]} is not set; {self._beside()}")
-        if not re.fullmatch(r"[0-9]{1,9}", value := self._environment[name].strip()):
-            raise SetupError(f"{name}={self._environment[name]!r} is no whole number from 0 on")
+        if not re.fullmatch(r"[0-9]{1,9}", value := self.environment[name].strip()):
+            raise SetupError(f"{name}={self.environment[name]!r} is no whole number from 0 on")
         return int(value)
 
     def _beside(self) -> str:
         known = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_PROCID", "TORCHELASTIC_RUN_ID")
-        there = ", ".join(f"{name}={self._environment[name]}" for name in known if name in self)
+        there = ", ".join(f"{name}={self.environment[name]}" for name in known if name in self)
         return f"with {there} it has to be: set it, or unset these to start the processes from here"
 
 
@@ -173,6 +175,22 @@ def _of_lightning(told: _Told) -> Place:
     )
 
 
+SLURMS_OWN = 0xFFFFFF00  # numbers of steps from here on Slurm keeps: for a batch script, for the shell of salloc
+
+
+def slurm_step(environment: Mapping[str, str]) -> str | None:
+    """`slurm-JOB.STEP` of a process that a task of a job step is, or has started; None: it is in none.
+
+    With Slurm 22.05 a batch script has SLURM_PROCID but no step, a shell of salloc has neither; where that shell is
+    given a step (`use_interactive_step`), it has one of Slurm's own.
+    """
+    job, step, rank = (environment.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID"))
+    job, step = job or environment.get("SLURM_JOBID", ""), step or environment.get("SLURM_STEPID", "")
+    if not rank or not step.isdecimal() or int(step) >= SLURMS_OWN:
+        return None
+    return f"slurm-{job}.{step}"
+
+
 def _of_slurm(told: _Told) -> Place:
     """Of a task of a job step; https://slurm.schedmd.com/srun.html names the variables."""
     world = told.number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
@@ -183,14 +201,13 @@ def _of_slurm(told: _Told) -> Place:
     )
     local_world = tasks[node] if node < len(tasks) else max(1, world // max(1, nodes))
     names = hosts(told.text("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST") or "")
-    job, step = told.text("SLURM_JOB_ID", "SLURM_JOBID") or "", told.text("SLURM_STEP_ID")
-    launch = f"slurm-{job}.{step}"
     address = told.text("MASTER_ADDR") or next(iter(names), "127.0.0.1")
+    launch, goes_on = _of_ours(told)
+    assert launch is not None, "there is a step"
     return Place(
         "Slurm",
         *(told.number("SLURM_PROCID"), world, told.number("SLURM_LOCALID", default=0), local_world, node, nodes),
-        *(address, told.text("MASTER_PORT") or port_of(launch)),
-        *(launch, told.number("SLURM_RESTART_COUNT", default=0) > 0),
+        *(address, told.text("MASTER_PORT") or port_of(launch), launch, goes_on, LAUNCH in told),
     )
 
 
@@ -220,7 +237,11 @@ def _of_mpi(told: _Told, names: tuple[str, ...]) -> Place:
 
 
 def _of_ours(told: _Told) -> tuple[str | None, bool]:
-    return told.text(LAUNCH), told.number(ATTEMPT, default=0) > 0
+    restarts = told.number(ATTEMPT, default=0)
+    step = slurm_step(told.environment)
+    if step is not None:
+        restarts += told.number("SLURM_RESTART_COUNT", default=0)
+    return told.text(LAUNCH) or step, restarts > 0
 
 
 def port_of(launch: str) -> str:
