@@ -6,6 +6,7 @@ and so is the answer.
 
 import json
 import socket
+import sys
 from typing import Any
 
 import pytorch_lightning as pl
@@ -58,7 +59,10 @@ class Trial(pl.Callback):
         if value is None:
             self._ask(trainer, absent=sorted(trainer.callback_metrics))
             return
-        if not self._ask(trainer, step=epoch, value=float(value)).get("prune"):
+        answer = self._ask(trainer, step=epoch, value=float(value))
+        if answer.get("tell") == "modules" and trainer.is_global_zero:
+            say(self.search, modules=list(sys.modules))
+        if not answer.get("prune"):
             return
         for logger in trainer.loggers:
             if hasattr(logger, "log_tags"):

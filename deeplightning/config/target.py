@@ -3,6 +3,7 @@
 The only place that imports by name.
 """
 
+import contextlib
 import importlib
 import importlib.util
 import keyword
@@ -11,7 +12,8 @@ import pkgutil
 import sys
 import sysconfig
 import types
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -94,6 +96,16 @@ def _module(module: str, wanted: str) -> types.ModuleType | None:
         ) from error
     except (Exception, SystemExit) as error:
         raise ValueError(f"importing {module} (for `{wanted}`) failed: {_reason(error)}") from error
+
+
+def import_again(names: Iterable[str]) -> None:
+    """Imports modules that another process of this program has imported, in its order; one that cannot be is left."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for name in names:
+            if name not in sys.modules:
+                with contextlib.suppress(Exception):
+                    importlib.import_module(name)
 
 
 def _reason(error: BaseException) -> str:

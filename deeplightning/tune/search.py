@@ -27,7 +27,7 @@ from deeplightning.config.fault import CheckpointError, ConfigError, Fault, RunE
 from deeplightning.config.schema import Config
 from deeplightning.config.source import read
 from deeplightning.config.space import Dimension, space_of
-from deeplightning.config.target import is_installed
+from deeplightning.config.target import import_again, is_installed
 from deeplightning.config.tree import Entry, dump, line, plain
 from deeplightning.configure import DECIDED, load_config
 from deeplightning.engine.place import place
@@ -107,6 +107,7 @@ class _Search:
         self._pruned: dict[int, str] = {}
         self._absent: dict[int, list[str]] = {}
         self._began: dict[int, float] = {}
+        self._to_import: list[str] | None = None  # what the first trial has imported; None: none has said
         self._stopping: UserError | None = None
 
     def __enter__(self) -> _Search:
@@ -120,7 +121,6 @@ class _Search:
     def run(self) -> Path:
         """All of it."""
         self._open()
-        self._warm()
         log.info("%-10s %s", "search", self._words())
         with self._signals():
             try:
@@ -265,12 +265,6 @@ class _Search:
         if faults:
             raise ConfigError([Fault(fault) for fault in faults])
 
-    def _warm(self) -> None:
-        """Imports what trials use, once for all of them."""
-        from deeplightning.tune.warm import warm
-
-        warm(self.cfg)
-
     def _words(self) -> str:
         known, total = self.study.trials(), self.study.total()
         over = sum(trial.state in _over() for trial in known)
@@ -349,6 +343,8 @@ class _Search:
             "PYTHONPATH": roots,
             **self.parent.environment(number, self.sign),
         }
+        import_again(self._to_import or ())
+        self._to_import = self._to_import and []
         self._began[number] = time.monotonic()
         from deeplightning.tune.study import plain_text
 
@@ -403,6 +399,11 @@ class _Search:
             if self.study.report(number, step, value):
                 self._pruned[number] = f"after epoch {step}: {self.tune.metric} {value:.6g}"
                 return {"prune": True}
+            # What is imported here is paid for once. Not with GPUs: a library that takes hold of CUDA when it is
+            # imported would make that unusable in every process forked later.
+            return {"tell": "modules"} if self._to_import is None and self.cfg.engine.gpus is None else {}
+        elif "modules" in message:
+            self._to_import = [str(name) for name in message["modules"]]
         return {}
 
     def _ended(self, number: int, code: int) -> None:
