@@ -19,7 +19,7 @@ LAUNCH, ATTEMPT = "DEEPLIGHTNING_LAUNCH", "DEEPLIGHTNING_ATTEMPT"
 """Variables in which a launcher of ours tells its processes which launch they are of, and how often that has started
 before."""
 
-TOLD = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+TOLD = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "MPI_LOCALRANKID")
 """Without one of these a process has no place."""
 
 
@@ -65,7 +65,8 @@ class Place:
 def place(environment: Mapping[str, str] | None = None) -> Place | None:
     """The place that an environment tells, this process's if none is given; None: nobody else has started it.
 
-    torchrun's variables come first, then RANK, then Slurm's, then MPI's: who starts torchrun by Slurm means torchrun.
+    torchrun's variables come first, then RANK, then mpirun's, then Slurm's: processes that torchrun or mpirun start
+    inside a Slurm job inherit what Slurm has told these.
 
     Raises:
         SetupError: a variable is missing or no number, or two contradict each other.
@@ -75,12 +76,16 @@ def place(environment: Mapping[str, str] | None = None) -> Place | None:
         found = _of_torchrun(told)
     elif "RANK" in told:
         found = _of_hand(told)
-    elif "LOCAL_RANK" in told and "WORLD_SIZE" in told:
+    elif "LOCAL_RANK" in told:
         found = _of_lightning(told)
+    elif "OMPI_COMM_WORLD_RANK" in told:
+        found = _of_mpi(told, _OPEN_MPI)
+    elif "MPI_LOCALRANKID" in told:
+        found = _of_mpi(told, _HYDRA)
     elif slurm_step(told.environment) is not None:
         found = _of_slurm(told)
-    elif (mpi := next((names for names in _MPI if names[0] in told), None)) is not None:
-        found = _of_mpi(told, mpi)
+    elif "PMI_RANK" in told:
+        found = _of_mpi(told, _HYDRA)
     else:
         return None
     if not (found.rank < found.world and found.local_rank < found.local_world and found.node < found.nodes):
@@ -98,6 +103,15 @@ def own_rank() -> int:
             return found.rank
     words = (os.environ.get(name, "") for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK"))
     return next((int(word) for word in words if word.isdecimal()), 0)
+
+
+def doubt(environment: Mapping[str, str] | None = None) -> str | None:
+    """What a person should know who has told this process two numbers; torchrun and our launchers explain both."""
+    told = _Told(os.environ if environment is None else environment)
+    rank, task = told.text("RANK"), told.text("SLURM_PROCID")
+    if None in (rank, task) or rank == task or "TORCHELASTIC_RUN_ID" in told or LAUNCH in told:
+        return None
+    return f"RANK={rank} and SLURM_PROCID={task} are both set: this process is rank {rank}; unset RANK to go by Slurm"
 
 
 class _Told:
@@ -128,7 +142,7 @@ class _Told:
         return int(value)
 
     def _beside(self) -> str:
-        known = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "SLURM_PROCID", "TORCHELASTIC_RUN_ID")
+        known = ("TORCHELASTIC_RUN_ID", "WORLD_SIZE", "LOCAL_WORLD_SIZE", *TOLD)
         there = ", ".join(f"{name}={self.environment[name]}" for name in known if name in self)
         return f"with {there} it has to be: set it, or unset these to start the processes from here"
 
@@ -152,16 +166,40 @@ def _of_torchrun(told: _Told) -> Place:
 
 
 def _of_hand(told: _Told) -> Place:
+    """Of a process that a person, a script or Kubernetes has told its rank."""
     rank, world = told.number("RANK"), told.number("WORLD_SIZE", "SLURM_NTASKS", "SLURM_NPROCS")
-    local_rank = told.number("LOCAL_RANK", "SLURM_LOCALID", default=rank)
-    local_world = told.number("LOCAL_WORLD_SIZE", default=world)
-    nodes = max(1, -(-world // max(1, local_world)))
-    node = told.number("NODE_RANK", "GROUP_RANK", default=rank // max(1, local_world))
-    return Place(
-        "RANK",
-        *(rank, world, local_rank, local_world, node, nodes, told.text("MASTER_ADDR"), told.text("MASTER_PORT")),
-        *_of_ours(told),
-    )
+    address, port, size = told.text("MASTER_ADDR"), told.text("MASTER_PORT"), told.text(*_LOCAL_SIZE)
+    in_step = slurm_step(told.environment) is not None and told.text(*_SLURM_SIZE) is not None
+    slurm = _of_slurm(told) if in_step else None
+    if size is None and slurm is not None:
+        local_world = slurm.local_world
+    elif size is None and "LOCAL_RANK" not in told and not _is_here(address):
+        local_world = 1  # as Kubernetes has it: a machine for each
+    else:
+        local_world = told.number(*_LOCAL_SIZE, default=world)
+        if size is None and told.number("LOCAL_RANK", default=rank) != rank:
+            raise SetupError(
+                f"LOCAL_WORLD_SIZE is not set; RANK={rank} and LOCAL_RANK={told.text('LOCAL_RANK')} differ, so there "
+                "are several machines, and it says how many processes each has"
+            )
+    local_rank = slurm.local_rank if slurm is not None else rank % max(1, local_world)
+    local_rank = told.number("LOCAL_RANK", *_LOCAL_RANK, default=local_rank)
+    node = slurm.node if slurm is not None else _node(rank, local_rank, world, local_world)
+    node, nodes = told.number("NODE_RANK", "GROUP_RANK", default=node), max(1, -(-world // max(1, local_world)))
+    return Place("RANK", rank, world, local_rank, local_world, node, nodes, address, port, *_of_ours(told))
+
+
+def _is_here(address: str | None) -> bool:
+    """Whether processes that meet at an address are on one machine for certain, or nothing says otherwise."""
+    return address is None or address in ("localhost", "::1") or address.startswith("127.")
+
+
+def _node(rank: int, local_rank: int, world: int, local_world: int) -> int:
+    """The number of a machine, where processes are numbered machine by machine, or dealt out one by one."""
+    nodes = max(1, world // max(1, local_world))
+    by_machine = rank // max(1, local_world)
+    dealt = rank - local_rank * nodes
+    return by_machine if by_machine * local_world + local_rank == rank or not 0 <= dealt < nodes else dealt
 
 
 def _of_lightning(told: _Told) -> Place:
@@ -175,6 +213,7 @@ def _of_lightning(told: _Told) -> Place:
     )
 
 
+_SLURM_SIZE = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")  # newer names first
 SLURMS_OWN = 0xFFFFFF00  # numbers of steps from here on Slurm keeps: for a batch script, for the shell of salloc
 
 
@@ -193,7 +232,7 @@ def slurm_step(environment: Mapping[str, str]) -> str | None:
 
 def _of_slurm(told: _Told) -> Place:
     """Of a task of a job step; https://slurm.schedmd.com/srun.html names the variables."""
-    world = told.number("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
+    world = told.number(*_SLURM_SIZE)
     nodes = told.number("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", default=1)
     node = told.number("SLURM_NODEID", default=0)
     tasks = tasks_per_node(
@@ -211,28 +250,33 @@ def _of_slurm(told: _Told) -> Place:
     )
 
 
-# Rank, size, local rank, local size, what tells a launch: Open MPI, MPICH and its kin (which tell no launch).
-_MPI = (
-    (
-        *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
-        *("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
-    ),
-    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_ID", "PMI_PORT"),
+# Rank, size, local rank, local size, and what tells a launch from others. MPICH and Intel MPI, which are started by
+# Hydra, tell nothing of the kind: on one machine their processes have one parent.
+_OPEN_MPI = (
+    *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    *("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
 )
+_HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+_LOCAL_RANK = (_OPEN_MPI[2], _HYDRA[2])
+_LOCAL_SIZE = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", _OPEN_MPI[3], _HYDRA[3])  # LOCAL_SIZE is of DeepSpeed's launcher
 
 
 def _of_mpi(told: _Told, names: tuple[str, ...]) -> Place:
     rank, world = told.number(names[0]), told.number(names[1])
     local_rank, local_world = told.number(names[2], default=rank), told.number(names[3], default=world)
     nodes = max(1, -(-world // max(1, local_world)))
-    address = told.text("MASTER_ADDR")
-    if address is None and nodes > 1:
-        raise SetupError("MASTER_ADDR is not set; processes of MPI on several machines need the address of rank 0")
-    job = told.text(*names[4:]) or str(os.getppid())
+    address, port, job = told.text("MASTER_ADDR"), told.text("MASTER_PORT"), told.text(*names[4:])
+    missing = ["MASTER_ADDR"] if address is None else []
+    missing += ["MASTER_PORT"] if port is None and job is None else []
+    if missing and nodes > 1:
+        raise SetupError(
+            f"{' and '.join(missing)} not set; {world} processes of MPI on {nodes} machines need the address of rank 0 "
+            "and a port that is free there: `mpirun -x MASTER_ADDR=…`, or `-env MASTER_ADDR …` where Hydra starts them"
+        )
+    port = port or port_of(job or str(os.getppid()))
+    node = _node(rank, local_rank, world, local_world)
     return Place(
-        "MPI",
-        *(rank, world, local_rank, local_world, rank // max(1, local_world), nodes),
-        *(address or "127.0.0.1", told.text("MASTER_PORT") or port_of(job), *_of_ours(told)),
+        "MPI", rank, world, local_rank, local_world, node, nodes, address or "127.0.0.1", port, *_of_ours(told)
     )
 
 

@@ -1,0 +1,224 @@
+"""Which of a launch's processes this one is, in every environment that somebody may start it in."""
+
+import socket
+
+import pytest
+
+from deeplightning.config.fault import SetupError
+from deeplightning.engine.place import doubt, own_rank, place, port_of
+from deeplightning.engine.ranks import meeting_place
+
+
+def numbers(of):
+    """Rank of how many, the same on its machine, machine of how many."""
+    return (of.rank, of.world), (of.local_rank, of.local_world), (of.node, of.nodes)
+
+
+TORCHRUN = {
+    "TORCHELASTIC_RUN_ID": "none",
+    "TORCHELASTIC_RESTART_COUNT": "0",
+    "TORCHELASTIC_USE_AGENT_STORE": "True",
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "GROUP_RANK": "1",
+    "GROUP_WORLD_SIZE": "2",
+    "MASTER_ADDR": "one",
+    "MASTER_PORT": "29400",
+}
+RANK = {"RANK": "3", "WORLD_SIZE": "4"}
+OPEN_MPI = {  # as Open MPI 4.1 has it
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    "PMIX_NAMESPACE": "245235713",
+    "PMIX_RANK": "1",
+}
+HYDRA = {  # as MPICH 5.0 has it; Intel MPI has the same
+    "PMI_RANK": "1",
+    "PMI_SIZE": "2",
+    "PMI_FD": "11",
+    "MPI_LOCALRANKID": "1",
+    "MPI_LOCALNRANKS": "2",
+}
+STEP = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_NTASKS": "4",
+    "SLURM_NNODES": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_STEP_NODELIST": "n[03-04]",
+}
+ADDRESS = {"MASTER_ADDR": "one", "MASTER_PORT": "2000"}
+
+
+@pytest.mark.parametrize(
+    ("variables", "by", "found"),
+    [
+        pytest.param(TORCHRUN, "torchrun", ((3, 4), (1, 2), (1, 2)), id="torchrun on two machines"),
+        pytest.param(TORCHRUN | STEP, "torchrun", ((3, 4), (1, 2), (1, 2)), id="torchrun that Slurm has started"),
+        pytest.param(RANK, "RANK", ((3, 4), (3, 4), (0, 1)), id="four processes on this machine"),
+        pytest.param(
+            RANK | {"MASTER_ADDR": "localhost"}, "RANK", ((3, 4), (3, 4), (0, 1)), id="four that meet on this machine"
+        ),
+        pytest.param(RANK | ADDRESS, "RANK", ((3, 4), (0, 1), (3, 4)), id="Kubernetes: a machine for each"),
+        pytest.param(
+            RANK | ADDRESS | {"LOCAL_WORLD_SIZE": "2"}, "RANK", ((3, 4), (1, 2), (1, 2)), id="two on each machine"
+        ),
+        pytest.param(
+            RANK | {"LOCAL_RANK": "1", "LOCAL_SIZE": "2"}, "RANK", ((3, 4), (1, 2), (1, 2)), id="DeepSpeed's launcher"
+        ),
+        pytest.param(
+            {**OPEN_MPI, "RANK": "1", "WORLD_SIZE": "4", **ADDRESS},
+            *("RANK", ((1, 4), (1, 2), (0, 2))),
+            id="a script that mpirun starts, with numbers of its own",
+        ),
+        pytest.param(RANK | STEP, "RANK", ((3, 4), (1, 2), (1, 2)), id="a script that srun starts"),
+        pytest.param(
+            {"LOCAL_RANK": "1", "WORLD_SIZE": "2", "NODE_RANK": "0"},
+            *("LOCAL_RANK", ((1, 2), (1, 2), (0, 1))),
+            id="Lightning's second process",
+        ),
+        pytest.param(
+            {"LOCAL_RANK": "1", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "NODE_RANK": "1"},
+            *("LOCAL_RANK", ((3, 4), (1, 2), (1, 2))),
+            id="Lightning's second process on a second machine",
+        ),
+        pytest.param(OPEN_MPI, "MPI", ((1, 2), (1, 2), (0, 1)), id="Open MPI"),
+        pytest.param(
+            OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"} | ADDRESS,
+            *("MPI", ((1, 2), (0, 1), (1, 2))),
+            id="Open MPI on two machines, also Kubernetes' MPI operator",
+        ),
+        pytest.param(
+            OPEN_MPI | ADDRESS | {"OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "0"},
+            *("MPI", ((1, 4), (0, 2), (1, 2))),
+            id="Open MPI that deals processes out over two machines",
+        ),
+        pytest.param(STEP | OPEN_MPI, "MPI", ((1, 2), (1, 2), (0, 1)), id="Open MPI inside a job of Slurm"),
+        pytest.param(HYDRA, "MPI", ((1, 2), (1, 2), (0, 1)), id="MPICH and Intel MPI"),
+        pytest.param(STEP | HYDRA, "MPI", ((1, 2), (1, 2), (0, 1)), id="MPICH inside a job of Slurm"),
+        pytest.param(
+            STEP | {"PMI_RANK": "3", "PMI_SIZE": "4"}, "Slurm", ((3, 4), (1, 2), (1, 2)), id="srun --mpi=pmi2"
+        ),
+        pytest.param(STEP, "Slurm", ((3, 4), (1, 2), (1, 2)), id="a task of Slurm"),
+    ],
+)
+def test_whoever_starts_a_process_its_numbers_are_right(variables, by, found):
+    """World, rank, local rank, machine: of torchrun, Kubernetes, Lightning, MPI, Slurm, also one inside another."""
+    here = place(variables)
+    assert (here.by, numbers(here)) == (by, found)
+
+
+@pytest.mark.parametrize("variables", [{}, {"MASTER_ADDR": "one", "NODE_RANK": "1"}, {"SLURM_PROCID": "0"}])
+def test_a_process_that_nobody_has_numbered_has_no_place(variables):
+    """Neither a person's several machines nor a batch script of Slurm number processes."""
+    assert place(variables) is None
+
+
+def without(variables, *names):
+    return {name: value for name, value in variables.items() if name not in names}
+
+
+@pytest.mark.parametrize(
+    ("variables", "note"),
+    [
+        (without(TORCHRUN, "WORLD_SIZE"), "WORLD_SIZE is not set"),
+        (without(TORCHRUN, "RANK"), "RANK is not set"),
+        (without(TORCHRUN, "LOCAL_WORLD_SIZE"), "LOCAL_WORLD_SIZE is not set"),
+        (without(RANK, "WORLD_SIZE"), "WORLD_SIZE is not set; with RANK=3 it has to be"),
+        (RANK | {"LOCAL_RANK": "1"}, "LOCAL_WORLD_SIZE is not set; RANK=3 and LOCAL_RANK=1 differ"),
+        ({"LOCAL_RANK": "1"}, "WORLD_SIZE is not set; with LOCAL_RANK=1 it has to be"),
+        (without(OPEN_MPI, "OMPI_COMM_WORLD_SIZE"), "OMPI_COMM_WORLD_SIZE is not set"),
+        (without(HYDRA, "PMI_RANK", "PMI_SIZE"), "PMI_RANK is not set; with MPI_LOCALRANKID=1 it has to be"),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_RANK": "0", "OMPI_COMM_WORLD_LOCAL_SIZE": "1"}, "MASTER_ADDR not set"),
+        (HYDRA | {"MPI_LOCALRANKID": "0", "MPI_LOCALNRANKS": "1"}, "MASTER_ADDR and MASTER_PORT not set"),
+        (without(STEP, "SLURM_NTASKS"), "SLURM_STEP_NUM_TASKS is not set"),
+        (RANK | {"RANK": "first"}, "RANK='first' is no whole number from 0 on"),
+        (RANK | {"RANK": "-1"}, "RANK='-1' is no whole number"),
+        (RANK | {"WORLD_SIZE": "٤"}, "WORLD_SIZE='٤' is no whole number"),
+        (RANK | {"RANK": "4"}, "rank 4 of 4"),
+        (TORCHRUN | {"LOCAL_RANK": "2"}, "on this machine 2 of 2"),
+        (TORCHRUN | {"GROUP_RANK": "2"}, "machine 2 of 2"),
+        (OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "2"}, "rank 2 of 2"),
+    ],
+)
+def test_a_variable_that_is_missing_or_wrong_is_named(variables, note):
+    """Exit 3, with its name, and its value or what else is set."""
+    with pytest.raises(SetupError) as raised:
+        place(variables)
+    assert note in str(raised.value)
+    assert raised.value.exit_code == 3
+
+
+def test_rank_comes_before_slurms_number():
+    """RANK=3 with SLURM_PROCID=5 is rank 3, and both are named; not where torchrun or a launcher explains them."""
+    both = {"RANK": "3", "WORLD_SIZE": "8", "SLURM_PROCID": "5"}
+    assert place(both).rank == 3
+    assert doubt(both) == "RANK=3 and SLURM_PROCID=5 are both set: this process is rank 3; unset RANK to go by Slurm"
+    assert doubt(RANK | STEP) is None
+    assert doubt(TORCHRUN | {"SLURM_PROCID": "0"}) is None
+    assert doubt(both | {"DEEPLIGHTNING_LAUNCH": "a"}) is None
+
+
+@pytest.mark.parametrize(
+    ("variables", "rank"),
+    [
+        ({}, 0),
+        ({"SLURM_PROCID": "5"}, 5),
+        ({"RANK": "3", "SLURM_PROCID": "5"}, 3),
+        ({"RANK": "x", "SLURM_PROCID": "5"}, 5),
+        (OPEN_MPI, 1),
+    ],
+)
+def test_the_number_is_rank_else_slurms_else_nought(variables, rank, monkeypatch):
+    """Also where the rest is not told, or wrong."""
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert own_rank() == rank
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (OPEN_MPI, OPEN_MPI | {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_LOCAL_RANK": "0"}),
+        (HYDRA, HYDRA | {"PMI_RANK": "0", "MPI_LOCALRANKID": "0", "PMI_FD": "9"}),
+        (STEP, STEP | {"SLURM_PROCID": "2", "SLURM_LOCALID": "0"}),
+    ],
+)
+def test_processes_without_a_port_agree_on_one(one, other):
+    """It follows from what tells their launch; the processes of a machine meet in the same folder as well."""
+    assert place(one).port == place(other).port
+    assert meeting_place(one) == meeting_place(other)
+    assert 20000 <= int(place(one).port) < 30000
+    assert port_of("one launch") != port_of("another")
+
+
+@pytest.mark.parametrize(
+    ("variables", "launch", "goes_on"),
+    [
+        (TORCHRUN, "torchrun-one-29400", False),
+        (TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "1"}, "torchrun-one-29400", True),
+        (TORCHRUN | {"TORCHELASTIC_RUN_ID": "job"}, "job", True),
+        (RANK, None, False),
+        (RANK | {"DEEPLIGHTNING_LAUNCH": "a"}, "a", False),
+        (RANK | {"DEEPLIGHTNING_LAUNCH": "a", "DEEPLIGHTNING_ATTEMPT": "2"}, "a", True),
+        (STEP, "slurm-7.0", False),
+        (STEP | {"SLURM_RESTART_COUNT": "1"}, "slurm-7.0", True),
+    ],
+)
+def test_a_launch_is_known_again_after_a_restart(variables, launch, goes_on):
+    """All of its processes have the same name for it, which does not change when it starts again."""
+    here = place(variables)
+    assert (here.launch, here.goes_on) == (launch, goes_on)
+
+
+def test_torchrun_on_one_machine_is_known_by_its_process():
+    """Without an id of the rendezvous the agent that restarts the processes is what stays."""
+    alone = TORCHRUN | {"RANK": "1", "WORLD_SIZE": "2", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
+    assert place(alone).launch.startswith(f"torchrun-{socket.gethostname()}-")
