@@ -276,28 +276,44 @@ def serve(run: str, overrides: tuple[str, ...], allow: tuple[str, ...], **option
     os.execve(program[0], program, environment)
 
 
-@cli.command()
+@cli.command(context_settings=_loose, epilog=OVERRIDES)
 @click.argument("run")
-def reproduce(run: str) -> None:
-    """Run RUN's config once more and compare.
+@_overrides
+@click.option("--any-data", is_flag=True, help="Run it also where data files have changed.")
+def reproduce(run: str, overrides: tuple[str, ...], any_data: bool) -> None:
+    """Run RUN once more, from what it left, and compare.
 
-    Exit code 0 if weights and results are the same, else 5.
+    Config and kept code are put into a clean folder and run there; the code is named before. Exit code 0 if metrics,
+    results and weights are the same, 5 with the first difference if not, 3 if a data file has changed.
     """
-    from deeplightning.runs import reproduce as run_again
+    from deeplightning.reproduce import reproduce as run_again
 
-    again = run_again(_folder(run))
+    again = run_again(run, overrides, any_data=any_data, say=lambda text: click.echo(text, err=True))
     click.echo(f"reproduced: the same weights and results in {again.path}", err=True)
 
 
 @cli.command()
 @click.argument("first", metavar="RUN")
 @click.argument("second", metavar="RUN")
-def diff(first: str, second: str) -> None:
-    """Show where two runs differ, in config and results."""
-    from deeplightning.runs import differences
+@click.option("--patch", is_flag=True, help="Show what differs in files of code line by line.")
+@click.option("--format", type=click.Choice(["text", "json"]), default="text", help="What is said on stdout.")
+@click.option("--exit-code", is_flag=True, help="End with 1 if there are differences; else that is no fault.")
+def diff(first: str, second: str, patch: bool, format: str, exit_code: bool) -> None:
+    """Show where two runs differ: config, code, data, environment, hardware and metrics.
 
-    for name, one, two in differences(_folder(first), _folder(second)):
-        click.echo(f"{name}: {one} → {two}")
+    Nothing is printed of what is the same. What cannot be the same twice, such as times, ids and folders, is no
+    difference.
+    """
+    from deeplightning import reproduce as of
+
+    found = of.differences(of.past_run(first), of.past_run(second), patch)
+    if format == "json":
+        named = {g: [{"name": n, "first": a, "second": b} for n, a, b in items] for g, items in found.items()}
+        click.echo(json.dumps(named, indent=2))
+    elif text := of.as_text(found):
+        click.echo(text)
+    if exit_code and any(found.values()):
+        sys.exit(1)
 
 
 _STATUS = click.Choice(["running", "finished", "failed", "killed"], case_sensitive=False)

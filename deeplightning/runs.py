@@ -1,8 +1,6 @@
-"""What can be done with runs that are over: list, tell two apart, run one again and compare, remove failed ones, and
-write down what a killed one or a dead server has left unwritten."""
+"""What can be done with runs that are over: list, remove failed ones, and write down what a killed one or a dead server
+has left unwritten. To make one again, or to tell two apart: `deeplightning.reproduce`."""
 
-import hashlib
-import json
 import operator
 import re
 import shutil
@@ -12,12 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from deeplightning.config.fault import RunError, SetupError
-from deeplightning.config.source import read
-from deeplightning.config.tree import plain
-from deeplightning.configure import load_config
-from deeplightning.run import launch
-from deeplightning.runfolder import RunFolder
+from deeplightning.config.fault import SetupError
 from deeplightning.tracking.journal import folder_of, left_behind, replay
 from deeplightning.tracking.sqlite import Listed, open_directly
 from deeplightning.tracking.store import attach, explain, local_path, locate
@@ -184,68 +177,3 @@ class _ByMLflow:
             return False
         self.client.delete_run(run_id)
         return True
-
-
-def differences(first: RunFolder, second: RunFolder) -> Iterator[tuple[str, str, str]]:
-    """Where two runs differ: config keys, then results; (name, value in the first, value in the second)."""
-    for find in (_config, _results):
-        one, two = find(first), find(second)
-        for name in sorted(one.keys() | two.keys()):
-            if one.get(name) != two.get(name):
-                yield name, str(one.get(name, "none")), str(two.get(name, "none"))
-
-
-def _config(folder: RunFolder) -> dict[str, Any]:
-    return dict(_flat(plain(read(folder.config).root)))
-
-
-def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict) and value:
-        for key, item in value.items():
-            yield from _flat(item, f"{name}.{key}".lstrip("."))
-    else:
-        yield name, value
-
-
-def _results(folder: RunFolder) -> dict[str, Any]:
-    """What came out: the best value and the metrics of each evaluation that was made."""
-    found: dict[str, Any] = {}
-    if folder.best_score.is_file():
-        best = json.loads(folder.best_score.read_text())
-        found[f"best {best['metric']}"] = best["value"]
-        found["best step"] = best["step"]
-    for stage in ("validate", "test"):
-        if folder.results(stage).is_file():
-            found |= json.loads(folder.results(stage).read_text())
-    return found
-
-
-def reproduce(folder: RunFolder) -> RunFolder:
-    """Runs a run's config once more, as a new run, and compares weights and results.
-
-    Returns:
-        The new run's folder.
-
-    Raises:
-        RunError: the new run came out differently; says in what.
-    """
-    again = launch(load_config(folder.config))
-    different = [f"{name}: {a} → {b}" for name, a, b in differences(folder, again) if name in _results(folder)]
-    if folder.last.is_file() and _weights(folder) != _weights(again):
-        different.append("the weights of last.ckpt differ")
-    if different:
-        raise RunError(f"{again.path} does not agree with {folder.path}: {'; '.join(different)}")
-    return again
-
-
-def _weights(folder: RunFolder) -> str:
-    """A digest of all tensors of a run's last checkpoint, with their names."""
-    import torch
-
-    from deeplightning.engine.checkpoint_io import read_checkpoint
-
-    digest = hashlib.sha256()
-    for name, tensor in sorted(read_checkpoint(folder.last)["state_dict"].items()):
-        digest.update(name.encode())
-        digest.update(tensor.contiguous().flatten().view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()

@@ -68,10 +68,10 @@ class Code:
     program: dict[str, str] = field(default_factory=dict)
 
     def names(self) -> dict[str, bytes]:
-        """The files by their paths as a person knows them, without their roots where that is clear."""
+        """The files by their paths, with the number of their root where two have the same."""
         paths = [path for _, path in self.files]
         return {
-            path if paths.count(path) == 1 else f"{self.roots[root]}/{path}": content
+            path if paths.count(path) == 1 else f"{path} (root {root})": content
             for (root, path), content in self.files.items()
         }
 

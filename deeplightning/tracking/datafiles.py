@@ -119,21 +119,21 @@ def describe_files(
     return {"root": str(top) if top else None, "folders": folders, "files": listed, "incomplete": incomplete}
 
 
-def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """What differs between two descriptions, a line for each file; the first is the earlier one."""
-    lines = []
+def changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, str]:
+    """What differs between two descriptions: by the file's name, in words. The first is the earlier one."""
+    found = {}
     one, two = before["files"], now["files"]
     for name in sorted({*one, *two}):
         if name not in two:
-            lines.append(f"{name}: missing")
+            found[name] = "missing"
         elif name not in one:
-            if before["incomplete"] is None or len(one) < MAX_FILES:
-                lines.append(f"{name}: new")
+            if len(one) < MAX_FILES:  # else it may have been there, unlisted
+                found[name] = "new"
         elif one[name][0] != two[name][0]:
-            lines.append(f"{name}: {one[name][0]:,} bytes → {two[name][0]:,}")
+            found[name] = f"{one[name][0]:,} bytes → {two[name][0]:,}"
         elif one[name][1] != two[name][1] and None not in (one[name][1], two[name][1]):
-            lines.append(f"{name}: other content (SHA-256 {one[name][1][:12]} → {two[name][1][:12]})")
-    return lines
+            found[name] = f"other content (SHA-256 {one[name][1][:12]} → {two[name][1][:12]})"
+    return found
 
 
 def describe_again(before: Mapping[str, Any], root: str | None) -> dict[str, Any]:

@@ -1,0 +1,732 @@
+"""A run that is over is made again from what it left, and compared; and two runs are told apart.
+
+What a run leaves stands in its folder, hence in its tracker: config, code, digest of the data, versions, metrics and
+weights. `reproduce` puts config and code into a clean folder and trains there, in a process of its own. Until it has
+said which code that is, nothing of a run is executed; nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from deeplightning.config.fault import CheckpointError, RunError, SetupError
+from deeplightning.config.source import read
+from deeplightning.config.tree import plain
+from deeplightning.engine.place import place
+from deeplightning.runfolder import RunFolder
+from deeplightning.tracking import resolve_run
+from deeplightning.tracking.code import Code, describe_program, read_code, unpack
+from deeplightning.tracking.datafiles import changes, describe_again
+from deeplightning.tracking.environment import VARIABLES, packages
+from deeplightning.tracking.series import Series, from_file, is_repeatable, last_values, parted, read_series
+from deeplightning.tracking.store import Store, is_local, locate
+from deeplightning.tracking.tracker import open_tracker
+
+REPRODUCES = "DEEPLIGHTNING_REPRODUCES"
+"""The variable that tells a run which one it makes again; see `deeplightning.callbacks.record`."""
+
+MAX_NAMED = 10
+"""Files that a note names, of those that it counts."""
+
+_ID = re.compile(r"[0-9a-f]{32}")
+_PATHS = ("data.root", "logger.params.tracking_uri")
+_KEPT_VARIABLES = {
+    *("DEEPLIGHTNING_CACHE", "DEEPLIGHTNING_CACHE_LIMIT", "DEEPLIGHTNING_TRACKING_WAIT", "DEEPLIGHTNING_DEBUG"),
+}
+_OF_A_MACHINE = ("CUDA_VISIBLE_DEVICES",)  # a scheduler sets it
+
+Say = Callable[[str], None]
+
+
+@dataclass
+class PastRun:
+    """A run as it lies there.
+
+    Attributes:
+        folder: with its files.
+        store: where it is tracked; None: that is not known, as with a copied folder.
+        run_id: in that store.
+    """
+
+    folder: RunFolder
+    store: Store | None
+    run_id: str | None
+
+    def __str__(self) -> str:
+        return self.run_id or str(self.folder.path)
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The keys of the config with their values as they were written."""
+        if not self.folder.config.is_file():
+            raise CheckpointError(f"{self.folder.path}: this is no run folder, there is no {self.folder.config.name}")
+        return dict(_flat(plain(read(self.folder.config).root)))
+
+    @cached_property
+    def environment(self) -> dict[str, Any]:
+        return _json(self.folder.environment)
+
+    @cached_property
+    def code(self) -> Code | None:
+        return read_code(self.folder.code) if self.folder.code.is_file() else None
+
+    @cached_property
+    def data(self) -> dict[str, Any] | None:
+        found = _json(self.folder.data)
+        return found if isinstance(found.get("files"), dict) else None
+
+    @cached_property
+    def series(self) -> Series | None:
+        """From the store, else from the file that the run has left; None: neither is there."""
+        if self.store is not None and self.run_id is not None:
+            found = read_series(self.store, self.run_id)
+            if found is not None:
+                return found
+        try:
+            return {n: s for n, s in from_file(self.folder.series).items() if is_repeatable(n)}
+        except ValueError:
+            return None
+
+    @cached_property
+    def status(self) -> str | None:
+        """FINISHED, FAILED, KILLED or RUNNING, as the store has it."""
+        if self.store is None or self.run_id is None:
+            return None
+        tracker = open_tracker(self.store, self.run_id)
+        run = tracker.run(self.run_id)
+        tracker.close()
+        return run.status if run is not None else None
+
+    @cached_property
+    def results(self) -> dict[str, Any]:
+        """What came out: the best value and the metrics of each evaluation that was made."""
+        found: dict[str, Any] = {}
+        best = _json(self.folder.best_score)
+        if {"metric", "value", "step"} <= best.keys():
+            found |= {f"best {best['metric']}": best["value"], "best step": best["step"]}
+        for stage in ("validate", "test"):
+            found |= _json(self.folder.results(stage))
+        return found
+
+    @property
+    def directory(self) -> Path | None:
+        """The working directory that it ran in, if it is still there."""
+        told = self.environment.get("directory")
+        return Path(told) if told and Path(told).is_dir() else None
+
+
+def past_run(run: str) -> PastRun:
+    """RUN, as a person writes it, with the store that it is tracked in.
+
+    Raises:
+        CheckpointError: there is no such run.
+        SetupError: the store cannot be asked.
+    """
+    folder = RunFolder(resolve_run(run, None))
+    if not (Path(run).expanduser().is_dir() or run.startswith("file:")):
+        told = run.removeprefix("runs:/").strip("/")
+        inside = folder.path.parent.name if folder.path.name == "artifacts" else folder.path.name
+        return PastRun(folder, locate(None), told if _ID.fullmatch(told) else inside)
+    run_id = folder.path.parent.name
+    if folder.path.name != "artifacts" or not _ID.fullmatch(run_id):
+        return PastRun(folder, None, None)
+    for store in _stores_around(folder):
+        tracker = open_tracker(store, run_id)
+        found = tracker.run(run_id)
+        tracker.close()
+        if found is not None:
+            return PastRun(folder, store, run_id)
+    return PastRun(folder, None, None)
+
+
+def _stores_around(folder: RunFolder) -> Iterator[Store]:
+    """The stores on this machine that the run in a folder may be tracked in."""
+    artifact_root = folder.path.parents[2]
+    if (artifact_root / "mlflow.db").is_file() or any(artifact_root.glob("*/meta.yaml")):
+        yield locate(artifact_root)
+    told = _json_free_config(folder).get("logger.params.tracking_uri")
+    for uri in (told, os.environ.get("MLFLOW_TRACKING_URI"), "mlruns"):
+        if uri and "${" not in str(uri):
+            store = locate(uri)
+            if store.is_remote or (store.database is not None and store.database.is_file()):
+                yield store
+
+
+def _json_free_config(folder: RunFolder) -> dict[str, Any]:
+    try:
+        return dict(_flat(plain(read(folder.config).root)))
+    except Exception:  # no config, or a damaged one: that is told where it is needed
+        return {}
+
+
+# ---- two runs told apart
+
+
+GROUPS = ("config", "code", "data", "environment", "hardware", "metrics")
+
+
+def differences(first: PastRun, second: PastRun, patch: bool = False) -> dict[str, list[tuple[str, Any, Any]]]:
+    """Where two runs differ, by group (`GROUPS`): name, value in the first, value in the second. Plain types; None:
+    there is none. What cannot be the same twice, such as times, ids and folders, is no difference.
+
+    Args:
+        patch: give the files of code that differ as a unified diff: under their name, the diff and None.
+    """
+    return {
+        "config": list(_between(_placed(first), _placed(second), first.config, second.config)),
+        "code": list(_code_between(first, second, patch)),
+        "data": list(_data_between(first, second)),
+        "environment": list(_between(_environment(first), _environment(second))),
+        "hardware": list(_between(_hardware(first), _hardware(second))),
+        "metrics": list(_metrics_between(first, second)),
+    }
+
+
+def as_text(found: Mapping[str, list[tuple[str, Any, Any]]]) -> str:
+    """Differences for people, grouped; "" where there are none."""
+    lines = []
+    for group, items in found.items():
+        lines += [group] * bool(items)
+        for name, one, two in items:
+            if isinstance(one, str) and one.startswith("--- "):
+                lines += [f"  {line}" for line in one.splitlines()]
+            else:
+                lines.append(f"  {name}: {_shown(one)} → {_shown(two)}")
+    return "\n".join(lines)
+
+
+def _between(
+    one: Mapping[str, Any],
+    two: Mapping[str, Any],
+    shown_one: Mapping[str, Any] | None = None,
+    shown_two: Mapping[str, Any] | None = None,
+) -> Iterator[tuple[str, Any, Any]]:
+    for name in sorted({*one, *two}):
+        if (name in one) != (name in two) or one[name] != two[name]:
+            yield name, (shown_one or one).get(name), (shown_two or two).get(name)
+
+
+def _placed(run: PastRun) -> dict[str, Any]:
+    """The config, its relative paths as they were meant."""
+    config, directory = dict(run.config), run.environment.get("directory") or "/"
+    for key in _PATHS:
+        value = config.get(key)
+        if isinstance(value, str) and is_local(value) and "${" not in value:
+            config[key] = os.path.normpath(Path(directory) / Path(value.removeprefix("file://")).expanduser())
+    return config
+
+
+def _code_between(first: PastRun, second: PastRun, patch: bool) -> Iterator[tuple[str, Any, Any]]:
+    one, two = first.code, second.code
+    if one is None or two is None:
+        a, b = ((run.environment.get("git") or {}) for run in (first, second))
+        yield from _between(_some(a, "commit", "dirty"), _some(b, "commit", "dirty"))
+        if one is not two:
+            yield "code.zip", _files(one), _files(two)
+        return
+    if one.program.get("version") == two.program.get("version"):
+        mine, theirs = one.program.get("digest"), two.program.get("digest")
+        if mine != theirs and None not in (mine, theirs):
+            yield "deeplightning (its own files)", str(mine)[:12], str(theirs)[:12]
+    before, after = one.names(), two.names()
+    for name in sorted({*before, *after}):
+        text, other = before.get(name), after.get(name)
+        if text == other:
+            continue
+        if patch:
+            lines, others = ((t or b"").decode("utf-8", "replace").splitlines() for t in (text, other))
+            diff = difflib.unified_diff(lines, others, f"first/{name}", f"second/{name}", lineterm="")
+            yield name, "\n".join(diff), None
+        else:
+            yield name, _size(text), _size(other)
+
+
+def _files(code: Code | None) -> str | None:
+    return None if code is None else f"{len(code.files)} files"
+
+
+def _size(text: bytes | None) -> str | None:
+    return None if text is None else f"{len(text.splitlines())} lines, {hashlib.sha256(text).hexdigest()[:8]}"
+
+
+def _data_between(first: PastRun, second: PastRun) -> Iterator[tuple[str, Any, Any]]:
+    one, two = first.data, second.data
+    if one is None or two is None:
+        if one is not two:
+            yield "data.json", _listed(one), _listed(two)
+        return
+    for name in changes(one, two):
+        yield name, _content(one["files"].get(name)), _content(two["files"].get(name))
+
+
+def _listed(data: dict[str, Any] | None) -> str | None:
+    return None if data is None else f"{len(data['files'])} files"
+
+
+def _content(found: list[Any] | None) -> str | None:
+    return None if found is None else f"{found[0]:,} bytes, {str(found[1])[:8]}"
+
+
+def _environment(run: PastRun) -> dict[str, Any]:
+    told = run.environment
+    found = {"python": (told.get("python") or {}).get("version"), "os": told.get("os"), "threads": told.get("threads")}
+    found |= told.get("packages") or {}
+    found |= (run.code.packages if run.code is not None else {}) | dict(told.get("variables") or {})
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _hardware(run: PastRun) -> dict[str, Any]:
+    told = run.environment
+    cpu = told.get("cpu") or {}
+    gpus = [
+        f"{gpu.get('name')} ({gpu.get('memory_mib')} MiB, driver {gpu.get('driver')})" for gpu in told.get("gpus") or []
+    ]
+    found = {"host": told.get("host"), "cpu": cpu.get("model"), "cores": cpu.get("usable") or cpu.get("cores")}
+    found |= {"memory (GiB)": told.get("memory_gib"), "gpus": ", ".join(gpus) or None}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _metrics_between(first: PastRun, second: PastRun) -> Iterator[tuple[str, Any, Any]]:
+    one, two = first.series, second.series
+    known: set[str] = set()
+    if one is not None and two is not None:
+        known = {*one, *two}
+        last, other = last_values(one), last_values(two)
+        for apart in sorted(parted(one, two), key=lambda apart: apart.name):
+            yield f"{apart.name} (from step {apart.step} on)", last.get(apart.name), other.get(apart.name)
+    a, b = (
+        {name: value for name, value in run.results.items() if name not in known and is_repeatable(name)}
+        for run in (first, second)
+    )
+    yield from _between(a, b)
+
+
+# ---- a run made again
+
+
+@dataclass
+class Plan:
+    """What is about to be run.
+
+    Attributes:
+        config: the file.
+        overrides: where data and tracker are on this machine.
+        directory: the working directory.
+        variables: the whole environment.
+    """
+
+    config: Path
+    overrides: list[str]
+    directory: Path
+    variables: dict[str, str]
+
+
+def reproduce(
+    run: str,
+    overrides: Sequence[str] = (),
+    *,
+    any_data: bool = False,
+    say: Say,
+    start: Callable[[Plan], tuple[int, Path | None]] | None = None,
+) -> RunFolder:
+    """Makes a run again, as a new run of its experiment, and compares metrics, results and weights.
+
+    Args:
+        run: RUN.
+        overrides: `key=value`, such as where the data are now.
+        any_data: also where data files have changed since.
+        say: is given what a person should know before it happens.
+        start: runs a plan; returns its exit code and the run's folder. None: a process of its own.
+
+    Returns:
+        The new run's folder.
+
+    Raises:
+        CheckpointError: there is no such run, or no config or whole code in it.
+        SetupError: the data are not what they were; or this process is one of several.
+        RunError: the new run came out differently; names the first difference.
+        SystemExit: the new run did not come to its end; with its exit code.
+    """
+    if (found := place()) is not None and found.world > 1:
+        raise SetupError(
+            f"reproduce starts the processes of the run by itself, and this is one of {found.world} that "
+            f"{found.by} has started. Start it once"
+        )
+    original = past_run(run)
+    original.config  # noqa: B018  (is there one?)
+    with tempfile.TemporaryDirectory(prefix="deeplightning-reproduce-", ignore_cleanup_errors=True) as top:
+        plan = prepare(original, Path(top), overrides, any_data, say)
+        code, folder = (start or _start)(plan)
+        if folder is None or (code != 0 and original.status not in ("FAILED", "KILLED")):
+            say(f"the run could not be made again: it ended with exit code {code}" + (f", {folder}" if folder else ""))
+            raise SystemExit(code or 1)
+        again = past_run(str(folder))
+        found_apart = compare(original, again, say)
+        if Path(top).resolve() in folder.resolve().parents:  # a logger that writes into the working directory
+            kept = Path.cwd() / "runs" / folder.name
+            kept.parent.mkdir(parents=True, exist_ok=True)
+            folder.rename(kept)
+            say(f"the new run was moved to {kept}")
+            again = PastRun(RunFolder(kept), None, None)
+    if found_apart:
+        raise RunError(
+            f"{again.folder.path} does not agree with {original.folder.path}: first difference: {found_apart[0]}"
+            + (f" ({len(found_apart) - 1} more: {'; '.join(found_apart[1:6])})" if len(found_apart) > 1 else "")
+            + f". {_reasons(original, again)}"
+        )
+    return again.folder
+
+
+def prepare(original: PastRun, top: Path, overrides: Sequence[str], any_data: bool, say: Say) -> Plan:
+    """Puts config and code of a run into a folder, and says what differs here from what was there.
+
+    Raises:
+        SetupError: the data are not what they were.
+    """
+    source = read(original.folder.config, list(overrides))
+    config = dict(_flat(plain(source.root)))
+    _say_versions(original, say)
+    for path, what in ((original.folder.config, "config"), (original.folder.code, "code")):
+        if original.folder.former(path).name != f"{path.stem}.1{path.suffix}":
+            say(f"warning: the run went on with another {what}; it is made again with the {what} that it ended with")
+
+    own = top / "config" / "cfg.yaml"
+    own.parent.mkdir()
+    own.write_bytes(original.folder.config.read_bytes())
+    secrets = {expression: value for value, expression in source.secrets.values.items()}
+    directory, roots = _lay_out(original, top, secrets, say)
+    settings = [*_settings(original, config, overrides, top), *overrides]
+    root = _value(settings, "data.root") or config.get("data.root")
+    _check_data(original, root if isinstance(root, str) else None, any_data, say)
+    if original.code is not None:
+        _link(original, config, directory)
+    return Plan(own, settings, directory, _variables(original, roots))
+
+
+def _say_versions(original: PastRun, say: Say) -> None:
+    told, here = dict(original.environment.get("packages") or {}), packages()
+    changed = [
+        f"{name} {told[name]} → {here.get(name, 'not installed')}" for name in told if told[name] != here.get(name)
+    ]
+    python = (original.environment.get("python") or {}).get("version")
+    now = ".".join(map(str, sys.version_info[:3]))
+    changed += [f"python {python} → {now}"] if python not in (None, now) else []
+    if original.code is not None:
+        import importlib.metadata
+
+        for name, version in original.code.packages.items():
+            try:
+                installed = importlib.metadata.version(name)
+            except importlib.metadata.PackageNotFoundError:
+                installed = "not installed"
+            if installed != version and name not in told:
+                changed.append(f"{name} {version} → {installed}")
+        digest = original.code.program.get("digest")
+        if digest is not None and original.code.program.get("version") == describe_program()["version"]:
+            changed += ["Deep Lightning's own files"] if digest != describe_program()["digest"] else []
+    if changed:
+        say(f"warning: other versions than then: {', '.join(changed)}")
+
+
+def _lay_out(original: PastRun, top: Path, secrets: Mapping[str, str], say: Say) -> tuple[Path, list[Path]]:
+    """The working directory and the other import roots."""
+    code = original.code
+    if code is None:
+        directory = original.directory or Path.cwd()
+        commit = (original.environment.get("git") or {}).get("commit")
+        say(
+            f"warning: this run kept no code (it is of an earlier version): code is taken as it is now in {directory}"
+            + (f"; it was commit {commit}, with git.diff" if commit else "")
+        )
+        return directory, []
+
+    def restore(text: str) -> str:
+        for expression, value in secrets.items():
+            text = text.replace(expression, value)
+        return text
+
+    roots = unpack(code, top / "code", restore)
+    directory = top / "work"
+    if code.working_directory in code.roots:
+        directory = roots.pop(code.roots.index(code.working_directory))
+    directory.mkdir(exist_ok=True)
+    if code.files:
+        names = sorted(code.names())
+        more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
+        say(f"code: what will be run from {original.folder.code}: {', '.join(names[:MAX_NAMED])}{more}")
+    for where in code.concealed:
+        say(f"warning: at {where} a secret was left out of the kept code; *** stands there")
+    for path, why in list(code.left_out.items())[:MAX_NAMED]:
+        say(f"warning: not kept with the code: {path} ({why})")
+    return directory, roots
+
+
+def _settings(original: PastRun, config: Mapping[str, Any], overrides: Sequence[str], top: Path) -> list[str]:
+    """What a config must be told to mean here what it meant there."""
+    found = []
+    given = {re.split(r"[=~]", text.lstrip("~+"), maxsplit=1)[0] for text in overrides}
+    told = config.get("data.root")
+    if isinstance(told, str) and "data.root" not in given and not Path(told).expanduser().is_absolute():
+        found.append(f"data.root={_quoted(_meant(original, told))}")
+    if str(config.get("logger.type", "deeplightning.tracking.MLflowLogger")).lower().endswith("mlflowlogger"):
+        if "logger.params.tracking_uri" not in given:
+            found.append(f"logger.params.tracking_uri={_quoted(_address(original, config))}")
+        if config.get("logger.params.run_id") is not None:
+            found.append("~logger.params.run_id")
+    begun = config.get("train.resume_ckpt")
+    if isinstance(begun, str) and "train.resume_ckpt" not in given:
+        # Under a name that no checkpoint of a run has, so that a run of its own begins from it.
+        path = Path(begun)
+        (top / "start.ckpt").symlink_to(path)
+        if (pieces := path.with_suffix(".pieces")).exists():
+            (top / "start.pieces").symlink_to(pieces)
+        if not path.exists():
+            raise CheckpointError(
+                f"{original}: the run began from {path}, which is gone. Name another: train.resume_ckpt=PATH"
+            )
+        found.append(f"train.resume_ckpt={_quoted(top / 'start.ckpt')}")
+    return found
+
+
+def _meant(original: PastRun, path: str) -> Path:
+    """A relative path of a config: below the directory in which it ran, if it is there, else below this one."""
+    data = original.data
+    if data is not None and data["root"] and Path(data["root"]).exists():
+        return Path(data["root"])
+    places = [folder / path for folder in (original.directory, Path.cwd()) if folder is not None]
+    return next((place for place in places if place.exists()), places[0])
+
+
+def _address(original: PastRun, config: Mapping[str, Any]) -> str:
+    """The store of the new run: that of the original; where it is not known, the config's, if it is the same from
+    everywhere, else the one that is in use here."""
+    told = config.get("logger.params.tracking_uri")
+    store = original.store
+    if store is None:
+        fixed = isinstance(told, str) and (Path(told).is_absolute() or re.match(r"[a-z+]+:", told))
+        store = locate(told if fixed else None)
+    if store.address is not None:
+        return store.address
+    if store.database is not None and store.database.name != "mlflow.db":
+        return f"sqlite:///{store.database}"
+    return str(store.folder)
+
+
+def _check_data(original: PastRun, root: str | None, any_data: bool, say: Say) -> None:
+    before = original.data
+    if before is None:
+        return
+    changed = [f"{name}: {what}" for name, what in changes(before, describe_again(before, root)).items()]
+    if before["incomplete"]:
+        say(f"warning: data: {before['incomplete']}")
+    if not changed:
+        return
+    more = [f"and {len(changed) - MAX_NAMED} more"] if len(changed) > MAX_NAMED else []
+    note = f"the data are not those of {original}: {'; '.join([*changed[:MAX_NAMED], *more])}"
+    if not any_data:
+        raise SetupError(
+            f"{note}. They were looked for in {root or before['root']}; data.root=FOLDER names another place, and "
+            "--any-data runs it all the same"
+        )
+    say(f"warning: {note}")
+
+
+def _link(original: PastRun, config: Mapping[str, Any], directory: Path) -> None:
+    """Files that params name by a relative path are found from the new working directory too."""
+    for key, value in config.items():
+        if ".params." not in key or not isinstance(value, str) or not 0 < len(value) < 256 or key in _PATHS:
+            continue
+        parts = Path(value).parts
+        if not parts or Path(value).is_absolute() or ".." in parts or "~" in value or "://" in value:
+            continue
+        for folder in (original.directory, Path.cwd()):
+            if folder is not None and (folder / value).exists() and not (directory / parts[0]).exists():
+                (directory / parts[0]).symlink_to(folder / parts[0])
+                break
+
+
+def _variables(original: PastRun, roots: Iterable[Path]) -> dict[str, str]:
+    """The environment: ours, without what is of this launch, and with what decides over numbers as it was then."""
+    found = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("DEEPLIGHTNING_") or name in _KEPT_VARIABLES
+    }
+    for name in ("MLFLOW_RUN_ID", "PYTHONSAFEPATH"):
+        found.pop(name, None)
+    ours = str(Path(__file__).resolve().parents[1])
+    had = [os.path.abspath(entry or ".") for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep)]  # noqa: PTH100
+    installed = [entry for entry in had if "site-packages" in entry or "dist-packages" in entry]
+    own = [ours] if ours in (*had, os.getcwd()) else []  # noqa: PTH109
+    found["PYTHONPATH"] = os.pathsep.join([*map(str, roots), *installed, *own])
+    then = original.environment.get("variables")
+    if isinstance(then, dict):
+        for name in VARIABLES:
+            value = then.get(name)
+            if name not in _OF_A_MACHINE:
+                found.pop(name, None)
+                if isinstance(value, str) and re.fullmatch(r"[\w:,.=+-]{0,64}", value):
+                    found[name] = value
+        threads = original.environment.get("threads")
+        if isinstance(threads, int) and threads > 0:
+            found.setdefault("OMP_NUM_THREADS", str(threads))
+    return found | {REPRODUCES: str(original)}
+
+
+def _start(plan: Plan) -> tuple[int, Path | None]:
+    """Trains in a process of its own, and hands its words on."""
+    command = [sys.executable, "-m", "deeplightning", "train", str(plan.config), *plan.overrides]
+    process = subprocess.Popen(command, cwd=plan.directory, env=plan.variables, stdout=subprocess.PIPE)
+    former = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT,)}  # a terminal tells both
+    former[signal.SIGTERM] = signal.signal(signal.SIGTERM, lambda number, _: process.send_signal(number))
+    last, folder = b"Artifact storage path: ", None
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            sys.stdout.buffer.write(line)
+            sys.stdout.buffer.flush()
+            if line.startswith(last):
+                folder = Path(os.fsdecode(line.removeprefix(last).rstrip(b"\n")))
+        code = process.wait()
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+    return (code if code >= 0 else 128 - code), folder
+
+
+# ---- compared
+
+
+def compare(original: PastRun, again: PastRun, say: Say) -> list[str]:
+    """What came out differently, the first difference first; [] if all is the same."""
+    whole = original.status in (None, "FINISHED")
+    if not whole:
+        say(f"the run ended as {original.status}: what it has said until then is compared")
+    found: list[str] = []
+    one, two = original.series, again.series
+    if one is None or two is None:
+        say("there are no metric series to compare: neither a tracker nor metrics.json has those of the original run")
+    else:
+        two = two if whole else {name: two.get(name, [])[: len(one[name])] for name in one}
+        found += [str(apart) for apart in parted(one, two)]
+        if not found:
+            say(f"metrics: the same {sum(map(len, one.values()))} points of {len(one)} metrics")
+    if whole:
+        known = {*(one or ())}
+        results = _between(original.results, again.results)
+        found += [
+            f"{name}: {_shown(a)} → {_shown(b)}" for name, a, b in results if name not in known and is_repeatable(name)
+        ]
+    found += _weights_apart(original.folder, again.folder, say)
+    return found
+
+
+def _weights_apart(one: RunFolder, two: RunFolder, say: Say) -> list[str]:
+    """The first tensor of the last checkpoints that differs."""
+    if not one.last.exists():
+        say(f"there are no weights to compare: no {one.last.name} in {one.path}")
+        return []
+    if not two.last.exists():
+        return [f"the new run has no {two.last.name}"]
+    import torch
+
+    from deeplightning.engine.checkpoint_io import read_checkpoint
+
+    first, second = read_checkpoint(one.last), read_checkpoint(two.last)
+    if first.get("global_step") != second.get("global_step"):
+        return [f"{one.last.name}: step {first.get('global_step')} → {second.get('global_step')}"]
+    a, b = first["state_dict"], second["state_dict"]
+    differ = [
+        n for n in {**a, **b} if n not in a or n not in b or _bytes(a[n]) != _bytes(b[n]) or a[n].dtype != b[n].dtype
+    ]
+    if not differ:
+        digest = hashlib.sha256(b"".join(n.encode() + _bytes(a[n]) for n in sorted(a))).hexdigest()
+        say(f"weights: SHA-256 {digest[:16]} in both")
+        return []
+    name = differ[0]
+    if name not in a or name not in b or a[name].shape != b[name].shape:
+        shapes = [str(tuple(weights[name].shape)) if name in weights else "none" for weights in (a, b)]
+        return [f"the tensor {name}: {shapes[0]} → {shapes[1]}"]
+    most = (a[name].to(torch.float64) - b[name].to(torch.float64)).abs().max().item()
+    return [f"the tensor {name}, by up to {most:.3g} ({len(differ)} of {len(a)} tensors differ)"]
+
+
+def _bytes(tensor: Any) -> bytes:
+    import torch
+
+    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
+
+
+def _reasons(original: PastRun, again: PastRun) -> str:
+    """Why two runs of the same config may differ."""
+    found = differences(original, again)
+    words = [
+        f"{group}: " + ", ".join(f"{n} {_shown(a)} → {_shown(b)}" for n, a, b in found[group][:5])
+        for group in ("code", "data", "environment", "hardware")
+        if found[group]
+    ]
+    changed = [
+        f"{n} {_shown(a)} → {_shown(b)}" for n, a, b in found["config"] if n not in (*_PATHS, "train.resume_ckpt")
+    ]
+    words += [f"config: {', '.join(changed[:5])}"] if changed else []
+    if words:
+        return f"Likely because of what else differs: {'; '.join(words)}"
+    hint = "" if original.config.get("engine.deterministic") else " (engine.deterministic: true forbids such)"
+    return (
+        f"Config, code, versions and hardware are the same: an operation repeats itself only roughly{hint}, or code "
+        "reads what is not recorded, such as a clock"
+    )
+
+
+# ---- small things
+
+
+def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict) and value:
+        for key, item in value.items():
+            yield from _flat(item, f"{name}.{key}".lstrip("."))
+    else:
+        yield name, value
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """A file of the run; {} where there is none that can be read."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _some(values: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {f"git {name}": values[name] for name in names if values.get(name) is not None}
+
+
+def _value(settings: Sequence[str], key: str) -> str | None:
+    """What settings give a key, the last one."""
+    found = [text.partition("=")[2] for text in settings if text.partition("=")[0] == key]
+    return found[-1].strip("'").replace("''", "'") if found else None
+
+
+def _quoted(value: object) -> str:
+    return "'" + str(value).replace("'", "''") + "'"
+
+
+def _shown(value: Any) -> str:
+    return "none" if value is None else str(value)
