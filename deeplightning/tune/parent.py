@@ -163,9 +163,10 @@ class Parent:
             with self._told():
                 self._open().log_batch(self.run_id, Batch(points=points, tags=tags))
 
-    def children(self, sign: str) -> dict[int, str]:
-        """The runs of this search's trials, by their numbers, as the store knows them. Imports MLflow."""
-        if self.store is None:
+    def known(self, sign: str) -> dict[int | None, str]:
+        """The runs of this search as the store knows them: of trials by their numbers, its own under None. For the rare
+        kill between the making of a run and the note of its id; imports MLflow."""
+        if self.store is None or (self.store.database is not None and not self.store.database.exists()):
             return {}
         with self._told():
             uri = attach(self.store)
@@ -174,7 +175,8 @@ class Parent:
             client = MlflowClient(uri)
             experiment = client.get_experiment_by_name(self.experiment)
             found = client.search_runs([experiment.experiment_id], f"tags.`{SEARCH}` = '{sign}'") if experiment else []
-            return {int(r.data.tags[TRIAL]): r.info.run_id for r in found if r.data.tags.get(TRIAL, "").isdigit()}
+            numbers = [(run.data.tags.get(TRIAL), run.info.run_id) for run in found]
+            return {None if number is None else int(number): run_id for number, run_id in numbers}
 
     def delete(self, run_id: str, folder: Path | None) -> None:
         """Removes the run of a trial that left nothing to go on from."""

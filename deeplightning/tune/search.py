@@ -153,7 +153,8 @@ class _Search:
         if self._hold is None:
             raise SetupError(f"another process is at the search {self.name}, in {self.home}; wait for it, or end it")
         self._drop_if_deleted()
-        if not self.database.exists():
+        is_new = not self.database.exists()
+        if is_new:
             notes = {
                 "sign": uuid.uuid4().hex,
                 "config": self._frozen(),
@@ -168,7 +169,7 @@ class _Search:
         self._compare_code(notes["code"])
         self.config = self.home / "search.yaml"
         write_whole(self.config, notes["config"])
-        run_id = notes.get("run") or (self._orphan() if len(self.study.trials()) else None)
+        run_id = notes.get("run") or (None if is_new else self.parent.known(self.sign).get(None))
         opened = self.parent.open(run_id, self.sign)
         if opened != notes.get("run"):
             self.study.note("run", opened)
@@ -200,9 +201,6 @@ class _Search:
             kept = RunFolder(self.home).former(self.database)
             self.database.rename(kept)
             log.warning("The run %s of this search was deleted: it begins anew. What it knew is %s.", run_id, kept)
-
-    def _orphan(self) -> str | None:
-        return None
 
     def _frozen(self) -> str:
         """The config as it is written, files and overrides in one, references unresolved: what all trials start from,
@@ -294,7 +292,9 @@ class _Search:
 
     def _loop(self) -> None:
         waiting = [trial.number for trial in self.study.unfinished()]
-        children = self._children() if any(not self._run_of(number)[0] for number in waiting) else {}
+        # Of a run that its trial could not write down before a kill only the tracker knows.
+        is_unknown = self.parent.is_tracked and any(self._run_of(number)[0] is None for number in waiting)
+        children = self.parent.known(self.sign) if is_unknown else {}
         while True:
             while self._signal is None and self._stopping is None and len(self.workers) < self.tune.parallel:
                 if waiting:
@@ -317,15 +317,11 @@ class _Search:
             message = f"interrupted by {number.name} after {over} of {self.study.total()} trials; to go on: {again}"
             raise Stopped(message, 128 + number)
 
-    def _children(self) -> dict[int, str]:
-        """Runs whose trials could not write down that they are theirs, after a kill."""
-        return self.parent.children(self.sign) if self.parent.is_tracked else {}
-
     def _run_of(self, number: int) -> tuple[str | None, Path | None]:
         noted = self.study.trials()[number].user_attrs
         return noted.get("run"), Path(noted["folder"]) if noted.get("folder") else None
 
-    def _start(self, number: int, children: Mapping[int, str]) -> None:
+    def _start(self, number: int, children: Mapping[int | None, str]) -> None:
         """Starts a trial, or goes on with one that was under way."""
         point = self.study.point(self.study.trials()[number])
         more = self._to_go_on(number, children)
@@ -358,7 +354,7 @@ class _Search:
         engine = self.cfg.engine
         return engine.processes > 1 or engine.num_nodes > 1 or engine.gpus is not None or engine.launcher is not None
 
-    def _to_go_on(self, number: int, children: Mapping[int, str]) -> list[str]:
+    def _to_go_on(self, number: int, children: Mapping[int | None, str]) -> list[str]:
         """Overrides with which a trial that was under way goes on in its run; one that left no checkpoint begins anew,
         and its run is removed."""
         run_id, place = self._run_of(number)

@@ -18,6 +18,7 @@ from typing import Any
 
 import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
+from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from deeplightning.config.check import is_grid
@@ -41,11 +42,15 @@ def begin(database: Path, mode: str, notes: dict[str, Any]) -> None:
     beside = database.with_name(f".{database.name}.{os.getpid()}")
     beside.unlink(missing_ok=True)
     storage = _storage(beside)
-    study = optuna.create_study(storage=storage, study_name=NAME, direction=f"{mode}imize")
+    study = optuna.create_study(storage=storage, study_name=NAME, direction=_direction(mode))
     for name, value in notes.items():
         study.set_user_attr(name, value)
     storage.engine.dispose()
     beside.replace(database)
+
+
+def _direction(mode: str) -> StudyDirection:
+    return StudyDirection.MAXIMIZE if mode == "max" else StudyDirection.MINIMIZE
 
 
 def _storage(database: Path) -> Any:
@@ -147,9 +152,7 @@ class Study:
         trial: Any = None
         for attempt in range(REDRAWN):
             # Drawn in memory: in the file there is no trial that is not to be run.
-            apart = optuna.create_study(
-                sampler=self._sampler_for(number, attempt), direction=self._study.direction.name.lower()
-            )
+            apart = optuna.create_study(sampler=self._sampler_for(number, attempt), direction=self._study.direction)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 apart.add_trials(known)
