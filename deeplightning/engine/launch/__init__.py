@@ -18,7 +18,7 @@ from deeplightning.config.target import build
 from deeplightning.engine.place import place
 from deeplightning.engine.plan import local_size
 
-__all__ = ["Job", "Launcher", "Start", "launcher_of", "plan_of"]
+__all__ = ["Job", "Launcher", "Slurm", "Start", "launcher_of", "plan_of"]
 
 
 @dataclass(frozen=True)
@@ -51,12 +51,14 @@ class Start:
         where: the machines, in words.
         environment: variables that are set for it, beside those of the launching process; `*` stands for a number
             that differs.
+        script: what is handed to a queue, which starts the command in its time.
     """
 
     command: list[str]
     times: int = 1
     where: str = "this machine"
     environment: Mapping[str, str] = field(default_factory=dict)
+    script: str | None = None
 
 
 class Launcher(Protocol):
@@ -95,7 +97,9 @@ def plan_of(job: Job) -> list[dict[str, Any]]:
     launcher = launcher_of(job.cfg)
     starts = _plan_here(job) if launcher is None else launcher.plan(job)
     return [
-        {"where": s.where, "times": s.times, "environment": dict(s.environment), "command": s.command} for s in starts
+        {"where": s.where, "times": s.times, "environment": dict(s.environment), "command": s.command}
+        | ({"script": s.script.splitlines()} if s.script else {})
+        for s in starts
     ]
 
 
@@ -112,3 +116,6 @@ def _plan_here(job: Job) -> list[Start]:
         return [Start(job.command)]
     where = "this machine" if nodes == 1 else f"each of {nodes} machines, where this command is given"
     return [Start(job.command, local, where, {"LOCAL_RANK": "*", "WORLD_SIZE": str(local * nodes)})]
+
+
+from deeplightning.engine.launch.slurm import Slurm  # noqa: E402 (it uses what stands above)
