@@ -23,6 +23,7 @@ from deeplightning.config.fault import ConfigError, SetupError
 from deeplightning.config.schema import Config
 from deeplightning.config.source import read
 from deeplightning.config.tree import dump, plain
+from deeplightning.engine import ranks
 from deeplightning.engine.plan import world_size
 from deeplightning.runfolder import Hold, RunFolder, write_whole
 from deeplightning.tracking.build import end, go_on, publish, run_folder
@@ -150,6 +151,8 @@ class Record(pl.Callback):
             _log_to_file(self._folder.log(trainer.global_rank), self.cfg)
         if surroundings is None:
             return
+        if (group := ranks.here()) is not None:
+            group.note_run(self._folder.path)
         self._origin = Origin(self.cfg, self._folder)
         if self._folder.config.exists() and resumption.run_id is None:
             return  # a later stage of a run that has said all this
@@ -350,6 +353,7 @@ def _tags(environment: Mapping[str, Any]) -> dict[str, str]:
         "command": environment.get("command"),
         "host": environment.get("host"),
         "reproduces": os.environ.get(REPRODUCES),
+        "restarts": ranks.restarts() or None,
         "versions": ", ".join(f"{n} {v}" for n, v in (environment.get("packages") or {}).items()),
     }
     return {name: str(value) for name, value in found.items() if value not in (None, "")}

@@ -32,6 +32,7 @@ from deeplightning.config.fault import SetupError, UserError
 from deeplightning.engine.place import ATTEMPT, LAUNCH, place
 
 FOLDER, PARENT = "DEEPLIGHTNING_RANKS", "DEEPLIGHTNING_RANKS_PARENT"  # told to the processes that a launch starts
+AGENT = "DEEPLIGHTNING_RANKS_AGENT"  # told, instead of PARENT, by one that starts all of them, and trains in none
 PREFIX = "deeplightning-ranks-"
 OLD = 600.0  # seconds after which a folder without a living process is nobody's
 LOOK = 0.25  # seconds between two looks at the others
@@ -55,11 +56,14 @@ class Cause:
         rank: of the process.
         reason: what happened there, with file and line of the code.
         exit_code: of the whole launch.
+        lost: whether it lies in no code and no data: a process was killed, hangs, or is not to be reached. Started
+            again, the same may go well.
     """
 
     rank: int
     reason: str
     exit_code: int
+    lost: bool = False
 
     @property
     def whose(self) -> str:
@@ -116,6 +120,49 @@ def how_it_ended(code: int) -> str:
     return f"a worker was lost: the process was killed by {name}{hint}"
 
 
+def end_of(rank: int, code: int) -> Cause:
+    """What the exit code of a process says that said nothing itself; negative, as of `subprocess`, where a signal has
+    killed it."""
+    if code < 0 and -code in INTERRUPTED:
+        number = signal.Signals(-code)
+        return Cause(rank, f"interrupted by {number.name}", INTERRUPTED[number])
+    return Cause(rank, how_it_ended(code), code if 0 < code <= 5 else 5, lost=code < 0)
+
+
+def first_of(folder: Path) -> Cause | None:
+    """The first cause of the processes that share a folder, if anything went wrong."""
+    try:
+        return Cause(**json.loads((folder / "first").read_text()))
+    except (OSError, ValueError):
+        return None
+
+
+def claim_in(folder: Path, cause: Cause, by: int | None = None) -> bool:
+    """Makes this the first cause, unless there is one; what a process has claimed before, it may say better.
+
+    Args:
+        by: the rank of the process that claims it; None: whoever has started them.
+    """
+    beside = folder / f"{by}.words"
+    try:
+        beside.write_text(json.dumps(dataclasses.asdict(cause)))
+        os.link(beside, folder / "first")
+    except FileExistsError:
+        if (first := first_of(folder)) is not None and first.rank != by:
+            return False
+        with contextlib.suppress(OSError):  # the same, better known
+            beside.replace(folder / "first")
+    except OSError:  # the folder is gone, and the others with it
+        pass
+    return True
+
+
+def restarts() -> int:
+    """How often the processes of this launch were started before."""
+    names = ("TORCHELASTIC_RESTART_COUNT", ATTEMPT, "SLURM_RESTART_COUNT")
+    return max((int(word) for name in names if (word := os.environ.get(name, "")).isdecimal()), default=0)
+
+
 class Ranks:
     """This process among those of its launch.
 
@@ -123,6 +170,7 @@ class Ranks:
         rank: its number.
         folder: shared with the others on this machine.
         parent: the process that started it, if that was a launch of ours: without that it ends.
+        parent_tells: whether that one tells of a process that is lost; it may start all of them again.
 
     Attributes:
         children: what this process has started, in the order of their ranks; the first has the next rank.
@@ -130,11 +178,11 @@ class Ranks:
         redact: takes secrets out of what is told.
     """
 
-    def __init__(self, rank: int, folder: Path, parent: int | None = None):
-        self.folder, self.parent, self.pid = folder, parent, os.getpid()
+    def __init__(self, rank: int, folder: Path, parent: int | None = None, parent_tells: bool = False):
+        self.folder, self.parent, self.parent_tells, self.pid = folder, parent, parent_tells, os.getpid()
         self.children: list[subprocess.Popen] = []
-        self.end: Callable[[BaseException], None] = lambda error: None
-        self.redact: Callable[[str], str] = str
+        self.end: Callable[[BaseException], None] = _end or (lambda error: None)
+        self.redact = _redact
         self._main = threading.main_thread().ident
         self._until: float | None = None  # when this process ends, unless its main thread has done so
         self._ends = False  # the main thread is about it
@@ -161,26 +209,16 @@ class Ranks:
 
     def first(self) -> Cause | None:
         """The first cause, if anything went wrong."""
-        try:
-            return Cause(**json.loads((self.folder / "first").read_text()))
-        except (OSError, ValueError):
-            return None
+        return first_of(self.folder)
 
     def claim(self, cause: Cause) -> bool:
         """Makes this the first cause, unless there is another process's."""
-        words = dataclasses.replace(cause, reason=self.redact(cause.reason))
-        beside = self.folder / f"{self.rank}.words"
-        try:
-            beside.write_text(json.dumps(dataclasses.asdict(words)))
-            os.link(beside, self.folder / "first")
-        except FileExistsError:
-            if (first := self.first()) is not None and first.rank != self.rank:
-                return False
-            with contextlib.suppress(OSError):  # the same, better known
-                beside.replace(self.folder / "first")
-        except OSError:  # the folder is gone, and the others with it
-            pass
-        return True
+        return claim_in(self.folder, dataclasses.replace(cause, reason=self.redact(cause.reason)), self.rank)
+
+    def note_run(self, run: Path) -> None:
+        """Tells whoever has started the processes which folder the run has."""
+        with contextlib.suppress(OSError):
+            (self.folder / "run").write_text(str(run))
 
     def cause_of(self, error: BaseException) -> BaseException:
         """The error to go on with: the given one if it is the first cause, else a RankError with that."""
@@ -207,6 +245,8 @@ class Ranks:
 
     def _may_tell(self, cause: Cause) -> bool:
         """Whether this process is to tell the cause: its own, or one that the process which failed did not tell."""
+        if self.parent_tells and cause.lost:
+            return False
         told, until = self.folder / "told", time.monotonic() + SOON
         while cause.rank != self.rank and self._is_there(cause.rank) and not told.exists() and time.monotonic() < until:
             time.sleep(LOOK / 5)
@@ -232,7 +272,7 @@ class Ranks:
         """Which of the processes that were started here has failed and said nothing."""
         for number, child in enumerate(self.children, start=self.rank + 1):
             if child.poll():
-                return Cause(number, how_it_ended(child.returncode), 5)
+                return Cause(number, how_it_ended(child.returncode), 5, lost=child.returncode < 0)
         return None
 
     def _why_lost(self, error: BaseException) -> Cause:
@@ -240,13 +280,14 @@ class Ranks:
         line = str(error).strip().splitlines()[0].split(". ")[0]  # what gloo goes on to say is advice
         if (limit := _TIMED_OUT.search(str(error))) is None:
             reason = f"a worker was lost: the connection to another process is gone ({line})"
-            cause = self._wait_for_first() or Cause(self.rank, reason, 5)
+            cause = self._wait_for_first() or Cause(self.rank, reason, 5, lost=True)
             return cause if self.claim(cause) else self.first() or cause
         waited = f"waited in vain for {int(limit[1]) / 1000:g} s, as long as engine.params.timeout allows"
-        if not self.claim(Cause(self.rank, waited, 5)):  # at once: it closes connections to processes that also wait
-            return self.first() or Cause(self.rank, waited, 5)
+        # At once: it closes connections to processes that also wait.
+        if not self.claim(Cause(self.rank, waited, 5, lost=True)):
+            return self.first() or Cause(self.rank, waited, 5, lost=True)
         told = "; ".join(self._where_others_are()) or f"which process did not answer is not known ({line})"
-        cause = Cause(self.rank, f"{waited}: {told}", 5)
+        cause = Cause(self.rank, f"{waited}: {told}", 5, lost=True)
         self.claim(cause)
         return cause
 
@@ -286,6 +327,8 @@ class Ranks:
                 self._note_signals(os.read(self._pipe[0], 512))
             if self.parent is not None and os.getppid() != self.parent:
                 self._exit(5)
+            if self.parent_tells and not self.folder.exists():  # it could not start all of them
+                self._exit(5)
             if not answered and (self.folder / "asked").exists():
                 answered = True
                 with contextlib.suppress(OSError):
@@ -318,7 +361,8 @@ class Ranks:
         for number in (n for n in numbers if n in INTERRUPTED):
             if self._signal is None:
                 self._signal, self._signalled = number, time.monotonic()
-                late = 0 if self.parent is None else 2 * SOON  # the process that started this one is to say it
+                # The process that started this one is to say it, if it is one of them.
+                late = 0 if self.parent is None or self.parent_tells else 2 * SOON
                 if not self._ends:
                     self._until = time.monotonic() + POLITE + late
             else:
@@ -387,6 +431,17 @@ class Ranks:
 
 
 _here: Ranks | None = None
+_end: Callable[[BaseException], None] | None = None
+_redact: Callable[[str], str] = str
+
+
+def prepare(redact: Callable[[str], str], end: Callable[[BaseException], None]) -> None:
+    """What a process uses that takes part, or will: how secrets are taken out, and how a run is ended where its main
+    thread cannot."""
+    global _end, _redact
+    _end, _redact = end, redact
+    if (found := here()) is not None:
+        found.end, found.redact = end, redact
 
 
 def here() -> Ranks | None:
@@ -399,14 +454,19 @@ def follow() -> None:
 
     One that a launch of ours has started ends with that.
     """
-    parent = int(os.environ.get(PARENT, 0))
+    parent, agent = int(os.environ.get(PARENT, 0)), int(os.environ.get(AGENT, 0))
     try:
         found = place()
     except SetupError:  # the verb will say so, if it needs the others
         return
     if found is None:
         return
-    if parent and found.local_rank != 0:
+    if agent:
+        if os.getppid() == agent:
+            _take_part(found.rank, Path(os.environ[FOLDER]), agent, parent_tells=True)
+        elif not _is_alive(agent):
+            os._exit(5)
+    elif parent and found.local_rank != 0:
         if os.getppid() == parent:
             _take_part(found.rank, Path(os.environ[FOLDER]), parent)
         elif not _is_alive(parent):
@@ -428,9 +488,9 @@ def begin(rank: int, starts_others: bool) -> Ranks:
     return _take_part(rank, folder)
 
 
-def _take_part(rank: int, folder: Path, parent: int | None = None) -> Ranks:
+def _take_part(rank: int, folder: Path, parent: int | None = None, parent_tells: bool = False) -> Ranks:
     global _here
-    _here = Ranks(rank, folder, parent)
+    _here = Ranks(rank, folder, parent, parent_tells)
     _sweep()
     return _here
 

@@ -7,35 +7,39 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
-import time
-from collections.abc import Callable
-from datetime import timedelta
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deeplightning.config.fault import Fault, SetupError
 from deeplightning.engine import ranks
+from deeplightning.engine.meeting import meet
 from deeplightning.engine.place import place
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
 
-MISSING = 60.0  # seconds that processes started by somebody else may come later than this one
 LEAST_MEMORY = 300 * 2**20  # bytes of a process that has imported torch and Lightning and trains a small network (2026)
 
 
-def together(trainer: pl.Trainer, redact: Callable[[str], str], end: Callable[[BaseException], None]) -> None:
+def together(
+    trainer: pl.Trainer,
+    redact: Callable[[str], str],
+    end: Callable[[BaseException], None],
+    alike: Mapping[str, str] | None = None,
+) -> None:
     """Lets the processes of a trainer end together, the first cause told once, where it has several.
 
     Args:
         redact: takes secrets out of what is told.
         end: what is to be done with the error of a run where the main thread, blocked, cannot.
+        alike: what must be the same in all processes, by its name; those that are started one by one compare it.
     """
+    ranks.prepare(redact, end)
     strategy: Any = trainer.strategy
     if getattr(strategy, "cluster_environment", None) is None or trainer.num_nodes * strategy.num_processes < 2:
         return
-    strategy._launcher = _launcher(strategy, trainer.num_nodes, redact, end)
+    strategy._launcher = _launcher(strategy, trainer.num_nodes, redact, end, alike or {})
 
 
 def all_ended() -> None:
@@ -51,7 +55,13 @@ def all_ended() -> None:
             raise ranks.RankError(group.first() or cause)
 
 
-def _launcher(strategy: Any, num_nodes: int, redact: Callable[[str], str], end: Callable[[BaseException], None]) -> Any:
+def _launcher(
+    strategy: Any,
+    num_nodes: int,
+    redact: Callable[[str], str],
+    end: Callable[[BaseException], None],
+    alike: Mapping[str, str],
+) -> Any:
     from lightning_fabric.utilities.distributed import _set_num_threads_if_needed
     from pytorch_lightning.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
@@ -81,7 +91,10 @@ def _launcher(strategy: Any, num_nodes: int, redact: Callable[[str], str], end: 
             try:
                 environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
                 if self._met is None:
-                    self._met = _meet(environment, rank, self.num_processes, self.num_nodes, self._start_others)
+                    if starts_others:
+                        enough_memory(self.num_processes)
+                    size = (self.num_processes, self.num_nodes)
+                    self._met = (meet(environment, rank, *size, alike, self._start_others),)
                 _set_num_threads_if_needed(num_processes=self.num_processes)
                 return function(*args, **kwargs)
             except KeyboardInterrupt:  # Lightning would end with exit code 1
@@ -132,88 +145,3 @@ def free_memory() -> int | None:
     with contextlib.suppress(OSError, ValueError):  # "max" is no number: there is no limit
         found.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
     return max(0, min(found)) if found else None
-
-
-def _meet(environment: Any, rank: int, processes: int, nodes: int, start_others: Callable[[], None]) -> tuple[Any]:
-    """Lets the processes find each other before torch does, which would wait for half an hour.
-
-    Returns:
-        Torch's store, if this process has one. That of rank 0 listens at a port that nobody else can take meanwhile;
-        torch uses it as well.
-
-    Raises:
-        SetupError: the port is no number or taken, the address cannot be reached, or a process does not come.
-    """
-    from torch.distributed import DistError, TCPStore
-
-    launches, world = not environment.creates_processes_externally, processes * nodes
-    address, port = environment.main_address, _port(environment, launches and nodes == 1)
-    elastic = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # its agent listens, and sees to the rest
-    store = None
-    if launches:
-        enough_memory(processes)
-    if rank == 0 and not elastic:
-        _reach(address, None)
-        options: dict[str, Any] = {"is_master": True, "wait_for_workers": False, "multi_tenant": True}
-        try:
-            store = TCPStore(address, port, world, timeout=timedelta(seconds=MISSING), **options)
-        except DistError as error:
-            if "EADDRINUSE" in str(error):
-                hint = "set MASTER_PORT to another, or leave it away and a free one is taken"
-                raise SetupError(f"MASTER_PORT: port {port} is in use by another program; {hint}") from error
-            told = str(error).splitlines()[0]
-            raise SetupError(f"MASTER_ADDR={address}: rank 0 cannot listen at port {port} there: {told}") from error
-        os.environ["MASTER_PORT"] = str(store.port)
-    if launches:
-        start_others()
-    if ranks.here().parent is not None or elastic or (launches and nodes == 1):  # type: ignore[union-attr]
-        return (store,)  # whoever does not come has ended, and that is seen
-    if store is None:
-        _reach(address, port)
-        options = {"is_master": False, "wait_for_workers": False}
-        store = TCPStore(address, port, world, timeout=timedelta(seconds=MISSING), **options)
-    store.set(f"deeplightning/{rank}", "here")
-    if rank == 0:
-        _await_all(store, world, processes)
-    return (store,)
-
-
-def _port(environment: Any, any_port: bool) -> int:
-    """The port at which the processes meet; 0, any that is free, where it is ours to choose."""
-    given = os.environ.get("MASTER_PORT")
-    if given is None:
-        return 0 if any_port else environment.main_port
-    if not given.isascii() or not given.strip().isdigit() or not 0 < int(given) < 2**16:
-        raise SetupError(f"MASTER_PORT={given!r} is no port: a whole number from 1 to 65535")
-    return int(given)
-
-
-def _reach(address: str, port: int | None) -> None:
-    """Waits until an address can be reached; with no port, until its name is known."""
-    until, wait = time.monotonic() + MISSING, 0.05
-    while True:
-        try:
-            if port is None:
-                socket.getaddrinfo(address, None)
-            else:
-                socket.create_connection((address, port), timeout=MISSING / 4).close()
-            return
-        except OSError as error:
-            if time.monotonic() > until or (port is None and isinstance(error, socket.gaierror)):
-                what = f"MASTER_ADDR={address}" + (f", MASTER_PORT={port}" if port else "")
-                reason = error.strerror or str(error)
-                waited = f"rank 0 does not answer there after {MISSING:.0f} s" if port else "this address is not known"
-                raise SetupError(f"{what}: {waited}: {reason}") from error
-        time.sleep(wait)
-        wait = min(1.0, 2 * wait)
-
-
-def _await_all(store: Any, world: int, processes: int) -> None:
-    until = time.monotonic() + MISSING
-    while missing := [rank for rank in range(world) if not store.check([f"deeplightning/{rank}"])]:
-        if time.monotonic() > until:
-            nodes = sorted({rank // processes for rank in missing})
-            named = ", ".join(map(str, missing[:20])) + (" …" if len(missing) > 20 else "")
-            message = f"waiting for node {', '.join(map(str, nodes))}: of {world} processes rank {named} did not come"
-            raise SetupError(f"{message} in {MISSING:.0f} s; start it with the same MASTER_ADDR and MASTER_PORT")
-        time.sleep(ranks.LOOK / 5)

@@ -18,7 +18,7 @@ from deeplightning.config.target import build
 from deeplightning.engine.place import place
 from deeplightning.engine.plan import local_size
 
-__all__ = ["Job", "Launcher", "Slurm", "Start", "launcher_of", "plan_of"]
+__all__ = ["Job", "Launcher", "Local", "Slurm", "Start", "launcher_of", "plan_of"]
 
 
 @dataclass(frozen=True)
@@ -118,4 +118,6 @@ def _plan_here(job: Job) -> list[Start]:
     return [Start(job.command, local, where, {"LOCAL_RANK": "*", "WORLD_SIZE": str(local * nodes)})]
 
 
-from deeplightning.engine.launch.slurm import Slurm  # noqa: E402 (it uses what stands above)
+# At the end: they use what stands above.
+from deeplightning.engine.launch.local import Local  # noqa: E402
+from deeplightning.engine.launch.slurm import Slurm  # noqa: E402

@@ -1,0 +1,32 @@
+"""How long a launcher waits for room before it tries again."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+DEFAULT = {"base_s": 1.0, "factor": 2.0, "max_tries": 10}
+
+
+class Backoff:
+    """Pauses that grow: `base_s` seconds, each next one `factor` times as long, between `max_tries` tries.
+
+    Args:
+        params: these numbers; what is left away is 1 s, 2 and 10.
+
+    Raises:
+        ValueError: a number is out of its range, or a word is none of these.
+    """
+
+    def __init__(self, params: Mapping[str, float] | None = None):
+        given = dict(params or {})
+        if unknown := set(given) - set(DEFAULT):
+            raise ValueError(f"backoff takes {', '.join(DEFAULT)}, not {', '.join(sorted(unknown))}")
+        values = DEFAULT | given
+        for name, low in (("base_s", 0), ("factor", 1), ("max_tries", 1)):
+            if isinstance(values[name], bool) or not values[name] >= low:
+                raise ValueError(f"backoff.{name} must be at least {low}, not {values[name]}")
+        self.base_s, self.factor, self.max_tries = values["base_s"], values["factor"], int(values["max_tries"])
+
+    def __iter__(self) -> Iterator[float]:
+        """Seconds to wait after the first failed try, the second, …: one fewer than there are tries."""
+        return (self.base_s * self.factor**number for number in range(self.max_tries - 1))

@@ -1,0 +1,94 @@
+"""Processes on this machine: started together, looked after, and started again where one was lost."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+
+from deeplightning.config.fault import ConfigError, Fault
+from deeplightning.engine.launch import Job, Start
+from deeplightning.engine.launch.backoff import Backoff
+from deeplightning.engine.plan import local_size
+
+
+class Local:
+    """Starts the processes of a run on this machine, by torch's elastic agent.
+
+    When a process is killed, hangs, or cannot be reached any more, the others end, and up to `engine.max_restarts`
+    times all are started again: they go on in the same run, from its newest whole checkpoint. What lies in the config,
+    the data or the code would happen again; it ends the run with its own exit code, and so does a person's signal.
+
+    Args:
+        master_port: where the processes meet; null: any port that is free.
+        backoff: how to wait where the machine has no room for the processes: `base_s` seconds, the next time `factor`
+            times as long, and after `max_tries` tries no more; null: 1 s, doubled, ten tries.
+
+    Raises:
+        ValueError: a number is out of its range.
+    """
+
+    def __init__(self, master_port: int | None = None, backoff: Mapping[str, float] | None = None):
+        if master_port is not None and not 0 < master_port < 2**16:
+            raise ValueError(f"master_port must be from 1 to 65535, not {master_port}")
+        self.master_port = master_port
+        self.backoff = Backoff(backoff)
+
+    def plan(self, job: Job) -> list[Start]:
+        """What `run` would start."""
+        _one_machine(job)
+        size, restarts = local_size(job.cfg.engine), job.cfg.engine.max_restarts
+        port = "*" if self.master_port is None else str(self.master_port)
+        variables = {"RANK": "*", "LOCAL_RANK": "*", "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
+        variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_RUN_ID": "*"}
+        again = f", again up to {restarts} times after a process was lost" if restarts else ""
+        return [Start(_command(job), size, f"this machine{again}", variables)]
+
+    def run(self, job: Job) -> int:
+        """Starts the processes and sees them through.
+
+        Returns:
+            The exit code: 5 where a process was lost and no restart is left, else that of the processes.
+
+        Raises:
+            SetupError: they cannot be started.
+        """
+        _one_machine(job)
+        from deeplightning.engine.launch.elastic import attend
+
+        restarts, redact = job.cfg.engine.max_restarts, job.cfg.redact
+
+        def tell(line: str) -> None:
+            print(redact(line), file=sys.stderr, flush=True)
+
+        command, size = _command(job), local_size(job.cfg.engine)
+        code, agent = attend(command, size, restarts, self.master_port or 0, self.backoff, tell)
+        cause = agent.cause
+        if code == 0 or cause is None:
+            return code
+        word = f"error [{cause.whose}]" if cause.whose else "error"
+        if cause.lost and not agent.heard:
+            used = {0: "", 1: "; the restart is used up"}.get(restarts, f"; the {restarts} restarts are used up")
+            newest = agent.newest
+            kept = f"; the last checkpoint is {newest}" if newest else "; there is no checkpoint yet"
+            hint = ", and train.resume_ckpt=auto goes on from it" if newest else ""
+            tell(f"{word}: {cause.reason}{used}{kept}{hint}")
+        elif not agent.told:
+            tell(f"{word}: {cause.reason}")
+        if agent.lost_first and agent.run_folder is not None:  # else the process has said it
+            print(f"Artifact storage path: {agent.run_folder.path}", flush=True)
+        return code
+
+
+def _command(job: Job) -> list[str]:
+    """What each process runs; a seed that was drawn is drawn for all, and for all starts."""
+    drawn = any(notice.key == "seed" for notice in job.cfg.notices or [])
+    return [*job.command, *([f"seed={job.cfg.seed}"] if drawn else [])]
+
+
+def _one_machine(job: Job) -> None:
+    if job.cfg.engine.num_nodes > 1:
+        message = (
+            f"{job.cfg.engine.num_nodes} machines, and Local starts the processes of one; start this command on each "
+            "of them with torchrun, or use deeplightning.engine.launch.Slurm or Ray"
+        )
+        raise ConfigError(Fault(message, "engine.num_nodes"))
