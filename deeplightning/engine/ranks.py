@@ -409,13 +409,13 @@ class Ranks:
                 child.wait()
 
     def leave(self) -> None:
-        """Takes leave of the others; the last one removes the folder."""
+        """Takes leave of the others; the last one removes the folder, unless whoever has started them will read it."""
         if os.getpid() != self.pid:
             return
         self.end_children(SOON)
         with contextlib.suppress(OSError):
             (self.folder / f"{self.rank}.pid").unlink()
-        if not _members(self.folder):
+        if not _members(self.folder) and not (self.parent_tells and os.getppid() == self.parent):
             shutil.rmtree(self.folder, ignore_errors=True)
 
     def _exit(self, code: int) -> None:
