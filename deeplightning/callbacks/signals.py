@@ -1,4 +1,9 @@
-"""Ctrl-C and SIGTERM are polite: the batch is finished, `last.ckpt` saved, the run marked KILLED. A second is not."""
+"""Ctrl-C and SIGTERM are polite: the batch is finished, `last.ckpt` saved, the run marked KILLED. A second is not.
+
+In a job of Slurm SIGUSR1 and SIGUSR2 do the same, and send the job back into the queue: started again, it goes on in
+the same run. SIGTERM does so as well where Slurm takes the job's machines away for another. Elsewhere SIGUSR1 and
+SIGUSR2 are the user's own.
+"""
 
 import signal
 import threading
@@ -7,12 +12,14 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from lightning_fabric.plugins.environments import SLURMEnvironment
 from torch import distributed
 
 from deeplightning.callbacks.record import Interrupted, between_steps
+from deeplightning.engine.launch.slurm import is_preempted, job_here, requeue_at_exit
+from deeplightning.engine.place import own_rank
 
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
+AGAIN = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 class Signals(pl.Callback):
@@ -23,6 +30,7 @@ class Signals(pl.Callback):
     """
 
     def __init__(self) -> None:
+        self._job = job_here()
         self._received = 0
         self._under_way = False
         self._before: dict[int, Any] = {}
@@ -31,28 +39,42 @@ class Signals(pl.Callback):
 
     def setup(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         """Takes the signals over. Lightning 2.6 would put its own handler for SIGTERM in place after this, which talks
-        to the other processes from inside the handler; only Slurm's, which puts a job back into the queue, is kept."""
+        to the other processes from inside the handler."""
         connector: Any = trainer._signal_connector
-        if not isinstance(getattr(trainer.strategy, "cluster_environment", None), SLURMEnvironment):
-            connector.register_signal_handlers = lambda: None
-            self._install()
+        connector.register_signal_handlers = lambda: None
+        self._install()
 
     def _install(self) -> None:
         if threading.current_thread() is threading.main_thread() and not self._before:
-            self._before = {number: signal.signal(number, self._handle) for number in EXIT_CODES}
+            numbers = [*EXIT_CODES, *(AGAIN if self._job else ())]
+            self._before = {number: signal.signal(number, self._handle) for number in numbers}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        if number in AGAIN and self._received:
+            return  # Slurm says it in several ways; the batch will be done with
+        if number == signal.SIGTERM and self._received in AGAIN:
+            return  # Slurm's next word, before it kills
         if self._received or not self._under_way:
-            raise Interrupted(signal.Signals(number).name, EXIT_CODES[signal.Signals(number)], at_once=True)
+            raise self._interrupted(number, at_once=True)
         self._received = number
+
+    def _interrupted(self, received: int, at_once: bool = False) -> Interrupted:
+        """The error of a signal; where the job is to go on, rank 0 sees to that when it has ended."""
+        number = signal.Signals(received)
+        if (
+            self._job is not None
+            and own_rank() == 0
+            and (number in AGAIN or (number == signal.SIGTERM and is_preempted(self._job)))
+        ):
+            requeue_at_exit(self._job)
+        return Interrupted(number.name, EXIT_CODES.get(number, EXIT_CODES[signal.SIGTERM]), at_once)
 
     def _look(self, trainer: pl.Trainer) -> None:
         if trainer.state.fn == "fit" and not between_steps(trainer):
             return  # what is saved now would lack the gradients that wait
         received = self._received if trainer.world_size == 1 else self._received_by_any(trainer)
         if received:
-            number = signal.Signals(received)
-            raise Interrupted(number.name, EXIT_CODES[number])
+            raise self._interrupted(received)
 
     def _received_by_any(self, trainer: pl.Trainer) -> int:
         """The signal that a process had received when this was last asked, on all the same, or 0.
@@ -71,7 +93,7 @@ class Signals(pl.Callback):
 
     def _begin(self) -> None:
         self._asked = self._gathered = None
-        self._install()  # under Slurm Lightning has put its own in place
+        self._install()
         self._under_way = True
 
     def on_train_start(self, *_: Any) -> None:
@@ -112,5 +134,6 @@ class Signals(pl.Callback):
 
     def _restore(self) -> None:
         for number, handler in self._before.items():
-            signal.signal(number, handler)
+            # Said again while a checkpoint is saved it must not end the process.
+            signal.signal(number, signal.SIG_IGN if number in AGAIN and self._received in AGAIN else handler)
         self._before, self._under_way = {}, False

@@ -7,6 +7,7 @@ job is submitted or planned.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import io
 import os
@@ -379,7 +380,8 @@ class _Following:
         if state in WAITS:
             again = f" (restart {found['Restarts']})" if found.get("Restarts", "0") != "0" else ""
             reason = found.get("Reason", "None").replace("_", " ")
-            self._tell(f"job {self.number} waits{again}: {reason if reason != 'None' else state}")
+            if reason != "None":  # at first Slurm has none
+                self._tell(f"job {self.number} waits{again}: {reason}")
         elif state == "RUNNING" and self._silent_since is None:
             self._tell(f"job {self.number} runs on {found.get('NodeList', 'its nodes')}")
         return None if state in LIVES else found
@@ -461,8 +463,21 @@ def is_preempted(number: str) -> bool:
         return False
 
 
-def requeue(number: str) -> None:
-    """Sends a job back into the queue, which ends it: for the last moment of its first process."""
+def requeue_at_exit(number: str) -> None:
+    """Has this process, as its very last act, send its job back into the queue, which ends all of the job's processes.
+
+    However often it is asked, that is done once.
+    """
+    global _job_to_requeue
+    if _job_to_requeue is None:
+        atexit.register(_requeue, number)
+    _job_to_requeue = number
+
+
+_job_to_requeue: str | None = None
+
+
+def _requeue(number: str) -> None:
     _say(f"job {number} goes back into the queue, and goes on when Slurm starts it again")
     code, words = _ask("scontrol", "requeue", number)
     if code != 0:
