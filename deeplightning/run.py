@@ -17,7 +17,7 @@ from deeplightning.engine.lean import import_lean
 from deeplightning.engine.place import own_rank
 from deeplightning.engine.together import all_ended, together
 from deeplightning.runfolder import RunFolder
-from deeplightning.trained import checkpoint_of, export_run, find_checkpoint, keep_samples, resumption
+from deeplightning.trained import agreement, checkpoint_of, export_run, find_checkpoint, keep_samples, resumption
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
@@ -48,7 +48,7 @@ def launch(cfg: Config) -> RunFolder:
     trainer = init_trainer(cfg)
     record = callback_of(trainer, Record)
     record.resumption = goes_on
-    together(trainer, cfg.redact, lambda error: _end(record, trainer, error))
+    together(trainer, cfg.redact, lambda error: _end(record, trainer, error), agreement(cfg, goes_on))
     try:
         if "train" in cfg.stages:
             _train(cfg, trainer, task, data, goes_on.checkpoint if goes_on else None)

@@ -236,6 +236,17 @@ def _learning(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     yield "seed", settings["seed"]
 
 
+def agreement(cfg: Config, goes_on: Resumption | None) -> dict[str, str]:
+    """What of a run must be the same on all of its machines, by key: what decides over each step, the engine, and the
+    checkpoint that training goes on from."""
+    from deeplightning.callbacks.record import engine_of
+
+    settings = dict(_learning(cfg.public())) | {f"engine.{name}": value for name, value in engine_of(cfg).items()}
+    settings |= {"stages": cfg.stages, "the checkpoint to go on from": goes_on and goes_on.checkpoint}
+    del settings["engine.processes"]  # those of one machine are compared
+    return {key: str(value) for key, value in settings.items()}
+
+
 def find_checkpoint(name: str | None, cfg: Config, to_go_on: bool = False) -> Path | None:
     """The checkpoint file that a config names: a path, RUN, or `last`, `best` of the experiment's newest run.
 

@@ -97,11 +97,14 @@ def place(environment: Mapping[str, str] | None = None) -> Place | None:
 
 
 def own_rank() -> int:
-    """This process's number: that of its place, else RANK, else SLURM_PROCID, else LOCAL_RANK, else 0. Never raises."""
+    """This process's number: that of its place, else RANK, else SLURM_PROCID, else LOCAL_RANK, else 0. Never raises.
+
+    The first process on a machine that a person has numbered (NODE_RANK) has some number above 0, but on the first.
+    """
     with contextlib.suppress(SetupError):
         if (found := place()) is not None:
             return found.rank
-    words = (os.environ.get(name, "") for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK"))
+    words = (os.environ.get(name, "") for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK", "NODE_RANK"))
     return next((int(word) for word in words if word.isdecimal()), 0)
 
 

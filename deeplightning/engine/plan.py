@@ -12,7 +12,7 @@ from deeplightning.config.fault import ConfigError, Fault, Notice, SetupError
 from deeplightning.config.schema import BACKENDS, PRECISIONS, Config, Engine
 from deeplightning.config.target import build_inside, is_installed
 from deeplightning.engine.devices import cpu_computes_bf16, cuda_devices
-from deeplightning.engine.place import Place, place
+from deeplightning.engine.place import Place, doubt, place
 
 _WORDS = {16: "16-mixed", 32: "32-true", 64: "64-true", "bf16": "bf16-mixed"}
 
@@ -38,6 +38,8 @@ def settle(cfg: Config) -> tuple[list[Notice], list[Fault]]:
         more = "; 16-true is nearer to O2" if engine.precision == "apex_O2" else ""
         change("precision", PRECISIONS[engine.precision], f"{engine.precision} is its older name{more}")
     missing, here = None, _here(faults)
+    if (told_twice := doubt()) is not None:
+        notices.append(Notice(told_twice))
     if here is not None and here.is_binding:
         missing = _settle_devices(engine, change)
         faults += _settle_size(engine, here, change)
@@ -82,6 +84,7 @@ def _here(faults: list[Fault]) -> Place | None:
 def _settle_size(engine: Engine, here: Place, change: Callable[[str, Any, str], None]) -> list[Fault]:
     """Takes the sizes of a launch over; what is asked for otherwise is a fault."""
     faults = []
+    hint = "; LOCAL_RANK and LOCAL_WORLD_SIZE tell which and how many are on each machine" if here.by == "RANK" else ""
 
     def agree(key: str, asked: int, told: int, what: str) -> None:
         if asked == told:
@@ -89,9 +92,14 @@ def _settle_size(engine: Engine, here: Place, change: Callable[[str, Any, str], 
         if asked == 1 and key != "gpus":
             change(key, told, f"{here.by} has started {told} {what}")
         else:
-            message = f"{asked} {what} are asked for, and {here.by} has started {told}; make the two equal"
+            message = f"{asked} {what} are asked for, and {here.by} has started {told}; make the two equal{hint}"
             faults.append(Fault(message, f"engine.{key}", exit_code=3))
 
+    if here.world != here.nodes * here.local_world:
+        message = (
+            f"{here.by} has started {here.world} processes, {here.local_world} of them on this of {here.nodes} nodes"
+        )
+        return [Fault(f"{message}; each node must have as many", "engine.num_nodes", exit_code=3)]
     agree("num_nodes", engine.num_nodes, here.nodes, "nodes" if here.nodes > 1 or engine.num_nodes > 1 else "node")
     of_each = "processes on each node" if here.nodes > 1 else "processes"
     if engine.gpus is None:
@@ -103,8 +111,12 @@ def _settle_size(engine: Engine, here: Place, change: Callable[[str, Any, str], 
 
 def _lacks_to_meet(engine: Engine) -> list[Fault]:
     """What several machines that are started by hand need to find each other, and nobody has told."""
-    if engine.num_nodes == 1 or engine.launcher is not None:
+    number = os.environ.get("NODE_RANK") or "0"
+    if engine.launcher is not None:
         return []
+    if engine.num_nodes == 1:
+        message = f"there is 1 node, and NODE_RANK={number}; set engine.num_nodes, or unset NODE_RANK"
+        return [] if number.strip().strip("0") == "" else [Fault(message, "engine.num_nodes", exit_code=3)]
     needed = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
     missing = [name for name in needed if not os.environ.get(name)]
     if len(missing) == len(needed):
@@ -115,12 +127,8 @@ def _lacks_to_meet(engine: Engine) -> list[Fault]:
         return [Fault(message, "engine.num_nodes")]
     if missing:
         return [Fault(f"{', '.join(missing)} not set; each of the machines needs it", "engine.num_nodes", exit_code=3)]
-    try:
-        number = int(os.environ["NODE_RANK"])
-    except ValueError:
-        number = -1
-    if not 0 <= number < engine.num_nodes:
-        message = f"NODE_RANK={os.environ['NODE_RANK']} is none of 0 to {engine.num_nodes - 1}"
+    if not (number.isascii() and number.strip().isdigit() and int(number) < engine.num_nodes):
+        message = f"NODE_RANK={number} is none of 0 to {engine.num_nodes - 1}"
         return [Fault(message, "engine.num_nodes", exit_code=3)]
     return []
 
