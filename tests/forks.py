@@ -1,0 +1,72 @@
+"""`deeplightning` where the processes that `engine.launch.Local` starts are forked from it, which has imported all.
+
+A fresh one spends five seconds of CPU on imports. The agent, its processes' environment, sessions, signals and ends are
+real; only `python -m deeplightning` is called in the forked process instead of a new one.
+"""
+
+import atexit
+import os
+import signal
+import sys
+from typing import Any
+
+
+class Forked:
+    """What torch's agent uses of `subprocess.Popen`."""
+
+    def __init__(self, args: tuple[str, ...], env: dict[str, str], **_: Any):
+        assert args[1:3] == ("-m", "deeplightning")
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            _become(args[3:], env)
+
+    def poll(self) -> int | None:
+        return self._ask(os.WNOHANG)
+
+    def wait(self) -> int | None:
+        return self._ask(0)
+
+    def _ask(self, how: int) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, how)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def _become(argv: tuple[str, ...], env: dict[str, str]) -> None:
+    from deeplightning import cli
+
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.environ.clear()
+    os.environ.update(env)
+    sys.argv = ["deeplightning", *argv]
+    code: object = 1
+    try:
+        cli.main()
+    except SystemExit as ended:
+        code = ended.code
+    finally:
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code if isinstance(code, int) else 0 if code is None else 1)
+
+
+def main() -> None:
+    """Instead of `deeplightning.cli:main`."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+    from deeplightning import cli
+
+    subprocess_handler.Popen = Forked
+    cli.main()
