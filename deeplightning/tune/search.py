@@ -432,9 +432,10 @@ class _Search:
             self._stopping = self._stopping or _STOPS[code](f"{note} (trial {number}; the same command goes on)")
             self.workers.interrupt()
         else:
-            said = notes[-1] if notes else ""
+            raised = re.findall(r"^[\w.]+(?:Error|Exception)\b.*$", told, re.MULTILINE)  # a fault of somebody's code
+            said = (raised if code == 1 else notes)[-1:] or notes[-1:]
             killed = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            self._fail(number, said or killed)
+            self._fail(number, said[0] if said else killed)
 
     def _why_without_value(self, number: int) -> str:
         values = self.study.trials()[number].intermediate_values

@@ -149,19 +149,23 @@ class Study:
         known = self.trials()
         tried = [self.point(trial) for trial in known]
         number = len(known)
+        # Drawn in memory: in the file there is no trial that is not to be run.
+        apart = optuna.create_study(direction=self._study.direction)
+        here, there = (self._storage, self._study._study_id), (apart._storage, apart._study_id)
+        self._copy_attributes(here, there)
         trial: Any = None
-        for attempt in range(REDRAWN):
-            # Drawn in memory: in the file there is no trial that is not to be run.
-            apart = optuna.create_study(sampler=self._sampler_for(number, attempt), direction=self._study.direction)
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                apart.add_trials(known)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            apart.add_trials(known)
+            for attempt in range(REDRAWN):
+                apart.sampler = self._sampler_for(number, attempt)
                 apart.ask(self._distributions)
-            trial = apart.get_trials(deepcopy=False)[-1]
-            if not any(self._same(self.point(trial), other) for other in tried):
-                break
-        else:
-            trial = self._any_other(trial, tried, number)
+                trial = apart.get_trials(deepcopy=False)[-1]
+                if not any(self._same(self.point(trial), other) for other in tried):
+                    break
+            else:
+                trial = self._any_other(trial, tried, number)
+        self._copy_attributes(there, here)
         made = create_trial(
             state=TrialState.RUNNING,
             params=trial.params,
@@ -170,6 +174,14 @@ class Study:
         )
         self._study.add_trial(made)
         return self._study.get_trials(deepcopy=False)[number]
+
+    @staticmethod
+    def _copy_attributes(here: tuple[Any, int], there: tuple[Any, int]) -> None:
+        """What a sampler notes of the study as a whole: how far a sequence has come."""
+        known = there[0].get_study_system_attrs(there[1])
+        for name, value in here[0].get_study_system_attrs(here[1]).items():
+            if known.get(name) != value:
+                there[0].set_study_system_attr(there[1], name, value)
 
     def _any_other(self, trial: FrozenTrial, tried: list[Point], number: int) -> FrozenTrial:
         """A point that is left, where the sampler keeps coming to those that it knows."""

@@ -1,0 +1,432 @@
+"""`deeplightning tune`: trials are drawn, run, judged and kept, whatever happens to the search."""
+
+import csv
+import re
+import sqlite3
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+from commands import LONGEST, Outcome, Running
+from conftest import TINY
+
+from deeplightning.config.fault import ConfigError, SetupError
+from deeplightning.config.schema import Target, Tune
+from deeplightning.config.space import space_of
+from deeplightning.config.target import is_installed
+from deeplightning.config.tree import line
+from deeplightning.configure import examine
+from deeplightning.runfolder import RunFolder
+from deeplightning.tracking.sqlite import open_directly
+from deeplightning.tracking.store import locate
+from deeplightning.tune.search import search
+from deeplightning.tune.study import Study, begin
+
+pytestmark = pytest.mark.skipif(
+    not is_installed("optuna"), reason="Optuna is not installed: pip install 'deeplightning[tune]'"
+)
+
+SEARCH = """\
+tune:
+  metric: val_acc
+  mode: max
+  num_trials: 3
+  space:
+    model.optimizer.params.lr: {log_uniform: [1e-4, 0.1]}
+    data.batch_size: {int: [8, 32], step: 8}
+"""
+BROKEN = '''\
+from deeplightning.task.img_classif import ImageClassification
+
+
+class Learns(ImageClassification):
+    """As ever."""
+
+
+class Raises(ImageClassification):
+    def training_step(self, batch, batch_idx):
+        raise KeyError("a fault of the user")
+
+
+class Silent(ImageClassification):
+    def validation_step(self, batch, batch_idx):
+        pass
+
+    def on_validation_epoch_end(self):
+        pass
+
+
+class NoNumber(Silent):
+    def on_validation_epoch_end(self):
+        self.log("val_acc", float("nan"))
+'''
+PRUNER = "tune.pruner={type: optuna.pruners.MedianPruner, params: {n_startup_trials: 2}}"
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory, store) -> Path:
+    """A search of three trials, each as short as a run can be."""
+    path = tmp_path_factory.mktemp("search") / "lr.yaml"
+    path.write_text(TINY.replace("STORE", str(store)) + SEARCH)
+    path.with_name("broken.py").write_text(BROKEN)
+    return path
+
+
+@pytest.fixture(scope="module")
+def searched(command, config, place) -> Outcome:
+    """The search of `config`, to its end."""
+    return command("tune", config, "tune.name=three", cwd=place)
+
+
+def table(outcome: Outcome) -> list[dict[str, str]]:
+    with (outcome.folder / "trials.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def children(store: Path, parent: str) -> dict[str, str]:
+    """Id and name of the runs that MLflow shows below another one."""
+    with sqlite3.connect(store / "mlflow.db") as database:
+        found = database.execute(
+            "SELECT run_uuid, name FROM runs JOIN tags USING (run_uuid) WHERE key = 'mlflow.parentRunId' AND value = ?"
+            " AND lifecycle_stage = 'active'",
+            (parent,),
+        ).fetchall()
+    database.close()
+    return dict(found)
+
+
+def run(store: Path, run_id: str):
+    tracker = open_directly(locate(store))
+    found = tracker.run(run_id)
+    tracker.close()
+    return found
+
+
+def study_file(store: Path, name: str) -> Path:
+    return store / "searches" / "Default" / name / "study.db"
+
+
+# ---- what a search leaves
+
+
+def test_three_trials_are_three_child_runs(searched, store):
+    """Each trial is a run of its own below the search's, with its number as name, its values and its metric."""
+    assert searched.code == 0, searched
+    rows, below = table(searched), children(store, searched.folder.parent.name)
+    assert [row["state"] for row in rows] == ["finished"] * 3
+    assert below == {row["run"]: f"trial-{row['trial']}" for row in rows}
+    for row in rows:
+        found = run(store, row["run"])
+        assert found.status == "FINISHED"
+        assert float(found.params["model/optimizer/params/lr"]) == float(row["model.optimizer.params.lr"])
+        assert found.params["data/batch_size"] == row["data.batch_size"]
+    assert run(store, searched.folder.parent.name).status == "FINISHED"
+
+
+def test_the_best_is_reported_and_runs_again(searched, command, store, place):
+    """The best trial's values stand on stdout and in best.yaml; that file, and the cfg.yaml of the trial's run, train
+    to the same metric."""
+    best = max(table(searched), key=lambda row: float(row["val_acc"]))
+    assert re.search(rf"^best +trial {best['trial']}, val_acc ", searched.out, re.MULTILINE)
+    assert str(searched.folder / "best.yaml") in searched.out
+    written = yaml.safe_load((searched.folder / "best.yaml").read_text())
+    assert written["model"]["optimizer"]["params"]["lr"] == float(best["model.optimizer.params.lr"])
+    assert written["data"]["batch_size"] == int(best["data.batch_size"])
+    assert "tune" not in written
+    trial = next(store.glob(f"*/{best['run']}/artifacts/cfg.yaml"))
+    for config in (searched.folder / "best.yaml", trial):
+        again = command("train", config, cwd=place)
+        assert again.code == 0, again
+        assert last_value(store, again.folder.parent.name) == float(best["val_acc"])
+
+
+def last_value(store: Path, run_id: str) -> float:
+    tracker = open_directly(locate(store))
+    points = list(tracker.history(run_id, ["val_acc"]))
+    tracker.close()
+    return max(points, key=lambda point: point.step).value
+
+
+def test_the_search_is_pictured(searched):
+    """There is a picture with a line for each trial; the table on stdout has a row for each, the best first."""
+    assert (searched.folder / "parallel_coordinates.png").read_bytes().startswith(b"\x89PNG")
+    ranks = re.findall(r"^(\d) +\d +finished +(\S+)", searched.out, re.MULTILINE)
+    assert [rank for rank, _ in ranks] == ["1", "2", "3"]
+    assert [float(value) for _, value in ranks] == sorted((float(value) for _, value in ranks), reverse=True)
+
+
+def test_a_finished_search_repeats_nothing(searched, command, config, place):
+    """The same command once more runs no trial, and shows what was found."""
+    again = command("tune", config, "tune.name=three", cwd=place)
+    assert again.code == 0, again
+    assert again.folder == searched.folder
+    assert "trial 0 " not in again.out.split("rank")[0]
+    assert table(again) == table(searched)
+
+
+def test_a_search_with_another_space_is_another_search(searched, command, config, place):
+    """A changed space is refused with both values and the ways out; nothing is run."""
+    changed = config.with_name("changed.yaml")
+    changed.write_text(config.read_text().replace("[8, 32], step: 8", "[8, 64], step: 8"))
+    outcome = command("tune", changed, "tune.name=three", cwd=place)
+    assert outcome.code == 2, outcome
+    assert "{int: [8, 32], step: 8} when the search three began, and is {int: [8, 64], step: 8}" in outcome.err
+    assert "tune.name=NEW" in outcome.err
+    assert outcome.err.count("error:") == 1
+
+
+# ---- interrupted searches
+
+
+def happened(database: Path) -> int:
+    """How much a search has written down: trials, reports and ends."""
+    if not database.exists():
+        return 0
+    connection = sqlite3.connect(f"file:{database}?mode=ro", uri=True, timeout=60)
+    counts = (
+        "SELECT (SELECT count(*) FROM trials) + (SELECT count(*) FROM trial_intermediate_values)"
+        " + (SELECT count(*) FROM trials WHERE state != 'RUNNING')"
+    )
+    (count,) = connection.execute(counts).fetchone()
+    connection.close()
+    return count
+
+
+def until(running: Running, database: Path, count: int) -> bool:
+    """Waits until a search has written so much down; False: it has ended before."""
+    end = time.monotonic() + LONGEST
+    while happened(database) < count:
+        if running._read("code"):
+            return False
+        assert time.monotonic() < end, running._read("err")
+        time.sleep(0.01)
+    return True
+
+
+def test_a_killed_search_goes_on(searched, command, config, store, place):
+    """Killed with SIGKILL inside a trial, the same command ends with the trials of an undisturbed search, value for
+    value: what was over is not run again, what was under way is the same run."""
+    began = command.start("tune", config, "tune.name=killed", cwd=place)
+    assert until(began, study_file(store, "killed"), 5)  # trial 0 drawn, two reports, over; trial 1 drawn
+    began.signal(9)
+    assert began.end().code == -9
+    outcome = command("tune", config, "tune.name=killed", cwd=place)
+    assert outcome.code == 0, outcome
+    assert not re.search(r"^trial 0 ", outcome.out, re.MULTILINE)
+    different = {"run": None}
+    assert [row | different for row in table(outcome)] == [row | different for row in table(searched)]
+    below = children(store, outcome.folder.parent.name)
+    assert sorted(below.values()) == ["trial-0", "trial-1", "trial-2"]
+    assert {run(store, run_id).status for run_id in below} == {"FINISHED"}
+
+
+def test_ctrl_c_ends_a_search_politely(command, config, store, place):
+    """The trial ends at the end of its batch as KILLED, the exit code is 130, and a note says how to go on."""
+    waits = "train.callbacks=[{type: own.Waits, params: {until: " + str(config.with_name("go")) + "}}]"
+    words = ("tune", config, "tune.name=interrupted", "tune.num_trials=1", waits)
+    running = command.start(*words, cwd=place)
+    assert until(running, study_file(store, "interrupted"), 2)
+    running.signal(2)
+    config.with_name("go").touch()
+    outcome = running.end()
+    assert outcome.code == 130, outcome
+    assert "error: interrupted by SIGINT after 0 of 1 trials; to go on: deeplightning tune" in outcome.err
+    assert outcome.out.count("Artifact storage path: ") == 1
+    parent = outcome.folder.parent.name
+    (trial,) = children(store, parent)
+    assert [run(store, parent).status, run(store, trial).status] == ["KILLED", "KILLED"]
+    outcome = command(*words, cwd=place)
+    assert outcome.code == 0, outcome
+    assert "(goes on)" in outcome.out
+    assert children(store, parent) == {trial: "trial-0"}
+
+
+# ---- trials that fail
+
+
+def test_a_failing_trial_does_not_win(command, config, store, place):
+    """Of tasks that raise, that log no metric, whose metric is no number, and that learn, each is tried once: the first
+    three are marked with their reasons, and the last wins."""
+    grid = "tune.sampler={type: optuna.samplers.GridSampler}"
+    space = "tune.space={model.module.type: {choice: [broken.Raises, broken.Silent, broken.NoNumber, broken.Learns]}}"
+    outcome = command("tune", config, "tune.name=failing", "tune.num_trials=9", grid, space, cwd=place)
+    assert outcome.code == 0, outcome
+    assert "there are no more points than that; tune.num_trials is 9" in outcome.out
+    found = {row["model.module.type"].removeprefix("broken."): row for row in table(outcome)}
+    states = {name: row["state"] for name, row in found.items()}
+    assert states == {"Raises": "failed", "Silent": "failed", "NoNumber": "failed", "Learns": "finished"}
+    assert found["Raises"]["failure"] == "KeyError: 'a fault of the user'"
+    assert found["Silent"]["failure"].startswith("val_acc was not logged; there was ")
+    assert found["NoNumber"]["failure"] == "val_acc is nan"
+    assert run(store, found["Raises"]["run"]).status == "FAILED"
+    assert re.search(rf"^best +trial {found['Learns']['trial']}, ", outcome.out, re.MULTILINE)
+
+
+def test_no_trial_finishes(command, config, place):
+    """Where all trials fail, the exit code is 5, and the reasons are told once."""
+    task, trials = "model.module.type=broken.Raises", "tune.num_trials=2"
+    outcome = command("tune", config, "tune.name=none", task, trials, cwd=place)
+    assert outcome.code == 5, outcome
+    assert outcome.err.splitlines()[-1] == "error: none of 2 trials finished: KeyError: 'a fault of the user'"
+    assert not (outcome.folder / "best.yaml").exists()
+
+
+# ---- bad input
+
+SPACES = {
+    "unknown section": ("{model.optimiser.params.lr: {uniform: [0, 1]}}", "unknown key. Did you mean optimizer?"),
+    "unknown param": ("{model.optimizer.params.lrr: {uniform: [0, 1]}}", "has no param `lrr`. Did you mean lr?"),
+    "type": ("{data.batch_size: {uniform: [8, 16]}}", "8.0: must be a whole number, not the number 8.0; take int"),
+    "low end": ("{train.num_epochs: {int: [-1, 3]}}", "-1: must be at least 0, not -1"),
+    "high end": ("{seed: {int: [0, 4294967296]}}", "4294967296: must be at most 4294967295"),
+    "param's type": ("{model.network.params.num_classes: {choice: [10, many]}}", "many: deeplightning.model.cnn"),
+    "word": ("{model.scheduler.call.interval: {choice: [epoch, batch]}}", "batch: "),
+    "target": ("{model.optimizer.type: {choice: [torch.optim.SGD, torch.optim.SDG]}}", "Did you mean torch.optim.SGD?"),
+    "no distribution": ("{data.batch_size: [8, 16]}", "perhaps {choice: [8, 16]}"),
+    "value": ("{data.batch_size: 8}", "perhaps {choice: [8]}"),
+    "distribution": ("{data.batch_size: {loguniform: [8, 16]}}", "Did you mean log_uniform?"),
+    "typo": ("{data.batch_size: {chioce: [8, 16]}}", "Did you mean choice?"),
+    "two": ("{data.batch_size: {int: [8, 16], choice: [8]}}", "must be one of uniform, log_uniform, int, log_int"),
+    "order": ("{data.batch_size: {int: [16, 8]}}", "the wrong way round: [16, 8]; write [8, 16]"),
+    "one end": ("{data.batch_size: {int: [16]}}", "must be its two ends"),
+    "fraction": ("{data.batch_size: {int: [1.5, 8]}}", "must be its two ends, whole numbers"),
+    "infinite": ("{model.optimizer.params.lr: {uniform: [0, .inf]}}", "must be its two ends"),
+    "log of 0": ("{model.optimizer.params.lr: {log_uniform: [0, 1]}}", "needs ends above 0"),
+    "step": ("{data.batch_size: {int: [8, 16], step: 0}}", "step must be a whole number above 0"),
+    "step of choice": ("{data.batch_size: {choice: [8, 16], step: 2}}", "`step` goes with uniform and int"),
+    "twice": ("{data.batch_size: {choice: [8, 16, 8]}}", "the choice 8 stands twice"),
+    "no choice": ("{data.batch_size: {choice: []}}", "choice must be a list of values"),
+    "empty": ("{}", "there is nothing to search over"),
+    "itself": ("{tune.num_trials: {int: [1, 9]}}", "`tune` cannot be searched over"),
+    "logger": ("{logger.log_every_n_steps: {int: [1, 9]}}", "`logger` cannot be searched over"),
+    "section and key": (
+        "{model.optimizer: {choice: [{type: torch.optim.SGD, params: {lr: 1}}]}, model.optimizer.params.lr:"
+        " {uniform: [0, 1]}}",
+        "`model.optimizer`, which is searched over too",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPACES)
+def test_a_space_that_cannot_be_is_refused(name, config):
+    """One fault, at the place of the space, with the nearest right word, before anything is spent."""
+    space, told = SPACES[name]
+    report = examine(config, [f"tune.space={space}", "model.scheduler={type: torch.optim.lr_scheduler.ConstantLR}"])
+    assert report.exit_code == 2
+    (fault,) = report.faults
+    assert told in str(fault)
+    assert str(fault).startswith(f"override tune.space={space}: tune.space")
+
+
+def test_the_place_of_a_dimension_is_told(tmp_path, config):
+    """File, line and column of the key of the space."""
+    path = tmp_path / "c.yaml"
+    path.write_text(
+        config.read_text().replace("data.batch_size: {int: [8, 32], step: 8}", "data.batch_sise: {int: [1, 2]}")
+    )
+    line = 1 + path.read_text().splitlines().index("    data.batch_sise: {int: [1, 2]}")
+    (fault,) = examine(path).faults
+    assert fault.place.endswith(f"c.yaml:{line}:5")
+    assert fault.key == "tune.space.data.batch_sise"
+    assert fault.to_dict()["suggestion"] == "batch_size"
+
+
+@pytest.mark.parametrize(
+    ("override", "told"),
+    [
+        ("tune.metric=val_ac", "Did you mean val_acc?"),
+        ("tune.sampler={type: optuna.samplers.TPESamplerr}", "Did you mean optuna.samplers.TPESampler?"),
+        ("tune.sampler={type: optuna.pruners.MedianPruner}", "is not a sampler of Optuna's"),
+        ("tune.pruner={type: optuna.pruners.MedianPruner, params: {n_warmup: 1}}", "has no param `n_warmup`"),
+        ("tune.sampler={type: optuna.samplers.GridSampler}", "a grid needs values that can be counted"),
+        ("train.resume_ckpt=auto", "the trials of a search begin each by itself"),
+        ("stages=[test]", "a search trains"),
+        ("tune.num_trials=0", "at least 1"),
+        ("tune.mode=maximum", "one of min, max"),
+    ],
+)
+def test_a_block_that_cannot_be_is_refused(override, told, config):
+    """The keys of the block beside its space."""
+    report = examine(config, [override])
+    assert report.exit_code == 2
+    assert told in "\n".join(map(str, report.faults))
+
+
+def test_no_search_in_the_config(config):
+    """A config without the block: exit code 2, and what the block looks like."""
+    with pytest.raises(ConfigError, match=r"tune: there is no search in this config: for example tune: \{metric"):
+        search(config, ["tune=null"], lambda words: 0)
+
+
+def test_optuna_is_not_there(config, monkeypatch):
+    """Exit code 3, and the command that installs it."""
+    monkeypatch.setattr("deeplightning.tune.search.is_installed", lambda name: False)
+    with pytest.raises(SetupError, match=r"pip install 'deeplightning\[tune\]'"):
+        search(config, [], lambda words: 0)
+
+
+def test_one_process_is_at_a_search(tmp_path, config, store):
+    """A second start of the same search is refused with exit code 3."""
+    home = store / "searches" / "Default" / "held"
+    home.mkdir(parents=True)
+    hold = RunFolder(home).hold()
+    with pytest.raises(SetupError, match="another process is at the search held"):
+        search(config, ["tune.name=held"], lambda words: 0)
+    hold.release()
+
+
+# ---- what is drawn
+
+SAMPLERS = {
+    "TPE": "{type: optuna.samplers.TPESampler, params: {n_startup_trials: 3}}",
+    "Random": "{type: optuna.samplers.RandomSampler, params: {seed: 1}}",
+    "Grid": "{type: optuna.samplers.GridSampler}",
+    "CMA-ES": "{type: optuna.samplers.CmaEsSampler}",
+    "QMC": "{type: optuna.samplers.QMCSampler}",
+}
+COUNTED = {
+    "a": {"int": [1, 5]},
+    "b": {"choice": [[1], {"x": True}, "on", 1, None]},
+    "c": {"uniform": [0, 1], "step": 0.5},
+}
+FINE = {"a": {"uniform": [0.0, 1.0]}, "b": {"log_uniform": [1e-4, 1.0]}}
+
+
+def drawn(path: Path, sampler: str, space: dict, number: int, reopened: bool) -> list[dict]:
+    """The points of so many trials, each ended with a value; opened anew before each, as after a kill, or not."""
+    tune = Tune(metric="loss", space=space, num_trials=number, sampler=Target(**yaml.safe_load(sampler)))
+    if not path.exists():
+        begin(path, tune.mode, {})
+    study = Study(path, tune, space_of(space), seed=3)
+    for _ in range(number):
+        if reopened:
+            study.let_go()
+            study = Study(path, tune, space_of(space), seed=3)
+        trial = study.draw()
+        study.report(
+            trial.number, 1, sum(float(v) if isinstance(v, float) else 0.5 for v in study.point(trial).values())
+        )
+        study.finish(trial.number, is_best_kept=False)
+    points = [study.point(trial) for trial in study.trials()]
+    study.let_go()
+    return points
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+def test_a_kill_does_not_change_what_is_drawn(name, tmp_path):
+    """A search that was opened anew before each trial draws what an undisturbed one draws, and no point twice."""
+    space = COUNTED if name == "Grid" else FINE
+    whole = drawn(tmp_path / "whole.db", SAMPLERS[name], space, 8, reopened=False)
+    assert drawn(tmp_path / "torn.db", SAMPLERS[name], space, 8, reopened=True) == whole
+    assert len({line(point) for point in whole}) == 8
+    assert all(0 <= point["a"] <= 5 for point in whole)
+
+
+@pytest.mark.parametrize("name", ["TPE", "Random", "Grid"])
+def test_a_space_that_can_be_counted_is_gone_through_once(name, tmp_path):
+    """Six points are six trials, none of them twice, choices as they were written, whatever they are."""
+    space = {"a": {"choice": [[1], {"x": True}, 1]}, "b": {"int": [1, 4], "step": 3}}
+    points = drawn(tmp_path / "s.db", SAMPLERS[name], space, 6, reopened=False)
+    every = [{"a": a, "b": b} for a in ([1], {"x": True}, 1) for b in (1, 4)]
+    assert sorted(map(line, points)) == sorted(map(line, every))
