@@ -1,10 +1,12 @@
 """`deeplightning tune`: trials are drawn, run, judged and kept, whatever happens to the search."""
 
+import contextlib
 import csv
 import re
 import sqlite3
 import time
 from pathlib import Path
+from random import Random
 
 import pytest
 import yaml
@@ -240,6 +242,54 @@ def test_ctrl_c_ends_a_search_politely(command, config, store, place):
     assert outcome.code == 0, outcome
     assert "(goes on)" in outcome.out
     assert children(store, parent) == {trial: "trial-0"}
+
+
+@pytest.mark.slow
+def test_twenty_trials_and_five_kills(command, config, store, place):
+    """Twenty trials over two dimensions on the digits, the search killed with SIGKILL at five seeded moments: exactly
+    twenty at the end, none repeated, some pruned, and the same as without a kill."""
+    words = ("tune", config, "data.module.params.limit=600", "tune.num_trials=20", PRUNER)
+    whole = patiently(command.start(*words, "tune.name=whole", cwd=place))
+    assert whole.code == 0, whole
+    database, random = study_file(store, "torn"), Random(5)
+    for kill in range(5):
+        running = command.start(*words, "tune.name=torn", cwd=place)
+        assert until(running, database, happened(database) + random.randint(1, 9))
+        time.sleep(random.uniform(0, 0.3))  # anywhere between two of its notes
+        running.signal(9)
+        assert running.end().code == -9, kill
+    outcome = patiently(command.start(*words, "tune.name=torn", cwd=place))
+    assert outcome.code == 0, outcome
+    rows, expected = table(outcome), table(whole)
+    assert len(rows) == 20
+    keys = ("model.optimizer.params.lr", "data.batch_size")
+    assert len({tuple(row[key] for key in keys) for row in rows}) == 20
+    assert {"pruned", "finished"} <= {row["state"] for row in rows} <= {"pruned", "finished", "failed"}
+    different = {"run": None}
+    assert [row | different for row in rows] == [row | different for row in expected]
+    below = children(store, outcome.folder.parent.name)
+    assert sorted(below.values()) == sorted(f"trial-{number}" for number in range(20))
+    assert {row["run"] for row in rows} == set(below)
+    assert {run(store, run_id).status for run_id in below} == {"FINISHED", "KILLED"}
+    assert not left_running(database.parent)
+
+
+def patiently(running: Running) -> Outcome:
+    """How a search of many trials ends."""
+    end = time.monotonic() + 8 * LONGEST
+    while not running._read("code") and time.monotonic() < end:
+        time.sleep(0.1)
+    return running.end()
+
+
+def left_running(home: Path) -> list[str]:
+    """Processes whose open files or command lie in the folder of a search."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/fd/*"):
+        with contextlib.suppress(OSError):
+            if str(path.readlink()).startswith(str(home)):
+                found.append(path.parts[2])
+    return found
 
 
 # ---- trials that fail

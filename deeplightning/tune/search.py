@@ -22,6 +22,7 @@ from typing import Any
 
 import yaml
 
+import deeplightning.run  # noqa: F401  (with all that it stands on, as it is now, whatever becomes of the files)
 from deeplightning.callbacks import TRIAL
 from deeplightning.config.fault import CheckpointError, ConfigError, Fault, RunError, SetupError, UserError
 from deeplightning.config.schema import Config
