@@ -33,7 +33,7 @@ def launch(cfg: Config) -> RunFolder:
     """
     from deeplightning.callbacks import callback_of
     from deeplightning.callbacks.console import one_line_warnings, to_terminal
-    from deeplightning.callbacks.record import Record
+    from deeplightning.callbacks.record import Record, keep_format
 
     to_terminal(cfg)
     one_line_warnings()
@@ -43,6 +43,7 @@ def launch(cfg: Config) -> RunFolder:
             log.log(logging.WARNING if notice.unasked else logging.INFO, notice.text)
     if cfg.engine.setup_hook is not None:
         find(cfg.engine.setup_hook)()
+        keep_format()
     goes_on = resumption(cfg) if "train" in cfg.stages and cfg.train.num_epochs != 0 else None
     data, task = init_module(cfg, "data"), init_module(cfg, "model")
     trainer = init_trainer(cfg)
@@ -67,6 +68,23 @@ def launch(cfg: Config) -> RunFolder:
         raise
     _end(record, trainer)
     return record.folder
+
+
+def work(cfg: Config) -> int:
+    """Launches a config in a worker of a pool that may change; see `deeplightning.callbacks.pool`.
+
+    Returns:
+        The exit code.
+    """
+    from deeplightning.callbacks.pool import MAKES_ROOM, MakesRoom, fetch, hand_in
+
+    fetch(cfg)
+    try:
+        folder = launch(cfg)
+    except MakesRoom:
+        return MAKES_ROOM
+    hand_in(cfg, folder.path)
+    return 0
 
 
 def _end(record: Any, trainer: pl.Trainer, error: BaseException | None = None) -> None:

@@ -24,6 +24,7 @@ from deeplightning.config.schema import Config
 from deeplightning.config.source import read
 from deeplightning.config.tree import dump, plain
 from deeplightning.engine import ranks
+from deeplightning.engine.launch.storage import told
 from deeplightning.engine.plan import world_size
 from deeplightning.runfolder import Hold, RunFolder, write_whole
 from deeplightning.tracking.build import end, go_on, publish, run_folder
@@ -65,6 +66,14 @@ class Resumption:
     hold: Hold | None = None
     notes: Sequence[str] = ()
     inexact: str = ""
+
+    @property
+    def named(self) -> str | None:
+        """The checkpoint by what all processes know of it: its path, or size and time where each has its own copy."""
+        if self.checkpoint is None or not told().get("storage"):
+            return str(self.checkpoint) if self.checkpoint else None
+        stat = self.checkpoint.stat()
+        return f"{self.checkpoint.name} of {stat.st_size} bytes, written at {stat.st_mtime_ns} ns"
 
     def say(self) -> None:
         """Logs what there is to say."""
@@ -176,8 +185,7 @@ class Record(pl.Callback):
         Raises:
             SetupError: the ranks were started separately, and decided differently what only one may decide.
         """
-        of = self.resumption.checkpoint if self.resumption else None
-        ours = {"seed": self.cfg.seed, "train.resume_ckpt": str(of) if of else None}
+        ours = {"seed": self.cfg.seed, "train.resume_ckpt": self.resumption.named if self.resumption else None}
         folder, theirs = trainer.strategy.broadcast((folder, ours))
         differ = [
             f"{name} is {theirs[name]} on rank 0 and {ours[name]} here" for name in ours if ours[name] != theirs[name]
@@ -379,13 +387,24 @@ class _RankFile(logging.FileHandler):
     """What one process says of one run."""
 
 
+_format: logging.Formatter | None = None
+
+
+def keep_format() -> None:
+    """Has terminal and rank files keep the format that `engine.setup_hook` has given a handler of ours, of the logger
+    `deeplightning`; they are made anew later."""
+    global _format
+    ours = [h for h in log.handlers if isinstance(h, logging.NullHandler) or type(h).__module__.startswith(__package__)]
+    _format = next((h.formatter for h in ours if h.formatter and not isinstance(h.formatter, Redacting)), None)
+
+
 class Redacting(logging.Formatter):
-    """Writes log lines without the values that came from the environment."""
+    """Writes log lines without the values that came from the environment; in another format, if a hook has set one."""
 
     def __init__(self, cfg: Config | None, pattern: str):
         super().__init__(pattern)
         self.cfg = cfg
 
     def format(self, record: logging.LogRecord) -> str:
-        text = super().format(record)
+        text = _format.format(record) if _format else super().format(record)
         return self.cfg.redact(text) if self.cfg else text

@@ -334,6 +334,7 @@ class _Checker:
             compare()
         if config.engine is not None:
             self.strategy(config.engine)
+            self.hook(config.engine.setup_hook)
         if config.data is not None:
             self.loader(config.data.loader)
         if config.model is not None:
@@ -353,6 +354,15 @@ class _Checker:
             if len(classes) > 1 and param not in self.names(name):
                 name, given = classes[1], 1
             self.param(name, param, value, "engine", f"engine.params.{param}", given)
+
+    def hook(self, name: str | None) -> None:
+        """Looks for `engine.setup_hook`, which is called without arguments."""
+        verdict = judge(self.meanings, name, {}, "engine.setup_hook") if name is not None else Verdict()
+        for f in verdict.faults:
+            called = "; it is called without arguments" if f.key == "engine.setup_hook.params" else ""
+            self.fault(f"{f.message}{called}", "engine.setup_hook", found=name)
+        for why, settled_by in verdict.undecided.values():
+            self.leave("engine.setup_hook", why, settled_by)
 
     def loader(self, options: dict[str, Any]) -> None:
         """Compares `data.loader` with the signature of torch's DataLoader."""

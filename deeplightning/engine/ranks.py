@@ -306,14 +306,31 @@ class Ranks:
         said = {rank: told.get(rank, "does not answer") for rank in sorted(others)}
         return [f"rank {rank} {words}" for rank, words in said.items() if words != "waits"]
 
-    def _say_where(self) -> None:
+    def stand_still(self, seconds: float) -> None:
+        """Ends all processes, because this one has not got on for so long: whichever does not wait for others is named
+        with its place in the code. To be called beside the main thread."""
+        self._until = time.monotonic() + 2 * SOON  # time to ask the others
+        stood = f"no progress for {seconds:g} s"
+        if not self.claim(Cause(self.rank, stood, 5, lost=True)):
+            return
+        own = self._where()
+        told = [f"rank {self.rank} {own}"] if own != "waits" else []
+        told += self._where_others_are()
+        place = "; ".join(told) or "the processes wait for each other"
+        self.claim(Cause(self.rank, f"{stood}: {place}", 5, lost=True))
+
+    def _where(self) -> str:
+        """What the main thread is doing: `waits` for other processes, or `is at FILE:LINE`."""
         frame: FrameType | None = sys._current_frames().get(self._main or 0)
         frames = [(f.filename, f.lineno or 0) for f in traceback.extract_stack(frame)]
         # Gradients are summed up, and waited for, in autograd's engine.
         waits = any(f"torch{os.sep}{part}{os.sep}" in frames[-1][0] for part in ("distributed", "autograd"))
         waits = waits or any(f"torch{os.sep}distributed{os.sep}" in name for name, _ in frames[-4:])
+        return "waits" if waits or self._ends else f"is at {place_in(frames)}"
+
+    def _say_where(self) -> None:
         beside = self.folder / f"{self.rank}.where.new"
-        beside.write_text("waits" if waits or self._ends else f"is at {place_in(frames)}")
+        beside.write_text(self._where())
         beside.replace(self.folder / f"{self.rank}.where")
 
     # ---- the thread that looks on

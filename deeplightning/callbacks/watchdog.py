@@ -1,0 +1,76 @@
+"""A watchdog, to name under `train.callbacks`: a process that makes no progress ends the run, instead of nobody."""
+
+import threading
+from typing import Any
+
+import pytorch_lightning as pl
+
+from deeplightning.engine import ranks
+
+
+class Watchdog(pl.Callback):
+    """Ends a run with exit code 5 when a process has begun or ended no batch for some time.
+
+    All processes end, the reason names the one that does not wait for others, with file and line of its main thread,
+    and with `engine.max_restarts` all are started again. What comes between two batches counts as well: the saving of a
+    checkpoint, a callback's work.
+
+    Args:
+        seconds: longer than a batch, or what comes between two of them, may take.
+
+    Raises:
+        ValueError: that is not above 0.
+    """
+
+    def __init__(self, seconds: float = 300.0):
+        if not seconds > 0:
+            raise ValueError(f"seconds must be above 0, not {seconds}")
+        self.seconds = seconds
+        self._progress = 0
+        self._over: threading.Event | None = None
+
+    def _begin(self) -> None:
+        self._end()
+        group = ranks.here() or ranks.begin(0, starts_others=True)  # a process by itself
+        self._over = threading.Event()
+        threading.Thread(target=self._watch, args=(group, self._over), name="watchdog", daemon=True).start()
+
+    def _watch(self, group: ranks.Ranks, over: threading.Event) -> None:
+        # Looks are counted, not seconds: a machine that slept, or a process that was stopped, has missed them too.
+        pause, looks, seen = min(1.0, self.seconds / 10), 0, self._progress
+        while not over.wait(pause):
+            looks = looks + 1 if self._progress == seen else 0
+            seen = self._progress
+            if looks * pause >= self.seconds:
+                group.stand_still(self.seconds)
+                return
+
+    def _step(self, *_: Any, **__: Any) -> None:
+        self._progress += 1
+
+    def _end(self) -> None:
+        if self._over is not None:
+            self._over.set()
+            self._over = None
+
+    on_train_batch_start = on_validation_batch_start = on_test_batch_start = on_predict_batch_start = _step
+    on_train_batch_end = on_validation_batch_end = on_test_batch_end = on_predict_batch_end = _step
+
+    def on_train_start(self, *_: Any) -> None:
+        self._begin()
+
+    def on_validation_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        if trainer.state.fn != "fit":
+            self._begin()
+
+    def on_test_start(self, *_: Any) -> None:
+        self._begin()
+
+    def on_predict_start(self, *_: Any) -> None:
+        self._begin()
+
+    def on_exception(self, *_: Any) -> None:
+        self._end()
+
+    def teardown(self, *_: Any, **__: Any) -> None:
+        self._end()
