@@ -283,8 +283,8 @@ def _content(found: list[Any] | None) -> str | None:
 def _environment(run: PastRun) -> dict[str, Any]:
     told = run.environment
     found = {"python": (told.get("python") or {}).get("version"), "os": told.get("os"), "threads": told.get("threads")}
-    found |= told.get("packages") or {}
-    found |= (run.code.packages if run.code is not None else {}) | dict(told.get("variables") or {})
+    found |= run.code.packages if run.code is not None else {}
+    found |= dict(told.get("packages") or {}) | dict(told.get("variables") or {})
     return {name: value for name, value in found.items() if value is not None}
 
 

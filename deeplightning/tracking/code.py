@@ -16,7 +16,7 @@ import re
 import sys
 import sysconfig
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
@@ -99,15 +99,21 @@ class Code:
         return packed.getvalue()
 
 
-def collect(redact: Callable[[str], str] = str, before: Code | None = None, thoroughly: bool = False) -> Code:
+def collect(
+    redact: Callable[[str], str] = str,
+    before: Code | None = None,
+    thoroughly: bool = False,
+    modules: Mapping[str, Any] | None = None,
+) -> Code:
     """The code of this process's run.
 
     Args:
         redact: takes values that came from the environment out of a text.
         before: what was collected earlier in the run; its files are kept as they were then.
         thoroughly: also find out versions and the digest of Deep Lightning's files, which takes some milliseconds.
+        modules: what is imported, by name; None: by this process.
     """
-    found = _Collector(redact, before or Code())
+    found = _Collector(redact, before or Code(), sys.modules if modules is None else modules)
     found.collect()
     code = found.code()
     if thoroughly:
@@ -119,8 +125,8 @@ def collect(redact: Callable[[str], str] = str, before: Code | None = None, thor
 class _Collector:
     """Gathers files by their root and path."""
 
-    def __init__(self, redact: Callable[[str], str], before: Code):
-        self.redact = redact
+    def __init__(self, redact: Callable[[str], str], before: Code, modules: Mapping[str, Any]):
+        self.redact, self.modules = redact, modules
         self.path = list(dict.fromkeys(os.path.abspath(entry) for entry in sys.path))  # noqa: PTH100 (of `.` too)
         places = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
         self.installed = tuple(f"{place}{os.sep}" for place in (*places, _OURS, _OURS.with_name("serve")))
@@ -133,7 +139,7 @@ class _Collector:
         self.installed_names: set[str] = set()
 
     def collect(self) -> None:
-        for name, module in list(sys.modules.items()):
+        for name, module in list(self.modules.items()):
             file = getattr(module, "__dict__", {}).get("__file__")
             if isinstance(file, str) and file.endswith(".py") and not self.is_installed(file):
                 self.module(name, module, os.path.abspath(file))  # noqa: PTH100 (three times as fast)
@@ -155,7 +161,7 @@ class _Collector:
         for ending in (f"{os.sep}{inner}.py", f"{os.sep}{inner}{os.sep}__init__.py"):
             if file.endswith(ending):
                 root = file.removesuffix(ending) or os.sep
-                if module is sys.modules.get("__main__") and root not in self.path:
+                if module is self.modules.get("__main__") and root not in self.path:
                     return  # a program that was started by its path
                 self.keep(root, file)
                 if os.sep in file[len(root) + 1 :]:
@@ -165,7 +171,7 @@ class _Collector:
     def follow(self, top: str) -> None:
         """Keeps what a name means that some code imports, if it is the user's."""
         spec = None
-        if top not in sys.modules:
+        if top not in self.modules:
             with suppress(Exception):
                 spec = PathFinder.find_spec(top)
         if spec is None or spec.origin in ("built-in", "frozen"):
@@ -215,7 +221,8 @@ class _Collector:
             elif entry.is_file():
                 yield entry
 
-    def keep(self, root: str, file: str, most: int = MAX_FILE) -> None:
+    def keep(self, root: str, file: str, most: int | None = None) -> None:
+        most = MAX_FILE if most is None else most
         path = os.path.relpath(file, root).replace(os.sep, "/")
         if (root, path) in self.files:
             return

@@ -1,0 +1,562 @@
+"""A run is made again from what it left, after everything else is gone; and two runs are told apart."""
+
+import io
+import json
+import os
+import shutil
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from conftest import digest
+from mlflow.tracking import MlflowClient
+
+from deeplightning.config.fault import CheckpointError, RunError
+from deeplightning.reproduce import as_text, differences, past_run, reproduce
+from deeplightning.runfolder import RunFolder
+from deeplightning.tracking import code, datafiles
+from deeplightning.tracking.conceal import conceal
+from deeplightning.tracking.series import is_repeatable, parted
+
+PASSWORD = "correct-horse-battery"  # comes from the environment
+WRITTEN = "hf_" + "Zk3b9QeX7LmP2vRt8YwN5dHc1sJa4gUf"  # somebody has written this one into the code
+CONFIG = """\
+seed: 7
+data: {root: ROOT, module: {type: own.Table, params: {password: "${oc.env:TABLE_PASSWORD}"}}, batch_size: 16}
+model:
+  module: {type: deeplightning.task.img_classif.ImageClassification}
+  network: {type: nets.wide.network, params: {}}
+  optimizer: {type: torch.optim.SGD, params: {lr: 0.05, momentum: 0.9}}
+  loss: {type: beside.Loss}
+train: {num_epochs: 1, export: false}
+stages: [train, test]
+logger: {params: {system_metrics: false}, log_every_n_steps: 4, pictures: null}
+"""
+OWN = f"""\
+import numpy as np
+from deeplightning.data.datasets import Samples
+from deeplightning.data.digits import Digits
+
+HUB_TOKEN = "{WRITTEN}"
+
+
+class Table(Digits):
+    def __init__(self, cfg, password):
+        super().__init__(cfg)
+        assert password == "{PASSWORD}"
+        self.folder = cfg.data.root
+
+    def read(self):
+        import late
+        rows = np.loadtxt(f"{{self.folder}}/digits.csv", dtype=np.int64, delimiter=",")
+        return {{"all": Samples(rows[:, 1:].reshape(-1, 8, 8).astype(np.uint8), rows[:, 0] % late.CLASSES)}}
+"""
+WIDE = """\
+import json
+from pathlib import Path
+from torch import nn
+from .narrow import WIDTH
+
+
+def network():
+    width = WIDTH * json.loads(Path(__file__).with_name("factor.json").read_text())
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Dropout(0.2), nn.Linear(width, 10))
+"""
+
+
+def git(folder, *arguments):
+    name = ["-c", "user.name=N", "-c", "user.email=n@e"]
+    subprocess.run(["git", "-C", str(folder), *name, *arguments], check=True, capture_output=True)
+
+
+def write_table(root):
+    rng = np.random.default_rng(0)
+    labels = rng.integers(0, 10, 60)
+    pixels = np.clip(rng.integers(0, 60, (60, 64)) + 15 * labels[:, None], 0, 255)
+    root.mkdir(exist_ok=True)
+    np.savetxt(root / "digits.csv", np.column_stack([labels, pixels]), fmt="%d", delimiter=",")
+    (root / "readme.md").write_text("sixty digits\n")
+
+
+@pytest.fixture(scope="module")
+def gone(command, tmp_path_factory):
+    """A run from a dirty git tree (a changed file, files that git does not know, a folder of configs with code beside
+    it), and its data; the tree, `.git` and all, is gone."""
+    top = tmp_path_factory.mktemp("gone")
+    tree, root, store = top / "a tree", top / "table", top / "mlruns"
+    (tree / "nets").mkdir(parents=True)
+    (tree / "conf").mkdir()
+    (tree / "own.py").write_text("# to be written\n")
+    (tree / "nets" / "narrow.py").write_text("WIDTH = 8\n")
+    (tree / "unused.py").write_text("UNUSED = 1\n")
+    git(tree, "init", "-q")
+    git(tree, "add", ".")
+    git(tree, "commit", "-q", "-m", "first")
+    (tree / "own.py").write_text(OWN)
+    (tree / "nets" / "narrow.py").write_text("WIDTH = 12\n")
+    (tree / "nets" / "wide.py").write_text(WIDE)
+    (tree / "nets" / "factor.json").write_text("2\n")
+    (tree / "nets" / "weights.npz").write_bytes(bytes(1000))
+    (tree / "late.py").write_text("CLASSES = 10\n")
+    (tree / ".env").write_text("KEY=kept-elsewhere\n")
+    (tree / "conf" / "beside.py").write_text("from torch.nn import CrossEntropyLoss as Loss\n")
+    (tree / "conf" / "c.yaml").write_text(CONFIG.replace("ROOT", str(root)))
+    write_table(root)
+    done = command(
+        *("train", "conf/c.yaml", f"logger.params.tracking_uri='{store}'"), cwd=tree, TABLE_PASSWORD=PASSWORD
+    )
+    assert done.code == 0, done
+    shutil.rmtree(tree)
+    return done, root, store
+
+
+@pytest.fixture
+def forked(command):
+    """Runs the plan of a reproduction in a forked process; a fresh one spends seconds on imports."""
+
+    def start(plan):
+        done = command("train", plan.config, *plan.overrides, cwd=plan.directory, **plan.variables)
+        return done.code, done.folder if "Artifact storage path" in done.out else None
+
+    return start
+
+
+@pytest.fixture(scope="module")
+def trained(train):
+    """A small run of parts of ours."""
+    return train("stages=[train,test]").folder
+
+
+def series_of(store, run_id):
+    client = MlflowClient(f"sqlite:///{store / 'mlflow.db'}")
+    names = client.get_run(run_id).data.metrics
+    return {name: [(p.step, p.value) for p in client.get_metric_history(run_id, name)] for name in names}
+
+
+# ---- made again
+
+
+def test_a_run_of_a_dirty_tree_is_made_again_after_the_tree_is_gone(gone, command, tmp_path):
+    """From its id and the tracker alone: the same metrics and weights, bit for bit, as a new run with a tag that names
+    the first. The code is named before it runs, and nothing is left in the working directory."""
+    done, _, store = gone
+    run_id = done.folder.parent.name
+    again = command("reproduce", run_id, cwd=tmp_path, MLFLOW_TRACKING_URI=str(store), TABLE_PASSWORD=PASSWORD)
+    assert again.code == 0, again
+    named = next(line for line in again.err.splitlines() if line.startswith("code: "))
+    assert named.endswith(": beside.py, late.py, nets/factor.json, nets/narrow.py, nets/wide.py, own.py")
+    assert again.folder.parent.parent == done.folder.parent.parent
+    assert again.folder != done.folder
+    assert series_of(store, again.folder.parent.name) == series_of(store, run_id)
+    assert digest(again.folder / "last.ckpt") == digest(done.folder / "last.ckpt")
+    tags = MlflowClient(f"sqlite:///{store / 'mlflow.db'}").get_run(again.folder.parent.name).data.tags
+    assert tags["reproduces"] == run_id
+    assert command("diff", done.folder, again.folder, cwd=tmp_path).out == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_run_keeps_of_its_code(gone):
+    """What it imported, also late, with its packages and the small texts in them; no data, no `.env`, nothing that it
+    does not import; a secret of the environment by its name, one that stands in the code not at all."""
+    folder = RunFolder(gone[0].folder)
+    with zipfile.ZipFile(folder.code) as archive:
+        kept = {name: archive.read(name).decode() for name in archive.namelist()}
+    manifest = json.loads(kept.pop("manifest.json"))
+    assert set(kept) == {
+        *("0/own.py", "0/late.py", "0/nets/wide.py", "0/nets/narrow.py", "0/nets/factor.json", "1/beside.py")
+    }
+    assert kept["0/nets/narrow.py"] == "WIDTH = 12\n"
+    assert 'HUB_TOKEN = "***"' in kept["0/own.py"]
+    assert '"${oc.env:TABLE_PASSWORD}"' in kept["0/own.py"]
+    assert manifest["concealed"] == ["own.py:5"]
+    assert manifest["packages"].keys() == {"numpy", "torch"}
+    for path in folder.path.rglob("*"):
+        if path.is_file():
+            content = path.read_bytes() + "".join(kept.values()).encode()
+            assert not [secret for secret in (PASSWORD, WRITTEN, "kept-elsewhere") if secret.encode() in content], path
+    assert "own.py:5 looks like a secret" in gone[0].err
+
+
+def test_a_byte_that_changed_in_the_data_is_named_before_anything_runs(gone, command, tmp_path):
+    """So are a file that is gone and one that is new; exit code 3, and no run is opened."""
+    done, root, store = gone
+    runs = len(list(store.glob("0/*")))
+    elsewhere = tmp_path / "table"
+    shutil.copytree(root, elsewhere)
+    content = bytearray((elsewhere / "digits.csv").read_bytes())
+    content[0] = ord("1") if content[0] != ord("1") else ord("2")
+    (elsewhere / "digits.csv").write_bytes(content)
+    (elsewhere / "readme.md").unlink()
+    (elsewhere / "more.csv").write_text("1,2\n")
+    refused = command(*("reproduce", done.folder, f"data.root='{elsewhere}'"), cwd=tmp_path, TABLE_PASSWORD=PASSWORD)
+    assert refused.code == 3, refused
+    assert "digits.csv: other content (SHA-256 " in refused.err
+    assert "more.csv: new" in refused.err
+    assert "readme.md: missing" in refused.err
+    assert len(list(store.glob("0/*"))) == runs
+
+
+def test_other_data_make_another_run_and_the_first_difference_is_named(gone, forked, tmp_path, monkeypatch):
+    """With `--any-data` it runs all the same: exit code 5, the metric, its step, both values, and the likely reason."""
+    monkeypatch.setenv("TABLE_PASSWORD", PASSWORD)
+    done, root, _ = gone
+    elsewhere = tmp_path / "table"
+    shutil.copytree(root, elsewhere)
+    text = (elsewhere / "digits.csv").read_text().splitlines()
+    (elsewhere / "digits.csv").write_text("\n".join(["5," + line.partition(",")[2] for line in text]) + "\n")
+    said = []
+
+    def with_roots(plan):  # a forked process does not read PYTHONPATH
+        shutil.copytree(plan.directory.with_name("1"), plan.directory, dirs_exist_ok=True)
+        return forked(plan)
+
+    with pytest.raises(RunError) as failed:
+        reproduce(str(done.folder), [f"data.root='{elsewhere}'"], any_data=True, say=said.append, start=with_roots)
+    assert failed.value.exit_code == 5
+    first, second = past_run(str(done.folder)), past_run(failed.value.args[0].split(" does not")[0])
+    apart = parted(first.series, second.series)[0]
+    assert f"first difference: {apart.name} at step {apart.step}: {apart.one!r} → {apart.two!r}" in str(failed.value)
+    assert (apart.name, apart.step) == ("train_loss", 0)
+    assert "data: digits.csv" in str(failed.value)
+    assert any("warning: the data are not those of" in line for line in said)
+
+
+def test_a_copied_folder_is_enough(trained, forked, tmp_path, monkeypatch):
+    """Its series stand in `metrics.json`; the new run goes into the store that is in use."""
+    copied = tmp_path / "copied"
+    shutil.copytree(trained, copied)
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", str(tmp_path / "store"))
+    monkeypatch.chdir(tmp_path)
+    said = []
+    uri = f"logger.params.tracking_uri='{tmp_path / 'store'}'"
+    again = reproduce(str(copied), [uri], say=said.append, start=forked)
+    points = sum(map(len, past_run(str(trained)).series.values()))
+    assert f"metrics: the same {points} points of" in " ".join(said)
+    assert again.path.is_relative_to(tmp_path / "store")
+    assert not any("code" in line for line in said)
+
+
+def test_weights_that_differ_are_told_by_their_tensor(trained, forked, tmp_path, monkeypatch):
+    """The first tensor that differs, and by how much; here the original's checkpoint and results were changed."""
+    import torch
+
+    copied = RunFolder(tmp_path / "copied")
+    shutil.copytree(trained, copied.path)
+    checkpoint = torch.load(copied.last, weights_only=True)
+    name = next(iter(checkpoint["state_dict"]))
+    checkpoint["state_dict"][name].view(-1)[0] += 0.25
+    torch.save(checkpoint, copied.last)
+    copied.series.unlink()
+    copied.results("test").write_text('{"test_acc": 2.0}')
+    monkeypatch.chdir(tmp_path)
+    said = []
+    with pytest.raises(RunError) as failed:
+        reproduce(str(copied.path), say=said.append, start=forked)
+    assert "first difference: test_acc: 2.0 →" in str(failed.value)
+    assert f"the tensor {name}, by up to 0.25 (1 of " in str(failed.value)
+    assert "neither a tracker nor metrics.json" in " ".join(said)
+
+
+def test_a_run_without_kept_code_says_what_is_run_instead(trained, forked, tmp_path, monkeypatch):
+    """As of an earlier version: the code that lies in its working directory now."""
+    copied = RunFolder(tmp_path / "copied")
+    shutil.copytree(trained, copied.path)
+    copied.code.unlink()
+    monkeypatch.chdir(tmp_path)
+    said = []
+    reproduce(str(copied.path), say=said.append, start=forked)
+    directory = json.loads(copied.environment.read_text())["directory"]
+    assert any("this run kept no code" in line and directory in line for line in said)
+
+
+def test_a_run_that_began_from_a_checkpoint_begins_from_it_again(train, trained, forked, tmp_path, monkeypatch):
+    """As a run of its own: the run that the checkpoint is of stays as it is."""
+    start = tmp_path / "somewhere.ckpt"
+    shutil.copyfile(trained / "last.ckpt", start)
+    begun = train(f"train.resume_ckpt='{start}'", "train.num_epochs=3").folder
+    before = {path: path.stat().st_mtime_ns for path in trained.rglob("*")}
+    monkeypatch.chdir(tmp_path)
+    again = reproduce(str(begun), say=lambda text: None, start=forked)
+    assert again.path not in (begun, trained)
+    assert {path: path.stat().st_mtime_ns for path in trained.rglob("*")} == before
+
+
+def test_other_versions_are_told_and_tried(trained, forked, tmp_path, monkeypatch):
+    """A warning names each package with both versions, also one that is not there; then it runs."""
+    copied = RunFolder(tmp_path / "copied")
+    shutil.copytree(trained, copied.path)
+    told = json.loads(copied.environment.read_text())
+    told["packages"] |= {"numpy": "1.2.3", "horovod": "0.28"}
+    copied.environment.write_text(json.dumps(told))
+    monkeypatch.chdir(tmp_path)
+    said = []
+    reproduce(str(copied.path), say=said.append, start=forked)
+    assert f"numpy 1.2.3 → {np.__version__}" in said[0]
+    assert "horovod 0.28 → not installed" in said[0]
+
+
+def test_one_of_several_processes_does_not_begin_a_reproduction(trained, command, place):
+    """It would start all of the run's processes once more: exit code 3, before anything."""
+    refused = command("reproduce", trained, cwd=place, RANK="0", WORLD_SIZE="2", LOCAL_RANK="0", MASTER_ADDR="x")
+    assert refused.code == 3
+    assert "Start it once" in refused.err
+
+
+@pytest.mark.slow
+def test_a_run_of_two_processes_is_made_again(job, command, tmp_path):
+    """`reproduce` starts both by itself."""
+    done = job("data.batch_size=8", "train.num_epochs=1")
+    again = command("reproduce", done.folder, cwd=tmp_path)
+    assert again.code == 0, again
+    assert digest(again.folder / "last.ckpt") == digest(done.folder / "last.ckpt")
+
+
+# ---- told apart
+
+
+def test_two_runs_differ_in_what_was_set_and_what_came_out(train, trained, command, place):
+    """`diff` names the config keys and the metrics that differ, grouped, and nothing of a run against itself; with
+    `--exit-code` they are told by the exit code as well."""
+    second = train("stages=[train,test]", "seed=8", "logger.params.run_name=the second one").folder
+    outcome = command("diff", trained, second, "--exit-code", cwd=place)
+    assert outcome.code == 1
+    lines = outcome.out.splitlines()
+    assert lines[:3] == ["config", "  logger.params.run_name: none → the second one", "  seed: 7 → 8"]
+    assert lines[3] == "metrics"
+    assert any(line.startswith("  train_loss (from step 0 on): ") for line in lines)
+    same = command("diff", trained, trained, "--exit-code", cwd=place)
+    assert (same.code, same.out) == (0, "")
+    assert command("diff", trained, second, cwd=place).code == 0
+
+
+def test_each_kind_of_difference_has_its_group(gone, command, tmp_path):
+    """Config, code, data, environment, hardware and metrics; as text, and for programs."""
+    first = RunFolder(gone[0].folder)
+    second = RunFolder(tmp_path / "second")
+    shutil.copytree(first.path, second.path)
+    second.config.write_text(second.config.read_text().replace("lr: 0.05", "lr: 0.06"))
+    told = json.loads(second.environment.read_text())
+    told["packages"]["torch"], told["cpu"]["model"] = "9.9.9", "Abacus"
+    told |= {"started": "2030-01-01", "command": "other", "launch": "other"}
+    second.environment.write_text(json.dumps(told))
+    data = json.loads(second.data.read_text())
+    data["files"]["digits.csv"][1] = "0" * 64
+    second.data.write_text(json.dumps(data))
+    kept = code.read_code(second.code)
+    kept.files[0, "nets/narrow.py"] = b"WIDTH = 13\n"
+    second.code.write_bytes(kept.pack())
+    series = json.loads(second.series.read_text())
+    series["val_loss"][0][1] = 3.5
+    second.series.write_text(json.dumps(series))
+
+    found = differences(past_run(str(first.path)), past_run(str(second.path)))
+    assert {group: [name for name, _, _ in items] for group, items in found.items()} == {
+        "config": ["model.optimizer.params.lr"],
+        "code": ["nets/narrow.py"],
+        "data": ["digits.csv"],
+        "environment": ["torch"],
+        "hardware": ["cpu"],
+        "metrics": [f"val_loss (from step {series['val_loss'][0][0]} on)"],
+    }
+    outcome = command("diff", first.path, second.path, "--patch", cwd=tmp_path)
+    assert outcome.out.strip() == as_text(differences(past_run(str(first.path)), past_run(str(second.path)), True))
+    assert "  -WIDTH = 12\n  +WIDTH = 13\n" in outcome.out
+    shown = json.loads(command("diff", first.path, second.path, "--format", "json", cwd=tmp_path).out)
+    assert shown["config"] == [{"name": "model.optimizer.params.lr", "first": 0.05, "second": 0.06}]
+
+
+# ---- the code that is kept
+
+
+@pytest.fixture
+def collected(monkeypatch):
+    """`collected(roots, (name, file), …)`: what is kept of a process with these import roots and imported modules; the
+    first root is the working directory."""
+
+    def collect(roots, *modules, **more):
+        loaded = {name: sys.modules[name] for name in ("json", "numpy", "os")}
+        for name, file in modules:
+            loaded[name] = type(sys)(name)
+            loaded[name].__file__ = str(file)
+        monkeypatch.setattr(sys, "path", [*map(str, roots), *(p for p in sys.path if p not in map(str, roots))])
+        monkeypatch.chdir(roots[0])
+        return code.collect(modules=loaded, **more)
+
+    return collect
+
+
+def test_only_what_is_imported_is_looked_at(collected, tmp_path, monkeypatch):
+    """A working directory full of other things costs nothing: it is never listed by us; of packages, folders are."""
+    (tmp_path / "pack").mkdir()
+    for name in ("main.py", "other.py", "pack/__init__.py", "pack/inner.py", "pack/data.csv"):
+        (tmp_path / name).write_text("from pack import inner\nimport json, numpy as np\n")
+    listed = []
+    scan = os.scandir
+    monkeypatch.setattr(os, "scandir", lambda path=".": listed.append(str(path)) or scan(path))
+    found = collected([tmp_path], ("main", tmp_path / "main.py"))
+    assert set(found.names()) == {"main.py", "pack/__init__.py", "pack/inner.py"}
+    assert listed == [str(tmp_path / "pack")]
+
+
+def test_roots_keep_their_order_and_files_of_one_name_apart(collected, tmp_path):
+    """As `sys.path` has them; a program comes out of the zip as it went in, and the same code gives the same bytes."""
+    one, two = tmp_path / "one", tmp_path / "two"
+    for folder in (one, two):
+        (folder / "shared").mkdir(parents=True)
+        (folder / "shared" / "part.py").write_text(f"import late{folder.name}\n")
+        (folder / f"late{folder.name}.py").write_text("# é\n")
+    modules = [("shared.part", one / "shared" / "part.py"), ("latetwo", two / "latetwo.py")]
+    found = collected([one, two], *modules)
+    assert (found.roots, found.working_directory) == ([str(one), str(two)], str(one))
+    assert set(found.files) == {(0, "shared/part.py"), (0, "lateone.py"), (1, "latetwo.py")}
+    packed = found.pack()
+    assert packed == collected([one, two], *modules[::-1]).pack()
+    (tmp_path / "code.zip").write_bytes(packed)
+    again = code.read_code(tmp_path / "code.zip")
+    assert again.files == found.files
+    assert [folder.name for folder in code.unpack(again, tmp_path / "out")] == ["0", "1"]
+    assert (tmp_path / "out/0/lateone.py").read_text() == "# é\n"
+
+
+def test_code_keeps_the_state_in_which_it_was_imported(collected, tmp_path):
+    """What is edited while the run goes on is kept as it was at its start; what is imported later is added."""
+    (tmp_path / "main.py").write_text("x = 1\n")
+    (tmp_path / "late.py").write_text("y = 1\n")
+    before = collected([tmp_path], ("main", tmp_path / "main.py"))
+    (tmp_path / "main.py").write_text("x = 2\n")
+    modules = [("main", tmp_path / "main.py"), ("late", tmp_path / "late.py")]
+    assert collected([tmp_path], *modules, before=before).names() == {"main.py": b"x = 1\n", "late.py": b"y = 1\n"}
+
+
+def test_what_is_too_much_is_left_out_and_said(collected, tmp_path, monkeypatch):
+    """Limits of size and number hold, and each file that is left out is named with the reason."""
+    monkeypatch.setattr(code, "MAX_FILE", 100)
+    monkeypatch.setattr(code, "MAX_FILES", 3)
+    monkeypatch.setattr(code, "MAX_TEXT", 10)
+    (tmp_path / "pack").mkdir()
+    for number in range(4):
+        (tmp_path / "pack" / f"m{number}.py").write_text(f"x = {number}\n")
+    (tmp_path / "pack" / "big.py").write_text("#" * 101)
+    (tmp_path / "pack" / "long.txt").write_text("#" * 11)
+    (tmp_path / "pack" / "credentials.json").write_text("{}")
+    found = collected([tmp_path], ("pack.m0", tmp_path / "pack" / "m0.py"))
+    assert set(found.names()) == {"pack/m0.py", "pack/m1.py", "pack/m2.py"}
+    reasons = {Path(path).name: why for path, why in found.left_out.items()}
+    assert reasons == {
+        "big.py": "larger than 100 bytes",
+        "long.txt": "larger than 10 bytes",
+        "m3.py": f"more than 3 files or {code.MAX_BYTES:,} bytes of code",
+    }
+
+
+@pytest.mark.parametrize("name", ["0/../../evil.py", "0//etc/evil.py", "7/evil.py", "0/a\\evil.py", "evil.py"])
+def test_no_name_in_a_zip_leads_out_of_its_folder(name, tmp_path):
+    """A run folder may come from anywhere: exit code 4, and nothing is written."""
+    manifest = json.loads(zipfile.ZipFile(io.BytesIO(code.Code().pack())).read("manifest.json"))
+    manifest |= {"roots": ["/"], "files": {name: "0" * 64}}
+    with zipfile.ZipFile(tmp_path / "code.zip", "w") as archive:
+        archive.writestr("manifest.json", json.dumps(manifest))
+        archive.writestr(name, "import os")
+    with pytest.raises(CheckpointError, match="is no name of a file of code"):
+        code.read_code(tmp_path / "code.zip")
+
+
+@pytest.mark.parametrize("content", [b"", b"no zip", code.Code(files={(0, "a.py"): b"x"}, roots=["/"]).pack()[:-30]])
+def test_a_damaged_zip_is_told(content, tmp_path):
+    """Exit code 4, in words."""
+    (tmp_path / "code.zip").write_bytes(content)
+    with pytest.raises(CheckpointError, match="is damaged, or not the code of a run"):
+        code.read_code(tmp_path / "code.zip")
+
+
+@pytest.mark.parametrize(
+    ("line", "kept"),
+    [
+        ('password = "hunter2"', 'password = "***"'),
+        ("DB_PASSWORD: str = 'hunter2 and 3'", "DB_PASSWORD: str = 'hunter2 and 3'"),
+        ('login(api_key="k3j4h5g6f7d8s9a0q1w2")', 'login(api_key="***")'),
+        ('{"auth_token": "k3j4h5g6f7d8s9a0q1w2"}', '{"auth_token": "***"}'),
+        (f'x = "{WRITTEN}"', 'x = "***"'),
+        ("url = 'https://me:hunter2@host/x'", "url = 'https://***@host/x'"),
+        ("-----BEGIN RSA PRIVATE KEY-----\nabc\n-----END RSA PRIVATE KEY-----", "***\n\n"),
+        ('pad_token = "<|endoftext|>"', 'pad_token = "<|endoftext|>"'),
+        ('mask_token = "[MASK]"', 'mask_token = "[MASK]"'),
+        ('tokenizer = "bert-base-uncased"', 'tokenizer = "bert-base-uncased"'),
+        ('password = os.environ["DB_PASSWORD"]', 'password = os.environ["DB_PASSWORD"]'),
+        ('password_variable = "DB_PASSWORD"', 'password_variable = "DB_PASSWORD"'),
+        ("if token == other_token: secret_count = 12345678", "if token == other_token: secret_count = 12345678"),
+    ],
+)
+def test_what_looks_like_a_secret_is_blotted_out(line, kept):
+    """Keys and passwords that stand in code, and not the tokens of a tokenizer or the names of variables."""
+    assert conceal(line)[0] == kept
+    assert bool(conceal(line)[1]) == (kept != line)
+
+
+# ---- the digest of the data
+
+
+def test_a_folder_of_data_is_told_by_its_files(tmp_path):
+    """Name, size and SHA-256; not what is hidden, is code, or is a tracking store; and a second look finds the same."""
+    for name in ("a/1.png", "a/2.png", ".hidden", "code.py", "mlruns/mlflow.db", "mlruns/x.png"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    found = datafiles.describe_files([tmp_path], str(tmp_path), remember=False)
+    assert found["files"].keys() == {"a/1.png", "a/2.png"}
+    size, sha = found["files"]["a/1.png"]
+    told = subprocess.run(["sha256sum", tmp_path / "a/1.png"], capture_output=True, text=True, check=True).stdout
+    assert (size, sha) == (7, told.split()[0])
+    assert datafiles.changes(found, datafiles.describe_again(found, None)) == {}
+    (tmp_path / "a/2.png").write_text("other!!")
+    assert datafiles.changes(found, datafiles.describe_again(found, None)).keys() == {"a/2.png"}
+
+
+def test_what_takes_too_long_is_said_to_be_incomplete(tmp_path, monkeypatch):
+    """Then only sizes are known, and another size is still seen; of too many files the first are listed."""
+    for number in range(3):
+        (tmp_path / f"{number}.bin").write_bytes(bytes(10))
+    found = datafiles.describe_files([tmp_path], None, seconds=-1, remember=False)
+    assert list(found["files"].values()) == [[10, None]] * 3
+    assert "of 3 files only the size is known" in found["incomplete"]
+    (tmp_path / "1.bin").write_bytes(bytes(11))
+    assert list(datafiles.changes(found, datafiles.describe_again(found, None)).values()) == ["10 bytes → 11"]
+    monkeypatch.setattr(datafiles, "MAX_FILES", 2)
+    assert len(datafiles.describe_files([tmp_path], None, remember=False)["files"]) == 2
+
+
+def test_a_data_module_tells_its_files(tmp_path):
+    """By `files`, by paths that it keeps, by texts in its params that are paths; else it is all of `data.root`."""
+    for name in ("a.tsv", "b.tsv", "words.txt"):
+        (tmp_path / name).touch()
+
+    class Module:
+        def __init__(self, **kept):
+            self.__dict__ |= kept
+
+    def told(module, **params):
+        return {path.name for path in datafiles.paths_of(module, str(tmp_path), params)}
+
+    assert told(Module(files=lambda: ["a.tsv", "gone.tsv"])) == {"a.tsv"}
+    assert told(Module(files={"train": tmp_path / "a.tsv"}, words=tmp_path / "words.txt")) == {"a.tsv", "words.txt"}
+    assert told(Module(), table="b.tsv", mode="crop") == {"b.tsv", tmp_path.name}
+    assert told(Module()) == {tmp_path.name}
+    assert datafiles.paths_of(Module(), None, {"mode": "crop", "sizes": [1, 2]}) == []
+
+
+# ---- series
+
+
+def test_series_part_at_the_earliest_step_of_all():
+    """Of several metrics the one that differs first is the first; a point that is missing is a difference, NaN as
+    good as NaN, and times are none of it."""
+    nan = float("nan")
+    one = {"loss": [(0, 1.0), (4, nan), (8, 3.0)], "acc": [(8, 0.5)], "same": [(1, 1.0)]}
+    two = {"loss": [(0, 1.0), (4, nan)], "acc": [(8, 0.6)], "same": [(1, 1.0)], "more": [(2, 1.0)]}
+    assert [str(apart) for apart in parted(one, two)] == [
+        *("more at step 2: none → 1.0", "acc at step 8: 0.5 → 0.6", "loss at step 8: 3.0 → none")
+    ]
+    assert not any(map(is_repeatable, ["batch_time", "system/cpu", "images_per_s", "samples_per_sec", "gpu_memory"]))
+    assert all(map(is_repeatable, ["train_loss", "val_acc", "lr", "epoch", "timestep_loss", "grad_norm/a.times"]))
