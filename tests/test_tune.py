@@ -2,8 +2,10 @@
 
 import contextlib
 import csv
+import os
 import re
 import sqlite3
+import sys
 import time
 from pathlib import Path
 from random import Random
@@ -313,13 +315,51 @@ def test_a_failing_trial_does_not_win(command, config, store, place):
     assert re.search(rf"^best +trial {found['Learns']['trial']}, ", outcome.out, re.MULTILINE)
 
 
-def test_no_trial_finishes(command, config, place):
+@pytest.fixture(scope="module")
+def failed(command, config, place) -> Outcome:
+    """A search of two trials that both fail, by code of its own."""
+    config.with_name("spoilt.py").write_text(BROKEN)
+    return command("tune", config, *FAILING, "tune.num_trials=2", cwd=place)
+
+
+FAILING = ("tune.name=none", "model.module.type=spoilt.Raises")
+
+
+def test_no_trial_finishes(failed):
     """Where all trials fail, the exit code is 5, and the reasons are told once."""
-    task, trials = "model.module.type=broken.Raises", "tune.num_trials=2"
-    outcome = command("tune", config, "tune.name=none", task, trials, cwd=place)
+    assert failed.code == 5, failed
+    assert failed.err.splitlines()[-1] == "error: none of 2 trials finished: KeyError: 'a fault of the user'"
+    assert not (failed.folder / "best.yaml").exists()
+    assert [row["state"] for row in table(failed)] == ["failed", "failed"]
+
+
+def test_a_search_does_not_go_on_with_other_code(failed, command, config, place):
+    """A file of the user's code that was edited since the search began is named; no trial is run with it."""
+    code = config.with_name("spoilt.py")
+    code.write_text(BROKEN.replace("a fault of the user", "another fault"))
+    outcome = command("tune", config, *FAILING, "tune.num_trials=3", cwd=place)
+    assert outcome.code == 2, outcome
+    assert f"{code}: this code has changed since the search none began" in outcome.err
+
+
+@pytest.mark.slow
+def test_a_trial_of_two_processes(command, config, store, place):
+    """A trial may be a job of several processes: both end where the pruner says so, and the run is one."""
+    pruner = "tune.pruner={type: optuna.pruners.ThresholdPruner, params: {lower: 2.0}}"
+    two = ("engine.processes=2", "engine.backend=ddp", "tune.num_trials=2", "tune.name=two")
+    outcome = patiently(command.start("tune", config, *two, cwd=place, main="test_tune:as_a_person_starts_it"))
+    assert outcome.code == 0, outcome
+    assert len(children(store, outcome.folder.parent.name)) == 2
+    assert [row["state"] for row in table(outcome)] == ["finished", "finished"]
+    pruned = ("tune", config, *two[:3], "tune.name=pruned", pruner)
+    outcome = patiently(command.start(*pruned, cwd=place, main="test_tune:as_a_person_starts_it"))
     assert outcome.code == 5, outcome
-    assert outcome.err.splitlines()[-1] == "error: none of 2 trials finished: KeyError: 'a fault of the user'"
-    assert not (outcome.folder / "best.yaml").exists()
+    assert [(row["state"], row["epochs"]) for row in table(outcome)] == [("pruned", "1")] * 2
+
+
+def as_a_person_starts_it() -> None:
+    """`python -m deeplightning …` in place of this process: Lightning starts further processes by its command."""
+    os.execv(sys.executable, [sys.executable, "-m", "deeplightning", *sys.argv[1:]])
 
 
 # ---- bad input

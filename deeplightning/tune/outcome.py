@@ -15,7 +15,6 @@ from optuna.trial import FrozenTrial, TrialState
 from deeplightning.config.space import Dimension
 from deeplightning.config.target import is_installed
 from deeplightning.config.tree import line
-from deeplightning.runfolder import write_whole
 from deeplightning.tune.study import Study
 
 log = logging.getLogger("deeplightning")
@@ -53,7 +52,7 @@ def text(table: Sequence[Sequence[str]]) -> str:
     return "\n".join(lines + ([f"… and {left_out} more, in trials.csv"] if left_out > 0 else []))
 
 
-def write_table(study: Study, path: Path) -> None:
+def as_csv(study: Study) -> str:
     """The trials as CSV, with the values of the space in full."""
     out = io.StringIO()
     writer = csv.writer(out, lineterminator="\n")
@@ -65,7 +64,7 @@ def write_table(study: Study, path: Path) -> None:
         epochs = max(trial.intermediate_values, default=0)
         failure, run = trial.user_attrs.get("failure", ""), trial.user_attrs.get("run") or ""
         writer.writerow([trial.number, WORDS[trial.state], value, epochs, *values, failure, run])
-    write_whole(path, out.getvalue())
+    return out.getvalue()
 
 
 def draw(study: Study, folder: Path) -> list[Path]:

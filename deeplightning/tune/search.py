@@ -125,14 +125,30 @@ class _Search:
         log.info("%-10s %s", "search", self._words())
         with self._signals():
             try:
-                self._loop()
-                self._conclude()
+                with self._told():
+                    self._loop()
+                    self._conclude()
             except BaseException as error:
                 self._give_up(error)
                 raise
             finally:
                 print(f"Artifact storage path: {self.parent.folder}", flush=True)
         return self.parent.folder
+
+    @contextlib.contextmanager
+    def _told(self) -> Iterator[None]:
+        """A file of the search that cannot be written is told as that."""
+        try:
+            yield
+        except Exception as error:
+            if type(error).__module__.split(".")[0] not in ("sqlalchemy", "sqlite3", "optuna"):
+                raise
+            cause = error.__cause__ or error  # Optuna wraps what SQLAlchemy says
+            text = " ".join(str(cause).split("\n[SQL")[0].split())[:200]
+            raise SetupError(
+                f"{self.database}: what the search knows cannot be written or read ({text}); once that is mended, the "
+                "same command goes on"
+            ) from error
 
     # ---- the start
 
@@ -162,7 +178,8 @@ class _Search:
                 "settings": dump(self.cfg.public()),
                 "code": _own_code(),
             }
-            study.begin(self.database, self.tune.mode, notes)
+            with self._told():
+                study.begin(self.database, self.tune.mode, notes)
         self.study = self._study()
         notes = self.study.notes
         self.sign = notes["sign"]
@@ -382,7 +399,8 @@ class _Search:
         values = [d.override(point[d.key]) for d in self.space]
         # A bundle takes longer than many a trial; `deeplightning export` makes one of the run that is chosen.
         own = ["train.export=false", *more] if is_trial else []
-        return dump(_as_written(read(self.config, ["~tune", *values, *own]).root))
+        # What a choice took from the environment is written as it was.
+        return self.cfg.redact(dump(_as_written(read(self.config, ["~tune", *values, *own]).root)))
 
     def _answer(self, message: dict[str, Any]) -> dict[str, Any]:
         """What a trial says: where its run is, its metric, or that there is no such metric."""
@@ -470,8 +488,8 @@ class _Search:
         from deeplightning.tune.study import plain_text
 
         folder, best = self.parent.folder, self.study.best()
-        print(outcome.text(outcome.rows(self.study)), flush=True)
-        outcome.write_table(self.study, folder / "trials.csv")
+        print(self.cfg.redact(outcome.text(outcome.rows(self.study))), flush=True)
+        write_whole(folder / "trials.csv", self.cfg.redact(outcome.as_csv(self.study)))
         if pictures:
             outcome.draw(self.study, folder)
         tags = {}
