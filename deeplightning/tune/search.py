@@ -159,7 +159,7 @@ class _Search:
             SetupError: another process is at it, or its files cannot be written.
             ConfigError: it began with another config.
         """
-        from deeplightning.tune import study
+        from deeplightning.tune import outcome, study  # noqa: F401  (what comes last is read now as well)
 
         try:
             self.home.mkdir(parents=True, exist_ok=True)
