@@ -326,6 +326,23 @@ def test_plan_shows_the_place_of_a_task(command, tiny, place):
     assert {name.strip(): value for name, value in told.items() if name.strip() in expected} == expected
 
 
+def test_the_address_of_the_config_wins(command, tiny, place):
+    """master_addr and master_port of the launcher hold for tasks that srun starts, too."""
+    params = "engine.launcher.params={master_addr: 10.0.0.9, master_port: 4711}"
+    planned = command("plan", tiny, LAUNCHER, params, "engine.processes=2", cwd=place, **STEP | {"MASTER_ADDR": "n9"})
+    assert planned.code == 0, planned
+    assert "MASTER_ADDR: 10.0.0.9\n" in planned.out
+    assert "MASTER_PORT: '4711'\n" in planned.out
+
+
+def test_a_batch_script_that_forgets_srun_is_told(command, tiny, place):
+    """One process of a job of several nodes does not wait for partners that nobody starts: exit code 3, naming srun."""
+    refused = command("train", tiny, "engine.num_nodes=2", cwd=place, SLURM_JOB_ID="7", SLURM_PROCID="0")
+    assert refused.code == 3
+    assert "engine.num_nodes: 2 machines are asked for, and this is a single process of Slurm's job 7" in refused.err
+    assert "srun deeplightning train" in refused.err
+
+
 def test_plan_prints_the_script(command, tiny, place, tmp_path):
     """What would be handed to sbatch, with every option, and nothing is written; no Slurm is needed."""
     params = (

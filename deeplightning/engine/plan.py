@@ -12,7 +12,7 @@ from deeplightning.config.fault import ConfigError, Fault, Notice, SetupError
 from deeplightning.config.schema import BACKENDS, PRECISIONS, Config, Engine
 from deeplightning.config.target import build_inside, is_installed
 from deeplightning.engine.devices import cpu_computes_bf16, cuda_devices
-from deeplightning.engine.place import Place, doubt, place
+from deeplightning.engine.place import Place, doubt, place, slurm_step
 
 _WORDS = {16: "16-mixed", 32: "32-true", 64: "64-true", "bf16": "bf16-mixed"}
 
@@ -37,6 +37,7 @@ def settle(cfg: Config) -> tuple[list[Notice], list[Fault]]:
     if engine.precision in PRECISIONS:
         more = "; 16-true is nearer to O2" if engine.precision == "apex_O2" else ""
         change("precision", PRECISIONS[engine.precision], f"{engine.precision} is its older name{more}")
+    _tell_address(engine)
     missing, here = None, _here(faults)
     if (told_twice := doubt()) is not None:
         notices.append(Notice(told_twice))
@@ -71,6 +72,14 @@ def settle(cfg: Config) -> tuple[list[Notice], list[Fault]]:
 def is_elsewhere(engine: Engine) -> bool:
     """Whether the launcher takes the run to other machines, of which this one knows nothing."""
     return engine.launcher is not None and not engine.launcher.type.endswith(".Local")
+
+
+def _tell_address(engine: Engine) -> None:
+    """What the config says of rank 0's address holds for tasks that a person starts by srun as well."""
+    params = engine.launcher.params if engine.launcher is not None and engine.launcher.type.endswith(".Slurm") else {}
+    if slurm_step(os.environ) is not None:
+        names = {"master_addr": "MASTER_ADDR", "master_port": "MASTER_PORT"}
+        os.environ |= {name: str(params[key]) for key, name in names.items() if params.get(key) is not None}
 
 
 def _here(faults: list[Fault]) -> Place | None:
@@ -118,6 +127,12 @@ def _lacks_to_meet(engine: Engine) -> list[Fault]:
         message = f"there is 1 node, and NODE_RANK={number}; set engine.num_nodes, or unset NODE_RANK"
         return [] if number.strip().strip("0") == "" else [Fault(message, "engine.num_nodes", exit_code=3)]
     needed = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
+    if (job := os.environ.get("SLURM_JOB_ID")) and "NODE_RANK" not in os.environ:
+        message = (
+            f"{engine.num_nodes} machines are asked for, and this is a single process of Slurm's job {job}; "
+            "`srun deeplightning train …` starts one in each of its tasks"
+        )
+        return [Fault(message, "engine.num_nodes", exit_code=3)]
     missing = [name for name in needed if not os.environ.get(name)]
     if len(missing) == len(needed):
         message = (

@@ -33,6 +33,10 @@ LOOK = 0.25  # seconds between two looks at what a job has written
 SELDOM = 15.0  # seconds at most between two questions about its state
 WARNING = 120  # seconds before the end of its time in which a job saves a checkpoint and goes back into the queue
 
+AGAIN = "DEEPLIGHTNING_REQUEUE"
+"""The variable that names a file: its being there tells the batch script, behind its tasks, to send the job back into
+the queue. A task in a container, say, cannot ask Slurm itself."""
+
 DECIDED = "DEEPLIGHTNING_DECIDED"  # what this command has decided for processes that it starts here
 
 WAITS = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
@@ -209,15 +213,16 @@ class Slurm:
             constraint=self.constraint,
             wckey=None,
             srun_args=["--open-mode=append", *cpus, *self.srun],
-            setup=[*self._variables(job), *self.setup],
+            setup=[*self._variables(job, folder), *self.setup],
             teardown=_after(folder, engine.max_restarts),
             additional_parameters={option: value for option, value in more.items() if value not in (None, False)},
         )
         return executor, executor.script
 
-    def _variables(self, job: Job) -> list[str]:
+    def _variables(self, job: Job, folder: Path) -> list[str]:
         """Lines of shell that tell the tasks what the frozen config cannot."""
-        lines = [f'export {LAUNCH}="slurm-$SLURM_JOB_ID"']
+        lines = ["trap : TERM  # the tasks get it too; what is behind them must be reached"]
+        lines += [f'export {LAUNCH}="slurm-$SLURM_JOB_ID"', f"export {AGAIN}={_quoted(folder / 'again')}"]
         if self.master_addr is not None:
             lines.append(f"export MASTER_ADDR={_quoted(self.master_addr)}")
         if self.master_port is not None:
@@ -232,12 +237,15 @@ def _after(folder: Path, restarts: int) -> list[str]:
     counter = _quoted(folder / "restarts")
     lines = [
         "code=$?",
-        "case $code in",
-        "138|140)  # SIGUSR1, SIGUSR2: before a task had begun, or behind its end",
-        '  scontrol requeue "$SLURM_JOB_ID" && exit ;;',
+        "# asked for by a task, or killed by SIGUSR1 or SIGUSR2 before it could ask",
+        f'if [ -e "${AGAIN}" ] || [ $code = 138 ] || [ $code = 140 ]; then',
+        f'  rm -f "${AGAIN}"',
+        '  scontrol requeue "$SLURM_JOB_ID" && exit',
+        "fi",
     ]
     if restarts:
         lines += [
+            "case $code in",
             "130|143) ;;  # somebody ended them",
             f"5|13[0-9]|14[0-9])  # a worker was lost; engine.max_restarts: {restarts}",
             f"  lost=$(($(cat {counter} 2>/dev/null || echo 0) + 1))",
@@ -246,8 +254,9 @@ def _after(folder: Path, restarts: int) -> list[str]:
             f'    echo "a worker was lost (exit code $code); restart $lost of {restarts}" >&2',
             '    scontrol requeue "$SLURM_JOB_ID" && exit',
             "  fi ;;",
+            "esac",
         ]
-    return [*lines, "esac", "exit $code"]
+    return [*lines, "exit $code"]
 
 
 def _frozen(job: Job) -> str:
@@ -464,9 +473,9 @@ def is_preempted(number: str) -> bool:
 
 
 def requeue_at_exit(number: str) -> None:
-    """Has this process, as its very last act, send its job back into the queue, which ends all of the job's processes.
+    """Has this process, as its very last act, send its job back into the queue, or have the batch script do so.
 
-    However often it is asked, that is done once.
+    It ends all of the job's processes. However often it is asked, that is done once.
     """
     global _job_to_requeue
     if _job_to_requeue is None:
@@ -479,6 +488,9 @@ _job_to_requeue: str | None = None
 
 def _requeue(number: str) -> None:
     _say(f"job {number} goes back into the queue, and goes on when Slurm starts it again")
+    if file := os.environ.get(AGAIN):
+        Path(file).touch()
+        return
     code, words = _ask("scontrol", "requeue", number)
     if code != 0:
         hint = "`train.resume_ckpt=auto` goes on from last.ckpt"
