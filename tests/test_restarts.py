@@ -3,26 +3,22 @@
 The processes that the launcher starts are forked (see `forks`), but for one test, in which all is as a person has it.
 """
 
-import json
 import os
-import random
 import re
 import signal
-import subprocess
-import sys
+import signal
 import time
-from pathlib import Path
 
 import pytest
-from commands import LONGEST, environment
 from conftest import OWN, digest
-from test_kill import KILLS, SETTINGS, WRITING
+from test_kill import KILLS
 
 FORKED = "forks:main"
 
 LOSSES = '''\
 """A user's own code that goes wrong, in the starts of a launch that WHEN names."""
 
+import logging
 import os
 import pathlib
 import signal
@@ -33,7 +29,8 @@ import torch
 
 
 def note():
-    pathlib.Path(os.environ["PIDS"], f"{os.getpid()}").touch()
+    if "PIDS" in os.environ:
+        pathlib.Path(os.environ["PIDS"], f"{os.getpid()}").touch()
 
 
 note()
@@ -73,7 +70,18 @@ class At(pl.Callback):
 
     def stop(self, module):
         os.kill(os.getpid(), signal.SIGSTOP)
+
+
+def hook():
+    """Says that it was called, and gives the log another format."""
+    start, rank = (os.environ.get(name, "-") for name in ("TORCHELASTIC_RESTART_COUNT", "RANK"))
+    group = "there is a group" if torch.distributed.is_initialized() else "no group yet"
+    pathlib.Path(os.environ["HOOK"], f"start {start} of rank {rank}").write_text(f"{group}, {os.environ.get('FLAVOUR')}")
+    for handler in logging.getLogger("deeplightning").handlers:
+        handler.setFormatter(logging.Formatter("own format | %(levelname)s | %(message)s"))
 '''
+FAULT = 1 + LOSSES.splitlines().index('        raise KeyError("a fault of the user\'s")')
+SLEEPS = 1 + LOSSES.splitlines().index("        time.sleep(1000)")
 
 
 @pytest.fixture(scope="module")
@@ -150,8 +158,14 @@ def undisturbed(command, tiny, here, tracked, tmp_path_factory):
 
 @pytest.mark.parametrize(
     ("restarts", "when", "code", "needed"),
-    [(0, "0", 5, 0), (1, "0", 0, 1), (3, "0", 0, 1), (0, "0123", 5, 0), (1, "0123", 5, 1), (3, "0123", 5, 3)],
-    ids=["0-one", "1-one", "3-one", "0-every", "1-every", "3-every"],
+    [
+        pytest.param(0, "0", 5, 0, id="0-one"),
+        pytest.param(1, "0", 0, 1, id="1-one"),
+        pytest.param(3, "0", 0, 1, id="3-one", marks=pytest.mark.slow),
+        pytest.param(0, "0123", 5, 0, id="0-every", marks=pytest.mark.slow),
+        pytest.param(1, "0123", 5, 1, id="1-every"),
+        pytest.param(3, "0123", 5, 3, id="3-every", marks=pytest.mark.slow),
+    ],
 )
 def test_a_lost_process_is_started_again_as_often_as_allowed(
     restarts, when, code, needed, launch, tracked, undisturbed
@@ -175,3 +189,117 @@ def test_a_lost_process_is_started_again_as_often_as_allowed(
         assert run.status == "FAILED"
         assert f"the last checkpoint is {done.folder / 'last.ckpt'}" in done.err
         assert len(re.findall("^error", done.err, re.MULTILINE)) == 1
+
+
+def test_a_single_process_is_started_again_as_well(launch, tracked, undisturbed):
+    """A crash of its own, at the place where it was killed."""
+    done = launch(at(0, "crash"), processes=1).end()
+    assert done.code == 0, done
+    assert "restart 1 of 1: rank 0: a worker was lost: the process was killed by SIGSEGV; goes on" in done.err
+    assert (digest(done.folder / "last.ckpt"), tracked(done.folder).series()) == undisturbed(1)
+
+
+@pytest.mark.parametrize(
+    ("what", "code", "words"),
+    [
+        ("fault", 1, "losses.py:{FAULT}: a fault of Deep Lightning or of your own code"),
+        ("spoil", 5, "train_loss is nan"),
+        ("leave", 5, "the process ended with exit code 7 and said nothing"),
+    ],
+)
+@pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_what_would_happen_again_is_not_started_again(what, code, words, processes, launch):
+    """A fault of the code, a loss that is no number, an end without a word: told once, with its exit code."""
+    done = launch(at(processes - 1, what), processes=processes).end()
+    assert done.code == code, done
+    assert restarts_of(done) == []
+    assert words.replace("{FAULT}", str(FAULT)) in done.err
+    assert len(re.findall("^error", done.err, re.MULTILINE)) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["sleep", "stop"])
+def test_a_process_that_hangs_is_lost(what, launch, tracked, undisturbed):
+    """At the time limit of the others all end, a process that stands still by force, and start again."""
+    done = launch("engine.params.timeout=12", at(1, what)).end()
+    assert done.code == 0, done
+    named = {"sleep": f"rank 1 is at losses.py:{SLEEPS}", "stop": "rank 1 does not answer"}[what]
+    assert (
+        f"restart 1 of 1: rank 0: waited in vain for 12 s, as long as engine.params.timeout allows: {named}" in done.err
+    )
+    assert (digest(done.folder / "last.ckpt"), tracked(done.folder).series()) == undisturbed(2)
+
+
+# ---- the launching process
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "processes"),
+    [(signal.SIGTERM, 143, 2), pytest.param(signal.SIGINT, 130, 1, marks=pytest.mark.slow)],
+)
+def test_a_signal_to_the_launcher_ends_all_politely(number, code, processes, launch, tracked, tmp_path):
+    """Each process gets it once: the batch is finished, `last.ckpt` saved, the run KILLED, nothing started again."""
+    go = tmp_path / "go"
+    running = launch(f"train.callbacks=[{{type: own.Waits, params: {{until: '{go}'}}}}]", processes=processes)
+    running.says("waits")
+    running.signal(number)
+    go.touch()
+    killed = running.end()
+    assert killed.code == code, killed
+    assert restarts_of(killed) == []
+    name = signal.Signals(number).name
+    assert re.findall("^error.*", killed.err, re.MULTILINE)[0].endswith(f"interrupted by {name}")
+    assert tracked(killed.folder).status == "KILLED"
+    assert (killed.folder / "last.ckpt").is_file()
+
+
+def test_a_launcher_that_is_killed_takes_its_processes_along(launch, tracked, undisturbed, tmp_path):
+    """They notice, and end; the same command with `train.resume_ckpt=auto` goes on in the same run."""
+    go, named = tmp_path / "go", f"logger.params.experiment_name=killed-{tmp_path.name}"
+    waits = f"train.callbacks=[{{type: own.Waits, params: {{until: '{go}'}}}}, {{type: losses.At, params: {{rank: 0, what: kill, when: -}}}}]"
+    running = launch(waits, named)
+    out = running.says("waits")
+    running.signal(signal.SIGKILL)
+    assert running.end().code == -signal.SIGKILL
+    go.touch()
+    done = launch(waits, named, "train.resume_ckpt=auto").end()
+    assert done.code == 0, done
+    assert f"run folder {done.folder}" in out
+    assert (digest(done.folder / "last.ckpt"), tracked(done.folder).series()) == undisturbed(2)
+
+
+# ---- the hook
+
+
+def test_a_hook_is_called_in_every_process_and_after_every_restart(launch, tmp_path):
+    """Before there is a group, with the variables of `engine.env`; the format that it gives the log is seen in files."""
+    files = tmp_path / "hook"
+    files.mkdir()
+    done = launch("engine.setup_hook=losses.hook", "engine.env={FLAVOUR: bitter}", at(1, "kill"), HOOK=str(files)).end()
+    assert done.code == 0, done
+    said = {path.name: path.read_text() for path in files.iterdir()}
+    assert said == {f"start {start} of rank {rank}": "no group yet, bitter" for start in (0, 1) for rank in (0, 1)}
+    for rank in (0, 1):
+        lines = (done.folder / "logs" / f"rank_{rank}.log").read_text().splitlines()
+        assert [line for line in lines if not line.startswith("own format | ")] == []
+        assert lines
+
+
+# ---- the watchdog
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_watchdog_names_a_process_that_stands_still(processes, command, launch, tiny, here, tracked):
+    """With the place where it is; all end with 5, and with restarts they go on."""
+    dog = "{type: deeplightning.callbacks.watchdog.Watchdog, params: {seconds: 3}}"
+    overrides = [f"{at(processes - 1, 'sleep')[:-1]}, {dog}]"]
+    if processes == 1:
+        done = command("train", tiny, *overrides, cwd=here)
+        assert done.code == 5, done
+        assert tracked(done.folder).status == "FAILED"
+        assert re.search(rf"^error .*no progress for 3 s: rank 0 is at losses.py:{SLEEPS}$", done.err, re.MULTILINE)
+    else:
+        done = launch(*overrides).end()
+        assert done.code == 0, done
+        (line,) = restarts_of(done)
+        assert f"no progress for 3 s: rank 1 is at losses.py:{SLEEPS}; goes on" in line
