@@ -3,15 +3,20 @@
 The processes that the launcher starts are forked (see `forks`), but for one test, in which all is as a person has it.
 """
 
+import json
 import os
+import random
 import re
 import signal
-import signal
 import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+import yaml
+from commands import real
 from conftest import OWN, digest
-from test_kill import KILLS
+from test_kill import KILLS, SETTINGS, WRITING
 
 FORKED = "forks:main"
 
@@ -72,11 +77,16 @@ class At(pl.Callback):
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
+def fails():
+    raise OSError("the device is not there")
+
+
 def hook():
     """Says that it was called, and gives the log another format."""
     start, rank = (os.environ.get(name, "-") for name in ("TORCHELASTIC_RESTART_COUNT", "RANK"))
     group = "there is a group" if torch.distributed.is_initialized() else "no group yet"
-    pathlib.Path(os.environ["HOOK"], f"start {start} of rank {rank}").write_text(f"{group}, {os.environ.get('FLAVOUR')}")
+    file = pathlib.Path(os.environ["HOOK"], f"start {start} of rank {rank}")
+    file.write_text(f"{group}, {os.environ.get('FLAVOUR')}")
     for handler in logging.getLogger("deeplightning").handlers:
         handler.setFormatter(logging.Formatter("own format | %(levelname)s | %(message)s"))
 '''
@@ -256,7 +266,7 @@ def test_a_signal_to_the_launcher_ends_all_politely(number, code, processes, lau
 def test_a_launcher_that_is_killed_takes_its_processes_along(launch, tracked, undisturbed, tmp_path):
     """They notice, and end; the same command with `train.resume_ckpt=auto` goes on in the same run."""
     go, named = tmp_path / "go", f"logger.params.experiment_name=killed-{tmp_path.name}"
-    waits = f"train.callbacks=[{{type: own.Waits, params: {{until: '{go}'}}}}, {{type: losses.At, params: {{rank: 0, what: kill, when: -}}}}]"
+    waits = f"{at(0, 'kill', 'never')[:-1]}, {{type: own.Waits, params: {{until: '{go}'}}}}]"
     running = launch(waits, named)
     out = running.says("waits")
     running.signal(signal.SIGKILL)
@@ -272,7 +282,7 @@ def test_a_launcher_that_is_killed_takes_its_processes_along(launch, tracked, un
 
 
 def test_a_hook_is_called_in_every_process_and_after_every_restart(launch, tmp_path):
-    """Before there is a group, with the variables of `engine.env`; the format that it gives the log is seen in files."""
+    """Before there is a group, with the variables of `engine.env`; the files of the log have the format it gives."""
     files = tmp_path / "hook"
     files.mkdir()
     done = launch("engine.setup_hook=losses.hook", "engine.env={FLAVOUR: bitter}", at(1, "kill"), HOOK=str(files)).end()
@@ -303,3 +313,172 @@ def test_a_watchdog_names_a_process_that_stands_still(processes, command, launch
         assert done.code == 0, done
         (line,) = restarts_of(done)
         assert f"no progress for 3 s: rank 1 is at losses.py:{SLEEPS}; goes on" in line
+
+
+# ---- as a person has it
+
+
+def test_processes_that_nobody_has_forked(tiny, here, tracked, undisturbed, tmp_path):
+    """`python -m deeplightning train`, with commands as its processes: killed once, started again, the same end."""
+    arguments = ["engine.max_restarts=1", at(0, "kill")]
+    done = real("train", tiny, *arguments, cwd=here, TMPDIR=str(tmp_path), PIDS=str(tmp_path))
+    assert done.code == 0, done
+    assert len(restarts_of(done)) == 1
+    run = tracked(done.folder)
+    assert run.status == "FINISHED"
+    assert (digest(done.folder / "last.ckpt"), run.series()) == undisturbed(1)
+    left = [path.name for path in tmp_path.iterdir()]
+    assert [name for name in left if not name.isdecimal() or alive(int(name))] == []
+
+
+# ---- what is said, and what is refused
+
+
+def test_a_plan_says_what_would_start(command, tiny, here):
+    """The processes, how often they may start again, their variables, the command."""
+    launcher = "engine.launcher={type: deeplightning.engine.launch.Local, params: {master_port: 29500}}"
+    told = command("plan", tiny, "engine.processes=3", "engine.max_restarts=2", launcher, cwd=here)
+    assert told.code == 0, told
+    (start,) = yaml.safe_load(told.out)
+    assert start["times"] == 3
+    assert start["where"] == "this machine, again up to 2 times after a process was lost"
+    assert start["environment"]["WORLD_SIZE"] == "3"
+    assert start["environment"]["MASTER_PORT"] == "29500"
+    assert start["command"][1:5] == ["-m", "deeplightning", "train", str(tiny)]
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ("{master_port: 70000}", "master_port must be from 1 to 65535, not 70000"),
+        ("{backoff: {factor: 0.5}}", "backoff.factor must be at least 1, not 0.5"),
+        ("{backoff: {tries: 3}}", "backoff takes base_s, factor, max_tries, not tries"),
+        ("{port: 3}", "has no param `port`"),
+    ],
+)
+def test_a_launcher_that_is_told_wrong(params, words, command, tiny, here):
+    """Exit 2, the key, what is allowed."""
+    launcher = f"engine.launcher={{type: deeplightning.engine.launch.Local, params: {params}}}"
+    failed = command("train", tiny, launcher, cwd=here)
+    assert failed.code == 2, failed
+    assert words in failed.err
+    assert "engine.launcher" in failed.err
+
+
+@pytest.mark.parametrize(("full", "code"), [(3, 0), (100, 3)])
+def test_where_there_is_no_room_it_waits_longer_and_longer(full, code, monkeypatch):
+    """1, 2, 4 … s, ten tries in all; then exit 3."""
+    from deeplightning.config.fault import SetupError
+    from deeplightning.engine.launch import elastic
+    from deeplightning.engine.launch.backoff import Backoff
+
+    tries, pauses, told = [], [], []
+
+    def enough_memory(processes):
+        tries.append(processes)
+        if len(tries) <= full:
+            raise SetupError("there is room for 0")
+
+    monkeypatch.setattr(elastic, "enough_memory", enough_memory)
+    monkeypatch.setattr(elastic, "time", SimpleNamespace(sleep=pauses.append, monotonic=time.monotonic))
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    handler = signal.getsignal(signal.SIGQUIT)
+    try:
+        ended, _ = elastic.attend(["/bin/sh", "-c", "exit 0"], 2, 0, 0, Backoff(), told.append)
+    except SetupError as error:
+        ended = error.exit_code
+    finally:
+        signal.signal(signal.SIGQUIT, handler)
+    assert ended == code
+    assert pauses == [1, 2, 4, 8, 16, 32, 64, 128, 256][:full]
+    assert told == [f"there is room for 0; tries again in {pause:g} s" for pause in pauses]
+
+
+@pytest.mark.parametrize(
+    ("hook", "words"),
+    [
+        ("losses.hok", "losses has no `hok`. Did you mean losses.hook?"),
+        ("losses.At", "losses.At needs rank, what; it is called without arguments"),
+        ("losses.alarm.hook", "losses has no `alarm`"),
+        ("hook", "`hook` is no MODULE.NAME"),
+    ],
+)
+def test_a_hook_that_is_none_is_named(hook, words, command, tiny, here):
+    """By `check`, exit 2, with its key and the nearest name."""
+    failed = command("check", tiny, f"engine.setup_hook={hook}", cwd=here)
+    assert failed.code == 2, failed
+    assert "engine.setup_hook" in failed.err
+    assert words in failed.err
+
+
+def test_a_hook_that_fails_is_code_of_the_user(command, tiny, here):
+    """Its place, and exit 1."""
+    failed = command("train", tiny, "engine.setup_hook=losses.fails", cwd=here)
+    assert failed.code == 1, failed
+    assert "losses.py" in failed.err
+    assert "the device is not there" in failed.err
+
+
+# ---- kills at any instant
+
+
+@pytest.mark.slow
+def test_twenty_kills(launch, here, end_of, capsys):
+    """At seeded instants, of one process or both, in one start or two; some inside the writing of a checkpoint, between
+    its writing and its renaming, in a validation, or at an epoch's edge: the end is that of an undisturbed run."""
+    draw = random.Random(8)
+    wholes, events = {}, {}
+    for processes in (1, 2):
+        name = f"whole-{processes}"
+        done = launch(*settings(name, processes), restarts=3, processes=processes, **variables(here, name)).end()
+        assert done.code == 0, done
+        wholes[processes] = end_of(name)
+        events[processes] = [(here / f"{name}.{rank}").read_text().splitlines() for rank in range(processes)]
+    kinds = [WRITING, ("before replace",), ("in the validation",), ("at the end of epoch", "after the validation")]
+    for number in range(20):
+        processes, name = 1 + number % 2, f"kill-{number}"
+        victim = draw.choice(range(processes))
+        own = events[processes][victim]
+        places = [place for place, event in enumerate(own, 1) if event.startswith(kinds[number // 2 % 4])]
+        first = draw.choice(places) if number < 8 and places else draw.randrange(1, len(own))
+        others = "".join(map(str, set(range(processes)) - {victim})) if draw.random() < 0.3 else ""
+        second = f"{draw.choice(range(processes))}:{draw.randrange(1, len(own) // 2)}" if number % 3 == 0 else "-:0"
+        told = variables(here, name) | {"KILL": f"{victim}{others}:{first},{second},-:0,-:0"}
+        done = launch(*settings(name, processes), restarts=3, processes=processes, **told).end()
+        assert done.code == 0, (told, done)
+        assert end_of(name) == wholes[processes], (told, own[first - 1], done)
+        with capsys.disabled():
+            from_ = [line.rpartition("; ")[2].rpartition("/")[2] for line in restarts_of(done)]
+            print(
+                f"\n{number + 1:2}  {processes}  {victim}{others or ' '}  {own[first - 1]:36}  {from_}",
+                end="",
+                flush=True,
+            )
+
+
+def settings(name, processes):
+    return [
+        *(setting for setting in SETTINGS if not setting.startswith("train.resume_ckpt")),
+        f"logger.params.experiment_name=restarts-{name}",
+        f"data.batch_size={16 // processes}",
+    ]
+
+
+def variables(here, name):
+    return {"EVENTS": str(here / name), "KILL": "-:0,-:0,-:0,-:0"}
+
+
+@pytest.fixture(scope="module")
+def end_of(store, tracked):
+    """`end_of(name)` is what the only run of an experiment has left."""
+    from mlflow.tracking import MlflowClient
+
+    def look(name):
+        client = MlflowClient(f"sqlite:///{store / 'mlflow.db'}")
+        found = client.search_runs([client.get_experiment_by_name(f"restarts-{name}").experiment_id])
+        assert len(found) == 1, "one MLflow run"
+        left = Path(found[0].info.artifact_uri.removeprefix("file://"))
+        kept = {path.name: digest(path) for path in left.glob("*.ckpt")}
+        return found[0].info.status, kept, json.loads((left / "best.json").read_text()), tracked(left).series()
+
+    return look
