@@ -74,6 +74,19 @@ def train(config: Path, overrides: tuple[str, ...]) -> None:
     launch(cfg)
 
 
+@cli.command(hidden=True)
+def worker() -> None:
+    """Train as one of the processes of a launcher that sends the config to standard input."""
+    from deeplightning.engine.launch.order import receive
+
+    global _redact
+    cfg = receive()
+    _redact = cfg.redact
+    from deeplightning.run import work
+
+    sys.exit(work(cfg))
+
+
 @cli.command(context_settings=_loose, epilog=OVERRIDES)
 @_config
 @_overrides

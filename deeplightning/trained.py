@@ -242,7 +242,7 @@ def agreement(cfg: Config, goes_on: Resumption | None) -> dict[str, str]:
     from deeplightning.callbacks.record import engine_of
 
     settings = dict(_learning(cfg.public())) | {f"engine.{name}": value for name, value in engine_of(cfg).items()}
-    settings |= {"stages": cfg.stages, "the checkpoint to go on from": goes_on and goes_on.checkpoint}
+    settings |= {"stages": cfg.stages, "the checkpoint to go on from": goes_on and goes_on.named}
     del settings["engine.processes"]  # those of one machine are compared
     return {key: str(value) for key, value in settings.items()}
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from deeplightning.config.schema import Config
 from deeplightning.config.target import build
+from deeplightning.engine.launch.storage import POOL
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
@@ -98,5 +99,9 @@ def all_of(cfg: Config) -> list[pl.Callback]:
 
         callbacks.append(Trial(record, os.environ[TRIAL]))
     callbacks += [checkpoints, Signals()]
+    if POOL in os.environ:
+        from deeplightning.callbacks.pool import Pool
+
+        callbacks.append(Pool(cfg, record, checkpoints))
     leave_out_empty_hooks(*callbacks)
     return callbacks

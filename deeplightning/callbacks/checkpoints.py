@@ -142,6 +142,11 @@ class Checkpoints(LightningCheckpoint):
                 by_more = state["stopped_epoch"] > 0 and not by_patience
                 trainer.should_stop |= by_more or state["wait_count"] >= callback.patience
 
+    def save_now(self, trainer: pl.Trainer) -> None:
+        """Saves `last.ckpt` at the end of an epoch, unless that has been done."""
+        if self._saved_step != trainer.global_step:
+            self._save_last(trainer)
+
     def _save_last(self, trainer: pl.Trainer) -> None:
         self._saved_step, self._due = trainer.global_step, False
         trainer.save_checkpoint(self.record.folder.last)

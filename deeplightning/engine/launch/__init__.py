@@ -7,6 +7,7 @@ stand on (torch, Ray, submitit) only where they use it: every command that has a
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,7 +19,7 @@ from deeplightning.config.target import build
 from deeplightning.engine.place import place
 from deeplightning.engine.plan import local_size
 
-__all__ = ["Job", "Launcher", "Local", "Slurm", "Start", "launcher_of", "plan_of"]
+__all__ = ["Job", "Launcher", "Local", "Ray", "Slurm", "Start", "launcher_of", "plan_of"]
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ def _plan_here(job: Job) -> list[Start]:
     here, local = place(), local_size(job.cfg.engine)
     if here is not None:
         variables = {"RANK": str(here.rank), "WORLD_SIZE": str(here.world), "LOCAL_RANK": str(here.local_rank)}
-        variables |= {"NODE_RANK": str(here.node)}
+        variables |= {"LOCAL_WORLD_SIZE": str(here.local_world), "NODE_RANK": str(here.node)}
         variables |= {"MASTER_ADDR": here.address} if here.address else {}
         variables |= {"MASTER_PORT": here.port} if here.port else {}
         return [Start(job.command, 1, f"this process, which {here.by} has started", variables)]
@@ -115,9 +116,13 @@ def _plan_here(job: Job) -> list[Start]:
     if local * nodes == 1:
         return [Start(job.command)]
     where = "this machine" if nodes == 1 else f"each of {nodes} machines, where this command is given"
-    return [Start(job.command, local, where, {"LOCAL_RANK": "*", "WORLD_SIZE": str(local * nodes)})]
+    variables = {"LOCAL_RANK": "*", "WORLD_SIZE": str(local * nodes)}
+    names = ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT") if nodes > 1 else ()
+    variables |= {name: os.environ[name] for name in names if name in os.environ}
+    return [Start(job.command, local, where, variables)]
 
 
 # At the end: they use what stands above.
 from deeplightning.engine.launch.local import Local  # noqa: E402
+from deeplightning.engine.launch.ray import Ray  # noqa: E402
 from deeplightning.engine.launch.slurm import Slurm  # noqa: E402
