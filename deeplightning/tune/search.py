@@ -34,7 +34,7 @@ from deeplightning.configure import DECIDED, load_config
 from deeplightning.engine.place import place
 from deeplightning.runfolder import Hold, RunFolder, write_whole
 from deeplightning.tune.parent import Parent
-from deeplightning.tune.worker import Forked, Line, Train
+from deeplightning.tune.worker import Forked, Line, Train, own_address
 
 log = logging.getLogger("deeplightning")
 
@@ -99,7 +99,7 @@ class _Search:
         self.parent = Parent(cfg, self.name)
         self.home = self.parent.home
         self.database = self.home / "study.db"
-        self.line = Line()
+        self.line = Line("127.0.0.1" if cfg.engine.launcher is None else own_address())
         self.workers = Forked(train, self.line)
         self.study: Any = None
         self.sign = ""
@@ -415,8 +415,9 @@ class _Search:
                 self._pruned[number] = f"after epoch {step}: {self.tune.metric} {value:.6g}"
                 return {"prune": True}
             # What is imported here is paid for once. Not with GPUs: a library that takes hold of CUDA when it is
-            # imported would make that unusable in every process forked later.
-            return {"tell": "modules"} if self._to_import is None and self.cfg.engine.gpus is None else {}
+            # imported would make that unusable in every process forked later. A launcher's processes import anew.
+            is_wanted = self._to_import is None and self.cfg.engine.gpus is None and self.cfg.engine.launcher is None
+            return {"tell": "modules"} if is_wanted else {}
         elif "modules" in message:
             self._to_import = [str(name) for name in message["modules"]]
         return {}
