@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from conftest import digest
 from mlflow.tracking import MlflowClient
 
@@ -37,6 +38,7 @@ logger: {params: {system_metrics: false}, log_every_n_steps: 4, pictures: null}
 """
 OWN = f"""\
 import numpy as np
+import yaml
 from deeplightning.data.datasets import Samples
 from deeplightning.data.digits import Digits
 
@@ -171,13 +173,14 @@ def test_what_a_run_keeps_of_its_code(gone):
     assert kept["0/nets/narrow.py"] == "WIDTH = 12\n"
     assert 'HUB_TOKEN = "***"' in kept["0/own.py"]
     assert '"${oc.env:TABLE_PASSWORD}"' in kept["0/own.py"]
-    assert manifest["concealed"] == ["own.py:5"]
-    assert manifest["packages"].keys() == {"numpy", "torch"}
+    assert manifest["concealed"] == ["own.py:6"]
+    assert manifest["packages"] == {"PyYAML": yaml.__version__}
+    assert len(manifest["deeplightning"]["digest"]) == 64
     for path in folder.path.rglob("*"):
         if path.is_file():
             content = path.read_bytes() + "".join(kept.values()).encode()
             assert not [secret for secret in (PASSWORD, WRITTEN, "kept-elsewhere") if secret.encode() in content], path
-    assert "own.py:5 looks like a secret" in gone[0].err
+    assert "own.py:6 looks like a secret" in gone[0].err
 
 
 def test_a_byte_that_changed_in_the_data_is_named_before_anything_runs(gone, command, tmp_path):

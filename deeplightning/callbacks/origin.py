@@ -14,7 +14,7 @@ from typing import Any
 
 from deeplightning.config.schema import Config
 from deeplightning.runfolder import RunFolder, write_whole
-from deeplightning.tracking.code import Code, collect
+from deeplightning.tracking.code import Code, collect, describe_program, versions_of
 from deeplightning.tracking.datafiles import describe_files, paths_of
 from deeplightning.tracking.series import MAX_POINTS, read_series, to_text
 from deeplightning.tracking.store import locate
@@ -36,7 +36,8 @@ class Origin:
     def __init__(self, cfg: Config, folder: RunFolder):
         self.cfg, self.folder = cfg, folder
         self._code: Code | None = None
-        self._hashing: threading.Thread | None = None
+        self._digesting: threading.Thread | None = None
+        self._program: dict[str, str] = {}
         self._enough = threading.Event()
         self._stored = b""
         self._has_ended = False
@@ -60,7 +61,9 @@ class Origin:
             if self._code.left_out:
                 some = ", ".join(f"{path} ({why})" for path, why in list(self._code.left_out.items())[:3])
                 log.warning("code       not all of it is kept: %s", some)
-            self._begin_hashing(data, began_from)
+            paths = self._data_files(data, began_from)
+            self._digesting = threading.Thread(target=self._digest, args=(paths,), name="digests", daemon=True)
+            self._digesting.start()
         except Exception as error:
             log.warning("code       what the run is made of cannot be kept: %s", error)
 
@@ -74,12 +77,15 @@ class Origin:
             return
         self._has_ended = True
         try:
-            if self._code is not None:
-                self._keep_code(collect(self._redact, self._code, thoroughly=True))
-            if self._hashing is not None:
-                self._hashing.join(0 if was_interrupted else PATIENCE)
+            if self._digesting is not None:
+                self._digesting.join(0 if was_interrupted else PATIENCE)
                 self._enough.set()
-                self._hashing.join()
+                self._digesting.join()
+            if self._code is not None:
+                code = collect(self._redact, self._code)
+                code.packages = versions_of(code.imported)
+                code.program |= self._program
+                self._keep_code(code)
             self._keep_metrics()
         except Exception as error:
             log.warning("code       what the run is made of cannot be kept: %s", error)
@@ -106,20 +112,22 @@ class Origin:
         beside.replace(path)
         self._stored = packed
 
-    def _begin_hashing(self, data: Any, began_from: Path | None) -> None:
+    def _data_files(self, data: Any, began_from: Path | None) -> list[Path]:
+        """The files and folders whose digest is kept; weights that the run began with are data too."""
         cfg = self.cfg
         paths = paths_of(data, cfg.data.root, cfg.data.module.params)
         for name in (began_from, cfg.model.init_from):
             if name is not None and Path(name).is_file():
                 paths.append(Path(name).absolute())
-        if paths:
-            self._hashing = threading.Thread(target=self._hash, args=(paths,), name="data digest", daemon=True)
-            self._hashing.start()
+        return paths
 
-    def _hash(self, paths: list[Path]) -> None:
+    def _digest(self, paths: list[Path]) -> None:
         try:
             if hasattr(os, "setpriority"):  # of this thread alone, on Linux
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+            self._program = describe_program()
+            if not paths:
+                return
             store = locate(self.cfg.logger.params.get("tracking_uri", "mlruns")).artifact_root
             without = [self.folder.path, *([store] if store is not None else [])]
             found = describe_files(paths, self.cfg.data.root, without=without, stop=self._enough.is_set)

@@ -16,9 +16,10 @@ import re
 import sys
 import sysconfig
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.machinery import PathFinder
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -26,6 +27,7 @@ from typing import Any
 from deeplightning import __version__
 from deeplightning.config.fault import CheckpointError
 from deeplightning.tracking.conceal import conceal
+from deeplightning.tracking.environment import PACKAGES
 
 MAX_FILES, MAX_BYTES, MAX_FILE = 2_000, 20_000_000, 1_000_000
 """Files kept, their bytes together, and the bytes of one."""
@@ -57,6 +59,7 @@ class Code:
         concealed: places (`own.py:12`) where a secret was blotted out.
         packages: versions of the installed packages that this code imports.
         program: Deep Lightning itself: `version`, and `digest` of its files where that is known.
+        imported: names of installed packages, and of modules of Python's, that it imports; not in the zip.
     """
 
     roots: list[str] = field(default_factory=list)
@@ -66,6 +69,7 @@ class Code:
     concealed: list[str] = field(default_factory=list)
     packages: dict[str, str] = field(default_factory=dict)
     program: dict[str, str] = field(default_factory=dict)
+    imported: set[str] = field(default_factory=set)
 
     def names(self) -> dict[str, bytes]:
         """The files by their paths, with the number of their root where two have the same."""
@@ -102,7 +106,6 @@ class Code:
 def collect(
     redact: Callable[[str], str] = str,
     before: Code | None = None,
-    thoroughly: bool = False,
     modules: Mapping[str, Any] | None = None,
 ) -> Code:
     """The code of this process's run.
@@ -110,16 +113,11 @@ def collect(
     Args:
         redact: takes values that came from the environment out of a text.
         before: what was collected earlier in the run; its files are kept as they were then.
-        thoroughly: also find out versions and the digest of Deep Lightning's files, which takes some milliseconds.
         modules: what is imported, by name; None: by this process.
     """
     found = _Collector(redact, before or Code(), sys.modules if modules is None else modules)
     found.collect()
-    code = found.code()
-    if thoroughly:
-        code.packages = dict(_versions(found.installed_names))
-        code.program["digest"] = _own_digest()
-    return code
+    return found.code()
 
 
 class _Collector:
@@ -128,8 +126,7 @@ class _Collector:
     def __init__(self, redact: Callable[[str], str], before: Code, modules: Mapping[str, Any]):
         self.redact, self.modules = redact, modules
         self.path = list(dict.fromkeys(os.path.abspath(entry) for entry in sys.path))  # noqa: PTH100 (of `.` too)
-        places = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-        self.installed = tuple(f"{place}{os.sep}" for place in (*places, _OURS, _OURS.with_name("serve")))
+        self.installed = _installed()
         self.left_out, self.concealed = dict(before.left_out), list(before.concealed)
         self.files = {(before.roots[r], path): content for (r, path), content in before.files.items()}
         self.bytes = sum(map(len, self.files.values()))
@@ -139,15 +136,25 @@ class _Collector:
         self.installed_names: set[str] = set()
 
     def collect(self) -> None:
-        for name, module in list(self.modules.items()):
-            file = getattr(module, "__dict__", {}).get("__file__")
+        names = list(self.modules)  # thousands; what is inside an installed package need not be looked at
+        foreign = {name for name in names if "." not in name and self.is_foreign(self.modules.get(name))}
+        for name in names:
+            if name.partition(".")[0] in foreign:
+                continue
+            file = getattr(self.modules.get(name), "__dict__", {}).get("__file__")
             if isinstance(file, str) and file.endswith(".py") and not self.is_installed(file):
-                self.module(name, module, os.path.abspath(file))  # noqa: PTH100 (three times as fast)
+                self.module(name, self.modules[name], os.path.abspath(file))  # noqa: PTH100 (three times as fast)
         asked: set[str] = set()
         while self.unread:
             for top in _imported_by(self.unread.pop()) - asked:
                 asked.add(top)
                 self.follow(top)
+
+    def is_foreign(self, module: Any) -> bool:
+        """Whether a module is installed or built in, with all that is in it; a package of several folders is not."""
+        inside = getattr(module, "__dict__", {})
+        file = inside.get("__file__")
+        return file.startswith(self.installed) if isinstance(file, str) else "__path__" not in inside
 
     def is_installed(self, file: str) -> bool:
         return file.startswith(self.installed) or f"{os.sep}site-packages{os.sep}" in file or "dist-packages" in file
@@ -266,8 +273,16 @@ class _Collector:
                 left_out=dict(sorted(self.left_out.items())),
                 concealed=sorted({*self.concealed}),
                 program={"version": __version__},
+                imported=self.installed_names,
             )
         return Code(program={"version": __version__})
+
+
+@cache
+def _installed() -> tuple[str, ...]:
+    """What the files of installed packages, of Python and of Deep Lightning begin with, the most frequent first."""
+    places = (sysconfig.get_path(name) for name in ("purelib", "stdlib", "platlib", "platstdlib"))
+    return tuple(f"{place}{os.sep}" for place in dict.fromkeys([*places, str(_OURS), str(_OURS.with_name("serve"))]))
 
 
 def _imported_by(source: bytes) -> set[str]:
@@ -281,11 +296,16 @@ def _imported_by(source: bytes) -> set[str]:
     return names
 
 
-def _versions(names: set[str]) -> Iterator[tuple[str, str]]:
-    for name in sorted(names - sys.stdlib_module_names - {"deeplightning", "serve"}):
+def versions_of(names: Iterable[str]) -> dict[str, str]:
+    """The versions of installed packages, by the names of their projects, as far as these can be told from their
+    modules' names. Those of `PACKAGES`, which each run records, are left out."""
+    found = {}
+    for name in sorted({*names} - sys.stdlib_module_names - {"deeplightning", "serve"}):
         project = _PROJECTS.get(name, name)
-        with suppress(Exception):  # a project that is called otherwise, or whose record is damaged
-            yield project, importlib.metadata.version(project)
+        if project.replace("_", "-").lower() not in PACKAGES:
+            with suppress(Exception):  # a project that is called otherwise, or whose record is damaged
+                found[project] = importlib.metadata.version(project)
+    return found
 
 
 def _own_digest() -> str:
@@ -297,6 +317,7 @@ def _own_digest() -> str:
     return digest.hexdigest()
 
 
+@cache
 def describe_program() -> dict[str, str]:
     """Deep Lightning as it is here: version and digest of its files."""
     return {"version": __version__, "digest": _own_digest()}
