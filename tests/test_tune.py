@@ -432,6 +432,7 @@ def test_the_place_of_a_dimension_is_told(tmp_path, config):
         ("tune.sampler={type: optuna.samplers.GridSampler}", "a grid needs values that can be counted"),
         ("train.resume_ckpt=auto", "the trials of a search begin each by itself"),
         ("stages=[test]", "a search trains"),
+        ("~tune.mode", "tune.mode: missing: whether more or less val_acc is better"),
         ("tune.num_trials=0", "at least 1"),
         ("tune.mode=maximum", "one of min, max"),
     ],

@@ -531,6 +531,9 @@ class _Checker:
             grid = tune.sampler is not None and is_grid(tune.sampler.type) and "search_space" not in tune.sampler.params
             for name, message in space.faults(tune.space, grid):
                 self.fault(message, f"tune.space.{name}".rstrip("."))
+        if "tune.mode" not in self.places and isinstance(tune.metric, str) and "loss" not in tune.metric:
+            message = f"missing: whether more or less {tune.metric} is better, `mode: max` or `mode: min`"
+            self.fault(message, "tune.mode", allowed="min, max")
         if "train" not in config.stages:
             self.fault("a search trains: add `train` to the stages", "stages")
         if config.train is not None and config.train.resume_ckpt is not None:

@@ -344,7 +344,9 @@ class Tune:
         "{log_int: [8, 256]} or {choice: [relu, gelu]}; the first and the third take a `step` as well",
         example="{model.optimizer.params.lr: {log_uniform: [1e-4, 0.1]}}",
     )
-    mode: Mode = key("whether less (`min`) or more (`max`) is better", "min")
+    mode: Mode = key(
+        "whether less (`min`) or more (`max`) is better; may be left out only where the metric is a loss", "min"
+    )
     num_trials: int = key("trials in all, those of an interrupted search included", 20, low=1)
     sampler: Target | None = key(
         "how values are drawn, a sampler of Optuna's; null: optuna.samplers.TPESampler. Seeded from `seed`; "
