@@ -50,6 +50,9 @@ def _become(argv: tuple[str, ...], env: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(env)
     sys.argv = ["deeplightning", *argv]
+    for name, module in list(sys.modules.items()):  # the user's own are imported anew
+        if str(getattr(module, "__file__", None)).startswith(f"{os.getcwd()}{os.sep}"):
+            del sys.modules[name]
     code: object = 1
     try:
         cli.main()

@@ -102,7 +102,7 @@ def here(tmp_path_factory):
     (folder / "own.py").write_text(OWN)
     one_kill = 'os.environ.get("KILL", "-:0").split(":")'
     assert one_kill in KILLS
-    one_each = 'os.environ["KILL"].split(",")[int(os.environ["TORCHELASTIC_RESTART_COUNT"])].split(":")'
+    one_each = 'os.environ["KILL"].split(",")[int(os.environ.get("TORCHELASTIC_RESTART_COUNT", 3))].split(":")'
     (folder / "kills.py").write_text(KILLS.replace(one_kill, one_each))
     return folder
 
@@ -318,6 +318,7 @@ def test_a_watchdog_names_a_process_that_stands_still(processes, command, launch
 # ---- as a person has it
 
 
+@pytest.mark.slow
 def test_processes_that_nobody_has_forked(tiny, here, tracked, undisturbed, tmp_path):
     """`python -m deeplightning train`, with commands as its processes: killed once, started again, the same end."""
     arguments = ["engine.max_restarts=1", at(0, "kill")]
