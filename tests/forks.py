@@ -8,6 +8,7 @@ import atexit
 import os
 import signal
 import sys
+from pathlib import Path
 from typing import Any
 
 
@@ -51,7 +52,7 @@ def _become(argv: tuple[str, ...], env: dict[str, str]) -> None:
     os.environ.update(env)
     sys.argv = ["deeplightning", *argv]
     for name, module in list(sys.modules.items()):  # the user's own are imported anew
-        if str(getattr(module, "__file__", None)).startswith(f"{os.getcwd()}{os.sep}"):
+        if str(getattr(module, "__file__", None)).startswith(f"{Path.cwd()}{os.sep}"):
             del sys.modules[name]
     code: object = 1
     try:
