@@ -84,6 +84,11 @@ EXAMPLES = {
         {"test_acc": (0.8, 1)},
         ["val_confusion_matrix.png"],
     ),
+    "search": Example(
+        "search/search.yaml",
+        ["train.num_epochs=2", "model.optimizer.params={lr: 0.2, momentum: 0.6}"],
+        {"test_acc": (0.5, 1)},
+    ),
     "own_loop": Example("own_loop/own_loop.yaml", ["train.num_epochs=3"], {"test_acc": (0.7, 1)}),
     "vqvae": Example(
         "vqvae/vqvae.yaml",
