@@ -2,19 +2,26 @@
 
 import contextlib
 import ctypes
+import json
 import os
 import shutil
 import socket
 import subprocess
+import sys
 import tempfile
 import threading
+import time
+from pathlib import Path
 
 import pytest
+import yaml
+from commands import LONGEST, PAUSE, environment
 from conftest import digest
 
 from deeplightning.config.fault import SetupError
 from deeplightning.configure import examine, load_config
 from deeplightning.engine.meeting import patience
+from deeplightning.engine.place import port_of
 
 TWO = ("engine.num_nodes=2", "engine.backend=ddp")
 
@@ -309,3 +316,237 @@ def test_a_link_that_is_cut_ends_both_machines(machines, cable, tracked, tmp_pat
         (note,) = notes(each)
         assert "waited in vain for 8 s, as long as engine.params.timeout allows" in note
     assert tracked(first.folder).status == "FAILED"
+
+
+# ---- torchrun
+
+
+def torchrun():
+    """`torchrun`, where the processes that it starts are forked from it; the agent and what it tells them are real."""
+    import forks
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+    class Unbuffered(forks.Forked):
+        def __init__(self, args, env, **more):
+            assert args[1] == "-u"
+            super().__init__((args[0], *args[2:]), env, **more)
+
+        def wait(self, timeout=None):
+            until = time.monotonic() + (LONGEST if timeout is None else timeout)
+            while self.poll() is None:
+                if time.monotonic() > until:
+                    raise subprocess.TimeoutExpired("deeplightning", timeout)
+                time.sleep(PAUSE)
+            return self.returncode
+
+    subprocess_handler.Popen = Unbuffered
+    run.main(sys.argv[1:])
+
+
+@pytest.fixture
+def by_torchrun(command, tiny, place):
+    """`by_torchrun([option, …], override, …)` starts `torchrun OPTION … -m deeplightning train TINY OVERRIDE …`."""
+
+    def start(options, *overrides, cwd=place):
+        words = (*options, "-m", "deeplightning", "train", tiny, *overrides)
+        return command.start(*words, cwd=cwd, main="test_nodes:torchrun")
+
+    return start
+
+
+def runs_of(store):
+    """The folders of all runs."""
+    return set(store.glob("*/*/artifacts"))
+
+
+def test_torchrun_starts_all_processes_itself(by_torchrun, alone, store):
+    """Two processes in all, one run; its weights are those of two processes that this command starts."""
+    before = runs_of(store)
+    ended = by_torchrun(["--nproc-per-node", "2"]).end()
+    assert ended.code == 0, ended
+    assert runs_of(store) - before == {ended.folder}
+    assert "processes: 2" in ended.out
+    assert "num_nodes: 1" in ended.out
+    assert digest(ended.folder / "last.ckpt") == digest(alone.folder / "last.ckpt")
+    assert sorted(path.name for path in (ended.folder / "logs").iterdir()) == ["rank_0.log", "rank_1.log"]
+
+
+def test_other_sizes_than_torchruns_are_refused(by_torchrun, store):
+    """Both numbers, told once, and nothing hangs; torchrun's own exit code is 1, of its processes 3."""
+    before = runs_of(store)
+    ended = by_torchrun(["--nproc-per-node", "2"], "engine.processes=3").end()
+    assert ended.code == 1
+    told = [line for line in ended.err.splitlines() if "are asked for" in line]
+    assert len(told) == 1, ended
+    assert "engine.processes: 3 processes are asked for, and torchrun has started 2; make the two equal" in told[0]
+    assert "exitcode  : 3" in ended.err
+    assert runs_of(store) == before
+
+
+@pytest.mark.slow
+def test_two_torchruns_are_one_run(by_torchrun, alone, store):
+    """With a rendezvous, a process each: world 2, one run."""
+    before = runs_of(store)
+    options = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
+    options += ["--rdzv-id=two", "--local-addr=127.0.0.1"]
+    ended = [each.end() for each in [by_torchrun(options, "engine.backend=ddp") for _ in range(2)]]
+    assert [each.code for each in ended] == [0, 0], ended
+    (folder,) = runs_of(store) - before
+    assert digest(folder / "last.ckpt") == digest(alone.folder / "last.ckpt")
+    assert "num_nodes: 2" in ended[0].out + ended[1].out
+
+
+KILLED = '''\
+"""A user's own code."""
+
+import os
+import pathlib
+import signal
+
+import pytorch_lightning as pl
+
+
+class Once(pl.Callback):
+    """Kills the second process in the third batch of the second epoch, where no file is there yet."""
+
+    def __init__(self, mark):
+        self.mark = pathlib.Path(mark)
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if (trainer.current_epoch, batch_idx, trainer.global_rank) == (1, 2, 1) and not self.mark.exists():
+            self.mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+'''
+
+
+@pytest.mark.slow
+def test_torchrun_goes_on_in_the_same_run(by_torchrun, alone, store, tracked, tmp_path):
+    """`--max-restarts`: a killed process, then all again, from the newest checkpoint; the weights of an undisturbed
+    run."""
+    before = runs_of(store)
+    (tmp_path / "killed.py").write_text(KILLED)
+    once = "train.callbacks=[{type: killed.Once, params: {mark: mark}}]"
+    ended = by_torchrun(["--nproc-per-node=2", "--max-restarts=1"], once, cwd=tmp_path).end()
+    assert (tmp_path / "mark").exists()
+    assert ended.code == 0, ended
+    (folder,) = runs_of(store) - before
+    assert tracked(folder).status == "FINISHED"
+    assert digest(folder / "last.ckpt") == digest(alone.folder / "last.ckpt")
+
+
+# ---- MPI
+
+
+@pytest.fixture(scope="module")
+def told_by_mpirun():
+    """What `mpirun -np 2` tells its two processes."""
+    if shutil.which("mpirun") is None:
+        pytest.skip("there is no mpirun; Debian has it in openmpi-bin")
+    program = "import json, os; print(json.dumps({n: v for n, v in os.environ.items() if n[:4] in ('OMPI', 'PMIX')}))"
+    told = mpirun(sys.executable, "-c", program, timeout=60)
+    assert told.returncode == 0, told.stderr
+    return [json.loads(line) for line in told.stdout.splitlines()]
+
+
+def mpirun(*words, **options):
+    """A command as two processes of Open MPI; it asks twice whether root may, and counts the cores."""
+    command = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", *map(str, words)]
+    return subprocess.run(command, env=environment(), capture_output=True, text=True, **options)
+
+
+def test_mpirun_starts_all_processes(told_by_mpirun, command, tiny, place, alone, store):
+    """World 2 from its variables, one run, and no mpi4py."""
+    before = runs_of(store)
+    ended = [each.end() for each in [command.start("train", tiny, cwd=place, **told) for told in told_by_mpirun]]
+    assert [each.code for each in ended] == [0, 0], ended
+    (folder,) = runs_of(store) - before
+    assert digest(folder / "last.ckpt") == digest(alone.folder / "last.ckpt")
+    assert "MPI has started 2 processes" in "".join(each.err for each in ended)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["torchrun", "mpirun"])
+def test_as_a_person_types_it(launcher, tiny, place, alone):
+    """Everything in fresh processes: `torchrun --nproc-per-node 2 -m deeplightning …`, `mpirun -np 2 python -m …`."""
+    train = ["-m", "deeplightning", "train", tiny]
+    if launcher == "mpirun" and shutil.which("mpirun") is None:
+        pytest.skip("there is no mpirun; Debian has it in openmpi-bin")
+    if launcher == "mpirun":
+        ended = mpirun(sys.executable, *train, cwd=place, timeout=LONGEST)
+    else:
+        words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *map(str, train)]
+        ended = subprocess.run(words, cwd=place, env=environment(), capture_output=True, text=True, timeout=LONGEST)
+    assert ended.returncode == 0, ended.stderr
+    folder = Path(ended.stdout.splitlines()[-1].removeprefix("Artifact storage path: "))
+    assert digest(folder / "last.ckpt") == digest(alone.folder / "last.ckpt")
+
+
+# ---- plan
+
+
+SLURM_TASK = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_NTASKS": "4",
+    "SLURM_NNODES": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_STEP_NODELIST": "n[03-04]",
+}
+
+
+@pytest.mark.parametrize(
+    ("variables", "overrides", "expected"),
+    [
+        ({}, (), {"where": "this machine", "times": 1, "environment": {}}),
+        (
+            *({}, ("engine.processes=2",)),
+            {"where": "this machine", "times": 2, "environment": {"LOCAL_RANK": "*", "WORLD_SIZE": "2"}},
+        ),
+        (
+            {"MASTER_ADDR": "one", "MASTER_PORT": "2000", "NODE_RANK": "1"},
+            ("engine.processes=2", "engine.num_nodes=2"),
+            {
+                "where": "each of 2 machines, where this command is given",
+                "times": 2,
+                "environment": {
+                    "LOCAL_RANK": "*",
+                    "WORLD_SIZE": "4",
+                    "NODE_RANK": "1",
+                    "MASTER_ADDR": "one",
+                    "MASTER_PORT": "2000",
+                },
+            },
+        ),
+        (
+            *(SLURM_TASK, ()),
+            {
+                "where": "this process, which Slurm has started",
+                "times": 1,
+                "environment": {
+                    "RANK": "3",
+                    "WORLD_SIZE": "4",
+                    "LOCAL_RANK": "1",
+                    "LOCAL_WORLD_SIZE": "2",
+                    "NODE_RANK": "1",
+                    "MASTER_ADDR": "n03",
+                    "MASTER_PORT": port_of("slurm-7.0"),
+                },
+            },
+        ),
+    ],
+)
+def test_plan_says_what_would_start(variables, overrides, expected, command, tiny, place, store):
+    """Processes, their variables, the command; under Slurm, the numbers that follow from its variables. Nothing
+    starts."""
+    before = runs_of(store)
+    said = command("plan", tiny, *overrides, cwd=place, **variables)
+    assert said.code == 0, said
+    (start,) = yaml.safe_load(said.out)
+    told = start.pop("command")
+    assert start == expected
+    assert told == [sys.executable, "-m", "deeplightning", "train", str(tiny), *overrides]
+    assert runs_of(store) == before
