@@ -187,7 +187,10 @@ class Cluster:
                 daemon.wait()
 
 
-def wait_for(happened, what, longest=LONGEST):
+LONG = 4 * LONGEST  # seconds; processes that Slurm starts import all they need, once more after a requeue
+
+
+def wait_for(happened, what, longest=LONG):
     until = time.monotonic() + longest
     while not (found := happened()):
         assert time.monotonic() < until, f"waited in vain for {what}"
@@ -246,6 +249,17 @@ def job_of(running):
 
 def ended(running):
     assert not running._read("code"), running.end()
+
+
+def end_of(running):
+    """How it ended, when it has."""
+    wait_for(lambda: running._read("code"), "its end")
+    return running.end()
+
+
+def stands(running):
+    """When rank 0 waits in its batch."""
+    wait_for(lambda: "waits\n" in running._read("out"), "the batch")
 
 
 # ---- without Slurm
@@ -448,7 +462,7 @@ def test_a_job_that_waits_says_why_and_a_cancelled_one_is_told(submit, cluster, 
     job = job_of(running)
     wait_for(lambda: f"job {job} waits: JobHeldUser" in running._read("err"), "the reason")
     cluster.ask("scancel", job)
-    outcome = running.end()
+    outcome = end_of(running)
     assert outcome.code == 5
     assert outcome.err.count("waits: ") == 1, outcome
     assert f"error: job {job} ended as CANCELLED" in outcome.err
@@ -460,7 +474,7 @@ def test_the_command_may_go_and_the_job_stays(sent, submit, cluster):
     running = submit("engine.launcher.params.sbatch.hold=true")
     job = job_of(running)
     running.signal(sent)
-    outcome = running.end()
+    outcome = end_of(running)
     assert cluster.about(job)["JobState"] == "PENDING"
     cluster.ask("scancel", job)
     if sent == signal.SIGINT:
@@ -519,7 +533,7 @@ def srun(cluster, work, *words, **variables):
         env=environment(**cluster.variables | variables),
         capture_output=True,
         text=True,
-        timeout=LONGEST,
+        timeout=LONG,
     )
 
 
@@ -568,7 +582,7 @@ def test_a_submitted_job_is_followed_to_its_end(submit, cluster, work, job, trac
     wait_for(lambda: "JobHeldUser" in running._read("err"), "the reason")
     config.write_text("nothing: at all\n")
     cluster.ask("scontrol", "release", number)
-    outcome = running.end()
+    outcome = end_of(running)
     assert outcome.code == 0, outcome
     assert f"job {number} runs on n[1-2]" in outcome.err
     assert "waits" in outcome.out.splitlines()
@@ -594,10 +608,10 @@ def test_a_warned_job_goes_back_into_the_queue_and_goes_on(number, submit, clust
     an undisturbed run's bit for bit."""
     waits = f"train.callbacks=[{{type: mine.Waits, params: {{until: '{tmp_path}/go'}}}}]"
     running = submit("engine.num_nodes=2", waits)
-    running.says("waits\n")
+    stands(running)
     cluster.ask("scancel", f"--signal={number.name}", job_of(running))
     (tmp_path / "go").touch()
-    outcome = running.end()
+    outcome = end_of(running)
     assert cluster.about(job_of(running))["Restarts"] == "1"
     assert outcome.err.count("goes back into the queue") == 1
     goes_on(outcome, job("engine.backend=ddp").folder, tracked)
@@ -609,12 +623,12 @@ def test_a_preempted_job_goes_on(submit, cluster, job, tracked, tmp_path):
     run goes on when the nodes are free again."""
     waits = f"train.callbacks=[{{type: mine.Waits, params: {{until: '{tmp_path}/go'}}}}]"
     running = submit("engine.num_nodes=2", waits)
-    running.says("waits\n")
+    stands(running)
     number = job_of(running)
     cluster.ask("sbatch", "-p", "urgent", "-N2", "-n4", "-o", "/dev/null", "--wrap", "true")
     wait_for(lambda: cluster.about(number)["PreemptTime"] != "None", "the preemption")
     (tmp_path / "go").touch()
-    outcome = running.end()
+    outcome = end_of(running)
     assert cluster.about(number)["Restarts"] == "1"
     goes_on(outcome, job("engine.backend=ddp").folder, tracked)
 
@@ -625,7 +639,7 @@ def test_a_lost_worker_restarts_the_job(restarts, submit, cluster, job, tracked,
     """`engine.max_restarts: 1`: a rank killed with SIGKILL sends the job back into the queue; 0: the job fails."""
     dies = f"train.callbacks=[{{type: mine.Dies, params: {{times: '{tmp_path}/once'}}}}]"
     running = submit("engine.num_nodes=2", f"engine.max_restarts={restarts}", dies)
-    outcome = running.end()
+    outcome = end_of(running)
     assert cluster.about(job_of(running))["Restarts"] == str(restarts)
     if restarts:
         goes_on(outcome, job("engine.backend=ddp").folder, tracked)
