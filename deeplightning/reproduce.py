@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import io
 import json
 import os
 import re
 import signal
 import subprocess
 import sys
+import tarfile
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -221,7 +223,7 @@ def _between(
 
 def _placed(run: PastRun) -> dict[str, Any]:
     """The config, its relative paths as they were meant."""
-    config, directory = dict(run.config), run.environment.get("directory") or "/"
+    config, directory = {"logger.params.tracking_uri": "mlruns"} | run.config, run.environment.get("directory") or "/"
     for key in _PATHS:
         value = config.get(key)
         if isinstance(value, str) and is_local(value) and "${" not in value:
@@ -404,14 +406,14 @@ def prepare(original: PastRun, top: Path, overrides: Sequence[str], any_data: bo
             say(f"warning: the run went on with another {what}; it is made again with the {what} that it ended with")
 
     own = top / "config" / "cfg.yaml"
-    own.parent.mkdir()
+    own.parent.mkdir(parents=True)
     own.write_bytes(original.folder.config.read_bytes())
     secrets = {expression: value for value, expression in source.secrets.values.items()}
     directory, roots = _lay_out(original, top, secrets, say)
     settings = [*_settings(original, config, overrides, top), *overrides]
     root = _value(settings, "data.root") or config.get("data.root")
     _check_data(original, root if isinstance(root, str) else None, any_data, say)
-    if original.code is not None:
+    if directory.is_relative_to(top):
         _link(original, config, directory)
     return Plan(own, settings, directory, _variables(original, roots))
 
@@ -445,13 +447,12 @@ def _lay_out(original: PastRun, top: Path, secrets: Mapping[str, str], say: Say)
     """The working directory and the other import roots."""
     code = original.code
     if code is None:
-        directory = original.directory or Path.cwd()
-        commit = (original.environment.get("git") or {}).get("commit")
-        say(
-            f"warning: this run kept no code (it is of an earlier version): code is taken as it is now in {directory}"
-            + (f"; it was commit {commit}, with git.diff" if commit else "")
-        )
-        return directory, []
+        (top / "code").mkdir()
+        found = _from_git(original, top / "code", say)
+        if found is None:
+            found = original.directory or Path.cwd()
+            say(f"warning: this run kept no code, as earlier versions did: code is taken as it is now in {found}")
+        return found, []
 
     def restore(text: str) -> str:
         for expression, value in secrets.items():
@@ -472,6 +473,49 @@ def _lay_out(original: PastRun, top: Path, secrets: Mapping[str, str], say: Say)
     for path, why in list(code.left_out.items())[:MAX_NAMED]:
         say(f"warning: not kept with the code: {path} ({why})")
     return directory, roots
+
+
+def _from_git(original: PastRun, into: Path, say: Say) -> Path | None:
+    """The code of a run that kept none: its commit, with its diff, from the repository that it ran in or that this is.
+
+    Returns:
+        The working directory; None: the commit is not to be had.
+    """
+    commit = (original.environment.get("git") or {}).get("commit")
+    for folder in (original.directory, Path.cwd()) if commit else ():
+        if folder is None or (top := _git(folder, "rev-parse", "--show-toplevel")) is None:
+            continue
+        repository = Path(os.fsdecode(top).strip())
+        packed = _git(repository, "archive", "--format=tar", str(commit))
+        if packed is None:
+            continue
+        with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
+            archive.extractall(into, filter="data")
+        say(f"code: this run kept none; what will be run is commit {commit} of {repository}")
+        diff = original.folder.git_diff
+        if diff.is_file():
+            text, _, untracked = diff.read_text(errors="replace").partition("# Untracked files")
+            listed = untracked.count("\n#   ")
+            if text.strip() and _git(into, "apply", "--whitespace=nowarn", str(diff)) is None:
+                say(f"warning: {diff} cannot be applied to it: what had not been committed is not in it")
+            if listed:
+                say(f"warning: {listed} files that git did not know then are not in it; {diff} names them")
+        inside = folder.relative_to(repository) if folder.is_relative_to(repository) else Path()
+        return into / inside if folder == original.directory and (into / inside).is_dir() else into
+    return None
+
+
+def _git(folder: Path, *arguments: str) -> bytes | None:
+    """What git prints; None: it fails, or is not there."""
+    safe = {"GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0"}
+    if arguments[0] == "apply":  # in a plain folder, whatever repository is around it
+        safe["GIT_CEILING_DIRECTORIES"] = str(folder.parent)
+    command = ["git", "-C", str(folder), "-c", "core.fsmonitor=false", *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, env=os.environ | safe, timeout=60, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout if done.returncode == 0 else None
 
 
 def _settings(original: PastRun, config: Mapping[str, Any], overrides: Sequence[str], top: Path) -> list[str]:

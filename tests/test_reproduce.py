@@ -16,9 +16,9 @@ from conftest import digest
 from mlflow.tracking import MlflowClient
 
 from deeplightning.config.fault import CheckpointError, RunError
-from deeplightning.reproduce import as_text, differences, past_run, reproduce
+from deeplightning.reproduce import PastRun, as_text, differences, past_run, prepare, reproduce
 from deeplightning.runfolder import RunFolder
-from deeplightning.tracking import code, datafiles
+from deeplightning.tracking import code, datafiles, environment
 from deeplightning.tracking.conceal import conceal
 from deeplightning.tracking.series import is_repeatable, parted
 
@@ -273,6 +273,32 @@ def test_a_run_without_kept_code_says_what_is_run_instead(trained, forked, tmp_p
     reproduce(str(copied.path), say=said.append, start=forked)
     directory = json.loads(copied.environment.read_text())["directory"]
     assert any("this run kept no code" in line and directory in line for line in said)
+
+
+def test_code_that_was_not_kept_is_taken_from_its_commit_and_diff(tmp_path, monkeypatch):
+    """Where the repository is still there: as it was, whatever lies in it now. What git did not know is not to be had,
+    which is said."""
+    tree, run = tmp_path / "tree", RunFolder(tmp_path / "run")
+    (tree / "inner").mkdir(parents=True)
+    run.path.mkdir()
+    (tree / "inner" / "own.py").write_text("one = 1\n")
+    git(tree, "init", "-q")
+    git(tree, "add", ".")
+    git(tree, "commit", "-q", "-m", "first")
+    monkeypatch.chdir(tree / "inner")
+    (tree / "inner" / "own.py").write_text("one = 2\n")
+    (tree / "inner" / "new.py").write_text("two = 2\n")
+    run.environment.write_text(json.dumps(environment.describe()))
+    run.git_diff.write_text(environment.git_diff() or "")
+    run.config.write_text("seed: 1\n")
+    git(tree, "commit", "-q", "-a", "-m", "second")
+    (tree / "inner" / "own.py").write_text("one = 3\n")
+    said = []
+    plan = prepare(PastRun(run, None, None), tmp_path / "again", [], False, said.append)
+    assert {path.name: path.read_text() for path in plan.directory.iterdir()} == {"own.py": "one = 2\n"}
+    assert plan.directory.name == "inner"
+    assert any(line.startswith("code: this run kept none; what will be run is commit ") for line in said)
+    assert any("1 files that git did not know then" in line for line in said)
 
 
 def test_a_run_that_began_from_a_checkpoint_begins_from_it_again(train, trained, forked, tmp_path, monkeypatch):
