@@ -57,6 +57,7 @@ _CARRIED: tuple[str, ...] = (
     "DEEPLIGHTNING_CACHE",
     "DEEPLIGHTNING_DEBUG",
     "DEEPLIGHTNING_TRACKING_WAIT",
+    "DEEPLIGHTNING_TRIAL",
     "MLFLOW_",
     "HF_",
     "TORCH_",
@@ -481,7 +482,15 @@ class _Launch:
                 if pause is None or (self.cluster.is_own and self.starts == 0):
                     raise SetupError(Fault(str(error), "engine.launcher")) from None
                 self.tell(f"{error}; tries again in {pause:g} s")
+                self._ask_for_machines()
                 self._wait(pause)
+
+    def _ask_for_machines(self) -> None:
+        """Has a cluster that can grow do so."""
+        from ray.autoscaler.sdk import request_resources
+
+        with contextlib.suppress(Exception):  # one that cannot may say so
+            request_resources(bundles=[self._bundle] * self.highest)
 
     def _wait(self, seconds: float) -> None:
         until = time.monotonic() + seconds
