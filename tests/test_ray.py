@@ -27,7 +27,7 @@ from deeplightning.engine.launch.storage import CARD, Storage
 
 LAUNCHER = "engine.launcher={type: deeplightning.engine.launch.Ray, params: {address: ADDRESS, MORE}}"
 SMALL = "init: {object_store_memory: 80_000_000}"
-ALONE = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled"}
+ALONE = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0"}
 
 needs_ray = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install 'deeplightning[ray]'"

@@ -269,8 +269,9 @@ def _token() -> dict[str, str]:
 
 
 def _quiet() -> dict[str, str]:
-    """Ray sends figures of its use to its makers, unless told not to."""
-    return {"RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+    """Ray sends figures of its use to its makers, unless told not to, and has its workers give way to everybody."""
+    names = ("RAY_USAGE_STATS_ENABLED", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "RAY_worker_niceness")
+    return dict.fromkeys(names, "0")
 
 
 def _find(address: str | None) -> str | None:
