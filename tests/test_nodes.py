@@ -346,10 +346,14 @@ def torchrun():
 
 @pytest.fixture
 def by_torchrun(command, tiny, place):
-    """`by_torchrun([option, …], override, …)` starts `torchrun OPTION … -m deeplightning train TINY OVERRIDE …`."""
+    """`by_torchrun([option, …], override, …)` starts `torchrun OPTION … -m deeplightning train TINY OVERRIDE …`.
+
+    Another torchrun on this machine has the port that it takes where none is given.
+    """
 
     def start(options, *overrides, cwd=place):
-        words = (*options, "-m", "deeplightning", "train", tiny, *overrides)
+        port = [] if any("rdzv" in option for option in options) else [f"--master-port={free_port()}"]
+        words = (*port, *options, "-m", "deeplightning", "train", tiny, *overrides)
         return command.start(*words, cwd=cwd, main="test_nodes:torchrun")
 
     return start
@@ -475,7 +479,15 @@ def test_as_a_person_types_it(launcher, tiny, place, alone):
     if launcher == "mpirun":
         ended = mpirun(sys.executable, *train, cwd=place, timeout=LONGEST)
     else:
-        words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", *map(str, train)]
+        words = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--nproc-per-node",
+            "2",
+            *map(str, train),
+        ]
         ended = subprocess.run(words, cwd=place, env=environment(), capture_output=True, text=True, timeout=LONGEST)
     assert ended.returncode == 0, ended.stderr
     folder = Path(ended.stdout.splitlines()[-1].removeprefix("Artifact storage path: "))
