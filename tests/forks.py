@@ -5,6 +5,7 @@ real; only `python -m deeplightning` is called in the forked process instead of 
 """
 
 import atexit
+import errno
 import os
 import signal
 import sys
@@ -13,11 +14,15 @@ from typing import Any
 
 
 class Forked:
-    """What torch's agent uses of `subprocess.Popen`."""
+    """What torch's agent uses of `subprocess.Popen`. Where REFUSES names a file, rank 1 is not started once."""
 
     def __init__(self, args: tuple[str, ...], env: dict[str, str], **_: Any):
         assert args[1:3] == ("-m", "deeplightning")
         self.returncode: int | None = None
+        refuses = Path(env.get("REFUSES", "/nonexistent"))
+        if env["RANK"] == "1" and refuses.exists():
+            refuses.unlink()
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         self.pid = os.fork()
         if self.pid == 0:
             _become(args[3:], env)

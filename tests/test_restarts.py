@@ -77,6 +77,13 @@ class At(pl.Callback):
         os.kill(os.getpid(), signal.SIGSTOP)
 
 
+class Writes(pl.Callback):
+    """Leaves a file of each process."""
+
+    def on_train_start(self, trainer, module):
+        pathlib.Path(os.environ["FILES"], f"callback in rank {trainer.global_rank}").touch()
+
+
 def fails():
     raise OSError("the device is not there")
 
@@ -85,7 +92,7 @@ def hook():
     """Says that it was called, and gives the log another format."""
     start, rank = (os.environ.get(name, "-") for name in ("TORCHELASTIC_RESTART_COUNT", "RANK"))
     group = "there is a group" if torch.distributed.is_initialized() else "no group yet"
-    file = pathlib.Path(os.environ["HOOK"], f"start {start} of rank {rank}")
+    file = pathlib.Path(os.environ["FILES"], f"start {start} of rank {rank}")
     file.write_text(f"{group}, {os.environ.get('FLAVOUR')}")
     for handler in logging.getLogger("deeplightning").handlers:
         handler.setFormatter(logging.Formatter("own format | %(levelname)s | %(message)s"))
@@ -182,12 +189,13 @@ def test_a_lost_process_is_started_again_as_often_as_allowed(
 ):
     """One kill, or one in every start: a line for each restart; one run, which ends like an undisturbed one, or FAILED
     with the last checkpoint named."""
-    done = launch(at(1, "kill", when), restarts=restarts).end()
+    victim = 1 if code == 0 else 0  # which speaks for the run
+    done = launch(at(victim, "kill", when), restarts=restarts).end()
     assert done.code == code, done
     told = restarts_of(done)
     assert len(told) == needed
     for number, line in enumerate(told, start=1):
-        assert line.startswith(f"restart {number} of {restarts}: rank 1: a worker was lost: "), line
+        assert line.startswith(f"restart {number} of {restarts}: rank {victim}: a worker was lost: "), line
         assert line.endswith(f"goes on from {done.folder / 'last.ckpt'}")
     run = tracked(done.folder)
     assert run.tags.get("restarts", "0") == str(needed)
@@ -197,6 +205,7 @@ def test_a_lost_process_is_started_again_as_often_as_allowed(
         assert (digest(done.folder / "last.ckpt"), run.series()) == undisturbed(2)
     else:
         assert run.status == "FAILED"
+        assert run.tags["failure"].startswith("rank 0: a worker was lost")
         assert f"the last checkpoint is {done.folder / 'last.ckpt'}" in done.err
         assert len(re.findall("^error", done.err, re.MULTILINE)) == 1
 
@@ -238,6 +247,17 @@ def test_a_process_that_hangs_is_lost(what, launch, tracked, undisturbed):
         f"restart 1 of 1: rank 0: waited in vain for 12 s, as long as engine.params.timeout allows: {named}" in done.err
     )
     assert (digest(done.folder / "last.ckpt"), tracked(done.folder).series()) == undisturbed(2)
+
+
+@pytest.mark.slow
+def test_processes_that_cannot_all_be_started_do_not_stay(launch, tmp_path):
+    """The machine refuses the second: the first ends, and a moment later both are started."""
+    refuses = tmp_path / "refuses"
+    refuses.touch()
+    launcher = "{type: deeplightning.engine.launch.Local, params: {backoff: {base_s: 0.1}}}"
+    done = launch(f"engine.launcher={launcher}", at(1, "kill", "never"), REFUSES=str(refuses)).end()
+    assert done.code == 0, done
+    assert "engine.processes: Resource temporarily unavailable; tries again in 0.1 s" in done.err
 
 
 # ---- the launching process
@@ -283,16 +303,19 @@ def test_a_launcher_that_is_killed_takes_its_processes_along(launch, tracked, un
 
 def test_a_hook_is_called_in_every_process_and_after_every_restart(launch, tmp_path):
     """Before there is a group, with the variables of `engine.env`; the files of the log have the format it gives."""
-    files = tmp_path / "hook"
+    files = tmp_path / "files"
     files.mkdir()
-    done = launch("engine.setup_hook=losses.hook", "engine.env={FLAVOUR: bitter}", at(1, "kill"), HOOK=str(files)).end()
+    callbacks = f"{at(1, 'kill')[:-1]}, {{type: losses.Writes}}]"
+    done = launch("engine.setup_hook=losses.hook", "engine.env={FLAVOUR: bitter}", callbacks, FILES=str(files)).end()
     assert done.code == 0, done
-    said = {path.name: path.read_text() for path in files.iterdir()}
+    said = {path.name: path.read_text() for path in files.glob("start *")}
     assert said == {f"start {start} of rank {rank}": "no group yet, bitter" for start in (0, 1) for rank in (0, 1)}
     for rank in (0, 1):
         lines = (done.folder / "logs" / f"rank_{rank}.log").read_text().splitlines()
         assert [line for line in lines if not line.startswith("own format | ")] == []
         assert lines
+        assert (files / f"callback in rank {rank}").exists()
+    assert not re.search("destroy_process_group|leaked", done.err)
 
 
 # ---- the watchdog

@@ -100,6 +100,7 @@ class Agent(LocalElasticAgent):
     Attributes:
         heard: the signals that have been passed on.
         cause: why the processes have ended the last time; None: they have not, or well.
+        restarts: how often all were started again.
         told: whether one of them has said so.
         lost_first: whether rank 0, which speaks for the run, was killed, and has not.
     """
@@ -108,6 +109,7 @@ class Agent(LocalElasticAgent):
         super().__init__(spec, _NoLogs())
         self.heard: list[signal.Signals] = []
         self.cause: ranks.Cause | None = None
+        self.restarts = 0
         self.told = self.lost_first = False
         self._pauses, self._tell = pauses, tell
         self._folder: Path | None = None
@@ -216,10 +218,10 @@ class Agent(LocalElasticAgent):
                     process.kill()
 
     def _tell_of_restart(self, cause: ranks.Cause) -> None:
-        of = self._worker_group.spec.max_restarts
+        self.restarts += 1
         newest = self.newest
         how = f"goes on from {newest}" if newest else "begins again, there is no checkpoint yet"
-        self._tell(f"restart {1 + of - self._remaining_restarts} of {of}: {cause}; {how}")
+        self._tell(f"restart {self.restarts} of {self._worker_group.spec.max_restarts}: {cause}; {how}")
 
     def _clean(self) -> None:
         """Nothing is left of the processes: each leads a group of its own, with all that it has started."""

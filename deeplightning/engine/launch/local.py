@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Mapping
 
@@ -9,6 +10,7 @@ from deeplightning.config.fault import ConfigError, Fault
 from deeplightning.engine.launch import Job, Start
 from deeplightning.engine.launch.backoff import Backoff
 from deeplightning.engine.plan import local_size
+from deeplightning.runfolder import RunFolder
 
 
 class Local:
@@ -75,8 +77,26 @@ class Local:
         elif not agent.told:
             tell(f"{word}: {cause.reason}")
         if agent.lost_first and agent.run_folder is not None:  # else the process has said it
+            tags = {"failure": redact(str(cause))[:1000], "restarts": str(agent.restarts)}
+            _end_run(job, agent.run_folder, {name: value for name, value in tags.items() if value != "0"})
             print(f"Artifact storage path: {agent.run_folder.path}", flush=True)
         return code
+
+
+def _end_run(job: Job, folder: RunFolder, tags: dict[str, str]) -> None:
+    """Says of a run that it has failed, where the process was killed that would have said so."""
+    import time
+
+    from deeplightning.tracking.store import locate
+    from deeplightning.tracking.tracker import Batch, open_tracker
+
+    store, run_id = locate(job.cfg.logger.params.get("tracking_uri", "mlruns")), folder.path.parent.name
+    with contextlib.suppress(Exception):  # whatever a store raises: this is said besides
+        tracker = open_tracker(store, run_id)
+        if tracker.run(run_id) is not None:
+            ended = ("FAILED", time.time_ns() // 1_000_000)
+            tracker.log_batch(run_id, Batch(tags=tags, status=ended))
+        tracker.close()
 
 
 def _command(job: Job) -> list[str]:
