@@ -30,9 +30,10 @@ from deeplightning.config.tree import plain
 from deeplightning.engine.place import place
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking import resolve_run
-from deeplightning.tracking.code import Code, describe_program, read_code, unpack
+from deeplightning.tracking.code import Code, read_code, unpack
 from deeplightning.tracking.datafiles import changes, describe_again
 from deeplightning.tracking.environment import VARIABLES, packages
+from deeplightning.tracking.program import rebuild
 from deeplightning.tracking.series import Series, from_file, is_repeatable, last_values, parted, read_series
 from deeplightning.tracking.store import Store, is_local, locate
 from deeplightning.tracking.tracker import open_tracker
@@ -409,13 +410,17 @@ def prepare(original: PastRun, top: Path, overrides: Sequence[str], any_data: bo
     own.parent.mkdir(parents=True)
     own.write_bytes(original.folder.config.read_bytes())
     secrets = {expression: value for value, expression in source.secrets.values.items()}
+    program = None
+    if original.code is not None:
+        changed = {name: _restored(content, secrets) for name, content in original.code.changed.items()}
+        program = top / "program" if rebuild(original.code.program, changed, top / "program", say) else None
     directory, roots = _lay_out(original, top, secrets, say)
     settings = [*_settings(original, config, overrides, top), *overrides]
     root = _value(settings, "data.root") or config.get("data.root")
     _check_data(original, root if isinstance(root, str) else None, any_data, say)
     if directory.is_relative_to(top):
         _link(original, config, directory)
-    return Plan(own, settings, directory, _variables(original, roots))
+    return Plan(own, settings, directory, _variables(original, roots, program))
 
 
 def _say_versions(original: PastRun, say: Say) -> None:
@@ -436,9 +441,6 @@ def _say_versions(original: PastRun, say: Say) -> None:
                 installed = "not installed"
             if installed != version and name not in told:
                 changed.append(f"{name} {version} → {installed}")
-        digest = original.code.program.get("digest")
-        if digest is not None and original.code.program.get("version") == describe_program()["version"]:
-            changed += ["Deep Lightning's own files"] if digest != describe_program()["digest"] else []
     if changed:
         say(f"warning: other versions than then: {', '.join(changed)}")
 
@@ -454,12 +456,7 @@ def _lay_out(original: PastRun, top: Path, secrets: Mapping[str, str], say: Say)
             say(f"warning: this run kept no code, as earlier versions did: code is taken as it is now in {found}")
         return found, []
 
-    def restore(text: str) -> str:
-        for expression, value in secrets.items():
-            text = text.replace(expression, value)
-        return text
-
-    roots = unpack(code, top / "code", restore)
+    roots = unpack(code, top / "code", lambda content: _restored(content, secrets))
     directory = top / "work"
     if code.working_directory in code.roots:
         directory = roots.pop(code.roots.index(code.working_directory))
@@ -473,6 +470,17 @@ def _lay_out(original: PastRun, top: Path, secrets: Mapping[str, str], say: Say)
     for path, why in list(code.left_out.items())[:MAX_NAMED]:
         say(f"warning: not kept with the code: {path} ({why})")
     return directory, roots
+
+
+def _restored(content: bytes, secrets: Mapping[str, str]) -> bytes:
+    """A file with the values of the environment that it was kept without.
+
+    Args:
+        secrets: the values, by how the config names them.
+    """
+    for expression, value in secrets.items():
+        content = content.replace(expression.encode(), value.encode())
+    return content
 
 
 def _from_git(original: PastRun, into: Path, say: Say) -> Path | None:
@@ -602,7 +610,7 @@ def _link(original: PastRun, config: Mapping[str, Any], directory: Path) -> None
                 break
 
 
-def _variables(original: PastRun, roots: Iterable[Path]) -> dict[str, str]:
+def _variables(original: PastRun, roots: Iterable[Path], program: Path | None) -> dict[str, str]:
     """The environment: ours, without what is of this launch, and with what decides over numbers as it was then."""
     found = {
         name: value
@@ -614,8 +622,9 @@ def _variables(original: PastRun, roots: Iterable[Path]) -> dict[str, str]:
     ours = str(Path(__file__).resolve().parents[1])
     had = [os.path.abspath(entry or ".") for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep)]  # noqa: PTH100
     installed = [entry for entry in had if "site-packages" in entry or "dist-packages" in entry]
-    own = [ours] if ours in (*had, os.getcwd()) else []  # noqa: PTH109
-    found["PYTHONPATH"] = os.pathsep.join([*map(str, roots), *installed, *own])
+    own = [ours] if program is None and ours in (*had, os.getcwd()) else []  # noqa: PTH109
+    rebuilt = [program] if program is not None else []
+    found["PYTHONPATH"] = os.pathsep.join([*map(str, rebuilt), *map(str, roots), *installed, *own])
     then = original.environment.get("variables")
     if isinstance(then, dict):
         for name in VARIABLES:

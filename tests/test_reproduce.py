@@ -18,7 +18,7 @@ from mlflow.tracking import MlflowClient
 from deeplightning.config.fault import CheckpointError, RunError
 from deeplightning.reproduce import PastRun, as_text, differences, past_run, prepare, reproduce
 from deeplightning.runfolder import RunFolder
-from deeplightning.tracking import code, datafiles, environment
+from deeplightning.tracking import code, datafiles, environment, program
 from deeplightning.tracking.conceal import conceal
 from deeplightning.tracking.series import is_repeatable, parted
 
@@ -165,7 +165,8 @@ def test_what_a_run_keeps_of_its_code(gone):
     does not import; a secret of the environment by its name, one that stands in the code not at all."""
     folder = RunFolder(gone[0].folder)
     with zipfile.ZipFile(folder.code) as archive:
-        kept = {name: archive.read(name).decode() for name in archive.namelist()}
+        names = [name for name in archive.namelist() if not name.startswith("program/")]  # if this clone is dirty
+        kept = {name: archive.read(name).decode() for name in names}
     manifest = json.loads(kept.pop("manifest.json"))
     assert set(kept) == {
         *("0/own.py", "0/late.py", "0/nets/wide.py", "0/nets/narrow.py", "0/nets/factor.json", "1/beside.py")
@@ -479,6 +480,57 @@ def test_what_is_too_much_is_left_out_and_said(collected, tmp_path, monkeypatch)
         "long.txt": "larger than 10 bytes",
         "m3.py": f"more than 3 files or {code.MAX_BYTES:,} bytes of code",
     }
+
+
+@pytest.fixture
+def clone(tmp_path, monkeypatch):
+    """A clone of Deep Lightning, in small, that takes the place of ours."""
+    top = tmp_path / "clone"
+    for name in program.PACKAGES:
+        (top / name).mkdir(parents=True)
+        (top / name / "__init__.py").write_text("")
+    (top / "deeplightning" / "cnn.py").write_text("kernel = 3\n")
+    git(top, "init", "-q")
+    git(top, "add", ".")
+    git(top, "commit", "-q", "-m", "first")
+    monkeypatch.setattr(program, "TOP", top)
+    monkeypatch.setattr(program, "describe_program", program.describe_program.__wrapped__)  # not once for all
+    return top
+
+
+def test_who_works_in_a_clone_gets_that_clone_again(clone, tmp_path):
+    """Its commit with what was changed and what git did not know, after the clone has moved on; where the commit is not
+    to be had, the files that were changed are put over those of now, which is said."""
+    (clone / "deeplightning" / "cnn.py").write_text("kernel = 5\n")
+    (clone / "deeplightning" / "mine.py").write_text("own = 1\n")
+    then, changed = program.describe_program(), program.changed_files()
+    assert changed == {"deeplightning/cnn.py": b"kernel = 5\n", "deeplightning/mine.py": b"own = 1\n"}
+    assert not program.rebuild(then, changed, tmp_path / "same", print)
+
+    (clone / "deeplightning" / "mine.py").unlink()
+    (clone / "deeplightning" / "cnn.py").write_text("kernel = 7\n")
+    (clone / "serve" / "new.py").write_text("")
+    git(clone, "add", ".")
+    git(clone, "commit", "-q", "-m", "second")
+    said = []
+    assert program.rebuild(then, changed, tmp_path / "again", said.append)
+    assert program.digest_of(tmp_path / "again") == then["digest"]
+    assert f"as it was then: commit {then['commit']}, with deeplightning/cnn.py, deeplightning/mine.py" in said[0]
+
+    assert program.rebuild(then | {"commit": "0" * 40}, changed, tmp_path / "near", said.append)
+    assert (tmp_path / "near" / "deeplightning" / "mine.py").read_text() == "own = 1\n"
+    assert said[1].startswith("warning: Deep Lightning is not what it was then")
+    assert not program.rebuild(then | {"commit": "0" * 40}, {}, tmp_path / "none", said.append)
+
+
+def test_a_zip_holds_changed_files_of_deep_lightning_and_no_others(tmp_path):
+    """They come out as they went in; one that is of no package of ours is refused."""
+    kept = code.Code(changed={"deeplightning/mine.py": b"own = 1\n"})
+    (tmp_path / "code.zip").write_bytes(kept.pack())
+    assert code.read_code(tmp_path / "code.zip").changed == kept.changed
+    (tmp_path / "code.zip").write_bytes(code.Code(changed={"torch/__init__.py": b""}).pack())
+    with pytest.raises(CheckpointError, match="is no name of a file of code"):
+        code.read_code(tmp_path / "code.zip")
 
 
 @pytest.mark.parametrize("name", ["0/../../evil.py", "0//etc/evil.py", "7/evil.py", "0/a\\evil.py", "evil.py"])

@@ -14,8 +14,9 @@ from typing import Any
 
 from deeplightning.config.schema import Config
 from deeplightning.runfolder import RunFolder, write_whole
-from deeplightning.tracking.code import Code, collect, describe_program, versions_of
+from deeplightning.tracking.code import Code, collect, versions_of, without_secrets
 from deeplightning.tracking.datafiles import describe_files, paths_of
+from deeplightning.tracking.program import changed_files, describe_program
 from deeplightning.tracking.series import MAX_POINTS, read_series, to_text
 from deeplightning.tracking.store import locate
 
@@ -38,6 +39,7 @@ class Origin:
         self._code: Code | None = None
         self._digesting: threading.Thread | None = None
         self._program: dict[str, str] = {}
+        self._changed: dict[str, bytes] = {}
         self._enough = threading.Event()
         self._stored = b""
         self._has_ended = False
@@ -85,6 +87,7 @@ class Origin:
                 code = collect(self._redact, self._code)
                 code.packages = versions_of(code.imported)
                 code.program |= self._program
+                code.changed = self._changed
                 self._keep_code(code)
             self._keep_metrics()
         except Exception as error:
@@ -126,6 +129,7 @@ class Origin:
             if hasattr(os, "setpriority"):  # of this thread alone, on Linux
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
             self._program = describe_program()
+            self._changed = {name: without_secrets(text, self._redact)[0] for name, text in changed_files().items()}
             if not paths:
                 return
             store = locate(self.cfg.logger.params.get("tracking_uri", "mlruns")).artifact_root

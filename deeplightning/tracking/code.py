@@ -26,8 +26,9 @@ from typing import Any
 
 from deeplightning import __version__
 from deeplightning.config.fault import CheckpointError
+from deeplightning.tracking import environment
 from deeplightning.tracking.conceal import conceal
-from deeplightning.tracking.environment import PACKAGES
+from deeplightning.tracking.program import PACKAGES
 
 MAX_FILES, MAX_BYTES, MAX_FILE = 2_000, 20_000_000, 1_000_000
 """Files kept, their bytes together, and the bytes of one."""
@@ -37,6 +38,7 @@ MAX_SEEN = 10_000
 """Entries of package folders that are looked at."""
 
 MANIFEST = "manifest.json"
+_CHANGED = "program"  # the folder of what was changed in Deep Lightning itself
 _FORMAT = 1
 _TEXTS = (".json", ".yaml", ".yml", ".toml", ".ini", ".cfg", ".txt")
 _PRIVATE = re.compile(r"(?i)secret|credential|password|token(?!iz)|\.env|\.pem|\.key|netrc|htpasswd")
@@ -58,7 +60,8 @@ class Code:
         left_out: files and folders that were not kept, and why.
         concealed: places (`own.py:12`) where a secret was blotted out.
         packages: versions of the installed packages that this code imports.
-        program: Deep Lightning itself: `version`, and `digest` of its files where that is known.
+        program: Deep Lightning itself, see `deeplightning.tracking.program.describe_program`.
+        changed: what its files held that somebody has changed or added; by their paths, from `deeplightning/` on.
         imported: names of installed packages, and of modules of Python's, that it imports; not in the zip.
     """
 
@@ -69,6 +72,7 @@ class Code:
     concealed: list[str] = field(default_factory=list)
     packages: dict[str, str] = field(default_factory=dict)
     program: dict[str, str] = field(default_factory=dict)
+    changed: dict[str, bytes] = field(default_factory=dict)
     imported: set[str] = field(default_factory=set)
 
     def names(self) -> dict[str, bytes]:
@@ -92,10 +96,12 @@ class Code:
             "concealed": self.concealed,
             "packages": self.packages,
             "deeplightning": self.program,
+            "changed": {name: hashlib.sha256(text).hexdigest() for name, text in sorted(self.changed.items())},
         }
         packed = io.BytesIO()
         with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
             content = {f"{root}/{path}": text for (root, path), text in sorted(self.files.items())}
+            content |= {f"{_CHANGED}/{path}": text for path, text in sorted(self.changed.items())}
             for name, text in {MANIFEST: json.dumps(manifest, indent=1).encode(), **content}.items():
                 entry = zipfile.ZipInfo(name)  # of 1980-01-01: the same code gives the same zip
                 entry.compress_type, entry.external_attr = zipfile.ZIP_DEFLATED, 0o644 << 16
@@ -252,14 +258,9 @@ class _Collector:
         self.bytes += len(content)
 
     def without_secrets(self, path: str, content: bytes) -> bytes:
-        """A file's content with secrets blotted out; one that is no text in UTF-8 is looked at as one in Latin-1."""
-        for encoding in ("utf-8", "latin-1"):
-            with suppress(UnicodeError):
-                text = content.decode(encoding)
-                clean, lines = conceal(self.redact(text))
-                self.concealed += [f"{path}:{line}" for line in lines]
-                return content if clean == text else clean.encode(encoding, "backslashreplace")
-        raise AssertionError("every byte is a character of Latin-1")
+        clean, lines = without_secrets(content, self.redact)
+        self.concealed += [f"{path}:{line}" for line in lines]
+        return clean
 
     def code(self) -> Code:
         order = {root: number for number, root in reversed([*enumerate(self.path)])}
@@ -285,6 +286,17 @@ def _installed() -> tuple[str, ...]:
     return tuple(f"{place}{os.sep}" for place in dict.fromkeys([*places, str(_OURS), str(_OURS.with_name("serve"))]))
 
 
+def without_secrets(content: bytes, redact: Callable[[str], str]) -> tuple[bytes, list[int]]:
+    """A file's content with secrets blotted out, and the lines of those that nobody can put back. One that is no text
+    in UTF-8 is looked at as one in Latin-1."""
+    for encoding in ("utf-8", "latin-1"):
+        with suppress(UnicodeError):
+            text = content.decode(encoding)
+            clean, lines = conceal(redact(text))
+            return (content if clean == text else clean.encode(encoding, "backslashreplace")), lines
+    raise AssertionError("every byte is a character of Latin-1")
+
+
 def _imported_by(source: bytes) -> set[str]:
     """The first parts of the names that a source imports. What only looks like an import does no harm."""
     names = set()
@@ -298,29 +310,14 @@ def _imported_by(source: bytes) -> set[str]:
 
 def versions_of(names: Iterable[str]) -> dict[str, str]:
     """The versions of installed packages, by the names of their projects, as far as these can be told from their
-    modules' names. Those of `PACKAGES`, which each run records, are left out."""
+    modules' names. Those of `environment.PACKAGES`, which each run records, are left out."""
     found = {}
     for name in sorted({*names} - sys.stdlib_module_names - {"deeplightning", "serve"}):
         project = _PROJECTS.get(name, name)
-        if project.replace("_", "-").lower() not in PACKAGES:
+        if project.replace("_", "-").lower() not in environment.PACKAGES:
             with suppress(Exception):  # a project that is called otherwise, or whose record is damaged
                 found[project] = importlib.metadata.version(project)
     return found
-
-
-def _own_digest() -> str:
-    """SHA-256 of the sources of Deep Lightning, which may be a working copy."""
-    digest = hashlib.sha256()
-    for path in sorted(_OURS.rglob("*.py")):
-        with suppress(OSError):
-            digest.update(path.relative_to(_OURS).as_posix().encode() + b"\0" + path.read_bytes())
-    return digest.hexdigest()
-
-
-@cache
-def describe_program() -> dict[str, str]:
-    """Deep Lightning as it is here: version and digest of its files."""
-    return {"version": __version__, "digest": _own_digest()}
 
 
 def read_code(path: Path) -> Code:
@@ -354,6 +351,12 @@ def read_code(path: Path) -> Code:
                 if hashlib.sha256(content).hexdigest() != digest:
                     raise CheckpointError(f"{path}: {name} is not what was written")
                 code.files[int(root), inside] = content
+            for name, digest in dict(manifest.get("changed", {})).items():
+                if not _stays_inside(PurePosixPath(name), name) or PurePosixPath(name).parts[0] not in PACKAGES:
+                    raise CheckpointError(f"{path}: {name!r} is no name of a file of code")
+                code.changed[name] = archive.read(f"{_CHANGED}/{name}")
+                if hashlib.sha256(code.changed[name]).hexdigest() != digest:
+                    raise CheckpointError(f"{path}: {name} is not what was written")
             return code
     except CheckpointError:
         raise
@@ -365,7 +368,7 @@ def _stays_inside(inner: PurePosixPath, text: str) -> bool:
     return bool(inner.parts) and not inner.is_absolute() and ".." not in inner.parts and "\\" not in text
 
 
-def unpack(code: Code, into: Path, restore: Callable[[str], str] = str) -> list[Path]:
+def unpack(code: Code, into: Path, restore: Callable[[bytes], bytes] = bytes) -> list[Path]:
     """Writes the files into a folder for each root; returns these, in order.
 
     Args:
@@ -377,7 +380,5 @@ def unpack(code: Code, into: Path, restore: Callable[[str], str] = str) -> list[
     for (number, path), content in code.files.items():
         target = roots[number] / path
         target.parent.mkdir(parents=True, exist_ok=True)
-        with suppress(UnicodeDecodeError):
-            content = restore(content.decode()).encode()
-        target.write_bytes(content)
+        target.write_bytes(restore(content))
     return roots

@@ -95,12 +95,12 @@ def git_diff(redact: Callable[[str], str] = str) -> str | None:
 
     None where there is nothing to tell: no git, no repository, or a clean one. At most 2 MB of the diff are kept.
     """
-    status = _git("status", "--porcelain", "-z", "--untracked-files=normal")
+    status = ask_git("status", "--porcelain", "-z", "--untracked-files=normal")
     if not status:
         return None
-    has_commit = _git("rev-parse", "--verify", "--quiet", "HEAD") is not None
+    has_commit = ask_git("rev-parse", "--verify", "--quiet", "HEAD") is not None
     arguments = ("HEAD",) if has_commit else ("--cached",)
-    diff = _git("diff", "--no-ext-diff", "--no-textconv", "--no-color", *arguments, limit=MAX_DIFF + 1)
+    diff = ask_git("diff", "--no-ext-diff", "--no-textconv", "--no-color", *arguments, limit=MAX_DIFF + 1)
     parts = ["# The diff could not be read.\n"] if diff is None else [diff[:MAX_DIFF]]
     if diff is not None and len(diff) > MAX_DIFF:
         parts.append(f"\n# Cut here, after {MAX_DIFF} bytes.\n")
@@ -113,7 +113,7 @@ def git_diff(redact: Callable[[str], str] = str) -> str | None:
 
 def git_state() -> dict[str, Any] | None:
     """Commit, branch (None: detached) and dirtiness of the repository that `git_diff` speaks of; None without one."""
-    status = _git("status", "--porcelain=v2", "--branch", "--untracked-files=normal")
+    status = ask_git("status", "--porcelain=v2", "--branch", "--untracked-files=normal")
     if status is None:
         return None
     lines = status.splitlines()
@@ -126,15 +126,28 @@ def git_state() -> dict[str, Any] | None:
     }
 
 
-def _git(*arguments: str, limit: int | None = None) -> str | None:
-    """What git prints, at most `limit` bytes; None if it fails or takes too long. Watches nothing, locks nothing."""
+def ask_git(*arguments: str, limit: int | None = None, folder: Path | None = None) -> str | None:
+    """What git prints, at most `limit` bytes; None if it fails or takes too long. Watches nothing, locks nothing.
+
+    Args:
+        folder: of the repository; None: the one that `git_diff` speaks of.
+    """
     git = shutil.which("git")
     if git is None:
         return None
     environment = os.environ | {"GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
     try:
         process = subprocess.Popen(
-            [git, "-C", _directory(), "-c", "core.fsmonitor=false", "-c", "core.quotePath=false", *arguments],
+            [
+                git,
+                "-C",
+                str(folder or _directory()),
+                "-c",
+                "core.fsmonitor=false",
+                "-c",
+                "core.quotePath=false",
+                *arguments,
+            ],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -1,0 +1,96 @@
+"""Deep Lightning itself, as code that a run was made by: its digest, its commit, and what somebody has changed in it.
+
+Who works in a clone of it has code of theirs inside it, such as a new network in `deeplightning/model/`. A run then
+keeps what that clone has beyond its commit, and `rebuild` puts both together again. Standard library only.
+"""
+
+import hashlib
+import shutil
+import tarfile
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+
+from deeplightning import __version__
+from deeplightning.tracking.environment import ask_git
+
+TOP = Path(__file__).resolve().parents[2]
+"""The folder that Deep Lightning's packages lie in: a clone, or that of all installed packages."""
+PACKAGES = ("deeplightning", "serve")
+MAX_FILES, MAX_FILE = 200, 1_000_000
+"""Changed files that are kept, and bytes of one."""
+
+
+@cache
+def describe_program() -> dict[str, str]:
+    """Deep Lightning as it is here: `version`, `digest` of its files, and of a clone its `commit`."""
+    found = {"version": __version__, "digest": digest_of(TOP)}
+    commit = ask_git("rev-parse", "--verify", "--quiet", "HEAD", folder=TOP) if _is_clone() else None
+    return found | ({"commit": commit.strip()} if commit else {})
+
+
+def digest_of(top: Path) -> str:
+    """SHA-256 of the sources of Deep Lightning in a folder."""
+    digest = hashlib.sha256()
+    for path in sorted(path for name in PACKAGES for path in (top / name).rglob("*.py")):
+        with suppress(OSError):
+            digest.update(path.relative_to(top).as_posix().encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def changed_files() -> dict[str, bytes]:
+    """What each file holds that differs from the clone's commit or is unknown to git, by its path; {} elsewhere."""
+    if not _is_clone():
+        return {}
+    options = ("--porcelain", "-z", "--no-renames", "--untracked-files=all")
+    status = ask_git("status", *options, "--", *PACKAGES, folder=TOP) or ""
+    found: dict[str, bytes] = {}
+    for name in sorted(entry[3:] for entry in status.split("\0") if entry):
+        path = TOP / name
+        with suppress(OSError):
+            if path.is_file() and path.stat().st_size <= MAX_FILE and len(found) < MAX_FILES:
+                found[name] = path.read_bytes()
+    return found
+
+
+def rebuild(program: Mapping[str, str], changed: Mapping[str, bytes], into: Path, say: Callable[[str], None]) -> bool:
+    """Makes Deep Lightning in a folder as a run knew it, where it is another than here, and says so.
+
+    Returns:
+        Whether it is to be taken from there; else the one that is here is to be used.
+    """
+    wanted, commit = program.get("digest"), program.get("commit")
+    if wanted is None or wanted == describe_program()["digest"]:
+        return False
+    packed = into.with_name(f"{into.name}.tar")
+    into.parent.mkdir(parents=True, exist_ok=True)
+    options = ("--format=tar", f"--output={packed}", str(commit), "--", *PACKAGES)
+    has_commit = bool(commit) and _is_clone() and ask_git("archive", *options, folder=TOP) is not None
+    for of_commit in (True, False) if has_commit else (False,):
+        shutil.rmtree(into, ignore_errors=True)
+        into.mkdir()
+        if of_commit:
+            with tarfile.open(packed) as opened:
+                opened.extractall(into, filter="data")
+        else:
+            for name in PACKAGES:
+                shutil.copytree(TOP / name, into / name, ignore=shutil.ignore_patterns("__pycache__"))
+        for name, content in changed.items():
+            (into / name).parent.mkdir(parents=True, exist_ok=True)
+            (into / name).write_bytes(content)
+        if digest_of(into) == wanted:
+            what = f"commit {commit}" if of_commit else f"version {program.get('version')}"
+            files = f", with {', '.join(list(changed)[:10])}" if changed else ""
+            say(f"code: Deep Lightning itself as it was then: {what}{files}")
+            return True
+    what = f"version {program.get('version')}" + (f", commit {commit}" if commit else "")
+    if changed:
+        say(f"warning: Deep Lightning is not what it was then ({what}): its files of now, with {', '.join(changed)}")
+        return True
+    say(f"warning: Deep Lightning itself is not what it was then ({what}), and that is not to be had here")
+    return False
+
+
+def _is_clone() -> bool:
+    return (TOP / ".git").exists()
