@@ -33,10 +33,12 @@ class Order:
     Attributes:
         cfg: settled, with the sizes of the launch.
         roots: folders to import from, absolute.
+        arguments: of the command that a user gave, which the run notes as its own.
     """
 
     cfg: Config
     roots: Sequence[str] = ()
+    arguments: Sequence[str] = ()
 
     def pack(self) -> bytes:
         """As `receive` reads it."""
@@ -54,6 +56,7 @@ def receive() -> Config:
     # Ray starts its processes deaf to Ctrl-C, and theirs inherit that.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})
     order = pickle.loads(_read(int.from_bytes(_read(8), "big")))
+    sys.argv[1:] = order.arguments
     add_import_roots(*map(Path, order.roots))
     import_lean()
     cfg: Config = order.cfg

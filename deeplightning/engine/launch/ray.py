@@ -50,6 +50,7 @@ LOOK = 1.0  # seconds that one question to a worker may take
 SETTLE = 5.0  # seconds in which Ray finds the room that it has told of
 BEGIN = 60.0  # seconds in which a worker's process has to be there
 GRACE = ranks.LATE + 2 * ranks.SOON  # seconds that the others have to end by themselves when one has failed
+STARTS = 3  # tries to start a cluster: Ray gives a machine 30 s, which is little for a busy one
 LEAST_INIT = 30.0  # seconds that a cluster that answers has to take a driver in
 MAKES_ROOM = 75  # as deeplightning.callbacks.pool has it, which imports torch
 
@@ -327,7 +328,12 @@ def _init(options: dict[str, Any], address: str | None, timeout_s: float) -> Non
             failed.append(error)
 
     if address is None:
-        init()
+        for _ in range(STARTS):
+            failed.clear()
+            init()
+            if not failed or "timed out during startup" not in str(failed[0]):
+                break
+            ray.shutdown()
     else:
         thread = threading.Thread(target=init, daemon=True)
         thread.start()
@@ -648,7 +654,7 @@ class _Launch:
             folder = (self.settings.working_dir or here).replace("{node}", worker.node)
             if self.settings.working_dir is None and here not in worker.about["shared"]:
                 self._may_be_elsewhere(cfg)
-            order = Order(cfg, theirs).pack()
+            order = Order(cfg, theirs, self.job.command[3:]).pack()
             environment = {**common, **rank, **cfg.engine.env}
             began.append(worker.agent.begin.remote(order, environment, folder, f"{self.name}-{self.starts}"))
         self.starts += 1
