@@ -468,7 +468,7 @@ def test_a_job_that_waits_says_why_and_a_cancelled_one_is_told(submit, cluster, 
     assert f"error: job {job} ended as CANCELLED" in outcome.err
 
 
-@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGHUP])
+@pytest.mark.parametrize("sent", [signal.SIGINT, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])
 def test_the_command_may_go_and_the_job_stays(sent, submit, cluster):
     """Ctrl-C says how to follow and how to end the job, which a closed shell leaves alone as well."""
     running = submit("engine.launcher.params.sbatch.hold=true")
@@ -483,12 +483,12 @@ def test_the_command_may_go_and_the_job_stays(sent, submit, cluster):
         assert re.search(rf"tail -F .*{job}_0_log.out", outcome.err)
 
 
-@pytest.mark.parametrize("code", [0, 4])
-def test_output_and_exit_code_of_a_job_are_passed_on(code, submit):
-    """What the first task writes comes out here, on stdout and stderr as there."""
+@pytest.mark.parametrize(("code", "told"), [(0, 0), (4, 4), pytest.param(137, 5, marks=pytest.mark.slow)])
+def test_output_and_exit_code_of_a_job_are_passed_on(code, told, submit):
+    """What the first task writes comes out here, on stdout and stderr as there; a killed one is a lost worker."""
     fake = f"sh -c 'echo said; echo error: shown >&2; echo Artifact storage path: /x; exit {code}'"
     outcome = submit(f'engine.launcher.params.python="{fake}"').end()
-    assert outcome.code == code, outcome
+    assert outcome.code == told, outcome
     assert outcome.out.splitlines() == ["said", "Artifact storage path: /x"]
     assert "error: shown" in outcome.err
 

@@ -23,6 +23,7 @@ from typing import Any
 
 from deeplightning.config.fault import ConfigError, Fault, RunError, SetupError
 from deeplightning.config.tree import dump
+from deeplightning.engine import ranks
 from deeplightning.engine.launch import Job, Start
 from deeplightning.engine.place import LAUNCH, slurm_step
 from deeplightning.engine.plan import local_size
@@ -352,14 +353,14 @@ class _Following:
         _say(f"job {self.number} is submitted; its config, script and logs are in {self.folder}")
         while True:
             ended = self._state()
-            self._echo()
+            self._echo(to_the_end=ended is not None)
             if ended is not None:
                 return self._verdict(ended)
             clock.sleep(LOOK)
 
-    def _echo(self) -> None:
+    def _echo(self, to_the_end: bool) -> None:
         for tail, stream in ((self._err, sys.stderr), (self._out, sys.stdout)):
-            if text := tail.more():
+            if text := tail.more(to_the_end):
                 stream.write(text)
                 stream.flush()
                 if re.search(r"Artifact storage path|^(error|srun|slurmstepd)", text, re.MULTILINE):
@@ -408,7 +409,8 @@ class _Following:
         where = f"its logs are in {self.folder}"
         if state == "FAILED" and int(code):
             _say(f"job {self.number} failed with exit code {code}; {where}")
-            return int(code)
+            killed = int(code) > 128 and int(code) not in ranks.INTERRUPTED.values()
+            return 5 if killed else int(code)
         why = f" (signal {number})" if number not in ("", "0", "15") else ""
         raise RunError(f"job {self.number} ended as {state}{why}, after {found.get('RunTime', 'some time')}; {where}")
 
@@ -428,8 +430,8 @@ class _Tail:
     def __init__(self, path: Path):
         self.path, self._read = path, 0
 
-    def more(self) -> str:
-        """What whole lines, or whatever else was there for a second look, were added since this was asked last."""
+    def more(self, to_the_end: bool) -> str:
+        """The lines that were added since this was asked last; with `to_the_end` the last one may be broken off."""
         try:
             with self.path.open("rb") as file:
                 self._read = min(self._read, os.fstat(file.fileno()).st_size)
@@ -437,7 +439,7 @@ class _Tail:
                 added = file.read()
         except OSError:
             return ""
-        whole = added[: added.rfind(b"\n") + 1] or (added if len(added) > 4096 else b"")
+        whole = added if to_the_end else added[: added.rfind(b"\n") + 1]
         self._read += len(whole)
         return whole.decode(errors="replace")
 
