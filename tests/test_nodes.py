@@ -214,6 +214,59 @@ def test_several_machines_without_anybody_to_start_them_are_refused(tiny):
     assert "2 machines have to be started: by torchrun, Slurm, `engine.launcher`, or by this command" in fault.message
 
 
+def test_the_launcher_may_say_the_same_as_the_variables(nodes, alone):
+    """`master_addr`, `master_port` (also as text) and `node_rank` of `Local`, which come before the environment's."""
+    port = free_port()
+
+    def local(number, port):
+        params = f"{{master_addr: 127.0.0.1, master_port: {port}, node_rank: {number}}}"
+        return [f"engine.launcher={{type: deeplightning.engine.launch.Local, params: {params}}}"]
+
+    own = (local(0, f"'{port}'"), local(1, port))
+    first, second = nodes([{}, {}], *TWO, own=own, MASTER_ADDR="nowhere.invalid", MASTER_PORT="1", NODE_RANK="9")
+    assert (first.code, second.code) == (0, 0), f"{first}\n{second}"
+    assert digest(first.folder / "last.ckpt") == digest(alone.folder / "last.ckpt")
+
+
+def test_restarts_of_machines_by_hand_are_refused(tiny, monkeypatch):
+    """Nobody could start the other machine's processes again: exit 2, and who could."""
+    for name, value in {"MASTER_ADDR": "one", "MASTER_PORT": "2000", "NODE_RANK": "0"}.items():
+        monkeypatch.setenv(name, value)
+    (fault,) = examine(tiny, [*TWO, "engine.max_restarts=2"]).faults
+    assert (fault.key, fault.exit_code) == ("engine.max_restarts", 2)
+    assert "2 restarts on 2 machines: `torchrun --max-restarts`, Slurm and Ray" in fault.message
+
+
+@pytest.mark.parametrize(
+    ("variables", "overrides", "fault"),
+    [
+        ({"WORLD_SIZE": "2"}, ["engine.processes=3"], "3 processes are asked for, and RANK has started 2; make the"),
+        ({"WORLD_SIZE": "2"}, ["engine.num_nodes=2"], "2 nodes are asked for, and RANK has started 1; make the two"),
+        (
+            {"WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"},
+            *([], "RANK has started 3 processes, 2 of them on this of 2 nodes; each node must have as many"),
+        ),
+    ],
+)
+def test_other_sizes_than_the_launchers_are_refused(variables, overrides, fault, tiny, monkeypatch):
+    """Both numbers, exit 3, wherever they contradict."""
+    for name, value in ({"RANK": "0"} | variables).items():
+        monkeypatch.setenv(name, value)
+    (found,) = [found for found in examine(tiny, overrides).faults if fault in found.message]
+    assert found.exit_code == 3
+
+
+def test_two_numbers_for_a_process_are_both_named(tiny, monkeypatch):
+    """RANK counts, and a warning has SLURM_PROCID too; restarts that nobody would do are told as well."""
+    for name, value in {"RANK": "3", "WORLD_SIZE": "4", "SLURM_PROCID": "5"}.items():
+        monkeypatch.setenv(name, value)
+    report = examine(tiny, ["engine.max_restarts=1"])
+    told = [notice.text for notice in report.notices if notice.unasked]
+    assert "RANK=3 and SLURM_PROCID=5 are both set: this process is rank 3; unset RANK to go by Slurm" in told
+    assert "engine.max_restarts: 1 → 0 (RANK has started this process, and starts none again)" in told
+    assert report.config.engine.processes == 4
+
+
 # ---- two machines, as Linux can pretend: network namespaces joined by a cable
 
 

@@ -14,6 +14,7 @@ from deeplightning.config.target import build_inside, is_installed
 from deeplightning.engine.devices import cpu_computes_bf16, cuda_devices
 from deeplightning.engine.place import Place, doubt, place, slurm_step
 
+_BY_HAND = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
 _WORDS = {16: "16-mixed", 32: "32-true", 64: "64-true", "bf16": "bf16-mixed"}
 
 
@@ -82,6 +83,13 @@ def _tell_address(engine: Engine) -> None:
         os.environ |= {name: str(params[key]) for key, name in names.items() if params.get(key) is not None}
 
 
+def by_hand(engine: Engine) -> dict[str, str]:
+    """By what machines that are started one by one meet: parameters of `Local`, else variables of the environment."""
+    params = {} if engine.launcher is None or is_elsewhere(engine) else engine.launcher.params
+    told = {name: params.get(name.lower(), os.environ.get(name)) for name in _BY_HAND}
+    return {name: str(value) for name, value in told.items() if value not in (None, "")}
+
+
 def _here(faults: list[Fault]) -> Place | None:
     try:
         return place()
@@ -115,26 +123,32 @@ def _settle_size(engine: Engine, here: Place, change: Callable[[str, Any, str], 
         agree("processes", engine.processes, here.local_world, of_each)
     else:
         agree("gpus", local_size(engine), here.local_world, of_each)
+    if engine.max_restarts and here.launch is None:
+        change("max_restarts", 0, f"{here.by} has started this process, and starts none again")
     return faults
 
 
 def _lacks_to_meet(engine: Engine) -> list[Fault]:
     """What several machines that are started by hand need to find each other, and nobody has told."""
-    number = os.environ.get("NODE_RANK") or "0"
-    if engine.launcher is not None:
-        return []
+    told = by_hand(engine)
+    number = told.get("NODE_RANK", "0")
     if engine.num_nodes == 1:
         message = f"there is 1 node, and NODE_RANK={number}; set engine.num_nodes, or unset NODE_RANK"
         return [] if number.strip().strip("0") == "" else [Fault(message, "engine.num_nodes", exit_code=3)]
-    needed = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
-    if (job := os.environ.get("SLURM_JOB_ID")) and "NODE_RANK" not in os.environ:
+    if (job := os.environ.get("SLURM_JOB_ID")) and "NODE_RANK" not in told:
         message = (
             f"{engine.num_nodes} machines are asked for, and this is a single process of Slurm's job {job}; "
             "`srun deeplightning train …` starts one in each of its tasks"
         )
         return [Fault(message, "engine.num_nodes", exit_code=3)]
-    missing = [name for name in needed if not os.environ.get(name)]
-    if len(missing) == len(needed):
+    if engine.max_restarts:
+        message = (
+            f"{engine.max_restarts} restarts on {engine.num_nodes} machines: `torchrun --max-restarts`, Slurm and Ray "
+            "start lost processes again on several; by hand set it to 0"
+        )
+        return [Fault(message, "engine.max_restarts")]
+    missing = [name for name in _BY_HAND if name not in told]
+    if not told:
         message = (
             f"{engine.num_nodes} machines have to be started: by torchrun, Slurm, `engine.launcher`, or by this "
             "command on each of them with MASTER_ADDR, MASTER_PORT and NODE_RANK set"

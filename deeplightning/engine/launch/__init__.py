@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from deeplightning.config.schema import Config, Target
 from deeplightning.config.target import build
 from deeplightning.engine.place import place
-from deeplightning.engine.plan import local_size
+from deeplightning.engine.plan import by_hand, is_elsewhere, local_size
 
 __all__ = ["Job", "Launcher", "Local", "Ray", "Slurm", "Start", "launcher_of", "plan_of"]
 
@@ -85,6 +85,9 @@ def launcher_of(cfg: Config) -> Launcher | None:
     """What starts the processes of a run; None: this process is one of them, and starts any others itself."""
     here = place()
     if here is not None and (here.is_binding or here.is_lightnings):
+        return None
+    if cfg.engine.num_nodes > 1 and not is_elsewhere(cfg.engine):  # by hand: `Local` on each of them is this command
+        os.environ |= by_hand(cfg.engine)
         return None
     if cfg.engine.launcher is not None:
         return build(cfg.engine.launcher)

@@ -6,7 +6,6 @@ import contextlib
 import sys
 from collections.abc import Mapping
 
-from deeplightning.config.fault import ConfigError, Fault
 from deeplightning.engine.launch import Job, Start
 from deeplightning.engine.launch.backoff import Backoff
 from deeplightning.engine.plan import local_size
@@ -20,8 +19,14 @@ class Local:
     times all are started again: they go on in the same run, from its newest whole checkpoint. What lies in the config,
     the data or the code would happen again; it ends the run with its own exit code, and so does a person's signal.
 
+    Of several machines it starts the processes of the one where the command is given, on each; a lost process is not
+    started again there.
+
     Args:
-        master_port: where the processes meet; null: any port that is free.
+        master_port: where the processes meet; null: any port that is free. Of several machines all have the same.
+        master_addr: the address of the first of several machines, at which the others reach it.
+        node_rank: which of several machines this is, from 0. Both, and the port, may stand in the environment as well,
+            as MASTER_ADDR, NODE_RANK and MASTER_PORT.
         backoff: how to wait where the machine has no room for the processes: `base_s` seconds, the next time `factor`
             times as long, and after `max_tries` tries no more; null: 1 s, doubled, ten tries.
 
@@ -29,15 +34,21 @@ class Local:
         ValueError: a number is out of its range.
     """
 
-    def __init__(self, master_port: int | None = None, backoff: Mapping[str, float] | None = None):
-        if master_port is not None and not 0 < master_port < 2**16:
+    def __init__(
+        self,
+        master_port: int | str | None = None,
+        backoff: Mapping[str, float] | None = None,
+        master_addr: str | None = None,
+        node_rank: int | None = None,
+    ):
+        if master_port is not None and not (str(master_port).isdecimal() and 0 < int(master_port) < 2**16):
             raise ValueError(f"master_port must be from 1 to 65535, not {master_port}")
-        self.master_port = master_port
+        self.master_port = None if master_port is None else int(master_port)
+        self.master_addr, self.node_rank = master_addr, node_rank
         self.backoff = Backoff(backoff)
 
     def plan(self, job: Job) -> list[Start]:
         """What `run` would start."""
-        _one_machine(job)
         size, restarts = local_size(job.cfg.engine), job.cfg.engine.max_restarts
         port = "*" if self.master_port is None else str(self.master_port)
         variables = {"RANK": "*", "LOCAL_RANK": "*", "WORLD_SIZE": str(size), "LOCAL_WORLD_SIZE": str(size)}
@@ -54,7 +65,6 @@ class Local:
         Raises:
             SetupError: they cannot be started.
         """
-        _one_machine(job)
         from deeplightning.engine.launch.elastic import attend
 
         restarts, redact = job.cfg.engine.max_restarts, job.cfg.redact
@@ -103,12 +113,3 @@ def _command(job: Job) -> list[str]:
     """What each process runs; a seed that was drawn is drawn for all, and for all starts."""
     drawn = any(notice.key == "seed" for notice in job.cfg.notices or [])
     return [*job.command, *([f"seed={job.cfg.seed}"] if drawn else [])]
-
-
-def _one_machine(job: Job) -> None:
-    if job.cfg.engine.num_nodes > 1:
-        message = (
-            f"{job.cfg.engine.num_nodes} machines, and Local starts the processes of one; start this command on each "
-            "of them with torchrun, or use deeplightning.engine.launch.Slurm or Ray"
-        )
-        raise ConfigError(Fault(message, "engine.num_nodes"))
