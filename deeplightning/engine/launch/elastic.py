@@ -182,8 +182,9 @@ class Agent(LocalElasticAgent):
         failed = sorted((rank for rank, code in codes.items() if code), key=lambda rank: codes[rank] > 0)
         cause = ranks.first_of(self._folder)
         if cause is None and failed:
-            ranks.claim_in(self._folder, ranks.end_of(failed[0], codes[failed[0]]))
-            cause = ranks.first_of(self._folder)
+            ended = ranks.end_of(failed[0], codes[failed[0]])
+            ranks.claim_in(self._folder, ended)
+            cause = ranks.first_of(self._folder) or ended
         if None in codes.values():
             if cause is not None:
                 self._end_late_ones(cause)
