@@ -17,7 +17,7 @@ import tempfile
 from pathlib import Path
 
 BOUND = 0.25
-FEW, MANY = 2, 12
+FEW, MANY = 2, 7
 CONFIG = Path(__file__).parents[1] / "configs" / "base.yaml"
 SMALL = ["train.num_epochs=1", "train.export=false", "stages=[train]", "logger.pictures=null"]
 SEARCH = (

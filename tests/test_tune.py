@@ -17,7 +17,7 @@ from conftest import TINY
 
 from deeplightning.config.fault import ConfigError, SetupError
 from deeplightning.config.schema import Target, Tune
-from deeplightning.config.space import space_of
+from deeplightning.config.space import faults, space_of
 from deeplightning.config.target import is_installed
 from deeplightning.config.tree import line
 from deeplightning.configure import examine
@@ -80,7 +80,7 @@ def config(tmp_path_factory, store) -> Path:
 @pytest.fixture(scope="module")
 def searched(command, config, place) -> Outcome:
     """The search of `config`, to its end."""
-    return command("tune", config, "tune.name=three", cwd=place)
+    return patiently(command.start("tune", config, "tune.name=three", cwd=place))
 
 
 def table(outcome: Outcome) -> list[dict[str, str]]:
@@ -173,7 +173,7 @@ def test_a_search_with_another_space_is_another_search(searched, command, config
     """A changed space is refused with both values and the ways out; nothing is run."""
     changed = config.with_name("changed.yaml")
     changed.write_text(config.read_text().replace("[8, 32], step: 8", "[8, 64], step: 8"))
-    outcome = command("tune", changed, "tune.name=three", cwd=place)
+    outcome = patiently(command.start("tune", changed, "tune.name=three", cwd=place))
     assert outcome.code == 2, outcome
     assert "{int: [8, 32], step: 8} when the search three began, and is {int: [8, 64], step: 8}" in outcome.err
     assert "tune.name=NEW" in outcome.err
@@ -215,7 +215,7 @@ def test_a_killed_search_goes_on(searched, command, config, store, place):
     assert until(began, study_file(store, "killed"), 5)  # trial 0 drawn, two reports, over; trial 1 drawn
     began.signal(9)
     assert began.end().code == -9
-    outcome = command("tune", config, "tune.name=killed", cwd=place)
+    outcome = patiently(command.start("tune", config, "tune.name=killed", cwd=place))
     assert outcome.code == 0, outcome
     assert not re.search(r"^trial 0 ", outcome.out, re.MULTILINE)
     different = {"run": None}
@@ -240,7 +240,7 @@ def test_ctrl_c_ends_a_search_politely(command, config, store, place):
     parent = outcome.folder.parent.name
     (trial,) = children(store, parent)
     assert [run(store, parent).status, run(store, trial).status] == ["KILLED", "KILLED"]
-    outcome = command(*words, cwd=place)
+    outcome = patiently(command.start(*words, cwd=place))
     assert outcome.code == 0, outcome
     assert "(goes on)" in outcome.out
     assert children(store, parent) == {trial: "trial-0"}
@@ -302,7 +302,7 @@ def test_a_failing_trial_does_not_win(command, config, store, place):
     three are marked with their reasons, and the last wins."""
     grid = "tune.sampler={type: optuna.samplers.GridSampler}"
     space = "tune.space={model.module.type: {choice: [broken.Raises, broken.Silent, broken.NoNumber, broken.Learns]}}"
-    outcome = command("tune", config, "tune.name=failing", "tune.num_trials=9", grid, space, cwd=place)
+    outcome = patiently(command.start("tune", config, "tune.name=failing", "tune.num_trials=9", grid, space, cwd=place))
     assert outcome.code == 0, outcome
     assert "there are no more points than that; tune.num_trials is 9" in outcome.out
     found = {row["model.module.type"].removeprefix("broken."): row for row in table(outcome)}
@@ -319,7 +319,7 @@ def test_a_failing_trial_does_not_win(command, config, store, place):
 def failed(command, config, place) -> Outcome:
     """A search of two trials that both fail, by code of its own."""
     config.with_name("spoilt.py").write_text(BROKEN)
-    return command("tune", config, *FAILING, "tune.num_trials=2", cwd=place)
+    return patiently(command.start("tune", config, *FAILING, "tune.num_trials=2", cwd=place))
 
 
 FAILING = ("tune.name=none", "model.module.type=spoilt.Raises")
@@ -337,7 +337,7 @@ def test_a_search_does_not_go_on_with_other_code(failed, command, config, place)
     """A file of the user's code that was edited since the search began is named; no trial is run with it."""
     code = config.with_name("spoilt.py")
     code.write_text(BROKEN.replace("a fault of the user", "another fault"))
-    outcome = command("tune", config, *FAILING, "tune.num_trials=3", cwd=place)
+    outcome = patiently(command.start("tune", config, *FAILING, "tune.num_trials=3", cwd=place))
     assert outcome.code == 2, outcome
     assert f"{code}: this code has changed since the search none began" in outcome.err
 
@@ -364,7 +364,8 @@ def as_a_person_starts_it() -> None:
 
 # ---- bad input
 
-SPACES = {
+# By space: what the check of the whole config says of it, and what can be said of it alone.
+WRONG = {
     "unknown section": ("{model.optimiser.params.lr: {uniform: [0, 1]}}", "unknown key. Did you mean optimizer?"),
     "unknown param": ("{model.optimizer.params.lrr: {uniform: [0, 1]}}", "has no param `lrr`. Did you mean lr?"),
     "type": ("{data.batch_size: {uniform: [8, 16]}}", "8.0: must be a whole number, not the number 8.0; take int"),
@@ -373,6 +374,9 @@ SPACES = {
     "param's type": ("{model.network.params.num_classes: {choice: [10, many]}}", "many: deeplightning.model.cnn"),
     "word": ("{model.scheduler.call.interval: {choice: [epoch, batch]}}", "batch: "),
     "target": ("{model.optimizer.type: {choice: [torch.optim.SGD, torch.optim.SDG]}}", "Did you mean torch.optim.SGD?"),
+}
+
+IMPOSSIBLE = {
     "no distribution": ("{data.batch_size: [8, 16]}", "perhaps {choice: [8, 16]}"),
     "value": ("{data.batch_size: 8}", "perhaps {choice: [8]}"),
     "distribution": ("{data.batch_size: {loguniform: [8, 16]}}", "Did you mean log_uniform?"),
@@ -391,22 +395,29 @@ SPACES = {
     "itself": ("{tune.num_trials: {int: [1, 9]}}", "`tune` cannot be searched over"),
     "logger": ("{logger.log_every_n_steps: {int: [1, 9]}}", "`logger` cannot be searched over"),
     "section and key": (
-        "{model.optimizer: {choice: [{type: torch.optim.SGD, params: {lr: 1}}]}, model.optimizer.params.lr:"
-        " {uniform: [0, 1]}}",
+        "{model.optimizer: {choice: [{type: a.B}]}, model.optimizer.params.lr: {uniform: [0, 1]}}",
         "`model.optimizer`, which is searched over too",
     ),
 }
 
 
-@pytest.mark.parametrize("name", SPACES)
-def test_a_space_that_cannot_be_is_refused(name, config):
+@pytest.mark.parametrize("name", WRONG)
+def test_a_space_that_does_not_fit_the_config_is_refused(name, config):
     """One fault, at the place of the space, with the nearest right word, before anything is spent."""
-    space, told = SPACES[name]
+    space, told = WRONG[name]
     report = examine(config, [f"tune.space={space}", "model.scheduler={type: torch.optim.lr_scheduler.ConstantLR}"])
     assert report.exit_code == 2
     (fault,) = report.faults
     assert told in str(fault)
     assert str(fault).startswith(f"override tune.space={space}: tune.space")
+
+
+@pytest.mark.parametrize("name", IMPOSSIBLE)
+def test_a_space_that_cannot_be_is_refused(name):
+    """One fault, whatever the config holds besides."""
+    space, told = IMPOSSIBLE[name]
+    ((_, message),) = faults(yaml.safe_load(space), needs_grid=False)
+    assert told in message
 
 
 def test_the_place_of_a_dimension_is_told(tmp_path, config):
@@ -432,6 +443,7 @@ def test_the_place_of_a_dimension_is_told(tmp_path, config):
         ("tune.sampler={type: optuna.samplers.GridSampler}", "a grid needs values that can be counted"),
         ("train.resume_ckpt=auto", "the trials of a search begin each by itself"),
         ("stages=[test]", "a search trains"),
+        ("tune.space={model.optimizer.params.lr: {uniform: [2, 1]}}", "tune.space.model.optimizer.params.lr: the ends"),
         ("~tune.mode", "tune.mode: missing: whether more or less val_acc is better"),
         ("tune.num_trials=0", "at least 1"),
         ("tune.mode=maximum", "one of min, max"),
@@ -469,8 +481,9 @@ def test_one_process_is_at_a_search(tmp_path, config, store):
 
 # ---- what is drawn
 
+SLOW = pytest.mark.slow
 SAMPLERS = {
-    "TPE": "{type: optuna.samplers.TPESampler, params: {n_startup_trials: 3}}",
+    "TPE": "{type: optuna.samplers.TPESampler, params: {n_startup_trials: 2}}",
     "Random": "{type: optuna.samplers.RandomSampler, params: {seed: 1}}",
     "Grid": "{type: optuna.samplers.GridSampler}",
     "CMA-ES": "{type: optuna.samplers.CmaEsSampler}",
@@ -504,17 +517,17 @@ def drawn(path: Path, sampler: str, space: dict, number: int, reopened: bool) ->
     return points
 
 
-@pytest.mark.parametrize("name", SAMPLERS)
+@pytest.mark.parametrize("name", [n if n in ("TPE", "Grid") else pytest.param(n, marks=SLOW) for n in SAMPLERS])
 def test_a_kill_does_not_change_what_is_drawn(name, tmp_path):
     """A search that was opened anew before each trial draws what an undisturbed one draws, and no point twice."""
     space = COUNTED if name == "Grid" else FINE
-    whole = drawn(tmp_path / "whole.db", SAMPLERS[name], space, 8, reopened=False)
-    assert drawn(tmp_path / "torn.db", SAMPLERS[name], space, 8, reopened=True) == whole
-    assert len({line(point) for point in whole}) == 8
+    whole = drawn(tmp_path / "whole.db", SAMPLERS[name], space, 5, reopened=False)
+    assert drawn(tmp_path / "torn.db", SAMPLERS[name], space, 5, reopened=True) == whole
+    assert len({line(point) for point in whole}) == 5
     assert all(0 <= point["a"] <= 5 for point in whole)
 
 
-@pytest.mark.parametrize("name", ["TPE", "Random", "Grid"])
+@pytest.mark.parametrize("name", ["TPE", *(pytest.param(name, marks=SLOW) for name in ("Random", "Grid"))])
 def test_a_space_that_can_be_counted_is_gone_through_once(name, tmp_path):
     """Six points are six trials, none of them twice, choices as they were written, whatever they are."""
     space = {"a": {"choice": [[1], {"x": True}, 1]}, "b": {"int": [1, 4], "step": 3}}
