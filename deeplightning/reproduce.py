@@ -345,7 +345,8 @@ def reproduce(
     say: Say,
     start: Callable[[Plan], tuple[int, Path | None]] | None = None,
 ) -> RunFolder:
-    """Makes a run again, as a new run of its experiment, and compares metrics, results and weights.
+    """Makes a run again, as a new run of its experiment, and compares metrics, results and weights. The last line on
+    stdout is the new run's folder.
 
     Args:
         run: RUN.
@@ -374,16 +375,18 @@ def reproduce(
         plan = prepare(original, Path(top), overrides, any_data, say)
         code, folder = (start or _start)(plan)
         if folder is None or (code != 0 and original.status not in ("FAILED", "KILLED")):
-            say(f"the run could not be made again: it ended with exit code {code}" + (f", {folder}" if folder else ""))
+            say(f"the run could not be made again: the new one ended with exit code {code}")
+            if folder is not None:
+                print(f"Artifact storage path: {folder}", flush=True)
             raise SystemExit(code or 1)
-        again = past_run(str(folder))
+        again = _as_tracked(past_run(str(folder)), plan)
         found_apart = compare(original, again, say)
         if Path(top).resolve() in folder.resolve().parents:  # a logger that writes into the working directory
             kept = Path.cwd() / "runs" / folder.name
             kept.parent.mkdir(parents=True, exist_ok=True)
             folder.rename(kept)
-            say(f"the new run was moved to {kept}")
-            again = PastRun(RunFolder(kept), None, None)
+            again = PastRun(RunFolder(kept), again.store, again.run_id)
+    print(f"Artifact storage path: {again.folder.path}", flush=True)
     if found_apart:
         raise RunError(
             f"{again.folder.path} does not agree with {original.folder.path}: first difference: {found_apart[0]}"
@@ -649,10 +652,11 @@ def _start(plan: Plan) -> tuple[int, Path | None]:
     try:
         assert process.stdout is not None
         for line in process.stdout:
-            sys.stdout.buffer.write(line)
-            sys.stdout.buffer.flush()
             if line.startswith(last):
                 folder = Path(os.fsdecode(line.removeprefix(last).rstrip(b"\n")))
+                continue  # it may be moved, and is told in the end
+            sys.stdout.buffer.write(line)
+            sys.stdout.buffer.flush()
         code = process.wait()
     finally:
         for number, handler in former.items():
@@ -661,6 +665,16 @@ def _start(plan: Plan) -> tuple[int, Path | None]:
             process.kill()
             process.wait()
     return (code if code >= 0 else 128 - code), folder
+
+
+def _as_tracked(run: PastRun, plan: Plan) -> PastRun:
+    """A run with its store: of one whose files are on a server the folder does not tell it, but its checkpoint does."""
+    address = _value(plan.overrides, "logger.params.tracking_uri")
+    if run.store is not None or address is None or is_local(address) or not run.folder.last.exists():
+        return run
+    from deeplightning.engine.checkpoint_io import read_checkpoint
+
+    return PastRun(run.folder, locate(address), (read_checkpoint(run.folder.last).get("run") or {}).get("id"))
 
 
 # ---- compared

@@ -314,6 +314,16 @@ def test_a_run_that_began_from_a_checkpoint_begins_from_it_again(train, trained,
     assert {path: path.stat().st_mtime_ns for path in trained.rglob("*")} == before
 
 
+def test_a_run_that_failed_fails_again(train, forked, tmp_path, monkeypatch):
+    """Compared is what it said until then."""
+    failed = train("model.optimizer.params.lr=1e30", code=5).folder
+    monkeypatch.chdir(tmp_path)
+    said = []
+    again = reproduce(str(failed), say=said.append, start=forked)
+    assert past_run(str(again.path)).status == "FAILED"
+    assert "the run ended as FAILED: what it has said until then is compared" in said
+
+
 def test_other_versions_are_told_and_tried(trained, forked, tmp_path, monkeypatch):
     """A warning names each package with both versions, also one that is not there; then it runs."""
     copied = RunFolder(tmp_path / "copied")

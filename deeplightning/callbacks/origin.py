@@ -1,7 +1,7 @@
 """What a run keeps so that it can be made again: the code that it was made by, the digest of its data, its metrics.
 
 All of it on rank 0, beside the run: nothing here can make it fail, and what takes long, hashing the data, happens in a
-thread of the lowest priority while the network learns.
+thread of low priority while the network learns.
 """
 
 import json
@@ -127,7 +127,7 @@ class Origin:
     def _digest(self, paths: list[Path]) -> None:
         try:
             if hasattr(os, "setpriority"):  # of this thread alone, on Linux
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)  # at 19 it may starve
             self._program = describe_program()
             self._changed = {name: without_secrets(text, self._redact)[0] for name, text in changed_files().items()}
             if not paths:
