@@ -45,7 +45,7 @@ import pytorch_lightning as pl
 
 
 class Notes(pl.Callback):
-    """Notes each epoch that begins, and with how many workers; in the third batch of some it does what it is told.
+    """Notes each epoch in its first batch, and with how many workers; in the third of some it does what it is told.
 
     `dies` is {epoch: rank}: that rank kills itself there, once. `waits` is a list of epochs: rank 0 waits there until
     the file `go-EPOCH` is in the folder.
@@ -54,13 +54,11 @@ class Notes(pl.Callback):
     def __init__(self, folder, dies={}, waits=()):
         self.folder, self.dies, self.waits = pathlib.Path(folder), {int(k): v for k, v in dies.items()}, waits
 
-    def on_train_epoch_start(self, trainer, module):
-        if trainer.is_global_zero:
-            with (self.folder / "epochs").open("a") as file:
-                file.write(f"{trainer.current_epoch} {trainer.world_size} {trainer.accumulate_grad_batches}\\n")
-
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         epoch, mark = trainer.current_epoch, self.folder / f"died-{trainer.current_epoch}"
+        if batch_idx == 0 and trainer.is_global_zero:
+            with (self.folder / "epochs").open("a") as file:
+                file.write(f"{epoch} {trainer.world_size} {trainer.accumulate_grad_batches}\\n")
         if batch_idx != 2:
             return
         if self.dies.get(epoch) == trainer.global_rank and not mark.exists():
@@ -389,11 +387,15 @@ def test_without_restarts_a_lost_worker_ends_the_run(command, tiny, work, tracke
 @pytest.mark.slow
 def test_a_pool_shrinks_and_grows(command, tiny, work, tracked, tmp_path, cluster):
     """A CPU is withdrawn in the second epoch: one worker goes on from the checkpoint, repeats no epoch before it, and
-    accumulates two batches; the CPU comes back, and at the start of the next epoch there are two again. One run."""
+    accumulates two batches; the CPU comes back, and at the start of the next epoch there are two again. One run. The
+    config was sent when the run began: that its file is gone since changes nothing."""
     more = ["min_workers: 1", "resize_cooldown_s: 0", "backoff: {base_s: 0.2}"]
     arguments = ["train.num_epochs=4", "engine.processes=2", "engine.max_restarts=1", notes(tmp_path, waits=[1, 2])]
-    running = command.start("train", tiny, on(f"'{cluster.address}'", *more), *arguments, cwd=work, **ALONE)
+    config = work / "config.yaml"
+    config.write_text(tiny.read_text())
+    running = command.start("train", config, on(f"'{cluster.address}'", *more), *arguments, cwd=work, **ALONE)
     running.says("waits in epoch 1")
+    config.unlink()
     cluster.say("remove")
     (tmp_path / "go-1").touch()
     running.says("waits in epoch 2")

@@ -411,6 +411,8 @@ class _Launch:
         try:
             while True:
                 self._gather()
+                if self.heard:
+                    raise _Interrupted
                 code, cause, told = self._train()
                 if code == MAKES_ROOM:
                     self._dismiss()
@@ -596,7 +598,11 @@ class _Launch:
                 sent += 1
                 if sent > 1:
                     until = time.monotonic() + GRACE
-            bad = [number for number in ended if ended[number] is not None and self.workers[number].heard.code != 75]
+            bad = [
+                number
+                for number in ended
+                if ended[number] is not None and self.workers[number].heard.code != MAKES_ROOM
+            ]
             if bad and until is None and not self.heard:
                 until = time.monotonic() + GRACE
             if until is not None and time.monotonic() > until:
@@ -611,7 +617,8 @@ class _Launch:
     def _verdict(self, ended: Mapping[int, ranks.Cause | None]) -> tuple[int, ranks.Cause | None, bool]:
         codes = {number: self.workers[number].heard.code for number in ended}
         told = any(self.workers[number].heard.told for number in ended)
-        if len(ended) == len(self.workers) and set(codes.values()) == {MAKES_ROOM}:
+        left = set(codes.values())  # who comes late to the end of the others ends as if by a signal
+        if len(ended) == len(self.workers) and {MAKES_ROOM} <= left <= {MAKES_ROOM, 143} and not self.heard:
             return MAKES_ROOM, None, False
         causes = {number: cause for number, cause in ended.items() if cause is not None}
         # Where rank 0 has ended well, the run is done, and whoever was lost after that had nothing more to give.
