@@ -117,8 +117,8 @@ def test_a_right_config_has_no_faults():
         ("data={num_splits: 5, fold: 5, batch_size: 1, module: {type: deeplightning.data.digits.Digits}}",
          "data.fold: 5 does not go with data.num_splits: 5"),
         ("stages=[]", "stages: nothing to do: give at least one of train, validate, test, predict"),
-        # not yet
-        ("engine.num_nodes=2", "engine.num_nodes: not available in this version; leave it at 1, not 2"),
+        # nobody to start it
+        ("engine.num_nodes=2", "engine.num_nodes: 2 machines have to be started: by torchrun, Slurm, "),
         # missing
         ("~train.num_epochs", "train.num_epochs: missing: say how long to train, for example `num_epochs: 10`"),
         ("~data.batch_size", "data.batch_size: missing: samples per step and process; for example `batch_size: 64`"),

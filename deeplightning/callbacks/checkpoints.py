@@ -107,7 +107,8 @@ class Checkpoints(LightningCheckpoint):
             self._save_last(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._saved_step != trainer.global_step or not self.record.folder.last.exists():
+        lacks = self._saved_step != trainer.global_step or not self.record.folder.last.exists()
+        if trainer.strategy.broadcast(lacks):  # other machines may not see rank 0's files, and all save or none
             self._save_last(trainer)
         if self.settings.monitor is not None and not self.kept:
             log.warning("there is no best.ckpt: %s had no value to judge by", self.settings.monitor)

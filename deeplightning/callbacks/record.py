@@ -7,6 +7,7 @@ import os
 import platform
 import re
 import shutil
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -131,6 +132,15 @@ class Record(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.has_learned = True
+        carries = (self.cfg.engine.launcher.type or "").endswith(".Ray") if self.cfg.engine.launcher else False
+        if trainer.num_nodes > 1 and trainer.local_rank == 0 and not carries and not self.folder.config.exists():
+            print(
+                f"warning [rank {trainer.global_rank}]: the run's folder of rank 0, {self.folder.path}, is not on this "
+                "machine: logs of its processes stay here, and fsdp and DeepSpeed cannot put the parts of a checkpoint "
+                "together; several machines need one file system",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Where nothing was left to learn, Lightning 2.6 leaves the counters as they were in the hook that saved them:
