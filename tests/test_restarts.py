@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import commands
 import pytest
 import yaml
 from commands import real
@@ -447,9 +448,10 @@ def test_a_hook_that_fails_is_code_of_the_user(command, tiny, here):
 
 
 @pytest.mark.slow
-def test_twenty_kills(launch, here, end_of, capsys):
+def test_twenty_kills(launch, here, end_of, capsys, monkeypatch):
     """At seeded instants, of one process or both, in one start or two; some inside the writing of a checkpoint, between
     its writing and its renaming, in a validation, or at an epoch's edge: the end is that of an undisturbed run."""
+    monkeypatch.setattr(commands, "LONGEST", 300)  # seconds; a launch starts up to three times
     draw = random.Random(8)
     wholes, events = {}, {}
     for processes in (1, 2):
