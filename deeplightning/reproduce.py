@@ -271,6 +271,7 @@ def _data_between(first: PastRun, second: PastRun) -> Iterator[tuple[str, Any, A
         if one is not two:
             yield "data.json", _listed(one), _listed(two)
         return
+    yield from _between(*({n: _content(c) for n, c in dict(data.get("arrays") or {}).items()} for data in (one, two)))
     for name in changes(one, two):
         yield name, _content(one["files"].get(name)), _content(two["files"].get(name))
 

@@ -1,5 +1,6 @@
 """A run is made again from what it left, after everything else is gone; and two runs are told apart."""
 
+import hashlib
 import io
 import json
 import os
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import yaml
 from conftest import digest
 from mlflow.tracking import MlflowClient
@@ -245,8 +247,6 @@ def test_a_copied_folder_is_enough(trained, forked, tmp_path, monkeypatch):
 
 def test_weights_that_differ_are_told_by_their_tensor(trained, forked, tmp_path, monkeypatch):
     """The first tensor that differs, and by how much; here the original's checkpoint and results were changed."""
-    import torch
-
     copied = RunFolder(tmp_path / "copied")
     shutil.copytree(trained, copied.path)
     checkpoint = torch.load(copied.last, weights_only=True)
@@ -635,6 +635,22 @@ def test_a_data_module_tells_its_files(tmp_path):
     assert told(Module(), table="b.tsv", mode="crop") == {"b.tsv", tmp_path.name}
     assert told(Module()) == {tmp_path.name}
     assert datafiles.paths_of(Module(), None, {"mode": "crop", "sizes": [1, 2]}) == []
+
+
+def test_data_without_files_are_told_by_their_arrays():
+    """Numpy arrays and tensors that the module and its datasets hold, by their place and the bytes in them."""
+    values = np.arange(12.0).reshape(3, 4)
+
+    class Module:
+        def __init__(self):
+            self.trainer = self
+            self.sets = {"train": torch.utils.data.TensorDataset(torch.from_numpy(values), torch.arange(3))}
+            self.table, self.words = values.T, np.array(["a", "b"], dtype=object)
+
+    found = datafiles.describe_arrays(Module())
+    assert found.keys() == {"sets.train.tensors.0", "sets.train.tensors.1", "table"}
+    assert found["sets.train.tensors.0"] == [96, hashlib.sha256(values.tobytes()).hexdigest()]
+    assert found["table"] == [96, hashlib.sha256(values.T.tobytes()).hexdigest()]
 
 
 # ---- series

@@ -15,7 +15,7 @@ from typing import Any
 from deeplightning.config.schema import Config
 from deeplightning.runfolder import RunFolder, write_whole
 from deeplightning.tracking.code import Code, collect, versions_of, without_secrets
-from deeplightning.tracking.datafiles import describe_files, paths_of
+from deeplightning.tracking.datafiles import describe_arrays, describe_files, paths_of
 from deeplightning.tracking.program import changed_files, describe_program
 from deeplightning.tracking.series import MAX_POINTS, read_series, to_text
 from deeplightning.tracking.store import locate
@@ -64,7 +64,7 @@ class Origin:
                 some = ", ".join(f"{path} ({why})" for path, why in list(self._code.left_out.items())[:3])
                 log.warning("code       not all of it is kept: %s", some)
             paths = self._data_files(data, began_from)
-            self._digesting = threading.Thread(target=self._digest, args=(paths,), name="digests", daemon=True)
+            self._digesting = threading.Thread(target=self._digest, args=(data, paths), name="digests", daemon=True)
             self._digesting.start()
         except Exception as error:
             log.warning("code       what the run is made of cannot be kept: %s", error)
@@ -124,17 +124,20 @@ class Origin:
                 paths.append(Path(name).absolute())
         return paths
 
-    def _digest(self, paths: list[Path]) -> None:
+    def _digest(self, data: Any, paths: list[Path]) -> None:
         try:
             if hasattr(os, "setpriority"):  # of this thread alone, on Linux
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)  # at 19 it may starve
             self._program = describe_program()
             self._changed = {name: without_secrets(text, self._redact)[0] for name, text in changed_files().items()}
-            if not paths:
+            of_a_package = type(data).__module__.startswith("deeplightning.data.") or data is None
+            arrays = describe_arrays(data) if not paths and not of_a_package else {}
+            if not paths and not arrays:
                 return
             store = locate(self.cfg.logger.params.get("tracking_uri", "mlruns")).artifact_root
             without = [self.folder.path, *([store] if store is not None else [])]
             found = describe_files(paths, self.cfg.data.root, without=without, stop=self._enough.is_set)
+            found["arrays"] = arrays
             write_whole(self.folder.data, json.dumps(found, indent=1))
         except Exception as error:
             log.warning("data       no digest of them is kept: %s", error)
