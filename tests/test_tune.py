@@ -357,6 +357,20 @@ def test_a_trial_of_two_processes(command, config, store, place):
     assert [(row["state"], row["epochs"]) for row in table(outcome)] == [("pruned", "1")]
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(not is_installed("ray"), reason="Ray is not installed: pip install 'deeplightning[ray]'")
+def test_trials_on_a_ray_cluster(command, config, store, place):
+    """With Ray as launcher the trials train on workers of a cluster, report from there, and are runs below the search's
+    all the same."""
+    launcher = "engine.launcher={type: deeplightning.engine.launch.ray.Ray, params: {address: local}}"
+    words = ("tune", config, "tune.name=ray", "tune.num_trials=2", launcher)
+    outcome = patiently(command.start(*words, cwd=place, main="test_tune:as_a_person_starts_it"))
+    assert outcome.code == 0, outcome
+    rows = table(outcome)
+    assert [(row["state"], row["epochs"]) for row in rows] == [("finished", "2")] * 2
+    assert children(store, outcome.folder.parent.name) == {row["run"]: f"trial-{row['trial']}" for row in rows}
+
+
 def as_a_person_starts_it() -> None:
     """`python -m deeplightning …` in place of this process: Lightning starts further processes by its command."""
     os.execv(sys.executable, [sys.executable, "-m", "deeplightning", *sys.argv[1:]])
