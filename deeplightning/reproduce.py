@@ -16,7 +16,6 @@ import re
 import signal
 import subprocess
 import sys
-import tarfile
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -493,6 +492,8 @@ def _from_git(original: PastRun, into: Path, say: Say) -> Path | None:
     Returns:
         The working directory; None: the commit is not to be had.
     """
+    import tarfile
+
     commit = (original.environment.get("git") or {}).get("commit")
     for folder in (original.directory, Path.cwd()) if commit else ():
         if folder is None or (top := _git(folder, "rev-parse", "--show-toplevel")) is None:

@@ -6,7 +6,6 @@ keeps what that clone has beyond its commit, and `rebuild` puts both together ag
 
 import hashlib
 import shutil
-import tarfile
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cache
@@ -60,6 +59,8 @@ def rebuild(program: Mapping[str, str], changed: Mapping[str, bytes], into: Path
     Returns:
         Whether it is to be taken from there; else the one that is here is to be used.
     """
+    import tarfile
+
     wanted, commit = program.get("digest"), program.get("commit")
     if wanted is None or wanted == describe_program()["digest"]:
         return False
