@@ -16,6 +16,7 @@ from deeplightning.config.source import read
 from deeplightning.config.tree import dump, plain
 from deeplightning.configure import decided, init_module, load_config
 from deeplightning.engine.place import own_rank, place
+from deeplightning.engine.ranks import restarts
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking import resolve_run
 from deeplightning.tracking.build import experiment_of
@@ -114,8 +115,8 @@ def _of_launch(cfg: Config) -> Resumption | None:
         return None
     words = f'"launch": {json.dumps(here.launch)}'
     folder = next((f for f in _runs_of(cfg, lambda path: words in _text(RunFolder(path).environment))), None)
-    if folder is None:
-        return None
+    if folder is None or (restarts() == 0 and _has_finished(cfg, folder)):
+        return None  # a finished job's id is used for another
     for path in folder.checkpoints():
         try:
             return _from(path, read_checkpoint(path), cfg)
@@ -128,6 +129,18 @@ def _of_launch(cfg: Config) -> Resumption | None:
         hold=hold,
         notes=[f"resumes    {folder.path}, from the start"],
     )
+
+
+def _has_finished(cfg: Config, folder: RunFolder) -> bool:
+    from deeplightning.tracking.tracker import open_tracker
+
+    run_id = folder.path.parent.name
+    tracker = open_tracker(locate(cfg.logger.params.get("tracking_uri", "mlruns")), run_id)
+    try:
+        run = tracker.run(run_id)
+    finally:
+        tracker.close()
+    return run is not None and run.status == "FINISHED"
 
 
 def _text(path: Path) -> str:

@@ -461,14 +461,15 @@ def test_other_sizes_than_torchruns_are_refused(by_torchrun, store):
 
 @pytest.mark.slow
 def test_two_torchruns_are_one_run(by_torchrun, alone, store):
-    """With a rendezvous, a process each: world 2, one run."""
-    before = runs_of(store)
+    """With a rendezvous, a process each: world 2, one run; the same id for another job later is another run."""
     options = ["--nnodes=2", "--nproc-per-node=1", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{free_port()}"]
     options += ["--rdzv-id=two", "--local-addr=127.0.0.1"]
-    ended = [each.end() for each in [by_torchrun(options, "engine.backend=ddp") for _ in range(2)]]
-    assert [each.code for each in ended] == [0, 0], ended
-    (folder,) = runs_of(store) - before
-    assert digest(folder / "last.ckpt") == digest(alone.folder / "last.ckpt")
+    for _ in range(2):
+        before = runs_of(store)
+        ended = [each.end() for each in [by_torchrun(options, "engine.backend=ddp") for _ in range(2)]]
+        assert [each.code for each in ended] == [0, 0], ended
+        (folder,) = runs_of(store) - before
+        assert digest(folder / "last.ckpt") == digest(alone.folder / "last.ckpt")
     assert "num_nodes: 2" in ended[0].out + ended[1].out
 
 
