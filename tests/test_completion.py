@@ -87,7 +87,8 @@ def words(last: str, *before: str) -> list[str]:
     ("last", "expected"),
     [
         # keys, a level at a time, without those that this version refuses
-        ("", ["seed=", "stages=", "data.", "model.", "engine.", "train.", "test.", "logger.", "tune.", "tune=", "serve."]),
+        ("", ["seed=", "stages=", "data.", "model.", "engine.", "train.", "test.", "logger.", "tune.", "tune=",
+              "serve."]),
         ("tra", ["train."]),
         ("data.b", ["data.batch_size="]),
         ("train.early", ["train.early_stop.", "train.early_stop="]),

@@ -115,6 +115,7 @@ def test_the_first_machine_twice_is_told_on_both(nodes):
     assert "NODE_RANK=0 is told twice, on " in told.pop()
 
 
+@pytest.mark.slow
 def test_another_machine_twice_is_told_on_all(nodes):
     """Of three machines, two came as the second: the same note everywhere, exit 3."""
     all_of_them = nodes(numbered(0, 1, 1), "engine.num_nodes=3", "engine.backend=ddp")
@@ -162,7 +163,7 @@ class Listener:
 
 
 @pytest.mark.parametrize("says", [b"HTTP/1.0 400 Bad Request\r\n\r\n", None])
-@pytest.mark.parametrize("number", [0, 1])
+@pytest.mark.parametrize("number", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_port_of_another_program_is_named(says, number, nodes):
     """A web server, or one that never answers: exit 3 on the machine that listens and on the one that calls."""
     listener = Listener(says)
