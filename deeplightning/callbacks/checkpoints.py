@@ -18,6 +18,8 @@ from deeplightning.runfolder import RunFolder, write_whole
 
 log = logging.getLogger("deeplightning")
 
+PAST_THE_LAST = 2**31  # more batches than an epoch has
+
 
 class Checkpoints(LightningCheckpoint):
     """Saves `last.ckpt` every n epochs or steps, at the end and when interrupted, and the best k by a metric.
@@ -134,6 +136,7 @@ class Checkpoints(LightningCheckpoint):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
+        _count_for(checkpoint, trainer.world_size)
         self._plateaus, self._validating = checkpoint.get("plateaus", {}), checkpoint.get("validating", False)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             state = checkpoint.get("callbacks", {}).get(callback.state_key)
@@ -248,6 +251,19 @@ class Checkpoints(LightningCheckpoint):
         return [best, *(entry for entry in others if (former.path / entry["file"]).is_file())][
             : self.settings.save_top_k
         ]
+
+
+def _count_for(checkpoint: dict[str, Any], world: int) -> None:
+    """Counts the batches of an epoch, in place, as another number of processes does: so many samples are done, and an
+    epoch that was over is over. A global batch is made of the same samples whoever computes it (see
+    `deeplightning.data.samplers`)."""
+    was = (checkpoint.get("engine") or {}).get("processes", world)
+    progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress")
+    if was == world or progress is None:
+        return
+    counts = progress["current"]
+    for name, count in counts.items():
+        counts[name] = max(count * was // world, PAST_THE_LAST if progress["is_last_batch"] else 0)
 
 
 def _by_metrics(trainer: pl.Trainer) -> list[tuple[int, Any, float]]:
