@@ -24,6 +24,7 @@ from typing import Any
 
 LOOK = 0.05  # seconds between two looks at whether a trial has ended
 MESSAGE = 1_000_000  # bytes at most
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 Train = Callable[[Sequence[str]], int]
@@ -100,13 +101,18 @@ class Forked:
         sys.stdout.flush()
         sys.stderr.flush()
         driver = os.getpid()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # NumPy's threads wait, and hold nothing
-            child = os.fork()
-        if child == 0:
-            self.line.close()
-            _be_trial(self.train, arguments, log, environment, driver)
-        self._running[number] = child
+        # A signal that comes meanwhile waits: the child would take it for the search's.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # NumPy's threads wait, and hold nothing
+                child = os.fork()
+            if child == 0:
+                self.line.close()
+                _be_trial(self.train, arguments, log, environment, driver)
+            self._running[number] = child
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def ended(self) -> dict[int, int]:
         """Trials that have ended since the last call, with their exit codes; negative: the signal that killed it."""
@@ -132,12 +138,13 @@ def _be_trial(
         atexit._clear()  # what is registered is the search's to do
         os.setpgid(0, 0)
         _end_with(driver)
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in SIGNALS:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         written = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
         os.dup2(written, 1)
         os.dup2(written, 2)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
         for name, value in environment.items():
             os.environ.pop(name, None)
             if value is not None:
