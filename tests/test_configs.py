@@ -104,7 +104,7 @@ def test_a_shipped_config_trains(path, command, store, tmp_path):
     overrides = [*STEP, *data, f"logger.params.tracking_uri={store}"]
     if config.engine.launcher is not None:  # launchers have tests of their own
         config.engine.processes = 1
-        overrides += ["engine.launcher=null", "engine.processes=1", "engine.max_restarts=0"]
+        overrides += ["engine.launcher=null", "engine.processes=1", "engine.max_restarts=0", "data.batch_size=4"]
     # Lightning starts further processes by the command of this one, which a forked process has not.
     run = command if config.engine.processes == 1 else real
     outcome = run("train", path, *overrides, cwd=tmp_path)

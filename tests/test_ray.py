@@ -301,6 +301,21 @@ def test_fewer_workers_keep_the_samples_of_a_step_where_the_numbers_divide(three
     assert (cfg.engine.processes, cfg.train.accumulator_factor) == (3, factor)
 
 
+@pytest.mark.parametrize(("step", "checkpoint"), [(10, "{every_n_epochs: 1}"), (7, "{every_n_steps: 7}")])
+def test_another_number_of_processes_goes_on_behind_the_same_sample(job, step, checkpoint):
+    """Checkpoints are tied to no number of processes: one that two have written, at an epoch's end or inside an epoch,
+    one process goes on from with two batches a step; it takes as many steps as two would, validates after each epoch,
+    and ends with their weights but for the order in which numbers are added."""
+    store = ["logger.params.experiment_name=other", "logger.log_every_n_steps=1"]
+    whole = job("train.num_epochs=3", *store)
+    cut = job("train.num_epochs=3", f"train.max_steps={step}", f"train.checkpoint={checkpoint}", *store)
+    resume = [f"train.resume_ckpt='{cut.folder / 'last.ckpt'}'", "train.accumulator_factor=2"]
+    one = job("train.num_epochs=3", *resume, *store, ranks=1)
+    assert one.out.count("val_loss") == (1 if step == 10 else 2)
+    ours, theirs = (weights(outcome.folder / "last.ckpt") for outcome in (one, whole))
+    assert max(float((ours[name] - theirs[name]).abs().max()) for name in theirs) < 1e-5
+
+
 def test_a_storage_gives_back_what_was_put(tmp_path):
     """What a run puts into a storage another machine fetches into its own folder, with times and sizes; what changes
     is put again, what is gone is gone there too, and the newest run of the experiment is found without its launch."""

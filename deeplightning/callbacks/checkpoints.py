@@ -261,9 +261,10 @@ def _count_for(checkpoint: dict[str, Any], world: int) -> None:
     progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress")
     if was == world or progress is None:
         return
-    counts = progress["current"]
-    for name, count in counts.items():
-        counts[name] = max(count * was // world, PAST_THE_LAST if progress["is_last_batch"] else 0)
+    counts, before = progress["current"], progress["current"]["ready"]
+    ready = PAST_THE_LAST if progress["is_last_batch"] else counts["ready"] * was // world
+    for name, count in counts.items():  # the batch under way may not be completed yet
+        counts[name] = ready - (before - count)
 
 
 def _by_metrics(trainer: pl.Trainer) -> list[tuple[int, Any, float]]:
