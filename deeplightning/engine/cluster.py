@@ -18,7 +18,14 @@ def cluster() -> ClusterEnvironment:
     # Where Slurm is installed, Lightning thinks that it should be used.
     warnings.filterwarnings("ignore", "The `srun` command is available")
     found = place()
-    return LightningEnvironment() if found is None or not found.is_binding else Cluster(found)
+    return Own() if found is None or not found.is_binding else Cluster(found)
+
+
+class Own(LightningEnvironment):
+    """The processes of a machine, started by the first of them."""
+
+    def teardown(self) -> None:
+        """Nothing: Lightning's takes WORLD_SIZE out of the environment, by which later stages know their place."""
 
 
 class Cluster(ClusterEnvironment):
