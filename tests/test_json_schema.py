@@ -137,6 +137,8 @@ def test_editor_and_loader_agree_on_every_key(here):
     for key, field, hint in all_keys():
         if field.name in ("type", "params") or key in ("data.loader", "engine.env"):
             continue  # what they hold is judged by the class they are for; a variable would be set here
+        if key in ("engine.setup_hook", "tune.space"):
+            continue  # a function that has to be there; values that the rest of the config judges
         for value in [..., *values(field, hint)]:
             config = changed(good, key, value)
             editor, loader = about(by_editor(config), key), about(by_loader(config), key)
@@ -185,8 +187,9 @@ def test_editor_and_loader_agree_on_targets_and_mappings(here, key, value, marke
 def test_a_reference_may_stand_at_every_key(here):
     """`${…}` is read before values are checked, so an editor lets it stand for whatever it gives."""
     config = read(GOOD)
+    search = changed(config, "tune", {"metric": "val_loss", "space": {"seed": {"int": [0, 9]}}})
     for key, _, _ in all_keys():
-        assert by_editor(changed(config, key, "${a.b}")) == set(), key
+        assert by_editor(changed(search, key, "${a.b}")) == set(), key
     references = {
         "data.batch_size": "${seed}",
         "serve": "${oc.decode:'{port: 80}'}",
@@ -277,7 +280,7 @@ def test_planted_faults_are_marked_where_they_are(draft):
         "model.scheduler.call.interval": "batch",
         "logger.pictures": True,
         "train.checkpoint.every_n_epochs": 1.5,
-        "engine.num_nodes": 2,
+        "engine.num_nodes": 0,
     }
     for key, value in planted.items():
         marked = f"{key}.1" if key == "stages" else key

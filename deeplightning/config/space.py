@@ -35,6 +35,8 @@ _FIXED = {
     "_base_": "give the keys themselves",
 }
 MAX_GRID = 1_000_000
+MAX_TRIED = 1000
+"""Dimensions of a space, and choices of one: each is tried with the whole config, which takes a moment."""
 
 
 class Misfit(ValueError):
@@ -141,11 +143,14 @@ def faults(space: Mapping[str, Any], needs_grid: bool) -> Iterator[tuple[str, st
     """
     if not space:
         yield "", "there is nothing to search over; for example {model.optimizer.params.lr: {log_uniform: [1e-4, 0.1]}}"
+    if len(space) > MAX_TRIED:
+        yield "", f"{len(space)} keys to search over are more than {MAX_TRIED}"
+        return
     found = list(dimensions(space))
-    names = [name for name, _ in found]
+    names = {name for name, _ in found}
     for name, what in found:
         fixed = next((key for key in _FIXED if f"{name}.".startswith(f"{key}.")), None)
-        above = next((other for other in names if name.startswith(f"{other}.")), None)
+        above = next((other for at, sign in enumerate(name) if sign == "." and (other := name[:at]) in names), None)
         if fixed is not None:
             yield name, f"`{fixed}` cannot be searched over: {_FIXED[fixed]}"
         elif above is not None:
@@ -182,10 +187,13 @@ def _dimension(key: str, given: Any) -> Dimension:
 def _choices(given: Any) -> tuple[Any, ...]:
     if not isinstance(given, list) or not given:
         raise Misfit(f"choice must be a list of values, such as [16, 32], not {line(given):.60}")
-    written = [line(value) for value in given]
-    for number, text in enumerate(written):
-        if text in written[:number]:
+    if len(given) > MAX_TRIED:
+        raise Misfit(f"{len(given)} choices are more than {MAX_TRIED}; {{int: [1, 100000]}} is a range")
+    written = set[str]()
+    for text in map(line, given):
+        if text in written:
             raise Misfit(f"the choice {text:.60} stands twice; remove one")
+        written.add(text)
     return tuple(given)
 
 
