@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -513,7 +514,8 @@ def test_a_script_without_srun_is_one_process(cluster, work):
         "from deeplightning.engine.place import place; found = place(); "
         "print(found and (found.rank, found.world, found.nodes, found.address))"
     )
-    script = f'#!/bin/bash\n{sys.executable} -c "{asked}"\nsrun {sys.executable} -c "{asked}" | sort\n'
+    python = shlex.quote(sys.executable)
+    script = f'#!/bin/bash\n{python} -c "{asked}"\nsrun {python} -c "{asked}" | sort\n'
     (work / "asks.sh").write_text(script)
     cluster.ask("sbatch", "--wait", "-N2", "--ntasks-per-node=1", "-o", "said", "asks.sh", cwd=work)
     expected = ["None", "(0, 2, 2, '127.0.0.1')", "(1, 2, 2, '127.0.0.1')"]

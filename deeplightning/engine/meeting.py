@@ -8,6 +8,7 @@ Torch is imported only where a run begins.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import socket
@@ -104,7 +105,7 @@ def meet(
         else:
             member = Member(rank, processes * nodes, "rank", "RANK")
         sizes = {"engine.num_nodes": str(nodes), "engine.processes": str(processes)}
-        _gather(store, member, sizes | dict(alike), environment.node_rank(), address)
+        _gather(_of_meeting(store, next(_meetings)), member, sizes | dict(alike), environment.node_rank(), address)
     elif nodes > 1 and not is_child:
         _go_by(interface(address), loopback=environment.node_rank() != 0)
     if launches:
@@ -123,6 +124,16 @@ def _port(environment: Any, any_port: bool) -> int:
 
 
 # ---- a store
+
+
+_meetings = itertools.count()
+
+
+def _of_meeting(store: Any, number: int) -> Any:
+    """A store of one meeting: the same processes may meet again, for a second training, at the same store."""
+    from torch.distributed import PrefixStore
+
+    return PrefixStore(str(number), store)
 
 
 def _listen(address: str, port: int, world: int, member: Member | None) -> Any:
@@ -178,7 +189,7 @@ def _join(address: str, port: int, world: int) -> Any:
 def _is_taken_by_ours(address: str, port: int, world: int, member: Member) -> str | None:
     """Whether it is another process with the same number that listens at a port; it is told so, if it still waits."""
     try:
-        store = _join(address, port, world)
+        store = _of_meeting(_join(address, port, world), 0)
         if not store.check([f"{KEY}/come/{member.number}"]):
             return None
         return _twice(store, member)
