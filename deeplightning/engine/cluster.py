@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import warnings
 
 from lightning_fabric.plugins.environments import ClusterEnvironment, LightningEnvironment
@@ -45,7 +46,7 @@ class Cluster(ClusterEnvironment):
 
     @property
     def main_port(self) -> int:
-        return int(self.place.port or 29500)  # torch's own default
+        return int(os.environ.get("MASTER_PORT") or self.place.port or 29500)  # torch's own default
 
     @staticmethod
     def detect() -> bool:

@@ -28,6 +28,7 @@ PATIENCE = "DEEPLIGHTNING_MEET_SECONDS"
 MISSING = 60.0  # seconds that it waits where the variable is not set
 ANSWER = 10.0  # seconds in which a store answers that is one
 KEY = "deeplightning"
+_RESTARTS = "TORCHELASTIC_RESTART_COUNT"
 STEP = 0.05  # seconds between two looks into the store
 
 
@@ -91,6 +92,8 @@ def meet(
     elastic = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"  # its agent listens, and sees to the rest
     alone = launches and nodes == 1  # whoever does not come has ended, and that is seen
     is_child = ranks.here().parent is not None  # type: ignore[union-attr]
+    if elastic and os.environ.get(_RESTARTS, "0") != "0" and ranks.AGENT not in os.environ:
+        return _anew(address, _port(environment, False), rank, processes * nodes)
     store = None
     if rank == 0 and not elastic:
         member = Member(environment.node_rank(), nodes, "node", "NODE_RANK")
@@ -157,6 +160,22 @@ def _listen(address: str, port: int, world: int, member: Member | None) -> Any:
         elif place() is None or member is None:
             hint += ", or leave it away and a free one is taken"
         raise SetupError(f"MASTER_PORT: port {port} is in use by another program; {hint}") from error
+
+
+def _anew(address: str, port: int, rank: int, world: int) -> Any:
+    """A store for processes that torchrun has started again.
+
+    In torchrun's own, which outlives them, there is still where the former ones were, and with torch 2.15 they would
+    connect to those.
+    """
+    from torch.distributed import TCPStore
+
+    theirs, key, store = _join(address, port, world), f"{KEY}/port/{os.environ[_RESTARTS]}", None
+    if rank == 0:
+        store = TCPStore(address, 0, world, is_master=True, wait_for_workers=False, multi_tenant=True)
+        theirs.set(key, str(store.port))
+    os.environ |= {"MASTER_PORT": theirs.get(key).decode(), "TORCHELASTIC_USE_AGENT_STORE": "False"}
+    return store
 
 
 def _join(address: str, port: int, world: int) -> Any:
