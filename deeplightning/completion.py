@@ -152,7 +152,6 @@ class _Spot:
             places = {
                 name: _Spot(options(hints[name]), items.get(name), field.metadata["doc"])
                 for name, field in keys.items()
-                if not field.metadata["later"]
             }
             if issubclass(section, schema.Target):
                 places["params"] = replace(places["params"], target=items.get("type"), given=self.given)

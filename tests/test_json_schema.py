@@ -94,16 +94,11 @@ def about(keys: set[str], key: str) -> set[str]:
 
 
 def all_keys() -> typing.Iterator[tuple[str, typing.Any, typing.Any]]:
-    """Every key of the schema with its field and type; those of a section that this version does not serve are out."""
-    later: set[str] = set()
+    """Every key of the schema with its field and type."""
     for path, cls in sections(schema.Config):
         hints = typing.get_type_hints(cls)
         for field in schema.keys(cls):
-            key = f"{path}.{field.name}".lstrip(".")
-            if field.metadata["later"]:
-                later.add(key)
-            if path not in later:
-                yield key, field, hints[field.name]
+            yield f"{path}.{field.name}".lstrip("."), field, hints[field.name]
 
 
 def values(field: typing.Any, hint: typing.Any) -> list[typing.Any]:

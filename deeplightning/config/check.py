@@ -494,10 +494,6 @@ class _Checker:
         """Keys that are each right and wrong together."""
         train, data = config.train, config.data or schema.Data(module=_NONE, batch_size=1)
         model = config.model or schema.Model(module=_NONE, optimizer=None)
-        for key, value, default in _later(config):
-            words = "null" if default is None else default
-            found = "" if is_dataclass(value) else f", not {value}"
-            self.fault(f"not available in this version; leave it at {words}{found}", key)
         gpus = config.engine.gpus if config.engine is not None else None
         if isinstance(gpus, list) and len(set(gpus)) < len(gpus):
             self.wrong("different device ids", gpus, "engine.gpus")
@@ -569,7 +565,7 @@ def _elsewhere(name: str, cls: type = Config, path: str = "") -> str:
     hints = typing.get_type_hints(cls)
     for f in schema.keys(cls):
         here = f"{path}{f.name}"
-        if f.name == name and path and not f.metadata["later"]:
+        if f.name == name and path:
             return f" Did you mean {here}?"
         for option in _options(hints[f.name]):
             if is_dataclass(option) and option is not Target:
@@ -613,14 +609,3 @@ def describe(hint: Any, metadata: typing.Mapping[str, Any] = types.MappingProxyT
 def _options(hint: Any) -> list[Any]:
     union = typing.get_origin(hint) in (types.UnionType, typing.Union)
     return list(typing.get_args(hint)) if union else [hint]
-
-
-def _later(section: Any, key: str = "") -> typing.Iterator[tuple[str, Any, Any]]:
-    """Keys that this version does not serve yet and that are set to something."""
-    for f in schema.keys(section):
-        value, here = getattr(section, f.name), f"{key}.{f.name}".lstrip(".")
-        default = f.default_factory() if f.default is MISSING and f.default_factory is not MISSING else f.default
-        if f.metadata["later"] and value != default:
-            yield here, value, default
-        elif is_dataclass(value):
-            yield from _later(value, here)

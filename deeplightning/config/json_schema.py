@@ -13,7 +13,7 @@ from dataclasses import MISSING, Field, is_dataclass
 from typing import Any
 
 from deeplightning.config import schema
-from deeplightning.config.reference import NOT_YET, default, options, sections
+from deeplightning.config.reference import default, options, sections
 from deeplightning.config.signature import SIMPLE
 from deeplightning.config.tree import parse, plain
 
@@ -94,16 +94,14 @@ def _section(cls: type, path: str) -> Json:
 
 
 def _key(cls: type, field: Field, hint: Any, path: str) -> Json:
-    doc, example, later = (field.metadata[name] for name in ("doc", "example", "later"))
+    doc, example = field.metadata["doc"], field.metadata["example"]
     about: Json = {
         "title": f"{path}.{field.name}".lstrip("."),
-        "description": f"{doc}. {NOT_YET.replace('*', '')}" if later else doc,
+        "description": doc,
     }
     value = default(field)
     if value is not MISSING and not is_dataclass(value):
         about["default"] = value
-    if later:
-        return about | {"anyOf": [{"enum": [value]}, {"$ref": "#/$defs/reference"}]}
     if example:
         written = plain(parse(example, "example", []))
         is_type = isinstance(written, str) and _sections_in(options(hint))[0]
@@ -198,9 +196,8 @@ def _is_named(section: Any) -> Json:
 
 def _whole(cls: type) -> Json:
     hints = typing.get_type_hints(cls)
-    keys = [field for field in schema.keys(cls) if not field.metadata["later"]]
-    inner = {field.name: _whole_value(hints[field.name]) for field in keys}
-    required = [field.name for field in keys if default(field) is MISSING]
+    inner = {field.name: _whole_value(hints[field.name]) for field in schema.keys(cls)}
+    required = [field.name for field in schema.keys(cls) if default(field) is MISSING]
     return {
         **({"required": required} if required else {}),
         "properties": {name: value for name, value in inner.items() if value},

@@ -15,7 +15,6 @@ from deeplightning.config import combinations, schema
 from deeplightning.config.tree import dump
 
 START = "<!-- From here on this page is made: python -m deeplightning.config.reference docs/config.md -->"
-NOT_YET = "**Not available in this version.**"
 COMBINATIONS = (
     "Each is told with both keys, their values and places, and what to do instead; the number is the exit code. What "
     "concerns a backend is told on a machine that does not need it, too."
@@ -32,10 +31,8 @@ ON_GPUS = "On GPUs, by the same rules; not yet run:"
 def reference() -> str:
     """The tables of all keys, as Markdown."""
     parts = [START]
-    absent: list[str] = []
     for path, cls in sections(schema.Config):
-        absent += [f"{path}.{f.name}".lstrip(".") for f in schema.keys(cls) if f.metadata["later"]]
-        intro = (cls.__doc__ or "").strip() + (f" {NOT_YET}" if path in absent else "")
+        intro = (cls.__doc__ or "").strip()
         parts += [f"## {path or 'Top level'}", intro, "| Key | Value | Default | Meaning |\n|---|---|---|---|"]
         for field in schema.keys(cls):
             hint = typing.get_type_hints(cls)[field.name]
@@ -120,7 +117,7 @@ def _meaning(field: Field) -> str:
     text = field.metadata["doc"]
     if field.metadata["example"]:
         text += f"; for example `{field.metadata['example']}`"
-    return f"{text}. {NOT_YET}" if field.metadata["later"] else text
+    return text
 
 
 def main(path: Path) -> None:

@@ -66,14 +66,11 @@ def key(
     example: str | None = None,
     low: float | None = None,
     high: float | None = None,
-    later: bool = False,
 ) -> Any:
     """One key: its sentence, its default (required without one), an example of a value, the least and the largest
     legal number.
-
-    `later` marks a key that this version knows and refuses: it takes only its default.
     """
-    metadata = {"doc": doc, "example": example, "low": low, "high": high, "later": later}
+    metadata = {"doc": doc, "example": example, "low": low, "high": high}
     if isinstance(default, type) or callable(default):
         return field(default_factory=default, metadata=metadata, kw_only=True)
     return field(default=default, metadata=metadata, kw_only=True)
