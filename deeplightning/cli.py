@@ -299,7 +299,7 @@ def reproduce(run: str, overrides: tuple[str, ...], any_data: bool) -> None:
     Config and kept code are put into a clean folder and run there; the code is named before. Exit code 0 if metrics,
     results and weights are the same, 5 with the first difference if not, 3 if a data file has changed.
     """
-    from deeplightning.reproduce import reproduce as run_again
+    from deeplightning.reproduce.again import reproduce as run_again
 
     again = run_again(run, overrides, any_data=any_data, say=lambda text: click.echo(text, err=True))
     click.echo(f"reproduced: the same weights and results in {again.path}", err=True)
@@ -317,13 +317,14 @@ def diff(first: str, second: str, patch: bool, format: str, exit_code: bool) -> 
     Nothing is printed of what is the same. What cannot be the same twice, such as times, ids and folders, is no
     difference.
     """
-    from deeplightning import reproduce as of
+    from deeplightning.reproduce.differences import as_text, differences
+    from deeplightning.reproduce.past import past_run
 
-    found = of.differences(of.past_run(first), of.past_run(second), patch)
+    found = differences(past_run(first), past_run(second), patch)
     if format == "json":
         named = {g: [{"name": n, "first": a, "second": b} for n, a, b in items] for g, items in found.items()}
         click.echo(json.dumps(named, indent=2))
-    elif text := of.as_text(found):
+    elif text := as_text(found):
         click.echo(text)
     if exit_code and any(found.values()):
         sys.exit(1)

@@ -18,7 +18,9 @@ from conftest import digest
 from mlflow.tracking import MlflowClient
 
 from deeplightning.config.fault import CheckpointError, RunError
-from deeplightning.reproduce import PastRun, as_text, differences, past_run, prepare, reproduce
+from deeplightning.reproduce.again import prepare, reproduce
+from deeplightning.reproduce.differences import as_text, differences
+from deeplightning.reproduce.past import PastRun, past_run
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking import code, datafiles, environment, program
 from deeplightning.tracking.conceal import conceal

@@ -29,12 +29,9 @@ from deeplightning.engine.launch.storage import told
 from deeplightning.engine.plan import world_size
 from deeplightning.runfolder import Hold, RunFolder, write_whole
 from deeplightning.tracking.build import end, go_on, publish, run_folder
-from deeplightning.tracking.environment import describe, git_diff
+from deeplightning.tracking.environment import REPRODUCES, describe, git_diff
 
 log = logging.getLogger("deeplightning")
-
-REPRODUCES = "DEEPLIGHTNING_REPRODUCES"
-"""The variable that names the run which this one makes again; the tag `reproduces` of this one."""
 
 
 class Interrupted(Exception):

@@ -51,6 +51,9 @@ VARIABLES = [
 ]
 """Environment variables that decide how many compute, in what order, and how numbers are rounded."""
 
+REPRODUCES = "DEEPLIGHTNING_REPRODUCES"
+"""The variable that names the run which this one makes again; the tag `reproduces` of this one."""
+
 
 def describe(redact: Callable[[str], str] = str) -> dict[str, Any]:
     """The surroundings of this process, as plain JSON types; what cannot be found out is None.

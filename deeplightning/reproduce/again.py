@@ -1,25 +1,20 @@
-"""A run that is over is made again from what it left, and compared; and two runs are told apart.
+"""A run that is over is made again from what it left, and compared.
 
-What a run leaves stands in its folder, hence in its tracker: config, code, digest of the data, versions, metrics and
-weights. `reproduce` puts config and code into a clean folder and trains there, in a process of its own. Until it has
-said which code that is, nothing of a run is executed; nothing is ever unpickled.
+`reproduce` puts config and code into a clean folder and trains there, in a process of its own. Until it has said which
+code that is, nothing of a run is executed.
 """
 
 from __future__ import annotations
 
-import difflib
-import hashlib
 import io
-import json
 import os
 import re
 import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -27,297 +22,25 @@ from deeplightning.config.fault import CheckpointError, RunError, SetupError
 from deeplightning.config.source import read
 from deeplightning.config.tree import plain
 from deeplightning.engine.place import place
+from deeplightning.reproduce.compare import compare, reasons
+from deeplightning.reproduce.differences import PATHS
+from deeplightning.reproduce.past import PastRun, flat, past_run
 from deeplightning.runfolder import RunFolder
-from deeplightning.tracking import resolve_run
-from deeplightning.tracking.code import Code, read_code, unpack
+from deeplightning.tracking.code import unpack
 from deeplightning.tracking.datafiles import changes, describe_again
-from deeplightning.tracking.environment import VARIABLES, packages
+from deeplightning.tracking.environment import REPRODUCES, VARIABLES, packages
 from deeplightning.tracking.program import rebuild
-from deeplightning.tracking.series import Series, from_file, is_repeatable, last_values, parted, read_series
-from deeplightning.tracking.store import Store, is_local, locate
-from deeplightning.tracking.tracker import open_tracker
-
-REPRODUCES = "DEEPLIGHTNING_REPRODUCES"
-"""The variable that tells a run which one it makes again; see `deeplightning.callbacks.record`."""
+from deeplightning.tracking.store import is_local, locate
 
 MAX_NAMED = 10
 """Files that a note names, of those that it counts."""
 
-_ID = re.compile(r"[0-9a-f]{32}")
-_PATHS = ("data.root", "logger.params.tracking_uri")
 _KEPT_VARIABLES = {
     *("DEEPLIGHTNING_CACHE", "DEEPLIGHTNING_CACHE_LIMIT", "DEEPLIGHTNING_TRACKING_WAIT", "DEEPLIGHTNING_DEBUG"),
 }
 _OF_A_MACHINE = ("CUDA_VISIBLE_DEVICES",)  # a scheduler sets it
 
 Say = Callable[[str], None]
-
-
-@dataclass
-class PastRun:
-    """A run as it lies there.
-
-    Attributes:
-        folder: with its files.
-        store: where it is tracked; None: that is not known, as with a copied folder.
-        run_id: in that store.
-    """
-
-    folder: RunFolder
-    store: Store | None
-    run_id: str | None
-
-    def __str__(self) -> str:
-        return self.run_id or str(self.folder.path)
-
-    @cached_property
-    def config(self) -> dict[str, Any]:
-        """The keys of the config with their values as they were written."""
-        if not self.folder.config.is_file():
-            raise CheckpointError(f"{self.folder.path}: this is no run folder, there is no {self.folder.config.name}")
-        return dict(_flat(plain(read(self.folder.config).root)))
-
-    @cached_property
-    def environment(self) -> dict[str, Any]:
-        return _json(self.folder.environment)
-
-    @cached_property
-    def code(self) -> Code | None:
-        return read_code(self.folder.code) if self.folder.code.is_file() else None
-
-    @cached_property
-    def data(self) -> dict[str, Any] | None:
-        found = _json(self.folder.data)
-        return found if isinstance(found.get("files"), dict) else None
-
-    @cached_property
-    def series(self) -> Series | None:
-        """From the store, else from the file that the run has left; None: neither is there."""
-        if self.store is not None and self.run_id is not None:
-            found = read_series(self.store, self.run_id)
-            if found is not None:
-                return found
-        try:
-            return {n: s for n, s in from_file(self.folder.series).items() if is_repeatable(n)}
-        except ValueError:
-            return None
-
-    @cached_property
-    def status(self) -> str | None:
-        """FINISHED, FAILED, KILLED or RUNNING, as the store has it."""
-        if self.store is None or self.run_id is None:
-            return None
-        tracker = open_tracker(self.store, self.run_id)
-        run = tracker.run(self.run_id)
-        tracker.close()
-        return run.status if run is not None else None
-
-    @cached_property
-    def results(self) -> dict[str, Any]:
-        """What came out: the best value and the metrics of each evaluation that was made."""
-        found: dict[str, Any] = {}
-        best = _json(self.folder.best_score)
-        if {"metric", "value", "step"} <= best.keys():
-            found |= {f"best {best['metric']}": best["value"], "best step": best["step"]}
-        for stage in ("validate", "test"):
-            found |= _json(self.folder.results(stage))
-        return found
-
-    @property
-    def directory(self) -> Path | None:
-        """The working directory that it ran in, if it is still there."""
-        told = self.environment.get("directory")
-        return Path(told) if told and Path(told).is_dir() else None
-
-
-def past_run(run: str) -> PastRun:
-    """RUN, as a person writes it, with the store that it is tracked in.
-
-    Raises:
-        CheckpointError: there is no such run.
-        SetupError: the store cannot be asked.
-    """
-    folder = RunFolder(resolve_run(run, None))
-    if not (Path(run).expanduser().is_dir() or run.startswith("file:")):
-        told = run.removeprefix("runs:/").strip("/")
-        inside = folder.path.parent.name if folder.path.name == "artifacts" else folder.path.name
-        return PastRun(folder, locate(None), told if _ID.fullmatch(told) else inside)
-    run_id = folder.path.parent.name
-    if folder.path.name != "artifacts" or not _ID.fullmatch(run_id):
-        return PastRun(folder, None, None)
-    for store in _stores_around(folder):
-        tracker = open_tracker(store, run_id)
-        found = tracker.run(run_id)
-        tracker.close()
-        if found is not None:
-            return PastRun(folder, store, run_id)
-    return PastRun(folder, None, None)
-
-
-def _stores_around(folder: RunFolder) -> Iterator[Store]:
-    """The stores on this machine that the run in a folder may be tracked in."""
-    artifact_root = folder.path.parents[2]
-    if (artifact_root / "mlflow.db").is_file() or any(artifact_root.glob("*/meta.yaml")):
-        yield locate(artifact_root)
-    told = _json_free_config(folder).get("logger.params.tracking_uri")
-    for uri in (told, os.environ.get("MLFLOW_TRACKING_URI"), "mlruns"):
-        if uri and "${" not in str(uri):
-            store = locate(uri)
-            if store.is_remote or (store.database is not None and store.database.is_file()):
-                yield store
-
-
-def _json_free_config(folder: RunFolder) -> dict[str, Any]:
-    try:
-        return dict(_flat(plain(read(folder.config).root)))
-    except Exception:  # no config, or a damaged one: that is told where it is needed
-        return {}
-
-
-# ---- two runs told apart
-
-
-GROUPS = ("config", "code", "data", "environment", "hardware", "metrics")
-
-
-def differences(first: PastRun, second: PastRun, patch: bool = False) -> dict[str, list[tuple[str, Any, Any]]]:
-    """Where two runs differ, by group (`GROUPS`): name, value in the first, value in the second. Plain types; None:
-    there is none. What cannot be the same twice, such as times, ids and folders, is no difference.
-
-    Args:
-        patch: give the files of code that differ as a unified diff: under their name, the diff and None.
-    """
-    return {
-        "config": list(_between(_placed(first), _placed(second), first.config, second.config)),
-        "code": list(_code_between(first, second, patch)),
-        "data": list(_data_between(first, second)),
-        "environment": list(_between(_environment(first), _environment(second))),
-        "hardware": list(_between(_hardware(first), _hardware(second))),
-        "metrics": list(_metrics_between(first, second)),
-    }
-
-
-def as_text(found: Mapping[str, list[tuple[str, Any, Any]]]) -> str:
-    """Differences for people, grouped; "" where there are none."""
-    lines = []
-    for group, items in found.items():
-        lines += [group] * bool(items)
-        for name, one, two in items:
-            if isinstance(one, str) and one.startswith("--- "):
-                lines += [f"  {line}" for line in one.splitlines()]
-            else:
-                lines.append(f"  {name}: {_shown(one)} → {_shown(two)}")
-    return "\n".join(lines)
-
-
-def _between(
-    one: Mapping[str, Any],
-    two: Mapping[str, Any],
-    shown_one: Mapping[str, Any] | None = None,
-    shown_two: Mapping[str, Any] | None = None,
-) -> Iterator[tuple[str, Any, Any]]:
-    for name in sorted({*one, *two}):
-        if (name in one) != (name in two) or one[name] != two[name]:
-            yield name, (shown_one or one).get(name), (shown_two or two).get(name)
-
-
-def _placed(run: PastRun) -> dict[str, Any]:
-    """The config, its relative paths as they were meant."""
-    config, directory = {"logger.params.tracking_uri": "mlruns"} | run.config, run.environment.get("directory") or "/"
-    for key in _PATHS:
-        value = config.get(key)
-        if isinstance(value, str) and is_local(value) and "${" not in value:
-            config[key] = os.path.normpath(Path(directory) / Path(value.removeprefix("file://")).expanduser())
-    return config
-
-
-def _code_between(first: PastRun, second: PastRun, patch: bool) -> Iterator[tuple[str, Any, Any]]:
-    one, two = first.code, second.code
-    if one is None or two is None:
-        a, b = ((run.environment.get("git") or {}) for run in (first, second))
-        yield from _between(_some(a, "commit", "dirty"), _some(b, "commit", "dirty"))
-        if one is not two:
-            yield "code.zip", _files(one), _files(two)
-        return
-    if one.program.get("version") == two.program.get("version"):
-        mine, theirs = one.program.get("digest"), two.program.get("digest")
-        if mine != theirs and None not in (mine, theirs):
-            yield "deeplightning (its own files)", str(mine)[:12], str(theirs)[:12]
-    before, after = one.names(), two.names()
-    for name in sorted({*before, *after}):
-        text, other = before.get(name), after.get(name)
-        if text == other:
-            continue
-        if patch:
-            lines, others = ((t or b"").decode("utf-8", "replace").splitlines() for t in (text, other))
-            diff = difflib.unified_diff(lines, others, f"first/{name}", f"second/{name}", lineterm="")
-            yield name, "\n".join(diff), None
-        else:
-            yield name, _size(text), _size(other)
-
-
-def _files(code: Code | None) -> str | None:
-    return None if code is None else f"{len(code.files)} files"
-
-
-def _size(text: bytes | None) -> str | None:
-    return None if text is None else f"{len(text.splitlines())} lines, {hashlib.sha256(text).hexdigest()[:8]}"
-
-
-def _data_between(first: PastRun, second: PastRun) -> Iterator[tuple[str, Any, Any]]:
-    one, two = first.data, second.data
-    if one is None or two is None:
-        if one is not two:
-            yield "data.json", _listed(one), _listed(two)
-        return
-    yield from _between(*({n: _content(c) for n, c in dict(data.get("arrays") or {}).items()} for data in (one, two)))
-    for name in changes(one, two):
-        yield name, _content(one["files"].get(name)), _content(two["files"].get(name))
-
-
-def _listed(data: dict[str, Any] | None) -> str | None:
-    return None if data is None else f"{len(data['files'])} files"
-
-
-def _content(found: list[Any] | None) -> str | None:
-    return None if found is None else f"{found[0]:,} bytes, {str(found[1])[:8]}"
-
-
-def _environment(run: PastRun) -> dict[str, Any]:
-    told = run.environment
-    found = {"python": (told.get("python") or {}).get("version"), "os": told.get("os"), "threads": told.get("threads")}
-    found |= run.code.packages if run.code is not None else {}
-    found |= dict(told.get("packages") or {}) | dict(told.get("variables") or {})
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def _hardware(run: PastRun) -> dict[str, Any]:
-    told = run.environment
-    cpu = told.get("cpu") or {}
-    gpus = [
-        f"{gpu.get('name')} ({gpu.get('memory_mib')} MiB, driver {gpu.get('driver')})" for gpu in told.get("gpus") or []
-    ]
-    found = {"host": told.get("host"), "cpu": cpu.get("model"), "cores": cpu.get("usable") or cpu.get("cores")}
-    found |= {"memory (GiB)": told.get("memory_gib"), "gpus": ", ".join(gpus) or None}
-    return {name: value for name, value in found.items() if value is not None}
-
-
-def _metrics_between(first: PastRun, second: PastRun) -> Iterator[tuple[str, Any, Any]]:
-    one, two = first.series, second.series
-    known: set[str] = set()
-    if one is not None and two is not None:
-        known = {*one, *two}
-        last, other = last_values(one), last_values(two)
-        for apart in sorted(parted(one, two), key=lambda apart: apart.name):
-            yield f"{apart.name} (from step {apart.step} on)", last.get(apart.name), other.get(apart.name)
-    a, b = (
-        {name: value for name, value in run.results.items() if name not in known and is_repeatable(name)}
-        for run in (first, second)
-    )
-    yield from _between(a, b)
-
-
-# ---- a run made again
 
 
 @dataclass
@@ -391,7 +114,7 @@ def reproduce(
         raise RunError(
             f"{again.folder.path} does not agree with {original.folder.path}: first difference: {found_apart[0]}"
             + (f" ({len(found_apart) - 1} more: {'; '.join(found_apart[1:6])})" if len(found_apart) > 1 else "")
-            + f". {_reasons(original, again)}"
+            + f". {reasons(original, again)}"
         )
     return again.folder
 
@@ -403,7 +126,7 @@ def prepare(original: PastRun, top: Path, overrides: Sequence[str], any_data: bo
         SetupError: the data are not what they were.
     """
     source = read(original.folder.config, list(overrides))
-    config = dict(_flat(plain(source.root)))
+    config = dict(flat(plain(source.root)))
     _say_versions(original, say)
     for path, what in ((original.folder.config, "config"), (original.folder.code, "code")):
         if original.folder.former(path).name != f"{path.stem}.1{path.suffix}":
@@ -604,7 +327,7 @@ def _check_data(original: PastRun, root: str | None, any_data: bool, say: Say) -
 def _link(original: PastRun, config: Mapping[str, Any], directory: Path) -> None:
     """Files that params name by a relative path are found from the new working directory too."""
     for key, value in config.items():
-        if ".params." not in key or not isinstance(value, str) or not 0 < len(value) < 256 or key in _PATHS:
+        if ".params." not in key or not isinstance(value, str) or not 0 < len(value) < 256 or key in PATHS:
             continue
         parts = Path(value).parts
         if not parts or Path(value).is_absolute() or ".." in parts or "~" in value or "://" in value:
@@ -624,7 +347,7 @@ def _variables(original: PastRun, roots: Iterable[Path], program: Path | None) -
     }
     for name in ("MLFLOW_RUN_ID", "PYTHONSAFEPATH"):
         found.pop(name, None)
-    ours = str(Path(__file__).resolve().parents[1])
+    ours = str(Path(__file__).resolve().parents[2])
     had = [os.path.abspath(entry or ".") for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep)]  # noqa: PTH100
     installed = [entry for entry in had if "site-packages" in entry or "dist-packages" in entry]
     own = [ours] if program is None and ours in (*had, os.getcwd()) else []  # noqa: PTH109
@@ -679,114 +402,6 @@ def _as_tracked(run: PastRun, plan: Plan) -> PastRun:
     return PastRun(run.folder, locate(address), (read_checkpoint(run.folder.last).get("run") or {}).get("id"))
 
 
-# ---- compared
-
-
-def compare(original: PastRun, again: PastRun, say: Say) -> list[str]:
-    """What came out differently, the first difference first; [] if all is the same."""
-    whole = original.status in (None, "FINISHED")
-    if not whole:
-        say(f"the run ended as {original.status}: what it has said until then is compared")
-    found: list[str] = []
-    one, two = original.series, again.series
-    if one is None or two is None:
-        say("there are no metric series to compare: neither a tracker nor metrics.json has those of the original run")
-    else:
-        two = two if whole else {name: two.get(name, [])[: len(one[name])] for name in one}
-        found += [str(apart) for apart in parted(one, two)]
-        if not found:
-            say(f"metrics: the same {sum(map(len, one.values()))} points of {len(one)} metrics")
-    if whole:
-        known = {*(one or ())}
-        results = _between(original.results, again.results)
-        found += [
-            f"{name}: {_shown(a)} → {_shown(b)}" for name, a, b in results if name not in known and is_repeatable(name)
-        ]
-    found += _weights_apart(original.folder, again.folder, say)
-    return found
-
-
-def _weights_apart(one: RunFolder, two: RunFolder, say: Say) -> list[str]:
-    """The first tensor of the last checkpoints that differs."""
-    if not one.last.exists():
-        say(f"there are no weights to compare: no {one.last.name} in {one.path}")
-        return []
-    if not two.last.exists():
-        return [f"the new run has no {two.last.name}"]
-    import torch
-
-    from deeplightning.engine.checkpoint_io import read_checkpoint
-
-    first, second = read_checkpoint(one.last), read_checkpoint(two.last)
-    if first.get("global_step") != second.get("global_step"):
-        return [f"{one.last.name}: step {first.get('global_step')} → {second.get('global_step')}"]
-    a, b = first["state_dict"], second["state_dict"]
-    differ = [
-        n for n in {**a, **b} if n not in a or n not in b or _bytes(a[n]) != _bytes(b[n]) or a[n].dtype != b[n].dtype
-    ]
-    if not differ:
-        digest = hashlib.sha256(b"".join(n.encode() + _bytes(a[n]) for n in sorted(a))).hexdigest()
-        say(f"weights: SHA-256 {digest[:16]} in both")
-        return []
-    name = differ[0]
-    if name not in a or name not in b or a[name].shape != b[name].shape:
-        shapes = [str(tuple(weights[name].shape)) if name in weights else "none" for weights in (a, b)]
-        return [f"the tensor {name}: {shapes[0]} → {shapes[1]}"]
-    most = (a[name].to(torch.float64) - b[name].to(torch.float64)).abs().max().item()
-    return [f"the tensor {name}, by up to {most:.3g} ({len(differ)} of {len(a)} tensors differ)"]
-
-
-def _bytes(tensor: Any) -> bytes:
-    import torch
-
-    return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
-
-
-def _reasons(original: PastRun, again: PastRun) -> str:
-    """Why two runs of the same config may differ."""
-    found = differences(original, again)
-    words = [
-        f"{group}: " + ", ".join(f"{n} {_shown(a)} → {_shown(b)}" for n, a, b in found[group][:5])
-        for group in ("code", "data", "environment", "hardware")
-        if found[group]
-    ]
-    changed = [
-        f"{n} {_shown(a)} → {_shown(b)}" for n, a, b in found["config"] if n not in (*_PATHS, "train.resume_ckpt")
-    ]
-    words += [f"config: {', '.join(changed[:5])}"] if changed else []
-    if words:
-        return f"Likely because of what else differs: {'; '.join(words)}"
-    hint = "" if original.config.get("engine.deterministic") else " (engine.deterministic: true forbids such)"
-    return (
-        f"Config, code, versions and hardware are the same: an operation repeats itself only roughly{hint}, or code "
-        "reads what is not recorded, such as a clock"
-    )
-
-
-# ---- small things
-
-
-def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict) and value:
-        for key, item in value.items():
-            yield from _flat(item, f"{name}.{key}".lstrip("."))
-    else:
-        yield name, value
-
-
-def _json(path: Path) -> dict[str, Any]:
-    """A file of the run; {} where there is none that can be read."""
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
-
-
-def _some(values: Mapping[str, Any], *names: str) -> dict[str, Any]:
-    return {f"git {name}": values[name] for name in names if values.get(name) is not None}
-
-
 def _value(settings: Sequence[str], key: str) -> str | None:
     """What settings give a key, the last one."""
     found = [text.partition("=")[2] for text in settings if text.partition("=")[0] == key]
@@ -795,7 +410,3 @@ def _value(settings: Sequence[str], key: str) -> str | None:
 
 def _quoted(value: object) -> str:
     return "'" + str(value).replace("'", "''") + "'"
-
-
-def _shown(value: Any) -> str:
-    return "none" if value is None else str(value)

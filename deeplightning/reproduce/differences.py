@@ -1,0 +1,172 @@
+"""Two runs told apart: config, code, data, environment, hardware and metrics, and nothing else."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from deeplightning.reproduce.past import PastRun
+from deeplightning.tracking.code import Code
+from deeplightning.tracking.datafiles import changes
+from deeplightning.tracking.series import is_repeatable, last_values, parted
+from deeplightning.tracking.store import is_local
+
+PATHS = ("data.root", "logger.params.tracking_uri")
+"""Keys whose relative paths are meant from where a run was started."""
+
+GROUPS = ("config", "code", "data", "environment", "hardware", "metrics")
+
+
+def differences(first: PastRun, second: PastRun, patch: bool = False) -> dict[str, list[tuple[str, Any, Any]]]:
+    """Where two runs differ, by group (`GROUPS`): name, value in the first, value in the second. Plain types; None:
+    there is none. What cannot be the same twice, such as times, ids and folders, is no difference.
+
+    Args:
+        patch: give the files of code that differ as a unified diff: under their name, the diff and None.
+    """
+    return {
+        "config": list(between(_placed(first), _placed(second), first.config, second.config)),
+        "code": list(_code_between(first, second, patch)),
+        "data": list(_data_between(first, second)),
+        "environment": list(between(_environment(first), _environment(second))),
+        "hardware": list(between(_hardware(first), _hardware(second))),
+        "metrics": list(_metrics_between(first, second)),
+    }
+
+
+def as_text(found: Mapping[str, list[tuple[str, Any, Any]]]) -> str:
+    """Differences for people, grouped; "" where there are none."""
+    lines = []
+    for group, items in found.items():
+        lines += [group] * bool(items)
+        for name, one, two in items:
+            if isinstance(one, str) and one.startswith("--- "):
+                lines += [f"  {line}" for line in one.splitlines()]
+            else:
+                lines.append(f"  {name}: {shown(one)} → {shown(two)}")
+    return "\n".join(lines)
+
+
+def between(
+    one: Mapping[str, Any],
+    two: Mapping[str, Any],
+    shown_one: Mapping[str, Any] | None = None,
+    shown_two: Mapping[str, Any] | None = None,
+) -> Iterator[tuple[str, Any, Any]]:
+    """Each name whose values differ, with both, None where there is none.
+
+    Args:
+        shown_one: the values to give instead of those of `one` that are compared; likewise `shown_two`.
+    """
+    for name in sorted({*one, *two}):
+        if (name in one) != (name in two) or one[name] != two[name]:
+            yield name, (shown_one or one).get(name), (shown_two or two).get(name)
+
+
+def _placed(run: PastRun) -> dict[str, Any]:
+    """The config, its relative paths as they were meant."""
+    config, directory = {"logger.params.tracking_uri": "mlruns"} | run.config, run.environment.get("directory") or "/"
+    for key in PATHS:
+        value = config.get(key)
+        if isinstance(value, str) and is_local(value) and "${" not in value:
+            config[key] = os.path.normpath(Path(directory) / Path(value.removeprefix("file://")).expanduser())
+    return config
+
+
+def _code_between(first: PastRun, second: PastRun, patch: bool) -> Iterator[tuple[str, Any, Any]]:
+    one, two = first.code, second.code
+    if one is None or two is None:
+        a, b = ((run.environment.get("git") or {}) for run in (first, second))
+        yield from between(_some(a, "commit", "dirty"), _some(b, "commit", "dirty"))
+        if one is not two:
+            yield "code.zip", _files(one), _files(two)
+        return
+    if one.program.get("version") == two.program.get("version"):
+        mine, theirs = one.program.get("digest"), two.program.get("digest")
+        if mine != theirs and None not in (mine, theirs):
+            yield "deeplightning (its own files)", str(mine)[:12], str(theirs)[:12]
+    before, after = one.names(), two.names()
+    for name in sorted({*before, *after}):
+        text, other = before.get(name), after.get(name)
+        if text == other:
+            continue
+        if patch:
+            lines, others = ((t or b"").decode("utf-8", "replace").splitlines() for t in (text, other))
+            diff = difflib.unified_diff(lines, others, f"first/{name}", f"second/{name}", lineterm="")
+            yield name, "\n".join(diff), None
+        else:
+            yield name, _size(text), _size(other)
+
+
+def _files(code: Code | None) -> str | None:
+    return None if code is None else f"{len(code.files)} files"
+
+
+def _size(text: bytes | None) -> str | None:
+    return None if text is None else f"{len(text.splitlines())} lines, {hashlib.sha256(text).hexdigest()[:8]}"
+
+
+def _data_between(first: PastRun, second: PastRun) -> Iterator[tuple[str, Any, Any]]:
+    one, two = first.data, second.data
+    if one is None or two is None:
+        if one is not two:
+            yield "data.json", _listed(one), _listed(two)
+        return
+    yield from between(*({n: _content(c) for n, c in dict(data.get("arrays") or {}).items()} for data in (one, two)))
+    for name in changes(one, two):
+        yield name, _content(one["files"].get(name)), _content(two["files"].get(name))
+
+
+def _listed(data: dict[str, Any] | None) -> str | None:
+    return None if data is None else f"{len(data['files'])} files"
+
+
+def _content(found: list[Any] | None) -> str | None:
+    return None if found is None else f"{found[0]:,} bytes, {str(found[1])[:8]}"
+
+
+def _environment(run: PastRun) -> dict[str, Any]:
+    told = run.environment
+    found = {"python": (told.get("python") or {}).get("version"), "os": told.get("os"), "threads": told.get("threads")}
+    found |= run.code.packages if run.code is not None else {}
+    found |= dict(told.get("packages") or {}) | dict(told.get("variables") or {})
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _hardware(run: PastRun) -> dict[str, Any]:
+    told = run.environment
+    cpu = told.get("cpu") or {}
+    gpus = [
+        f"{gpu.get('name')} ({gpu.get('memory_mib')} MiB, driver {gpu.get('driver')})" for gpu in told.get("gpus") or []
+    ]
+    found = {"host": told.get("host"), "cpu": cpu.get("model"), "cores": cpu.get("usable") or cpu.get("cores")}
+    found |= {"memory (GiB)": told.get("memory_gib"), "gpus": ", ".join(gpus) or None}
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _metrics_between(first: PastRun, second: PastRun) -> Iterator[tuple[str, Any, Any]]:
+    one, two = first.series, second.series
+    known: set[str] = set()
+    if one is not None and two is not None:
+        known = {*one, *two}
+        last, other = last_values(one), last_values(two)
+        for apart in sorted(parted(one, two), key=lambda apart: apart.name):
+            yield f"{apart.name} (from step {apart.step} on)", last.get(apart.name), other.get(apart.name)
+    a, b = (
+        {name: value for name, value in run.results.items() if name not in known and is_repeatable(name)}
+        for run in (first, second)
+    )
+    yield from between(a, b)
+
+
+def _some(values: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    return {f"git {name}": values[name] for name in names if values.get(name) is not None}
+
+
+def shown(value: Any) -> str:
+    """A value as a note has it."""
+    return "none" if value is None else str(value)

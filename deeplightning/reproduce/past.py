@@ -1,0 +1,163 @@
+"""A run as it lies there: what its folder and its tracker know of it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from deeplightning.config.fault import CheckpointError
+from deeplightning.config.source import read
+from deeplightning.config.tree import plain
+from deeplightning.runfolder import RunFolder
+from deeplightning.tracking import resolve_run
+from deeplightning.tracking.code import Code, read_code
+from deeplightning.tracking.series import Series, from_file, is_repeatable, read_series
+from deeplightning.tracking.store import Store, locate
+from deeplightning.tracking.tracker import open_tracker
+
+_ID = re.compile(r"[0-9a-f]{32}")
+
+
+@dataclass
+class PastRun:
+    """A run as it lies there.
+
+    Attributes:
+        folder: with its files.
+        store: where it is tracked; None: that is not known, as with a copied folder.
+        run_id: in that store.
+    """
+
+    folder: RunFolder
+    store: Store | None
+    run_id: str | None
+
+    def __str__(self) -> str:
+        return self.run_id or str(self.folder.path)
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """The keys of the config with their values as they were written."""
+        if not self.folder.config.is_file():
+            raise CheckpointError(f"{self.folder.path}: this is no run folder, there is no {self.folder.config.name}")
+        return dict(flat(plain(read(self.folder.config).root)))
+
+    @cached_property
+    def environment(self) -> dict[str, Any]:
+        return _json(self.folder.environment)
+
+    @cached_property
+    def code(self) -> Code | None:
+        return read_code(self.folder.code) if self.folder.code.is_file() else None
+
+    @cached_property
+    def data(self) -> dict[str, Any] | None:
+        found = _json(self.folder.data)
+        return found if isinstance(found.get("files"), dict) else None
+
+    @cached_property
+    def series(self) -> Series | None:
+        """From the store, else from the file that the run has left; None: neither is there."""
+        if self.store is not None and self.run_id is not None:
+            found = read_series(self.store, self.run_id)
+            if found is not None:
+                return found
+        try:
+            return {n: s for n, s in from_file(self.folder.series).items() if is_repeatable(n)}
+        except ValueError:
+            return None
+
+    @cached_property
+    def status(self) -> str | None:
+        """FINISHED, FAILED, KILLED or RUNNING, as the store has it."""
+        if self.store is None or self.run_id is None:
+            return None
+        tracker = open_tracker(self.store, self.run_id)
+        run = tracker.run(self.run_id)
+        tracker.close()
+        return run.status if run is not None else None
+
+    @cached_property
+    def results(self) -> dict[str, Any]:
+        """What came out: the best value and the metrics of each evaluation that was made."""
+        found: dict[str, Any] = {}
+        best = _json(self.folder.best_score)
+        if {"metric", "value", "step"} <= best.keys():
+            found |= {f"best {best['metric']}": best["value"], "best step": best["step"]}
+        for stage in ("validate", "test"):
+            found |= _json(self.folder.results(stage))
+        return found
+
+    @property
+    def directory(self) -> Path | None:
+        """The working directory that it ran in, if it is still there."""
+        told = self.environment.get("directory")
+        return Path(told) if told and Path(told).is_dir() else None
+
+
+def past_run(run: str) -> PastRun:
+    """RUN, as a person writes it, with the store that it is tracked in.
+
+    Raises:
+        CheckpointError: there is no such run.
+        SetupError: the store cannot be asked.
+    """
+    folder = RunFolder(resolve_run(run, None))
+    if not (Path(run).expanduser().is_dir() or run.startswith("file:")):
+        told = run.removeprefix("runs:/").strip("/")
+        inside = folder.path.parent.name if folder.path.name == "artifacts" else folder.path.name
+        return PastRun(folder, locate(None), told if _ID.fullmatch(told) else inside)
+    run_id = folder.path.parent.name
+    if folder.path.name != "artifacts" or not _ID.fullmatch(run_id):
+        return PastRun(folder, None, None)
+    for store in _stores_around(folder):
+        tracker = open_tracker(store, run_id)
+        found = tracker.run(run_id)
+        tracker.close()
+        if found is not None:
+            return PastRun(folder, store, run_id)
+    return PastRun(folder, None, None)
+
+
+def _stores_around(folder: RunFolder) -> Iterator[Store]:
+    """The stores on this machine that the run in a folder may be tracked in."""
+    artifact_root = folder.path.parents[2]
+    if (artifact_root / "mlflow.db").is_file() or any(artifact_root.glob("*/meta.yaml")):
+        yield locate(artifact_root)
+    told = _config_if_any(folder).get("logger.params.tracking_uri")
+    for uri in (told, os.environ.get("MLFLOW_TRACKING_URI"), "mlruns"):
+        if uri and "${" not in str(uri):
+            store = locate(uri)
+            if store.is_remote or (store.database is not None and store.database.is_file()):
+                yield store
+
+
+def _config_if_any(folder: RunFolder) -> dict[str, Any]:
+    try:
+        return dict(flat(plain(read(folder.config).root)))
+    except Exception:  # no config, or a damaged one: that is told where it is needed
+        return {}
+
+
+def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """Each leaf of a config with its dotted key; an empty block is one."""
+    if isinstance(value, dict) and value:
+        for key, item in value.items():
+            yield from flat(item, f"{name}.{key}".lstrip("."))
+    else:
+        yield name, value
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """A file of the run; {} where there is none that can be read."""
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
