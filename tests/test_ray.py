@@ -22,7 +22,8 @@ from conftest import digest, weights
 
 from deeplightning.config.fault import CheckpointError, SetupError
 from deeplightning.configure import load_config
-from deeplightning.engine.launch import ray as of_ray
+from deeplightning.engine.launch import ray_cluster
+from deeplightning.engine.launch.ray import sized
 from deeplightning.engine.launch.storage import CARD, Storage
 
 LAUNCHER = "engine.launcher={type: deeplightning.engine.launch.Ray, params: {address: ADDRESS, MORE}}"
@@ -226,22 +227,22 @@ def test_an_address_that_does_not_answer_is_named(command, tiny, work):
 def test_auto_without_a_cluster_is_told(monkeypatch, tmp_path):
     """`auto` where no cluster is known ends with a note; null means a cluster of one's own then."""
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
-    monkeypatch.setattr(of_ray, "CURRENT", tmp_path / "none")
+    monkeypatch.setattr(ray_cluster, "CURRENT", tmp_path / "none")
     with pytest.raises(SetupError, match="there is no cluster: RAY_ADDRESS is not set"):
-        of_ray._find("auto")
-    assert of_ray._find(None) is None
+        ray_cluster._find("auto")
+    assert ray_cluster._find(None) is None
     with socket.socket() as left:
         left.bind(("127.0.0.1", 0))
         (tmp_path / "none").write_text(f"127.0.0.1:{left.getsockname()[1]}\n")
-        assert of_ray._find(None) is None  # the note of a cluster that has ended
+        assert ray_cluster._find(None) is None  # the note of a cluster that has ended
         left.listen()
-        assert of_ray._find("auto") == f"127.0.0.1:{left.getsockname()[1]}"
+        assert ray_cluster._find("auto") == f"127.0.0.1:{left.getsockname()[1]}"
 
 
 def test_a_missing_ray_is_named_with_the_command_that_installs_it(monkeypatch):
     """Where Ray is not installed, the note has the command that installs it."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SetupError) as told, of_ray.connect("local"):
+    with pytest.raises(SetupError) as told, ray_cluster.connect("local"):
         pass
     assert "pip install 'deeplightning[ray]'" in str(told.value)
     assert told.value.exit_code == 3
@@ -295,7 +296,7 @@ def three(tiny):
 def test_fewer_workers_keep_the_samples_of_a_step_where_the_numbers_divide(three, factor, workers, accumulates, words):
     """With fewer workers the global batch is kept by accumulation if it divides, else a notice has both numbers."""
     cfg = dataclasses.replace(three, train=dataclasses.replace(three.train, accumulator_factor=factor))
-    made = of_ray.sized(cfg, 3, workers, 1)
+    made = sized(cfg, 3, workers, 1)
     assert (made.engine.processes, made.engine.num_nodes, made.train.accumulator_factor) == (workers, 1, accumulates)
     assert [notice.text for notice in made.notices if "of 3" in notice.text] == ([words] if words else [])
     assert (cfg.engine.processes, cfg.train.accumulator_factor) == (3, factor)

@@ -11,21 +11,16 @@ nothing.
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
-import logging
 import math
 import os
 import secrets
-import shutil
 import signal
 import socket
 import sys
 import sysconfig
-import tempfile
-import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
@@ -39,33 +34,23 @@ from deeplightning.engine.launch import Job, Start
 from deeplightning.engine.launch.backoff import Backoff
 from deeplightning.engine.launch.order import Order
 from deeplightning.engine.launch.ray_agent import Agent, Heard, pack
+from deeplightning.engine.launch.ray_cluster import Connection, connect
 from deeplightning.engine.launch.storage import POOL
 from deeplightning.engine.place import ATTEMPT, LAUNCH
 from deeplightning.engine.plan import effective_batch, world_size
-
-CURRENT = Path("/tmp/ray/ray_current_cluster")
-"""Where `ray start` notes its cluster, for whoever asks on the same machine."""
 
 LOOK = 1.0  # seconds that one question to a worker may take
 SETTLE = 5.0  # seconds in which Ray finds the room that it has told of
 BEGIN = 60.0  # seconds in which a worker's process has to be there
 GRACE = ranks.LATE + 2 * ranks.SOON  # seconds that the others have to end by themselves when one has failed
-STARTS = 3  # tries to start a cluster: Ray gives a machine 30 s, which is little for a busy one
-LEAST_INIT = 30.0  # seconds that a cluster that answers has to take a driver in
 MAKES_ROOM = 75  # as deeplightning.callbacks.pool has it, which imports torch
 
-_CARRIED: tuple[str, ...] = (
-    "DEEPLIGHTNING_CACHE",
-    "DEEPLIGHTNING_DEBUG",
-    "DEEPLIGHTNING_TRACKING_WAIT",
-    "DEEPLIGHTNING_TRIAL",
-    "MLFLOW_",
-    "HF_",
-    "TORCH_",
+_CARRIED = (
+    *("DEEPLIGHTNING_CACHE", "DEEPLIGHTNING_DEBUG", "DEEPLIGHTNING_TRACKING_WAIT", "DEEPLIGHTNING_TRIAL"),
+    *("MLFLOW_", "HF_", "TORCH_", "NCCL_", "GLOO_", "OMP_", "GOMP_", "CUBLAS_", "PYTHONHASHSEED"),
+    *("AWS_", "GOOGLE_APPLICATION_"),
 )
-_CARRIED += ("NCCL_", "GLOO_", "OMP_", "GOMP_", "CUBLAS_", "PYTHONHASHSEED", "AWS_", "GOOGLE_APPLICATION_")
-_EXTRA = "pip install 'deeplightning[ray]'"
-_ADDRESS = "engine.launcher.params.address"
+"""What the names of variables begin with that the workers get."""
 
 
 class Ray:
@@ -195,159 +180,6 @@ def sized(cfg: Config, wanted: int, local: int, nodes: int) -> Config:
         key, text = "data.batch_size", f"{was} samples a step → {is_now} ({world} workers of {wanted})"
     made.notices.append(Notice(text, unasked=True, key=key))
     return made
-
-
-# ---- the cluster
-
-
-@dataclass(frozen=True)
-class Connection:
-    """A cluster that this process is a driver of.
-
-    Attributes:
-        address: of it, in words.
-        is_own: it was started here, and ends with this process.
-    """
-
-    address: str
-    is_own: bool
-
-
-@contextlib.contextmanager
-def connect(address: str | None = None, timeout_s: float = 10, **own: Any) -> Iterator[Connection]:
-    """Makes this process a driver of a cluster, for as long as the context lasts; one that it is of already stays.
-
-    Args:
-        address: as of `Ray`.
-        timeout_s: in which it has to answer.
-        own: keyword arguments of `ray.init`, for a cluster that is started here.
-
-    Raises:
-        SetupError: Ray is not installed, or there is no such cluster.
-    """
-    if importlib.util.find_spec("ray") is None:
-        raise SetupError(Fault(f"needs the package ray: {_EXTRA}", "engine.launcher.type"))
-    folder: str | None = None
-    with _environment(_quiet()):
-        found = _find(address)
-        own_token = found is None and "ray" not in sys.modules  # it is read when Ray is imported
-        with _environment(_token() if own_token else {}):
-            import ray
-
-            if ray.is_initialized():
-                yield Connection("that of this process", False)
-                return
-            try:
-                if found is None:
-                    folder = tempfile.mkdtemp(prefix="dl-ray-")  # short: a path of a socket has 107 characters
-                    options = {"address": "local", "_temp_dir": folder, "include_dashboard": False, **own}
-                else:
-                    _answers(found, timeout_s)
-                    options = {"address": found}
-                _init(options, found, max(timeout_s, LEAST_INIT))
-                yield Connection(found or "its own, on this machine", folder is not None)
-            finally:
-                ray.shutdown()
-                if folder is not None:
-                    shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Sets variables that are not set, for as long as the context lasts."""
-    new = {name: value for name, value in variables.items() if name not in os.environ}
-    os.environ |= new
-    try:
-        yield
-    finally:
-        for name in new:
-            os.environ.pop(name, None)
-
-
-def _token() -> dict[str, str]:
-    """What a cluster of one's own asks its drivers for; Ray would keep one in the user's home."""
-    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
-
-
-def _quiet() -> dict[str, str]:
-    """Ray sends figures of its use to its makers, unless told not to, and has its workers give way to everybody."""
-    names = ("RAY_USAGE_STATS_ENABLED", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "RAY_worker_niceness")
-    return dict.fromkeys(names, "0")
-
-
-def _find(address: str | None) -> str | None:
-    """HOST:PORT, with ray:// in front of it where that was given; None: a cluster of one's own."""
-    if address == "local":
-        return None
-    if address not in (None, "auto"):
-        return address
-    if told := os.environ.get("RAY_ADDRESS"):
-        return None if told == "local" else told
-    with contextlib.suppress(OSError):
-        noted = CURRENT.read_text().strip()
-        with contextlib.suppress(SetupError):  # of a cluster that has ended
-            _answers(noted, 1.0)
-            return noted
-    if address == "auto":
-        message = "auto: there is no cluster: RAY_ADDRESS is not set, and `ray start` runs none on this machine"
-        raise SetupError(Fault(message, _ADDRESS))
-    return None
-
-
-def _answers(address: str, timeout_s: float) -> None:
-    """Makes sure that something listens at an address: Ray itself would try for a minute.
-
-    Raises:
-        SetupError: nothing does.
-    """
-    host, _, port = address.removeprefix("ray://").rpartition(":")
-    if not host or not port.isdigit() or not 0 < int(port) < 2**16:
-        raise SetupError(Fault(f"{address!r} is no address: HOST:PORT, ray://HOST:PORT, auto, or null", _ADDRESS))
-    try:
-        socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s).close()
-    except OSError as error:
-        reason = f"in {timeout_s:g} s" if isinstance(error, TimeoutError) else f"({error.strerror or error})"
-        raise SetupError(Fault(f"the Ray cluster at {address} does not answer {reason}", _ADDRESS)) from error
-
-
-def _init(options: dict[str, Any], address: str | None, timeout_s: float) -> None:
-    """`ray.init`, quietly.
-
-    Where it only connects, in a thread: what listens there may be no Ray, and then it does not come back. The processes
-    of a cluster of one's own end with the thread that has started them.
-    """
-    import ray
-
-    logging.getLogger("ray").setLevel(logging.CRITICAL)
-    failed: list[Exception] = []
-
-    def init() -> None:
-        try:
-            ray.init(log_to_driver=False, logging_level=logging.CRITICAL, **options)
-        except Exception as error:
-            failed.append(error)
-
-    if address is None:
-        for _ in range(STARTS):
-            failed.clear()
-            init()
-            if not failed or "timed out during startup" not in str(failed[0]):
-                break
-            ray.shutdown()
-    else:
-        thread = threading.Thread(target=init, daemon=True)
-        thread.start()
-        thread.join(timeout_s)
-        if thread.is_alive():
-            waited = f"what answers there does not take a driver in, in {timeout_s:g} s; is it a Ray cluster?"
-            raise SetupError(Fault(f"{address}: {waited}", _ADDRESS))
-    if failed:
-        reason = " ".join(str(failed[0]).split())[:400]
-        what = f"no connection to the Ray cluster at {address}" if address else "no Ray cluster can be started here"
-        raise SetupError(Fault(f"{what}: {reason}", _ADDRESS)) from failed[0]
-
-
-# ---- the launch
 
 
 @dataclass
