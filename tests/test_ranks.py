@@ -6,13 +6,14 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
 from commands import LONGEST, environment
 
-from deeplightning.engine.ranks import meeting_place
+from deeplightning.engine.ranks import Cause, claim_in, first_of, meeting_place
 
 FAULTY = '''\
 """A user's own code."""
@@ -147,6 +148,25 @@ def test_a_fault_in_one_process_is_told_once_and_fails_the_run(rank, ranks, back
     named = f'rank {rank}: KeyError: "a fault of the user\'s" (faulty.py:{LINE})'
     assert named in run.tags["failure"] or rank == 0
     assert "KeyError" in run.tags["failure"]
+
+
+def test_a_cause_is_whole_whenever_it_is_read(tmp_path):
+    """While the process that has claimed it says it better, and another one claims its own in vain."""
+
+    def better(rank):
+        for number in range(300):
+            claim_in(tmp_path, Cause(rank, f"{number} " + "word " * 5000, 5), by=rank)
+
+    assert claim_in(tmp_path, Cause(1, "first", 5), by=1)
+    claims = [threading.Thread(target=better, args=(rank,)) for rank in (0, 1)]
+    for thread in claims:
+        thread.start()
+    read = []
+    while any(thread.is_alive() for thread in claims):
+        read.append(first_of(tmp_path))
+    assert {None if cause is None else cause.rank for cause in read} == {1}
+    assert first_of(tmp_path).reason.startswith("299 ")
+    assert [path.name for path in tmp_path.iterdir()] == ["first"]
 
 
 def test_a_fault_in_all_processes_is_told_by_one(failing, tracked):

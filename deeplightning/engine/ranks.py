@@ -143,15 +143,20 @@ def claim_in(folder: Path, cause: Cause, by: int | None = None) -> bool:
     Args:
         by: the rank of the process that claims it; None: whoever has started them.
     """
-    beside = folder / f"{by}.words"
     try:
-        beside.write_text(json.dumps(dataclasses.asdict(cause)))
-        os.link(beside, folder / "first")
-    except FileExistsError:
-        if (first := first_of(folder)) is not None and first.rank != by:
+        # A file of its own for each word: whoever reads, reads a whole one, also while it is said better.
+        with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".words", delete=False) as file:
+            file.write(json.dumps(dataclasses.asdict(cause)))
+        beside = Path(file.name)
+        try:
+            os.link(beside, folder / "first")
+        except FileExistsError:
+            if (first := first_of(folder)) is None or first.rank == by:
+                beside.replace(folder / "first")  # the same, better known
+                return True
             return False
-        with contextlib.suppress(OSError):  # the same, better known
-            beside.replace(folder / "first")
+        finally:
+            beside.unlink(missing_ok=True)
     except OSError:  # the folder is gone, and the others with it
         pass
     return True
