@@ -448,7 +448,7 @@ def test_workers_without_a_shared_folder_go_on_through_the_storage(command, job,
 
     first = launch("one", 5)
     assert len([*tmp_path.glob("one-*")]) == 2
-    assert first.folder.is_relative_to(next(path.parents[3] for path in tmp_path.glob("one-*/mlruns/*/*/artifacts")))
+    assert first.folder in tmp_path.glob("one-*/mlruns/*/*/artifacts")
     shutil.rmtree(first.folder)
     second = launch("two", 0, "train.resume_ckpt=auto")
     assert "two-" in str(second.folder)

@@ -658,7 +658,7 @@ def test_a_single_task_starts_processes_and_goes_on(cluster, work, job, tracked,
     SIGUSR1 the same run goes on."""
     script = f"""#!/bin/bash
 #SBATCH --signal=USR1@60 --requeue --open-mode=append -n1 -c2 -o said.%j
-srun {sys.executable} -m deeplightning train configs/tiny.yaml engine.processes=2 \
+srun {shlex.quote(sys.executable)} -m deeplightning train configs/tiny.yaml engine.processes=2 \
 "train.callbacks=[{{type: mine.Waits, params: {{until: '{tmp_path}/go'}}}}]"
 """
     (work / "one.sh").write_text(script)
