@@ -340,8 +340,11 @@ def fit(tiny: Path, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def weights(checkpoint: Path) -> dict[str, Any]:
-    """The tensors of a checkpoint file."""
-    return torch.load(checkpoint, weights_only=True)["state_dict"]
+    """The tensors of a checkpoint, those in pieces put together."""
+    from deeplightning.engine.checkpoint_io import read_checkpoint
+
+    content = torch.load(checkpoint, weights_only=True)
+    return (read_checkpoint(checkpoint) if "pieces" in content else content)["state_dict"]
 
 
 def digest(checkpoint: Path) -> str:

@@ -363,6 +363,18 @@ def test_two_machines_are_one_run(machines, alone, tracked):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("backend", ["fsdp", "deepspeed_stage_2", "deepspeed_stage_3"])
+def test_shards_may_lie_on_two_machines(backend, machines, job, tracked):
+    """Parameters and the optimizer's state divided between machines: losses and weights are those of one machine."""
+    first, second = (each.end() for each in machines(f"engine.backend={backend}"))
+    assert (first.code, second.code) == (0, 0), f"{first}\n{second}"
+    one = job(f"engine.backend={backend}")
+    assert digest(first.folder / "last.ckpt") == digest(one.folder / "last.ckpt")
+    ours, theirs = tracked(first.folder).series(), tracked(one.folder).series()
+    assert [ours[name] for name in ours if "loss" in name] == [theirs[name] for name in theirs if "loss" in name]
+
+
+@pytest.mark.slow
 def test_a_run_folder_that_is_not_shared_is_told(machines, alone, store):
     """The second machine does not see the first one's disk: a warning there, and the run is the same."""
     first, second = (each.end() for each in machines(second={"HIDDEN": str(store)}))

@@ -157,17 +157,16 @@ def restarts_of(outcome):
 
 @pytest.fixture(scope="module")
 def undisturbed(command, tiny, here, tracked, tmp_path_factory):
-    """`undisturbed(processes)` is what a run leaves of which no process is lost: weights, points."""
+    """`undisturbed(processes, backend)` is what a run leaves of which no process is lost: weights, points."""
     known = {}
 
-    def run(processes):
-        if processes not in known:
-            done = command(
-                "train", tiny, f"engine.processes={processes}", "engine.max_restarts=1", cwd=here, main=FORKED
-            )
+    def run(processes, backend="null"):
+        if (processes, backend) not in known:
+            engine = [f"engine.processes={processes}", f"engine.backend={backend}", "engine.max_restarts=1"]
+            done = command("train", tiny, *engine, cwd=here, main=FORKED)
             assert done.code == 0, done
-            known[processes] = digest(done.folder / "last.ckpt"), tracked(done.folder).series()
-        return known[processes]
+            known[processes, backend] = digest(done.folder / "last.ckpt"), tracked(done.folder).series()
+        return known[processes, backend]
 
     return run
 
@@ -210,6 +209,16 @@ def test_a_lost_process_is_started_again_as_often_as_allowed(
         assert run.tags["failure"].startswith("rank 0: a worker was lost")
         assert f"the last checkpoint is {done.folder / 'last.ckpt'}" in done.err
         assert len(re.findall("^error", done.err, re.MULTILINE)) == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["fsdp", "deepspeed_stage_2", "deepspeed_stage_3"])
+def test_shards_are_there_again_after_a_restart(backend, launch, tracked, undisturbed):
+    """Of a checkpoint in pieces each process takes up its own."""
+    done = launch(f"engine.backend={backend}", at(1, "kill")).end()
+    assert done.code == 0, done
+    assert len(restarts_of(done)) == 1
+    assert (digest(done.folder / "last.ckpt"), tracked(done.folder).series()) == undisturbed(2, backend)
 
 
 def test_a_single_process_is_started_again_as_well(launch, tracked, undisturbed):

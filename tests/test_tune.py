@@ -358,6 +358,20 @@ def test_a_trial_of_two_processes(command, config, store, place):
 
 
 @pytest.mark.slow
+def test_two_trials_at_a_time(command, config, store, place):
+    """`tune.parallel: 2`: each trial once, and its value is that of the same point trained by itself."""
+    two = ("tune.parallel=2", "tune.num_trials=4", "tune.name=parallel")
+    outcome = patiently(command.start("tune", config, *two, cwd=place))
+    assert outcome.code == 0, outcome
+    rows = table(outcome)
+    assert [(row["trial"], row["state"]) for row in rows] == [(str(number), "finished") for number in range(4)]
+    assert children(store, outcome.folder.parent.name) == {row["run"]: f"trial-{row['trial']}" for row in rows}
+    again = command("train", outcome.folder / "best.yaml", cwd=place)
+    assert again.code == 0, again
+    assert last_value(store, again.folder.parent.name) == max(float(row["val_acc"]) for row in rows)
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(not is_installed("ray"), reason="Ray is not installed: pip install 'deeplightning[ray]'")
 def test_trials_on_a_ray_cluster(command, config, store, place):
     """With Ray as launcher the trials train on workers of a cluster, report from there, and are runs below the search's
