@@ -70,6 +70,8 @@ def between(
 def _placed(run: PastRun) -> dict[str, Any]:
     """The config, its relative paths as they were meant."""
     config, directory = {"logger.params.tracking_uri": "mlruns"} | run.config, run.environment.get("directory") or "/"
+    if config.get("logger.params") == {}:  # it has the address now
+        del config["logger.params"]
     for key in PATHS:
         value = config.get(key)
         if isinstance(value, str) and is_local(value) and "${" not in value:
