@@ -459,6 +459,19 @@ def test_workers_without_a_shared_folder_go_on_through_the_storage(command, job,
 
 @needs_ray
 @pytest.mark.slow
+def test_a_run_of_ray_is_made_again_by_ray(command, tiny, work, cluster):
+    """`reproduce` of a run that Ray's workers trained has others train it, to the same weights."""
+    first = command("train", tiny, on(f"'{cluster.address}'"), "engine.processes=2", cwd=work, **ALONE)
+    assert first.code == 0, first
+    again = command("reproduce", first.folder, cwd=work, **ALONE)
+    assert again.code == 0, again
+    assert again.folder != first.folder
+    assert "16 per process x 2 processes" in again.out
+    assert digest(again.folder / "last.ckpt") == digest(first.folder / "last.ckpt")
+
+
+@needs_ray
+@pytest.mark.slow
 def test_ctrl_c_is_polite(command, tiny, work, tracked, tmp_path, cluster):
     """Ctrl-C in the command: the batch is finished, the checkpoint saved, the run KILLED, exit code 130, no worker
     left."""

@@ -594,6 +594,18 @@ def test_a_submitted_job_is_followed_to_its_end(submit, cluster, work, job, trac
     assert tracked(outcome.folder).status == "FINISHED"
 
 
+@pytest.mark.slow
+def test_a_job_is_made_again_by_a_job(submit, cluster, work, command):
+    """`reproduce` of a run that Slurm started submits another job, which comes to the same weights."""
+    first = end_of(submit("engine.num_nodes=2"))
+    assert first.code == 0, first
+    again = end_of(command.start("reproduce", first.folder, cwd=work, **cluster.variables))
+    assert again.code == 0, again
+    assert "is submitted" in again.err
+    assert "runs on n[1-2]" in again.err
+    assert digest(again.folder / "last.ckpt") == digest(first.folder / "last.ckpt")
+
+
 def goes_on(outcome, undisturbed, tracked):
     """One run, FINISHED, whose weights and losses are those of an undisturbed one."""
     assert outcome.code == 0, outcome
