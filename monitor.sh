@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Shows the runs in the browser: bash monitor.sh [--tracking-uri mlruns] [--port 5001].
+# Shows the runs in the browser: bash monitor.sh [--tracking-uri URI] [--port 5001].
 
 source "$(dirname -- "${BASH_SOURCE[0]}")/env.sh" || exit
 # Without it MLflow's server starts ten processes (1.9 GB) for jobs that nobody sends; with it two (0.5 GB).

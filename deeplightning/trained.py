@@ -20,7 +20,7 @@ from deeplightning.engine.ranks import restarts
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking import resolve_run
 from deeplightning.tracking.build import experiment_of
-from deeplightning.tracking.store import locate
+from deeplightning.tracking.store import Store, locate
 
 if TYPE_CHECKING:
     from deeplightning.callbacks.record import Resumption
@@ -82,7 +82,7 @@ def _newest_whole(cfg: Config) -> Resumption:
     from deeplightning.callbacks.record import Resumption
     from deeplightning.engine.checkpoint_io import read_checkpoint
 
-    uri, empty = cfg.logger.params.get("tracking_uri", "mlruns"), None
+    empty = None
     for folder in _runs_of(cfg):
         for path in folder.checkpoints():
             try:
@@ -99,7 +99,7 @@ def _newest_whole(cfg: Config) -> Resumption:
             note = f"resumes    nothing: the run {run_id} ended before its first checkpoint, and begins again"
             return Resumption(run_id=run_id, folder=empty.path, hold=hold, notes=[note])
         hold.release()
-    return Resumption(notes=[f"resumes    nothing: there is no run of this experiment in {uri} yet"])
+    return Resumption(notes=[f"resumes    nothing: there is no run of this experiment in {_store(cfg).shown} yet"])
 
 
 def _of_launch(cfg: Config) -> Resumption | None:
@@ -135,7 +135,7 @@ def _has_finished(cfg: Config, folder: RunFolder) -> bool:
     from deeplightning.tracking.tracker import open_tracker
 
     run_id = folder.path.parent.name
-    tracker = open_tracker(locate(cfg.logger.params.get("tracking_uri", "mlruns")), run_id)
+    tracker = open_tracker(_store(cfg), run_id)
     try:
         run = tracker.run(run_id)
     finally:
@@ -270,19 +270,18 @@ def find_checkpoint(name: str | None, cfg: Config, to_go_on: bool = False) -> Pa
     """
     if name is None:
         return None
-    uri = cfg.logger.params.get("tracking_uri", "mlruns")
     if name in ("auto", "last", "best"):
         file = "best.ckpt" if name == "best" else "last.ckpt"
         for folder in _runs_of(cfg):
             if (folder.path / file).is_file():
                 return folder.path / file
-        raise CheckpointError(f"{name}: no run of this experiment in {uri} has a {file}")
+        raise CheckpointError(f"{name}: no run of this experiment in {_store(cfg).shown} has a {file}")
     path = Path(name).expanduser()
     if path.is_file() or path.suffix == ".ckpt":
         if not path.exists():
             raise CheckpointError(f"{path}: there is no such checkpoint")
         return path.absolute()
-    folder = RunFolder(resolve_run(name, uri))
+    folder = RunFolder(resolve_run(name, cfg.logger.params.get("tracking_uri")))
     return folder.last if to_go_on and folder.last.exists() else checkpoint_of(folder)
 
 
@@ -292,14 +291,17 @@ def _runs_of(cfg: Config, wanted: Callable[[Path], bool] = lambda folder: True) 
     Args:
         wanted: looks at a run's folder, before its config is read.
     """
-    store = locate(cfg.logger.params.get("tracking_uri", "mlruns"))
-    root = store.artifact_root
+    root = _store(cfg).artifact_root
     # Runs that a server keeps have their folders where the launch was.
     paths = root.glob("*/*/artifacts/cfg.yaml") if root else Path("runs").glob("*/cfg.yaml")
     # By the start of the run: a resumed one begins with the checkpoints of its forerunner.
     begun = sorted(((path.stat().st_mtime_ns, path) for path in paths), reverse=True)
     ours = experiment_of(cfg.logger.type, cfg.logger.params)
     return [RunFolder(path.parent) for _, path in begun if wanted(path.parent) and _experiment(path) == ours]
+
+
+def _store(cfg: Config) -> Store:
+    return locate(cfg.logger.params.get("tracking_uri"))
 
 
 def _experiment(config: Path) -> str | None:

@@ -254,6 +254,19 @@ def test_a_run_that_mlflow_has_opened_is_joined(train, tracked, store, trained):
     assert count_runs(store) == before + 1
 
 
+def test_a_store_that_only_the_environment_names(train, tmp_path):
+    """Without `tracking_uri` the variable MLFLOW_TRACKING_URI names the store, for a run and for what looks for one;
+    the config comes before it."""
+    store, other = tmp_path / "the store", tmp_path / "other"
+    known = {"MLFLOW_TRACKING_URI": str(store)}
+    done = train("train.num_epochs=1", "~logger.params.tracking_uri", **known)
+    assert done.folder.is_relative_to(store)
+    more = train("train.num_epochs=2", "~logger.params.tracking_uri", "train.resume_ckpt=auto", **known)
+    assert more.folder == done.folder
+    said = train("train.num_epochs=1", f"logger.params.tracking_uri='{other}'", **known)
+    assert said.folder.is_relative_to(other)
+
+
 def test_another_logger_takes_the_run_whole(train, tmp_path):
     """Lightning's CSVLogger as the main logger: its folder is the run's folder, and all is in it."""
     logger = f"logger={{type: pytorch_lightning.loggers.CSVLogger, params: {{save_dir: '{tmp_path}'}}, pictures: {{}}}}"

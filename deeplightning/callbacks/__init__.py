@@ -66,7 +66,7 @@ def all_of(cfg: Config) -> list[pl.Callback]:
     checkpoints = Checkpoints(train.checkpoint, record)
     callbacks: list[pl.Callback] = []
     if cfg.model.init_from is not None:
-        callbacks.append(StartWeights(cfg.model.init_from, cfg.logger.params.get("tracking_uri", "mlruns")))
+        callbacks.append(StartWeights(cfg.model.init_from, cfg.logger.params.get("tracking_uri")))
     callbacks += [
         record,
         Seeds(cfg.seed),

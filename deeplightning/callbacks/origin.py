@@ -134,7 +134,7 @@ class Origin:
             arrays = describe_arrays(data) if not paths and not of_a_package else {}
             if not paths and not arrays:
                 return
-            store = locate(self.cfg.logger.params.get("tracking_uri", "mlruns")).artifact_root
+            store = locate(self.cfg.logger.params.get("tracking_uri")).artifact_root
             without = [self.folder.path, *([store] if store is not None else [])]
             found = describe_files(paths, self.cfg.data.root, without=without, stop=self._enough.is_set)
             found["arrays"] = arrays
@@ -144,7 +144,7 @@ class Origin:
 
     def _keep_metrics(self) -> None:
         """Where the store is on this machine, so that a copied folder tells all; else the store is asked."""
-        store = locate(self.cfg.logger.params.get("tracking_uri", "mlruns"))
+        store = locate(self.cfg.logger.params.get("tracking_uri"))
         if store.database is None or self.folder.path.name != "artifacts":
             return
         found = read_series(store, self.folder.path.parent.name)

@@ -29,7 +29,7 @@ def storage_of(cfg: Config) -> Storage | None:
     found = told()
     if not found.get("storage"):
         return None
-    root = locate(cfg.logger.params.get("tracking_uri", "mlruns")).artifact_root or Path.cwd()
+    root = locate(cfg.logger.params.get("tracking_uri")).artifact_root or Path.cwd()
     experiment = experiment_of(cfg.logger.type, cfg.logger.params)
     return Storage(found["storage"], found["launch"], experiment, root.absolute())
 

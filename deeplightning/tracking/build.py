@@ -56,7 +56,7 @@ def refusal(type_name: str, params: Mapping[str, Any], run_id: str, folder: Path
     named = params.get("run_id") or os.environ.get("MLFLOW_RUN_ID")
     if named not in (None, run_id):
         return f"the run {named} is asked for"
-    store = locate(params.get("tracking_uri", "mlruns"))
+    store = locate(params.get("tracking_uri"))
     absent = f"the tracking store {store.shown} does not have its run {run_id}"
     if store.database is not None and not store.database.exists():
         return absent

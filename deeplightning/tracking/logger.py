@@ -65,7 +65,7 @@ class MLflowLogger(Logger):
     def __init__(
         self,
         experiment_name: str = "Default",
-        tracking_uri: str | os.PathLike | None = "mlruns",
+        tracking_uri: str | os.PathLike | None = None,
         run_name: str | None = None,
         tags: Mapping[str, Any] | None = None,
         run_id: str | None = None,

@@ -16,7 +16,9 @@ from deeplightning.tracking.store import attach, explain, locate
 def main(arguments: list[str] | None = None) -> int:
     """Start the UI in the place of this process; returns an exit code only where there is nothing to start."""
     parser = argparse.ArgumentParser(prog="monitor.sh", description="Show the tracked runs in MLflow's user interface.")
-    parser.add_argument("--tracking-uri", default="mlruns", help="the store: a directory (default: mlruns) or a URI")
+    parser.add_argument(
+        "--tracking-uri", help="the store: a directory or a URI (default: MLFLOW_TRACKING_URI, else mlruns)"
+    )
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)"
     )
@@ -35,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     return os.execv(command[0], command)
 
 
-def server_command(tracking_uri: str, host: str, port: int) -> list[str] | None:
+def server_command(tracking_uri: str | None, host: str, port: int) -> list[str] | None:
     """The command that serves a store, which is made if it is not there; None for a store that is a server itself.
 
     Raises:

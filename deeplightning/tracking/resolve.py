@@ -12,13 +12,13 @@ from deeplightning.tracking.store import Store, attach, explain, local_path, loc
 from deeplightning.tracking.tracker import open_tracker
 
 
-def resolve_run(run: str | os.PathLike, tracking_uri: str | os.PathLike | None = "mlruns") -> Path:
+def resolve_run(run: str | os.PathLike, tracking_uri: str | os.PathLike | None = None) -> Path:
     """The absolute local folder of a run's artifacts.
 
     Args:
         run: the folder itself (then nothing of MLflow is imported), an MLflow run id, `runs:/ID`,
             `models:/NAME/VERSION` or `models:/NAME@ALIAS` (the run that the registered version came from).
-        tracking_uri: the store in which an id or a name is looked up.
+        tracking_uri: the store in which an id or a name is looked up, as of `locate`.
 
     Raises:
         CheckpointError: there is no such run, or its artifacts are gone.

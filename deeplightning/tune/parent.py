@@ -51,8 +51,6 @@ class Parent:
         params = self.cfg.logger.params
         if self.joined and (given := os.environ.get("MLFLOW_TRACKING_URI")):
             return given
-        if self.cfg.logger.type.endswith(".MLflowLogger"):
-            return params.get("tracking_uri", "mlruns")
         return params.get("tracking_uri") or os.environ.get("MLFLOW_TRACKING_URI") or params.get("save_dir")
 
     @property

@@ -100,7 +100,7 @@ def _end_run(job: Job, folder: RunFolder, tags: dict[str, str]) -> None:
     from deeplightning.tracking.store import locate
     from deeplightning.tracking.tracker import Batch, open_tracker
 
-    store, run_id = locate(job.cfg.logger.params.get("tracking_uri", "mlruns")), folder.path.parent.name
+    store, run_id = locate(job.cfg.logger.params.get("tracking_uri")), folder.path.parent.name
     with contextlib.suppress(Exception):  # whatever a store raises: this is said besides
         tracker = open_tracker(store, run_id)
         if tracker.run(run_id) is not None:
