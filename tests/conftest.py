@@ -38,7 +38,9 @@ logger:
 OWN = '''\
 """A user's own code, in the working directory."""
 
+import os
 import pathlib
+import signal
 import time
 
 import numpy as np
@@ -93,6 +95,27 @@ class Waits(pl.Callback):
         print("waits", flush=True)
         while not self.until.exists():
             time.sleep(0.01)
+
+
+class Killed(pl.Callback):
+    """Kills its process before a batch, once; the signal leaves no time to save anything."""
+
+    def __init__(self, epoch, batch):
+        self.at = (epoch, batch)
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if (trainer.current_epoch, batch_idx) == self.at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class AsksForSteps(ImageClassification):
+    """A task that builds its own schedule from the number of steps, as Lightning's manual shows it."""
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.Adam(self.network.parameters(), lr=0.01)
+        steps = self.trainer.estimated_stepping_batches
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=steps)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
 
 
 class Gradients(pl.Callback):

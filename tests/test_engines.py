@@ -100,23 +100,70 @@ def test_a_run_goes_on_with_more_processes(after, job, learned, tracked, tmp_pat
     assert found == pytest.approx(expected, abs=1e-3)
 
 
-SLOW = pytest.mark.slow
-ALL_BITS = ["model.network={type: own.Dropout}", "train.num_epochs=2", "data.batch_size=16"]
+# The length of the schedule is asked for before a run knows where it resumes. The epochs end before the data do.
+AUTO = [
+    "model.network={type: own.Dropout}",
+    "model.optimizer={type: torch.optim.Adam, params: {lr: 0.01}, groups: [{match: bias, weight_decay: 0.1}]}",
+    "model.scheduler={type: torch.optim.lr_scheduler.OneCycleLR, call: {interval: step}}",
+    "model.scheduler.params={max_lr: 0.01, total_steps: auto}",
+    "train.num_epochs=3",
+    "train.limit_batches={train: 0.8}",
+    "train.checkpoint={every_n_steps: 1}",
+    "train.resume_ckpt=auto",
+]
+ACCUMULATED = "train.accumulator_factor=2"
+OWN_TASK = ["model.module={type: own.AsksForSteps}", "model.scheduler=null", "model.optimizer.groups=[]"]
+
+
+@pytest.fixture(scope="module")
+def end_of(jobs, tiny, place):
+    """`end_of(engine, processes, experiment, override, …)` is how such a run ends; one process keeps its engine."""
+
+    def run(engine, processes, experiment, *overrides):
+        named = [f"logger.params.experiment_name={experiment}", f"engine.backend={engine}"]
+        spread = [f"engine.processes={processes}", f"data.batch_size={32 // processes}"]
+        main = "single:main" if processes == 1 else "deeplightning.cli:main"
+        return jobs("train", tiny, *AUTO, *named, *spread, *overrides, cwd=place, ranks=processes, main=main)
+
+    return run
 
 
 @pytest.mark.parametrize(
-    "engine",
-    ["ddp", "deepspeed_stage_3", *(pytest.param(e, marks=SLOW) for e in SPREAD if e not in ("ddp", SPREAD[-1]))],
+    "at",
+    [pytest.param((1, 2), id="inside an epoch"), pytest.param((2, 0), id="at an epoch's edge", marks=pytest.mark.slow)],
 )
-def test_a_run_that_goes_on_under_the_same_engine_ends_bit_for_bit(engine, job):
-    """Ended inside the second epoch, with dropout and accumulation, and resumed: weights and optimizer are those of an
-    uninterrupted run, to the last bit."""
-    settings = [*LEARNS, *ALL_BITS, f"engine.backend={engine}"]
-    whole = job(*settings)
-    stopped = job(*settings, "train.max_steps=4")
-    resumed = job(*settings, f"train.resume_ckpt='{stopped.folder}'")
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("engine", SPREAD)
+def test_a_killed_run_whose_schedule_says_auto_ends_bit_for_bit(engine, processes, at, end_of):
+    """With Adam, dropout, groups and epochs that are cut short: weights, optimizer and schedule of a run that was
+    killed and resumed are those of an uninterrupted one, to the last bit."""
+    _assert_ends_alike(end_of, engine, processes, at)
+
+
+@pytest.mark.parametrize("more", [[ACCUMULATED], OWN_TASK], ids=["accumulation", "a task of one's own"])
+@pytest.mark.parametrize("engine", ["ddp", "fsdp", "deepspeed_stage_3"])
+def test_a_killed_run_of_any_task_ends_bit_for_bit(engine, more, end_of):
+    """Batches that accumulate, and a task that asks Lightning for the number of steps by itself, resume alike."""
+    _assert_ends_alike(end_of, engine, 2, (1, 2), *more)
+
+
+def _assert_ends_alike(end_of, engine, processes, at, *more):
+    name = f"{engine}-{processes}-{at[0]}-{at[1]}-{len(more)}"
+    killed = end_of(
+        engine,
+        processes,
+        name,
+        *more,
+        f"train.callbacks=[{{type: own.Killed, params: {{epoch: {at[0]}, batch: {at[1]}}}}}]",
+    )
+    assert killed.code != 0, killed
+    resumed = end_of(engine, processes, name, *more)
+    whole = end_of(engine, processes, f"{name}-whole", *more)
+    assert (resumed.code, whole.code) == (0, 0), (resumed, whole)
+    assert "last.ckpt (step" in resumed.out, resumed
     expected, found = (read_checkpoint(run.folder / "last.ckpt") for run in (whole, resumed))
     assert found["global_step"] == expected["global_step"]
+    assert found["lr_schedulers"] == expected["lr_schedulers"]
     assert _bits(found["state_dict"]) == _bits(expected["state_dict"])
     assert _bits(found["optimizer_states"][0]["state"]) == _bits(expected["optimizer_states"][0]["state"])
 

@@ -2,8 +2,8 @@
 
 An instant is one of the run's events: before or after a batch, inside the writing of a checkpoint, before or after a
 file is synced, renamed or linked, before or after points go to the tracker. A first run counts them, a seed chooses.
-The network has dropout, the data are shuffled, augmented and read by workers, gradients are accumulated, the learning
-rate falls by steps, the best two checkpoints are kept, and the run ends early.
+The network has dropout, the data are shuffled, augmented and read by workers, gradients are accumulated, epochs end
+before the data do, the schedule has an `auto` length, the best two checkpoints are kept, and the run ends early.
 """
 
 import contextlib
@@ -108,11 +108,14 @@ class Events(pl.Callback):
 
 SETTINGS = [
     "model.network={type: own.Dropout}",
-    "model.scheduler={type: torch.optim.lr_scheduler.StepLR, params: {step_size: 4}, call: {interval: step}}",
+    "model.optimizer.groups=[{match: bias, weight_decay: 0.1}]",
+    "model.scheduler={type: torch.optim.lr_scheduler.OneCycleLR, call: {interval: step}}",
+    "model.scheduler.params={max_lr: 0.1, total_steps: auto}",
     "data.num_workers=2",
     "data.module.params.in_memory=false",
     "data.module.params.augment=[{type: deeplightning.data.augment.RandomCrop, params: {padding: 1}}]",
     "train.num_epochs=6",
+    "train.limit_batches={train: 0.9}",
     "train.accumulator_factor=2",
     "train.early_stop={metric: val_acc, mode: max, patience: 1, delta: 0.5}",
     "train.checkpoint={monitor: val_loss, save_top_k: 2, every_n_steps: 3}",

@@ -17,13 +17,16 @@ from conftest import digest
 
 from deeplightning.runfolder import RunFolder
 
+IN_WORKERS = "data.module.params.in_memory=false"
 RANDOM = [
     "model.network={type: own.Dropout}",
     "data.module.params.augment=[{type: deeplightning.data.augment.RandomCrop, params: {padding: 1}}]",
     "model.scheduler={type: torch.optim.lr_scheduler.StepLR, params: {step_size: 5}, call: {interval: step}}",
+    "model.optimizer.groups=[{match: bias, weight_decay: 0.1}]",
     "train.num_epochs=4",
     "train.checkpoint.monitor=val_loss",
 ]
+AUTO = "model.scheduler={type: torch.optim.lr_scheduler.OneCycleLR, params: {max_lr: 0.1, total_steps: auto}}"
 
 
 @pytest.fixture(scope="module")
@@ -206,6 +209,26 @@ def test_a_run_stopped_while_it_validates_ends_bit_for_bit_like_an_uninterrupted
     resumed = train(*RANDOM, f"train.resume_ckpt='{stopped.folder}'")
     assert_ends_like(resumed, whole, tracked)
     assert "failure" not in tracked(resumed.folder).tags
+
+
+@pytest.mark.parametrize(
+    "more",
+    [[], ["train.accumulator_factor=2"], ["train.limit_batches={train: 0.7}"], ["data.num_workers=2", IN_WORKERS]],
+    ids=["alone", "accumulation", "short epochs", "workers"],
+)
+def test_a_schedule_of_auto_length_resumes_bit_for_bit(more, train, command, tiny, place, tracked, tmp_path):
+    """The length is asked for before the position is restored; a run that is interrupted inside its second epoch then
+    learns from the batches that are due, and tracks what an uninterrupted one does."""
+    settings = [*RANDOM, AUTO, "model.scheduler.call.interval=step", *more]
+    waits = f"train.callbacks=[{{type: own.Waits, params: {{until: '{tmp_path / 'go'}'}}}}]"
+    running = command.start("train", tiny, *settings, waits, cwd=place)
+    running.says("waits")
+    running.signal(signal.SIGTERM)
+    (tmp_path / "go").touch()
+    stopped = running.end()
+    assert stopped.code == 143, stopped
+    resumed = train(*settings, f"train.resume_ckpt='{stopped.folder}'")
+    assert_ends_like(resumed, train(*settings), tracked)
 
 
 def test_two_processes_go_on_bit_for_bit(job, tracked):

@@ -49,6 +49,7 @@ class Checkpoints(LightningCheckpoint):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._take_over(trainer)
+        _drop_early_loader(trainer)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._take_over(trainer)  # strategies that shard load their checkpoint only after `on_fit_start`
@@ -277,3 +278,14 @@ def _by_metrics(trainer: pl.Trainer) -> list[tuple[int, Any, float]]:
         and (trainer.current_epoch + 1) % config.frequency == 0
         and config.monitor in trainer.callback_metrics
     ]
+
+
+def _drop_early_loader(trainer: pl.Trainer) -> None:
+    """Has Lightning make the training loader again once the checkpoint's position is known.
+
+    Whoever asks for `estimated_stepping_batches` in `configure_optimizers`, as a schedule with `auto` does, has
+    Lightning make loader and iterator before the position is restored: the run would repeat the first epoch's batches
+    (2.6.6). Strategies that shard parameters learn only after this hook that there is a checkpoint.
+    """
+    if trainer.ckpt_path is not None or trainer.strategy.restore_checkpoint_after_setup:
+        trainer.fit_loop._combined_loader = None  # private in Lightning 2.6, which has no public word for it

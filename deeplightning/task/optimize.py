@@ -156,10 +156,6 @@ def _run_time_numbers(params: dict[str, Any], trainer: pl.Trainer, key: str) -> 
         return {}
     epochs = trainer.max_epochs or 1
     total = int(trainer.estimated_stepping_batches)
-    if trainer.ckpt_path is not None:
-        # The question made the iterator of the training set, before the place to go on from is known (Lightning
-        # 2.6.6): without this line a run resumed inside an epoch sees batches of the first epoch.
-        trainer.fit_loop._combined_loader = None
     known = {"total_steps": total, "epochs": epochs, "steps_per_epoch": -(-total // epochs), "T_max": total}
     if asked - set(known):
         raise MisfitError(f"{key}.params: `auto` is known for {', '.join(known)}, not {asked - set(known)}")
