@@ -9,6 +9,7 @@ from torch import nn
 
 from deeplightning.config.fault import UserError
 from deeplightning.configure import init_module, load_config
+from deeplightning.engine.sharded import parameters_on_meta
 from deeplightning.task.errors import LabelError, MisfitError
 from deeplightning.task.metrics import Accuracy, InOwnPrecision, SampleMean
 
@@ -213,14 +214,14 @@ def test_a_network_that_does_not_take_the_pictures_is_named(fit):
     ],
 )
 def test_a_network_without_its_numbers_yet_is_checked_by_the_first_batch(network, error, tiny, place, monkeypatch):
-    """Where an engine builds it on `meta` there is nothing to try out, and the first outputs are what is judged."""
+    """Where an engine builds the parameters on `meta`, nothing is tried out; the first outputs are checked instead."""
     monkeypatch.chdir(place)
     cfg = load_config(tiny, [network])
     task, data = init_module(cfg, "model"), init_module(cfg, "data")
     data.setup("test")
     task.trainer = SimpleNamespace(datamodule=data, state=SimpleNamespace(fn="predict"))
     task.setup("test")
-    with torch.device("meta"):
+    with parameters_on_meta():
         task.configure_model()
     task.network.to_empty(device="cpu")
     with pytest.raises(ValueError, match=error):

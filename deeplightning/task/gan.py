@@ -19,6 +19,7 @@ from deeplightning.config.target import build
 from deeplightning.image import ImageSpec
 from deeplightning.task.errors import LabelError, MisfitError
 from deeplightning.task.metrics import InOwnPrecision, SampleMean
+from deeplightning.task.networks import build_network, device_of, try_network
 from deeplightning.task.optimize import fits, freeze, optimizers_by_name
 from deeplightning.task.sheets import epoch_suffix, sheet
 
@@ -163,11 +164,7 @@ class Gan(pl.LightningModule):
         if self.networks:
             return
         for name in self._learning():
-            network = build(self.cfg.model.network[name])
-            if not isinstance(network, nn.Module):
-                found = f"{self.cfg.model.network[name].type} gives a {type(network).__name__}"
-                raise MisfitError(f"model.network.{name}: {found}, not a torch.nn.Module")
-            self.networks[name] = network
+            self.networks[name] = build_network(self.cfg.model.network[name], name)
         freeze(self.networks, self.cfg.model.trainable)
         if not isinstance(getattr(self.networks["generator"], "latent_size", None), int):
             raise MisfitError("model.network.generator: it has no attribute `latent_size`, how many numbers it takes")
@@ -188,19 +185,11 @@ class Gan(pl.LightningModule):
                 network.compile(mode="default" if mode is True else mode)
 
     def _try_out(self, name: str, inputs: Tensor, expected: tuple[int, ...]) -> None:
-        network, target = self.networks[name], self.cfg.model.network[name]
-        network.eval()
-        try:
-            with torch.no_grad():
-                found = tuple(network(inputs.to(self.device)).shape)
-        except (RuntimeError, ValueError) as error:
-            reason = str(error).splitlines()[0]
-            message = f"model.network.{name}: {target.type} does not take {tuple(inputs.shape)}: {reason}"
-            raise MisfitError(message) from error
-        network.train()
-        if found != expected:
-            message = f"{target.type} gives {found} for {tuple(inputs.shape)}, and {expected} is needed"
-            raise (LabelError if name == "scorer" else MisfitError)(f"model.network.{name}: {message}")
+        kind = self.cfg.model.network[name].type
+        outputs = try_network(self.networks[name], inputs, f"{kind} does not take {tuple(inputs.shape)}", name)
+        if (found := tuple(outputs.shape)) != expected:
+            message = f"model.network.{name}: {kind} gives {found} for {tuple(inputs.shape)}, and {expected} is needed"
+            raise (LabelError if name == "scorer" else MisfitError)(message)
 
     @property
     def _latent_size(self) -> int:
@@ -229,6 +218,7 @@ class Gan(pl.LightningModule):
         data: Any = getattr(self.trainer, "datamodule", None)
         loader: Any = data.train_dataloader() if data is not None else self.trainer.train_dataloader
         batches, loss = int(min(len(loader), self.trainer.num_training_batches)), torch.tensor(0.0)
+        device = device_of(self.networks["scorer"])
         for epoch in range(self.scorer_epochs):
             if hasattr(getattr(loader, "sampler", None), "set_epoch"):
                 loader.sampler.set_epoch(epoch)
@@ -236,9 +226,10 @@ class Gan(pl.LightningModule):
                 if "label" not in batch:
                     found = ", ".join(batch)
                     raise MisfitError(f"model.network.scorer: it learns from labels, and a batch has {found} only")
-                images, samples = self._real({name: value.to(self.device) for name, value in batch.items()})
-                labels = batch["label"].to(self.device)
-                labels = labels[batch["index"].to(self.device) >= 0] if "index" in batch and samples else labels[:1]
+                batch = {name: value.to(device) for name, value in batch.items()}
+                images, samples = self._real(batch)
+                labels = batch["label"]
+                labels = labels[batch["index"] >= 0] if "index" in batch and samples else labels[:1]
                 loss = functional.cross_entropy(self.networks["scorer"](images).float(), labels)
                 optimizer.zero_grad()
                 with self._alone():

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from deeplightning.image import ImageSpec
 from deeplightning.task.errors import MisfitError
+from deeplightning.task.networks import try_network
 from deeplightning.task.supervised import Batch, Supervised
 
 
@@ -76,7 +77,7 @@ class ImageTask(Supervised):
         return self.normalise(images)
 
     def try_out(self, network: nn.Module) -> None:
-        """Passes a black picture through; torch's own error would come in the first batch, and speak of matrices.
+        """Passes a black picture through.
 
         Raises:
             MisfitError: the network does not take the data's pictures, or gives what this task cannot use.
@@ -85,16 +86,8 @@ class ImageTask(Supervised):
         if spec is None:
             return
         shape = (1, spec.channels, spec.height, spec.width)
-        network.eval()
-        try:
-            with torch.no_grad():
-                outputs = network(torch.zeros(shape, device=self.device))
-        except (RuntimeError, ValueError) as error:
-            reason = str(error).splitlines()[0]
-            message = f"{self.cfg.model.network.type} does not take the data's pictures {shape}: {reason}"
-            raise MisfitError(message, "model.network") from error
-        network.train()
-        self.check_outputs(outputs)
+        refusal = f"{self.cfg.model.network.type} does not take the data's pictures {shape}"
+        self.check_outputs(try_network(network, torch.zeros(shape), refusal))
 
     def travels(self) -> dict[str, Any]:
         if self.image_spec is None:

@@ -14,6 +14,7 @@ from torchmetrics import Metric
 from deeplightning.config.target import build
 from deeplightning.task.errors import MisfitError
 from deeplightning.task.metrics import InOwnPrecision, SampleMean
+from deeplightning.task.networks import build_network
 from deeplightning.task.optimize import freeze, optimizers
 
 Batch = dict[str, Tensor]
@@ -148,11 +149,7 @@ class Supervised(pl.LightningModule):
         """
         if self.network is not None:
             return
-        network = build(self.cfg.model.network)
-        if not isinstance(network, nn.Module):
-            message = f"{self.cfg.model.network.type} gives a {type(network).__name__}, not a torch.nn.Module"
-            raise MisfitError(message, "model.network")
-        self.network = network
+        self.network = network = build_network(self.cfg.model.network)
         freeze(network, self.cfg.model.trainable)
         # A tensor with `ds_id` is in parts, by DeepSpeed.
         incomplete = any(p.is_meta or hasattr(p, "ds_id") for p in network.parameters())
@@ -234,7 +231,7 @@ class Supervised(pl.LightningModule):
         self._logged_step = self.global_step
         if self.trainer.world_size > 1:
             names = [f"train_{name}" for name in self._of("train")]
-            nothing = torch.zeros((), device=self.device)
+            nothing = torch.zeros((), device=self._of("train")["loss"].device)  # a batch without samples has no values
             weighed = [values.get(name, nothing) * samples for name in names]
             *sums, total = self.trainer.strategy.reduce(torch.stack([*weighed, nothing + samples]), reduce_op="sum")
             values = {name: value / total for name, value in zip(names, sums, strict=True)}
@@ -323,7 +320,8 @@ class Supervised(pl.LightningModule):
 
     def _judge(self, stage: str, batch: Batch) -> dict[str, Any]:
         inputs, truth = self.inputs(batch), self.truth(batch)
-        keep = batch["index"] >= 0 if "index" in batch else torch.ones(len(truth), dtype=torch.bool, device=self.device)
+        index = batch.get("index")
+        keep = index >= 0 if index is not None else torch.ones(len(truth), dtype=torch.bool, device=truth.device)
         outputs, truth = rows(self._judged(inputs), keep), truth[keep]
         if len(truth):
             self._count(stage, outputs, truth, *self._loss(outputs, truth))

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from deeplightning.task.classes import Classification
 from deeplightning.task.errors import MisfitError
+from deeplightning.task.networks import try_network
 from deeplightning.task.supervised import Batch
 from deeplightning.text import TextSpec
 
@@ -69,8 +70,7 @@ class TextClassification(Classification):
         return tokens
 
     def try_out(self, network: nn.Module) -> None:
-        """Passes two short texts through, one with the highest token; torch's own error would come in the first batch,
-        and speak of indices.
+        """Passes two short texts through, one with the highest token.
 
         Raises:
             MisfitError: the network does not take the data's tokens, or gives what this task cannot use.
@@ -89,17 +89,9 @@ class TextClassification(Classification):
         padding = getattr(network, "padding", spec.padding)
         if padding != spec.padding:
             raise MisfitError(f"{name} takes token {padding} for padding, the data {spec.padding}", "model.network")
-        network.eval()
-        tokens = torch.tensor([[spec.size - 1, spec.size - 1], [spec.size - 1, spec.padding]], device=self.device)
-        try:
-            with torch.no_grad():
-                outputs = network(tokens)
-        except (RuntimeError, ValueError, IndexError) as error:
-            reason = str(error).splitlines()[0]
-            message = f"{name} does not take the data's tokens, 0 to {spec.size - 1}, as int64 (B, L): {reason}"
-            raise MisfitError(message, "model.network") from error
-        network.train()
-        self.check_outputs(outputs)
+        tokens = torch.tensor([[spec.size - 1, spec.size - 1], [spec.size - 1, spec.padding]])
+        refusal = f"{name} does not take the data's tokens, 0 to {spec.size - 1}, as int64 (B, L)"
+        self.check_outputs(try_network(network, tokens, refusal))
 
     # ---- travelling
 

@@ -1,0 +1,70 @@
+"""Networks of a config: built on the CPU, and tried with an example input before data are read."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deeplightning.config.target import build
+from deeplightning.task.errors import MisfitError
+
+
+def build_network(target: Any, name: str | None = None) -> nn.Module:
+    """Builds the network that a target describes, with its parameters on the CPU.
+
+    Lightning calls `configure_model` in a context that creates tensors on the GPU under some strategies and not under
+    others. The generators of CPU and GPU draw different numbers, so a seed would give different weights.
+
+    Args:
+        target: `type` and `params` of the network.
+        name: of the network among several; None: the task has one.
+
+    Raises:
+        MisfitError: the target builds something other than a network.
+    """
+    with torch.device("cpu"):
+        network = build(target)
+    if not isinstance(network, nn.Module):
+        raise _misfit(f"{target.type} gives a {type(network).__name__}, not a torch.nn.Module", name)
+    return network
+
+
+def device_of(module: nn.Module) -> torch.device:
+    """The device of a module's first parameter, else of its first buffer, else the CPU.
+
+    A task's `device` is the one that the process computes on, and Lightning sets it before the network moves there.
+    """
+    for tensor in (*module.parameters(), *module.buffers()):
+        return tensor.device
+    return torch.device("cpu")
+
+
+def try_network(network: nn.Module, example: Tensor, refusal: str, name: str | None = None) -> Any:
+    """Passes an example through a network in evaluation mode, on the network's device, without gradients.
+
+    The first batch would show the same error, but later and in terms of matrices or indices.
+
+    Args:
+        network: in training mode, before and after.
+        example: (1, …), on any device.
+        refusal: what the error says before torch's reason.
+        name: of the network among several; None: the task has one.
+
+    Returns:
+        What the network gives.
+
+    Raises:
+        MisfitError: the network does not take the example.
+    """
+    network.eval()
+    try:
+        with torch.no_grad():
+            return network(example.to(device_of(network)))
+    except (RuntimeError, ValueError, IndexError) as error:
+        raise _misfit(f"{refusal}: {str(error).splitlines()[0]}", name) from error
+    finally:
+        network.train()
+
+
+def _misfit(message: str, name: str | None) -> MisfitError:
+    return MisfitError(message, "model.network") if name is None else MisfitError(f"model.network.{name}: {message}")
