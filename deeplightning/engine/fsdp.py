@@ -83,7 +83,16 @@ class Fsdp(Sharded, ModelParallelStrategy):
         super().setup(trainer)
 
     def model_to_device(self) -> None:
-        """All is on its device already; what is offloaded must not come back."""
+        """Moves the task back to its device after the teardown of the stage before; offloaded parameters stay on the
+        CPU."""
+        if self._offloads:
+            self.move_unsharded()
+        else:
+            super().model_to_device()
+
+    @property
+    def _offloads(self) -> bool:
+        return isinstance(self._options["offload_policy"], CPUOffloadPolicy)
 
     def _shard(self, task: nn.Module) -> None:
         loose = [name for name, _ in task.named_parameters(recurse=False)]
@@ -101,8 +110,7 @@ class Fsdp(Sharded, ModelParallelStrategy):
         mesh = self.device_mesh["data_parallel"]
         for unit in (*self._units(task), *_roots(task)):
             fully_shard(unit, mesh=mesh, **self._options)
-        on_cpu = isinstance(self._options["offload_policy"], CPUOffloadPolicy)
-        home = torch.device("cpu") if on_cpu else self.root_device
+        home = torch.device("cpu") if self._offloads else self.root_device
         for child in task.children():
             child._apply(lambda t: torch.empty_like(t, device=home) if t.is_meta else t.to(self.root_device))
         with torch.no_grad():

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torchmetrics import Metric
 
 from deeplightning.config.fault import CheckpointError, ConfigError, Fault
 from deeplightning.engine.checkpoint_io import raise_for_misfits, read_checkpoint, save_in_pieces
@@ -103,6 +104,19 @@ class Sharded(ABC):
         layers = self._layer_sync  # type: ignore[attr-defined]  # private in Lightning 2.6, which does it for ddp alone
         if layers is not None and trainer.state.fn == "fit":
             layers.apply(self.lightning_module)
+
+    def move_unsharded(self) -> None:
+        """Moves buffers and the states of metrics to the device that this process computes on.
+
+        Parameters are where the strategy put them. Lightning's teardown of a stage moves the task to the CPU, and tasks
+        add buffers when the next stage is set up.
+        """
+        device = self.root_device  # type: ignore[attr-defined]
+        for module in self.lightning_module.modules():
+            if isinstance(module, Metric):
+                module.to(device)
+            for name, buffer in module.named_buffers(recurse=False):
+                setattr(module, name, buffer.to(device))
 
     def teardown(self) -> None:
         """Lightning moves the task to the CPU, which parameters that still wait for their values refuse: that would be

@@ -115,11 +115,11 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
                     yield parameter
 
         strategy = self
+        _release(task)
         deepspeed.zero.Init(module=Arriving(), config_dict_or_path=self.config, remote_device=self.remote_device)
+        self.move_unsharded()
         for buffer in task.buffers():
-            values = buffer.to(self.root_device)
-            distributed.broadcast(values, 0)
-            buffer.copy_(values)
+            distributed.broadcast(buffer, 0)
 
     def init_deepspeed(self) -> None:
         """Lightning's, without its warning of a task that clips gradients in a way of its own."""
@@ -241,6 +241,19 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
                 parameter.ds_tensor.view(-1)[: share.values.numel()].copy_(share.values)
             if parameter.numel() == torch.Size(weights[name].shape).numel():  # whole on every process
                 parameter.copy_(whole_of(weights[name]))
+
+
+def _release(task: nn.Module) -> None:
+    """Leaves to each process only its part of the parameters that DeepSpeed has partitioned in a stage before.
+
+    DeepSpeed 0.19 keeps parameters below `stage3_param_persistence_threshold` complete on every process. Lightning's
+    teardown moves these copies to the CPU, and DeepSpeed would take them for available in the next stage.
+    """
+    parameters: Iterator[Any] = task.parameters()
+    for parameter in parameters:
+        if hasattr(parameter, "ds_id"):
+            parameter.ds_active_sub_modules.clear()
+            parameter.partition()
 
 
 def _cast_inputs(module: nn.Module, *inputs: Any) -> Any:
