@@ -108,6 +108,23 @@ class Killed(pl.Callback):
             os.kill(os.getpid(), signal.SIGKILL)
 
 
+class Normed(nn.Sequential):
+    """A network with convolutions and batch norm."""
+
+    def __init__(self):
+        layers = [nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10)]
+        super().__init__(*layers)
+
+
+class Partitioned(pl.Callback):
+    """Says whether DeepSpeed has every parameter in parts when a test begins."""
+
+    def on_test_start(self, trainer, module):
+        held = [(p.ds_status.name, p.numel()) for p in module.network.parameters()]
+        told = "all in parts" if set(held) == {("NOT_AVAILABLE", 0)} else str(held)
+        print("parameters of the test:", told, flush=True)
+
+
 class AsksForSteps(ImageClassification):
     """A task that builds its own schedule from the number of steps, as Lightning's manual shows it."""
 

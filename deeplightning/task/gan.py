@@ -19,7 +19,7 @@ from deeplightning.config.target import build
 from deeplightning.image import ImageSpec
 from deeplightning.task.errors import LabelError, MisfitError
 from deeplightning.task.metrics import InOwnPrecision, SampleMean
-from deeplightning.task.networks import build_network, device_of, try_network
+from deeplightning.task.networks import build_network, device_of, on_cpu, try_network
 from deeplightning.task.optimize import fits, freeze, optimizers_by_name
 from deeplightning.task.sheets import epoch_suffix, sheet
 
@@ -154,6 +154,7 @@ class Gan(pl.LightningModule):
         if getattr(data, "image_spec", None) is not None:
             self.image_spec, self.class_names = data.image_spec, list(getattr(data, "class_names", []))
 
+    @on_cpu
     def configure_model(self) -> None:
         """Builds the networks, and passes noise and a black picture through them.
 

@@ -1,5 +1,7 @@
 """Networks of a config: built on the CPU, and tried with an example input before data are read."""
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import torch
@@ -9,11 +11,23 @@ from deeplightning.config.target import build
 from deeplightning.task.errors import MisfitError
 
 
-def build_network(target: Any, name: str | None = None) -> nn.Module:
-    """Builds the network that a target describes, with its parameters on the CPU.
+def on_cpu(configure_model: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Decorates `configure_model`: networks are built and tried out on the CPU, and strategies move them afterwards.
 
-    Lightning calls `configure_model` in a context that creates tensors on the GPU under some strategies and not under
-    others. The generators of CPU and GPU draw different numbers, so a seed would give different weights.
+    Under some strategies Lightning calls that hook in a context that creates tensors on the GPU. The generators of CPU
+    and GPU draw different numbers, so a seed would give other weights under these strategies.
+    """
+
+    @wraps(configure_model)
+    def configured(task: Any) -> None:
+        with torch.device("cpu"):
+            configure_model(task)
+
+    return configured
+
+
+def build_network(target: Any, name: str | None = None) -> nn.Module:
+    """Builds the network that a target describes.
 
     Args:
         target: `type` and `params` of the network.
@@ -22,8 +36,7 @@ def build_network(target: Any, name: str | None = None) -> nn.Module:
     Raises:
         MisfitError: the target builds something other than a network.
     """
-    with torch.device("cpu"):
-        network = build(target)
+    network = build(target)
     if not isinstance(network, nn.Module):
         raise _misfit(f"{target.type} gives a {type(network).__name__}, not a torch.nn.Module", name)
     return network

@@ -14,7 +14,7 @@ from torchmetrics import Metric
 from deeplightning.config.target import build
 from deeplightning.task.errors import MisfitError
 from deeplightning.task.metrics import InOwnPrecision, SampleMean
-from deeplightning.task.networks import build_network
+from deeplightning.task.networks import build_network, on_cpu
 from deeplightning.task.optimize import freeze, optimizers
 
 Batch = dict[str, Tensor]
@@ -142,6 +142,7 @@ class Supervised(pl.LightningModule):
 
     # ---- assembling
 
+    @on_cpu
     def configure_model(self) -> None:
         """Builds the network, and tries it out: what does not fit shows before data is read.
 

@@ -1,0 +1,227 @@
+"""Where tensors are through a whole run, for every engine and task, on a machine without a GPU.
+
+Runs compute on a pretended device (see `pretend`): an operation on two devices fails as it would on a GPU, and at each
+hook parameters, buffers, metrics and the optimizer's state are on the device of the process.
+"""
+
+import ast
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import weights
+from pretend import DEVICE, Mixed, Pretend, mark_of
+from test_gan import CONFIG as GAN
+from test_img_recon import CONFIG as RECONSTRUCTION
+from test_regression import CONFIG as REGRESSION
+from test_regression import SETS
+from test_segmentation import CONFIG as SEGMENTATION
+from test_segmentation import fill
+from test_text_classif import CONFIG as TEXTS
+from test_text_classif import reviews
+
+import deeplightning
+from deeplightning.configure import init_module, load_config
+from deeplightning.image import ImageSpec
+from deeplightning.task.networks import device_of
+from deeplightning.text import SPECIAL, TextSpec
+
+pytestmark = pytest.mark.device
+
+SLOW = pytest.mark.slow
+OFFLOADED = {"fsdp": "[parameters, state]"}
+ENGINES = [
+    *("null", "ddp", "fsdp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"),
+    *("fsdp offload", "deepspeed_stage_1_offload", "deepspeed_stage_2_offload", "deepspeed_stage_3_offload"),
+]
+STAGES = "stages=[train, validate, test, predict]"
+NORM = "model.network={type: own.Normed}"
+
+
+def life(start, config, engine, processes, cwd, *overrides, name):
+    """A run's two launches: all stages, then one epoch more from the last checkpoint, with an export."""
+    backend, _, offload = engine.partition(" ")
+    offloaded = OFFLOADED.get(backend, "[state]") if "offload" in engine else "[]"
+    settings = [
+        f"logger.params.experiment_name='{name}'",
+        f"engine={{backend: {backend}, processes: {processes}}}",
+        f"train.callbacks=[{{type: pretend.Places, params: {{offloaded: {offloaded}}}}}]",
+        "logger.log_every_n_steps=1",
+        *(["engine.params={cpu_offload: true}"] if offload else []),
+        *overrides,
+    ]
+    options = {"cwd": cwd, "ranks": processes, "main": "pretend:main", "PRETEND": backend}
+    first = start("train", config, *settings, "train.num_epochs=1", "train.export=false", **options)
+    assert first.code == 0, first
+    second = start(
+        *("train", config, *settings, "train.num_epochs=2", "train.export=true", "train.resume_ckpt=auto"), **options
+    )
+    assert second.code == 0, second
+    assert "last.ckpt (step" in second.out, second
+    assert second.folder == first.folder
+    return second
+
+
+@pytest.fixture(scope="module")
+def lives(jobs, tiny, place):
+    """`lives(engine, processes)` is such a run of digits; each runs once."""
+    done = {}
+
+    def run(engine, processes):
+        if (engine, processes) not in done:
+            name = f"life-{engine.replace(' ', '-')}-{processes}"
+            more = [NORM, STAGES, f"data.batch_size={32 // processes}"]
+            done[engine, processes] = life(jobs, tiny, engine, processes, place, *more, name=name)
+        return done[engine, processes]
+
+    return run
+
+
+TWO = [pytest.param(e, 2, marks=() if e in ("fsdp", "deepspeed_stage_3") else SLOW) for e in ENGINES if e != "null"]
+
+
+@pytest.mark.parametrize(("engine", "processes"), [*((engine, 1) for engine in ENGINES), *TWO])
+def test_tensors_are_on_one_device_from_the_first_step_to_the_export(engine, processes, lives):
+    """Training, checkpoint, validation, test, prediction, resume and export of a network with batch norm: nothing mixes
+    devices, and after each stage's teardown all of the task is on its device again."""
+    assert (lives(engine, processes).folder / "bundle" / "model.onnx").is_file()
+
+
+@pytest.mark.parametrize("engine", ["null", "ddp", "fsdp", "deepspeed_stage_3"])
+def test_a_seed_gives_the_same_weights_on_a_device_as_on_the_cpu(engine, lives, train):
+    """The pretended device's run ends with the weights of a run on the CPU, under every way to build the network."""
+    expected = weights(train(NORM, "data.batch_size=32").folder / "last.ckpt")
+    found = weights(lives(engine, 1).folder / "last.ckpt")
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, rtol=0, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def configs(tmp_path_factory, store):
+    """A folder with a config and data for each task."""
+    folder = tmp_path_factory.mktemp("tasks")
+    (folder / "sets.py").write_text(SETS)
+    fill(folder / "masks", 20)
+    fill(folder / "pictures" / "one", 12)
+    fill(folder / "pictures" / "two", 12, seed=1)
+    for name, rows in (("train", reviews(64)), ("dev", reviews(33, 1000)), ("test", reviews(20, 2000))):
+        lines = "".join(f"{text}\t{label}\n" for text, label in rows)
+        (folder / f"{name}.tsv").write_text(f"sentence\tlabel\n{lines}")
+    texts = {
+        "text": TEXTS.replace("ROOT", str(folder)),
+        "gan": GAN,
+        "segmentation": SEGMENTATION.replace("ROOT", str(folder / "masks")),
+        "reconstruction": RECONSTRUCTION,
+        "regression": REGRESSION,
+    }
+    for name, text in texts.items():
+        (folder / f"{name}.yaml").write_text(text.replace("STORE", str(store)))
+    return folder
+
+
+SHARDED = ["null", "fsdp", "deepspeed_stage_3"]
+TASKS = [
+    *(("gan", engine) for engine in ("null", "ddp")),
+    *((task, engine) for task in ("text", "segmentation") for engine in SHARDED),
+    *(pytest.param(t, e, marks=SLOW) for t in ("reconstruction", "regression") for e in SHARDED),
+]
+
+
+@pytest.mark.parametrize(("task", "engine"), TASKS)
+def test_every_task_computes_on_one_device(task, engine, jobs, configs):
+    """The same life for each task; a GAN has nothing to predict, and trains under null and ddp alone."""
+    more = ["stages=[train, validate, test]", "model.scheduler=null"] if task == "gan" else [STAGES]
+    life(jobs, f"{task}.yaml", engine, 1, configs, *more, name=f"life-{task}-{engine}")
+
+
+# ---- the parts of it
+
+
+def example(kind, configs, tiny):
+    """A task, and its network with the data that it needs to be built."""
+    cfg = load_config(tiny if kind == "image" else configs / f"{kind}.yaml", ["engine.processes=1"])
+    task = init_module(cfg, "model")
+    task.image_spec = ImageSpec(8, 8, "L", mean=(0.5,), std=(0.5,))
+    task.class_names = [str(number) for number in range(10)]
+    if kind == "text":
+        task.text_spec = TextSpec("words", "\n".join([*SPECIAL, "fine", "dull"]))
+        task.class_names = ["negative", "positive"]
+    return task
+
+
+@pytest.mark.parametrize("kind", ["image", "text", "gan"])
+def test_a_network_is_built_and_tried_out_on_the_cpu(kind, configs, tiny, place, monkeypatch):
+    """Lightning sets the task's device, and a context that creates tensors there, before the network moves: the network
+    draws its weights from the CPU's generator, and what it is tried with is where it is."""
+    monkeypatch.chdir(place if kind == "image" else configs)
+    task = example(kind, configs, tiny)
+    task._device = torch.device("meta")
+    with torch.device("meta"):
+        task.configure_model()
+    assert {device_of(network).type for network in task.children() if list(network.parameters())} == {"cpu"}
+
+
+def test_no_task_takes_its_own_device_for_that_of_its_network():
+    """A task's `device` is where the process computes; tasks ask their tensors and networks, and name no GPU."""
+    for path in sorted((Path(deeplightning.__file__).parent / "task").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            of_self = isinstance(node, ast.Attribute) and node.attr == "device" and ast.unparse(node) == "self.device"
+            names_gpu = isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("cuda")
+            assert not of_self, f"{path.name}:{node.lineno}"
+            assert not names_gpu, f"{path.name}:{node.lineno}"
+
+
+def test_parameters_that_zero_keeps_complete_are_sharded_again_for_the_next_stage(jobs, tiny, place):
+    """Two processes, stage 3, small parameters: the test begins with every parameter in parts, not with copies that the
+    teardown of the training has moved to the CPU."""
+    settings = ["engine={backend: deepspeed_stage_3, processes: 2}", "stages=[train, test]", NORM]
+    done = jobs("train", tiny, *settings, "train.callbacks=[{type: own.Partitioned}]", cwd=place, ranks=2)
+    assert done.code == 0, done
+    assert "parameters of the test: all in parts" in done.out
+
+
+# ---- the pretended device itself
+
+
+def test_the_pretended_device_refuses_what_a_gpu_refuses():
+    """Operands on two devices; a number without a dimension, an index and a copy may be on the CPU."""
+    with Pretend():
+        here, there = torch.ones(3), torch.ones(3).to(DEVICE)
+        assert (here.device.type, there.device) == ("cpu", DEVICE)
+        for mixed in (lambda: here + there, lambda: torch.cat([here, there]), lambda: there.mul_(here)):
+            with pytest.raises(Mixed, match="Expected all tensors to be on the same device"):
+                mixed()
+        assert (there * torch.tensor(2.0)).device == DEVICE
+        assert there[torch.tensor([0, 1])].device == DEVICE
+        assert there.copy_(here).device == DEVICE
+        assert torch.zeros(2, device=DEVICE).device == torch.zeros_like(there).device == DEVICE
+        assert there.cpu().device.type == "cpu"
+        network = torch.nn.Linear(3, 2)
+        with pytest.raises(Mixed):
+            network(there)
+        assert network.to(DEVICE)(there).device == DEVICE
+
+
+def test_the_pretended_device_computes_as_the_cpu_does():
+    """A step of an optimizer there changes weights as one on the CPU does, to the last bit."""
+    steps = []
+    for device in (torch.device("cpu"), DEVICE):
+        torch.manual_seed(0)
+        with Pretend():
+            network = torch.nn.Linear(4, 2).to(device)
+            optimizer = torch.optim.AdamW(network.parameters(), lr=0.1)
+            network(torch.ones(3, 4).to(device)).square().mean().backward()
+            optimizer.step()
+            assert {mark_of(p) for p in network.parameters()} == {device}
+            steps.append(network.weight.detach().cpu())
+    assert torch.equal(*steps)
+
+
+def test_the_names_that_the_pretended_device_replaces_exist():
+    """Private names of torch that `pretend` takes the place of; a rename would switch part of it off."""
+    from torch.distributed.fsdp import _fully_shard as fsdp
+
+    assert callable(torch.autograd._engine_run_backward)
+    assert callable(fsdp._fully_shard._get_device_from_mesh)
+    assert callable(fsdp._fsdp_param_group._get_device_handle)
