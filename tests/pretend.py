@@ -17,6 +17,7 @@ import pytorch_lightning as pl
 import single
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 from torchmetrics import Metric
 
@@ -49,7 +50,7 @@ INDEXED = {"__getitem__", "index", "index_put_"}
 
 def mark_of(tensor: Tensor) -> torch.device | None:
     """The device of a tensor: pretended, the CPU, or None where nobody has said."""
-    if type(tensor).__name__ == "DTensor":
+    if isinstance(tensor, DTensor):
         tensor = tensor._local_tensor
     if tensor.is_meta:
         return tensor.device
@@ -59,7 +60,7 @@ def mark_of(tensor: Tensor) -> torch.device | None:
 def mark(value: Any, device: torch.device) -> Any:
     for tensor in tensors(value):
         if not tensor.is_meta:
-            if type(tensor).__name__ == "DTensor":
+            if isinstance(tensor, DTensor):
                 tensor = tensor._local_tensor
             tensor.untyped_storage().lies_on = device
     return value
@@ -177,6 +178,8 @@ class Places(pl.Callback):
 
     def look(self, trainer: Any, task: pl.LightningModule, *_: Any) -> None:
         found = [("parameters", f"parameter {name}", p) for name, p in task.named_parameters() if p.numel()]
+        if "parameters" in self.offloaded:  # those that are gathered for a while are on the device
+            found = [row for row in found if isinstance(row[2], DTensor)]
         found += [("buffers", f"buffer {name}", buffer) for name, buffer in task.named_buffers()]
         for name, metric in task.named_modules():
             if isinstance(metric, Metric):

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.strategies import ParallelStrategy
 from torch import Generator, Tensor, nn
 from torch.nn import functional
 from torchmetrics import Metric
@@ -296,9 +297,9 @@ class Gan(pl.LightningModule):
         optimizer.step()
 
     def _alone(self) -> Any:
-        """Leaves gradients to this process: ddp would wait for those of the other network."""
-        strategy: Any = self.trainer.strategy
-        return strategy.block_backward_sync() if self.trainer.world_size > 1 else contextlib.nullcontext()
+        """Leaves gradients to this process: ddp, also with one process, would wait for those of the other network."""
+        strategy = self.trainer.strategy
+        return strategy.block_backward_sync() if isinstance(strategy, ParallelStrategy) else contextlib.nullcontext()
 
     def _average(self, optimizer: Any, samples: int) -> None:
         """Makes an optimizer's gradients the means over the samples of all processes; each has `samples` of them."""
