@@ -101,6 +101,10 @@ class Pretend(TorchFunctionMode):
         result = func(*args, **kwargs)
         if asked or more:
             return mark(result, asked or more)
+        if _names_cpu(kwargs.get("device")):
+            return mark(result, torch.device("cpu"))
+        if name in ("copy_", "_foreach_copy_"):  # the target stays where it is
+            return result
         if found is None and not any(True for _ in tensors((args, kwargs))):
             found = torch.device("cpu")  # a factory function without a device
         for tensor in tensors(result):
