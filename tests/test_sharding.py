@@ -62,6 +62,21 @@ class Running(nn.Module):
         return self.layers(images)
 
 
+class Precise(Running):
+    """One that notes the precision of its parameters and of what its layers give."""
+
+    def __init__(self, note):
+        super().__init__()
+        self.note = pathlib.Path(note)
+
+    def forward(self, images):
+        logits = super().forward(images)
+        weight = self.layers[1].weight
+        if self.training:
+            (self.note / "precision").write_text(f"{weight.dtype} {self.layers[1](images.flatten(1)).dtype}")
+        return logits
+
+
 class Scalar(Running):
     """One that also has a parameter without a dimension."""
 
@@ -394,3 +409,21 @@ def test_a_parameter_without_a_dimension_is_named(engine, trained):
 def test_batch_norm_runs_in_bf16(engine, trained):
     """Under DeepSpeed's mixed precision its running means are of the precision of its weights."""
     trained(engine, "model.network={type: sharded_own.Running}", "train.callbacks=[]", "engine.precision=bf16")
+
+
+@pytest.mark.parametrize(
+    ("engine", "shares"), [("deepspeed_stage_1", ""), ("deepspeed_stage_3", ""), ("deepspeed_stage_3", ALL_SHARED)]
+)
+def test_every_stage_computes_in_the_precision_of_the_run(engine, shares, trained, tmp_path):
+    """With `bf16` the network's parameters and what its layers give are of 16 bits in the first and in a resumed run,
+    whether a parameter is gathered or stays whole; the checkpoint has the optimizer's copy of 32 bits."""
+    network = f"model.network={{type: sharded_own.Precise, params: {{note: '{tmp_path}'}}}}"
+    settings = [network, "train.callbacks=[]", "engine.precision=bf16", *([shares] if shares else [])]
+    first, _ = trained(engine, *settings)
+    assert (tmp_path / "precision").read_text() == "torch.bfloat16 torch.bfloat16"
+    weights = weights_of(first.folder / "last.ckpt")
+    assert weights["network.layers.1.weight"].dtype == torch.float32
+    assert not torch.equal(weights["network.layers.1.weight"].bfloat16().float(), weights["network.layers.1.weight"])
+    (tmp_path / "precision").unlink()
+    trained(engine, *settings, f"train.resume_ckpt='{first.folder}'", "train.num_epochs=2")
+    assert (tmp_path / "precision").read_text() == "torch.bfloat16 torch.bfloat16"

@@ -84,6 +84,7 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
         self.synchronise_batch_norm(trainer)
         try:
             if self.stage == 3:
+                self.cast_parameters()
                 self._share_out(self.lightning_module)
             super().setup(trainer)
         except RuntimeError as error:
@@ -99,6 +100,19 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
         for module in self.lightning_module.children():
             if next(module.parameters(), None) is not None:
                 module.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
+
+    def cast_parameters(self) -> None:
+        """Gives parameters the precision that the network computes in, before they are partitioned.
+
+        DeepSpeed 0.19 casts no parameter that is partitioned: without this, stage 3 computes in 32 bits under every
+        precision, and its activations and weights take twice the memory.
+        """
+        assert isinstance(self.config, dict)
+        words = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        chosen = [dtype for word, dtype in words.items() if (self.config.get(word) or {}).get("enabled")]
+        for parameter in self.lightning_module.parameters() if chosen else ():
+            if parameter.is_floating_point() and not hasattr(parameter, "ds_id"):
+                parameter.data = parameter.data.to(chosen[0])
 
     def _share_out(self, task: nn.Module) -> None:
         """Gives each process its part of every parameter, one after the other, from rank 0."""
