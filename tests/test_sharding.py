@@ -6,10 +6,12 @@ import shutil
 from pathlib import Path
 
 import pytest
+import pytorch_lightning as pl
 import torch
 
 from deeplightning.config.fault import CheckpointError
 from deeplightning.engine.checkpoint_io import copy_checkpoint, read_checkpoint, remove_checkpoint
+from deeplightning.engine.zero import DeepSpeed, sizes
 
 OWN = '''\
 """Networks and callbacks of the tests of sharding."""
@@ -427,3 +429,53 @@ def test_every_stage_computes_in_the_precision_of_the_run(engine, shares, traine
     (tmp_path / "precision").unlink()
     trained(engine, *settings, f"train.resume_ckpt='{first.folder}'", "train.num_epochs=2")
     assert (tmp_path / "precision").read_text() == "torch.bfloat16 torch.bfloat16"
+
+
+VIT_L = 304_326_632
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_buckets_fit_the_network(stage):
+    """A small network gets one bucket of its own size, a large one a sixteenth, the largest what Lightning sets; a
+    network that does not learn gets a bucket that DeepSpeed accepts."""
+    buckets = [sizes(n, n, stage)["reduce_bucket_size"] for n in (282_378, VIT_L, 70_000_000_000)]
+    assert buckets == [282_378, VIT_L // 16, 200_000_000]
+    assert sizes(VIT_L, 2_000, stage)["reduce_bucket_size"] == 2_000
+    assert sizes(VIT_L, 0, stage)["reduce_bucket_size"] == 1
+
+
+def test_stage_3_gathers_a_part_of_a_large_network():
+    """At most a quarter of it waits gathered for its next use; one below 50 million parameters may come together."""
+    assert sizes(1_000_000, 1_000_000, 3)["stage3_max_live_parameters"] == 50_000_000
+    large = sizes(VIT_L, VIT_L, 3)
+    assert large["stage3_max_live_parameters"] == large["stage3_max_reuse_distance"] == VIT_L // 4
+    assert large["stage3_prefetch_bucket_size"] == VIT_L // 16
+    assert large["sub_group_size"] == 50_000_000
+    assert sizes(VIT_L, VIT_L, 0) == {}
+
+
+def test_sizes_that_are_given_stay():
+    """As params of the strategy or as words of DeepSpeed's own config; the others fit the network, at each set-up."""
+    given = {"zero_optimization": {"stage3_max_live_parameters": 0}}
+    strategy = DeepSpeed(stage=3, reduce_bucket_size=5000, config=given)
+    for width in (100, 10):
+        strategy.connect(lightning_module_of(width))
+        strategy.fit_sizes()
+        zero = strategy.config["zero_optimization"]
+        assert (zero["reduce_bucket_size"], zero["stage3_max_live_parameters"]) == (5000, 0)
+        assert zero["stage3_max_reuse_distance"] == 50_000_000
+    learning = DeepSpeed(stage=2)
+    learning.connect(lightning_module_of(100))
+    learning.fit_sizes()
+    assert learning.config["zero_optimization"]["reduce_bucket_size"] == 101
+    off = DeepSpeed(zero_optimization=False)
+    off.connect(lightning_module_of(100))
+    off.fit_sizes()
+    assert "zero_optimization" not in off.config
+
+
+def lightning_module_of(width):
+    """A task whose network has `width` weights and a bias."""
+    task = pl.LightningModule()
+    task.network = torch.nn.Linear(width, 1)
+    return task
