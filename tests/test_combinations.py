@@ -180,6 +180,53 @@ def test_deepspeed_without_its_own_optimizer_is_a_hint():
         assert "Fused" not in str(examine("c.yaml", [f"engine={engine}"]).notices)
 
 
+@pytest.mark.parametrize(
+    ("engine", "figures"),
+    [
+        ("backend: fsdp, gpus: [0]", "null 532 samples/s and 15.9 GiB; fsdp 323 samples/s and 15.8 GiB"),
+        ("backend: deepspeed_stage_3, gpus: 1", "deepspeed_stage_3 97 samples/s and 25.8 GiB, when it computed in 32"),
+        ("backend: deepspeed_stage_2, gpus: [3]", None),
+        ("backend: fsdp, gpus: 1, params: {config: x}", "fsdp 323"),
+    ],
+)
+def test_sharding_on_one_gpu_is_a_hint(engine, figures):
+    """One process has nobody to share with: `null` is recommended, with what was measured, when and where; of a
+    stage that was not measured no figure is given."""
+    (hint,) = [n for n in examine("c.yaml", [f"engine={{{engine}}}"]).hints if n.key == "engine.backend"]
+    assert "set engine.backend=null, or engine." in hint.text
+    assert not hint.unasked
+    assert ("one H100 on 22 November 2026" in hint.text) == (figures is not None)
+    assert figures is None or figures in hint.text
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        "backend: fsdp, gpus: [0, 1]",
+        "backend: fsdp, gpus: 1, num_nodes: 2",
+        "backend: fsdp, gpus: 1, params: {cpu_offload: true}",
+        "backend: deepspeed_stage_2_offload, gpus: 1",
+        "backend: deepspeed_stage_3, gpus: 1, params: {offload_optimizer: true}",
+        "backend: deepspeed_stage_3, gpus: 1, params: {config: {zero_optimization: {offload_param: {device: cpu}}}}",
+        "backend: ddp, gpus: 1",
+        "backend: null, gpus: 1",
+        "backend: fsdp",
+        "backend: fsdp, processes: 2",
+    ],
+)
+def test_sharding_that_brings_something_is_no_hint(engine):
+    """Several processes share, and offloading frees a GPU's memory; without a GPU the backend is null or shares."""
+    assert "no other process" not in str(examine("c.yaml", [f"engine={{{engine}}}"]).notices)
+
+
+def test_plan_says_what_a_backend_brings_on_one_gpu(command, tiny, place):
+    """`deeplightning plan`, here for a machine of Slurm's with one GPU, prints the hint beside the plan."""
+    launcher = "engine.launcher.type=deeplightning.engine.launch.Slurm"
+    planned = command("plan", tiny, launcher, "engine.gpus=1", "engine.backend=fsdp", cwd=place)
+    assert planned.code == 0, planned
+    assert "with one GPU fsdp has no other process to share with" in planned.err
+
+
 def test_mpi_needs_a_build_that_knows_it():
     """The package index's torch does not: exit code 3."""
     report = examine("c.yaml", ["engine={backend: ddp, processes: 2, params: {process_group_backend: mpi}}"])

@@ -12,6 +12,7 @@ from typing import Any
 from deeplightning.config import strategy
 from deeplightning.config.compare import Meanings
 from deeplightning.config.fault import Fault, Notice, upwards
+from deeplightning.config.one_gpu import hints_for_one_gpu
 from deeplightning.config.schema import (
     Backend,
     Call,
@@ -381,6 +382,7 @@ def conflicts(
 
 def hints(cfg: Config, asked: Engine) -> Iterator[Notice]:
     """What is right and could be better."""
+    yield from hints_for_one_gpu(cfg.engine)
     runs_on_cpu = _deepspeed(cfg.engine) and cfg.engine.gpus is None  # where DeepSpeed's own have nothing to gain
     if _deepspeed(asked) and not runs_on_cpu:
         for optimizer in _optimizers(cfg):
