@@ -1,5 +1,6 @@
 """One word changes how a run is spread, and nothing else: not what is learned, nor what resumes or is exported."""
 
+import json
 import shutil
 
 import numpy as np
@@ -166,6 +167,31 @@ def _assert_ends_alike(end_of, engine, processes, at, *more):
     assert found["lr_schedulers"] == expected["lr_schedulers"]
     assert _bits(found["state_dict"]) == _bits(expected["state_dict"])
     assert _bits(found["optimizer_states"][0]["state"]) == _bits(expected["optimizer_states"][0]["state"])
+
+
+# What `deeplightning.engine.zero.sizes` gives a network of billions, scaled down to one of 3,000 parameters.
+ZERO = {f"stage3_{name}": 200 for name in ("prefetch_bucket_size", "max_live_parameters", "max_reuse_distance")}
+SIZES = {"reduce_bucket_size": 200, "sub_group_size": 400, "config": {"zero_optimization": ZERO}}
+
+
+def test_sizes_of_stage_3_that_cut_a_network_into_parts_change_no_result(job, learned):
+    """With buckets below the network's size, and an optimizer that steps through one part after the other, weights and
+    optimizer end as without, and a resumed run ends bit for bit like an uninterrupted one."""
+    overrides, ranks = spread("deepspeed_stage_3")
+    settings = [*LEARNS, *overrides, f"engine.params={json.dumps(SIZES)}", "train.num_epochs=2"]
+    whole = job(*settings, ranks=ranks)
+    stopped = job(*settings, "train.max_steps=4", ranks=ranks)
+    resumed = job(*settings, f"train.resume_ckpt='{stopped.folder}'", ranks=ranks)
+    expected, found, again = (
+        read_checkpoint(run.folder / "last.ckpt") for run in (learned("deepspeed_stage_3"), whole, resumed)
+    )
+    assert _bits(again["state_dict"]) == _bits(found["state_dict"])
+    assert _bits(again["optimizer_states"][0]["state"]) == _bits(found["optimizer_states"][0]["state"])
+    for name, tensor in expected["state_dict"].items():
+        assert _distance(found["state_dict"][name], tensor) < 1e-5
+    for number, state in expected["optimizer_states"][0]["state"].items():
+        for name, value in state.items():
+            assert _distance(found["optimizer_states"][0]["state"][number][name], value) < 1e-4
 
 
 def _bits(value):
