@@ -37,6 +37,7 @@ import scoring
 import servers
 import side_by_side
 import soak
+import step_memory
 import timed
 import train as training
 
@@ -216,6 +217,40 @@ def test_bytes_that_a_process_holds_are_those_of_its_tensors():
     other = torch.optim.SGD([copy], lr=0.1, momentum=0.9)
     other.step()
     assert engines.held(network, other) == {"parameters": 4 * numbers, "state": 400, "copies": 400}
+
+
+def test_bytes_are_counted_from_when_a_tensor_is_made_until_it_is_freed():
+    """Views count nothing; the peak of a phase is kept with what was made in which phase."""
+    with step_memory.Live() as live:
+        live.phase = "one"
+        kept = torch.zeros(1000)
+        live.phase = "two"
+        passing = torch.zeros(500)
+        view = kept[:10]
+        assert live.total == 6000
+        assert live.made == {"one": 4000, "two": 2000}
+        del passing
+        live.phase = "three"
+        view + 1
+    assert live.total == 4000
+    assert live.peaks["two"] == (6000, {"one": 4000, "two": 2000})
+    assert live.peaks["three"][0] == 4040
+
+
+@pytest.mark.parametrize("engine", ["null", "deepspeed_stage_3"])
+def test_what_a_step_holds_is_known_for_each_parameter(engine):
+    """With bf16 `null` holds 4, 8 and 4 bytes for a parameter, its state and its gradient; stage 3 holds 2 and the
+    optimizer's copy of 4, 8, and 2, and a bucket of the network's size for gradients."""
+    network = ["--depth", "1", "--width", "32", "--heads", "1", "--image-size", "16", "--batch", "2"]
+    script = str(ROOT / "benchmarks/step_memory.py")
+    ended = subprocess.run([sys.executable, script, *network, "--engine", engine], capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    found = json.loads(ended.stdout.splitlines()[-1])
+    names = ("parameters", "own weights", "state", "gradients", "buckets")
+    expected = (4, 0, 8, 4, 0) if engine == "null" else (2, 4, 8, 2, 2)
+    # Beside them Adam's counts of steps, and DeepSpeed fills up what it shares out.
+    assert [found[name] / found["numbers"] for name in names] == pytest.approx(expected, rel=0.02)
+    assert found["computed in"] == "bfloat16"
 
 
 @pytest.mark.parametrize("engine", engines.ENGINES)
