@@ -5,6 +5,7 @@
 # Setting up writes to .venv and .uv only: .uv holds the log, the lock, uv and its cache (where the machine has none).
 # The new environment is built in .uv/new and moved to .venv when it is whole, so an interrupted set-up leaves no .venv.
 # TORCH_BACKEND=cpu|cu…|auto picks another build of torch; later starts keep it until another one is asked for.
+# DEEPLIGHTNING_PYTHON=python3 (a command or a path) uses that Python with the packages it has; then nothing is set up.
 
 root=$(CDPATH='' cd -- "$(dirname -- "${BASH_SOURCE[0]}")" && pwd -P)
 python=$root/.venv/bin/python
@@ -159,6 +160,21 @@ UV_FIND_LINKS and other settings that offer a torch of their own, or set TORCH_B
     fi
 }
 
+# A Python that has the packages, made absolute, since the scripts change the working directory.
+own_python() {
+    python=$(command -v -- "$DEEPLIGHTNING_PYTHON") || {
+        log='' stop "DEEPLIGHTNING_PYTHON=$DEEPLIGHTNING_PYTHON is no command that is here. Name a Python that has the
+packages, such as python3, or unset the variable to set up .venv."
+        return
+    }
+    case "$python" in /*) ;; *) python=$PWD/$python ;; esac
+    export PYTHONPATH=$root${PYTHONPATH:+:$PYTHONPATH}
+}
+
+if [ -n "${DEEPLIGHTNING_PYTHON-}" ]; then
+    own_python
+    return
+fi
 requirements=$(cd -- "$root" && sed '/^\[tool\.ruff\]/,$d' pyproject.toml | cat - requirements.lock | cksum)
 torch=index
 while read -r fact value; do

@@ -7,6 +7,7 @@ A job of several ranks is as many forked processes, which find in their environm
 """
 
 import atexit
+import contextlib
 import importlib
 import itertools
 import json
@@ -15,6 +16,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Sequence
@@ -152,13 +154,34 @@ def environment(**variables: str) -> dict[str, str]:
     return kept | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DEEPLIGHTNING_CACHE": "off"} | variables
 
 
-def real(*arguments: object, cwd: Path, **variables: str) -> Outcome:
-    """The same in a fresh process, as a person starts it."""
+def real(*arguments: object, cwd: Path, limit: float = LONGEST, **variables: str) -> Outcome:
+    """The same in a fresh process, as a person starts it.
+
+    Args:
+        limit: seconds, after which it and every process that it has started are killed.
+
+    Raises:
+        AssertionError: it has not ended within the limit.
+    """
     command = [sys.executable, "-m", "deeplightning", *map(str, arguments)]
-    done = subprocess.run(
-        command, cwd=cwd, env=environment(**variables), capture_output=True, text=True, timeout=LONGEST
-    )
-    return Outcome(done.returncode, done.stdout, done.stderr)
+    # Files, since a process that outlives its parent would keep a pipe open, and the reader waiting.
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        env = environment(**variables)
+        child = subprocess.Popen(command, cwd=cwd, env=env, stdout=out, stderr=err, start_new_session=True)
+        try:
+            code = child.wait(limit)
+        except BaseException as stopped:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+            if not isinstance(stopped, subprocess.TimeoutExpired):
+                raise
+            code = None
+        for file in (out, err):
+            file.seek(0)
+        outcome = Outcome(-1 if code is None else code, out.read(), err.read())
+    assert code is not None, f"not ended after {limit:.0f} s: {outcome}"
+    return outcome
 
 
 def _serve(preload: Sequence[str]) -> None:

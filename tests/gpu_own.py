@@ -1,0 +1,75 @@
+"""A user's own code for the runs on GPUs: made-up pictures, small networks, and callbacks that note and that kill.
+
+`gpu_runs.py` copies this file into the working directory of its runs. It needs no package beside torch and Lightning.
+"""
+
+import json
+import os
+import pathlib
+import signal
+
+import numpy as np
+import pytorch_lightning as pl
+import torch
+from torch import nn
+
+from deeplightning.data.datasets import Samples
+from deeplightning.data.images import ImageData, height_width
+from deeplightning.image import ImageSpec
+
+
+class Made(ImageData):
+    """Noise with a bright spot whose place is the class, one of ten; 80 % train, 10 % validate, 10 % test.
+
+    Args:
+        size: of all sets together.
+        image_size: pixels of a side, a multiple of 8.
+    """
+
+    def __init__(self, cfg, size=300, image_size=8, **options):
+        super().__init__(cfg, ImageSpec(*height_width(image_size), mode="L", mean=(0.5,), std=(0.25,)), **options)
+        self.size, self.class_names = size, [str(number) for number in range(10)]
+
+    def read(self):
+        random, labels = np.random.RandomState(6), np.arange(self.size) % 10
+        pictures = random.randint(60, size=(self.size, 8, 8)).astype(np.uint8)
+        for picture, label in zip(pictures, labels, strict=True):
+            row, column = 2 * (label // 4), 2 * (label % 4)
+            picture[row : row + 2, column : column + 2] += 150
+        times = self.image_spec.height // 8
+        return {"all": Samples(pictures.repeat(times, 1).repeat(times, 2), labels.astype(np.int64))}
+
+
+def network(width, depth=1, norm=False):
+    """Linear layers, which compute the same on a CPU and a GPU to a few millionths."""
+    sizes = [64, *[width] * depth]
+    layers = [nn.Flatten()]
+    for before, after in zip(sizes, sizes[1:], strict=False):
+        layers += [nn.Linear(before, after), *([nn.BatchNorm1d(after)] if norm else []), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(width, 10))
+
+
+def mixed():
+    """Convolution, batch norm with its buffers, dropout, layer norm and linear layers."""
+    features = [nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Dropout(0.2)]
+    return nn.Sequential(*features, nn.Linear(512, 64), nn.LayerNorm(64), nn.ReLU(), nn.Linear(64, 10))
+
+
+class Notes(pl.Callback):
+    """Writes the device of each process, and the most bytes that it held there, into `folder/RANK.json`."""
+
+    def __init__(self, folder):
+        self.folder = pathlib.Path(folder)
+
+    def on_train_end(self, trainer, module):
+        device = trainer.strategy.root_device
+        noted = {"device": str(device), "bytes": torch.cuda.max_memory_allocated(device)}
+        (self.folder / f"{trainer.global_rank}.json").write_text(json.dumps(noted))
+
+
+class Killed(pl.Callback):
+    """Kills its process after the optimizer step that the environment variable KILL_AT names, if it does."""
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        if trainer.global_step == int(os.environ.get("KILL_AT", -1)):
+            os.kill(os.getpid(), signal.SIGKILL)
