@@ -103,15 +103,19 @@ def _per_step(times: Sequence[float], steps: int) -> float:
     return sum(epoch[-1] - epoch[0] for epoch in whole) / sum(len(epoch) - 1 for epoch in whole)
 
 
-def run(command: Sequence[str], folder: Path, **variables: str) -> Took:
+def run(command: Sequence[str], folder: Path, limit: float = LONGEST, **variables: str) -> Took:
     """A command in a fresh process, in an empty folder that is made for it, with compiled bytecode and one thread.
+
+    Args:
+        limit: seconds, after which it is killed.
 
     Raises:
         RuntimeError: it fails, or takes too long.
     """
     folder.mkdir(parents=True)
     env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{PEERS}{os.pathsep}{ROOT}", "MLFLOW_DISABLE_TELEMETRY": "true"}
+    path = os.pathsep.join([str(PEERS), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "MLFLOW_DISABLE_TELEMETRY": "true"}
     env |= {"TIMED_STEPS": str(folder / "steps"), "GIT_PYTHON_REFRESH": "quiet", **variables}
     with tempfile.TemporaryFile() as said:
         begun = time.monotonic()
@@ -123,7 +127,7 @@ def run(command: Sequence[str], folder: Path, **variables: str) -> Took:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
 
-        too_long = threading.Timer(LONGEST, end)
+        too_long = threading.Timer(limit, end)
         too_long.start()
         try:
             _, status, used = os.wait4(child.pid, 0)

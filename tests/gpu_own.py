@@ -3,6 +3,7 @@
 `gpu_runs.py` copies this file into the working directory of its runs. It needs no package beside torch and Lightning.
 """
 
+import itertools
 import json
 import os
 import pathlib
@@ -44,7 +45,7 @@ def network(width, depth=1, norm=False):
     """Linear layers, which compute the same on a CPU and a GPU to a few millionths."""
     sizes = [64, *[width] * depth]
     layers = [nn.Flatten()]
-    for before, after in zip(sizes, sizes[1:], strict=False):
+    for before, after in itertools.pairwise(sizes):
         layers += [nn.Linear(before, after), *([nn.BatchNorm1d(after)] if norm else []), nn.ReLU()]
     return nn.Sequential(*layers, nn.Linear(width, 10))
 
@@ -53,6 +54,20 @@ def mixed():
     """Convolution, batch norm with its buffers, dropout, layer norm and linear layers."""
     features = [nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Dropout(0.2)]
     return nn.Sequential(*features, nn.Linear(512, 64), nn.LayerNorm(64), nn.ReLU(), nn.Linear(64, 10))
+
+
+class TooLarge(nn.Module):
+    """Allocates more than any GPU has, on the device of its input, when it learns."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = network(64)
+
+    def forward(self, images):
+        logits = self.layers(images)
+        if self.training:
+            logits = logits + torch.zeros(2**42, device=images.device, dtype=torch.float32).sum()  # 16 TiB
+        return logits
 
 
 class Notes(pl.Callback):

@@ -123,17 +123,18 @@ class Runs:
         if precision == "16":  # Adam's eps of 1e-8 is 0 in half precision
             settings += ["model.optimizer.params.eps=0.0001"]
         straight, killed = ("logger.params.experiment_name=" + name for name in ("straight", "killed"))
+        options = {"limit": LONGEST if gpus else 4 * LONGEST}  # CPUs may be shared
         begun = time.monotonic()
         try:
-            done = self.start(*settings, straight)
+            done = self.start(*settings, straight, **options)
             cell.train = done.code == 0
             if not cell.train:
                 cell.reason = f"exit code {done.code}: {last_line(done.err)}"
                 return cell
             results = json.loads((done.folder / "test_results.json").read_text())
             cell.test, cell.exported = results["test_acc"], (done.folder / "bundle" / "model.onnx").is_file()
-            broken = self.start(*settings, killed, KILL_AT=KILL_AT)
-            resumed = self.start(*settings, killed)
+            broken = self.start(*settings, killed, **options, KILL_AT=KILL_AT)
+            resumed = self.start(*settings, killed, **options)
             if broken.code == 0 or resumed.code or "resumes " not in resumed.out:
                 cell.reason = f"exit codes {broken.code}, {resumed.code}: {last_line(resumed.err)}"
                 return cell

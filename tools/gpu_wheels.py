@@ -25,7 +25,7 @@ THERE = ["torch", "torchvision", "pytorch-lightning", "torchmetrics", "lightning
 THERE += ["tqdm", "fsspec", "sympy", "networkx", "jinja2"]
 """Packages that the machine has: torch, torchvision, Lightning, and what they require."""
 
-# MLflow 3.17.2 tracks in SQLite with these three; the full package requires pandas, pyarrow, SciPy and scikit-learn, 90 MB.
+# MLflow 3.17.2 tracks in SQLite with these three; the full package requires pandas, pyarrow, SciPy and scikit-learn.
 MLFLOW = ["mlflow-skinny", "alembic", "sqlalchemy"]
 # Only data.digits, figures, the server's event loop and MLflow's access to Databricks import these, and the GPU's suite
 # uses none of them.

@@ -18,11 +18,12 @@ class Pictures(ImageData):
         size: pixels of a side.
         mode: L or RGB.
         classes: how many.
+        options: see `deeplightning.data.images.ImageData`.
     """
 
-    def __init__(self, cfg: Any, size: int, mode: str, classes: int):
+    def __init__(self, cfg: Any, size: int, mode: str, classes: int, **options: Any):
         channels = MODES[mode]
-        super().__init__(cfg, ImageSpec(size, size, mode, mean=(0.5,) * channels, std=(0.25,) * channels))
+        super().__init__(cfg, ImageSpec(size, size, mode, mean=(0.5,) * channels, std=(0.25,) * channels), **options)
         self.class_names = [str(number) for number in range(classes)]
 
     def read(self) -> dict[str, Samples]:
