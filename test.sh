@@ -1,13 +1,19 @@
 #!/usr/bin/env bash
 # All checks, as CI runs them: bash test.sh [--all] [arguments of pytest]. --all runs the tests that take minutes as well.
+# bash test.sh --gpu [arguments of pytest] runs what is about GPUs instead, in at most 8 minutes: benchmarks/gpu.py.
 # Every check runs, whatever the ones before it found; the exit code is 1 when one of them failed.
 
 source "$(dirname -- "${BASH_SOURCE[0]}")/env.sh" || exit
 cd -- "$root" || exit
 marked=(-m "not slow")
 arguments=()
+gpu=
 for argument in "$@"; do
-    if [ "$argument" = --all ]; then marked=(); else arguments+=("$argument"); fi
+    case "$argument" in
+        --all) marked=() ;;
+        --gpu) gpu=yes ;;
+        *) arguments+=("$argument") ;;
+    esac
 done
 
 failed=
@@ -18,6 +24,7 @@ check() {
 
 # One thread each: workers that spin for the same cores slow one another down tenfold.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+[ -z "$gpu" ] || exec "$python" benchmarks/gpu.py --suite "${arguments[@]}"
 check ruff format --check .
 check ruff check .
 check mypy

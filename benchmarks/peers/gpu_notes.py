@@ -24,16 +24,15 @@ class Epochs(pl.Callback):
 
     def on_train_epoch_start(self, trainer, module):
         wait_for(trainer.strategy.root_device)
-        self.begun, self.pictures = time.monotonic(), 0
+        self.begun = time.monotonic()
 
     def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
-        self.pictures += len(batch[1])
         if trainer.global_step == 1 and batch_idx == 0:
             print(f"first step at {time.monotonic():.3f}", flush=True)
         if batch_idx + 1 == trainer.num_training_batches:
             wait_for(trainer.strategy.root_device)
-            seconds = time.monotonic() - self.begun
-            print(f"epoch {trainer.current_epoch} seconds {seconds:.4f} pictures {self.pictures}", flush=True)
+            seconds, pictures = time.monotonic() - self.begun, len(trainer.datamodule.dataset("train"))
+            print(f"epoch {trainer.current_epoch} seconds {seconds:.4f} pictures {pictures}", flush=True)
 
 
 class Turn(pl.Callback):
@@ -62,7 +61,7 @@ class Turn(pl.Callback):
             wait_for(trainer.strategy.root_device)
             self.begun = time.monotonic()
         elif batch_idx > 1:
-            self.samples += len(batch[1]) * trainer.world_size
+            self.samples += len(batch["label"]) * trainer.world_size
 
     def on_train_end(self, trainer, module):
         device = trainer.strategy.root_device
