@@ -10,6 +10,7 @@ import json
 import os
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -89,10 +90,11 @@ class Runs:
 
     Args:
         place: an empty folder.
+        run: starts a command, as `commands.real` does.
     """
 
-    def __init__(self, place: Path):
-        self.place = place
+    def __init__(self, place: Path, run: Callable[..., Outcome] = real):
+        self.place, self.run = place, run
         self.config = place / "gpu.yaml"
         self.store = place / "mlruns"
         shutil.copy(Path(__file__).with_name("gpu_own.py"), place)
@@ -104,7 +106,7 @@ class Runs:
         Raises:
             AssertionError: it has not ended in time.
         """
-        return real("train", config or self.config, *overrides, cwd=self.place, limit=limit, **variables)
+        return self.run("train", config or self.config, *overrides, cwd=self.place, limit=limit, **variables)
 
     def train(self, *overrides: str, code: int = 0, **options: Any) -> Outcome:
         """The same, which must end with this exit code."""

@@ -17,7 +17,7 @@ import pytest
 import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPTS = ["env.sh", "train.sh", "monitor.sh", "deploy.sh", "predict.sh", "test.sh", ".ci/run"]
+SCRIPTS = ["env.sh", "train.sh", "monitor.sh", "deploy.sh", "predict.sh", "test.sh", "tools/gpu_wheels.sh", ".ci/run"]
 TOOLS = ["awk", "bash", "cat", "cksum", "date", "df", "dirname", "env", "grep", "ln", "mkdir", "mv", "readlink", "rm"]
 TOOLS += ["sed", "sleep", "tail", "touch"]
 
@@ -166,6 +166,24 @@ def test_test_all_runs_slow_tests(clone):
     """`--all` takes the restriction to quick tests away; all checks passed is exit code 0."""
     code, out, _ = clone.run("test.sh", "--all")
     assert (code, "not slow" in out) == (0, False)
+
+
+def test_test_gpu_is_one_program(clone):
+    """`--gpu` runs no other check, and the other arguments arrive as given."""
+    _, out, _ = clone.run("test.sh", "-k", "a b", "--gpu")
+    assert out.splitlines() == ["benchmarks/gpu.py", "--suite", "-k", "a b"]
+
+
+def test_a_python_that_is_named_is_used_as_it_is(bare, tmp_path):
+    """DEEPLIGHTNING_PYTHON is a command or a path, also one that is relative: nothing is set up."""
+    (bare.bin / "own python").symlink_to(tmp_path / "stub")
+    for named in ("own python", "./own python", str(bare.bin / "own python")):
+        code, out, err = bare.run("train.sh", "x.yaml", DEEPLIGHTNING_PYTHON=named)
+        assert (code, out.splitlines(), err) == (0, ["-m", "deeplightning", "train", "x.yaml"], "")
+    assert not (bare.root / ".venv").exists()
+    code, _, err = bare.run("train.sh", DEEPLIGHTNING_PYTHON="no such python")
+    assert code == 3
+    assert "DEEPLIGHTNING_PYTHON=no such python is no command" in err
 
 
 def test_ci_runs_test(clone):
