@@ -170,7 +170,12 @@ class Bench:
         if self.left < 20:
             raise NoTime
         cache = {"TORCHINDUCTOR_CACHE_DIR": str(self.place / "inductor"), "TIMED_STEPS": "", "HF_HUB_OFFLINE": "1"}
-        return run(command, self.folder(), min(LONGEST, self.left), **cache)
+        try:
+            return run(command, self.folder(), min(LONGEST, self.left), **cache)
+        except RuntimeError:
+            if self.left <= 0:  # it was stopped
+                raise NoTime from None
+            raise
 
 
 def _yaml(value: Any) -> str:
