@@ -96,7 +96,8 @@ def tests(bench: Bench, arguments: Sequence[str]) -> None:
         "Adam in groups, accumulation, batch norm, dropout, and a schedule whose number of steps is `auto`. fsdp has "
     )
     note += "no loss scale: its 16 is `16-true`."
-    bench.say("tests", "Engines and precisions", note, cell_table(found))
+    if found or not arguments:
+        bench.say("tests", "Engines and precisions", note, cell_table(found))
     if code is None:
         bench.failed.append(f"tests (stopped after {limit:.0f} s)")
     elif code:

@@ -46,20 +46,25 @@ def loaders(training, validation, batch_size, workers):
 
 
 class OnDevice:
-    """Batches of pictures that lie on the device; those for training are shifted and mirrored there."""
+    """Batches of pictures that lie on the device; those for training are shifted and mirrored there.
 
-    def __init__(self, pictures, labels, batch_size, device, change):
+    Args:
+        whole: leave out the last batch where it is short, since a compiled network is compiled again for its shape.
+    """
+
+    def __init__(self, pictures, labels, batch_size, device, change, whole=False):
         self.pictures = torch.from_numpy(pictures).to(device).permute(0, 3, 1, 2)  # uint8 (N, 3, 32, 32)
         self.labels = torch.from_numpy(labels).to(device)
         self.batch_size, self.change = batch_size, change
+        self.batches = len(labels) // batch_size if whole else -(-len(labels) // batch_size)
 
     def __len__(self):
-        return -(-len(self.labels) // self.batch_size)
+        return self.batches
 
     def __iter__(self):
         count, device = len(self.labels), self.labels.device
         order = torch.randperm(count, device=device) if self.change else torch.arange(count, device=device)
-        for chosen in order.split(self.batch_size):
+        for chosen in order.split(self.batch_size)[: self.batches]:
             pictures = self.pictures[chosen]
             if self.change:
                 pictures = changed(pictures)
@@ -117,7 +122,7 @@ def main():
     held_out = len(labels) // 10
     training, validation = (pictures[:-held_out], labels[:-held_out]), (pictures[-held_out:], labels[-held_out:])
     if fast:
-        batches = [OnDevice(*training, given.batch_size, device, True)]
+        batches = [OnDevice(*training, given.batch_size, device, True, whole=given.compile is not None)]
         batches += [OnDevice(*validation, given.batch_size, device, False)]
     else:
         batches = loaders(training, validation, given.batch_size, given.workers)
