@@ -294,7 +294,7 @@ def compile_graphs(bench: Bench) -> None:
 
 
 def speed(bench: Bench) -> None:
-    """Pictures per second of the last of two epochs, and the seconds of the whole job, of each program in turn."""
+    """Pictures per second of the last of two epochs, and the seconds of the complete job, of each program in turn."""
     data = pictures(bench, bench.size.pictures, "pictures")
     if bench.warm is not None:
         bench.warm.result()
@@ -317,14 +317,14 @@ def speed(bench: Bench) -> None:
         "SGD, two epochs, each with validation and checkpoint; pictures per second are of the last epoch without these"
     )
     note += f"; {'bf16, channels_last' if bench.on_gpu else '32 bits, on the CPU'}; {bench.rounds} round(s)."
-    head = ["program", "batch", "pictures/s", "µs a step", "first step, s", "whole job, s"]
+    head = ["program", "batch", "pictures/s", "µs a step", "first step, s", "job, s"]
     bench.say("speed", "Speed", note, table(head, lines))
     bench.raw["speed"] = {f"{row.name}, batch {row.batch}": some for row, some in found.items()}
     bench.bounds += bounds_of(found, bench.size)
 
 
 def timing(took: Any) -> dict[str, float]:
-    """Of a program: pictures per second of its last epoch, seconds to its first step, and of the whole.
+    """Of a program: pictures per second of its last epoch, seconds to its first step, and of the job.
 
     Raises:
         ValueError: it has printed none.
@@ -361,5 +361,5 @@ def bounds_of(found: dict[Row, list[dict[str, float]]], size: Size) -> list[Boun
         Bound(f"batch {large}: {rate} raw loop's", against(Row(SELF, large), Row(RAW, large)), 0.95, True),
         Bound(f"graphs: {rate} raw loop's with graphs", against(graphs, Row(RAW, small, GRAPHS)), 0.9, True),
         Bound(f"graphs: {rate} raw loop's without", against(graphs, Row(RAW, small)), 1.15, True),
-        Bound("whole job: seconds of the plain script's", against(ours, Row(PLAIN, small), "wall"), 1.0),
+        Bound("job of two epochs: seconds of the plain script's", against(ours, Row(PLAIN, small), "wall"), 1.0),
     ]

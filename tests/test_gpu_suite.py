@@ -47,7 +47,7 @@ def test_without_a_gpu_one_line_says_so_and_the_cpu_part_runs():
 
 def test_a_test_that_fails_is_the_exit_code_of_the_suite():
     """pytest's own exit code comes out; 5 says that no test has the name."""
-    assert suite("-k", "there_is_no_such_test").returncode == 5
+    assert gpu.run_tests(["-k", "there_is_no_such_test"]) == 5
 
 
 def test_the_suite_runs_the_files_that_have_a_test_for_it():
@@ -174,7 +174,7 @@ def took(rate, start=2.0, wall=9.0):
 
 
 def test_speed_is_that_of_the_last_epoch():
-    """Pictures per second, seconds to the first step and of the whole; a program that printed no epoch is a failure."""
+    """Pictures per second, seconds to the first step and of the job; a program that printed no epoch is a failure."""
     assert gpu_rows.timing(took(450)) == pytest.approx({"rate": 450, "start": 2, "wall": 9})
     with pytest.raises(ValueError, match="no epoch"):
         gpu_rows.timing(Took(1.0, 9.0, 100.0, "nothing", Path(), ()))
@@ -186,7 +186,7 @@ def test_bounds_compare_figures_of_one_round():
     found = {row: [gpu_rows.timing(took(rate)) for rate in some] for row, some in rates.items()}
     figures = {bound.what: bound.figure for bound in gpu_rows.bounds_of(found, gpu_rows.FULL)}
     assert figures["batch 128: pictures/s of the plain script's"] == pytest.approx((1.3 + 1.2) / 2)
-    assert figures["whole job: seconds of the plain script's"] == pytest.approx(1)
+    assert figures["job of two epochs: seconds of the plain script's"] == pytest.approx(1)
     assert figures["batch 512: pictures/s of the raw loop's"] is None
     assert figures["graphs: pictures/s of the raw loop's without"] is None
     assert Row(RAW, 128, GRAPHS) in gpu_rows.rows_of(gpu_rows.FULL)
@@ -233,7 +233,7 @@ def test_the_page_keeps_what_is_not_measured(tmp_path):
 
 
 def test_the_shipped_page_has_a_date_and_a_device():
-    """What stands between the marks says when, on which device and at which commit it was measured."""
+    """The part between the marks names when, on which device and at which commit it was measured."""
     measured = gpu.PAGE.read_text().partition(gpu.BEGIN)[2].partition(gpu.END)[0]
     assert "easured on " in measured
     for word in ("torch", "GPU"):

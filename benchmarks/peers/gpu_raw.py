@@ -46,17 +46,17 @@ def loaders(training, validation, batch_size, workers):
 
 
 class OnDevice:
-    """Batches of pictures that lie on the device; those for training are shifted and mirrored there.
+    """Batches of pictures on the device; those for training are shifted and mirrored there.
 
     Args:
-        whole: leave out the last batch where it is short, since a compiled network is compiled again for its shape.
+        drop_last: leave out the last batch where it is short, since a compiled network is compiled again for its shape.
     """
 
-    def __init__(self, pictures, labels, batch_size, device, change, whole=False):
+    def __init__(self, pictures, labels, batch_size, device, change, drop_last=False):
         self.pictures = torch.from_numpy(pictures).to(device).permute(0, 3, 1, 2)  # uint8 (N, 3, 32, 32)
         self.labels = torch.from_numpy(labels).to(device)
         self.batch_size, self.change = batch_size, change
-        self.batches = len(labels) // batch_size if whole else -(-len(labels) // batch_size)
+        self.batches = len(labels) // batch_size if drop_last else -(-len(labels) // batch_size)
 
     def __len__(self):
         return self.batches
@@ -122,7 +122,7 @@ def main():
     held_out = len(labels) // 10
     training, validation = (pictures[:-held_out], labels[:-held_out]), (pictures[-held_out:], labels[-held_out:])
     if fast:
-        batches = [OnDevice(*training, given.batch_size, device, True, whole=given.compile is not None)]
+        batches = [OnDevice(*training, given.batch_size, device, True, drop_last=given.compile is not None)]
         batches += [OnDevice(*validation, given.batch_size, device, False)]
     else:
         batches = loaders(training, validation, given.batch_size, given.workers)
