@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from deeplightning import __version__
 from deeplightning.config.fault import CheckpointError, ConfigError
-from deeplightning.config.schema import Config
+from deeplightning.config.schema import Config, Engine, defaults
 from deeplightning.config.source import read
-from deeplightning.config.tree import dump, plain
+from deeplightning.config.tree import dump, line, plain
 from deeplightning.configure import decided, init_module, load_config
 from deeplightning.engine.place import own_rank, place
 from deeplightning.engine.ranks import restarts
@@ -29,10 +29,14 @@ log = logging.getLogger("deeplightning")
 
 SAMPLES = 16  # validation images kept in the run folder, to prove an export with
 TO_ANSWER = [
-    *("engine.gpus=null", "engine.processes=1", "engine.num_nodes=1", "engine.backend=null", "engine.params={}"),
-    *("engine.launcher=null", "engine.setup_hook=null"),
-    *("engine.compile=false", "engine.env={}"),  # a compiler and variables could run code that a copied run brings
+    *(f"engine.{name}={line(value)}" for name, value in defaults(Engine)),
+    *("stages=[predict]", "test.ckpt=last"),  # what training needs, such as a fused optimizer, may be missing here
 ]
+"""Overrides with which one CPU process uses the weights of a run.
+
+They reset every key of the engine, so that a key added later is reset too: what the run needed (GPUs, processes) may
+be missing here, and a compiler, a hook or environment variables could run code that a copied run brings.
+"""
 
 
 def resumption(cfg: Config) -> Resumption:

@@ -231,6 +231,15 @@ class Engine:
     env: dict[str, str] = key("environment variables of every worker", dict)
 
 
+def defaults(cls: type) -> Iterator[tuple[str, Any]]:
+    """Each key of a section that has a default, with it."""
+    for f in keys(cls):
+        if f.default is not MISSING:
+            yield f.name, f.default
+        elif f.default_factory is not MISSING:
+            yield f.name, f.default_factory()
+
+
 def backend_of(engine: Engine) -> Backend | None:
     """`engine.backend` in today's word."""
     return BACKENDS.get(engine.backend or "", engine.backend)
