@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from deeplightning.config.combinations import ENGINES, RULES, SETTINGS, engines, refusal, table
+from deeplightning.config.combinations import ENGINES, RULES, SETTINGS, Setting, engines, refusal, table
+from deeplightning.config.schema import Engine, Optimizer, keys
 from deeplightning.configure import examine, load_config
+from deeplightning.trained import TO_ANSWER
 
 SLOW = pytest.mark.slow  # with ddp and one process other tests train; the stages differ little
 ANYWHERE = {"a schedule by steps", "a schedule by a metric", "`precision: 16`", "`compile`", "`deterministic`"}
@@ -46,6 +48,7 @@ class Again(Manual):
 # What breaks each rule, in the order of the table, and the place of both keys where they are not in one override.
 TWO_OPTIMIZERS = "{g: {type: torch.optim.SGD, params: {lr: 1}}, d: {type: torch.optim.SGD, params: {lr: 1}}}"
 LBFGS = "model.optimizer={type: torch.optim.LBFGS, params: {lr: 1}}"
+ADAM = "model.optimizer={type: torch.optim.Adam, params: {lr: 1}}"
 FUSED = ["model.optimizer={type: some_parts.FusedAdam, params: {lr: 1}}"]
 BREAKING = [
     ["engine.backend=deepspeed_stage_2", "train.gradient_clip={value: 1, algorithm: value}"],
@@ -62,6 +65,7 @@ BREAKING = [
     ["engine.backend=deepspeed_stage_2", "engine.params.precision_plugin={type: torch.amp.GradScaler}"],
     ["engine.backend=fsdp", LBFGS],
     ["engine.precision=16-mixed", "engine.gpus=1", LBFGS],
+    ["engine.precision=16-true", ADAM],
     ["engine.gpus=1", "engine.processes=2"],
     ["engine.backend=ddp", "engine.params.process_group_backend=nccl"],
     ["engine.backend=ddp", "engine.params.ddp_comm_hook={ref: some_parts.fp16_compress_hook}"],
@@ -107,6 +111,75 @@ def test_each_pair_is_named_with_both_keys_and_a_remedy(rule, overrides):
     if setter:
         assert f"(override {setter[0]})" in fault.message
     assert fault.place is not None
+
+
+OF_ENGINE = [
+    (rule.when, overrides)
+    for rule, overrides in zip(RULES, BREAKING, strict=True)
+    if "engine." in f"{rule.key} {rule.other}"
+]
+
+
+@pytest.mark.parametrize("overrides", [row[1] for row in OF_ENGINE], ids=[row[0] for row in OF_ENGINE])
+def test_one_cpu_process_uses_the_weights_of_a_run_whatever_its_engine(overrides):
+    """What a rule forbids without a GPU, with another backend or precision does not stop an export: the overrides that
+    it loads a run's config with reset the engine."""
+    cfg = load_config("c.yaml", [*overrides, *TO_ANSWER])
+    assert cfg.engine == Engine()
+
+
+def test_every_key_of_the_engine_is_reset_to_use_weights():
+    """A key that is added to the schema cannot be forgotten."""
+    assert {f"engine.{f.name}" for f in keys(Engine)} <= {override.partition("=")[0] for override in TO_ANSWER}
+
+
+HALF = "engine.precision=16-true"
+KIN = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad")
+
+
+@pytest.mark.parametrize("name", KIN)
+def test_half_precision_refuses_an_eps_that_it_cannot_hold(name):
+    """`16-true` with the default eps of Adam's kin is refused by exit code 2, with the eps that works."""
+    adam = f"model.optimizer={{type: torch.optim.{name}, params: {{lr: 0.1}}}}"
+    (fault,) = examine("c.yaml", [HALF, adam]).faults
+    assert (fault.key, fault.exit_code) == ("engine.precision", 2)
+    assert f"model.optimizer: torch.optim.{name}" in fault.message
+    assert "eps: 1e-4" in fault.message
+    assert examine("c.yaml", [HALF, adam, "model.optimizer.params.eps=1e-4"]).faults == []
+
+
+def test_the_eps_that_counts_is_the_effective_one():
+    """Given in params, in a group, or in one of several optimizers; a large enough one in each place passes."""
+    good, small = "{type: torch.optim.Adam, params: {lr: 1, eps: 1e-6}}", "{match: bias, eps: 1e-9}"
+    for optimizer, is_right in [
+        ("{type: torch.optim.Adadelta, params: {lr: 1}}", True),
+        ("{type: torch.optim.SGD, params: {lr: 1}}", True),
+        ("{type: torch.optim.Adadelta, params: {lr: 1, eps: 0}}", False),
+        (good, True),
+        (f"{good[:-1]}, groups: [{small}]}}", False),
+        (f"{good[:-1]}, groups: [{{match: bias, weight_decay: 0}}]}}", True),
+        (f"{{g: {good}, d: {good}}}", True),
+        (f"{{g: {good}, d: {{type: torch.optim.Adam, params: {{lr: 1}}}}}}", False),
+    ]:
+        found = [fault.key for fault in examine("c.yaml", [HALF, f"model.optimizer={optimizer}"]).faults]
+        assert found == ([] if is_right else ["engine.precision"]), optimizer
+
+
+def test_half_precision_is_refused_only_where_weights_learn_in_it():
+    """`16`, `bf16-true` and a test of trained weights take Adam's default."""
+    assert examine("c.yaml", [HALF, ADAM, "stages=[test]", "test.ckpt=last"]).faults == []
+    for precision in (16, "bf16-true", 32):
+        assert examine("c.yaml", [f"engine.precision={precision}", ADAM]).faults == []
+
+
+def test_deepspeed_computes_an_optimizer_in_32_bits():
+    """ZeRO keeps a copy of the parameters in 32 bits for the optimizer, so that `16-true` does not lose its eps."""
+    rule = next(rule for rule in RULES if rule.other == "model.optimizer")
+    adam = Optimizer(type="torch.optim.Adam", params={"lr": 0.1})
+    setting = Setting("", {"model.optimizer": adam, "engine.precision": "16-true"})
+    assert refusal(setting, "deepspeed_stage_2", gpus=2) is None
+    assert refusal(setting, "fsdp", gpus=2) is rule
+    assert refusal(setting, "ddp") is rule
 
 
 @pytest.mark.parametrize(

@@ -112,6 +112,33 @@ def _steps_itself(cfg: Config) -> bool:
     return task is not None and task.steps_itself()
 
 
+LEAST_EPS = 1e-7
+"""Below it `eps` vanishes in half precision, whose smallest number is 6e-8."""
+
+_OWN_32_BITS = ("apex.", "bitsandbytes.")  # their optimizers compute in 32 bits whatever the parameters have
+
+
+def _loses_eps(cfg: Config) -> bool:
+    """Whether an optimizer divides by an `eps` that half precision rounds to 0."""
+    for optimizer in _optimizers(cfg):
+        if not isinstance(optimizer.type, str) or optimizer.type.startswith(_OWN_32_BITS):
+            continue
+        groups = optimizer.groups if isinstance(optimizer, Optimizer) else []
+        given = [group["eps"] for group in groups if isinstance(group, Mapping) and "eps" in group]
+        given.append(optimizer.params["eps"] if "eps" in (optimizer.params or {}) else _default(optimizer.type, "eps"))
+        if any(isinstance(eps, int | float) and eps < LEAST_EPS for eps in given):
+            return True
+    return False
+
+
+def _default(name: str, param: str) -> Any:
+    """What a target takes for a parameter that is not given; None where it has none or its source does not say."""
+    try:
+        return next((p.default for p in Meanings().signature(name).parameters if p.name == param), None)
+    except (ValueError, Undecided):
+        return None
+
+
 def _untrained(cfg: Config) -> bool:
     return "train" not in cfg.stages and bool(cfg.stages) and cfg.test.ckpt is None
 
@@ -232,6 +259,19 @@ RULES = [
         lambda cfg, _: cfg.engine.precision in (16, "16-mixed") and _uses(cfg, "LBFGS"),
     ),
     Rule(
+        "engine.precision",
+        "model.optimizer",
+        "precision 16-true, an optimizer with `eps` below 1e-7 (the default of Adam and its kin), no DeepSpeed",
+        "half precision rounds that eps to 0, and the weights become NaN within a few steps",
+        "set `eps: 1e-4` in the optimizer's params, or `engine.precision=16` or bf16",
+        lambda cfg, _: (
+            cfg.engine.precision == "16-true"
+            and not _deepspeed(cfg.engine)  # it keeps the optimizer's copy in 32 bits (0.19.8)
+            and "train" in cfg.stages
+            and _loses_eps(cfg)
+        ),
+    ),
+    Rule(
         "engine.processes",
         "engine.gpus",
         "several CPU processes, GPUs",
@@ -277,7 +317,11 @@ RULES = [
         "a fused optimizer of DeepSpeed or Apex, no GPU",
         "its step is a CUDA kernel, and there is no CUDA device in use",
         "set `engine.gpus`, or use torch's own optimizer, which `fused: true` fuses too",
-        lambda cfg, _: cfg.engine.gpus is None and _uses(cfg, "FusedAdam", "FusedLamb", "FusedLion", "FusedSGD"),
+        lambda cfg, _: (
+            cfg.engine.gpus is None
+            and "train" in cfg.stages
+            and _uses(cfg, "FusedAdam", "FusedLamb", "FusedLion", "FusedSGD")
+        ),
         exit_code=3,
         at_start=True,
     ),
