@@ -18,14 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 from deeplightning.config import check
 from deeplightning.config.combinations import conflicts, hints
-from deeplightning.config.fault import Notice
+from deeplightning.config.fault import Notice, place_of
 from deeplightning.config.report import Report
 from deeplightning.config.schema import Config, backend_of
 from deeplightning.config.space import misfits, space_of
 from deeplightning.config.target import build
 from deeplightning.engine.lean import import_lean
 from deeplightning.engine.place import own_rank
-from deeplightning.engine.plan import settle, trainer_arguments
+from deeplightning.engine.plan import occupied, settle, trainer_arguments
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
@@ -67,6 +67,9 @@ def examine(path: str | Path, overrides: list[str] | None = None, *, importing: 
     broken = list(conflicts(cfg, asked, report.places, skip=wrong.__contains__))
     report.add(*lacking, *(fault for rule, fault in broken if not rule.at_start))
     report.at_start += [fault for rule, fault in broken if rule.at_start]
+    if not lacking:
+        places = report.places
+        report.at_start += [replace(f, place=place_of(str(f.key), places)) for f in occupied(cfg.engine)]
     if cfg.seed is None:
         cfg.seed = decided("seed", lambda: secrets.randbelow(2**31))
         cfg.notices.append(Notice(f"seed: null → {cfg.seed} (drawn)", unasked=False, key="seed"))

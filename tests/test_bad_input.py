@@ -208,10 +208,10 @@ def test_a_bomb_costs_little_time_and_memory(bomb):
 def test_gpus_that_are_not_there(refused, tiny):
     """Exit 3: what was asked for, what there is, and how to go on."""
     told = refused(3, "train", tiny, "engine.gpus=[97, 98]")
-    assert told.startswith("override engine.gpus=[97, 98]: engine.gpus: asks for 97, 98, and this machine has ")
+    assert told.startswith("override engine.gpus=[97, 98]: engine.gpus: asks for GPU indexes 97, 98; this machine has ")
     assert "`engine.gpus=null` runs on the CPU" in told
     if not torch.cuda.is_available():
-        assert "asks for 0, 1, and this machine has none;" in refused(3, "train", tiny, "engine.gpus=[0,1]")
+        assert "asks for GPU indexes 0, 1; this machine has none;" in refused(3, "train", tiny, "engine.gpus=[0,1]")
 
 
 # ---- data

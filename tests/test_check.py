@@ -619,7 +619,7 @@ def test_a_huge_number_of_gpus_is_one_short_note(command, here):
     Path("c.yaml").write_text(GOOD)
     found = command("check", "c.yaml", "engine.gpus=987654321", cwd=here)
     assert found.code == 3
-    assert "asks for 987654321 GPUs, and this machine has" in found.err
+    assert "asks for 987654321 GPUs; this machine has" in found.err
     assert len(found.err) < 500
 
 

@@ -1,7 +1,8 @@
-"""GPUs are counted without torch, as torch would count them: `deeplightning.engine.devices`."""
+"""GPUs are described without torch, as NVIDIA's driver reports them, and counted as torch counts them."""
 
 import ctypes
 import importlib.util
+import itertools
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -10,87 +11,235 @@ import pytest
 import torch
 
 from deeplightning.engine import devices
+from deeplightning.engine.devices import Gpu, Holder, Machine, machine
+
+MIB = 2**20
 
 
 def test_the_count_is_that_of_torch():
     """In a process that never imports torch, on the machine as it is."""
     program = (
-        "import sys; from deeplightning.engine.devices import cuda_devices as n; print(n(), 'torch' in sys.modules)"
+        "import sys; from deeplightning.engine.devices import machine; "
+        "print(len(machine().shown()), 'torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
     assert done.stdout.split() == [str(torch.cuda.device_count()), "False"]
 
 
-@pytest.mark.parametrize(
-    ("count", "words", "seen"),
-    [
-        (4, None, 4),
-        (4, "", 0),
-        (4, "1", 1),
-        (4, "3,1", 2),
-        (4, " 0 , 2 ", 2),
-        (4, "0,7,1", 1),
-        (4, "-1,0", 0),
-        (4, "0,0", 1),
-        (4, "GPU-8932f937-d72c", 1),
-        (4, "none", 0),
-        (0, None, 0),
-        (0, "0,1", 0),
-    ],
-)
-def test_cuda_visible_devices_counts(count, words, seen):
-    """Indexes and identifiers, up to the first that is not there, as CUDA has it."""
-    assert devices._visible(count, words) == seen
+UUIDS = ["GPU-a1", "GPU-a2", "GPU-b1", "GPU-c1"]
+WORDS = ["0", "3", "4", "-1", " 2 ", "", "none", "GPU-a1", "GPU-a", "GPU-b", "GPU-x"]
+
+
+@pytest.mark.parametrize("count", [0, 1, 4])
+def test_cuda_visible_devices_is_read_as_torch_reads_it(count, monkeypatch):
+    """Every list of up to three entries shows the same GPUs to both: indexes and beginnings of ids, up to the first
+    that is not there; none at all where one occurs twice."""
+    monkeypatch.setattr(torch.cuda, "_raw_device_count_nvml", lambda: count)
+    monkeypatch.setattr(torch.cuda, "_raw_device_uuid_nvml", lambda: UUIDS[:count])
+    gpus = tuple(map(Gpu, UUIDS[:count]))
+    for words in itertools.chain.from_iterable(itertools.product(WORDS, repeat=n) for n in (1, 2, 3)):
+        visible = ",".join(words)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+        assert len(Machine(gpus, visible).shown()) == torch.cuda._device_count_nvml(), visible
+
+
+def test_the_order_of_cuda_visible_devices_counts():
+    """Index 0 is the first entry; without the variable, the first GPU."""
+    gpus = tuple(map(Gpu, UUIDS))
+    assert [gpu.uuid for gpu in Machine(gpus, "3,1").shown()] == ["GPU-c1", "GPU-a2"]
+    assert Machine(gpus).shown() == list(gpus)
+    assert Machine(gpus, "MIG-1").shown() == []
+    part = Gpu("MIG-1")
+    assert Machine((Gpu("GPU-a1", instances=(part,)),), "MIG-1").shown() == [part]
 
 
 class Driver:
-    """NVIDIA's library with two devices."""
+    """NVIDIA's library with two devices, the second in MIG mode with one instance; what it does not offer is absent."""
 
-    def nvmlInit_v2(self):
-        return 0
+    def __init__(self, init=0, **functions):
+        self.nvmlInit_v2 = lambda: init
+        for name, function in functions.items():
+            setattr(self, name, function)
 
     def nvmlDeviceGetCount_v2(self, count):
         count._obj.value = 2
         return 0
 
+    def nvmlSystemGetDriverVersion(self, buffer, size):
+        buffer.value = b"570.86.15"
+        return 0
+
+    def nvmlSystemGetCudaDriverVersion_v2(self, release):
+        release._obj.value = 12080
+        return 0
+
+    def nvmlDeviceGetHandleByIndex_v2(self, index, handle):
+        handle._obj.value = 100 + index
+        return 0
+
+    def nvmlDeviceGetUUID(self, handle, buffer, size):
+        buffer.value = b"MIG-7" if handle.value == 200 else f"GPU-{handle.value}".encode()
+        return 0
+
+    def nvmlDeviceGetName(self, handle, buffer, size):
+        buffer.value = b"NVIDIA A100"
+        return 0
+
+    def nvmlDeviceGetMemoryInfo(self, handle, memory):
+        memory._obj.total, memory._obj.free, memory._obj.used = 40 * MIB, 30 * MIB, 10 * MIB
+        return 0
+
+    def nvmlDeviceGetComputeMode(self, handle, mode):
+        mode._obj.value = 3
+        return 0 if handle.value < 200 else 3  # not supported of an instance
+
+    def nvmlDeviceGetMigMode(self, handle, current, pending):
+        current._obj.value = int(handle.value == 101)
+        return 0 if handle.value < 200 else 2
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, handle, count):
+        count._obj.value = 7
+        return 0
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle, index, instance):
+        instance._obj.value = 200
+        return 0 if index == 0 else 6  # not found
+
+    def nvmlDeviceGetComputeRunningProcesses_v3(self, handle, count, processes):
+        count._obj.value = 2
+        processes[0].pid, processes[0].used = 4711, 8 * MIB
+        processes[1].pid, processes[1].used = 4712, 2**64 - 1
+        return 0
+
+    def nvmlShutdown(self):
+        return 0
+
+
+@pytest.fixture
+def driver(tmp_path, monkeypatch):
+    """`driver(library, version)` puts a library of NVIDIA's and torch's version file in place."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.delenv("CUDA_DEVICE_ORDER", raising=False)
+
+    def put(library, version="cuda: Optional[str] = '13.2'\nhip: Optional[str] = None\n"):
+        if version is not None:
+            (tmp_path / "version.py").write_text(version)
+        spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
+        monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+
+        def load(name, **options):
+            if isinstance(library, dict) and name in library:
+                return library[name]
+            if isinstance(library, dict):
+                raise OSError(f"{name}: cannot open shared object file")
+            return library
+
+        monkeypatch.setattr(ctypes, "CDLL", load)
+
+    return put
+
+
+def test_the_driver_describes_the_machine(driver):
+    """Id, name, memory, compute mode, MIG instances and the processes of each GPU; version and CUDA release."""
+    driver(Driver())
+    found = machine()
+    assert (found.driver, found.supports, found.built_for) == ("570.86.15", (12, 8), (13, 2))
+    first, second = found.gpus
+    holders = (Holder(4711, 8 * MIB), Holder(4712, None))
+    assert first == Gpu("GPU-100", "NVIDIA A100", 40 * MIB, 30 * MIB, "exclusive", holders)
+    (instance,) = second.instances
+    assert (instance.uuid, instance.total, instance.mode, instance.instances) == ("MIG-7", 40 * MIB, "default", None)
+    assert found.by_bus
+    assert found.named("MIG-") == [instance]
+
+
+def test_what_a_driver_does_not_offer_is_left_out(driver):
+    """An older library counts, and says no more than that."""
+
+    class Old:
+        nvmlInit_v2 = staticmethod(lambda: 0)
+        nvmlDeviceGetCount_v2 = staticmethod(Driver().nvmlDeviceGetCount_v2)
+        nvmlDeviceGetHandleByIndex_v2 = staticmethod(Driver().nvmlDeviceGetHandleByIndex_v2)
+
+    driver(Old())
+    found = machine()
+    assert found.gpus == (Gpu(), Gpu())
+    assert (found.driver, found.supports) == (None, None)
+
 
 @pytest.mark.parametrize(
-    ("version", "found"),
+    ("code", "words"), [(9, "not loaded"), (18, "restart the machine"), (4, "/dev/nvidiactl"), (7, "NVML error 7")]
+)
+def test_a_driver_that_does_not_answer_is_reported(code, words, driver):
+    """Why there is no GPU, with the remedy."""
+    driver(Driver(init=code))
+    found = machine()
+    assert found.gpus == ()
+    assert words in found.trouble
+
+
+@pytest.mark.parametrize(
+    ("version", "built", "shown"),
     [
-        ("cuda: Optional[str] = '13.2'\nhip: Optional[str] = None\n", 2),
-        ("cuda = '12.8'\n", 2),
-        ("cuda: Optional[str] = None\nhip: Optional[str] = None\n", 0),
+        ("cuda: Optional[str] = '13.2'\nhip: Optional[str] = None\n", (13, 2), 2),
+        ("cuda = '12.8'\n", (12, 8), 2),
+        ("cuda: Optional[str] = None\nhip: Optional[str] = None\n", None, 0),
     ],
     ids=["cuda", "older", "cpu"],
 )
-def test_a_build_without_cuda_sees_none(version, found, tmp_path, monkeypatch):
-    """Torch's own version file says what it was built for; the driver how many there are."""
-    (tmp_path / "version.py").write_text(version)
-    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: Driver())
-    monkeypatch.delitem(sys.modules, "torch")
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert devices.cuda_devices() == found
+def test_a_build_without_cuda_sees_none(version, built, shown, driver):
+    """Torch's own version file says what it was built for; the GPUs that it cannot use are still described."""
+    driver(Driver(), version)
+    found = machine()
+    assert (found.built_for, len(found.shown()), len(found.gpus), found.is_built) == (
+        built,
+        shown,
+        2,
+        built is not None,
+    )
 
 
 @pytest.mark.parametrize("version", ["cuda = None\nhip: Optional[str] = '6.2'\n", "x = 1\n", None])
-def test_a_build_of_another_kind_is_asked_itself(version, tmp_path, monkeypatch):
-    """ROCm, or a file that says nothing: torch is imported and counts."""
-    if version is not None:
-        (tmp_path / "version.py").write_text(version)
-    spec = SimpleNamespace(submodule_search_locations=[str(tmp_path)])
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: spec)
+def test_a_build_of_another_kind_is_asked_itself(version, driver, monkeypatch):
+    """ROCm, or a file that says nothing: torch counts."""
+    driver({}, version)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 5)
-    assert devices._built_for() is None
-    assert devices.cuda_devices() == 5
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")  # torch has counted with it
+    assert machine().shown() == [Gpu()] * 5
 
 
-def test_a_machine_without_the_driver_has_none(monkeypatch):
-    """No library of NVIDIA's: no devices, no error."""
+def test_a_machine_with_cuda_and_without_nvml_is_counted_by_torch(driver, monkeypatch):
+    """As on a Jetson."""
+    driver({"libcuda.so.1": object()})
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    assert machine().shown() == [Gpu()]
 
-    def absent(name):
-        raise OSError(f"{name}: cannot open shared object file")
 
-    monkeypatch.setattr(ctypes, "CDLL", absent)
-    assert devices._driver_count() == 0
+def test_a_machine_without_the_driver_has_none(driver):
+    """No library of NVIDIA's: no GPUs, no error."""
+    driver({})
+    assert machine() == Machine(built_for=(13, 2))
+
+
+@pytest.mark.parametrize(("order", "by_bus"), [(None, False), ("FASTEST_FIRST", False), ("PCI_BUS_ID", True)])
+def test_different_gpus_are_numbered_for_certain_only_by_the_bus(order, by_bus, driver, monkeypatch):
+    """CUDA puts the fastest first, the driver goes by the bus."""
+
+    def name(handle, buffer, size):
+        buffer.value = f"NVIDIA {handle.value}".encode()
+        return 0
+
+    driver(Driver(nvmlDeviceGetName=name))
+    if order:
+        monkeypatch.setenv("CUDA_DEVICE_ORDER", order)
+    assert machine().by_bus == by_bus
+
+
+@pytest.mark.parametrize(("code", "begun"), [(0, True), (3, False)])
+def test_whether_cuda_has_begun_is_known_by_the_driver(code, begun, monkeypatch):
+    """It answers with a count, or that it is not initialised; a process that has not loaded it has not begun."""
+    library = SimpleNamespace(cuDeviceGetCount=lambda count: code)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name, mode: library)
+    assert devices.has_begun() == begun
+    monkeypatch.undo()
+    assert not devices.has_begun() or torch.cuda.is_available()

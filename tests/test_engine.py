@@ -99,7 +99,7 @@ def test_bf16_on_a_cpu_without_it_is_told(word, flags, settled, monkeypatch, tmp
 def test_gpus_that_are_not_there_are_refused(gpus, settled):
     """Exit code 3, naming the key, what there is and what to write instead."""
     with pytest.raises(
-        SetupError, match=r"engine.gpus: asks for (0, 1|1 GPU), and this machine has none.*engine.gpus=null"
+        SetupError, match=r"engine.gpus: asks for (GPU indexes 0, 1|1 GPU); this machine has none.*engine.gpus=null"
     ) as caught:
         settled(f"engine.gpus={gpus}")
     assert caught.value.exit_code == 3

@@ -181,7 +181,7 @@ class _Checker:
     def value(self, hint: Any, entry: Entry, key: str, path: KeyPath, metadata: typing.Mapping[str, Any] = {}) -> Any:
         """A value of the type that the schema gives, or _BAD after a fault was noted."""
         options = _options(hint)
-        if isinstance(entry.value, str) and str not in options and self.secrets.is_word(path):
+        if isinstance(entry.value, str) and (str not in options or int in options) and self.secrets.is_word(path):
             entry = Entry(scalar(entry.value), entry.place, entry.at)  # a variable's text stands for a number too
         value = entry.value
         for option in options:
@@ -198,6 +198,8 @@ class _Checker:
             words = [str(w) for o in options if typing.get_origin(o) is typing.Literal for w in typing.get_args(o)]
             renamed = RENAMED.get(f"{key}={value}")
             near = f" Did you mean {renamed}?" if renamed else nearest(value, words)
+            if key == "engine.gpus" and value.startswith(("GPU-", "MIG-")):
+                near = f" Did you mean [{value}]?"
         self.wrong(allowed, found, key, entry.place, near)
         return _BAD
 
@@ -495,8 +497,8 @@ class _Checker:
         train, data = config.train, config.data or schema.Data(module=_NONE, batch_size=1)
         model = config.model or schema.Model(module=_NONE, optimizer=None)
         gpus = config.engine.gpus if config.engine is not None else None
-        if isinstance(gpus, list) and len(set(gpus)) < len(gpus):
-            self.wrong("different device ids", gpus, "engine.gpus")
+        if isinstance(gpus, list):
+            self.devices(gpus)
         if isinstance(config.tune, schema.Tune):
             self.search(config, config.tune)
         if not config.stages:
@@ -520,6 +522,20 @@ class _Checker:
             if isinstance(part, float) and not 0 <= part <= 1:
                 allowed = "a whole number of batches, or a fraction between 0 and 1"
                 self.wrong(allowed, part, f"train.limit_batches.{name}")
+
+    def devices(self, gpus: list[int | str]) -> None:
+        """What a list of GPUs says that no machine could have."""
+        ids = [entry for entry in gpus if isinstance(entry, str)]
+        wrong = [entry for entry in ids if not entry.startswith(("GPU-", "MIG-"))]
+        if wrong:
+            number = f" Did you mean {wrong[0]}, without quotes?" if wrong[0].isdecimal() else ""
+            self.wrong(
+                "indexes, or ids that begin with GPU- or MIG- (`nvidia-smi -L`)", wrong[0], "engine.gpus", near=number
+            )
+        elif len(set(gpus)) < len(gpus):
+            self.wrong("different device ids", gpus, "engine.gpus")
+        elif ids and len(ids) < len(gpus):
+            self.wrong("either indexes or ids, not both", gpus, "engine.gpus")
 
     def search(self, config: Config, tune: schema.Tune) -> None:
         """What the block `tune` says by itself; whether the values of its space are right is seen with each of them."""

@@ -29,6 +29,14 @@ _WORDS = {_TYPES[kind]: words for kind, words in SIMPLE.items()} | {"null": "nul
 _PART_OR_WHOLE: Json = {"anyOf": [{"maximum": 1}, {"multipleOf": 1}]}
 _BOUNDS: dict[tuple[type, str], Json] = {
     (schema.Config, "stages"): {"minItems": 1},
+    (schema.Engine, "gpus"): {
+        "items": {
+            "type": ["integer", "string"],
+            "pattern": f"^(GPU|MIG)-|{REFERENCE}",
+            "patternErrorMessage": "must be an index, an id (GPU-… or MIG-…), or a reference such as ${a.b}",
+        },
+        "minimum": 0,
+    },
     (schema.Data, "num_splits"): {"minimum": 2},
     (schema.Train, "val_every_n_epoch"): {"exclusiveMinimum": 0, **_PART_OR_WHOLE},
     (schema.Checkpoint, "every_n_epochs"): {"exclusiveMinimum": 0, **_PART_OR_WHOLE},
@@ -174,7 +182,7 @@ def _reference(else_allowed: str) -> Json:
 def _item(hint: Any) -> Json:
     """An item of a list. It is whole in each file: a list replaces that of a base, and is not merged with it."""
     if not is_dataclass(hint):
-        return _simple([hint], {})
+        return _simple(options(hint), {})
     name = typing.cast(type, hint).__name__
     return {"allOf": [{"$ref": f"#/$defs/{name}"}, {"$ref": f"#/$defs/{name}.whole"}], "type": ["object", "string"]}
 

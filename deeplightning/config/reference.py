@@ -83,6 +83,8 @@ def _word(option: Any, path: str) -> str:
     if option in simple:
         return simple[option]
     origin, inner = typing.get_origin(option), typing.get_args(option)
+    if origin is types.UnionType:
+        return " or ".join(_word(one, path) for one in inner)
     if origin is typing.Literal:
         return " or ".join(f"`{word}`" for word in inner)
     if origin is list:

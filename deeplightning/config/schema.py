@@ -184,8 +184,11 @@ class Engine:
         "how parameters, gradients and the optimizer's state are spread; null: one process", None
     )
     params: dict[str, Any] = key("keyword arguments of the backend's strategy", dict, example="{timeout: 600}")
-    gpus: int | list[int] | Literal["auto"] | None = key(
-        "null: CPU; a number, a list of device ids, or auto", None, low=0
+    gpus: int | list[int | str] | Literal["auto"] | None = key(
+        "null: CPU; auto: every GPU, or the CPU where there is none; a number; or a list of indexes, counted from 0 "
+        "among those that CUDA_VISIBLE_DEVICES shows, or of ids as `nvidia-smi -L` prints them (GPU-…, or one MIG-…)",
+        None,
+        low=0,
     )
     processes: int = key("CPU processes when `gpus` is null", 1, low=1)
     num_nodes: int = key("machines", 1, low=1)

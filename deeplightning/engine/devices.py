@@ -1,28 +1,152 @@
-"""What this machine computes on, told without importing torch, which costs a second and more."""
+"""What this machine computes on, asked without importing torch, which costs a second and more.
 
+`machine()` describes the GPUs as NVIDIA's management library (NVML) and the driver report them; `engine.gpus` is judged
+by that description alone.
+"""
+
+import contextlib
 import ctypes
 import importlib.util
 import os
 import re
-import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
+from typing import Any, Literal, NamedTuple
 
 CPU_INFO = Path("/proc/cpuinfo")
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 
-def cuda_devices() -> int:
-    """The number of CUDA devices that torch sees: none if its build knows no CUDA; the variable CUDA_VISIBLE_DEVICES
-    counts."""
-    built_for = _built_for()
-    if "torch" in sys.modules or built_for is None:
-        import torch
+class Holder(NamedTuple):
+    """A process that uses a GPU.
 
-        return torch.cuda.device_count()
-    return _visible(_driver_count(), os.environ.get("CUDA_VISIBLE_DEVICES")) if built_for == "cuda" else 0
+    Attributes:
+        pid: as the driver numbers it; in a container this may be the number outside.
+        used: bytes of the GPU's memory; None where the driver does not say.
+    """
+
+    pid: int
+    used: int | None = None
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A GPU, or an instance of one in MIG mode.
+
+    Attributes:
+        uuid: `GPU-…` or `MIG-…`; empty where only the number of GPUs is known.
+        name: the product, as `NVIDIA H100 80GB HBM3`.
+        total, free: bytes of memory; None where the driver does not say.
+        mode: the compute mode: any number of processes, one, or none.
+        holders: the processes that use it, where they may be listed.
+        instances: of a GPU in MIG mode; None where it is not.
+    """
+
+    uuid: str = ""
+    name: str = ""
+    total: int | None = None
+    free: int | None = None
+    mode: Literal["default", "exclusive", "prohibited"] = "default"
+    holders: tuple[Holder, ...] = ()
+    instances: tuple["Gpu", ...] | None = None
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What bears on `engine.gpus`.
+
+    Attributes:
+        gpus: all GPUs, in the order of `nvidia-smi`.
+        visible: the value of CUDA_VISIBLE_DEVICES; None where it is not set, or torch has counted with it already.
+        by_bus: whether CUDA numbers the GPUs in that order for certain.
+        trouble: why the driver does not answer, with the remedy.
+        driver: its version, as `580.95.05`.
+        supports: the newest CUDA release that it supports, as (13, 0).
+        built_for: the CUDA release that torch is built for; None: it is not known.
+        is_built: whether torch is built for GPUs.
+    """
+
+    gpus: tuple[Gpu, ...] = ()
+    visible: str | None = None
+    by_bus: bool = True
+    trouble: str | None = None
+    driver: str | None = None
+    supports: tuple[int, int] | None = None
+    built_for: tuple[int, int] | None = None
+    is_built: bool = True
+
+    def shown(self) -> list[Gpu]:
+        """The GPUs in the order in which CUDA counts them: those before the first entry of CUDA_VISIBLE_DEVICES that
+        names none; no GPU at all where an entry occurs twice. The same as `torch.cuda._parse_visible_devices` (2.15).
+        """
+        if not self.is_built:
+            return []
+        if self.visible is None:
+            return list(self.gpus)
+        kind = _kind(self.visible)
+        words = list(takewhile(lambda w: _kind(w) == kind and (kind or _is_index(w)), self.visible.split(",")))
+        found = [gpus[0] for gpus in takewhile(lambda gpus: len(gpus) == 1, map(self.named, words))]
+        return [] if len(set(words)) < len(words) or len(set(found)) < len(found) else found
+
+    def named(self, word: str) -> list[Gpu]:
+        """The GPUs or MIG instances that a number or the beginning of an id means."""
+        if _is_index(word):
+            return list(self.gpus[int(word) : int(word) + 1])
+        every = [*self.gpus, *(instance for gpu in self.gpus for instance in gpu.instances or ())]
+        return [gpu for gpu in every if gpu.uuid.startswith(word)] if _kind(word) else []
+
+
+def _kind(word: str) -> str:
+    return next((kind for kind in ("GPU-", "MIG-") if word.startswith(kind)), "")
+
+
+def _is_index(word: str) -> bool:
+    return word.isascii() and word.strip().isdigit()
+
+
+def machine() -> Machine:
+    """This machine, as the driver and torch's files describe it; torch itself is asked only where they cannot tell."""
+    release = _built_for()
+    if release == "cpu":
+        return Machine(gpus=_described()[0], visible=os.environ.get(VISIBLE), is_built=False)
+    if release is None:
+        return _as_torch_counts()
+    gpus, trouble, driver, supports = _described()
+    if not gpus and trouble is None and _is_there("libcuda.so.1"):  # Jetson, or a container without NVML
+        return _as_torch_counts()
+    return Machine(
+        gpus=gpus,
+        visible=os.environ.get(VISIBLE),
+        # CUDA puts the fastest first by default, NVML goes by the bus.
+        by_bus=os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID" or len({gpu.name for gpu in gpus}) < 2,
+        trouble=trouble,
+        driver=driver,
+        supports=supports,
+        built_for=_release(release),
+    )
+
+
+def _as_torch_counts() -> Machine:
+    import torch
+
+    return Machine(gpus=(Gpu(),) * torch.cuda.device_count())
+
+
+def has_begun() -> bool:
+    """Whether this process has initialised CUDA, after which CUDA_VISIBLE_DEVICES has no effect.
+
+    The driver is asked, since torch notes it only for contexts of its own: `torch.cuda.is_available()` is enough.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        library = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        return library.cuDeviceGetCount(ctypes.byref(ctypes.c_int())) == 0  # 3 before it: not initialised
+    return False
 
 
 def _built_for() -> str | None:
-    """`cuda` or `cpu`, by the text of torch's version file; None where only torch itself can tell."""
+    """The CUDA release in torch's version file, as `13.2`, or `cpu`; None where only torch itself can tell."""
     spec = importlib.util.find_spec("torch")
     try:
         text = Path((spec.submodule_search_locations or [""])[0], "version.py").read_text() if spec else ""
@@ -31,32 +155,110 @@ def _built_for() -> str | None:
     built = dict(re.findall(r"^(cuda|hip)(?:\s*:[^=\n]*)?\s*=\s*(.*)$", text, re.MULTILINE))
     if "cuda" not in built or built.get("hip", "None") != "None":
         return None
-    return "cpu" if built["cuda"] == "None" else "cuda"
+    return "cpu" if built["cuda"] == "None" else built["cuda"].strip("'\"")
 
 
-def _driver_count() -> int:
-    """What NVIDIA's management library counts, as torch itself asks it (`torch.cuda._device_count_nvml`, 2.15)."""
+def _release(text: str) -> tuple[int, int] | None:
+    found = re.match(r"(\d+)\.(\d+)", text)
+    return (int(found[1]), int(found[2])) if found else None
+
+
+def _is_there(library: str) -> bool:
     try:
-        library = ctypes.CDLL("libnvidia-ml.so.1")
+        ctypes.CDLL(library)
     except OSError:
-        return 0
-    count = ctypes.c_int(0)
-    if library.nvmlInit_v2() != 0 or library.nvmlDeviceGetCount_v2(ctypes.byref(count)) != 0:
-        return 0
-    return count.value
+        return False
+    return True
 
 
-def _visible(count: int, words: str | None) -> int:
-    """How many of `count` devices a value of CUDA_VISIBLE_DEVICES leaves: those before the first that is not there."""
-    if words is None:
-        return count
-    seen: list[str] = []
-    for word in (w.strip() for w in words.split(",")):
-        is_there = word.isdigit() and int(word) < count
-        if not (is_there or re.match("GPU-|MIG-", word)) or word in seen:
-            break
-        seen.append(word)
-    return len(seen) if count else 0
+# ---- NVML: https://docs.nvidia.com/deploy/nvml-api/
+
+_TROUBLES = {
+    4: "the NVIDIA driver refuses this user; it needs to read /dev/nvidiactl",
+    9: "the NVIDIA driver is not loaded; `nvidia-smi` shows the state, `sudo modprobe nvidia` loads it",
+    18: "the NVIDIA driver was updated while it was loaded; restart the machine",
+}
+_MODES: dict[int, Literal["exclusive", "prohibited"]] = {1: "exclusive", 2: "prohibited", 3: "exclusive"}
+_NOT_SAID = 2**64 - 1  # of a process's memory
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = [(name, ctypes.c_ulonglong) for name in ("total", "free", "used")]
+
+
+class _Process(ctypes.Structure):
+    _fields_ = [("pid", ctypes.c_uint), ("used", ctypes.c_ulonglong), *((n, ctypes.c_uint) for n in ("gi", "ci"))]
+
+
+class _Nvml:
+    """NVML's functions: each gives a value through a pointer, or is skipped where this driver refuses or lacks it."""
+
+    def __init__(self, library: Any):
+        self._library = library
+
+    def call(self, name: str, *arguments: Any) -> int:
+        """The function's return code; 999 where there is no such function."""
+        function = getattr(self._library, name, None)
+        return 999 if function is None else function(*arguments)
+
+    def number(self, name: str, *arguments: Any) -> int | None:
+        value = ctypes.c_uint(0)
+        return value.value if self.call(name, *arguments, ctypes.byref(value)) == 0 else None
+
+    def text(self, name: str, *arguments: Any) -> str:
+        buffer = ctypes.create_string_buffer(96)
+        return buffer.value.decode() if self.call(name, *arguments, buffer, 96) == 0 else ""
+
+    def handles(self, count: int, name: str, *arguments: Any) -> Iterator[ctypes.c_void_p]:
+        for index in range(count):
+            handle = ctypes.c_void_p()
+            if self.call(name, *arguments, index, ctypes.byref(handle)) == 0:
+                yield handle
+
+    def gpu(self, handle: ctypes.c_void_p) -> Gpu:
+        memory, pending = _Memory(), ctypes.c_uint(0)
+        knows_memory = self.call("nvmlDeviceGetMemoryInfo", handle, ctypes.byref(memory)) == 0
+        mig, instances = ctypes.c_uint(0), None
+        if self.call("nvmlDeviceGetMigMode", handle, ctypes.byref(mig), ctypes.byref(pending)) == 0 and mig.value:
+            most = self.number("nvmlDeviceGetMaxMigDeviceCount", handle) or 0
+            instances = tuple(map(self.gpu, self.handles(most, "nvmlDeviceGetMigDeviceHandleByIndex", handle)))
+        return Gpu(
+            uuid=self.text("nvmlDeviceGetUUID", handle),
+            name=self.text("nvmlDeviceGetName", handle),
+            total=memory.total if knows_memory else None,
+            free=memory.free if knows_memory else None,
+            mode=_MODES.get(self.number("nvmlDeviceGetComputeMode", handle) or 0, "default"),
+            holders=tuple(self.holders(handle)),
+            instances=instances,
+        )
+
+    def holders(self, handle: ctypes.c_void_p) -> Iterator[Holder]:
+        count, found = ctypes.c_uint(64), (_Process * 64)()
+        for version in ("v3", "v2"):  # alike in layout
+            name = f"nvmlDeviceGetComputeRunningProcesses_{version}"
+            if self.call(name, handle, ctypes.byref(count), found) == 0:
+                for process in found[: count.value]:
+                    yield Holder(process.pid, None if process.used == _NOT_SAID else process.used)
+                return
+
+
+def _described() -> tuple[tuple[Gpu, ...], str | None, str | None, tuple[int, int] | None]:
+    """The GPUs, why they are not known, the driver's version, and the CUDA release that it supports."""
+    try:
+        nvml = _Nvml(ctypes.CDLL("libnvidia-ml.so.1"))
+    except OSError:
+        return (), None, None, None
+    if (code := nvml.call("nvmlInit_v2")) != 0:
+        return (), _TROUBLES.get(code, f"the NVIDIA driver does not answer (NVML error {code})"), None, None
+    try:
+        gpus = tuple(
+            map(nvml.gpu, nvml.handles(nvml.number("nvmlDeviceGetCount_v2") or 0, "nvmlDeviceGetHandleByIndex_v2"))
+        )
+        release = nvml.number("nvmlSystemGetCudaDriverVersion_v2")  # 13000 is 13.0
+        supports = (release // 1000, release % 1000 // 10) if release else None
+        return gpus, None, nvml.text("nvmlSystemGetDriverVersion") or None, supports
+    finally:
+        nvml.call("nvmlShutdown")
 
 
 def cpu_computes_bf16() -> bool:

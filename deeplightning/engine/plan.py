@@ -3,6 +3,7 @@
 Torch and Lightning are imported only where a machine must be asked or a strategy made.
 """
 
+import contextlib
 import os
 from collections.abc import Callable
 from datetime import timedelta
@@ -11,8 +12,10 @@ from typing import Any
 from deeplightning.config.fault import ConfigError, Fault, Notice, SetupError
 from deeplightning.config.schema import BACKENDS, PRECISIONS, Config, Engine
 from deeplightning.config.target import build_inside, is_installed
-from deeplightning.engine.devices import cpu_computes_bf16, cuda_devices
+from deeplightning.engine.devices import cpu_computes_bf16
+from deeplightning.engine.gpus import indexes, settle_gpus, taken
 from deeplightning.engine.place import Place, doubt, place, slurm_step
+from deeplightning.engine.ranks import restarts
 
 _BY_HAND = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
 _WORDS = {16: "16-mixed", 32: "32-true", 64: "64-true", "bf16": "bf16-mixed"}
@@ -43,10 +46,10 @@ def settle(cfg: Config) -> tuple[list[Notice], list[Fault]]:
     if (told_twice := doubt()) is not None:
         notices.append(Notice(told_twice))
     if here is not None and here.is_binding:
-        missing = _settle_devices(engine, change)
+        missing = settle_gpus(engine, change)
         faults += _settle_size(engine, here, change)
     elif not is_elsewhere(engine):
-        missing = _settle_devices(engine, change)
+        missing = settle_gpus(engine, change)
         faults += _lacks_to_meet(engine)
     if missing:
         faults.append(Fault(missing, "engine.gpus", exit_code=3))
@@ -67,6 +70,8 @@ def settle(cfg: Config) -> tuple[list[Notice], list[Fault]]:
     if engine.params.get("process_group_backend") == "mpi" and not _has_mpi():
         message = "this build of torch knows no MPI; use gloo, or nccl on GPUs, or build torch with MPI"
         faults.append(Fault(message, "engine.params.process_group_backend", exit_code=3))
+    if not missing:
+        faults += _lacks_nccl(engine)
     return notices, faults
 
 
@@ -168,27 +173,38 @@ def _has_mpi() -> bool:
     return torch.distributed.is_available() and torch.distributed.is_mpi_available()
 
 
-def _settle_devices(engine: Engine, change: Callable[[str, Any, str], None]) -> str | None:
-    """Settles `engine.gpus`, or says what is missing."""
-    if engine.gpus is None:
-        return None
-    found = cuda_devices()
-    if engine.gpus == "auto":
-        change("gpus", list(range(found)) or None, f"this machine has {found or 'none'}")
-        return None
-    if engine.gpus in (0, []):
-        change("gpus", None, "no GPU is asked for")
-        return None
-    if isinstance(engine.gpus, int):
-        asked, are_there = f"{engine.gpus} GPU{'s' * (engine.gpus > 1)}", engine.gpus <= found
-    else:
-        asked, are_there = ", ".join(map(str, engine.gpus[:20])), all(0 <= i < found for i in engine.gpus)
-    if are_there:
-        return None
-    return (
-        f"asks for {asked}, and this machine has {found or 'none'}; "
-        "`engine.gpus=null` runs on the CPU, `engine.gpus=auto` takes what is there"
+def _has_nccl() -> bool:
+    import torch.distributed
+
+    return torch.distributed.is_available() and torch.distributed.is_nccl_available()
+
+
+def _lacks_nccl(engine: Engine) -> list[Fault]:
+    """By NCCL the processes of GPUs exchange tensors; a strategy starts it for a single process too."""
+    word = engine.params.get("process_group_backend")
+    if engine.gpus is None or engine.backend is None or word not in (None, "nccl") or _has_nccl():
+        return []
+    one = ", or `engine.backend=null` for the one GPU" if world_size(engine) == 1 else ""
+    message = (
+        "this torch is built without NCCL, by which GPUs exchange tensors; `TORCH_BACKEND=auto bash env.sh` installs a "
+        "build with it on Linux; elsewhere set `engine.backend=ddp` and `engine.params.process_group_backend=gloo`"
     )
+    message += one
+    return [Fault(message, "engine.backend", exit_code=3)]
+
+
+def occupied(engine: Engine) -> list[Fault]:
+    """The GPUs of a settled engine that other processes keep from it now, or that are full.
+
+    Where a launch of ours starts several processes, it asks for all of them, once: they find each other's on the GPUs.
+    """
+    here = None
+    with contextlib.suppress(SetupError):  # `settle` reports it
+        here = place()
+    if here is None or not here.is_binding:
+        is_first = (here is None or not here.is_lightnings) and not is_elsewhere(engine)
+        return taken(engine, None) if is_first else []
+    return taken(engine, here.local_rank) if restarts() == 0 else []
 
 
 def local_size(engine: Engine) -> int:
@@ -215,7 +231,7 @@ def trainer_arguments(cfg: Config) -> dict[str, Any]:
     profiler = None if engine.profiler == "flops" else engine.profiler
     return {
         "accelerator": "cpu" if engine.gpus is None else "gpu",
-        "devices": engine.processes if engine.gpus is None else engine.gpus,
+        "devices": engine.processes if engine.gpus is None else indexes(engine.gpus),
         "num_nodes": engine.num_nodes,
         "strategy": _strategy(engine),
         "precision": _WORDS.get(engine.precision, engine.precision),

@@ -19,7 +19,7 @@ from deeplightning.config.fault import SetupError, error_of
 from deeplightning.config.schema import Config
 from deeplightning.config.target import add_import_roots
 from deeplightning.engine.lean import import_lean
-from deeplightning.engine.plan import settle
+from deeplightning.engine.plan import occupied, settle
 from deeplightning.engine.ranks import AGENT
 
 _STDIN = 0
@@ -61,7 +61,7 @@ def receive() -> Config:
     import_lean()
     cfg: Config = order.cfg
     notices, faults = settle(cfg)
-    if faults:
+    if faults := faults or occupied(cfg.engine):
         raise error_of(faults)
     cfg.notices = [*(cfg.notices or []), *notices]
     return cfg

@@ -1,0 +1,283 @@
+"""`engine.gpus` against the machine: whether these GPUs are there, shown to this process, supported and free.
+
+Torch is not imported.
+"""
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from deeplightning.config.fault import Fault
+from deeplightning.config.schema import Engine
+from deeplightning.engine import devices
+from deeplightning.engine.devices import VISIBLE, Gpu, Machine
+
+LEAST_MEMORY = 512 * 2**20
+"""Bytes that a GPU must have free: less than a context of CUDA with torch's kernels and a small network take."""
+
+# The oldest drivers for Linux that run any build for a major release of CUDA:
+# https://docs.nvidia.com/deploy/cuda-compatibility/minor-version-compatibility.html
+_DRIVERS = {11: "450", 12: "525", 13: "580"}
+_CPU = "`engine.gpus=null` runs on the CPU"
+_NO_CUDA = "this torch is built without CUDA"
+_BUILD = "`TORCH_BACKEND=auto bash env.sh` installs a build that fits"
+_MANY = 8  # GPUs that a message lists
+
+# The value of CUDA_VISIBLE_DEVICES before ids of `engine.gpus` replaced it, and theirs; of this process.
+_replaced: tuple[str | None, str] | None = None
+
+
+def settle_gpus(engine: Engine, change: Callable[[str, Any, str], None]) -> str | None:
+    """Settles `engine.gpus` in place; what the machine lacks is returned in words.
+
+    Ids (`GPU-…`, `MIG-…`) stay as they are and become CUDA_VISIBLE_DEVICES of this process and those that it starts.
+    """
+    global _replaced
+    if _replaced is not None and os.environ.get(VISIBLE) == _replaced[1] and not devices.has_begun():
+        _show(_replaced[0])  # of another config
+        _replaced = None
+    if engine.gpus is None:
+        return None
+    here = devices.machine()
+    shown = here.shown()
+    if engine.gpus == "auto":
+        change("gpus", list(range(len(shown))) or None, _what_is_there(here))
+    elif engine.gpus in (0, []):
+        change("gpus", None, "no GPU is asked for")
+    if engine.gpus is None:
+        return None
+    missing = _not_there(engine.gpus, here) or _unsupported(engine.gpus, here)
+    ids = [entry for entry in engine.gpus if isinstance(entry, str)] if isinstance(engine.gpus, list) else []
+    if missing or not ids:
+        return missing
+    words = ",".join(here.named(word)[0].uuid for word in ids)
+    if os.environ.get(VISIBLE) != words:
+        if devices.has_begun():
+            return (
+                f"asks for {', '.join(ids)}, and CUDA has been initialised in this process, by code that the config "
+                f"imports (`torch.cuda.is_available()` is enough); start with {VISIBLE}={words} and engine.gpus="
+                f"{len(ids)}"
+            )
+        _replaced = os.environ.get(VISIBLE), words
+        _show(words)
+    return None
+
+
+def _show(words: str | None) -> None:
+    if words is None:
+        os.environ.pop(VISIBLE, None)
+    else:
+        os.environ[VISIBLE] = words
+
+
+def indexes(gpus: Any) -> Any:
+    """What Lightning gets for `engine.gpus`: ids are counted, as CUDA_VISIBLE_DEVICES lists them in this order."""
+    if isinstance(gpus, list):
+        return [number if isinstance(entry, str) else entry for number, entry in enumerate(gpus)]
+    return gpus
+
+
+# ---- whether they are there
+
+
+def _what_is_there(here: Machine) -> str:
+    if here.gpus and not here.is_built:
+        return f"{_NO_CUDA}, and cannot use this machine's {_count(len(here.gpus))}"
+    if hidden := _hidden(here):
+        return f"{hidden} of this machine's {_count(len(here.gpus))}"
+    why = f"; {here.trouble}" if here.trouble else ""
+    return f"this machine has {len(here.shown()) or 'none'}{why}"
+
+
+def _hidden(here: Machine) -> str:
+    """That CUDA_VISIBLE_DEVICES shows less than the machine has; empty where it does not."""
+    shown = here.shown()
+    if here.visible is None or len(shown) >= len(here.gpus):
+        return ""
+    return f"{VISIBLE}={here.visible} shows {len(shown) or 'none'}"
+
+
+def _not_there(asked: Any, here: Machine) -> str | None:
+    entries = asked if isinstance(asked, list) else []
+    if not here.is_built:
+        has = f", and this machine has {_count(len(here.gpus))}" if here.gpus else ""
+        return f"asks for {_asked(asked)}{has}: {_NO_CUDA}; {_BUILD}, or {_CPU}"
+    if any(isinstance(entry, str) for entry in entries):
+        return _ids_not_there([str(entry) for entry in entries], here)
+    shown = here.shown()
+    count = asked if isinstance(asked, int) else 0
+    beyond = [entry for entry in entries if isinstance(entry, int) and not 0 <= entry < len(shown)]
+    if count <= len(shown) and not beyond:
+        return None
+    wanted = _asked(beyond or asked)
+    if here.trouble:
+        return f"asks for {wanted}: {here.trouble}; or {_CPU}"
+    if not (hidden := _hidden(here)):
+        return f"asks for {wanted}; {_has(len(shown))}; {_CPU}, `engine.gpus=auto` takes what is there"
+    if not shown:
+        every = _count(len(here.gpus))
+        return f"asks for {wanted}, and {VISIBLE}={here.visible} hides this machine's {every}; unset it, or {_CPU}"
+    words = [word.strip() for word in (here.visible or "").split(",")][: len(shown)]
+    remedy = "`engine.gpus=auto` takes these"
+    if entries and all(str(entry) in words for entry in entries):
+        remedy = f"`engine.gpus={[words.index(str(entry)) for entry in entries]}` takes {', '.join(map(str, entries))}"
+    have = f"{hidden} of this machine's {_count(len(here.gpus))}, {_range(len(shown))}"
+    return f"asks for {wanted}; {have}; {remedy}, or unset the variable"
+
+
+def _ids_not_there(ids: Sequence[str], here: Machine) -> str | None:
+    shown = here.shown()
+    found: list[Gpu] = []
+    for word in ids:
+        gpus = here.named(word)
+        if here.trouble or not here.gpus or not here.gpus[0].uuid:
+            why = here.trouble or ("this machine has no GPU" if not here.gpus else "the ids of its GPUs are not known")
+            return f"asks for {word}: {why}; {_CPU}"
+        if len(gpus) != 1:
+            there = "; ".join(_list(here)[:_MANY])
+            fault = "which this machine does not have" if not gpus else f"which begins {len(gpus)} ids"
+            return f"asks for {word}, {fault}; it has {there}"
+        parents = [gpu for gpu in here.gpus if gpus[0] in (gpu.instances or ())]
+        if gpus[0] not in shown and not (parents and parents[0] in shown):
+            return f"asks for {word}, which {VISIBLE}={here.visible} hides; unset it, or set it to {','.join(ids)}"
+        found += gpus
+    if len({gpu.uuid for gpu in found}) < len(found):
+        return f"asks for {', '.join(ids)}, which are not different devices"
+    return None
+
+
+def _list(here: Machine) -> list[str]:
+    """Every id of this machine, with what it means."""
+    found: list[str] = []
+    for number, gpu in enumerate(here.gpus):
+        found.append(f"{gpu.uuid} ({gpu.name}, number {number} of nvidia-smi)")
+        found += [f"{part.uuid} ({part.name})" for part in gpu.instances or ()]
+    return found
+
+
+def _asked(asked: Any) -> str:
+    if isinstance(asked, int):
+        return _count(asked)
+    numbers = ", ".join(map(str, asked[:20]))
+    return f"GPU {'index' if len(asked) == 1 else 'indexes'} {numbers}" if isinstance(asked[0], int) else numbers
+
+
+def _count(number: int) -> str:
+    return f"{number} GPU{'s' * (number != 1)}"
+
+
+def _has(number: int) -> str:
+    return {0: "this machine has none", 1: "this machine has one GPU, index 0"}.get(
+        number, f"this machine has {number} GPUs, {_range(number)}"
+    )
+
+
+def _range(number: int) -> str:
+    return "index 0" if number == 1 else f"indexes 0 to {number - 1}"
+
+
+# ---- whether this build of torch can use them
+
+
+def _unsupported(asked: Any, here: Machine) -> str | None:
+    if here.supports and here.built_for and here.supports[0] < here.built_for[0]:
+        newest, release = (f"{major}.{minor}" for major, minor in (here.supports, here.built_for))
+        least = _DRIVERS.get(here.built_for[0])
+        update = f"update the driver to {least} or newer" if least else "update the driver"
+        return (
+            f"asks for {_asked(asked)}: driver {here.driver} supports CUDA {newest} at most, and this torch is built "
+            f"for CUDA {release}; {update}, or {_BUILD}, or {_CPU}"
+        )
+    chosen = chosen_of(asked, here)
+    if len(chosen) > 1 and any(gpu.instances is not None or gpu.uuid.startswith("MIG-") for gpu in chosen):
+        instances = [part.uuid for gpu in here.gpus for part in gpu.instances or ()]
+        one = f"`engine.gpus=[{instances[0]}]` takes one" if instances else "there is no instance yet"
+        return (
+            f"asks for {_asked(asked)}, and a GPU among them is in MIG mode, where CUDA shows a process one instance "
+            f"only; {one}, and GPUs that are not in MIG mode may be used together"
+        )
+    for gpu in chosen:
+        if gpu.instances == ():
+            return (
+                f"asks for {gpu.uuid} ({gpu.name}), which is in MIG mode and has no instance; make one by `sudo "
+                f"nvidia-smi mig -i {gpu.uuid} -cgi PROFILE -C`, or leave MIG mode by `sudo nvidia-smi -i {gpu.uuid} "
+                "-mig 0`"
+            )
+    return None
+
+
+def chosen_of(asked: Any, here: Machine) -> list[Gpu]:
+    """The GPUs that the processes of this machine get, in their order; the first entries of an incomplete machine."""
+    shown = here.shown()
+    if isinstance(asked, int):
+        return shown[:asked]
+    found = [here.named(entry)[:1] if isinstance(entry, str) else shown[entry : entry + 1] for entry in asked or ()]
+    return [gpu for gpus in found for gpu in gpus]
+
+
+# ---- whether they are free
+
+
+def taken(engine: Engine, rank: int | None) -> list[Fault]:
+    """GPUs of a settled engine that are there and cannot be used now: they belong to others, or are full.
+
+    Args:
+        rank: this process's number on its machine, which uses one GPU; None: it starts the processes of all.
+    """
+    if engine.gpus is None or devices.has_begun():  # what this process itself uses is no fault
+        return []
+    here = devices.machine()
+    chosen = chosen_of(engine.gpus, here)
+    by_id = isinstance(engine.gpus, list) and all(isinstance(entry, str) for entry in engine.gpus)
+    if not here.by_bus and not by_id:
+        return []  # which of the GPUs CUDA takes is not known
+    own = chosen if rank is None else chosen[rank : rank + 1]
+    return [Fault(message, "engine.gpus", exit_code=3) for message in _taken(own, here)]
+
+
+def _taken(own: list[Gpu], here: Machine) -> Iterator[str]:
+    shown = here.shown()
+    free = [gpu for gpu in shown if gpu not in own and _refusal(gpu) is None]
+    for gpu in own:
+        if (refusal := _refusal(gpu)) is None:
+            continue
+        others = [f"`engine.gpus=[{shown.index(other)}]`{_room(other)}" for other in free[:_MANY]]
+        instead = f"; free: {', '.join(others)}" if others else ""
+        yield f"{_called(gpu, shown)} {refusal}{instead}; {_CPU}"
+
+
+def _refusal(gpu: Gpu) -> str | None:
+    """Why a process cannot use a GPU now, and what helps; None where it can."""
+    others = [holder for holder in gpu.holders if holder.pid != os.getpid()]
+    mode = f"sudo nvidia-smi -i {gpu.uuid} -c DEFAULT" if gpu.uuid else "sudo nvidia-smi -c DEFAULT"
+    if gpu.mode == "prohibited":
+        return f"is in compute mode Prohibited, which lets no process compute; `{mode}` changes that"
+    if gpu.mode == "exclusive" and others:
+        return f"is in exclusive mode and {held_by(gpu)}; end that process, or `{mode}` lets several share it"
+    if gpu.free is not None and gpu.free < LEAST_MEMORY:
+        holders = f"; {held_by(gpu)}" if others else ""
+        return f"has {memory_of(gpu)}{holders}; a run needs at least {LEAST_MEMORY >> 20} MiB for CUDA alone"
+    return None
+
+
+def held_by(gpu: Gpu) -> str:
+    """Who uses a GPU: `process 4711 uses it (12,000 MiB)`."""
+    others = [holder for holder in gpu.holders if holder.pid != os.getpid()]
+    words = [f"{h.pid}" + (f" ({h.used >> 20:,} MiB)" if h.used is not None else "") for h in others[:_MANY]]
+    more = f" and {len(others) - _MANY} more" if len(others) > _MANY else ""
+    return f"process{'es' * (len(others) > 1)} {', '.join(words)}{more} use{'s' * (len(others) == 1)} it"
+
+
+def memory_of(gpu: Gpu) -> str:
+    """How much of a GPU's memory is free: `210 MiB free of 81,559 MiB`."""
+    return f"{(gpu.free or 0) >> 20:,} MiB free of {(gpu.total or 0) >> 20:,} MiB"
+
+
+def _room(gpu: Gpu) -> str:
+    return f" ({memory_of(gpu)})" if gpu.free is not None else ""
+
+
+def _called(gpu: Gpu, shown: list[Gpu]) -> str:
+    if gpu in shown:
+        return f"GPU {shown.index(gpu)} ({gpu.name})" if gpu.name else f"GPU {shown.index(gpu)}"
+    return f"{gpu.uuid} ({gpu.name})"
