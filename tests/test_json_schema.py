@@ -164,6 +164,7 @@ def test_editor_and_loader_agree_on_every_key(here):
         ("logger.log_every_n_steps", {}, {"logger.log_every_n_steps.per_epoch"}),
         ("engine.env", {"A": 1}, {"engine.env.A"}),
         ("engine.gpus", "auto", set()),
+        ("engine.gpus", ["GPU-1", "MIG-2"], set()),
         ("train.val_every_n_epoch", 2.0, set()),
         ("train.val_every_n_epoch", float("inf"), {"train.val_every_n_epoch"}),
         ("train.gradient_clip.norm_type", float("inf"), set()),

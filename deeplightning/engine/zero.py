@@ -14,7 +14,8 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from pytorch_lightning.strategies import DDPStrategy, DeepSpeedStrategy
 from torch import Tensor, distributed, nn
 
-from deeplightning.config.fault import SetupError
+from deeplightning.config.fault import Fault, SetupError
+from deeplightning.engine.group import expect_barriers_of_one_process, leave_at_exit, why_not_built
 from deeplightning.engine.pieces import whole_of
 from deeplightning.engine.sharded import Sharded, Share, places, replace
 
@@ -66,7 +67,10 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
         DDPStrategy.setup_environment(self)  # Lightning 2.6 refuses the CPU in between
 
     def setup_distributed(self) -> None:
+        leave_at_exit()
         if not self._on_cpu:
+            if self.num_nodes * self.num_processes == 1:
+                expect_barriers_of_one_process()
             super().setup_distributed()
             return
         from deepspeed.ops import __compatible_ops__ as operators
@@ -92,7 +96,8 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
         except RuntimeError as error:
             if "JIT load" not in str(error):
                 raise
-            raise SetupError(f"DeepSpeed cannot build what it needs here: {str(error).splitlines()[0]}") from error
+            message = f"DeepSpeed cannot build what it needs here: {why_not_built(error)}"
+            raise SetupError(Fault(message, "engine.backend")) from error
         for module in self.lightning_module.modules():
             # DeepSpeed 0.19 casts parameters and leaves buffers; torch's batch norm wants both alike.
             if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine:

@@ -1,0 +1,59 @@
+"""What surrounds DeepSpeed's process group: how a process leaves it, and what its set-up says of a lack."""
+
+import atexit
+import contextlib
+import io
+import re
+import warnings
+
+from torch import distributed
+
+_PACKAGES = "`sudo apt-get install libaio-dev` (Debian, Ubuntu), `sudo dnf install libaio-devel` (Fedora, RHEL)"
+
+
+def leave_at_exit() -> None:
+    """Has this process leave its process group when it ends, also after a failed run.
+
+    Lightning 2.6 does so for the groups that it makes itself; torch warns of one of NCCL that is left open.
+    """
+    atexit.unregister(_leave)
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    if distributed.is_available() and distributed.is_initialized():
+        distributed.destroy_process_group()
+
+
+def expect_barriers_of_one_process() -> None:
+    """DeepSpeed binds a group to its device, but not that of a single process, where NCCL failed (0.19.8, its issue
+    8248); its barriers then use the current device, which is the right one, and torch warns of that."""
+    warnings.filterwarnings(
+        "ignore", message=r"barrier\(\): using the device under current context", category=UserWarning
+    )
+
+
+def why_not_built(error: RuntimeError) -> str:
+    """What DeepSpeed lacks to build an operator of its own, and the package that has it.
+
+    Its own text ends in `None` where it was not asked to speak (0.19.8).
+    """
+    first = str(error).splitlines()[0]
+    name = found[1] if (found := re.search(r"JIT load the (\w+) op", first)) else ""
+    if name == "async_io":
+        lack = "to offload to an NVMe disk it needs libaio with its headers"
+        return f"{lack}: {_PACKAGES}; where they are elsewhere, set CFLAGS=-I… and LDFLAGS=-L…"
+    if "ninja" in first:
+        return f"to compile its operator {name} it needs ninja: pip install ninja"
+    return first.removesuffix("None").rstrip(" .") + (f": {reason}" if (reason := _asked(name)) else "")
+
+
+def _asked(name: str) -> str | None:
+    """What the builder of an operator says when it is asked."""
+    with contextlib.suppress(Exception), contextlib.redirect_stdout(io.StringIO()):
+        from deepspeed.ops.op_builder.all_ops import ALL_OPS
+
+        builder = ALL_OPS[name]
+        builder.is_compatible(verbose=True)
+        return builder.error_log
+    return None
