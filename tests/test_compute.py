@@ -1,13 +1,19 @@
 """How a process computes: order in memory, threads, memory that is kept."""
 
+import inspect
 import os
 import resource
 
 import pytest
 import torch
+from pytorch_lightning.strategies import DDPStrategy
+from torch._prims_common import suggest_memory_format
 
 from deeplightning.callbacks import threads
-from deeplightning.engine.compute import keep_memory
+from deeplightning.configure import load_config
+from deeplightning.engine import ddp
+from deeplightning.engine.compute import keep_memory, lay_channels_last
+from deeplightning.engine.plan import trainer_arguments
 
 
 @pytest.fixture(autouse=True)
@@ -30,6 +36,46 @@ def test_channels_last_lays_out_weights_and_learns_the_same(fit):
     )
     one, other = (dict(fitted.series("train_loss")) for fitted in (plain, laid))
     assert one == pytest.approx(other, abs=1e-4)
+
+
+def test_channels_last_has_one_order_in_all_tensors_of_a_convolution():
+    """Also where there is one channel, whose bytes are the same in both: by its strides cuDNN chooses those of the
+    gradient, and ddp expects them to be those of the weights. Values and gradients are the same bits without it."""
+    task = torch.nn.Module()
+    convs = [torch.nn.Conv2d(*sizes) for sizes in ((1, 4, 3), (4, 4, 1), (4, 2, 3))]
+    task.configure_model = lambda: setattr(task, "network", torch.nn.Sequential(*convs))
+    lay_channels_last(task)
+    task.configure_model()
+    task.configure_model()  # as for the next stage
+    seen = []
+    for conv in convs:
+        conv.register_forward_hook(lambda module, inputs, output: seen.extend([inputs[0], output, module.weight]))
+    pictures = torch.randn(3, 1, 9, 9, requires_grad=True)
+    task.network(pictures).square().sum().backward()
+    assert [suggest_memory_format(tensor) for tensor in seen] == [torch.channels_last] * 9
+    assert all(conv.weight.grad.stride() == conv.weight.stride() for conv in convs)
+    assert len(convs[0]._forward_pre_hooks) == 1
+    there = pictures.grad.clone()
+    convs[0]._forward_pre_hooks.clear()
+    pictures.grad = None
+    task.network(pictures).square().sum().backward()
+    assert torch.equal(pictures.grad, there)
+
+
+def test_ddp_wraps_the_network_on_the_stream_that_computes(tiny, place, monkeypatch):
+    """Lightning wraps it on a side stream, of which torch warns at each run on GPUs."""
+    assert "torch.cuda.stream(torch.cuda.Stream())" in inspect.getsource(DDPStrategy._setup_model)  # 2.6.6
+    made = {}
+    monkeypatch.setattr(ddp, "DistributedDataParallel", lambda module, **given: made.update(given, module=module))
+    monkeypatch.setattr(torch.cuda, "Stream", lambda: pytest.fail("a side stream"))
+    monkeypatch.chdir(place)
+    overrides = ["engine.backend=ddp", "engine.processes=2", "engine.params.bucket_cap_mb=5"]
+    strategy = trainer_arguments(load_config(tiny, overrides))["strategy"]
+    assert isinstance(strategy, ddp.Ddp)
+    monkeypatch.setattr(strategy, "determine_ddp_device_ids", lambda: [0])
+    network = torch.nn.Linear(1, 1)
+    strategy._setup_model(network)
+    assert made == {"module": network, "device_ids": [0], "bucket_cap_mb": 5}
 
 
 def test_channels_last_on_two_processes(job, tracked):

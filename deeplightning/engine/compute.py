@@ -50,5 +50,21 @@ def lay_channels_last(task: Any) -> None:
     def configure_model() -> None:
         build()
         task.to(memory_format=torch.channels_last)
+        for module in task.modules():
+            of_one = isinstance(module, torch.nn.Conv2d) and module.in_channels == 1
+            if of_one and _channels_last not in module._forward_pre_hooks.values():  # it is called for each stage
+                module.register_forward_pre_hook(_channels_last)
 
     task.configure_model = configure_model
+
+
+def _channels_last(module: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Inputs of one channel, (N, 1, H, W), with the strides of the order that the weights have.
+
+    With one channel both orders are the same bytes, and cuDNN takes the strides' word: it would give the gradient the
+    strides of the other order, in which ddp's buckets do not expect it.
+    """
+    pictures, *rest = inputs
+    if isinstance(pictures, torch.Tensor) and pictures.ndim == 4 and pictures.shape[1] == 1:
+        pictures = pictures.reshape(*pictures.shape[:1], *pictures.shape[2:], 1).permute(0, 3, 1, 2)
+    return pictures, *rest

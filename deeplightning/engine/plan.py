@@ -245,15 +245,15 @@ def trainer_arguments(cfg: Config) -> dict[str, Any]:
 def _strategy(engine: Engine) -> Any:
     if engine.backend is None:
         return "auto"
-    from pytorch_lightning import strategies
-
     try:
         params = build_inside(engine.params)
         if "timeout" in params:
             params["timeout"] = timedelta(seconds=params["timeout"])
         if engine.backend == "ddp":
             params.setdefault("process_group_backend", "gloo" if engine.gpus is None else "nccl")
-            return strategies.DDPStrategy(**params)
+            from deeplightning.engine.ddp import Ddp
+
+            return Ddp(**params)
         if engine.backend == "fsdp":
             from deeplightning.engine.fsdp import Fsdp
 
