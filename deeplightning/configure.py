@@ -98,6 +98,7 @@ def init_module(cfg: Config, section: str) -> Any:
     from deeplightning.callbacks.steps import seed_all
     from deeplightning.engine.compute import lay_channels_last
     from deeplightning.engine.quick import leave_out_empty_hooks, note_signatures
+    from deeplightning.engine.room import refuse_what_does_not_fit
 
     assert cfg.seed is not None, "load_config draws one"
     seed_all(cfg.seed, 0)
@@ -107,6 +108,8 @@ def init_module(cfg: Config, section: str) -> Any:
         leave_out_empty_hooks(module)
         if cfg.engine.channels_last:
             lay_channels_last(module)
+        if cfg.engine.gpus is not None:
+            refuse_what_does_not_fit(module, cfg)
     return module
 
 

@@ -3,16 +3,24 @@
 import inspect
 import os
 import resource
+import warnings
 
 import pytest
+import pytorch_lightning as pl
 import torch
+from lightning_fabric.accelerators import cuda
+from pytorch_lightning.accelerators import CUDAAccelerator
 from pytorch_lightning.strategies import DDPStrategy
+from pytorch_lightning.trainer.setup import _log_device_info
+from torch._inductor import compile_fx
 from torch._prims_common import suggest_memory_format
 
 from deeplightning.callbacks import threads
+from deeplightning.callbacks.console import to_terminal
+from deeplightning.config.schema import Engine
 from deeplightning.configure import load_config
 from deeplightning.engine import ddp
-from deeplightning.engine.compute import keep_memory, lay_channels_last
+from deeplightning.engine.compute import keep_memory, lay_channels_last, matmul_hint
 from deeplightning.engine.plan import trainer_arguments
 
 
@@ -76,6 +84,52 @@ def test_ddp_wraps_the_network_on_the_stream_that_computes(tiny, place, monkeypa
     network = torch.nn.Linear(1, 1)
     strategy._setup_model(network)
     assert made == {"module": network, "device_ids": [0], "bucket_cap_mb": 5}
+
+
+@pytest.mark.parametrize(
+    ("settings", "capability", "is_told"),
+    [
+        ({}, (8, 0), True),
+        ({"precision": "32-true"}, (9, 0), True),
+        ({}, (7, 5), False),
+        ({"precision": "bf16"}, (9, 0), False),
+        ({"matmul_precision": "highest"}, (9, 0), False),
+    ],
+)
+def test_tf32_is_proposed_by_its_key(settings, capability, is_told, monkeypatch):
+    """On a GPU that has it, for a run in 32 bits that does not decide it; never on a CPU."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.version, "hip", None)
+    hint = matmul_hint(Engine(**settings), torch.device("cuda", 0))
+    assert (hint is not None) == is_told
+    assert hint is None or "engine.matmul_precision=high" in hint
+    assert matmul_hint(Engine(**settings), torch.device("cpu")) is None
+
+
+def test_lightnings_advice_on_gpus_is_not_shown(tiny, place, monkeypatch, caplog):
+    """TF32 by another name than the key's, and that a GPU which was not asked for is not used; other words are."""
+    monkeypatch.chdir(place)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "H100")
+    monkeypatch.setattr(cuda, "_is_ampere_or_later", lambda device: True)
+    monkeypatch.setattr(CUDAAccelerator, "is_available", staticmethod(lambda: True))
+    cfg = load_config(tiny)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        to_terminal(cfg)
+        _log_device_info(pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False))
+        cuda._check_cuda_matmul_precision.cache_clear()
+        cuda._check_cuda_matmul_precision(torch.device("cuda"))
+        words = "TensorFloat32 tensor cores for float32 matrix multiplication available but not enabled."
+        warnings.warn(words, stacklevel=2)  # as torch's compiler does in some versions
+        warnings.warn("GPU on fire", stacklevel=2)
+    cuda._check_cuda_matmul_precision.cache_clear()
+    told = [str(warning.message) for warning in seen if "srun" not in str(warning.message)]  # where Slurm is installed
+    assert told == ["GPU on fire"]
+    assert caplog.messages == []
+    assert "GPU available but not used." in inspect.getsource(_log_device_info)
+    assert "has Tensor Cores" in inspect.getsource(cuda._check_cuda_matmul_precision)
+    assert words in inspect.getsource(compile_fx)
 
 
 def test_channels_last_on_two_processes(job, tracked):

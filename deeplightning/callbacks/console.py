@@ -9,6 +9,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from lightning_fabric.utilities.warnings import PossibleUserWarning
 from pytorch_lightning.callbacks import EarlyStopping
 
 from deeplightning import __version__
@@ -16,6 +17,7 @@ from deeplightning.callbacks.checkpoints import Checkpoints
 from deeplightning.callbacks.record import Record, Redacting
 from deeplightning.callbacks.watch import batch_loss
 from deeplightning.config.schema import Config, Target
+from deeplightning.engine.compute import matmul_hint
 from deeplightning.engine.place import own_rank
 from deeplightning.engine.plan import effective_batch
 
@@ -51,6 +53,10 @@ def to_terminal(cfg: Config) -> None:
     warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec", category=FutureWarning)
     # Our image data go on mid-epoch by themselves.
     warnings.filterwarnings("ignore", message=".*resuming from a checkpoint that ended before the epoch ended")
+    # `engine.gpus: null` is a choice.
+    warnings.filterwarnings("ignore", message=r"GPU available but not used\.", category=PossibleUserWarning)
+    # Ours names the key: `deeplightning.engine.compute.matmul_hint`. Lightning's is news below its level, see above.
+    warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores for float32 matrix multiplication available")
     if own_rank() in cfg.logger.ranks:
         handler = _Terminal()
         handler.setFormatter(Redacting(cfg, "%(message)s"))
@@ -82,6 +88,8 @@ class Console(pl.Callback):
         if trainer.is_global_zero:
             for name, text in self._summary(trainer, pl_module).items():
                 log.info("%-10s %s", name, text)
+            if (hint := matmul_hint(self.cfg.engine, trainer.strategy.root_device)) is not None:
+                log.info("%-10s %s", "hint", hint)
         if self.bar and trainer.is_global_zero:
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
