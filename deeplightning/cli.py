@@ -429,11 +429,16 @@ def _report(error: BaseException) -> int:
     Of several processes one shows the first cause, and all end with its exit code.
     """
     from deeplightning.engine import ranks
+    from deeplightning.engine.gpus import unusable
 
     code = getattr(error, "exit_code", None)
     notes = [str(fault) for fault in error.faults] if isinstance(error, UserError) else [str(error)]
     if code is None and type(error).__name__ == "OutOfMemoryError":
-        code, notes = 5, [f"the device has no memory left: {notes[0].splitlines()[0]}. A smaller data.batch_size helps"]
+        first = notes[0].splitlines()[0].rstrip(".")
+        remedy = "A smaller data.batch_size helps, so do engine.precision=bf16 and engine.activation_checkpointing"
+        code, notes = 5, [f"the device has no memory left: {first}. {remedy}"]
+    if code is None and (note := unusable(error)) is not None:
+        code, notes = 3, [note]
     if code is None and isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         code, notes = 3, [f"the disk is full: {error}. Free some space, or write elsewhere"]
     rank, place = f" [rank {own_rank()}]" if own_rank() else "", ""

@@ -3,12 +3,16 @@
 No GPU is needed: each test describes the machine, as the driver would (see test_devices.py).
 """
 
+import mmap
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed
 
+from deeplightning.cli import _report
 from deeplightning.config.fault import ConfigError, SetupError
 from deeplightning.configure import examine, load_config
 from deeplightning.engine import devices, gpus
@@ -332,3 +336,48 @@ def test_one_of_several_processes_judges_its_own_gpu(on, monkeypatch):
         on(machine_of(TWO, BUSY), "engine={backend: ddp, gpus: 2}")
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert on(machine_of(TWO, BUSY), "engine={backend: ddp, gpus: 2}").engine.gpus == 2
+
+
+# ---- while a run starts
+
+
+@pytest.mark.parametrize("words", gpus.ANSWERS)
+def test_a_gpu_that_cuda_refuses_ends_with_exit_code_3(words, capsys):
+    """An error at run time that is the machine's: its first line, what it means and the remedy, without a traceback."""
+    assert _report(RuntimeError(f"CUDA error: {words}\nCUDA kernel errors might be asynchronously reported")) == 3
+    told = capsys.readouterr().err
+    assert told == f"error: CUDA error: {words}: {gpus.ANSWERS[words]}\n"
+
+
+def test_an_error_of_the_code_on_a_gpu_stays_one(capsys):
+    """An illegal access is no fault of the machine, and keeps its traceback."""
+    assert _report(RuntimeError("CUDA error: an illegal memory access was encountered")) == 1
+    assert gpus.unusable(ValueError("invalid device ordinal")) is None
+    assert "Traceback" not in capsys.readouterr().out
+
+
+def test_a_lack_of_memory_ends_with_exit_code_5(capsys):
+    """The device's own figures, and three keys that help."""
+    words = "CUDA out of memory. GPU 0 has a total capacity of 79.11 GiB of which 1.25 GiB is free."
+    assert _report(torch.OutOfMemoryError(words)) == 5
+    told = capsys.readouterr().err
+    assert "of which 1.25 GiB is free. A smaller data.batch_size helps" in told
+    assert "engine.precision=bf16" in told
+
+
+@pytest.mark.skipif(torch.version.cuda is None, reason="torch is built without CUDA")
+def test_cuda_and_torch_still_say_these_words():
+    """In the libraries that are installed: each text that an answer is found by."""
+    folder = Path(torch.__file__).parent
+    files = [
+        folder / "lib" / "libtorch_python.so",
+        folder / "lib" / "libtorch_cuda.so",
+        folder / "lib" / "libc10_cuda.so",
+    ]
+    files += folder.parent.glob("nvidia/**/libcudart.so*")
+    missing = set(gpus.ANSWERS)
+    for file in files:
+        if file.exists() and missing:
+            with file.open("rb") as opened, mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ) as content:
+                missing -= {words for words in missing if content.find(words.encode()) >= 0}
+    assert missing == set()

@@ -281,3 +281,31 @@ def _called(gpu: Gpu, shown: list[Gpu]) -> str:
     if gpu in shown:
         return f"GPU {shown.index(gpu)} ({gpu.name})" if gpu.name else f"GPU {shown.index(gpu)}"
     return f"{gpu.uuid} ({gpu.name})"
+
+
+# ---- what CUDA and torch say when a GPU cannot be used after all
+
+_TOO_OLD = f"the driver is too old for this torch; {_BUILD}, or {_CPU}"
+_HIDDEN = f"the driver shows this process no GPU; {VISIBLE} may hide them; {_CPU}"
+ANSWERS = {
+    "CUDA-capable device(s) is/are busy or unavailable": "a GPU is in exclusive mode and another process uses it, or "
+    f"it has failed; `nvidia-smi` shows which; take another one by `engine.gpus=[…]`, or {_CPU}",
+    "no kernel image is available for execution on the device": "this torch has no kernels for a GPU of this age; "
+    f"{_BUILD}, or {_CPU}",
+    "CUDA driver version is insufficient for CUDA runtime version": _TOO_OLD,
+    "The NVIDIA driver on your system is too old": _TOO_OLD,
+    "invalid device ordinal": f"a process sees fewer GPUs than it needs; {VISIBLE} may differ between processes",
+    "no CUDA-capable device is detected": _HIDDEN,
+    "No CUDA GPUs are available": _HIDDEN,
+    "Found no NVIDIA driver on your system": f"there is no NVIDIA driver; {_CPU}",
+    "CUDA driver initialization failed": f"the driver does not start; `nvidia-smi` shows why; {_CPU}",
+    "CUDA unknown error": f"the driver does not answer; `nvidia-smi` shows why; {_CPU}",
+}
+"""By words of CUDA 13 and torch 2.15 in an error at run time: what they mean, and the remedy."""
+
+
+def unusable(error: BaseException) -> str | None:
+    """What to do about an error that says that a GPU cannot be used on this machine; None of any other."""
+    text = str(error) if isinstance(error, RuntimeError) else ""
+    words = next((words for words in ANSWERS if words in text), None)
+    return None if words is None else f"{text.strip().splitlines()[0]}: {ANSWERS[words]}"
