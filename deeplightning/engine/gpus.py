@@ -4,6 +4,7 @@ Torch is not imported.
 """
 
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -224,7 +225,8 @@ def taken(engine: Engine, rank: int | None) -> list[Fault]:
     Args:
         rank: this process's number on its machine, which uses one GPU; None: it starts the processes of all.
     """
-    if engine.gpus is None or devices.has_begun():  # what this process itself uses is no fault
+    torch: Any = sys.modules.get("torch")
+    if engine.gpus is None or (torch is not None and torch.cuda.is_initialized()):  # what it uses itself is no fault
         return []
     here = devices.machine()
     chosen = chosen_of(engine.gpus, here)
@@ -239,7 +241,7 @@ def _taken(own: list[Gpu], here: Machine) -> Iterator[str]:
     shown = here.shown()
     free = [gpu for gpu in shown if gpu not in own and _refusal(gpu) is None]
     for gpu in own:
-        if (refusal := _refusal(gpu)) is None:
+        if any(holder.pid == os.getpid() for holder in gpu.holders) or (refusal := _refusal(gpu)) is None:
             continue
         others = [f"`engine.gpus=[{shown.index(other)}]`{_room(other)}" for other in free[:_MANY]]
         instead = f"; free: {', '.join(others)}" if others else ""
