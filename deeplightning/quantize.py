@@ -18,7 +18,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -46,8 +46,8 @@ BATCH = 16
 Labelled = Callable[[], Iterable[tuple[np.ndarray, np.ndarray]]]
 """Gives the validation set anew at each call, in batches: uint8 (N, C, H, W) and the numbers of their classes (N,)."""
 
-_HAVE_WEIGHTS = {"Conv", "ConvTranspose", "Gemm", "MatMul"}
-_REFUSED = "serve it with serve.precision=fp32"
+HAVE_WEIGHTS = {"Conv", "ConvTranspose", "Gemm", "MatMul"}
+REFUSED = "serve it with serve.precision=fp32"
 
 
 def quantize(folder: RunFolder, validation: Labelled) -> dict[str, Any]:
@@ -65,11 +65,16 @@ def quantize(folder: RunFolder, validation: Labelled) -> dict[str, Any]:
             accuracy would fall by more than `MAX_FALL`.
         SetupError: the folder cannot be written.
     """
-    card = _card(folder)
+    card = card_of(folder)
+    if card["task"] != "image_classification":
+        raise CheckpointError(
+            f"The bundle {folder.bundle} is for {card['task']}; whether int8 stays as right is judged by the accuracy "
+            f"of a classification only; {REFUSED}."
+        )
     sample = _EvenSample(CALIBRATION)
     right, images = _right_answers(session_of(folder.bundle_model), validation, sample)
     if not images:
-        raise CheckpointError(f"There are no validation images to judge {folder.bundle} in int8 by; {_REFUSED}.")
+        raise CheckpointError(f"There are no validation images to judge {folder.bundle} in int8 by; {REFUSED}.")
     try:
         with tempfile.TemporaryDirectory() as place:
             model = _int8_model(folder.bundle_model, sample.images, Path(place))
@@ -85,21 +90,38 @@ def quantize(folder: RunFolder, validation: Labelled) -> dict[str, Any]:
                 raise CheckpointError(
                     f"The bundle {folder.bundle} is not served in int8: its accuracy on {images} validation images "
                     f"would fall from {figures['accuracy_fp32']:.2f} % to {figures['accuracy']:.2f} %, and at most "
-                    f"{MAX_FALL:g} points are allowed; {_REFUSED}."
+                    f"{MAX_FALL:g} points are allowed; {REFUSED}."
                 )
             card["files"][folder.bundle_int8.name] = digest_of(model)
-            card["golden"]["int8"] = packed(answers_of(session, _golden_samples(card)))
-            with swapped_in(folder.bundle) as new:
-                for name in card["files"].keys() - {folder.bundle_int8.name}:
-                    _same(folder.bundle / name, new / name)
-                shutil.copyfile(model, new / folder.bundle_int8.name)
-                (new / folder.bundle_card.name).write_text(sealed({**card, "int8": figures}), encoding="utf-8")
+            card["golden"]["int8"] = packed(answers_of(session, golden_samples(card)))
+            add_model(folder, {**card, "int8": figures}, model, folder.bundle_int8.name)
     except OSError as error:
         raise SetupError(f"The bundle {folder.bundle} cannot be written: {error}.") from error
     return figures
 
 
-def _card(folder: RunFolder) -> dict[str, Any]:
+def add_model(folder: RunFolder, card: dict[str, Any], model: Path, name: str) -> None:
+    """The bundle with one more model, in the place of the bundle."""
+    with swapped_in(folder.bundle) as new:
+        for file in card["files"].keys() - {name}:
+            _same(folder.bundle / file, new / file)
+        shutil.copyfile(model, new / name)
+        (new / folder.bundle_card.name).write_text(sealed(card), encoding="utf-8")
+
+
+def weighted_layers(model: Path, nodes: Sequence[onnx.NodeProto], precision: str) -> tuple[int, int]:
+    """The first and the last layer with weights: what is before scales pixels, what follows makes probabilities.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    found = [number for number, node in enumerate(nodes) if node.op_type in HAVE_WEIGHTS]
+    if not found:
+        raise CheckpointError(f"{model} has no layer that {precision} would make quicker; {REFUSED}.")
+    return found[0], found[-1]
+
+
+def card_of(folder: RunFolder) -> dict[str, Any]:
     """What the bundle says, and its model is the one that it speaks of."""
     again = "write it again with `deeplightning export RUN`"
     try:
@@ -110,11 +132,6 @@ def _card(folder: RunFolder) -> dict[str, Any]:
         raise CheckpointError(f"The bundle {folder.bundle} cannot be read ({error}); {again}.") from error
     if not whole:
         raise CheckpointError(f"The bundle {folder.bundle} is damaged, or of another format; {again}.")
-    if card["task"] != "image_classification":
-        raise CheckpointError(
-            f"The bundle {folder.bundle} is for {card['task']}; whether int8 stays as right is judged by the accuracy "
-            f"of a classification only; {_REFUSED}."
-        )
     return card
 
 
@@ -160,9 +177,7 @@ def _int8_model(model: Path, images: list[np.ndarray], place: Path) -> Path:
             # It folds what can be folded, and names the shapes; without symbols there is no need of sympy.
             quant_pre_process(model, prepared, skip_symbolic_shape=True)
             nodes = onnx.load(prepared).graph.node
-            weighty = [number for number, node in enumerate(nodes) if node.op_type in _HAVE_WEIGHTS]
-            if not weighty:
-                raise CheckpointError(f"{model} has no layer that int8 would make quicker; {_REFUSED}.")
+            first, last = weighted_layers(model, nodes, "int8")
             quantize_static(
                 prepared,
                 quantized,
@@ -172,14 +187,14 @@ def _int8_model(model: Path, images: list[np.ndarray], place: Path) -> Path:
                 reduce_range=True,
                 activation_type=QuantType.QUInt8,
                 weight_type=QuantType.QInt8,
-                nodes_to_exclude=[node.name for node in [*nodes[: weighty[0]], *nodes[weighty[-1] + 1 :]]],
+                nodes_to_exclude=[node.name for node in [*nodes[:first], *nodes[last + 1 :]]],
                 # What these give stays float until the next layer, or to the end: logits of 8 bits are coarse.
                 extra_options={"OpTypesToExcludeOutputQuantization": ["Gemm", "MatMul"]},
             )
     except CheckpointError:
         raise
     except Exception as error:  # neither onnx nor onnxruntime says which it may raise
-        raise CheckpointError(f"ONNX Runtime cannot quantize {model} ({error}); {_REFUSED}.") from error
+        raise CheckpointError(f"ONNX Runtime cannot quantize {model} ({error}); {REFUSED}.") from error
     return quantized
 
 
@@ -204,7 +219,7 @@ def _quiet() -> Iterator[None]:
         root.removeHandler(silent)
 
 
-def _golden_samples(card: dict[str, Any]) -> np.ndarray:
+def golden_samples(card: dict[str, Any]) -> np.ndarray:
     """uint8 (N, C, H, W)."""
     spec = ImageSpec.from_dict(card["input"])
     decoded = [spec.decode(base64.b64decode(png)) for png in card["golden"]["pictures"]]

@@ -42,6 +42,7 @@ class RunFolder:
         self.bundle_card = self.bundle / "bundle.json"
         self.bundle_model = self.bundle / "model.onnx"
         self.bundle_int8 = self.bundle / "model.int8.onnx"
+        self.bundle_fp16 = self.bundle / "model.fp16.onnx"
         self.bundle_weights = self.bundle / "weights.safetensors"
         self.model = self.path / "model"  # an MLflow model of the bundle
         self.predictions = self.path / "predictions.csv"

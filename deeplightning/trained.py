@@ -340,6 +340,22 @@ def trained_task(folder: RunFolder) -> tuple[Any, Config, Path]:
     return task.eval(), cfg, path
 
 
+def halve_run(folder: RunFolder) -> str:
+    """Adds to the bundle of a run a model that computes in fp16, for `serve.precision: fp16`; a line with the figure.
+
+    Raises:
+        CheckpointError: there is no complete bundle, or fp16 would not be as right.
+        SetupError: the bundle cannot be written.
+    """
+    from deeplightning.halve import halve
+
+    difference = halve(folder)
+    return (
+        f"fp16: answers to the golden samples differ by up to {difference:.3g} from those in float32; kept as "
+        f"{folder.bundle_fp16}"
+    )
+
+
 def keep_samples(data: Any, folder: RunFolder) -> None:
     """Keeps some validation samples in the run's folder: images as they reach the network, uint8 (N, C, H, W), or of a
     data module that has `example_texts` texts, (N,)."""

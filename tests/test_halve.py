@@ -1,0 +1,184 @@
+"""A bundle gains a model in fp16 where its answers stay those of fp32; an older server does not see the difference."""
+
+import collections
+import hashlib
+import json
+
+import numpy as np
+import onnx
+import pytest
+import test_text_serving as texts
+import torch
+from onnx import TensorProto, helper
+from test_quantize import brightest_channel, contents, exported, pictures
+from torch import nn
+
+import deeplightning.halve as module
+from deeplightning.config.fault import CheckpointError
+from deeplightning.export import packed
+from deeplightning.halve import MAX_DIFFERENCE, halve
+from deeplightning.runfolder import RunFolder, seal
+from deeplightning.trained import export_run, halve_run
+from serve.bundle import TOLERANCES, Bundle, BundleError
+
+
+@pytest.fixture(scope="module")
+def halved(tmp_path_factory):
+    """A run of pictures with both models."""
+    folder = exported(tmp_path_factory.mktemp("run"), brightest_channel())
+    before = contents(folder)
+    return folder, before, halve(folder)
+
+
+def resealed(folder, change):
+    card = json.loads(folder.bundle_card.read_text())
+    change(card)
+    folder.bundle_card.write_text(json.dumps({**card, "digest": seal(card)}))
+
+
+def test_the_bundle_gains_a_file_and_its_digest(halved):
+    """Nothing else changes, so that a server of before reads the bundle: it checks the file, and serves fp32."""
+    folder, before, difference = halved
+    after = contents(folder)
+    card, former = json.loads(after["bundle.json"]), json.loads(before["bundle.json"])
+    assert after.keys() == before.keys() | {"model.fp16.onnx"}
+    assert card["files"] == {**former["files"], "model.fp16.onnx": hashlib.sha256(after["model.fp16.onnx"]).hexdigest()}
+    assert {key for key in card if card[key] != former[key]} == {"files", "digest"}
+    assert card["digest"] == seal(card)
+    assert 0 < difference < 0.001
+
+
+def test_weights_take_16_bits_and_the_ends_stay_float(halved):
+    """Pixels are scaled, and probabilities made, in 32 bits; input and output are those of fp32."""
+    graph = onnx.load(halved[0].bundle_fp16).graph
+    kinds = collections.Counter(one.data_type for one in graph.initializer if len(one.dims) > 1)
+    assert kinds == {TensorProto.FLOAT16: 3}
+    order = [node.op_type for node in graph.node]
+    assert order[:3] == ["Cast", "Div", "Cast"]
+    assert order[-3:] == ["Gemm", "Cast", "Softmax"]
+    assert [one.type.tensor_type.elem_type for one in graph.output] == [TensorProto.FLOAT]
+
+
+def test_both_models_answer(halved):
+    """fp16 nearly as fp32; it is compared with the answers of fp32 at each start."""
+    images = pictures(100, seed=2)[0]
+    ours, theirs = Bundle.open(halved[0].path), Bundle.open(halved[0].path, "fp16")
+    assert (ours.precision, theirs.precision) == ("fp32", "fp16")
+    expected, given = ours.predict(images), theirs.predict(images)
+    np.testing.assert_allclose(given, expected, atol=0.002)
+    assert not np.array_equal(given, expected)
+    assert TOLERANCES["fp16"] == MAX_DIFFERENCE
+
+
+def test_texts_are_halved_too(tmp_path):
+    """Attention, its mask and layer norms: the answers stay, to texts of every length."""
+    folder = texts.exported(tmp_path)
+    assert halve(folder) < 0.005
+    ours, theirs = Bundle.open(folder.path), Bundle.open(folder.path, "fp16")
+    np.testing.assert_allclose(theirs.predict(ours.samples), ours.predict(ours.samples), atol=0.005)
+
+
+class Vast(nn.Module):
+    """Weights that fp16 makes 0, and others that it cannot hold."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(90, 4, bias=False), nn.Linear(4, 3, bias=False))
+        nn.init.constant_(self.layers[1].weight, 1e-9)
+        self.layers[2].weight.data = torch.tensor([[1e6] * 4, [2e6] * 4, [3e6] * 4])
+
+    def forward(self, images):
+        return self.layers(images.float()).softmax(1)
+
+
+def test_a_network_that_fp16_makes_worse_is_refused(tmp_path):
+    """What was found, what is allowed, and the next step; the bundle stays as it was."""
+    folder = exported(tmp_path, Vast().eval())
+    before = contents(folder)
+    with pytest.raises(
+        CheckpointError, match=r"is not served in fp16: .* at most 0\.02 is allowed; serve it with"
+    ) as e:
+        halve(folder)
+    assert e.value.exit_code == 4
+    assert contents(folder) == before
+
+
+def test_what_cannot_be_halved_says_so(tmp_path):
+    """A network without weights."""
+
+    class Mean(nn.Module):
+        def forward(self, images):
+            return torch.softmax(images.float().mean(dim=(2, 3)), dim=1)
+
+    with pytest.raises(CheckpointError, match="has no layer that fp16 would make quicker; serve it with"):
+        halve(exported(tmp_path, Mean().eval()))
+
+
+def test_the_same_again_replaces_the_model(halved):
+    """Nothing is drawn by chance."""
+    before = contents(halved[0])
+    assert halve(halved[0]) == halved[2]
+    assert contents(halved[0]) == before
+
+
+def test_a_server_without_the_model_says_how_to_get_it(tmp_path):
+    """Exit code 4, and both ways out."""
+    folder = exported(tmp_path, brightest_channel())
+    with pytest.raises(BundleError, match=r"has no model\.fp16\.onnx: .*--precision fp32"):
+        Bundle.open(folder.path, "fp16")
+
+
+def test_answers_that_differ_too_much_are_refused_at_the_start(tmp_path):
+    """The server measures the agreement where it answers; fp32 is the way out."""
+    folder = exported(tmp_path, brightest_channel())
+    halve(folder)
+
+    def other(card):
+        card["golden"]["fp32"] = packed(np.array([[0.9, 0.05, 0.05]] * 4))
+
+    resealed(folder, other)
+    with pytest.raises(BundleError, match=r"allowed are 0\.02; serve it with serve\.precision=fp32"):
+        Bundle.open(folder.path, "fp16")
+
+
+def graph_of(nodes, weights=()):
+    images = helper.make_tensor_value_info("x", TensorProto.FLOAT, ["n", 4])
+    answers = helper.make_tensor_value_info("y", TensorProto.FLOAT, None)
+    return helper.make_graph(nodes, "g", [images], [answers], list(weights))
+
+
+def test_an_operator_without_fp16_stays_in_float(tmp_path):
+    """Between two layers with weights: casts go around it, once for each tensor, however many read it."""
+    weight = helper.make_tensor("w", TensorProto.FLOAT, [4, 4], np.eye(4, dtype=np.float32).tobytes(), raw=True)
+    axis = helper.make_tensor("axis", TensorProto.INT64, [], [1])
+    nodes = [
+        helper.make_node("MatMul", ["x", "w"], ["a"]),
+        helper.make_node("CumSum", ["a", "axis"], ["b"]),
+        helper.make_node("CumSum", ["a", "axis"], ["c"]),
+        helper.make_node("Add", ["b", "c"], ["d"]),
+        helper.make_node("Mul", ["d", "b"], ["e"]),
+        helper.make_node("MatMul", ["e", "w"], ["y"]),
+    ]
+    opset = [helper.make_opsetid("", 20)]
+    model = helper.make_model(graph_of(nodes, [weight, axis]), opset_imports=opset, ir_version=10)
+    file = tmp_path / "model.onnx"
+    onnx.save(model, file)
+    (tmp_path / "place").mkdir()
+    halves = module._fp16_model(file, tmp_path / "place")
+    given = np.array([[1, 2, 3, 4], [0.5, 0, 0, 1]], np.float32)
+    sums = given.cumsum(1)
+    (answers,) = module.session_of(halves).run(None, {"x": given})
+    np.testing.assert_allclose(answers, 2 * sums * sums, rtol=2e-3)
+    assert answers.dtype == np.float32
+    casts = [node.input[0] for node in onnx.load(halves).graph.node if node.op_type == "Cast"]
+    assert sorted(casts) == ["a", "b", "c", "x", "y.half"]
+
+
+def test_a_run_is_halved(train):
+    """`serve.precision: fp16` does this for a run; the line has the figure and the place."""
+    folder = RunFolder(train("train.num_epochs=1", "data.module.params.limit=100").folder)
+    export_run(folder)
+    said = halve_run(folder)
+    assert said.startswith("fp16: answers to the golden samples differ by up to ")
+    assert said.endswith(f"kept as {folder.bundle_fp16}")
+    assert Bundle.open(folder.path, "fp16").precision == "fp16"
