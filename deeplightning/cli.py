@@ -273,7 +273,8 @@ def export(run: str) -> None:
 @click.argument("overrides", nargs=-1, metavar="[serve.key=value …]")
 @click.option("--host", help="Address to listen on; default: serve.host of the run's config.")
 @click.option("--port", help="Port to listen on; default: serve.port of the run's config.")
-@click.option("--precision", help="fp32 or int8; default: serve.precision of the run's config.")
+@click.option("--device", help="auto, cpu, cuda or cuda:N; default: serve.device of the run's config.")
+@click.option("--precision", help="fp32, int8 or fp16; default: serve.precision of the run's config.")
 @click.option("--allow", metavar="ROOT", multiple=True, help="A module to import where RUN has no bundle; repeatable.")
 def serve(run: str, overrides: tuple[str, ...], allow: tuple[str, ...], **options: str | None) -> None:
     """Answer HTTP from RUN, or from the folder of a bundle.

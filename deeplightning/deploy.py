@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from deeplightning.config.check import section
+from deeplightning.config.combinations import server_conflicts
 from deeplightning.config.fault import CheckpointError, ConfigError, Fault, nearest
 from deeplightning.config.schema import Serve, keys
 from deeplightning.config.source import Source, read
@@ -47,36 +48,46 @@ def command(run: str, overrides: Sequence[str] = (), allow: Sequence[str] = ()) 
         allow: further modules that the run's config may name, where it has no bundle: `own_network`.
 
     Raises:
-        ConfigError: an override or the section `serve` is wrong, the variable with the server's key is not set, or int8
-            is asked for and there can be no bundle.
+        ConfigError: an override or the section `serve` is wrong, the variable with the server's key is not set, or
+            another precision than fp32 is asked for and there can be no bundle.
         CheckpointError: there is no such run, it cannot be exported, or its config names foreign code.
     """
     folder = RunFolder(resolve_run(run, None))
     inside_a_model = folder.path / "artifacts" / folder.bundle.name  # as `deeplightning.tracking.flavour` has MLflow do
     alone = [path for path in (folder.path, inside_a_model) if (path / folder.bundle_card.name).is_file()]
     settings = _settings(folder.config if folder.config.is_file() and not alone else None, overrides)
-    flags = [f"--{name.replace('_', '-')}={value}" for name, value in _changed(settings)]
+    flags = [_flag(name, value) for name, value in _changed(settings)]
     if alone:
         return [sys.executable, "-P", "-m", "serve", str(alone[0]), *flags]
     whole = folder.bundle_card.is_file()
-    if not whole or (settings.precision == "int8" and not folder.bundle_int8.is_file()):
+    models = {"int8": folder.bundle_int8, "fp16": folder.bundle_fp16}
+    if not whole or (settings.precision in models and not models[settings.precision].is_file()):
         refuse_foreign(folder, allow)
         from deeplightning.export import NotExpressible
-        from deeplightning.trained import export_run, quantize_run
+        from deeplightning.trained import export_run, halve_run, quantize_run
 
         try:
             if not whole:
                 export_run(folder)
         except NotExpressible as error:
-            if settings.precision == "int8":
-                message = f"int8 is for bundles alone, and this run can have none: {error}"
-                raise ConfigError(Fault(message, "serve.precision")) from error
+            key = "serve.precision" if settings.precision in models else "serve.tensorrt" if settings.tensorrt else None
+            if key is not None:
+                what = "TensorRT" if key == "serve.tensorrt" else settings.precision
+                message = f"{what} is for bundles alone, and this run can have none: {error}"
+                raise ConfigError(Fault(message, key)) from error
             print(f"torch answers from the checkpoint, {COST}: {error}", file=sys.stderr)
             allowed = [f"--allow={module}" for module in allow]
             return [sys.executable, "-m", "deeplightning.torch_server", str(folder.path), *flags, *allowed]
         if settings.precision == "int8":
             print(quantize_run(folder), file=sys.stderr)
+        elif settings.precision == "fp16":
+            print(halve_run(folder), file=sys.stderr)
     return [sys.executable, "-P", "-m", "serve", str(folder.bundle), *flags]
+
+
+def _flag(name: str, value: Any) -> str:
+    option = f"--{name.replace('_', '-')}"
+    return option if value is True else f"{option}={value}"
 
 
 def _changed(settings: Serve) -> Iterator[tuple[str, Any]]:
@@ -97,6 +108,10 @@ def _settings(config: Path | None, overrides: Sequence[str]) -> Serve:
             raise ConfigError(Fault(f"only keys of `serve` can be set when a run is served.{near}", name, place))
     source = read(config, list(overrides))
     settings = section("serve", source)
+    for rule in server_conflicts(settings):
+        value, other = (getattr(settings, key.rpartition(".")[2]) for key in (rule.key, rule.other))
+        shown = str(value).lower() if isinstance(value, bool) else value
+        raise ConfigError(Fault(f"{shown} does not go with {rule.other}: {other}: {rule.why}; {rule.remedy}", rule.key))
     _check_key(settings, source)
     return settings
 

@@ -7,7 +7,7 @@ For networks that ONNX cannot express. The run's own code is imported, and compa
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,8 @@ from deeplightning.runfolder import RunFolder
 from deeplightning.text import TextSpec
 from deeplightning.trained import origin_of, trained_task
 from serve.__main__ import options_parser, serve
-from serve.bundle import TASKS, prepared
+from serve.bundle import GPU_TOLERANCE, TASKS, prepared
+from serve.device import CPU, Device, DeviceError, Runtime
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,7 @@ class Checkpoint:
         model: from uint8 (N, C, H, W) or int64 (N, L) to answers.
         precision: the numbers that it computes in.
         text_spec: how a text is prepared for it; None: it takes pictures.
+        device: where it computes.
     """
 
     folder: Path
@@ -54,16 +56,20 @@ class Checkpoint:
     model: nn.Module
     precision: str = "fp32"
     text_spec: TextSpec | None = None
+    device: Device = CPU
 
     @classmethod
-    def open(cls, folder: RunFolder, allow: Sequence[str] = ()) -> "Checkpoint":
+    def open(cls, folder: RunFolder, allow: Sequence[str] = (), device: Device = CPU) -> "Checkpoint":
         """The best weights of a run.
 
         Args:
             allow: modules that the run's config may name, besides those that it may anyway.
+            device: where it computes. CUDA does not survive a fork: a process that opens a checkpoint on a GPU serves
+                it itself.
 
         Raises:
             UserError: the config names foreign code or is wrong, or there are no weights or samples to be read.
+            DeviceError: the GPU cannot be used, or answers otherwise than the CPU.
         """
         refuse_foreign(folder, allow)
         torch.set_num_threads(1)
@@ -79,17 +85,53 @@ class Checkpoint:
             message = f"{folder.samples} cannot be read ({error}); `deeplightning export RUN` keeps some"
             raise CheckpointError(message) from error
         model, origin = task.inference_model(), origin_of(folder, checkpoint)
-        if not texts:
-            return cls(folder.path, task.kind, task.image_spec, labels, origin, samples, model)
-        spec = task.text_spec
-        samples = spec.stack([spec.prepare(str(text)) for text in samples])
-        return cls(folder.path, task.kind, None, labels, origin, samples, model, text_spec=spec)
+        spec = task.text_spec if texts else None
+        if spec is not None:
+            samples = spec.stack([spec.prepare(str(text)) for text in samples])
+        image_spec = None if texts else task.image_spec
+        on_cpu = cls(folder.path, task.kind, image_spec, labels, origin, samples, model, text_spec=spec)
+        return on_cpu.moved_to(device) if device.on_gpu else on_cpu
+
+    def moved_to(self, device: Device) -> "Checkpoint":
+        """The same on a GPU, which must answer the samples as the CPU does.
+
+        Raises:
+            DeviceError: it cannot be used, or answers otherwise.
+        """
+        expected = self.predict(self.samples)
+        torch.backends.cudnn.allow_tf32 = False  # torch's default is True; fp32 is to mean 32 bits
+        try:
+            moved = replace(self, model=self.model.to(str(device)), device=device)
+            difference = float(np.abs(moved.predict(self.samples) - expected).max())
+        except (RuntimeError, MemoryError) as error:  # torch's errors of CUDA are of the former kind
+            reason = str(error).splitlines()[0]
+            raise DeviceError(
+                f"{device} ({device.name}) cannot be used by torch {torch.__version__}: {reason}"
+            ) from error
+        if not difference <= GPU_TOLERANCE:
+            raise DeviceError(
+                f"{device} ({device.name}) answers the run's samples otherwise than the CPU: answers differ by up to "
+                f"{difference:.3g}, allowed are {GPU_TOLERANCE:g}; use serve.device=cpu"
+            )
+        return moved
 
     def predict(self, images: np.ndarray) -> np.ndarray:
         """What the network answers to prepared images, uint8 (N, C, H, W), or texts, int64 (N, L): probabilities,
-        float32 (N, K); or pictures, float32 (N, C, H, W) from 0 to 1."""
+        float32 (N, K); or pictures, float32 (N, C, H, W) from 0 to 1.
+
+        Raises:
+            MemoryError: the GPU has too little memory for this batch.
+        """
         with torch.inference_mode():
-            return self.model(torch.tensor(images)).numpy()
+            if not self.device.on_gpu:
+                return self.model(torch.tensor(images)).numpy()
+            try:
+                # From page-locked memory, which torch keeps for the next batch, a copy needs no help of the CPU.
+                given = torch.from_numpy(images).pin_memory().to(str(self.device), non_blocking=True)
+                return self.model(given).cpu().numpy()
+            except torch.OutOfMemoryError as error:
+                torch.cuda.empty_cache()
+                raise MemoryError(str(error)) from error
 
     def prepare(self, data: bytes, max_pixels: int) -> np.ndarray:
         """One encoded picture as the network wants it, uint8 (C, H, W).
@@ -111,13 +153,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
     folder = options.run
     try:
         return serve(
-            lambda: Checkpoint.open(folder, options.allow),
+            lambda device: Checkpoint.open(folder, options.allow, device),
             options,
             lambda: [path for path in (folder.best, folder.last) if path.is_file()][:1],
+            Runtime("torch", _torch_lacks, lambda: torch.version.cuda or ""),
         )
     except UserError as error:
         print(error, file=sys.stderr)
         return error.exit_code
+
+
+def _torch_lacks() -> str | None:
+    """Why torch, as it is installed here, cannot use a GPU; None: it can. Whether there is one is not looked at: that
+    would start CUDA in this process, whose workers could not use it then."""
+    if torch.version.cuda is not None:
+        return None
+    return f"torch {torch.__version__} is built without CUDA; install a build with it (TORCH_BACKEND=auto bash env.sh)"
 
 
 if __name__ == "__main__":

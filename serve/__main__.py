@@ -1,6 +1,6 @@
 """`python -m serve FOLDER`: check the address and the bundle, then answer HTTP until SIGTERM or Ctrl-C.
 
-Exit codes: 0 stopped, 2 wrong arguments, 3 the address cannot be used, 4 the bundle cannot.
+Exit codes: 0 stopped, 2 wrong arguments, 3 the address or the device cannot be used, 4 the bundle cannot.
 """
 
 import argparse
@@ -17,10 +17,11 @@ from typing import Any
 
 from deeplightning.runfolder import RunFolder
 from serve.bundle import Bundle, BundleError
-from serve.lanes import Model
+from serve.device import ONNX_RUNTIME, Device, DeviceError, Runtime, choose_devices, is_word
 from serve.layout import Layout
 from serve.limits import Limits
-from serve.parent import Parent
+from serve.log import tell
+from serve.parent import ON_CPU, OpenModel, Parent, WorkerError
 from serve.worker import BACKLOG
 
 
@@ -40,13 +41,42 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Serve a bundle until told to stop. Returns the exit code."""
     parser = options_parser()
     parser.add_argument("folder", type=Path, help="a bundle, or a run folder that holds one")
-    parser.add_argument("--precision", choices=["fp32", "int8"], default="fp32", help="which of the bundle's models")
+    parser.add_argument("--precision", choices=["fp32", "int8", "fp16"], default="fp32", help="which of its models")
+    parser.add_argument("--tensorrt", action="store_true", help="compile the model by TensorRT, on a GPU")
     options = parser.parse_args(arguments)
+
+    def open_model(device: Device) -> Bundle:
+        # 16 bits are for GPUs: where `auto` has fallen back to the CPU, they would only be slower than 32.
+        precision = "fp32" if options.precision == "fp16" and not device.on_gpu else options.precision
+        return Bundle.open(options.folder, precision, device, options.max_batch, options.tensorrt and device.on_gpu)
+
     try:
-        return serve(lambda: Bundle.open(options.folder, options.precision), options, lambda: _files(options.folder))
-    except BundleError as error:
+        _check_pairs(options)
+        return serve(open_model, options, lambda: _files(options.folder))
+    except (BundleError, OptionError) as error:
         print(error, file=sys.stderr)
         return error.exit_code
+
+
+def _check_pairs(options: argparse.Namespace) -> None:
+    """
+    Raises:
+        OptionError: two options contradict each other.
+    """
+    if options.precision == "int8":
+        if options.device.startswith("cuda"):
+            raise OptionError(
+                f"--precision int8 does not go with --device {options.device}: the int8 model is made for CPUs; "
+                "use --precision fp16, or --device cpu."
+            )
+        options.device = "cpu"
+    if options.device == "cpu" and options.precision == "fp16":
+        raise OptionError(
+            "--precision fp16 does not go with --device cpu: a CPU computes in 32 bits faster; "
+            "use --precision fp32 or int8, or --device cuda."
+        )
+    if options.device == "cpu" and options.tensorrt:
+        raise OptionError("--tensorrt is for GPUs, and the CPU answers; leave it out, or use --device cuda.")
 
 
 def options_parser() -> argparse.ArgumentParser:
@@ -61,6 +91,14 @@ def options_parser() -> argparse.ArgumentParser:
         "--host", default="127.0.0.1", help="address to listen on; 0.0.0.0 is every one of this machine"
     )
     parser.add_argument("--port", type=_within(int, 0, 65535), default=5000, help="0: any that is free")
+    parser.add_argument(
+        "--device",
+        type=_device,
+        default="auto",
+        metavar="auto|cpu|cuda|cuda:N",
+        help="where the model computes: on every GPU with a process each (cuda), on one of them (cuda:N), or on the "
+        "CPU; auto: on GPUs if they can be used",
+    )
     parser.add_argument(
         "--max-upload-mb",
         type=_within(int, 1, 10_000),
@@ -88,13 +126,19 @@ def options_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def serve(open_model: Callable[[], Model], options: argparse.Namespace, files: Callable[[], Sequence[Path]]) -> int:
+def serve(
+    open_model: OpenModel,
+    options: argparse.Namespace,
+    files: Callable[[], Sequence[Path]],
+    runtime: Runtime = ONNX_RUNTIME,
+) -> int:
     """Answer HTTP until told to stop.
 
     Args:
-        open_model: loads the model; called again when its files change. What it raises is the caller's.
+        open_model: loads the model on a device; called again when its files change. What it raises is the caller's.
         options: as `options_parser` reads them.
         files: what the model is loaded from; none while it is being replaced.
+        runtime: the library that runs the model.
 
     Returns:
         the exit code.
@@ -102,8 +146,9 @@ def serve(open_model: Callable[[], Model], options: argparse.Namespace, files: C
     limits = Limits(**{field.name: getattr(options, field.name) for field in fields(Limits) if field.name in options})
     try:
         key = _key(options.api_key_env)
+        choice = choose_devices(options.device, runtime)
         first = _listen(options.host, options.port)
-    except (AddressError, OptionError) as error:
+    except (AddressError, DeviceError, OptionError) as error:
         print(error, file=sys.stderr)
         return error.exit_code
 
@@ -111,12 +156,17 @@ def serve(open_model: Callable[[], Model], options: argparse.Namespace, files: C
         port = first.getsockname()[1]
         return [first, *(_shared(options.host, port) for _ in range(number - 1))]
 
-    def announce(model: Model, layout: Layout) -> None:
-        what = f"{model.task} ({len(model.labels)} classes)" if model.labels else model.task
+    def announce(what: str, layout: Layout) -> None:
+        if choice.reason is not None:
+            tell(ON_CPU, reason=choice.reason)
         print(f"Serving {what} on {_url(first)}: {layout}", flush=True)
 
     _return_memory()
-    return Parent(open_model, listen, limits, key, lambda: _signature(files()), announce).run()
+    try:
+        return Parent(open_model, listen, limits, key, lambda: _signature(files()), announce, choice).run()
+    except (DeviceError, WorkerError) as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
 
 
 def _key(variable: str | None) -> str | None:
@@ -138,6 +188,12 @@ def _within(kind: Callable[[str], Any], low: float, high: float) -> Callable[[st
         return kind(text)
 
     return number  # argparse says "invalid number value: 'x'" of what int() refuses
+
+
+def _device(text: str) -> str:
+    if not is_word(text):
+        raise argparse.ArgumentTypeError(f"{text} is not auto, cpu, cuda or cuda:N, such as cuda:0")
+    return text
 
 
 def _listen(host: str, port: int) -> socket.socket:

@@ -11,6 +11,7 @@ import ctypes
 import hashlib
 import io
 import json
+import math
 import os
 import re
 from dataclasses import dataclass
@@ -28,6 +29,8 @@ from PIL import PngImagePlugin
 
 from deeplightning.image import ImageError, ImageSpec
 from deeplightning.runfolder import BUNDLE_FORMAT, RunFolder, seal
+from serve.device import CPU, Device, DeviceError
+from serve.session import TEXT_TOKENS, Bound, bound_to, open_session, tensorrt_options
 
 if TYPE_CHECKING:  # a server of pictures does without
     from deeplightning.text import TextSpec
@@ -39,10 +42,13 @@ TASKS = {
 }
 """What a bundle may be for, with the name of its model's output."""
 
-TOLERANCES = {"fp32": 1e-4, "int8": 0.05}
+TOLERANCES = {"fp32": 1e-4, "int8": 0.05, "fp16": 0.02}
 """How far an answer to a golden sample may be from that at export, possibly on another machine, by precision. Where a
 machine rounds a sum otherwise before it becomes int8, a probability may move by hundredths; where sums overflow, by
-more."""
+more. fp16 has no answers of its own in a bundle: it is compared with those of fp32, on the GPU that it is served by."""
+
+GPU_TOLERANCE = 1e-3
+"""The same for fp32 on a GPU, whose kernels add in another order and use quicker exponentials."""
 
 MAX_TOKENIZER_BYTES = 64_000_000
 """The largest known tokenizer.json has 35 MB (November 2026)."""
@@ -77,11 +83,13 @@ class Bundle:
         image_spec: how a picture is prepared for it; None: it takes texts.
         labels: the K class names, in the order of the probabilities; none where it answers with pictures.
         run: where it comes from, as `bundle.json` says (`id`, `folder_name`, `checkpoint`, `created`, `versions`).
-        precision: the numbers that its model computes in, "fp32" or "int8".
+        precision: the numbers that its model computes in: "fp32", "int8" or "fp16".
         samples: the golden samples, uint8 (N, C, H, W) or int64 (N, L): real ones, to warm up with.
         session: ONNX Runtime with the model, one thread per call.
         text_spec: how a text is prepared for it; None: it takes pictures.
         input: the name of the model's input.
+        device: where it computes.
+        bound: the session with its buffers; None on the CPU, which reads a batch where it is.
     """
 
     folder: Path
@@ -94,17 +102,31 @@ class Bundle:
     session: onnxruntime.InferenceSession
     text_spec: "TextSpec | None" = None
     input: str = "images"
+    device: Device = CPU
+    bound: Bound | None = None
 
     @classmethod
-    def open(cls, path: str | Path, precision: str = "fp32") -> "Bundle":
-        """Read the bundle in `path`, or in the run folder `path`, and replay its golden samples.
+    def open(
+        cls,
+        path: str | Path,
+        precision: str = "fp32",
+        device: Device = CPU,
+        max_batch: int = 16,
+        tensorrt: bool = False,
+    ) -> "Bundle":
+        """Read the bundle in `path`, or in the run folder `path`, and replay its golden samples on `device`.
 
         Args:
             path: a folder.
             precision: which of the bundle's models is taken.
+            device: where it computes. CUDA does not survive a fork, so a process that opens a bundle on a GPU serves it
+                itself.
+            max_batch: the largest batch, for the buffers of a GPU.
+            tensorrt: whether TensorRT compiles the model for the GPU.
 
         Raises:
             BundleError: it is missing, incomplete, changed since its export, unknown, or answers otherwise than it did.
+            DeviceError: the GPU cannot be used.
         """
         folder = _find(Path(path).expanduser().absolute())
         card = _read_card(folder)
@@ -121,17 +143,21 @@ class Bundle:
         _check_files(folder, card["files"], precision)
         if task == "text_classification":
             texts = _text_spec(folder, card)
-            session = _load(folder, _MODELS[precision], None, task, len(labels))
+            session = _load(folder, precision, None, task, len(labels), device)
             samples = _text_samples(folder, card["golden"], texts)
-            bundle = cls(folder, task, None, labels, run, precision, samples, session, texts, "tokens")
+            bound = _bound(device, session, (texts.limit or TEXT_TOKENS,), np.int64, max_batch)
+            bundle = cls(folder, task, None, labels, run, precision, samples, session, texts, "tokens", device, bound)
         else:
             try:
                 spec = ImageSpec.from_dict(card["input"])
             except ValueError as error:
                 raise BundleError(f"The bundle {folder} describes its input wrongly: {error}.") from error
-            session = _load(folder, _MODELS[precision], spec, task, len(labels))
+            shape = (spec.channels, spec.height, spec.width)
+            options = tensorrt_options("images", shape, max_batch, precision == "fp16") if tensorrt else None
+            session = _load(folder, precision, spec, task, len(labels), device, options)
             samples = _samples(folder, card["golden"], spec)
-            bundle = cls(folder, task, spec, labels, run, precision, samples, session)
+            bound = _bound(device, session, shape, np.uint8, max_batch)
+            bundle = cls(folder, task, spec, labels, run, precision, samples, session, device=device, bound=bound)
         _replay(bundle, card["golden"])
         _return_memory()
         return bundle
@@ -139,6 +165,8 @@ class Bundle:
     def predict(self, images: np.ndarray) -> np.ndarray:
         """What the model answers to prepared images, uint8 (N, C, H, W), or texts, int64 (N, L): probabilities, float32
         (N, K); or pictures, float32 (N, C, H, W) from 0 to 1."""
+        if self.bound is not None:
+            return self.bound.predict(images)
         return self.session.run([TASKS[self.task]], {self.input: images})[0]
 
     def prepare(self, data: bytes, max_pixels: int) -> np.ndarray:
@@ -176,7 +204,11 @@ class _Pieces(io.BytesIO):
 
 
 _NAMES = RunFolder(".")  # only the names of its files are used: a bundle may have been copied to anywhere
-_MODELS = {"fp32": _NAMES.bundle_model.name, "int8": _NAMES.bundle_int8.name}
+_MODELS = {
+    "fp32": _NAMES.bundle_model.name,
+    "int8": _NAMES.bundle_int8.name,
+    "fp16": _NAMES.bundle_fp16.name,
+}
 _TEXT_FILES = ("vocabulary.txt", "tokenizer.json")
 _KEYS = {"format", "task", "input", "labels", "files", "run", "golden", "digest"}
 _FILE = re.compile(r"\w[\w.-]{0,99}", re.ASCII)
@@ -317,17 +349,20 @@ def _text_samples(folder: Path, golden: Any, spec: "TextSpec") -> np.ndarray:
 
 
 def _load(
-    folder: Path, model: str, spec: ImageSpec | None, task: str, num_classes: int
+    folder: Path,
+    precision: str,
+    spec: ImageSpec | None,
+    task: str,
+    num_classes: int,
+    device: Device,
+    tensorrt: dict[str, str] | None = None,
 ) -> onnxruntime.InferenceSession:
     """The model, which ONNX Runtime keeps from reading files outside its own folder; of pictures, unless `spec` is
     None."""
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = options.inter_op_num_threads = 1  # requests run beside one another instead
-    options.add_session_config_entry("session.intra_op.allow_spinning", "0")
-    options.log_severity_level = 4  # what goes wrong is raised as well
     try:
-        # By its path, since of bytes the session would keep a copy.
-        session = onnxruntime.InferenceSession(folder / model, options, providers=["CPUExecutionProvider"])
+        session = open_session(folder / _MODELS[precision], device, tensorrt)
+    except DeviceError:
+        raise
     except Exception as error:  # onnxruntime's exceptions have no common class of their own
         reason = str(error).splitlines()[0]
         raise BundleError(f"ONNX Runtime does not take the model of the bundle {folder}: {reason}") from error
@@ -350,6 +385,17 @@ def _load(
     return session
 
 
+def _bound(
+    device: Device, session: onnxruntime.InferenceSession, shape: tuple[int, ...], dtype: type, max_batch: int
+) -> Bound | None:
+    """The model of a GPU with buffers for `max_batch` inputs of a shape and dtype; None on the CPU."""
+    if not device.on_gpu:
+        return None
+    row = math.prod(session.get_outputs()[0].shape[1:])
+    item = math.prod(shape) * np.dtype(dtype).itemsize
+    return bound_to(device, session, max_batch * item, max_batch * row * np.dtype(np.float32).itemsize)
+
+
 def _samples(folder: Path, golden: Any, spec: ImageSpec) -> np.ndarray:
     """The golden samples, uint8 (N, C, H, W), decoded as any picture is."""
     pictures = golden.get("pictures") if isinstance(golden, dict) else None
@@ -365,20 +411,41 @@ def _samples(folder: Path, golden: Any, spec: ImageSpec) -> np.ndarray:
 
 
 def _replay(bundle: Bundle, golden: dict[str, Any]) -> None:
-    """The golden samples get the answers they got at export: decoding, model and runtime are as they were."""
-    given = bundle.predict(bundle.samples)
+    """The golden samples get the answers they got at export: decoding, model, runtime and device are as they were, or
+    as near as `TOLERANCES` allows."""
+    known = "fp32" if bundle.precision == "fp16" else bundle.precision
+    given = _answers(bundle)
     try:
-        wanted = np.frombuffer(base64.b64decode(golden[bundle.precision], validate=True), "<f4").reshape(given.shape)
+        wanted = np.frombuffer(base64.b64decode(golden[known], validate=True), "<f4").reshape(given.shape)
     except (KeyError, TypeError, ValueError) as error:
         raise BundleError(f"The golden answers of the bundle {bundle.folder} are damaged ({error}).") from error
     differences = np.abs(given - wanted).max(axis=tuple(range(1, given.ndim)))  # (N,)
     worst, allowed = int(differences.argmax()), TOLERANCES[bundle.precision]  # argmax finds a nan first
+    if bundle.device.on_gpu:
+        allowed = max(allowed, GPU_TOLERANCE)
+    remedy = "serve it with serve.precision=fp32" if bundle.precision == "fp16" else _AGAIN
     _expect(
         bool(differences[worst] <= allowed),
         f"answers golden sample {worst} otherwise than when it was exported: {TASKS[bundle.task]} differ by "
-        f"{differences[worst]:.3g}, allowed are {allowed:g}; {_AGAIN}",
+        f"{differences[worst]:.3g}, allowed are {allowed:g}; {remedy}",
         bundle.folder,
     )
+
+
+def _answers(bundle: Bundle) -> np.ndarray:
+    """To all golden samples; one by one where a GPU has no memory for them together."""
+    try:
+        try:
+            return bundle.predict(bundle.samples)
+        except MemoryError:
+            return np.concatenate([bundle.predict(sample[None]) for sample in bundle.samples])
+    except MemoryError as error:
+        reason = str(error).splitlines()[0][:300]
+        raise DeviceError(
+            f"{bundle.device} ({bundle.device.name}) has too little memory for the bundle {bundle.folder}: "
+            f"{bundle.device.free / 1e9:.1f} GB were free at the start ({reason}); end what else uses it, or use "
+            "serve.device=cpu"
+        ) from error
 
 
 def _return_memory() -> None:

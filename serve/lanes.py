@@ -19,6 +19,7 @@ import numpy as np
 
 from deeplightning.image import ImageError, ImageSpec
 from serve.limits import Limits, Refusal
+from serve.log import tell
 
 LARGE_PIXELS = 4_000_000
 """From here on pictures are decoded one at a time per lane: each may take 16 bytes a pixel (Pillow 13, November
@@ -119,12 +120,22 @@ class Lanes:
         limits: what a request may cost.
         number: forward passes at a time.
         forward_seconds: what a forward pass of one picture takes.
+        threads: that decode pictures or run the model; None: two for each lane.
     """
 
-    def __init__(self, model: Model, limits: Limits, number: int = 1, forward_seconds: float = math.inf):
+    def __init__(
+        self,
+        model: Model,
+        limits: Limits,
+        number: int = 1,
+        forward_seconds: float = math.inf,
+        threads: int | None = None,
+    ):
         self.model = model
         self.limits = limits
         self.number = number
+        self._most = limits.max_batch
+        self._most_threads = threads or 2 * number  # as many that decode as run the model
         self._tiny = forward_seconds < TINY_SECONDS
         self.waiting = 0
         """Requests that are accepted and not yet done."""
@@ -157,7 +168,7 @@ class Lanes:
     def _hand_on(self, job: Job) -> None:
         """To another thread. They are started when they are needed."""
         with self._lock:
-            if len(self._threads) < min(self.waiting, 2 * self.number):  # as many that decode as run the model
+            if len(self._threads) < min(self.waiting, self._most_threads):
                 thread = threading.Thread(target=self._work, name=f"pictures-{len(self._threads)}", daemon=True)
                 self._threads.append(thread)
                 thread.start()
@@ -265,7 +276,7 @@ class Lanes:
         batch: list[_Item] = []
         now = time.perf_counter()
         with self._lock:
-            while self._ready and len(batch) < self.limits.max_batch:
+            while self._ready and len(batch) < self._most:
                 item = self._ready.popleft()
                 if item[0].error is not None:
                     continue
@@ -280,16 +291,34 @@ class Lanes:
         return batch
 
     def _forward(self, pictures: list[np.ndarray]) -> list[np.ndarray | Exception]:
-        """A row for each picture. A picture that the model fails on fails alone."""
+        """A row for each picture. A picture that the model fails on fails alone; a batch that does not fit into the
+        memory is halved, and later ones are no larger."""
         try:
             rows = self.model.predict(self._stack(pictures) if len(pictures) > 1 else pictures[0][None])
             if not math.isfinite(rows.sum()):
                 raise ValueError("the model gives numbers that are not finite")
             return list(rows)
+        except MemoryError as error:
+            half = len(pictures) // 2
+            if not half:
+                return [_no_memory(error)]
+            self._fits(half)
+            answers: list[np.ndarray | Exception] = []
+            while len(answers) < len(pictures):  # what fits may shrink further on the way
+                answers += self._forward(pictures[len(answers) :][: self._most])
+            return answers
         except Exception as error:
             if len(pictures) == 1:
                 return [error]
             return [row for picture in pictures for row in self._forward([picture])]
+
+    def _fits(self, number: int) -> None:
+        """From here on a batch has at most so many pictures."""
+        with self._lock:
+            if number >= self._most:
+                return
+            self._most = number
+        tell(f"the memory is too small for the batch: from now on at most {number} go together")
 
     def _check_time(self, job: Job) -> None:
         if time.perf_counter() - job.accepted > self.limits.max_wait:
@@ -317,6 +346,11 @@ class Lanes:
             job.error = error
             self.waiting -= 1
         job.finish(job)
+
+
+def _no_memory(error: MemoryError) -> Refusal:
+    tell(f"the memory is too small for a single request: {error}")
+    return Refusal(503, "The model has no memory for this request now; send it again in 1 s.", {"Retry-After": "1"})
 
 
 class _Larger(Exception):

@@ -1,4 +1,5 @@
 """How many processes, and how many forward passes at a time in each: from what a picture costs, measured at the start.
+GPUs have a process each, whose batches grow to what memory and time allow.
 
 A forward pass lets other threads run, and the work around it does not: Python runs one thread at a time. So one process
 keeps every core busy as long as the forward pass is the larger part; where the network is so small that the work around
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
+from serve.device import CPU, LANES, Device
 from serve.lanes import Model
 
 HELD_SECONDS = 0.0002
@@ -20,6 +22,9 @@ HELD_SECONDS = 0.0002
 2026)."""
 
 ROUNDS = 3
+
+BATCH_SECONDS = 0.2
+"""How long a forward pass of a GPU may take: whoever comes during one waits for it to end."""
 
 
 @dataclass(frozen=True)
@@ -29,18 +34,26 @@ class Layout:
     Attributes:
         processes: workers.
         lanes: forward passes at a time in each.
-        forward_ms: what one picture costs, alone, in milliseconds.
+        forward_ms: what one picture costs, alone, in milliseconds; infinite where the parent cannot measure it.
+        devices: where each process computes; or the CPU, for all.
     """
 
     processes: int
     lanes: int
     forward_ms: float
+    devices: tuple[Device, ...] = (CPU,)
 
     def __str__(self) -> str:
+        where = ", ".join(f"{device} ({device.name})" for device in self.devices if device.on_gpu)
         return (
             f"{self.processes} process{'es' if self.processes > 1 else ''} with {self.lanes} "
-            f"lane{'s' if self.lanes > 1 else ''}, {self.forward_ms:.2f} ms a forward pass"
+            f"lane{'s' if self.lanes > 1 else ''}, "
+            + (f"on {where}" if where else f"{self.forward_ms:.2f} ms a forward pass")
         )
+
+    def device(self, process: int) -> Device:
+        """Where a process computes."""
+        return self.devices[process if len(self.devices) > 1 else 0]
 
 
 def choose(model: Model, cores: int | None = None) -> Layout:
@@ -49,6 +62,36 @@ def choose(model: Model, cores: int | None = None) -> Layout:
     seconds = _forward_seconds(model)
     processes = max(1, min(cores, math.ceil(cores * HELD_SECONDS / (HELD_SECONDS + seconds) - 0.25)))
     return Layout(processes, math.ceil(cores / processes), 1e3 * seconds)
+
+
+def on_gpus(devices: tuple[Device, ...]) -> Layout:
+    """One process for each GPU."""
+    return Layout(len(devices), LANES, math.inf, devices)
+
+
+def largest_batch(model: Model, limit: int, seconds: float = BATCH_SECONDS) -> int:
+    """Up to `limit`, the largest batch that fits into memory and takes no longer than `seconds`, and at least 1. Sizes
+    are tried by doubling; the first pass of each also chooses its algorithms, so that no request waits for that.
+
+    Raises:
+        MemoryError: not even one fits.
+    """
+    sizes = [*(2**power for power in range(limit.bit_length()) if 2**power < limit), limit]
+    most = 1
+    for size in sizes:
+        batch = np.resize(model.samples, (size, *model.samples.shape[1:]))
+        try:
+            model.predict(batch)
+            start = time.perf_counter()
+            model.predict(batch)
+        except MemoryError:
+            if size == 1:
+                raise
+            break
+        if time.perf_counter() - start > seconds:
+            break
+        most = size
+    return most
 
 
 def usable_cores() -> int:

@@ -3,9 +3,12 @@ die, and forks new ones for a changed bundle while the old ones finish what they
 
 Workers share the model's memory, since they are forked when it is loaded. Each has a listening socket of its own, over
 which the system spreads the connections; the parent keeps them all, so a connection that waits there is answered by
-whoever comes next.
+whoever comes next. CUDA does not survive a fork: on GPUs each worker loads the model itself, and reports to the parent
+whether it could.
 """
 
+import contextlib
+import json
 import os
 import select
 import signal
@@ -13,11 +16,12 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
+from serve.device import CPU, Choice, Device, DeviceError
 from serve.lanes import Lanes, Model
-from serve.layout import Layout, choose
+from serve.layout import Layout, choose, largest_batch, on_gpus, usable_cores
 from serve.limits import Limits
 from serve.log import tell
 from serve.metrics import MAX_PROCESSES, Metrics
@@ -30,16 +34,34 @@ CHECK_SECONDS = 1.0
 SHORT_LIFE = 1.0
 """A worker that ends sooner is replaced only after as many seconds."""
 
+OpenModel = Callable[[Device], Model]
+"""Loads and checks the model on a device."""
+
+ON_CPU = "serving on the CPU"
+"""The event that says that `serve.device: auto` has found no usable GPU."""
+
+CPU_ALONE = Choice((CPU,))
+
+
+class WorkerError(Exception):
+    """No worker can load the model; the message is that of the worker."""
+
+    def __init__(self, message: str, exit_code: int):
+        super().__init__(message)
+        self.exit_code = exit_code
+
 
 @dataclass(eq=False)
 class _Child:
-    """One worker: its process, its row of the metrics, the pipe on which it says that it answers, and since when."""
+    """One worker: its process, its row of the metrics, the pipe on which it reports that it answers or why it cannot,
+    and since when."""
 
     process: int
     slot: int
     row: int
     pipe: int
     since: float
+    heard: bool = False
     ready: bool = False
     leaving: bool = False
 
@@ -48,38 +70,51 @@ class Parent:
     """Runs the server until SIGTERM or Ctrl-C.
 
     Args:
-        open_model: loads and checks the model; called again when its files have changed.
+        open_model: loads and checks the model on a device; called again when its files have changed.
         listen: gives so many listening sockets of one address.
         limits: what a request may cost.
         key: what clients must send; None: nothing.
         watch: gives a value that changes when the model's files do; None while they are being replaced.
-        ready: called once when the first worker answers.
+        ready: called once when requests are answered, with a word about the model.
+        choice: the devices that answer.
     """
 
     def __init__(
         self,
-        open_model: Callable[[], Model],
+        open_model: OpenModel,
         listen: Callable[[int], list[socket.socket]],
         limits: Limits,
         key: str | None,
         watch: Callable[[], Any],
-        ready: Callable[[Model, Layout], None],
+        ready: Callable[[str, Layout], None],
+        choice: Choice = CPU_ALONE,
     ):
         self._open = open_model
         self._limits = limits
         self._key = key
         self._watch = watch
-        self._announce: Callable[[Model, Layout], None] | None = ready
+        self._announce: Callable[[str, Layout], None] | None = ready
         self._seen = watch()
-        self._model = open_model()
-        self._layout = choose(self._model)
+        self._listen = listen
+        self._may_fall_back = choice.may_fall_back
+        self._model: Model | None = None
+        if choice.devices[0].on_gpu:
+            self._layout = on_gpus(choice.devices)
+        else:
+            self._model = open_model(CPU)
+            self._layout = choose(self._model)
         self._listeners = listen(self._layout.processes)
         self._metrics = Metrics()
         self._children: list[_Child] = []
         self._asked: set[int] = set()
+        self._failure: Exception | None = None
 
     def run(self) -> int:
-        """Returns the exit code."""
+        """Returns the exit code.
+
+        Raises:
+            WorkerError: no worker can load the model on its GPU.
+        """
         wake, self._wakened = os.pipe()
         os.set_blocking(self._wakened, False)
         signal.set_wakeup_fd(self._wakened, warn_on_full_buffer=False)
@@ -88,11 +123,14 @@ class Parent:
         for slot in range(len(self._listeners)):
             self._fork(slot)
         while not self._asked & {signal.SIGTERM, signal.SIGINT}:
-            pipes = [child.pipe for child in self._children if not child.ready]
+            pipes = [child.pipe for child in self._children if not child.heard]
             readable, _, _ = select.select([wake, *pipes], [], [], CHECK_SECONDS)
             if wake in readable:
                 os.read(wake, 4096)
             self._hear([child for child in self._children if child.pipe in readable])
+            if self._failure is not None:
+                self._end()
+                raise self._failure
             self._reap()
             self._reload_if_asked()
         return self._end()
@@ -121,25 +159,75 @@ class Parent:
             if other != slot:
                 listener.close()
         self._metrics.row = row
-        lanes = Lanes(self._model, self._limits, self._layout.lanes, self._layout.forward_ms / 1e3)
-        layout = {"processes": self._layout.processes, "lanes": self._layout.lanes}
-        secured = self._key is not None
-        service = Service(self._model, self._limits, lanes, self._metrics, layout, secured, ready=False)
-        work(self._listeners[slot], service, self._key, lambda: _say(said))
+        device, limits, threads = self._layout.device(slot), self._limits, None
+        model = self._model
+        if model is None:
+            try:
+                model = self._open(device)
+                limits = replace(limits, max_batch=largest_batch(model, limits.max_batch))
+                threads = usable_cores() // self._layout.processes + self._layout.lanes
+            except Exception as error:
+                if not hasattr(error, "exit_code"):
+                    tell(f"the process for {device} cannot load the model", error)
+                _say(said, fault=str(error), exit_code=getattr(error, "exit_code", 1))
+                os._exit(1)
+        lanes = Lanes(model, limits, self._layout.lanes, self._layout.forward_ms / 1e3, threads)
+        layout = {"processes": self._layout.processes, "lanes": self._layout.lanes, "device": str(device)}
+        if device.on_gpu:
+            layout["device_name"] = device.name
+        service = Service(model, limits, lanes, self._metrics, layout, self._key is not None, ready=False)
+        work(self._listeners[slot], service, self._key, lambda: _say(said, model=_words(model), run=model.run))
 
     def _hear(self, children: list[_Child]) -> None:
-        """What workers say: that they answer; the pipe's end without it is their own."""
+        """What workers report: that they answer, or why they cannot; a pipe that ends without a word is a death."""
         for child in children:
-            child.ready = True
-            if not os.read(child.pipe, 1):
+            child.heard = True
+            report = _report(child.pipe)
+            if "model" not in report:
+                self._cannot(child, report)
                 continue
+            child.ready = True
             for other in self._children:
                 if other.slot == child.slot and other.since < child.since and not other.leaving:
                     other.leaving = True
                     os.kill(other.process, signal.SIGTERM)
-            if self._announce:
-                self._announce(self._model, self._layout)
+                    if self._model is None and other.ready:
+                        tell("the model is loaded anew", run=report["run"], device=str(self._layout.device(child.slot)))
+            started = self._model is not None or all(child.ready for child in self._children)
+            if self._announce and started:
+                self._announce(report["model"], self._layout)
                 self._announce = None
+
+    def _cannot(self, child: _Child, report: dict[str, Any]) -> None:
+        """A worker cannot load the model. At the start that is the server's end, unless the CPU may answer; later the
+        model of before stays."""
+        if self._model is not None:  # it was loaded before the fork
+            return
+        device = self._layout.device(child.slot)
+        reason = report.get("fault") or f"the process for {device} ({device.name}) died while it loaded the model"
+        if self._announce is None:
+            child.leaving = any(other.slot == child.slot and other.ready for other in self._children)
+            end = "the model stays as it was" if child.leaving else f"{device} does not answer, and is tried again"
+            tell(f"{end}: {reason}")
+        elif self._may_fall_back:
+            self._fall_back(reason)
+        else:
+            self._failure = WorkerError(reason, report.get("exit_code", DeviceError.exit_code))
+
+    def _fall_back(self, reason: str) -> None:
+        """The CPU answers instead of GPUs."""
+        tell(ON_CPU, reason=reason)
+        for child in self._children:
+            child.leaving = child.heard = True
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child.process, signal.SIGTERM)
+        self._model = self._open(CPU)
+        self._layout = choose(self._model)
+        for listener in self._listeners[1:]:
+            listener.close()
+        self._listeners = self._listen(self._layout.processes)
+        for slot in range(len(self._listeners)):
+            self._fork(slot)
 
     def _reap(self) -> None:
         """Replaces workers that have died."""
@@ -153,7 +241,7 @@ class Parent:
             tell("a worker died", process=child.process, exit_code=os.waitstatus_to_exitcode(status))
             if any(other.slot == child.slot and not other.leaving for other in self._children):
                 continue
-            if time.monotonic() - child.since < SHORT_LIFE:
+            if not child.ready or time.monotonic() - child.since < SHORT_LIFE:
                 time.sleep(SHORT_LIFE)
             self._fork(child.slot)
 
@@ -170,14 +258,16 @@ class Parent:
             return
         self._asked.discard(signal.SIGHUP)
         self._seen = seen
-        try:
-            self._model = self._open()
-        except Exception as error:
-            tell(f"the model stays as it was: {error}")
-            return
+        if self._model is not None:
+            try:
+                self._model = self._open(CPU)
+            except Exception as error:
+                tell(f"the model stays as it was: {error}")
+                return
         for slot in range(len(self._listeners)):
             self._fork(slot)
-        tell("the model is loaded anew", run=self._model.run)
+        if self._model is not None:
+            tell("the model is loaded anew", run=self._model.run)
 
     def _end(self) -> int:
         """Lets the workers finish; kills those that do not. None is left, and the port is closed."""
@@ -197,6 +287,17 @@ class Parent:
         return 0
 
 
-def _say(pipe: int) -> None:
-    os.write(pipe, b"1")
-    os.close(pipe)
+def _words(model: Model) -> str:
+    """What a model does."""
+    return f"{model.task} ({len(model.labels)} classes)" if model.labels else model.task
+
+
+def _report(pipe: int) -> dict[str, Any]:
+    """All that a worker writes before it closes its end; nothing where it has died."""
+    with os.fdopen(os.dup(pipe), "rb") as stream:
+        return json.loads(stream.read() or "{}")
+
+
+def _say(pipe: int, **report: Any) -> None:
+    with os.fdopen(pipe, "wb") as stream:
+        stream.write(json.dumps(report, default=str).encode())

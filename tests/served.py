@@ -88,9 +88,13 @@ class Server:
         errors, log: the files of its stderr and stdout.
     """
 
+    program = (sys.executable, "-m", "serve")
+
     def __init__(self, folder: Path, errors: Path, *arguments: str, flags: tuple[str, ...] = (), **variables: str):
         self.errors, self.log = errors, errors.with_suffix(".log")
-        command = [sys.executable, *flags, "-m", "serve", str(folder), "--port", "0", *arguments]
+        # Where nothing else is asked for, on the CPU: `auto` would say on stderr that it has found no GPU.
+        program = [*self.program[:1], *flags, *self.program[1:]]
+        command = [*program, str(folder), "--port", "0", "--device", "cpu", *arguments]
         with errors.open("w") as stderr, self.log.open("w") as stdout:
             self.process = subprocess.Popen(
                 command, cwd=ROOT, stdout=stdout, stderr=stderr, env={**os.environ, **variables}

@@ -170,7 +170,11 @@ def test_only_the_section_of_the_server_is_looked_at(run, tmp_path):
         ("data.batch_size=3", "data.batch_size: only keys of `serve`"),
         ("serve.port=five", "serve.port: must be a whole number, not the text 'five'"),
         ("serve.port=70000", "serve.port: must be at most 65535, not 70000"),
-        ("serve.precision=int4", "serve.precision: must be one of fp32, int8, not the text 'int4'. Did you mean int8?"),
+        ("serve.precision=int4", "serve.precision: must be one of fp32, int8, fp16, not the text 'int4'. Did you"),
+        ("serve.device=gpu", "must be one of auto, cpu, cuda, cuda:0, "),
+        ("serve.device=gpu", "not the text 'gpu'. Did you mean cuda?"),
+        ("serve.device=cuda:x", "not the text 'cuda:x'. Did you mean cuda"),
+        ("serve.tensorrt=2", "serve.tensorrt: must be true or false, not 2"),
         ("serve.max_wait=0", "serve.max_wait: must be at least 0.1, not 0"),
         ("--prot=5001", "there is no such option, see --help"),
     ],
@@ -349,5 +353,5 @@ def test_int8_is_for_bundles_alone(forked, own, command):
 
 def test_the_server_and_the_config_have_the_same_defaults():
     """What a config does not set need not be said to the server."""
-    options = vars(options_parser().parse_args([])) | {"precision": "fp32"}
+    options = vars(options_parser().parse_args([])) | {"precision": "fp32", "tensorrt": False}
     assert options == {field.name: field.default for field in keys(Serve)}

@@ -1,8 +1,8 @@
 """The rules of who may import whom, so that a network can be deleted, and the server started, without the rest.
 
 Imports only go down this list: `cli`; `torch_server`; `predict`, `runs`, `reproduce`, `stats`, `tune`, `completion`,
-`deploy`; `run`, `dry_run`; `trained`; `configure`; `engine`, `tracking`, `callbacks`, `export`,
-`quantize`, `halve`; `runfolder`, `image`, `text` with `hugging_face`; `config`. `serve` stands on `image`, `text` and `runfolder`; of the
+`deploy`; `run`, `dry_run`; `trained`; `configure`; `engine`, `tracking`, `callbacks`, `export`, `quantize`, `halve`;
+`runfolder`, `image`, `text` with `hugging_face`; `config`. `serve` stands on `image`, `text` and `runfolder`; of the
 rest only `torch_server`, and what answers inside an MLflow model, use it. The parts (`data`, `task`, `model`, `loss`)
 are named in YAML, imported by nobody, and use of the core only `config.target.build`, `image` and `text`.
 """

@@ -33,6 +33,7 @@ RENAMED = {
     "train.ckpt_resume_path": "train.resume_ckpt",
     "data.total_batch_size": "data.batch_size (it counts per process)",
     "model.scheduler.call.interval=batch": "step",
+    "serve.device=gpu": "cuda",
 }
 
 # Positional arguments that we hand to a target: the config to task and data, parameters to an optimizer, an optimizer

@@ -7,6 +7,7 @@ DeepSpeed refuses on eight GPUs is told on a laptop too, where one process needs
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from deeplightning.config import strategy
@@ -23,6 +24,7 @@ from deeplightning.config.schema import (
     Model,
     Optimizer,
     Scheduler,
+    Serve,
     Target,
     Train,
     plain,
@@ -351,6 +353,30 @@ RULES = [
         lambda cfg, asked: cfg.engine.channels_last and (asked.backend or "").startswith(("fsdp", "deepspeed")),
     ),
     Rule(
+        "serve.precision",
+        "serve.device",
+        "a server in int8, GPUs",
+        "the int8 model is made for CPUs",
+        "set `serve.precision=fp16`, or `serve.device=cpu`",
+        lambda cfg, _: cfg.serve.precision == "int8" and cfg.serve.device.startswith("cuda"),
+    ),
+    Rule(
+        "serve.precision",
+        "serve.device",
+        "a server in fp16, the CPU",
+        "a CPU computes in 32 bits faster",
+        "set `serve.precision=fp32` or `int8`, or `serve.device=cuda`",
+        lambda cfg, _: cfg.serve.precision == "fp16" and cfg.serve.device == "cpu",
+    ),
+    Rule(
+        "serve.tensorrt",
+        "serve.device",
+        "TensorRT, the CPU",
+        "TensorRT compiles for GPUs only",
+        "set `serve.tensorrt=false`, or `serve.device=cuda`",
+        lambda cfg, _: cfg.serve.tensorrt and cfg.serve.device == "cpu",
+    ),
+    Rule(
         "data.fold",
         "data.num_splits",
         "a fold, no or fewer parts",
@@ -451,6 +477,12 @@ def _value(cfg: Config, key: str, asked: Engine) -> str:
     if isinstance(value, list):
         return "[" + ", ".join(map(str, value)) + "]"
     return value.type if isinstance(value, Target) else line(plain(value))
+
+
+def server_conflicts(serve: Serve) -> Iterator[Rule]:
+    """The rules that the section `serve` breaks by itself."""
+    cfg: Any = SimpleNamespace(serve=serve)
+    return (rule for rule in RULES if rule.key.startswith("serve.") and rule.broken(cfg, Engine()))
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,12 @@ BACKENDS: dict[str, Backend] = {
 }
 PRECISIONS = {"amp": "16-mixed", "apex_O1": "16-mixed", "apex_O2": "16-mixed", "deepspeed": "16-mixed"}
 
+# Sixteen GPUs are the most that one machine has had (2026).
+ServeDevice = Literal[
+    "auto", "cpu", "cuda", "cuda:0", "cuda:1", "cuda:2", "cuda:3", "cuda:4", "cuda:5", "cuda:6", "cuda:7",
+    "cuda:8", "cuda:9", "cuda:10", "cuda:11", "cuda:12", "cuda:13", "cuda:14", "cuda:15",
+]  # fmt: skip
+
 Mode = Literal["min", "max"]
 Stage = Literal["train", "validate", "test", "predict"]
 
@@ -384,7 +390,15 @@ class Serve:
     max_batch: int = key("images per forward pass, at most", 16, low=1, high=1024)
     max_queue: int = key("requests that may wait for the model; further ones are refused", 256, low=1, high=100_000)
     max_wait: float = key("seconds that a request may wait for the model before it is given up", 5.0, low=0.1, high=600)
-    precision: Literal["fp32", "int8"] = key("numbers that the model computes in; int8 is quicker, and rounds", "fp32")
+    device: ServeDevice = key(
+        "where the model computes: cpu; cuda: every GPU, with a process each; cuda:N: the GPU with this number; auto: "
+        "every usable GPU, else the CPU",
+        "auto",
+    )
+    precision: Literal["fp32", "int8", "fp16"] = key(
+        "numbers that the model computes in; int8 is quicker on a CPU, fp16 on a GPU, and both round", "fp32"
+    )
+    tensorrt: bool = key("compile the model by TensorRT, on a GPU; each start takes minutes longer", False)
     api_key_env: str | None = key(
         "environment variable that holds the key clients must send; null: they need none", None, example="SERVE_KEY"
     )

@@ -16,7 +16,10 @@ from deeplightning.config.fault import SetupError
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.store import quiet_mlflow
 
-SOURCES = ("serve/bundle.py", "deeplightning/image.py", "deeplightning/runfolder.py")
+SOURCES = (
+    *(f"serve/{name}.py" for name in ("bundle", "session", "device", "cuda", "log")),
+    *("deeplightning/image.py", "deeplightning/runfolder.py"),
+)
 
 PACKAGES = ("mlflow", "numpy", "onnxruntime", "pillow")
 """What these files import; MLflow brings pandas with it."""

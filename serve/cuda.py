@@ -1,0 +1,139 @@
+"""NVIDIA's driver library, by ctypes: which GPUs a process may use, and host memory that they read without a copy.
+
+Run as a program, it prints one JSON object about this machine's GPUs (`probe`). The server does that in a process of
+its own: CUDA does not survive a fork, so the parent of the workers must never touch it. Standard library only.
+"""
+
+import ctypes
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+LIBRARY = "libcuda.so.1"
+
+PROBE_SECONDS = 60
+"""The first CUDA context on a machine with many GPUs takes seconds; a driver that hangs takes forever."""
+
+# Of cuda.h, the same in every version since CUDA 4.
+_NO_DEVICE = 100
+_PORTABLE = 1  # CU_MEMHOSTALLOC_PORTABLE
+_COMPUTE_MODE = 20  # CU_DEVICE_ATTRIBUTE_COMPUTE_MODE
+_MODES = {2: "prohibited", 3: "exclusive"}
+
+
+class CudaError(Exception):
+    """A call of the driver failed; the message names the call and the driver's reason."""
+
+    def __init__(self, message: str, code: int):
+        super().__init__(message)
+        self.code = code
+
+
+class Driver:
+    """The driver's functions, with errors as exceptions.
+
+    Args:
+        library: the loaded library.
+    """
+
+    def __init__(self, library: Any):
+        self._library = library
+        self.call("cuInit", 0)
+
+    @classmethod
+    def load(cls) -> "Driver":
+        """
+        Raises:
+            OSError: there is no driver.
+            CudaError: the driver finds no GPU, or cannot work.
+        """
+        return cls(ctypes.CDLL(LIBRARY))
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """
+        Raises:
+            CudaError: the function returned an error.
+        """
+        code = getattr(self._library, name)(*arguments)
+        if code:
+            text = ctypes.c_char_p()
+            self._library.cuGetErrorString(code, ctypes.byref(text))
+            raise CudaError(f"{name}: {(text.value or b'unknown error').decode(errors='replace')}", code)
+
+    def version(self) -> str:
+        """The newest CUDA that the driver supports, such as 12.4."""
+        number = ctypes.c_int()
+        self.call("cuDriverGetVersion", ctypes.byref(number))
+        return f"{number.value // 1000}.{number.value % 1000 // 10}"
+
+    def count(self) -> int:
+        """GPUs that CUDA_VISIBLE_DEVICES leaves to this process."""
+        number = ctypes.c_int()
+        self.call("cuDeviceGetCount", ctypes.byref(number))
+        return number.value
+
+    def enter(self, index: int) -> None:
+        """Makes the primary context of a GPU that of this thread; ONNX Runtime and torch use the same one."""
+        device, context = ctypes.c_int(), ctypes.c_void_p()
+        self.call("cuDeviceGet", ctypes.byref(device), index)
+        self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
+        self.call("cuCtxSetCurrent", context)
+
+    def describe(self, index: int) -> dict[str, Any]:
+        """Name and bytes of memory (total, free) of a GPU; or its name and, as `fault`, why it cannot be used."""
+        device, name, mode = ctypes.c_int(), ctypes.create_string_buffer(256), ctypes.c_int()
+        self.call("cuDeviceGet", ctypes.byref(device), index)
+        self.call("cuDeviceGetName", name, len(name), device)
+        told: dict[str, Any] = {"name": name.value.decode(errors="replace")}
+        self.call("cuDeviceGetAttribute", ctypes.byref(mode), _COMPUTE_MODE, device)
+        free, total = ctypes.c_size_t(), ctypes.c_size_t()
+        try:
+            self.enter(index)
+            self.call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
+        except CudaError as error:
+            in_mode = f"; its compute mode is {_MODES[mode.value]}" if mode.value in _MODES else ""
+            return {**told, "fault": f"{error}{in_mode}"}
+        return {**told, "free": free.value, "total": total.value}
+
+    def pinned(self, size: int) -> int:
+        """The address of so many bytes of page-locked host memory, of the thread's context. It is never freed."""
+        address = ctypes.c_void_p()
+        self.call("cuMemHostAlloc", ctypes.byref(address), ctypes.c_size_t(size), _PORTABLE)
+        assert address.value is not None, "the call has succeeded"
+        return address.value
+
+
+def look(driver: Driver) -> dict[str, Any]:
+    """What `probe` tells, found in this process: `driver` (the CUDA version) and `gpus` (as `Driver.describe`)."""
+    return {"driver": driver.version(), "gpus": [driver.describe(index) for index in range(driver.count())]}
+
+
+def probe() -> dict[str, Any]:
+    """This machine's GPUs, found by a process that ends: `driver` and `gpus`, or `fault`: why there are none."""
+    try:
+        done = subprocess.run(
+            [sys.executable, str(Path(__file__))], capture_output=True, text=True, timeout=PROBE_SECONDS
+        )
+        found = json.loads(done.stdout)
+    except subprocess.TimeoutExpired:
+        return {"fault": f"NVIDIA's driver does not answer within {PROBE_SECONDS} s; see what `nvidia-smi` says"}
+    except (OSError, ValueError) as error:
+        return {"fault": f"asking NVIDIA's driver for its GPUs failed ({error})"}
+    return found if isinstance(found, dict) else {"fault": "NVIDIA's driver gave no list of GPUs"}
+
+
+def _main() -> None:
+    try:
+        found = look(Driver.load())
+    except OSError:
+        found = {"fault": f"there is no NVIDIA driver ({LIBRARY} is missing); install it, or use serve.device=cpu"}
+    except CudaError as error:
+        no_gpu = "no GPU is visible to this process; see `nvidia-smi` and CUDA_VISIBLE_DEVICES"
+        found = {"fault": no_gpu if error.code == _NO_DEVICE else f"NVIDIA's driver cannot work ({error})"}
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    _main()
