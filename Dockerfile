@@ -7,15 +7,26 @@
 #   docker run --rm --publish 127.0.0.1:5000:5000 --volume "$RUN/bundle":/bundle:ro deeplightning-serve
 # With it inside (its path is that in this folder; .dockerignore lets mlruns/*/*/artifacts/bundle and bundle/ in):
 #   docker build --tag digits --target with-bundle --build-arg BUNDLE=mlruns/0/ID/artifacts/bundle .
+# For NVIDIA's GPUs (2.3 GB more, for CUDA; the machine needs NVIDIA's driver and container toolkit):
+#   docker build --tag deeplightning-serve-gpu --build-arg DEVICE=cuda .
+#   docker run --rm --gpus all --publish 127.0.0.1:5000:5000 --volume "$RUN/bundle":/bundle:ro deeplightning-serve-gpu
 # What follows the image's name goes to the server: … deeplightning-serve --max-batch 32 (see python -m serve --help).
 
 FROM python:3.13-slim AS base
+# cpu or cuda: onnxruntime-gpu takes the place of onnxruntime, whose files it shares, at the same version.
+ARG DEVICE=cpu
 WORKDIR /app
 COPY requirements.lock serve/requirements.txt ./
 RUN sed -E '/--hash/d; s/ *\\$//' requirements.lock >constraints.txt && \
+    case "$DEVICE" in \
+        cpu) ;; \
+        cuda) sed -i 's/^onnxruntime==/onnxruntime-gpu[cuda,cudnn]==/' requirements.txt ;; \
+        *) echo "DEVICE is $DEVICE; it can be cpu or cuda" >&2; exit 2 ;; \
+    esac && \
     python -m pip install --no-cache-dir --requirement requirements.txt --constraint constraints.txt
 COPY deeplightning/__init__.py deeplightning/image.py deeplightning/runfolder.py deeplightning/text.py deeplightning/
 COPY serve/ serve/
+ENV NVIDIA_DRIVER_CAPABILITIES=compute,utility
 USER 10001:10001
 EXPOSE 5000
 HEALTHCHECK --interval=10s --timeout=5s --start-period=10s \

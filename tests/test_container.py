@@ -20,7 +20,10 @@ from pathlib import Path
 import pytest
 from served import COLOURS, colour_run, encoded, picture, probabilities, wait_until
 
+from serve.device import PACKAGE
+
 ROOT = Path(__file__).resolve().parents[1]
+PIP = "python -m pip install --no-cache-dir"
 HEAVY = ("torch", "torchvision", "pytorch_lightning", "mlflow", "pandas", "onnx")
 
 
@@ -110,11 +113,34 @@ def python(app):
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | cache
     subprocess.run([uv, "venv", "--quiet", "--python", sys.executable, home], env=environment, check=True)
     (line,) = of("RUN")
-    pip = "python -m pip install --no-cache-dir"
-    assert pip in line
-    line = line.replace(pip, f"{shlex.quote(str(uv))} pip install --quiet --python {shlex.quote(str(home))}")
-    subprocess.run(["bash", "-ec", line], cwd=app, env=environment, check=True)
+    assert PIP in line
+    assert of("ARG") == ["DEVICE=cpu"]
+    line = line.replace(PIP, f"{shlex.quote(str(uv))} pip install --quiet --python {shlex.quote(str(home))}")
+    subprocess.run(["bash", "-ec", line], cwd=app, env={**environment, "DEVICE": "cpu"}, check=True)
     return home / "bin" / "python"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "rocm"])
+def test_the_device_of_the_image_chooses_the_package(tmp_path, device):
+    """DEVICE=cuda installs onnxruntime-gpu, with CUDA's libraries, instead of onnxruntime and at its version; another
+    word ends the build."""
+    for name in ("requirements.lock", "serve/requirements.txt"):
+        shutil.copyfile(ROOT / name, tmp_path / Path(name).name)
+    before = (tmp_path / "requirements.txt").read_text().splitlines()
+    (line,) = of("RUN")
+    line = line.replace(PIP, "echo pip install")
+    done = subprocess.run(
+        ["bash", "-ec", line], cwd=tmp_path, env={**os.environ, "DEVICE": device}, capture_output=True, text=True
+    )
+    after = (tmp_path / "requirements.txt").read_text().splitlines()
+    if device == "rocm":
+        assert (done.returncode, done.stderr) == (2, "DEVICE is rocm; it can be cpu or cuda\n")
+        return
+    assert (done.returncode, done.stdout.split()[:2]) == (0, ["pip", "install"])
+    changed = [(old, new) for old, new in zip(before, after, strict=True) if old != new]
+    (onnxruntime,) = [name for name in before if name.startswith("onnxruntime==")]
+    gpu = onnxruntime.replace("onnxruntime", PACKAGE)
+    assert changed == ([(onnxruntime, gpu)] if device == "cuda" else [])
 
 
 @pytest.mark.slow
