@@ -6,6 +6,11 @@ serves two models (resnet18 on pictures of 64x64, a small network on 28x28) by e
 and prints Markdown: a table for each model, and each bound with its figure. CPU milliseconds per right answer, of the
 whole process tree, is the measure that holds on a busy machine. Ends with 0 when all bounds that were asked for are
 kept, with 1 when one is not, with 3 when something to measure with is missing.
+
+    .venv/bin/python benchmarks/serve.py --device cuda
+
+does the same on GPUs beside LitServe with accelerator=auto, and measures ours in fp16 too. The bounds are those of a
+CPU: on a GPU it ends with 1 where an answer is wrong or a server could not be measured.
 """
 
 import argparse
@@ -35,6 +40,7 @@ from servers import (
     column,
     form,
     free_port,
+    make_fp16_model,
     make_int8_run,
     make_run,
     pictures,
@@ -46,7 +52,7 @@ from side_by_side import Bound, table
 from deeplightning.config.fault import UserError
 
 HERE = Path(__file__).resolve().parent
-OURS, INT8 = "deeplightning", "deeplightning int8"
+OURS, INT8, FP16 = "deeplightning", "deeplightning int8", "deeplightning fp16"
 PEERS = {"litserve": ["litserve", "litserve batch 16"], "mlflow": ["mlflow"], "flask": ["flask"]}
 MODELS = ("resnet18", "small")
 CLIENTS = (1, 8, 32)
@@ -66,6 +72,7 @@ class Kind:
         path, body: where a picture is sent, and as what.
         pattern: finds the class in an answer, for Python and for Lua.
         precision: what /info must say, where that is not the default.
+        device: how the device begins that /info must say, where it says one.
     """
 
     command: Callable[[Path, int], list[str]]
@@ -73,16 +80,22 @@ class Kind:
     body: Callable[[bytes], tuple[str, bytes]] = form
     pattern: tuple[str, str] = (r'"class": ?(\d+)', '"class": ?(%d+)')
     precision: str | None = None
+    device: str | None = None
 
 
-def kinds(python: str | None) -> dict[str, Kind]:
+def kinds(python: str | None, device: str = "cpu") -> dict[str, Kind]:
     """By name; `python` is of the peers' environment."""
+    accelerator = "cpu" if device == "cpu" else "auto"
+    on = device.partition(":")[0]
 
     def ours(run: Path, port: int) -> list[str]:  # what deploy.sh runs
-        return [sys.executable, "-m", "deeplightning", "serve", str(run), "--port", str(port)]
+        return [sys.executable, "-m", "deeplightning", "serve", str(run), "--port", str(port), "--device", device]
 
     def int8(run: Path, port: int) -> list[str]:
         return [*ours(run.with_name(f"{run.name}-int8"), port), "--precision", "int8"]
+
+    def fp16(run: Path, port: int) -> list[str]:
+        return [*ours(run, port), "--precision", "fp16"]
 
     def peer(program: str, *more: str) -> Callable[[Path, int], list[str]]:
         file = str(side_by_side.PEERS / program)
@@ -94,10 +107,11 @@ def kinds(python: str | None) -> dict[str, Kind]:
 
     said = (r'"predicted_class": ?"(\d+)"', '"predicted_class": ?"(%d+)"')
     return {
-        OURS: Kind(ours, pattern=said),
-        INT8: Kind(int8, pattern=said, precision="int8"),
-        "litserve": Kind(peer("serve_litserve.py")),
-        "litserve batch 16": Kind(peer("serve_litserve.py", "16")),
+        OURS: Kind(ours, pattern=said, device=on),
+        INT8: Kind(int8, pattern=said, precision="int8", device=on),
+        FP16: Kind(fp16, pattern=said, precision="fp16", device=on),
+        "litserve": Kind(peer("serve_litserve.py", accelerator)),
+        "litserve batch 16": Kind(peer("serve_litserve.py", accelerator, "16")),
         "mlflow": Kind(mlflow, "/invocations", column),
         "flask": Kind(peer("serve_flask.py")),
     }
@@ -154,10 +168,12 @@ def take_turn(kind: Kind, run: Path, name: str, options: argparse.Namespace, nei
     with started(command, port, place / "log", {"PATH": path}) as server:
         server.wait(asked[0], kind.pattern[0], "0")
         start = server.cpu()
-        if kind.precision:
+        wanted = {"precision": kind.precision, "device": kind.device}
+        if any(wanted.values()):
             _, text = server.ask(b"GET /info HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
-            if not re.search(rf'"precision": ?"{kind.precision}"', text):
-                raise RuntimeError(f"it does not say at /info that it serves {kind.precision}")
+            for key, word in wanted.items():
+                if word and not re.search(rf'"{key}": ?"{word}', text):
+                    raise RuntimeError(f"it does not say at /info that its {key} is {word}")
         for number, request in enumerate(asked):
             status, text = server.ask(request)
             found = re.search(kind.pattern[0], text)
@@ -266,12 +282,17 @@ def make_runs(options: argparse.Namespace, python: str | None, place: Path, foun
                 make_int8_run(run, name)
             except UserError as error:
                 found[name].lacking[INT8] = str(error)
+        if FP16 in options.servers:
+            try:
+                make_fp16_model(run)
+            except UserError as error:
+                found[name].lacking[FP16] = str(error)
     return runs
 
 
 def measure(options: argparse.Namespace, python: str | None, place: Path, found: dict[str, Found]) -> None:
     """Each server in turn, each round in the other order."""
-    known, runs = kinds(python), make_runs(options, python, place, found)
+    known, runs = kinds(python, options.device), make_runs(options, python, place, found)
     for number in range(options.rounds):
         for name, run in runs.items():
             for server in options.servers if number % 2 == 0 else options.servers[::-1]:
@@ -397,6 +418,17 @@ def machine(python: str | None) -> str:
     return "; ".join(words)
 
 
+def wrong_answers(turn: Turn) -> int:
+    """Answers that were not right, or did not come."""
+    return sum(load.failed for load in turn.loads.values())
+
+
+def device(text: str) -> str:
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", text):
+        raise argparse.ArgumentTypeError(f"{text} is not cpu, cuda or cuda:N")
+    return text
+
+
 def listed(known: dict[str, Any]) -> Callable[[str], list[str]]:
     def parse(text: str) -> list[str]:
         words = [word for word in text.split(",") if word]
@@ -409,17 +441,21 @@ def listed(known: dict[str, Any]) -> Callable[[str], list[str]]:
 
 def main() -> None:
     words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    words.add_argument("--peers", type=listed(PEERS), default=list(PEERS), help="default: litserve,mlflow,flask")
+    words.add_argument("--peers", type=listed(PEERS), help="default: litserve,mlflow,flask; on a GPU litserve")
     words.add_argument("--models", type=listed(dict.fromkeys(MODELS)), default=list(MODELS), help="default: both")
     words.add_argument("--clients", type=listed({str(n): n for n in CLIENTS}), default=list(map(str, CLIENTS)))
     words.add_argument("--rounds", type=int, default=3, help="in which each server has its turn; default 3")
     words.add_argument("--seconds", type=int, default=6, help="of each load; default 6")
     words.add_argument("--no-int8", action="store_true", help="leave the 8-bit row out")
+    words.add_argument("--device", type=device, default="cpu", help="cpu (default), cuda or cuda:N")
     words.add_argument("--json", type=Path, metavar="FILE", help="write the raw numbers as well")
     options = words.parse_args()
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that no server is left
     options.clients = [int(number) for number in options.clients]
-    options.servers = [OURS] + ([] if options.no_int8 else [INT8])
+    on_gpu = options.device != "cpu"
+    if options.peers is None:
+        options.peers = ["litserve"] if on_gpu else list(PEERS)
+    options.servers = [OURS, FP16] if on_gpu else [OURS] + ([] if options.no_int8 else [INT8])
     options.servers += [server for peer in options.peers for server in PEERS[peer]]
     if shutil.which("wrk") is None:
         print("The load comes from wrk, which is not installed: apt-get install wrk, or see its page.", file=sys.stderr)
@@ -438,11 +474,15 @@ def main() -> None:
         print(f"\n## {name}\n\n{table(HEAD, list(rows(of_model, options.servers, options.clients)))}")
         for server, reason in of_model.lacking.items():
             print(f"\n{server}: not measured: {reason}")
-    promises = [b for name, f in found.items() for b in bounds(name, f, options.servers, options.clients)]
-    print(f"\n## Bounds\n\n{table(['what', 'bound', 'figure', 'kept'], [bound.row() for bound in promises])}")
+    on_cpu = {} if on_gpu else found
+    promises = [b for name, f in on_cpu.items() for b in bounds(name, f, options.servers, options.clients)]
+    if promises:
+        print(f"\n## Bounds\n\n{table(['what', 'bound', 'figure', 'kept'], [bound.row() for bound in promises])}")
+    failed = [turn for of in found.values() for turns in of.turns.values() for turn in turns if wrong_answers(turn)]
+    missing = [server for of in found.values() for server in options.servers if server not in of.turns]
     if options.json:
         options.json.write_text(json.dumps({name: vars(of) for name, of in found.items()}, default=vars, indent=1))
-    sys.exit(0 if all(bound.kept for bound in promises) else 1)
+    sys.exit(1 if not all(bound.kept for bound in promises) or (on_gpu and (failed or missing)) else 0)
 
 
 if __name__ == "__main__":

@@ -144,6 +144,13 @@ def make_int8_run(run: Path, name: str) -> Path:
     return folder.path
 
 
+def make_fp16_model(run: Path) -> None:
+    """Adds to a run's bundle a model in fp16."""
+    from deeplightning.halve import halve
+
+    halve(RunFolder(run))
+
+
 def _fitted(network, name: str, spec: ImageSpec, prepared: np.ndarray, turned: bool):
     """A network of random weights whose last layer gives picture i the logit of its class, and 0 for the others."""
     import torch

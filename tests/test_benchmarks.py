@@ -516,6 +516,21 @@ def test_bounds_are_judged_by_medians_of_all_rounds():
     assert (wrong.figure, wrong.kept) == (3, False)  # one of each load
 
 
+def test_on_a_gpu_ours_and_litserve_are_told_to_use_it():
+    """Ours by --device, in fp32 and fp16, and /info must say so; LitServe by accelerator=auto. On the CPU both stay
+    there."""
+    for device, on, accelerator in (("cuda:1", "cuda", "auto"), ("cpu", "cpu", "cpu")):
+        kinds = serve.kinds("python", device)
+        ours = kinds[serve.OURS].command(Path("run"), 1)
+        assert ours[-2:] == ["--device", device]
+        assert kinds[serve.FP16].command(Path("run"), 1) == [*ours, "--precision", "fp16"]
+        assert kinds[serve.OURS].device == kinds[serve.FP16].device == on
+        assert kinds["litserve batch 16"].command(Path("run"), 1)[-2:] == [accelerator, "16"]
+    for text in ("gpu", "auto", "cuda:x"):
+        with pytest.raises(argparse.ArgumentTypeError):
+            serve.device(text)
+
+
 class Stub(http.server.BaseHTTPRequestHandler):
     """Answers by the first byte of a body: its class; 7 is told as 0, 8 is refused, at 9 it hangs up."""
 

@@ -1,4 +1,4 @@
-"""LitServe: serve_litserve.py NAME WEIGHTS PORT [BATCH]
+"""LitServe: serve_litserve.py NAME WEIGHTS PORT ACCELERATOR [BATCH]
 
 With BATCH, up to so many requests run as one; LitServe then stacks what `decode_request` gives.
 """
@@ -18,6 +18,7 @@ class Classifier(litserve.LitAPI):
         self.name, self.weights = name, weights
 
     def setup(self, device):
+        self.place = device
         self.model, self.prepare = trained(self.name, self.weights).to(device), transform(self.name)
 
     def decode_request(self, request):
@@ -25,14 +26,15 @@ class Classifier(litserve.LitAPI):
 
     def predict(self, images):
         with torch.inference_mode():
-            return self.model(images if images.ndim == 4 else images[None]).softmax(1)
+            images = images if images.ndim == 4 else images[None]
+            return self.model(images.to(self.place)).softmax(1).cpu()
 
     def encode_response(self, probabilities):
         return answer(probabilities.reshape(-1))
 
 
 if __name__ == "__main__":
-    name, weights, port, *batch = sys.argv[1:]
+    name, weights, port, accelerator, *batch = sys.argv[1:]
     batching = {"max_batch_size": int(batch[0]), "batch_timeout": BATCH_SECONDS} if batch else {}
-    server = litserve.LitServer(Classifier(name, weights, **batching), accelerator="cpu")
+    server = litserve.LitServer(Classifier(name, weights, **batching), accelerator=accelerator)
     server.run(host="127.0.0.1", port=int(port), generate_client_file=False, log_level="warning")
