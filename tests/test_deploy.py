@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from commands import environment
 
 from deeplightning.config.fault import CheckpointError, ConfigError
@@ -174,7 +175,7 @@ def test_only_the_section_of_the_server_is_looked_at(run, tmp_path):
         ("serve.device=gpu", "must be one of auto, cpu, cuda, cuda:0, "),
         ("serve.device=gpu", "not the text 'gpu'. Did you mean cuda?"),
         ("serve.device=cuda:x", "not the text 'cuda:x'. Did you mean cuda"),
-        ("serve.tensorrt=2", "serve.tensorrt: must be true or false, not 2"),
+        ("serve.tensorrt=2", "serve.tensorrt: must be true or false, not the number 2"),
         ("serve.max_wait=0", "serve.max_wait: must be at least 0.1, not 0"),
         ("--prot=5001", "there is no such option, see --help"),
     ],
@@ -349,6 +350,87 @@ def test_int8_is_for_bundles_alone(forked, own, command):
     outcome = command("serve", forked.folder, "--allow=forks", "--precision=int8", cwd=own)
     assert outcome.code == 2, outcome
     assert "serve.precision: int8 is for bundles alone, and this run can have none: The network cannot" in outcome.err
+
+
+def test_a_checkpoint_is_answered_on_the_device_that_was_asked_for(forked, own, command):
+    """The word reaches the server of torch: cuda without a GPU is exit 3 with the remedy, and `auto` takes the CPU with
+    one line."""
+    if torch.cuda.device_count():
+        pytest.skip("there is a GPU")
+    outcome = command("serve", forked.folder, "--allow=forks", "--device=cuda:0", "--port=0", cwd=own)
+    assert outcome.code == 3, outcome
+    assert "serve.device is cuda:0: " in outcome.err
+    assert re.search("no NVIDIA driver|no GPU is visible|built without CUDA", outcome.err)
+    with served(command, forked.folder, own, "--allow", "forks") as (address, said):
+        with urllib.request.urlopen(f"{address}/info", timeout=30) as answer:
+            assert json.load(answer)["device"] == "cpu"
+        assert said.count('"event": "serving on the CPU"') == 1
+
+
+def test_a_gpu_must_answer_as_the_cpu_does(forked, own):
+    """The network is moved after the workers are forked, and its answers to the run's samples are compared; a GPU that
+    cannot be used is exit 3, naming it. A lack of memory is a MemoryError, so that batches are halved."""
+    program = (
+        "import sys, torch; from dataclasses import replace; from deeplightning.runfolder import RunFolder; "
+        "from deeplightning.torch_server import Checkpoint; from serve.device import Device, DeviceError\n"
+        "cpu = Checkpoint.open(RunFolder(sys.argv[1]), ['forks'])\n"
+        "try: cpu.moved_to(Device(63, 'H100'))\n"
+        "except DeviceError as error: print(error.exit_code, error)\n"
+        "class Full(torch.nn.Module):\n"
+        "    def forward(self, images): raise torch.OutOfMemoryError('CUDA out of memory')\n"
+        "torch.Tensor.pin_memory = lambda tensor: tensor\n"
+        "torch.Tensor.to = lambda tensor, *_, **__: tensor\n"
+        "try: replace(cpu, model=Full(), device=Device(0, 'H100')).predict(cpu.samples)\n"
+        "except MemoryError as error: print(error)\n"
+        "class Other(torch.nn.Module):\n"
+        "    def to(self, device): return self\n"
+        "    calls = 0\n"
+        "    def forward(self, images): self.calls += 1; return torch.ones(1, 1) * self.calls\n"
+        "try: replace(cpu, model=Other()).moved_to(Device(0, 'H100'))\n"
+        "except DeviceError as error: print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, forked.folder], cwd=own, env=environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    first, second, third = done.stdout.splitlines()
+    assert first.startswith("3 cuda:63 (H100) cannot be used by torch ")
+    assert second == "CUDA out of memory"
+    assert "differ by up to 1, allowed are 0.001; use serve.device=cpu" in third
+
+
+@pytest.mark.parametrize(("setting", "key"), [("precision=fp16", "precision"), ("tensorrt=true", "tensorrt")])
+def test_other_models_are_for_bundles_alone(forked, own, command, setting, key):
+    """fp16 and TensorRT, as int8: exit 2, naming the key and why there is no bundle."""
+    outcome = command("serve", forked.folder, f"serve.{setting}", "--allow=forks", cwd=own)
+    assert outcome.code == 2, outcome
+    assert re.search(f"serve.{key}: (fp16|TensorRT) is for bundles alone, and this run can have none", outcome.err)
+
+
+def test_fp16_is_made_where_it_is_asked_for(run, tmp_path):
+    """Once; the flags tell the server the precision, the device and TensorRT."""
+    copy = RunFolder(shutil.copytree(run.path, tmp_path / "copy"))
+    told = ["serve.precision=fp16", "serve.device=cuda:1", "serve.tensorrt=true"]
+    assert flags(command_of(str(copy.path), told))[-3:] == ["--device=cuda:1", "--precision=fp16", "--tensorrt"]
+    assert copy.bundle_fp16.is_file()
+    made = copy.bundle_fp16.stat().st_ino
+    command_of(str(copy.path), told)
+    assert copy.bundle_fp16.stat().st_ino == made
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        (["serve.precision=int8", "serve.device=cuda"], "serve.precision: int8 does not go with serve.device: cuda: "),
+        (["serve.precision=fp16", "serve.device=cpu"], "serve.precision: fp16 does not go with serve.device: cpu: "),
+        (["serve.tensorrt=true", "serve.device=cpu"], "serve.tensorrt: true does not go with serve.device: cpu: "),
+    ],
+)
+def test_a_precision_has_its_device(run, told, words):
+    """Exit 2 with both keys and a remedy, before anything is made."""
+    with pytest.raises(ConfigError) as caught:
+        command_of(str(run.path), told)
+    assert words in str(caught.value)
 
 
 def test_the_server_and_the_config_have_the_same_defaults():
