@@ -6,7 +6,6 @@ its own: CUDA does not survive a fork, so the parent of the workers must never t
 
 import ctypes
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -112,6 +111,8 @@ def look(driver: Driver) -> dict[str, Any]:
 
 def probe() -> dict[str, Any]:
     """This machine's GPUs, found by a process that ends: `driver` and `gpus`, or `fault`: why there are none."""
+    import subprocess  # only now: most servers compute on the CPU
+
     try:
         done = subprocess.run(
             [sys.executable, str(Path(__file__))], capture_output=True, text=True, timeout=PROBE_SECONDS
