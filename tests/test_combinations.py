@@ -78,6 +78,9 @@ BREAKING = [
     ["serve.device=cuda:1", "serve.precision=int8"],
     ["serve.device=cpu", "serve.precision=fp16"],
     ["serve.device=cpu", "serve.tensorrt=true"],
+    ["engine.backend=fsdp", "engine.processes=2", "engine.fused=true"],
+    ["engine.precision=16-mixed", "engine.gpus=1", "engine.fused=true"],
+    ["engine.fused=true", "model.optimizer={type: torch.optim.Rprop, params: {lr: 1}}"],
     ["data.num_splits=3", "data.fold=3"],
     ["data.loader.prefetch_factor=2"],
     ["data.loader.persistent_workers=true"],
@@ -301,6 +304,29 @@ def test_plan_says_what_a_backend_brings_on_one_gpu(command, tiny, place):
     planned = command("plan", tiny, launcher, "engine.gpus=1", "engine.backend=fsdp", cwd=place)
     assert planned.code == 0, planned
     assert "with one GPU fsdp has no other process to share with" in planned.err
+
+
+def proposed(*overrides):
+    """What `check` and `plan` say of settings that would be faster."""
+    return [n.text for n in examine("c.yaml", overrides).notices if "may be faster" in n.text]
+
+
+def test_what_would_be_faster_on_a_gpu_is_proposed():
+    """bf16 and channels_last, with what they brought and where, to a run on GPUs that has not chosen them; the second
+    only where the network has convolutions and the engine can."""
+    cnn = "model.network={type: deeplightning.model.cnn.SimpleCNN, params: {num_classes: 10, num_channels: 1}}"
+    (both,) = proposed("engine.gpus=1", cnn)
+    assert "`engine.precision=bf16`" in both
+    assert "`engine.channels_last=true`" in both
+    assert "measured on an H100, both together: " in both
+    (one,) = proposed("engine.gpus=1", cnn, "engine.channels_last=true")
+    assert "channels_last=true`" not in one
+    (other,) = proposed("engine.gpus=1", cnn, "engine.precision=bf16")
+    assert "bf16`" not in other
+    for without in (["engine.gpus=1"], ["engine.gpus=2", "engine.backend=fsdp", cnn]):
+        assert "channels_last=true`" not in proposed(*without)[0]
+    assert proposed(cnn) == []
+    assert proposed("engine.gpus=1", cnn, "engine.channels_last=true", "engine.precision=bf16") == []
 
 
 def test_mpi_needs_a_build_that_knows_it():

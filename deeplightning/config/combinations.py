@@ -77,6 +77,15 @@ def _uses(cfg: Config, *names: str) -> bool:
     return any(o.type is not None and o.type.rpartition(".")[2] in names for o in _optimizers(cfg))
 
 
+def _has_no_kernel(cfg: Config) -> bool:
+    """Whether an optimizer is one of torch's that has no fused kernel."""
+    names = [o.type.rpartition(".") for o in _optimizers(cfg) if isinstance(o.type, str)]
+    return any(
+        module.startswith("torch.optim") and name not in ("Adam", "AdamW", "Adagrad", "SGD")
+        for module, _, name in names
+    )
+
+
 def _clips(cfg: Config, algorithm: str) -> bool:
     clip = cfg.train.gradient_clip
     return clip is not None and clip.algorithm == algorithm
@@ -377,6 +386,31 @@ RULES = [
         lambda cfg, _: cfg.serve.tensorrt and cfg.serve.device == "cpu",
     ),
     Rule(
+        "engine.fused",
+        "engine.backend",
+        "`fused: true`, fsdp or DeepSpeed",
+        "parameters are shared out, for which torch has no fused kernel of every optimizer",
+        "set `engine.fused=auto`, or use ddp",
+        lambda cfg, asked: cfg.engine.fused is True and _sharded(asked),
+    ),
+    Rule(
+        "engine.fused",
+        "engine.precision",
+        "`fused: true`, precision 16-mixed",
+        "a fused optimizer leaves out a step inside its kernel where the scaled gradients overflow: nothing can clip "
+        "them, and a schedule by steps would count it",
+        "set `engine.fused=auto`, or `engine.precision=bf16`",
+        lambda cfg, _: cfg.engine.fused is True and cfg.engine.precision in (16, "16-mixed"),
+    ),
+    Rule(
+        "engine.fused",
+        "model.optimizer.type",
+        "`fused: true`, an optimizer of torch's without a fused kernel",
+        "torch has fused kernels of Adam, AdamW, Adagrad and SGD",
+        "set `engine.fused=auto`",
+        lambda cfg, _: cfg.engine.fused is True and _has_no_kernel(cfg),
+    ),
+    Rule(
         "data.fold",
         "data.num_splits",
         "a fold, no or fewer parts",
@@ -464,6 +498,40 @@ def hints(cfg: Config, asked: Engine) -> Iterator[Notice]:
                 )
                 text = f"model.optimizer: {optimizer.type} works with DeepSpeed; its own {own} is faster"
                 yield Notice(text, unasked=False)
+    yield from proposals(cfg, asked)
+
+
+def proposals(cfg: Config, asked: Engine) -> Iterator[Notice]:
+    """What would make a run on GPUs faster and changes its digits, so that a person has to choose it."""
+    if cfg.engine.gpus is None:
+        return
+    words = []
+    if cfg.engine.precision in (32, "32-true"):
+        words.append("`engine.precision=bf16` (16 bits, on GPUs since Ampere: compare the accuracy)")
+    if not cfg.engine.channels_last and not _sharded(asked) and _has_convolutions(cfg):
+        words.append("`engine.channels_last=true` (for convolutions)")
+    if words:
+        both = "both together" if _has_convolutions(cfg) else "with channels_last"
+        measured = (
+            f"measured on an H100, {both}: a ResNet-18 at batch 128 kept the GPU busy for 25 % of the time instead of "
+            "48 %, and saw 8,825 pictures/s instead of 8,483, since launches bound it"
+        )
+        yield Notice(f"engine: {' and '.join(words)} may be faster; {measured}", unasked=False)
+
+
+def _has_convolutions(cfg: Config) -> bool:
+    """Whether the source of a network speaks of convolutions of pictures."""
+    found = cfg.model.network
+    for target in found.values() if isinstance(found, dict) else [found]:
+        name: Any = target and target.type
+        try:
+            meaning: Any = Meanings().of(name) if isinstance(name, str) else None  # read from source, not imported
+            file = getattr(meaning, "file", None)
+            if file is not None and any(word in Path(file).read_bytes() for word in (b"Conv2d", b"ConvTranspose2d")):
+                return True
+        except (ValueError, Undecided, OSError):
+            continue
+    return False
 
 
 def _value(cfg: Config, key: str, asked: Engine) -> str:

@@ -212,6 +212,11 @@ class Engine:
     compile: bool | Literal["reduce-overhead", "max-autotune"] = key(
         "compile the network with torch.compile; a word is its mode: reduce-overhead uses CUDA graphs", False
     )
+    fused: bool | Literal["auto"] = key(
+        "take an optimizer's step in one kernel, where torch has one; auto: on a GPU, under one process or ddp; what "
+        "the optimizer's params say of `fused` or `foreach` counts before it",
+        "auto",
+    )
     channels_last: bool = key(
         "lay pictures in memory with their channels last: convolutions are faster, and round otherwise", False
     )

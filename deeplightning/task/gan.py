@@ -199,7 +199,7 @@ class Gan(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         networks = {name: self.networks[name] for name in self._learning()}
-        found, self._schedules = optimizers_by_name(networks, self.cfg.model, self.trainer)
+        found, self._schedules = optimizers_by_name(networks, self.cfg.model, self.trainer, self.cfg.engine.fused)
         self._scorer_optimizer = found.pop("scorer", None)
         return list(found.values()), list(self._schedules.values())
 

@@ -2,7 +2,8 @@
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from inspect import signature
+from typing import Any, Literal
 
 import pytorch_lightning as pl
 import torch
@@ -35,11 +36,12 @@ def freeze(network: nn.Module, wanted: str | list[str]) -> None:
         parameter.requires_grad_(name in chosen)
 
 
-def optimizers(network: nn.Module, model: Any, trainer: pl.Trainer) -> Any:
+def optimizers(network: nn.Module, model: Any, trainer: pl.Trainer, fused: bool | Literal["auto"] = "auto") -> Any:
     """What `configure_optimizers` returns for one network.
 
     Args:
         model: the config's section `model`.
+        fused: the config's `engine.fused`.
 
     Raises:
         MisfitError: a group matches nothing, or the schedule lacks its metric or a number.
@@ -48,7 +50,7 @@ def optimizers(network: nn.Module, model: Any, trainer: pl.Trainer) -> Any:
         raise MisfitError(
             "model.optimizer: this task needs one, for example {type: torch.optim.SGD, params: {lr: 0.01}}"
         )
-    optimizer = _optimizer(network, model.optimizer, "model.optimizer")
+    optimizer = _optimizer(network, model.optimizer, "model.optimizer", trainer, fused)
     if model.scheduler is None:
         return optimizer
     call = model.scheduler.call
@@ -60,7 +62,7 @@ def optimizers(network: nn.Module, model: Any, trainer: pl.Trainer) -> Any:
 
 
 def optimizers_by_name(
-    networks: Mapping[str, nn.Module], model: Any, trainer: pl.Trainer
+    networks: Mapping[str, nn.Module], model: Any, trainer: pl.Trainer, fused: bool | Literal["auto"] = "auto"
 ) -> tuple[dict[str, torch.optim.Optimizer], dict[str, Any]]:
     """The optimizers of several networks, and the schedules of those that have one, by name and in the networks' order.
 
@@ -70,6 +72,7 @@ def optimizers_by_name(
     Args:
         networks: what learns, by the names under `model.network`.
         model: the config's section `model`.
+        fused: the config's `engine.fused`.
 
     Raises:
         MisfitError: a network has no optimizer; or as `optimizers`.
@@ -77,7 +80,7 @@ def optimizers_by_name(
     fits(networks, model)
     found: dict[str, torch.optim.Optimizer] = {}
     for name, network in networks.items():
-        found[name] = _optimizer(network, model.optimizer[name], f"model.optimizer.{name}")
+        found[name] = _optimizer(network, model.optimizer[name], f"model.optimizer.{name}", trainer, fused)
         found[name].param_groups[0]["name"] = name
     schedules = model.scheduler or {}
     return found, {
@@ -107,14 +110,62 @@ def fits(names: Iterable[str], model: Any) -> None:
             raise MisfitError(f"model.{section}.{unknown[0]}: no network that learns is called so; there are {known}")
 
 
-def _optimizer(network: nn.Module, target: Any, key: str) -> torch.optim.Optimizer:
-    optimizer: torch.optim.Optimizer = build(target, list(_groups(network, target.groups, key)))
+def _optimizer(
+    network: nn.Module, target: Any, key: str, trainer: pl.Trainer, fused: bool | Literal["auto"]
+) -> torch.optim.Optimizer:
+    groups = list(_groups(network, target.groups, key))
+    optimizer: torch.optim.Optimizer = build(target, groups, **_fused(network, target, key, trainer, fused))
+    if "fused" in getattr(optimizer, "defaults", {}):
+        optimizer.register_load_state_dict_pre_hook(_keep_kernel)
     for group in target.groups:
         if unknown := [name for name in group if name not in ("match", *optimizer.defaults)]:
             known = ", ".join(optimizer.defaults)
             # torch keeps any word in a group, and nothing would come of it
             raise MisfitError(f"{key}.groups: {target.type} has no `{unknown[0]}`; a group takes {known}")
     return optimizer
+
+
+_KERNELS = ("fused", "foreach", "capturable", "differentiable")
+
+
+def _fused(
+    network: nn.Module, target: Any, key: str, trainer: pl.Trainer, wanted: bool | Literal["auto"]
+) -> dict[str, bool]:
+    """The argument by which an optimizer of torch's takes its step in one kernel; {}: it is left to torch, which on a
+    GPU groups tensors (`foreach`). What the config's params say of this counts.
+
+    Raises:
+        MisfitError: it is wanted, and this optimizer has no such kernel or the parameters are not made for it.
+    """
+    if wanted is False or any(name in part for name in _KERNELS for part in (target.params, *target.groups)):
+        return {}
+    kind: Any = build({"type": "builtins.dict", "params": {"kind": {"ref": target.type}}})["kind"]
+    # The argument of another library's optimizer may mean something else.
+    has_kernel = (getattr(kind, "__module__", None) or "").startswith("torch.optim") and "fused" in signature(
+        kind
+    ).parameters
+    parameters = [p for p in network.parameters() if p.requires_grad]
+    sparse = any(getattr(module, "sparse", False) is True for module in network.modules())
+    fits_it = has_kernel and not sparse and all(p.is_floating_point() for p in parameters)
+    if wanted == "auto":
+        # Under a gradient scaler the kernel itself leaves out a step: schedules would not know, and nothing could clip.
+        scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
+        on_gpu = all(p.device.type == "cuda" and not hasattr(p, "placements") for p in parameters)  # no DTensor
+        drives_itself = isinstance(trainer.strategy, pl.strategies.DeepSpeedStrategy)
+        return {"fused": True} if fits_it and on_gpu and not scaled and not drives_itself else {}
+    if not fits_it:
+        why = "it has sparse gradients or complex parameters" if has_kernel else "it has no fused kernel"
+        raise MisfitError(f"engine.fused is true, and {key} is {target.type}: {why}; set `engine.fused=auto`")
+    return {"fused": True}
+
+
+def _keep_kernel(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
+    """The state of a checkpoint, with this run's choice of kernel: the checkpoint may be from another device."""
+    saved, own = state["param_groups"], optimizer.param_groups
+    if len(saved) != len(own):
+        return None  # torch says so
+    groups = [{**group, "fused": mine["fused"]} for group, mine in zip(saved, own, strict=True)]
+    return {**state, "param_groups": groups}
 
 
 def _schedule(optimizer: torch.optim.Optimizer, target: Any, key: str, trainer: pl.Trainer) -> Any:

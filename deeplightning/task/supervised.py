@@ -161,7 +161,7 @@ class Supervised(pl.LightningModule):
 
     def configure_optimizers(self) -> Any:
         assert self.network is not None
-        return optimizers(self.network, self.cfg.model, self.trainer)
+        return optimizers(self.network, self.cfg.model, self.trainer, self.cfg.engine.fused)
 
     def configure_gradient_clipping(
         self,
