@@ -2,9 +2,10 @@
 
 Imports only go down this list: `cli`; `torch_server`; `predict`, `runs`, `reproduce`, `stats`, `tune`, `completion`,
 `deploy`; `run`, `dry_run`; `trained`; `configure`; `engine`, `tracking`, `callbacks`, `export`, `quantize`, `halve`;
-`runfolder`, `image`, `text` with `hugging_face`; `config`. `serve` stands on `image`, `text` and `runfolder`; of the
-rest only `torch_server`, and what answers inside an MLflow model, use it. The parts (`data`, `task`, `model`, `loss`)
-are named in YAML, imported by nobody, and use of the core only `config.target.build`, `image` and `text`.
+`runfolder`, `image`, `text` with `hugging_face`, `transfer`; `config`. `serve` stands on `image`, `text` and
+`runfolder`; of the rest only `torch_server`, and what answers inside an MLflow model, use it. The parts (`data`,
+`task`, `model`, `loss`) are named in YAML, imported by nobody, and use of the core only `config.target.build`, `image`,
+`text` and `transfer`.
 """
 
 import ast
@@ -23,12 +24,14 @@ LAYERS = [
     {"trained"},
     {"configure"},
     {"engine", "tracking", "callbacks", "export", "quantize", "halve"},
-    {"runfolder", "image", "text", "hugging_face"},
+    {"runfolder", "image", "text", "hugging_face", "transfer"},
     {"config"},
 ]
 STAND_ON_SERVE = {"deeplightning.torch_server", "deeplightning.tracking.pyfunc"}
 PARTS = {"data", "task", "model", "loss"}
-OPEN_TO_PARTS = {"deeplightning.config.target.build", "deeplightning.image", "deeplightning.text"}
+OPEN_TO_PARTS = {
+    *("deeplightning.config.target.build", "deeplightning.image", "deeplightning.text", "deeplightning.transfer"),
+}
 FILES = sorted([*ROOT.glob("deeplightning/**/*.py"), *ROOT.glob("serve/**/*.py")])
 
 

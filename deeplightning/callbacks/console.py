@@ -16,10 +16,12 @@ from deeplightning import __version__
 from deeplightning.callbacks.checkpoints import Checkpoints
 from deeplightning.callbacks.record import Record, Redacting
 from deeplightning.callbacks.watch import batch_loss
+from deeplightning.config.combinations import proposals
 from deeplightning.config.schema import Config, Target
 from deeplightning.engine.compute import matmul_hint
 from deeplightning.engine.place import own_rank
 from deeplightning.engine.plan import effective_batch
+from deeplightning.transfer import Deferred
 
 log = logging.getLogger("deeplightning")
 log.addHandler(logging.NullHandler())  # else Python itself prints the warnings of silent ranks
@@ -79,6 +81,7 @@ class Console(pl.Callback):
         self._progress: Any = None
         self._started = self._drawn = self._spoken = self._epoch_started = 0.0
         self._told_first = False
+        self._shown: Deferred | None = None
         self._epoch: int | None = None
 
     # ---- start
@@ -90,6 +93,8 @@ class Console(pl.Callback):
                 log.info("%-10s %s", name, text)
             if (hint := matmul_hint(self.cfg.engine, trainer.strategy.root_device)) is not None:
                 log.info("%-10s %s", "hint", hint)
+            for notice in proposals(self.cfg, self.cfg.engine):
+                log.info("%s", notice.text)
         if self.bar and trainer.is_global_zero:
             from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
@@ -140,15 +145,21 @@ class Console(pl.Callback):
         now = time.monotonic()
         if not self._told_first:
             self._told_first = True
-            log.info("first loss %.4f, %.1f s after the start", batch_loss(trainer, outputs), now - self._started)
+            log.info("first loss %.4f, %.1f s after the start", self._loss(trainer, outputs), now - self._started)
         if self._progress and now - self._drawn > DRAW_SECONDS:
             self._drawn = now
-            text = f"epoch {trainer.current_epoch + 1}  train_loss {batch_loss(trainer, outputs):.4f}"
+            text = f"epoch {trainer.current_epoch + 1}  train_loss {self._loss(trainer, outputs):.4f}"
             self._progress.update(self._bar, completed=batch_idx + 1, description=text, refresh=True)
         elif self.lines and now - self._spoken > LINE_SECONDS:
             self._spoken = now
             done = f"batch {batch_idx + 1} of {trainer.num_training_batches}"
-            log.info("epoch %d, %s: train_loss %.4f", trainer.current_epoch + 1, done, batch_loss(trainer, outputs))
+            log.info("epoch %d, %s: train_loss %.4f", trainer.current_epoch + 1, done, self._loss(trainer, outputs))
+
+    def _loss(self, trainer: pl.Trainer, outputs: Any) -> float:
+        """The loss to show: of this batch; on a GPU the one of the last time, for which nothing has to wait."""
+        now = Deferred(batch_loss(trainer, outputs))
+        before, self._shown = self._shown, now
+        return (before if before is not None and before.is_late else now).read()[0]
 
     def _end_epoch(self, trainer: pl.Trainer) -> None:
         """Says what the last epoch brought: at the start of the next, when every hook has logged its values."""

@@ -1,6 +1,7 @@
 """The record of a run: its folder, the config as it ran, the machine, the parameters, and how it ended; whether it goes
 on with a run that was there, and what a checkpoint says of all that."""
 
+import contextlib
 import json
 import logging
 import os
@@ -251,6 +252,8 @@ class Record(pl.Callback):
             publish(self.loggers, self._folder.path)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
+        with contextlib.suppress(RuntimeError):  # a GPU that has failed gives nothing back
+            _log_pending(pl_module)
         self.fail(exception)
 
     def fail(self, error: BaseException) -> None:
@@ -274,6 +277,7 @@ class Record(pl.Callback):
         `deeplightning.callbacks.steps.Seeds` and `deeplightning.data.samplers`): the config's seed and Lightning's
         counters are their whole state, on every rank.
         """
+        _log_pending(pl_module)
         checkpoint["config"] = self.cfg.public()
         checkpoint["run"] = {"folder": str(self.folder.path), "id": getattr(trainer.logger, "run_id", None)}
         # A run that ends now logs these never again, and the store may not have them yet.
@@ -281,6 +285,12 @@ class Record(pl.Callback):
         checkpoint["engine"] = engine_of(self.cfg)
         checkpoint["versions"] = versions()
         checkpoint["accumulating"] = not between_steps(trainer)
+
+
+def _log_pending(task: Any) -> None:
+    """Has a task log the points that it has put off: on a GPU those of the last logged step."""
+    if callable(log_pending := getattr(task, "log_pending", None)):
+        log_pending()
 
 
 def engine_of(cfg: Config) -> dict[str, Any]:

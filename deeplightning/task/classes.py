@@ -5,8 +5,10 @@ Shapes: B batch, K classes.
 
 from typing import Any
 
+import torch
 from torch import Tensor, bincount
 
+from deeplightning import transfer
 from deeplightning.task.errors import LabelError, MisfitError
 from deeplightning.task.metrics import Accuracy
 from deeplightning.task.supervised import Batch, Supervised
@@ -27,6 +29,7 @@ class Classification(Supervised):
     def __init__(self, cfg: Any):
         super().__init__(cfg)
         self._confusion: Tensor | None = None
+        self._ranges: dict[Any, tuple[int, int] | None] = {}  # of each stage, the least and the largest label
 
     def truth(self, batch: Batch) -> Tensor:
         return batch["label"]
@@ -54,16 +57,39 @@ class Classification(Supervised):
     def check_truth(self, outputs: Tensor, truth: Tensor) -> None:
         """
         Raises:
-            LabelError: a label has no output. On a GPU, which a look would stall, told in the first epoch.
+            LabelError: a label has no output. Looking at a batch would stall a GPU: there all labels of a set that has
+                them on the CPU (its attribute `labels`) are looked at once; of other sets, batches of the first epoch.
         """
-        if self.current_epoch == 0 or truth.device.type == "cpu":
-            low, high = int(truth.min()), int(truth.max())
-            if low < 0 or high >= outputs.shape[1]:
-                raise LabelError(
-                    f"the data holds label {low if low < 0 else high}, the network has {outputs.shape[1]} outputs "
-                    f"(labels 0 to {outputs.shape[1] - 1}); mend the data or set model.network.params.num_classes",
-                    "model.network",
-                )
+        low, high = self._range(truth)
+        if low < 0 or high >= outputs.shape[1]:
+            raise LabelError(
+                f"the data holds label {low if low < 0 else high}, the network has {outputs.shape[1]} outputs "
+                f"(labels 0 to {outputs.shape[1] - 1}); mend the data or set model.network.params.num_classes",
+                "model.network",
+            )
+
+    def _range(self, truth: Tensor) -> tuple[int, int]:
+        """The least and the largest label of a batch, or of a set that it is of; (0, 0) where nobody looks."""
+        if not transfer.is_asynchronous(truth.device):
+            return int(truth.min()), int(truth.max())
+        stage = self.trainer.state.stage
+        if stage not in self._ranges:
+            labels = self._labels_of_set()
+            self._ranges[stage] = None if labels is None else (int(labels.min()), int(labels.max()))
+        known = self._ranges[stage]
+        if known is None and self.current_epoch == 0:
+            low, high = torch.stack(torch.aminmax(truth)).tolist()
+            return int(low), int(high)
+        return known or (0, 0)
+
+    def _labels_of_set(self) -> Tensor | None:
+        """All labels of the set that the stage goes through, where it has them on the CPU."""
+        trainer = self.trainer
+        judged = trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders
+        loader: Any = trainer.train_dataloader if trainer.training else judged
+        labels = getattr(getattr(loader, "dataset", None), "labels", None)
+        is_column = isinstance(labels, Tensor) and labels.device.type == "cpu" and labels.ndim == 1 and len(labels) > 0
+        return labels if is_column else None
 
     def answers(self, batch: Batch, outputs: Tensor) -> dict[str, Any]:
         probability, predicted = outputs.float().softmax(1).max(1)

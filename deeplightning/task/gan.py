@@ -22,7 +22,9 @@ from deeplightning.task.errors import LabelError, MisfitError
 from deeplightning.task.metrics import InOwnPrecision, SampleMean
 from deeplightning.task.networks import build_network, device_of, on_cpu, try_network
 from deeplightning.task.optimize import fits, freeze, optimizers_by_name
+from deeplightning.task.points import Points
 from deeplightning.task.sheets import epoch_suffix, sheet
+from deeplightning.transfer import to_device
 
 log = logging.getLogger("deeplightning.gan")
 
@@ -117,7 +119,7 @@ class Gan(pl.LightningModule):
         self.register_buffer("scorer_trained", torch.tensor(0))  # 1: it has learned
         self.image_spec: ImageSpec | None = None
         self.class_names: list[str] = []
-        self._logged_step = -1
+        self._logged_step, self._points = -1, Points()
         self._counted: dict[str, list[float]] = {}
         self._schedules: dict[str, Any] = {}
         self._scorer_optimizer: torch.optim.Optimizer | None = None
@@ -326,7 +328,7 @@ class Gan(pl.LightningModule):
                 raise MisfitError(f"model.scheduler.{name}.call.monitor: {message}")
 
     def _like(self, images: Tensor, noise: Tensor) -> Tensor:
-        return noise.to(images.device, images.dtype)
+        return to_device(noise.to(images.dtype), images.device)
 
     def _of(self, stage: str) -> dict[str, Any]:
         return dict(cast(nn.ModuleDict, self.means[f"{stage}_stage"]).items())
@@ -345,11 +347,16 @@ class Gan(pl.LightningModule):
             own = torch.cat([values * samples, values.new_tensor([samples])])
             *sums, total = self.trainer.strategy.reduce(own, reduce_op="sum")
             values = torch.stack(sums) / total
-        self.trainer.callback_metrics.update(dict(zip(losses, values, strict=True)))
-        for logger in self.loggers:
-            logger.log_metrics(dict(zip(losses, values.tolist(), strict=True)), step)
+        named = dict(zip(losses, values, strict=True))
+        self.trainer.callback_metrics.update(named)
+        self._points.log(self.loggers, named, step)
+
+    def log_pending(self) -> None:
+        """Logs the points of the last logged step, which on a GPU wait for the next; asked for before a checkpoint."""
+        self._points.log_pending()
 
     def on_train_epoch_end(self) -> None:
+        self.log_pending()
         self._log_epoch("train")
         self._move_rates("epoch", self.current_epoch + 1)
 

@@ -16,6 +16,7 @@ from deeplightning.task.errors import MisfitError
 from deeplightning.task.metrics import InOwnPrecision, SampleMean
 from deeplightning.task.networks import build_network, on_cpu
 from deeplightning.task.optimize import freeze, optimizers
+from deeplightning.task.points import Points
 
 Batch = dict[str, Tensor]
 Outputs = Tensor | dict[str, Tensor]
@@ -74,7 +75,7 @@ class Supervised(pl.LightningModule):
         self.losses = nn.ModuleDict({name: build(loss) for name, loss in named.items()})
         self.weights = {name: loss.weight for name, loss in named.items()}
         self.metrics = InOwnPrecision({f"{stage}_stage": self._metrics() for stage in ("train", "val", "test")})
-        self._logged_step = -1
+        self._logged_step, self._points = -1, Points()
         self._counted: dict[str, dict[str, Any]] = {}  # of the epoch that a resumed run goes on in, over all processes
 
     def _metrics(self) -> nn.ModuleDict:
@@ -238,11 +239,14 @@ class Supervised(pl.LightningModule):
             values = {name: value / total for name, value in zip(names, sums, strict=True)}
         # Not by `self.log`, for which Lightning has some work at each step until the epoch ends.
         self.trainer.callback_metrics.update(values)
-        points = {name: value.item() for name, value in values.items()}
-        for logger in self.loggers:
-            logger.log_metrics(points, self.global_step)
+        self._points.log(self.loggers, values, self.global_step)
+
+    def log_pending(self) -> None:
+        """Logs the points of the last logged step, which on a GPU wait for the next; asked for before a checkpoint."""
+        self._points.log_pending()
 
     def on_train_epoch_end(self) -> None:
+        self.log_pending()
         self._log_epoch("train", suffix="_epoch")
 
     def _loss(self, outputs: Any, truth: Tensor) -> tuple[dict[str, Tensor], Tensor]:
