@@ -217,7 +217,7 @@ def test_impossible_config(values, words):
         ({"image_size": 0}, "image_size must be .* not 0"),
         ({"image_size": [8]}, "image_size must be"),
         ({"limit": 0}, "limit must be"),
-        ({"in_memory": "yes"}, "in_memory must be null, true, false or device, not 'yes'"),
+        ({"in_memory": "yes"}, "in_memory must be auto, null, true, false or device, not 'yes'"),
         ({"augment": ["flip"]}, r"augment\[0\] must be an nn.Module, not 'flip'"),
     ],
 )

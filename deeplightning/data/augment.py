@@ -1,11 +1,14 @@
 """Random changes of training images, as batched tensor arithmetic on uint8 images where they are, mostly on the GPU.
 
-The random numbers come from torch's global generator on the CPU, so a seed gives the same images on every device.
+The random numbers come from torch's global generator on the CPU, so a seed gives the same images on every device. They
+go to a GPU from pinned memory, so that neither side waits for the other.
 B batch, C channels, H height, W width.
 """
 
 import torch
 from torch import nn
+
+from deeplightning.transfer import to_device
 
 
 class RandomHorizontalFlip(nn.Module):
@@ -23,7 +26,7 @@ class RandomHorizontalFlip(nn.Module):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """uint8 (B, C, H, W) → the same."""
-        flipped = (torch.rand(len(images)) < self.p).to(images.device)  # (B,)
+        flipped = to_device(torch.rand(len(images)) < self.p, images.device)  # (B,)
         return torch.where(flipped[:, None, None, None], images.flip(-1), images)
 
 
@@ -44,7 +47,7 @@ class RandomCrop(nn.Module):
         """uint8 (B, C, H, W) → the same."""
         batch, channels, height, width = images.shape
         device = images.device
-        offsets = torch.randint(2 * self.padding + 1, (2, batch)).to(device)
+        offsets = to_device(torch.randint(2 * self.padding + 1, (2, batch)), device)
         padded = nn.functional.pad(images, [self.padding] * 4)
         rows = offsets[0, :, None] + torch.arange(height, device=device)  # (B, H)
         columns = offsets[1, :, None] + torch.arange(width, device=device)  # (B, W)

@@ -38,7 +38,7 @@ class CIFAR10(DownloadedImages):
         download: bool = False,
         image_size: int | Sequence[int] = 32,
         augment: Sequence[nn.Module] = (),
-        in_memory: bool | Literal["device"] | None = None,
+        in_memory: bool | Literal["auto", "device"] | None = "auto",
         limit: int | None = None,
     ):
         spec = ImageSpec(*height_width(image_size), mode="RGB", mean=MEAN, std=STD)

@@ -7,7 +7,7 @@ N samples, B batch, H height, W width, C channels of the prepared image.
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -17,12 +17,15 @@ from torch.utils.data import Dataset
 
 from deeplightning.data.errors import DataError
 from deeplightning.image import MAX_PIXELS, ImageError, ImageSpec
+from deeplightning.transfer import to_device
 
 Batch = dict[str, torch.Tensor]
 """`image` uint8 (B, C, H, W), `label` int64 (B,), `index` int64 (B,): position in the set, -1: row does not count."""
 
 
 _CHUNK = 64  # pictures that one thread prepares at a time
+_MOVED = 2**26  # bytes that go to a GPU at a time
+_NO_POSITIONS = np.empty(0, np.int64)
 
 
 @dataclass(frozen=True)
@@ -70,36 +73,95 @@ class InMemory(Dataset):
         rows: of each sample, int64 (N,); None: sample n has row n.
 
     Attributes:
-        samples, pixels, rows: as given.
+        samples, pixels, rows: as given; on the CPU.
         labels: int64 (N,).
+        on_device: what `move` has copied to a GPU, by its name in a batch, (N, …) in the order of the samples.
     """
 
     def __init__(self, samples: Samples, pixels: torch.Tensor, rows: torch.Tensor | None = None):
         self.samples, self.pixels, self.rows = samples, pixels, rows
         self.labels = torch.from_numpy(samples.labels)
+        self.on_device: Batch = {}
 
     @property
     def images(self) -> torch.Tensor:
         """uint8 (N, C, H, W), in the order of the samples; a copy where there are `rows`."""
         return self.pixels if self.rows is None else self.pixels[self.rows]
 
-    def to(self, device: torch.device) -> "InMemory":
-        """The same with its pictures on a device, where its batches are made then."""
-        moved = InMemory(self.samples, self.images.to(device))
-        moved.labels = self.labels.to(device)
-        return moved
+    def large(self) -> Batch:
+        """What of a batch is gathered for each step, by name: (R, …)."""
+        return {"image": self.pixels}
+
+    def small(self) -> Batch:
+        """What of a batch goes to a GPU once an epoch, by name: (N, …)."""
+        return {"label": self.labels}
+
+    @property
+    def size(self) -> int:
+        """Bytes that `move` takes on a GPU."""
+        return len(self) * sum(v.element_size() * v[:1].numel() for v in self.large().values())
+
+    def move(self, device: torch.device) -> None:
+        """Copies pictures to a device: `batches` makes theirs there from now on.
+
+        Raises:
+            torch.OutOfMemoryError: they do not fit; nothing has changed then.
+        """
+        moved = {}
+        for name, values in self.large().items():
+            target = moved[name] = torch.empty((len(self), *values.shape[1:]), dtype=values.dtype, device=device)
+            chunk = max(1, _MOVED // max(1, values[:1].numel() * values.element_size()))
+            for start in range(0, len(self), chunk):
+                part = slice(start, start + chunk)
+                target[part].copy_(values[part] if self.rows is None else values[self.rows[part]])
+        self.on_device = moved
 
     def __len__(self) -> int:
         return len(self.samples)
 
     def __getitem__(self, positions: Sequence[int] | np.ndarray) -> Batch:
-        index = torch.as_tensor(positions).to(self.pixels.device, non_blocking=True)  # (B,)
+        index = torch.as_tensor(positions)  # (B,)
         # The padding entry -1 stands for any sample, the last; its row is marked by its index.
         taken = index if positions[0] >= 0 else index + len(self)
         rows = taken if self.rows is None else self.rows.index_select(0, taken)
         # Twice as fast as `pixels[rows]`, for the same.
         image, label = self.pixels.index_select(0, rows), self.labels.index_select(0, taken)
         return {"image": image, "label": label, "index": index}
+
+    def batches(self, positions: Iterable[np.ndarray], device: torch.device) -> Iterator[Batch]:
+        """The batches of an epoch, as `[]` gives them one by one, on a GPU, without a wait for it.
+
+        Positions and labels of all batches go there in one copy each. Pictures that are there are picked there; others
+        are gathered in pinned memory, which torch reuses once the copies from it are done.
+
+        Args:
+            positions: int64 (B,) of each batch.
+            device: where the batches are to be.
+        """
+        arrays = list(positions)
+        sizes, index = [len(array) for array in arrays], torch.from_numpy(np.concatenate([_NO_POSITIONS, *arrays]))
+        taken = torch.where(index < 0, index + len(self), index)  # of PADDING the last, as above
+        rows = (taken if self.rows is None else self.rows.index_select(0, taken)).split(sizes)
+        sent = {
+            name: to_device(values.index_select(0, taken), device).split(sizes) for name, values in self.small().items()
+        }
+        sent["index"] = to_device(index, device).split(sizes)
+        there = to_device(taken, device).split(sizes)
+
+        def batch(number: int) -> Batch:
+            if self.on_device:
+                made = {name: values.index_select(0, there[number]) for name, values in self.on_device.items()}
+            else:
+                made = {name: _gathered(values, rows[number], device) for name, values in self.large().items()}
+            return made | {name: values[number] for name, values in sent.items()}
+
+        return map(batch, range(len(arrays)))
+
+
+def _gathered(values: torch.Tensor, rows: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Rows of a tensor of the CPU, on a device."""
+    picked = torch.empty((len(rows), *values.shape[1:]), dtype=values.dtype, pin_memory=device.type == "cuda")
+    return torch.index_select(values, 0, rows, out=picked).to(device, non_blocking=True)
 
 
 class OnDemand(Dataset):

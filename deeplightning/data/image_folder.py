@@ -62,7 +62,7 @@ class ImageFolder(ImageData):
         extensions: Sequence[str] = EXTENSIONS,
         max_pixels: int = MAX_PIXELS,
         augment: Sequence[nn.Module] = (),
-        in_memory: bool | Literal["device"] | None = None,
+        in_memory: bool | Literal["auto", "device"] | None = "auto",
         limit: int | None = None,
         cache: bool | str = True,
         on_bad_image: Literal["error", "skip"] = "error",

@@ -21,6 +21,7 @@ from deeplightning.data.cache import ImageCache, cache_folder
 from deeplightning.data.datasets import Batch, EndsWithItsRun, InMemory, OnDemand, Samples, prepare_all
 from deeplightning.data.errors import DataConfigError, DataError
 from deeplightning.data.loader import InMemoryLoader
+from deeplightning.data.room import Room
 from deeplightning.data.samplers import BatchIndices, go_on, train_sampler
 from deeplightning.data.splits import deal, shuffled
 from deeplightning.image import MAX_PIXELS, ImageSpec
@@ -60,9 +61,10 @@ class ImageData(pl.LightningDataModule):
         cfg: the whole config; `seed` and `data` are read.
         image_spec: how images are prepared.
         augment: modules that take and give uint8 (B, C, H, W), applied in turn to training batches on their device.
-        in_memory: true: each process holds the prepared images in its memory; "device": on its GPU; false: they come
-            from the cache, or are prepared for each batch where there is none. None: like false where they are cached,
-            else like true if they take at most `IN_MEMORY_LIMIT`.
+        in_memory: true: each process holds the prepared images in its memory; "device": on its GPU as well; false: they
+            come from the cache, or are prepared for each batch where there is none. None: like false where they are
+            cached, else like true if they take at most `IN_MEMORY_LIMIT`. "auto": like None, and they are copied to the
+            GPU after the first step if they take at most `SHARE_OF_GPU` of the memory that it leaves.
         limit: use at most this many training samples (validation included) and as many test samples, a seeded choice.
         max_pixels: largest image file that is decoded.
         cache: where decoded image files are kept: a folder; true: the one that the environment variable
@@ -82,7 +84,7 @@ class ImageData(pl.LightningDataModule):
         image_spec: ImageSpec,
         *,
         augment: Sequence[nn.Module] = (),
-        in_memory: bool | Literal["device"] | None = None,
+        in_memory: bool | Literal["auto", "device"] | None = "auto",
         limit: int | None = None,
         max_pixels: int = MAX_PIXELS,
         cache: bool | str = True,
@@ -91,13 +93,14 @@ class ImageData(pl.LightningDataModule):
         self.cfg = cfg
         self.image_spec = image_spec
         self.class_names: list[str] = []
-        self.in_memory = in_memory
+        self.in_memory = None if in_memory == "auto" else in_memory
+        self._room = Room() if in_memory == "auto" else None
         self.limit = limit
         self.max_pixels = max_pixels
         self.cache = cache
-        if in_memory not in (None, True, False, "device"):
+        if in_memory not in (None, True, False, "auto", "device"):
             raise DataConfigError(
-                f"data.module.params.in_memory must be null, true, false or device, not {in_memory!r}."
+                f"data.module.params.in_memory must be auto, null, true, false or device, not {in_memory!r}."
             )
         if not isinstance(cache, bool | str) or cache == "":
             raise DataConfigError(f"data.module.params.cache must be a folder, true or false, not {cache!r}.")
@@ -231,7 +234,15 @@ class ImageData(pl.LightningDataModule):
 
     def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
         """What is there already stays as it is: Lightning would look through each batch for what to move."""
-        return batch if device.type == "cpu" else super().transfer_batch_to_device(batch, device, dataloader_idx)
+        if device.type == "cpu":
+            return batch
+        if self._room is not None and self.trainer is not None and self.trainer.training:
+            sets = [self._datasets[name] for name in _SPLITS["fit"] if name in self._datasets]
+            if self._room.settle(self.trainer.global_step, [s for s in sets if isinstance(s, InMemory)], device):
+                self._room = None
+        if isinstance(batch, dict) and all(isinstance(v, torch.Tensor) and v.device == device for v in batch.values()):
+            return batch
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
 
     def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
         """Changes training images at random, on the device."""
@@ -275,8 +286,8 @@ class ImageData(pl.LightningDataModule):
 
     def _loader(self, split: str, training: bool = False) -> DataLoader:
         dataset, gpu = self.dataset(split), self._gpu()
-        if self.in_memory == "device" and gpu is not None and isinstance(dataset, InMemory):
-            dataset = self._datasets[split] = dataset.to(gpu)
+        if self.in_memory == "device" and gpu is not None and isinstance(dataset, InMemory) and not dataset.on_device:
+            dataset.move(gpu)
         if training:
             sampler = self._train_sampler()
         else:
@@ -289,7 +300,7 @@ class ImageData(pl.LightningDataModule):
             # Lightning's advice to add workers is wrong here.
             warnings.filterwarnings("ignore", message=".*does not have many workers")
             options.setdefault("pin_memory", gpu is not None)
-            if dataset.pixels.device.type != "cpu":
+            if dataset.on_device:
                 options["pin_memory"] = False
         elif workers > 0:
             options.setdefault("persistent_workers", True)
@@ -297,8 +308,13 @@ class ImageData(pl.LightningDataModule):
             options["worker_init_fn"] = EndsWithItsRun(options.get("worker_init_fn"))
         # Its own generator: else each epoch would draw a number from torch's global one.
         generator = Generator().manual_seed(self.cfg.seed)
-        kind = InMemoryLoader if isinstance(dataset, InMemory) and "collate_fn" not in options else DataLoader
-        return kind(dataset, batch_size=None, sampler=sampler, num_workers=workers, generator=generator, **options)
+        options |= {"batch_size": None, "sampler": sampler, "num_workers": workers, "generator": generator}
+        if not isinstance(dataset, InMemory) or "collate_fn" in options:
+            return DataLoader(dataset, **options)
+        loader = InMemoryLoader(dataset, **options)
+        if dataset.on_device or options["pin_memory"]:
+            loader.device = gpu
+        return loader
 
     def _train_sampler(self) -> BatchIndices:
         if self._sampler is None or not self._has_own_order:

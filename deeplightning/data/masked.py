@@ -140,8 +140,11 @@ class MaskedInMemory(InMemory):
         super().__init__(samples, pixels)
         self.labels = masks
 
-    def to(self, device: torch.device) -> "MaskedInMemory":
-        return MaskedInMemory(self.samples, self.pixels.to(device), self.labels.to(device))
+    def large(self) -> Batch:
+        return {"image": self.pixels, "mask": self.labels}
+
+    def small(self) -> Batch:
+        return {}
 
     def __getitem__(self, positions: Sequence[int] | np.ndarray) -> Batch:
         batch = super().__getitem__(positions)

@@ -50,8 +50,9 @@ class MaskFolder(ImageData):
         augment: modules that move pixels, applied in turn to training batches on their device: those of
             `deeplightning.data.augment`. Each is given pictures with their masks as a last channel, uint8
             (B, C + 1, H, W), so that both are moved alike. One that changes colours would change classes.
-        in_memory: true: each process holds the prepared files in its memory; "device": on its GPU; false: they are
-            prepared for each batch. None: true if they take at most `deeplightning.data.images.IN_MEMORY_LIMIT`.
+        in_memory: true: each process holds the prepared files in its memory; "device": on its GPU as well; false: they
+            are prepared for each batch. None: true if they take at most `deeplightning.data.images.IN_MEMORY_LIMIT`.
+            "auto": like None, and on the GPU if there is room, see `deeplightning.data.images.ImageData`.
         limit: see `deeplightning.data.images.ImageData`.
     """
 
@@ -68,7 +69,7 @@ class MaskFolder(ImageData):
         extensions: Sequence[str] = EXTENSIONS,
         max_pixels: int = MAX_PIXELS,
         augment: Sequence[nn.Module] = (),
-        in_memory: bool | Literal["device"] | None = None,
+        in_memory: bool | Literal["auto", "device"] | None = "auto",
         limit: int | None = None,
     ):
         usual = STATISTICS.get(mode, ((), ()))

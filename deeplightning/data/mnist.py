@@ -41,7 +41,7 @@ class MNIST(DownloadedImages):
         download: bool = False,
         image_size: int | Sequence[int] = 28,
         augment: Sequence[nn.Module] = (),
-        in_memory: bool | Literal["device"] | None = None,
+        in_memory: bool | Literal["auto", "device"] | None = "auto",
         limit: int | None = None,
     ):
         spec = ImageSpec(*height_width(image_size), mode="L", mean=(MEAN,), std=(STD,))
