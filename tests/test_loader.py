@@ -5,9 +5,10 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, SequentialSampler
 
-from deeplightning.data import loader as loader_module
+from deeplightning.data import datasets as datasets_module
 from deeplightning.data.datasets import InMemory, Samples
 from deeplightning.data.loader import InMemoryLoader
+from deeplightning.data.masked import MaskedInMemory
 from deeplightning.data.samplers import BatchIndices
 
 SIZE = 21
@@ -79,18 +80,76 @@ def test_anything_else_is_left_to_torch():
     assert [batch["index"].tolist() for batch in batches] == [[3, 1], [2, 0]]
 
 
-def test_pinned_where_there_is_an_accelerator(monkeypatch):
-    """Every part of a batch; where there is none, torch's warning is kept for torch's loader."""
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize("moved", [False, True], ids=["gathered on the CPU", "picked on the device"])
+@pytest.mark.parametrize("rows", [False, True])
+def test_batches_for_a_device_are_those_of_the_cpu(rows, moved):
+    """In each epoch, resumed in the middle, with the padding of a rank that has none left; a set that moves while an
+    epoch is under way changes none of its batches. The device is the CPU, since there may be no other."""
+    for rank, world in ((0, 1), (1, 2), (3, 4)):
+        sampler = BatchIndices(range(SIZE), 5, num_replicas=world, rank=rank, shuffle=True, seed=3)
+        there, here = (InMemoryLoader(made(rows), batch_size=None, sampler=sampler) for _ in range(2))
+        there.device = CPU
+        for epoch, start in ((0, 0), (1, 1), (2, 0)):
+            sampler.set_epoch(epoch)
+            sampler.start = start
+            under_way = iter(there)
+            first = next(under_way)
+            if moved:
+                there.dataset.move(CPU)
+            assert same([first, *under_way], here)
+        assert bool(there.dataset.on_device) is moved
+
+
+def test_batches_for_a_device_do_not_share_memory():
+    """What a task writes into one is in no other, nor in the set."""
     sampler = BatchIndices(range(SIZE), 4)
-    loader = InMemoryLoader(made(), batch_size=None, sampler=sampler, pin_memory=True)
-    assert same(loader, InMemoryLoader(made(), batch_size=None, sampler=sampler))
-    pinned = []
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
-    monkeypatch.setattr(loader_module, "_pinned", lambda batch: pinned.append(batch) or batch)
-    assert len(list(loader)) == len(pinned) == 6
-    monkeypatch.undo()
-    calls = []
-    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda self: calls.append(self) or self)
-    batch = next(iter(InMemoryLoader(made(), batch_size=None, sampler=sampler)))
-    assert loader_module._pinned(batch).keys() == batch.keys()
-    assert len(calls) == 3
+    loader = InMemoryLoader(made(), batch_size=None, sampler=sampler)
+    wanted, loader.device = list(loader), CPU
+    for _ in range(2):
+        batches = []
+        for batch in loader:
+            batches.append({name: values.clone() for name, values in batch.items()})
+            for values in batch.values():
+                values.fill_(99)
+        assert same(wanted, batches)
+        loader.dataset.move(CPU)
+
+
+def test_the_order_is_fixed_when_an_iteration_for_a_device_begins():
+    """As for the CPU; and a run may have no batches."""
+    sampler = BatchIndices(range(SIZE), 4, shuffle=True)
+    loader = InMemoryLoader(made(), batch_size=None, sampler=sampler)
+    wanted, loader.device = list(loader), CPU
+    under_way = iter(loader)
+    sampler.set_epoch(5)
+    assert same(wanted, under_way)
+    assert list(made().batches([], CPU)) == []
+
+
+def test_pictures_move_in_parts(monkeypatch):
+    """A set that is larger than one part, in the order of its samples, as mapped pictures are; `size` is what it takes
+    there."""
+    monkeypatch.setattr(datasets_module, "_MOVED", 4 * 6)
+    for rows in (False, True):
+        dataset = made(rows)
+        dataset.move(CPU)
+        assert torch.equal(dataset.on_device["image"], dataset.images)
+        assert dataset.size == SIZE * 6
+        assert dataset.on_device["image"].data_ptr() != dataset.pixels.data_ptr()
+
+
+def test_masks_move_with_their_pictures():
+    """Batches of pictures with masks are the same from the device."""
+    pixels, masks = made().pixels, torch.arange(SIZE * 6, dtype=torch.uint8).reshape(SIZE, 2, 3)
+    dataset = MaskedInMemory(Samples(pixels.numpy(), np.zeros(SIZE, np.int64)), pixels, masks)
+    assert dataset.size == 2 * SIZE * 6
+    positions = [np.array([3, 1]), np.array([-1])]
+    wanted = [dataset[part] for part in positions]
+    for _ in range(2):
+        found = list(dataset.batches(positions, CPU))
+        assert [list(batch) for batch in found] == [list(batch) for batch in wanted] == [["image", "mask", "index"]] * 2
+        assert all(torch.equal(a[n], b[n]) for a, b in zip(found, wanted, strict=True) for n in a)
+        dataset.move(CPU)

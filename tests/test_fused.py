@@ -1,0 +1,82 @@
+"""`engine.fused`: which optimizers take their step in one kernel. Parameters of a GPU are made up by torch
+(`FakeTensorMode`), where there is none."""
+
+from types import SimpleNamespace
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from deeplightning.config.schema import Optimizer
+from deeplightning.task.errors import MisfitError
+from deeplightning.task.optimize import optimizers
+
+
+def trainer(scaler=None, strategy=None):
+    return SimpleNamespace(precision_plugin=SimpleNamespace(scaler=scaler), strategy=strategy)
+
+
+def made(kind="torch.optim.SGD", params=None, device="cuda", fused="auto", network=None, on=None, groups=()):
+    """What an optimizer of a network on a device says of `fused`."""
+    target = Optimizer(type=kind, params={"lr": 0.1, **(params or {})}, groups=list(groups))
+    model = SimpleNamespace(optimizer=target, scheduler=None)
+    with FakeTensorMode():
+        with torch.device(device):
+            built = network() if network else nn.Linear(2, 2)
+        return optimizers(built, model, on or trainer(), fused).defaults.get("fused")
+
+
+@pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW", "Adagrad"])
+def test_on_a_gpu_a_step_is_one_kernel(kind):
+    """Where torch has it; on a CPU it is torch's choice, as ever, and false is so on a GPU."""
+    assert made(f"torch.optim.{kind}") is True
+    assert made(f"torch.optim.{kind}", device="cpu") in (None, False)
+    assert made(f"torch.optim.{kind}", fused=False) in (None, False)
+
+
+@pytest.mark.parametrize("params", [{"fused": False}, {"foreach": True}, {"differentiable": True}])
+def test_what_the_params_say_counts(params):
+    """Of the kernel, in any way."""
+    assert made(params=params) in (None, False)
+    assert made(params=params, fused=True) in (None, False)
+
+
+def test_auto_leaves_alone_what_cannot():
+    """An optimizer without such a kernel, sparse gradients, complex numbers, a gradient scaler, DeepSpeed."""
+    assert made("torch.optim.Rprop") is None
+    assert made(network=lambda: nn.Embedding(3, 2, sparse=True)) in (None, False)
+    assert made(network=lambda: nn.ParameterList([torch.zeros(2, dtype=torch.complex64)])) in (None, False)
+    assert made(on=trainer(scaler=object())) in (None, False)
+    deepspeed = pl.strategies.DeepSpeedStrategy.__new__(pl.strategies.DeepSpeedStrategy)
+    assert made(on=trainer(strategy=deepspeed)) in (None, False)
+
+
+def test_true_is_for_a_cpu_too_and_refused_where_there_is_no_kernel():
+    """By the keys of both."""
+    assert made(fused=True, device="cpu") is True
+    with pytest.raises(
+        MisfitError, match=r"engine.fused is true, and model.optimizer is .*Rprop: it has no fused kernel"
+    ):
+        made("torch.optim.Rprop", fused=True)
+    with pytest.raises(MisfitError, match="it has sparse gradients or complex parameters"):
+        made(fused=True, network=lambda: nn.Embedding(3, 2, sparse=True))
+
+
+def test_a_checkpoint_does_not_bring_the_kernel_of_another_device():
+    """A run that resumes on a CPU what was trained on a GPU, or the other way round, keeps its own choice."""
+    target = Optimizer(type="torch.optim.Adam", params={"lr": 0.1})
+    model, network = SimpleNamespace(optimizer=target, scheduler=None), nn.Linear(2, 2)
+    states = {}
+    for fused in (True, False):
+        optimizer = optimizers(network, model, trainer(), fused)
+        network(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        states[fused] = optimizer.state_dict()
+    for mine, saved in ((True, False), (False, True)):
+        optimizer = optimizers(network, model, trainer(), mine)
+        optimizer.load_state_dict(states[saved])
+        assert bool(optimizer.param_groups[0]["fused"]) is mine
+        assert optimizer.param_groups[0]["lr"] == 0.1
+        optimizer.step()
