@@ -253,3 +253,48 @@ def test_deferred_numbers_are_those_of_the_moment():
     values.fill_(3)
     assert late.read() == [1.0, 2.0]
     assert not late.is_late
+
+
+# ---- on a GPU
+
+
+class Strict(pl.Callback):
+    """Has torch raise where a step that is not logged would wait for the GPU."""
+
+    def __init__(self):
+        self.steps = 0
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        strict = not trainer.log_every_n_steps and not trainer.is_last_batch and trainer.global_step > 1
+        self.steps += strict
+        torch.cuda.set_sync_debug_mode("error" if strict else "default")
+
+    def on_train_batch_end(self, *_):
+        torch.cuda.set_sync_debug_mode("default")
+
+    def on_exception(self, *_):
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.parametrize("where", ["auto", "device", "true"])
+def test_on_a_gpu_a_step_that_is_not_logged_waits_for_nothing(where, fit, monkeypatch):
+    """As torch itself sees it (`set_sync_debug_mode`); and the points are there in the end."""
+    strict = Strict()
+    in_memory = f"data.module.params.in_memory={where}"
+    watched(fit, monkeypatch, strict, "engine.gpus=1", "logger.log_every_n_steps=4", in_memory, AUGMENT)
+    assert strict.steps >= 8
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_numbers_of_a_gpu_arrive():
+    """What was sent and fetched without a wait is what it was, whatever the GPU does meanwhile."""
+    device = torch.device("cuda", 0)
+    values = torch.arange(1000.0)
+    there = transfer.to_device(values, device)
+    late = transfer.Deferred(there)
+    there.fill_(3)
+    assert late.is_late
+    assert late.read() == values.tolist()

@@ -73,7 +73,7 @@ class SampleMean(_Sums):
 
     def update(self, value: Tensor, samples: int) -> None:
         """Adds a batch: its mean, float (), and its number of samples."""
-        self.total.add_(value.double() * samples)
+        self.total.add_(value, alpha=samples)  # computed in the 64 bits of the sum, in one kernel
         self.samples.add_(samples)
 
     def compute(self) -> Tensor:

@@ -139,20 +139,20 @@ def _fused(
     """
     if wanted is False or any(name in part for name in _KERNELS for part in (target.params, *target.groups)):
         return {}
+    parameters = [p for p in network.parameters() if p.requires_grad]
+    if wanted == "auto" and not all(p.device.type == "cuda" and not hasattr(p, "placements") for p in parameters):
+        return {}  # on the CPU, or DTensors
     kind: Any = build({"type": "builtins.dict", "params": {"kind": {"ref": target.type}}})["kind"]
     # The argument of another library's optimizer may mean something else.
-    has_kernel = (getattr(kind, "__module__", None) or "").startswith("torch.optim") and "fused" in signature(
-        kind
-    ).parameters
-    parameters = [p for p in network.parameters() if p.requires_grad]
+    is_torchs = (getattr(kind, "__module__", None) or "").startswith("torch.optim")
+    has_kernel = is_torchs and "fused" in signature(kind).parameters
     sparse = any(getattr(module, "sparse", False) is True for module in network.modules())
     fits_it = has_kernel and not sparse and all(p.is_floating_point() for p in parameters)
     if wanted == "auto":
         # Under a gradient scaler the kernel itself leaves out a step: schedules would not know, and nothing could clip.
         scaled = getattr(trainer.precision_plugin, "scaler", None) is not None
-        on_gpu = all(p.device.type == "cuda" and not hasattr(p, "placements") for p in parameters)  # no DTensor
         drives_itself = isinstance(trainer.strategy, pl.strategies.DeepSpeedStrategy)
-        return {"fused": True} if fits_it and on_gpu and not scaled and not drives_itself else {}
+        return {"fused": True} if fits_it and not scaled and not drives_itself else {}
     if not fits_it:
         why = "it has sparse gradients or complex parameters" if has_kernel else "it has no fused kernel"
         raise MisfitError(f"engine.fused is true, and {key} is {target.type}: {why}; set `engine.fused=auto`")
