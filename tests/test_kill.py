@@ -29,7 +29,11 @@ import signal
 import pytorch_lightning as pl
 import torch
 
+from deeplightning.engine import background
 from deeplightning.tracking.sqlite import Tracker
+
+if os.environ.get("BACKGROUND"):  # else checkpoints as small as these are written at once
+    background.SMALLEST = 0
 
 rank = os.environ.get("LOCAL_RANK", "0")
 log = pathlib.Path(os.environ["EVENTS"])
@@ -149,11 +153,13 @@ def folder(tmp_path_factory):
 def start(jobs, tiny, folder):
     """`start(experiment, processes, …)` starts the run; `kill` says who dies at which event."""
 
-    def started(experiment, processes, kill="-:0", *overrides):
+    def started(experiment, processes, kill="-:0", *overrides, **variables):
         named = [f"logger.params.experiment_name={experiment}", f"engine.processes={processes}", *overrides]
         each = f"data.batch_size={16 // processes}"
         events = str(folder / experiment)
-        return jobs.start("train", tiny, *SETTINGS, each, *named, cwd=folder, ranks=processes, KILL=kill, EVENTS=events)
+        return jobs.start(
+            "train", tiny, *SETTINGS, each, *named, cwd=folder, ranks=processes, KILL=kill, EVENTS=events, **variables
+        )
 
     return started
 
@@ -203,7 +209,7 @@ def test_an_uninterrupted_run_is_what_is_to_be_shown(whole):
     assert {"inside a checkpoint", "before replace", "after fsync", "before link", "after log_batch"} <= set(events)
 
 
-def kill_and_go_on(start, end_of, whole, processes, kills, name):
+def kill_and_go_on(start, end_of, whole, processes, kills, name, **variables):
     """Kills a run at each of some instants, starts it again each time, and compares; returns what happened.
 
     An instant is a pair: who dies (ranks as digits), and a fraction of the events of the first of them; or `time`, and
@@ -213,7 +219,7 @@ def kill_and_go_on(start, end_of, whole, processes, kills, name):
     told = []
     for victims, fraction in kills:
         if victims == "time":
-            running = start(name, processes)
+            running = start(name, processes, **variables)
             time.sleep(fraction * seconds)
             for rank in range(processes):
                 with contextlib.suppress(ProcessLookupError):  # it was faster
@@ -223,10 +229,10 @@ def kill_and_go_on(start, end_of, whole, processes, kills, name):
         else:
             own = events[int(victims[0])]
             number = max(1, round(fraction * len(own)))
-            ended = start(name, processes, f"{victims}:{number}").end()
+            ended = start(name, processes, f"{victims}:{number}", **variables).end()
             assert ended.code != 0, ended
             told.append(own[number - 1])
-    done = start(name, processes).end()
+    done = start(name, processes, **variables).end()
     assert done.code == 0, done
     assert end_of(name) == expected, (told, done)
     line = next(text for text in done.out.splitlines() if text.startswith("resumes"))
@@ -252,6 +258,14 @@ def test_two_processes_that_are_killed_end_like_two_that_were_not(victims, start
     kill_and_go_on(start, end_of, whole, 2, [(victims, 0.45)], f"two-{victims}")
 
 
+def test_a_run_killed_while_it_writes_in_the_background_ends_like_one_that_was_not(start, end_of, whole):
+    """Killed while a thread writes a checkpoint beside training, and twice soon after it has resumed."""
+    _, (events,), _ = whole(1)
+    places = [place for place, event in enumerate(events, 1) if event in WRITING]
+    kills = [("0", places[len(places) // 3] / len(events)), ("0", 0.3), ("0", 0.25)]
+    kill_and_go_on(start, end_of, whole, 1, kills, "background", BACKGROUND="1")
+
+
 @pytest.mark.slow
 def test_twenty_kills(start, end_of, whole, capsys):
     """Ten runs of one process and ten of two, at seeded instants; some inside the writing of a checkpoint."""
@@ -268,7 +282,9 @@ def test_twenty_kills(start, end_of, whole, capsys):
             fraction, victims = draw.choice(places) / len(events[0]), "0" if processes == 1 else "01"
         if number % 5 == 1:
             victims = "time"
-        instant, resumed = kill_and_go_on(start, end_of, whole, processes, [(victims, fraction)], f"kill-{number}")
+        background = {"BACKGROUND": "1"} if number % 4 > 1 else {}
+        kills = [(victims, fraction)]
+        instant, resumed = kill_and_go_on(start, end_of, whole, processes, kills, f"kill-{number}", **background)
         with capsys.disabled():
             print(f"{number + 1:2}  {processes:<9}  {victims:6}  {instant:36}  {resumed}", flush=True)
 

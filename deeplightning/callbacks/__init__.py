@@ -63,7 +63,7 @@ def all_of(cfg: Config) -> list[pl.Callback]:
     train, every = cfg.train, cfg.logger.log_every_n_steps
     assert cfg.seed is not None, "load_config draws one"
     record = Record(cfg, loggers, Path("runs") / time.strftime("%Y-%m-%d_%H-%M-%S"))
-    checkpoints = Checkpoints(train.checkpoint, record)
+    checkpoints = Checkpoints(train.checkpoint, record, background=POOL not in os.environ)  # a pool copies the files
     callbacks: list[pl.Callback] = []
     if cfg.model.init_from is not None:
         callbacks.append(StartWeights(cfg.model.init_from, cfg.logger.params.get("tracking_uri")))

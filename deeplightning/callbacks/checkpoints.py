@@ -3,8 +3,9 @@
 import json
 import logging
 import math
+from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytorch_lightning as pl
 from pytorch_lightning.callbacks import Checkpoint as LightningCheckpoint
@@ -13,7 +14,8 @@ from pytorch_lightning.callbacks import EarlyStopping
 from deeplightning.callbacks.record import Interrupted, Record, between_steps, epoch_is_over
 from deeplightning.config.fault import CheckpointError, ConfigError, Fault
 from deeplightning.config.schema import Checkpoint
-from deeplightning.engine.checkpoint_io import copy_checkpoint, read_checkpoint, remove_checkpoint
+from deeplightning.engine.background import Writer
+from deeplightning.engine.checkpoint_io import SafeCheckpointIO, copy_checkpoint, read_checkpoint, remove_checkpoint
 from deeplightning.runfolder import RunFolder, write_whole
 
 log = logging.getLogger("deeplightning")
@@ -28,10 +30,16 @@ class Checkpoints(LightningCheckpoint):
     `epoch=E-step=S.ckpt`. A value that is not a number is never best; of equal values the first stays.
 
     `last.ckpt` is saved between two optimizer steps only: gradients that wait for theirs are in no checkpoint.
+
+    Large checkpoints are written while training continues (see `deeplightning.engine.background`). An error in that
+    ends the run at its next batch or checkpoint. However training ends, it waits for the checkpoint to be written.
+
+    Args:
+        background: whether checkpoints may be written while training continues.
     """
 
-    def __init__(self, settings: Checkpoint, record: Record):
-        self.settings, self.record = settings, record
+    def __init__(self, settings: Checkpoint, record: Record, background: bool = True):
+        self.settings, self.record, self.background = settings, record, background
         self.kept: list[dict[str, Any]] = []  # the best first: {"value", "epoch", "step", "file"}
         self._loaded: list[dict[str, Any]] | None = None
         self._plateaus: dict[str, float] = {}
@@ -78,6 +86,7 @@ class Checkpoints(LightningCheckpoint):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        _writer(trainer).check()
         every, step = self.settings.every_n_steps, trainer.global_step
         due = every is not None and step % every == 0 and step not in (self._began_at, self._saved_step)
         if due or batch_idx + 1 in self._marks or step == trainer.max_steps:
@@ -110,17 +119,25 @@ class Checkpoints(LightningCheckpoint):
             self._save_last(trainer)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        _writer(trainer).wait()
         lacks = self._saved_step != trainer.global_step or not self.record.folder.last.exists()
         if trainer.strategy.broadcast(lacks):  # other machines may not see rank 0's files, and all save or none
             self._save_last(trainer)
+            _writer(trainer).wait()
         if self.settings.monitor is not None and not self.kept:
             log.warning("there is no best.ckpt: %s had no value to judge by", self.settings.monitor)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
         """An interrupted run can go on from where it was."""
+        try:
+            _writer(trainer).wait()
+        except Exception as error:
+            if error is not exception:  # the run has failed already
+                log.warning("%s", error)
         polite = isinstance(exception, Interrupted) and not exception.at_once
         if polite and trainer.state.fn == "fit" and self.record.opened and between_steps(trainer):
             self._save_last(trainer)
+            _writer(trainer).wait()
 
     # ---- what
 
@@ -154,7 +171,11 @@ class Checkpoints(LightningCheckpoint):
 
     def _save_last(self, trainer: pl.Trainer) -> None:
         self._saved_step, self._due = trainer.global_step, False
-        trainer.save_checkpoint(self.record.folder.last)
+        self._save(trainer, self.record.folder.last)
+
+    def _save(self, trainer: pl.Trainer, path: Path) -> None:
+        with _io(trainer).in_background() if self.background else nullcontext():
+            trainer.save_checkpoint(path)
 
     def _judge(self, trainer: pl.Trainer) -> None:
         """Keeps the weights if the monitored metric has a new value among the best k."""
@@ -183,6 +204,7 @@ class Checkpoints(LightningCheckpoint):
         if place < self.settings.save_top_k:
             self._keep(trainer, entry, place)
         elif trainer.is_global_zero:  # killed between keeping a better one and removing this
+            _writer(trainer).wait()
             remove_checkpoint(self.record.folder.checkpoint(entry["epoch"], entry["step"]))
 
     def _keep(self, trainer: pl.Trainer, entry: dict[str, Any], place: int) -> None:
@@ -191,19 +213,25 @@ class Checkpoints(LightningCheckpoint):
             former = self.kept[0]
             former["file"] = folder.checkpoint(former["epoch"], former["step"]).name
             if trainer.is_global_zero:
+                _writer(trainer).wait()
                 copy_checkpoint(folder.best, folder.path / former["file"])
         target = folder.best if place == 0 else folder.checkpoint(entry["epoch"], entry["step"])
         self.kept.insert(place, {**entry, "file": target.name})
         surplus = self.kept[self.settings.save_top_k :]
         del self.kept[self.settings.save_top_k :]
-        trainer.save_checkpoint(target)
+        self._save(trainer, target)
         if not trainer.is_global_zero:
             return
-        for old in surplus:
-            if old["file"] != folder.best.name:
-                remove_checkpoint(folder.path / old["file"])
-        if place == 0:
-            write_whole(folder.best_score, json.dumps(self.kept[0], indent=1))
+        score = json.dumps(self.kept[0], indent=1)
+
+        def replace() -> None:
+            for old in surplus:
+                if old["file"] != folder.best.name:
+                    remove_checkpoint(folder.path / old["file"])
+            if place == 0:
+                write_whole(folder.best_score, score)
+
+        _writer(trainer).then(replace)
 
     def state_dict(self) -> dict[str, Any]:
         return {"kept": [dict(entry) for entry in self.kept]}
@@ -252,6 +280,14 @@ class Checkpoints(LightningCheckpoint):
         return [best, *(entry for entry in others if (former.path / entry["file"]).is_file())][
             : self.settings.save_top_k
         ]
+
+
+def _io(trainer: pl.Trainer) -> SafeCheckpointIO:
+    return cast(SafeCheckpointIO, trainer.strategy.checkpoint_io)
+
+
+def _writer(trainer: pl.Trainer) -> Writer:
+    return _io(trainer).writer
 
 
 def _count_for(checkpoint: dict[str, Any], world: int) -> None:
