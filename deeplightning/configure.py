@@ -122,9 +122,12 @@ def init_trainer(cfg: Config) -> pl.Trainer:
     from deeplightning.engine import compute
     from deeplightning.engine.checkpoint_io import SafeCheckpointIO
     from deeplightning.engine.cluster import cluster
+    from deeplightning.engine.compiling import prepare_to_compile
 
     to_terminal(cfg)
     compute.prepare(cfg.engine)
+    if cfg.engine.compile and "train" in cfg.stages:
+        prepare_to_compile(cfg.engine)
     train, clip = cfg.train, cfg.train.gradient_clip
     limits = train.limit_batches
     often = train.val_every_n_epoch

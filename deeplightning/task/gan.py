@@ -7,6 +7,7 @@ Shapes: B batch, Z numbers of noise, C channels, H height, W width, K classes.
 
 import contextlib
 import logging
+from collections.abc import Callable
 from typing import Any, cast
 
 import pytorch_lightning as pl
@@ -18,6 +19,7 @@ from torchmetrics import Metric
 
 from deeplightning.config.target import build
 from deeplightning.image import ImageSpec
+from deeplightning.task.compiled import Compiled
 from deeplightning.task.errors import LabelError, MisfitError
 from deeplightning.task.metrics import InOwnPrecision, SampleMean
 from deeplightning.task.networks import build_network, device_of, on_cpu, try_network
@@ -121,6 +123,8 @@ class Gan(pl.LightningModule):
         self.class_names: list[str] = []
         self._logged_step, self._points = -1, Points()
         self._counted: dict[str, list[float]] = {}
+        self._compiled: Compiled | None = None
+        self._compiled_parts: list[Callable[..., Tensor]] = []
         self._schedules: dict[str, Any] = {}
         self._scorer_optimizer: torch.optim.Optimizer | None = None
 
@@ -184,9 +188,13 @@ class Gan(pl.LightningModule):
                 made, real = InceptionScore(len(self.class_names)), InceptionScore(len(self.class_names))
                 metrics = {"score": made, "score_real": real, "scorer_acc": SampleMean()}
                 self.scores[f"{stage}_stage"] = nn.ModuleDict(metrics)
-        if mode := self.cfg.engine.compile:
+        mode = self.cfg.engine.compile
+        if mode and type(self).training_step is not Gan.training_step:  # nobody knows what such a step calls
             for network in self.networks.values():
                 network.compile(mode="default" if mode is True else mode)
+        elif mode:
+            self._compiled = Compiled(mode)
+            self._compiled_parts = [self._compiled.compile(part) for part in self._eager_parts]
 
     def _try_out(self, name: str, inputs: Tensor, expected: tuple[int, ...]) -> None:
         kind = self.cfg.model.network[name].type
@@ -268,18 +276,36 @@ class Gan(pl.LightningModule):
         real, samples = self._real(batch, look=self.trainer.is_last_batch)
         optimizers = dict(zip(self.network_names, cast(list[Any], self.optimizers()), strict=True))
         step = self.global_step
-        made = self.networks["generator"](self._like(real, torch.randn(len(real), self._latent_size)))
-        loss_d = self._loss_d(real, made.detach())
+        generate, compute_d, compute_g = self._parts(real, batch_idx)
+        made = generate(self._like(real, torch.randn(len(real), self._latent_size)))
+        loss_d = compute_d(real, made.detach())
         self._step(optimizers["discriminator"], loss_d, samples)
         self.toggle_optimizer(optimizers["generator"])  # the discriminator's gradients of this are not wanted
-        loss_g = self._loss_g(made)
+        loss_g = compute_g(made)
         self._step(optimizers["generator"], loss_g, samples)
         self.untoggle_optimizer(optimizers["generator"])
         self._move_rates("step", self.trainer.fit_loop.epoch_loop.total_batch_idx + 1)
         losses = {"loss_d": loss_d.detach(), "loss_g": loss_g.detach()}
+        if self._compiled is not None:
+            losses = self._compiled.own(losses)
         self._count("train", losses, samples)
         self._log_step(step, losses, samples)
         return {"loss": losses["loss_d"] + losses["loss_g"]}
+
+    def _parts(self, real: Tensor, batch_idx: int) -> list[Callable[..., Tensor]]:
+        """The generator and the two losses: compiled, if this batch is."""
+        last = self.trainer.is_last_batch and batch_idx > 0
+        if self._compiled is None or not self._compiled.takes(real, may_be_short=last):
+            return self._eager_parts
+        self._compiled.begin_step(real.device)
+        return self._compiled_parts
+
+    @property
+    def _eager_parts(self) -> list[Callable[..., Tensor]]:
+        return [self._generate, self._loss_d, self._loss_g]
+
+    def _generate(self, noise: Tensor) -> Tensor:
+        return cast(Tensor, self.networks["generator"](noise))
 
     def _loss_d(self, real: Tensor, made: Tensor) -> Tensor:
         loss, discriminator = self.losses["discriminator"], self.networks["discriminator"]

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from deeplightning.config.target import build
+from deeplightning.task.compiled import Compiled
 from deeplightning.task.errors import MisfitError
 from deeplightning.task.metrics import InOwnPrecision, SampleMean
 from deeplightning.task.networks import build_network, on_cpu
@@ -75,6 +76,9 @@ class Supervised(pl.LightningModule):
         self.losses = nn.ModuleDict({name: build(loss) for name, loss in named.items()})
         self.weights = {name: loss.weight for name, loss in named.items()}
         self.metrics = InOwnPrecision({f"{stage}_stage": self._metrics() for stage in ("train", "val", "test")})
+        self._compiled: Compiled | None = None
+        self._compiled_step: Any = None
+        self._outlines: dict[tuple[int, ...], Any] = {}  # by the shape of inputs; see `_outline`
         self._logged_step, self._points = -1, Points()
         self._counted: dict[str, dict[str, Any]] = {}  # of the epoch that a resumed run goes on in, over all processes
 
@@ -120,6 +124,9 @@ class Supervised(pl.LightningModule):
 
     def check_truth(self, outputs: Any, truth: Tensor) -> None:
         """
+        Args:
+            outputs: under `engine.compile` tensors on the device `meta`, which have a shape and no values.
+
         Raises:
             LabelError: the data hold a truth that the network cannot give.
         """
@@ -158,7 +165,17 @@ class Supervised(pl.LightningModule):
         if not incomplete:
             self.try_out(network)
         if mode := self.cfg.engine.compile:
-            network.compile(mode="default" if mode is True else mode)
+            if self._computes_itself():
+                self._compiled = Compiled(mode)
+                self._compiled_step = self._compiled.compile(self._compute)
+            else:
+                network.compile(mode="default" if mode is True else mode)
+
+    def _computes_itself(self) -> bool:
+        """Whether network and losses can be compiled as one: no engine has hooks in the network, and no derived class
+        has a training step of its own, which may call one without the other."""
+        unsharded = self.cfg.engine.backend in (None, "ddp")
+        return unsharded and type(self).training_step is Supervised.training_step
 
     def configure_optimizers(self) -> Any:
         assert self.network is not None
@@ -209,7 +226,10 @@ class Supervised(pl.LightningModule):
         return outputs
 
     def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
-        outputs, truth = self._outputs(self.inputs(batch)), self.truth(batch)
+        inputs, truth = self.inputs(batch), self.truth(batch)
+        if self._compiled is not None and self._is_compiled(batch, batch_idx, inputs, truth):
+            return self._training_step_compiled(batch_idx, inputs, truth)
+        outputs = self._outputs(inputs)
         if self.trainer.is_last_batch and "index" in batch:
             # Only there are rows that do not count; a look at each batch would stall a GPU.
             keep = batch["index"] >= 0
@@ -221,6 +241,46 @@ class Supervised(pl.LightningModule):
         parts, loss = self._loss(outputs, truth)
         self._log_step(self._count("train", outputs, truth, parts, loss, wanted=self._due()), len(truth))
         return loss
+
+    def _is_compiled(self, batch: Batch, batch_idx: int, inputs: Tensor, truth: Tensor) -> bool:
+        assert self._compiled is not None
+        last = self.trainer.is_last_batch
+        if not self._compiled.takes(inputs, truth, may_be_short=last and batch_idx > 0):
+            return False
+        return not last or "index" not in batch or bool((batch["index"] >= 0).all())
+
+    def _training_step_compiled(self, batch_idx: int, inputs: Tensor, truth: Tensor) -> Tensor:
+        compiled = cast(Compiled, self._compiled)
+        self.check_truth(self._outline(inputs), truth)
+        if batch_idx % self.trainer.accumulate_grad_batches:
+            compiled.own_gradients(self)
+        compiled.begin_step(inputs.device)
+        outputs, parts, loss = self._compiled_step(inputs, truth)
+        own = compiled.own({**parts, "loss": loss})
+        if any(isinstance(v, list) for metric in self._of("train").values() for v in metric.metric_state.values()):
+            outputs = compiled.own(outputs)  # such a metric keeps what it is given
+        self._log_step(self._count("train", outputs, truth, own, own["loss"], wanted=self._due()), len(truth))
+        return cast(Tensor, loss)
+
+    def _compute(self, inputs: Tensor, truth: Tensor) -> tuple[Any, dict[str, Tensor], Tensor]:
+        """What is compiled: outputs, each loss, and their weighted sum."""
+        outputs = self._outputs(inputs)
+        return outputs, *self._weighted(outputs, truth)
+
+    def _outline(self, inputs: Tensor) -> Any:
+        """What the network gives to such inputs, without values: tensors on the device `meta`. Found by one row."""
+        shape = tuple(inputs.shape)
+        if shape not in self._outlines:
+            modes = {module: module.training for module in self.modules()}
+            devices = [inputs.device] if inputs.device.type == "cuda" else []
+            self.eval()
+            with torch.no_grad(), torch.random.fork_rng(devices):
+                outputs = self._outputs(inputs[:1])
+            torch.clear_autocast_cache()  # it holds weights without their gradients now
+            for module, mode in modes.items():
+                module.training = mode
+            self._outlines[shape] = _on_meta(outputs, shape[0])
+        return self._outlines[shape]
 
     def _due(self) -> bool:
         """Whether this step has points to log and does not have them yet."""
@@ -252,6 +312,9 @@ class Supervised(pl.LightningModule):
     def _loss(self, outputs: Any, truth: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """Each loss, and their weighted sum."""
         self.check_truth(outputs, truth)
+        return self._weighted(outputs, truth)
+
+    def _weighted(self, outputs: Any, truth: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         parts = {name: loss(outputs, truth) for name, loss in self.losses.items()}
         for name, part in parts.items():
             if not isinstance(part, Tensor) or part.ndim != 0:
@@ -356,6 +419,16 @@ def rows(outputs: Any, which: Tensor | slice) -> Any:
     if isinstance(outputs, dict):
         return {name: value[which] for name, value in outputs.items()}
     return outputs[which]
+
+
+def _on_meta(outputs: Any, rows: int) -> Any:
+    """Outputs for one row as those for several, on the device `meta`."""
+    if isinstance(outputs, dict):
+        return {name: _on_meta(value, rows) for name, value in outputs.items()}
+    if not isinstance(outputs, Tensor):
+        return outputs
+    shape = (rows, *outputs.shape[1:]) if outputs.ndim and len(outputs) == 1 else outputs.shape
+    return torch.empty(shape, dtype=outputs.dtype, device="meta")
 
 
 def _state_of(metric: Metric) -> dict[str, Any]:

@@ -1,0 +1,76 @@
+"""What `engine.compile` needs of a machine: a compiler, and a folder for what it has compiled, which later runs use."""
+
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import sys
+from pathlib import Path
+
+import torch
+
+from deeplightning.config.fault import Fault, SetupError
+from deeplightning.config.schema import Engine
+from deeplightning.engine.devices import CPU_INFO
+
+log = logging.getLogger("deeplightning")
+
+FOLDER = "TORCHINDUCTOR_CACHE_DIR"
+"""torch's variable for the folder; Triton's kernels are in it, too, unless `TRITON_CACHE_DIR` is set (torch 2.15)."""
+
+
+def prepare_to_compile(engine: Engine) -> None:
+    """Finds the compiler, and a folder that outlives the run.
+
+    torch itself takes the system's folder for temporary files, which a container or a cluster empties. A folder that
+    the user has set, in the environment or in `engine.env`, stays. The files have names by their content, and are
+    renamed into place: any number of processes can share the folder.
+
+    Raises:
+        SetupError: there is no compiler.
+    """
+    _find_compiler(on_gpu=engine.gpus is not None)
+    folder = cache_folder()
+    if FOLDER not in os.environ and folder is not None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            os.environ[FOLDER] = str(folder)
+        except OSError as error:
+            log.info("%s: %s; what is compiled goes to torch's own folder", folder, error.strerror)
+
+
+def cache_folder() -> Path | None:
+    """`deeplightning/compiled` in the user's cache folder; in it one for each version of torch and Python and each kind
+    of CPU, since code for one may not run on another. None: a user without a home."""
+    try:
+        top = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:
+        return None
+    python = f"{sys.version_info.major}.{sys.version_info.minor}"
+    return top / "deeplightning" / "compiled" / f"torch-{torch.__version__}-python-{python}-{_cpu()}"
+
+
+def _cpu() -> str:
+    """A word for the machine's instructions."""
+    try:
+        lines = CPU_INFO.read_text().splitlines()
+    except OSError:
+        lines = []
+    flags = next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+    return f"{platform.machine()}-{hashlib.sha256(flags.encode()).hexdigest()[:8]}"
+
+
+def _find_compiler(on_gpu: bool) -> None:
+    """Looks where torch 2.15 and Triton 3.9 look: torch takes a C++ compiler for CPUs, Triton one for C."""
+    if sys.platform == "win32":
+        return
+    variable, language = ("CC", "C") if on_gpu else ("CXX", "C++")
+    usual = ["gcc", "clang"] if on_gpu else ["clang++" if sys.platform == "darwin" else "g++"]
+    named = os.environ.get(variable, "").split()
+    wanted = named[:1] or usual
+    if any(map(shutil.which, wanted)):
+        return
+    why = f"{variable} names {named[0]}, which is not there" if named else f"the PATH has no {' and no '.join(usual)}"
+    remedy = f"install one (Debian: apt-get install g++), set {variable} to its name, or set engine.compile=false"
+    raise SetupError(Fault(f"no {language} compiler: {why}; {remedy}", "engine.compile"))

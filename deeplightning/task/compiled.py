@@ -1,0 +1,80 @@
+"""A part of a training step, compiled for batches of one shape; other batches run eagerly, as does validation.
+
+Compiling takes seconds to minutes, and a compiler would start again for the short batch at an epoch's end and for each
+mode of the network.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+log = logging.getLogger("deeplightning")
+
+
+class Compiled:
+    """Decides which batches are compiled: those of the shape of the first full one.
+
+    Args:
+        mode: `engine.compile`, not false.
+
+    Attributes:
+        graphs: whether the mode uses CUDA graphs. They write each step's results into the same memory: values that are
+            kept for longer than a step are to be cloned (`own`), and so are gradients that wait for another batch
+            (`own_gradients`).
+    """
+
+    def __init__(self, mode: bool | str):
+        self.mode = "default" if mode is True else str(mode)
+        self.graphs = mode in ("reduce-overhead", "max-autotune")
+        self._shapes: list[tuple[int, ...]] | None = None
+        self._said = False
+
+    def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """A function of tensors, to be called with batches that `takes` accepts."""
+        # None: texts of other lengths are compiled once more, for any length. A CUDA graph is for one shape.
+        return torch.compile(function, mode=self.mode, dynamic=False if self.graphs else None)
+
+    def takes(self, *tensors: Tensor, may_be_short: bool) -> bool:
+        """Whether a batch is compiled: it has as many rows as the first full one; for CUDA graphs, the same shape.
+
+        Args:
+            may_be_short: it is the last of an epoch that has several.
+        """
+        shapes = [tuple(tensor.shape) for tensor in tensors]
+        if self._shapes is None:
+            if may_be_short:
+                return False
+            self._shapes = shapes
+        taken = shapes == self._shapes if self.graphs else shapes[0][0] == self._shapes[0][0]
+        if not taken and not may_be_short and not self._said:
+            self._said = True
+            log.warning(
+                "engine.compile: batches are compiled in the shape of the first, %s; this one is %s and runs eagerly, "
+                "as do all others of another shape%s",
+                *(self._shapes[0], shapes[0]),
+                ". engine.compile=true compiles for any length" if self.graphs else "",
+            )
+        return taken
+
+    def begin_step(self, device: torch.device) -> None:
+        """To be called before the first compiled call of a batch, which may overwrite what the batch before gave."""
+        if self.graphs and device.type == "cuda":
+            torch.compiler.cudagraph_mark_step_begin()
+
+    def own(self, values: Any) -> Any:
+        """Values that stay what they are: detached from the step and, where it uses CUDA graphs, cloned."""
+        if isinstance(values, dict):
+            return {name: self.own(value) for name, value in values.items()}
+        if not isinstance(values, Tensor):
+            return values
+        return values.detach().clone() if self.graphs else values.detach()
+
+    def own_gradients(self, module: torch.nn.Module) -> None:
+        """To be called before `begin_step` where gradients of the batch before wait for those of this one."""
+        if self.graphs:
+            for parameter in module.parameters():
+                if parameter.grad is not None:
+                    parameter.grad = parameter.grad.clone()
