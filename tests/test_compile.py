@@ -353,7 +353,9 @@ def compiled_run(tiny, tmp_path, monkeypatch):
 
     def run(*overrides):
         callback = "train.callbacks=[{type: notes.Notes}]"
-        outcome = real("train", tiny, callback, *overrides, cwd=tmp_path, XDG_CACHE_HOME=str(tmp_path / "a cache"))
+        outcome = real(
+            "train", tiny, callback, *overrides, cwd=tmp_path, limit=600, XDG_CACHE_HOME=str(tmp_path / "a cache")
+        )
         assert outcome.code == 0, outcome
         return outcome, json.loads((tmp_path / "notes-0.json").read_text())
 

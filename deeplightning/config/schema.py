@@ -210,7 +210,9 @@ class Engine:
     )
     deterministic: bool = key("only algorithms that give the same bits each time, on GPU too", False)
     compile: bool | Literal["reduce-overhead", "max-autotune"] = key(
-        "compile the network with torch.compile; a word is its mode: reduce-overhead uses CUDA graphs", False
+        "compile the training step's network and losses with torch.compile, for full batches; a word is its mode: "
+        "reduce-overhead uses CUDA graphs",
+        False,
     )
     fused: bool | Literal["auto"] = key(
         "take an optimizer's step in one kernel, where torch has one; auto: on a GPU, under one process or ddp; what "
