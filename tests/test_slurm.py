@@ -193,7 +193,7 @@ class Cluster:
 LONG = 4 * LONGEST  # seconds; processes that Slurm starts import all they need, once more after a requeue
 
 
-def wait_for(happened, what, limit=LONG):
+def wait_for(happened, what, longest=LONG):
     until = time.monotonic() + longest
     while not (found := happened()):
         assert time.monotonic() < until, f"waited in vain for {what}"
