@@ -236,7 +236,7 @@ class ImageData(pl.LightningDataModule):
         """What is there already stays as it is: Lightning would look through each batch for what to move."""
         if device.type == "cpu":
             return batch
-        if self._room is not None and self.trainer is not None and self.trainer.training:
+        if self._room is not None and self._gpu() == device and self.trainer is not None and self.trainer.training:
             sets = [self._datasets[name] for name in _SPLITS["fit"] if name in self._datasets]
             if self._room.settle(self.trainer.global_step, [s for s in sets if isinstance(s, InMemory)], device):
                 self._room = None
