@@ -25,7 +25,7 @@ ON_CPU = (
     "[Engines](engines.md) tells what the words mean. Over CPU processes, each cell as the tests run it; what has a "
     "number is refused by `check`, with that exit code:"
 )
-ON_GPUS = "On GPUs, by the same rules; not yet run:"
+ON_GPUS = "On GPUs, by the same rules; [GPUs](gpu.md) says what has been run:"
 
 
 def reference() -> str:
