@@ -65,6 +65,7 @@ def examine(path: str | Path, overrides: list[str] | None = None, *, importing: 
     report.hints += hints(cfg, asked)
     wrong = {key for fault in report.faults for key in (fault.key or "", f"{fault.key}.type")}
     broken = list(conflicts(cfg, asked, report.places, skip=wrong.__contains__))
+    lacking = [fault for fault in lacking if fault.key not in wrong]
     report.add(*lacking, *(fault for rule, fault in broken if not rule.at_start))
     report.at_start += [fault for rule, fault in broken if rule.at_start]
     if not lacking:

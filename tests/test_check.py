@@ -88,7 +88,7 @@ def test_a_right_config_has_no_faults():
         ("data.root=[a]", "data.root: must be a text or null, not a list"),
         ("stages=train", "stages: must be a list, not the text 'train'"),
         ("engine.env={A: 1}", "engine.env.A: must be a text, not the number 1"),
-        ("engine.gpus=[0, a]", "engine.gpus.1: must be a whole number, not the text 'a'"),
+        ("engine.gpus=[0, a]", "engine.gpus: must be indexes, or ids that begin with GPU- or MIG- (`nvidia-smi -L`)"),
         ("train=5", "train: must be a mapping of num_epochs, max_steps,"),
         ("train.gradient_clip=5", "train.gradient_clip: must be a mapping of value, algorithm, norm_type or null, not"),
         ("data=[1]", "data: must be a mapping of module, batch_size,"),

@@ -39,7 +39,8 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
         self.config["zero_force_ds_cpu_optimizer"] = False
         _lay_over(self.config, config or {})
         self.config["managed_gradient_accumulation"] = False
-        self._given = {*params, *((config or {}).get("zero_optimization") or {})}
+        zero = (config or {}).get("zero_optimization") or {}
+        self._given = {name for name in sizes(0, 0, 3) if name in params or name in zero}
         self._groups: list[dict[str, Any]] = []
         self.shares_parameters = self.stage == 3
 
