@@ -30,6 +30,15 @@ class CudaError(Exception):
         self.code = code
 
 
+def has_driver() -> bool:
+    """Whether NVIDIA's driver is installed; does not start it, so a process may fork afterwards."""
+    try:
+        ctypes.CDLL(LIBRARY)
+    except OSError:
+        return False
+    return True
+
+
 class Driver:
     """The driver's functions, with errors as exceptions.
 

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from serve.cuda import probe
+from serve.cuda import has_driver, probe
 
 PACKAGE = "onnxruntime-gpu[cuda,cudnn]"
 """ONNX Runtime for NVIDIA's GPUs, with the libraries of CUDA that it needs."""
@@ -94,13 +94,19 @@ class Runtime:
     cuda: Callable[[], str]
 
 
-def choose_devices(word: str, runtime: Runtime, find: Callable[[], dict[str, Any]] = probe) -> Choice:
+def choose_devices(
+    word: str,
+    runtime: Runtime,
+    find: Callable[[], dict[str, Any]] = probe,
+    may_have_gpu: Callable[[], bool] = has_driver,
+) -> Choice:
     """The devices that a word means on this machine.
 
     Args:
         word: of `serve.device`.
         runtime: what answers.
         find: gives what `serve.cuda.probe` gives; called only where the runtime can use a GPU.
+        may_have_gpu: whether there is a driver; without one, `auto` recommends no package for GPUs.
 
     Raises:
         DeviceError: a GPU is asked for and cannot be used.
@@ -110,6 +116,8 @@ def choose_devices(word: str, runtime: Runtime, find: Callable[[], dict[str, Any
     if word == "cpu":
         return Choice((CPU,))
     reason = runtime.lacks()
+    if word == "auto" and reason is not None and not may_have_gpu():
+        return Choice((CPU,), "this machine has no NVIDIA driver")
     found = find() if reason is None else {}
     reason = reason or found.get("fault") or _too_old(runtime, found)
     if reason is None:

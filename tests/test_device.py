@@ -25,7 +25,16 @@ def run_folder(tmp_path_factory):
 
 
 def chosen(word, *gpus, driver="13.1", runtime=WORKS):
-    return choose_devices(word, runtime, lambda: {"driver": driver, "gpus": list(gpus)})
+    return choose_devices(word, runtime, lambda: {"driver": driver, "gpus": list(gpus)}, lambda: True)
+
+
+def test_a_machine_without_a_driver_is_not_told_to_install_packages_for_gpus():
+    """`auto` gives the plain reason; `cuda`, which asks for a GPU, names the remedy."""
+    for_cpus = Runtime("onnxruntime", lambda: "it is built for the CPU; install another", str)
+    choice = choose_devices("auto", for_cpus, may_have_gpu=lambda: False)
+    assert (choice.devices, choice.reason) == ((CPU,), "this machine has no NVIDIA driver")
+    with pytest.raises(DeviceError, match="install another"):
+        choose_devices("cuda", for_cpus, may_have_gpu=lambda: False)
 
 
 def refused(word, *gpus, **options):
@@ -285,7 +294,7 @@ def test_auto_says_in_one_line_that_the_cpu_answers(run_folder, tmp_path):
         assert (info["device"], info["precision"]) == ("cpu", "fp32")
         (line,) = [json.loads(line) for line in server.errors.read_text().splitlines()]
         assert line["event"] == "serving on the CPU"
-        assert line["reason"] == onnxruntime_lacks()
+        assert line["reason"] == (onnxruntime_lacks() if cuda.has_driver() else "this machine has no NVIDIA driver")
     finally:
         assert server.stop() == 0
 
