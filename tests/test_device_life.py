@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
+
+pytest.importorskip("sklearn", reason="the digits and the metrics that runs are compared with come from scikit-learn")
+
 from conftest import weights
 from pretend import DEVICE, Mixed, Pretend, mark_of
 from test_gan import CONFIG as GAN

@@ -41,6 +41,20 @@ def half(train):
     return train(*RANDOM, "train.num_epochs=2")
 
 
+def interrupt(command, tiny, place, until, settings, validating=False):
+    """A run that Ctrl-C ends in its second epoch, in a batch or while it validates; `until` is a file to make."""
+    params = f"{{until: '{until}', validating: {str(validating).lower()}}}"
+    running = command.start(
+        "train", tiny, *settings, f"train.callbacks=[{{type: own.Waits, params: {params}}}]", cwd=place
+    )
+    running.says("waits")
+    running.signal(signal.SIGINT)
+    until.touch()
+    stopped = running.end()
+    assert stopped.code == 130, stopped
+    return stopped
+
+
 def assert_ends_like(resumed, whole, tracked):
     """Weights of the end and of the best are equal, and all that was tracked."""
     for name in ("last.ckpt", "best.ckpt"):
@@ -199,13 +213,7 @@ def test_a_run_stopped_while_it_validates_ends_bit_for_bit_like_an_uninterrupted
     command, tiny, place, train, whole, tracked, tmp_path
 ):
     """The epoch that was being judged is not learned twice, and is judged."""
-    waits = f"train.callbacks=[{{type: own.Waits, params: {{until: '{tmp_path / 'go'}', validating: true}}}}]"
-    running = command.start("train", tiny, *RANDOM, waits, cwd=place)
-    running.says("waits")
-    running.signal(signal.SIGINT)
-    (tmp_path / "go").touch()
-    stopped = running.end()
-    assert stopped.code == 130, stopped
+    stopped = interrupt(command, tiny, place, tmp_path / "go", RANDOM, validating=True)
     resumed = train(*RANDOM, f"train.resume_ckpt='{stopped.folder}'")
     assert_ends_like(resumed, whole, tracked)
     assert "failure" not in tracked(resumed.folder).tags
@@ -220,13 +228,7 @@ def test_a_schedule_of_auto_length_resumes_bit_for_bit(more, train, command, tin
     """The length is asked for before the position is restored; a run that is interrupted inside its second epoch then
     learns from the batches that are due, and tracks what an uninterrupted one does."""
     settings = [*RANDOM, AUTO, "model.scheduler.call.interval=step", *more]
-    waits = f"train.callbacks=[{{type: own.Waits, params: {{until: '{tmp_path / 'go'}'}}}}]"
-    running = command.start("train", tiny, *settings, waits, cwd=place)
-    running.says("waits")
-    running.signal(signal.SIGTERM)
-    (tmp_path / "go").touch()
-    stopped = running.end()
-    assert stopped.code == 143, stopped
+    stopped = interrupt(command, tiny, place, tmp_path / "go", settings)
     resumed = train(*settings, f"train.resume_ckpt='{stopped.folder}'")
     assert_ends_like(resumed, train(*settings), tracked)
 
