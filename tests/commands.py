@@ -191,12 +191,13 @@ def _serve(preload: Sequence[str]) -> None:
     import torchvision.datasets  # noqa: F401
 
     import deeplightning.predict
-    import deeplightning.task.figures
-    import deeplightning.task.img_classif  # noqa: F401
+    import deeplightning.task.img_classif
     from deeplightning.data import cifar, digits, image_folder, mnist  # noqa: F401
 
     for name in preload:
         __import__(name)
+    with contextlib.suppress(ImportError):  # a machine for the GPU's tests may lack matplotlib
+        import deeplightning.task.figures  # noqa: F401
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children here
     for line in iter(sys.stdin.buffer.readline, b""):
         if os.fork() == 0:

@@ -75,6 +75,7 @@ BREAKING = [
     ["engine.processes=2", "engine.params.nvme_path=.", "engine.backend=deepspeed_stage_2_offload_nvme"],
     ["engine.gpus=1", "engine.params.nvme_path=absent", "engine.backend=deepspeed_stage_3_offload_nvme"],
     ["engine.backend=fsdp", "engine.processes=2", "engine.channels_last=true"],
+    ["engine.backend=fsdp", "engine.processes=2", "logger.histograms=1"],
     ["serve.device=cuda:1", "serve.precision=int8"],
     ["serve.device=cpu", "serve.precision=fp16"],
     ["serve.device=cpu", "serve.tensorrt=true"],

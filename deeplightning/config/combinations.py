@@ -362,6 +362,16 @@ RULES = [
         lambda cfg, asked: cfg.engine.channels_last and (asked.backend or "").startswith(("fsdp", "deepspeed")),
     ),
     Rule(
+        "logger.histograms",
+        "engine.backend",
+        "histograms, fsdp or ZeRO stage 3",
+        "no process holds a complete parameter",
+        "remove `logger.histograms`, or use ddp",
+        lambda cfg, asked: (
+            cfg.logger.histograms is not None and (asked.backend or "").startswith(("fsdp", "deepspeed_stage_3"))
+        ),
+    ),
+    Rule(
         "serve.precision",
         "serve.device",
         "a server in int8, GPUs",
