@@ -273,7 +273,7 @@ def variables(monkeypatch, tmp_path):
     """An environment in which nothing is said about compilers and folders; the user's cache folder is `tmp_path`."""
     for name in (compiling.FOLDER, "TRITON_CACHE_DIR", "CXX", "CC"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "a cache"))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return monkeypatch
 
 
@@ -282,7 +282,7 @@ def test_what_is_compiled_is_kept_in_the_users_cache_folder(variables, tmp_path)
     compiling.prepare_to_compile(Engine(compile=True))
     folder = os.environ[compiling.FOLDER]
     assert folder.startswith(
-        str(tmp_path / "a cache" / "deeplightning" / "compiled" / f"torch-{torch.__version__}-python-3")
+        str(tmp_path / "cache" / "deeplightning" / "compiled" / f"torch-{torch.__version__}-python-3")
     )
     assert Path(folder).is_dir()
     from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
@@ -297,9 +297,23 @@ def test_a_folder_that_the_user_has_set_stays(variables):
     assert os.environ[compiling.FOLDER] == "/elsewhere"
 
 
+def test_a_folder_with_a_space_is_no_place_for_compiled_code(variables, tmp_path):
+    """torch calls the CPU's compiler without quotes: the user's cache folder is left for torch's own, and one that the
+    user has set is refused, exit code 3; a GPU's compiler takes both."""
+    variables.setenv("XDG_CACHE_HOME", str(tmp_path / "a cache"))
+    compiling.prepare_to_compile(Engine(compile=True))
+    assert compiling.FOLDER not in os.environ
+    variables.setenv(compiling.FOLDER, "/a cache")
+    with pytest.raises(SetupError, match="TORCHINDUCTOR_CACHE_DIR is '/a cache', and torch's C") as caught:
+        compiling.prepare_to_compile(Engine(compile=True))
+    assert caught.value.exit_code == 3
+    compiling.prepare_to_compile(Engine(compile=True, gpus=1))
+    assert os.environ[compiling.FOLDER] == "/a cache"
+
+
 def test_without_a_folder_to_write_to_torch_takes_its_own(variables, tmp_path):
     """Caching is no reason to fail."""
-    (tmp_path / "a cache").write_text("")
+    (tmp_path / "cache").write_text("")
     compiling.prepare_to_compile(Engine(compile=True))
     assert compiling.FOLDER not in os.environ
 
@@ -354,7 +368,7 @@ def compiled_run(tiny, tmp_path, monkeypatch):
     def run(*overrides):
         callback = "train.callbacks=[{type: notes.Notes}]"
         outcome = real(
-            "train", tiny, callback, *overrides, cwd=tmp_path, limit=600, XDG_CACHE_HOME=str(tmp_path / "a cache")
+            "train", tiny, callback, *overrides, cwd=tmp_path, limit=600, XDG_CACHE_HOME=str(tmp_path / "cache")
         )
         assert outcome.code == 0, outcome
         return outcome, json.loads((tmp_path / "notes-0.json").read_text())

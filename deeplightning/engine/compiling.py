@@ -28,16 +28,28 @@ def prepare_to_compile(engine: Engine) -> None:
     renamed into place: any number of processes can share the folder.
 
     Raises:
-        SetupError: there is no compiler.
+        SetupError: there is no compiler, or it does not take the folder that the user has set.
     """
-    _find_compiler(on_gpu=engine.gpus is not None)
-    folder = cache_folder()
-    if FOLDER not in os.environ and folder is not None:
+    on_gpu = engine.gpus is not None
+    _find_compiler(on_gpu)
+    folder, given = cache_folder(), os.environ.get(FOLDER)
+    if given is not None:
+        if not _takes(given, on_gpu):
+            message = f"{FOLDER} is {given!r}, and torch's C++ compiler takes no folder with a space; set another"
+            raise SetupError(Fault(message, "engine.compile"))
+    elif folder is not None and not _takes(str(folder), on_gpu):
+        log.info("%s has a space, which torch's compiler does not take; compiled code goes to torch's folder", folder)
+    elif folder is not None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             os.environ[FOLDER] = str(folder)
         except OSError as error:
             log.info("%s: %s; what is compiled goes to torch's own folder", folder, error.strerror)
+
+
+def _takes(folder: str, on_gpu: bool) -> bool:
+    """Whether the compiler can write there: torch 2.15 calls that for the CPU without quotes around paths."""
+    return on_gpu or not any(character.isspace() for character in folder)
 
 
 def cache_folder() -> Path | None:
