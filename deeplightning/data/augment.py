@@ -45,15 +45,8 @@ class RandomCrop(nn.Module):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """uint8 (B, C, H, W) → the same."""
-        batch, channels, height, width = images.shape
-        device = images.device
-        offsets = to_device(torch.randint(2 * self.padding + 1, (2, batch)), device)
+        batch, _, height, width = images.shape
+        tops, lefts = to_device(torch.randint(2 * self.padding + 1, (2, batch)), images.device)
         padded = nn.functional.pad(images, [self.padding] * 4)
-        rows = offsets[0, :, None] + torch.arange(height, device=device)  # (B, H)
-        columns = offsets[1, :, None] + torch.arange(width, device=device)  # (B, W)
-        return padded[
-            torch.arange(batch, device=device)[:, None, None, None],
-            torch.arange(channels, device=device)[None, :, None, None],
-            rows[:, None, :, None],
-            columns[:, None, None, :],
-        ]
+        windows = padded.unfold(2, height, 1).unfold(3, width, 1)  # a view (B, C, 2 padding + 1, 2 padding + 1, H, W)
+        return windows[torch.arange(batch, device=images.device), :, tops, lefts]
