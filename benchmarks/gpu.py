@@ -57,7 +57,7 @@ def test_command(arguments: Sequence[str], parallel: int) -> list[str]:
     marked = "gpu or device" if importlib.util.find_spec("sklearn") else "gpu"
     paths = sorted((ROOT / "tests").glob("test_*.py"))
     files = [str(path.relative_to(ROOT)) for path in paths if re.search(r"mark\.(gpu|device)\b", path.read_text())]
-    spread = ["-n", str(parallel)] if parallel > 1 and importlib.util.find_spec("xdist") else []
+    spread = ["-p", "xdist", "-n", str(parallel)] if parallel > 1 and importlib.util.find_spec("xdist") else []
     return [sys.executable, "-m", "pytest", "-q", "-m", marked, *spread, *files, *arguments]
 
 
@@ -65,6 +65,8 @@ def run_tests(arguments: Sequence[str], parallel: int = 1, limit: float | None =
     """pytest's exit code; None when it was stopped at the limit, in seconds. Its output comes as it is written."""
     command = test_command(arguments, parallel)
     env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"} | variables
+    # A warning of a plugin that the machine happens to have would be an error: pytest-benchmark warns beside xdist.
+    env["PYTEST_DISABLE_PLUGIN_AUTOLOAD"] = "1"
     child = subprocess.Popen(command, cwd=ROOT, env=env, start_new_session=True)
     try:
         return child.wait(limit)

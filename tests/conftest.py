@@ -391,6 +391,6 @@ def digest(checkpoint: Path) -> str:
     """SHA-256 of the weights in a checkpoint file."""
     total = hashlib.sha256()
     for name, tensor in weights(checkpoint).items():
-        values = tensor.detach().reshape(-1).contiguous().view(torch.uint8)  # NumPy has no bfloat16
+        values = tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8)  # NumPy has no bfloat16
         total.update(name.encode() + values.numpy().tobytes())
     return total.hexdigest()

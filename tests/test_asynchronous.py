@@ -279,6 +279,7 @@ class Strict(pl.Callback):
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 @pytest.mark.parametrize("where", ["auto", "device", "true"])
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")
 def test_on_a_gpu_a_step_that_is_not_logged_waits_for_nothing(where, fit, monkeypatch):
     """As torch itself sees it (`set_sync_debug_mode`); and the points are there in the end."""
     strict = Strict()

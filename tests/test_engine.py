@@ -296,7 +296,7 @@ def test_deterministic_algorithms_change_no_weight(fit):
 
 def test_the_names_of_libraries_that_the_engines_stand_on_exist():
     """Lightning's and DeepSpeed's private names that fail without an error when they are renamed: the iterator that a
-    resumed run drops, the wrapping by ddp, and the partitioned parameters that stage 3 gives back."""
+    resumed run drops, the wrapping by ddp, the partitioned parameters that stage 3 gives back, and the loss scale."""
     import inspect
 
     import pytorch_lightning as pl
@@ -309,3 +309,8 @@ def test_the_names_of_libraries_that_the_engines_stand_on_exist():
     source = inspect.getsource(pytest.importorskip("deepspeed.runtime.zero.partition_parameters"))
     for name in ("ds_id", "ds_active_sub_modules", "partition"):
         assert f"param.{name} = " in source, name
+    scales = pytest.importorskip("deepspeed.runtime.fp16.loss_scaler")
+    scaler = scales.DynamicLossScaler(2.0, 1000, 1.0, 1, False)
+    assert {"cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"} <= vars(scaler).keys()
+    for module in ("stage_1_and_2", "stage3"):
+        assert "self.loss_scaler = " in inspect.getsource(pytest.importorskip(f"deepspeed.runtime.zero.{module}"))

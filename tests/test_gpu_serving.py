@@ -196,7 +196,7 @@ def test_torch_answers_from_the_gpu(train, tmp_path):
     """A checkpoint on a GPU answers as it does on the CPU, in every batch size."""
     if torch.version.cuda is None:
         pytest.skip("torch is built without CUDA")
-    folder = train("train.num_epochs=1", "data.module.params.limit=100").folder
+    folder = train("train.num_epochs=1", "data.module.params.limit=100", "train.export=true").folder
     program = (
         "import sys, numpy as np; from deeplightning.runfolder import RunFolder; "
         "from deeplightning.torch_server import Checkpoint; from serve.device import Device; "

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from commands import environment, real
+from conftest import digest
 from gpu_runs import Cell, Runs, note, precision_of, spread
 
 # Behind all else, since a program there has the name of our package `serve`.
@@ -21,6 +22,8 @@ import gpu_rows
 import gpu_wheels
 from gpu_rows import GRAPHS, PLAIN, RAW, SELF, Row
 from timed import Took
+
+from deeplightning.engine.checkpoint_io import read_checkpoint
 
 ROOT = Path(__file__).resolve().parents[1]
 device = pytest.mark.device
@@ -119,6 +122,39 @@ def test_a_cell_is_measured_over_two_cpu_processes(engine, tmp_path):
     """The same in fresh processes, which start their ranks themselves."""
     cell = Runs(tmp_path).cell(engine, "bf16", gpus=None, processes=2)
     assert cell.right, cell
+
+
+HALF = '''\
+"""Lets DeepSpeed compute in half precision on a CPU, slowly."""
+
+
+def allow(*_):
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    CPU_Accelerator.is_fp16_supported = lambda self: True
+'''
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow)])  # 3: on GPUs, in test_gpu.py
+def test_a_resumed_run_of_deepspeed_has_the_loss_scale_that_it_had(stage, tmp_path):
+    """In half precision, with steps left out while the scale is too large: the same weights as a run that was not
+    killed."""
+    pytest.importorskip("deepspeed", reason="deepspeed is not installed")
+    runs = Runs(tmp_path)
+    (tmp_path / "half.py").write_text(HALF)
+    half = {"fp16": {"enabled": True, "initial_scale_power": 26, "hysteresis": 1, "loss_scale_window": 5}}
+    settings = [*spread(f"deepspeed_stage_{stage}", None, 2), f"engine.params={json.dumps({'config': half})}"]
+    settings += ["engine.setup_hook=half.allow", "data.batch_size=8", "model.optimizer.params.eps=0.0001"]
+    settings += ["stages=[train]", "train.export=false", "train.checkpoint.every_n_steps=3", "train.resume_ckpt=auto"]
+    straight, killed = ("logger.params.experiment_name=" + name for name in ("straight", "killed"))
+    done = runs.train(*settings, straight)
+    assert runs.start(*settings, killed, KILL_AT="13").code != 0
+    resumed = runs.train(*settings, killed)
+    assert "resumes " in resumed.out
+    (state,) = read_checkpoint(resumed.folder / "last.ckpt")["optimizer_states"]
+    assert state["loss_scale"]["cur_iter"] > 13
+    assert state["loss_scale"]["cur_scale"] < 2**26
+    assert digest(resumed.folder / "last.ckpt") == digest(done.folder / "last.ckpt")
 
 
 def test_a_cell_says_why_a_run_failed(command, tmp_path):

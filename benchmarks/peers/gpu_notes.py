@@ -62,11 +62,13 @@ class Turn(pl.Callback):
             self.begun = time.monotonic()
         elif batch_idx > 1:
             self.samples += len(batch["label"]) * trainer.world_size
+        if trainer.global_step == trainer.max_steps:  # the checkpoint that follows is not timed
+            wait_for(trainer.strategy.root_device)
+            self.seconds = time.monotonic() - self.begun
 
     def on_train_end(self, trainer, module):
         device = trainer.strategy.root_device
-        wait_for(device)
-        rate = self.samples / (time.monotonic() - self.begun)
+        rate = self.samples / self.seconds
         most = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else None
         (self.folder / f"{trainer.global_rank}.json").write_text(json.dumps({"rate": rate, "bytes": most}))
         self.held.close()

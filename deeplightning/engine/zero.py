@@ -19,6 +19,10 @@ from deeplightning.engine.group import expect_barriers_of_one_process, leave_at_
 from deeplightning.engine.pieces import whole_of
 from deeplightning.engine.sharded import Sharded, Share, places, replace
 
+_SCALE = "loss_scale"  # of an optimizer's state in a checkpoint
+_SCALE_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+"""What DeepSpeed 0.19 keeps of a dynamic loss scale, as attributes of its scaler."""
+
 
 class DeepSpeed(Sharded, DeepSpeedStrategy):
     """Lightning's DeepSpeedStrategy on CPU processes too, with checkpoints that every engine reads.
@@ -227,6 +231,28 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
         flat, start, size = self._place(parameter)
         kept = self._zero.optimizer.state.get(flat, {})
         return {name: v[start : start + size] if _is_flat(v, flat) else v for name, v in kept.items()}
+
+    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+        """Also holds the loss scale of half precision and the counters that it follows; other engines ignore them."""
+        found = super().optimizer_state(optimizer)
+        if (scaler := self._scaler) is not None:
+            found[_SCALE] = {name: getattr(scaler, name) for name in _SCALE_STATE if hasattr(scaler, name)}
+        return found
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        super().load_optimizer_state_dict(checkpoint)
+        scaler = self._scaler
+        for saved in checkpoint["optimizer_states"] if scaler is not None else ():
+            for name in _SCALE_STATE:
+                if name in saved.get(_SCALE, {}) and hasattr(scaler, name):
+                    setattr(scaler, name, saved[_SCALE][name])
+
+    @property
+    def _scaler(self) -> Any:
+        """What holds the loss scale of half precision; None in other precisions."""
+        optimizer = self.deepspeed_engine.optimizer
+        scaler = getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
+        return scaler if self.deepspeed_engine.fp16_enabled() else None
 
     def take_state(
         self, optimizer: Any, groups: list[dict[str, Any]], states: dict[nn.Parameter, dict[str, Any]]
