@@ -132,7 +132,7 @@ class _Collector:
     def __init__(self, redact: Callable[[str], str], before: Code, modules: Mapping[str, Any]):
         self.redact, self.modules = redact, modules
         self.path = list(dict.fromkeys(os.path.abspath(entry) for entry in sys.path))  # noqa: PTH100 (of `.` too)
-        self.installed = _installed()
+        self.installed = (*_installed(), *_installed_into(self.path))
         self.left_out, self.concealed = dict(before.left_out), list(before.concealed)
         self.files = {(before.roots[r], path): content for (r, path), content in before.files.items()}
         self.bytes = sum(map(len, self.files.values()))
@@ -284,6 +284,22 @@ def _installed() -> tuple[str, ...]:
     """What the files of installed packages, of Python and of Deep Lightning begin with, the most frequent first."""
     places = (sysconfig.get_path(name) for name in ("purelib", "stdlib", "platlib", "platstdlib"))
     return tuple(f"{place}{os.sep}" for place in dict.fromkeys([*places, str(_OURS), str(_OURS.with_name("serve"))]))
+
+
+def _installed_into(path: Iterable[str]) -> list[str]:
+    """What the files of packages begin with that `pip install --target` has put into a folder of PYTHONPATH.
+
+    Such a folder may hold the user's own code as well, so the packages' records say what was installed. The working
+    directory is not listed: it may be large.
+    """
+    given = {os.path.abspath(folder) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder}  # noqa: PTH100
+    found = []
+    for folder in given.intersection(path) - {os.getcwd()}:  # noqa: PTH109
+        for record in Path(folder).glob("*.dist-info/RECORD"):
+            with suppress(OSError, UnicodeError):
+                tops = {line.partition(",")[0].partition("/")[0] for line in record.read_text("utf-8").splitlines()}
+                found += [f"{folder}{os.sep}{top}{'' if top.endswith('.py') else os.sep}" for top in tops if top]
+    return found
 
 
 def without_secrets(content: bytes, redact: Callable[[str], str]) -> tuple[bytes, list[int]]:
