@@ -1,14 +1,12 @@
 """Random changes of training images, as batched tensor arithmetic on uint8 images where they are, mostly on the GPU.
 
-The random numbers come from torch's global generator on the CPU, so a seed gives the same images on every device. They
-go to a GPU from pinned memory, so that neither side waits for the other.
+The random numbers come from torch's global generator of the device that the images are on, so nothing is copied. A seed
+gives the same images on any number of devices of one kind, and others on a GPU than on a CPU.
 B batch, C channels, H height, W width.
 """
 
 import torch
 from torch import nn
-
-from deeplightning.transfer import to_device
 
 
 class RandomHorizontalFlip(nn.Module):
@@ -26,7 +24,7 @@ class RandomHorizontalFlip(nn.Module):
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """uint8 (B, C, H, W) → the same."""
-        flipped = to_device(torch.rand(len(images)) < self.p, images.device)  # (B,)
+        flipped = torch.rand(len(images), device=images.device) < self.p  # (B,)
         return torch.where(flipped[:, None, None, None], images.flip(-1), images)
 
 
@@ -46,7 +44,7 @@ class RandomCrop(nn.Module):
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """uint8 (B, C, H, W) → the same."""
         batch, _, height, width = images.shape
-        tops, lefts = to_device(torch.randint(2 * self.padding + 1, (2, batch)), images.device)
+        tops, lefts = torch.randint(2 * self.padding + 1, (2, batch), device=images.device)
         padded = nn.functional.pad(images, [self.padding] * 4)
         windows = padded.unfold(2, height, 1).unfold(3, width, 1)  # a view (B, C, 2 padding + 1, 2 padding + 1, H, W)
         return windows[torch.arange(batch, device=images.device), :, tops, lefts]
