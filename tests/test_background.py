@@ -34,8 +34,9 @@ class Waits:
 
 @pytest.fixture(autouse=True)
 def always(monkeypatch):
-    """Checkpoints of any size are written in the background."""
+    """Checkpoints of any size are written in the background, also on a CPU."""
     monkeypatch.setattr(background, "SMALLEST", 0)
+    monkeypatch.setattr(background, "is_asynchronous", lambda device: True)
 
 
 @pytest.fixture
@@ -188,8 +189,8 @@ from deeplightning.engine import background, checkpoint_io
 
 
 def always():
-    """Checkpoints of any size are written in the background."""
-    background.SMALLEST = 0
+    """Checkpoints of any size are written in the background, also on a CPU."""
+    background.SMALLEST, background.is_asynchronous = 0, lambda device: True
 
 
 def slowly():
