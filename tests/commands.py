@@ -206,7 +206,8 @@ def _serve(preload: Sequence[str]) -> None:
 
 def _watch(order: dict) -> None:
     """Starts the command, and notes its process and how it ended."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for number in (signal.SIGCHLD, signal.SIGHUP):  # a suite under nohup ignores the second
+        signal.signal(number, signal.SIG_DFL)
     files = Path(order["files"])
     child = os.fork()
     if child == 0:
