@@ -45,6 +45,9 @@ def cli() -> None:
 _overrides = click.argument("overrides", nargs=-1, metavar="[key=value …]", shell_complete=complete_overrides)
 _config = click.argument("config", type=click.Path(path_type=Path), shell_complete=complete_config)
 _loose = {"ignore_unknown_options": True}
+_allow = click.option(
+    "--allow", metavar="ROOT", multiple=True, help="A module to import for a RUN that was not made here; repeatable."
+)
 
 
 def _load(config: Path, overrides: tuple[str, ...]) -> Any:
@@ -234,17 +237,19 @@ def schema() -> None:
 @cli.command(context_settings=_loose, epilog=OVERRIDES)
 @click.argument("run")
 @_overrides
-def test(run: str, overrides: tuple[str, ...]) -> None:
-    """Test the best weights of RUN, into the same run."""
+@_allow
+def test(run: str, overrides: tuple[str, ...], allow: tuple[str, ...]) -> None:
+    """Test the best weights of RUN, into the same run; of a run that was not made here, into a new one."""
     from deeplightning.run import evaluate
 
-    evaluate(_folder(run), "test", list(overrides))
+    evaluate(_folder(run), "test", list(overrides), allow)
 
 
 @cli.command()
 @click.argument("run")
 @click.argument("images", nargs=-1, type=click.Path(path_type=Path))
-def predict(run: str, images: tuple[Path, ...]) -> None:
+@_allow
+def predict(run: str, images: tuple[Path, ...], allow: tuple[str, ...]) -> None:
     """Say what RUN's network sees in IMAGES, as CSV.
 
     Without images, in its test set: a row per sample in predictions.csv.
@@ -252,20 +257,21 @@ def predict(run: str, images: tuple[Path, ...]) -> None:
     if not images:
         from deeplightning.run import evaluate
 
-        evaluate(_folder(run), "predict", [])
+        evaluate(_folder(run), "predict", [], allow)
         return
     from deeplightning.predict import predict_files
 
-    predict_files(_folder(run), images, sys.stdout)
+    predict_files(_folder(run), images, sys.stdout, allow)
 
 
 @cli.command()
 @click.argument("run")
-def export(run: str) -> None:
+@_allow
+def export(run: str, allow: tuple[str, ...]) -> None:
     """Write the bundle of RUN that the server answers from."""
     from deeplightning.trained import export_run
 
-    click.echo(export_run(_folder(run)))
+    click.echo(export_run(_folder(run), allow))
 
 
 @cli.command(context_settings=_loose, epilog="serve.KEY=VALUE sets a key of the server; for example serve.max_batch=32")
@@ -275,7 +281,7 @@ def export(run: str) -> None:
 @click.option("--port", help="Port to listen on; default: serve.port of the run's config.")
 @click.option("--device", help="auto, cpu, cuda or cuda:N; default: serve.device of the run's config.")
 @click.option("--precision", help="fp32, int8 or fp16; default: serve.precision of the run's config.")
-@click.option("--allow", metavar="ROOT", multiple=True, help="A module to import where RUN has no bundle; repeatable.")
+@_allow
 def serve(run: str, overrides: tuple[str, ...], allow: tuple[str, ...], **options: str | None) -> None:
     """Answer HTTP from RUN, or from the folder of a bundle.
 

@@ -2,14 +2,14 @@
 
 A run with a bundle is served without torch, and nothing that its config names is imported. Without one, a bundle is
 made first; where ONNX cannot express the network, torch answers (`deeplightning.torch_server`). Both import what the
-config names, so each name is compared first with what may be imported.
+config names; of a run that was not made here each name is compared first with what may be built
+(`deeplightning.trust`).
 """
 
 import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from deeplightning.config.check import section
@@ -17,26 +17,14 @@ from deeplightning.config.combinations import server_conflicts
 from deeplightning.config.fault import CheckpointError, ConfigError, Fault, nearest
 from deeplightning.config.schema import Serve, keys
 from deeplightning.config.source import Source, read
-from deeplightning.config.target import find
-from deeplightning.config.tree import Entry, KeyPath, leaves
+from deeplightning.config.tree import line, plain
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking import resolve_run
-
-ROOTS = ("deeplightning", "torch", "torchvision", "torchmetrics", "pytorch_lightning")
-"""What a config may name and be imported from: ours, and what our own code imports in any case."""
-
-BUILT = (
-    *(f"deeplightning.{part}" for part in ("data", "task", "model", "loss")),
-    *("torch.nn", "torchvision.models", "torchvision.ops", "torchvision.transforms", "torchmetrics"),
-)
-"""Where that comes from which is not only imported but called: networks and what they are made of. Not all of torch:
-`torch.hub.load` and others run what their arguments say."""
+from deeplightning.trust import ENVIRONMENT, admit, entry, is_own, variables
 
 COST = "at 0.6 GB where a bundle takes 0.1, and 3 to 12 times the CPU time of an answer"
 """PSS of all processes, and a forward pass of a resnet18 at 64 x 64 and a small network for digits, one thread (torch
 2.15, November 2026)."""
-
-_CALLED = ("data.", "model.module.", "model.network.", "model.loss.", "model.metrics.")
 
 
 def command(run: str, overrides: Sequence[str] = (), allow: Sequence[str] = ()) -> list[str]:
@@ -45,7 +33,7 @@ def command(run: str, overrides: Sequence[str] = (), allow: Sequence[str] = ()) 
     Args:
         run: as `deeplightning.tracking.resolve_run` takes it, or the folder of a bundle or of an MLflow model.
         overrides: of the config's section `serve`.
-        allow: further modules that the run's config may name, where it has no bundle: `own_network`.
+        allow: further modules that the config of a run that was not made here may name: `own_network`.
 
     Raises:
         ConfigError: an override or the section `serve` is wrong, the variable with the server's key is not set, or
@@ -55,20 +43,20 @@ def command(run: str, overrides: Sequence[str] = (), allow: Sequence[str] = ()) 
     folder = RunFolder(resolve_run(run, None))
     inside_a_model = folder.path / "artifacts" / folder.bundle.name  # as `deeplightning.tracking.flavour` has MLflow do
     alone = [path for path in (folder.path, inside_a_model) if (path / folder.bundle_card.name).is_file()]
-    settings = _settings(folder.config if folder.config.is_file() and not alone else None, overrides)
+    settings = _settings(folder if folder.config.is_file() and not alone else None, overrides, allow)
     flags = [_flag(name, value) for name, value in _changed(settings)]
     if alone:
         return [sys.executable, "-P", "-m", "serve", str(alone[0]), *flags]
     whole = folder.bundle_card.is_file()
     models = {"int8": folder.bundle_int8, "fp16": folder.bundle_fp16}
     if not whole or (settings.precision in models and not models[settings.precision].is_file()):
-        refuse_foreign(folder, allow)
+        admit(folder, allow, "serve")
         from deeplightning.export import NotExpressible
         from deeplightning.trained import export_run, halve_run, quantize_run
 
         try:
             if not whole:
-                export_run(folder)
+                export_run(folder, allow, "serve")
         except NotExpressible as error:
             key = "serve.precision" if settings.precision in models else "serve.tensorrt" if settings.tensorrt else None
             if key is not None:
@@ -79,7 +67,7 @@ def command(run: str, overrides: Sequence[str] = (), allow: Sequence[str] = ()) 
             allowed = [f"--allow={module}" for module in allow]
             return [sys.executable, "-m", "deeplightning.torch_server", str(folder.path), *flags, *allowed]
         if settings.precision == "int8":
-            print(quantize_run(folder), file=sys.stderr)
+            print(quantize_run(folder, allow), file=sys.stderr)
         elif settings.precision == "fp16":
             print(halve_run(folder), file=sys.stderr)
     return [sys.executable, "-P", "-m", "serve", str(folder.bundle), *flags]
@@ -96,8 +84,11 @@ def _changed(settings: Serve) -> Iterator[tuple[str, Any]]:
     return ((field.name, value) for field, value in values if value != field.default)
 
 
-def _settings(config: Path | None, overrides: Sequence[str]) -> Serve:
-    """The section `serve`; nothing else of the config is looked at."""
+def _settings(folder: RunFolder | None, overrides: Sequence[str], allow: Sequence[str] = ()) -> Serve:
+    """The section `serve` of a run's config; nothing else of it is looked at.
+
+    A foreign config does not decide where this machine listens, nor sees its environment.
+    """
     known = [f"serve.{field.name}" for field in keys(Serve)]
     for text in overrides:
         name, place = text.lstrip("~+").partition("=")[0].strip(), f"override {text}"
@@ -106,7 +97,16 @@ def _settings(config: Path | None, overrides: Sequence[str]) -> Serve:
         if name.partition(".")[0] != "serve":
             near = f" Did you mean serve.{name}?" if f"serve.{name}" in known else nearest(name, known)
             raise ConfigError(Fault(f"only keys of `serve` can be set when a run is served.{near}", name, place))
-    source = read(config, list(overrides))
+    config, theirs = folder.config if folder else None, list[str]()
+    if folder is not None and not is_own(folder):
+        written = read(config)
+        if ENVIRONMENT not in allow and (faults := variables(folder, written, "serve")):
+            raise CheckpointError(faults)
+        if (host := entry(written.root, "serve.host")) is not None:
+            theirs.append("~serve.host")
+            if host.value != Serve().host:
+                print(f"serve.host {line(plain(host))} of {config} is not taken: --host sets it", file=sys.stderr)
+    source = read(config, [*theirs, *overrides])
     settings = section("serve", source)
     for rule in server_conflicts(settings):
         value, other = (getattr(settings, key.rpartition(".")[2]) for key in (rule.key, rule.other))
@@ -127,71 +127,3 @@ def _check_key(settings: Serve, source: Source) -> None:
         how = "is empty" if name in os.environ else "is not set"
         message = f"the variable {name} {how}; set it to the key that clients must send, or serve.api_key_env=null"
         raise ConfigError(Fault(source.secrets.redact(message), "serve.api_key_env"))
-
-
-# ---- what may be imported
-
-
-def refuse_foreign(folder: RunFolder, allow: Sequence[str]) -> None:
-    """Compares every name in a run's config with what may be imported; only what may be is.
-
-    Raises:
-        CheckpointError: with each name that leads elsewhere, its key, and what allows it.
-        ConfigError: a word of `allow` is no module.
-    """
-    for module in allow:
-        if not re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*", module):
-            raise ConfigError(f"--allow takes the name of a module such as own_network, not {module!r}")
-    if not folder.config.is_file():
-        raise CheckpointError(f"{folder.path}: there is neither a bundle nor a {folder.config.name} in this folder")
-    named = [(".".join(map(str, path)), entry) for path, entry in _names(read(folder.config).root)]
-    for origin in (lambda name: name, _origin):  # what cannot be imported by its name is not looked up at all
-        faults = [
-            _refusal(key, entry, origin(entry.value), allow)
-            for key, entry in named
-            if not _within(entry.value, allow) and not _within(origin(entry.value), _allowed(key))
-        ]
-        if faults:
-            raise CheckpointError(faults)
-
-
-def _names(root: Entry) -> Iterator[tuple[KeyPath, Entry]]:
-    """What a config may import: the text of each `type` and `ref`, wherever it stands."""
-    return (
-        (path, entry)
-        for path, entry in leaves(root)
-        if path[-1] in ("type", "ref") and isinstance(entry.value, str) and "." in entry.value
-    )
-
-
-def _allowed(key: str) -> tuple[str, ...]:
-    return BUILT if key.startswith(_CALLED) and key.endswith(".type") else ROOTS
-
-
-def _within(name: str, modules: Sequence[str]) -> bool:
-    return any(f"{name}.".startswith(f"{module}.") for module in modules)
-
-
-def _origin(name: str) -> str:
-    """Where that is defined which a name leads to: `torch.os.system` is `posix.system`."""
-    try:
-        found = find(name)
-    except ValueError:  # there is no such thing; whoever wants it will say so
-        return name
-    return f"{getattr(found, '__module__', None) or type(found).__module__}.{name.rpartition('.')[2]}"
-
-
-def _refusal(key: str, entry: Entry, origin: str, allow: Sequence[str]) -> Fault:
-    name, foreign = entry.value, not _within(entry.value, ROOTS)
-    module = name.partition(".")[0] if foreign else name.rpartition(".")[0]
-    what = f"{name}, which is {origin}," if origin != name else name
-    listed = ", ".join([*(ROOTS if foreign else _allowed(key)), *allow])
-    return Fault(
-        f"to serve this run, {what} would be imported, and that may run any code; without asking, only {listed} is. "
-        f"If you trust it: --allow {module}",
-        key,
-        entry.place,
-        found=name,
-        allowed=listed,
-        exit_code=CheckpointError.exit_code,
-    )

@@ -15,14 +15,17 @@ from deeplightning.trained import trained_task
 BATCH = 32
 
 
-def predict_files(folder: RunFolder, images: Sequence[Path], out: TextIO) -> None:
+def predict_files(folder: RunFolder, images: Sequence[Path], out: TextIO, allow: Sequence[str] = ()) -> None:
     """Writes a CSV row per image file, in order: path, predicted_class, predicted_label, predicted_probability.
+
+    Args:
+        allow: modules that the config of a foreign run may name.
 
     Raises:
         SetupError: a file is missing or no image; every such file is named.
         CheckpointError: the run has no weights that can be used, or does not say what it sees in pictures.
     """
-    task, cfg, _ = trained_task(folder)
+    task, cfg, _ = trained_task(folder, allow, "predict")
     if (kind := getattr(task, "kind", type(task).__name__)) != "image_classification":
         raise CheckpointError(
             f"{folder.path}: this run is of {kind}, and only image_classification answers to image files with a table. "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from deeplightning.engine.place import own_rank
 from deeplightning.engine.together import all_ended, together
 from deeplightning.runfolder import RunFolder
 from deeplightning.trained import agreement, checkpoint_of, export_run, find_checkpoint, keep_samples, resumption
+from deeplightning.trust import admit
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
@@ -153,16 +155,26 @@ def _weights_for(cfg: Config, record: Any, trained: bool) -> Path:
     return found
 
 
-def evaluate(folder: RunFolder, stage: str, overrides: list[str]) -> RunFolder:
-    """Runs `test` or `predict` with a run's config and best weights, into the same run."""
+def evaluate(folder: RunFolder, stage: str, overrides: list[str], allow: Sequence[str] = ()) -> RunFolder:
+    """Runs `test` or `predict` with a run's config and best weights, into the same run.
+
+    The results of a foreign run go into a new run of the store that is in use here: its own tracker is not taken.
+
+    Args:
+        allow: modules that the config of a foreign run may name.
+
+    Raises:
+        CheckpointError: there are no weights, or the run is foreign and its config names what may not be built.
+    """
     import_lean()
     from deeplightning.engine.checkpoint_io import read_checkpoint
 
+    admitted = admit(folder, allow, stage)
     path = checkpoint_of(folder)
     run = read_checkpoint(path).get("run") or {}
     fixed = [f"stages=[{stage}]", f"test.ckpt={_quoted(path)}", "engine.launcher=null", "engine.num_nodes=1"]
-    cfg = load_config(folder.config, [*fixed, *overrides])
-    if run.get("id") and cfg.logger.type.endswith(("tracking.MLflowLogger", "loggers.MLFlowLogger")):
+    cfg = load_config(folder.config, [*admitted, *fixed, *overrides])
+    if run.get("id") and not admitted and cfg.logger.type.endswith(("tracking.MLflowLogger", "loggers.MLFlowLogger")):
         cfg.logger.params.setdefault("run_id", run["id"])
     return launch(cfg)
 

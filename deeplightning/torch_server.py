@@ -1,7 +1,7 @@
 """`python -m deeplightning.torch_server RUN`: the server of `python -m serve`, answering by a run's checkpoint.
 
-For networks that ONNX cannot express. The run's own code is imported, and compared first with what may be
-(`deeplightning.deploy.refuse_foreign`). Letters: N images or texts, C channels, H height, W width, L tokens, K classes.
+For networks that ONNX cannot express. The run's own code is imported; a foreign run is compared first with what may be
+(`deeplightning.trust`). Letters: N images or texts, C channels, H height, W width, L tokens, K classes.
 """
 
 import os
@@ -20,7 +20,6 @@ import torch
 from torch import nn
 
 from deeplightning.config.fault import CheckpointError, UserError
-from deeplightning.deploy import refuse_foreign
 from deeplightning.image import ImageSpec
 from deeplightning.runfolder import RunFolder
 from deeplightning.text import TextSpec
@@ -71,9 +70,8 @@ class Checkpoint:
             UserError: the config names foreign code or is wrong, or there are no weights or samples to be read.
             DeviceError: the GPU cannot be used, or answers otherwise than the CPU.
         """
-        refuse_foreign(folder, allow)
         torch.set_num_threads(1)
-        task, _, checkpoint = trained_task(folder)
+        task, _, checkpoint = trained_task(folder, allow, "serve")
         if getattr(task, "kind", None) not in TASKS:
             raise CheckpointError(f"{type(task).__name__} is no task that can be served: {', '.join(TASKS)}")
         texts = task.kind == "text_classification"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +21,7 @@ from deeplightning.runfolder import RunFolder
 from deeplightning.tracking import resolve_run
 from deeplightning.tracking.build import experiment_of
 from deeplightning.tracking.store import Store, locate
+from deeplightning.trust import admit
 
 if TYPE_CHECKING:
     from deeplightning.callbacks.record import Resumption
@@ -324,15 +325,22 @@ def checkpoint_of(folder: RunFolder) -> Path:
     raise CheckpointError(f"{folder.path}: there is neither {folder.best.name} nor {folder.last.name} in this folder")
 
 
-def trained_task(folder: RunFolder) -> tuple[Any, Config, Path]:
-    """The task of a run with its best weights, on the CPU, its config, and the checkpoint's path."""
+def trained_task(folder: RunFolder, allow: Sequence[str] = (), verb: str = "use") -> tuple[Any, Config, Path]:
+    """The task of a run with its best weights, on the CPU, its config, and the checkpoint's path.
+
+    Args:
+        allow: modules that the config of a foreign run may name, as `deeplightning.trust.admit` takes them.
+        verb: what the run is asked for.
+
+    Raises:
+        CheckpointError: there are no weights, or the run is foreign and its config names what may not be built.
+    """
     from deeplightning.engine.checkpoint_io import load_weights, read_checkpoint
 
-    if not folder.config.is_file():
-        raise CheckpointError(f"{folder.path}: this is no run folder, there is no {folder.config.name} in it")
+    admitted = admit(folder, allow, verb)
     path = checkpoint_of(folder)
     checkpoint = read_checkpoint(path)
-    cfg = load_config(folder.config, TO_ANSWER)
+    cfg = load_config(folder.config, [*admitted, *TO_ANSWER])
     task = init_module(cfg, "model")
     task.on_load_checkpoint(checkpoint)
     task.configure_model()
@@ -386,18 +394,22 @@ def origin_of(folder: RunFolder, checkpoint: Path) -> dict[str, Any]:
     }
 
 
-def export_run(folder: RunFolder) -> Path:
+def export_run(folder: RunFolder, allow: Sequence[str] = (), verb: str = "export") -> Path:
     """Writes the bundle of a run: its best weights as ONNX, compared with the checkpoint on real samples; and an MLflow
     model of it, where the config wants one.
 
+    Args:
+        allow, verb: as of `trained_task`.
+
     Raises:
-        CheckpointError: there are no weights or no samples, or the exported model answers differently.
+        CheckpointError: there are no weights or no samples, the exported model answers differently, or the run is
+            foreign and its config names what may not be built.
     """
     import numpy as np
 
     from deeplightning.export import export
 
-    task, cfg, path = trained_task(folder)
+    task, cfg, path = trained_task(folder, allow, verb)
     if not folder.samples.is_file():  # the run ended before it could keep some
         data = init_module(cfg, "data")
         data.prepare_data()
@@ -416,8 +428,11 @@ def export_run(folder: RunFolder) -> Path:
     return bundle
 
 
-def quantize_run(folder: RunFolder) -> str:
+def quantize_run(folder: RunFolder, allow: Sequence[str] = ()) -> str:
     """Adds to the bundle of a run a model that computes in int8, for `serve.precision: int8`; a line with the figures.
+
+    Args:
+        allow: as of `trained_task`.
 
     Raises:
         CheckpointError: there is no whole bundle, the data have no validation images with classes, or int8 would not be
@@ -428,7 +443,7 @@ def quantize_run(folder: RunFolder) -> str:
 
     from deeplightning.quantize import quantize
 
-    data = init_module(load_config(folder.config, TO_ANSWER), "data")
+    data = init_module(load_config(folder.config, [*admit(folder, allow, "serve"), *TO_ANSWER]), "data")
     data.prepare_data()
     data.setup("validate")
     try:

@@ -3,20 +3,25 @@
 A run is told by `TINY` and overrides. Those that several tests look at are made once, by fixtures.
 """
 
+import atexit
 import csv
 import hashlib
 import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two spinning threads beside a busy neighbour are slower than one
-
 import pytest
 import pytorch_lightning as pl
 import torch
 from commands import Commands, Outcome
+
+os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="deeplightning-state-")  # which runs are one's own
+atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
 
 TINY = """\
 seed: 7

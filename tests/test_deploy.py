@@ -285,9 +285,10 @@ def test_other_faults_of_an_export_fail_the_run(command, tiny, own):
     assert "torch" not in outcome.err
 
 
-def test_a_network_of_ones_own_needs_leave(forked, own, command):
-    """Without `--allow` it is not imported: exit 4, naming root, key and option."""
-    outcome = command("serve", forked.folder, cwd=own)
+def test_a_network_of_ones_own_needs_leave_elsewhere(forked, own, command, tmp_path):
+    """On a machine where the run was not made it is not imported without `--allow`: exit 4, naming root, key and
+    option."""
+    outcome = command("serve", forked.folder, cwd=own, XDG_STATE_HOME=str(tmp_path))
     assert outcome.code == 4, outcome
     assert "model.network.type: to serve this run, forks.Forks would be imported" in outcome.err
     assert "If you trust it: --allow forks" in outcome.err

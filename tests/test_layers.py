@@ -2,7 +2,7 @@
 
 Imports only go down this list: `cli`; `torch_server`; `predict`, `runs`, `reproduce`, `stats`, `tune`, `completion`,
 `deploy`; `run`, `dry_run`; `trained`; `configure`; `engine`, `tracking`, `callbacks`, `export`, `quantize`, `halve`;
-`runfolder`, `image`, `text` with `hugging_face`, `transfer`; `config`. `serve` stands on `image`, `text` and
+`trust`; `runfolder`, `image`, `text` with `hugging_face`, `transfer`; `config`. `serve` stands on `image`, `text` and
 `runfolder`; of the rest only `torch_server`, and what answers inside an MLflow model, use it. The parts (`data`,
 `task`, `model`, `loss`) are named in YAML, imported by nobody, and use of the core only `config.target.build`, `image`,
 `text` and `transfer`.
@@ -24,6 +24,7 @@ LAYERS = [
     {"trained"},
     {"configure"},
     {"engine", "tracking", "callbacks", "export", "quantize", "halve"},
+    {"trust"},
     {"runfolder", "image", "text", "hugging_face", "transfer"},
     {"config"},
 ]

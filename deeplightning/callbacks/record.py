@@ -31,6 +31,7 @@ from deeplightning.engine.plan import world_size
 from deeplightning.runfolder import Hold, RunFolder, write_whole
 from deeplightning.tracking.build import end, go_on, publish, run_folder
 from deeplightning.tracking.environment import REPRODUCES, describe, git_diff
+from deeplightning.trust import note_own
 
 log = logging.getLogger("deeplightning")
 
@@ -219,6 +220,7 @@ class Record(pl.Callback):
         written = folder.config.read_text() if folder.config.exists() else None
         if written is None or _but_stages(written) != _but_stages(dump(settings)):
             _replace(folder, folder.config, dump(settings))
+        note_own(folder.config)
         former = json.loads(folder.environment.read_text()) if folder.environment.exists() else {}
         fleeting = {name: environment[name] for name in ("started", "command", "launch")}
         if former | fleeting != environment:
