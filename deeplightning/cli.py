@@ -362,8 +362,8 @@ def runs(
     """List runs, the newest first; remove those that are not wanted.
 
     A line has id, status, start (UTC), experiment, name, result and folder. Running ones are never removed, and nothing
-    is without --delete. With --sync nothing is listed: the journals of runs that ended before their store had all of
-    their points are written into it.
+    is without --delete; files only of runs that this store keeps on this machine. With --sync nothing is listed: the
+    journals of runs that ended before their store had all of their points are written into it.
     """
     from deeplightning import runs as of
 
@@ -389,7 +389,8 @@ def runs(
     if clean and not delete:
         click.echo(f"{len(rows)} runs and their files would be removed; --delete does it", err=True)
     if delete:
-        click.echo(f"{len(of.remove(tracking_uri, rows, statuses))} runs deleted", err=True)
+        gone = of.remove(tracking_uri, rows, statuses, lambda text: click.echo(text, err=True))
+        click.echo(f"{len(gone)} runs deleted", err=True)
 
 
 def _folder(run: str) -> Any:

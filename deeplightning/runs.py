@@ -3,7 +3,6 @@ has left unwritten. To make one again, or to tell two apart: `deeplightning.repr
 
 import operator
 import re
-import shutil
 from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
@@ -13,7 +12,7 @@ from typing import Any
 from deeplightning.config.fault import SetupError
 from deeplightning.tracking.journal import folder_of, left_behind, replay
 from deeplightning.tracking.sqlite import Listed, open_directly
-from deeplightning.tracking.store import attach, explain, local_path, locate
+from deeplightning.tracking.store import attach, explain, local_path, locate, remove_files
 from deeplightning.tracking.tracker import open_tracker
 
 UNFINISHED = ("FAILED", "KILLED")
@@ -78,12 +77,17 @@ def _row(run: Listed, shown: Sequence[str]) -> dict[str, str]:
 
 
 def remove(
-    tracking_uri: str | None, rows: list[dict[str, str]], statuses: Collection[str] = UNFINISHED
+    tracking_uri: str | None,
+    rows: list[dict[str, str]],
+    statuses: Collection[str] = UNFINISHED,
+    say: Callable[[str], None] = lambda text: None,
 ) -> list[dict[str, str]]:
-    """Deletes runs, with their files where these are on this machine; a run that has started again since is left alone.
+    """Deletes runs, with their files where the store keeps these on this machine; a run that has started again since is
+    left alone.
 
     Args:
         statuses: a run that has none of these by now is left alone. RUNNING can be none of them.
+        say: is given a line for each folder that is not removed.
 
     Returns:
         The rows of those that were deleted.
@@ -96,8 +100,8 @@ def remove(
                 continue
             gone.append(row)
             folder = Path(row["folder"])
-            if folder.name == "artifacts" and folder.parent.name == row["id"]:
-                shutil.rmtree(folder.parent, ignore_errors=True)
+            if folder.is_dir() and (why := remove_files(locate(tracking_uri), row["id"], folder)):
+                say(f"{folder.parent}: left as it is: {why}")
     return gone
 
 

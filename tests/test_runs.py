@@ -1,5 +1,8 @@
 """Runs that are over can be listed, repeated, and removed where they did not finish."""
 
+import sqlite3
+import uuid
+
 import pytest
 from mlflow.tracking import MlflowClient
 
@@ -120,6 +123,48 @@ def test_only_what_has_ended_is_removed(spoken, train, tmp_path):
     assert client.get_run(gone.parent.name).info.lifecycle_stage == "deleted"
     with pytest.raises(AssertionError):
         remove(str(store), rows, ["RUNNING"])
+
+
+def planted(store, run_id, artifacts):
+    """A failed run that somebody has written into a store, with a folder of their choice."""
+    client = MlflowClient(f"sqlite:///{store / 'mlflow.db'}")
+    made = client.create_run("0").info.run_id
+    client.set_terminated(made, "FAILED")
+    with sqlite3.connect(store / "mlflow.db") as database:
+        for table in ("tags", "runs"):
+            database.execute(f"UPDATE {table} SET run_uuid = ? WHERE run_uuid = ?", (run_id, made))
+        database.execute("UPDATE runs SET artifact_uri = ? WHERE run_uuid = ?", (str(artifacts), run_id))
+    database.close()
+
+
+def test_a_store_cannot_have_any_other_folder_removed(ended, train, command, place, tmp_path):
+    """Of a row that somebody has written, files go only where the id is one of MLflow's, the folder lies below the
+    store, links resolved, and is that of a run; a note names what stays and why. A failed run of the store goes."""
+    store = tmp_path / "mlruns"
+    failed = train(f"logger.params.tracking_uri='{store}'", "model.optimizer.params.lr=1e30", code=5).folder
+    outside, unmarked, linked, held = (uuid.uuid4().hex for _ in range(4))
+    (tmp_path / "links").mkdir()
+    (store / "0").mkdir(exist_ok=True)
+    (store / "0" / linked).symlink_to(tmp_path / "links" / linked)
+    folders = {
+        "precious": tmp_path / "precious",
+        outside: tmp_path / outside,
+        unmarked: store / "0" / unmarked,
+        linked: tmp_path / "links" / linked,
+    }
+    for name, folder in folders.items():
+        (folder / "artifacts").mkdir(parents=True)
+        (folder / "artifacts" / ("notes.txt" if name == unmarked else "cfg.yaml")).write_text("precious")
+        planted(store, name, (store / "0" / name if name == linked else folder) / "artifacts")
+    planted(store, held, failed)  # the folder of another run
+    outcome = command("runs", "--tracking-uri", store, "--clean", "--delete", cwd=place)
+    assert outcome.code == 0, outcome
+    assert "6 runs deleted" in outcome.err
+    for name, folder in folders.items():
+        assert [path.read_text() for path in (folder / "artifacts").iterdir()] == ["precious"]
+        assert f"{folder if name != linked else store / '0' / linked}: left as it is: " in outcome.err, name
+    assert outcome.err.count("left as it is") == 5
+    assert not failed.parent.exists()
 
 
 def test_runs_are_removed_only_when_told(ended, here, command, place):

@@ -15,6 +15,7 @@ import threading
 import time
 import urllib.request
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -693,6 +694,25 @@ def test_a_run_that_is_not_there_is_named(run, words, store, logger):
     with pytest.raises(CheckpointError, match=words) as caught:
         resolve_run(run, store)
     assert caught.value.exit_code == 4
+
+
+def test_a_run_id_that_a_server_says_names_no_other_folder(monkeypatch, tmp_path):
+    """A registered model's run id becomes a name in the user's cache, where what lay there before is removed."""
+
+    class Hostile:
+        get_model_version = staticmethod(lambda *_: SimpleNamespace(run_id="..", source=""))
+        run = staticmethod(lambda _: SimpleNamespace(artifact_uri="s3://there/artifacts", experiment_id="0"))
+        download_artifacts = staticmethod(lambda *_: None)
+        close = staticmethod(lambda: None)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("deeplightning.tracking.resolve._client", lambda _: Hostile)
+    monkeypatch.setattr("deeplightning.tracking.resolve.open_tracker", lambda *_: Hostile)
+    kept = tmp_path / "deeplightning" / "images" / "kept"
+    kept.mkdir(parents=True)
+    with pytest.raises(CheckpointError, match=r"'\.\.' is no run id"):
+        resolve_run("models:/digits/1", "http://localhost:1")
+    assert kept.exists()
 
 
 def test_looking_a_run_up_makes_no_store(tmp_path):

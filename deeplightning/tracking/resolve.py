@@ -11,6 +11,8 @@ from deeplightning.config.fault import CheckpointError, SetupError
 from deeplightning.tracking.store import Store, attach, explain, local_path, locate
 from deeplightning.tracking.tracker import open_tracker
 
+_ID = r"[A-Za-z0-9][\w-]*"
+
 
 def resolve_run(run: str | os.PathLike, tracking_uri: str | os.PathLike | None = None) -> Path:
     """The absolute local folder of a run's artifacts.
@@ -39,7 +41,7 @@ def resolve_run(run: str | os.PathLike, tracking_uri: str | os.PathLike | None =
         return folder
     if folder.exists():
         raise CheckpointError(f"{folder} is a file, not a run. Give the run folder that it lies in.")
-    if re.fullmatch(r"[A-Za-z0-9][\w-]*", text):
+    if re.fullmatch(_ID, text):
         return _of_run(text, locate(tracking_uri), also=f"There is no folder {folder} either. ")
     raise CheckpointError(
         f"There is no run folder {folder}. It is the last line that a training prints; an MLflow run id, runs:/ID, or "
@@ -52,6 +54,8 @@ def _of_run(run_id: str, store: Store, also: str = "") -> Path:
         return CheckpointError(f"{why} {also}The runs there: bash monitor.sh")
 
     _expect(store)
+    if not re.fullmatch(_ID, run_id):  # a name of files too, and a server may have said it
+        raise missing(f"{run_id!r} is no run id.")
     try:
         tracker = open_tracker(store, run_id)
         found = tracker.run(run_id)

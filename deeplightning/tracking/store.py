@@ -20,6 +20,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from deeplightning.config.fault import SetupError
+from deeplightning.runfolder import RunFolder
 
 log = logging.getLogger("deeplightning.tracking")
 
@@ -375,6 +376,31 @@ class Wait:
             log.warning("Waiting for %s (at most %.0f seconds).", self.what, self.longest)
         time.sleep(min(0.05, self.longest / 10))
         return True
+
+
+def remove_files(store: Store, run_id: str, artifacts: Path) -> str:
+    """Removes the folder of a run, given `artifacts` in it. A store and its rows may come from anywhere: no folder is
+    removed but one that the store has made for this run.
+
+    Returns:
+        Why the folder was left as it is; "": it is gone.
+    """
+    folder = artifacts.parent
+    if not re.fullmatch(r"[0-9a-f]{32}", run_id):
+        return f"{run_id!r} is no run id of 32 hex digits"
+    if artifacts.name != "artifacts" or folder.name != run_id:
+        return f"it is not the folder of the run {run_id}"
+    resolved, root = folder.resolve(), store.artifact_root and store.artifact_root.resolve()
+    if root is None or root not in resolved.parents or resolved.name != run_id or artifacts.is_symlink():
+        return f"it does not lie in {root}, where this store keeps its runs" if root else "the store is a server's"
+    known = (RunFolder(artifacts).config, artifacts / "search.yaml")
+    if not any(path.is_file() for path in known) and any(artifacts.iterdir()):
+        return f"it has no {known[0].name}, as the folder of a run has"
+    try:
+        shutil.rmtree(resolved)
+    except OSError as error:
+        return f"it cannot be removed: {error.strerror}"
+    return ""
 
 
 def is_local(uri: str) -> bool:

@@ -6,9 +6,9 @@ It is written without a logger of Lightning's: such a one has a thread of its ow
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
-import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,8 +20,10 @@ from deeplightning.tracking.build import experiment_of
 from deeplightning.tracking.context import run_tags
 from deeplightning.tracking.environment import git_state
 from deeplightning.tracking.logger import MAX_TAG, flatten
-from deeplightning.tracking.store import Store, attach, explain, local_path, locate
+from deeplightning.tracking.store import Store, attach, explain, local_path, locate, remove_files
 from deeplightning.tracking.tracker import Batch, Point, Tracker, open_tracker
+
+log = logging.getLogger(__name__)
 
 PARENT = "mlflow.parentRunId"
 SEARCH, TRIAL = "deeplightning.search", "deeplightning.trial"
@@ -194,8 +196,8 @@ class Parent:
                 from mlflow.tracking import MlflowClient
 
                 MlflowClient(uri).delete_run(run_id)
-        if folder is not None and folder.name == "artifacts" and folder.parent.name == run_id:
-            shutil.rmtree(folder.parent, ignore_errors=True)
+        if folder is not None and folder.is_dir() and (why := remove_files(self.store, run_id, folder)):
+            log.warning("%s: left as it is: %s", folder.parent, why)
 
     def close(self, status: str, reason: str | None = None) -> None:
         """Ends the run: FINISHED, FAILED or KILLED; files reach a server that keeps them elsewhere."""
