@@ -311,6 +311,70 @@ def test_code_that_was_not_kept_is_taken_from_its_commit_and_diff(tmp_path, monk
     assert any("1 files that git did not know then" in line for line in said)
 
 
+@pytest.fixture
+def shipped(tmp_path):
+    """A run folder that brings a repository whose settings name programs, each of which would leave a file; and the
+    folder of those files."""
+    tree, run, ran = tmp_path / "tree", RunFolder(tmp_path / "run"), tmp_path / "ran"
+    for folder in (tree, run.path, ran):
+        folder.mkdir()
+    (tree / "own.py").write_text("one = 1\n")
+    (tree / ".gitattributes").write_text("*.py filter=p diff=p\n")
+    git(tree, "init", "-q")
+    git(tree, "add", ".")
+    git(tree, "commit", "-q", "-m", "first")
+    names = ["filter.p.smudge", "filter.p.clean", "filter.a=b.clean", "diff.p.textconv", "diff.p.command"]
+    names += ["core.fsmonitor", "core.sshCommand", "diff.external", "tar.tar.command"]
+    for name in names:
+        program = tmp_path / f"program {name}"
+        program.write_text(f"#!/bin/sh\ntouch '{ran}/{name}'\ncat\n")
+        program.chmod(0o755)
+        git(tree, "config", name, f"'{program}'")
+    hook = tree / ".git" / "hooks" / "post-index-change"
+    hook.write_text(f"#!/bin/sh\ntouch '{ran}/hook'\n")
+    hook.chmod(0o755)
+    commit = subprocess.check_output(["git", "-C", str(tree), "rev-parse", "HEAD"], text=True).strip()
+    run.environment.write_text(json.dumps({"directory": str(tree), "git": {"commit": commit}}))
+    run.config.write_text("seed: 1\n")
+    return tree, run, ran
+
+
+def test_git_runs_no_program_that_a_repository_names(shipped, tmp_path, monkeypatch):
+    """Neither when the code of a run is taken from it nor when its state is described; code is there as it was stored,
+    and what was changed is seen."""
+    tree, run, ran = shipped
+    plan = prepare(PastRun(run, None, None), tmp_path / "again", [], False, lambda _: None)
+    assert (plan.directory / "own.py").read_text() == "one = 1\n"
+    (tree / "own.py").write_text("one = 2\n")
+    (tree / ".gitattributes").write_text("*.py filter=a=b diff=p\n*.other filter=p\n")
+    monkeypatch.chdir(tree)
+    assert environment.git_state()["dirty"]
+    assert "+one = 2" in environment.git_diff()
+    assert list(ran.iterdir()) == []
+
+
+def test_a_commit_is_never_an_option_of_git(shipped, clone, tmp_path):
+    """`--output=FILE` would empty a file."""
+    precious = tmp_path / "precious"
+    precious.write_text("precious")
+    for commit in (f"--output={precious}", "HEAD", "--remote=ext::touch", "0" * 41, ["0" * 40], None):
+        tree, run, _ = shipped
+        run.environment.write_text(json.dumps({"directory": str(tree), "git": {"commit": commit}}))
+        plan = prepare(PastRun(run, None, None), tmp_path / f"again {commit}"[:20], [], False, lambda _: None)
+        assert plan.directory == tree
+        told = {"digest": "0" * 64, "commit": commit}
+        assert not program.rebuild(told, {}, tmp_path / "program", lambda _: None)
+        assert precious.read_text() == "precious"
+        shutil.rmtree(tmp_path / f"again {commit}"[:20])
+
+
+def test_a_repository_of_another_user_is_not_used(shipped, tmp_path, monkeypatch):
+    """Git's own rule; `GIT_TEST_ASSUME_DIFFERENT_OWNER` is what Git tests it by."""
+    tree, run, _ = shipped
+    monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
+    assert prepare(PastRun(run, None, None), tmp_path / "again", [], False, lambda _: None).directory == tree
+
+
 def test_a_run_that_began_from_a_checkpoint_begins_from_it_again(train, trained, forked, tmp_path, monkeypatch):
     """As a run of its own: the run that the checkpoint is of stays as it is."""
     start = tmp_path / "somewhere.ckpt"

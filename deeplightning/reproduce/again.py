@@ -6,7 +6,6 @@ code that is, nothing of a run is executed.
 
 from __future__ import annotations
 
-import io
 import os
 import re
 import signal
@@ -29,6 +28,7 @@ from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.code import unpack
 from deeplightning.tracking.datafiles import changes, describe_again
 from deeplightning.tracking.environment import REPRODUCES, VARIABLES, packages
+from deeplightning.tracking.git import archive, extract, run_git
 from deeplightning.tracking.program import rebuild
 from deeplightning.tracking.store import is_local, locate
 
@@ -215,43 +215,29 @@ def _from_git(original: PastRun, into: Path, say: Say) -> Path | None:
     Returns:
         The working directory; None: the commit is not to be had.
     """
-    import tarfile
-
     commit = (original.environment.get("git") or {}).get("commit")
     for folder in (original.directory, Path.cwd()) if commit else ():
-        if folder is None or (top := _git(folder, "rev-parse", "--show-toplevel")) is None:
+        if folder is None or (top := run_git(folder, "rev-parse", "--show-toplevel")) is None:
             continue
         repository = Path(os.fsdecode(top).strip())
-        packed = _git(repository, "archive", "--format=tar", str(commit))
+        packed = archive(repository, commit)
         if packed is None:
             continue
-        with tarfile.open(fileobj=io.BytesIO(packed)) as archive:
-            archive.extractall(into, filter="data")
+        extract(packed, into)
         say(f"code: this run kept none; what will be run is commit {commit} of {repository}")
         diff = original.folder.git_diff
         if diff.is_file():
             text, _, untracked = diff.read_text(errors="replace").partition("# Untracked files")
             listed = untracked.count("\n#   ")
-            if text.strip() and _git(into, "apply", "--whitespace=nowarn", str(diff)) is None:
+            apply = ("apply", "--whitespace=nowarn", str(diff))
+            around = str(into.parent)  # it is a plain folder, whatever repository it lies in
+            if text.strip() and run_git(into, *apply, GIT_CEILING_DIRECTORIES=around) is None:
                 say(f"warning: {diff} cannot be applied to it: what had not been committed is not in it")
             if listed:
                 say(f"warning: {listed} files that git did not know then are not in it; {diff} names them")
         inside = folder.relative_to(repository) if folder.is_relative_to(repository) else Path()
         return into / inside if folder == original.directory and (into / inside).is_dir() else into
     return None
-
-
-def _git(folder: Path, *arguments: str) -> bytes | None:
-    """What git prints; None: it fails, or is not there."""
-    safe = {"GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0"}
-    if arguments[0] == "apply":  # in a plain folder, whatever repository is around it
-        safe["GIT_CEILING_DIRECTORIES"] = str(folder.parent)
-    command = ["git", "-C", str(folder), "-c", "core.fsmonitor=false", *arguments]
-    try:
-        done = subprocess.run(command, capture_output=True, env=os.environ | safe, timeout=60, check=False)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout if done.returncode == 0 else None
 
 
 def _settings(original: PastRun, config: Mapping[str, Any], overrides: Sequence[str], top: Path) -> list[str]:

@@ -11,7 +11,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -20,9 +19,8 @@ from typing import Any
 from deeplightning.config.fault import SetupError
 from deeplightning.engine.place import place
 from deeplightning.tracking.conceal import conceal
+from deeplightning.tracking.git import SECONDS, run_git
 
-GIT_SECONDS = 10.0
-"""How long one git command may take; a repository on a slow network disk is then left out."""
 MAX_DIFF = 2_000_000
 """Bytes kept of a diff."""
 MAX_UNTRACKED = 1000
@@ -130,46 +128,16 @@ def git_state() -> dict[str, Any] | None:
 
 
 def ask_git(*arguments: str, limit: int | None = None, folder: Path | None = None) -> str | None:
-    """What git prints, at most `limit` bytes; None if it fails or takes too long. Watches nothing, locks nothing.
+    """What git prints, at most `limit` bytes; None if it fails or takes too long.
 
     Args:
         folder: of the repository; None: the one that `git_diff` speaks of.
     """
-    git = shutil.which("git")
-    if git is None:
-        return None
-    environment = os.environ | {"GIT_OPTIONAL_LOCKS": "0", "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
     try:
-        process = subprocess.Popen(
-            [
-                git,
-                "-C",
-                str(folder or _directory()),
-                "-c",
-                "core.fsmonitor=false",
-                "-c",
-                "core.quotePath=false",
-                *arguments,
-            ],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=environment,
-        )
-    except OSError:
+        output = run_git(folder or Path(_directory()), *arguments, limit=limit)
+    except OSError:  # the working directory was deleted
         return None
-    timer = threading.Timer(GIT_SECONDS, process.kill)
-    timer.start()
-    try:
-        with process:
-            assert process.stdout is not None
-            output = process.stdout.read() if limit is None else process.stdout.read(limit)
-            is_cut = limit is not None and len(output) == limit
-            if is_cut:
-                process.kill()
-    finally:
-        timer.cancel()
-    return output.decode("utf-8", "replace") if process.returncode == 0 or is_cut else None
+    return None if output is None else output.decode("utf-8", "replace")
 
 
 def _directory() -> str:
@@ -203,7 +171,7 @@ def _gpus() -> list[dict[str, Any]]:
     if smi is not None:
         query = [smi, "--query-gpu=name,memory.total,driver_version", "--format=csv,noheader,nounits"]
         try:
-            answer = subprocess.run(query, capture_output=True, text=True, timeout=GIT_SECONDS, check=True).stdout
+            answer = subprocess.run(query, capture_output=True, text=True, timeout=SECONDS, check=True).stdout
             rows = [[field.strip() for field in line.split(",")] for line in answer.splitlines() if line.strip()]
             return [{"name": name, "memory_mib": int(memory), "driver": driver} for name, memory, driver in rows]
         except (OSError, subprocess.SubprocessError, ValueError):

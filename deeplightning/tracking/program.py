@@ -13,6 +13,7 @@ from pathlib import Path
 
 from deeplightning import __version__
 from deeplightning.tracking.environment import ask_git
+from deeplightning.tracking.git import archive, extract, is_commit
 
 TOP = Path(__file__).resolve().parents[2]
 """The folder that Deep Lightning's packages lie in: a clone, or that of all installed packages."""
@@ -59,21 +60,17 @@ def rebuild(program: Mapping[str, str], changed: Mapping[str, bytes], into: Path
     Returns:
         Whether it is to be taken from there; else the one that is here is to be used.
     """
-    import tarfile
-
     wanted, commit = program.get("digest"), program.get("commit")
+    commit = commit if is_commit(commit) else None
     if wanted is None or wanted == describe_program()["digest"]:
         return False
-    packed = into.with_name(f"{into.name}.tar")
-    into.parent.mkdir(parents=True, exist_ok=True)
-    options = ("--format=tar", f"--output={packed}", str(commit), "--", *PACKAGES)
-    has_commit = bool(commit) and _is_clone() and ask_git("archive", *options, folder=TOP) is not None
-    for of_commit in (True, False) if has_commit else (False,):
+    packed = archive(TOP, commit, *PACKAGES) if _is_clone() else None
+    for of_commit in (True, False) if packed is not None else (False,):
         shutil.rmtree(into, ignore_errors=True)
-        into.mkdir()
+        into.mkdir(parents=True)
         if of_commit:
-            with tarfile.open(packed) as opened:
-                opened.extractall(into, filter="data")
+            assert packed is not None
+            extract(packed, into)
         else:
             for name in PACKAGES:
                 shutil.copytree(TOP / name, into / name, ignore=shutil.ignore_patterns("__pycache__"))
