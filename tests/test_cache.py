@@ -374,6 +374,55 @@ def test_damage(root, cache, name, damage):
     assert before == files_in(cache)
 
 
+def poison(folder: Path) -> None:
+    """Inverts all pixels, with check sums that are right."""
+    pixels = ~np.fromfile(folder / "pixels", np.uint8)
+    pixels.tofile(folder / "pixels")
+    rows = np.fromfile(folder / "rows", cache_module._ROW)
+    rows["sum"] = cache_module._sums(pixels.reshape(-1, ROW))[rows["row"].astype(int)]
+    rows.tofile(folder / "rows")
+
+
+def of_another_user(path: Path, monkeypatch) -> None:
+    """Only root may give a file away, so who owns it is said differently."""
+    number, fstat, lstat = path.stat().st_ino, os.fstat, Path.lstat
+
+    def told(status):
+        return os.stat_result((*status[:4], os.geteuid() + 1, *status[5:])) if status.st_ino == number else status
+
+    monkeypatch.setattr(os, "fstat", lambda file: told(fstat(file)))
+    monkeypatch.setattr(Path, "lstat", lambda path: told(lstat(path)))
+
+
+@pytest.mark.parametrize("name", [".", "pixels", "rows", "files"])
+@pytest.mark.parametrize("how", ["of another user", "group", "everybody", "link"])
+def test_what_another_user_could_have_written_is_not_used(root, cache, name, how, monkeypatch, caplog, decoded):
+    """Poisoned pixels with right check sums: they are left alone with a warning, and the images are decoded, also where
+    another source would take its rows from them."""
+    expected = right(root)
+    pictures(ready(root))
+    folder = only(cache)
+    poison(folder)
+    path = folder / name
+    if how == "of another user":
+        of_another_user(path, monkeypatch)
+    elif how == "link":
+        path.rename(cache.parent / "moved")
+        (folder if name == "." else path).symlink_to(cache.parent / "moved")
+    else:
+        path.chmod(path.stat().st_mode | (0o020 if how == "group" else 0o002))
+    held = {path: path.read_bytes() for path in folder.iterdir()}
+    caplog.clear()
+    assert pictures(ready(root)) == expected
+    assert "Decoded images are not cached in" in caplog.text
+    if how != "link":
+        assert f"{path.resolve()} is left alone, since " in caplog.text
+    assert {path: path.read_bytes() for path in folder.iterdir()} == held
+    if name != "files":  # the list of files is not asked for another source
+        copied = shutil.copytree(root, root.with_name("copied"))
+        assert set(pictures(ready(copied)).values()) == set(expected.values())
+
+
 def test_check_sums_of_large_sets(root, cache, monkeypatch, caplog):
     """Of a set that is larger than what is checked, rows from the first to the last are."""
     wanted = pictures(ready(root))

@@ -21,7 +21,8 @@ Rows are only ever added behind all others, so a map stays right whatever happen
 shared lock on it. A folder is removed as a whole by a process that holds its `lock`: when there is no room (the longest
 unused goes first, none in use) or a row is damaged. Deleting it by hand is safe at any time: what is mapped stays
 readable, a folder is made whole and one that lacks a file is not used, and all files are opened relative to the opened
-folder, so nothing is ever mixed with a later one of the same name.
+folder, so nothing is ever mixed with a later one of the same name. A folder or file that belongs to another user than
+this one and root, or that others may write, is never used.
 
 N samples, R rows, C channels, H height, W width.
 """
@@ -35,6 +36,7 @@ import mmap
 import os
 import re
 import shutil
+import stat
 import sys
 import tempfile
 import time
@@ -311,7 +313,7 @@ class ImageCache:
         """What the same rule made of other sources: a data set that was copied is not decoded again."""
         found: _Elsewhere = {}
         for path in self.top.glob(f"{self.folder.name.partition('-')[0]}-*"):
-            with contextlib.suppress(OSError, _Damaged), _Folder(path, self._row) as other:
+            with contextlib.suppress(OSError, _Damaged, _Unusable), _Folder(path, self._row) as other:
                 if path != self.folder and len(rows := other.open()):
                     pixels = other.map()
                     found |= {
@@ -382,6 +384,7 @@ class _Folder:
 
     Raises:
         FileNotFoundError: on entering, if there is none.
+        _Unusable: on entering, or when a file is opened, if another user could have written it.
     """
 
     def __init__(self, path: Path, row: int):
@@ -392,16 +395,20 @@ class _Folder:
         self._written: list[np.ndarray] = []  # records of rows that do not count yet
 
     def __enter__(self) -> "_Folder":
-        self._folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
-        self._files.callback(os.close, self._folder)
+        self._folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        with contextlib.ExitStack() as opened:
+            opened.callback(os.close, self._folder)
+            _refuse_foreign(self._folder, self.path)
+            self._files = opened.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._files.close()
 
     def _open(self, name: str, flags: int) -> int:
-        file = os.open(name, flags, 0o600, dir_fd=self._folder)
+        file = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=self._folder)
         self._files.callback(os.close, file)
+        _refuse_foreign(file, self.path / name)
         return file
 
     @contextlib.contextmanager
@@ -468,13 +475,9 @@ class _Folder:
     def files(self) -> np.ndarray:
         """Of the files seen, what they were and held."""
         try:
-            file = os.open("files", os.O_RDONLY, dir_fd=self._folder)
+            return _array(self._open("files", os.O_RDONLY), _FILE)
         except FileNotFoundError:
             return np.empty(0, dtype=_FILE)
-        try:
-            return _array(file, _FILE)
-        finally:
-            os.close(file)
 
     def add(self, pixels: np.ndarray, digests: bytes) -> None:
         """Writes rows, uint8 (n, bytes of a row), which count from the next commit on."""
@@ -520,6 +523,22 @@ class _Folder:
         _remove(self.path)
 
 
+def _refuse_foreign(file: int, path: Path) -> None:
+    """A check sum is no proof of where pixels come from: whoever can write them can write it too.
+
+    Raises:
+        _Unusable: an open file or folder is of another user than this one and root, or others may write it.
+    """
+    status = os.fstat(file)
+    if not _is_ours(status):
+        whose = "others may write it" if status.st_uid in (os.geteuid(), 0) else "it is of another user"
+        raise _Unusable(f"{path} is left alone, since {whose}")
+
+
+def _is_ours(status: os.stat_result) -> bool:
+    return status.st_uid in (os.geteuid(), 0) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+
+
 def _remove(path: Path) -> None:
     gone = path.with_name(f"{_GONE}{os.getpid()}-{time.monotonic_ns()}")
     path.rename(gone)
@@ -528,7 +547,7 @@ def _remove(path: Path) -> None:
 
 def _remove_unused(path: Path) -> bool:
     """Whether a folder of the cache could be removed: no process uses it or adds to it."""
-    with contextlib.suppress(OSError), _Folder(path, 1) as folder:
+    with contextlib.suppress(OSError, _Unusable), _Folder(path, 1) as folder:
         lock, pixels = folder._open("lock", os.O_RDWR), folder._open("pixels", os.O_RDWR)
         if _locks(lock, fcntl.LOCK_EX) and _locks(pixels, fcntl.LOCK_EX):
             folder.remove()
@@ -537,9 +556,12 @@ def _remove_unused(path: Path) -> bool:
 
 
 def _caches(top: Path, but: Path) -> Iterator[tuple[Path, float, int]]:
-    """The other folders: path, when last used, bytes. What killed processes have left of one is taken away."""
+    """The other folders: path, when last used, bytes. What killed processes have left of one is taken away; what other
+    users have put there is left alone."""
     for path in top.iterdir():
         with contextlib.suppress(OSError):
+            if not _is_ours(path.lstat()):
+                continue
             if path.name.startswith(_GONE) or (path.name.startswith(_NEW) and _age(path) > 3600):
                 shutil.rmtree(path, ignore_errors=True)
             elif path != but and _OURS.fullmatch(path.name):
