@@ -75,13 +75,16 @@ def command(run: str, overrides: Sequence[str] = (), allow: Sequence[str] = ()) 
 
 def _flag(name: str, value: Any) -> str:
     option = f"--{name.replace('_', '-')}"
+    if isinstance(value, list):
+        value = ",".join(value)
     return option if value is True else f"{option}={value}"
 
 
 def _changed(settings: Serve) -> Iterator[tuple[str, Any]]:
     """What differs from the defaults, which the server has as well."""
     values = ((field, getattr(settings, field.name)) for field in keys(Serve))
-    return ((field.name, value) for field, value in values if value != field.default)
+    server = Serve()
+    return ((field.name, value) for field, value in values if value != getattr(server, field.name))
 
 
 def _settings(folder: RunFolder | None, overrides: Sequence[str], allow: Sequence[str] = ()) -> Serve:

@@ -18,6 +18,7 @@ from typing import Any
 from deeplightning.runfolder import RunFolder
 from serve.bundle import Bundle, BundleError
 from serve.device import ONNX_RUNTIME, Device, DeviceError, Runtime, choose_devices, is_word
+from serve.hosts import Hosts
 from serve.layout import Layout
 from serve.limits import Limits
 from serve.log import tell
@@ -123,6 +124,14 @@ def options_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--api-key-env", metavar="NAME", help="environment variable that holds the key clients must send"
     )
+    parser.add_argument(
+        "--allowed-hosts",
+        metavar="NAME,…",
+        type=lambda text: [name.strip() for name in text.split(",") if name.strip()],
+        default=[],
+        help="names by which clients may ask for this server, besides localhost; *: any. Without a name, a loopback "
+        "address answers loopback names alone, any other address every name",
+    )
     return parser
 
 
@@ -163,7 +172,8 @@ def serve(
 
     _return_memory()
     try:
-        return Parent(open_model, listen, limits, key, lambda: _signature(files()), announce, choice).run()
+        hosts = Hosts(first.getsockname()[0], options.allowed_hosts)
+        return Parent(open_model, listen, limits, key, hosts, lambda: _signature(files()), announce, choice).run()
     except (DeviceError, WorkerError) as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -10,6 +10,7 @@ losing a request.
 import asyncio
 import contextlib
 import http
+import re
 import time
 from collections import deque
 from dataclasses import dataclass
@@ -51,10 +52,21 @@ LINGER_SECONDS = 1.0
 MAX_PIPELINED = 16
 """Requests of one connection that may come before the first is answered."""
 
+_ABSOLUTE = re.compile(rb"https?://([^/?#]+)([^#]*)", re.IGNORECASE)
+"""A target with scheme and host, as for a proxy (RFC 9112, section 3.2.2)."""
+
+_ONCE = (b"host", b"transfer-encoding")
+"""Headers of which a second one is not taken for the first."""
+
 _LINES = {status.value: f"HTTP/1.1 {status.value} {status.phrase}\r\n".encode() for status in http.HTTPStatus}
 
-_Reading = Literal["new", "idle", "head", "body", "rest"]
-"""What of a request is awaited: `rest` is that of a body whose request has been answered."""
+_Reading = Literal["new", "idle", "head", "body", "rest", "over"]
+"""What of a request is awaited: `rest` is that of a body whose request has been answered; `over`: nothing, what still
+comes is dropped."""
+
+
+class _Over(Exception):
+    """Stops the parser: nothing that comes after this is answered."""
 
 
 @dataclass(eq=False)
@@ -127,6 +139,9 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._heard = self._loop.time()
+        if self._reading == "over":
+            self._drop(len(data))
+            return
         self._head_bytes += len(data)
         try:
             try:
@@ -135,6 +150,8 @@ class Connection(asyncio.Protocol):
                 if self._upgrades():
                     self._read_again(data[upgrade.args[0] :])
         except httptools.HttpParserCallbackError as error:
+            if isinstance(error.__context__, _Over):
+                return
             tell("fault", error)
             self._refuse(Refusal(500, FAULT))
         except httptools.HttpParserError:
@@ -167,14 +184,20 @@ class Connection(asyncio.Protocol):
         self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self._headers[name.lower()] = value
+        name = name.lower()
+        if name in _ONCE and name in self._headers:
+            value = self._headers[name] + b"," + value  # one field in several lines (RFC 9110, section 5.2)
+        self._headers[name] = value
 
     def on_headers_complete(self) -> None:
         if self._upgrades():
             return
         self._enter("body")
         version = self._parser.get_http_version()
-        path, _, query = self._url.partition(b"?")
+        url, host = self._url, b""
+        if not url.startswith(b"/") and (absolute := _ABSOLUTE.match(url)):
+            host, url = absolute[1], absolute[2] if absolute[2].startswith(b"/") else b"/" + absolute[2]
+        path, _, query = url.partition(b"?")
         request = self._request = Request(
             method=self._parser.get_method().decode("latin-1"),
             path=(unquote_to_bytes(path) if b"%" in path else path).decode("utf-8", "replace"),
@@ -183,10 +206,13 @@ class Connection(asyncio.Protocol):
             version=version,
             client=self._client,
             keep=version == "1.1" and self._parser.should_keep_alive(),
+            host=host,
         )
         try:
             if self._head_bytes > HEAD_BYTES and self._head_size() > HEAD_BYTES:
                 raise _too_long()
+            if coding := self._headers.get(b"transfer-encoding"):
+                _check_coding(coding, request)
             self._door.admit(request)
         except Refusal as refusal:
             self._answer_early(refusal)
@@ -197,9 +223,7 @@ class Connection(asyncio.Protocol):
     def on_body(self, body: bytes) -> None:
         self._head_bytes = 0
         if self._reading == "rest":
-            self._dropped += len(body)
-            if self._dropped > REST_BYTES:
-                self._transport.abort()
+            self._drop(len(body))
             return
         if not self._body:
             self._body = body
@@ -226,8 +250,9 @@ class Connection(asyncio.Protocol):
                 self._transport.close()
             return
         if len(self._waiting) >= MAX_PIPELINED:
-            self._transport.abort()
-            return
+            self._door.tell(request, 429)
+            self._ends_with_what_is_due()
+            raise _Over
         self._waiting.append(request)
         self._next()
 
@@ -263,7 +288,8 @@ class Connection(asyncio.Protocol):
     def _patience(self) -> float:
         if self._all.ending and self._reading in ("new", "idle"):
             return LINGER_SECONDS
-        return {"new": HEAD_SECONDS, "idle": IDLE_SECONDS, "rest": REST_SECONDS}.get(self._reading, BODY_SECONDS)
+        seconds = {"new": HEAD_SECONDS, "idle": IDLE_SECONDS, "rest": REST_SECONDS, "over": REST_SECONDS}
+        return seconds.get(self._reading, BODY_SECONDS)
 
     def end(self) -> None:
         """The process is about to end: what is in hand is answered, and a request that may be on its way."""
@@ -298,7 +324,7 @@ class Connection(asyncio.Protocol):
         self._body, self._size, self._dropped = b"", 0, 0
         self._door.tell(request, refusal.status)
         if self._ends_with_what_is_due():
-            return
+            raise _Over
         self._enter("rest")
         self._answering = request
         self._reply(request, refused(refusal))
@@ -308,9 +334,15 @@ class Connection(asyncio.Protocol):
         due = [*filter(None, [self._answering]), *self._waiting]
         if due:
             due[-1].keep = False
-            self._enter("idle")
-            self._transport.pause_reading()
+            self._request, self._body, self._dropped = None, b"", 0
+            self._enter("over")
         return bool(due)
+
+    def _drop(self, size: int) -> None:
+        """So many bytes came that nobody needs."""
+        self._dropped += size
+        if self._dropped > REST_BYTES:
+            self._transport.abort()
 
     def _reply(self, request: Request, response: Response) -> bool:
         """Writes an answer. False: the client has left."""
@@ -334,7 +366,11 @@ class Connection(asyncio.Protocol):
         if self._reading == "idle":
             self._since = self._loop.time()
         self._last = not keep
-        if self._last and self._reading != "rest":
+        if self._last and self._reading == "over":
+            # Closing with bytes unread would reset the connection, and the client would lose what it has not read yet.
+            self._transport.write_eof()
+            self._since = self._loop.time()
+        elif self._last and self._reading != "rest":
             self._transport.close()
         elif self._waiting:
             self._loop.call_soon(self._next)
@@ -343,6 +379,8 @@ class Connection(asyncio.Protocol):
     def _refuse(self, refusal: Refusal) -> None:
         """Answers what is no request yet, or never becomes one, and closes."""
         if self._transport.is_closing():
+            return
+        if self._reading == "over":
             return
         if self._reading == "rest":  # it has its answer
             self._transport.close()
@@ -354,6 +392,21 @@ class Connection(asyncio.Protocol):
             return
         self._reading = "idle"
         self._reply(request, refused(refusal))
+
+
+def _check_coding(coding: bytes, request: Request) -> None:
+    """Whether a body is in chunks and in no other coding (RFC 9112, sections 6.1 and 6.3).
+
+    Raises:
+        Refusal: it is not, and the connection closes.
+    """
+    codings = [one.strip().lower() for one in coding.split(b",") if one.strip()]
+    if codings == [b"chunked"] and request.version == "1.1":
+        return
+    request.keep = False
+    if request.version != "1.1" or codings[-1:] != [b"chunked"] or b"chunked" in codings[:-1]:
+        raise Refusal(400, "The Transfer-Encoding does not say where the body ends; send chunked, or a Content-Length.")
+    raise Refusal(501, "The only Transfer-Encoding that is read is chunked; send the body without another.")
 
 
 def _too_long() -> Refusal:

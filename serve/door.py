@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from serve.answers import DEFAULT_TOP_K, JSON, PROTECTION, answers, top_k_of
+from serve.hosts import Hosts
 from serve.lanes import Job
 from serve.limits import FAULT, Refusal
 from serve.log import Log, tell
@@ -37,6 +38,12 @@ LARGE = 65_536
 LONGEST_KIND = 1000
 """Bytes of a Content-Type. Parsing one of 60,000 took 70 ms of CPU (November 2026)."""
 
+LONGEST_NUMBER = 20
+"""Digits of a Content-Length, with zeros before it; more are refused, since Python converts no more than 4,300."""
+
+LONGEST_PATH = 200
+"""Letters of a path that a log line has."""
+
 FLASK_THREADS = 8
 
 _SANE_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
@@ -54,6 +61,7 @@ class Request:
         keep: the connection stays open for another.
         body: all of it.
         begun: when its head was there (`time.perf_counter`).
+        host: that of a target in absolute form, which replaces the header (RFC 9112, section 3.2.2); empty: none.
         name: its id, the client's own if that is harmless; set by `Door.admit`.
     """
 
@@ -66,6 +74,7 @@ class Request:
     keep: bool = True
     body: bytes = b""
     begun: float = field(default_factory=time.perf_counter)
+    host: bytes = b""
     name: bytes = b"-"
 
     @property
@@ -93,10 +102,12 @@ class Door:
         service: what answers.
         key: what clients must send; None: nothing.
         log: where a line is written for each request; None: standard output.
+        hosts: the names of the server that are answered; None: every one.
     """
 
-    def __init__(self, service: Service, key: str | None = None, log: Log | None = None):
+    def __init__(self, service: Service, key: str | None = None, log: Log | None = None, hosts: Hosts | None = None):
         self.service = service
+        self._hosts = hosts or Hosts()
         self._key = key.encode() if key else None
         self._answer = answers(service.model.task, service.model.labels)
         self._reader = _text_reader if service.model.task == "text_classification" else _reader
@@ -116,11 +127,14 @@ class Door:
         given = request.headers
         name = given.get(b"x-request-id")
         request.name = name if name and _SANE_ID.fullmatch(name) else next(self._names).encode()
+        self._hosts.check(request.host or given.get(b"host"))
         if self._key is not None and request.path not in OPEN:
             self._check_key(given)
         if len(given.get(b"content-type", b"")) > LONGEST_KIND:
             raise Refusal(400, f"The Content-Type is longer than {LONGEST_KIND} bytes; name a kind of picture.")
         if size := given.get(b"content-length"):
+            if len(size) > LONGEST_NUMBER:
+                raise Refusal(400, f"The Content-Length has more than {LONGEST_NUMBER} digits; send the size in bytes.")
             self.check_size(int(size))
             if request.predicts and int(size) > LARGE:
                 self.service.lanes.admit()
@@ -158,7 +172,7 @@ class Door:
         metrics = self.service.metrics
         metrics.count(status)
         metrics.queue(self.service.lanes.waiting)
-        path = '"/predict"' if request.path == "/predict" else json.dumps(request.path)
+        path = '"/predict"' if request.path == "/predict" else json.dumps(request.path[:LONGEST_PATH])
         line = (
             f'"id": "{request.name.decode()}", "client": "{request.client}", "method": "{request.method}", '
             f'"path": {path}, "status": {status}, "ms": {1e3 * took:.3f}'
@@ -170,7 +184,7 @@ class Door:
                 f', "images": {len(job.rows)}, "queue_ms": {1e3 * job.queued:.3f}, '
                 f'"decode_ms": {1e3 * job.decoding:.3f}, "forward_ms": {1e3 * job.forward:.3f}, "batch": {job.batch}'
             )
-        self._log.add(line)
+        self._log.add(line, refused=400 <= status < 500)
 
     def flush(self) -> None:
         """Write the log lines that are kept; to be called several times a second."""

@@ -205,7 +205,7 @@ class Lanes:
                 return False
             for number, data in enumerate(pictures, 1):
                 place = f"{self._what} {number} of {len(pictures)}: " if len(pictures) > 1 else ""
-                pixels.append(self._decode(data, place, max_pixels))
+                pixels.append(self._decode(job, data, place, max_pixels))
                 self._check_time(job)  # a request may have many large pictures
         except _Larger:
             return False
@@ -223,7 +223,7 @@ class Lanes:
         self._run_lane()
         return True
 
-    def _decode(self, data: bytes, place: str, max_pixels: int | None) -> np.ndarray:
+    def _decode(self, job: Job, data: bytes, place: str, max_pixels: int | None) -> np.ndarray:
         """uint8 (C, H, W)"""
         limit = self.limits.max_pixels
         try:
@@ -234,12 +234,16 @@ class Lanes:
                     raise
             if max_pixels is not None:
                 raise _Larger
-            with self._large:
+            if not self._large.acquire(timeout=max(0, job.accepted + self.limits.max_wait - time.perf_counter())):
+                raise self._too_late()
+            try:
                 return self.model.prepare(data, limit)
+            finally:
+                self._large.release()
         except ImageError as error:
             raise Refusal(error.status, f"{place}{error}") from error
 
-    def _encode(self, data: bytes, place: str, max_pixels: int | None) -> np.ndarray:
+    def _encode(self, job: Job, data: bytes, place: str, max_pixels: int | None) -> np.ndarray:
         """The tokens of a text, int64 (L,); `max_pixels` says that only a small one is wanted."""
         limit = self.limits.max_text
         if max_pixels is not None and len(data) > TINY_TEXT:

@@ -11,6 +11,10 @@ import traceback
 from typing import Any
 
 MAX_LINES = 4096
+
+MAX_REFUSED = 100
+"""Lines of refused requests that a process writes in a second; of the rest only their number is reported."""
+
 MAX_WRITE = 4096
 """Bytes that a pipe takes whole, also when other processes write to it (POSIX's PIPE_BUF on Linux)."""
 
@@ -21,16 +25,23 @@ class Log:
     def __init__(self, descriptor: int = 1):
         self._descriptor = descriptor
         self._lines: list[bytes] = []
-        self._second = 0
+        self._second = self._refused = 0
         self._stamp = ""
 
-    def add(self, fields: str) -> None:
-        """Keep a line for the next flush: `fields` is the inside of a JSON object."""
+    def add(self, fields: str, refused: bool = False) -> None:
+        """Keep a line for the next flush: `fields` is the inside of a JSON object. `refused`: it is one of a request
+        that was refused, of which `MAX_REFUSED` in a second are kept."""
+        now = self._now()
+        if refused:
+            self._refused += 1
+            if self._refused > MAX_REFUSED:
+                return
         if len(self._lines) < MAX_LINES:
-            self._lines.append(f'{{"time": "{self._now()}", {fields}}}\n'.encode())
+            self._lines.append(f'{{"time": "{now}", {fields}}}\n'.encode())
 
     def flush(self) -> None:
         """Write what was kept, or as much as is taken without waiting."""
+        self._now()
         lines, self._lines = self._lines, []
         with contextlib.suppress(OSError, ValueError):  # nobody reads any more, or the disk is full
             poll = select.poll()
@@ -48,6 +59,9 @@ class Log:
         now = time.time()
         if int(now) != self._second:
             self._second = int(now)
+            if self._refused > MAX_REFUSED:
+                tell("refused requests without a line", number=self._refused - MAX_REFUSED)
+            self._refused = 0
             self._stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now))
         return f"{self._stamp}.{int(now * 1000) % 1000:03}Z"
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 MAX_PROCESSES = 64
 
-STATUSES = (200, 400, 401, 404, 405, 408, 413, 415, 429, 431, 499, 500, 503, 504)
+STATUSES = (200, 400, 401, 404, 405, 408, 413, 415, 421, 429, 431, 499, 500, 501, 503, 504)
 """Statuses that are counted by themselves; 499: the client left before the answer."""
 
 SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from serve.device import CPU, Choice, Device, DeviceError
+from serve.hosts import Hosts
 from serve.lanes import Lanes, Model
 from serve.layout import Layout, choose, largest_batch, on_gpus, usable_cores
 from serve.limits import Limits
@@ -74,6 +75,7 @@ class Parent:
         listen: gives so many listening sockets of one address.
         limits: what a request may cost.
         key: what clients must send; None: nothing.
+        hosts: the names of the server that are answered.
         watch: gives a value that changes when the model's files do; None while they are being replaced.
         ready: called once when requests are answered, with a word about the model.
         choice: the devices that answer.
@@ -85,6 +87,7 @@ class Parent:
         listen: Callable[[int], list[socket.socket]],
         limits: Limits,
         key: str | None,
+        hosts: Hosts,
         watch: Callable[[], Any],
         ready: Callable[[str, Layout], None],
         choice: Choice = CPU_ALONE,
@@ -92,6 +95,7 @@ class Parent:
         self._open = open_model
         self._limits = limits
         self._key = key
+        self._hosts = hosts
         self._watch = watch
         self._announce: Callable[[str, Layout], None] | None = ready
         self._seen = watch()
@@ -176,7 +180,8 @@ class Parent:
         if device.on_gpu:
             layout["device_name"] = device.name
         service = Service(model, limits, lanes, self._metrics, layout, self._key is not None, ready=False)
-        work(self._listeners[slot], service, self._key, lambda: _say(said, model=_words(model), run=model.run))
+        started = lambda: _say(said, model=_words(model), run=model.run)  # noqa: E731
+        work(self._listeners[slot], service, self._key, self._hosts, started)
 
     def _hear(self, children: list[_Child]) -> None:
         """What workers report: that they answer, or why they cannot; a pipe that ends without a word is a death."""

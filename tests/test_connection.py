@@ -4,6 +4,7 @@ import asyncio
 import json
 import os
 import re
+import time
 
 import pytest
 from served import colour_run, picture
@@ -13,7 +14,8 @@ from serve import door as door_of
 from serve.bundle import Bundle
 from serve.connection import Connection, Connections
 from serve.door import Door
-from serve.limits import Limits
+from serve.hosts import Hosts
+from serve.limits import Limits, Refusal
 from serve.log import Log
 from serve.service import Service
 
@@ -32,6 +34,9 @@ class Transport:
 
     def close(self):
         self.ended = self.ended or "closed"
+
+    def write_eof(self):
+        self.ended = "answered"
 
     def abort(self):
         self.ended = "aborted"
@@ -130,13 +135,117 @@ def test_requests_of_one_connection_are_answered_in_their_order(talk):
 def test_what_cannot_be_answered_takes_no_answer_along(talk, after):
     """The requests before it are answered, slow ones as well; then the connection ends."""
     transport = talk(post(picture("red", size=(2000, 1000))) + post(picture("blue")) + after, answers=9)
-    assert (labels(transport), transport.ended) == (["red", "blue"], "closed")
+    assert (labels(transport), transport.ended) == (["red", "blue"], "answered")
 
 
 def test_too_many_at_once_end_the_connection(talk):
-    """Nobody needs more than a few."""
-    many = b"GET /health HTTP/1.1\r\n\r\n" * (limits_of.MAX_PIPELINED + 2)
-    assert talk(many, answers=100).ended == "aborted"
+    """As many as are allowed are answered, the last one with the word that it is the last."""
+    answers = limits_of.MAX_PIPELINED + 1
+    transport = talk(b"GET /health HTTP/1.1\r\n\r\n" * 2000, b"GET /health HTTP/1.1\r\n\r\n" * 10, answers=2000)
+    assert transport.ended == "answered"
+    found = transport.answers()
+    assert [status for status, _, _ in found] == [200] * answers
+    assert [headers.get("connection") for _, headers, _ in found] == [None] * (answers - 1) + ["close"]
+
+
+@pytest.mark.parametrize(
+    ("lines", "version", "status"),
+    [
+        (["gzip, chunked"], "1.1", 501),
+        (["gzip", "chunked"], "1.1", 501),
+        (["identity,chunked"], "1.1", 501),
+        (["gzip"], "1.1", 400),
+        (["chunked, chunked"], "1.1", 400),
+        (["chunked"], "1.0", 400),
+        (["Chunked"], "1.1", 415),
+    ],
+)
+def test_only_chunks_are_read(talk, lines, version, status):
+    """RFC 9112, section 6.1: another coding is 501; one that does not say where the body ends is 400."""
+    head = "".join(f"Transfer-Encoding: {line}\r\n" for line in lines)
+    ((found, headers, _),) = talk(
+        f"POST /predict HTTP/{version}\r\nHost: x\r\n{head}\r\n5\r\nhello\r\n0\r\n\r\n".encode()
+    ).answers()
+    assert (found, headers.get("connection")) == (status, None if status == 415 else "close")
+
+
+def test_a_target_may_name_scheme_and_host(talk):
+    """RFC 9112, section 3.2.2: a server reads what is meant for a proxy."""
+    for target in ("http://x/predict", "HTTP://x:5000/predict?top_k=1"):
+        assert labels(talk(post(picture("green"), path=target))) == ["green"]
+    assert [status for status, _, _ in talk(b"GET http://x HTTP/1.1\r\nHost: y\r\n\r\n").answers()] == [200]
+    assert [status for status, _, _ in talk(b"GET ftp://x/health HTTP/1.1\r\n\r\n").answers()] == [404]
+
+
+def test_a_length_of_very_many_digits_is_refused(talk, capfd):
+    """Python converts at most 4,300; the parser skips zeros in front."""
+    for length in ("0" * 5000 + "5", "9" * 5000):
+        ((status, _, body),) = talk(
+            f"POST /predict HTTP/1.1\r\nContent-Length: {length}\r\n\r\nhello".encode()
+        ).answers()
+        assert (status, list(json.loads(body))) == (400, ["ERROR"])
+    assert capfd.readouterr().err == ""
+
+
+def test_refused_requests_have_a_bounded_number_of_short_lines(capfd):
+    """One line each up to 100 in a second; of the rest their number is reported."""
+    log = Log(1)
+    for _ in range(1000):
+        log.add('"status": 404', refused=True)
+    log.flush()
+    time.sleep(1.01)
+    log.flush()
+    out, err = capfd.readouterr()
+    lines = out.splitlines()
+    assert len(lines) in range(100, 201)
+    event = json.loads(err.splitlines()[-1])
+    assert (event["event"], len(err.splitlines())) == ("refused requests without a line", 2 if len(lines) > 200 else 1)
+
+
+@pytest.mark.parametrize(
+    ("listening", "allowed", "host", "status"),
+    [
+        ("127.0.0.1", [], b"localhost:5000", 200),
+        ("127.0.0.1", [], b"127.0.0.1", 200),
+        ("127.0.0.1", [], b"[::1]:5000", 200),
+        ("::1", [], b"a.localhost", 200),
+        ("127.0.0.1", [], b"evil.example", 421),
+        ("127.0.0.1", [], b"localhost.evil.example:5000", 421),
+        ("127.0.0.1", [], b"127.0.0.1.evil.example", 421),
+        ("127.0.0.1", [], b"10.0.0.1", 421),
+        ("127.0.0.1", [], b"", 400),
+        ("127.0.0.1", [], b"localhost,evil.example", 400),
+        ("127.0.0.1", [], b"user@localhost", 400),
+        ("127.0.0.1", ["Good.example"], b"good.EXAMPLE:80", 200),
+        ("127.0.0.1", ["*"], b"evil.example", 200),
+        ("0.0.0.0", [], b"any.example", 200),
+        ("0.0.0.0", ["good.example"], b"any.example", 421),
+        ("0.0.0.0", ["good.example"], b"127.0.0.1:5000", 200),
+    ],
+)
+def test_only_names_of_its_own_are_answered(listening, allowed, host, status):
+    """A page elsewhere cannot ask under a name of its own that leads to this machine."""
+    hosts = Hosts(listening, allowed)
+    for _ in range(2):
+        if status == 200:
+            hosts.check(host)
+        else:
+            with pytest.raises(Refusal) as told:
+                hosts.check(host)
+            assert told.value.status == status
+    hosts.check(None)
+
+
+def test_the_host_of_the_target_counts_and_not_the_header(talk, door, monkeypatch):
+    """Also where the header names this machine; nothing is told to who asks by another name."""
+    monkeypatch.setattr(door, "_hosts", Hosts("127.0.0.1"))
+    for head in (
+        b"GET http://evil.example/info HTTP/1.1\r\nHost: localhost",
+        b"GET /info HTTP/1.1\r\nHost: evil.example",
+    ):
+        assert [status for status, _, _ in talk(head + b"\r\n\r\n").answers()] == [421]
+    twice = b"GET /info HTTP/1.1\r\nHost: evil.example\r\nHost: localhost\r\n\r\n"
+    assert [status for status, _, _ in talk(twice).answers()] == [400]
 
 
 @pytest.mark.parametrize(

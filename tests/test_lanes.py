@@ -207,3 +207,25 @@ def test_the_layout_follows_the_forward_pass(monkeypatch, seconds, cores, layout
     chosen = choose(SimpleNamespace(), cores)
     assert (chosen.processes, chosen.lanes) == layout
     assert chosen.processes * chosen.lanes >= cores
+
+
+def test_a_request_waits_no_longer_than_allowed_for_its_turn_to_decode(model):
+    """Large pictures are decoded one at a time per lane; whoever's turn does not come gets 504 in time."""
+    decoding, may_end = threading.Event(), threading.Event()
+
+    def prepare(data, max_pixels):
+        if max_pixels < 24_000_000:
+            raise ImageError("Too large.", 413)
+        decoding.set()
+        assert may_end.wait(10)
+        return np.zeros((1, 1, 1), np.uint8)
+
+    model.prepare = prepare
+    lanes = Lanes(model, Limits(max_wait=0.3))
+    first = Asked(lanes, b"1")
+    assert decoding.wait(10)
+    start = time.perf_counter()
+    assert Asked(lanes, b"2").error().status == 504
+    assert time.perf_counter() - start < 5
+    may_end.set()
+    first.ended.wait(10)

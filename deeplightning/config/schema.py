@@ -392,7 +392,7 @@ class Serve:
     port: int = key("port to listen on; 0: any that is free", 5000, low=0, high=65535)
     max_upload_mb: int = key("largest request body, in MB (1,000,000 bytes)", 16, low=1, high=10_000)
     max_pixels: int = key(
-        "largest image, in pixels, checked before decoding", 50_000_000, low=1, high=178_956_970
+        "largest image, in pixels, checked before decoding", 24_000_000, low=1, high=178_956_970
     )  # beyond which Pillow refuses
     max_batch: int = key("images per forward pass, at most", 16, low=1, high=1024)
     max_queue: int = key("requests that may wait for the model; further ones are refused", 256, low=1, high=100_000)
@@ -408,6 +408,11 @@ class Serve:
     tensorrt: bool = key("compile the model by TensorRT, on a GPU; each start takes minutes longer", False)
     api_key_env: str | None = key(
         "environment variable that holds the key clients must send; null: they need none", None, example="SERVE_KEY"
+    )
+    allowed_hosts: list[str] = key(
+        "names by which clients may ask for this server, besides localhost; `*`: any. Without a name, a loopback "
+        "address answers loopback names alone, any other address every name",
+        list,
     )
 
 

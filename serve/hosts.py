@@ -1,0 +1,60 @@
+"""Which names of the server a request may use: a page elsewhere whose name is made to lead to this machine (DNS
+rebinding) is not answered."""
+
+import ipaddress
+import re
+from collections.abc import Sequence
+
+from serve.limits import Refusal
+
+ALL = "*"
+
+_AUTHORITY = re.compile(r"(\[[0-9a-f:.]{2,45}\]|[a-z0-9_.-]{1,255})(?::[0-9]{0,5})?", re.ASCII | re.IGNORECASE)
+
+
+class Hosts:
+    """The names that are answered.
+
+    Args:
+        listening: the address on which the server listens.
+        allowed: further names; `*` allows every one. On an address that is not a loopback one, none means every one.
+    """
+
+    def __init__(self, listening: str = "0.0.0.0", allowed: Sequence[str] = ()):
+        self._names = frozenset(name.lower() for name in allowed)
+        self._all = ALL in self._names or not (self._names or is_loopback(listening))
+        self._seen: set[str] = set()
+
+    def check(self, host: bytes | None) -> None:
+        """
+        Args:
+            host: the header, or the host of the request's target; None: the request has none, as no browser's.
+
+        Raises:
+            Refusal: the name is not answered, or is none.
+        """
+        if self._all or host is None:
+            return
+        text = host.decode("latin-1").strip()
+        if text in self._seen:
+            return
+        found = _AUTHORITY.fullmatch(text)
+        if found is None:
+            raise Refusal(400, "The Host of the request is no name or address; send that of the server.")
+        name = found[1].strip("[]").lower().removesuffix(".")
+        if name not in self._names and not is_loopback(name):
+            raise Refusal(
+                421,
+                f"This server does not answer as {name[:100]}; ask it as localhost, or start it with "
+                f"serve.allowed_hosts=[{name[:100]}] (--allowed-hosts).",
+            )
+        if len(self._seen) < 100:
+            self._seen.add(text)
+
+
+def is_loopback(name: str) -> bool:
+    """Whether a name or an address can only be that of the machine itself (RFC 6761, section 6.3)."""
+    try:
+        return ipaddress.ip_address(name).is_loopback
+    except ValueError:
+        return name == "localhost" or name.endswith(".localhost")
