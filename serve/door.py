@@ -278,7 +278,8 @@ class Door:
         environ: dict[str, Any] = {
             f"HTTP_{name.upper().replace('-', '_')}": text
             for name, text in texts.items()
-            if name not in ("content-type", "content-length", "connection", "upgrade")
+            # werkzeug takes a body in chunks for one that has no end, and reads none of it; this one is whole.
+            if name not in ("content-type", "content-length", "transfer-encoding", "connection", "upgrade")
         }
         environ |= {
             "REQUEST_METHOD": "GET" if request.method == "HEAD" else request.method,  # the connection drops the body
