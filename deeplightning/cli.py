@@ -16,7 +16,7 @@ from typing import Any
 
 import click
 
-from deeplightning import __version__
+from deeplightning import __version__, process
 from deeplightning.completion import complete_config, complete_key, complete_overrides
 from deeplightning.config.fault import UserError
 from deeplightning.engine.place import TOLD, own_rank
@@ -69,6 +69,7 @@ def train(config: Path, overrides: tuple[str, ...]) -> None:
     """
     from deeplightning.engine.launch import Job, launcher_of
 
+    process.outlive_reader()
     cfg = _load(config, overrides)
     if (launcher := launcher_of(cfg)) is not None:
         sys.exit(launcher.run(Job(cfg, config.absolute(), overrides)))
@@ -83,6 +84,7 @@ def worker() -> None:
     from deeplightning.engine.launch.order import receive
 
     global _redact
+    process.outlive_reader()
     cfg = receive()
     _redact = cfg.redact
     from deeplightning.run import work
@@ -118,6 +120,8 @@ def tune(config: Path, overrides: tuple[str, ...]) -> None:
     folder with best.yaml, the table of trials and pictures.
     """
     from deeplightning.tune.search import search
+
+    process.outlive_reader()
 
     def train_here(words: Sequence[str]) -> int:
         sys.argv[1:] = ["train", *words]  # Lightning starts further processes with these
@@ -242,6 +246,7 @@ def test(run: str, overrides: tuple[str, ...], allow: tuple[str, ...]) -> None:
     """Test the best weights of RUN, into the same run; of a run that was not made here, into a new one."""
     from deeplightning.run import evaluate
 
+    process.outlive_reader()
     evaluate(_folder(run), "test", list(overrides), allow)
 
 
@@ -257,6 +262,7 @@ def predict(run: str, images: tuple[Path, ...], allow: tuple[str, ...]) -> None:
     if not images:
         from deeplightning.run import evaluate
 
+        process.outlive_reader()
         evaluate(_folder(run), "predict", [], allow)
         return
     from deeplightning.predict import predict_files
@@ -271,6 +277,7 @@ def export(run: str, allow: tuple[str, ...]) -> None:
     """Write the bundle of RUN that the server answers from."""
     from deeplightning.trained import export_run
 
+    process.outlive_reader()
     click.echo(export_run(_folder(run), allow))
 
 
@@ -308,6 +315,7 @@ def reproduce(run: str, overrides: tuple[str, ...], any_data: bool) -> None:
     """
     from deeplightning.reproduce.again import reproduce as run_again
 
+    process.outlive_reader()
     again = run_again(run, overrides, any_data=any_data, say=lambda text: click.echo(text, err=True))
     click.echo(f"reproduced: the same weights and results in {again.path}", err=True)
 
@@ -402,33 +410,48 @@ def _folder(run: str) -> Any:
 
 def main() -> None:
     """The command's entry: runs a verb and ends the process with its exit code."""
+    process.prepare()
     # Threads that wait must not spin; read when torch is imported. Two spinning OpenMP threads beside a busy neighbour
     # ran 9 to 23 times slower than one (November 2026).
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
-    if any(name in os.environ for name in TOLD):  # perhaps one of several processes
-        from deeplightning.engine import ranks
+    try:
+        if any(name in os.environ for name in TOLD):  # perhaps one of several processes
+            from deeplightning.engine import ranks
 
-        ranks.follow()
-    sys.exit(_run())
+            ranks.follow()
+        code = _run()
+    except KeyboardInterrupt:
+        code = _interrupted()
+    process.release()
+    sys.exit(code)
 
 
 def _run() -> int:
     try:
         cli.main(standalone_mode=False, prog_name="deeplightning")
+        sys.stdout.flush()  # here a reader that has gone is noticed in time
     except click.ClickException as error:
         error.show()
         return 2
     except (KeyboardInterrupt, click.Abort):
-        print("interrupted", file=sys.stderr)
-        return 130
+        return _interrupted()
     except SystemExit as error:
         if isinstance(error.__context__, KeyboardInterrupt):  # Lightning ends with 1 where it is interrupted
-            print("interrupted", file=sys.stderr)
-            return 130
+            return _interrupted()
         return error.code if isinstance(error.code, int) else 1
     except BaseException as error:
+        if process.heard and getattr(error, "exit_code", None) is None:  # a library made an error of its own of it
+            return _interrupted()
         return _report(error)
     return 0
+
+
+def _interrupted() -> int:
+    if process.heard:
+        print("error: interrupted by SIGTERM", file=sys.stderr)
+        return process.TERMINATED_CODE
+    print("interrupted", file=sys.stderr)
+    return 130
 
 
 def _report(error: BaseException) -> int:

@@ -2,10 +2,10 @@
 
 Imports only go down this list: `cli`; `torch_server`; `predict`, `runs`, `reproduce`, `stats`, `tune`, `completion`,
 `deploy`; `run`, `dry_run`; `trained`; `configure`; `engine`, `tracking`, `callbacks`, `export`, `quantize`, `halve`;
-`trust`; `runfolder`, `image`, `text` with `hugging_face`, `transfer`; `config`. `serve` stands on `image`, `text` and
-`runfolder`; of the rest only `torch_server`, and what answers inside an MLflow model, use it. The parts (`data`,
-`task`, `model`, `loss`) are named in YAML, imported by nobody, and use of the core only `config.target.build`, `image`,
-`text` and `transfer`.
+`trust`; `runfolder`, `image`, `text` with `hugging_face`, `transfer`; `config`; `process`. `serve` stands on `image`,
+`text` and `runfolder`; of the rest only `torch_server`, and what answers inside an MLflow model, use it. The parts
+(`data`, `task`, `model`, `loss`) are named in YAML, imported by nobody, and use of the core only
+`config.target.build`, `image`, `text` and `transfer`.
 """
 
 import ast
@@ -27,6 +27,7 @@ LAYERS = [
     {"trust"},
     {"runfolder", "image", "text", "hugging_face", "transfer"},
     {"config"},
+    {"process"},
 ]
 STAND_ON_SERVE = {"deeplightning.torch_server", "deeplightning.tracking.pyfunc"}
 PARTS = {"data", "task", "model", "loss"}

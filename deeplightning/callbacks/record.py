@@ -28,6 +28,7 @@ from deeplightning.config.tree import dump, plain
 from deeplightning.engine import ranks
 from deeplightning.engine.launch.storage import told
 from deeplightning.engine.plan import world_size
+from deeplightning.process import say_losses
 from deeplightning.runfolder import Hold, RunFolder, write_whole
 from deeplightning.tracking.build import end, go_on, publish, run_folder
 from deeplightning.tracking.environment import REPRODUCES, describe, git_diff
@@ -400,6 +401,7 @@ def _log_to_file(path: Path, cfg: Config) -> None:
     log.addHandler(handler)
     if log.level == logging.NOTSET:
         log.setLevel(logging.INFO)
+    say_losses()
 
 
 class _RankFile(logging.FileHandler):

@@ -14,6 +14,7 @@ import pytorch_lightning as pl
 import torch
 from torch import distributed
 
+from deeplightning import process
 from deeplightning.callbacks.record import Interrupted, between_steps
 from deeplightning.engine.launch.slurm import is_preempted, job_here, requeue_at_exit
 from deeplightning.engine.place import own_rank
@@ -47,6 +48,8 @@ class Signals(pl.Callback):
     def _install(self) -> None:
         if threading.current_thread() is threading.main_thread() and not self._before:
             numbers = [*EXIT_CODES, *(AGAIN if self._job else ())]
+            if process.heard is not None:  # a library has swallowed what its handler raised
+                raise self._interrupted(process.heard, at_once=True)
             self._before = {number: signal.signal(number, self._handle) for number in numbers}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

@@ -30,6 +30,7 @@ from types import FrameType
 
 from deeplightning.config.fault import SetupError, UserError
 from deeplightning.engine.place import ATTEMPT, LAUNCH, place
+from deeplightning.process import is_early
 
 FOLDER, PARENT = "DEEPLIGHTNING_RANKS", "DEEPLIGHTNING_RANKS_PARENT"  # told to the processes that a launch starts
 AGENT = "DEEPLIGHTNING_RANKS_AGENT"  # told, instead of PARENT, by one that starts all of them, and trains in none
@@ -386,7 +387,7 @@ class Ranks:
                 # The process that started this one is to say it, if it is one of them.
                 late = 0 if self.parent is None or self.parent_tells else 2 * SOON
                 if not self._ends:
-                    self._until = time.monotonic() + POLITE + late
+                    self._until = time.monotonic() + (SOON if is_early(number) else POLITE) + late
             else:
                 self._until = time.monotonic() + SOON
 

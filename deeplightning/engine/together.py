@@ -15,6 +15,7 @@ from deeplightning.config.fault import Fault, SetupError
 from deeplightning.engine import ranks
 from deeplightning.engine.meeting import meet
 from deeplightning.engine.place import place
+from deeplightning.process import Terminated
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
@@ -97,8 +98,9 @@ def _launcher(
                     self._met = (meet(environment, rank, *size, alike, self._start_others),)
                 _set_num_threads_if_needed(num_processes=self.num_processes)
                 return function(*args, **kwargs)
-            except KeyboardInterrupt:  # Lightning would end with exit code 1
-                raise group.cause_of(Interrupted("SIGINT", 130, at_once=True)) from None
+            except KeyboardInterrupt as error:  # Lightning would end with exit code 1
+                how = ("SIGTERM", 143) if isinstance(error, Terminated) else ("SIGINT", 130)
+                raise group.cause_of(Interrupted(*how, at_once=True)) from None
             except BaseException as error:
                 cause = group.cause_of(error)
                 if cause is error:

@@ -137,10 +137,10 @@ class Slurm:
         number = _submit(executor, bool(inside))
         try:
             return _Following(number, folder).to_its_end()
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as error:
             _say(f"job {number} goes on without this command; follow it: tail -F {_quoted(_log(folder, number))}")
             _say(f"its state: squeue -j {number}; end it: scancel {number}")
-            return 130
+            return getattr(error, "exit_code", 130)
 
     # ---- what is submitted
 

@@ -1,0 +1,156 @@
+"""What the command sees to before anything else: open standard streams, a stdout that nobody reads, and SIGTERM.
+
+Importing it changes nothing; only `prepare`, which the command calls, does. It imports little, since every verb pays.
+"""
+
+import contextlib
+import errno
+import io
+import os
+import signal
+import sys
+import threading
+from types import FrameType
+from typing import Any
+
+PIPE_CODE = 141
+"""The exit code of a verb whose stdout nobody reads any more: that of a program which SIGPIPE has ended."""
+TERMINATED_CODE = 143
+
+heard: int | None = None
+"""The signal that has asked this process to end before a run could hear it."""
+
+_process = 0  # that of the command; a process that is forked from it says nothing of a lost stream
+_outlives = False
+_lost: str | None = None  # what is to be said of a stream that was lost
+_can_say = _said = False
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM, where no run hears it: as Ctrl-C is, no error that code may take for its own."""
+
+    exit_code = TERMINATED_CODE
+
+    def __init__(self) -> None:
+        super().__init__("interrupted by SIGTERM")
+
+
+def prepare() -> None:
+    """Opens closed standard streams as /dev/null, guards stdout and stderr, and hears SIGTERM; again: does nothing."""
+    global _process
+    _process = os.getpid()
+    for descriptor in range(3):
+        try:
+            os.fstat(descriptor)
+        except OSError:  # else the next file that is opened would be it, and be printed into
+            _to_null(descriptor)
+    if sys.stdin is None:
+        sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]  # noqa: SIM115
+    for name, descriptor in (("stdout", 1), ("stderr", 2)):
+        _guard(name, descriptor)
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _terminate)
+
+
+def outlive_reader() -> None:
+    """From here on stdout is not what the command is for: it goes on where that cannot be written."""
+    global _outlives
+    _outlives = True
+
+
+def say_losses() -> None:
+    """Logs that stdout or stderr was lost, now if it was, else when it is; to be called when a run's log is there."""
+    global _can_say, _said
+    _can_say = True
+    if _lost is not None and not _said and os.getpid() == _process:
+        _said = True
+        import logging
+
+        logging.getLogger("deeplightning").warning("%s", _lost)
+
+
+def release() -> None:
+    """Lets SIGTERM end the process at once again: there is nobody left to tell."""
+    if signal.getsignal(signal.SIGTERM) is _terminate:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def is_early(number: int) -> bool:
+    """Whether a signal that comes now finds no run that would save anything."""
+    return signal.getsignal(number) in (_terminate, signal.default_int_handler)
+
+
+# ---- SIGTERM
+
+
+def _terminate(number: int, frame: FrameType | None) -> None:
+    global heard
+    if heard is not None:  # the first is on its way, perhaps through a library that holds it up
+        os.write(2, b"error: interrupted by SIGTERM\n")
+        os._exit(TERMINATED_CODE)
+    heard = number
+    raise Terminated
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=release)  # a pool ends its workers with SIGTERM, without words
+
+
+# ---- streams
+
+
+class _Stream(io.FileIO):
+    """A standard stream: what is written when its reader has gone is dropped."""
+
+    def write(self, data: Any) -> int | None:  # type: ignore[override]
+        try:
+            return super().write(data)
+        except OSError as error:
+            _lose(self.fileno(), error)
+        return memoryview(data).nbytes
+
+
+def _guard(name: str, descriptor: int) -> None:
+    former: Any = getattr(sys, name)
+    if former is not getattr(sys, f"__{name}__"):  # somebody's own
+        return
+    raw = getattr(getattr(former, "buffer", None), "raw", getattr(former, "buffer", None))
+    if isinstance(raw, _Stream):
+        return
+    how: dict[str, Any] = {"encoding": "utf-8", "errors": "backslashreplace", "line_buffering": name == "stderr"}
+    if former is not None:
+        former.flush()
+        how = {word: getattr(former, word) for word in ("encoding", "errors", "line_buffering", "write_through")}
+    stream: Any = _Stream(descriptor, "w", closefd=False)
+    stream.name = f"<{name}>"
+    is_unbuffered = former is not None and isinstance(former.buffer, io.FileIO)
+    made = io.TextIOWrapper(stream if is_unbuffered else io.BufferedWriter(stream), **how)
+    made.mode = "w"  # type: ignore[misc]
+    setattr(sys, name, made)
+    setattr(sys, f"__{name}__", made)
+
+
+def _lose(descriptor: int, error: OSError) -> None:
+    global _lost
+    if descriptor == 1 and not _outlives:
+        if error.errno != errno.EPIPE:
+            raise error
+        _to_null(1)
+        raise SystemExit(PIPE_CODE)  # no OSError: what writes might take that for its own
+    _to_null(descriptor)
+    if _lost is None:
+        name = "stdout" if descriptor == 1 else "stderr"
+        _lost = f"{name} cannot be written any more ({error.strerror}): the run goes on without it"
+        if _can_say:
+            with contextlib.suppress(RuntimeError):  # the interpreter is about to end
+                # The thread that writes holds locks that a log may need.
+                threading.Thread(target=say_losses, name="deeplightning-lost").start()
+
+
+def _to_null(descriptor: int) -> None:
+    null = os.open(os.devnull, os.O_RDWR)
+    if null == descriptor:
+        os.set_inheritable(null, True)
+        return
+    os.dup2(null, descriptor)
+    os.close(null)

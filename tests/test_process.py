@@ -1,0 +1,162 @@
+"""What a command does when the reader of its stdout leaves, where stdout is closed, and at SIGTERM in its first
+seconds."""
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from commands import environment
+
+LOST = "stdout cannot be written any more"
+TERMINATED = "error: interrupted by SIGTERM"
+
+
+def run_in(store: Path) -> Path:
+    """The folder of the only run of a store."""
+    (folder,) = store.glob("*/*/artifacts")
+    return folder
+
+
+def said(folder: Path, rank: int = 0) -> int:
+    """How often the log of a rank says that stdout was lost."""
+    return (folder / "logs" / f"rank_{rank}.log").read_text().count(LOST)
+
+
+# ---- a stdout that nobody reads
+
+
+@pytest.mark.parametrize(("how", "times"), [("stdout", 1), ("both", 1), ("full", 1), ("closed", 0)])
+def test_a_run_outlives_the_reader_of_its_stdout(how, times, command, tiny, place, tmp_path):
+    """It ends with the training's exit code, and its log says once what happened; a closed stdout is /dev/null."""
+    outcome = command(
+        "train", tiny, f"logger.params.tracking_uri='{tmp_path}'", "logger.progress=bar", cwd=place, main=f"lost:{how}"
+    )
+    assert outcome.code == 0, outcome
+    assert outcome.err.count(LOST) == (times if how != "both" else 0)
+    folder = run_in(tmp_path)
+    assert said(folder) == times
+    assert (folder / "last.ckpt").is_file()
+
+
+def test_a_run_that_fails_keeps_its_exit_code_without_a_reader(command, tiny, place, tmp_path):
+    """The loss that is no number is what it ends with, not the pipe."""
+    uri = f"logger.params.tracking_uri='{tmp_path}'"
+    outcome = command("train", tiny, uri, "model.optimizer.params.lr=1e30", cwd=place, main="lost:stdout")
+    assert outcome.code == 5, outcome
+    assert outcome.err.count("error") == 1
+
+
+def test_each_rank_outlives_the_reader_of_its_stdout(command, tiny, place, tmp_path):
+    """Two ranks, both without a reader, train to the end; the log of rank 0, which speaks, says so once."""
+    uri = f"logger.params.tracking_uri='{tmp_path}'"
+    words = ("train", tiny, uri, "engine.processes=2", "engine.backend=ddp", "logger.ranks=[0, 1]")
+    outcome = command(*words, cwd=place, ranks=2, main="lost:stdout")
+    assert {rank.code for rank in outcome.ranks} == {0}, outcome
+    assert (said(run_in(tmp_path), 0), said(run_in(tmp_path), 1)) == (1, 1)
+
+
+@pytest.mark.parametrize("words", ["explain CONFIG", "check CONFIG --format json", "check CONFIG", "schema", "--help"])
+def test_a_verb_that_prints_its_result_ends_without_a_word(words, command, tiny, place):
+    """Without a reader with 141, as a program that SIGPIPE has ended; with a closed stdout as with /dev/null."""
+    arguments = [tiny if word == "CONFIG" else word for word in words.split()]
+    outcome = command(*arguments, cwd=place, main="lost:stdout")
+    assert (outcome.code, outcome.err) == (141, ""), outcome
+    outcome = command(*arguments, cwd=place, main="lost:closed")
+    assert (outcome.code, outcome.err) == (0, ""), outcome
+
+
+def test_in_a_shell_too(tiny, place, tmp_path):
+    """`train … | head -1` and `explain … | true`, as a person writes them, and `explain … >&-`."""
+    deeplightning = f"{sys.executable} -m deeplightning"
+    script = f"""
+    {deeplightning} train '{tiny}' logger.params.tracking_uri="'{tmp_path}/runs'" | head -1; echo ${{PIPESTATUS[0]}}
+    {deeplightning} explain '{tiny}' 2>err | true; echo ${{PIPESTATUS[0]}}
+    {deeplightning} explain '{tiny}' >&- 2>>err; echo $?
+    cat err
+    """
+    script = script.replace("err", str(tmp_path / "err"))
+    done = subprocess.run(["bash", "-c", script], cwd=place, env=environment(), capture_output=True, text=True)
+    lines = done.stdout.splitlines()
+    assert lines[1] == "0", done
+    assert lines[2] in ("0", "141"), done
+    assert lines[3:] == ["0"], done
+    assert said(run_in(tmp_path / "runs")) == 1
+
+
+# ---- SIGTERM before a run hears it
+
+
+def started(*arguments: object, cwd: Path) -> subprocess.Popen:
+    """A command whose handlers have just been installed."""
+    command = [sys.executable, "-m", "deeplightning", *map(str, arguments)]
+    child = subprocess.Popen(command, cwd=cwd, env=environment(), stdout=-3, stderr=-1, text=True)
+    end = time.monotonic() + 30
+    while not caught(child.pid) & 1 << signal.SIGTERM - 1:
+        assert time.monotonic() < end
+        assert child.poll() is None
+        time.sleep(0.002)
+    assert "libtorch" not in Path(f"/proc/{child.pid}/maps").read_text(), "the handlers come after the imports"
+    return child
+
+
+def caught(process: int) -> int:
+    """The signals for which a process has a handler, a bit each."""
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    return next(int(line.split()[1], 16) for line in lines if line.startswith("SigCgt"))
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="nothing tells which signals a process hears")
+@pytest.mark.parametrize("delay", [0, 0.03, 0.1, 0.3, 1, 2])
+def test_sigterm_in_the_first_seconds_ends_with_words(delay, tiny, place, tmp_path):
+    """Whatever is being imported just then: one line and 143, no traceback, within seconds."""
+    child = started("train", tiny, "train.num_epochs=1000", f"logger.params.tracking_uri='{tmp_path}'", cwd=place)
+    time.sleep(delay)
+    child.terminate()
+    _, err = child.communicate(timeout=60)
+    assert (child.returncode, err.splitlines()[-1:]) == (143, [TERMINATED]), err
+    assert "Traceback" not in err
+
+
+def test_handlers_come_before_most_imports(place):
+    """Before anything of ours that takes time, and not by an import: a library may import all of this."""
+    program = (
+        "import signal, sys; before = signal.getsignal(15), sys.stdout\n"
+        "import deeplightning.cli, deeplightning.__main__, deeplightning.process as process\n"
+        "assert (signal.getsignal(15), sys.stdout) == before\n"
+        "process.prepare(); assert signal.getsignal(15) is not before[0]\n"
+        "import os; assert os.fork() or os._exit(signal.getsignal(15) != signal.SIG_DFL) or True\n"
+        "assert os.wait()[1] == 0; process.release(); assert signal.getsignal(15) == signal.SIG_DFL\n"
+        "signal.signal(15, signal.SIG_IGN); process.prepare(); assert signal.getsignal(15) == signal.SIG_IGN\n"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=place, env=environment(), check=True)
+    program = (
+        "import sys, deeplightning.__main__ as entry, deeplightning.process as process\n"
+        "process.prepare = lambda: sys.exit('click' in sys.modules or 'deeplightning.cli' in sys.modules)\n"
+        "entry.main()"
+    )
+    subprocess.run([sys.executable, "-c", program], cwd=place, env=environment(), check=True)
+
+
+SWALLOWS = """\
+import os, signal
+try:
+    os.kill(os.getpid(), signal.SIGTERM)
+    [None for _ in range(9)]
+except BaseException:
+    pass
+from deeplightning.task.img_classif import ImageClassification as Task
+"""
+
+
+def test_sigterm_that_a_library_swallows_ends_all_the_same(command, tiny, tmp_path):
+    """The run does not begin: it ends as interrupted."""
+    (tmp_path / "swallows.py").write_text(SWALLOWS)
+    uri = f"logger.params.tracking_uri='{tmp_path}/runs'"
+    (tmp_path / "own.py").write_text("")
+    outcome = command("train", tiny, uri, "model.module.type=swallows.Task", cwd=tmp_path)
+    assert outcome.code == 143, outcome
+    assert outcome.err.splitlines()[-1] == TERMINATED
+    assert "Traceback" not in outcome.err
