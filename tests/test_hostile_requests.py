@@ -1,5 +1,5 @@
-"""Every line of `hostile/requests.tsv` is answered as it says, by the fast path and by the Flask application alike: same
-status, same words, no fault, no hang."""
+"""Every line of `hostile/requests.tsv` is answered as it says, by the fast path and by the Flask application alike:
+same status, same words, no fault, no hang."""
 
 import concurrent.futures
 import json
