@@ -239,6 +239,33 @@ def test_auto_without_a_cluster_is_told(monkeypatch, tmp_path):
         assert ray_cluster._find("auto") == f"127.0.0.1:{left.getsockname()[1]}"
 
 
+@pytest.mark.parametrize("how", ["of another user", "group", "everybody", "link"])
+def test_the_note_of_another_user_names_no_cluster(how, monkeypatch, tmp_path, caplog):
+    """Everybody may write where `ray start` leaves its address, and a driver sends its code and its variables there."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    note, fstat = tmp_path / "note", os.fstat
+    monkeypatch.setattr(ray_cluster, "CURRENT", note)
+    with socket.create_server(("127.0.0.1", 0)) as theirs:
+        note.write_text(f"127.0.0.1:{theirs.getsockname()[1]}\n")
+        if how == "of another user":
+            foreign = os.stat_result((*note.stat()[:4], os.geteuid() + 1, *note.stat()[5:]))
+            monkeypatch.setattr(
+                os, "fstat", lambda file: foreign if fstat(file).st_ino == foreign.st_ino else fstat(file)
+            )
+        elif how == "link":
+            note.symlink_to(note.rename(tmp_path / "theirs"))
+        else:
+            note.chmod(0o664 if how == "group" else 0o646)
+        assert ray_cluster._find(None) is None
+        with pytest.raises(SetupError, match="there is no cluster"):
+            ray_cluster._find("auto")
+        theirs.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            theirs.accept()
+    if how != "link":
+        assert f"{note} could have been written by another user" in caplog.text
+
+
 def test_a_missing_ray_is_named_with_the_command_that_installs_it(monkeypatch):
     """Where Ray is not installed, the note has the command that installs it."""
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)

@@ -22,6 +22,8 @@ from deeplightning.config.fault import Fault, SetupError
 CURRENT = Path("/tmp/ray/ray_current_cluster")
 """Where `ray start` notes its cluster, for whoever asks on the same machine."""
 
+log = logging.getLogger(__name__)
+
 STARTS = 3  # tries to start a cluster: Ray gives a machine 30 s, which is little for a busy one
 LEAST_INIT = 30.0  # seconds that a cluster that answers has to take a driver in
 _ADDRESS = "engine.launcher.params.address"
@@ -110,8 +112,8 @@ def _find(address: str | None) -> str | None:
         return address
     if told := os.environ.get("RAY_ADDRESS"):
         return None if told == "local" else told
-    with contextlib.suppress(OSError):
-        noted = CURRENT.read_text().strip()
+    with contextlib.suppress(OSError, ValueError):
+        noted = _noted()
         with contextlib.suppress(SetupError):  # of a cluster that has ended
             _answers(noted, 1.0)
             return noted
@@ -119,6 +121,24 @@ def _find(address: str | None) -> str | None:
         message = "auto: there is no cluster: RAY_ADDRESS is not set, and `ray start` runs none on this machine"
         raise SetupError(Fault(message, _ADDRESS))
     return None
+
+
+def _noted() -> str:
+    """The address in `CURRENT`, which lies where everybody may write.
+
+    Raises:
+        OSError: there is none, or somebody else than this user and root could have written it, which is said.
+        ValueError: it is no text.
+    """
+    # Without O_NONBLOCK a pipe of that name would be waited for.
+    with os.fdopen(os.open(CURRENT, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
+        status = os.fstat(file.fileno())
+        if status.st_uid not in (os.geteuid(), 0) or status.st_mode & 0o022:
+            log.warning(
+                "%s could have been written by another user and is not used; RAY_ADDRESS names a cluster", CURRENT
+            )
+            raise PermissionError
+        return file.read(256).strip()
 
 
 def _answers(address: str, timeout_s: float) -> None:
