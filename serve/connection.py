@@ -185,7 +185,7 @@ class Connection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         name = name.lower()
-        if name in _ONCE and name in self._headers:
+        if name in self._headers and name in _ONCE:
             value = self._headers[name] + b"," + value  # one field in several lines (RFC 9110, section 5.2)
         self._headers[name] = value
 

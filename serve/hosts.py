@@ -23,7 +23,7 @@ class Hosts:
     def __init__(self, listening: str = "0.0.0.0", allowed: Sequence[str] = ()):
         self._names = frozenset(name.lower() for name in allowed)
         self._all = ALL in self._names or not (self._names or is_loopback(listening))
-        self._seen: set[str] = set()
+        self._seen: set[bytes] = set()
 
     def check(self, host: bytes | None) -> None:
         """
@@ -33,11 +33,9 @@ class Hosts:
         Raises:
             Refusal: the name is not answered, or is none.
         """
-        if self._all or host is None:
+        if self._all or host is None or host in self._seen:
             return
         text = host.decode("latin-1").strip()
-        if text in self._seen:
-            return
         found = _AUTHORITY.fullmatch(text)
         if found is None:
             raise Refusal(400, "The Host of the request is no name or address; send that of the server.")
@@ -49,7 +47,7 @@ class Hosts:
                 f"serve.allowed_hosts=[{name[:100]}] (--allowed-hosts).",
             )
         if len(self._seen) < 100:
-            self._seen.add(text)
+            self._seen.add(host)
 
 
 def is_loopback(name: str) -> bool:

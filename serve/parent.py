@@ -10,6 +10,7 @@ whether it could.
 import contextlib
 import json
 import os
+import resource
 import select
 import signal
 import socket
@@ -17,6 +18,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 from serve.device import CPU, Choice, Device, DeviceError
@@ -31,6 +33,12 @@ from serve.worker import GRACE_SECONDS, work
 
 CHECK_SECONDS = 1.0
 """How often the bundle's files are looked at, and whether a worker has died."""
+
+LOAD_SECONDS = 300.0
+"""How long a changed model may take to load and to answer its samples before it is given up."""
+
+LOAD_SHARE = 0.9
+"""The part of the memory that is free which it may take meanwhile."""
 
 SHORT_LIFE = 1.0
 """A worker that ends sooner is replaced only after as many seconds."""
@@ -65,6 +73,16 @@ class _Child:
     heard: bool = False
     ready: bool = False
     leaving: bool = False
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """A process that tries a changed model: the pipe on which it reports, what was seen of the files, its deadline."""
+
+    process: int
+    pipe: int
+    seen: Any
+    end: float
 
 
 class Parent:
@@ -110,6 +128,7 @@ class Parent:
         self._listeners = listen(self._layout.processes)
         self._metrics = Metrics()
         self._children: list[_Child] = []
+        self._trial: _Trial | None = None
         self._asked: set[int] = set()
         self._failure: Exception | None = None
 
@@ -128,6 +147,8 @@ class Parent:
             self._fork(slot)
         while not self._asked & {signal.SIGTERM, signal.SIGINT}:
             pipes = [child.pipe for child in self._children if not child.heard]
+            if self._trial is not None:
+                pipes.append(self._trial.pipe)
             readable, _, _ = select.select([wake, *pipes], [], [], CHECK_SECONDS)
             if wake in readable:
                 os.read(wake, 4096)
@@ -136,6 +157,7 @@ class Parent:
                 self._end()
                 raise self._failure
             self._reap()
+            self._end_trial(readable)
             self._reload_if_asked()
         return self._end()
 
@@ -155,10 +177,7 @@ class Parent:
             os._exit(1)
 
     def _become_worker(self, slot: int, row: int, said: int) -> None:
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_DFL)
+        _forget_signals()
         for other, listener in enumerate(self._listeners):
             if other != slot:
                 listener.close()
@@ -256,26 +275,82 @@ class Parent:
         self._metrics.queue(0, child.row)
 
     def _reload_if_asked(self) -> None:
-        """Loads the model anew beside the old one; its workers take over when they answer. A model that cannot be
-        loaded changes nothing."""
+        """Has a changed model tried by a process of its own, or loaded by the workers of GPUs."""
         seen = self._watch()
         if seen is None or (seen == self._seen and signal.SIGHUP not in self._asked):
             return
         self._asked.discard(signal.SIGHUP)
         self._seen = seen
-        if self._model is not None:
+        if self._model is None:
+            for slot in range(len(self._listeners)):
+                self._fork(slot)
+            return
+        self._give_up_trial()
+        heard, said = os.pipe()
+        sys.stdout.flush()
+        process = os.fork()
+        if process:
+            os.close(said)
+            self._trial = _Trial(process, heard, seen, time.monotonic() + LOAD_SECONDS)
+            return
+        try:
+            self._try_model(said)
+        finally:
+            os._exit(1)
+
+    def _try_model(self, said: int) -> None:
+        """In a process of its own: loads the model within bounds of time and memory, and reports."""
+        _forget_signals()
+        for listener in self._listeners:
+            listener.close()
+        _bound_resources()
+        try:
+            self._open(CPU)
+        except Exception as error:
+            _say(said, fault=str(error) or type(error).__name__)
+            os._exit(1)
+        _say(said, good=True)
+        os._exit(0)
+
+    def _end_trial(self, readable: list[int]) -> None:
+        """Loads a model that has been tried beside the old one; its workers take over when they answer. A model that
+        cannot be loaded changes nothing."""
+        trial = self._trial
+        if trial is None:
+            return
+        if trial.pipe not in readable:
+            if time.monotonic() > trial.end:
+                self._give_up_trial()
+                tell(f"the model stays as it was: the new one was not loaded and proved within {LOAD_SECONDS:g} s")
+            return
+        report = _report(trial.pipe)
+        self._give_up_trial()
+        if "good" not in report:
+            reason = report.get("fault") or "the process that loaded the new one died, perhaps for want of memory"
+            tell(f"the model stays as it was: {reason}")
+        elif self._watch() != trial.seen:  # what was tried is not there any more; what is, is tried next
+            self._seen = None
+        else:
             try:
-                self._model = self._open(CPU)
+                self._model = model = self._open(CPU)
             except Exception as error:
                 tell(f"the model stays as it was: {error}")
                 return
-        for slot in range(len(self._listeners)):
-            self._fork(slot)
-        if self._model is not None:
-            tell("the model is loaded anew", run=self._model.run)
+            for slot in range(len(self._listeners)):
+                self._fork(slot)
+            tell("the model is loaded anew", run=model.run)
+
+    def _give_up_trial(self) -> None:
+        """Ends the process that tries a model, if there is one."""
+        trial, self._trial = self._trial, None
+        if trial is not None:
+            os.close(trial.pipe)
+            os.kill(trial.process, signal.SIGKILL)
+            os.waitpid(trial.process, 0)
 
     def _end(self) -> int:
         """Lets the workers finish; kills those that do not. None is left, and the port is closed."""
+        self._give_up_trial()
         for listener in self._listeners:
             listener.close()
         for child in self._children:
@@ -290,6 +365,31 @@ class Parent:
             os.kill(child.process, signal.SIGKILL)
             os.waitpid(child.process, 0)
         return 0
+
+
+def _forget_signals() -> None:
+    """In a child: the parent's handlers are not its own."""
+    signal.set_wakeup_fd(-1)
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def _bound_resources() -> None:
+    """Ends this process when it computes for too long, also where its parent has been killed; and has it fail where it
+    asks for more memory than is free."""
+    seconds = int(LOAD_SECONDS * usable_cores()) + 1
+    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
+    with contextlib.suppress(OSError, ValueError, StopIteration):  # other systems
+        used, free = (
+            int(next(line for line in Path(file).read_text().splitlines() if line.startswith(name)).split()[1]) * 1024
+            for file, name in (("/proc/self/status", "VmData:"), ("/proc/meminfo", "MemAvailable:"))
+        )
+        with contextlib.suppress(OSError, ValueError):  # a container's own limit (cgroup 2)
+            limit, taken = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
+            free = min(free, limit - taken)
+        most = used + int(LOAD_SHARE * max(free, 0))
+        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
 
 
 def _words(model: Model) -> str:

@@ -512,3 +512,87 @@ def test_the_client_says_why_there_is_no_answer(url, image, words):
     code, lines, err = predict(url, image)
     assert (code, lines, err.count("\n")) == (3, [], 1)
     assert words in err
+
+
+ENDLESS = """
+import sys
+from pathlib import Path
+from serve import __main__, parent
+if hasattr(parent, "LOAD_SECONDS"):
+    parent.LOAD_SECONDS = float({seconds})
+open_bundle = __main__.Bundle.open
+def opened(path, *arguments):
+    file = Path(path) / "bundle" / "endless"
+    while file.exists():
+        sum(range(1_000_000))
+    return open_bundle(path, *arguments)
+__main__.Bundle.open = opened
+sys.exit(__main__.main())
+"""
+
+
+@pytest.fixture
+def endless(run_folder, tmp_path, monkeypatch):
+    """Starts a server whose bundle never loads while it has the file `endless`; gives the server and that file."""
+    started = []
+
+    def start(seconds):
+        shutil.copytree(run_folder.path, tmp_path / "copy")
+        monkeypatch.setattr(Server, "program", (sys.executable, "-c", ENDLESS.replace("{seconds}", str(seconds))))
+        started.append(Server(tmp_path / "copy", tmp_path / "errors"))
+        return started[0], tmp_path / "copy" / "bundle" / "endless"
+
+    yield start
+    for server in started:
+        server.process.kill()
+        server.process.wait()
+
+
+def test_a_model_that_never_loads_is_given_up(endless):
+    """32 clients lose no request meanwhile, a worker that is killed is replaced, and the old model goes on."""
+    server, file = endless(4)
+    _, *workers = server.processes()
+    counts, faults, stop = [0] * 32, [], threading.Event()
+
+    def ask(number):
+        while not stop.is_set():
+            try:
+                connection = server.connect()
+                while not stop.is_set():
+                    connection.request("POST", "/predict", picture("blue"))
+                    assert answer(connection)["label"] == "blue"
+                    counts[number] += 1
+            except (OSError, http.client.HTTPException) as error:
+                faults.append(error)
+            finally:
+                connection.close()
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(32)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: min(counts) > 2, 20)
+    file.touch()
+    wait_until(lambda: len(server.processes()) == 2 + len(workers))
+    before = list(counts)
+    wait_until(lambda: all(now > then for now, then in zip(counts, before, strict=True)), 20)
+    wait_until(lambda: any("was not loaded and proved within 4 s" in event for event in server.events()), 20)
+    assert faults == []
+    stop.set()
+    for thread in threads:
+        thread.join()
+    file.unlink()
+    wait_until(lambda: server.events()[-1] == "the model is loaded anew", 20)
+
+
+def test_a_model_that_never_loads_holds_nobody_up(endless):
+    """While it is tried, a worker that dies is replaced, and SIGTERM is obeyed."""
+    server, file = endless(60)
+    _, *workers = server.processes()
+    file.touch()
+    wait_until(lambda: len(server.processes()) == 2 + len(workers))
+    os.kill(workers[0], signal.SIGKILL)
+    wait_until(lambda: gone(workers[0]) and len(server.processes()) == 2 + len(workers))
+    assert server.ask("POST", "/predict", picture("red"))[1]["label"] == "red"
+    processes = server.processes()
+    assert server.stop() == 0
+    assert all(map(gone, processes))
