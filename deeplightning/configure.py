@@ -48,15 +48,18 @@ def decided(what: str, decide: Callable[[], Any]) -> Any:
     return known[what]
 
 
-def examine(path: str | Path, overrides: list[str] | None = None, *, importing: bool = False) -> Report:
+def examine(
+    path: str | Path, overrides: list[str] | None = None, *, importing: bool = False, beside: bool = True
+) -> Report:
     """All that is wrong with a config here, and the config as it would run.
 
     Args:
         importing: import what the config names, which decides what its source cannot.
+        beside: let names come from the config's folder too.
     """
     if importing:
         import_lean()
-    report = check.examine(path, overrides, importing=importing)
+    report = check.examine(path, overrides, importing=importing, beside=beside)
     cfg = report.config
     if cfg is None or None in (cfg.engine, cfg.data, cfg.model, cfg.train, cfg.logger):
         return report  # a section is no mapping: there is nothing to settle
@@ -77,19 +80,24 @@ def examine(path: str | Path, overrides: list[str] | None = None, *, importing: 
     if cfg.tune is not None and not report.faults:
         given = [*(overrides or []), "tune=null"]
         found = space_of(cfg.tune.space)
-        report.add(*misfits(found, lambda more: examine(path, given + more, importing=importing), report))
+        report.add(
+            *misfits(found, lambda more: examine(path, given + more, importing=importing, beside=beside), report)
+        )
     return report
 
 
-def load_config(path: str | Path, overrides: list[str] | None = None) -> Config:
+def load_config(path: str | Path, overrides: list[str] | None = None, *, beside: bool = True) -> Config:
     """The config of a file with its overrides, checked and settled: what runs is what it says.
+
+    Args:
+        beside: let names come from the config's folder too; not from a run folder, which holds no code to be imported.
 
     Raises:
         ConfigError: with every fault, each with its place.
         SetupError: the machine lacks what the engine needs.
         CheckpointError: a stage needs weights, and none are named.
     """
-    report = examine(path, overrides, importing=True)
+    report = examine(path, overrides, importing=True, beside=beside)
     report.add(*report.at_start)
     return report.checked()
 

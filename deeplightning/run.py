@@ -173,7 +173,7 @@ def evaluate(folder: RunFolder, stage: str, overrides: list[str], allow: Sequenc
     path = checkpoint_of(folder)
     run = read_checkpoint(path).get("run") or {}
     fixed = [f"stages=[{stage}]", f"test.ckpt={_quoted(path)}", "engine.launcher=null", "engine.num_nodes=1"]
-    cfg = load_config(folder.config, [*admitted, *fixed, *overrides])
+    cfg = load_config(folder.config, [*admitted, *fixed, *overrides], beside=False)
     if run.get("id") and not admitted and cfg.logger.type.endswith(("tracking.MLflowLogger", "loggers.MLFlowLogger")):
         cfg.logger.params.setdefault("run_id", run["id"])
     return launch(cfg)

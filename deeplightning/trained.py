@@ -340,7 +340,7 @@ def trained_task(folder: RunFolder, allow: Sequence[str] = (), verb: str = "use"
     admitted = admit(folder, allow, verb)
     path = checkpoint_of(folder)
     checkpoint = read_checkpoint(path)
-    cfg = load_config(folder.config, [*admitted, *TO_ANSWER])
+    cfg = load_config(folder.config, [*admitted, *TO_ANSWER], beside=False)
     task = init_module(cfg, "model")
     task.on_load_checkpoint(checkpoint)
     task.configure_model()
@@ -443,7 +443,8 @@ def quantize_run(folder: RunFolder, allow: Sequence[str] = ()) -> str:
 
     from deeplightning.quantize import quantize
 
-    data = init_module(load_config(folder.config, [*admit(folder, allow, "serve"), *TO_ANSWER]), "data")
+    cfg = load_config(folder.config, [*admit(folder, allow, "serve"), *TO_ANSWER], beside=False)
+    data = init_module(cfg, "data")
     data.prepare_data()
     data.setup("validate")
     try:

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from deeplightning.config.tree import dump, plain
 from deeplightning.deploy import command as command_of
 from deeplightning.runfolder import RunFolder
 from deeplightning.torch_server import Checkpoint
+from deeplightning.trained import trained_task
 from deeplightning.trust import admit, is_own
 
 ROOT = Path(__file__).parents[1]
@@ -260,6 +262,13 @@ def test_a_foreign_run_of_known_classes_is_used_without_leave(run, tmp_path, com
     assert named.code == 0, named
 
 
+def test_nothing_is_imported_out_of_a_run_folder(run, tmp_path):
+    """A module beside `cfg.yaml` does not stand in for one that some library would like to have."""
+    copy = foreign(run, tmp_path / "copy")
+    trained_task(copy)
+    assert str(copy.path) not in sys.path
+
+
 def test_a_foreign_config_does_not_open_the_machine(run, tmp_path, capsys):
     """Neither its host nor a variable reaches the server, with a bundle or without."""
     copy = foreign(run, tmp_path / "copy", serve__host="0.0.0.0")
@@ -278,7 +287,7 @@ def test_what_a_rule_allows_is_what_our_configs_name(run, tmp_path):
     augment = [{"type": "torchvision.transforms.v2.RandomHorizontalFlip", "params": {"p": 0.5}}]
     changes = {
         "model.network": {"type": "torch.nn.Sequential"},
-        "model.loss": {"type": "deeplightning.loss.vae.VAELoss"},
+        "model.loss": {"type": "deeplightning.loss.vae.DiscreteVAELoss"},
         "model.optimizer": {"type": "torch.optim.AdamW", "params": {"lr": 0.1}},
         "model.scheduler": {"type": "torch.optim.lr_scheduler.ReduceLROnPlateau"},
         "data.module.params.augment": augment,

@@ -48,17 +48,20 @@ _LOADER = "torch.utils.data.DataLoader"
 _LOADER_GIVEN = {"dataset": "data.module", "batch_size": "data.batch_size", "num_workers": "data.num_workers"}
 
 
-def examine(path: str | Path, overrides: list[str] | None = None, *, importing: bool = False) -> Report:
+def examine(
+    path: str | Path, overrides: list[str] | None = None, *, importing: bool = False, beside: bool = True
+) -> Report:
     """Checks the config of a file and its overrides.
 
     Args:
         importing: import what the config names, which decides what its source cannot; only once the text is in order.
             Else nothing is imported, and no code executed.
+        beside: let names come from the config's folder too.
     """
     report = Report()
     try:
         report.source = read(path, overrides)
-        _examine(report, report.source, importing)
+        _examine(report, report.source, importing, beside)
     except ConfigError as error:  # there is no going on
         report.config = None
         report.faults = error.faults if report.source is None else in_order(error.faults, report.source)
@@ -80,8 +83,8 @@ def section(name: str, source: Source) -> Any:
     return made
 
 
-def _examine(report: Report, source: Source, importing: bool) -> None:
-    add_import_roots(Path.cwd(), source.folder)
+def _examine(report: Report, source: Source, importing: bool, beside: bool) -> None:
+    add_import_roots(Path.cwd(), *([source.folder] if beside else []))
     checker = _Checker(source.faults, source.secrets, source.root)
     report.places = checker.places
     report.config = config = checker.section(Config, source.root, "", ())
