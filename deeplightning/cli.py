@@ -370,8 +370,10 @@ def runs(
     """List runs, the newest first; remove those that are not wanted.
 
     A line has id, status, start (UTC), experiment, name, result and folder. Running ones are never removed, and nothing
-    is without --delete; files only of runs that this store keeps on this machine. With --sync nothing is listed: the
-    journals of runs that ended before their store had all of their points are written into it.
+    is without --delete; files only of runs that this store keeps on this machine. A run whose process was killed on
+    this machine is written as FAILED first, or shown as DEAD where the store cannot be written. With --sync nothing is
+    listed: the journals of runs that ended before their store had all of their points are written into it, those of
+    other machines too once they were silent for a day.
     """
     from deeplightning import runs as of
 
@@ -388,6 +390,8 @@ def runs(
         if not line:
             click.echo("nothing was left unwritten")
         return
+    for line in of.settled(tracking_uri):
+        click.echo(line, err=True)
     try:
         rows = of.listing(tracking_uri, statuses, metric, name)
     except ValueError as error:

@@ -37,6 +37,13 @@ class Terminated(KeyboardInterrupt):
 
 def prepare() -> None:
     """Opens closed standard streams as /dev/null, guards stdout and stderr, and hears SIGTERM; again: does nothing."""
+    prepare_streams()
+    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
+        signal.signal(signal.SIGTERM, _terminate)
+
+
+def prepare_streams() -> None:
+    """The part of `prepare` that concerns standard streams."""
     global _process
     _process = os.getpid()
     for descriptor in range(3):
@@ -48,8 +55,6 @@ def prepare() -> None:
         sys.stdin = sys.__stdin__ = open(0, closefd=False)  # type: ignore[misc]  # noqa: SIM115
     for name, descriptor in (("stdout", 1), ("stderr", 2)):
         _guard(name, descriptor)
-    if threading.current_thread() is threading.main_thread() and signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
-        signal.signal(signal.SIGTERM, _terminate)
 
 
 def outlive_reader() -> None:

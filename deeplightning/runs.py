@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from deeplightning.config.fault import SetupError
-from deeplightning.tracking.journal import folder_of, left_behind, replay
+from deeplightning.tracking.journal import dead, settle, settle_quietly
+from deeplightning.tracking.owner import AGE
 from deeplightning.tracking.sqlite import Listed, open_directly
 from deeplightning.tracking.store import attach, explain, local_path, locate, remove_files
 from deeplightning.tracking.tracker import open_tracker
@@ -24,6 +25,8 @@ def listing(
     tracking_uri: str | None, statuses: Collection[str] = (), metric: str | None = None, name: str | None = None
 ) -> list[dict[str, str]]:
     """The runs of a store, the newest first: id, status, started (UTC), experiment, name, result, folder.
+
+    A run that the store has as RUNNING, and whose process on this machine was killed, is DEAD.
 
     Args:
         tracking_uri: the store; None: MLFLOW_TRACKING_URI, else `mlruns`.
@@ -39,6 +42,7 @@ def listing(
     wanted, compare, bound = _condition(metric)
     rows = []
     with _runs(tracking_uri) as runs:
+        killed = dead(locate(tracking_uri))
         for run in runs.listing():
             if statuses and run.status not in statuses:
                 continue
@@ -47,6 +51,8 @@ def listing(
             if wanted is not None and not (wanted in run.metrics and compare(run.metrics[wanted], bound)):
                 continue
             rows.append(_row(run, SHOWN if wanted is None else (wanted,)))
+            if run.status == "RUNNING" and run.id in killed:
+                rows[-1]["status"] = "DEAD"
     return rows
 
 
@@ -105,29 +111,27 @@ def remove(
     return gone
 
 
+def settled(tracking_uri: str | None) -> Iterator[str]:
+    """Writes what killed processes of this machine have left; a line for each run that is FAILED from now on."""
+    return settle_quietly(locate(tracking_uri))
+
+
 def sync(tracking_uri: str | None) -> Iterator[str]:
     """Writes the journals that ended processes have left for a store; a line for each run, as it is written.
 
     Raises:
         SetupError: the store cannot be used, or does not answer; what is not written stays.
     """
-    store = locate(tracking_uri)
-    if not left_behind(store):
-        return
-    try:
-        tracker = open_tracker(store)
-    except Exception as error:  # MLflow and SQLite each have their own
-        raise explain(error, store) from error
-    for found in replay(store, tracker):
-        if not found.problem:
-            yield f"{found.run_id}  {found.points} points and {found.others} other entries written"
-        elif found.is_refused:
+    for found in settle(locate(tracking_uri), silent=AGE):
+        if found.is_refused:
             yield f"{found.run_id}  refused ({found.problem}); kept as {found.kept}"
-        else:
-            raise SetupError(
-                f"{store.shown} does not take what was left unwritten ({found.problem}). It stays in "
-                f"{folder_of(store)}; once the store answers: deeplightning runs --sync"
+        elif found.elsewhere:
+            yield (
+                f"{found.run_id}  left alone: its process is of {found.elsewhere}, where `deeplightning runs` settles "
+                f"it; here --sync does once it has been silent for {AGE / 3600:g} hours"
             )
+        else:
+            yield f"{found.run_id}  {found.points} points and {found.others} other entries written"
 
 
 class _runs:

@@ -17,9 +17,10 @@ from commands import environment
 from mlflow.tracking import MlflowClient
 
 from deeplightning.config.fault import SetupError
-from deeplightning.runs import sync
+from deeplightning.runs import listing, sync
 from deeplightning.tracking import MLflowLogger
 from deeplightning.tracking.journal import Journal, folder_of, left_behind
+from deeplightning.tracking.owner import has_ended, this_process
 from deeplightning.tracking.sqlite import Tracker
 from deeplightning.tracking.store import attach, locate
 
@@ -383,3 +384,109 @@ class Waits(pl.Callback):
             while not pathlib.Path("go").exists():
                 time.sleep(0.01)
 '''
+
+
+# ---- a run whose process was killed
+
+
+def head(store, **changed):
+    """What the only journal of a store tells of its process; after a change of that."""
+    (path,) = journals(store)
+    first, *rest = path.read_text().splitlines(keepends=True)
+    told = json.loads(first)[0] | changed
+    if changed:
+        path.write_text(json.dumps([told]) + "\n" + "".join(rest))
+    return told
+
+
+def test_runs_settles_a_killed_run_by_itself(folder, command, place):
+    """The list shows it as FAILED, and stderr says what happened; a second list says nothing."""
+    run_id = killed(folder, *SAID)
+    told = command("runs", "--tracking-uri", folder, cwd=place)
+    assert told.code == 0
+    assert told.out.split()[:2] == [run_id, "FAILED"]
+    assert told.err == f"{run_id}: the process was killed; it is FAILED from now on\n"
+    assert command("runs", "--tracking-uri", folder, cwd=place).err == ""
+    assert client(folder).get_run(run_id).data.tags["failure"] == "the process was killed"
+
+
+def test_the_monitor_settles_a_killed_run_by_itself(folder, monkeypatch, capsys):
+    """Before it shows the runs."""
+    from deeplightning.tracking import monitor
+
+    run_id = killed(folder, *SAID)
+    monkeypatch.setattr("os.execv", lambda *_: 0)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    assert monitor.main(["--tracking-uri", str(folder), "--port", str(port)]) == 0
+    assert client(folder).get_run(run_id).info.status == "FAILED"
+    assert f"{run_id}: the process was killed" in capsys.readouterr().err
+
+
+def test_a_dead_run_that_cannot_be_settled_is_shown_as_such(folder, monkeypatch, command, place):
+    """While another program holds the store for long, the list says DEAD and why."""
+    run_id = killed(folder, *SAID)
+    with closing(sqlite3.connect(folder / "mlflow.db", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        told = command("runs", "--tracking-uri", folder, cwd=place, DEEPLIGHTNING_TRACKING_WAIT="0.5")
+    assert (told.code, told.out.split()[:2]) == (0, [run_id, "DEAD"]), told
+    assert "does not take what was left unwritten" in told.err
+
+
+def test_a_number_that_was_used_again_is_not_the_run(folder):
+    """The process of that number started later than the run's: the run is FAILED. The very process is not."""
+    killed(folder, *SAID)
+    mine = this_process()
+    head(folder, process=mine["process"], start=mine["start"])
+    path = journals(folder)[0]
+    content = path.read_bytes()
+    assert len(list(sync(folder))) == 1  # its points
+    assert [row["status"] for row in listing(str(folder))] == ["RUNNING"]
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(content)
+    head(folder, start=mine["start"] - 1)
+    assert len(list(sync(folder))) == 1
+    assert [row["status"] for row in listing(str(folder))] == ["FAILED"]
+
+
+def test_another_machines_run_is_left_to_it(folder, command, place):
+    """Its free lock proves nothing here: `runs`, the next run and `--sync` leave it alone, until it was silent for a
+    day. After a restart of its own machine, or where the very run goes on, it is settled."""
+    run_id = killed(folder, *SAID)
+    head(folder, host="elsewhere", machine="b" * 32, boot="c" * 36)
+    assert command("runs", "--tracking-uri", folder, cwd=place).out.split()[:2] == [run_id, "RUNNING"]
+    after = MLflowLogger(tracking_uri=folder, system_metrics=False)
+    after.log_metrics({"x": 1.0}, 0)
+    after.finalize("success")
+    assert history(folder, run_id, "x") == []
+    (line,) = sync(folder)
+    assert line.startswith(f"{run_id}  left alone: its process is of elsewhere")
+    (path,) = journals(folder)
+    long_ago = time.time() - 25 * 3600
+    os.utime(path, (long_ago, long_ago))
+    assert command("runs", "--tracking-uri", folder, cwd=place).out.count("RUNNING") == 1
+    assert list(sync(folder)) == [f"{run_id}  400 points and 2 other entries written"]
+    assert client(folder).get_run(run_id).info.status == "FAILED"
+
+
+def test_what_a_process_of_another_machine_left_is_there_where_its_run_goes_on(folder):
+    """A job that was sent to another machine has the points of the first one."""
+    run_id = killed(folder, *SAID)
+    head(folder, host="elsewhere", machine="b" * 32, boot="c" * 36)
+    again = MLflowLogger(tracking_uri=folder, system_metrics=False)
+    again.go_on(run_id, [])
+    again.log_metrics({"x": 200.0}, 200)
+    again.finalize("success")
+    assert history(folder, run_id, "x") == [(step, float(step)) for step in range(201)]
+
+
+def test_a_machine_that_was_started_again_settles_its_runs():
+    """Nothing of it lives on; without an id of the machine the name alone proves nothing."""
+    mine = this_process()
+    assert has_ended(mine) is False
+    assert has_ended({**mine, "start": mine["start"] + 1}) is True
+    assert has_ended({**mine, "boot": "c" * 36, "machine": ""}) is None
+    assert has_ended({**mine, "boot": "c" * 36}) is (True if mine["machine"] else None)
+    assert has_ended({**mine, "boot": "c" * 36, "host": "elsewhere"}) is None
+    assert has_ended({"run": "a" * 32, "process": 1}) is True

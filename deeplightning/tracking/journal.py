@@ -1,8 +1,8 @@
 """What a run says and its store may not have yet, on this machine's disk: a process that is killed loses no point.
 
 A process appends each thing before it goes on, into a file of its own that it holds locked; a file whose lock is free
-is of a process that has ended, and the next run on the store, or `deeplightning runs --sync`, writes what it says. For
-an SQLite store the files lie beside it (`mlruns/mlflow.db.journal/`), for another one in the user's state folder
+is of a process that has ended, and the next run on the store, `deeplightning runs` or `monitor.sh` writes what it
+says. For an SQLite store the files lie beside it (`mlruns/mlflow.db.journal/`), for another one in the user's state folder
 (`~/.local/state/deeplightning/journal/`, or under XDG_STATE_HOME).
 """
 
@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import re
+import time
 import uuid
 import weakref
 from collections.abc import Iterator
@@ -19,8 +20,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deeplightning.tracking.store import Store
-from deeplightning.tracking.tracker import SYSTEM, Batch, Point, Tracker, stored
+from deeplightning.config.fault import SetupError
+from deeplightning.tracking.owner import has_ended, this_process
+from deeplightning.tracking.store import Store, explain
+from deeplightning.tracking.tracker import SYSTEM, Batch, Point, Tracker, open_tracker, stored
 
 try:
     import fcntl
@@ -66,7 +69,7 @@ class Journal:
 
     def __init__(self, store: Store, run_id: str):
         self.path = folder_of(store) / f"{run_id}.{uuid.uuid4().hex[:8]}{_SUFFIX}"
-        header = _line(({"run": run_id, "store": store.shown, "process": os.getpid()},))
+        header = _line(({"run": run_id, "store": store.shown} | this_process(),))
         self._start, self._length = len(header), len(header)
         # Locked before it has its name: nobody takes it for one that was left behind.
         beside = self.path.with_suffix(".new")
@@ -131,6 +134,8 @@ class Written:
         problem: why it could not be written; "": it was.
         kept: where it is now, if not all of it is written.
         is_refused: the store will never take it, so it is not tried again.
+        has_died: its process was killed, and the run is FAILED from now on.
+        elsewhere: the machine that it is left to, which alone knows whether the process lives; "": none.
     """
 
     run_id: str
@@ -139,6 +144,8 @@ class Written:
     problem: str = ""
     kept: Path | None = None
     is_refused: bool = False
+    elsewhere: str = ""
+    has_died: bool = False
 
 
 def left_behind(store: Store) -> list[Path]:
@@ -150,23 +157,80 @@ def left_behind(store: Store) -> list[Path]:
     return [path for _, path in sorted(found)]
 
 
-def replay(store: Store, tracker: Tracker, continuing: str | None = None) -> list[Written]:
-    """Writes what ended processes have left unwritten; those that run are left alone.
+def settle(store: Store, silent: float | None = None) -> Iterator[Written]:
+    """Opens a store for which something was left behind, and writes that; see `replay`.
+
+    Raises:
+        SetupError: the store cannot be used, or does not answer; what is not written stays.
+    """
+    if not left_behind(store):
+        return
+    try:
+        tracker = open_tracker(store)
+    except Exception as error:  # MLflow and SQLite each have their own
+        raise explain(error, store) from error
+    try:
+        for found in replay(store, tracker, silent=silent):
+            if found.problem and not found.is_refused:
+                raise SetupError(
+                    f"{store.shown} does not take what was left unwritten ({found.problem}). It stays in "
+                    f"{folder_of(store)}; once the store answers: deeplightning runs --sync"
+                )
+            yield found
+    finally:
+        tracker.close()
+
+
+def settle_quietly(store: Store) -> Iterator[str]:
+    """The same for who wants to look at the runs: a line for each that was settled, or why none could be."""
+    try:
+        for found in settle(store):
+            if found.is_refused:
+                yield f"warning: {found.run_id}: refused ({found.problem}); kept as {found.kept}"
+            elif found.has_died:
+                yield f"{found.run_id}: {ENDED}; it is FAILED from now on"
+    except SetupError as error:
+        yield f"warning: {error}"
+
+
+def dead(store: Store) -> set[str]:
+    """The runs of which a process of this machine was killed, and that is not in the store yet."""
+    found: set[str] = set()
+    for path in left_behind(store):
+        with _claimed(path) as descriptor:
+            if descriptor is not None:
+                header, _ = _read(descriptor)
+                if has_ended(header):
+                    found.add(str(header.get("run")))
+    return found
+
+
+def replay(store: Store, tracker: Tracker, continuing: str | None = None, silent: float | None = None) -> list[Written]:
+    """Writes what ended processes have left unwritten; those that run are left alone, and those of other machines.
 
     A run whose process ended without a word is ended as FAILED.
 
     Args:
         continuing: the run that goes on in this process, whose status is therefore its own affair.
+        silent: seconds after which another machine's process counts as dead if it has said nothing; None: never.
     """
     done = []
     for path in left_behind(store):
         with _claimed(path) as descriptor:
             if descriptor is None:
                 continue
-            run_id, entries = _read(descriptor)
+            header, entries = _read(descriptor)
+            run_id, ended = header.get("run"), has_ended(header)
             result = Written(run_id or path.name.partition(".")[0])
+            is_continued = run_id is not None and run_id == continuing
+            if ended is None and not is_continued:
+                if silent is None or time.time() - _ended(descriptor) / 1000 < silent:
+                    result.elsewhere = str(header["host"])
+                    done.append(result)
+                    continue
+                ended = True
             try:
-                _write(tracker, result, entries, _ended(descriptor), path, run_id == continuing)
+                _write(tracker, result, entries, _ended(descriptor), path, is_continued, ended is False)
             except Exception as error:  # MLflow, SQLite and the network each have their own
                 result.problem, result.kept = " ".join(str(error).split())[:200] or type(error).__name__, path
                 if not tracker.is_transient(error):
@@ -180,7 +244,15 @@ def replay(store: Store, tracker: Tracker, continuing: str | None = None) -> lis
     return done
 
 
-def _write(tracker: Tracker, result: Written, entries: list[Entry], ended: int, path: Path, is_continued: bool) -> None:
+def _write(
+    tracker: Tracker,
+    result: Written,
+    entries: list[Entry],
+    ended: int,
+    path: Path,
+    is_continued: bool,
+    is_alive: bool,
+) -> None:
     run = tracker.run(result.run_id)
     if run is None and not entries:
         return
@@ -197,8 +269,8 @@ def _write(tracker: Tracker, result: Written, entries: list[Entry], ended: int, 
         batch.tags.pop("failure", None)
     elif (batch.status or (run.status, None))[0] == "RUNNING":
         batch.status = None
-        if not _is_at_work(path, run.id):
-            batch.status = ("FAILED", ended)
+        if not is_alive and not _is_at_work(path, run.id):
+            batch.status, result.has_died = ("FAILED", ended), True
             batch.tags.setdefault("failure", ENDED)
     tracker.log_batch(run.id, batch)
     for source, folder in files:
@@ -271,16 +343,16 @@ def _hold(descriptor: int) -> bool:
     return True
 
 
-def _read(descriptor: int) -> tuple[str | None, list[Entry]]:
-    """The run and the entries of a journal, without lines that were not finished or are damaged."""
+def _read(descriptor: int) -> tuple[dict[str, Any], list[Entry]]:
+    """What a journal tells of its run and process, and its entries, without unfinished or damaged lines."""
     size = os.fstat(descriptor).st_size
     lines = os.pread(descriptor, size, 0).split(b"\n")[:-1]
     found: list[Entry] = []
     for line in lines:
         with contextlib.suppress(ValueError, TypeError):  # also text that is no UTF-8
             found += [entry] if (entry := tuple(json.loads(line))) else []
-    run_id = found[0][0].get("run") if found and isinstance(found[0][0], dict) else None
-    return run_id, [entry for entry in found if isinstance(entry[0], str)]
+    header = found[0][0] if found and isinstance(found[0][0], dict) else {}
+    return header, [entry for entry in found if isinstance(entry[0], str)]
 
 
 def _ended(descriptor: int) -> int:

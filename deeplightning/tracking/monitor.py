@@ -10,6 +10,8 @@ import socket
 import sys
 
 from deeplightning.config.fault import SetupError
+from deeplightning.process import outlive_reader, prepare_streams
+from deeplightning.tracking.journal import settle_quietly
 from deeplightning.tracking.store import attach, explain, locate
 
 
@@ -29,6 +31,8 @@ def main(arguments: list[str] | None = None) -> int:
     except SetupError as error:
         print(error, file=sys.stderr)
         return error.exit_code
+    for line in settle_quietly(locate(options.tracking_uri)):
+        print(line, file=sys.stderr)
     if command is None:
         print(f"The store is a server with its own pages: {locate(options.tracking_uri).shown}")
         return 0
@@ -86,4 +90,6 @@ def _port(text: str) -> int:
 
 
 if __name__ == "__main__":
+    prepare_streams()
+    outlive_reader()
     sys.exit(main())

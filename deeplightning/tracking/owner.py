@@ -1,0 +1,73 @@
+"""Which process a journal is of: its machine, its number and its start, since a number is used again.
+
+A process of this machine can be looked for; of another machine's nothing is known but when it last said something.
+"""
+
+import functools
+import os
+import socket
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+AGE = 24 * 3600.0
+"""Seconds of silence after which `runs --sync` takes another machine's process for dead."""
+
+
+def this_process() -> dict[str, Any]:
+    """What a journal says of the process that writes it, plain values."""
+    pid = os.getpid()
+    return {"process": pid, "start": started(pid), **_machine()}
+
+
+def has_ended(told: Mapping[str, Any]) -> bool | None:
+    """Whether the process that a journal tells of has ended; None: it is of another machine, which alone knows.
+
+    A journal that tells no machine, of an earlier version, was left by a process that has ended: its lock is free.
+    """
+    if "host" not in told:
+        return True
+    here = _machine()
+    if told.get("boot") != here["boot"] or (not here["boot"] and told["host"] != here["host"]):
+        # The machine was started again, or it is another one.
+        is_this = told["host"] == here["host"] and told.get("machine") == here["machine"]
+        return True if is_this and here["machine"] else None
+    if told.get("space") != here["space"]:  # another container's; the kernel is the same, so the free lock is its end
+        return True
+    found, start = started(told.get("process")), told.get("start")
+    return found is None or (start is not None and found != start)
+
+
+def started(pid: Any) -> int | None:
+    """When a process of this machine started, in ticks since the machine did; None: it has ended, or nothing tells."""
+    if not isinstance(pid, int):
+        return None
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return None if fields[0] in ("Z", "X") else int(fields[19])
+
+
+@functools.cache
+def _machine() -> dict[str, str]:
+    return {
+        "host": socket.gethostname(),
+        "machine": _read("/etc/machine-id"),
+        "boot": _read("/proc/sys/kernel/random/boot_id"),
+        "space": _space(),
+    }
+
+
+def _space() -> str:
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return ""
+
+
+def _read(path: str) -> str:
+    try:
+        return Path(path).read_text().strip()
+    except OSError:
+        return ""
