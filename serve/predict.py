@@ -27,7 +27,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Print, for each picture or text in order, the server's answer with the key `image` (its path) or `text` in front.
 
     Returns:
-        the exit code: 0, or 3 at the first one without an answer, with one note on stderr.
+        the exit code: 0, or 3 at the first one without an answer, with one note on stderr; 141 where nobody reads
+        stdout any more.
     """
     parser = argparse.ArgumentParser(
         prog="predict.sh",
@@ -47,6 +48,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except PredictError as error:
         print(error, file=sys.stderr)
         return error.exit_code
+    except BrokenPipeError:  # of stdout: those of the network are a PredictError
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # else the interpreter complains at its end
+        return 141
     return 0
 
 

@@ -1,9 +1,11 @@
 """What a command does when the reader of its stdout leaves, where stdout is closed, and at SIGTERM in its first
 seconds."""
 
+import http.server
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -160,3 +162,30 @@ def test_sigterm_that_a_library_swallows_ends_all_the_same(command, tiny, tmp_pa
     assert outcome.code == 143, outcome
     assert outcome.err.splitlines()[-1] == TERMINATED
     assert "Traceback" not in outcome.err
+
+
+class Answers(http.server.BaseHTTPRequestHandler):
+    """A server that sees a 7 in everything."""
+
+    def do_POST(self) -> None:
+        self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'{"predicted_class": "7"}')
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+def test_predict_ends_without_a_word_where_nobody_reads():
+    """`predict.sh … | true` ends with 141, `predict.sh … >&-` with 0; nothing is on stderr."""
+    with http.server.HTTPServer(("127.0.0.1", 0), Answers) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        try:
+            ask = f"{sys.executable} -m serve.predict --text a b c"
+            script = f"( sleep 0.1; {ask} ) | true; echo ${{PIPESTATUS[0]}}; {ask} >&-; echo $?"
+            env = environment(PREDICT_URL=f"http://127.0.0.1:{server.server_port}/predict")
+            done = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True, timeout=60)
+        finally:
+            server.shutdown()
+    assert (done.stdout.split(), done.stderr) == (["141", "0"], "")

@@ -2,8 +2,8 @@
 
 A process appends each thing before it goes on, into a file of its own that it holds locked; a file whose lock is free
 is of a process that has ended, and the next run on the store, `deeplightning runs` or `monitor.sh` writes what it
-says. For an SQLite store the files lie beside it (`mlruns/mlflow.db.journal/`), for another one in the user's state folder
-(`~/.local/state/deeplightning/journal/`, or under XDG_STATE_HOME).
+says. For an SQLite store the files lie beside it (`mlruns/mlflow.db.journal/`), for another one in the user's state
+folder (`~/.local/state/deeplightning/journal/`, or under XDG_STATE_HOME).
 """
 
 import contextlib
