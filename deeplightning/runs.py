@@ -14,7 +14,6 @@ from deeplightning.tracking.journal import dead, settle, settle_quietly
 from deeplightning.tracking.owner import AGE
 from deeplightning.tracking.sqlite import Listed, open_directly
 from deeplightning.tracking.store import attach, explain, local_path, locate, remove_files
-from deeplightning.tracking.tracker import open_tracker
 
 UNFINISHED = ("FAILED", "KILLED")
 REMOVABLE = (*UNFINISHED, "FINISHED")

@@ -668,7 +668,7 @@ def test_a_damaged_zip_is_told(content, tmp_path):
     ("line", "kept"),
     [
         ('password = "hunter2"', 'password = "***"'),
-        ("DB_PASSWORD: str = 'hunter2 and 3'", "DB_PASSWORD: str = 'hunter2 and 3'"),
+        ("DB_PASSWORD: str = 'hunter2 and 3'", "DB_PASSWORD: str = '***'"),
         ('login(api_key="k3j4h5g6f7d8s9a0q1w2")', 'login(api_key="***")'),
         ('{"auth_token": "k3j4h5g6f7d8s9a0q1w2"}', '{"auth_token": "***"}'),
         (f'x = "{WRITTEN}"', 'x = "***"'),

@@ -129,7 +129,9 @@ class Origin:
             if hasattr(os, "setpriority"):  # of this thread alone, on Linux
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)  # at 19 it may starve
             self._program = describe_program()
-            self._changed = {name: without_secrets(text, self._redact)[0] for name, text in changed_files().items()}
+            self._changed = {
+                name: without_secrets(text, self._redact, name)[0] for name, text in changed_files().items()
+            }
             of_a_package = type(data).__module__.startswith("deeplightning.data.") or data is None
             arrays = describe_arrays(data) if not paths and not of_a_package else {}
             if not paths and not arrays:

@@ -4,12 +4,15 @@ Each value is made once and what references make together is bounded: forty line
 values.
 """
 
+import base64
 import json
 import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
+from urllib.parse import quote, quote_plus
 
 from deeplightning.config.expression import Call, Key, Malformed, Node, Text, Word, parse, parse_argument
 from deeplightning.config.fault import ConfigError, Fault, nearest
@@ -17,6 +20,7 @@ from deeplightning.config.tree import MAX_DEPTH, MAX_FAULTS, MAX_VALUES, Entry, 
 
 MAX_CHARACTERS = 1_000_000  # of the texts that references make
 MAX_PARTS = 100_000  # of the texts that hold references: words, keys, arguments
+CUT = 20  # characters: a value that a message has cut is known by its first ones
 MAX_STEPS = 150  # of references and sections that lead to each other; Python bears a thousand
 
 
@@ -37,11 +41,34 @@ class Secrets:
         return next((self.texts[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self.texts), None)
 
     def redact(self, text: str) -> str:
-        """Text without what came from the environment, plain or as Python's repr and JSON write it."""
+        """Text without what came from the environment: plain, as Python's repr and JSON write it, quoted for a URL, in
+        base64 (also as a part of what was encoded), and of each of these the first 20 characters or more."""
         for value in sorted(self.values, key=len, reverse=True):
-            for form in dict.fromkeys((value, repr(value)[1:-1], json.dumps(value)[1:-1])):
+            for form in _forms(value):
                 text = text.replace(form, self.values[value])
+                begin = text.find(form[:CUT]) if len(form) > CUT else -1
+                while begin >= 0:
+                    end = begin + CUT
+                    while text[end : end + 1] == form[end - begin : end - begin + 1] != "":
+                        end += 1
+                    text = text[:begin] + self.values[value] + text[end:]
+                    begin = text.find(form[:CUT], begin + len(self.values[value]))
         return text
+
+
+@cache
+def _forms(value: str) -> tuple[str, ...]:
+    """How messages of other libraries may write a value."""
+    forms = [value, repr(value)[1:-1], json.dumps(value)[1:-1]]
+    content = value.encode("utf-8", "surrogateescape")
+    forms += [quote(content), quote(content, safe=""), quote_plus(content), quote(content, safe="").lower()]
+    for encode in (base64.b64encode, base64.urlsafe_b64encode) if len(value) >= 6 else ():
+        forms.append(encode(content).decode())
+        for before in range(3):  # characters in front of it shift it; those that they share are dropped
+            whole = encode(bytes(before) + content).decode().rstrip("=")
+            shared = len(content) + before
+            forms.append(whole[-(-before * 8 // 6) : shared * 8 // 6])
+    return tuple(dict.fromkeys(forms))
 
 
 def resolve(root: Entry, faults: list[Fault]) -> Secrets:

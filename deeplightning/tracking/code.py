@@ -258,7 +258,7 @@ class _Collector:
         self.bytes += len(content)
 
     def without_secrets(self, path: str, content: bytes) -> bytes:
-        clean, lines = without_secrets(content, self.redact)
+        clean, lines = without_secrets(content, self.redact, path)
         self.concealed += [f"{path}:{line}" for line in lines]
         return clean
 
@@ -302,13 +302,13 @@ def _installed_into(path: Iterable[str]) -> list[str]:
     return found
 
 
-def without_secrets(content: bytes, redact: Callable[[str], str]) -> tuple[bytes, list[int]]:
+def without_secrets(content: bytes, redact: Callable[[str], str], name: str) -> tuple[bytes, list[int]]:
     """A file's content with secrets blotted out, and the lines of those that nobody can put back. One that is no text
     in UTF-8 is looked at as one in Latin-1."""
     for encoding in ("utf-8", "latin-1"):
         with suppress(UnicodeError):
             text = content.decode(encoding)
-            clean, lines = conceal(redact(text))
+            clean, lines = conceal(redact(text), name)
             return (content if clean == text else clean.encode(encoding, "backslashreplace")), lines
     raise AssertionError("every byte is a character of Latin-1")
 

@@ -1,49 +1,264 @@
-"""Secrets that somebody has written into code are blotted out before a run keeps that code. Standard library only."""
+"""Secrets that somebody has written into code are blotted out before a run keeps that code. Standard library only.
+
+Two passes: what services hand out is known by its shape; then each name that says that its value is secret is looked
+up, and the assignment behind it is read by the syntax of the file's kind. A reference, a placeholder, a type or prose
+stays. detect-secrets does not serve: it reports lines instead of places in them, its import takes longer than all of
+this, and on the corpora of `tests/hostile` it finds less and errs more.
+"""
 
 import math
 import re
+from bisect import bisect
 from collections import Counter
+from collections.abc import Iterator
+from itertools import accumulate
 
 BLOT = "***"
 """What stands where a secret stood."""
 
-# A value under a name that says it is secret: any of four characters and more.
-_NAMED = r"[\w.-]*(?:password|passwd|passphrase|secret)\w*"
-# A value under a name that may stand for other things too, such as the token of a tokenizer: only what looks random.
-_KEYED = r"[\w.-]*(?:token|api_?key|access_?key|auth_?key|credential)\w*"
-_ASSIGNED = re.compile(
-    rf"(?i)(?P<before>(?:(?P<named>\b{_NAMED})|(?P<keyed>\b{_KEYED}))[\"']?\]?\s*(?::\s*\w+\s*)?[:=]\s*[rbuf]?)"
-    r"(?P<quote>[\"'])(?P<value>[^\"'\n]{4,})(?P=quote)"
+_CODE = re.compile(r"(?i)\.(?:pyi?|pyx|[jt]sx?|c|cc|cpp|cuh?|h|hpp|java|go|rs|jl|rb|lua|r|ipynb|tf|sql)$|^$")
+_PROSE = re.compile(r"(?i)\.(?:md|rst|txt|tex|html?|csv)$")
+
+# ---- names
+
+_KEYWORD = re.compile(
+    r"(?i)pass(?:word|wd|phrase|code|wort)|secret|pwd|pass(?![a-z])|token(?!i[sz])|credential|salt(?![a-z])|auth(?![a-z])"
+    r"|(?:private|account|shared|encryption|api|access|auth|service|session|signing|licen[cs]e|deploy)[_-]?key"
+    r"|client[_-]?key[_-]?data|_key(?![a-z])"
 )
-# What services hand out, known by its first letters; keys in PEM; a password in an address.
+# The value is a secret whatever it looks like.
+_STRONG = re.compile(
+    r"password|passwd|passphrase|passcode|passwort|secret|(?:^|_)(?:pass|pwd)s?$|(?:private|account)_?key|key_data$"
+)
+# Only what looks random: a tokenizer has tokens, a dictionary keys.
+_WEAK = re.compile(
+    r"tokens?$|(?:^|_)auth_?token|(?:api|access|auth|shared|encryption|service|session|signing|licen[cs]e|deploy)_?keys?$"
+    r"|credentials?$|(?:^|_)(?:auth|salt)$"
+)
+# What is known about a secret, and where it is kept.
+_ABOUT = re.compile(
+    r"_(?:name|env|var|variable|file|path|dir|ref|type|field|prompt|help|label|hint|url|count|len|length|ids?|class|index"
+    r"|mask|embedding|dropout|regex|pattern|required|policy|message|error)s?$"
+    r"|(?:pad|eos|bos|sep|cls|mask|unk|special|image|start|end|first|last|next|num|max)_tokens?$"
+)
+
+# ---- what services hand out
+
 _KNOWN = re.compile(
-    r"\b(?:AKIA|ASIA)[0-9A-Z]{16}\b|\bgh[pousr]_\w{30,}|\bgithub_pat_\w{30,}|\bhf_[A-Za-z0-9]{30,}|\bsk-[\w-]{20,}"
-    r"|\bxox[abprs]-[\w-]{10,}|\bAIza[\w-]{35}|\beyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]{5,}"
+    r"\b(?:AKIA|ASIA|ABIA|ACCA)[0-9A-Z]{16}\b|\bgh[pousr]_\w{30,}|\bgithub_pat_\w{30,}|\bgl[a-z]{2,6}-[\w-]{16,}"
+    r"|\bhf_[A-Za-z0-9]{30,}|\bsk-[\w-]{20,}|\b[sr]k_(?:live|test)_\w{10,}|\bwhsec_\w{16,}|\bxox[abeprs]-[\w-]{10,}"
+    r"|\bxapp-[\w-]{10,}|\bAIza[\w-]{35}|\bGOCSPX-[\w-]{20,}|\bya29\.[\w-]{20,}|\bSG\.[\w-]{16,}\.[\w-]{16,}"
+    r"|\beyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]{5,}|\bnpm_\w{30,}|\bpypi-[\w-]{30,}|\bdo[opr]_v1_[0-9a-f]{40,}"
+    r"|\bshp(?:at|ca|pa|ss)_[0-9a-fA-F]{32}|\bdckr_[a-z]{2,4}_[\w-]{20,}|\bhv[sbr]\.[\w-]{20,}|\bdapi[0-9a-f]{32}\b"
+    r"|\b\d{8,10}:[\w-]{35}\b|\bSK[0-9a-f]{32}\b|\b[0-9a-f]{32}-us\d{1,2}\b|\bsq0[a-z]{3}-[\w-]{20,}"
+    r"|\bsntry[su]_[\w+/=-]{20,}|\bAGE-SECRET-KEY-1[0-9A-Z]{50,}|\bnvapi-[\w-]{30,}|\blin_api_\w{30,}|\br8_\w{30,}"
+    r"|\bgsk_\w{30,}|\bxai-\w{30,}|\bpplx-\w{30,}|\btskey-[\w-]{20,}|\bATATT3[\w=-]{30,}|\bPMAK-[\w-]{30,}"
+    r"|(?<=hooks\.slack\.com/services/)[\w/]{20,}|(?<=/api/webhooks/)\d{10,}/[\w-]{20,}"
+    r"|(?i:(?<=AccountKey=)|(?<=SharedAccessKey=))[\w+/]{20,}=*"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
-    r"|(?<=://)[^\s/:@'\"]+:[^\s/@'\"{}]+(?=@)"
+    r"|(?<=://)[^\s/:@'\"]*:[^\s/@'\"{}$<]+(?=@)"
 )
 
 
-def conceal(text: str) -> tuple[str, list[int]]:
+# ---- assignments, from the end of a name on
+
+_STRING = r"[rbuRBU]{0,2}(?P<quote>\\?[\"'`])(?P<value>(?:(?!(?P=quote))(?:\\.|[^\n\\])){1,4096})(?P=quote)"
+_LONG = r"[rbuRBU]{0,2}(?P<quote>\"{3}|'{3})\s*(?P<value>[^\s](?:(?!(?P=quote))[\s\S]){0,4096}?)\s*(?P=quote)"
+_TYPED = r"(?:\s*:\s*[\w.]+(?:\[[\w., |]{0,80}\])?(?:\s*\|\s*[\w.]+){0,4})?"
+_OPEN = r"(?P<open>(?:[(\[]|\b(?:SecretStr|SecretBytes|Secret|Field|str|bytes)\((?:\s*default\s*=)?)\s*[-+ ]*)*"
+_ASSIGN = rf"\\?[\"'`]?\]?(?:{_TYPED}\s*(?::=|=>|[=!]==?|=)|\s*:)\s*{_OPEN}"
+_AFTER = r"\\?[\"'`]\s*(?:,|\{)\s*(?:[+-]\s*)?(?:(?:default|value)\s*=\s*)?"
+_QUOTED = [  # in every kind of file
+    re.compile(rf"(?:{_ASSIGN}){_LONG}"),
+    re.compile(rf"(?:{_ASSIGN}){_STRING}"),
+    re.compile(rf"{_AFTER}{_STRING}"),  # setdefault("API_KEY", "…"), variable "db_password" { default = "…" }
+    re.compile(rf"[\"']\s+(?:value|default)\s*=\s*{_STRING}"),  # <add key="ApiPassword" value="…"/>
+    re.compile(rf"\s*=\s*\(\s*[\"'][^\"'\n]*[\"']\s*,\s*{_STRING}"),  # auth=("me", "…")
+    re.compile(r"\s+is:?\s+(?P<quote>[`\"'])(?P<value>\S+)(?P=quote)"),
+    re.compile(r">(?P<value>[^<>\n$]+)</"),
+]
+_NEXT = re.compile(rf"\s*,\s*{_STRING}")
+_INNER = re.compile(r"=(?P<value>[^;&\"'\s{}$<>%(]+)")  # Server=db;Pwd=…;Port=1 and ?page=1&token=…
+_OPTION = re.compile(r"(?:=|\s+)[\"']?(?P<value>[^\s\"'$-][^\s\"']*)")
+_DEFAULT = re.compile(r":?[-=](?P<value>[^}\s$]+)\}")  # ${PASSWORD:-…}
+_REST = re.compile(  # a line's only assignment: up to the end of the line or a comment
+    r"[\"']?[ \t]*[:=](?!=)[ \t]*(?P<value>[^\s\"'{}\[\]|>,;#!&*(][^\n]{0,300}?)(?=[ \t]{0,20}(?:[ \t]#|$))",
+    re.MULTILINE,
+)
+_SETTINGS = [  # without quotes, in a file of settings
+    re.compile(
+        r"[\"']?[ \t]*[:=](?!=)[ \t]*(?P<value>[^\s\"'{}\[\]|>,;#!&*(][^\n,}\]#;]{0,300}?)"
+        r"(?=[ \t]{0,20}(?:[,}\];]|[ \t]#|$))",
+        re.MULTILINE,
+    ),
+    re.compile(r"[\"']?[ \t]*[:=](?!=)[ \t]*(?P<value>[^\s\"'{}\[\]|>#!&*(][^\s,}\]\"']*)"),
+    re.compile(r":[ \t]*[|>][+-]?[ \t]*\n[+-]?[ \t]+(?P<value>\S[^\n]*)"),
+    re.compile(r"[\"']?[ \t]*\n[ +-]*value:[ \t]*[\"']?(?P<value>[^\s\"']+)"),  # name: DB_PASSWORD, then value: …
+]
+_SPACED = re.compile(r"[ \t]+(?P<value>[^\s=:]\S*)")  # ENV DB_PASSWORD …, and the lines of .netrc
+_ITEM = re.compile(r"[ +-]*-[ \t]+[\"']?(?P<value>[^\s\"'][^\n\"']*)[\"']?[ \t]*(?:\n|\Z)")
+_NOTE = re.compile(r"[\"']?[ \t]*[:=](?!=)[ \t]*(?P<value>[^\s\"',;(){}\[\]]+)(?=[.,;)]?[ \t]*$)", re.MULTILINE)
+_ODD = [  # where no name of ours stands before the value
+    re.compile(
+        r"(?i)\bAuthorization\\?[\"']?\s*[:=,]\s*\\?f?[\"']?(?:(?:Bearer|Basic|Token|Bot)\s+)?(?P<value>[\w.~+/=-]{8,})"
+    ),
+    re.compile(r"\bBearer\s+(?P<value>(?=[\w.~+/=-]*\d)[\w.~+/=-]{12,})"),
+    re.compile(r"\b(?:curl|wget)\b[^\n|;]*\s(?:-u|--user)[ \t=]*[\"']?[\w.@-]+:(?P<value>[^\s\"'$]+)"),
+    re.compile(r"\bsshpass\s+-p\s*(?P<value>[^\s\"'$]+)"),
+    re.compile(r"(?i)\b(?:IDENTIFIED\s+BY|PASSWORD)\s+'(?P<value>[^'\n]+)'"),
+]
+_COMMENT = re.compile(r"(?m)(?:^|[\s+-])(?:#|//|--)[^\n]*|(\"{3}|'{3})[\s\S]*?\1")
+_SECRET_OF_KUBERNETES = re.compile(r"(?m)^[ +-]*kind:[ \t]*Secret\b")
+_DATA = re.compile(r"(?m)^([ +-]*)(?:data|stringData):[ \t]*\n((?:\1[ ]+\S[^\n]*(?:\n|\Z))+)")
+_FILE = re.compile(r"^diff --git .*? b/(.*)$", re.MULTILINE)
+
+# ---- values
+
+_WORDS = re.compile(
+    r"(?i)str(?:ing)?|u?int\d*|bool(?:ean)?|float\d*|number|none|null|true|false|optional|required|yes|no|any|bytes"
+)
+_PLACEHOLDER = re.compile(
+    r"\$.*|.*[$%]?\{+[\w .:-]*\}.*|<.*>|\[.*\]|%\(.*|%[sd]|\*+|x{4,}|\.{3}.*|…|!\w+|[\^~<>=!]+ ?\d[\w.,<>=*! ]*",
+    re.DOTALL,
+)
+_SENTENCE = re.compile(
+    r"(?i)\b(?:enter|your|please|must|the|is|are|to|for|of|from|forgot|wrong|invalid|incorrect|missing|set)\b|[:.?!…]$"
+)
+
+
+def conceal(text: str, name: str = "") -> tuple[str, list[int]]:
     """Text without what looks like a secret, and the lines that held one, from 1.
 
     A name of a variable (`DB_PASSWORD`), a placeholder in brackets and a reference (`${…}`) are no secrets.
+
+    Args:
+        name: the file's; its ending tells the syntax. Without one the text is taken for code.
     """
-    lines: list[int] = []
+    spans = sorted({*_spans(text, name)})
+    starts = [0, *accumulate(len(line) for line in text.splitlines(keepends=True))] if spans else []
+    parts: list[str] = []
+    lines: set[int] = set()
+    done = 0
+    for start, end in spans:
+        if end <= done:
+            continue
+        start = max(start, done)
+        lines.add(bisect(starts, start))
+        parts += [text[done:start], BLOT, "\n" * text.count("\n", start, end)]  # the lines behind keep their numbers
+        done = end
+    return "".join([*parts, text[done:]]), sorted(lines)
 
-    def assigned(found: re.Match[str]) -> str:
-        value = found["value"]
-        if re.fullmatch(r"[A-Z][A-Z0-9_]*|.*[{<\[ ].*|\*+", value) or not (found["named"] or _looks_random(value)):
-            return found[0]
-        lines.append(found.string.count("\n", 0, found.start("value")) + 1)
-        return f"{found['before']}{found['quote']}{BLOT}{found['quote']}"
 
-    def known(found: re.Match[str]) -> str:
-        lines.append(found.string.count("\n", 0, found.start()) + 1)
-        return BLOT + "\n" * found[0].count("\n")  # the lines behind keep their numbers
+def conceal_diff(diff: str) -> str:
+    """What git tells of changes, without secrets: each file by its own kind."""
+    starts = [*_FILE.finditer(diff)]
+    ends = [found.start() for found in starts] + [len(diff)]
+    parts = [conceal(diff[: ends[0]])[0]]
+    for number, found in enumerate(starts):
+        parts.append(conceal(diff[found.start() : ends[number + 1]], found[1].strip('"'))[0])
+    return "".join(parts)
 
-    text = _KNOWN.sub(known, text)
-    return _ASSIGNED.sub(assigned, text), sorted({*lines})
+
+def _spans(text: str, name: str) -> Iterator[tuple[int, int]]:
+    """Where secrets stand."""
+    for found in _KNOWN.finditer(text):
+        yield found.span()
+    for pattern in _ODD:
+        for found in pattern.finditer(text):
+            if not _PLACEHOLDER.fullmatch(found["value"]):
+                yield found.span("value")
+    is_code, is_prose = bool(_CODE.search(name)), bool(_PROSE.search(name))
+    notes = [found.span() for found in _COMMENT.finditer(text)] if is_code else []
+    opened = [start for start, _ in notes]
+    past = 0
+    for keyword in _KEYWORD.finditer(text):
+        start, end = keyword.span()
+        if start < past:
+            continue  # in the name that was looked at last
+        least, most = max(0, start - 60), min(len(text), end + 60)
+        while start > least and (text[start - 1].isalnum() or text[start - 1] in "_-.") and text[start - 1].isascii():
+            start -= 1
+        while end < most and (text[end].isalnum() or text[end] == "_"):
+            end += 1
+        past = end
+        strength = _strength(text[start:end].lstrip("-"))
+        if not strength:
+            continue
+        note = bisect(opened, start) - 1
+        is_note = is_prose or (is_code and note >= 0 and notes[note][1] >= end)
+        line = text[max(0, start - 200) : start].rpartition("\n")[2]
+        for found in _assigned(text, start, end, line, is_note, is_code):
+            if _is_secret(found["value"], strength, is_note and "quote" not in found.re.groupindex):
+                yield found.span("value")
+    if not is_code and not is_prose and _SECRET_OF_KUBERNETES.search(text):
+        for block in _DATA.finditer(text):
+            for found in re.finditer(r"(?m):[ \t]*[\"']?(?P<value>[\w+/=-]{4,})[\"']?[ \t]*$", block[2]):
+                yield block.start(2) + found.start("value"), block.start(2) + found.end("value")
+
+
+def _assigned(text: str, start: int, end: int, line: str, is_note: bool, is_code: bool) -> Iterator[re.Match[str]]:
+    """What is assigned to the name between two places."""
+    for pattern in _QUOTED:
+        if found := pattern.match(text, end):
+            yield found
+            is_open = bool(found.groupdict().get("open"))
+            while is_open and (found := _NEXT.match(text, found.end())):
+                yield found
+    patterns = []
+    before = text[start - 1 : start]
+    if before and before in ";\"'?&":
+        patterns.append(_INNER)
+    if text.startswith("--", start):
+        patterns.append(_OPTION)
+    if line.endswith("${"):
+        patterns.append(_DEFAULT)
+    if is_note:
+        patterns.append(_NOTE)
+    elif not is_code and not line.endswith("${"):
+        if not line.strip(" \t+-"):
+            patterns.append(_REST)
+        patterns += _SETTINGS
+        if re.search(r"(?:^[+-]?(?:ENV|ARG|setenv)|\blogin[ \t]+\S+)[ \t]+$", line):
+            patterns.append(_SPACED)
+        if items := re.compile(r":[ \t]*\n").match(text, end):
+            place = items.end()
+            while found := _ITEM.match(text, place):
+                yield found
+                place = found.end()
+    for pattern in patterns:
+        if found := pattern.match(text, end):
+            yield found
+
+
+def _strength(name: str) -> str:
+    """`strong`: the value is a secret whatever it looks like; `weak`: if it looks random; empty: it is none."""
+    words = re.sub(r"(?<=[a-z0-9])(?=[A-Z])|[.-]+", "_", name).lower()
+    words = re.sub(r"_?\d{1,2}$", "", words)
+    is_strong = bool(_STRONG.search(words))
+    if _ABOUT.search(words):
+        return "weak" if is_strong else ""
+    if is_strong:
+        return "strong"
+    return "weak" if _WEAK.search(words) or re.search(r"[A-Z\d]_KEY$", name) else ""
+
+
+def _is_secret(value: str, strength: str, is_note: bool) -> bool:
+    value = value.strip()
+    if len(value) < 4 or _WORDS.fullmatch(value) or _PLACEHOLDER.fullmatch(value):
+        return False
+    if re.fullmatch(r"[A-Z][A-Z0-9]*(?:_[A-Z0-9]+)+|[A-Z]+", value):  # the name of a variable
+        return False
+    if strength == "weak":
+        return _looks_random(value)
+    if value.isdecimal():
+        return len(value) >= 6
+    if re.match(r"(?:\.{0,2}|~)/[\w.-]+(?:/|$)", value):  # a path
+        return False
+    if " " in value:
+        return not is_note and value.count(" ") < 6 and not _SENTENCE.search(value)
+    return not is_note or bool(
+        re.search(r"\d", value) and not re.fullmatch(r"[A-Za-z]\w*(?:\.\w+)+|[A-Z][a-z]+\d+", value)
+    )
 
 
 def _looks_random(value: str) -> bool:

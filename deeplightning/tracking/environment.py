@@ -18,7 +18,7 @@ from typing import Any
 
 from deeplightning.config.fault import SetupError
 from deeplightning.engine.place import place
-from deeplightning.tracking.conceal import conceal
+from deeplightning.tracking.conceal import conceal_diff
 from deeplightning.tracking.git import SECONDS, run_git
 
 MAX_DIFF = 2_000_000
@@ -109,7 +109,7 @@ def git_diff(redact: Callable[[str], str] = str) -> str | None:
     if untracked:
         parts.append(f"# Untracked files ({len(untracked)}), without their content:\n")
         parts += [f"#   {name}\n" for name in untracked[:MAX_UNTRACKED]]
-    return conceal(redact("".join(parts)))[0]
+    return conceal_diff(redact("".join(parts)))
 
 
 def git_state() -> dict[str, Any] | None:

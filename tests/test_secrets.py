@@ -1,0 +1,191 @@
+"""Secrets that were planted in code, settings, diffs and the environment are in nothing that a run leaves behind.
+
+The corpora are `hostile/secrets.jsonl` (name, kind of file, text, secret) and `hostile/no_secrets.jsonl` (kind of file,
+text that stays as it is), a line each. A `¦` in the first is taken out on reading: with it no scanner of repositories
+takes the line for a real key.
+"""
+
+import base64
+import io
+import json
+import subprocess
+import time
+import zipfile
+from pathlib import Path
+from urllib.parse import quote, quote_plus
+
+import pytest
+
+from deeplightning.config.interpolation import Secrets
+from deeplightning.tracking.conceal import conceal, conceal_diff
+
+HOSTILE = Path(__file__).parent / "hostile"
+PLANTED = [json.loads(line.replace("¦", "")) for line in (HOSTILE / "secrets.jsonl").read_text("utf-8").splitlines()]
+HARMLESS = [json.loads(line) for line in (HOSTILE / "no_secrets.jsonl").read_text("utf-8").splitlines()]
+PASSWORD = "correct/horse battery+staple=42"
+"""Comes from the environment; a URL and base64 write it in another way."""
+CONFIG = """\
+seed: 7
+data: {root: null, module: {type: kept.own.Own, params: {password: "${oc.env:TABLE_PASSWORD}"}}, batch_size: 16}
+model:
+  module: {type: deeplightning.task.img_classif.ImageClassification}
+  network: {type: kept.own.network, params: {}}
+  optimizer: {type: torch.optim.SGD, params: {lr: 0.05}}
+  loss: {type: torch.nn.CrossEntropyLoss, params: {}}
+train: {num_epochs: 1, export: false}
+logger: {params: {system_metrics: false}, pictures: null}
+"""
+OWN = """\
+import base64
+import urllib.parse
+from torch import nn
+from deeplightning.data.digits import Digits
+
+
+def network():
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+
+
+class Own(Digits):
+    def __init__(self, cfg, password):
+        super().__init__(cfg)
+        self.password = password
+
+    def train_dataloader(self):
+        word = self.password
+        told = [word, repr(word), urllib.parse.quote(word), urllib.parse.quote_plus(word), word[:20], word[:25]]
+        told += [base64.b64encode(word.encode()).decode(), base64.b64encode(b"me:" + word.encode()).decode()]
+        raise RuntimeError(f"refused: {' '.join(told)}")
+"""
+
+
+def diff_of(kind, text):
+    """What git tells of a new file."""
+    lines = "".join(f"+{line}\n" for line in text.split("\n"))
+    name = kind if kind.startswith(".env") else f"x{kind}"
+    return f"diff --git a/{name} b/{name}\nnew file mode 100644\n--- /dev/null\n+++ b/{name}\n@@ -0,0 +1 @@\n{lines}"
+
+
+def test_the_corpus_is_large_enough():
+    """At least 60 kinds of secret, each once, and no fewer texts that are none."""
+    assert len({(name, kind) for name, kind, _, _ in PLANTED}) == len(PLANTED) >= 60
+    assert len({secret for *_, secret in PLANTED}) == len(PLANTED)
+    assert len(HARMLESS) >= len(PLANTED)
+
+
+@pytest.mark.parametrize(("name", "kind", "text", "secret"), PLANTED, ids=[f"{row[1]} {row[0]}" for row in PLANTED])
+def test_a_planted_secret_is_blotted_out(name, kind, text, secret):
+    """In the file and in a diff of it, and the line of the file is told; all lines keep their numbers."""
+    clean, lines = conceal(text, f"x{kind}")
+    assert secret not in clean
+    assert text[: text.index(secret)].count("\n") + 1 in lines or "PRIVATE" in text
+    assert clean.count("\n") == text.count("\n")
+    assert secret not in conceal_diff(diff_of(kind, text))
+
+
+@pytest.mark.parametrize(("kind", "text"), HARMLESS, ids=[f"{kind} {text[:40]}" for kind, text in HARMLESS])
+def test_what_is_no_secret_stays_as_it_is(kind, text):
+    """Tokenizers, types, references, placeholders, hashes, calls and prose; also in a diff."""
+    assert conceal(text, f"x{kind}") == (text, [])
+    assert conceal_diff(diff_of(kind, text)) == diff_of(kind, text)
+
+
+def test_our_own_sources_stay_as_they_are():
+    """What a run keeps of a library of this size holds no line that is taken for a secret."""
+    top = Path(__file__).parents[1]
+    found = {}
+    for path in [*top.glob("deeplightning/**/*.py"), *top.glob("configs/**/*.yaml"), *top.glob("examples/**/*.py")]:
+        if lines := conceal(path.read_text("utf-8"), path.name)[1]:
+            found[str(path.relative_to(top))] = lines
+    assert found == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("a" * 100_000, "password" * 10_000, "password = " * 10_000, "password: (" + "(" * 50_000, '"""' * 30_000),
+        *("password=[" + "'ab'," * 20_000, "://a:" * 20_000, "kind: Secret\n" + "data:\n a\n" * 10_000, "eyJ" * 30_000),
+        *("password:" + " " * 50_000, "password:" + "\n" * 50_000, "-----BEGIN PRIVATE KEY-----" * 3_000),
+    ],
+    ids=lambda text: text[:12],
+)
+def test_no_text_makes_the_search_slow(text):
+    """Its time grows with the length of a text, whatever is in it: 100,000 characters take less than 5 s of work."""
+    began = time.process_time()
+    for name in ("x.py", "x.yaml", "x.md"):
+        conceal(text, name)
+    assert time.process_time() - began < 5
+
+
+def forms(value):
+    content = value.encode()
+    yield from (value, repr(value)[1:-1], json.dumps(value)[1:-1])
+    yield from (quote(value), quote(value, safe=""), quote_plus(value))
+    for encode in (base64.b64encode, base64.urlsafe_b64encode):
+        for around in (b"", b"m", b"me", b"me:", b"user:"):
+            yield encode(around + content).decode()[-(-len(around) * 8 // 6) :].rstrip("=")[:-1]
+
+
+@pytest.mark.parametrize(
+    "value", [PASSWORD, "pässwörd & more/than?20", "k3j4h5g6f7d8s9a0q1w2e4r5", 'it\'s "quoted" \\ twice']
+)
+def test_a_value_of_the_environment_is_redacted_in_every_form(value):
+    """Plain, as Python and JSON write it, quoted for a URL, in base64 alone and behind a user's name; whole, or cut
+    after 20 characters and more."""
+    secrets = Secrets(values={value: "${oc.env:X}"})
+    for form in forms(value):
+        for length in {len(form), 20, 23} - ({20, 23} if len(form) <= 23 else set()):
+            told = secrets.redact(f"refused: {form[:length]}, {form[:length]}")
+            assert form[:20] not in told, (form, length)
+            assert told.startswith("refused: ")
+    assert secrets.redact("an ordinary line") == "an ordinary line"
+
+
+def git(folder, *arguments):
+    name = ["-c", "user.name=N", "-c", "user.email=n@e"]
+    subprocess.run(["git", "-C", str(folder), *name, *arguments], check=True, capture_output=True)
+
+
+@pytest.fixture(scope="module")
+def planted_run(command, tmp_path_factory):
+    """A run that fails with a secret of the environment in every form, from a tree that holds the whole corpus: what
+    can be packed lies in the package that is packed, everything is in the diff."""
+    top = tmp_path_factory.mktemp("planted")
+    tree, store = top / "tree", top / "mlruns"
+    package = tree / "kept"
+    package.mkdir(parents=True)
+    (package / "own.py").write_text(OWN)
+    (package / "__init__.py").write_text("")
+    (tree / "c.yaml").write_text(CONFIG)
+    files = {}
+    for number, (_, kind, text, _) in enumerate(PLANTED):
+        files[package / f"planted_{number}{kind}"] = text
+        if kind in (".env", ".netrc", ".npmrc"):
+            files[tree / f"planted_{number}" / kind] = text
+    for path in files:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("")
+    git(tree, "init", "-q")
+    git(tree, "add", "-f", ".")
+    git(tree, "commit", "-q", "-m", "first")
+    for path, text in files.items():
+        path.write_text(text + "\n")
+    done = command("train", "c.yaml", f"logger.params.tracking_uri='{store}'", cwd=tree, TABLE_PASSWORD=PASSWORD)
+    assert "RuntimeError" in done.err, done
+    return done, store, next(store.glob("*/*/artifacts"))
+
+
+def test_no_planted_secret_is_in_anything_of_a_run(planted_run):
+    """Every file of the run folder and of the store, with what is in its archives; the output and the log."""
+    done, store, folder = planted_run
+    contents = {str(path): path.read_bytes() for path in store.rglob("*") if path.is_file()}
+    contents |= {"stdout": done.out.encode(), "stderr": done.err.encode()}
+    packed = str(folder / "code.zip")
+    with zipfile.ZipFile(io.BytesIO(contents[packed])) as archive:
+        contents |= {f"{packed}/{name}": archive.read(name) for name in archive.namelist()}
+    assert sum("planted_" in name for name in contents) > 60  # they are packed
+    assert contents[str(folder / "git.diff")].count(b"\n+++ b/") >= len(PLANTED)
+    secrets = [line for *_, secret in PLANTED for line in secret.split("\n")]
+    secrets += [form[:20] for form in forms(PASSWORD)]
+    found = [(name, secret) for name, content in contents.items() for secret in secrets if secret.encode() in content]
+    assert found == []
