@@ -103,6 +103,18 @@ class RunFolder:
         return f"RunFolder({str(self.path)!r})"
 
 
+def make_private(folder: Path, store: Path) -> None:
+    """Makes a folder below a store, and the store's own; each that is new has the permissions of the store's folder, or
+    is its owner's alone where that is new too."""
+    if not store.exists():
+        store.parent.mkdir(parents=True, exist_ok=True)
+        store.mkdir(mode=0o700, exist_ok=True)
+    mode = store.stat().st_mode & 0o777
+    missing = [path for path in (folder, *folder.parents) if store in path.parents and not path.exists()]
+    for path in reversed(missing):
+        path.mkdir(mode=mode, exist_ok=True)
+
+
 def write_whole(path: Path, text: str) -> None:
     """Writes a file whole or not at all: beside it, then renamed."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")

@@ -17,6 +17,7 @@ from urllib.parse import quote, quote_plus
 import pytest
 
 from deeplightning.config.interpolation import Secrets
+from deeplightning.runfolder import make_private
 from deeplightning.tracking.conceal import conceal, conceal_diff
 
 HOSTILE = Path(__file__).parent / "hostile"
@@ -189,3 +190,19 @@ def test_no_planted_secret_is_in_anything_of_a_run(planted_run):
     secrets += [form[:20] for form in forms(PASSWORD)]
     found = [(name, secret) for name, content in contents.items() for secret in secrets if secret.encode() in content]
     assert found == []
+
+
+def test_the_folders_of_a_run_are_its_owners_alone(planted_run):
+    """Where the store is new: nobody else can enter it, or a run in it."""
+    _, store, folder = planted_run
+    assert [path.stat().st_mode & 0o777 for path in (store, folder.parent.parent, folder.parent, folder)] == [0o700] * 4
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o750, 0o755])
+def test_a_run_inherits_the_permissions_of_its_store(mode, tmp_path):
+    """Of the store's folder where that is there."""
+    store = tmp_path / "mlruns"
+    store.mkdir()
+    store.chmod(mode)
+    make_private(store / "0" / "run" / "artifacts", store)
+    assert {path.stat().st_mode & 0o777 for path in store.rglob("*")} == {mode}

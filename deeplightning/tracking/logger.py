@@ -24,6 +24,7 @@ from pytorch_lightning.loggers.logger import Logger, rank_zero_experiment
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from deeplightning.config.fault import SetupError
+from deeplightning.runfolder import make_private
 from deeplightning.tracking.context import run_tags
 from deeplightning.tracking.environment import git_state
 from deeplightning.tracking.journal import replay
@@ -358,6 +359,8 @@ class MLflowLogger(Logger):
             try:
                 folder = local_path(run.artifact_uri)
                 if folder is not None:
+                    if store.artifact_root is not None and store.artifact_root in folder.parents:
+                        make_private(folder, store.artifact_root)
                     folder.mkdir(parents=True, exist_ok=True)
             except OSError:
                 tracker.log_batch(run.id, Batch(status=("FAILED", time.time_ns() // 1_000_000)))

@@ -18,6 +18,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from deeplightning.runfolder import make_private
 from deeplightning.tracking.context import RUN_NAME, USER, run_name
 from deeplightning.tracking.store import Store, Wait, explain, lock_of, locked
 from deeplightning.tracking.tracker import SYSTEM, Batch, Experiment, Point, Run, stored
@@ -102,7 +103,7 @@ def make(store: Store) -> None:
     """Makes the database of a store, with the default experiment, in one transaction, unless another process has."""
     assert store.database is not None
     assert store.artifact_root is not None
-    store.database.parent.mkdir(parents=True, exist_ok=True)
+    make_private(store.database.parent, store.database.parent)
     with closing(_connect(store.database)) as connection:
         try:
             connection.executescript(f"BEGIN IMMEDIATE;\n{SCHEMA.read_text(encoding='utf-8')}")

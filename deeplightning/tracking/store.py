@@ -20,7 +20,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from deeplightning.config.fault import SetupError
-from deeplightning.runfolder import RunFolder
+from deeplightning.runfolder import RunFolder, make_private
 
 log = logging.getLogger("deeplightning.tracking")
 
@@ -285,7 +285,7 @@ def locked(store: Store) -> Iterator[None]:
     from filelock import FileLock, Timeout  # 20 ms, and only a new store needs it
 
     assert store.database is not None
-    store.database.parent.mkdir(parents=True, exist_ok=True)
+    make_private(store.database.parent, store.database.parent)
     lock = FileLock(lock_of(store.database))
     waited = Wait(f"the tracking store {store.shown}, which another process is preparing")
     while True:
