@@ -31,7 +31,7 @@ from torch import nn
 
 from deeplightning.config.fault import CheckpointError, SetupError
 from deeplightning.image import ImageSpec
-from deeplightning.runfolder import BUNDLE_FORMAT, RunFolder, seal
+from deeplightning.runfolder import BUNDLE_FORMAT, RunFolder, golden_digest, seal
 from deeplightning.text import TextError, TextSpec
 
 OUTPUTS = {
@@ -211,7 +211,8 @@ def _write(
 
 
 def sealed(card: dict[str, Any]) -> str:
-    """The text of a card, with its digest renewed."""
+    """The text of a card, with its digests renewed: that of the golden answers, then that of all."""
+    card = {**card, "golden": {**card["golden"], "digest": golden_digest(card)}}
     return json.dumps({**card, "digest": seal(card)}, indent=1, ensure_ascii=False)
 
 

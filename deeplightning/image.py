@@ -95,7 +95,7 @@ class ImageSpec:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise ValueError(f"{name} must be a whole number of pixels of at least 1, not {value!r}")
-        if self.mode not in MODES:
+        if not isinstance(self.mode, str) or self.mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(MODES)}, not {self.mode!r}")
         if self.resize not in RESIZES:
             raise ValueError(f"resize must be one of {', '.join(RESIZES)}, not {self.resize!r}")

@@ -133,6 +133,17 @@ def seal(card: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
+def golden_digest(card: Mapping[str, Any]) -> str:
+    """The digest of a bundle's golden answers and of what they mean: SHA-256 of the card without its digests, so that
+    labels, task, input and files are those that the answers were given with, even if the card is sealed again. Models
+    of another precision may join the bundle later."""
+    golden = {key: value for key, value in card["golden"].items() if key != "digest"}
+    names = RunFolder(".")
+    later = {names.bundle_int8.name, names.bundle_fp16.name}
+    files = {name: digest for name, digest in card["files"].items() if name not in later}
+    return seal({**card, "golden": golden, "files": files})
+
+
 class Hold:
     """A claim on a folder. Forked processes, such as the workers of a loader, let go of it, or it would outlive us."""
 

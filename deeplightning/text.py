@@ -69,7 +69,7 @@ class TextSpec:
     limit: int | None = None
 
     def __post_init__(self) -> None:
-        if self.tokenizer not in FILES:
+        if not isinstance(self.tokenizer, str) or self.tokenizer not in FILES:
             raise ValueError(f"tokenizer must be one of {', '.join(FILES)}, not {self.tokenizer!r}")
         for name in ("max_length", "limit"):
             value = getattr(self, name)

@@ -159,11 +159,13 @@ def _from(path: Path, checkpoint: Mapping[str, Any], cfg: Config) -> Resumption:
     """Training goes on from a checkpoint: in its run where that is possible.
 
     Raises:
-        CheckpointError: the checkpoint is of another optimizer, whose state says nothing to the config's.
+        CheckpointError: the checkpoint is of another optimizer, whose state says nothing to the config's; or what it
+            says of its run is damaged.
     """
     from deeplightning.callbacks.record import Resumption
     from deeplightning.engine.checkpoint_io import read_checkpoint
 
+    _raise_for_oddities(path, checkpoint)
     theirs = ((checkpoint.get("config") or {}).get("model") or {}).get("optimizer")
     ours = cfg.public()["model"]["optimizer"]
     if theirs is not None and _types(theirs) != _types(ours):
@@ -193,14 +195,51 @@ def _from(path: Path, checkpoint: Mapping[str, Any], cfg: Config) -> Resumption:
     inexact = _inexact(checkpoint, cfg)
     if why:
         return Resumption(path, notes=notes, inexact=inexact)
-    owed = checkpoint.get("points", [])
+    owed = checkpoint.get("points") or []
     return Resumption(path, run_id, path.parent, owed, hold, notes, inexact)
 
 
 def _types(optimizers: Any) -> str:
     """The class of the optimizer that a config names, or of each."""
     named = optimizers if isinstance(optimizers, Mapping) else {}
-    return named["type"] if "type" in named else ", ".join(o["type"] for o in named.values()) or "none"
+    if "type" in named:
+        return str(named["type"])
+    return ", ".join(str(o.get("type")) if isinstance(o, Mapping) else str(o) for o in named.values()) or "none"
+
+
+def _raise_for_oddities(path: Path, checkpoint: Mapping[str, Any]) -> None:
+    """Checks what training needs of a checkpoint in order to resume.
+
+    Raises:
+        CheckpointError: names the first key that is missing or wrong.
+    """
+    odd = next((key for key in ("global_step", "epoch") if not isinstance(checkpoint.get(key), int)), None)
+    config = checkpoint.get("config") or {}
+    odd = odd or next((f"config.{k}" for k in ("data", "model", "train") if not _is_dict(config.get(k, {}))), None)
+    run_id = (checkpoint.get("run") or {}).get("id")
+    if not isinstance(run_id, str | None):
+        odd = odd or "run.id"
+    if not all(_is_point(point) for point in checkpoint.get("points") or ()):
+        odd = odd or "points"
+    if odd is not None:
+        raise CheckpointError(
+            f"{path}: damaged, or not written by Deep Lightning: `{odd}` is missing or no value that it may have; "
+            f"take another checkpoint, or begin anew from the weights: model.init_from='{path}'"
+        )
+
+
+def _is_dict(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_point(point: Any) -> bool:
+    """Whether it is (name, value, time, step)."""
+    if not isinstance(point, list | tuple) or len(point) != 4:
+        return False
+    name, value, moment, step = point
+    return (
+        isinstance(name, str) and isinstance(value, int | float) and isinstance(moment, int) and isinstance(step, int)
+    )
 
 
 def _refusal(cfg: Config, run_id: str, folder: Path) -> str | None:
@@ -246,12 +285,18 @@ def _inexact(checkpoint: Mapping[str, Any], cfg: Config) -> str:
 
 def _learning(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """What of a config decides over each step, by its key."""
-    train = {key: settings["train"].get(key) for key in ("accumulator_epoch", "accumulator_factor", "gradient_clip")}
-    for section, values in {"data": settings["data"], "model": settings["model"], "train": train}.items():
+    train = {
+        key: settings.get("train", {}).get(key) for key in ("accumulator_epoch", "accumulator_factor", "gradient_clip")
+    }
+    for section, values in {
+        "data": settings.get("data", {}),
+        "model": settings.get("model", {}),
+        "train": train,
+    }.items():
         for key, value in values.items():
             if (section, key) not in (("data", "num_workers"), ("data", "root")):
                 yield f"{section}.{key}", value
-    yield "seed", settings["seed"]
+    yield "seed", settings.get("seed")
 
 
 def agreement(cfg: Config, goes_on: Resumption | None) -> dict[str, str]:

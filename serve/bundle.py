@@ -28,8 +28,9 @@ import onnxruntime
 from PIL import PngImagePlugin
 
 from deeplightning.image import ImageError, ImageSpec
-from deeplightning.runfolder import BUNDLE_FORMAT, RunFolder, seal
+from deeplightning.runfolder import BUNDLE_FORMAT, RunFolder, golden_digest, seal
 from serve.device import CPU, Device, DeviceError
+from serve.log import tell
 from serve.session import TEXT_TOKENS, Bound, bound_to, open_session, tensorrt_options
 
 if TYPE_CHECKING:  # a server of pictures does without
@@ -128,7 +129,10 @@ class Bundle:
             BundleError: it is missing, incomplete, changed since its export, unknown, or answers otherwise than it did.
             DeviceError: the GPU cannot be used.
         """
-        folder = _find(Path(path).expanduser().absolute())
+        try:
+            folder = _find(Path(path).expanduser().absolute())
+        except (OSError, RuntimeError, ValueError) as error:  # a user's home that is unknown, a name that cannot be
+            raise BundleError(f"There is no folder {str(path)!r:.200} ({_reason(error)}).") from error
         card = _read_card(folder)
         task, labels, run = card["task"], card["labels"], card["run"]
         _expect(
@@ -159,6 +163,7 @@ class Bundle:
             bound = _bound(device, session, shape, np.uint8, max_batch)
             bundle = cls(folder, task, spec, labels, run, precision, samples, session, device=device, bound=bound)
         _replay(bundle, card["golden"])
+        _prove(folder, card)
         _return_memory()
         return bundle
 
@@ -308,8 +313,14 @@ def _opened(folder: Path, name: str) -> BufferedReader:
         _expect(file.is_relative_to(folder.resolve()), f"has in {name} a link out of its folder", folder)
         _expect(file.is_file() or not file.exists(), f"has in {name} something that is no file", folder)
         return file.open("rb")
-    except OSError as error:
-        raise BundleError(f"The bundle {folder} has no readable {name} ({error.strerror}).") from error
+    except (OSError, RuntimeError) as error:  # Python 3.11 raises the latter for links that lead to each other
+        reason = getattr(error, "strerror", None) or _reason(error)
+        raise BundleError(f"The bundle {folder} has no readable {name} ({reason}).") from error
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of an exception's message; its name where it has none."""
+    return next((line.strip()[:300] for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def _text_spec(folder: Path, card: dict[str, Any]) -> "TextSpec":
@@ -364,8 +375,7 @@ def _load(
     except DeviceError:
         raise
     except Exception as error:  # onnxruntime's exceptions have no common class of their own
-        reason = str(error).splitlines()[0]
-        raise BundleError(f"ONNX Runtime does not take the model of the bundle {folder}: {reason}") from error
+        raise BundleError(f"ONNX Runtime does not take the model of the bundle {folder}: {_reason(error)}") from error
     inputs = [(node.name, node.type, node.shape[1:]) for node in session.get_inputs()]
     outputs = [(node.name, node.type, node.shape[1:]) for node in session.get_outputs()]
     wanted: list[Any] = [("tokens", "tensor(int64)", ["length"])]  # by this name it is free
@@ -415,6 +425,11 @@ def _replay(bundle: Bundle, golden: dict[str, Any]) -> None:
     as near as `TOLERANCES` allows."""
     known = "fp32" if bundle.precision == "fp16" else bundle.precision
     given = _answers(bundle)
+    _expect(
+        isinstance(given, np.ndarray) and given.ndim > 1 and len(given) == len(bundle.samples),
+        f"answers {len(bundle.samples)} golden samples with {getattr(given, 'shape', type(given).__name__)}",
+        bundle.folder,
+    )
     try:
         wanted = np.frombuffer(base64.b64decode(golden[known], validate=True), "<f4").reshape(given.shape)
     except (KeyError, TypeError, ValueError) as error:
@@ -440,12 +455,33 @@ def _answers(bundle: Bundle) -> np.ndarray:
         except MemoryError:
             return np.concatenate([bundle.predict(sample[None]) for sample in bundle.samples])
     except MemoryError as error:
-        reason = str(error).splitlines()[0][:300]
         raise DeviceError(
             f"{bundle.device} ({bundle.device.name}) has too little memory for the bundle {bundle.folder}: "
-            f"{bundle.device.free / 1e9:.1f} GB were free at the start ({reason}); end what else uses it, or use "
-            "serve.device=cpu"
+            f"{bundle.device.free / 1e9:.1f} GB were free at the start ({_reason(error)}); end what else uses it, or "
+            "use serve.device=cpu"
         ) from error
+    except Exception as error:  # onnxruntime's exceptions have no common class of their own
+        raise BundleError(
+            f"The model of the bundle {bundle.folder} does not answer its golden samples: {_reason(error)}; {_AGAIN}."
+        ) from error
+
+
+def _prove(folder: Path, card: dict[str, Any]) -> None:
+    """The golden answers are of this model with these labels, task and input; a bundle of before does not say."""
+    found = card["golden"].get("digest")
+    if found is None:
+        tell(
+            "the bundle was made before its labels, task and input were covered by the golden answers' digest; whether "
+            "they were changed since is not known",
+            bundle=str(folder),
+            remedy=_AGAIN,
+        )
+        return
+    _expect(
+        found == golden_digest(card),
+        f"has other labels, another task, input, origin or model than its golden answers were given with; {_AGAIN}",
+        folder,
+    )
 
 
 def _return_memory() -> None:

@@ -78,11 +78,11 @@ def open_session(
     options.intra_op_num_threads = options.inter_op_num_threads = 1  # requests run beside one another instead
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     options.log_severity_level = 4  # what goes wrong is raised as well
+    onnxruntime.set_default_logger_severity(4)  # the same of what it says outside a session, such as to allocate
     wanted = providers(device, tensorrt)
     if not device.on_gpu:
         # By its path, since of bytes the session would keep a copy.
         return onnxruntime.InferenceSession(file, options, providers=wanted)
-    onnxruntime.set_default_logger_severity(4)  # it writes paragraphs to stderr; what matters is told below
     said = io.StringIO()
     with contextlib.redirect_stdout(said):
         onnxruntime.preload_dlls()  # the libraries of pip's nvidia packages, which the loader does not find by itself

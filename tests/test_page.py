@@ -475,6 +475,28 @@ def test_a_picture_is_answered_with_a_picture(open_page: Any, place: Path, tmp_p
     server.stop()
 
 
+def test_labels_of_markup_are_shown_as_text(open_page: Any, place: Path, tmp_path: Path) -> None:
+    """Labels that would run a script in a page that trusted them are words there, and nothing else is asked for."""
+    labels = (
+        "<img src=x onerror=\"document.title='pwned'\">",
+        "</script><script>document.title='pwned'</script>",
+        "&lt;b>",
+    )
+    server = Server(colour_run(place / "markup", labels).path, place / "markup-errors")
+    page = open_page(server.url)
+    title = page.evaluate("document.title")
+    for number, colour in enumerate(COLOURS):
+        page.give("drop", (f"<svg onload=document.title='pwned'>{number}.png", "image/png", picture(colour)))
+        answer = next(one for one in page.answers() if f">{number}.png" in one["names"][0])
+        assert answer["title"] == labels[number]
+        assert {row[0] for row in answer["rows"]} == set(labels)
+    assert page.evaluate("document.querySelectorAll('#answers script, #answers svg, #answers b').length") == 0
+    assert page.evaluate("[...document.images].every((image) => image.src.startsWith('blob:'))")
+    assert page.evaluate("document.title") == title
+    page.shot(tmp_path / "page.png")
+    server.stop()
+
+
 def test_labels_are_words_and_never_markup() -> None:
     """The page sets text, and text only: nothing that is told to it can run."""
     source = (ROOT / "serve" / "page.html").read_text()

@@ -267,9 +267,9 @@ class Checkpoints(LightningCheckpoint):
         """
         try:
             best = read_checkpoint(former.best)["callbacks"][self.state_key]["kept"][0]
-        except (CheckpointError, KeyError, IndexError):
+            best = {**best, "file": former.best.name}
+        except (CheckpointError, KeyError, IndexError, TypeError):
             return []
-        best = {**best, "file": former.best.name}
         if best["metric"] != self.settings.monitor or not (goes_on or best in loaded):
             return []
         others = [

@@ -5,10 +5,13 @@ It is one file. Where processes share the tensors, each writes its pieces into a
 """
 
 import contextlib
+import itertools
 import os
 import pickle
+import re
 import secrets
 import shutil
+import warnings
 import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,6 +24,25 @@ from torch import distributed
 from deeplightning.config.fault import CheckpointError, SetupError
 from deeplightning.engine import pieces
 from deeplightning.engine.background import Snapshot, Writer, gains
+
+_TYPES: dict[str, Any] = {
+    "state_dict": dict,
+    "epoch": int,
+    "global_step": int,
+    "loops": dict,
+    "callbacks": dict,
+    "optimizer_states": list,
+    "lr_schedulers": list,
+    "config": dict,
+    "run": dict,
+    "engine": dict,
+    "versions": dict,
+    "points": list,
+}
+"""What a checkpoint may hold under the keys that are read here; each may be missing or None, but for the first."""
+
+_TOKEN = re.compile(r"[0-9a-f]{8}")
+_SHOWN = 3  # missing pieces that a message names
 
 
 class SafeCheckpointIO(TorchCheckpointIO):
@@ -115,7 +137,7 @@ def _write(content: dict[str, Any], target: Path) -> None:
         first: BaseException = error
         while first.__context__ is not None:  # torch closes its archive after a failed write, and fails in that
             first = first.__context__
-        reason = getattr(first, "strerror", None) or str(first).splitlines()[0]
+        reason = getattr(first, "strerror", None) or _reason(first)
         raise SetupError(f"{target}: the checkpoint cannot be written: {reason}") from error
     finally:
         with contextlib.suppress(OSError):  # it says less than the error before
@@ -136,24 +158,81 @@ def read_checkpoint(path: str | Path, whole: bool = True) -> dict[str, Any]:
     content = _read(path, mapped=not whole)
     if "state_dict" not in content:
         raise CheckpointError(
-            f"{path}: a checkpoint holds a `state_dict`; this file holds {', '.join(content) or 'nothing'}"
+            f"{path}: a checkpoint holds a `state_dict`; this file holds {', '.join(map(str, content)) or 'nothing'}"
         )
+    for key, wanted in _TYPES.items():
+        if (value := content.get(key)) is None and key != "state_dict":
+            continue
+        if not isinstance(value, wanted) or isinstance(value, bool):
+            raise _damaged(path, f"`{key}` is {_words(value)}, and has to be {_NAMES[wanted]}")
+    for name in content["state_dict"]:
+        if not isinstance(name, str):
+            raise _damaged(path, f"`state_dict` names a tensor {_words(name)}, and has to use texts")
     if "pieces" not in content:
         return content
-    shares = content.pop("pieces")
-    files = [_pieces_of(path, shares["token"], rank) for rank in range(shares["processes"])]
-    missing = [file for file in files if not file.is_file()]
-    if missing:
-        names = ", ".join(f"{file.parent.name}/{file.name}" for file in missing)
-        raise CheckpointError(
-            f"{path}: {len(missing)} of its {len(files)} pieces are missing: {names}. They lie beside the checkpoint: "
-            "copy both, or take another checkpoint"
-        )
+    files = _shared_files(path, content.pop("pieces"))
     try:
-        content = pieces.joined(content, [_read(file)["pieces"] for file in files])
-    except ValueError as error:
-        raise CheckpointError(f"{path}: its pieces do not fit together: {error}") from None
-    return pieces.whole_of(content) if whole else content
+        content = pieces.joined(content, [_shares(file) for file in files])
+        return pieces.whole_of(content) if whole else content
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: its pieces do not fit together: {_reason(error)}") from None
+
+
+_NAMES = {dict: "a dict", int: "a whole number", list: "a list"}
+
+
+def _words(value: Any) -> str:
+    """A value and its type, short."""
+    return f"{type(value).__name__} {value!r:.40}" if isinstance(value, str | int | float) else type(value).__name__
+
+
+def _damaged(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(f"{path}: damaged, or not written by Deep Lightning: {what}; take another checkpoint")
+
+
+def _shared_files(path: Path, said: Any) -> list[Path]:
+    """The files of the pieces that a checkpoint names, by rank; only those that are there are counted."""
+    token = said.get("token") if isinstance(said, dict) else None
+    number = said.get("processes") if isinstance(said, dict) else None
+    if not isinstance(token, str) or not _TOKEN.fullmatch(token):
+        raise _damaged(path, "`pieces` has no token of 8 hexadecimal digits")
+    if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+        raise _damaged(path, f"`pieces` is of {_words(number)} processes, and has to be of 1 or more")
+    there = {file.name for file in _folder_of(path).glob(f"{token}-*.pt") if file.is_file()}
+    found = sum(_pieces_of(path, token, rank).name in there for rank in range(min(number, len(there))))
+    if found == number:
+        return [_pieces_of(path, token, rank) for rank in range(number)]
+    missing = (_pieces_of(path, token, rank) for rank in range(number))
+    first = list(itertools.islice((file for file in missing if file.name not in there), _SHOWN))
+    names = ", ".join(f"{file.parent.name}/{file.name}" for file in first)
+    count = number - sum(_rank_of(name) < number for name in there)
+    more = f" and {count - len(first)} more" if count > len(first) else ""
+    raise CheckpointError(
+        f"{path}: {count} of its {number} pieces are missing: {names}{more}. They lie beside the checkpoint: "
+        "copy both, or take another checkpoint"
+    )
+
+
+def _rank_of(name: str) -> float:
+    rank = name.removesuffix(".pt").rpartition("-")[2]
+    return int(rank) if rank.isdecimal() and str(int(rank)) == rank else float("inf")
+
+
+def _shares(file: Path) -> dict[str, Any]:
+    """What one process wrote: {key: {"start", "values"}}."""
+    own = _read(file).get("pieces")
+    if not isinstance(own, dict) or not all(
+        isinstance(piece, dict)
+        and isinstance(piece.get("start"), int)
+        and isinstance(values := piece.get("values"), torch.Tensor)
+        and values.layout == torch.strided
+        and values.device.type == "cpu"
+        and values.dim() == 1
+        and values.is_contiguous()
+        for piece in own.values()
+    ):
+        raise _damaged(file, "it does not hold the pieces of tensors")
+    return own
 
 
 def read_weights(path: Path) -> dict[str, Any]:
@@ -205,9 +284,11 @@ def _pieces_of(path: Path, token: str, rank: int) -> Path:
 def _token(path: Path) -> str | None:
     """What the names of a checkpoint's pieces begin with; None if it is in one file, or cannot be read."""
     try:
-        return _read(path).get("pieces", {}).get("token") if _folder_of(path).is_dir() else None
+        said = _read(path).get("pieces") if _folder_of(path).is_dir() else None
     except CheckpointError:
         return None
+    token = said.get("token") if isinstance(said, dict) else None
+    return token if isinstance(token, str) and _TOKEN.fullmatch(token) else None
 
 
 def _remove_pieces(path: Path, but: str | None = None) -> None:
@@ -230,22 +311,38 @@ def _read(path: Path, mapped: bool = True) -> dict[str, Any]:
         raise CheckpointError(f"{path}: there is no such checkpoint")
     try:
         with zipfile.ZipFile(path) as archive:  # torch.load itself accepts a flipped bit
+            entries = archive.infolist()
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries) or (
+                sum(entry.file_size for entry in entries) > path.stat().st_size
+            ):  # torch compresses nothing; a small file that unpacks to terabytes would
+                raise _damaged(path, "its parts are compressed, or overlap")
+            if any(entry.filename.endswith("/constants.pkl") for entry in entries):
+                raise _damaged(path, "it is a TorchScript archive")
             damaged = archive.testzip()
-    except (zipfile.BadZipFile, OSError, EOFError, ValueError, NotImplementedError) as error:
-        raise CheckpointError(f"{path}: damaged or no checkpoint at all ({error})") from None
+    except CheckpointError:
+        raise
+    except Exception as error:  # zipfile has no common class for what it stumbles over
+        raise CheckpointError(f"{path}: damaged or no checkpoint at all ({_reason(error)})") from None
     if damaged is not None:
         raise CheckpointError(f"{path}: damaged: the checksum of {damaged} does not fit")
     try:
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about kinds of tensors that no checkpoint of ours has
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=mapped)
     except pickle.UnpicklingError as error:
         found = next((line for line in str(error).splitlines() if "Unsupported" in line or "GLOBAL" in line), "")
         message = f"{path}: holds more than plain values; it was not loaded, and nothing of it was executed. {found}"
         raise CheckpointError(message.strip()) from None
-    except (RuntimeError, EOFError, KeyError, ValueError, IndexError, AttributeError, TypeError) as error:
-        raise CheckpointError(f"{path}: cannot be read ({str(error).splitlines()[0]})") from None
+    except Exception as error:  # nor has torch
+        raise CheckpointError(f"{path}: cannot be read ({_reason(error)})") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: a checkpoint holds a `state_dict`; this file holds {type(content).__name__}")
     return content
+
+
+def _reason(error: BaseException) -> str:
+    """The first line of an exception's message; its name where it has none."""
+    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def load_weights(module: torch.nn.Module, checkpoint: dict[str, Any], path: str | Path) -> None:
@@ -262,12 +359,22 @@ def raise_for_misfits(ours: dict[str, Any], theirs: dict[str, Any], path: str | 
     """Compares the names and shapes of two state dicts; raises CheckpointError where they differ."""
     misfits = [f"{n} is missing" for n in ours if n not in theirs]
     misfits += [f"{n} is unknown to the network" for n in theirs if n not in ours]
-    misfits += [
-        f"{n} is {tuple(theirs[n].shape)}, the network wants {tuple(t.shape)}"
-        for n, t in ours.items()
-        if n in theirs and hasattr(theirs[n], "shape") and theirs[n].shape != t.shape
-    ]
+    for name, tensor in ours.items():
+        if name not in theirs or not isinstance(tensor, torch.Tensor):
+            continue
+        shape = getattr(theirs[name], "shape", None)
+        if shape is None:
+            misfits.append(f"{name} is {_words(theirs[name])}, not a tensor")
+        elif tuple(shape) != tuple(tensor.shape):
+            misfits.append(f"{name} is {tuple(shape)}, the network wants {tuple(tensor.shape)}")
+        elif isinstance(theirs[name], torch.Tensor) and not _has_values(theirs[name]):
+            misfits.append(f"{name} is a tensor without plain values")
     if misfits:
         more = f"; and {len(misfits) - 3} more" if len(misfits) > 3 else ""
         message = f"{path}: of another network: {len(misfits)} tensors differ: {'; '.join(misfits[:3])}{more}"
         raise CheckpointError(message)
+
+
+def _has_values(tensor: torch.Tensor) -> bool:
+    """Whether its elements are in memory and can be copied into a parameter: not meta, sparse or quantized."""
+    return tensor.device.type != "meta" and tensor.layout == torch.strided and not tensor.is_quantized

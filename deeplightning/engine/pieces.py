@@ -5,6 +5,7 @@ ZeRO cuts each parameter, flattened, into equal parts, or a row of them at any p
 dimension. In both a process' share is one contiguous slice.
 """
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -81,21 +82,29 @@ def joined(checkpoint: dict[str, Any], of_processes: list[Mapping[str, Any]]) ->
         of_processes: what each process wrote.
 
     Raises:
-        ValueError: the pieces of a tensor leave a gap.
+        ValueError: the pieces of a tensor leave a gap, or are of another type or shape than the note says.
     """
 
     def find(note: Mapping[str, Any], _: str) -> Scattered:
-        key, shape = note["scattered"], tuple(note["shape"])
+        key, shape, dtype = note["scattered"], note["shape"], getattr(torch, str(note["dtype"]), None)
+        sizes = shape if isinstance(shape, list | tuple) else [None]
+        if not isinstance(key, str) or not isinstance(dtype, torch.dtype):
+            raise ValueError("a tensor is described wrongly")
+        if not all(isinstance(size, int) and size >= 0 for size in sizes):
+            raise ValueError(f"{key}: its shape is {shape!r:.60}")
+        shape, numel = tuple(shape), math.prod(shape)
         found = [pieces[key] for pieces in of_processes if key in pieces and pieces[key]["values"].numel()]
         ordered = sorted(((piece["start"], piece["values"]) for piece in found), key=lambda piece: piece[0])
         reached = 0
         for start, values in ordered:
+            if values.dtype != dtype or start < 0 or start + values.numel() > numel:
+                raise ValueError(f"{key}: a piece is not {dtype} within {shape}")
             if start > reached:
                 break
             reached = max(reached, start + values.numel())
-        if reached < torch.Size(shape).numel():
+        if reached < numel:
             raise ValueError(f"{key}: there are no values from {reached} on")
-        return Scattered(shape, getattr(torch, note["dtype"]), ordered)
+        return Scattered(shape, dtype, ordered)
 
     return _replaced(checkpoint, _is_note, find)
 
@@ -104,19 +113,35 @@ def _is_note(value: Any) -> bool:
     return isinstance(value, dict) and value.keys() == {"scattered", "shape", "dtype"}
 
 
-def _replaced(
-    value: Any, wanted: type | Callable[[Any], bool], replace: Callable[[Any, str], Any], at: str = ""
-) -> Any:
-    """A tree of dicts and lists with some leaves replaced; `replace` is told the place, `state_dict/weight`."""
-    if isinstance(value, wanted) if isinstance(wanted, type) else wanted(value):
-        return replace(value, at)
-    if isinstance(value, dict):
-        return {
-            name: _replaced(item, wanted, replace, f"{at}/{name}" if at else str(name)) for name, item in value.items()
-        }
-    if isinstance(value, list | tuple):
-        return type(value)([_replaced(item, wanted, replace, f"{at}/{number}") for number, item in enumerate(value)])
-    return value
+def _replaced(value: Any, wanted: type | Callable[[Any], bool], replace: Callable[[Any, str], Any]) -> Any:
+    """A tree of dicts and lists with some leaves replaced; `replace` is told the place, `state_dict/weight`.
+
+    A dict or list that is in several places is visited once, and shared in the result as well.
+
+    Raises:
+        ValueError: a value contains itself.
+    """
+    known: dict[int, Any] = {}
+    inside = object()
+
+    def visit(value: Any, at: str) -> Any:
+        if isinstance(value, wanted) if isinstance(wanted, type) else wanted(value):
+            return replace(value, at)
+        if not isinstance(value, dict | list | tuple):
+            return value
+        if id(value) in known:
+            if known[id(value)] is inside:
+                raise ValueError(f"{at}: a value contains itself")
+            return known[id(value)]
+        known[id(value)] = inside
+        if isinstance(value, dict):
+            made: Any = {name: visit(item, f"{at}/{name}" if at else str(name)) for name, item in value.items()}
+        else:
+            made = type(value)([visit(item, f"{at}/{number}") for number, item in enumerate(value)])
+        known[id(value)] = made
+        return made
+
+    return visit(value, "")
 
 
 def slices(numel: int, parts: int) -> Iterator[tuple[int, int]]:

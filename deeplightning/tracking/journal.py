@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import re
+import stat
 import time
 import uuid
 import weakref
@@ -39,7 +40,13 @@ Entry = tuple[Any, ...]
 """One thing that was said: ("points", time, step, {name: value}), ("params", {name: value}), ("tags", {name: value}),
 ("status", word, time of the end or None), ("artifact", path, folder or None)."""
 
+STATUSES = ("RUNNING", "FINISHED", "FAILED", "KILLED")
+
+MAX_BYTES = 2_000_000_000
+"""A longer journal is refused, not read into memory: 60 bytes a point, so 30 million of them."""
+
 _SUFFIX = ".journal"
+_RUN_ID = re.compile(r"[\w-]{1,64}", re.ASCII)  # 32 hexadecimal digits, or what a server of MLflow's gives
 _encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 _open: "weakref.WeakSet[Journal]" = weakref.WeakSet()
 
@@ -199,9 +206,10 @@ def dead(store: Store) -> set[str]:
     for path in left_behind(store):
         with _claimed(path) as descriptor:
             if descriptor is not None:
-                header, _ = _read(descriptor)
-                if has_ended(header):
-                    found.add(str(header.get("run")))
+                with contextlib.suppress(ValueError):  # not one of ours
+                    header, _ = _read(descriptor)
+                    if has_ended(header):
+                        found.add(str(header.get("run")))
     return found
 
 
@@ -219,17 +227,18 @@ def replay(store: Store, tracker: Tracker, continuing: str | None = None, silent
         with _claimed(path) as descriptor:
             if descriptor is None:
                 continue
-            header, entries = _read(descriptor)
-            run_id, ended = header.get("run"), has_ended(header)
-            result = Written(run_id or path.name.partition(".")[0])
-            is_continued = run_id is not None and run_id == continuing
-            if ended is None and not is_continued:
-                if silent is None or time.time() - _ended(descriptor) / 1000 < silent:
-                    result.elsewhere = str(header["host"])
-                    done.append(result)
-                    continue
-                ended = True
+            result = Written(path.name.partition(".")[0])
             try:
+                header, entries = _read(descriptor)
+                run_id, ended = header.get("run"), has_ended(header)
+                result.run_id = run_id or result.run_id
+                is_continued = run_id is not None and run_id == continuing
+                if ended is None and not is_continued:
+                    if silent is None or time.time() - _ended(descriptor) / 1000 < silent:
+                        result.elsewhere = str(header["host"])
+                        done.append(result)
+                        continue
+                    ended = True
                 _write(tracker, result, entries, _ended(descriptor), path, is_continued, ended is False)
             except Exception as error:  # MLflow, SQLite and the network each have their own
                 result.problem, result.kept = " ".join(str(error).split())[:200] or type(error).__name__, path
@@ -264,7 +273,8 @@ def _write(
     there = _identities(tracker.history(run.id, {point.name for point in batch.points})) if batch.points else set()
     batch.points = [point for point in batch.points if not _identities([point]) <= there]
     batch.params = {name: value for name, value in batch.params.items() if name not in run.params}
-    if is_continued:
+    if is_continued or run.status == "FINISHED":
+        # A run that has finished stays so, whatever a journal says that was copied here, or came late.
         batch.status = None
         batch.tags.pop("failure", None)
     elif (batch.status or (run.status, None))[0] == "RUNNING":
@@ -290,12 +300,16 @@ def _gathered(entries: list[Entry]) -> tuple[Batch, list[tuple[Path, str | None]
     for entry in entries:
         match entry:
             case ("points", moment, step, values):
+                if not (isinstance(moment, int) and isinstance(step, int)):
+                    raise ValueError(f"points at the time {moment!r:.40} and the step {step!r:.40}")
                 batch.points += [Point(name, value, moment, step) for name, value in values.items()]
             case ("params", values):
                 batch.params |= values
             case ("tags", values):
                 batch.tags |= values
             case ("status", word, ended):
+                if word not in STATUSES or not isinstance(ended, int | None):
+                    raise ValueError(f"the status {word!r:.40} at {ended!r:.40} is none")
                 batch.status = (word, ended)
             case ("artifact", path, folder):
                 files.append((Path(path), folder))
@@ -321,12 +335,13 @@ def _is_at_work(path: Path, run_id: str) -> bool:
 def _claimed(path: Path) -> Iterator[int | None]:
     """An open journal, locked for us; None: a process has it, or had it and removed it."""
     try:
-        descriptor = os.open(path, os.O_RDWR)
+        descriptor = os.open(path, os.O_RDWR | os.O_NONBLOCK | getattr(os, "O_NOFOLLOW", 0))
     except OSError:
         yield None
         return
     try:
-        is_ours = _hold(descriptor) and os.fstat(descriptor).st_nlink > 0
+        state = os.fstat(descriptor)
+        is_ours = stat.S_ISREG(state.st_mode) and _hold(descriptor) and os.fstat(descriptor).st_nlink > 0
         yield descriptor if is_ours else None
     finally:
         os.close(descriptor)
@@ -346,12 +361,17 @@ def _hold(descriptor: int) -> bool:
 def _read(descriptor: int) -> tuple[dict[str, Any], list[Entry]]:
     """What a journal tells of its run and process, and its entries, without unfinished or damaged lines."""
     size = os.fstat(descriptor).st_size
+    if size > MAX_BYTES:
+        raise ValueError(f"it has {size:,} bytes, and at most {MAX_BYTES:,} are read")
     lines = os.pread(descriptor, size, 0).split(b"\n")[:-1]
     found: list[Entry] = []
     for line in lines:
-        with contextlib.suppress(ValueError, TypeError):  # also text that is no UTF-8
+        with contextlib.suppress(ValueError, TypeError, RecursionError):  # also text that is no UTF-8
             found += [entry] if (entry := tuple(json.loads(line))) else []
     header = found[0][0] if found and isinstance(found[0][0], dict) else {}
+    run_id = header.get("run")
+    if run_id is not None and not (isinstance(run_id, str) and _RUN_ID.fullmatch(run_id)):
+        raise ValueError(f"{run_id!r:.60} is not the id of a run")
     return header, [entry for entry in found if isinstance(entry[0], str)]
 
 
