@@ -307,16 +307,18 @@ def serve(run: str, overrides: tuple[str, ...], allow: tuple[str, ...], **option
 @click.argument("run")
 @_overrides
 @click.option("--any-data", is_flag=True, help="Run it also where data files have changed.")
-def reproduce(run: str, overrides: tuple[str, ...], any_data: bool) -> None:
+@click.option("--trust", is_flag=True, help="Execute the code of a RUN that you did not make on this machine.")
+def reproduce(run: str, overrides: tuple[str, ...], any_data: bool, trust: bool) -> None:
     """Run RUN once more, from what it left, and compare.
 
-    Config and kept code are put into a clean folder and run there; the code is named before. Exit code 0 if metrics,
+    Config and kept code are put into a clean folder and run there; the code is named before. That of a run that you did
+    not make on this machine is named and not executed without --trust: exit code 4. Exit code 0 if metrics,
     results and weights are the same, 5 with the first difference if not, 3 if a data file has changed.
     """
     from deeplightning.reproduce.again import reproduce as run_again
 
     process.outlive_reader()
-    again = run_again(run, overrides, any_data=any_data, say=lambda text: click.echo(text, err=True))
+    again = run_again(run, overrides, any_data=any_data, trust=trust, say=lambda text: click.echo(text, err=True))
     click.echo(f"reproduced: the same weights and results in {again.path}", err=True)
 
 

@@ -69,9 +69,10 @@ _RULES = {
 # ---- whose folder it is
 
 
-def note_own(config: Path) -> None:
-    """Notes that this user has written a run's config on this machine. A folder that cannot be written is no fault."""
-    digest = _digest(config)
+def note_own(file: Path) -> None:
+    """Notes that this user has written a run's config, or its kept code, on this machine. A register that cannot be
+    written is no fault."""
+    digest = _digest(file)
     _noted.add(digest)
     register = _register()
     try:
@@ -87,8 +88,17 @@ def note_own(config: Path) -> None:
 
 def is_own(folder: RunFolder) -> bool:
     """Whether this user started the run on this machine, by the digest of its config as it is now."""
+    return _is_noted(folder.config)
+
+
+def is_own_code(folder: RunFolder) -> bool:
+    """Whether this user started the run on this machine with the code that its folder holds now."""
+    return _is_noted(folder.config) and _is_noted(folder.code)
+
+
+def _is_noted(file: Path) -> bool:
     try:
-        digest = _digest(folder.config)
+        digest = _digest(file)
         if digest in _noted:
             return True
         register = _register().stat()
@@ -102,8 +112,8 @@ def _register() -> Path:
     return state / "deeplightning" / "own"
 
 
-def _digest(config: Path) -> str:
-    return hashlib.sha256(config.read_bytes()).hexdigest()
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
 _noted: set[str] = set()

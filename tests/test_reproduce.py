@@ -273,6 +273,26 @@ def test_weights_that_differ_are_told_by_their_tensor(trained, forked, tmp_path,
     assert "neither a tracker nor metrics.json" in " ".join(said)
 
 
+@pytest.mark.parametrize("name", ["cfg.yaml", "code.zip"])
+def test_the_code_of_a_run_that_was_made_elsewhere_is_not_executed(name, trained, tmp_path, command):
+    """Its files are named, and exit code 4; a copy of one's own run is one's own, until its config or code changes."""
+    copied = RunFolder(tmp_path / "copied")
+    shutil.copytree(trained, copied.path)
+    with (copied.path / name).open("ab") as file:
+        file.write(b"\n")
+    begun = []
+    with pytest.raises(CheckpointError) as refused:
+        reproduce(str(copied.path), say=begun.append, start=begun.append)
+    assert begun == []
+    told = str(refused.value)
+    assert "you did not make this run, as it is now, on this machine" in told
+    assert all(path in told for path in code.read_code(copied.code).names())
+    assert told.endswith("If you trust all of it: --trust")
+    outcome = command("reproduce", copied.path, cwd=tmp_path)
+    assert (outcome.code, "Traceback" in outcome.err) == (4, False)
+    assert "--trust" in outcome.err
+
+
 def test_a_run_without_kept_code_says_what_is_run_instead(trained, forked, tmp_path, monkeypatch):
     """As of an earlier version: the code that lies in its working directory now."""
     copied = RunFolder(tmp_path / "copied")
@@ -280,7 +300,7 @@ def test_a_run_without_kept_code_says_what_is_run_instead(trained, forked, tmp_p
     copied.code.unlink()
     monkeypatch.chdir(tmp_path)
     said = []
-    reproduce(str(copied.path), say=said.append, start=forked)
+    reproduce(str(copied.path), say=said.append, start=forked, trust=True)
     directory = json.loads(copied.environment.read_text())["directory"]
     assert any("this run kept no code" in line and directory in line for line in said)
 

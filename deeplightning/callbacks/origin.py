@@ -19,6 +19,7 @@ from deeplightning.tracking.datafiles import describe_arrays, describe_files, pa
 from deeplightning.tracking.program import changed_files, describe_program
 from deeplightning.tracking.series import MAX_POINTS, read_series, to_text
 from deeplightning.tracking.store import locate
+from deeplightning.trust import note_own
 
 log = logging.getLogger("deeplightning")
 
@@ -113,6 +114,7 @@ class Origin:
         beside = path.with_name(f".{path.name}.{os.getpid()}")
         beside.write_bytes(packed)
         beside.replace(path)
+        note_own(path)
         self._stored = packed
 
     def _data_files(self, data: Any, began_from: Path | None) -> list[Path]:

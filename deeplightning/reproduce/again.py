@@ -31,6 +31,7 @@ from deeplightning.tracking.environment import REPRODUCES, VARIABLES, packages
 from deeplightning.tracking.git import archive, extract, run_git
 from deeplightning.tracking.program import rebuild
 from deeplightning.tracking.store import is_local, locate
+from deeplightning.trust import is_own_code
 
 MAX_NAMED = 10
 """Files that a note names, of those that it counts."""
@@ -65,6 +66,7 @@ def reproduce(
     overrides: Sequence[str] = (),
     *,
     any_data: bool = False,
+    trust: bool = False,
     say: Say,
     start: Callable[[Plan], tuple[int, Path | None]] | None = None,
 ) -> RunFolder:
@@ -75,6 +77,7 @@ def reproduce(
         run: RUN.
         overrides: `key=value`, such as where the data are now.
         any_data: also where data files have changed since.
+        trust: also where this user did not make the run on this machine.
         say: is given what a person should know before it happens.
         start: runs a plan; returns its exit code and the run's folder. None: a process of its own.
 
@@ -82,7 +85,7 @@ def reproduce(
         The new run's folder.
 
     Raises:
-        CheckpointError: there is no such run, or no config or whole code in it.
+        CheckpointError: there is no such run, no config or complete code in it, or it is foreign and not trusted.
         SetupError: the data are not what they were; or this process is one of several.
         RunError: the new run came out differently; names the first difference.
         SystemExit: the new run did not come to its end; with its exit code.
@@ -94,6 +97,8 @@ def reproduce(
         )
     original = past_run(run)
     original.config  # noqa: B018  (is there one?)
+    if not trust and not is_own_code(original.folder):
+        raise CheckpointError(_would_execute(original))
     with tempfile.TemporaryDirectory(prefix="deeplightning-reproduce-", ignore_cleanup_errors=True) as top:
         plan = prepare(original, Path(top), overrides, any_data, say)
         code, folder = (start or _start)(plan)
@@ -117,6 +122,20 @@ def reproduce(
             + f". {reasons(original, again)}"
         )
     return again.folder
+
+
+def _would_execute(original: PastRun) -> str:
+    """What a person should know before trusting a run: all that would be executed."""
+    code = original.code
+    if code is None:
+        what = "it kept no code, so the code of the folder and the commit that it names would be executed"
+    else:
+        names = [*sorted(code.names()), *sorted(code.changed)]
+        what = f"these files of {original.folder.code.name} would be executed: {', '.join(names) or 'none'}"
+    return (
+        f"{original.folder.path}: you did not make this run, as it is now, on this machine. What its "
+        f"{original.folder.config.name} names would be imported, and {what}. If you trust all of it: --trust"
+    )
 
 
 def prepare(original: PastRun, top: Path, overrides: Sequence[str], any_data: bool, say: Say) -> Plan:
