@@ -29,7 +29,8 @@ def main() -> None:
     def hook(event: str, arguments: tuple) -> None:
         if not watching:
             return
-        if (event == "open" and isinstance(arguments[2], int) and arguments[2] & WRITES) or event in CHANGES:
+        opens = event == "open" and isinstance(arguments[2], int) and arguments[2] & WRITES
+        if (opens and not isinstance(arguments[0], int)) or event in CHANGES:  # a number: it is open already
             seen.append(("writes", str(arguments[0])))
         elif event in STARTS:
             seen.append(("starts", str(arguments)))
