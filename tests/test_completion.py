@@ -128,7 +128,7 @@ def words(last: str, *before: str) -> list[str]:
         # removal of what is there, appending to lists
         ("~train.", ["~train.num_epochs", "~train.early_stop", "~train.early_stop."]),
         ("~s", ["~seed", "~stages"]),
-        ("+", ["+stages=", "+model.", "+engine.", "+train.", "+logger."]),
+        ("+", ["+stages=", "+model.", "+engine.", "+train.", "+logger.", "+serve."]),
         ("+train.", ["+train.callbacks="]),
         ("+model.network.params.", ["+model.network.params.parts="]),
     ],

@@ -72,7 +72,7 @@ def test_a_verb_that_prints_its_result_ends_without_a_word(words, command, tiny,
 
 def test_in_a_shell_too(tiny, place, tmp_path):
     """`train … | head -1` and `explain … | true`, as a person writes them, and `explain … >&-`."""
-    deeplightning = f"{sys.executable} -m deeplightning"
+    deeplightning = f"'{sys.executable}' -m deeplightning"
     script = f"""
     {deeplightning} train '{tiny}' logger.params.tracking_uri="'{tmp_path}/runs'" | head -1; echo ${{PIPESTATUS[0]}}
     {deeplightning} explain '{tiny}' 2>err | true; echo ${{PIPESTATUS[0]}}
@@ -182,7 +182,7 @@ def test_predict_ends_without_a_word_where_nobody_reads():
     with http.server.HTTPServer(("127.0.0.1", 0), Answers) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         try:
-            ask = f"{sys.executable} -m serve.predict --text a b c"
+            ask = f"'{sys.executable}' -m serve.predict --text a b c"
             script = f"( sleep 0.1; {ask} ) | true; echo ${{PIPESTATUS[0]}}; {ask} >&-; echo $?"
             env = environment(PREDICT_URL=f"http://127.0.0.1:{server.server_port}/predict")
             done = subprocess.run(["bash", "-c", script], env=env, capture_output=True, text=True, timeout=60)

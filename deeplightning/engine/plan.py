@@ -77,12 +77,16 @@ def settle(cfg: Config) -> tuple[list[Notice], list[Fault]]:
 
 def is_elsewhere(engine: Engine) -> bool:
     """Whether the launcher takes the run to other machines, of which this one knows nothing."""
-    return engine.launcher is not None and not engine.launcher.type.endswith(".Local")
+    return engine.launcher is not None and not str(engine.launcher.type).endswith(".Local")
+
+
+def _is_slurm(engine: Engine) -> bool:
+    return engine.launcher is not None and str(engine.launcher.type).endswith(".Slurm")
 
 
 def _tell_address(engine: Engine) -> None:
     """What the config says of rank 0's address holds for tasks that a person starts by srun as well."""
-    params = engine.launcher.params if engine.launcher is not None and engine.launcher.type.endswith(".Slurm") else {}
+    params = engine.launcher.params if engine.launcher is not None and _is_slurm(engine) else {}
     if slurm_step(os.environ) is not None:
         names = {"master_addr": "MASTER_ADDR", "master_port": "MASTER_PORT"}
         os.environ |= {name: str(params[key]) for key, name in names.items() if params.get(key) is not None}
