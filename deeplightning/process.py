@@ -58,7 +58,7 @@ def prepare_streams() -> None:
 
 
 def outlive_reader() -> None:
-    """From here on stdout is not what the command is for: it goes on where that cannot be written."""
+    """From here on the command continues when stdout cannot be written: its result is elsewhere."""
     global _outlives
     _outlives = True
 
