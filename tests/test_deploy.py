@@ -150,7 +150,9 @@ def test_int8_is_made_where_it_is_asked_for(run, tmp_path):
     assert command_of(str(copy.path), ["serve.precision=int8"])[4] == str(copy.bundle)
     copy.bundle_int8.unlink()
     copy.config.write_text(copy.config.read_text().replace("deeplightning.data.digits.Digits", "home_made.Digits"))
-    with pytest.raises(CheckpointError, match=r"data.module.type: to serve this run, home_made.Digits would be imported"):
+    with pytest.raises(
+        CheckpointError, match=r"data.module.type: to serve this run, home_made.Digits would be imported"
+    ):
         command_of(str(copy.path), ["serve.precision=int8"])
 
 
