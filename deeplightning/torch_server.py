@@ -154,6 +154,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             lambda device: Checkpoint.open(folder, options.allow, device),
             options,
             lambda: [path for path in (folder.best, folder.last) if path.is_file()][:1],
+            folder.path,
             Runtime("torch", _torch_lacks, lambda: torch.version.cuda or ""),
         )
     except UserError as error:

@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from deeplightning.runfolder import RunFolder
-from serve.bundle import Bundle, BundleError
+from serve.bundle import Bundle
 from serve.device import ONNX_RUNTIME, Device, DeviceError, Runtime, choose_devices, is_word
 from serve.hosts import Hosts
+from serve.keeper import OpenModel
 from serve.layout import Layout
 from serve.limits import Limits
 from serve.log import tell
-from serve.parent import ON_CPU, OpenModel, Parent, WorkerError
+from serve.parent import ON_CPU, ModelError, Parent
 from serve.worker import BACKLOG
 
 
@@ -53,8 +54,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
     try:
         _check_pairs(options)
-        return serve(open_model, options, lambda: _files(options.folder))
-    except (BundleError, OptionError) as error:
+        return serve(open_model, options, lambda: _files(options.folder), options.folder)
+    except OptionError as error:
         print(error, file=sys.stderr)
         return error.exit_code
 
@@ -139,14 +140,17 @@ def serve(
     open_model: OpenModel,
     options: argparse.Namespace,
     files: Callable[[], Sequence[Path]],
+    folder: Path,
     runtime: Runtime = ONNX_RUNTIME,
 ) -> int:
     """Answer HTTP until told to stop.
 
     Args:
-        open_model: loads the model on a device; called again when its files change. What it raises is the caller's.
+        open_model: loads the model on a device; called again when its files change. What it raises is
+            reported; its `exit_code` is that of the server.
         options: as `options_parser` reads them.
         files: what the model is loaded from; none while it is being replaced.
+        folder: where they are.
         runtime: the library that runs the model.
 
     Returns:
@@ -163,7 +167,7 @@ def serve(
 
     def listen(number: int) -> list[socket.socket]:
         port = first.getsockname()[1]
-        return [first, *(_shared(options.host, port) for _ in range(number - 1))]
+        return [first, *(_bound(options.host, port, reuse_port=True) for _ in range(number - 1))]
 
     def announce(what: str, layout: Layout) -> None:
         if choice.reason is not None:
@@ -173,8 +177,9 @@ def serve(
     _return_memory()
     try:
         hosts = Hosts(first.getsockname()[0], options.allowed_hosts)
-        return Parent(open_model, listen, limits, key, hosts, lambda: _signature(files()), announce, choice).run()
-    except (DeviceError, WorkerError) as error:
+        watch = lambda: _signature(files())  # noqa: E731
+        return Parent(open_model, listen, limits, key, hosts, watch, announce, folder, choice).run()
+    except ModelError as error:
         print(error, file=sys.stderr)
         return error.exit_code
 
@@ -215,7 +220,9 @@ def _listen(host: str, port: int) -> socket.socket:
     try:
         with _bound(host, port) as alone:  # where the address may be shared, another server's would be shared as well
             port = alone.getsockname()[1]
-        return _shared(host, port)
+        listener = _bound(host, port, reuse_port=True)
+        listener.listen(BACKLOG)
+        return listener
     except socket.gaierror as error:
         raise AddressError(f"The host {host!r} is not known here ({error.strerror}); use --host 127.0.0.1.") from error
     except OSError as error:
@@ -225,15 +232,23 @@ def _listen(host: str, port: int) -> socket.socket:
         ) from error
 
 
-def _shared(host: str, port: int) -> socket.socket:
-    listener = _bound(host, port, reuse_port=True)
-    listener.listen(BACKLOG)
-    return listener
-
-
 def _bound(host: str, port: int, reuse_port: bool = False) -> socket.socket:
-    family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-    return socket.create_server(address[:2], family=family, reuse_port=reuse_port)  # type: ignore[arg-type]
+    """A socket that has the address and does not listen yet."""
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    bound = socket.socket(family, kind, protocol)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if reuse_port:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        if family == socket.AF_INET6:
+            bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+        bound.bind(address)
+    except BaseException:
+        bound.close()
+        raise
+    return bound
 
 
 def _files(folder: Path) -> list[Path]:

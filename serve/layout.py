@@ -16,12 +16,16 @@ import numpy as np
 
 from serve.device import CPU, LANES, Device
 from serve.lanes import Model
+from serve.metrics import MAX_PROCESSES
 
 HELD_SECONDS = 0.0002
 """What one request costs besides the forward pass, with Python's lock held (small pictures, one core, November
 2026)."""
 
 ROUNDS = 3
+
+MOST_PROCESSES = MAX_PROCESSES // 2
+"""Workers of one model."""
 
 BATCH_SECONDS = 0.2
 """How long a forward pass of a GPU may take: whoever comes during one waits for it to end."""
@@ -60,7 +64,7 @@ def choose(model: Model, cores: int | None = None) -> Layout:
     """The layout for a model on this machine, or on `cores` cores."""
     cores = cores or usable_cores()
     seconds = _forward_seconds(model)
-    processes = max(1, min(cores, math.ceil(cores * HELD_SECONDS / (HELD_SECONDS + seconds) - 0.25)))
+    processes = max(1, min(cores, MOST_PROCESSES, math.ceil(cores * HELD_SECONDS / (HELD_SECONDS + seconds) - 0.25)))
     return Layout(processes, math.ceil(cores / processes), 1e3 * seconds)
 
 

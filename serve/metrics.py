@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from prometheus_client import Metric
 
-MAX_PROCESSES = 64
+MAX_PROCESSES = 128
+"""Of two models: one may take over from another."""
 
 STATUSES = (200, 400, 401, 404, 405, 408, 413, 415, 421, 429, 431, 499, 500, 501, 503, 504)
 """Statuses that are counted by themselves; 499: the client left before the answer."""

@@ -1,50 +1,34 @@
-"""The process that the user started: it keeps the listening sockets and the model, forks workers, replaces those that
-die, and forks new ones for a changed bundle while the old ones finish what they have.
+"""The process that the user started: it keeps the listening sockets, and supervises. It never loads a model.
 
-Workers share the model's memory, since they are forked when it is loaded. Each has a listening socket of its own, over
-which the system spreads the connections; the parent keeps them all, so a connection that waits there is answered by
-whoever comes next. CUDA does not survive a fork: on GPUs each worker loads the model itself, and reports to the parent
-whether it could.
+A keeper (`serve.keeper`) loads and proves the model and forks the workers. For a changed bundle there is a new keeper;
+when its workers answer, the old one and its workers finish what they have. Each worker has a listening socket of its
+own, over which the system spreads the connections; this process keeps them all, so a connection that waits there is
+answered by whoever comes next.
 """
 
-import contextlib
-import json
 import os
-import resource
 import select
 import signal
 import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from serve.device import CPU, Choice, Device, DeviceError
+from serve import keeper
+from serve.device import CPU, Choice
 from serve.hosts import Hosts
-from serve.lanes import Lanes, Model
-from serve.layout import Layout, choose, largest_batch, on_gpus, usable_cores
+from serve.keeper import CHECK_SECONDS, REFUSED, SHORT_LIFE, Keeper, OpenModel, Setup
+from serve.layout import MOST_PROCESSES, Layout, on_gpus, usable_cores
 from serve.limits import Limits
 from serve.log import tell
-from serve.metrics import MAX_PROCESSES, Metrics
-from serve.service import Service
-from serve.worker import GRACE_SECONDS, work
+from serve.metrics import Metrics
+from serve.worker import GRACE_SECONDS
 
-CHECK_SECONDS = 1.0
-"""How often the bundle's files are looked at, and whether a worker has died."""
-
-LOAD_SECONDS = 300.0
-"""How long a changed model may take to load and to answer its samples before it is given up."""
-
-LOAD_SHARE = 0.9
-"""The part of the memory that is free which it may take meanwhile."""
-
-SHORT_LIFE = 1.0
-"""A worker that ends sooner is replaced only after as many seconds."""
-
-OpenModel = Callable[[Device], Model]
-"""Loads and checks the model on a device."""
+RETRY_SECONDS = 5.0
+"""After which a model is loaded again where none answers."""
 
 ON_CPU = "serving on the CPU"
 """The event that says that `serve.device: auto` has found no usable GPU."""
@@ -52,37 +36,25 @@ ON_CPU = "serving on the CPU"
 CPU_ALONE = Choice((CPU,))
 
 
-class WorkerError(Exception):
-    """No worker can load the model; the message is that of the worker."""
+class ModelError(Exception):
+    """The model cannot be served; the message is that of the process that tried."""
 
     def __init__(self, message: str, exit_code: int):
         super().__init__(message)
         self.exit_code = exit_code
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class _Child:
-    """One worker: its process, its row of the metrics, the pipe on which it reports that it answers or why it cannot,
-    and since when."""
+    """A keeper: its process, the pipe on which it reports, the first of its rows of the metrics, since when it is there
+    and how long it may load, in how much memory."""
 
     process: int
-    slot: int
+    pipe: int
     row: int
-    pipe: int
     since: float
-    heard: bool = False
-    ready: bool = False
-    leaving: bool = False
-
-
-@dataclass(frozen=True)
-class _Trial:
-    """A process that tries a changed model: the pipe on which it reports, what was seen of the files, its deadline."""
-
-    process: int
-    pipe: int
-    seen: Any
-    end: float
+    seconds: float
+    memory: int
 
 
 class Parent:
@@ -90,12 +62,13 @@ class Parent:
 
     Args:
         open_model: loads and checks the model on a device; called again when its files have changed.
-        listen: gives so many listening sockets of one address.
+        listen: gives so many sockets of one address, of which the first listens.
         limits: what a request may cost.
         key: what clients must send; None: nothing.
         hosts: the names of the server that are answered.
         watch: gives a value that changes when the model's files do; None while they are being replaced.
         ready: called once when requests are answered, with a word about the model.
+        folder: where the model comes from.
         choice: the devices that answer.
     """
 
@@ -108,301 +81,161 @@ class Parent:
         hosts: Hosts,
         watch: Callable[[], Any],
         ready: Callable[[str, Layout], None],
+        folder: Path,
         choice: Choice = CPU_ALONE,
     ):
-        self._open = open_model
-        self._limits = limits
-        self._key = key
-        self._hosts = hosts
         self._watch = watch
         self._announce: Callable[[str, Layout], None] | None = ready
-        self._seen = watch()
-        self._listen = listen
         self._may_fall_back = choice.may_fall_back
-        self._model: Model | None = None
-        if choice.devices[0].on_gpu:
-            self._layout = on_gpus(choice.devices)
-        else:
-            self._model = open_model(CPU)
-            self._layout = choose(self._model)
-        self._listeners = listen(self._layout.processes)
-        self._metrics = Metrics()
-        self._children: list[_Child] = []
-        self._trial: _Trial | None = None
+        self._layout = on_gpus(choice.devices) if choice.devices[0].on_gpu else None
+        listeners = listen(max(len(choice.devices), min(usable_cores(), MOST_PROCESSES)))
+        self._setup = Setup(open_model, folder, listeners, limits, key, hosts, Metrics())
+        self._current: _Child | None = None
+        self._next: _Child | None = None
+        self._leaving: _Child | None = None
+        self._row = MOST_PROCESSES
+        self._seen: Any = None
+        self._retry = 0.0
         self._asked: set[int] = set()
-        self._failure: Exception | None = None
 
     def run(self) -> int:
         """Returns the exit code.
 
         Raises:
-            WorkerError: no worker can load the model on its GPU.
+            ModelError: the model cannot be loaded, or is outside the limits.
         """
         wake, self._wakened = os.pipe()
         os.set_blocking(self._wakened, False)
         signal.set_wakeup_fd(self._wakened, warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
             signal.signal(number, lambda number, _: self._asked.add(number))
-        for slot in range(len(self._listeners)):
-            self._fork(slot)
-        while not self._asked & {signal.SIGTERM, signal.SIGINT}:
-            pipes = [child.pipe for child in self._children if not child.heard]
-            if self._trial is not None:
-                pipes.append(self._trial.pipe)
-            readable, _, _ = select.select([wake, *pipes], [], [], CHECK_SECONDS)
-            if wake in readable:
-                os.read(wake, 4096)
-            self._hear([child for child in self._children if child.pipe in readable])
-            if self._failure is not None:
-                self._end()
-                raise self._failure
-            self._reap()
-            self._end_trial(readable)
-            self._reload_if_asked()
-        return self._end()
+        try:
+            while not self._asked & {signal.SIGTERM, signal.SIGINT}:
+                self._load_if_asked()
+                pipes = [] if self._next is None else [self._next.pipe]
+                readable, _, _ = select.select([wake, *pipes], [], [], CHECK_SECONDS)
+                if wake in readable:
+                    os.read(wake, 4096)
+                self._hear(readable)
+                self._reap()
+        finally:
+            self._end()
+        return 0
 
-    def _fork(self, slot: int) -> None:
-        taken = {child.row for child in self._children}
-        row = next(row for row in range(MAX_PROCESSES) if row not in taken)
+    def _load_if_asked(self) -> None:
+        """Has a keeper load the model: at the start, where none answers any more, and when it has changed. One that has
+        been replaced is to be gone by then."""
+        if self._leaving is not None:
+            return
+        seen = self._watch()
+        if self._current is None:
+            if self._next is None and time.monotonic() >= self._retry:
+                self._load(seen)
+        elif seen is not None and (seen != self._seen or signal.SIGHUP in self._asked):
+            self._asked.discard(signal.SIGHUP)
+            self._stop_next()
+            self._load(seen)
+
+    def _load(self, seen: Any) -> None:
+        self._seen = seen
+        on_gpus = self._layout is not None and self._layout.devices[0].on_gpu
+        # A keeper has a limit of its own for each of its workers on GPUs.
+        seconds = keeper.GPU_LOAD_SECONDS + 10 if on_gpus else keeper.LOAD_SECONDS
+        row, memory = MOST_PROCESSES - self._row, keeper.spare_memory()
         heard, said = os.pipe()
         sys.stdout.flush()
         process = os.fork()
         if process:
             os.close(said)
-            self._children.append(_Child(process, slot, row, heard, time.monotonic()))
+            self._next = _Child(process, heard, row, time.monotonic(), seconds, memory)
             return
         try:
-            self._become_worker(slot, row, said)
+            os.close(heard)
+            Keeper(self._setup, self._layout, row, memory, said).run()
         finally:  # whatever happened, the parent's work is not the child's
             os._exit(1)
 
-    def _become_worker(self, slot: int, row: int, said: int) -> None:
-        _forget_signals()
-        for other, listener in enumerate(self._listeners):
-            if other != slot:
-                listener.close()
-        self._metrics.row = row
-        device, limits, threads = self._layout.device(slot), self._limits, None
-        model = self._model
-        if model is None:
-            try:
-                model = self._open(device)
-                limits = replace(limits, max_batch=largest_batch(model, limits.max_batch))
-                threads = usable_cores() // self._layout.processes + self._layout.lanes
-            except Exception as error:
-                if not hasattr(error, "exit_code"):
-                    tell(f"the process for {device} cannot load the model", error)
-                _say(said, fault=str(error), exit_code=getattr(error, "exit_code", 1))
-                os._exit(1)
-        lanes = Lanes(model, limits, self._layout.lanes, self._layout.forward_ms / 1e3, threads)
-        layout = {"processes": self._layout.processes, "lanes": self._layout.lanes, "device": str(device)}
-        if device.on_gpu:
-            layout["device_name"] = device.name
-        service = Service(model, limits, lanes, self._metrics, layout, self._key is not None, ready=False)
-        started = lambda: _say(said, model=_words(model), run=model.run)  # noqa: E731
-        work(self._listeners[slot], service, self._key, self._hosts, started)
-
-    def _hear(self, children: list[_Child]) -> None:
-        """What workers report: that they answer, or why they cannot; a pipe that ends without a word is a death."""
-        for child in children:
-            child.heard = True
-            report = _report(child.pipe)
-            if "model" not in report:
-                self._cannot(child, report)
-                continue
-            child.ready = True
-            for other in self._children:
-                if other.slot == child.slot and other.since < child.since and not other.leaving:
-                    other.leaving = True
-                    os.kill(other.process, signal.SIGTERM)
-                    if self._model is None and other.ready:
-                        tell("the model is loaded anew", run=report["run"], device=str(self._layout.device(child.slot)))
-            started = self._model is not None or all(child.ready for child in self._children)
-            if self._announce and started:
-                self._announce(report["model"], self._layout)
-                self._announce = None
-
-    def _cannot(self, child: _Child, report: dict[str, Any]) -> None:
-        """A worker cannot load the model. At the start that is the server's end, unless the CPU may answer; later the
-        model of before stays."""
-        if self._model is not None:  # it was loaded before the fork
+    def _hear(self, readable: list[int]) -> None:
+        """What the keeper that loads a model reports, if it does so in time."""
+        child = self._next
+        if child is None:
             return
-        device = self._layout.device(child.slot)
-        reason = report.get("fault") or f"the process for {device} ({device.name}) died while it loaded the model"
-        if self._announce is None:
-            child.leaving = any(other.slot == child.slot and other.ready for other in self._children)
-            end = "the model stays as it was" if child.leaving else f"{device} does not answer, and is tried again"
-            tell(f"{end}: {reason}")
-        elif self._may_fall_back:
-            self._fall_back(reason)
-        else:
-            self._failure = WorkerError(reason, report.get("exit_code", DeviceError.exit_code))
+        if child.pipe in readable:
+            report = keeper.heard(child.pipe)
+            if "model" in report:
+                self._take_over(child, report)
+                return
+            died = keeper.died(self._setup.folder, child.memory)
+            self._stop_next()
+            self._cannot(report.get("fault") or died, report.get("exit_code", REFUSED))
+        elif time.monotonic() > child.since + child.seconds:
+            self._stop_next()
+            self._cannot(keeper.too_slow(self._setup.folder, child.seconds), REFUSED)
 
-    def _fall_back(self, reason: str) -> None:
-        """The CPU answers instead of GPUs."""
-        tell(ON_CPU, reason=reason)
-        for child in self._children:
-            child.leaving = child.heard = True
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(child.process, signal.SIGTERM)
-        self._model = self._open(CPU)
-        self._layout = choose(self._model)
-        for listener in self._listeners[1:]:
-            listener.close()
-        self._listeners = self._listen(self._layout.processes)
-        for slot in range(len(self._listeners)):
-            self._fork(slot)
+    def _take_over(self, child: _Child, report: dict[str, Any]) -> None:
+        """The workers of the new model answer; those of the old one finish what they have."""
+        os.close(child.pipe)
+        self._leaving, self._current, self._next, self._row = self._current, child, None, child.row
+        if self._leaving is not None:
+            os.kill(self._leaving.process, signal.SIGTERM)
+        if self._layout is None:  # of the first model; as many sockets stay in use as listen by now
+            self._layout = Layout(**report["layout"])
+            for listener in self._setup.listeners[self._layout.processes :]:
+                listener.close()
+        if self._announce is not None:
+            self._announce(report["model"], self._layout)
+            self._announce = None
+        else:
+            tell("the model is loaded anew", run=report["run"])
+
+    def _cannot(self, reason: str, exit_code: int) -> None:
+        """A model cannot be served. At the start that is the server's end, unless the CPU may answer; later the model
+        of before stays."""
+        if self._current is not None:
+            tell(f"the model stays as it was: {reason}")
+        elif self._announce is None:
+            tell(f"no model answers, and it is loaded again in {RETRY_SECONDS:g} s: {reason}")
+            self._retry = time.monotonic() + RETRY_SECONDS
+        elif self._may_fall_back:
+            tell(ON_CPU, reason=reason)
+            self._may_fall_back, self._layout = False, None
+        else:
+            raise ModelError(reason, exit_code)
 
     def _reap(self) -> None:
-        """Replaces workers that have died."""
-        for child in list(self._children):
-            ended, status = os.waitpid(child.process, os.WNOHANG)
-            if not ended:
-                continue
-            self._forget(child)
-            if child.leaving:
-                continue
-            tell("a worker died", process=child.process, exit_code=os.waitstatus_to_exitcode(status))
-            if any(other.slot == child.slot and not other.leaving for other in self._children):
-                continue
-            if not child.ready or time.monotonic() - child.since < SHORT_LIFE:
-                time.sleep(SHORT_LIFE)
-            self._fork(child.slot)
+        """Sees off a keeper that has been replaced, and replaces one that has died."""
+        if self._leaving is not None and os.waitpid(self._leaving.process, os.WNOHANG)[0]:
+            self._leaving = None
+        if self._current is not None:
+            ended, status = os.waitpid(self._current.process, os.WNOHANG)
+            if ended:  # its workers see that, and finish what they have
+                tell("the keeper of the model died", process=ended, exit_code=os.waitstatus_to_exitcode(status))
+                self._retry = self._current.since + SHORT_LIFE
+                self._current = None
 
-    def _forget(self, child: _Child) -> None:
-        self._children.remove(child)
-        os.close(child.pipe)
-        self._metrics.queue(0, child.row)
+    def _stop_next(self) -> None:
+        """Ends the keeper that loads a model, if there is one; it has answered nobody."""
+        child, self._next = self._next, None
+        if child is not None:
+            os.close(child.pipe)
+            self._stop(child)
 
-    def _reload_if_asked(self) -> None:
-        """Has a changed model tried by a process of its own, or loaded by the workers of GPUs."""
-        seen = self._watch()
-        if seen is None or (seen == self._seen and signal.SIGHUP not in self._asked):
-            return
-        self._asked.discard(signal.SIGHUP)
-        self._seen = seen
-        if self._model is None:
-            for slot in range(len(self._listeners)):
-                self._fork(slot)
-            return
-        self._give_up_trial()
-        heard, said = os.pipe()
-        sys.stdout.flush()
-        process = os.fork()
-        if process:
-            os.close(said)
-            self._trial = _Trial(process, heard, seen, time.monotonic() + LOAD_SECONDS)
-            return
-        try:
-            self._try_model(said)
-        finally:
-            os._exit(1)
-
-    def _try_model(self, said: int) -> None:
-        """In a process of its own: loads the model within bounds of time and memory, and reports."""
-        _forget_signals()
-        for listener in self._listeners:
-            listener.close()
-        _bound_resources()
-        try:
-            self._open(CPU)
-        except Exception as error:
-            _say(said, fault=str(error) or type(error).__name__)
-            os._exit(1)
-        _say(said, good=True)
-        os._exit(0)
-
-    def _end_trial(self, readable: list[int]) -> None:
-        """Loads a model that has been tried beside the old one; its workers take over when they answer. A model that
-        cannot be loaded changes nothing."""
-        trial = self._trial
-        if trial is None:
-            return
-        if trial.pipe not in readable:
-            if time.monotonic() > trial.end:
-                self._give_up_trial()
-                tell(f"the model stays as it was: the new one was not loaded and proved within {LOAD_SECONDS:g} s")
-            return
-        report = _report(trial.pipe)
-        self._give_up_trial()
-        if "good" not in report:
-            reason = report.get("fault") or "the process that loaded the new one died, perhaps for want of memory"
-            tell(f"the model stays as it was: {reason}")
-        elif self._watch() != trial.seen:  # what was tried is not there any more; what is, is tried next
-            self._seen = None
-        else:
-            try:
-                self._model = model = self._open(CPU)
-            except Exception as error:
-                tell(f"the model stays as it was: {error}")
-                return
-            for slot in range(len(self._listeners)):
-                self._fork(slot)
-            tell("the model is loaded anew", run=model.run)
-
-    def _give_up_trial(self) -> None:
-        """Ends the process that tries a model, if there is one."""
-        trial, self._trial = self._trial, None
-        if trial is not None:
-            os.close(trial.pipe)
-            os.kill(trial.process, signal.SIGKILL)
-            os.waitpid(trial.process, 0)
-
-    def _end(self) -> int:
-        """Lets the workers finish; kills those that do not. None is left, and the port is closed."""
-        self._give_up_trial()
-        for listener in self._listeners:
-            listener.close()
-        for child in self._children:
-            os.kill(child.process, signal.SIGTERM)
+    def _stop(self, *children: _Child | None) -> None:
+        """Ends keepers, and kills those that do not end in time."""
+        left = [child.process for child in children if child is not None]
+        for process in left:
+            os.kill(process, signal.SIGTERM)
         end = time.monotonic() + GRACE_SECONDS + 1
-        while self._children and time.monotonic() < end:
-            for child in list(self._children):
-                if os.waitpid(child.process, os.WNOHANG)[0]:
-                    self._forget(child)
-            time.sleep(0.02)
-        for child in list(self._children):
-            os.kill(child.process, signal.SIGKILL)
-            os.waitpid(child.process, 0)
-        return 0
+        while left and time.monotonic() < end:
+            left = [process for process in left if not os.waitpid(process, os.WNOHANG)[0]]
+            time.sleep(0.02 if left else 0)
+        for process in left:
+            os.kill(process, signal.SIGKILL)
+            os.waitpid(process, 0)
 
-
-def _forget_signals() -> None:
-    """In a child: the parent's handlers are not its own."""
-    signal.set_wakeup_fd(-1)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.SIG_DFL)
-
-
-def _bound_resources() -> None:
-    """Ends this process when it computes for too long, also where its parent has been killed; and has it fail where it
-    asks for more memory than is free."""
-    seconds = int(LOAD_SECONDS * usable_cores()) + 1
-    resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
-    with contextlib.suppress(OSError, ValueError, StopIteration):  # other systems
-        used, free = (
-            int(next(line for line in Path(file).read_text().splitlines() if line.startswith(name)).split()[1]) * 1024
-            for file, name in (("/proc/self/status", "VmData:"), ("/proc/meminfo", "MemAvailable:"))
-        )
-        with contextlib.suppress(OSError, ValueError):  # a container's own limit (cgroup 2)
-            limit, taken = (int(Path(f"/sys/fs/cgroup/memory.{name}").read_text()) for name in ("max", "current"))
-            free = min(free, limit - taken)
-        most = used + int(LOAD_SHARE * max(free, 0))
-        resource.setrlimit(resource.RLIMIT_DATA, (most, most))
-
-
-def _words(model: Model) -> str:
-    """What a model does."""
-    return f"{model.task} ({len(model.labels)} classes)" if model.labels else model.task
-
-
-def _report(pipe: int) -> dict[str, Any]:
-    """All that a worker writes before it closes its end; nothing where it has died."""
-    with os.fdopen(os.dup(pipe), "rb") as stream:
-        return json.loads(stream.read() or "{}")
-
-
-def _say(pipe: int, **report: Any) -> None:
-    with os.fdopen(pipe, "wb") as stream:
-        stream.write(json.dumps(report, default=str).encode())
+    def _end(self) -> None:
+        """Lets the workers finish; none is left, and the port is closed."""
+        for listener in self._setup.listeners:
+            listener.close()
+        self._stop_next()
+        self._stop(self._current, self._leaving)

@@ -128,14 +128,26 @@ class Server:
         return [json.loads(line)["event"] for line in self.errors.read_text().splitlines()]
 
     def processes(self) -> list[int]:
-        """The numbers of the parent and of its workers."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return [self.process.pid, *map(int, children)]
+        """The numbers of the parent, its keepers and their workers."""
+        keepers = children(self.process.pid)
+        return [self.process.pid, *keepers, *(worker for keeper in keepers for worker in children(keeper))]
+
+    def workers(self) -> list[int]:
+        """The numbers of those that answer."""
+        return [worker for keeper in children(self.process.pid) for worker in children(keeper)]
 
     def stop(self, sign: int = signal.SIGTERM) -> int:
         """Ends it; gives its exit code."""
         self.process.send_signal(sign)
         return self.process.wait(timeout=15)
+
+
+def children(process: int) -> list[int]:
+    """None where it has ended meanwhile."""
+    try:
+        return list(map(int, Path(f"/proc/{process}/task/{process}/children").read_text().split()))
+    except (FileNotFoundError, ProcessLookupError):
+        return []
 
 
 def gone(process: int) -> bool:

@@ -165,12 +165,12 @@ def test_a_changed_bundle_and_a_crash_are_survived(run_folder, start, tmp_path):
     """A new process takes the GPU over while the old one still holds it; a dead one is replaced."""
     folder = shutil.copytree(run_folder.path, tmp_path / "copy")
     server = start(folder, "--device", "cuda:0")
-    first = server.processes()[1]
+    first = server.workers()[0]
     colour_run(Path(folder), ("rot", "green", "blue"))
     wait_until(lambda: "the model is loaded anew" in server.events(), 60)
     wait_until(lambda: gone(first), 20)
     assert server.ask("POST", "/predict", picture("red"))[1]["label"] == "rot"
-    os.kill(server.processes()[1], signal.SIGKILL)
+    os.kill(server.workers()[0], signal.SIGKILL)
     wait_until(lambda: "a worker died" in server.events(), 60)
     assert server.ask("POST", "/predict", picture("red"))[1]["label"] == "rot"
 

@@ -115,9 +115,9 @@ def test_each_gpu_has_a_process_that_loads_the_model_itself(pretend, run_folder)
     server = pretend.start(run_folder.path, 2)
     assert server.line.endswith(": 2 processes with 2 lanes, on cuda:0 (a pretended GPU), cuda:1 (a pretended GPU)")
     processes = server.processes()
-    assert len(processes) == 3
+    assert len(server.workers()) == 2
     assert sorted(device for _, device in pretend.opened()) == ["cuda:0", "cuda:1"]
-    assert str(server.process.pid) not in [process for process, _ in pretend.opened()]
+    assert {int(process) for process, _ in pretend.opened()} == set(server.workers())
     assert [label(server, colour) for colour in COLOURS] == list(COLOURS)
     for device, info in infos(server, 2).items():
         assert (info["processes"], info["lanes"], info["device"]) == (2, 2, device)
@@ -157,7 +157,7 @@ def test_auto_answers_on_the_cpu_where_a_gpu_cannot_load_the_model(pretend, run_
     (event,) = [json.loads(line) for line in server.errors.read_text().splitlines()]
     assert event["event"] == "serving on the CPU"
     assert "cuda:0" in event["reason"]
-    wait_until(lambda: len(server.processes()) == 1 + info["processes"])
+    wait_until(lambda: len(server.workers()) == info["processes"])
     assert server.stop() == 0
 
 
@@ -173,7 +173,7 @@ def test_a_worker_that_dies_is_replaced_on_its_gpu(pretend, run_folder):
     """The new one loads the model again; while the GPU cannot be used it is tried again, and the reason is told."""
     server = pretend.start(run_folder.path, 1)
     pretend.fails(cuda_0="it is busy")
-    os.kill(server.processes()[1], signal.SIGKILL)
+    os.kill(server.workers()[0], signal.SIGKILL)
     wait_until(
         lambda: "cuda:0 does not answer, and is tried again: cuda:0 cannot be used: it is busy" in server.events()
     )
@@ -186,7 +186,7 @@ def test_a_changed_bundle_is_taken_up_on_the_gpu(pretend, run_folder, tmp_path):
     """A new worker loads it beside the old one, which answers until then; a bundle that fails changes nothing."""
     folder = shutil.copytree(run_folder.path, tmp_path / "copied run")
     server = pretend.start(folder, 1)
-    first = server.processes()[1]
+    first = server.workers()[0]
     pretend.fails(cuda_0="it is full")
     server.process.send_signal(signal.SIGHUP)
     wait_until(lambda: "the model stays as it was: cuda:0 cannot be used: it is full" in server.events())
