@@ -116,6 +116,17 @@ def graph(kind: str, value: Any = None) -> bytes:
             helper.make_node("Softmax", ["logits"], ["right"], axis=1),
         ]
         last = helper.make_node("Add", ["right", "zero"], [name])
+    elif kind == "endless":  # a loop that nothing ends; not in the corpus, since only the server has a limit of time
+        kinds = [("round", 7, []), ("go", 9, []), ("carried", 1, None)]
+        body = helper.make_graph(
+            [helper.make_node("Identity", ["go"], ["still"]), helper.make_node("Identity", ["carried"], ["next"])],
+            "body",
+            [helper.make_tensor_value_info(*one) for one in kinds],
+            [helper.make_tensor_value_info("still", 9, []), helper.make_tensor_value_info("next", 1, None)],
+        )
+        constants.append(helper.make_tensor("true", 9, [], [True]))
+        nodes.append(helper.make_node("Softmax", ["logits"], ["right"], axis=1))
+        last = helper.make_node("Loop", ["", "true", "right"], [name], body=body)
     elif kind == "gather":
         constants.append(helper.make_tensor("places", 7, [3], [0, 1, value]))
         nodes += [

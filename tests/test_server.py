@@ -14,7 +14,10 @@ import threading
 from pathlib import Path
 
 import pytest
-from served import COLOURS, ROOT, Server, colour_run, gone, picture, wait_until
+from served import COLOURS, ROOT, Server, children, colour_run, gone, picture, wait_until
+from test_hostile_files import tamper_with_bundle
+
+from serve.worker import GRACE_SECONDS
 
 
 @pytest.fixture(scope="module")
@@ -514,33 +517,67 @@ def test_the_client_says_why_there_is_no_answer(url, image, words):
     assert words in err
 
 
-ENDLESS = """
-import sys
-from pathlib import Path
-from serve import __main__, parent
-if hasattr(parent, "LOAD_SECONDS"):
-    parent.LOAD_SECONDS = float({seconds})
-open_bundle = __main__.Bundle.open
-def opened(path, *arguments):
-    file = Path(path) / "bundle" / "endless"
-    while file.exists():
-        sum(range(1_000_000))
-    return open_bundle(path, *arguments)
-__main__.Bundle.open = opened
-sys.exit(__main__.main())
-"""
+# Models that compute without end, or in more memory than there is.
+
+
+LIMITED = "import sys; from serve import __main__, keeper; keeper.{} = {}; sys.exit(__main__.main())"
+
+
+def hostile_bundle(run_folder, folder, *graph):
+    """A copy of the run whose bundle has another model, with right digests."""
+    shutil.copytree(run_folder.path, folder)
+    tamper_with_bundle(folder / "bundle", [["graph", *graph]])
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("graph", "limit", "value", "words"),
+    [
+        (["endless"], "LOAD_SECONDS", "0.5", "was not loaded and proved within 0.5 s, the limit"),
+        (["vast", 10**9], "spare_memory", "lambda: 300_000_000", "it may take 0.3 GB of memory meanwhile"),
+    ],
+    ids=["time", "memory"],
+)
+def test_a_model_outside_the_limits_is_refused_at_the_start(run_folder, tmp_path, graph, limit, value, words):
+    """A loop without end, and an intermediate result of 4 GB: exit code 4, one note with folder and limit."""
+    folder = hostile_bundle(run_folder, tmp_path / "copy", *graph)
+    command = [sys.executable, "-c", LIMITED.format(limit, value), str(folder), "--port", "0", "--device", "cpu"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (4, "", 1), done.stderr
+    assert words in done.stderr
+    assert str(folder) in done.stderr
+
+
+def test_sigterm_ends_a_start_that_never_ends(run_folder, tmp_path):
+    """Within moments, with nobody left."""
+    folder = hostile_bundle(run_folder, tmp_path / "copy", "endless")
+    command = [sys.executable, "-m", "serve", str(folder), "--port", "0", "--device", "cpu"]
+    with subprocess.Popen(command, cwd=ROOT) as process:
+        wait_until(lambda: children(process.pid), 60)
+        (keeper,) = children(process.pid)
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=15) == 0
+    assert gone(keeper)
+
+
+def swap(folder, bundle):
+    """Another bundle takes the place of the run's, in one step for each folder."""
+    (folder / "bundle").rename(folder / f"before {bundle.name} {len(list(folder.iterdir()))}")
+    shutil.copytree(bundle, folder / "copied")
+    (folder / "copied").rename(folder / "bundle")
 
 
 @pytest.fixture
-def endless(run_folder, tmp_path, monkeypatch):
-    """Starts a server whose bundle never loads while it has the file `endless`; gives the server and that file."""
+def limited(run_folder, tmp_path, monkeypatch):
+    """Starts a server whose limit of time is so many seconds; gives it, its folder, and an endless bundle."""
     started = []
 
     def start(seconds):
-        shutil.copytree(run_folder.path, tmp_path / "copy")
-        monkeypatch.setattr(Server, "program", (sys.executable, "-c", ENDLESS.replace("{seconds}", str(seconds))))
-        started.append(Server(tmp_path / "copy", tmp_path / "errors"))
-        return started[0], tmp_path / "copy" / "bundle" / "endless"
+        folder = shutil.copytree(run_folder.path, tmp_path / "run")
+        program = (sys.executable, "-c", LIMITED.format("LOAD_SECONDS", float(seconds)))
+        monkeypatch.setattr(Server, "program", program)
+        started.append(Server(folder, tmp_path / "errors"))
+        return started[0], folder, hostile_bundle(run_folder, tmp_path / "endless", "endless") / "bundle"
 
     yield start
     for server in started:
@@ -548,51 +585,108 @@ def endless(run_folder, tmp_path, monkeypatch):
         server.process.wait()
 
 
-def test_a_model_that_never_loads_is_given_up(endless):
-    """32 clients lose no request meanwhile, a worker that is killed is replaced, and the old model goes on."""
-    server, file = endless(4)
-    _, *workers = server.processes()
-    counts, faults, stop = [0] * 32, [], threading.Event()
+class Clients:
+    """So many clients that ask until the port is closed, or `stop`.
 
-    def ask(number):
-        while not stop.is_set():
+    Attributes:
+        counts: answers of each.
+        faults: moments and exceptions of requests that were not answered; the client goes on.
+        labels: what was answered.
+    """
+
+    def __init__(self, server, number):
+        self.server, self.counts, self.faults, self.labels = server, [0] * number, [], set()
+        self.stop = threading.Event()
+        self.threads = [threading.Thread(target=self._ask, args=(client,)) for client in range(number)]
+        for thread in self.threads:
+            thread.start()
+
+    def _ask(self, client):
+        while not self.stop.is_set():
+            connection = self.server.connect()
             try:
-                connection = server.connect()
-                while not stop.is_set():
-                    connection.request("POST", "/predict", picture("blue"))
-                    assert answer(connection)["label"] == "blue"
-                    counts[number] += 1
+                connection.connect()
+            except (ConnectionRefusedError, ConnectionResetError):
+                return
+            try:
+                connection.request("POST", "/predict", picture("blue"))
+                self.labels.add(answer(connection)["label"])
+                self.counts[client] += 1
             except (OSError, http.client.HTTPException) as error:
-                faults.append(error)
+                self.faults.append((client, error))
             finally:
                 connection.close()
 
-    threads = [threading.Thread(target=ask, args=(number,)) for number in range(32)]
-    for thread in threads:
-        thread.start()
-    wait_until(lambda: min(counts) > 2, 20)
-    file.touch()
-    wait_until(lambda: len(server.processes()) == 2 + len(workers))
-    before = list(counts)
-    wait_until(lambda: all(now > then for now, then in zip(counts, before, strict=True)), 20)
-    wait_until(lambda: any("was not loaded and proved within 4 s" in event for event in server.events()), 20)
-    assert faults == []
-    stop.set()
-    for thread in threads:
-        thread.join()
-    file.unlink()
-    wait_until(lambda: server.events()[-1] == "the model is loaded anew", 20)
+    def go_on(self):
+        """Waits until each has further answers."""
+        before = list(self.counts)
+        wait_until(lambda: all(now > then + 1 for now, then in zip(self.counts, before, strict=True)), 60)
+
+    def join(self):
+        self.stop.set()
+        for thread in self.threads:
+            thread.join(60)
 
 
-def test_a_model_that_never_loads_holds_nobody_up(endless):
-    """While it is tried, a worker that dies is replaced, and SIGTERM is obeyed."""
-    server, file = endless(60)
-    _, *workers = server.processes()
-    file.touch()
-    wait_until(lambda: len(server.processes()) == 2 + len(workers))
+def test_a_model_that_never_answers_is_given_up(limited):
+    """While it is tried, a worker that is killed is replaced and others answer; then the old model stays; the next good
+    one is taken up."""
+    server, folder, endless = limited(4)
+    good = shutil.copytree(folder / "bundle", folder / "good")
+    workers = server.workers()
+    swap(folder, endless)
+    wait_until(lambda: len(children(server.process.pid)) == 2)
     os.kill(workers[0], signal.SIGKILL)
-    wait_until(lambda: gone(workers[0]) and len(server.processes()) == 2 + len(workers))
+    wait_until(lambda: gone(workers[0]) and len(server.workers()) == len(workers))
     assert server.ask("POST", "/predict", picture("red"))[1]["label"] == "red"
-    processes = server.processes()
-    assert server.stop() == 0
-    assert all(map(gone, processes))
+    wait_until(lambda: any("was not loaded and proved within 4 s" in event for event in server.events()), 20)
+    assert [event.partition(":")[0] for event in server.events()] == ["a worker died", "the model stays as it was"]
+    swap(folder, good)
+    wait_until(lambda: server.events()[-1] == "the model is loaded anew", 30)
+    assert server.ask("POST", "/predict", picture("red"))[1]["label"] == "red"
+
+
+def test_a_keeper_that_dies_is_replaced(start):
+    """Its workers finish what they have, new ones answer from a model that is loaded again."""
+    server = start()
+    keeper, workers = children(server.process.pid)[0], server.workers()
+    os.kill(keeper, signal.SIGKILL)
+    wait_until(lambda: all(map(gone, [keeper, *workers])), 60)
+    wait_until(lambda: server.events() == ["the keeper of the model died", "the model is loaded anew"], 60)
+    assert server.ask("POST", "/predict", picture("red"))[1]["label"] == "red"
+    assert len(server.workers()) == len(workers)
+
+
+@pytest.mark.slow
+def test_an_endless_bundle_disturbs_none_of_32_clients(limited):
+    """No request is lost but those that a killed worker had, at most one of each client; it is replaced; the old model
+    answers throughout, and goes on when the new one is given up; during the next try SIGTERM is obeyed in time, and
+    what was accepted by then is answered."""
+    server, folder, endless = limited(20)
+    workers = server.workers()
+    clients = Clients(server, 32)
+    try:
+        clients.go_on()
+        swap(folder, endless)
+        wait_until(lambda: len(children(server.process.pid)) == 2)
+        clients.go_on()
+        assert clients.faults == []
+        os.kill(workers[0], signal.SIGKILL)
+        wait_until(lambda: gone(workers[0]) and len(server.workers()) == len(workers))
+        clients.go_on()
+        faults = [client for client, _ in clients.faults]
+        assert len(faults) == len(set(faults))
+        wait_until(lambda: any("was not loaded and proved within 20 s" in event for event in server.events()), 60)
+        clients.go_on()
+        server.process.send_signal(signal.SIGHUP)
+        wait_until(lambda: len(children(server.process.pid)) == 2)
+        clients.go_on()
+        processes = server.processes()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(timeout=GRACE_SECONDS + 2) == 0
+        assert all(map(gone, processes))
+    finally:
+        clients.join()
+    assert [client for client, _ in clients.faults] == faults
+    assert clients.labels == {"blue"}
+    assert [event.partition(":")[0] for event in server.events()] == ["a worker died", "the model stays as it was"]
