@@ -22,7 +22,7 @@ from serve.hosts import Hosts
 from serve.keeper import OpenModel
 from serve.layout import Layout
 from serve.limits import Limits
-from serve.log import tell
+from serve.log import open_streams, tell
 from serve.parent import ON_CPU, ModelError, Parent
 from serve.worker import BACKLOG
 
@@ -156,6 +156,7 @@ def serve(
     Returns:
         the exit code.
     """
+    open_streams()
     limits = Limits(**{field.name: getattr(options, field.name) for field in fields(Limits) if field.name in options})
     try:
         key = _key(options.api_key_env)

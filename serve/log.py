@@ -74,3 +74,15 @@ def tell(event: str, error: BaseException | None = None, **fields: Any) -> None:
         told["error"] = "".join(traceback.format_exception(error))
     with contextlib.suppress(OSError, ValueError):
         print(json.dumps(told, ensure_ascii=False, default=str), file=sys.stderr, flush=True)
+
+
+def open_streams() -> None:
+    """Opens /dev/null in place of standard streams that are closed, as by `>&-`: else the next socket would have the
+    number to which log lines go."""
+    for descriptor, (name, mode) in enumerate({"stdin": "r", "stdout": "w", "stderr": "w"}.items()):
+        try:
+            os.fstat(descriptor)
+        except OSError:
+            null = os.open(os.devnull, os.O_RDWR)  # the lowest number that is free
+            assert null == descriptor, "those below are open"
+            setattr(sys, name, os.fdopen(descriptor, mode, closefd=False))

@@ -108,7 +108,7 @@ def _predict(task: str, limits: "Limits") -> JsonObject:
             "413": _error(f"{large}."),
             "415": _error(f"The body or the {what} is of a kind that is not read."),
             "429": _error("More requests wait than can be answered in time.", RETRY_AFTER),
-            "500": _error("A fault of the server."),
+            **_faults(),
             "504": _error("The request waited too long and was not answered."),
         },
     }
@@ -261,7 +261,16 @@ def _ready() -> JsonObject:
 def _get(summary: str, schema: JsonObject, kind: str = "application/json") -> JsonObject:
     return {
         "summary": summary,
-        "responses": {"200": _answer(summary, schema, kind), "500": _error("A fault of the server.")},
+        "responses": {"200": _answer(summary, schema, kind), **_faults()},
+    }
+
+
+def _faults() -> JsonObject:
+    """Answers that every address may give."""
+    return {
+        "421": _error("The server does not answer as the host that the request names."),
+        "500": _error("A fault of the server."),
+        "501": _error("The request has a Transfer-Encoding besides chunked."),
     }
 
 

@@ -6,13 +6,10 @@ own, over which the system spreads the connections; this process keeps them all,
 answered by whoever comes next.
 """
 
-import contextlib
-import ctypes
 import os
 import select
 import signal
 import socket
-import struct
 import sys
 import time
 from collections.abc import Callable
@@ -35,8 +32,6 @@ RETRY_SECONDS = 5.0
 
 ON_CPU = "serving on the CPU"
 """The event that says that `serve.device: auto` has found no usable GPU."""
-
-_SO_ATTACH_FILTER = 26  # of Linux's asm-generic/socket.h
 
 CPU_ALONE = Choice((CPU,))
 
@@ -241,16 +236,6 @@ class Parent:
     def _end(self) -> None:
         """Lets the workers finish; none is left, and the port is closed."""
         for listener in self._setup.listeners:
-            _drop_new(listener)
             listener.close()
         self._stop_next()
         self._stop(self._current, self._leaving)
-
-
-def _drop_new(listener: socket.socket) -> None:
-    """Has the system drop connections that are not there yet: their clients try again in a second, and are refused. One
-    that comes between a worker's last look and the end of the socket would be accepted and reset."""
-    with contextlib.suppress(OSError):  # other systems
-        drop = ctypes.create_string_buffer(struct.pack("HBBI", 0x06, 0, 0, 0))  # BPF_RET | BPF_K, 0 bytes
-        program = struct.pack("HP", 1, ctypes.addressof(drop))
-        listener.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, program)

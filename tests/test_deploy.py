@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import environment
+from served import Server
 
 from deeplightning.config.fault import CheckpointError, ConfigError
 from deeplightning.config.schema import Serve, keys
@@ -140,6 +141,18 @@ def test_the_config_tells_the_server(run):
     given = ["serve.max_batch=16", "serve.host='::1'", "serve.max_pixels=1_000", "serve.api_key_env=HOME"]
     expected = ["--host=::1", "--max-pixels=1000", "--max-wait=2.5", "--api-key-env=HOME"]
     assert flags(command_of(str(run.path), given)) == expected
+
+
+def test_the_names_of_the_server_reach_it(run, tmp_path):
+    """`serve.allowed_hosts` of the config, or of the command line: those names are answered, and no others."""
+    program = command_of(str(run.path), ["serve.allowed_hosts=[model.example, 10.0.0.5]"])
+    assert flags(program)[-1] == "--allowed-hosts=model.example,10.0.0.5"
+    server = Server(Path(program[4]), tmp_path / "errors", *flags(program))
+    try:
+        names = ["model.example", "10.0.0.5:80", "localhost", "other.example"]
+        assert [server.ask("GET", "/info", headers={"Host": name})[0] for name in names] == [200, 200, 200, 421]
+    finally:
+        server.stop()
 
 
 def test_int8_is_made_where_it_is_asked_for(run, tmp_path):

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from served import COLOURS, ROOT, Server, children, colour_run, gone, picture, wait_until
@@ -517,6 +518,28 @@ def test_the_client_says_why_there_is_no_answer(url, image, words):
     assert words in err
 
 
+@pytest.mark.parametrize("closed", [">&-", "<&- >&- 2>&-"])
+def test_closed_streams_are_as_dev_null(run_folder, closed):
+    """The server answers, and no log line goes to a client."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    command = f'exec "{sys.executable}" -m serve "$0" --port {port} --device cpu {closed}'
+    with subprocess.Popen(["bash", "-c", command, str(run_folder.path)], cwd=ROOT) as process:
+        try:
+            client = SimpleNamespace(port=port)
+            wait_until(lambda: process.poll() is None and not refused(client), 60)
+            connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+            for colour in COLOURS:
+                connection.request("POST", "/predict", picture(colour))
+                assert answer(connection)["label"] == colour
+            connection.close()
+            worker = children(children(process.pid)[0])[0]
+            assert str(Path(f"/proc/{worker}/fd/1").readlink()) == "/dev/null"
+        finally:
+            process.terminate()
+        assert process.wait(timeout=15) == 0
+
+
 # Models that compute without end, or in more memory than there is.
 
 
@@ -586,7 +609,7 @@ def limited(run_folder, tmp_path, monkeypatch):
 
 
 class Clients:
-    """So many clients that ask until the port is closed, or `stop`.
+    """So many clients that ask until the port is closed, or `stop`; each keeps its connection until the server ends it.
 
     Attributes:
         counts: answers of each.
@@ -609,9 +632,13 @@ class Clients:
             except (ConnectionRefusedError, ConnectionResetError):
                 return
             try:
-                connection.request("POST", "/predict", picture("blue"))
-                self.labels.add(answer(connection)["label"])
-                self.counts[client] += 1
+                closes = False
+                while not (closes or self.stop.is_set()):
+                    connection.request("POST", "/predict", picture("blue"))
+                    response = connection.getresponse()
+                    closes = response.will_close
+                    self.labels.add(json.loads(response.read())["label"])
+                    self.counts[client] += 1
             except (OSError, http.client.HTTPException) as error:
                 self.faults.append((client, error))
             finally:
