@@ -178,12 +178,14 @@ class Connection(asyncio.Protocol):
     def on_message_begin(self) -> None:
         self._enter("head")
         self._url = b""
+        self._header_bytes = 0
         self._headers: dict[bytes, bytes] = {}
 
     def on_url(self, url: bytes) -> None:
         self._url += url
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        self._header_bytes += len(name) + len(value) + 4
         name = name.lower()
         if name in self._headers and name in _ONCE:
             value = self._headers[name] + b"," + value  # one field in several lines (RFC 9110, section 5.2)
@@ -211,6 +213,9 @@ class Connection(asyncio.Protocol):
         try:
             if self._head_bytes > HEAD_BYTES and self._head_size() > HEAD_BYTES:
                 raise _too_long()
+            if version not in ("1.1", "1.0"):
+                request.keep = False
+                raise Refusal(400, "The server speaks HTTP/1.1 and HTTP/1.0; send the request in one of them.")
             if coding := self._headers.get(b"transfer-encoding"):
                 _check_coding(coding, request)
             self._door.admit(request)
@@ -297,7 +302,7 @@ class Connection(asyncio.Protocol):
 
     def _head_size(self) -> int:
         """Of what the parser has given of the head; a piece of a connection may also have some of a body."""
-        return len(self._url) + sum(len(name) + len(value) for name, value in self._headers.items())
+        return len(self._url) + self._header_bytes
 
     def _enter(self, reading: _Reading) -> None:
         self._reading = reading

@@ -9,7 +9,7 @@ from serve.limits import Refusal
 
 ALL = "*"
 
-_AUTHORITY = re.compile(r"(\[[0-9a-f:.]{2,45}\]|[a-z0-9_.-]{1,255})(?::[0-9]{0,5})?", re.ASCII | re.IGNORECASE)
+_AUTHORITY = re.compile(r"(\[[0-9a-f:.]{2,45}\]|[a-z0-9_.-]{1,255})(?::([0-9]{0,5}))?", re.ASCII | re.IGNORECASE)
 
 
 class Hosts:
@@ -37,7 +37,7 @@ class Hosts:
             return
         text = host.decode("latin-1").strip()
         found = _AUTHORITY.fullmatch(text)
-        if found is None:
+        if found is None or int(found[2] or 0) > 65_535:
             raise Refusal(400, "The Host of the request is no name or address; send that of the server.")
         name = found[1].strip("[]").lower().removesuffix(".")
         if name not in self._names and not is_loopback(name):
