@@ -6,6 +6,7 @@ worker loads the model itself, within the same limits, and reports whether it co
 """
 
 import contextlib
+import gc
 import json
 import os
 import resource
@@ -126,6 +127,8 @@ class Keeper:
         signal.set_wakeup_fd(self._wakened, warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGCHLD):
             signal.signal(number, lambda number, _: self._asked.add(number))
+        gc.collect()
+        gc.freeze()  # as the parent does
         for slot in range(self._spread.processes):
             self._setup.listeners[slot].listen(BACKLOG)
             self._fork(slot)

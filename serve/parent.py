@@ -6,6 +6,7 @@ own, over which the system spreads the connections; this process keeps them all,
 answered by whoever comes next.
 """
 
+import gc
 import os
 import select
 import signal
@@ -109,6 +110,7 @@ class Parent:
         signal.set_wakeup_fd(self._wakened, warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGCHLD):
             signal.signal(number, lambda number, _: self._asked.add(number))
+        gc.freeze()  # the collector would write to every page that the processes share
         try:
             while not self._asked & {signal.SIGTERM, signal.SIGINT}:
                 self._load_if_asked()
