@@ -4,12 +4,14 @@
 #
 # With the bundle of a run mounted:
 #   docker build --tag deeplightning-serve .
-#   docker run --rm --publish 127.0.0.1:5000:5000 --volume "$RUN/bundle":/bundle:ro deeplightning-serve
+#   docker run --rm --user "$(id -u):$(id -g)" --publish 127.0.0.1:5000:5000 --volume "$RUN/bundle":/bundle:ro \
+#     deeplightning-serve
 # With it inside (its path is that in this folder; .dockerignore lets mlruns/*/*/artifacts/bundle and bundle/ in):
 #   docker build --tag digits --target with-bundle --build-arg BUNDLE=mlruns/0/ID/artifacts/bundle .
 # For NVIDIA's GPUs (2.3 GB more, for CUDA; the machine needs NVIDIA's driver and container toolkit):
 #   docker build --tag deeplightning-serve-gpu --build-arg DEVICE=cuda .
-#   docker run --rm --gpus all --publish 127.0.0.1:5000:5000 --volume "$RUN/bundle":/bundle:ro deeplightning-serve-gpu
+#   docker run --rm --gpus all --user "$(id -u):$(id -g)" --publish 127.0.0.1:5000:5000 \
+#     --volume "$RUN/bundle":/bundle:ro deeplightning-serve-gpu
 # What follows the image's name goes to the server: … deeplightning-serve --max-batch 32 (see python -m serve --help).
 
 FROM python:3.13-slim AS base
@@ -35,6 +37,6 @@ ENTRYPOINT ["python", "-m", "serve", "/bundle", "--host", "0.0.0.0"]
 
 FROM base AS with-bundle
 ARG BUNDLE
-COPY ${BUNDLE}/ /bundle/
+COPY --chown=10001:10001 ${BUNDLE}/ /bundle/
 
 FROM base AS server

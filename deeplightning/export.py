@@ -31,7 +31,7 @@ from torch import nn
 
 from deeplightning.config.fault import CheckpointError, SetupError
 from deeplightning.image import ImageSpec
-from deeplightning.runfolder import BUNDLE_FORMAT, RunFolder, golden_digest, seal
+from deeplightning.runfolder import BUNDLE_FORMAT, RunFolder, golden_digest, permissions_of, seal
 from deeplightning.text import TextError, TextSpec
 
 OUTPUTS = {
@@ -368,8 +368,9 @@ def swapped_in(target: Path) -> Iterator[Path]:
     new = target.with_name(f".{target.name}-{secrets.token_hex(4)}")
     old = new.with_name(f"{new.name}.old")
     try:
-        new.mkdir()
-        yield new
+        with permissions_of(target.parent):
+            new.mkdir()
+            yield new
         for path in (*new.iterdir(), new):
             _sync(path)
         if target.exists():

@@ -6,7 +6,7 @@ import itertools
 import json
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -109,10 +109,26 @@ def make_private(folder: Path, store: Path) -> None:
     if not store.exists():
         store.parent.mkdir(parents=True, exist_ok=True)
         store.mkdir(mode=0o700, exist_ok=True)
-    mode = store.stat().st_mode & 0o777
-    missing = [path for path in (folder, *folder.parents) if store in path.parents and not path.exists()]
-    for path in reversed(missing):
-        path.mkdir(mode=mode, exist_ok=True)
+    with permissions_of(store):
+        folder.mkdir(parents=True, exist_ok=True)
+
+
+@contextlib.contextmanager
+def permissions_of(folder: Path | None) -> Iterator[None]:
+    """What this process makes meanwhile has the permissions of a folder; None: those that the user has set."""
+    before = os.umask(umask_of(folder)) if folder is not None else None
+    try:
+        yield
+    finally:
+        if before is not None:
+            os.umask(before)
+
+
+def umask_of(folder: Path) -> int:
+    """The umask under which what is made has the permissions of a folder, but that others may not write it; its owner's
+    alone where the folder is not there."""
+    mode = folder.stat().st_mode if folder.exists() else 0o700
+    return ~mode & 0o077 | 0o002
 
 
 def write_whole(path: Path, text: str) -> None:

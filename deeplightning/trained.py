@@ -17,7 +17,7 @@ from deeplightning.config.tree import dump, line, plain
 from deeplightning.configure import decided, init_module, load_config
 from deeplightning.engine.place import own_rank, place
 from deeplightning.engine.ranks import restarts
-from deeplightning.runfolder import RunFolder
+from deeplightning.runfolder import RunFolder, permissions_of
 from deeplightning.tracking import resolve_run
 from deeplightning.tracking.build import experiment_of
 from deeplightning.tracking.store import Store, locate
@@ -416,14 +416,16 @@ def keep_samples(data: Any, folder: RunFolder) -> None:
     from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
     if hasattr(data, "example_texts"):
-        np.savez_compressed(folder.samples, texts=np.array(data.example_texts(SAMPLES), np.str_))
+        with permissions_of(folder.path):
+            np.savez_compressed(folder.samples, texts=np.array(data.example_texts(SAMPLES), np.str_))
         return
     try:
         loader = data.val_dataloader()
     except MisconfigurationException:  # Lightning's word for: the module has none
         loader = data.train_dataloader()
     batch = next(iter(loader))
-    np.savez_compressed(folder.samples, images=batch["image"][:SAMPLES].cpu().numpy())
+    with permissions_of(folder.path):
+        np.savez_compressed(folder.samples, images=batch["image"][:SAMPLES].cpu().numpy())
 
 
 def origin_of(folder: RunFolder, checkpoint: Path) -> dict[str, Any]:
@@ -469,7 +471,9 @@ def export_run(folder: RunFolder, allow: Sequence[str] = (), verb: str = "export
     elif cfg.logger.log_model:
         from deeplightning.tracking.flavour import write_model
 
-        log.info("model      %s", write_model(folder))
+        with permissions_of(folder.path):
+            model = write_model(folder)
+        log.info("model      %s", model)
     return bundle
 
 

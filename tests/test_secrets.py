@@ -8,6 +8,7 @@ takes the line for a real key.
 import base64
 import io
 import json
+import os
 import subprocess
 import time
 import zipfile
@@ -16,9 +17,12 @@ from urllib.parse import quote, quote_plus
 
 import pytest
 
-from deeplightning.config.interpolation import Secrets
-from deeplightning.runfolder import make_private
 from deeplightning.tracking.conceal import conceal, conceal_diff
+from deeplightning.config.interpolation import Secrets
+from deeplightning.tracking.client import Client
+from deeplightning.tracking.logger import MLflowLogger
+from deeplightning.tracking.store import locate
+from deeplightning.tracking.tracker import Batch
 
 HOSTILE = Path(__file__).parent / "hostile"
 PLANTED = [json.loads(line.replace("¦", "")) for line in (HOSTILE / "secrets.jsonl").read_text("utf-8").splitlines()]
@@ -192,17 +196,54 @@ def test_no_planted_secret_is_in_anything_of_a_run(planted_run):
     assert found == []
 
 
-def test_the_folders_of_a_run_are_its_owners_alone(planted_run):
-    """Where the store is new: nobody else can enter it, or a run in it."""
+def modes(store):
+    """Permissions of what is in a store, and its own: those of folders, those of files."""
+    paths = [store, *store.rglob("*")]
+    return [
+        {path.stat().st_mode & 0o777 for path in paths if path.is_dir() is is_folder} for is_folder in (True, False)
+    ]
+
+
+def test_what_a_run_writes_is_its_owners_alone(planted_run):
+    """Where the store is new: nobody else can enter a folder of it, or read or write a file."""
     _, store, folder = planted_run
-    assert [path.stat().st_mode & 0o777 for path in (store, folder.parent.parent, folder.parent, folder)] == [0o700] * 4
+    assert {path.name for path in folder.iterdir()} >= {"cfg.yaml", "code.zip", "git.diff", "environment.json", "logs"}
+    assert modes(store) == [{0o700}, {0o600}]
 
 
-@pytest.mark.parametrize("mode", [0o700, 0o750, 0o755])
-def test_a_run_inherits_the_permissions_of_its_store(mode, tmp_path):
-    """Of the store's folder where that is there."""
-    store = tmp_path / "mlruns"
-    store.mkdir()
-    store.chmod(mode)
-    make_private(store / "0" / "run" / "artifacts", store)
-    assert {path.stat().st_mode & 0o777 for path in store.rglob("*")} == {mode}
+@pytest.mark.parametrize("mode", [0o700, 0o750, 0o755, 0o775, 0o777, 0o2770])
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_a_run_inherits_the_permissions_of_its_store(mode, umask, tmp_path):
+    """Of the store's folder where that is there, whatever the user has set; but what it makes is never writable for
+    all."""
+    store = locate(tmp_path / "mlruns")
+    store.folder.mkdir()
+    store.folder.chmod(mode)
+    before = os.umask(umask)
+    try:
+        logger = MLflowLogger(tracking_uri=store.folder, system_metrics=False)
+        logger.log_metrics({"loss": 1.0}, 0)
+        (tmp_path / "picture.txt").write_text("x")
+        logger.log_artifact(tmp_path / "picture.txt")
+        logger.log("settings", {"a": 1})
+        journals = [path for path in store.folder.rglob("*.journal") if path.is_file()]
+        logger.finalize("success")
+        assert os.umask(umask) == umask
+    finally:
+        os.umask(before)
+    assert len(journals) == 1
+    folders, files = modes(store.folder)
+    assert folders <= {mode & 0o777, mode & 0o775}
+    assert files == {mode & 0o664}
+    if mode & 0o2000:
+        assert all(path.stat().st_mode & 0o2000 for path in store.folder.rglob("*") if path.is_dir())
+
+
+def test_a_store_of_mlflow_inherits_the_permissions_of_its_folder(tmp_path):
+    """Also where MLflow's own client makes the database and writes artifacts."""
+    store = locate(tmp_path / "mlruns")
+    store.folder.mkdir(mode=0o700)
+    client = Client(store)
+    run = client.create_run(client.experiment("Default"), "a", {})
+    client.log_batch(run.id, Batch(params={"a": "b"}))
+    assert modes(store.folder) == [{0o700}, {0o600}]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from deeplightning.config.schema import Config
-from deeplightning.runfolder import RunFolder, write_whole
+from deeplightning.runfolder import RunFolder, permissions_of, write_whole
 from deeplightning.tracking.code import Code, collect, versions_of, without_secrets
 from deeplightning.tracking.datafiles import describe_arrays, describe_files, paths_of
 from deeplightning.tracking.program import changed_files, describe_program
@@ -84,6 +84,10 @@ class Origin:
                 self._digesting.join(0 if was_interrupted else PATIENCE)
                 self._enough.set()
                 self._digesting.join()
+        with permissions_of(self.folder.path):
+            self._end(was_interrupted)
+
+    def _end(self, was_interrupted: bool) -> None:
             if self._code is not None:
                 code = collect(self._redact, self._code)
                 code.packages = versions_of(code.imported)

@@ -29,7 +29,7 @@ from deeplightning.engine import ranks
 from deeplightning.engine.launch.storage import told
 from deeplightning.engine.plan import world_size
 from deeplightning.process import say_losses
-from deeplightning.runfolder import Hold, RunFolder, write_whole
+from deeplightning.runfolder import Hold, RunFolder, make_private, umask_of, write_whole
 from deeplightning.tracking.build import end, go_on, publish, run_folder
 from deeplightning.tracking.environment import REPRODUCES, describe, git_diff
 from deeplightning.trust import note_own
@@ -107,6 +107,7 @@ class Record(pl.Callback):
         self._hold: Hold | None = None
         self._failed = self._stopped = False
         self._origin: Origin | None = None  # on rank 0
+        self._umask: int | None = None  # the user's, while that of the run is set
 
     @property
     def folder(self) -> RunFolder:
@@ -155,6 +156,7 @@ class Record(pl.Callback):
     def open(self, trainer: pl.Trainer) -> None:
         """Starts the run, unless it is open, and writes what is known at its start."""
         if self._folder is not None:
+            self._restrict()
             return
         # Before the run opens: a process that is killed while it asks git must not leave an empty run.
         surroundings = (describe(self.cfg.redact), git_diff(self.cfg.redact)) if trainer.is_global_zero else None
@@ -164,8 +166,12 @@ class Record(pl.Callback):
         if trainer.is_global_zero:
             if resumption.run_id is not None:
                 go_on(self.loggers, resumption.run_id, resumption.owed)
-            folder = str(run_folder(self.loggers, resumption.folder or self.fallback))
+            path = run_folder(self.loggers, resumption.folder or self.fallback)
+            with contextlib.suppress(OSError):  # reported below
+                make_private(path, path.parents[2 if path.name == "artifacts" else 0])  # STORE/EXPERIMENT/RUN/artifacts
+            folder = str(path)
         self._folder = RunFolder(self._agreed(trainer, folder))
+        self._restrict()
         if self.cfg.logger.per_rank_files:
             _log_to_file(self._folder.log(trainer.global_rank), self.cfg)
         if surroundings is None:
@@ -188,6 +194,20 @@ class Record(pl.Callback):
         began_from = resumption.checkpoint if resumption.run_id is None else None
         self._origin.begin(getattr(trainer, "datamodule", None), began_from)
         resumption.say()
+
+    def _restrict(self) -> None:
+        """What this process makes from now on has the permissions of the run's folder."""
+        umask = os.umask(umask_of(self.folder.path))
+        self._umask = umask if self._umask is None else self._umask
+
+    def _unrestrict(self) -> None:
+        """Restores what the user has set."""
+        if self._umask is not None:
+            os.umask(self._umask)
+            self._umask = None
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._unrestrict()
 
     def _agreed(self, trainer: pl.Trainer, folder: str) -> str:
         """The folder that rank 0 has found, on every rank.
@@ -241,6 +261,7 @@ class Record(pl.Callback):
 
     def close(self) -> None:
         """Says the last of the run, and lets go of its folder."""
+        self._unrestrict()
         if self._origin is not None:
             self._origin.end(self._stopped)
         for hold in (self._hold, self.resumption.hold if self.resumption else None):

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from deeplightning.config.fault import SetupError
+from deeplightning.runfolder import make_private
 from deeplightning.tracking.owner import has_ended, this_process
 from deeplightning.tracking.store import Store, explain
 from deeplightning.tracking.tracker import SYSTEM, Batch, Point, Tracker, open_tracker, stored
@@ -81,7 +82,7 @@ class Journal:
         # Locked before it has its name: nobody takes it for one that was left behind.
         beside = self.path.with_suffix(".new")
         for _ in range(100):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            make_private(self.path.parent, store.database.parent if store.database else self.path.parent)
             with contextlib.suppress(FileNotFoundError):  # a process that ended has just removed the empty folder
                 self._descriptor: int | None = os.open(beside, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_APPEND, 0o600)
                 break

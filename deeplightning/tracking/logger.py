@@ -24,7 +24,7 @@ from pytorch_lightning.loggers.logger import Logger, rank_zero_experiment
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from deeplightning.config.fault import SetupError
-from deeplightning.runfolder import make_private
+from deeplightning.runfolder import make_private, permissions_of
 from deeplightning.tracking.context import run_tags
 from deeplightning.tracking.environment import git_state
 from deeplightning.tracking.journal import replay
@@ -245,10 +245,10 @@ class MLflowLogger(Logger):
         with self._surviving(source.name):
             destination.parent.mkdir(parents=True, exist_ok=True)
             if source.is_dir():
-                shutil.copytree(source, destination, dirs_exist_ok=True)
+                shutil.copytree(source, destination, dirs_exist_ok=True, copy_function=shutil.copyfile)
             else:
                 partial = destination.with_name(f".{destination.name}.partial")
-                shutil.copy2(source, partial)
+                shutil.copyfile(source, partial)  # with the permissions of the run, not those of the source
                 partial.replace(destination)
 
     @rank_zero_only
@@ -359,9 +359,8 @@ class MLflowLogger(Logger):
             try:
                 folder = local_path(run.artifact_uri)
                 if folder is not None:
-                    if store.artifact_root is not None and store.artifact_root in folder.parents:
-                        make_private(folder, store.artifact_root)
-                    folder.mkdir(parents=True, exist_ok=True)
+                    root = store.artifact_root
+                    make_private(folder, root if root is not None and root in folder.parents else folder.parent)
             except OSError:
                 tracker.log_batch(run.id, Batch(status=("FAILED", time.time_ns() // 1_000_000)))
                 raise
@@ -489,7 +488,8 @@ class MLflowLogger(Logger):
     def _surviving(self, name: str):
         """A full disk costs a picture, not the run."""
         try:
-            yield
+            with permissions_of(self._artifact_folder):
+                yield
         except OSError as error:
             log.warning("Not tracked in %s: %s (%s)", self._artifact_folder, name, error)
 

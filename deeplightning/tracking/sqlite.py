@@ -18,7 +18,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-from deeplightning.runfolder import make_private
+from deeplightning.runfolder import make_private, permissions_of
 from deeplightning.tracking.context import RUN_NAME, USER, run_name
 from deeplightning.tracking.store import Store, Wait, explain, lock_of, locked
 from deeplightning.tracking.tracker import SYSTEM, Batch, Experiment, Point, Run, stored
@@ -104,6 +104,8 @@ def make(store: Store) -> None:
     assert store.database is not None
     assert store.artifact_root is not None
     make_private(store.database.parent, store.database.parent)
+    with permissions_of(store.database.parent):
+        store.database.touch()  # SQLite gives its further files the permissions of this one
     with closing(_connect(store.database)) as connection:
         try:
             connection.executescript(f"BEGIN IMMEDIATE;\n{SCHEMA.read_text(encoding='utf-8')}")

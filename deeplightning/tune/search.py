@@ -32,7 +32,7 @@ from deeplightning.config.target import import_again, is_installed
 from deeplightning.config.tree import Entry, dump, line, plain
 from deeplightning.configure import DECIDED, load_config
 from deeplightning.engine.place import place
-from deeplightning.runfolder import Hold, RunFolder, write_whole
+from deeplightning.runfolder import Hold, RunFolder, make_private, permissions_of, write_whole
 from deeplightning.tune.parent import Parent
 from deeplightning.tune.worker import Forked, Line, Train, own_address
 
@@ -121,6 +121,11 @@ class _Search:
 
     def run(self) -> Path:
         """All of it."""
+        store = self.home.parents[2]
+        with permissions_of(store if store.exists() else self.home):
+            return self._run()
+
+    def _run(self) -> Path:
         self._open()
         log.info("%-10s %s", "search", self._words())
         with self._signals():
@@ -162,8 +167,7 @@ class _Search:
         from deeplightning.tune import outcome, study  # noqa: F401  (what comes last is read now as well)
 
         try:
-            self.home.mkdir(parents=True, exist_ok=True)
-            (self.home / "trials").mkdir(exist_ok=True)
+            make_private(self.home / "trials", self.home.parents[2])  # STORE/searches/EXPERIMENT/NAME
             self._hold = RunFolder(self.home).hold()
         except OSError as error:
             raise SetupError(f"{self.home}: the search's folder cannot be written: {error.strerror}") from error

@@ -27,6 +27,7 @@ from deeplightning.engine import ranks
 from deeplightning.engine.launch import Job, Start
 from deeplightning.engine.place import LAUNCH, slurm_step
 from deeplightning.engine.plan import local_size
+from deeplightning.runfolder import make_private, permissions_of
 
 ANSWER = 60.0  # seconds that Slurm has for an answer
 SILENT = 600.0  # seconds without any answer after which a job is no longer followed
@@ -129,12 +130,14 @@ class Slurm:
         folder = self._new_folder()
         executor, _ = self._executor(job, folder)
         try:
-            folder.mkdir(parents=True)
-            (folder / "config.yaml").write_text(_frozen(job))
+            make_private(folder, folder.parent)
+            with permissions_of(folder):
+                (folder / "config.yaml").write_text(_frozen(job))
         except OSError as error:
             message = f"{folder}: the job's folder cannot be written: {error.strerror}"
             raise SetupError(Fault(message, "engine.launcher.params.folder")) from error
-        number = _submit(executor, bool(inside))
+        with permissions_of(folder):
+            number = _submit(executor, bool(inside))
         try:
             return _Following(number, folder).to_its_end()
         except KeyboardInterrupt as error:
