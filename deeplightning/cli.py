@@ -55,7 +55,7 @@ def _load(config: Path, overrides: tuple[str, ...]) -> Any:
 
     global _redact
     cfg = load_config(config, list(overrides))
-    _redact = cfg.redact
+    _redact = cfg.redact_message
     return cfg
 
 
@@ -86,7 +86,7 @@ def worker() -> None:
     global _redact
     process.outlive_reader()
     cfg = receive()
-    _redact = cfg.redact
+    _redact = cfg.redact_message
     from deeplightning.run import work
 
     sys.exit(work(cfg))

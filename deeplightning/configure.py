@@ -65,6 +65,7 @@ def examine(
         return report  # a section is no mapping: there is nothing to settle
     asked = replace(cfg.engine, backend=backend_of(cfg.engine))
     cfg.notices, lacking = settle(cfg)
+    cfg.notices += clear_secrets(cfg)
     report.hints += hints(cfg, asked)
     wrong = {key for fault in report.faults for key in (fault.key or "", f"{fault.key}.type")}
     broken = list(conflicts(cfg, asked, report.places, skip=wrong.__contains__))
@@ -99,7 +100,23 @@ def load_config(path: str | Path, overrides: list[str] | None = None, *, beside:
     """
     report = examine(path, overrides, importing=True, beside=beside)
     report.add(*report.at_start)
-    return report.checked()
+    cfg = report.checked()
+    if cfg.secrets:
+        cfg.secrets.to_environment()
+    return cfg
+
+
+def clear_secrets(cfg: Config) -> list[Notice]:
+    """A warning for each secret that is written in clear."""
+    literals = cfg.secrets.literals if cfg.secrets else {}
+    return [
+        Notice(
+            f"{'.'.join(map(str, path))}: a secret in clear. The run keeps ${{oc.env:{name}}} in its place; write that "
+            f"into the config, and set the environment variable {name}",
+            key=".".join(map(str, path)),
+        )
+        for name, (path, _) in literals.items()
+    ]
 
 
 def init_module(cfg: Config, section: str) -> Any:

@@ -35,6 +35,7 @@ def launch(cfg: Config) -> RunFolder:
     """
     from deeplightning.callbacks import callback_of
     from deeplightning.callbacks.console import one_line_warnings, to_terminal
+    from deeplightning.callbacks.origin import keep_out
     from deeplightning.callbacks.record import Record, keep_format
 
     to_terminal(cfg)
@@ -47,11 +48,15 @@ def launch(cfg: Config) -> RunFolder:
         find(cfg.engine.setup_hook)()
         keep_format()
     goes_on = resumption(cfg) if "train" in cfg.stages and cfg.train.num_epochs != 0 else None
-    data, task = init_module(cfg, "data"), init_module(cfg, "model")
+    try:
+        data, task = init_module(cfg, "data"), init_module(cfg, "model")
+    except Exception:
+        keep_out(cfg)
+        raise
     trainer = init_trainer(cfg)
     record = callback_of(trainer, Record)
     record.resumption = goes_on
-    together(trainer, cfg.redact, lambda error: _end(record, trainer, error), agreement(cfg, goes_on))
+    together(trainer, cfg.redact_message, lambda error: _end(record, trainer, error), agreement(cfg, goes_on))
     try:
         if "train" in cfg.stages:
             _train(cfg, trainer, task, data, goes_on.checkpoint if goes_on else None)

@@ -13,7 +13,7 @@ from deeplightning import __version__
 from deeplightning.config.fault import CheckpointError, ConfigError
 from deeplightning.config.schema import Config, Engine, defaults
 from deeplightning.config.source import read
-from deeplightning.config.tree import dump, line, plain
+from deeplightning.config.tree import as_written, dump, line, plain
 from deeplightning.configure import decided, init_module, load_config
 from deeplightning.engine.place import own_rank, place
 from deeplightning.engine.ranks import restarts
@@ -250,7 +250,7 @@ def _refusal(cfg: Config, run_id: str, folder: Path) -> str | None:
 
 def _is_same(cfg: Config, folder: RunFolder) -> bool:
     """Whether a run was started with the same config, but for what it goes on from and its stages."""
-    theirs, ours = plain(read(folder.config).root), cfg.public()
+    theirs, ours = as_written(read(folder.config).root), cfg.public()
     if theirs["train"]["resume_ckpt"] is not None:
         return False
     ours["train"]["resume_ckpt"] = None

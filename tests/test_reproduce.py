@@ -17,13 +17,13 @@ import yaml
 from conftest import digest
 from mlflow.tracking import MlflowClient
 
+from deeplightning.config.conceal import conceal
 from deeplightning.config.fault import CheckpointError, RunError
 from deeplightning.reproduce.again import prepare, reproduce
 from deeplightning.reproduce.differences import as_text, differences
 from deeplightning.reproduce.past import PastRun, past_run
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking import code, datafiles, environment, program
-from deeplightning.tracking.conceal import conceal
 from deeplightning.tracking.series import is_repeatable, parted
 
 PASSWORD = "correct-horse-battery"  # comes from the environment

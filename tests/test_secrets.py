@@ -17,7 +17,7 @@ from urllib.parse import quote, quote_plus
 
 import pytest
 
-from deeplightning.tracking.conceal import conceal, conceal_diff
+from deeplightning.config.conceal import conceal, conceal_diff
 from deeplightning.config.interpolation import Secrets
 from deeplightning.tracking.client import Client
 from deeplightning.tracking.logger import MLflowLogger

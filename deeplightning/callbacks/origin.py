@@ -12,6 +12,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from deeplightning.config.conceal import BLOT
+from deeplightning.config.interpolation import redact
 from deeplightning.config.schema import Config
 from deeplightning.runfolder import RunFolder, permissions_of, write_whole
 from deeplightning.tracking.code import Code, collect, versions_of, without_secrets
@@ -37,6 +39,8 @@ class Origin:
 
     def __init__(self, cfg: Config, folder: RunFolder):
         self.cfg, self.folder = cfg, folder
+        values = cfg.secrets.values if cfg.secrets else {}
+        self._values = {value: instead for value, instead in values.items() if is_worth_hiding(value)}
         self._code: Code | None = None
         self._digesting: threading.Thread | None = None
         self._program: dict[str, str] = {}
@@ -54,6 +58,7 @@ class Origin:
         """
         try:
             self._code = collect(self._redact)
+            keep_out(self.cfg, self._code)
             self._keep_code(self._code, is_first=True)
             for place in self._code.concealed:
                 log.warning(
@@ -79,15 +84,15 @@ class Origin:
         if self._has_ended:
             return
         self._has_ended = True
+        with permissions_of(self.folder.path):
+            self._end(was_interrupted)
+
+    def _end(self, was_interrupted: bool) -> None:
         try:
             if self._digesting is not None:
                 self._digesting.join(0 if was_interrupted else PATIENCE)
                 self._enough.set()
                 self._digesting.join()
-        with permissions_of(self.folder.path):
-            self._end(was_interrupted)
-
-    def _end(self, was_interrupted: bool) -> None:
             if self._code is not None:
                 code = collect(self._redact, self._code)
                 code.packages = versions_of(code.imported)
@@ -100,12 +105,8 @@ class Origin:
 
     def _redact(self, text: str) -> str:
         """Without the values of the environment, but for those that are too short to be a secret and would be found all
-        over some code."""
-        secrets = self.cfg.secrets
-        for value in sorted(secrets.values if secrets else (), key=len, reverse=True):
-            if is_worth_hiding(value):
-                text = text.replace(value, secrets.values[value])
-        return text
+        over some code. Only plain ones are put back when the run is made again."""
+        return redact(text, self._values, BLOT)
 
     def _keep_code(self, code: Code, is_first: bool = False) -> None:
         packed, path = code.pack(self._redact), self.folder.code
@@ -158,6 +159,17 @@ class Origin:
         found = read_series(store, self.folder.path.parent.name)
         if found is not None and sum(map(len, found.values())) <= MAX_POINTS:
             write_whole(self.folder.series, to_text(found))
+
+
+def keep_out(cfg: Config, code: Code | None = None) -> None:
+    """Has messages show none of the secrets that are written in the code of this process.
+
+    Args:
+        code: this code; None: it is read.
+    """
+    if cfg.secrets:
+        code = collect() if code is None else code
+        cfg.secrets.values = dict.fromkeys(code.secrets, BLOT) | cfg.secrets.values
 
 
 def is_worth_hiding(value: str) -> bool:

@@ -20,7 +20,7 @@ import torch
 from pytorch_lightning.loggers import Logger
 
 from deeplightning import __version__
-from deeplightning.callbacks.origin import Origin
+from deeplightning.callbacks.origin import Origin, keep_out
 from deeplightning.config.fault import ConfigError, SetupError
 from deeplightning.config.schema import Config
 from deeplightning.config.source import read
@@ -282,10 +282,12 @@ class Record(pl.Callback):
 
     def fail(self, error: BaseException) -> None:
         """Ends the run as FAILED with the reason, or as KILLED where a signal was the reason."""
+        if isinstance(error, Exception) and not isinstance(error, Interrupted) and not self._failed:
+            keep_out(self.cfg)
         if self._folder is None:
             return
         stopped = isinstance(error, Interrupted | KeyboardInterrupt)
-        reason = self.cfg.redact(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
+        reason = self.cfg.redact_message(f"{type(error).__name__}: {error}" if str(error) else type(error).__name__)
         if not self._failed:
             log.info("the run ends: %s", reason)
         self._failed, self._stopped = True, stopped
@@ -449,4 +451,4 @@ class Redacting(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         text = _format.format(record) if _format else super().format(record)
-        return self.cfg.redact(text) if self.cfg else text
+        return self.cfg.redact_message(text) if self.cfg else text

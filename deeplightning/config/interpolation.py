@@ -8,7 +8,7 @@ import base64
 import json
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -16,21 +16,29 @@ from urllib.parse import quote, quote_plus
 
 from deeplightning.config.expression import Call, Key, Malformed, Node, Text, Word, parse, parse_argument
 from deeplightning.config.fault import ConfigError, Fault, nearest
-from deeplightning.config.tree import MAX_DEPTH, MAX_FAULTS, MAX_VALUES, Entry, KeyPath, leaves, scalar
+from deeplightning.config.tree import MAX_DEPTH, MAX_FAULTS, MAX_VALUES, Entry, KeyPath, leaves, nodes, plain, scalar
 
 MAX_CHARACTERS = 1_000_000  # of the texts that references make
 MAX_PARTS = 100_000  # of the texts that hold references: words, keys, arguments
 CUT = 20  # characters: a value that a message has cut is known by its first ones
+_MAYBE_KEY = re.compile(r"(?i)pass|pwd|secret|token|credential|key|salt|auth")
+_MAYBE_VALUE = re.compile(r"://[^\s/]*@|-----BEGIN|=|\s|(?=[\w.+/-]*\d)[\w+/-]{16,}")
 MAX_STEPS = 150  # of references and sections that lead to each other; Python bears a thousand
 
 
 @dataclass
 class Secrets:
-    """What came from the environment: never printed, saved or tracked."""
+    """What came from the environment, or should have: never printed, saved or tracked.
+
+    A secret that is written in clear counts as if `${oc.env:NAME}` stood there, with a name made of its key.
+    """
 
     texts: dict[KeyPath, str] = field(default_factory=dict)  # path of a value → how it was written, `${…}` and all
     values: dict[str, str] = field(default_factory=dict)  # value → the expression it came from
     words: set[KeyPath] = field(default_factory=set)  # paths of values that hold a variable's text, or its default
+    literals: dict[str, tuple[KeyPath, str]] = field(
+        default_factory=dict
+    )  # variable → path and value, written in clear
 
     def is_word(self, path: KeyPath) -> bool:
         """Whether a text at a path stands for a number too: a variable holds nothing but text."""
@@ -41,19 +49,42 @@ class Secrets:
         return next((self.texts[path[:n]] for n in range(len(path), 0, -1) if path[:n] in self.texts), None)
 
     def redact(self, text: str) -> str:
-        """Text without what came from the environment: plain, as Python's repr and JSON write it, quoted for a URL, in
-        base64 (also as a part of what was encoded), and of each of these the first 20 characters or more."""
-        for value in sorted(self.values, key=len, reverse=True):
-            for form in _forms(value):
-                text = text.replace(form, self.values[value])
-                begin = text.find(form[:CUT]) if len(form) > CUT else -1
-                while begin >= 0:
-                    end = begin + CUT
-                    while text[end : end + 1] == form[end - begin : end - begin + 1] != "":
-                        end += 1
-                    text = text[:begin] + self.values[value] + text[end:]
-                    begin = text.find(form[:CUT], begin + len(self.values[value]))
-        return text
+        """Text without what came from the environment, in every form that `redact` knows."""
+        return redact(text, self.values)
+
+    def redact_message(self, text: str) -> str:
+        """The same of what is said to people, also without what looks like a secret."""
+        from deeplightning.config.conceal import conceal  # 10 ms
+
+        return conceal(redact(text, self.values), ".txt")[0]
+
+    def to_environment(self) -> None:
+        """Sets the variables that stand for secrets written in clear, so that what this run saves can be read by it and
+        by the processes that it starts."""
+        os.environ.update({name: value for name, (_, value) in self.literals.items()})
+
+
+def redact(text: str, values: Mapping[str, str], other: str | None = None) -> str:
+    """Text without values: plain, as Python's repr and JSON write them, quoted for a URL, in base64 (also as a part of
+    what was encoded), and of each of these the first 20 characters or more.
+
+    Args:
+        values: what stands in the place of each.
+        other: what stands in the place of a form that is not the plain one; None: the same.
+    """
+    for value in sorted(values, key=len, reverse=True):
+        for form in _forms(value):
+            instead = values[value] if other is None or form == value else other
+            text = text.replace(form, instead)
+            begin = text.find(form[:CUT]) if len(form) > CUT else -1
+            instead = values[value] if other is None else other
+            while begin >= 0:
+                end = begin + CUT
+                while text[end : end + 1] == form[end - begin : end - begin + 1] != "":
+                    end += 1
+                text = text[:begin] + instead + text[end:]
+                begin = text.find(form[:CUT], begin + len(instead))
+    return text
 
 
 @cache
@@ -101,7 +132,48 @@ def resolve(root: Entry, faults: list[Fault]) -> Secrets:
     faults += broken
     for entry, value in results:
         entry.written, entry.value = entry.value, value
+    _note_literals(root, secrets)
     return secrets
+
+
+def _note_literals(root: Entry, secrets: Secrets) -> None:
+    """Notes secrets that are written in clear, and which values refer to them."""
+    for path, entry in leaves(root):
+        text = str(entry.value)
+        name = next((part for part in reversed(path) if isinstance(part, str)), "")
+        if not _MAYBE_KEY.search(name) and not _MAYBE_VALUE.search(text):
+            continue
+        if isinstance(entry.value, bool | float | None) or entry.written or secrets.text_of(path) or not _tells(text):
+            continue
+        from deeplightning.config.conceal import BLOT, secrets_in_value  # 10 ms, and hardly a config has any
+
+        parts, done = [], 0
+        for number, (start, end) in enumerate(secrets_in_value(name, text), start=1):
+            variable = re.sub(r"\W+", "_", "_".join(map(str, path)).upper()) + (f"_{number}" if number > 1 else "")
+            expression = f"${{oc.env:{variable}}}"
+            if not isinstance(entry.value, str):
+                expression = f"${{oc.decode:{expression}}}"
+            secrets.literals[variable] = path, text[start:end]
+            secrets.values[text[start:end]] = expression
+            password = text[start:end].partition(":")[2] if text[end : end + 1] == "@" else ""
+            if _tells(password):  # of an address: messages may cite it alone
+                secrets.values.setdefault(password, BLOT)
+            parts += [escaped(text[done:start]), expression]
+            done = end
+        if parts:
+            secrets.texts[path] = "".join([*parts, escaped(text[done:])])
+    clear = {value: secrets.values[value] for _, value in secrets.literals.values()}
+    for path, entry in nodes(root) if clear else ():
+        if secrets.text_of(path) is None and any(value in str(plain(entry)) for value in clear):
+            if entry.written is not None:
+                secrets.texts[path] = entry.written
+            elif isinstance(entry.value, str):
+                secrets.texts[path] = redact(escaped(entry.value), clear)
+
+
+def escaped(text: str) -> str:
+    """A text that stands for itself, as a config has it: `${` in it is no reference."""
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
 
 
 def _note(secrets: Secrets, path: KeyPath, text: str, seen: dict[str, str | None]) -> None:

@@ -51,7 +51,7 @@ class Report:
 
     def redact(self, text: str) -> str:
         """Text without the values that came from the environment."""
-        return self.source.secrets.redact(text) if self.source is not None else text
+        return self.source.secrets.redact_message(text) if self.source is not None else text
 
     def to_dict(self) -> dict[str, Any]:
         """The report for programs; the config only where nothing is wrong with it."""

@@ -4,10 +4,11 @@ A config is a tree of these dataclasses. What is free-form stands under some `pa
 """
 
 # ruff: noqa: RUF009 (`key` makes a dataclass field, which the rule cannot see)
-import re
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from typing import Any, Literal
+
+from deeplightning.config.interpolation import escaped
 
 Backend = Literal[
     "ddp",
@@ -447,6 +448,10 @@ class Config:
         """Text without the values that came from the environment."""
         return self.secrets.redact(text) if self.secrets else text
 
+    def redact_message(self, text: str) -> str:
+        """The same of what is said to people, also without what looks like a secret."""
+        return self.secrets.redact_message(text) if self.secrets else text
+
 
 def plain(value: Any) -> Any:
     """A section as plain mappings, lists and scalars."""
@@ -467,5 +472,5 @@ def _public(value: Any, path: tuple[str | int, ...], texts: dict[tuple[str | int
     if isinstance(value, list):
         return [_public(item, (*path, number), texts) for number, item in enumerate(value)]
     if isinstance(value, str) and "${" in value:  # no reference any more, and must not be read as one
-        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+        return escaped(value)
     return value

@@ -130,6 +130,17 @@ def plain(entry: Entry, change: Callable[[Any], Any] = lambda value: value) -> A
     return change(entry.value)
 
 
+def as_written(entry: Entry) -> Any:
+    """A tree as plain values with its references as they were written."""
+    if entry.written is not None:
+        return entry.written
+    if isinstance(entry.value, dict):
+        return {name: as_written(item) for name, item in entry.value.items()}
+    if isinstance(entry.value, list):
+        return [as_written(item) for item in entry.value]
+    return plain(entry)
+
+
 # ---- text
 
 

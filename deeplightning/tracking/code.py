@@ -25,9 +25,9 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from deeplightning import __version__
+from deeplightning.config.conceal import conceal
 from deeplightning.config.fault import CheckpointError
 from deeplightning.tracking import environment
-from deeplightning.tracking.conceal import conceal
 from deeplightning.tracking.program import PACKAGES
 
 MAX_FILES, MAX_BYTES, MAX_FILE = 2_000, 20_000_000, 1_000_000
@@ -63,6 +63,7 @@ class Code:
         program: Deep Lightning itself, see `deeplightning.tracking.program.describe_program`.
         changed: what its files held that somebody has changed or added; by their paths, from `deeplightning/` on.
         imported: names of installed packages, and of modules of Python's, that it imports; not in the zip.
+        secrets: what was blotted out, but for ordinary words; not in the zip.
     """
 
     roots: list[str] = field(default_factory=list)
@@ -74,6 +75,7 @@ class Code:
     program: dict[str, str] = field(default_factory=dict)
     changed: dict[str, bytes] = field(default_factory=dict)
     imported: set[str] = field(default_factory=set)
+    secrets: set[str] = field(default_factory=set, repr=False)
 
     def names(self) -> dict[str, bytes]:
         """The files by their paths, with the number of their root where two have the same."""
@@ -134,6 +136,7 @@ class _Collector:
         self.path = list(dict.fromkeys(os.path.abspath(entry) for entry in sys.path))  # noqa: PTH100 (of `.` too)
         self.installed = (*_installed(), *_installed_into(self.path))
         self.left_out, self.concealed = dict(before.left_out), list(before.concealed)
+        self.secrets = set(before.secrets)
         self.files = {(before.roots[r], path): content for (r, path), content in before.files.items()}
         self.bytes = sum(map(len, self.files.values()))
         self.seen = 0
@@ -258,7 +261,7 @@ class _Collector:
         self.bytes += len(content)
 
     def without_secrets(self, path: str, content: bytes) -> bytes:
-        clean, lines = without_secrets(content, self.redact, path)
+        clean, lines = without_secrets(content, self.redact, path, self.secrets)
         self.concealed += [f"{path}:{line}" for line in lines]
         return clean
 
@@ -275,6 +278,7 @@ class _Collector:
                 concealed=sorted({*self.concealed}),
                 program={"version": __version__},
                 imported=self.installed_names,
+                secrets=self.secrets,
             )
         return Code(program={"version": __version__})
 
@@ -302,13 +306,19 @@ def _installed_into(path: Iterable[str]) -> list[str]:
     return found
 
 
-def without_secrets(content: bytes, redact: Callable[[str], str], name: str) -> tuple[bytes, list[int]]:
+def without_secrets(
+    content: bytes, redact: Callable[[str], str], name: str, found: set[str] | None = None
+) -> tuple[bytes, list[int]]:
     """A file's content with secrets blotted out, and the lines of those that nobody can put back. One that is no text
-    in UTF-8 is looked at as one in Latin-1."""
+    in UTF-8 is looked at as one in Latin-1.
+
+    Args:
+        found: takes up what was blotted out, see `conceal`.
+    """
     for encoding in ("utf-8", "latin-1"):
         with suppress(UnicodeError):
             text = content.decode(encoding)
-            clean, lines = conceal(redact(text), name)
+            clean, lines = conceal(redact(text), name, found)
             return (content if clean == text else clean.encode(encoding, "backslashreplace")), lines
     raise AssertionError("every byte is a character of Latin-1")
 

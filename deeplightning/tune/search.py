@@ -29,7 +29,7 @@ from deeplightning.config.schema import Config
 from deeplightning.config.source import read
 from deeplightning.config.space import Dimension, space_of
 from deeplightning.config.target import import_again, is_installed
-from deeplightning.config.tree import Entry, dump, line, plain
+from deeplightning.config.tree import as_written, dump, line
 from deeplightning.configure import DECIDED, load_config
 from deeplightning.engine.place import place
 from deeplightning.runfolder import Hold, RunFolder, make_private, permissions_of, write_whole
@@ -227,7 +227,7 @@ class _Search:
     def _frozen(self) -> str:
         """The config as it is written, files and overrides in one, references unresolved: what all trials start from,
         whatever becomes of the file."""
-        tree = _as_written(read(self.path, list(self.overrides)).root)
+        tree = as_written(read(self.path, list(self.overrides)).root)
         tree["seed"] = self.cfg.seed
         tree["tune"] = {**tree["tune"], "name": self.name}
         return dump(tree)
@@ -404,7 +404,7 @@ class _Search:
         # A bundle takes longer than many a trial; `deeplightning export` makes one of the run that is chosen.
         own = ["train.export=false", *more] if is_trial else []
         # What a choice took from the environment is written as it was.
-        return self.cfg.redact(dump(_as_written(read(self.config, ["~tune", *values, *own]).root)))
+        return self.cfg.redact(dump(as_written(read(self.config, ["~tune", *values, *own]).root)))
 
     def _answer(self, message: dict[str, Any]) -> dict[str, Any]:
         """What a trial says: where its run is, its metric, or that there is no such metric."""
@@ -548,17 +548,6 @@ def _over() -> tuple[Any, ...]:
     from deeplightning.tune.study import OVER
 
     return OVER
-
-
-def _as_written(entry: Entry) -> Any:
-    """A tree as plain values with its references as they were written."""
-    if entry.written is not None:
-        return entry.written
-    if isinstance(entry.value, dict):
-        return {name: _as_written(item) for name, item in entry.value.items()}
-    if isinstance(entry.value, list):
-        return [_as_written(item) for item in entry.value]
-    return plain(entry)
 
 
 def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:

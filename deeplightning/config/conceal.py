@@ -1,4 +1,4 @@
-"""Secrets that somebody has written into code are blotted out before a run keeps that code. Standard library only.
+"""Secrets that somebody has written into code, a config or a message are found. Standard library only.
 
 Two passes: what services hand out is known by its shape; then each name that says that its value is secret is looked
 up, and the assignment behind it is read by the syntax of the file's kind. A reference, a placeholder, a type or prose
@@ -98,6 +98,7 @@ _SETTINGS = [  # without quotes, in a file of settings
 _SPACED = re.compile(r"[ \t]+(?P<value>[^\s=:]\S*)")  # ENV DB_PASSWORD …, and the lines of .netrc
 _ITEM = re.compile(r"[ +-]*-[ \t]+[\"']?(?P<value>[^\s\"'][^\n\"']*)[\"']?[ \t]*(?:\n|\Z)")
 _NOTE = re.compile(r"[\"']?[ \t]*[:=](?!=)[ \t]*(?P<value>[^\s\"',;(){}\[\]]+)(?=[.,;)]?[ \t]*$)", re.MULTILINE)
+_JOINED = re.compile(r"=(?P<value>[^\s\"',;(){}\[\]&]+)")  # in the middle of a sentence
 _ODD = [  # where no name of ours stands before the value
     re.compile(
         r"(?i)\bAuthorization\\?[\"']?\s*[:=,]\s*\\?f?[\"']?(?:(?:Bearer|Basic|Token|Bot)\s+)?(?P<value>[\w.~+/=-]{8,})"
@@ -126,13 +127,14 @@ _SENTENCE = re.compile(
 )
 
 
-def conceal(text: str, name: str = "") -> tuple[str, list[int]]:
+def conceal(text: str, name: str = "", found: set[str] | None = None) -> tuple[str, list[int]]:
     """Text without what looks like a secret, and the lines that held one, from 1.
 
     A name of a variable (`DB_PASSWORD`), a placeholder in brackets and a reference (`${…}`) are no secrets.
 
     Args:
         name: the file's; its ending tells the syntax. Without one the text is taken for code.
+        found: takes up the secrets that would be recognised elsewhere: no ordinary words.
     """
     spans = sorted({*_spans(text, name)})
     starts = [0, *accumulate(len(line) for line in text.splitlines(keepends=True))] if spans else []
@@ -143,10 +145,24 @@ def conceal(text: str, name: str = "") -> tuple[str, list[int]]:
         if end <= done:
             continue
         start = max(start, done)
+        if found is not None:
+            found |= {value for value in _lines(text[start:end]) if _is_rare(value)}
         lines.add(bisect(starts, start))
         parts += [text[done:start], BLOT, "\n" * text.count("\n", start, end)]  # the lines behind keep their numbers
         done = end
     return "".join([*parts, text[done:]]), sorted(lines)
+
+
+def secrets_in_value(key: str, value: str) -> list[tuple[int, int]]:
+    """Where secrets stand in the value of a key of a config: all of it by the key's name, else what looks like one."""
+    strength = _strength(key)
+    if strength and _is_secret(value, strength, False):
+        return [(0, len(value))]
+    spans: list[tuple[int, int]] = []
+    for start, end in sorted({*_spans(value, "")}):
+        if not spans or start >= spans[-1][1]:
+            spans.append((start, end))
+    return spans
 
 
 def conceal_diff(diff: str) -> str:
@@ -213,7 +229,7 @@ def _assigned(text: str, start: int, end: int, line: str, is_note: bool, is_code
     if line.endswith("${"):
         patterns.append(_DEFAULT)
     if is_note:
-        patterns.append(_NOTE)
+        patterns += [_NOTE, _JOINED]
     elif not is_code and not line.endswith("${"):
         if not line.strip(" \t+-"):
             patterns.append(_REST)
@@ -259,6 +275,17 @@ def _is_secret(value: str, strength: str, is_note: bool) -> bool:
     return not is_note or bool(
         re.search(r"\d", value) and not re.fullmatch(r"[A-Za-z]\w*(?:\.\w+)+|[A-Z][a-z]+\d+", value)
     )
+
+
+def _lines(value: str) -> list[str]:
+    """A secret as messages may cite it: whole, and of a key of many lines each."""
+    lines = [line.strip() for line in value.splitlines()]
+    return [value, *(line for line in lines if not line.startswith("-----"))] if len(lines) > 1 else [value.strip()]
+
+
+def _is_rare(value: str) -> bool:
+    """Whether a value is found in a message by accident only: not one of the words of a language or a program."""
+    return len(value) >= 8 and not re.fullmatch(r"[A-Za-z_.-]+", value)
 
 
 def _looks_random(value: str) -> bool:
