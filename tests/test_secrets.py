@@ -6,19 +6,26 @@ takes the line for a real key.
 """
 
 import base64
+import contextlib
 import io
 import json
 import os
+import sqlite3
 import subprocess
+import sys
 import time
 import zipfile
 from pathlib import Path
 from urllib.parse import quote, quote_plus
 
 import pytest
+import yaml
+from PIL import Image
+from served import Server
 
 from deeplightning.config.conceal import conceal, conceal_diff
 from deeplightning.config.interpolation import Secrets
+from deeplightning.configure import examine
 from deeplightning.tracking.client import Client
 from deeplightning.tracking.logger import MLflowLogger
 from deeplightning.tracking.store import locate
@@ -31,17 +38,29 @@ PASSWORD = "correct/horse battery+staple=42"
 """Comes from the environment; a URL and base64 write it in another way."""
 CONFIG = """\
 seed: 7
-data: {root: null, module: {type: kept.own.Own, params: {password: "${oc.env:TABLE_PASSWORD}"}}, batch_size: 16}
+data:
+  root: null
+  batch_size: 16
+  module:
+    type: kept.own.Own
+    params:
+      {password: "${oc.env:TABLE_PASSWORD}", db_password: clear/hunter-47, admin_password: 90817263, url: "x://me:clear-48@db/t"}
 model:
   module: {type: deeplightning.task.img_classif.ImageClassification}
   network: {type: kept.own.network, params: {}}
   optimizer: {type: torch.optim.SGD, params: {lr: 0.05}}
   loss: {type: torch.nn.CrossEntropyLoss, params: {}}
 train: {num_epochs: 1, export: false}
-logger: {params: {system_metrics: false}, pictures: null}
+logger:
+  params: {system_metrics: false, tags: {same: "${data.module.params.db_password}", note: "with clear/hunter-47 in it"}}
+  pictures: null
 """
+CLEAR = ["clear/hunter-47", "90817263", "clear-48"]
+"""Stand in the config."""
 OWN = """\
 import base64
+import json
+import os
 import urllib.parse
 from torch import nn
 from deeplightning.data.digits import Digits
@@ -52,16 +71,40 @@ def network():
 
 
 class Own(Digits):
-    def __init__(self, cfg, password):
+    def __init__(self, cfg, password, db_password, admin_password, url):
         super().__init__(cfg)
-        self.password = password
+        self.words = [password, db_password, str(admin_password), url, *json.loads(os.environ["WORDS"])]
 
     def train_dataloader(self):
-        word = self.password
-        told = [word, repr(word), urllib.parse.quote(word), urllib.parse.quote_plus(word), word[:20], word[:25]]
-        told += [base64.b64encode(word.encode()).decode(), base64.b64encode(b"me:" + word.encode()).decode()]
-        raise RuntimeError(f"refused: {' '.join(told)}")
+        told = []
+        for word in self.words if os.environ.get("FAILS") else ():
+            told += [word, repr(word), urllib.parse.quote(word), urllib.parse.quote_plus(word), word[:20], word[:25]]
+            told += [base64.b64encode(word.encode()).decode(), base64.b64encode(b"me:" + word.encode()).decode()]
+        if told:
+            raise RuntimeError(f"refused: {' '.join(told)}")
+        return super().train_dataloader()
 """
+
+
+class Served(Server):
+    """`deeplightning serve RUN`."""
+
+    program = (sys.executable, "-m", "deeplightning", "serve")
+
+
+def png():
+    content = io.BytesIO()
+    Image.new("L", (8, 8)).save(content, "png")
+    return content.getvalue()
+
+
+REQUESTS = [
+    *(("GET", path, None, "text/plain") for path in ("/", "/info", "/openapi.json", "/metrics", "/health", "/ready")),
+    ("POST", "/predict", png(), "image/png"),
+    ("POST", "/predict", json.dumps({"images": [base64.b64encode(png()).decode()]}), "application/json"),
+    *(("POST", "/predict", body, kind) for body, kind in ((b"no picture", "image/png"), ("{", "application/json"))),
+    *(("GET", "/nothing", None, "text/plain"), ("PUT", "/predict", b"", "text/plain")),
+]
 
 
 def diff_of(kind, text):
@@ -175,25 +218,124 @@ def planted_run(command, tmp_path_factory):
     git(tree, "commit", "-q", "-m", "first")
     for path, text in files.items():
         path.write_text(text + "\n")
-    done = command("train", "c.yaml", f"logger.params.tracking_uri='{store}'", cwd=tree, TABLE_PASSWORD=PASSWORD)
+    words = [secret for _, kind, _, secret in PLANTED if kind == ".py" and "\n" not in secret]
+    train = ("train", "c.yaml", f"logger.params.tracking_uri='{store}'")
+    told = {"cwd": tree, "TABLE_PASSWORD": PASSWORD, "WORDS": json.dumps(words)}
+    done = command(*train, **told, FAILS="yes")
     assert "RuntimeError" in done.err, done
-    return done, store, next(store.glob("*/*/artifacts"))
+    return done, store, next(store.glob("*/*/artifacts")), lambda: command(*train, "train.export=true", **told)
+
+
+def contents_of(store):
+    """Every file of a store, what is in those that are archives, and every row of its database as text."""
+    contents = {str(path): path.read_bytes() for path in store.rglob("*") if path.is_file()}
+    for name, content in list(contents.items()):
+        if zipfile.is_zipfile(io.BytesIO(content)):
+            with zipfile.ZipFile(io.BytesIO(content)) as archive:
+                contents |= {f"{name}/{inner}": archive.read(inner) for inner in archive.namelist()}
+    with contextlib.closing(sqlite3.connect(store / "mlflow.db")) as connection:
+        contents["rows"] = "\n".join(connection.iterdump()).encode()
+    return contents
+
+
+def traces():
+    """Of every planted secret each form, or its first 20 characters; of the parts of a key each line."""
+    for secret in [PASSWORD, *CLEAR, *(row[-1] for row in PLANTED)]:
+        for line in secret.split("\n"):
+            if not line.startswith("-----"):
+                yield secret, line[:20].encode()
+                yield from ((secret, form[:20].encode()) for form in forms(line) if len(form) >= 8)
+
+
+def leaks(contents):
+    return sorted({(name, secret) for secret, trace in traces() for name, text in contents.items() if trace in text})
 
 
 def test_no_planted_secret_is_in_anything_of_a_run(planted_run):
     """Every file of the run folder and of the store, with what is in its archives; the output and the log."""
-    done, store, folder = planted_run
-    contents = {str(path): path.read_bytes() for path in store.rglob("*") if path.is_file()}
-    contents |= {"stdout": done.out.encode(), "stderr": done.err.encode()}
-    packed = str(folder / "code.zip")
-    with zipfile.ZipFile(io.BytesIO(contents[packed])) as archive:
-        contents |= {f"{packed}/{name}": archive.read(name) for name in archive.namelist()}
+    done, store, folder, _ = planted_run
+    contents = contents_of(store) | {"stdout": done.out.encode(), "stderr": done.err.encode()}
     assert sum("planted_" in name for name in contents) > 60  # they are packed
     assert contents[str(folder / "git.diff")].count(b"\n+++ b/") >= len(PLANTED)
-    secrets = [line for *_, secret in PLANTED for line in secret.split("\n")]
-    secrets += [form[:20] for form in forms(PASSWORD)]
-    found = [(name, secret) for name, content in contents.items() for secret in secrets if secret.encode() in content]
-    assert found == []
+    assert leaks(contents) == []
+
+
+def test_a_secret_in_clear_is_a_variable_in_what_the_run_keeps(planted_run):
+    """`cfg.yaml` names a variable for each, so that whoever runs it again knows what to set; a warning says so."""
+    done, _, folder, _ = planted_run
+    params = yaml.safe_load((folder / "cfg.yaml").read_text())["data"]["module"]["params"]
+    assert params == {
+        "password": "${oc.env:TABLE_PASSWORD}",
+        "db_password": "${oc.env:DATA_MODULE_PARAMS_DB_PASSWORD}",
+        "admin_password": "${oc.decode:${oc.env:DATA_MODULE_PARAMS_ADMIN_PASSWORD}}",
+        "url": "x://${oc.env:DATA_MODULE_PARAMS_URL}@db/t",
+    }
+    for key in ("db_password", "admin_password", "url"):
+        assert f"data.module.params.{key}: a secret in clear" in done.err
+
+
+@pytest.mark.slow
+def test_no_planted_secret_comes_out_of_a_run_or_its_server(planted_run, tmp_path):
+    """A run that failed and one that was trained, exported and served: no secret in any file, row, log, output or
+    answer, in any form."""
+    failed, store, _, train = planted_run
+    done = train()
+    assert done.code == 0, done
+    server = Served(done.folder, tmp_path / "serve.err")
+    answers = {}
+    try:
+        for number, (method, path, body, kind) in enumerate(REQUESTS):
+            connection = server.connect()
+            connection.request(method, path, body, {"Content-Type": kind})
+            answer = connection.getresponse()
+            answers[f"{number} {method} {path} {answer.status}"] = str(answer.headers).encode() + answer.read()
+            connection.close()
+    finally:
+        server.stop()
+    contents = contents_of(store) | answers
+    for name, outcome in (("failed", failed), ("done", done)):
+        contents |= {f"{name}.out": outcome.out.encode(), f"{name}.err": outcome.err.encode()}
+    contents |= {"serve.err": server.errors.read_bytes(), "serve.log": server.log.read_bytes()}
+    assert (done.folder / "bundle" / "bundle.json").exists()
+    assert {name.split()[-1][0] for name in answers} == {"2", "4"}
+    assert leaks(contents) == []
+    print(f"{len(PLANTED) + len(CLEAR) + 1} secrets, {len(list(traces()))} forms, {len(contents)} texts: 0 found")
+
+
+@pytest.mark.parametrize("key", ["password", "db_pass", "api_token", "secret_key"])
+def test_a_config_without_secrets_means_the_same(key, tmp_path, monkeypatch):
+    """What is kept loads again to an equal config where the variable is set; else the fault names it."""
+    value = "q9w8e7r6t5y4u3i2o1 ${x" if "token" not in key else "q9w8e7r6t5y4u3i2o1"
+    config = {"data": {"module": {"type": "a.B", "params": {key: value.replace("${", "\\${")}}}}
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(config))
+    found = examine(tmp_path / "a.yaml")
+    name = f"DATA_MODULE_PARAMS_{key.upper()}"
+    assert found.config.data.module.params == {key: value}
+    assert found.config.public()["data"]["module"]["params"] == {key: f"${{oc.env:{name}}}"}
+    assert value not in found.redact(f"refused: {value}, {quote(value)}")
+    (tmp_path / "b.yaml").write_text(yaml.safe_dump({"data": found.config.public()["data"]}))
+    assert any(
+        f"the environment variable {name} is not set" in str(fault) for fault in examine(tmp_path / "b.yaml").faults
+    )
+    monkeypatch.setenv(name, value)
+    assert examine(tmp_path / "b.yaml").config.data.module.params == {key: value}
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        *({"tokenizer": "bert-base-uncased"}, {"pad_token": "[PAD]"}, {"password_file": "/run/secrets/db2"}),
+        *({"num_tokens": 32000}, {"secret_env": "DB_PASSWORD"}, {"key": "image"}, {"url": "https://a.org/b?c=1"}),
+        *({"api_key_env": "WANDB_API_KEY"}, {"weights": "ResNet50_Weights.IMAGENET1K_V2"}, {"password": None}),
+    ],
+    ids=str,
+)
+def test_an_ordinary_value_of_a_config_is_no_secret(params, tmp_path):
+    """Names of variables and files, tokens of a tokenizer, addresses without a password."""
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump({"data": {"module": {"type": "a.B", "params": params}}}))
+    found = examine(tmp_path / "a.yaml")
+    assert found.config.public()["data"]["module"]["params"] == params
+    assert found.source.secrets.literals == {}
 
 
 def modes(store):
@@ -206,7 +348,7 @@ def modes(store):
 
 def test_what_a_run_writes_is_its_owners_alone(planted_run):
     """Where the store is new: nobody else can enter a folder of it, or read or write a file."""
-    _, store, folder = planted_run
+    _, store, folder, _ = planted_run
     assert {path.name for path in folder.iterdir()} >= {"cfg.yaml", "code.zip", "git.diff", "environment.json", "logs"}
     assert modes(store) == [{0o700}, {0o600}]
 

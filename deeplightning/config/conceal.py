@@ -146,7 +146,10 @@ def conceal(text: str, name: str = "", found: set[str] | None = None) -> tuple[s
             continue
         start = max(start, done)
         if found is not None:
-            found |= {value for value in _lines(text[start:end]) if _is_rare(value)}
+            values = _lines(text[start:end])
+            if text[end : end + 1] == "@":  # of an address: `me:password`
+                values.append(values[0].partition(":")[2])
+            found |= {value for value in values if _is_rare(value)}
         lines.add(bisect(starts, start))
         parts += [text[done:start], BLOT, "\n" * text.count("\n", start, end)]  # the lines behind keep their numbers
         done = end
@@ -156,7 +159,8 @@ def conceal(text: str, name: str = "", found: set[str] | None = None) -> tuple[s
 def secrets_in_value(key: str, value: str) -> list[tuple[int, int]]:
     """Where secrets stand in the value of a key of a config: all of it by the key's name, else what looks like one."""
     strength = _strength(key)
-    if strength and _is_secret(value, strength, False):
+    is_path = strength == "weak" and re.match(r"(?:~|\.{0,2})/", value)  # `password_file: /run/secrets/db`
+    if strength and not is_path and _is_secret(value, strength, False):
         return [(0, len(value))]
     spans: list[tuple[int, int]] = []
     for start, end in sorted({*_spans(value, "")}):

@@ -21,6 +21,7 @@ from deeplightning.config.tree import MAX_DEPTH, MAX_FAULTS, MAX_VALUES, Entry, 
 MAX_CHARACTERS = 1_000_000  # of the texts that references make
 MAX_PARTS = 100_000  # of the texts that hold references: words, keys, arguments
 CUT = 20  # characters: a value that a message has cut is known by its first ones
+_REFERENCE = re.compile(r"(?<!\\)(?:\\\\)*\$\{")
 _MAYBE_KEY = re.compile(r"(?i)pass|pwd|secret|token|credential|key|salt|auth")
 _MAYBE_VALUE = re.compile(r"://[^\s/]*@|-----BEGIN|=|\s|(?=[\w.+/-]*\d)[\w+/-]{16,}")
 MAX_STEPS = 150  # of references and sections that lead to each other; Python bears a thousand
@@ -143,7 +144,9 @@ def _note_literals(root: Entry, secrets: Secrets) -> None:
         name = next((part for part in reversed(path) if isinstance(part, str)), "")
         if not _MAYBE_KEY.search(name) and not _MAYBE_VALUE.search(text):
             continue
-        if isinstance(entry.value, bool | float | None) or entry.written or secrets.text_of(path) or not _tells(text):
+        if isinstance(entry.value, bool | float | None) or secrets.text_of(path) or not _tells(text):
+            continue
+        if entry.written is not None and _REFERENCE.search(entry.written):
             continue
         from deeplightning.config.conceal import BLOT, secrets_in_value  # 10 ms, and hardly a config has any
 
@@ -165,7 +168,7 @@ def _note_literals(root: Entry, secrets: Secrets) -> None:
     clear = {value: secrets.values[value] for _, value in secrets.literals.values()}
     for path, entry in nodes(root) if clear else ():
         if secrets.text_of(path) is None and any(value in str(plain(entry)) for value in clear):
-            if entry.written is not None:
+            if entry.written is not None and _REFERENCE.search(entry.written):
                 secrets.texts[path] = entry.written
             elif isinstance(entry.value, str):
                 secrets.texts[path] = redact(escaped(entry.value), clear)
