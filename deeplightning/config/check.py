@@ -10,9 +10,9 @@ from dataclasses import MISSING, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from deeplightning.config import schema, space, strategy
+from deeplightning.config import old_words, schema, space, strategy
 from deeplightning.config.compare import KINDS, Meanings, Verdict, judge
-from deeplightning.config.fault import ConfigError, Fault, nearest, place_of, upwards
+from deeplightning.config.fault import MAX_WORD, ConfigError, Fault, nearest, place_of, upwards
 from deeplightning.config.interpolation import Secrets
 from deeplightning.config.report import Report, in_order
 from deeplightning.config.schema import Config, Target
@@ -22,19 +22,6 @@ from deeplightning.config.target import add_import_roots, is_reference, is_targe
 from deeplightning.config.tree import MAX_FAULTS, Entry, KeyPath, kind, nodes, plain, scalar
 
 MAX_UNKNOWN = 50  # unknown keys of one section that are told singly
-
-# Words of older configs, and what says the same today.
-RENAMED = {
-    "task": "model.module.type",
-    "total_batch_size": "data.batch_size (it counts per process)",
-    "epochs": "train.num_epochs",
-    "lr": "model.optimizer.params.lr",
-    "model.optimizer.lr": "model.optimizer.params.lr",
-    "train.ckpt_resume_path": "train.resume_ckpt",
-    "data.total_batch_size": "data.batch_size (it counts per process)",
-    "model.scheduler.call.interval=batch": "step",
-    "serve.device=gpu": "cuda",
-}
 
 # Positional arguments that we hand to a target: the config to task and data, parameters to an optimizer, an optimizer
 # to a scheduler, the training set to a sampler; and what we hand to one by name.
@@ -95,6 +82,7 @@ def _examine(report: Report, source: Source, importing: bool, beside: bool) -> N
         if checker.meanings.importing:
             os.environ.update(config.engine.env)  # before any target is imported: libraries read their variables then
         checker.compare(config)
+    source.faults[:] = [f for f in source.faults if f.key not in checker.meant or not f.message.startswith("missing: ")]
     if any("mean _base_?" in fault.message for fault in source.faults):  # what is missing stands in the base
         source.faults[:] = [fault for fault in source.faults if not fault.message.startswith("missing: ")]
     report.unchecked = in_order(checker.unchecked, source)
@@ -121,6 +109,7 @@ class _Checker:
         self.places = {".".join(map(str, path)): entry.place for path, entry in nodes(root)}
         self.answered = {fault.key for fault in faults}  # keys that a fault already speaks of
         self.targets: list[Callable[[], None]] = []
+        self.meant: set[str | None] = set()  # keys of ours that were written under a name of another tool
 
     def fault(self, message: str, key: str, place: str | None = None, **more: Any) -> None:
         if self.answered.isdisjoint(upwards(key)):
@@ -159,8 +148,14 @@ class _Checker:
                 if value is not _BAD:
                     values[name] = value
             else:
-                words = known if key else {**known, "_base_": None}
-                hint = f" Today it is {RENAMED[here]}." if here in RENAMED else nearest(name, words) or _elsewhere(name)
+                others = known if key else {**known, "_base_": None}
+                hint = self.known_elsewhere(here) or nearest(name, others)
+                if not hint.startswith(" Did you mean"):
+                    self.foreign(item, here)
+                hint = hint or _elsewhere(name)
+                if not hint and issubclass(cls, Target):  # an argument that stands beside `params`
+                    hint = old_words.said(f"{prefix}params.{name}") if name.isidentifier() else ""
+                    self.meant.add(f"{prefix}params")
                 message = f"unknown key.{hint} Known here: {', '.join(known)}"
                 if name.startswith("~"):
                     message = f"there is no such key to remove: nothing below this file sets `{prefix}{name[1:]}`"
@@ -199,13 +194,29 @@ class _Checker:
         if self.secrets.text_of(path) is not None:
             found = f"what {self.secrets.text_of(path)} gives"
         elif isinstance(value, str):
-            words = [str(w) for o in options if typing.get_origin(o) is typing.Literal for w in typing.get_args(o)]
-            renamed = RENAMED.get(f"{key}={value}")
-            near = f" Did you mean {renamed}?" if renamed else nearest(value, words)
+            near = nearest(value, [str(word) for word in _literals(options)])
             if key == "engine.gpus" and value.startswith(("GPU-", "MIG-")):
                 near = f" Did you mean [{value}]?"
+        if not self.secrets.text_of(path):
+            near = _meant(key, value, options) or near
+            self.foreign(entry, key)
         self.wrong(allowed, found, key, entry.place, near)
         return _BAD
+
+    def known_elsewhere(self, key: str, section: str | None = None) -> str:
+        """What a key of another tool is here, as a sentence; `section` is where it stands, if not in a known one."""
+        found = old_words.ours(key, section)
+        mean = old_words.key_of(found) if found is not None else None
+        self.meant |= {above for above in upwards(mean or "") if "." in above}
+        return old_words.hint(found)
+
+    def foreign(self, entry: Entry, key: str) -> None:
+        """Tells what the keys of other tools inside a value are here, where nothing inside it is a key of ours."""
+        known = [(path, item) for path, item in nodes(entry) if path and path[-1] in old_words.NAMES]
+        for path, item in reversed(known):
+            here = ".".join([key, *map(str, path)])
+            if hint := self.known_elsewhere(here, section=""):
+                self.fault(f"unknown key.{hint}", here, item.place, found=str(path[-1]))
 
     def in_range(self, value: Any, entry: Entry, key: str, path: KeyPath, metadata: typing.Mapping[str, Any]) -> bool:
         low, high = metadata.get("low"), metadata.get("high")
@@ -214,7 +225,7 @@ class _Checker:
         written = self.secrets.text_of(path)
         found = f"what {written} gives" if written else value
         if low is not None and not value >= low:
-            self.wrong(f"at least {low}", found, key, entry.place)
+            self.wrong(f"at least {low}", found, key, entry.place, _meant(key, value, []))
             return False
         if high is not None and not value <= high:
             self.wrong(f"at most {high}", found, key, entry.place)
@@ -317,6 +328,9 @@ class _Checker:
             if is_reference(plain(entry)):
                 self.reference(entry.value["ref"], key)
                 return
+            for name in {"_target_", "class_path"} & set(entry.value):  # it would stay a mapping
+                if "." in str(entry.value[name].value):
+                    self.fault(f"unknown key.{self.known_elsewhere(f'{key}.{name}')}", f"{key}.{name}", found=name)
             for name, item in entry.value.items():
                 self.inside(item, f"{key}.{name}", (*path, name))
         elif isinstance(entry.value, list):
@@ -593,6 +607,38 @@ def _elsewhere(name: str, cls: type = Config, path: str = "") -> str:
                 if found:
                     return found
     return ""
+
+
+def _meant(key: str, given: Any, options: list[Any]) -> str:
+    """` Did you mean …?` for a value that other tools have here, or one that lacks the mapping around it."""
+    role = _role(key, KINDS)
+    found = old_words.value(key, given)
+    if found is None and given is not None:
+        for option in options:
+            if isinstance(option, type) and issubclass(option, Target):
+                name = old_words.class_of(role, given) or (given if isinstance(given, str) and "." in given else None)
+                found = f"{{type: {name}}}" if name and len(name) < MAX_WORD else None
+            elif typing.get_origin(option) is list and key == "train.callbacks":
+                found = "[{type: MODULE.CLASS}]"
+            elif is_dataclass(option) and not isinstance(given, dict | list):
+                found = _wrapped(typing.cast(type, option), given)
+    return f" Did you mean {found}?" if found else ""
+
+
+def _wrapped(cls: type, given: str | float) -> str | None:
+    """A value inside the mapping that a section is: as its first key where it fits there."""
+    first, *others = schema.keys(cls)
+    options = _options(typing.get_type_hints(cls)[first.name])
+    fits = type(given) in options or (type(given) is int and float in options) or given in _literals(options)
+    required = [f for f in others if f.default is MISSING and f.default_factory is MISSING]
+    if len(str(given)) > MAX_WORD or not (fits or first.metadata["example"]):
+        return None
+    items = [f"{first.name}: {given if fits else first.metadata['example']}"]
+    return "{" + ", ".join([*items, *(f"{f.name}: {f.metadata['example']}" for f in required)]) + "}"
+
+
+def _literals(options: list[Any]) -> list[Any]:
+    return [word for o in options if typing.get_origin(o) is typing.Literal for word in typing.get_args(o)]
 
 
 def _are_named(entry: Entry, cls: type) -> bool:

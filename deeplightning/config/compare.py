@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from deeplightning.config import old_words
 from deeplightning.config.fault import Fault, nearest
 from deeplightning.config.signature import Signature, Undecided, misfits, of_object
 from deeplightning.config.target import find
@@ -153,7 +154,9 @@ def judge(
     try:
         found = meanings.of(name)
     except ValueError as error:
-        return Verdict([Fault(str(error), f"{key}.type", found=name)])
+        known = old_words.class_of(role, name)
+        meant = f" Did you mean {known}?" if known else ""
+        return Verdict([Fault(f"{error}{meant}", f"{key}.type", found=name)])
     except Undecided as why:
         return Verdict(undecided={f"{key}.type": (f"{name}: {why}", "--import")})
     if found.kind not in ("class", "function"):
@@ -215,7 +218,10 @@ def _call(
             verdict.faults.append(Fault(f"{name} gets `{param}` from us; remove it", here, found=param))
         elif signature.rest is None:
             known = ", ".join(free) or "none"
-            hint = nearest(param, free)
+            known_as = old_words.ours(here)
+            same = next((p for p in free if known_as and known_as.split()[0] == f"{key}.params.{p}"), None)
+            elsewhere = "" if known_as and known_as.startswith(here) else old_words.hint(known_as)
+            hint = f" Did you mean {same}?" if same else nearest(param, free) or elsewhere
             meant += hint
             message = f"{name} has no param `{param}`.{hint} It takes: {known}"
             verdict.faults.append(Fault(message, here, found=param, allowed=known))

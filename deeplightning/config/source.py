@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from deeplightning.config import old_words
 from deeplightning.config.fault import ConfigError, Fault
 from deeplightning.config.interpolation import Secrets, resolve
 from deeplightning.config.tree import Entry, kind, parse
@@ -143,10 +144,19 @@ def _override(root: Entry, text: str) -> None:
     name, equals, value = text.removeprefix(sign).partition("=")
     name = name.strip()
     parts = name.split(".")
+    if name == "_base_":
+        message = "a file names its `_base_`; from the command line, write a file that has both, or name another config"
+        raise ConfigError(Fault(message, name, place))
+    if text.startswith("--") and equals:  # as LightningCLI has it
+        raise ConfigError(Fault(f"an override has no dashes.{_meant(name.lstrip('-'), value)}", place=place))
+    if name.startswith("+"):  # as Hydra has it
+        raise ConfigError(Fault(f"a key is added without `++`.{_meant(name.lstrip('+'), value)}", place=place))
     if not all(parts) or (equals == "") != (sign == "~"):
         what = "there is no such option, see --help; " if text.startswith("-") else ""
         raise ConfigError(Fault(f"{what}an override is key=value, ~key (remove), or +list=[x] (append)", place=place))
     new = None if sign == "~" else _override_value(value, name, place)
+    if sign == "+" and new is not None and not isinstance(new.value, list) and old_words.ours(name):
+        raise ConfigError(Fault(f"a key is added without `+`.{_meant(name, value)}", place=place))
     above, last = _reach(root, parts, place, make=sign != "~")
     items = above.value
     old = items[last] if isinstance(items, list) or last in items else above.gone.get(last)
@@ -164,6 +174,12 @@ def _override(root: Entry, text: str) -> None:
         items[last] = Entry([*before, *new.value], place, over=old)
     else:
         items[last] = replace(new, over=old)
+
+
+def _meant(name: str, value: str) -> str:
+    """` Did you mean …?`, an override in our spelling."""
+    found = old_words.ours(name)
+    return f" Did you mean {(found and old_words.key_of(found)) or name}={value:.80}?"
 
 
 def _override_value(text: str, name: str, place: str) -> Entry:
