@@ -78,7 +78,7 @@ def examine(
     if cfg.seed is None:
         cfg.seed = decided("seed", lambda: secrets.randbelow(2**31))
         cfg.notices.append(Notice(f"seed: null → {cfg.seed} (drawn)", unasked=False, key="seed"))
-    if cfg.tune is not None and not report.faults:
+    if cfg.tune is not None and not any(str(fault.key).startswith("tune.") for fault in report.faults):
         given = [*(overrides or []), "tune=null"]
         found = space_of(cfg.tune.space)
         report.add(

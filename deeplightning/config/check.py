@@ -19,7 +19,7 @@ from deeplightning.config.schema import Config, Target
 from deeplightning.config.signature import Undecided
 from deeplightning.config.source import Source, read
 from deeplightning.config.target import add_import_roots, is_reference, is_target
-from deeplightning.config.tree import MAX_FAULTS, Entry, KeyPath, kind, nodes, plain, scalar
+from deeplightning.config.tree import MAX_FAULTS, TAG, Entry, KeyPath, kind, nodes, plain, scalar
 
 MAX_UNKNOWN = 50  # unknown keys of one section that are told singly
 
@@ -107,11 +107,14 @@ class _Checker:
         self.unchecked: list[Fault] = []
         self.meanings = Meanings()
         self.places = {".".join(map(str, path)): entry.place for path, entry in nodes(root)}
-        self.answered = {fault.key for fault in faults}  # keys that a fault already speaks of
+        self.unread = {fault.key for fault in faults if fault.message.startswith(TAG)}
+        self.answered = {fault.key for fault in faults} - self.unread  # keys that a fault already speaks of
         self.targets: list[Callable[[], None]] = []
         self.meant: set[str | None] = set()  # keys of ours that were written under a name of another tool
 
     def fault(self, message: str, key: str, place: str | None = None, **more: Any) -> None:
+        if message.startswith(("missing: ", "must be ")) and not self.unread.isdisjoint(upwards(key)):
+            return  # what stands there could not be read
         if self.answered.isdisjoint(upwards(key)):
             self.answered.add(key)
             self.faults.append(Fault(message, key, place or place_of(key, self.places), **more))
@@ -149,8 +152,8 @@ class _Checker:
                     values[name] = value
             else:
                 others = known if key else {**known, "_base_": None}
-                hint = self.known_elsewhere(here) or nearest(name, others)
-                if not hint.startswith(" Did you mean"):
+                hint = self.known_elsewhere(here)
+                if hint or not (hint := nearest(name, others)):
                     self.foreign(item, here)
                 hint = hint or _elsewhere(name)
                 if not hint and issubclass(cls, Target):  # an argument that stands beside `params`
@@ -208,7 +211,8 @@ class _Checker:
         found = old_words.ours(key, section)
         mean = old_words.key_of(found) if found is not None else None
         self.meant |= {above for above in upwards(mean or "") if "." in above}
-        return old_words.hint(found)
+        same = mean is not None and mean.rpartition(".")[2] == key.rpartition(".")[2] and ".params." not in mean
+        return f" Did you mean {mean}?" if same else old_words.hint(found)
 
     def foreign(self, entry: Entry, key: str) -> None:
         """Tells what the keys of other tools inside a value are here, where nothing inside it is a key of ours."""

@@ -1,9 +1,12 @@
 """What went wrong, in words for the person who can mend it, and the exit code that says whose turn it is."""
 
 import difflib
+import errno
 import re
+import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 MAX_HALF = 1_000  # characters at either end of a note
@@ -136,9 +139,38 @@ def _slips(word: str, other: str) -> int:
     return row[-1]
 
 
+def count(number: float, noun: str) -> str:
+    """`1 epoch`, `2 epochs`."""
+    return f"{number:,} {noun}" + "s" * (number != 1)
+
+
 def printable(text: str) -> str:
     """Text for a terminal: what could steer it is written out, line breaks as well."""
     return re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", lambda found: repr(found[0])[1:-1], text)
+
+
+FREE_SOME = (
+    "remove runs that are not needed (`deeplightning runs --clean --delete`: the unfinished ones), or set "
+    "logger.params.tracking_uri to a folder on another disk"
+)
+
+
+def is_full(error: OSError) -> bool:
+    """Whether a disk has no room left, or its user no quota."""
+    return error.errno in (errno.ENOSPC, errno.EDQUOT)
+
+
+def no_room(folder: Path, written: int = 0) -> str:
+    """How much room the disk of a folder has; `written` bytes of it are those of a file that is removed."""
+    try:
+        return f"{folder} has {megabytes(shutil.disk_usage(folder).free + written)} free"
+    except OSError:
+        return f"{folder} has no room"
+
+
+def megabytes(size: int) -> str:
+    """A number of bytes, for a person."""
+    return f"{size:,} bytes" if size < 1_000_000 else f"{size / 1e6:,.0f} MB"
 
 
 class UserError(Exception):

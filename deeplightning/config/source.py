@@ -15,6 +15,7 @@ from deeplightning.config.tree import Entry, kind, parse
 
 MAX_BYTES = 1_000_000  # of a file, and of all files that build on each other
 MAX_BASES = 50
+_URL = re.compile(r"([a-z][a-z0-9+]+):/+")
 
 
 @dataclass
@@ -34,6 +35,10 @@ def read(path: str | Path | None, overrides: list[str] | None = None) -> Source:
         ConfigError: when there is no tree to go on with. Lesser faults stand in the result.
     """
     faults: list[Fault] = []
+    if (found := _URL.match(str(path or ""))) and not os.path.exists(str(path)):  # noqa: PTH110
+        address = f"{found[1]}://{str(path)[found.end() :]}"  # of which a Path has kept one slash
+        message = "a config is a file of this machine, not an address; download it, and name the file"
+        raise ConfigError(Fault(message, place=address))
     file = Path(os.path.expanduser(path or ""))  # noqa: PTH111  (Path's fails for an unknown ~user)
     root = Entry({}, "") if path is None else _with_bases(file, [], [], faults)
     for text in overrides or []:
@@ -48,13 +53,14 @@ def read(path: str | Path | None, overrides: list[str] | None = None) -> Source:
 # ---- files
 
 
-def _with_bases(path: Path, trail: list[Path], read: list[int], faults: list[Fault]) -> Entry:
+def _with_bases(path: Path, trail: list[Path], read: list[int], faults: list[Fault], place: str | None = None) -> Entry:
     """The tree of a file, laid over the trees of its `_base_` files. `trail` are the files that lead to it, `read` the
-    sizes of all that were read."""
+    sizes of all that were read, `place` is that of the `_base_` that names it."""
     here = Path(os.path.realpath(path))  # unlike Path.resolve, without an error for links that go round
     if here in trail:
         chain = " → ".join(_short(p) for p in [*trail[trail.index(here) :], here])
-        raise ConfigError(Fault(f"these files build on each other in a circle: {chain}; remove one `_base_`"))
+        message = f"these files build on each other in a circle: {chain}; remove one `_base_`"
+        raise ConfigError(Fault(message, place=place))
     if len(read) >= MAX_BASES:
         raise ConfigError(Fault(f"more than {MAX_BASES} files build on each other", place=_short(path)))
     text = _text(path)
@@ -74,10 +80,13 @@ def _with_bases(path: Path, trail: list[Path], read: list[int], faults: list[Fau
     for name in names:
         if not isinstance(name.value, str):
             raise ConfigError(Fault(f"a `_base_` is the path of a file, not {kind(name)}", "_base_", name.place))
+        if _URL.match(name.value):
+            message = "a `_base_` is a file of this machine, not an address; download it first"
+            raise ConfigError(Fault(message, "_base_", name.place))
         file = path.parent / os.path.expanduser(name.value)  # noqa: PTH111  (Path's fails for an unknown ~user)
         if not os.path.isfile(file):  # noqa: PTH113  (Path's fails for a name that is too long)
             raise ConfigError(Fault(f"there is no file {_short(file)} to build on", "_base_", name.place))
-        merged = _merge(merged, _with_bases(file, [*trail, here], read, faults))
+        merged = _merge(merged, _with_bases(file, [*trail, here], read, faults, name.place))
     return _merge(merged, tree)
 
 

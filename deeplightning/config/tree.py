@@ -16,6 +16,7 @@ from deeplightning.config.fault import ConfigError, Fault
 MAX_VALUES = 50_000  # after aliases are followed: a few lines of anchors can stand for billions of values
 MAX_DEPTH = 60
 MAX_FAULTS = 200  # that are told singly
+TAG = "the tag"  # begins the fault of a value that cannot be read
 
 KeyPath = tuple[str | int, ...]
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -215,7 +216,8 @@ class _Builder:
             raise self.stop(node, f"nested more than {MAX_DEPTH} deep")
         if node.tag.startswith("tag:yaml.org,2002:python") or not node.tag.startswith("tag:yaml.org,2002:"):
             tag = node.tag.replace("tag:yaml.org,2002:", "!!")
-            self.faults.append(Fault(f"the tag {tag} is not allowed: a config holds plain values only", place=at))
+            message = f"{TAG} {tag} is not allowed: a config holds plain values only"
+            self.faults.append(Fault(message, ".".join(self.above) or None, at))
             return Entry(None, place or at, at)
         self.open.add(id(node))
         try:
