@@ -4,7 +4,6 @@ Heavy imports stand inside the verbs, so that `--help` answers at once.
 """
 
 import contextlib
-import errno
 import gc
 import json
 import os
@@ -18,7 +17,7 @@ import click
 
 from deeplightning import __version__, process
 from deeplightning.completion import complete_config, complete_key, complete_overrides
-from deeplightning.config.fault import UserError
+from deeplightning.config.fault import FREE_SOME, UserError, is_full, no_room
 from deeplightning.engine.place import TOLD, own_rank
 
 OVERRIDES = "key=value sets, ~key removes, +list=[x] appends; for example model.optimizer.params.lr=0.1"
@@ -476,8 +475,9 @@ def _report(error: BaseException) -> int:
         code, notes = 5, [f"the device has no memory left: {first}. {remedy}"]
     if code is None and (note := unusable(error)) is not None:
         code, notes = 3, [note]
-    if code is None and isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        code, notes = 3, [f"the disk is full: {error}. Free some space, or write elsewhere"]
+    if code is None and isinstance(error, OSError) and is_full(error):
+        where = Path(os.fsdecode(error.filename)).absolute().parent if error.filename else Path.cwd()
+        code, notes = 3, [f"the disk is full: {error}. {no_room(where)}; {FREE_SOME}"]
     rank, place = f" [rank {own_rank()}]" if own_rank() else "", ""
     if (group := ranks.here()) is not None:
         reason = ranks.reason_of(error) if code is None else "; ".join(notes)
@@ -486,7 +486,7 @@ def _report(error: BaseException) -> int:
             return cause.exit_code
         rank, place = f" [{cause.whose}]" if cause.whose else "", f"{ranks.place_of(error)}: "
         if isinstance(error, ranks.RankError) or cause.rank != group.rank or ranks.is_lost(error):
-            code, notes = cause.exit_code, [cause.reason]
+            code, notes = cause.exit_code, [cause.reason + (group.kept() if cause.lost else "")]
     if code is None or os.environ.get("DEEPLIGHTNING_DEBUG") == "1":
         print(_redact("".join(traceback.format_exception(error))), file=sys.stderr)
     word = ("\x1b[31merror\x1b[0m" if sys.stderr.isatty() else "error") + rank

@@ -362,12 +362,20 @@ def _experiment(config: Path) -> str | None:
         return None
 
 
+MANY = 10  # files that a note lists
+
+
 def checkpoint_of(folder: RunFolder) -> Path:
     """The best checkpoint of a run, else the last."""
     for path in (folder.best, folder.last):
         if path.exists():
             return path
-    raise CheckpointError(f"{folder.path}: there is neither {folder.best.name} nor {folder.last.name} in this folder")
+    others = sorted(path.name for path in folder.path.glob("*.ckpt"))
+    more = f" and {len(others) - MANY} more" if len(others) > MANY else ""
+    there = f"; it holds {', '.join(others[:MANY])}{more}: name one of these files" if others else ""
+    raise CheckpointError(
+        f"{folder.path}: there is neither {folder.best.name} nor {folder.last.name} in this folder{there}"
+    )
 
 
 def trained_task(folder: RunFolder, allow: Sequence[str] = (), verb: str = "use") -> tuple[Any, Config, Path]:

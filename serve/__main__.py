@@ -6,6 +6,7 @@ Exit codes: 0 stopped, 2 wrong arguments, 3 the address or the device cannot be 
 import argparse
 import contextlib
 import ctypes
+import errno
 import ipaddress
 import os
 import socket
@@ -227,9 +228,14 @@ def _listen(host: str, port: int) -> socket.socket:
     except socket.gaierror as error:
         raise AddressError(f"The host {host!r} is not known here ({error.strerror}); use --host 127.0.0.1.") from error
     except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise AddressError(
+                f"The host {host!r} is no address of this machine; use --host 127.0.0.1, or 0.0.0.0 for all of its own."
+            ) from error
         reason = (error.strerror or str(error)).split(" (")[0]
+        remedy = "Stop what uses it, or choose" if error.errno == errno.EADDRINUSE else "Choose"
         raise AddressError(
-            f"Port {port} on {host} cannot be listened on: {reason}. Stop what uses it, or choose another with --port."
+            f"Port {port} on {host} cannot be listened on: {reason}. {remedy} another with --port."
         ) from error
 
 

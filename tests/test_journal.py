@@ -203,7 +203,7 @@ def test_what_is_refused_costs_nothing_else(folder, caplog):
     second.finalize("success")
     run = client(folder).get_run(first.run_id)
     assert (run.data.params, run.data.metrics, run.data.tags["note"]) == ({"lr": "1"}, {"x": 1.0}, "here")
-    assert "1 parameters (parameters keep their first value: lr)" in caplog.text
+    assert "1 parameter (parameters keep their first value: lr)" in caplog.text
     assert not folder_of(locate(folder)).exists()
 
 

@@ -17,6 +17,7 @@ from deeplightning.callbacks.checkpoints import Checkpoints
 from deeplightning.callbacks.record import Record, Redacting
 from deeplightning.callbacks.watch import batch_loss
 from deeplightning.config.combinations import proposals
+from deeplightning.config.fault import count
 from deeplightning.config.schema import Config, Target
 from deeplightning.engine.compute import matmul_hint
 from deeplightning.engine.place import own_rank
@@ -116,17 +117,17 @@ class Console(pl.Callback):
         sets = {"training": trainer.train_dataloader, "validation": trainer.val_dataloaders}
         sizes = [f"{size:,} {what}" for what, loader in sets.items() if (size := _size(loader))]
         where = "CPU" if engine.gpus is None else f"GPU {engine.gpus}"
-        length = [f"{cfg.train.num_epochs} epochs"] if cfg.train.num_epochs is not None else []
-        length += [f"at most {cfg.train.max_steps} steps"] if cfg.train.max_steps is not None else []
+        length = [count(cfg.train.num_epochs, "epoch")] if cfg.train.num_epochs is not None else []
+        length += [f"at most {count(cfg.train.max_steps, 'step')}"] if cfg.train.max_steps is not None else []
         clip = cfg.train.gradient_clip
         return {
             "versions": f"Deep Lightning {__version__}, torch {torch.__version__}, Lightning {pl.__version__}, "
             f"Python {platform.python_version()}",
-            "network": f"{name}: {total:,} parameters ({total / 1e6:.3f} M){frozen}",
+            "network": f"{name}: {count(total, 'parameter')} ({total / 1e6:.3f} M){frozen}",
             "data": f"{cfg.data.module.type.rpartition('.')[2]}: {', '.join(sizes)} samples",
             "engine": f"{where}, {engine.backend or 'one process'}, precision {trainer.precision}",
             "batch": effective_batch(cfg),
-            "length": ", ".join(length) + f"; {trainer.estimated_stepping_batches} steps",
+            "length": ", ".join(length) + f"; {count(trainer.estimated_stepping_batches, 'step')}",
             "clipping": f"{clip.algorithm} at {clip.value}" if clip else "none",
             "run folder": str(self.record.folder.path),
         }
@@ -181,8 +182,9 @@ class Console(pl.Callback):
         for callback in trainer.callbacks:
             if isinstance(callback, EarlyStopping) and callback.stopped_epoch:
                 log.info(
-                    "stopped    early, after epoch %d: %s was no better than %.4f for %d validations",
-                    *(callback.stopped_epoch + 1, callback.monitor, callback.best_score, callback.patience),
+                    "stopped    early, after epoch %d: %s was no better than %.4f for %s",
+                    *(callback.stopped_epoch + 1, callback.monitor, callback.best_score),
+                    count(callback.patience, "validation"),
                 )
         best = self.checkpoints.best
         if best:
@@ -192,7 +194,10 @@ class Console(pl.Callback):
 
     def on_fit_end(self, trainer: Any, pl_module: pl.LightningModule) -> None:
         if not self._started:  # Lightning does not even begin
-            log.info("done       already: %d epochs, %d steps", trainer.current_epoch, trainer.global_step)
+            log.info(
+                "done       already: %s, %s",
+                *(count(trainer.current_epoch, "epoch"), count(trainer.global_step, "step")),
+            )
 
     def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._say_results(trainer, "test_")

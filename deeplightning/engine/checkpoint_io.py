@@ -21,7 +21,7 @@ import torch
 from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import distributed
 
-from deeplightning.config.fault import CheckpointError, SetupError
+from deeplightning.config.fault import FREE_SOME, CheckpointError, SetupError, is_full, megabytes, no_room
 from deeplightning.engine import pieces
 from deeplightning.engine.background import Snapshot, Writer, gains
 
@@ -138,10 +138,21 @@ def _write(content: dict[str, Any], target: Path) -> None:
         while first.__context__ is not None:  # torch closes its archive after a failed write, and fails in that
             first = first.__context__
         reason = getattr(first, "strerror", None) or _reason(first)
+        if isinstance(first, OSError) and is_full(first):
+            written = beside.stat().st_size if beside.exists() else 0
+            reason += f"; {no_room(target.parent, written)}, and about {megabytes(_size(content))} needed; {FREE_SOME}"
         raise SetupError(f"{target}: the checkpoint cannot be written: {reason}") from error
     finally:
         with contextlib.suppress(OSError):  # it says less than the error before
             beside.unlink()
+
+
+def _size(content: Any) -> int:
+    """Bytes of the tensors in it."""
+    if isinstance(content, torch.Tensor):
+        return content.nbytes
+    items = content.values() if isinstance(content, dict) else content if isinstance(content, list | tuple) else ()
+    return sum(map(_size, items))
 
 
 def read_checkpoint(path: str | Path, whole: bool = True) -> dict[str, Any]:

@@ -24,6 +24,7 @@ import tempfile
 import threading
 import time
 import traceback
+import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import FrameType
@@ -31,6 +32,7 @@ from types import FrameType
 from deeplightning.config.fault import SetupError, UserError
 from deeplightning.engine.place import ATTEMPT, LAUNCH, place
 from deeplightning.process import is_early
+from deeplightning.runfolder import RunFolder
 
 FOLDER, PARENT = "DEEPLIGHTNING_RANKS", "DEEPLIGHTNING_RANKS_PARENT"  # told to the processes that a launch starts
 AGENT = "DEEPLIGHTNING_RANKS_AGENT"  # told, instead of PARENT, by one that starts all of them, and trains in none
@@ -119,6 +121,18 @@ def how_it_ended(code: int) -> str:
         int(signal.SIGBUS): "; shared memory (/dev/shm) may be too small for the loader's workers",
     }.get(number, "")
     return f"a worker was lost: the process was killed by {name}{hint}"
+
+
+def newest_of(run: RunFolder | None) -> Path | None:
+    """The newest checkpoint of a run that is whole."""
+    return next((path for path in run.checkpoints() if zipfile.is_zipfile(path)), None) if run is not None else None
+
+
+def kept_of(newest: Path | None) -> str:
+    """From which checkpoint a run that lost a process goes on, as the end of a note."""
+    if newest is None:
+        return "; there is no checkpoint yet"
+    return f"; the last checkpoint is {newest}, and train.resume_ckpt=auto goes on from it"
 
 
 def end_of(rank: int, code: int) -> Cause:
@@ -225,6 +239,14 @@ class Ranks:
         """Tells whoever has started the processes which folder the run has."""
         with contextlib.suppress(OSError):
             (self.folder / "run").write_text(str(run))
+
+    def kept(self) -> str:
+        """What is left of the run for one that goes on from it, as the end of a note."""
+        try:
+            run = RunFolder((self.folder / "run").read_text())
+        except OSError:
+            return ""
+        return kept_of(newest_of(run))
 
     def cause_of(self, error: BaseException) -> BaseException:
         """The error to go on with: the given one if it is the first cause, else a RankError with that."""

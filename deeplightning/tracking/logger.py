@@ -23,7 +23,7 @@ import yaml
 from pytorch_lightning.loggers.logger import Logger, rank_zero_experiment
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
-from deeplightning.config.fault import SetupError
+from deeplightning.config.fault import SetupError, count
 from deeplightning.runfolder import make_private, permissions_of
 from deeplightning.tracking.context import run_tags
 from deeplightning.tracking.environment import git_state
@@ -179,8 +179,8 @@ class MLflowLogger(Logger):
         writer = self._running()
         if changed := [key for key, value in values.items() if self._params.get(key, value) != value]:
             log.warning(
-                "The continued run keeps the first values of %d parameters: %s. The new ones are in its config file.",
-                *(len(changed), ", ".join(changed[:5]) + (", …" if len(changed) > 5 else "")),
+                "The continued run keeps the first values of %s: %s. The new ones are in its config file.",
+                *(count(len(changed), "parameter"), ", ".join(changed[:5]) + (", …" if len(changed) > 5 else "")),
             )
         if new := {key: value for key, value in values.items() if key not in self._params}:
             self._params |= new

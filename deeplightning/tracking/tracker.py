@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
+from deeplightning.config.fault import count
 from deeplightning.tracking.store import Store, is_local
 
 SYSTEM = "system/"
@@ -87,8 +88,8 @@ class Batch:
     def words(self) -> str:
         """What it holds, for a person."""
         words = [
-            f"{len(self.points)} points" if self.points else "",
-            f"{len(self.params)} parameters" if self.params else "",
+            count(len(self.points), "point") if self.points else "",
+            count(len(self.params), "parameter") if self.params else "",
         ]
         words += [f"the tags {', '.join(self.tags)}" if self.tags else ""]
         words += [f"the status {self.status[0]}" if self.status else ""]

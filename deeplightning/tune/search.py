@@ -24,7 +24,7 @@ import yaml
 
 import deeplightning.run  # noqa: F401  (with all that it stands on, as it is now, whatever becomes of the files)
 from deeplightning.callbacks import TRIAL
-from deeplightning.config.fault import CheckpointError, ConfigError, Fault, RunError, SetupError, UserError
+from deeplightning.config.fault import CheckpointError, ConfigError, Fault, RunError, SetupError, UserError, count
 from deeplightning.config.schema import Config
 from deeplightning.config.source import read
 from deeplightning.config.space import Dimension, space_of
@@ -288,11 +288,11 @@ class _Search:
     def _words(self) -> str:
         known, total = self.study.trials(), self.study.total()
         over = sum(trial.state in _over() for trial in known)
-        begun = f", {over} of them over" if over else ""
+        begun = f", {over} of them ended," if over else ""
         keys = ", ".join(d.key for d in self.space)
         fewer = f" (there are no more points than that; tune.num_trials is {self.tune.num_trials})"
         return (
-            f"{self.name}: {total} trials{begun}{fewer if total < self.tune.num_trials else ''} over {keys}; "
+            f"{self.name}: {count(total, 'trial')}{begun}{fewer if total < self.tune.num_trials else ''} over {keys}; "
             f"{self.tune.metric}, {self.tune.mode}; {self.database}"
         )
 

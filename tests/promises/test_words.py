@@ -126,5 +126,153 @@ def test_each_row_of_the_manual_is_what_check_says(tmp_path, monkeypatch):
         told |= {fault.key: fault.message for fault in faults if fault.key in words}
     for old, new in rows:
         for word in re.findall("`([^`]+)`", old):
-            answer = "There is none here" if new.startswith("none") else f"Today it is {new.strip('`')}"
-            assert answer in told[word], word
+            key = re.escape(new.strip("`"))
+            answer = "There is none here" if new.startswith("none") else f"(Today it is|Did you mean) {key}"
+            assert re.search(answer, told[word]), word
+
+
+def told_of(text: str, *overrides: str) -> list[str]:
+    """What `check` says of a config in the working directory."""
+    Path("c.yaml").write_text(text)
+    return [str(fault) for fault in examine("c.yaml", list(overrides)).faults]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["_base_=x"], "override _base_=x: _base_: a file names its `_base_`"),
+        (["engine.gpus='0,1'"], "not the text '0,1'. Did you mean [0, 1]?"),
+        (["--trainer.max_epochs=3"], "an override has no dashes. Did you mean train.num_epochs=3?"),
+        (["++train.max_epochs=3"], "a key is added without `++`. Did you mean train.num_epochs=3?"),
+    ],
+)
+def test_an_override_that_cannot_be_is_one_note(tmp_path, monkeypatch, overrides, words):
+    """What the command line cannot say is answered with what can be said."""
+    monkeypatch.chdir(tmp_path)
+    (told,) = told_of(BASE, *overrides)
+    assert words in told
+
+
+def test_an_address_is_no_config(tmp_path, monkeypatch):
+    """The address stands in the note as it was written, though a path keeps one of its slashes."""
+    monkeypatch.chdir(tmp_path)
+    for path in ("https://example.com/a/b.yaml", Path("https://example.com/a/b.yaml")):
+        (fault,) = examine(path).faults
+        assert str(fault).startswith("https://example.com/a/b.yaml: a config is a file of this machine, not an address")
+    assert "_base_: a `_base_` is a file of this machine" in told_of("_base_: s3://bucket/a.yaml\n")[0]
+
+
+def test_a_circle_of_bases_has_a_line(tmp_path, monkeypatch):
+    """The place is that of the `_base_` that closes the circle."""
+    monkeypatch.chdir(tmp_path)
+    Path("b.yaml").write_text("seed: 1\n_base_: c.yaml\n")
+    (told,) = told_of("_base_: b.yaml\n")
+    assert told.startswith("b.yaml:2:1: these files build on each other in a circle")
+
+
+def test_a_tag_is_one_fault(tmp_path, monkeypatch):
+    """Of a value that could not be read it is not also said that it is missing."""
+    monkeypatch.chdir(tmp_path)
+    text = BASE.replace("num_epochs: 1", "num_epochs: !!python/name:os.system ").replace(
+        "optimizer: {", "optimizer: !x {"
+    )
+    told = told_of(text)
+    assert [note.split(": ")[1] for note in told] == ["model.optimizer", "train.num_epochs"]
+    assert all("the tag !" in note for note in told)
+
+
+def test_the_keys_of_a_search_space_are_checked_beside_other_faults(tmp_path, monkeypatch):
+    """An unknown key of a search space is told in the first report."""
+    monkeypatch.chdir(tmp_path)
+    tune = "tune={metric: val_loss, space: {model.optimizer.params.lrr: {choice: [0.1]}}}"
+    told = told_of(BASE, "data.batch_size=0", tune)
+    assert any("tune.space.model.optimizer.params.lrr" in note and "Did you mean lr?" in note for note in told)
+    assert any("data.batch_size: must be at least 1" in note for note in told)
+
+
+def test_a_gpu_that_is_not_there_is_told_by_index():
+    """`engine.gpus=[1]` on a machine with one GPU says index and indexes, not "asks for 1, has 1"."""
+    from deeplightning.engine import gpus
+
+    assert gpus._has(1) == "this machine has one GPU, index 0"
+    assert gpus._asked([1]) == "GPU index 1"
+
+
+def test_a_folder_of_checkpoints_without_best_and_last(tmp_path):
+    """The note lists the checkpoints that are there."""
+    from deeplightning.config.fault import CheckpointError
+    from deeplightning.runfolder import RunFolder
+    from deeplightning.trained import checkpoint_of
+
+    for name in ("epoch=1.ckpt", "epoch=2.ckpt"):
+        (tmp_path / name).touch()
+    with pytest.raises(CheckpointError, match=r"it holds epoch=1\.ckpt, epoch=2\.ckpt: name one of these files"):
+        checkpoint_of(RunFolder(tmp_path))
+
+
+def test_a_full_disk_is_told_with_its_numbers(tmp_path, monkeypatch):
+    """The note has what is free, what the checkpoint needs, and what can be removed."""
+    import errno
+    from types import SimpleNamespace
+
+    import torch
+
+    from deeplightning.config.fault import SetupError
+    from deeplightning.engine import checkpoint_io
+
+    def full(content, file):
+        file.write(b"x" * 1000)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(torch, "save", full)
+    monkeypatch.setattr("shutil.disk_usage", lambda folder: SimpleNamespace(free=2_000_000))
+    content = {"state_dict": {"weight": torch.zeros(1_000_000)}}
+    with pytest.raises(SetupError) as told:
+        checkpoint_io._write(content, tmp_path / "last.ckpt")
+    words = str(told.value)
+    assert f"No space left on device; {tmp_path} has 2 MB free, and about 4 MB needed; remove runs" in words
+    assert "deeplightning runs --clean --delete" in words
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_address_that_is_not_of_this_machine(monkeypatch):
+    """`--host` with another machine's address does not blame a program that uses the port."""
+    from serve.__main__ import AddressError, _listen
+
+    with pytest.raises(AddressError, match=r"'192\.0\.2\.1' is no address of this machine; use --host 127\.0\.0\.1"):
+        _listen("192.0.2.1", 0)
+
+
+def test_a_lost_process_names_what_is_left(tmp_path):
+    """The note of a killed process has the newest complete checkpoint and how to go on from it."""
+    import zipfile
+
+    from deeplightning.engine import ranks
+    from deeplightning.runfolder import RunFolder
+
+    run = RunFolder(tmp_path)
+    assert ranks.kept_of(ranks.newest_of(run)) == "; there is no checkpoint yet"
+    with zipfile.ZipFile(run.last, "w") as archive:
+        archive.writestr("a", "b")
+    assert ranks.kept_of(ranks.newest_of(run)) == (
+        f"; the last checkpoint is {run.last}, and train.resume_ckpt=auto goes on from it"
+    )
+
+
+def test_one_is_not_told_as_many():
+    """`1 epoch`, `2 epochs`."""
+    from deeplightning.config.fault import count
+
+    assert [count(n, "epoch") for n in (0, 1, 2, 1000)] == ["0 epochs", "1 epoch", "2 epochs", "1,000 epochs"]
+
+
+def test_the_readme_says_whose_figures_it_prints():
+    """Figures are those of the machine that wrote the page, and "bit for bit" is promised on one kind of CPU."""
+    page = " ".join((ROOT / "README.md").read_text().split())
+    figures, first = (
+        page.index("are from the machine that wrote it"),
+        page.index("The last line is the folder of the run"),
+    )
+    assert figures < first
+    promise = next(sentence for sentence in re.split(r"(?<=\.) ", page) if "bit for bit" in sentence)
+    assert promise.startswith("On CPUs of one kind, with the same versions, ")

@@ -19,7 +19,6 @@ import signal
 import socket
 import tempfile
 import time
-import zipfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from types import FrameType
@@ -127,8 +126,7 @@ class Agent(LocalElasticAgent):
     @property
     def newest(self) -> Path | None:
         """The newest checkpoint that is whole."""
-        kept = self.run_folder.checkpoints() if self.run_folder else []
-        return next((path for path in kept if zipfile.is_zipfile(path)), None)
+        return ranks.newest_of(self.run_folder)
 
     # ---- signals
 

@@ -65,6 +65,7 @@ class Local:
         Raises:
             SetupError: they cannot be started.
         """
+        from deeplightning.engine import ranks
         from deeplightning.engine.launch.elastic import attend
 
         restarts, redact = job.cfg.engine.max_restarts, job.cfg.redact
@@ -80,10 +81,7 @@ class Local:
         word = f"error [{cause.whose}]" if cause.whose else "error"
         if cause.lost and not agent.heard:
             used = {0: "", 1: "; the restart is used up"}.get(restarts, f"; the {restarts} restarts are used up")
-            newest = agent.newest
-            kept = f"; the last checkpoint is {newest}" if newest else "; there is no checkpoint yet"
-            hint = ", and train.resume_ckpt=auto goes on from it" if newest else ""
-            tell(f"{word}: {cause.reason}{used}{kept}{hint}")
+            tell(f"{word}: {cause.reason}{used}{ranks.kept_of(agent.newest)}")
         elif not agent.told:
             tell(f"{word}: {cause.reason}")
         if agent.lost_first and agent.run_folder is not None:  # else the process has said it
