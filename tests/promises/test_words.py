@@ -274,4 +274,4 @@ def test_the_readme_says_whose_figures_it_prints():
         page.index("The last line is the folder of the run"),
     )
     assert figures < first
-    assert "On CPUs of one kind, with the same versions, the same config gives the same metrics and weights, bit" in page
+    assert "On CPUs of one kind, with the same versions, the same config gives the same metrics and weights," in page
