@@ -44,20 +44,56 @@ _ABOUT = re.compile(
 
 # ---- what services hand out
 
-_KNOWN = re.compile(
-    r"\b(?:AKIA|ASIA|ABIA|ACCA)[0-9A-Z]{16}\b|\bgh[pousr]_\w{30,}|\bgithub_pat_\w{30,}|\bgl[a-z]{2,6}-[\w-]{16,}"
-    r"|\bhf_[A-Za-z0-9]{30,}|\bsk-[\w-]{20,}|\b[sr]k_(?:live|test)_\w{10,}|\bwhsec_\w{16,}|\bxox[abeprs]-[\w-]{10,}"
-    r"|\bxapp-[\w-]{10,}|\bAIza[\w-]{35}|\bGOCSPX-[\w-]{20,}|\bya29\.[\w-]{20,}|\bSG\.[\w-]{16,}\.[\w-]{16,}"
-    r"|\beyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]{5,}|\bnpm_\w{30,}|\bpypi-[\w-]{30,}|\bdo[opr]_v1_[0-9a-f]{40,}"
-    r"|\bshp(?:at|ca|pa|ss)_[0-9a-fA-F]{32}|\bdckr_[a-z]{2,4}_[\w-]{20,}|\bhv[sbr]\.[\w-]{20,}|\bdapi[0-9a-f]{32}\b"
-    r"|\b\d{8,10}:[\w-]{35}\b|\bSK[0-9a-f]{32}\b|\b[0-9a-f]{32}-us\d{1,2}\b|\bsq0[a-z]{3}-[\w-]{20,}"
-    r"|\bsntry[su]_[\w+/=-]{20,}|\bAGE-SECRET-KEY-1[0-9A-Z]{50,}|\bnvapi-[\w-]{30,}|\blin_api_\w{30,}|\br8_\w{30,}"
-    r"|\bgsk_\w{30,}|\bxai-\w{30,}|\bpplx-\w{30,}|\btskey-[\w-]{20,}|\bATATT3[\w=-]{30,}|\bPMAK-[\w-]{30,}"
-    r"|(?<=hooks\.slack\.com/services/)[\w/]{20,}|(?<=/api/webhooks/)\d{10,}/[\w-]{20,}"
-    r"|(?i:(?<=AccountKey=)|(?<=SharedAccessKey=))[\w+/]{20,}=*"
-    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
-    r"|(?<=://)[^\s/:@'\"]*:[^\s/@'\"{}$<]+(?=@)"
-)
+_KNOWN = [  # what must be in a text for a search to be worth it, and what is looked for: one for all is 4 times slower
+    (needles.split(), re.compile(pattern))
+    for needles, pattern in [
+        ("AKIA ASIA ABIA ACCA", r"\b(?:AKIA|ASIA|ABIA|ACCA)[0-9A-Z]{16}\b"),
+        ("ghp_ gho_ ghu_ ghs_ ghr_", r"\bgh[pousr]_\w{30,}"),
+        ("github_pat_", r"\bgithub_pat_\w{30,}"),
+        ("gl", r"\bgl[a-z]{2,6}-[\w-]{16,}"),
+        ("hf_", r"\bhf_[A-Za-z0-9]{30,}"),
+        ("sk-", r"\bsk-[\w-]{20,}"),
+        ("k_live_ k_test_", r"\b[sr]k_(?:live|test)_\w{10,}"),
+        ("whsec_", r"\bwhsec_\w{16,}"),
+        ("xox", r"\bxox[abeprs]-[\w-]{10,}"),
+        ("xapp-", r"\bxapp-[\w-]{10,}"),
+        ("AIza", r"\bAIza[\w-]{35}"),
+        ("GOCSPX-", r"\bGOCSPX-[\w-]{20,}"),
+        ("ya29.", r"\bya29\.[\w-]{20,}"),
+        ("SG.", r"\bSG\.[\w-]{16,}\.[\w-]{16,}"),
+        ("eyJ", r"\beyJ[\w-]{10,}\.[\w-]{10,}\.[\w-]{5,}"),
+        ("npm_", r"\bnpm_\w{30,}"),
+        ("pypi-", r"\bpypi-[\w-]{30,}"),
+        ("doo_v1_ dor_v1_ dop_v1_", r"\bdo[opr]_v1_[0-9a-f]{40,}"),
+        ("shpat_ shpca_ shppa_ shpss_", r"\bshp(?:at|ca|pa|ss)_[0-9a-fA-F]{32}"),
+        ("dckr_", r"\bdckr_[a-z]{2,4}_[\w-]{20,}"),
+        ("hvs. hvb. hvr.", r"\bhv[sbr]\.[\w-]{20,}"),
+        ("dapi", r"\bdapi[0-9a-f]{32}\b"),
+        (":", r"(?<![\w])\d{8,10}:[\w-]{35}\b"),
+        ("SK", r"\bSK[0-9a-f]{32}\b"),
+        ("-us", r"\b[0-9a-f]{32}-us\d{1,2}\b"),
+        ("sq0", r"\bsq0[a-z]{3}-[\w-]{20,}"),
+        ("sntrys_ sntryu_", r"\bsntry[su]_[\w+/=-]{20,}"),
+        ("AGE-SECRET-KEY-1", r"\bAGE-SECRET-KEY-1[0-9A-Z]{50,}"),
+        ("nvapi-", r"\bnvapi-[\w-]{30,}"),
+        ("lin_api_", r"\blin_api_\w{30,}"),
+        ("r8_", r"\br8_\w{30,}"),
+        ("gsk_", r"\bgsk_\w{30,}"),
+        ("xai-", r"\bxai-\w{30,}"),
+        ("pplx-", r"\bpplx-\w{30,}"),
+        ("tskey-", r"\btskey-[\w-]{20,}"),
+        ("ATATT3", r"\bATATT3[\w=-]{30,}"),
+        ("PMAK-", r"\bPMAK-[\w-]{30,}"),
+        ("hooks.slack.com/", r"(?<=hooks\.slack\.com/services/)[\w/]{20,}"),
+        ("/api/webhooks/", r"(?<=/api/webhooks/)\d{10,}/[\w-]{20,}"),
+        ("Key= key= KEY=", r"(?i:(?<=AccountKey=)|(?<=SharedAccessKey=))[\w+/]{20,}=*"),
+        (
+            "-----BEGIN",
+            r"-----BEGIN [A-Z ]*PRIVATE KEY-----[\s\S]*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
+        ),
+        ("://", r"(?<=://)[^\s/:@'\"]*:[^\s/@'\"{}$<]+(?=@)"),
+    ]
+]
 
 
 # ---- assignments, from the end of a name on
@@ -181,8 +217,10 @@ def conceal_diff(diff: str) -> str:
 
 def _spans(text: str, name: str) -> Iterator[tuple[int, int]]:
     """Where secrets stand."""
-    for found in _KNOWN.finditer(text):
-        yield found.span()
+    for needles, pattern in _KNOWN:
+        if any(needle in text for needle in needles):
+            for found in pattern.finditer(text):
+                yield found.span()
     for pattern in _ODD:
         for found in pattern.finditer(text):
             if not _PLACEHOLDER.fullmatch(found["value"]):
