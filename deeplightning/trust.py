@@ -13,7 +13,9 @@ import re
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
+from types import FunctionType
 
 from deeplightning.config.fault import CheckpointError, ConfigError, Fault
 from deeplightning.config.source import Source, read
@@ -54,7 +56,10 @@ class _Rule:
     def __str__(self) -> str:
         if not self.imported:
             return f"only names of {', '.join(self.modules)} are allowed"
-        return f"only a class that derives from {self.base} and is defined in {', '.join(self.modules)} is allowed"
+        told = f"only a class that derives from {self.base} and is defined in {', '.join(self.modules)} is allowed"
+        if self.base == "torch.nn.Module":
+            told += ", or a function of deeplightning.model or torchvision.models that builds one without weights"
+        return told
 
 
 _NETWORK = _Rule(_NETWORKS)
@@ -145,7 +150,7 @@ def admit(folder: RunFolder, allow: Sequence[str] = (), verb: str = "use") -> li
     if is_own(folder):
         return []
     root = read(folder.config).root
-    faults = [fault for path, named in _names(root) if (fault := _refusal(path, named, allow, verb)) is not None]
+    faults = [fault for path, named in _names(root) if (fault := _refusal(root, path, named, allow, verb)) is not None]
     overrides = [f"~{key}" for key in NOT_TAKEN if entry(root, key) is not None]
     cache = entry(root, "data.module.params.cache")
     if cache is not None and isinstance(cache.value, str):
@@ -207,7 +212,7 @@ def _rule(path: KeyPath) -> _Rule | None:
     return next((rule for section, rule in _RULES.items() if _within(key, [section])), _NETWORK)
 
 
-def _refusal(path: KeyPath, entry: Entry, allow: Sequence[str], verb: str) -> Fault | None:
+def _refusal(root: Entry, path: KeyPath, entry: Entry, allow: Sequence[str], verb: str) -> Fault | None:
     """Why a name is not imported or built; None: it may be.
 
     A module is imported only where its name begins as the rule has it.
@@ -227,6 +232,8 @@ def _refusal(path: KeyPath, entry: Entry, allow: Sequence[str], verb: str) -> Fa
         fits = isinstance(found, type) and issubclass(found, find(rule.base))
         if fits and _within(_origin(found, name), rule.modules):
             return None
+        if rule is _NETWORK and (_is_own_builder(found) or _builds_without_weights(found, _params(root, path))):
+            return None
         origin = _origin(found, name)
     else:
         origin = _known_origin(name)
@@ -242,6 +249,42 @@ def _refusal(path: KeyPath, entry: Entry, allow: Sequence[str], verb: str) -> Fa
         allowed=said,
         exit_code=CheckpointError.exit_code,
     )
+
+
+def _is_own_builder(found: object) -> bool:
+    """Whether it is one of our functions that make a network: the public ones of `deeplightning.model` do nothing else,
+    and of numbers alone."""
+    return (
+        isinstance(found, FunctionType)
+        and _within(found.__module__, ["deeplightning.model"])
+        and found.__qualname__ == found.__name__
+    )
+
+
+def _builds_without_weights(found: object, params: Entry | None) -> bool:
+    """Whether it is a function of torchvision's register of networks, which may download weights, and is told not to.
+
+    Some do so unless they are told: `weights_backbone` of those that detect has another default than None.
+    """
+    if not isinstance(found, FunctionType) or not _within(found.__module__, ["torchvision.models"]):
+        return False
+    models = sys.modules["torchvision.models"]
+    if found.__name__ not in models.list_models() or models.get_model_builder(found.__name__) is not found:
+        return False
+    given = params.value if params is not None else {}
+    if not isinstance(given, dict):
+        return False
+    chosen = {name: parameter.default for name, parameter in signature(found).parameters.items()}
+    chosen |= {name: entry.value for name, entry in given.items()}
+    return not any(value for name, value in chosen.items() if name.startswith(("weights", "pretrained")))
+
+
+def _params(root: Entry, path: KeyPath) -> Entry | None:
+    """The params beside the name at a path."""
+    found = root
+    for part in path[:-1]:
+        found = found.value[part]
+    return found.value.get("params")
 
 
 def _within(name: str, modules: Sequence[str]) -> bool:

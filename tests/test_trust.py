@@ -1,18 +1,22 @@
 """A run folder from somebody else is data: whatever its config names, only networks of known classes are built."""
 
+import importlib
 import json
 import os
+import pkgutil
 import shutil
 import sys
 from pathlib import Path
+from types import FunctionType
 
 import pytest
 
-from deeplightning import trust
+from deeplightning import model, trust
 from deeplightning.config.fault import CheckpointError
 from deeplightning.config.source import read
 from deeplightning.config.tree import dump, plain
 from deeplightning.deploy import command as command_of
+from deeplightning.reproduce.past import _stores_around
 from deeplightning.runfolder import RunFolder
 from deeplightning.torch_server import Checkpoint
 from deeplightning.trained import trained_task
@@ -21,6 +25,21 @@ from deeplightning.trust import admit, is_own
 ROOT = Path(__file__).parents[1]
 DIGIT = min((ROOT / "examples" / "digits").glob("*.png"))
 VERBS = ["serve", "test", "predict", "export"]
+
+IMPORTED = {
+    *("deeplightning", "serve", "click", "yaml", "numpy", "PIL"),
+    *(
+        "onnx",
+        "onnx_ir",
+        "onnxruntime",
+        "ml_dtypes",
+        "safetensors",
+        "google",
+    ),  # for `export`, before it reads the config
+    *sys.stdlib_module_names,
+}
+"""What a verb may import before it refuses a config. torch and Lightning are there already: none of their further
+modules is imported."""
 
 APPLY = {
     "type": "torch.nn.Module.apply",
@@ -111,6 +130,24 @@ HOSTILE = {
         "model.network.type",
         "torchvision.models.resnet18, which is",
     ),
+    "a network whose backbone's weights are downloaded": (
+        "model.network",
+        {"type": "torchvision.models.detection.fasterrcnn_resnet50_fpn"},
+        "model.network.type",
+        "that builds one without weights, with plain values",
+    ),
+    "weights by the older word": (
+        "model.network",
+        {"type": "torchvision.models.resnet18", "params": {"pretrained": True}},
+        "model.network.type",
+        "that builds one without weights, with plain values",
+    ),
+    "a function of torchvision's that builds what is named": (
+        "model.network",
+        {"type": "torchvision.models.get_model", "params": {"name": "resnet18", "weights": "DEFAULT"}},
+        "model.network.type",
+        "torchvision.models.get_model",
+    ),
     "an environment variable": (
         "model.network.params.image_size",
         "${oc.decode:${oc.env:HOME}}",
@@ -161,7 +198,7 @@ def watched(command, cwd, verb, folder, *more):
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_hostile_folder_executes_nothing(name, run, tmp_path, command):
     """Serve, test, predict and export: exit 4 with key and rule; an audit hook sees no file opened for writing, no
-    process, no connection, and no module that the config names."""
+    process, no connection, and no module outside of the list."""
     key, value, told, words = HOSTILE[name]
     work = tmp_path / "work"
     work.mkdir()
@@ -177,7 +214,7 @@ def test_a_hostile_folder_executes_nothing(name, run, tmp_path, command):
         assert words in outcome.err, (verb, outcome.err)
         written = [path for path in seen["writes"] if path != os.devnull]
         assert written == seen["starts"] == seen["connects"] == [], verb
-        assert not {"pwned", "hubconf", "torch.utils.collect_env", "torch.utils.cpp_extension"} & {*seen["imports"]}
+        assert {module for module in seen["imports"] if module.partition(".")[0] not in IMPORTED} == set(), verb
         assert {path.name for path in work.iterdir()} == {"pwned.py", "hubconf.py"}, verb
         assert sorted(copy.path.rglob("*")) == before, verb
     outcome, _ = watched(command, work, "predict", copy.path, DIGIT)
@@ -191,6 +228,19 @@ def test_the_server_of_torch_asks_too(run, tmp_path, monkeypatch):
     with pytest.raises(CheckpointError, match=f"{CLASSES}.type: to serve this run"):
         Checkpoint.open(copy)
     assert not (tmp_path / "PWNED").exists()
+
+
+def test_the_tracker_that_a_hostile_config_names_is_not_asked(run, tmp_path, command):
+    """`diff` reads a foreign run where it lies: no connection, no file of a store elsewhere is opened."""
+    folder = tmp_path / "0" / run.path.parent.name / "artifacts"
+    folder.parent.mkdir(parents=True)
+    copy = foreign(run, folder, **{"logger.params": {"tracking_uri": "http://127.0.0.1:9"}})
+    outcome, seen = watched(command, tmp_path, "diff", copy.path, run.path)
+    assert outcome.code == 0, outcome
+    assert seen["connects"] == []
+    assert list(_stores_around(copy)) == []
+    trust.note_own(copy.config)
+    assert [store.shown for store in _stores_around(copy)] == ["http://127.0.0.1:9"]
 
 
 # ---- one's own
@@ -293,6 +343,33 @@ def test_what_a_rule_allows_is_what_our_configs_name(run, tmp_path):
         "data.module.params.augment": augment,
     }
     assert "~engine" in admit(foreign(run, tmp_path / "copy", **changes))
+
+
+@pytest.mark.parametrize(
+    ("network", "params"),
+    [
+        ("deeplightning.model.resnet.ResNet18", {"num_classes": 10, "num_channels": 1}),
+        ("torchvision.models.resnet18", {"num_classes": 10}),
+        ("torchvision.models.resnet18", {"num_classes": 10, "weights": None}),
+        ("torchvision.models.detection.fasterrcnn_resnet50_fpn", {"weights": None, "weights_backbone": None}),
+    ],
+)
+def test_a_network_that_a_function_makes_is_built_without_leave(network, params, run, tmp_path):
+    """Ours, and those of torchvision's list, as long as no weights are downloaded."""
+    assert "~engine" in admit(foreign(run, tmp_path / "copy", **{"model.network": {"type": network, "params": params}}))
+
+
+def test_every_public_function_beside_our_networks_makes_one():
+    """A foreign config may call them: another one has to be private, or to stand elsewhere."""
+    names = [module.name for module in pkgutil.iter_modules(model.__path__, "deeplightning.model.")]
+    functions = {
+        found.__name__
+        for module in map(importlib.import_module, names)
+        for found in vars(module).values()
+        if isinstance(found, FunctionType) and found.__module__ == module.__name__ and found.__name__[0] != "_"
+    }
+    resnets = {*("ResNet18", "ResNet34", "ResNet50", "ResNet101", "ResNet152")}
+    assert functions == {*resnets, "ResNeXt50", "ResNeXt101", "WideResNet50", "WideResNet101"}
 
 
 def test_a_foreign_config_names_no_folder_to_write_to(run, tmp_path):

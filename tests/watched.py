@@ -36,6 +36,8 @@ def main() -> None:
             seen.append(("starts", str(arguments)))
         elif event in CONNECTS:
             seen.append(("connects", str(arguments)))
+        elif event == "import":  # also of what is not there, or was removed again
+            seen.append(("imports", arguments[0]))
 
     sys.dont_write_bytecode = True
     sys.addaudithook(hook)
@@ -46,4 +48,5 @@ def main() -> None:
     finally:
         watching = False
         seen += [("imports", name) for name in sorted(set(sys.modules) - there)]
+        seen = [*dict.fromkeys(seen)]
         Path(os.environ["WATCHED"]).write_text(json.dumps(seen))

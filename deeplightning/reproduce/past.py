@@ -20,6 +20,7 @@ from deeplightning.tracking.code import Code, read_code
 from deeplightning.tracking.series import Series, from_file, is_repeatable, read_series
 from deeplightning.tracking.store import Store, locate
 from deeplightning.tracking.tracker import open_tracker
+from deeplightning.trust import is_own
 
 _ID = re.compile(r"[0-9a-f]{32}")
 
@@ -130,7 +131,8 @@ def _stores_around(folder: RunFolder) -> Iterator[Store]:
     artifact_root = folder.path.parents[2]
     if (artifact_root / "mlflow.db").is_file() or any(artifact_root.glob("*/meta.yaml")):
         yield locate(artifact_root)
-    told = _config_if_any(folder).get("logger.params.tracking_uri")
+    # The address in somebody else's config could be anywhere.
+    told = _config_if_any(folder).get("logger.params.tracking_uri") if is_own(folder) else None
     for uri in (told, os.environ.get("MLFLOW_TRACKING_URI"), "mlruns"):
         if uri and "${" not in str(uri):
             store = locate(uri)
