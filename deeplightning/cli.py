@@ -19,6 +19,7 @@ from deeplightning import __version__, process
 from deeplightning.completion import complete_config, complete_key, complete_overrides
 from deeplightning.config.fault import FREE_SOME, UserError, is_full, no_room
 from deeplightning.engine.place import TOLD, own_rank
+from deeplightning.words import first_line
 
 OVERRIDES = "key=value sets, ~key removes, +list=[x] appends; for example model.optimizer.params.lr=0.1"
 _redact: Callable[[str], str] = str
@@ -470,7 +471,7 @@ def _report(error: BaseException) -> int:
     code = getattr(error, "exit_code", None)
     notes = [str(fault) for fault in error.faults] if isinstance(error, UserError) else [str(error)]
     if code is None and type(error).__name__ == "OutOfMemoryError":
-        first = notes[0].splitlines()[0].rstrip(".")
+        first = first_line(error).rstrip(".")
         remedy = "A smaller data.batch_size helps, so do engine.precision=bf16 and engine.activation_checkpointing"
         code, notes = 5, [f"the device has no memory left: {first}. {remedy}"]
     if code is None and (note := unusable(error)) is not None:

@@ -41,6 +41,7 @@ from deeplightning.config.schema import Config, Optimizer, Target
 from deeplightning.config.target import build, find
 from deeplightning.configure import init_module
 from deeplightning.engine.plan import trainer_arguments
+from deeplightning.words import first_line
 
 SAMPLES = 5
 """Of the made-up batch: enough for batch norm, few enough for a large network; odd, so that shapes are rarely equal by
@@ -792,8 +793,8 @@ def _reason(fault: Fault) -> str:
 
 
 def _words(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {lines[0].rstrip('.')}" if lines else type(error).__name__
+    name, line = type(error).__name__, first_line(error)
+    return name if line == name else f"{name}: {line.rstrip('.')}"
 
 
 def _line(error: BaseException) -> str:

@@ -33,6 +33,7 @@ from deeplightning.config.fault import CheckpointError, SetupError
 from deeplightning.image import ImageSpec
 from deeplightning.runfolder import BUNDLE_FORMAT, RunFolder, golden_digest, permissions_of, seal
 from deeplightning.text import TextError, TextSpec
+from deeplightning.words import first_line
 
 OUTPUTS = {
     "image_classification": "probabilities",
@@ -266,7 +267,7 @@ def _reason(error: BaseException) -> str:
         error = error.__cause__
     if "specialized it to be a constant" in str(error):  # torch's words, in its second line, for a fixed batch size
         return "it takes one number of images only; write x.reshape(len(x), -1), say, not x.reshape(256, -1)."
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    return first_line(error)
 
 
 def _proved(file: Path, samples: np.ndarray, expected: np.ndarray) -> np.ndarray:

@@ -24,6 +24,7 @@ from deeplightning.image import ImageSpec
 from deeplightning.runfolder import RunFolder
 from deeplightning.text import TextSpec
 from deeplightning.trained import origin_of, trained_task
+from deeplightning.words import first_line
 from serve.__main__ import options_parser, serve
 from serve.bundle import GPU_TOLERANCE, TASKS, prepared
 from serve.device import CPU, Device, DeviceError, Runtime
@@ -102,7 +103,7 @@ class Checkpoint:
             moved = replace(self, model=self.model.to(str(device)), device=device)
             difference = float(np.abs(moved.predict(self.samples) - expected).max())
         except (RuntimeError, MemoryError) as error:  # torch's errors of CUDA are of the former kind
-            reason = str(error).splitlines()[0]
+            reason = first_line(error)
             raise DeviceError(
                 f"{device} ({device.name}) cannot be used by torch {torch.__version__}: {reason}"
             ) from error

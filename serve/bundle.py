@@ -29,6 +29,7 @@ from PIL import PngImagePlugin
 
 from deeplightning.image import ImageError, ImageSpec
 from deeplightning.runfolder import BUNDLE_FORMAT, RunFolder, golden_digest, seal
+from deeplightning.words import first_line
 from serve.device import CPU, Device, DeviceError
 from serve.log import tell
 from serve.session import TEXT_TOKENS, Bound, bound_to, open_session, tensorrt_options
@@ -132,7 +133,7 @@ class Bundle:
         try:
             folder = _find(Path(path).expanduser().absolute())
         except (OSError, RuntimeError, ValueError) as error:  # a user's home that is unknown, a name that cannot be
-            raise BundleError(f"There is no folder {str(path)!r:.200} ({_reason(error)}).") from error
+            raise BundleError(f"There is no folder {str(path)!r:.200} ({first_line(error)}).") from error
         card = _read_card(folder)
         task, labels, run = card["task"], card["labels"], card["run"]
         _expect(
@@ -314,13 +315,8 @@ def _opened(folder: Path, name: str) -> BufferedReader:
         _expect(file.is_file() or not file.exists(), f"has in {name} something that is no file", folder)
         return file.open("rb")
     except (OSError, RuntimeError) as error:  # Python 3.11 raises the latter for links that lead to each other
-        reason = getattr(error, "strerror", None) or _reason(error)
+        reason = getattr(error, "strerror", None) or first_line(error)
         raise BundleError(f"The bundle {folder} has no readable {name} ({reason}).") from error
-
-
-def _reason(error: BaseException) -> str:
-    """The first line of an exception's message; its name where it has none."""
-    return next((line.strip()[:300] for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def _text_spec(folder: Path, card: dict[str, Any]) -> "TextSpec":
@@ -375,7 +371,9 @@ def _load(
     except DeviceError:
         raise
     except Exception as error:  # onnxruntime's exceptions have no common class of their own
-        raise BundleError(f"ONNX Runtime does not take the model of the bundle {folder}: {_reason(error)}") from error
+        raise BundleError(
+            f"ONNX Runtime does not take the model of the bundle {folder}: {first_line(error)}"
+        ) from error
     inputs = [(node.name, node.type, node.shape[1:]) for node in session.get_inputs()]
     outputs = [(node.name, node.type, node.shape[1:]) for node in session.get_outputs()]
     wanted: list[Any] = [("tokens", "tensor(int64)", ["length"])]  # by this name it is free
@@ -457,12 +455,13 @@ def _answers(bundle: Bundle) -> np.ndarray:
     except MemoryError as error:
         raise DeviceError(
             f"{bundle.device} ({bundle.device.name}) has too little memory for the bundle {bundle.folder}: "
-            f"{bundle.device.free / 1e9:.1f} GB were free at the start ({_reason(error)}); end what else uses it, or "
-            "use serve.device=cpu"
+            f"{bundle.device.free / 1e9:.1f} GB were free at the start ({first_line(error)}); end what else uses it, "
+            "or use serve.device=cpu"
         ) from error
     except Exception as error:  # onnxruntime's exceptions have no common class of their own
         raise BundleError(
-            f"The model of the bundle {bundle.folder} does not answer its golden samples: {_reason(error)}; {_AGAIN}."
+            f"The model of the bundle {bundle.folder} does not answer its golden samples: {first_line(error)}; "
+            f"{_AGAIN}."
         ) from error
 
 

@@ -18,6 +18,7 @@ os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # as in `serve.bundle`
 import numpy as np
 import onnxruntime
 
+from deeplightning.words import first_line
 from serve.cuda import CudaError, Driver
 from serve.device import CPU, LANES, MEMORY_SHARE, Device, DeviceError
 from serve.log import tell
@@ -91,7 +92,7 @@ def open_session(
         # Without `enable_fallback=0` it prints an error to stdout and takes the CPU where a provider fails.
         session = onnxruntime.InferenceSession(file, options, providers=wanted, enable_fallback=0)
     except Exception as error:  # onnxruntime's exceptions have no common class of their own
-        raise _unusable(device, first, _why_not(first) or str(error).splitlines()[0]) from error
+        raise _unusable(device, first, _why_not(first) or first_line(error)) from error
     if first not in session.get_providers():  # a provider whose libraries do not load is left out in silence
         reason = _why_not(first) or " ".join(said.getvalue().split()) or "its provider does not load"
         raise _unusable(device, first, reason)

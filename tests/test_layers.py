@@ -2,10 +2,10 @@
 
 Imports only go down this list: `cli`; `torch_server`; `predict`, `runs`, `reproduce`, `stats`, `tune`, `completion`,
 `deploy`; `run`, `dry_run`; `trained`; `configure`; `engine`, `tracking`, `callbacks`, `export`, `quantize`, `halve`;
-`trust`; `runfolder`, `image`, `text` with `hugging_face`, `transfer`; `config`; `process`. `serve` stands on `image`,
-`text` and `runfolder`; of the rest only `torch_server`, and what answers inside an MLflow model, use it. The parts
-(`data`, `task`, `model`, `loss`) are named in YAML, imported by nobody, and use of the core only
-`config.target.build`, `image`, `text` and `transfer`.
+`trust`; `runfolder`, `image`, `text` with `hugging_face`, `transfer`; `config`; `process`; `words`. `serve` stands on
+`image`, `text`, `runfolder` and `words`; of the rest only `torch_server`, and what answers inside an MLflow model, use
+it. The parts (`data`, `task`, `model`, `loss`) are named in YAML, imported by nobody, and use of the core only
+`config.target.build`, `image`, `text`, `transfer` and `words`.
 """
 
 import ast
@@ -28,11 +28,13 @@ LAYERS = [
     {"runfolder", "image", "text", "hugging_face", "transfer"},
     {"config"},
     {"process"},
+    {"words"},
 ]
 STAND_ON_SERVE = {"deeplightning.torch_server", "deeplightning.tracking.pyfunc"}
 PARTS = {"data", "task", "model", "loss"}
 OPEN_TO_PARTS = {
     *("deeplightning.config.target.build", "deeplightning.image", "deeplightning.text", "deeplightning.transfer"),
+    "deeplightning.words",
 }
 FILES = sorted([*ROOT.glob("deeplightning/**/*.py"), *ROOT.glob("serve/**/*.py")])
 
@@ -72,7 +74,7 @@ def allowed(importer: str, imported: str) -> bool:
     if importer in STAND_ON_SERVE and there == "serve":
         return True
     if here == "serve":
-        return there in {"serve", "image", "text", "runfolder"}
+        return there in {"serve", "image", "text", "runfolder", "words"}
     depth = {name: number for number, layer in enumerate(LAYERS) for name in layer}
     return imported == "deeplightning.__version__" or (there in depth and depth[there] >= depth[here])
 

@@ -12,6 +12,7 @@ import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from deeplightning.config.fault import ConfigError, Fault
+from deeplightning.words import first_line
 
 MAX_VALUES = 50_000  # after aliases are followed: a few lines of anchors can stand for billions of values
 MAX_DEPTH = 60
@@ -160,7 +161,7 @@ def parse(text: str, name: str, faults: list[Fault]) -> Entry:
     except UnicodeEncodeError as error:  # of a shell's arguments; files are decoded before
         raise ConfigError(Fault(f"not text in UTF-8 (character {error.start})", place=name)) from None
     except yaml.YAMLError as error:
-        raise ConfigError(Fault(f"not YAML: {str(error).splitlines()[0]}", place=name)) from None
+        raise ConfigError(Fault(f"not YAML: {first_line(error)}", place=name)) from None
     if node is None:
         return Entry(None, f"{name}:1:1")
     return _Builder(name, faults).build(node)

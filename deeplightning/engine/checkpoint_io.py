@@ -24,6 +24,7 @@ from torch import distributed
 from deeplightning.config.fault import FREE_SOME, CheckpointError, SetupError, is_full, megabytes, no_room
 from deeplightning.engine import pieces
 from deeplightning.engine.background import Snapshot, Writer, gains
+from deeplightning.words import first_line
 
 _TYPES: dict[str, Any] = {
     "state_dict": dict,
@@ -38,6 +39,8 @@ _TYPES: dict[str, Any] = {
     "engine": dict,
     "versions": dict,
     "points": list,
+    "plateaus": dict,
+    "train_metrics": dict,
 }
 """What a checkpoint may hold under the keys that are read here; each may be missing or None, but for the first."""
 
@@ -137,7 +140,7 @@ def _write(content: dict[str, Any], target: Path) -> None:
         first: BaseException = error
         while first.__context__ is not None:  # torch closes its archive after a failed write, and fails in that
             first = first.__context__
-        reason = getattr(first, "strerror", None) or _reason(first)
+        reason = getattr(first, "strerror", None) or first_line(first)
         if isinstance(first, OSError) and is_full(first):
             written = beside.stat().st_size if beside.exists() else 0
             reason += f"; {no_room(target.parent, written)}, and about {megabytes(_size(content))} needed; {FREE_SOME}"
@@ -175,10 +178,10 @@ def read_checkpoint(path: str | Path, whole: bool = True) -> dict[str, Any]:
         if (value := content.get(key)) is None and key != "state_dict":
             continue
         if not isinstance(value, wanted) or isinstance(value, bool):
-            raise _damaged(path, f"`{key}` is {_words(value)}, and has to be {_NAMES[wanted]}")
+            raise _damaged(path, f"`{key}` is {described(value)}, and has to be {_NAMES[wanted]}")
     for name in content["state_dict"]:
         if not isinstance(name, str):
-            raise _damaged(path, f"`state_dict` names a tensor {_words(name)}, and has to use texts")
+            raise _damaged(path, f"`state_dict` names a tensor {described(name)}, and has to use texts")
     if "pieces" not in content:
         return content
     files = _shared_files(path, content.pop("pieces"))
@@ -186,13 +189,13 @@ def read_checkpoint(path: str | Path, whole: bool = True) -> dict[str, Any]:
         content = pieces.joined(content, [_shares(file) for file in files])
         return pieces.whole_of(content) if whole else content
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: its pieces do not fit together: {_reason(error)}") from None
+        raise CheckpointError(f"{path}: its pieces do not fit together: {first_line(error)}") from None
 
 
 _NAMES = {dict: "a dict", int: "a whole number", list: "a list"}
 
 
-def _words(value: Any) -> str:
+def described(value: Any) -> str:
     """A value and its type, short."""
     return f"{type(value).__name__} {value!r:.40}" if isinstance(value, str | int | float) else type(value).__name__
 
@@ -208,7 +211,7 @@ def _shared_files(path: Path, said: Any) -> list[Path]:
     if not isinstance(token, str) or not _TOKEN.fullmatch(token):
         raise _damaged(path, "`pieces` has no token of 8 hexadecimal digits")
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
-        raise _damaged(path, f"`pieces` is of {_words(number)} processes, and has to be of 1 or more")
+        raise _damaged(path, f"`pieces` is of {described(number)} processes, and has to be of 1 or more")
     there = {file.name for file in _folder_of(path).glob(f"{token}-*.pt") if file.is_file()}
     found = sum(_pieces_of(path, token, rank).name in there for rank in range(min(number, len(there))))
     if found == number:
@@ -333,7 +336,7 @@ def _read(path: Path, mapped: bool = True) -> dict[str, Any]:
     except CheckpointError:
         raise
     except Exception as error:  # zipfile has no common class for what it stumbles over
-        raise CheckpointError(f"{path}: damaged or no checkpoint at all ({_reason(error)})") from None
+        raise CheckpointError(f"{path}: damaged or no checkpoint at all ({first_line(error)})") from None
     if damaged is not None:
         raise CheckpointError(f"{path}: damaged: the checksum of {damaged} does not fit")
     try:
@@ -345,15 +348,10 @@ def _read(path: Path, mapped: bool = True) -> dict[str, Any]:
         message = f"{path}: holds more than plain values; it was not loaded, and nothing of it was executed. {found}"
         raise CheckpointError(message.strip()) from None
     except Exception as error:  # nor has torch
-        raise CheckpointError(f"{path}: cannot be read ({_reason(error)})") from None
+        raise CheckpointError(f"{path}: cannot be read ({first_line(error)})") from None
     if not isinstance(content, dict):
         raise CheckpointError(f"{path}: a checkpoint holds a `state_dict`; this file holds {type(content).__name__}")
     return content
-
-
-def _reason(error: BaseException) -> str:
-    """The first line of an exception's message; its name where it has none."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
 def load_weights(module: torch.nn.Module, checkpoint: dict[str, Any], path: str | Path) -> None:
@@ -375,10 +373,10 @@ def raise_for_misfits(ours: dict[str, Any], theirs: dict[str, Any], path: str | 
             continue
         shape = getattr(theirs[name], "shape", None)
         if shape is None:
-            misfits.append(f"{name} is {_words(theirs[name])}, not a tensor")
+            misfits.append(f"{name} is {described(theirs[name])}, not a tensor")
         elif tuple(shape) != tuple(tensor.shape):
             misfits.append(f"{name} is {tuple(shape)}, the network wants {tuple(tensor.shape)}")
-        elif isinstance(theirs[name], torch.Tensor) and not _has_values(theirs[name]):
+        elif isinstance(theirs[name], torch.Tensor) and not has_values(theirs[name]):
             misfits.append(f"{name} is a tensor without plain values")
     if misfits:
         more = f"; and {len(misfits) - 3} more" if len(misfits) > 3 else ""
@@ -386,6 +384,6 @@ def raise_for_misfits(ours: dict[str, Any], theirs: dict[str, Any], path: str | 
         raise CheckpointError(message)
 
 
-def _has_values(tensor: torch.Tensor) -> bool:
+def has_values(tensor: torch.Tensor) -> bool:
     """Whether its elements are in memory and can be copied into a parameter: not meta, sparse or quantized."""
     return tensor.device.type != "meta" and tensor.layout == torch.strided and not tensor.is_quantized

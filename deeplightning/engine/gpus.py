@@ -12,6 +12,7 @@ from deeplightning.config.fault import Fault
 from deeplightning.config.schema import Engine
 from deeplightning.engine import devices
 from deeplightning.engine.devices import VISIBLE, Gpu, Machine
+from deeplightning.words import first_line
 
 LEAST_MEMORY = 512 * 2**20
 """Bytes that a GPU must have free: less than a context of CUDA with torch's kernels and a small network take."""
@@ -310,4 +311,4 @@ def unusable(error: BaseException) -> str | None:
     """What to do about an error that says that a GPU cannot be used on this machine; None of any other."""
     text = str(error) if isinstance(error, RuntimeError) else ""
     words = next((words for words in ANSWERS if words in text), None)
-    return None if words is None else f"{text.strip().splitlines()[0]}: {ANSWERS[words]}"
+    return None if words is None else f"{first_line(error)}: {ANSWERS[words]}"

@@ -8,6 +8,8 @@ import warnings
 
 from torch import distributed
 
+from deeplightning.words import first_line
+
 _PACKAGES = "`sudo apt-get install libaio-dev` (Debian, Ubuntu), `sudo dnf install libaio-devel` (Fedora, RHEL)"
 
 
@@ -38,7 +40,7 @@ def why_not_built(error: RuntimeError) -> str:
 
     Its own text ends in `None` where it was not asked to speak (0.19.8).
     """
-    first = str(error).splitlines()[0]
+    first = first_line(error)
     name = found[1] if (found := re.search(r"JIT load the (\w+) op", first)) else ""
     if name == "async_io":
         lack = "to offload to an NVMe disk it needs libaio with its headers"

@@ -22,6 +22,7 @@ from typing import Any
 from deeplightning.config.fault import SetupError
 from deeplightning.engine import ranks
 from deeplightning.engine.place import place
+from deeplightning.words import first_line
 
 PATIENCE = "DEEPLIGHTNING_MEET_SECONDS"
 """The variable that says how long a process waits for the others."""
@@ -150,7 +151,7 @@ def _listen(address: str, port: int, world: int, member: Member | None) -> Any:
         return TCPStore(address, port, world, timeout=timedelta(seconds=limit), **options)
     except DistError as error:
         if "EADDRINUSE" not in str(error):
-            told = str(error).splitlines()[0]
+            told = first_line(error)
             raise SetupError(f"MASTER_ADDR={address}: rank 0 cannot listen at port {port} there: {told}") from error
         if member is not None and (twice := _is_taken_by_ours(address, port, world, member)):
             raise SetupError(twice) from error

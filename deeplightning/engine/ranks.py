@@ -33,6 +33,7 @@ from deeplightning.config.fault import SetupError, UserError
 from deeplightning.engine.place import ATTEMPT, LAUNCH, place
 from deeplightning.process import is_early
 from deeplightning.runfolder import RunFolder
+from deeplightning.words import first_line
 
 FOLDER, PARENT = "DEEPLIGHTNING_RANKS", "DEEPLIGHTNING_RANKS_PARENT"  # told to the processes that a launch starts
 AGENT = "DEEPLIGHTNING_RANKS_AGENT"  # told, instead of PARENT, by one that starts all of them, and trains in none
@@ -305,7 +306,7 @@ class Ranks:
 
     def _why_lost(self, error: BaseException) -> Cause:
         """The cause of a collective that failed."""
-        line = str(error).strip().splitlines()[0].split(". ")[0]  # what gloo goes on to say is advice
+        line = first_line(error).split(". ")[0]  # what gloo goes on to say is advice
         if (limit := _TIMED_OUT.search(str(error))) is None:
             reason = f"a worker was lost: the connection to another process is gone ({line})"
             cause = self._wait_for_first() or Cause(self.rank, reason, 5, lost=True)

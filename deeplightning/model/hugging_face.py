@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from deeplightning.words import first_line
+
 
 class FolderError(ValueError):
     """The folder of a model is missing, or is none. Ends the run with exit code 3."""
@@ -67,7 +69,7 @@ class Encoder(nn.Module):
             else:
                 self.model = AutoModelForSequenceClassification.from_config(config, trust_remote_code=False)
         except (OSError, ValueError, RuntimeError, KeyError) as error:
-            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            reason = first_line(error)
             raise FolderError(f"{path} cannot be used as a model of Hugging Face's: {reason}") from error
         finally:
             logging.set_verbosity(said)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from deeplightning.config.target import build
 from deeplightning.task.errors import MisfitError
+from deeplightning.words import first_line
 
 
 def on_cpu(configure_model: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -74,7 +75,7 @@ def try_network(network: nn.Module, example: Tensor, refusal: str, name: str | N
         with torch.no_grad():
             return network(example.to(device_of(network)))
     except (RuntimeError, ValueError, IndexError) as error:
-        raise _misfit(f"{refusal}: {str(error).splitlines()[0]}", name) from error
+        raise _misfit(f"{refusal}: {first_line(error)}", name) from error
     finally:
         network.train()
 
