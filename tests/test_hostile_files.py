@@ -23,11 +23,12 @@ import torch
 from onnx import helper
 from served import ROOT, colour_run
 
+from deeplightning import trust
 from deeplightning.config.fault import CheckpointError
 from deeplightning.engine.checkpoint_io import load_weights, read_checkpoint
-from deeplightning.runfolder import golden_digest, seal
+from deeplightning.runfolder import RunFolder, golden_digest, seal
 from deeplightning.runs import sync
-from deeplightning.tracking import MLflowLogger
+from deeplightning.tracking import MLflowLogger, sqlite
 from deeplightning.tracking.journal import folder_of
 from deeplightning.tracking.sqlite import open_directly
 from deeplightning.tracking.store import locate
@@ -69,12 +70,17 @@ def test_the_corpora_are_large_and_name_each_kind_once():
 
 
 def at(tree: Any, path: str) -> tuple[Any, Any]:
-    """Where a dotted path leads: what holds it, and its key there; %2E and %2F are a dot and a slash in a key."""
-    *way, last = path.split(".") if not path.startswith("files...") else ["files", path[6:]]
+    """Where a dotted path leads: what holds it, and its key there; %2E and %2F are a dot and a slash in a key, and #1 is
+    a number as a key."""
+    parts = path.split(".") if not path.startswith("files...") else ["files", path[6:]]
+    *way, last = (part.replace("%2E", ".").replace("%2F", "/") for part in parts)
+
+    def step(tree: Any, key: str) -> Any:
+        return int(key.removeprefix("#")) if isinstance(tree, list) or key.startswith("#") else key
+
     for key in way:
-        tree = tree[int(key) if isinstance(tree, list) else key]
-    last = last.replace("%2E", ".").replace("%2F", "/")
-    return tree, int(last) if isinstance(tree, list) else last
+        tree = tree[step(tree, key)]
+    return tree, step(tree, last)
 
 
 # Bundles
@@ -539,10 +545,13 @@ def test_a_journal_from_elsewhere_leaves_a_finished_run_finished(tmp_path, recip
     elif kind == "link":
         (tmp_path / "elsewhere").write_text("precious")
         path.symlink_to(tmp_path / "elsewhere")
+    elif kind == "writable":
+        path.touch()
+        path.chmod(0o666)
     elif kind == "sparse":
         path.touch()
         os.truncate(path, 10**12)
-    else:
+    if kind in ("file", "writable"):
         path.write_bytes(json.dumps([{"run": head, "store": str(store), "process": 1}]).encode() + b"\n")
         path.write_bytes(path.read_bytes() + said.getvalue())
     with within(SECONDS):
@@ -555,3 +564,49 @@ def test_a_journal_from_elsewhere_leaves_a_finished_run_finished(tmp_path, recip
     assert (found.status, found.tags.get("failure")) == ("FINISHED", None)
     if kind == "link":
         assert (tmp_path / "elsewhere").read_text() == "precious"
+
+
+def left_journal(store: Path, name: str, *entries: Any, run: str) -> Path:
+    """A journal of a process that has ended."""
+    folder = folder_of(locate(store))
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{name}.deadbeef.journal"
+    head = {"run": run, "store": str(store), "process": 1}
+    path.write_text("".join(json.dumps(line) + "\n" for line in ([head], *entries)))
+    return path
+
+
+def test_a_journal_writes_the_run_alone_that_it_is_named_after(tmp_path):
+    """A point and a tag for another run of the store are refused, and kept for a person to see."""
+    store = tmp_path / "mlruns"
+    one, other = finished_run(store), finished_run(store)
+    path = left_journal(store, one, ["points", 1, 9, {"x": 9.0}], ["tags", {"pwned": "yes"}], run=other)
+    (line,) = sync(str(store))
+    assert "refused" in line
+    assert path.with_suffix(".refused").is_file()
+    runs = open_directly(locate(store))
+    assert [point.step for point in runs.history(other, {"x"})] == [0]
+    assert "pwned" not in runs.run(other).tags
+    runs.close()
+
+
+def test_a_journal_beside_a_store_sends_files_of_own_runs_only(tmp_path, monkeypatch):
+    """It may have come with the store, and the store may send files to its maker's server."""
+    store, sent = tmp_path / "mlruns", []
+    monkeypatch.setattr(sqlite.Tracker, "upload", lambda self, run_id, path, folder: sent.append(path))
+    monkeypatch.setattr(trust, "_noted", set())
+    run_id = finished_run(store)
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    folder.config.write_text("seed: 1\n")
+    weights = folder.path / "last.ckpt"
+    weights.write_text("weights")
+    link = folder.path / "link"
+    link.symlink_to("/etc/hostname")
+    for source, own in ((weights, False), (weights, True), (link, True), (Path("/etc/hostname"), True)):
+        if own:
+            trust.note_own(folder.config)
+        left_journal(store, run_id, ["artifact", str(source), None], run=run_id)
+        (line,) = sync(str(store))
+        assert ("refused" in line) == (not own or source != weights), line
+    assert sent == [weights]

@@ -4,6 +4,9 @@ A process appends each thing before it goes on, into a file of its own that it h
 is of a process that has ended, and the next run on the store, `deeplightning runs` or `monitor.sh` writes what it
 says. For an SQLite store the files lie beside it (`mlruns/mlflow.db.journal/`), for another one in the user's state
 folder (`~/.local/state/deeplightning/journal/`, or under XDG_STATE_HOME).
+
+Those beside a store may have come with it from somebody else: what another user can have written is left alone, and
+the only files that they may send are those of this user's runs.
 """
 
 import contextlib
@@ -22,10 +25,11 @@ from pathlib import Path
 from typing import Any
 
 from deeplightning.config.fault import SetupError
-from deeplightning.runfolder import make_private
+from deeplightning.runfolder import RunFolder, make_private
 from deeplightning.tracking.owner import has_ended, this_process
 from deeplightning.tracking.store import Store, explain
 from deeplightning.tracking.tracker import SYSTEM, Batch, Point, Tracker, open_tracker, stored
+from deeplightning.trust import is_own
 
 try:
     import fcntl
@@ -232,7 +236,8 @@ def replay(store: Store, tracker: Tracker, continuing: str | None = None, silent
             try:
                 header, entries = _read(descriptor)
                 run_id, ended = header.get("run"), has_ended(header)
-                result.run_id = run_id or result.run_id
+                if run_id not in (None, result.run_id):
+                    raise ValueError(f"it is named after the run {result.run_id:.40}, and of the run {run_id:.40}")
                 is_continued = run_id is not None and run_id == continuing
                 if ended is None and not is_continued:
                     if silent is None or time.time() - _ended(descriptor) / 1000 < silent:
@@ -240,7 +245,7 @@ def replay(store: Store, tracker: Tracker, continuing: str | None = None, silent
                         done.append(result)
                         continue
                     ended = True
-                _write(tracker, result, entries, _ended(descriptor), path, is_continued, ended is False)
+                _write(store, tracker, result, entries, _ended(descriptor), path, is_continued, ended is False)
             except Exception as error:  # MLflow, SQLite and the network each have their own
                 result.problem, result.kept = " ".join(str(error).split())[:200] or type(error).__name__, path
                 if not tracker.is_transient(error):
@@ -255,6 +260,7 @@ def replay(store: Store, tracker: Tracker, continuing: str | None = None, silent
 
 
 def _write(
+    store: Store,
     tracker: Tracker,
     result: Written,
     entries: list[Entry],
@@ -271,6 +277,10 @@ def _write(
     if not run.is_active:  # deleted by a person: nothing of it is wanted
         return
     batch, files = _gathered(entries)
+    if store.database is not None:
+        for source, _ in files:
+            if not any(is_own(RunFolder(folder)) for folder in source.resolve().parents):
+                raise ValueError(f"{str(source)!r:.80} is in the folder of no run that was started here by you")
     there = _identities(tracker.history(run.id, {point.name for point in batch.points})) if batch.points else set()
     batch.points = [point for point in batch.points if not _identities([point]) <= there]
     batch.params = {name: value for name, value in batch.params.items() if name not in run.params}
@@ -342,10 +352,18 @@ def _claimed(path: Path) -> Iterator[int | None]:
         return
     try:
         state = os.fstat(descriptor)
+        if state.st_uid != _user() or state.st_mode & 0o022:
+            log.warning("%s is left alone: another user could have written it", path)
+            yield None
+            return
         is_ours = stat.S_ISREG(state.st_mode) and _hold(descriptor) and os.fstat(descriptor).st_nlink > 0
         yield descriptor if is_ours else None
     finally:
         os.close(descriptor)
+
+
+def _user() -> int:
+    return os.geteuid() if hasattr(os, "geteuid") else 0  # Windows has no owners to compare
 
 
 def _hold(descriptor: int) -> bool:
