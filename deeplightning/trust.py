@@ -91,6 +91,14 @@ def note_own(file: Path) -> None:
         )
 
 
+def note_launched(folder: str) -> None:
+    """Notes a run that a launcher started for this user on other machines, where its folder has come to lie here."""
+    run = RunFolder(folder)
+    for file in (run.config, run.code):
+        if file.is_file():
+            note_own(file)
+
+
 def is_own(folder: RunFolder) -> bool:
     """Whether this user started the run on this machine, by the digest of its config as it is now."""
     return _is_noted(folder.config)

@@ -7,7 +7,7 @@ import pkgutil
 import shutil
 import sys
 from pathlib import Path
-from types import FunctionType
+from types import FunctionType, SimpleNamespace
 
 import pytest
 
@@ -16,11 +16,12 @@ from deeplightning.config.fault import CheckpointError
 from deeplightning.config.source import read
 from deeplightning.config.tree import dump, plain
 from deeplightning.deploy import command as command_of
+from deeplightning.engine.launch import ray, slurm
 from deeplightning.reproduce.past import _stores_around
 from deeplightning.runfolder import RunFolder
 from deeplightning.torch_server import Checkpoint
 from deeplightning.trained import trained_task
-from deeplightning.trust import admit, is_own
+from deeplightning.trust import admit, is_own, is_own_code
 
 ROOT = Path(__file__).parents[1]
 DIGIT = min((ROOT / "examples" / "digits").glob("*.png"))
@@ -270,6 +271,18 @@ def test_a_changed_config_is_foreign(run, tmp_path):
     assert is_own(copy)
     copy.config.write_text(copy.config.read_text() + "\n")
     assert not is_own(copy)
+
+
+def test_a_run_that_a_launcher_started_elsewhere_is_own(run, tmp_path, capsys):
+    """Where its folder lies here in the end: Slurm's and Ray's first process say where."""
+    one, other = (foreign(run, tmp_path / name, seed=seed) for name, seed in (("one", 11), ("other", 12)))
+    assert not is_own(one)
+    slurm._log(tmp_path, "7").write_text(f"Artifact storage path: {one.path}\n")
+    slurm._Following("7", tmp_path)._echo(to_the_end=True)
+    ray._Launch._print(SimpleNamespace(folder=None), 1, f"Artifact storage path: {other.path}\n".encode())
+    assert is_own_code(one)
+    assert is_own_code(other)
+    ray._Launch._print(SimpleNamespace(folder=None), 1, b"Artifact storage path: /of/another/machine\n")
 
 
 def test_a_register_that_others_may_write_counts_for_nothing(run, tmp_path, monkeypatch):

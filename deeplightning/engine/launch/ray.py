@@ -38,6 +38,7 @@ from deeplightning.engine.launch.ray_cluster import Connection, connect
 from deeplightning.engine.launch.storage import POOL
 from deeplightning.engine.place import ATTEMPT, LAUNCH
 from deeplightning.engine.plan import effective_batch, world_size
+from deeplightning.trust import note_launched
 
 LOOK = 1.0  # seconds that one question to a worker may take
 SETTLE = 5.0  # seconds in which Ray finds the room that it has told of
@@ -537,6 +538,7 @@ class _Launch:
         for line in text.splitlines(keepends=True):
             if stream == 1 and line.startswith(b"Artifact storage path: "):  # said once, at the end
                 self.folder = line.decode(errors="replace").partition(": ")[2].rstrip("\n")
+                note_launched(self.folder)
             else:
                 kept.append(line)
         to = sys.stdout if stream == 1 else sys.stderr

@@ -28,6 +28,7 @@ from deeplightning.engine.launch import Job, Start
 from deeplightning.engine.place import LAUNCH, slurm_step
 from deeplightning.engine.plan import local_size
 from deeplightning.runfolder import make_private, permissions_of
+from deeplightning.trust import note_launched
 
 ANSWER = 60.0  # seconds that Slurm has for an answer
 SILENT = 600.0  # seconds without any answer after which a job is no longer followed
@@ -368,6 +369,8 @@ class _Following:
                 stream.flush()
                 if re.search(r"Artifact storage path|^(error|srun|slurmstepd)", text, re.MULTILINE):
                     self._due, self._pause = 0.0, 1.0  # the end is near
+                for folder in re.findall(r"^Artifact storage path: (.+)", text, re.MULTILINE):
+                    note_launched(folder)
 
     def _state(self) -> dict[str, str] | None:
         """What Slurm says of the job when it has ended; None: it lives, or it is too early to ask again."""
