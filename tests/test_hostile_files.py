@@ -70,8 +70,8 @@ def test_the_corpora_are_large_and_name_each_kind_once():
 
 
 def at(tree: Any, path: str) -> tuple[Any, Any]:
-    """Where a dotted path leads: what holds it, and its key there; %2E and %2F are a dot and a slash in a key, and #1 is
-    a number as a key."""
+    """Where a dotted path leads: what holds it, and its key there; %2E and %2F are a dot and a slash in a key, #1 a
+    number as a key."""
     parts = path.split(".") if not path.startswith("files...") else ["files", path[6:]]
     *way, last = (part.replace("%2E", ".").replace("%2F", "/") for part in parts)
 
