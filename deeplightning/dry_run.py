@@ -1,7 +1,7 @@
 """A config is tried out: a made-up batch goes through a training and a validation step, and what does not fit is named.
 
 Nothing is read, opened or written: no data, no run, no checkpoint, no network connection. The CPU does it in one
-process, whatever the engine says.
+process; where the run has several, two more do the same, and what they log and exchange is compared.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import sysconfig
 import tempfile
 import traceback
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,8 @@ from deeplightning.config.fault import Fault, UserError, nearest
 from deeplightning.config.schema import Config, Optimizer, Target
 from deeplightning.config.target import build, find
 from deeplightning.configure import init_module
-from deeplightning.engine.plan import trainer_arguments
+from deeplightning.engine.pair import Pair
+from deeplightning.engine.plan import trainer_arguments, world_size
 from deeplightning.words import first_line
 
 SAMPLES = 5
@@ -84,14 +85,41 @@ def dry_run(cfg: Config) -> tuple[list[Fault], list[Fault]]:
         What is wrong, and what could not be tried.
     """
     trial = _Trial(cfg)
-    with _undisturbed(), _offline(), tempfile.TemporaryDirectory() as folder:
+    pair: Any = Pair(lambda note: _as_rank(cfg, note)) if world_size(cfg.engine) > 1 else contextlib.nullcontext()
+    with _undisturbed(), _offline(), tempfile.TemporaryDirectory() as folder, pair:
         trial.run(Path(folder))
+        if isinstance(pair, Pair) and trial.is_through and not trial.faults:
+            difference, certain = pair.difference()
+            told_in = trial.faults if certain else trial.untried
+            told_in += [Fault(difference, "model.module")] if difference else []
 
     def told(notes: list[Fault]) -> list[Fault]:
         clean = [replace(f, message=cfg.redact(f.message), place=f.place or _place(cfg, f.key)) for f in notes]
         return list(dict.fromkeys(clean))
 
     return told(trial.faults), told(trial.untried)
+
+
+def _as_rank(cfg: Config, note: Callable[[str], None]) -> str | None:
+    """The same as one of two processes, which have a process group; each name that is logged by every rank is noted.
+
+    Returns:
+        What is wrong, if anything.
+    """
+    log = pl.LightningModule.log
+
+    def noted(self: Any, name: str, *values: Any, **options: Any) -> None:
+        if not options.get("rank_zero_only"):
+            note(name)
+        log(self, name, *values, **options)
+
+    pl.LightningModule.log = noted  # type: ignore[method-assign]  # this process does nothing else
+    trial = _Trial(cfg)
+    trial.cfg.engine.processes, trial.cfg.engine.backend = 2, "ddp"
+    trial.cfg.engine.params = {"process_group_backend": "gloo", "find_unused_parameters": True}
+    with tempfile.TemporaryDirectory() as folder:
+        trial.run(Path(folder))
+    return trial.faults[0].message if trial.faults else None
 
 
 class _Found(Exception):
@@ -113,6 +141,7 @@ class _Trial:
         self.cfg = on_one_cpu(cfg)
         self.faults: list[Fault] = []
         self.untried: list[Fault] = []
+        self.is_through = False  # whether a batch went through all steps
         self.left_out: list[str] = []  # parts of names that would be logged if nothing were at fault
 
     def run(self, folder: Path) -> None:
@@ -146,6 +175,7 @@ class _Trial:
                     continue
             self.untried += attempt.untried
             if not found:
+                self.is_through = attempt.batch is not None
                 self.faults += self.unlogged(attempt) if attempt.batch is not None else self.parts()
                 return
             taken_out = [self.take_out(fault) for fault in found if fault not in self.faults]
