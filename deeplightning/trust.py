@@ -18,6 +18,7 @@ from pathlib import Path
 from types import FunctionType
 
 from deeplightning.config.fault import CheckpointError, ConfigError, Fault
+from deeplightning.config.kinds import KINDS
 from deeplightning.config.source import Source, read
 from deeplightning.config.target import find
 from deeplightning.config.tree import Entry, KeyPath, leaves
@@ -50,7 +51,7 @@ class _Rule:
     """
 
     modules: tuple[str, ...]
-    base: str = "torch.nn.Module"
+    base: str = KINDS["model.network"].base
     imported: bool = True
 
     def __str__(self) -> str:
@@ -63,12 +64,15 @@ class _Rule:
 
 
 _NETWORK = _Rule(_NETWORKS)
-_RULES = {
-    "data.module": _Rule(("deeplightning.data",), "pytorch_lightning.LightningDataModule"),
-    "model.module": _Rule(("deeplightning.task",), "pytorch_lightning.LightningModule"),
-    "model.optimizer": _Rule(("torch.optim",), "torch.optim.Optimizer"),
-    "model.scheduler": _Rule(("torch.optim.lr_scheduler",), "torch.optim.lr_scheduler.LRScheduler"),
-} | {section: _Rule(_NAMED_ONLY, imported=False) for section in NOT_TAKEN}
+_MODULES = {
+    "data.module": ("deeplightning.data",),
+    "model.module": ("deeplightning.task",),
+    "model.optimizer": ("torch.optim",),
+    "model.scheduler": ("torch.optim.lr_scheduler",),
+}
+_RULES = {section: _Rule(modules, KINDS[section].base) for section, modules in _MODULES.items()} | {
+    section: _Rule(_NAMED_ONLY, imported=False) for section in NOT_TAKEN
+}
 
 
 # ---- whose folder it is

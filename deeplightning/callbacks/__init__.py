@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from deeplightning.config.schema import Config
+from deeplightning.config.schema import Config, Target
 from deeplightning.config.target import build
 from deeplightning.engine.launch.storage import POOL
 
@@ -59,7 +59,7 @@ def all_of(cfg: Config) -> list[pl.Callback]:
         # Trackers write these down; their addresses, which may hold a password, they do not.
         told = {name: value for name, value in target.params.items() if name in ("tags", "run_name")}
         params = prepare(target.type, target.params | redacted(told, cfg.redact))
-        loggers.append(build({"type": target.type, "params": params}))
+        loggers.append(build(Target(type=target.type, params=params, place=target.place, name=target.name)))
     train, every = cfg.train, cfg.logger.log_every_n_steps
     assert cfg.seed is not None, "load_config draws one"
     record = Record(cfg, loggers, Path("runs") / time.strftime("%Y-%m-%d_%H-%M-%S"))

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from deeplightning.config import old_words, schema, space, strategy
-from deeplightning.config.compare import KINDS, Meanings, Verdict, judge
+from deeplightning.config.compare import Meanings, Verdict, judge
 from deeplightning.config.fault import MAX_WORD, ConfigError, Fault, nearest, place_of, upwards
 from deeplightning.config.interpolation import Secrets
+from deeplightning.config.kinds import HOOK, role_of
 from deeplightning.config.report import Report, in_order
 from deeplightning.config.schema import Config, Target
 from deeplightning.config.signature import Undecided
@@ -111,6 +112,7 @@ class _Checker:
         self.answered = {fault.key for fault in faults} - self.unread  # keys that a fault already speaks of
         self.targets: list[Callable[[], None]] = []
         self.meant: set[str | None] = set()  # keys of ours that were written under a name of another tool
+        self.loss_arguments: int | None = None  # how many the task calls a loss with, if it says so
 
     def fault(self, message: str, key: str, place: str | None = None, **more: Any) -> None:
         if message.startswith(("missing: ", "must be ")) and not self.unread.isdisjoint(upwards(key)):
@@ -287,7 +289,7 @@ class _Checker:
         params = entry.value.get("params") or Entry({}, place)
         items = params.value if isinstance(params.value, dict) else {}
         self.places.setdefault(f"{key}.type", place)
-        role = _role(key, KINDS)
+        role = role_of(key)
 
         def compare() -> None:
             values = {p: plain(item) for p, item in items.items()}
@@ -298,7 +300,11 @@ class _Checker:
             values = GIVEN_BY_NAME.get(key, {}) | values
             if key == "tune.sampler" and is_grid(name):
                 values.setdefault("search_space", {})  # made from tune.space
-            self.take(judge(self.meanings, name, values, key, role=role, given=given, hidden=hidden))
+            called_with = self.loss_arguments if role == "model.loss" else None
+            verdict = judge(
+                self.meanings, name, values, key, role=role, given=given, hidden=hidden, called_with=called_with
+            )
+            self.take(verdict)
             for p in set(auto) - set(AUTO):
                 message = f"`auto` is known for {', '.join(AUTO)}; give `{p}` a value"
                 self.fault(message, f"{key}.params.{p}", found="auto")
@@ -354,6 +360,10 @@ class _Checker:
 
     def compare(self, config: Config) -> None:
         """Compares what the config names with what is there."""
+        task: Any = config.model and config.model.module and config.model.module.type
+        with contextlib.suppress(ValueError, Undecided):
+            definition: Any = Meanings().of(str(task))
+            self.loss_arguments = len(definition.loss_arguments()) or None
         for compare in self.targets:
             compare()
         if config.engine is not None:
@@ -381,7 +391,7 @@ class _Checker:
 
     def hook(self, name: str | None) -> None:
         """Looks for `engine.setup_hook`, which is called without arguments."""
-        verdict = judge(self.meanings, name, {}, "engine.setup_hook") if name is not None else Verdict()
+        verdict = judge(self.meanings, name, {}, HOOK, role=HOOK) if name is not None else Verdict()
         for f in verdict.faults:
             called = "; it is called without arguments" if f.key == "engine.setup_hook.params" else ""
             self.fault(f"{f.message}{called}", "engine.setup_hook", found=name)
@@ -582,13 +592,6 @@ def is_grid(sampler: Any) -> bool:
 
 _BAD: Any = object()
 _NONE = Target(type="none.none")
-
-
-def _role(key: str, roles: typing.Iterable[str]) -> str | None:
-    """What the target at a key is for; a target inside the params of another has no role."""
-    if ".params." in key:
-        return None
-    return next((r for r in sorted(roles, key=len, reverse=True) if key == r or key.startswith(f"{r}.")), None)
 
 
 def _named(targets: Any, key: str) -> list[tuple[str, Any]]:

@@ -10,31 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from deeplightning.config import old_words
 from deeplightning.config.fault import Fault, nearest
-from deeplightning.config.signature import Signature, Undecided, misfits, of_object
-from deeplightning.config.target import find
+from deeplightning.config.kinds import KINDS, misfit, no_part
+from deeplightning.config.signature import Instance, Signature, Undecided, misfits, of_object, positional
+from deeplightning.config.target import find, path_of
 
 if TYPE_CHECKING:
     from deeplightning.config.static import Definition
-
-# What a target must be, by its role: a class whose name stands among the bases of what the target names. A function
-# passes: only its result tells.
-KINDS = {
-    "data.module": ("LightningDataModule", "a LightningDataModule"),
-    "model.module": ("LightningModule", "a LightningModule"),
-    "model.network": ("Module", "a network (torch.nn.Module)"),
-    "model.loss": ("Module", "a loss (torch.nn.Module)"),
-    "model.optimizer": ("Optimizer", "an optimizer (torch.optim.Optimizer)"),
-    "model.scheduler": ("LRScheduler", "a scheduler (torch.optim.lr_scheduler.LRScheduler)"),
-    "model.metrics": ("Metric", "a metric (torchmetrics.Metric)"),
-    "train.callbacks": ("Callback", "a Lightning callback"),
-    "logger": ("Logger", "a Lightning logger"),
-    "logger.extra": ("Logger", "a Lightning logger"),
-    "tune.sampler": ("BaseSampler", "a sampler of Optuna's"),
-    "tune.pruner": ("BasePruner", "a pruner of Optuna's"),
-}
-
-# Modules that are neither a network nor, but for the first, a loss.
-_OTHER_MODULES = {"_Loss": "a loss", "Metric": "a metric", "LightningModule": "a task"}
 
 
 @dataclass
@@ -61,9 +42,29 @@ class Imported:
         self.name, self.thing = name, find(name)
         self.kind = "class" if isinstance(self.thing, type) else "function" if callable(self.thing) else "value"
 
-    def bases(self) -> tuple[list[str], bool]:
-        """Dotted paths of a class and its ancestors, and that they are all."""
-        return [f"{c.__module__}.{c.__qualname__}" for c in self.thing.__mro__], True
+    @property
+    def path(self) -> str:
+        """Where it is defined; where that is unknown, the name."""
+        return path_of(self.thing) or self.name
+
+    def makes(self) -> list[Instance]:
+        """What calling it gives; of a function its source tells, if anything does.
+
+        Raises:
+            Undecided: that cannot be told without calling it.
+        """
+        if self.kind == "class":
+            return [
+                Instance(
+                    tuple(path_of(c) or "" for c in self.thing.__mro__), True, lambda: positional(self.thing, "forward")
+                )
+            ]
+        try:
+            from deeplightning.config import static
+
+            return static.look_up(self.name).makes()
+        except ValueError:
+            raise Undecided("it does not tell what it returns") from None
 
     def signature(self) -> Signature:
         """Its parameters. Those that `**kwargs` hand on are known from the source alone.
@@ -110,9 +111,13 @@ class Meanings:
         self._names = self._names or static.Names()
         return static.look_up(name, self._names)
 
-    def bases(self, name: str) -> tuple[list[str], bool]:
-        """Dotted paths of a class and its ancestors; False behind them if there may be more."""
-        return self._once(f"{name} bases", lambda: self.of(name).bases())
+    def makes(self, name: str) -> list[Instance]:
+        """What calling it gives.
+
+        Raises:
+            ValueError, Undecided: as `of`.
+        """
+        return self._once(f"{name} makes", lambda: self.of(name).makes())
 
     def signature(self, name: str) -> Signature:
         """What it takes.
@@ -143,6 +148,7 @@ def judge(
     role: str | None = None,
     given: int = 0,
     hidden: Mapping[str, str] | None = None,
+    called_with: int | None = None,
 ) -> Verdict:
     """What is wrong with the target at `key`.
 
@@ -150,8 +156,11 @@ def judge(
         role: what it is for, one of `KINDS`; None: anything.
         given: how many positional arguments it gets from us.
         hidden: how params were written that hold what must not be shown.
+        called_with: how many arguments the task calls a loss with; None: it does not say.
     """
     try:
+        if refusal := no_part(name, role):
+            return Verdict([Fault(refusal, f"{key}.type", found=name)])
         found = meanings.of(name)
     except ValueError as error:
         known = old_words.class_of(role, name)
@@ -163,33 +172,49 @@ def judge(
         what = type(found.thing).__name__ if isinstance(found, Imported) else f"a {found.kind}"
         message = f"`{name}` is {what}, not a class or function"
         return Verdict([Fault(message, f"{key}.type", found=name)])
-    verdict = _kind(meanings, name, key, role) if role in KINDS and found.kind == "class" else Verdict()
+    if refusal := no_part(found.path, role):
+        return Verdict([Fault(refusal, f"{key}.type", found=name)])
+    verdict = _kind(meanings, name, key, role, called_with) if role in KINDS else Verdict()
+    call = _call(meanings, name, params, key, given, hidden or {})
+    if found.kind == "function" and role in KINDS and not params and call.faults:  # the commonest: a loss as a function
+        once = f"; a function is called once, to make {KINDS[role].words}"
+        return Verdict([replace(f, message=f.message + once) for f in call.faults])
     if not verdict.faults:
-        verdict += _call(meanings, name, params, key, given, hidden or {})
-        if found.kind == "function" and role in KINDS and not params:  # the commonest: a loss as a plain function
-            once = f"; a function is called once, to make {KINDS[role][1]}"
-            verdict.faults = [replace(f, message=f.message + once) for f in verdict.faults]
+        verdict += call
     return verdict
 
 
-def _kind(meanings: Meanings, name: str, key: str, role: str) -> Verdict:
-    """Whether a class is of the kind that its role needs."""
-    base, words = KINDS[role]
-    paths, complete = meanings.bases(name)
-    names = {path.rpartition(".")[2] for path in paths}
-    roots = {path.partition(".")[0] for path in paths}
-    fault = None
-    if base in names or (role == "model.scheduler" and "ReduceLROnPlateau" in names):
-        other = next((w for b, w in _OTHER_MODULES.items() if b in names), None)
-        if "lightning" in roots and "pytorch_lightning" not in roots:
-            fault = "derives from `lightning.pytorch`; derive it from the same class of `pytorch_lightning`"
-        elif other and role in ("model.network", "model.loss") and not (role == "model.loss" and other == "a loss"):
-            fault = f"is {other}, not {words}"
-    elif complete:
-        fault = f"is not {words}"
-    else:
-        return Verdict(undecided={f"{key}.type": (f"{name}: whether it is {words}", "--import")})
-    return Verdict([Fault(f"{name} {fault}", f"{key}.type", found=name, allowed=words)] if fault else [])
+def _kind(meanings: Meanings, name: str, key: str, role: str, called_with: int | None) -> Verdict:
+    """Whether what a class or function makes is of the kind that its role needs."""
+    words = KINDS[role].words
+    try:
+        made, is_class = meanings.makes(name), meanings.of(name).kind == "class"
+    except Undecided as why:
+        return Verdict(undecided={f"{key}.type": (f"{name}: whether it returns {words}: {why}", "--dry-run")})
+    said = [_misfit(each, role, called_with) for each in made]
+    if None in said or (any(said) and not all(said)):
+        settled_by = "--import" if is_class else "--dry-run"
+        return Verdict(undecided={f"{key}.type": (f"{name}: whether it is {words}", settled_by)})
+    if not any(said):
+        return Verdict()
+    returned = made[0].paths[0].removeprefix("builtins.")
+    returned = "nothing" if returned == "NoneType" else f"`{returned.rpartition('.')[2]}`"
+    fault = f"{name} {said[0]}" if is_class else f"{name} returns {returned}, which {said[0]}"
+    return Verdict([Fault(fault, f"{key}.type", found=name, allowed=words)])
+
+
+def _misfit(made: Instance, role: str, called_with: int | None) -> str | None:
+    """As `kinds.misfit`; a loss must take as many arguments as the task calls it with."""
+    said = misfit(made.paths, made.complete, role)
+    if said != "" or role != "model.loss" or called_with is None or (takes := made.forward()) is None:
+        return said
+    if takes[0] <= called_with <= takes[1]:
+        return ""
+    count = takes[0] if takes[0] > called_with else takes[1]
+    arguments = "argument" if count == 1 else "arguments"
+    return (
+        f"is not {KINDS[role].words}: its forward takes {count} {arguments}, and the task calls it with {called_with}"
+    )
 
 
 def _call(

@@ -6,7 +6,7 @@ Both sides give the same `Signature`, so that a config is compared in one way (`
 import inspect
 import types
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -86,6 +86,22 @@ class Signature:
     rest: str | None = None
 
 
+@dataclass(frozen=True)
+class Instance:
+    """What a class or function makes.
+
+    Attributes:
+        paths: the dotted paths of its class and that one's ancestors.
+        complete: whether these are all.
+        forward: asks for the least and the largest number of positional arguments that a module's `forward` takes;
+            None: they are unknown.
+    """
+
+    paths: tuple[str, ...]
+    complete: bool
+    forward: Callable[[], tuple[int, float] | None]
+
+
 class Undecided(Exception):
     """What a name means cannot be told without importing it; the text says why."""
 
@@ -119,6 +135,20 @@ def of_object(found: Any) -> Signature:
     )
     rest = "it takes any keyword" if any(p.kind is p.VAR_KEYWORD for p in parameters) else None
     return Signature(known, rest)
+
+
+def positional(owner: type, method: str) -> tuple[int, float] | None:
+    """The least and the largest number of positional arguments that a method of a live class takes, without `self`;
+    None: unknown."""
+    try:
+        parameters = list(inspect.signature(getattr(owner, method)).parameters.values())[1:]
+    except (AttributeError, ValueError, TypeError):
+        return None
+    taken = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if any(p.kind is p.KEYWORD_ONLY and p.default is p.empty for p in parameters):
+        return None
+    more = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    return sum(p.default is p.empty for p in taken), float("inf") if more else len(taken)
 
 
 def allowed_by(hint: Any) -> Options:

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from deeplightning.config.fault import ConfigError, Fault, SetupError, nearest, no_module
+from deeplightning.config.kinds import misfit, no_part, role_of
 from deeplightning.config.schema import Target
 
 _INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
@@ -98,6 +99,13 @@ def _module(module: str, wanted: str) -> types.ModuleType | None:
         raise ValueError(f"importing {module} (for `{wanted}`) failed: {_reason(error)}") from error
 
 
+def path_of(found: Any) -> str | None:
+    """Where a live class or function is defined, `posix.system` of `os.system`; None: it does not tell."""
+    if not isinstance(found, type | types.FunctionType | types.BuiltinFunctionType) or not found.__module__:
+        return None
+    return f"{found.__module__}.{found.__qualname__}"
+
+
 def import_again(names: Iterable[str]) -> None:
     """Imports modules that another process of this program has imported, in its order; one that cannot be is left."""
     with warnings.catch_warnings():
@@ -145,18 +153,22 @@ def build(target: Target | Mapping[str, Any], *given: Any, **more: Any) -> Any:
     Targets and references inside the params, at any depth, are built first.
 
     Raises:
-        ConfigError: the target cannot be found, or refuses its arguments with TypeError or ValueError.
+        ConfigError: the target cannot be found, makes no part of a run, refuses its arguments with TypeError or
+            ValueError, or gives something else than its section needs.
         SetupError: it needs a package that is not installed.
     """
     if isinstance(target, Mapping):
         target = Target(type=target["type"], params=dict(target.get("params") or {}))
+    role = role_of(target.name or "")
     try:
         found = find(target.type)
+        if refusal := no_part(target.type, role) or no_part(path_of(found) or "", role):
+            raise ValueError(refusal)
         params = {name: build_inside(value) for name, value in target.params.items()}
     except ValueError as error:
         raise ConfigError(Fault(str(error), target.name, target.place)) from error
     try:
-        return found(*given, **params | more)
+        made = found(*given, **params | more)
     except ImportError as error:
         message = f"{target.type} needs a package that is not installed: {error}"
         raise SetupError(Fault(message, target.name, target.place)) from error
@@ -166,6 +178,11 @@ def build(target: Target | Mapping[str, Any], *given: Any, **more: Any) -> Any:
         raise ConfigError(
             Fault(f"{target.type} refuses its arguments: {_reason(error)}", target.name, target.place)
         ) from error
+    said = misfit([path_of(c) or "" for c in type(made).__mro__], True, role) if role is not None else None
+    if said:
+        returned = "nothing" if made is None else f"`{type(made).__name__}`"
+        raise ConfigError(Fault(f"{target.type} returns {returned}, which {said}", target.name, target.place))
+    return made
 
 
 def build_inside(value: Any) -> Any:

@@ -22,7 +22,7 @@ from deeplightning.image import ImageSpec
 from deeplightning.task.compiled import Compiled
 from deeplightning.task.errors import LabelError, MisfitError
 from deeplightning.task.metrics import InOwnPrecision, SampleMean
-from deeplightning.task.networks import build_network, device_of, on_cpu, try_network
+from deeplightning.task.networks import build_loss, device_of, on_cpu, try_network
 from deeplightning.task.optimize import fits, freeze, optimizers_by_name
 from deeplightning.task.points import Points
 from deeplightning.task.sheets import epoch_suffix, sheet
@@ -99,6 +99,9 @@ class Gan(pl.LightningModule):
     network_names = ("generator", "discriminator")
     """The networks without which there is nothing to train; read from the source by `deeplightning check`."""
 
+    loss_arguments = ("logits", "truth")
+    """What each loss is called with; read from the source by `deeplightning check`."""
+
     # Also "lr" and "lr-NAME" of each optimizer, which are logged beside each task.
     logged_metrics = (
         *("loss_d", "loss_g", "{stage}_loss_d", "{stage}_loss_g"),
@@ -114,7 +117,7 @@ class Gan(pl.LightningModule):
         self._check(cfg)
         loss = cfg.model.loss
         of = loss if isinstance(loss, dict) else dict.fromkeys(self.network_names, loss)
-        self.losses = nn.ModuleDict({name: build(of[name]) for name in self.network_names})
+        self.losses = nn.ModuleDict({name: build_loss(of[name], self.loss_arguments) for name in self.network_names})
         self.networks = nn.ModuleDict()
         stages = {f"{stage}_stage": _means() for stage in ("train", "val", "test")}
         self.means, self.scores = InOwnPrecision(stages), InOwnPrecision()
@@ -172,7 +175,7 @@ class Gan(pl.LightningModule):
         if self.networks:
             return
         for name in self._learning():
-            self.networks[name] = build_network(self.cfg.model.network[name], name)
+            self.networks[name] = build(self.cfg.model.network[name])
         freeze(self.networks, self.cfg.model.trainable)
         if not isinstance(getattr(self.networks["generator"], "latent_size", None), int):
             raise MisfitError("model.network.generator: it has no attribute `latent_size`, how many numbers it takes")

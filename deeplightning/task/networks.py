@@ -1,7 +1,8 @@
 """Networks of a config: built on the CPU, and tried with an example input before data are read."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
+from inspect import signature
 from typing import Any
 
 import torch
@@ -27,20 +28,19 @@ def on_cpu(configure_model: Callable[[Any], None]) -> Callable[[Any], None]:
     return configured
 
 
-def build_network(target: Any, name: str | None = None) -> nn.Module:
-    """Builds the network that a target describes.
-
-    Args:
-        target: `type` and `params` of the network.
-        name: of the network among several; None: the task has one.
+def build_loss(target: Any, arguments: Sequence[str]) -> nn.Module:
+    """Builds a loss that is called with these arguments.
 
     Raises:
-        MisfitError: the target builds something other than a network.
+        MisfitError: its `forward` takes others.
     """
-    network = build(target)
-    if not isinstance(network, nn.Module):
-        raise _misfit(f"{target.type} gives a {type(network).__name__}, not a torch.nn.Module", name)
-    return network
+    loss: nn.Module = build(target)
+    try:
+        signature(loss.forward).bind(*arguments)
+    except TypeError as error:
+        words = f"is not a loss: forward of {type(loss).__name__} is called with {' and '.join(arguments)}"
+        raise MisfitError(f"{target.type} {words}: {error}", target.name) from error
+    return loss
 
 
 def device_of(module: nn.Module) -> torch.device:

@@ -15,7 +15,7 @@ from deeplightning.config.target import build
 from deeplightning.task.compiled import Compiled
 from deeplightning.task.errors import MisfitError
 from deeplightning.task.metrics import InOwnPrecision, SampleMean
-from deeplightning.task.networks import build_network, on_cpu
+from deeplightning.task.networks import build_loss, on_cpu
 from deeplightning.task.optimize import freeze, optimizers
 from deeplightning.task.points import Points
 
@@ -46,6 +46,9 @@ class Supervised(pl.LightningModule):
     metric_names: tuple[str, ...] = ()
     """The names of `default_metrics`; read from the source by `deeplightning check`."""
 
+    loss_arguments: tuple[str, ...] = ("outputs", "truth")
+    """What each loss is called with; read from the source by `deeplightning check`."""
+
     # What a run has in `trainer.callback_metrics`, for whoever waits for a metric. {stage}: train, val, test; {metric}:
     # the names under model.metrics; {loss}: the names under model.loss, where there are several. A step of the training
     # logs train_…, its epoch train_…_epoch; `lr` is logged beside each task.
@@ -73,7 +76,7 @@ class Supervised(pl.LightningModule):
         for section, names in (("loss", named), ("metrics", model.metrics or {})):
             if taken := [name for name in names if hasattr(nn.ModuleDict, name) or "." in name]:
                 raise MisfitError(f"model.{section}.{taken[0]}: torch has another use for this name; take another")
-        self.losses = nn.ModuleDict({name: build(loss) for name, loss in named.items()})
+        self.losses = nn.ModuleDict({name: build_loss(loss, self.loss_arguments) for name, loss in named.items()})
         self.weights = {name: loss.weight for name, loss in named.items()}
         self.metrics = InOwnPrecision({f"{stage}_stage": self._metrics() for stage in ("train", "val", "test")})
         self._compiled: Compiled | None = None
@@ -158,7 +161,7 @@ class Supervised(pl.LightningModule):
         """
         if self.network is not None:
             return
-        self.network = network = build_network(self.cfg.model.network)
+        self.network = network = build(self.cfg.model.network)
         freeze(network, self.cfg.model.trainable)
         # A tensor with `ds_id` is in parts, by DeepSpeed.
         incomplete = any(p.is_meta or hasattr(p, "ds_id") for p in network.parameters())

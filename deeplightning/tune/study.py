@@ -22,7 +22,7 @@ from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from deeplightning.config.check import is_grid
-from deeplightning.config.schema import Tune
+from deeplightning.config.schema import Target, Tune
 from deeplightning.config.space import Dimension, size
 from deeplightning.config.target import build
 from deeplightning.config.tree import line
@@ -258,11 +258,11 @@ class Study:
         seed = params.get("seed", self.seed)
         steady = name.endswith((".GridSampler", ".QMCSampler"))
         drawn = seed if steady or number == attempt == 0 else _mixed(seed, number, attempt)
-        named = {"type": name, "params": params}
+        if "seed" in params or name.startswith("optuna."):
+            params["seed"] = drawn
+        named = Target(type=name, params=params, place=target.place if target else None, name="tune.sampler")
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-            if "seed" in params or name.startswith("optuna."):
-                return build({**named, "params": params | {"seed": drawn}})
             return build(named)
 
 

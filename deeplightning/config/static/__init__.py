@@ -14,10 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from deeplightning.config.fault import nearest, no_module
-from deeplightning.config.signature import Signature, Undecided
+from deeplightning.config.signature import Instance, Signature, Undecided
 from deeplightning.config.static.bindings import Broken, Module
 from deeplightning.config.static.docstrings import described, docstrings
-from deeplightning.config.static.logged import logged_names, network_names, usual_metrics
+from deeplightning.config.static.logged import logged_names, loss_arguments, network_names, usual_metrics
+from deeplightning.config.static.made import Made, instance
 from deeplightning.config.static.manual import steps_itself
 from deeplightning.config.static.names import Absent, Failing, Kind, Names, Thing
 from deeplightning.config.static.signatures import Signatures
@@ -123,6 +124,17 @@ class Definition:
         line, complete = self._names.line(self._thing)
         return [thing.path for thing in line], complete
 
+    def makes(self) -> list[Instance]:
+        """What calling it gives: an instance of the class, or one of what the function may return.
+
+        Raises:
+            Undecided: that cannot be told without calling it.
+        """
+        if self.kind == "class":
+            return [instance(self._names, self._thing)]
+        made = self._names.guarded(lambda: Made(self._names).of(self._thing))
+        return [instance(self._names, thing) for thing in made]
+
     def signature(self) -> Signature:
         """What may be given to it; of classes and of methods that are called on their class, without `self`.
 
@@ -154,6 +166,10 @@ class Definition:
     def usual_metrics(self) -> set[str]:
         """The names of the metrics that a task has where a config names none: its `metric_names`, literal words."""
         return usual_metrics(self._names, self._thing) if self.kind == "class" else set()
+
+    def loss_arguments(self) -> set[str]:
+        """What a task calls each of its losses with: its `loss_arguments`, literal words; none: it does not say."""
+        return loss_arguments(self._names, self._thing) if self.kind == "class" else set()
 
     def network_names(self) -> set[str] | None:
         """The networks that a task needs by name: its `network_names`, literal words; none: it takes a single one, not

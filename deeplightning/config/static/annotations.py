@@ -63,7 +63,7 @@ class Types:
             case ast.Constant(value=str(text)):
                 return self.of(ast.parse(text.strip(), mode="eval").body, variables)
             case ast.BinOp(op=ast.BitOr()):
-                return self.union(_sides(node), variables)
+                return self.union(sides(node), variables)
             case ast.Subscript(value=outer, slice=inner):
                 return self.subscript(outer, inner, variables)
             case ast.Name() | ast.Attribute():
@@ -131,7 +131,7 @@ class Types:
     def named(self, node: ast.Name | ast.Attribute, variables: dict[str, Options]) -> Options:
         if isinstance(node, ast.Name) and node.id in variables:
             return variables[node.id]
-        if _is_tensor(node, self.frame.module):
+        if is_tensor(node, self.frame.module):
             return None
         name = self.typing(node)
         if name in ("int", "float", "bool", "str"):
@@ -163,7 +163,7 @@ class Types:
         """Whether it is a class of torch that no plain value stands for."""
         if not isinstance(node, ast.Name | ast.Attribute):
             return False
-        if _is_tensor(node, self.frame.module):
+        if is_tensor(node, self.frame.module):
             return True
         try:
             found = self.names.value(node, self.frame)
@@ -175,7 +175,7 @@ class Types:
         return complete and not any(t.live is not None and t.live.__module__ in ("builtins", "enum") for t in line)
 
 
-def _is_tensor(node: ast.expr, module: Module) -> bool:
+def is_tensor(node: ast.expr, module: Module) -> bool:
     """`Tensor` of torch, without reading torch."""
     match node:
         case ast.Name(id=name):
@@ -190,7 +190,7 @@ def _is_tensor(node: ast.expr, module: Module) -> bool:
     return False
 
 
-def _sides(node: ast.expr) -> list[ast.expr]:
+def sides(node: ast.expr) -> list[ast.expr]:
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitOr):
-        return [*_sides(node.left), *_sides(node.right)]
+        return [*sides(node.left), *sides(node.right)]
     return [node]

@@ -32,6 +32,12 @@ def network_names(names: Names, thing: Thing) -> set[str] | None:
     return _declared(names, own, "network_names")[0]
 
 
+def loss_arguments(names: Names, thing: Thing) -> set[str]:
+    """What a class or an ancestor declares in `loss_arguments`."""
+    own, _ = _line(names, thing)
+    return _declared(names, own, "loss_arguments")[0] or set()
+
+
 def _line(names: Names, thing: Thing) -> tuple[list[Thing], bool]:
     """A class and its ancestors, frameworks' left out; False if there may be others."""
     line, complete = names.line(thing)

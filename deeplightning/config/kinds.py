@@ -1,0 +1,115 @@
+"""What the target of each section must be, told by the dotted paths of a class and its ancestors: nothing is imported.
+
+`compare` asks it of source files and live classes, `target` of what was built, `trust` of foreign configs.
+"""
+
+import importlib.util
+import sys
+import sysconfig
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What a target makes.
+
+    Attributes:
+        base: the class that it derives from, MODULE.CLASS.
+        words: the same for people.
+    """
+
+    base: str
+    words: str
+
+
+KINDS = {
+    "data.module": Kind("pytorch_lightning.LightningDataModule", "a LightningDataModule"),
+    "model.module": Kind("pytorch_lightning.LightningModule", "a LightningModule"),
+    "model.network": Kind("torch.nn.Module", "a network (torch.nn.Module)"),
+    "model.loss": Kind("torch.nn.Module", "a loss (torch.nn.Module)"),
+    "model.optimizer": Kind("torch.optim.Optimizer", "an optimizer (torch.optim.Optimizer)"),
+    "model.scheduler": Kind(
+        "torch.optim.lr_scheduler.LRScheduler", "a scheduler (torch.optim.lr_scheduler.LRScheduler)"
+    ),
+    "model.metrics": Kind("torchmetrics.Metric", "a metric (torchmetrics.Metric)"),
+    "train.callbacks": Kind("pytorch_lightning.Callback", "a Lightning callback"),
+    "logger": Kind("pytorch_lightning.loggers.Logger", "a Lightning logger"),
+    "logger.extra": Kind("pytorch_lightning.loggers.Logger", "a Lightning logger"),
+    "tune.sampler": Kind("optuna.samplers.BaseSampler", "a sampler of Optuna's"),
+    "tune.pruner": Kind("optuna.pruners.BasePruner", "a pruner of Optuna's"),
+}
+
+HOOK = "engine.setup_hook"
+"""Called for what it does, not for what it makes."""
+
+# Modules that are neither a network nor, but for the first, a loss.
+_OTHER_MODULES = {"_Loss": "a loss", "Metric": "a metric", "LightningModule": "a task"}
+
+# What of the standard library makes a plain value, which params may hold: `datetime.timedelta` for a callback.
+_PLAIN = {
+    "array", "collections", "datetime", "decimal", "enum", "fractions", "functools", "itertools", "json", "math",
+    "operator", "pathlib", "random", "re", "statistics", "string", "types", "typing", "uuid", "zoneinfo",
+    *(f"builtins.{name}" for name in (
+        "bool", "bytes", "complex", "dict", "float", "frozenset", "int", "list", "range", "set", "slice", "str", "tuple"
+    )),
+}  # fmt: skip
+
+_STANDARD = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
+
+
+def role_of(key: str) -> str | None:
+    """Which of `KINDS` the target at a key is for; a target inside the params of another is for none."""
+    if ".params." in key:
+        return None
+    return next((r for r in sorted(KINDS, key=len, reverse=True) if key == r or key.startswith(f"{r}.")), None)
+
+
+def misfit(paths: Sequence[str], complete: bool, role: str) -> str | None:
+    """Why an instance of a class is not what a section needs, in words that follow the name of the class.
+
+    Args:
+        paths: the dotted paths of the class and its ancestors.
+        complete: whether these are all.
+
+    Returns:
+        None: that cannot be told; "": it is.
+    """
+    kind = KINDS[role]
+    top, base = kind.base.partition(".")[0], kind.base.rpartition(".")[2]
+    ancestors = {(path.partition(".")[0], path.rpartition(".")[2]) for path in paths}
+    names, roots = {name for _, name in ancestors}, {root for root, _ in ancestors}
+    if base in names and "lightning" in roots and "pytorch_lightning" not in roots:
+        return "derives from `lightning.pytorch`; derive it from the same class of `pytorch_lightning`"
+    if (top, base) in ancestors or (role == "model.scheduler" and "ReduceLROnPlateau" in names):
+        other = next((words for name, words in _OTHER_MODULES.items() if name in names), None)
+        if other and role in ("model.network", "model.loss") and (role, other) != ("model.loss", "a loss"):
+            return f"is {other}, not {kind.words}"
+        return ""
+    return f"is not {kind.words}" if complete else None
+
+
+def no_part(path: str, role: str | None) -> str | None:
+    """Why what a dotted path names is not called, as a sentence; None: it may be.
+
+    Python's standard library makes no part of a run. Inside params a few of its modules make plain values.
+    """
+    top = path.partition(".")[0]
+    if role == HOOK or not _is_standard(top):
+        return None
+    if role is None and (top.removeprefix("_") in _PLAIN or path in _PLAIN):
+        return None
+    wanted = KINDS[role].words if role in KINDS else "a part of a run"
+    return f"`{path}` is of Python's own `{top}`, where nothing makes {wanted}; it is not called"
+
+
+def _is_standard(top: str) -> bool:
+    """Whether a module's first name means the standard library, and no file of the user's own."""
+    if top not in sys.stdlib_module_names:
+        return False
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ValueError, ImportError):
+        spec = None
+    origin = spec.origin if spec is not None else None
+    return origin in (None, "built-in", "frozen") or origin.startswith(_STANDARD)

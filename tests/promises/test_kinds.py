@@ -1,0 +1,260 @@
+"""What a config names is of the kind that its section needs, before it is called; a fault names its own key."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from deeplightning.config.fault import ConfigError
+from deeplightning.configure import examine, init_module, load_config
+from deeplightning.engine.pair import Event, compare
+
+CONFIG = """\
+seed: 7
+data:
+  module: {type: deeplightning.data.digits.Digits, params: {limit: 150}}
+  batch_size: 16
+model:
+  module: {type: deeplightning.task.img_classif.ImageClassification}
+  network: {type: deeplightning.model.cnn.SimpleCNN, params: {num_classes: 10, num_channels: 1, image_size: 8}}
+  optimizer: {type: torch.optim.SGD, params: {lr: 0.05}}
+  loss: {type: torch.nn.CrossEntropyLoss}
+train: {num_epochs: 1}
+"""
+
+OWN = """\
+import functools
+
+import torch
+from torch import nn
+
+
+def network(width: int = 8):
+    layers = nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 10))
+    return layers.eval()
+
+
+def loss(weighted: bool = False):
+    return nn.NLLLoss() if weighted else nn.CrossEntropyLoss()
+
+
+def told() -> nn.Module:
+    return eval("nn.CrossEntropyLoss()")
+
+
+def number():
+    return 3
+
+
+def nothing():
+    print("called")
+
+
+def function():
+    return nn.functional.cross_entropy
+
+
+def either(of_classes: bool = True):
+    return nn.CrossEntropyLoss() if of_classes else None
+
+
+def given(make: object = nn.CrossEntropyLoss):
+    return make()
+
+
+def hidden(make: object = int):
+    return make()
+
+
+def generator():
+    yield nn.CrossEntropyLoss()
+
+
+class Loss(nn.Module):
+    @classmethod
+    def made(cls):
+        return cls()
+
+    def forward(self, outputs, truth):
+        return nn.functional.cross_entropy(outputs, truth)
+
+
+class OfOutputs(nn.Module):
+    def forward(self, outputs):
+        return outputs.sum()
+
+
+partial = functools.partial(OfOutputs)
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    """A working directory with own code and a config."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    Path("own_kinds.py").write_text(OWN)
+    Path("c.yaml").write_text(CONFIG)
+    yield tmp_path
+    sys.modules.pop("own_kinds", None)
+
+
+# what it is, the section, and what `check` and `train` say of it
+WRONG = {
+    "os.system": ("loss", "`os.system` is of Python's own `os`, where nothing makes a loss (torch.nn.Module)"),
+    "torch.os.system": ("loss", "`posix.system` is of Python's own `posix`, where nothing makes a loss"),
+    "builtins.eval": ("loss", "`builtins.eval` is of Python's own `builtins`, where nothing makes a loss"),
+    "builtins.dict": ("network", "`builtins.dict` is of Python's own `builtins`, where nothing makes a network"),
+    "subprocess.Popen": ("network", "`subprocess.Popen` is of Python's own `subprocess`, where nothing makes"),
+    "shutil.rmtree": ("optimizer", "`shutil.rmtree` is of Python's own `shutil`, where nothing makes an optimizer"),
+    "sys.exit": ("module", "`sys.exit` is of Python's own `sys`, where nothing makes a LightningModule"),
+    "torchvision.models.resnet18": ("loss", "returns `ResNet`, which is not a loss (torch.nn.Module): its forward"),
+    "torchvision.models.ResNet": ("loss", "is not a loss (torch.nn.Module): its forward takes 1 argument, and"),
+    "own_kinds.network": ("loss", "own_kinds.network returns `Sequential`, which is not a loss (torch.nn.Module): its"),
+    "own_kinds.OfOutputs": ("loss", "own_kinds.OfOutputs is not a loss (torch.nn.Module): its forward takes 1"),
+    "own_kinds.loss": ("network", "own_kinds.loss returns `NLLLoss`, which is a loss, not a network (torch.nn.Module)"),
+    "own_kinds.number": ("loss", "own_kinds.number returns `int`, which is not a loss (torch.nn.Module)"),
+    "own_kinds.nothing": ("loss", "own_kinds.nothing returns nothing, which is not a loss (torch.nn.Module)"),
+    "own_kinds.function": ("loss", "own_kinds.function returns `function`, which is not a loss (torch.nn.Module)"),
+    "own_kinds.generator": ("loss", "own_kinds.generator returns `generator`, which is not a loss (torch.nn.Module)"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_makes_no_part_of_its_section_is_refused_before_it_is_called(own, name):
+    """Classes are judged by their bases, functions by what they return; the standard library makes no part at all."""
+    section, words = WRONG[name]
+    for importing in (False, True):
+        report = examine("c.yaml", [f"model.{section}.type={name}"], importing=importing)
+        (fault,) = [f for f in report.faults if f.key == f"model.{section}.type"]
+        assert words in fault.message
+        assert (fault.exit_code, fault.place) == (2, f"override model.{section}.type={name}")
+
+
+def test_a_command_inside_params_is_not_called(own):
+    """Values of params come from the few modules of the standard library that make plain values."""
+    command = "{type: os.system, params: {command: touch called}}"
+    (fault,) = examine("c.yaml", [f"model.network.params.num_classes={command}"]).faults
+    assert "`os.system` is of Python's own `os`, where nothing makes a part of a run" in fault.message
+    timer = (
+        "{type: pytorch_lightning.callbacks.Timer, params: {duration: {type: datetime.timedelta, params: {hours: 1}}}}"
+    )
+    assert examine("c.yaml", [f"train.callbacks=[{timer}]"]).faults == []
+    cfg = load_config("c.yaml")
+    cfg.model.loss.type, cfg.model.loss.params = "os.system", {"command": "touch called"}  # past `check`
+    with pytest.raises(ConfigError, match=r"c\.yaml:9:10: model.loss: `os.system` is of Python's own `os`"):
+        init_module(cfg, "model")
+    assert not Path("called").exists()
+
+
+@pytest.mark.parametrize("name", ["own_kinds.loss", "own_kinds.told", "own_kinds.Loss", "own_kinds.Loss.made"])
+def test_what_makes_a_loss_passes(own, name):
+    """By annotation, by both branches of a return statement, by a class method."""
+    for importing in (False, True):
+        report = examine("c.yaml", [f"model.loss.type={name}"], importing=importing)
+        assert (report.faults, report.unchecked) == ([], [])
+
+
+@pytest.mark.parametrize("name", ["own_kinds.either", "own_kinds.given", "own_kinds.hidden", "own_kinds.partial"])
+def test_what_cannot_be_read_is_called_unchecked(own, name):
+    """Neither right nor wrong: `check` names it beside its result."""
+    report = examine("c.yaml", [f"model.loss.type={name}"])
+    assert report.faults == []
+    assert [(f.key, "own_kinds" in f.message) for f in report.unchecked] == [("model.loss.type", True)]
+
+
+def test_what_comes_back_is_judged_at_its_own_key(own):
+    """What only the call shows is a fault of the loss, at its line, and not of the task."""
+    with pytest.raises(ConfigError) as caught:
+        init_module(load_config("c.yaml", ["model.loss.type=own_kinds.hidden"]), "model")
+    assert str(caught.value) == (
+        "override model.loss.type=own_kinds.hidden: model.loss: own_kinds.hidden returns `int`, which is not a loss "
+        "(torch.nn.Module)"
+    )
+
+
+def test_a_file_of_the_users_is_not_taken_for_the_standard_library(own, monkeypatch):
+    """A name such as `this` may be the user's own file."""
+    Path("this.py").write_text(OWN)
+    monkeypatch.delitem(sys.modules, "this", raising=False)
+    monkeypatch.syspath_prepend(os.fspath(own))
+    assert examine("c.yaml", ["model.loss.type=this.loss"]).faults == []
+
+
+# ---- two processes of a dry run
+
+RANKS = """\
+import torch
+
+from deeplightning.task.img_classif import ImageClassification
+
+
+class OnOneRank(ImageClassification):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if self.global_rank == 0:
+            self.log("extra", loss.detach(), sync_dist=True)
+        return loss
+
+
+class Gathers(ImageClassification):
+    def validation_step(self, batch, batch_idx):
+        if self.global_rank == 1:
+            self.all_gather(torch.ones(2))
+        return super().validation_step(batch, batch_idx)
+
+
+class Right(ImageClassification):
+    def training_step(self, batch, batch_idx):
+        loss = super().training_step(batch, batch_idx)
+        if self.global_rank == 0:
+            self.log("extra", loss.detach(), rank_zero_only=True)
+        self.log("every", loss.detach(), sync_dist=True)
+        return loss
+"""
+
+PARTINGS = {
+    "OnOneRank": "model.module: rank 0 logs `extra` (own_ranks.py:10) and rank 1 does not: with `sync_dist=True` a run",
+    "Gathers": "rank 1 enters all_gather (own_ranks.py:17); a run would wait there for ever. Every rank must enter",
+}
+
+
+def test_a_dry_run_of_several_processes_names_what_one_rank_does_alone(command, tmp_path):
+    """What would hang a run is found before it: the name, the line and the rank."""
+    (tmp_path / "own_ranks.py").write_text(RANKS)
+    (tmp_path / "c.yaml").write_text(CONFIG)
+
+    def start(task):
+        words = ("check", "c.yaml", "--dry-run", "engine.processes=2", f"model.module.type=own_ranks.{task}")
+        return command.start(*words, cwd=tmp_path)
+
+    running = {task: start(task) for task in (*PARTINGS, "Right")}
+    for task, words in PARTINGS.items():
+        outcome = running[task].end()
+        assert outcome.code == 2, outcome
+        assert words in outcome.err
+        assert outcome.err.count("error: ") == 1
+    outcome = running["Right"].end()
+    assert outcome.code == 0, outcome
+    assert "unchecked" not in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "words"),
+    [
+        ([("collective", "barrier")], [], None),
+        ([("collective", "barrier")], [("collective", "barrier")], None),
+        ([("collective", "barrier"), ("end",)], [("collective", "barrier")], None),
+        ([("log", "a"), ("log", "b"), ("end",)], [("log", "b"), ("log", "a"), ("end",)], ""),
+        ([("collective", "barrier"), ("collective", "barrier")], [("collective", "barrier"), ("end",)],
+         "rank 0 enters barrier where rank 1 enters none any more; a run would wait there for ever."),
+        ([("log", "a"), ("end",)], [("end",)], "rank 0 logs `a` and rank 1 does not"),
+        ([("error", "E: x")], [("error", "E: x")], "with two processes it fails: E: x"),
+        ([("collective", "barrier")], [("error", "E: x")], "rank 1 fails where rank 0 does not: E: x"),
+    ],
+)  # fmt: skip
+def test_where_two_processes_part_is_seen_as_soon_as_it_is_certain(one, other, words):
+    """Nobody waits for a rank that will not come; while either may still come, nothing is said."""
+    told = compare([Event(*event) for event in one], [Event(*event) for event in other])
+    assert told == words if not words else words in str(told)
