@@ -10,7 +10,7 @@ from torch import nn
 from deeplightning.config.fault import UserError
 from deeplightning.configure import init_module, load_config
 from deeplightning.engine.sharded import parameters_on_meta
-from deeplightning.task.errors import LabelError, MisfitError
+from deeplightning.task.errors import MisfitError
 from deeplightning.task.metrics import Accuracy, InOwnPrecision, SampleMean
 
 # ---- metrics
@@ -193,7 +193,7 @@ def test_names_that_torch_uses_are_refused(override, fit):
 
 def test_more_classes_than_outputs_are_named(fit):
     """Both numbers, and the key to set; not an index error."""
-    with pytest.raises(LabelError, match=r"10 classes \(labels 0 to 9\), the network 5 outputs; set .*num_classes=10"):
+    with pytest.raises(MisfitError, match=r"10 classes \(labels 0 to 9\), the network 5 outputs; set .*num_classes=10"):
         fit("model.network.params.num_classes=5")
 
 

@@ -40,15 +40,14 @@ class Classification(Supervised):
     def check_outputs(self, outputs: Any) -> None:
         """
         Raises:
-            MisfitError: they are no logits (B, K).
-            LabelError: there are not as many as classes in the data.
+            MisfitError: they are no logits (B, K), or there are not as many as classes in the data.
         """
         if not isinstance(outputs, Tensor) or outputs.ndim != 2:
             found = tuple(outputs.shape) if isinstance(outputs, Tensor) else f"a {type(outputs).__name__}"
             message = f"{self.cfg.model.network.type} gives {found}, not (B, K): one row per {self.sample}"
             raise MisfitError(message, "model.network")
         if self.class_names and outputs.shape[1] != len(self.class_names):
-            raise LabelError(
+            raise MisfitError(
                 f"the data has {len(self.class_names)} classes (labels 0 to {len(self.class_names) - 1}), the network "
                 f"{outputs.shape[1]} outputs; set model.network.params.num_classes={len(self.class_names)}",
                 "model.network",

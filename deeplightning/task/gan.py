@@ -20,7 +20,7 @@ from torchmetrics import Metric
 from deeplightning.config.target import build
 from deeplightning.image import ImageSpec
 from deeplightning.task.compiled import Compiled
-from deeplightning.task.errors import LabelError, MisfitError
+from deeplightning.task.errors import MisfitError
 from deeplightning.task.metrics import InOwnPrecision, SampleMean
 from deeplightning.task.networks import build_loss, device_of, on_cpu, try_network
 from deeplightning.task.optimize import fits, freeze, optimizers_by_name
@@ -170,7 +170,6 @@ class Gan(pl.LightningModule):
 
         Raises:
             MisfitError: they do not fit each other, or the data.
-            LabelError: the scorer has not as many outputs as there are classes in the data.
         """
         if self.networks:
             return
@@ -204,7 +203,7 @@ class Gan(pl.LightningModule):
         outputs = try_network(self.networks[name], inputs, f"{kind} does not take {tuple(inputs.shape)}", name)
         if (found := tuple(outputs.shape)) != expected:
             message = f"model.network.{name}: {kind} gives {found} for {tuple(inputs.shape)}, and {expected} is needed"
-            raise (LabelError if name == "scorer" else MisfitError)(message)
+            raise MisfitError(message)
 
     @property
     def _latent_size(self) -> int:

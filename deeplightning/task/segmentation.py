@@ -70,7 +70,7 @@ class Segmentation(ImageTask):
                 "model.network",
             )
         if self.class_names and outputs.shape[1] != len(self.class_names):
-            raise LabelError(
+            raise MisfitError(
                 f"the data has {len(self.class_names)} classes, the network {outputs.shape[1]} outputs per pixel; set "
                 f"model.network.params.num_classes={len(self.class_names)}",
                 "model.network",

@@ -5,7 +5,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+from deeplightning.config import strategy
 from deeplightning.config.fault import ConfigError
 from deeplightning.configure import examine, init_module, load_config
 from deeplightning.engine.pair import Event, compare
@@ -180,6 +182,31 @@ def test_a_file_of_the_users_is_not_taken_for_the_standard_library(own, monkeypa
     monkeypatch.delitem(sys.modules, "this", raising=False)
     monkeypatch.syspath_prepend(os.fspath(own))
     assert examine("c.yaml", ["model.loss.type=this.loss"]).faults == []
+
+
+def test_what_processes_exchange_tensors_by_is_one_of_torchs_words(own):
+    """A word that torch does not have is refused by `check`, and not by a traceback of the run."""
+    from torch.distributed import Backend
+
+    assert set(strategy.GROUPS) == set(Backend.backend_list) - {"undefined", "fake"}
+    report = examine("c.yaml", ["engine.processes=2", "engine.params={process_group_backend: glooo}"])
+    (fault,) = report.faults
+    assert (fault.key, fault.exit_code) == ("engine.params.process_group_backend", 2)
+    assert "must be one of gloo, nccl, mpi, ucc, xccl, not 'glooo'. Did you mean gloo?" in fault.message
+    pair = "engine.params={process_group_backend: 'cpu:gloo,cuda:nccl'}"
+    assert examine("c.yaml", ["engine.backend=ddp", "engine.processes=2", pair]).faults == []
+
+
+def test_outputs_that_are_not_as_many_as_the_classes_are_a_fault_of_the_config(own):
+    """The training ends with the exit code of the dry run: 2."""
+    from deeplightning.task.errors import MisfitError
+
+    cfg = load_config("c.yaml", ["model.network.params.num_classes=5"])
+    task = init_module(cfg, "model")
+    task.class_names = [str(n) for n in range(10)]
+    with pytest.raises(MisfitError, match="the data has 10 classes"):
+        task.check_outputs(torch.zeros(2, 5))
+    assert MisfitError.exit_code == 2
 
 
 # ---- two processes of a dry run
