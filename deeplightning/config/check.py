@@ -379,7 +379,7 @@ class _Checker:
 
     def strategy(self, engine: schema.Engine) -> None:
         """Compares `engine.params` with what the backend's strategy takes."""
-        backend = schema.backend_of(engine)
+        backend = schema.backend_of(engine) or ("ddp" if engine.processes > 1 else None)  # as it will be settled
         classes = strategy.classes_of(backend)
         for wrong in strategy.misfits(backend, engine.params) if backend is not None else ():
             self.fault(wrong.message, f"engine.params.{wrong.key}", found=wrong.found, allowed=wrong.allowed)
