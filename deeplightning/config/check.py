@@ -618,7 +618,7 @@ def _elsewhere(name: str, cls: type = Config, path: str = "") -> str:
 
 def _meant(key: str, given: Any, options: list[Any]) -> str:
     """` Did you mean …?` for a value that other tools have here, or one that lacks the mapping around it."""
-    role = _role(key, KINDS)
+    role = role_of(key)
     found = old_words.value(key, given)
     if found is None and given is not None:
         for option in options:
