@@ -64,8 +64,8 @@ def examine(
     if cfg is None or None in (cfg.engine, cfg.data, cfg.model, cfg.train, cfg.logger):
         return report  # a section is no mapping: there is nothing to settle
     asked = replace(cfg.engine, backend=backend_of(cfg.engine))
-    cfg.notices, lacking = settle(cfg)
-    cfg.notices += clear_secrets(cfg)
+    settled, lacking = settle(cfg)
+    cfg.notices = [*(cfg.notices or []), *settled, *clear_secrets(cfg)]
     report.hints += hints(cfg, asked)
     wrong = {key for fault in report.faults for key in (fault.key or "", f"{fault.key}.type")}
     broken = list(conflicts(cfg, asked, report.places, skip=wrong.__contains__))

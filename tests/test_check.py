@@ -204,7 +204,7 @@ def test_thousands_of_unknown_keys_are_one_note():
         # inside params
         ("data.module.params.augment=[{type: torch.nn.Dropout}, {typ: torch.nn.Dropout}]",
          "augment.1: deeplightning.data.digits.Digits takes a target {type: MODULE.CLASS, params: {…}} here, not a"),
-        ("model.optimizer={type: torch.optim.Adam, params: {}, groups: [{match: bias, betas: [0.9, high]}]}",
+        ("model.optimizer={type: torch.optim.Adam, params: {lr: 0.1}, groups: [{match: bias, betas: [0.9, high]}]}",
          "model.optimizer.groups.0.betas.1: torch.optim.Adam takes a number here, not the text 'high'"),
         ("model.network.params.num_classes={type: json.dumbs}", "model.network.params.num_classes.type: json has no"),
         ("data.module.params.augment=[{type: torch.nn.Dropout, params: {q: 1}}]",
@@ -748,12 +748,12 @@ def test_a_metric_that_nothing_logs_is_told(overrides, words):
     "overrides",
     [
         ["train.checkpoint.monitor=val_acc", "train.early_stop={metric: train_loss_epoch}"],
-        ["train.checkpoint.monitor=lr"],
+        ["train.checkpoint={monitor: lr, mode: min}"],
         [f"model.metrics={{f1: {METRIC}}}", "train.checkpoint.monitor=val_f1"],
         [TWO_LOSSES, "train.checkpoint.monitor=val_b"],
         ["model.module.type=own_tasks.Plain", "train.checkpoint.monitor=val_f1"],
-        ["model.module.type=own_tasks.More", "train.checkpoint.monitor=val_extra"],
-        ["train.callbacks=[{type: own_tasks.Watch}]", "train.checkpoint.monitor=val_watched"],
+        ["model.module.type=own_tasks.More", "train.checkpoint={monitor: val_extra, mode: min}"],
+        ["train.callbacks=[{type: own_tasks.Watch}]", "train.checkpoint={monitor: val_watched, mode: min}"],
         [SMOOTHED, "train.early_stop={metric: train_loss_ema}"],
         ["stages=[test]", "test.ckpt=last", "train.checkpoint.monitor=nothing"],
     ],
@@ -768,7 +768,7 @@ def test_a_metric_whose_name_is_computed_is_left_to_the_dry_run():
     """What the source does not tell is said to be unchecked."""
     Path("own_tasks.py").write_text(OWN_TASKS)
     Path("c.yaml").write_text(GOOD)
-    report = examine("c.yaml", ["model.module.type=own_tasks.Computed", "train.checkpoint.monitor=val_x"])
+    report = examine("c.yaml", ["model.module.type=own_tasks.Computed", "train.checkpoint={monitor: val_x, mode: min}"])
     assert report.faults == []
     (unchecked,) = report.unchecked
     assert unchecked.message == "whether `val_x` is logged: own_tasks.Computed computes names; `--dry-run` settles it"

@@ -92,7 +92,9 @@ def all_of(cfg: Config) -> list[pl.Callback]:
         callbacks.append(AccumulateFrom(train.accumulator_epoch, train.accumulator_factor))
     if train.early_stop is not None:
         stop = train.early_stop
-        callbacks.append(EarlyStopping(stop.metric, stop.delta, stop.patience, mode=stop.mode))
+        callbacks.append(
+            EarlyStopping(stop.metric, stop.delta, stop.patience, mode=stop.mode or "min")
+        )  # null: it does not train
     callbacks += [build(target) for target in train.callbacks]
     if TRIAL in os.environ:
         from deeplightning.callbacks.trial import Trial

@@ -12,9 +12,10 @@ from typing import Any
 
 from deeplightning.config import old_words, schema, space, strategy
 from deeplightning.config.compare import Meanings, Verdict, judge
-from deeplightning.config.fault import MAX_WORD, ConfigError, Fault, nearest, place_of, upwards
+from deeplightning.config.fault import MAX_WORD, ConfigError, Fault, Notice, nearest, place_of, upwards
 from deeplightning.config.interpolation import Secrets
 from deeplightning.config.kinds import HOOK, role_of
+from deeplightning.config.mode import mode_of
 from deeplightning.config.report import Report, in_order
 from deeplightning.config.schema import Config, Target
 from deeplightning.config.signature import Undecided
@@ -376,6 +377,7 @@ class _Checker:
             self.groups(config.model)
             if config.train is not None and "train" in config.stages:
                 self.monitors(config)
+                self.modes(config)
 
     def strategy(self, engine: schema.Engine) -> None:
         """Compares `engine.params` with what the backend's strategy takes."""
@@ -478,6 +480,60 @@ class _Checker:
             else:
                 self.leave(key, f"whether `{metric}` is logged: {vague} computes names", "--dry-run")
 
+    def modes(self, config: Config) -> None:
+        """Decides which way is better of each metric that something is judged by, where the config does not say."""
+        train, tune = config.train, config.tune
+        sections = [("train.checkpoint", train.checkpoint, "monitor"), ("train.early_stop", train.early_stop, "metric")]
+        for key, section, name in [*sections, ("tune", tune, "metric")]:
+            if section is not None and section.mode is None:
+                section.mode = self.mode(config, getattr(section, name), f"{key}.{name}", f"{key}.mode")
+        for key, scheduler in _named(config.model.scheduler, "model.scheduler"):
+            metric = scheduler.call.monitor if scheduler.call else None
+            self.own_mode(config, scheduler, metric, f"{key}.call.monitor")
+        for callback in train.callbacks or ():
+            if callback is not None and isinstance(callback.params, dict):
+                self.own_mode(config, callback, callback.params.get("monitor"), f"{callback.name}.params.monitor")
+
+    def own_mode(self, config: Config, target: Target, metric: Any, asked: str) -> None:
+        """The same for a class of torch's or Lightning's with a parameter `mode`, whose default is `min` whatever the
+        metric; that of one's own class is its author's word."""
+        params = target.params
+        if not isinstance(target.type, str):
+            return
+        try:
+            found: Any = Meanings().of(target.type)
+            home = found.path.partition(".")[0]
+        except (ValueError, Undecided):
+            return
+        is_theirs = home in ("torch", "pytorch_lightning") and "mode" in self.names(target.type)
+        if is_theirs and isinstance(params, dict) and params.get("mode") is None:
+            mode = self.mode(config, metric, asked, f"{target.name}.params.mode")
+            if mode is not None:
+                params["mode"] = mode
+
+    def mode(self, config: Config, metric: Any, asked: str, key: str) -> schema.Mode | None:
+        """What a `mode` becomes that is not given; a notice says why, or a fault asks for it.
+
+        Args:
+            asked: the key that names the metric.
+            key: that of the mode.
+        """
+        if not isinstance(metric, str) or not self.answered.isdisjoint([*upwards(asked), *upwards(key)]):
+            return None
+        try:
+            try:
+                mode, why = mode_of(metric, config.model, Meanings())
+            except Undecided:
+                mode, why = mode_of(metric, config.model, self.meanings)
+        except Undecided as undecided:
+            self.leave(key, f"which way of {metric} is better: {undecided}")
+            return None
+        if mode is None:
+            self.fault(f"missing: {why}; set `mode: max` or `mode: min`", key, allowed="min, max")
+        else:
+            config.notices = [*(config.notices or []), Notice(f"{key}: null → {mode} ({why})", False, key)]
+        return mode
+
     def logged(self, config: Config) -> tuple[set[str], str | None]:
         """The metrics that a training logs, by the source of task and callbacks; and which of them may log others."""
         found, vague, sources, usual = {"lr"}, None, Meanings(), set[str]()
@@ -575,9 +631,6 @@ class _Checker:
             grid = tune.sampler is not None and is_grid(tune.sampler.type) and "search_space" not in tune.sampler.params
             for name, message in space.faults(tune.space, grid):
                 self.fault(message, f"tune.space.{name}".rstrip("."))
-        if "tune.mode" not in self.places and isinstance(tune.metric, str) and "loss" not in tune.metric:
-            message = f"missing: whether more or less {tune.metric} is better, `mode: max` or `mode: min`"
-            self.fault(message, "tune.mode", allowed="min, max")
         if "train" not in config.stages:
             self.fault("a search trains: add `train` to the stages", "stages")
         if config.train is not None and config.train.resume_ckpt is not None:

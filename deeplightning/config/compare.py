@@ -66,6 +66,10 @@ class Imported:
         except ValueError:
             raise Undecided("it does not tell what it returns") from None
 
+    def constant(self, name: str) -> Any:
+        """An attribute of a class; None where it has none."""
+        return getattr(self.thing, name, None) if self.kind == "class" else None
+
     def signature(self) -> Signature:
         """Its parameters. Those that `**kwargs` hand on are known from the source alone.
 

@@ -63,6 +63,7 @@ ServeDevice = Literal[
 ]  # fmt: skip
 
 Mode = Literal["min", "max"]
+BETTER = "whether less (`min`) or more (`max`) is better; null: what the metric's class says, else its name"
 Stage = Literal["train", "validate", "test", "predict"]
 
 
@@ -276,7 +277,7 @@ class EarlyStop:
     """End when a metric gets no better."""
 
     metric: str = key("name of a metric", example="val_loss")
-    mode: Mode = key("whether less (`min`) or more (`max`) is better", "min")
+    mode: Mode | None = key(BETTER, None)
     delta: float = key("smaller changes do not count as better", 0.0, low=0)
     patience: int = key("so many validations without a better value end the training", 3, low=1)
 
@@ -288,7 +289,7 @@ class Checkpoint:
     every_n_epochs: float | None = key("save every so many epochs; 0.5: twice an epoch; null: only at the end", 1)
     every_n_steps: int | None = key("save every so many optimizer steps as well", None, low=1)
     monitor: str | None = key("metric that decides which weights are best; null: none are", None, example="val_acc")
-    mode: Mode = key("whether less (`min`) or more (`max`) is better", "min")
+    mode: Mode | None = key(BETTER, None)
     save_top_k: int = key("how many of the best are kept; the best is best.ckpt", 1, low=1)
 
 
@@ -367,9 +368,7 @@ class Tune:
         "{log_int: [8, 256]} or {choice: [relu, gelu]}; the first and the third take a `step` as well",
         example="{model.optimizer.params.lr: {log_uniform: [1e-4, 0.1]}}",
     )
-    mode: Mode = key(
-        "whether less (`min`) or more (`max`) is better; may be left out only where the metric is a loss", "min"
-    )
+    mode: Mode | None = key(BETTER, None)
     num_trials: int = key("trials in all, those of an interrupted search included", 20, low=1)
     sampler: Target | None = key(
         "how values are drawn, a sampler of Optuna's; null: optuna.samplers.TPESampler. Seeded from `seed`; "
@@ -433,6 +432,7 @@ class Config:
     serve: Serve = key("the prediction server", Serve)
     secrets: Any = hidden()
     notices: Any = hidden()
+    asked: Any = hidden()  # dotted key → what was asked for and is otherwise in the run
 
     def to_dict(self) -> dict[str, Any]:
         """The whole config as plain mappings, lists and scalars, with what came from the environment in clear."""

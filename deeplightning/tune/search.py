@@ -183,6 +183,7 @@ class _Search:
                 "code": _own_code(),
             }
             with self._told():
+                assert self.tune.mode is not None, "load_config decides it"
                 study.begin(self.database, self.tune.mode, notes)
         self.study = self._study()
         notes = self.study.notes

@@ -12,12 +12,13 @@ import keyword
 import pkgutil
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from deeplightning.config.fault import nearest, no_module
 from deeplightning.config.signature import Instance, Signature, Undecided
 from deeplightning.config.static.bindings import Broken, Module
 from deeplightning.config.static.docstrings import described, docstrings
-from deeplightning.config.static.logged import logged_names, loss_arguments, network_names, usual_metrics
+from deeplightning.config.static.logged import constant, logged_names, loss_arguments, network_names, usual_metrics
 from deeplightning.config.static.made import Made, instance
 from deeplightning.config.static.manual import steps_itself
 from deeplightning.config.static.names import Absent, Failing, Kind, Names, Thing
@@ -175,6 +176,14 @@ class Definition:
         """The networks that a task needs by name: its `network_names`, literal words; none: it takes a single one, not
         several by name. None: it does not say."""
         return network_names(self._names, self._thing) if self.kind == "class" else None
+
+    def constant(self, name: str) -> Any:
+        """A plain value that a class or an ancestor gives an attribute; None where none does.
+
+        Raises:
+            Undecided: that cannot be told without importing.
+        """
+        return constant(self._names, self._thing, name) if self.kind == "class" else None
 
     def steps_itself(self) -> bool:
         """Whether a task steps its optimizers itself, by what its `__init__` says."""

@@ -3,6 +3,8 @@
 import ast
 from typing import Any
 
+from deeplightning.config.signature import UNKNOWN, Undecided
+from deeplightning.config.static.annotations import plain
 from deeplightning.config.static.bindings import Assigned
 from deeplightning.config.static.names import Frame, Functions, Names, Thing, first_argument
 from deeplightning.config.static.uses import is_it
@@ -36,6 +38,28 @@ def loss_arguments(names: Names, thing: Thing) -> set[str]:
     """What a class or an ancestor declares in `loss_arguments`."""
     own, _ = _line(names, thing)
     return _declared(names, own, "loss_arguments")[0] or set()
+
+
+def constant(names: Names, thing: Thing, attribute: str) -> Any:
+    """The plain value of an attribute of a class, its own or the next ancestor's; None where none has it.
+
+    Raises:
+        Undecided: an ancestor cannot be followed, or the value is none that can be read.
+    """
+    line, complete = names.line(thing)
+    for each in line:
+        if each.live is not None:
+            if attribute in vars(each.live):
+                return vars(each.live)[attribute]
+        elif options := names.scope(each).names.get(attribute, ()):
+            only = options[0] if len(options) == 1 else None
+            value = plain(names, only.value, Frame(names.home(each))) if isinstance(only, Assigned) else UNKNOWN
+            if value is UNKNOWN:
+                raise Undecided(f"what `{attribute}` is")
+            return value
+    if not complete:
+        raise Undecided(f"what `{attribute}` is")
+    return None
 
 
 def _line(names: Names, thing: Thing) -> tuple[list[Thing], bool]:

@@ -1,0 +1,103 @@
+"""A result is not wrong in silence: what is kept, what is learned with, and what is on record."""
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+
+from deeplightning.config.explain import explain
+from deeplightning.configure import examine
+from deeplightning.reproduce.again import prepare
+from deeplightning.reproduce.past import past_run
+from deeplightning.runfolder import RunFolder
+
+METRICS = """{
+    f1: {type: torchmetrics.F1Score, params: {task: multiclass, num_classes: 10}},
+    far: {type: torchmetrics.classification.MulticlassHingeLoss, params: {num_classes: 10}},
+    own: {type: own_metric.Closeness},
+    acc: {type: torchmetrics.Accuracy, params: {task: multiclass, num_classes: 10}}}"""
+OWN_METRIC = """\
+import torchmetrics
+
+
+class Closeness(torchmetrics.MeanSquaredError):
+    higher_is_better = True
+"""
+
+
+def faults(report) -> dict[str, str]:
+    return {fault.key: fault.message for fault in report.faults}
+
+
+# ---- which way of a metric is better
+
+
+@pytest.mark.parametrize(
+    ("monitor", "mode", "why"),
+    [
+        ("val_acc", "max", "higher_is_better of torchmetrics.classification.MulticlassAccuracy"),
+        ("val_f1", "max", "higher_is_better of torchmetrics.classification.MulticlassF1Score"),
+        ("val_far", "min", "higher_is_better of torchmetrics.classification.MulticlassHingeLoss"),
+        ("val_own", "max", "higher_is_better of own_metric.Closeness"),
+        ("train_f1_epoch", "max", "higher_is_better of torchmetrics.classification.MulticlassF1Score"),
+        ("val_loss", "min", "by the name val_loss"),
+    ],
+)
+@pytest.mark.parametrize("importing", [False, True])
+def test_the_better_way_of_a_metric_is_found(monitor, mode, why, importing, tiny, tmp_path, monkeypatch):
+    """A `mode` that is not given follows from the metric's class, else from its name, for the best checkpoint, early
+    stopping, a search, and the schedulers and callbacks with a `mode` of their own; `explain` shows why."""
+    monkeypatch.chdir(tmp_path)
+    Path("own_metric.py").write_text(OWN_METRIC)
+    plateau = f"{{type: torch.optim.lr_scheduler.ReduceLROnPlateau, call: {{monitor: {monitor}}}}}"
+    overrides = [
+        f"model.metrics={METRICS}",
+        f"train.checkpoint.monitor={monitor}",
+        f"train.early_stop={{metric: {monitor}}}",
+        f"model.scheduler={plateau}",
+        f"train.callbacks=[{{type: pytorch_lightning.callbacks.EarlyStopping, params: {{monitor: {monitor}}}}}]",
+        f"tune={{metric: {monitor}, space: {{model.optimizer.params.lr: {{uniform: [0.1, 0.2]}}}}}}",
+    ]
+    report = examine(tiny, overrides, importing=importing)
+    assert faults(report) == {}
+    cfg = report.config
+    found = [cfg.train.checkpoint.mode, cfg.train.early_stop.mode, cfg.tune.mode]
+    found += [cfg.model.scheduler.params["mode"], cfg.train.callbacks[0].params["mode"]]
+    assert found == [mode] * 5
+    assert f"then null → {mode} ({why})" in explain(report, "train.checkpoint.mode")
+    assert f"mode: {mode}" in explain(report, "train.callbacks.0")
+
+
+def test_a_metric_that_does_not_tell_needs_a_mode(tiny):
+    """Neither the name nor the class of a metric tells which way is better: `check` and `train` refuse, each key."""
+    counting = "model.metrics.steps={type: torchmetrics.MeanMetric}"
+    asked = [counting, "train.checkpoint.monitor=val_steps", "train.early_stop={metric: val_steps}"]
+    for importing in (False, True):
+        report = examine(tiny, asked, importing=importing)
+        assert set(faults(report)) == {"train.checkpoint.mode", "train.early_stop.mode"}
+        assert "set `mode: max` or `mode: min`" in report.faults[0].message
+        assert report.exit_code == 2
+    given = [*asked, "train.checkpoint.mode=max", "train.early_stop.mode=min"]
+    cfg = examine(tiny, given).checked()
+    assert (cfg.train.checkpoint.mode, cfg.train.early_stop.mode) == ("max", "min")
+
+
+@pytest.fixture(scope="module")
+def judged(train):
+    """A run that watches its accuracy and does not say which way is better."""
+    return train("train.num_epochs=4", "train.checkpoint.monitor=val_acc", "train.early_stop={metric: val_acc}")
+
+
+def test_the_best_weights_are_those_of_the_highest_accuracy(judged, tracked):
+    """`train.checkpoint.monitor: val_acc` without a mode keeps the epoch with the highest accuracy, early stopping lets
+    the run go on while that rises, and cfg.yaml has the mode."""
+    folder = judged.folder
+    values = [value for _, value in tracked(folder).series()["val_acc"]]
+    assert len(values) == 4
+    assert json.loads((folder / "best.json").read_text())["value"] == pytest.approx(max(values))
+    assert max(values) > min(values)
+    saved = yaml.safe_load((folder / "cfg.yaml").read_text())["train"]
+    assert (saved["checkpoint"]["mode"], saved["early_stop"]["mode"]) == ("max", "max")
