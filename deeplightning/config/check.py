@@ -18,7 +18,7 @@ from deeplightning.config.kinds import HOOK, role_of
 from deeplightning.config.mode import mode_of
 from deeplightning.config.report import Report, in_order
 from deeplightning.config.schema import Config, Target
-from deeplightning.config.signature import Undecided
+from deeplightning.config.signature import UNKNOWN, Undecided
 from deeplightning.config.source import Source, read
 from deeplightning.config.target import add_import_roots, is_reference, is_target
 from deeplightning.config.tree import MAX_FAULTS, TAG, Entry, KeyPath, kind, nodes, plain, scalar
@@ -376,6 +376,7 @@ class _Checker:
             self.networks(config.model)
             self.groups(config.model)
             if config.train is not None and "train" in config.stages:
+                self.rates(config.model)
                 self.monitors(config)
                 self.modes(config)
 
@@ -452,6 +453,26 @@ class _Checker:
         if isinstance(model.trainable, list):
             for number, pattern in enumerate(model.trainable):
                 self.pattern(pattern, f"model.trainable.{number}")
+
+    def rates(self, model: schema.Model) -> None:
+        """Asks for the learning rate where an optimizer would take its own default for it."""
+        for key, optimizer in _named(model.optimizer, "model.optimizer"):
+            if not isinstance(optimizer.type, str) or not isinstance(optimizer.params, dict):
+                continue
+            misspelt = any("mean lr?" in f.message and f"{key}.params" in upwards(str(f.key)) for f in self.faults)
+            if "lr" in optimizer.params or misspelt:
+                continue
+            try:
+                taken = {p.name: p.default for p in self.meanings.signature(optimizer.type).parameters if p.keyword}
+            except ValueError:  # reported as a fault of the target
+                continue
+            except Undecided as why:
+                self.leave(f"{key}.params", f"{optimizer.type}: whether it takes a learning rate: {why}")
+                continue
+            if "lr" in taken:
+                own = "" if taken["lr"] is UNKNOWN else f" ({optimizer.type} would take {taken['lr']})"
+                message = f"missing: the learning rate, which has no silent default{own}; for example `lr: 0.01`"
+                self.fault(message, f"{key}.params.lr")
 
     def monitors(self, config: Config) -> None:
         """Compares the metrics that decide something with those that the task and the callbacks log."""

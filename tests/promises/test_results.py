@@ -101,3 +101,29 @@ def test_the_best_weights_are_those_of_the_highest_accuracy(judged, tracked):
     assert max(values) > min(values)
     saved = yaml.safe_load((folder / "cfg.yaml").read_text())["train"]
     assert (saved["checkpoint"]["mode"], saved["early_stop"]["mode"]) == ("max", "max")
+
+
+# ---- the learning rate
+
+
+@pytest.mark.parametrize("importing", [False, True])
+@pytest.mark.parametrize("name", ["SGD", "Adam", "LBFGS", "Adafactor"])
+def test_the_learning_rate_has_no_silent_default(name, importing, tiny):
+    """An optimizer that takes `lr` is refused without it, by `check` and by `train`, whatever its own default is; a
+    config that does not train needs none."""
+    rateless = f"model.optimizer={{type: torch.optim.{name}, params: {{weight_decay: 0}}}}"
+    rateless = rateless.replace("weight_decay: 0", "max_iter: 4") if name == "LBFGS" else rateless
+    report = examine(tiny, [rateless], importing=importing)
+    assert set(faults(report)) == {"model.optimizer.params.lr"}
+    assert "the learning rate, which has no silent default" in report.faults[0].message
+    assert report.exit_code == 2
+    assert examine(tiny, [rateless, "model.optimizer.params.lr=0.1"], importing=importing).faults == []
+    assert examine(tiny, [rateless, "stages=[test]", "test.ckpt=last"], importing=importing).faults == []
+
+
+def test_each_of_several_optimizers_needs_a_learning_rate():
+    """The one without is named."""
+    base = Path(__file__).parents[2] / "examples" / "dcgan" / "dcgan.yaml"
+    assert set(faults(examine(base, ["~model.optimizer.generator.params.lr"]))) == {
+        "model.optimizer.generator.params.lr"
+    }
