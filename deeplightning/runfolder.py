@@ -29,6 +29,7 @@ class RunFolder:
     def __init__(self, path: str | Path):
         self.path = Path(path).expanduser().absolute()
         self.config = self.path / "cfg.yaml"
+        self.asked = self.path / "asked.yaml"  # what was asked for where cfg.yaml has something else, by keys
         self.environment = self.path / "environment.json"
         self.git_diff = self.path / "git.diff"
         self.code = self.path / "code.zip"  # the user's own, as it was

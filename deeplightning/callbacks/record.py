@@ -237,11 +237,15 @@ class Record(pl.Callback):
             if not continued or number > 0 or hasattr(logger, "go_on"):
                 logger.log_hyperparams(settings)
             if hasattr(logger, "log_tags"):
-                logger.log_tags(_tags(environment))
+                logger.log_tags(
+                    _tags(environment) | {f"asked.{key}": str(v) for key, v in (self.cfg.asked or {}).items()}
+                )
         written = folder.config.read_text() if folder.config.exists() else None
         if written is None or _but_stages(written) != _but_stages(dump(settings)):
             _replace(folder, folder.config, dump(settings))
         note_own(folder.config)
+        if self.cfg.asked and _read(folder.asked) != (asked := _nested(self.cfg.asked)):
+            _replace(folder, folder.asked, dump(asked))
         former = json.loads(folder.environment.read_text()) if folder.environment.exists() else {}
         fleeting = {name: environment[name] for name in ("started", "command", "launch")}
         if former | fleeting != environment:
@@ -388,6 +392,15 @@ def _read(config: Path) -> dict[str, Any]:
         return plain(read(config).root) if config.exists() else {}
     except ConfigError:
         return {}
+
+
+def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Values by dotted keys as a config has them."""
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        section, _, name = key.partition(".")
+        found.setdefault(section, {})[name] = value
+    return found
 
 
 def _but_stages(text: str) -> str:

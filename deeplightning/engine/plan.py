@@ -22,7 +22,7 @@ _WORDS = {16: "16-mixed", 32: "32-true", 64: "64-true", "bf16": "bf16-mixed"}
 
 
 def settle(cfg: Config) -> tuple[list[Notice], list[Fault]]:
-    """Makes `cfg.engine` what will really run, in place.
+    """Makes `cfg.engine` what will really run, in place; `cfg.asked` keeps what was asked for.
 
     Returns:
         A notice for each thing that was changed, and a fault for each device or package that the machine lacks.
@@ -34,6 +34,7 @@ def settle(cfg: Config) -> tuple[list[Notice], list[Fault]]:
         words = ("null" if v is None else v for v in (before, value))
         text = "engine.{}: {} → {} ({})".format(key, *words, why)
         notices.append(Notice(text, unasked=before != "auto", key=f"engine.{key}"))
+        note_asked(cfg, f"engine.{key}", before)
         setattr(engine, key, value)
 
     if engine.backend in BACKENDS:
@@ -73,6 +74,12 @@ def settle(cfg: Config) -> tuple[list[Notice], list[Fault]]:
     if not missing:
         faults += _lacks_nccl(engine)
     return notices, faults
+
+
+def note_asked(cfg: Config, key: str, value: Any) -> None:
+    """Notes what a config asked for where another value takes its place; null asks for nothing."""
+    if value is not None:
+        cfg.asked = {key: value} | (cfg.asked or {})  # of several changes the first knows what was asked
 
 
 def is_elsewhere(engine: Engine) -> bool:

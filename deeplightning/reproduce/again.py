@@ -19,7 +19,7 @@ from typing import Any
 
 from deeplightning.config.fault import CheckpointError, RunError, SetupError
 from deeplightning.config.source import read
-from deeplightning.config.tree import plain
+from deeplightning.config.tree import line, plain
 from deeplightning.engine.place import place
 from deeplightning.reproduce.compare import compare, reasons
 from deeplightning.reproduce.differences import PATHS
@@ -150,6 +150,12 @@ def prepare(original: PastRun, top: Path, overrides: Sequence[str], any_data: bo
     for path, what in ((original.folder.config, "config"), (original.folder.code, "code")):
         if original.folder.former(path).name != f"{path.stem}.1{path.suffix}":
             say(f"warning: the run went on with another {what}; it is made again with the {what} that it ended with")
+
+    for key, asked in original.asked.items():
+        say(
+            f"config: {key}={line(asked)} was asked for then, and {line(config.get(key))} ran: that is made again; "
+            f"the override {key}={line(asked)} asks for the other"
+        )
 
     own = top / "config" / "cfg.yaml"
     own.parent.mkdir(parents=True)

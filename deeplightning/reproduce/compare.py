@@ -80,7 +80,11 @@ def reasons(original: PastRun, again: PastRun) -> str:
         for group in ("code", "data", "environment", "hardware")
         if found[group]
     ]
-    changed = [f"{n} {shown(a)} → {shown(b)}" for n, a, b in found["config"] if n not in (*PATHS, "train.resume_ckpt")]
+    changed = [
+        f"{n} {shown(a)} → {shown(b)}"
+        for n, a, b in found["config"]
+        if n not in (*PATHS, "train.resume_ckpt") and not n.startswith("asked.")
+    ]
     words += [f"config: {', '.join(changed[:5])}"] if changed else []
     if words:
         return f"Likely because of what else differs: {'; '.join(words)}"

@@ -29,7 +29,10 @@ def differences(first: PastRun, second: PastRun, patch: bool = False) -> dict[st
         patch: give the files of code that differ as a unified diff: under their name, the diff and None.
     """
     return {
-        "config": list(between(_placed(first), _placed(second), first.config, second.config)),
+        "config": [
+            *between(_placed(first), _placed(second), first.config, second.config),
+            *between(*({f"asked.{key}": value for key, value in run.asked.items()} for run in (first, second))),
+        ],
         "code": list(_code_between(first, second, patch)),
         "data": list(_data_between(first, second)),
         "environment": list(between(_environment(first), _environment(second))),

@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from deeplightning.config.fault import CheckpointError
+from deeplightning.config.fault import CheckpointError, ConfigError
 from deeplightning.config.source import read
 from deeplightning.config.tree import plain
 from deeplightning.runfolder import RunFolder
@@ -48,6 +48,15 @@ class PastRun:
         if not self.folder.config.is_file():
             raise CheckpointError(f"{self.folder.path}: this is no run folder, there is no {self.folder.config.name}")
         return dict(flat(plain(read(self.folder.config).root)))
+
+    @cached_property
+    def asked(self) -> dict[str, Any]:
+        """The keys that were asked to be otherwise than the config has them, with what was asked."""
+        try:
+            asked = dict(flat(plain(read(self.folder.asked).root))) if self.folder.asked.is_file() else {}
+        except ConfigError:
+            return {}
+        return {key: value for key, value in asked.items() if self.config.get(key) != value}
 
     @cached_property
     def environment(self) -> dict[str, Any]:

@@ -127,3 +127,39 @@ def test_each_of_several_optimizers_needs_a_learning_rate():
     assert set(faults(examine(base, ["~model.optimizer.generator.params.lr"]))) == {
         "model.optimizer.generator.params.lr"
     }
+
+
+# ---- what was asked for, and what ran
+
+
+@pytest.fixture(scope="module")
+def smaller(train):
+    """A run that was asked for more than this machine gave it, and one that asked for just that."""
+    return train(
+        *("engine.backend=fairscale_fsdp", "engine.precision=amp", "engine.gpus=auto", "train.num_epochs=1"),
+        CUDA_VISIBLE_DEVICES="",
+    )
+
+
+ASKED = {"engine": {"backend": "fairscale_fsdp", "precision": "amp", "gpus": "auto"}}
+
+
+def test_what_was_asked_and_what_ran_are_both_on_record(smaller, judged, tracked):
+    """cfg.yaml has what ran, asked.yaml and the tags have what was asked for, in its own words; where both are the same
+    there is no such file."""
+    saved = yaml.safe_load((smaller.folder / "cfg.yaml").read_text())["engine"]
+    assert [saved[key] for key in ("backend", "precision", "gpus")] == [None, "bf16-mixed", None]
+    assert yaml.safe_load((smaller.folder / "asked.yaml").read_text()) == ASKED
+    tags = {name: value for name, value in tracked(smaller.folder).tags.items() if name.startswith("asked.")}
+    assert tags == {f"asked.engine.{key}": value for key, value in ASKED["engine"].items()}
+    assert not (judged.folder / "asked.yaml").exists()
+
+
+def test_diff_and_reproduce_know_what_was_asked(smaller, judged, command, place, tmp_path):
+    """`diff` has a line for each key that was asked otherwise; `reproduce` says what ran in its place, and how to ask
+    again."""
+    told = command("diff", smaller.folder, judged.folder, cwd=place).out
+    assert "asked.engine.backend: fairscale_fsdp → none" in told
+    said: list[str] = []
+    prepare(past_run(str(smaller.folder)), tmp_path, [], any_data=False, say=said.append)
+    assert "engine.backend=fairscale_fsdp was asked for then, and null ran" in "\n".join(said)

@@ -37,7 +37,7 @@ from deeplightning.engine.launch.ray_agent import Agent, Heard, pack
 from deeplightning.engine.launch.ray_cluster import Connection, connect
 from deeplightning.engine.launch.storage import POOL
 from deeplightning.engine.place import ATTEMPT, LAUNCH
-from deeplightning.engine.plan import effective_batch, world_size
+from deeplightning.engine.plan import effective_batch, note_asked, world_size
 from deeplightning.trust import note_launched
 
 LOOK = 1.0  # seconds that one question to a worker may take
@@ -167,6 +167,9 @@ def sized(cfg: Config, wanted: int, local: int, nodes: int) -> Config:
     else:
         engine.processes = local
     made = replace(cfg, engine=engine, notices=list(cfg.notices or []))
+    for name in ("num_nodes", "gpus", "processes"):
+        if getattr(engine, name) != getattr(cfg.engine, name):
+            note_asked(made, f"engine.{name}", getattr(cfg.engine, name))
     world, factor = local * nodes, cfg.train.accumulator_factor
     if world == wanted:
         return made
@@ -174,6 +177,7 @@ def sized(cfg: Config, wanted: int, local: int, nodes: int) -> Config:
     if from_start and (factor * wanted) % world == 0:
         accumulates = factor * wanted // world
         made.train = replace(cfg.train, accumulator_factor=accumulates, accumulator_epoch=0)
+        note_asked(made, "train.accumulator_factor", factor)
         why = f"{world} workers of {wanted}; the same samples a step"
         key, text = "train.accumulator_factor", f"train.accumulator_factor: {factor} → {accumulates} ({why})"
     else:
