@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -418,22 +420,36 @@ def halve_run(folder: RunFolder) -> str:
 
 
 def keep_samples(data: Any, folder: RunFolder) -> None:
-    """Keeps some validation samples in the run's folder: images as they reach the network, uint8 (N, C, H, W), or of a
-    data module that has `example_texts` texts, (N,)."""
+    """Keeps some validation samples in the run's folder, or training samples where there are none: images as they reach
+    the network, uint8 (N, C, H, W), or of a data module that has `example_texts` texts, (N,).
+
+    Raises:
+        CheckpointError: there are no samples at all.
+    """
     import numpy as np
-    from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
     if hasattr(data, "example_texts"):
         with permissions_of(folder.path):
             np.savez_compressed(folder.samples, texts=np.array(data.example_texts(SAMPLES), np.str_))
         return
-    try:
-        loader = data.val_dataloader()
-    except MisconfigurationException:  # Lightning's word for: the module has none
-        loader = data.train_dataloader()
-    batch = next(iter(loader))
+    batches = itertools.chain(_batches(data.val_dataloader), _batches(data.train_dataloader))
+    batch = next(batches, None)
+    if batch is None:
+        raise CheckpointError(f"{folder.path}: a bundle is proved on samples, and the data module gives none")
     with permissions_of(folder.path):
         np.savez_compressed(folder.samples, images=batch["image"][:SAMPLES].cpu().numpy())
+
+
+def _batches(dataloader: Callable[[], Any]) -> Iterator[Any]:
+    """The batches of a hook of the data module, of all its loaders; none where it has none."""
+    from pytorch_lightning.utilities.exceptions import MisconfigurationException
+
+    try:
+        loaders = dataloader()
+    except MisconfigurationException:  # Lightning's word for: the module has none
+        return
+    for loader in loaders if isinstance(loaders, list | tuple) else [loaders]:
+        yield from () if loader is None else loader
 
 
 def origin_of(folder: RunFolder, checkpoint: Path) -> dict[str, Any]:
@@ -496,24 +512,20 @@ def quantize_run(folder: RunFolder, allow: Sequence[str] = ()) -> str:
             as right.
         SetupError: the bundle cannot be written.
     """
-    from pytorch_lightning.utilities.exceptions import MisconfigurationException
-
     from deeplightning.quantize import quantize
 
     cfg = load_config(folder.config, [*admit(folder, allow, "serve"), *TO_ANSWER], beside=False)
     data = init_module(cfg, "data")
     data.prepare_data()
     data.setup("validate")
-    try:
-        loader = data.val_dataloader()
-    except MisconfigurationException as error:  # Lightning's word for: the module has none
+    if next(_batches(data.val_dataloader), None) is None:
         raise CheckpointError(
             f"{folder.path}: whether int8 is as right is judged on validation images, and the data module gives none; "
             "serve it with serve.precision=fp32"
-        ) from error
+        )
 
     def validation() -> Iterator[tuple[Any, Any]]:
-        for batch in loader:
+        for batch in _batches(data.val_dataloader):
             if not {"image", "label"} <= batch.keys():
                 raise CheckpointError(
                     f"{folder.path}: its accuracy in int8 needs validation batches with 'image' and 'label'; these "

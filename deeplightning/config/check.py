@@ -627,6 +627,9 @@ class _Checker:
         ):
             if number is not None and not (0 < number <= 1 or (number > 1 and number % 1 == 0)):
                 self.wrong("a whole number of epochs, or a fraction between 0 and 1", number, key)
+        if train.limit_batches is not None and train.limit_batches.train == 0:
+            allowed = "at least 1 batch, or a fraction above 0; to validate alone set `train.num_epochs=0`"
+            self.wrong(allowed, train.limit_batches.train, "train.limit_batches.train")
         for name, part in vars(train.limit_batches).items() if train.limit_batches else ():
             if isinstance(part, float) and not 0 <= part <= 1:
                 allowed = "a whole number of batches, or a fraction between 0 and 1"

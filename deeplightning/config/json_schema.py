@@ -40,7 +40,7 @@ _BOUNDS: dict[tuple[type, str], Json] = {
     (schema.Data, "num_splits"): {"minimum": 2},
     (schema.Train, "val_every_n_epoch"): {"exclusiveMinimum": 0, **_PART_OR_WHOLE},
     (schema.Checkpoint, "every_n_epochs"): {"exclusiveMinimum": 0, **_PART_OR_WHOLE},
-    (schema.LimitBatches, "train"): _PART_OR_WHOLE,
+    (schema.LimitBatches, "train"): {"exclusiveMinimum": 0, **_PART_OR_WHOLE},
     (schema.LimitBatches, "val"): _PART_OR_WHOLE,
     (schema.LimitBatches, "test"): _PART_OR_WHOLE,
     (schema.Target, "type"): {

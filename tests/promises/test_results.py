@@ -163,3 +163,34 @@ def test_diff_and_reproduce_know_what_was_asked(smaller, judged, command, place,
     said: list[str] = []
     prepare(past_run(str(smaller.folder)), tmp_path, [], any_data=False, say=said.append)
     assert "engine.backend=fairscale_fsdp was asked for then, and null ran" in "\n".join(said)
+
+
+# ---- a task without validation data, a training without batches
+
+
+OWN_DATA = """\
+from deeplightning.data.digits import Digits
+
+
+class NoValidation(Digits):
+    def val_dataloader(self):
+        return []
+"""
+
+
+def test_training_data_serve_where_there_are_no_validation_data(train, tiny):
+    """A data module whose `val_dataloader` gives an empty list trains, and its bundle is proved on training data."""
+    (tiny.parent / "own_data.py").write_text(OWN_DATA)
+    outcome = train("data.module.type=own_data.NoValidation", "train.num_epochs=1", "train.export=true")
+    folder = RunFolder(outcome.folder)
+    assert folder.bundle_card.is_file()
+    assert len(np.load(folder.samples)["images"]) == 16
+
+
+@pytest.mark.parametrize("nothing", ["0", "0.0"])
+def test_a_training_without_batches_is_refused(nothing, tiny):
+    """`train.limit_batches.train=0` is a fault of the config; validation may be left out so."""
+    report = examine(tiny, [f"train.limit_batches={{train: {nothing}}}"])
+    assert set(faults(report)) == {"train.limit_batches.train"}
+    assert report.exit_code == 2
+    assert examine(tiny, ["train.limit_batches={val: 0}"]).faults == []
