@@ -31,7 +31,8 @@ def launch(cfg: Config) -> RunFolder:
     """Runs the stages of a config in their order, and exports what was trained.
 
     Returns:
-        The run's folder; its path is also the last line on stdout, whatever happens once the run has begun.
+        The run's folder; its path is also the last line on stdout, whatever happens once the run has begun. Where there
+        is nothing to do, that of the checkpoint.
     """
     from deeplightning.callbacks import callback_of
     from deeplightning.callbacks.console import one_line_warnings, to_terminal
@@ -48,6 +49,9 @@ def launch(cfg: Config) -> RunFolder:
         find(cfg.engine.setup_hook)()
         keep_format()
     goes_on = resumption(cfg) if "train" in cfg.stages and cfg.train.num_epochs != 0 else None
+    if goes_on is not None and goes_on.checkpoint and goes_on.over and cfg.stages == ["train"]:
+        log.warning("nothing to do: %s: %s; to go on, set that higher", goes_on.checkpoint, goes_on.over)
+        return RunFolder(goes_on.checkpoint.parent)
     try:
         data, task = init_module(cfg, "data"), init_module(cfg, "model")
     except Exception:

@@ -126,7 +126,7 @@ def _of_launch(cfg: Config) -> Resumption | None:
         return None  # a finished job's id is used for another
     for path in folder.checkpoints():
         try:
-            return _from(path, read_checkpoint(path), cfg)
+            return replace(_from(path, read_checkpoint(path), cfg), over="")  # what comes after training is to be done
         except CheckpointError as error:
             log.warning("resumes    not this one: %s", error)
     hold = folder.hold() if own_rank() == 0 else None
@@ -175,8 +175,9 @@ def _from(path: Path, checkpoint: Mapping[str, Any], cfg: Config) -> Resumption:
             f"{path}: of another optimizer: model.optimizer.type was {_types(theirs)} and is {_types(ours)}; "
             f"go on with that, or begin anew from the weights: model.init_from='{path}'"
         )
+    over, moved = _over(checkpoint, cfg), (checkpoint.get("run") or {}).get("folder") != str(path.parent)
     if own_rank() != 0:
-        return Resumption(path)
+        return Resumption(path, over=over if moved else "")
     folder, run_id = RunFolder(path.parent), (checkpoint.get("run") or {}).get("id")
     position = f"step {checkpoint['global_step']}, epoch {checkpoint['epoch'] + 1}"
     why, hold = None, None
@@ -196,9 +197,28 @@ def _from(path: Path, checkpoint: Mapping[str, Any], cfg: Config) -> Resumption:
     notes = [f"resumes    {path} ({position})", f"run        {f'its own: {why}' if why else f'{run_id} goes on'}"]
     inexact = _inexact(checkpoint, cfg)
     if why:
-        return Resumption(path, notes=notes, inexact=inexact)
+        # Where others have started the processes, each must come to the same answer by what all of them can see.
+        alone = (here := place()) is None or here.world == 1
+        return Resumption(path, notes=notes, inexact=inexact, over=over if moved or alone else "")
     owed = checkpoint.get("points") or []
     return Resumption(path, run_id, path.parent, owed, hold, notes, inexact)
+
+
+def _over(checkpoint: Mapping[str, Any], cfg: Config) -> str:
+    """Why the training that a config asks for has nothing to add to a checkpoint; "": it has."""
+    train, loops = cfg.train, checkpoint.get("loops") or {}
+    epochs = ((loops.get("fit_loop") or {}).get("epoch_progress") or {}).get("current", {}).get("processed", 0)
+    steps = checkpoint["global_step"]
+    if train.num_epochs is not None and epochs >= train.num_epochs:
+        return f"it has seen {epochs} epochs, and train.num_epochs is {train.num_epochs}"
+    if train.max_steps is not None and steps >= train.max_steps:
+        return f"it has taken {steps} steps, and train.max_steps is {train.max_steps}"
+    if (stop := train.early_stop) is None:
+        return ""
+    for key, state in (checkpoint.get("callbacks") or {}).items():
+        if key.startswith(f"EarlyStopping{{'monitor': {stop.metric!r},") and state["wait_count"] >= stop.patience:
+            return f"{stop.metric} has got no better {state['wait_count']} times, which ended its training"
+    return ""
 
 
 def _types(optimizers: Any) -> str:

@@ -58,6 +58,7 @@ class Resumption:
         hold: the claim on `folder`.
         notes: what a person should know, a line each.
         inexact: why the end will not be that of an uninterrupted run, bit for bit; "": it will.
+        over: why there is nothing left to learn, of a checkpoint whose run does not go on; "": there is.
     """
 
     checkpoint: Path | None = None
@@ -67,6 +68,7 @@ class Resumption:
     hold: Hold | None = None
     notes: Sequence[str] = ()
     inexact: str = ""
+    over: str = ""
 
     @property
     def named(self) -> str | None:

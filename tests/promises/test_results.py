@@ -194,3 +194,20 @@ def test_a_training_without_batches_is_refused(nothing, tiny):
     assert set(faults(report)) == {"train.limit_batches.train"}
     assert report.exit_code == 2
     assert examine(tiny, ["train.limit_batches={val: 0}"]).faults == []
+
+
+# ---- a finished run that is resumed elsewhere
+
+
+def test_a_copy_of_a_finished_checkpoint_leaves_nothing_to_do(judged, train, store, tmp_path):
+    """Resuming from a copy of the last checkpoint of a finished run says that there is nothing to do, exits with 0, and
+    makes no run; with more epochs it trains on."""
+    shutil.copy(judged.folder / "last.ckpt", tmp_path / "last.ckpt")
+    before = sorted(store.glob("*/*"))
+    asked = ["train.num_epochs=4", f"train.resume_ckpt={tmp_path / 'last.ckpt'}"]
+    outcome = train(*asked)
+    assert "nothing to do" in outcome.err
+    assert "it has seen 4 epochs, and train.num_epochs is 4" in outcome.err
+    assert "Artifact storage path" not in outcome.out
+    assert sorted(store.glob("*/*")) == before
+    assert train(*asked, "train.num_epochs=5").folder.is_dir()
