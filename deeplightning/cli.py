@@ -347,7 +347,7 @@ def diff(first: str, second: str, patch: bool, format: str, exit_code: bool) -> 
         sys.exit(1)
 
 
-_STATUS = click.Choice(["running", "finished", "failed", "killed"], case_sensitive=False)
+_STATUS = click.Choice(["running", "finished", "failed", "killed", "pruned"], case_sensitive=False)
 
 
 @cli.command()
@@ -371,7 +371,8 @@ def runs(
 ) -> None:
     """List runs, the newest first; remove those that are not wanted.
 
-    A line has id, status, start (UTC), experiment, name, result and folder. Running ones are never removed, and nothing
+    A line has id, status, start (UTC), experiment, name, result and folder. A trial that its search has given up is
+    PRUNED, which is an end as good as any: --clean alone leaves it. Running ones are never removed, and nothing
     is without --delete; files only of runs that this store keeps on this machine. A run whose process was killed on
     this machine is written as FAILED first, or shown as DEAD where the store cannot be written. With --sync nothing is
     listed: the journals of runs that ended before their store had all of their points are written into it, those of

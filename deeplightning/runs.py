@@ -12,11 +12,11 @@ from typing import Any
 from deeplightning.config.fault import SetupError
 from deeplightning.tracking.journal import dead, settle, settle_quietly
 from deeplightning.tracking.owner import AGE
-from deeplightning.tracking.sqlite import Listed, open_directly
+from deeplightning.tracking.sqlite import PRUNED, Listed, open_directly
 from deeplightning.tracking.store import attach, explain, local_path, locate, remove_files
 
 UNFINISHED = ("FAILED", "KILLED")
-REMOVABLE = (*UNFINISHED, "FINISHED")
+REMOVABLE = (*UNFINISHED, "FINISHED", "PRUNED")
 SHOWN = ("test_acc", "val_acc", "test_loss", "val_loss", "train_loss")
 
 
@@ -25,7 +25,8 @@ def listing(
 ) -> list[dict[str, str]]:
     """The runs of a store, the newest first: id, status, started (UTC), experiment, name, result, folder.
 
-    A run that the store has as RUNNING, and whose process on this machine was killed, is DEAD.
+    A run that the store has as RUNNING, and whose process on this machine was killed, is DEAD; a trial that its search
+    has given up, which the store has as KILLED, is PRUNED.
 
     Args:
         tracking_uri: the store; None: MLFLOW_TRACKING_URI, else `mlruns`.
@@ -43,13 +44,14 @@ def listing(
     with _runs(tracking_uri) as runs:
         killed = dead(locate(tracking_uri))
         for run in runs.listing():
-            if statuses and run.status not in statuses:
+            status = "PRUNED" if run.is_pruned and run.status == "KILLED" else run.status
+            if statuses and status not in statuses:
                 continue
             if name is not None and not any(fnmatchcase(n, f"*{name}*") for n in (run.name or "", run.experiment)):
                 continue
             if wanted is not None and not (wanted in run.metrics and compare(run.metrics[wanted], bound)):
                 continue
-            rows.append(_row(run, SHOWN if wanted is None else (wanted,)))
+            rows.append(_row(run, SHOWN if wanted is None else (wanted,)) | {"status": status})
             if run.status == "RUNNING" and run.id in killed:
                 rows[-1]["status"] = "DEAD"
     return rows
@@ -101,7 +103,7 @@ def remove(
     gone = []
     with _runs(tracking_uri) as runs:
         for row in rows:
-            if not runs.delete(row["id"], statuses):
+            if not runs.delete(row["id"], {"KILLED" if status == "PRUNED" else status for status in statuses}):
                 continue
             gone.append(row)
             folder = Path(row["folder"])
@@ -174,7 +176,8 @@ class _ByMLflow:
             for run in page:
                 info, of = run.info, experiments[run.info.experiment_id]
                 first = (info.run_id, info.run_name, info.status, info.start_time, of, info.artifact_uri)
-                yield Listed(*first, dict(run.data.metrics))
+                pruned = PRUNED in run.data.tags.items()
+                yield Listed(*first, dict(run.data.metrics), pruned)
             token = page.token
             if not token:
                 break

@@ -41,8 +41,13 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(before=_whole.acquire, after_in_parent=_whole.release, after_in_child=_whole.release)
 
 
+PRUNED = ("trial.state", "pruned")
+"""The tag of a trial that its search has given up."""
+
+
 class Listed(NamedTuple):
-    """A run as a list of runs shows it: `started` in milliseconds since 1970, of each metric the last value."""
+    """A run as a list of runs shows it: `started` in milliseconds since 1970, of each metric the last value, and
+    whether it is a trial that its search has given up."""
 
     id: str
     name: str
@@ -51,6 +56,7 @@ class Listed(NamedTuple):
     experiment: str
     artifact_uri: str
     metrics: dict[str, float]
+    is_pruned: bool = False
 
 
 class Refused(Exception):
@@ -223,13 +229,14 @@ class Tracker:
         metrics: dict[str, dict[str, float]] = {}
         for run_id, name, value, is_nan in self._find("SELECT run_uuid, key, value, is_nan FROM latest_metrics"):
             metrics.setdefault(run_id, {})[name] = float("nan") if is_nan else value
+        pruned = {row[0] for row in self._find("SELECT run_uuid FROM tags WHERE key = ? AND value = ?", *PRUNED)}
         rows = self._find(
             "SELECT r.run_uuid, r.name, r.status, r.start_time, e.name, r.artifact_uri FROM runs r"
             " JOIN experiments e ON e.experiment_id = r.experiment_id"
             " WHERE r.lifecycle_stage = 'active' AND e.lifecycle_stage = 'active'"
             " ORDER BY r.start_time DESC, r.run_uuid"
         )
-        return [Listed._make([*row, metrics.get(row[0], {})]) for row in rows]
+        return [Listed._make([*row, metrics.get(row[0], {}), row[0] in pruned]) for row in rows]
 
     def delete(self, run_id: str, statuses: Collection[str]) -> bool:
         """Marks a run as deleted, as MLflow does, if its status is one of these; whether it was."""

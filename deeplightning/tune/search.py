@@ -451,6 +451,7 @@ class _Search:
                 else f"; the best is trial {best.number}, {best.value:.6g}",
             )
         elif self._signal is not None or (self._stopping is not None and code in (130, 143)):
+            self._remove_if_empty(number)
             log.info("%-10s interrupted; it goes on where it was", name)
         elif code in _STOPS:
             note = notes[-1] if notes else f"trial {number} ended with exit code {code}"
@@ -459,8 +460,20 @@ class _Search:
         else:
             raised = re.findall(r"^[\w.]+(?:Error|Exception)\b.*$", told, re.MULTILINE)  # a fault of somebody's code
             said = (raised if code == 1 else notes)[-1:] or notes[-1:]
+            if code < 0:
+                self._remove_if_empty(number)
             killed = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
             self._fail(number, said[0] if said else killed)
+
+    def _remove_if_empty(self, number: int) -> None:
+        """Removes the run of a trial that was killed before it had anything to go on from, or to show."""
+        run_id, place = self._run_of(number)
+        if run_id is None or self.study.trials()[number].intermediate_values:
+            return
+        if place is not None and RunFolder(place).checkpoints():
+            return
+        self.parent.delete(run_id, place)
+        self.study.attribute(number, run=None, folder=None)
 
     def _why_without_value(self, number: int) -> str:
         values = self.study.trials()[number].intermediate_values
@@ -516,7 +529,8 @@ class _Search:
         return f"{head}{self.tune.metric} {best.value:.6g}.\n{self._trial_config(point, (), is_trial=False)}"
 
     def _points(self) -> list[Any]:
-        """The value of each finished trial, over their numbers, and the best so far."""
+        """The best value so far, under the metric's own name, and that of each finished trial, over their numbers:
+        lists of runs show the last point of a metric."""
         from deeplightning.tracking.tracker import Point
 
         points, best, metric = [], None, self.tune.metric
@@ -527,8 +541,8 @@ class _Search:
             best = trial.value if best is None else pick(best, trial.value)
             moment = int(trial.datetime_complete.timestamp() * 1000)
             points += [
-                Point(metric, trial.value, moment, trial.number),
-                Point(f"best_{metric}", best, moment, trial.number),
+                Point(metric, best, moment, trial.number),
+                Point(f"trial_{metric}", trial.value, moment, trial.number),
             ]
         return points
 

@@ -1,5 +1,6 @@
 """A result is not wrong in silence: what is kept, what is learned with, and what is on record."""
 
+import csv
 import json
 import shutil
 from pathlib import Path
@@ -9,10 +10,12 @@ import pytest
 import yaml
 
 from deeplightning.config.explain import explain
+from deeplightning.config.target import is_installed
 from deeplightning.configure import examine
 from deeplightning.reproduce.again import prepare
 from deeplightning.reproduce.past import past_run
 from deeplightning.runfolder import RunFolder
+from deeplightning.runs import listing
 
 METRICS = """{
     f1: {type: torchmetrics.F1Score, params: {task: multiclass, num_classes: 10}},
@@ -211,3 +214,40 @@ def test_a_copy_of_a_finished_checkpoint_leaves_nothing_to_do(judged, train, sto
     assert "Artifact storage path" not in outcome.out
     assert sorted(store.glob("*/*")) == before
     assert train(*asked, "train.num_epochs=5").folder.is_dir()
+
+
+# ---- what a search leaves among the runs
+
+
+SEARCH = """{metric: val_acc, name: left, num_trials: 3, sampler: {type: optuna.samplers.GridSampler},
+  pruner: {type: optuna.pruners.ThresholdPruner, params: {lower: 0.2}},
+  space: {model.optimizer.params.lr: {choice: [0.000001, 0.02, 0.1]}}}"""
+
+
+def listed(store: Path, *overrides: str) -> dict[str, list[str]]:
+    """The columns of the runs of a store by id."""
+    return {row["id"]: list(row.values()) for row in listing(str(store), *overrides)}
+
+
+@pytest.mark.skipif(not is_installed("optuna"), reason="Optuna is not installed: pip install 'deeplightning[tune]'")
+def test_a_finished_search_leaves_nothing_to_clean_and_shows_its_best(command, tiny, place, tmp_path):
+    """`runs --clean` does not offer the pruned trials of a finished search, which `runs` shows as PRUNED; the search's
+    own run has the best trial's metric; the run of a trial that was killed before it had anything to show is gone."""
+    store = tmp_path / "mlruns"
+    words = ("tune", tiny, f"tune={SEARCH}", f"logger.params.tracking_uri={store}")
+    searched = command(*words, cwd=place)
+    assert searched.code == 0, searched
+    with (searched.folder / "trials.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert sorted(row["state"] for row in rows) == ["finished", "finished", "pruned"]
+    best = max(float(row["val_acc"]) for row in rows if row["state"] == "finished")
+    runs = listed(store)
+    assert sorted(run[1] for run in runs.values()) == ["FINISHED"] * 3 + ["PRUNED"]
+    assert f"val_acc {best:.4f}" in runs[searched.folder.parent.name]
+    shown = command("runs", "--tracking-uri", store, "--clean", cwd=place)
+    assert (shown.out, shown.err) == ("", "0 runs and their files would be removed; --delete does it\n")
+
+    killed = "train.callbacks=[{type: own.Killed, params: {epoch: 0, batch: 0}}]"
+    failed = command(*words, "tune.name=killed", "tune.num_trials=1", killed, cwd=place)
+    assert failed.code == 5, failed
+    assert set(listed(store)) == {*runs, failed.folder.parent.name}
