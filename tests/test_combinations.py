@@ -87,7 +87,6 @@ BREAKING = [
     ["data.loader.persistent_workers=true"],
     ["data.loader.multiprocessing_context=fork"],
     ["stages=[train, test]", "test.ckpt=best"],
-    ["train.checkpoint.save_top_k=3"],
     ["stages=[test]"],
 ]
 OTHER_FAULTS = {"engine.gpus", "engine.backend"}  # the machine has no GPU, and perhaps no DeepSpeed
@@ -209,6 +208,7 @@ def test_deepspeed_computes_an_optimizer_in_32_bits():
         ["stages=[test]", "test.ckpt=last"],
         ["stages=[train, test]"],
         ["train.checkpoint={monitor: val_acc, save_top_k: 3}"],
+        ["train.checkpoint.save_top_k=3"],
         ["model.module={type: some_parts.Manual}"],
         ["model.module={type: some_parts.Again}", "train.accumulator_factor=2", "train.gradient_clip={value: 1}"],
         ["train.accumulator_epoch=1", "train.accumulator_factor=2"],

@@ -27,7 +27,8 @@ class Checkpoints(LightningCheckpoint):
     """Saves `last.ckpt` every n epochs or steps, at the end and when interrupted, and the best k by a metric.
 
     The best is `best.ckpt`, with `best.json` beside it (metric, value, epoch, step, file); the others of the best k are
-    `epoch=E-step=S.ckpt`. A value that is not a number is never best; of equal values the first stays.
+    `epoch=E-step=S.ckpt`. Without a metric the newest k have such names, where k is more than 1. A value that is not a
+    number is never best; of equal values the first stays.
 
     `last.ckpt` is saved between two optimizer steps only: gradients that wait for theirs are in no checkpoint.
 
@@ -172,6 +173,17 @@ class Checkpoints(LightningCheckpoint):
     def _save_last(self, trainer: pl.Trainer) -> None:
         self._saved_step, self._due = trainer.global_step, False
         self._save(trainer, self.record.folder.last)
+        if self.settings.monitor is None and self.settings.save_top_k > 1 and trainer.is_global_zero:
+            named = self.record.folder.checkpoint(trainer.current_epoch, trainer.global_step)
+            _writer(trainer).then(lambda: self._keep_newest(named))
+
+    def _keep_newest(self, named: Path) -> None:
+        """Gives `last.ckpt` a name of its own beside, and removes what is older than the newest k of such names."""
+        folder = self.record.folder
+        copy_checkpoint(folder.last, named)
+        there = [path for path in folder.checkpoints() if path not in (folder.last, folder.best)]
+        for old in there[self.settings.save_top_k :]:
+            remove_checkpoint(old)
 
     def _save(self, trainer: pl.Trainer, path: Path) -> None:
         with _io(trainer).in_background() if self.background else nullcontext():

@@ -453,14 +453,6 @@ RULES = [
         ),
     ),
     Rule(
-        "train.checkpoint.save_top_k",
-        "train.checkpoint.monitor",
-        "several best weights, no metric",
-        "no metric says which weights are best",
-        "set `train.checkpoint.monitor`",
-        lambda cfg, _: cfg.train.checkpoint.save_top_k > 1 and cfg.train.checkpoint.monitor is None,
-    ),
-    Rule(
         "test.ckpt",
         "stages",
         "validate, test or predict without train, no weights",

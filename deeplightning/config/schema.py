@@ -290,7 +290,11 @@ class Checkpoint:
     every_n_steps: int | None = key("save every so many optimizer steps as well", None, low=1)
     monitor: str | None = key("metric that decides which weights are best; null: none are", None, example="val_acc")
     mode: Mode | None = key(BETTER, None)
-    save_top_k: int = key("how many of the best are kept; the best is best.ckpt", 1, low=1)
+    save_top_k: int = key(
+        "how many of the best are kept; the best is best.ckpt. Without `monitor`, where more than 1: of the newest",
+        1,
+        low=1,
+    )
 
 
 @dataclass

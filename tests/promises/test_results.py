@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 import yaml
 
 from deeplightning.config.explain import explain
@@ -166,6 +167,19 @@ def test_diff_and_reproduce_know_what_was_asked(smaller, judged, command, place,
     said: list[str] = []
     prepare(past_run(str(smaller.folder)), tmp_path, [], any_data=False, say=said.append)
     assert "engine.backend=fairscale_fsdp was asked for then, and null ran" in "\n".join(said)
+
+
+# ---- checkpoints of fractions of an epoch
+
+
+def test_without_a_metric_the_newest_are_kept(fit):
+    """Saved at each half of an epoch, `save_top_k: 4` without a metric: the newest four have names of their own, with
+    the weights of their step, and `last.ckpt` is the newest."""
+    fitted = fit("train.checkpoint={every_n_epochs: 0.5, save_top_k: 4}", "train.num_epochs=3")
+    names = {f"epoch={epoch}-step={step}.ckpt": step for epoch, step in [(1, 13), (1, 18), (2, 22), (2, 27)]}
+    assert {path.name for path in fitted.folder.glob("*.ckpt")} == {"last.ckpt", *names}
+    for name, step in names.items():
+        assert torch.load(fitted.folder / name, weights_only=True)["global_step"] == step
 
 
 # ---- a task without validation data, a training without batches
