@@ -197,9 +197,7 @@ def _from(path: Path, checkpoint: Mapping[str, Any], cfg: Config) -> Resumption:
     notes = [f"resumes    {path} ({position})", f"run        {f'its own: {why}' if why else f'{run_id} goes on'}"]
     inexact = _inexact(checkpoint, cfg)
     if why:
-        # Where others have started the processes, each must come to the same answer by what all of them can see.
-        alone = (here := place()) is None or here.world == 1
-        return Resumption(path, notes=notes, inexact=inexact, over=over if moved or alone else "")
+        return Resumption(path, notes=notes, inexact=inexact, over=over if moved else "")
     owed = checkpoint.get("points") or []
     return Resumption(path, run_id, path.parent, owed, hold, notes, inexact)
 
