@@ -1,8 +1,16 @@
 """The command's entry: `python -m deeplightning` is `deeplightning`."""
 
+import os
 import sys
 
+if sys.path[:1] in ([""], [os.getcwd()]):  # noqa: PTH109
+    # `python -m` puts the working directory first: a user's `random.py` would come before the standard library's.
+    sys.path.append(sys.path.pop(0))
+
 from deeplightning import process
+
+if "DEEPLIGHTNING_ROOTS" in os.environ:  # a process that a run has started, perhaps to unpickle what is the user's
+    import deeplightning.config.own  # noqa: F401
 
 
 def main() -> None:

@@ -226,8 +226,8 @@ def _spot(ctx: click.Context, way: list[str]) -> _Spot | None:
 
 def _values(ctx: click.Context) -> Any:
     """What the named config holds with the overrides so far; None if it cannot be read."""
+    from deeplightning.config.own import add_import_roots
     from deeplightning.config.source import read
-    from deeplightning.config.target import add_import_roots
     from deeplightning.config.tree import plain
 
     config = ctx.params.get("config")
@@ -238,7 +238,7 @@ def _values(ctx: click.Context) -> Any:
         source = read(config, [word for word in words if "=" in word or word.startswith(_SIGNS)])
     except Exception:  # the keys of the schema are still worth something
         return None
-    add_import_roots(Path.cwd(), source.folder)
+    add_import_roots(Path.cwd(), *source.folders)
     return plain(source.root)
 
 

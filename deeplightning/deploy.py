@@ -65,7 +65,7 @@ def command(run: str, overrides: Sequence[str] = (), allow: Sequence[str] = ()) 
                 raise ConfigError(Fault(message, key)) from error
             print(f"torch answers from the checkpoint, {COST}: {error}", file=sys.stderr)
             allowed = [f"--allow={module}" for module in allow]
-            return [sys.executable, "-m", "deeplightning.torch_server", str(folder.path), *flags, *allowed]
+            return [sys.executable, "-P", "-m", "deeplightning.torch_server", str(folder.path), *flags, *allowed]
         if settings.precision == "int8":
             print(quantize_run(folder, allow), file=sys.stderr)
         elif settings.precision == "fp16":

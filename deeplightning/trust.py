@@ -19,6 +19,7 @@ from types import FunctionType
 
 from deeplightning.config.fault import CheckpointError, ConfigError, Fault
 from deeplightning.config.kinds import KINDS
+from deeplightning.config.own import LIBRARIES
 from deeplightning.config.source import Source, read
 from deeplightning.config.target import find
 from deeplightning.config.tree import Entry, KeyPath, leaves
@@ -37,7 +38,7 @@ _NETWORKS = (
     *("deeplightning.model", "deeplightning.loss", "torch.nn"),
     *("torchvision.models", "torchvision.ops", "torchvision.transforms"),
 )
-_NAMED_ONLY = ("deeplightning", "torch", "torchvision", "torchmetrics", "pytorch_lightning", "optuna")
+_NAMED_ONLY = (*LIBRARIES, "optuna")
 
 
 @dataclass(frozen=True)

@@ -231,7 +231,7 @@ def _run(order: dict, files: Path) -> None:
     os.dup2(os.open(files.with_suffix(".err"), flags), 2)
     os.environ.update(order["env"])
     os.chdir(order["cwd"])
-    sys.path[0] = order["cwd"]  # as `python -m` has it
+    sys.path[0:1] = []  # as `deeplightning` and `python -m deeplightning` have it
     if order["main"] != MAIN:
         sys.path.append(str(Path(__file__).parent))
     sys.argv = ["deeplightning", *order["argv"]]

@@ -16,11 +16,12 @@ from deeplightning.config.fault import MAX_WORD, ConfigError, Fault, Notice, nea
 from deeplightning.config.interpolation import Secrets
 from deeplightning.config.kinds import HOOK, role_of
 from deeplightning.config.mode import mode_of
+from deeplightning.config.own import add_import_roots
 from deeplightning.config.report import Report, in_order
 from deeplightning.config.schema import Config, Target
 from deeplightning.config.signature import UNKNOWN, Undecided
 from deeplightning.config.source import Source, read
-from deeplightning.config.target import add_import_roots, is_reference, is_target
+from deeplightning.config.target import is_reference, is_target
 from deeplightning.config.tree import MAX_FAULTS, TAG, Entry, KeyPath, kind, nodes, plain, scalar
 
 MAX_UNKNOWN = 50  # unknown keys of one section that are told singly
@@ -73,7 +74,7 @@ def section(name: str, source: Source) -> Any:
 
 
 def _examine(report: Report, source: Source, importing: bool, beside: bool) -> None:
-    add_import_roots(Path.cwd(), *([source.folder] if beside else []))
+    _find_own_code(source, beside)
     checker = _Checker(source.faults, source.secrets, source.root)
     report.places = checker.places
     report.config = config = checker.section(Config, source.root, "", ())
@@ -89,6 +90,16 @@ def _examine(report: Report, source: Source, importing: bool, beside: bool) -> N
         source.faults[:] = [fault for fault in source.faults if not fault.message.startswith("missing: ")]
     report.unchecked = in_order(checker.unchecked, source)
     report.faults = in_order(source.faults, source)
+
+
+def _find_own_code(source: Source, beside: bool) -> None:
+    """Names come from the working directory and the folders of the files that the user named; from a run folder never,
+    not even where it is the working directory."""
+    here = Path.cwd()
+    if beside:
+        add_import_roots(here, *source.folders)
+    elif not here.is_relative_to(source.folders[0].resolve()):
+        add_import_roots(here)
 
 
 def load(path: str | Path, overrides: list[str] | None = None) -> Config:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-from deeplightning.config import old_words
+from deeplightning.config import old_words, own
 from deeplightning.config.fault import Fault, nearest
 from deeplightning.config.kinds import KINDS, misfit, no_part
 from deeplightning.config.signature import Instance, Signature, Undecided, misfits, of_object, positional
@@ -136,7 +136,8 @@ class Meanings:
             try:
                 self._found[key] = ask()
             except (ValueError, Undecided) as error:
-                self._found[key] = type(error)(*error.args)  # without the frames that it came through
+                words = (own.shown(arg) if isinstance(arg, str) else arg for arg in error.args)
+                self._found[key] = type(error)(*words)  # without the frames that it came through
         found = self._found[key]
         if isinstance(found, Exception):
             raise found.with_traceback(None)

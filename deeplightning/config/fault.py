@@ -111,8 +111,9 @@ _PACKAGES = {
 """By module, how packages are installed whose parts configs name."""
 
 
-def no_module(top: str, name: str, known: Collection[str]) -> str:
-    """What to say where the first part of a target's name is no module."""
+def no_module(top: str, name: str, known: Collection[str], places: Collection[str] = ()) -> str:
+    """What to say where the first part of a target's name is no module; `places` were searched beside what is
+    installed."""
     hint = nearest(top, known)
     if top in _PACKAGES:
         hint = f" It is a package that is not installed here: pip install {_PACKAGES[top]}"
@@ -120,7 +121,8 @@ def no_module(top: str, name: str, known: Collection[str]) -> str:
         hint = (
             f" Did you mean {name.replace('lightning.pytorch', 'pytorch_lightning', 1)}? Ours is `pytorch_lightning`."
         )
-    return f"there is no module {top} to import (for `{name}`).{hint}"
+    searched = f" Searched: {', '.join(places)}, and what is installed." if places else ""
+    return f"there is no module {top} to import (for `{name}`).{hint}{searched}"
 
 
 def _slips(word: str, other: str) -> int:

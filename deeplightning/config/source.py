@@ -20,10 +20,10 @@ _URL = re.compile(r"([a-z][a-z0-9+]+):/+")
 
 @dataclass
 class Source:
-    """A config as it was written: the merged tree, and where each file stands."""
+    """A config as it was written: the merged tree, and the folders of its files, the nearest first."""
 
     root: Entry
-    folder: Path
+    folders: list[Path]
     faults: list[Fault]
     secrets: Secrets
 
@@ -40,22 +40,35 @@ def read(path: str | Path | None, overrides: list[str] | None = None) -> Source:
         message = "a config is a file of this machine, not an address; download it, and name the file"
         raise ConfigError(Fault(message, place=address))
     file = Path(os.path.expanduser(path or ""))  # noqa: PTH111  (Path's fails for an unknown ~user)
-    root = Entry({}, "") if path is None else _with_bases(file, [], [], faults)
+    files: list[_File] = []
+    root = Entry({}, "") if path is None else _with_bases(file, [], files, faults)
     for text in overrides or []:
         try:
             _override(root, text)
         except ConfigError as error:
             faults += error.faults
     secrets = resolve(root, faults)
-    return Source(root, file.absolute().parent, faults, secrets)
+    folders = [found.folder for found in sorted(files, key=lambda found: found.depth)]
+    return Source(root, list(dict.fromkeys(folders)), faults, secrets)
 
 
 # ---- files
 
 
-def _with_bases(path: Path, trail: list[Path], read: list[int], faults: list[Fault], place: str | None = None) -> Entry:
-    """The tree of a file, laid over the trees of its `_base_` files. `trail` are the files that lead to it, `read` the
-    sizes of all that were read, `place` is that of the `_base_` that names it."""
+@dataclass(frozen=True)
+class _File:
+    """A file that was read: its folder, its bytes, and how many files lead to it."""
+
+    folder: Path
+    size: int
+    depth: int
+
+
+def _with_bases(
+    path: Path, trail: list[Path], read: list[_File], faults: list[Fault], place: str | None = None
+) -> Entry:
+    """The tree of a file, laid over the trees of its `_base_` files. `trail` are the files that lead to it, `read` all
+    that were read, `place` is that of the `_base_` that names it."""
     here = Path(os.path.realpath(path))  # unlike Path.resolve, without an error for links that go round
     if here in trail:
         chain = " → ".join(_short(p) for p in [*trail[trail.index(here) :], here])
@@ -64,8 +77,8 @@ def _with_bases(path: Path, trail: list[Path], read: list[int], faults: list[Fau
     if len(read) >= MAX_BASES:
         raise ConfigError(Fault(f"more than {MAX_BASES} files build on each other", place=_short(path)))
     text = _text(path)
-    read.append(len(text))
-    if sum(read) > MAX_BYTES:
+    read.append(_File(Path(os.path.abspath(path.parent)), len(text), len(trail)))  # noqa: PTH100 (without `..`)
+    if sum(file.size for file in read) > MAX_BYTES:
         message = f"the files that build on each other have at most {MAX_BYTES // 1000} kB together"
         raise ConfigError(Fault(message, place=_short(path)))
     tree = parse(text, _short(path), faults)

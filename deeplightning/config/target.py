@@ -10,25 +10,15 @@ import keyword
 import os
 import pkgutil
 import sys
-import sysconfig
 import types
 import warnings
 from collections.abc import Iterable, Mapping
-from pathlib import Path
 from typing import Any
 
+from deeplightning.config import own
 from deeplightning.config.fault import ConfigError, Fault, SetupError, nearest, no_module
 from deeplightning.config.kinds import misfit, no_part, role_of
 from deeplightning.config.schema import Target
-
-_INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
-
-
-def add_import_roots(*folders: Path) -> None:
-    """Lets targets come from these folders, behind everything that is installed: they can add names, not shadow any."""
-    for folder in map(str, folders):
-        if folder not in sys.path:
-            sys.path.append(folder)
 
 
 def is_installed(package: str) -> bool:
@@ -66,12 +56,13 @@ def find(name: str) -> Any:
     found: Any = None
     depth = 0
     for depth in range(len(parts) - 1, 0, -1):
-        found = _module(".".join(parts[:depth]), name)
+        found = _module(".".join(parts[:depth]), name, parts[depth : depth + 1])
         if found is not None:
             break
     if found is None:
         known = [m.name for m in pkgutil.iter_modules()] if len(parts[0]) > 2 else []
-        raise ValueError(no_module(parts[0], name, known))
+        raise ValueError(no_module(parts[0], name, known, own.roots()))
+    read = own.read_from(name, getattr(found, "__file__", None))
     for part in parts[depth:]:
         try:
             found = getattr(found, part)
@@ -79,21 +70,27 @@ def find(name: str) -> Any:
             owner = ".".join(parts[:depth])
             prefix = f"{owner}."
             public = _public_names(found)
-            things = [n for n in public if f"{prefix}{n}" not in sys.modules] if depth == len(parts) - 1 else []
+            things = (
+                [n for n in public if own.full_name(f"{prefix}{n}") not in sys.modules]
+                if depth == len(parts) - 1
+                else []
+            )
             near = (nearest(part, things) or nearest(part, public)).replace("mean ", f"mean {prefix}", 1)
-            raise ValueError(f"{owner} has no `{part}`.{near}") from None
+            raise ValueError(f"{owner} has no `{part}`.{near}{read}") from None
         depth += 1
     return found
 
 
-def _module(module: str, wanted: str) -> types.ModuleType | None:
+def _module(module: str, wanted: str, inside: Iterable[str]) -> types.ModuleType | None:
+    full = own.full_name(module, inside)
     try:
-        return importlib.import_module(module)
+        return importlib.import_module(full)
     except ModuleNotFoundError as error:
-        if error.name and (module == error.name or module.startswith(f"{error.name}.")):
+        if error.name and (full == error.name or full.startswith(f"{error.name}.")):
             return None
+        lacking = own.shown(str(error.name))
         raise ValueError(
-            f"importing {module} (for `{wanted}`) needs {error.name}, which is not installed here{_place(error)}"
+            f"importing {module} (for `{wanted}`) needs {lacking}, which is not installed here{_place(error)}"
         ) from error
     except (Exception, SystemExit) as error:
         raise ValueError(f"importing {module} (for `{wanted}`) failed: {_reason(error)}") from error
@@ -119,7 +116,7 @@ def import_again(names: Iterable[str]) -> None:
 def _reason(error: BaseException) -> str:
     """The error, and the line of the user's own code that it came from, if it did."""
     if isinstance(error, SyntaxError):
-        return f"{type(error).__name__}: {error.msg} ({_short(error.filename or '?')}:{error.lineno})"
+        return f"{type(error).__name__}: {error.msg} ({own.short(error.filename or '?')}:{error.lineno})"
     words = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     return f"{words}{_place(error)}"
 
@@ -129,15 +126,10 @@ def _place(error: BaseException) -> str:
     place, trace = "", error.__traceback__
     while trace is not None:
         file = trace.tb_frame.f_code.co_filename
-        if not file.startswith((*_INSTALLED, "<")) and file != __file__:
-            place = f" ({_short(file)}:{trace.tb_lineno})"
+        if not file.startswith((*own.INSTALLED, "<")) and file not in (__file__, own.__file__):
+            place = f" ({own.short(file)}:{trace.tb_lineno})"
         trace = trace.tb_next
     return place
-
-
-def _short(file: str) -> str:
-    """A file as the user would write it: relative where it lies below the working directory."""
-    return os.path.relpath(file) if Path(file).is_relative_to(Path.cwd()) else file
 
 
 def _public_names(owner: Any) -> list[str]:

@@ -6,6 +6,7 @@ code that is, nothing of a run is executed.
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from deeplightning.config.fault import CheckpointError, RunError, SetupError
+from deeplightning.config.own import ROOTS
 from deeplightning.config.source import read
 from deeplightning.config.tree import line, plain
 from deeplightning.engine.place import place
@@ -363,7 +365,8 @@ def _variables(original: PastRun, roots: Iterable[Path], program: Path | None) -
     installed = [entry for entry in had if "site-packages" in entry or "dist-packages" in entry]
     own = [ours] if program is None and ours in (*had, os.getcwd()) else []  # noqa: PTH109
     rebuilt = [program] if program is not None else []
-    found["PYTHONPATH"] = os.pathsep.join([*map(str, rebuilt), *map(str, roots), *installed, *own])
+    found["PYTHONPATH"] = os.pathsep.join([*map(str, rebuilt), *installed, *own])
+    found[ROOTS] = json.dumps([*map(str, roots)])
     then = original.environment.get("variables")
     if isinstance(then, dict):
         for name in VARIABLES:

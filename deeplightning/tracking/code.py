@@ -3,8 +3,8 @@
 Kept is what a run could import from its import roots (the working directory, the folder of the config, PYTHONPATH) and
 is neither installed nor ours: the modules that are imported, those that they import by name in turn, and the package
 folders of both, with small texts beside the sources. Nothing else is looked at, so that a working directory of a
-hundred thousand files costs nothing. In the zip is a folder for each root, 0, 1 … in the order of `sys.path`, and
-`manifest.json`. The same code gives the same bytes.
+hundred thousand files costs nothing. In the zip is a folder for each root, 0, 1 … in the order in which they
+are looked through, and `manifest.json`. The same code gives the same bytes.
 """
 
 import hashlib
@@ -25,6 +25,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any
 
 from deeplightning import __version__
+from deeplightning.config import own
 from deeplightning.config.conceal import conceal
 from deeplightning.config.fault import CheckpointError
 from deeplightning.tracking import environment
@@ -54,7 +55,7 @@ class Code:
     """The code of a run.
 
     Attributes:
-        roots: the folders that it was imported from, absolute, in the order of `sys.path`.
+        roots: the folders that it was imported from, absolute, in the order in which they are looked through.
         working_directory: the one of them that was the working directory; None: nothing came from there.
         files: what each file held, by its root's position and its path in it, with `/`.
         left_out: files and folders that were not kept, and why.
@@ -148,11 +149,11 @@ class _Collector:
         names = list(self.modules)  # thousands; what is inside an installed package need not be looked at
         foreign = {name for name in names if "." not in name and self.is_foreign(self.modules.get(name))}
         for name in names:
-            if name.partition(".")[0] in foreign:
+            if name.partition(".")[0] in foreign and not name.startswith(own.PREFIX):
                 continue
             file = getattr(self.modules.get(name), "__dict__", {}).get("__file__")
             if isinstance(file, str) and file.endswith(".py") and not self.is_installed(file):
-                self.module(name, self.modules[name], os.path.abspath(file))  # noqa: PTH100 (three times as fast)
+                self.module(own.shown(name), self.modules[name], os.path.abspath(file))  # noqa: PTH100 (three times as fast)
         asked: set[str] = set()
         while self.unread:
             for top in _imported_by(self.unread.pop()) - asked:
@@ -186,8 +187,8 @@ class _Collector:
 
     def follow(self, top: str) -> None:
         """Keeps what a name means that some code imports, if it is the user's."""
-        spec = None
-        if top not in self.modules:
+        spec = own.top_level(top)
+        if (spec is None or spec.loader is None) and top not in self.modules:
             with suppress(Exception):
                 spec = PathFinder.find_spec(top)
         if spec is None or spec.origin in ("built-in", "frozen"):
@@ -266,7 +267,7 @@ class _Collector:
         return clean
 
     def code(self) -> Code:
-        order = {root: number for number, root in reversed([*enumerate(self.path)])}
+        order = {root: number for number, root in reversed([*enumerate([*own.roots(), *self.path])])}
         roots = sorted({root for root, _ in self.files}, key=lambda root: (order.get(root, len(order)), root))
         with suppress(OSError):
             here = str(Path.cwd())

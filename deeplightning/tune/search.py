@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import logging
-import os
 import re
 import signal
 import sys
@@ -352,14 +351,10 @@ class _Search:
         write_whole(file, self._trial_config(point, self.parent.overrides(number), is_trial=True))
         if self._spawns():
             self._compare_code(self.study.notes["code"])
-        roots = os.pathsep.join(
-            dict.fromkeys(filter(None, [str(self.path.absolute().parent), os.environ.get("PYTHONPATH", "")]))
-        )
         environment: dict[str, str | None] = {
             TRIAL: self.line.told(number, self.tune.metric),
             DECIDED: None,
             "MLFLOW_RUN_ID": None,
-            "PYTHONPATH": roots,
             **self.parent.environment(number, self.sign),
         }
         import_again(self._to_import or ())

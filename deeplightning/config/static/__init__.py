@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from deeplightning.config import own
 from deeplightning.config.fault import nearest, no_module
 from deeplightning.config.signature import Instance, Signature, Undecided
 from deeplightning.config.static.bindings import Broken, Module
@@ -53,12 +54,13 @@ def _find(parts: list[str], names: Names) -> Thing:
     name = ".".join(parts)
     module, depth = None, 0
     for depth in range(min(len(parts) - 1, 50), 0, -1):
-        module = names.module(".".join(parts[:depth]))
+        module = names.module(own.full_name(".".join(parts[:depth]), parts[depth : depth + 1]))
         if module is not None:
             break
     if module is None:
         known = [m.name for m in pkgutil.iter_modules()] if len(parts[0]) > 2 else []
-        raise ValueError(no_module(parts[0], name, known))
+        raise ValueError(no_module(parts[0], name, known, own.roots()))
+    read = own.read_from(name, str(module.file) if module.file else None)
     thing = names.of_module(module)
     for part in parts[depth:]:
         try:
@@ -71,7 +73,7 @@ def _find(parts: list[str], names: Names) -> Thing:
             owner = ".".join(parts[:depth])
             assert thing.module is not None
             near = nearest(part, thing.module.submodules()).replace("mean ", f"mean {owner}.", 1)
-            raise ValueError(f"{owner} has no `{part}`.{near}") from None
+            raise ValueError(f"{owner} has no `{part}`.{near}{read}") from None
         except Absent as absent:
             if absent.name != part:
                 raise Undecided(f"{absent.name} cannot be found where it is imported from") from None
@@ -81,7 +83,7 @@ def _find(parts: list[str], names: Names) -> Thing:
             modules = thing.module.submodules() if thing.kind == "module" and thing.module else []
             things = [n for n in public if n not in modules] if depth == len(parts) - 1 else []
             near = (nearest(part, things) or nearest(part, public)).replace("mean ", f"mean {owner}.", 1)
-            raise ValueError(f"{owner} has no `{part}`.{near}") from None
+            raise ValueError(f"{owner} has no `{part}`.{near}{read}") from None
         depth += 1
     return thing
 

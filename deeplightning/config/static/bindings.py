@@ -10,7 +10,6 @@ import importlib.util
 import os
 import pkgutil
 import sys
-import sysconfig
 import typing
 import warnings
 from collections.abc import Iterator, Sequence
@@ -20,7 +19,8 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any
 
-INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+from deeplightning.config import own
+from deeplightning.config.own import INSTALLED, short
 
 
 class Broken(Exception):
@@ -92,14 +92,13 @@ class Module:
         """Whether it is the user's own code rather than installed."""
         return self.file is not None and not str(self.file).startswith(INSTALLED)
 
+    def full_name(self, name: str, inside: Sequence[str] = ()) -> str:
+        """The module that an `import` in this file means."""
+        return own.full_name(name, inside) if own.is_own(str(self.file)) else name
+
     def place(self, line: int) -> str:
         """` (file:line)`, for own code."""
         return f" ({short(str(self.file))}:{line})" if self.is_ours else ""
-
-
-def short(file: str) -> str:
-    """A file as the user would write it: relative where it lies below the working directory."""
-    return os.path.relpath(file) if Path(file).is_relative_to(Path.cwd()) else file
 
 
 _read: dict[str, tuple[bytes, ast.Module]] = {}  # by file, until its text changes
@@ -110,8 +109,11 @@ def module(name: str) -> Module | None:
     folders: Sequence[str] | None = None
     parts = name.split(".")
     spec: Any = None
-    for depth in range(1, len(parts) + 1):
-        if depth > 1 and not folders:
+    first = 1
+    if name.startswith(own.PREFIX):
+        first, folders = own.PREFIX.count(".") + 1, own.roots()
+    for depth in range(first, len(parts) + 1):
+        if depth > first and not folders:
             return None
         spec = _spec(".".join(parts[:depth]), folders)
         if spec is None:
@@ -299,7 +301,10 @@ class _Reader:
             case ast.Import():
                 for alias in node.names:
                     bound = alias.name if alias.asname else alias.name.partition(".")[0]
-                    self.bind(alias.asname or bound, Imported, node.lineno, bound, None)
+                    full = self.scope.module.full_name(alias.name)
+                    if alias.asname is None:
+                        full = full.removesuffix(alias.name.removeprefix(bound))
+                    self.bind(alias.asname or bound, Imported, node.lineno, full, None)
                     self.imported(alias.name, node.lineno)
                     if alias.asname is None and alias.name.startswith(f"{self.scope.module.name}."):
                         self.scope.effects.append(alias.name)
@@ -353,8 +358,8 @@ class _Reader:
 
     def import_from(self, node: ast.ImportFrom) -> None:
         module = absolute(node, self.scope.module)
-        if not node.level and module != "__future__":
-            self.imported(module, node.lineno)
+        if node.module and not node.level and module != "__future__":
+            self.imported(node.module, node.lineno)
         for alias in node.names:
             if alias.name == "*":
                 self.order += 1
@@ -476,6 +481,8 @@ def _loop_variable(node: ast.For | ast.AsyncFor) -> ast.stmt:
 
 def absolute(node: ast.ImportFrom, module: Module) -> str:
     """The module that `from … import` names."""
+    if node.module and not node.level:
+        return module.full_name(node.module, [alias.name for alias in node.names])
     above = module.package.split(".")
     above = above[: len(above) - node.level + 1] if node.level else []
     return ".".join([*above, *([node.module] if node.module else [])])
@@ -484,7 +491,7 @@ def absolute(node: ast.ImportFrom, module: Module) -> str:
 def _imports(body: list[ast.stmt], module: Module) -> Iterator[tuple[str, str | None]]:
     for node in body:
         if isinstance(node, ast.Import):
-            yield from ((alias.name, None) for alias in node.names)
+            yield from ((module.full_name(alias.name), None) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             yield from ((absolute(node, module), None if a.name == "*" else a.name) for a in node.names)
 

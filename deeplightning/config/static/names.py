@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Generic, Literal
 
+from deeplightning.config import own
 from deeplightning.config.signature import Undecided
 from deeplightning.config.static import bindings
 from deeplightning.config.static.bindings import Assigned, Binding, Broken, Defined, Imported, Module, Scope
@@ -152,7 +153,7 @@ class Names:
         if name not in self.modules:
             module = bindings.module(name)
             if module is not None and module.is_ours:
-                if "." in name:
+                if "." in own.shown(name):
                     self.module(name.rpartition(".")[0])
                 self.need_imports(module)
             self.modules[name] = module
@@ -537,7 +538,8 @@ class Names:
                 return self.imported(Imported(0, local.lineno, (), source, alias.name), alias.name, frame)
             if isinstance(local, ast.Import):
                 alias = next(a for a in local.names if (a.asname or a.name.partition(".")[0]) == name)
-                found = self.module(alias.name if alias.asname else name)
+                full = frame.module.full_name(alias.name)
+                found = self.module(full if alias.asname else full.removesuffix(alias.name.removeprefix(name)))
                 if found is not None:
                     return self.of_module(found)
             if local is not None:

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from deeplightning.config.fault import SetupError, error_of
+from deeplightning.config.own import add_import_roots
 from deeplightning.config.schema import Config
-from deeplightning.config.target import add_import_roots
 from deeplightning.engine.lean import import_lean
 from deeplightning.engine.plan import occupied, settle
 from deeplightning.engine.ranks import AGENT

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import io
+import json
 import os
 import re
 import shlex
@@ -22,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from deeplightning.config.fault import ConfigError, Fault, RunError, SetupError
+from deeplightning.config.own import ROOTS, roots
 from deeplightning.config.tree import dump
 from deeplightning.engine import ranks
 from deeplightning.engine.launch import Job, Start
@@ -232,8 +234,7 @@ class Slurm:
             lines.append(f"export MASTER_ADDR={_quoted(self.master_addr)}")
         if self.master_port is not None:
             lines.append(f"export MASTER_PORT={self.master_port}")
-        if job.config.parent != Path.cwd():  # own code beside the config; the copy lies elsewhere
-            lines.append(f'export PYTHONPATH="${{PYTHONPATH:+$PYTHONPATH:}}"{_quoted(job.config.parent)}')
+        lines.append(f"export {ROOTS}={_quoted(json.dumps(roots()))}")  # the copy of the config lies elsewhere
         return lines
 
 

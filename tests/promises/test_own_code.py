@@ -1,0 +1,143 @@
+"""What is promised of the user's own code, wherever a run finds it."""
+
+import json
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+from commands import real
+
+WAVE = """\
+import random
+from test import width
+
+from torch import nn
+
+import own_helper
+
+
+class Net(nn.Sequential):
+    def __init__(self, classes):
+        assert random.MINE == own_helper.CHOICE == "the user's"
+        super().__init__(nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, classes))
+"""
+OWN = {
+    "wave": WAVE,  # of the standard library
+    "random": 'MINE = "the user\'s"\n',
+    "test": "width = 8\n",
+    "own_helper": "from random import MINE as CHOICE\n",
+    "serve": "from torch import nn\n\n\nclass Loss(nn.CrossEntropyLoss):\n    pass\n",  # of ours
+    "rich": "import pytorch_lightning as pl\n\n\nclass Hook(pl.Callback):\n    pass\n",  # installed
+    "onnx": "from deeplightning.data.digits import Digits\n\n\nclass Data(Digits):\n    pass\n",
+    "torch": "raise RuntimeError('the working directory is no place for torch')\n",
+}
+NAMES = (
+    "data.module.type=onnx.Data",
+    "~model.network",
+    "model.network={type: wave.Net, params: {classes: 10}}",
+    "model.loss.type=serve.Loss",
+    "train.callbacks=[{type: rich.Hook}]",
+)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A working directory whose files have the names of installed modules."""
+    folder = tmp_path_factory.mktemp("work") / "my code"
+    folder.mkdir()
+    for name, text in OWN.items():
+        (folder / f"{name}.py").write_text(text)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def done(command, tiny, place):
+    """A run of two processes with a bundle, and the bar of `rich`'s."""
+    more = ("engine.processes=2", "train.export=true", "logger.progress=bar", "train.num_epochs=1")
+    outcome = command("train", tiny, *NAMES, *more, cwd=place, ranks=2)
+    assert {each.code for each in outcome.ranks} == {0}, outcome
+    return outcome
+
+
+def test_own_files_come_before_installed_modules(done, tiny, place):
+    """Files of the working directory come first for `check` and `train`, in every process, and disturb no library."""
+    for importing in ([], ["--import"]):
+        outcome = real("check", *importing, tiny, *NAMES, cwd=place)
+        assert outcome.code == 0, outcome
+    assert (done.folder / "bundle" / "model.onnx").is_file()
+    with zipfile.ZipFile(done.folder / "code.zip") as code:
+        kept = {name.removeprefix("0/") for name in code.namelist() if name.startswith("0/")}
+    assert kept == {f"{name}.py" for name in OWN if name != "torch"}
+
+
+def test_a_message_on_a_name_says_which_file_was_read(command, tiny, place, tmp_path):
+    """Of the user's file where there is one, else of the one that is installed."""
+    wrong = ("model.network={type: wave.Nett}",)
+    for importing in ([], ["--import"]):
+        outcome = command("check", *importing, tiny, *wrong, cwd=place)
+        assert "wave has no `Nett`. Did you mean wave.Net? `wave` was read from wave.py." in outcome.err, outcome
+        outcome = command("check", *importing, tiny, *wrong, cwd=tmp_path)
+        assert f"wave has no `Nett`. `wave` was read from {Path(subprocess.__file__).parent}/wave.py." in outcome.err
+
+
+@pytest.mark.parametrize("module", ["serve", "deeplightning.torch_server"])
+def test_our_server_starts_beside_a_serve_py(module, place):
+    """With the flag that `deeplightning serve` starts it with."""
+    done = subprocess.run([sys.executable, "-P", "-m", module, "--help"], cwd=place, capture_output=True, text=True)
+    assert (done.returncode, done.stdout[:6]) == (0, "usage:"), done.stderr
+
+
+def test_a_foreign_folder_gains_nothing_from_being_the_working_directory(done, command, tmp_path):
+    """No file of a run folder that was not made here is imported, also where it is the working directory."""
+    folder = tmp_path / "from the web"
+    folder.mkdir()
+    config = (done.folder / "cfg.yaml").read_text().replace("wave.Net", "timm.layers.Mlp")
+    config = config.replace("onnx.Data", "deeplightning.data.digits.Digits")
+    config = config.replace("serve.Loss", "torch.nn.CrossEntropyLoss")
+    (folder / "cfg.yaml").write_text(config)
+    for name in ("best.ckpt", "last.ckpt"):
+        if (done.folder / name).is_file():
+            (folder / name).write_bytes((done.folder / name).read_bytes())
+    for name in ("timm", "rich", "random", "torch", "deeplightning"):
+        (folder / f"{name}.py").write_text("open('executed', 'w')\n")
+    for more in ([], ["--allow", "timm"]):
+        outcome = command("export", folder, *more, cwd=folder)
+        assert outcome.code != 0
+        assert not (folder / "executed").exists(), outcome
+
+
+@pytest.mark.parametrize("importing", [[], ["--import"]])
+def test_code_beside_a_base_is_found(command, tiny, tmp_path, importing):
+    """The folders of all files of a composition are looked through, the nearest first."""
+    middle, deep, here = tmp_path / "middle", tmp_path / "deep", tmp_path / "here"
+    for folder in (middle, deep, here):
+        folder.mkdir()
+    (deep / "base.yaml").write_text(f"_base_: {tiny}\n")
+    (middle / "base.yaml").write_text("_base_: ../deep/base.yaml\n")
+    (middle / "c.yaml").write_text(
+        "_base_: base.yaml\nmodel: {loss: {type: lossy.Loss}, network: {type: netty.Net, params: {~num_classes: 0}}}\n"
+    )
+    text = "from torch import nn\nclass Loss(nn.CrossEntropyLoss):\n    pass\n"
+    (deep / "lossy.py").write_text(text)
+    (deep / "netty.py").write_text("raise RuntimeError('the farther one')\n")
+    (middle / "netty.py").write_text("from deeplightning.model.cnn import SimpleCNN as Net\n")
+    override = "model.network.params={num_classes: 10, num_channels: 1, image_size: 8}"
+    outcome = command("check", *importing, middle / "c.yaml", override, cwd=here)
+    assert outcome.code == 0, outcome
+    outcome = command("check", *importing, middle / "c.yaml", override, "model.loss.type=lost.Loss", cwd=here)
+    assert f"Searched: {here}, {middle}, {deep}, {tiny.parent}, and what is installed." in outcome.err
+    assert outcome.code == 2
+
+
+def test_code_beside_a_base_is_kept_with_the_run(command, tiny, tmp_path):
+    """Its run has the code in `code.zip`."""
+    (tmp_path / "base").mkdir()
+    (tmp_path / "base" / "b.yaml").write_text(f"_base_: {tiny}\n")
+    (tmp_path / "base" / "colorsys.py").write_text("from torch.nn import CrossEntropyLoss as Loss\n")
+    (tmp_path / "c.yaml").write_text("_base_: base/b.yaml\nmodel: {loss: {type: colorsys.Loss}}\n")
+    outcome = command("train", "c.yaml", "train.num_epochs=1", cwd=tmp_path)
+    assert outcome.code == 0, outcome
+    with zipfile.ZipFile(outcome.folder / "code.zip") as code:
+        assert json.loads(code.read("manifest.json"))["roots"] == [str(tmp_path / "base")]
