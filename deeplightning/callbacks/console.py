@@ -14,7 +14,7 @@ from pytorch_lightning.callbacks import EarlyStopping
 
 from deeplightning import __version__
 from deeplightning.callbacks.checkpoints import Checkpoints
-from deeplightning.callbacks.record import Record, Redacting
+from deeplightning.callbacks.record import Record, Redacting, rank_shown
 from deeplightning.callbacks.watch import batch_loss
 from deeplightning.config.combinations import proposals
 from deeplightning.config.fault import count
@@ -32,17 +32,25 @@ DRAW_SECONDS = 0.25  # between two drawings of the bar
 
 
 class _Terminal(logging.Handler):
-    """News to stdout; warnings and errors to stderr, with the word, in colour on a terminal."""
+    """News to stdout; warnings and errors to stderr, with the word, in colour on a terminal.
+
+    Args:
+        begin: what each line starts with.
+    """
+
+    def __init__(self, begin: str):
+        super().__init__()
+        self.begin = begin
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = self.format(record)
+        text = self.format(record).replace("\n", f"\n{self.begin}")
         if record.levelno < logging.WARNING:
-            print(text, flush=True)
+            print(f"{self.begin}{text}", flush=True)
             return
         word = record.levelname.lower()
         if sys.stderr.isatty():
             word = f"\x1b[{31 if record.levelno > logging.WARNING else 33}m{word}\x1b[0m"
-        print(f"{word}: {text}", file=sys.stderr, flush=True)
+        print(f"{self.begin}{word}: {text}", file=sys.stderr, flush=True)
 
 
 def to_terminal(cfg: Config) -> None:
@@ -61,7 +69,7 @@ def to_terminal(cfg: Config) -> None:
     # Ours names the key: `deeplightning.engine.compute.matmul_hint`. Lightning's is news below its level, see above.
     warnings.filterwarnings("ignore", message="TensorFloat32 tensor cores for float32 matrix multiplication available")
     if own_rank() in cfg.logger.ranks:
-        handler = _Terminal()
+        handler = _Terminal(rank_shown(cfg))
         handler.setFormatter(Redacting(cfg, "%(message)s"))
         log.addHandler(handler)
 

@@ -27,6 +27,7 @@ from deeplightning.config.source import read
 from deeplightning.config.tree import dump, plain
 from deeplightning.engine import ranks
 from deeplightning.engine.launch.storage import told
+from deeplightning.engine.place import own_rank
 from deeplightning.engine.plan import world_size
 from deeplightning.process import say_losses
 from deeplightning.runfolder import Hold, RunFolder, make_private, umask_of, write_whole
@@ -426,20 +427,40 @@ def _tags(environment: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _log_to_file(path: Path, cfg: Config) -> None:
-    """Everything said under `deeplightning` goes to a file as well; a second launch appends."""
+    """What any logger says, from INFO on, goes to a file as well; a second launch appends."""
+    root = logging.getLogger()
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        for former in [h for h in log.handlers if isinstance(h, _RankFile)]:  # of an earlier run of this process
-            log.removeHandler(former)
+        for former in [h for h in root.handlers if isinstance(h, _RankFile | _Others)]:  # of an earlier run
+            root.removeHandler(former)
             former.close()
         handler = _RankFile(path, encoding="utf-8")
     except OSError as error:
         raise SetupError(f"{path}: the log cannot be written: {error.strerror}") from error
     handler.setFormatter(Redacting(cfg, "%(asctime)s %(levelname)s %(name)s: %(message)s"))
-    log.addHandler(handler)
+    handler.setLevel(logging.INFO)
+    if not root.handlers and own_rank() in cfg.logger.ranks:
+        root.addHandler(_Others(cfg))
+    root.addHandler(handler)
+    root.setLevel(min(root.level or logging.INFO, logging.INFO))
     if log.level == logging.NOTSET:
         log.setLevel(logging.INFO)
     say_losses()
+
+
+class _Others(logging.StreamHandler[Any]):
+    """Warnings of loggers that are not ours, on stderr: Python prints them itself only where there is no handler."""
+
+    def __init__(self, cfg: Config):
+        super().__init__()
+        self.setLevel(logging.WARNING)
+        self.setFormatter(Redacting(cfg, f"{rank_shown(cfg)}%(message)s"))
+        self.addFilter(lambda record: record.name.partition(".")[0] != log.name)
+
+
+def rank_shown(cfg: Config) -> str:
+    """What a line on the terminal begins with where several processes report there."""
+    return f"[rank {own_rank()}] " if len(cfg.logger.ranks) > 1 else ""
 
 
 class _RankFile(logging.FileHandler):

@@ -23,13 +23,27 @@ class Net(nn.Sequential):
         assert random.MINE == own_helper.CHOICE == "the user's"
         super().__init__(nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, classes))
 """
+HOOK = """\
+import logging
+
+import pytorch_lightning as pl
+
+log = logging.getLogger(__name__)
+
+
+class Hook(pl.Callback):
+    def on_train_start(self, trainer, module):
+        log.debug("hardly")
+        log.info("begins on %d", trainer.global_rank)
+        logging.getLogger("users.other").warning("careful")
+"""
 OWN = {
     "wave": WAVE,  # of the standard library
     "random": 'MINE = "the user\'s"\n',
     "test": "width = 8\n",
     "own_helper": "from random import MINE as CHOICE\n",
     "serve": "from torch import nn\n\n\nclass Loss(nn.CrossEntropyLoss):\n    pass\n",  # of ours
-    "rich": "import pytorch_lightning as pl\n\n\nclass Hook(pl.Callback):\n    pass\n",  # installed
+    "rich": HOOK,  # installed
     "onnx": "from deeplightning.data.digits import Digits\n\n\nclass Data(Digits):\n    pass\n",
     "torch": "raise RuntimeError('the working directory is no place for torch')\n",
 }
@@ -55,7 +69,13 @@ def place(tmp_path_factory):
 @pytest.fixture(scope="module")
 def done(command, tiny, place):
     """A run of two processes with a bundle, and the bar of `rich`'s."""
-    more = ("engine.processes=2", "train.export=true", "logger.progress=bar", "train.num_epochs=1")
+    more = (
+        "engine.processes=2",
+        "train.export=true",
+        "logger.progress=bar",
+        "train.num_epochs=1",
+        "logger.ranks=[0, 1]",
+    )
     outcome = command("train", tiny, *NAMES, *more, cwd=place, ranks=2)
     assert {each.code for each in outcome.ranks} == {0}, outcome
     return outcome
@@ -70,6 +90,20 @@ def test_own_files_come_before_installed_modules(done, tiny, place):
     with zipfile.ZipFile(done.folder / "code.zip") as code:
         kept = {name.removeprefix("0/") for name in code.namelist() if name.startswith("0/")}
     assert kept == {f"{name}.py" for name in OWN if name != "torch"}
+
+
+def test_what_own_loggers_say_is_in_the_log_of_its_rank(done):
+    """All loggers go to the file of their rank from INFO on; on the terminal, lines of several ranks name it."""
+    for rank, outcome in enumerate(done.ranks):
+        text = (done.folder / "logs" / f"rank_{rank}.log").read_text()
+        assert text.count(f" INFO deeplightning.config.own.rich: begins on {rank}\n") == 1
+        assert text.count(" WARNING users.other: careful\n") == 1
+        assert text.count(": first loss ") == 1
+        assert "hardly" not in text
+        assert outcome.err.count(f"[rank {rank}] careful\n") == 1, outcome
+        shown = [line for line in outcome.out.splitlines() if "first loss" in line or "epoch" in line.split()[:1]]
+        assert all(line.startswith(f"[rank {rank}] ") for line in shown), outcome
+        assert any("first loss" in line for line in shown), outcome
 
 
 def test_a_message_on_a_name_says_which_file_was_read(command, tiny, place, tmp_path):
