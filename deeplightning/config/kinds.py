@@ -3,11 +3,11 @@
 `compare` asks it of source files and live classes, `target` of what was built, `trust` of foreign configs.
 """
 
-import importlib.util
 import sys
-import sysconfig
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from deeplightning.config.own import top_level
 
 
 @dataclass(frozen=True)
@@ -54,8 +54,6 @@ _PLAIN = {
         "bool", "bytes", "complex", "dict", "float", "frozenset", "int", "list", "range", "set", "slice", "str", "tuple"
     )),
 }  # fmt: skip
-
-_STANDARD = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
 
 
 def role_of(key: str) -> str | None:
@@ -105,11 +103,5 @@ def no_part(path: str, role: str | None) -> str | None:
 
 def _is_standard(top: str) -> bool:
     """Whether a module's first name means the standard library, and no file of the user's own."""
-    if top not in sys.stdlib_module_names:
-        return False
-    try:
-        spec = importlib.util.find_spec(top)
-    except (ValueError, ImportError):
-        spec = None
-    origin = spec.origin if spec is not None else None
-    return origin in (None, "built-in", "frozen") or origin.startswith(_STANDARD)
+    spec = top_level(top) if top in sys.stdlib_module_names else None
+    return top in sys.stdlib_module_names and (spec is None or spec.loader is None)

@@ -193,7 +193,7 @@ SYSTEMS: dict[str, dict[str, str]] = {
         "/wandb": "logger.extra (pytorch_lightning.loggers.WandbLogger)",
         "model.type": "model.network.type",
         "model.params": "model.network.params",
-        "model.weights": "model.network.params.weights",
+        "model.weights": "model.network.params (`weights` of torchvision's functions)",
         "model.num_classes /num_classes": "model.network.params.num_classes",
         "arch architecture backbone": "model.network",
         "data.path data.dir data_path data_root": "data.root",

@@ -153,13 +153,13 @@ def misfits(backend: str, params: Mapping[str, Any]) -> Iterator[Misfit]:
         if isinstance(word, str) and word not in _DTYPES:
             words = ", ".join(_DTYPES)
             yield Misfit(name, f"must be one of {words}, not {word!r:.60}.{nearest(word, _DTYPES)}", word, words)
-    word = params.get("process_group_backend")
-    for part in word.split(",") if isinstance(word, str) else ():
+    group = params.get("process_group_backend")
+    for part in group.split(",") if isinstance(group, str) else ():
         name = part.rpartition(":")[2]  # torch takes `cpu:gloo,cuda:nccl` too
         if name.lower() not in GROUPS:
             words = ", ".join(GROUPS)
             message = f"must be one of {words}, not {name!r:.60}.{nearest(name, GROUPS)}"
-            yield Misfit("process_group_backend", message, word, words)
+            yield Misfit("process_group_backend", message, part, words)
             break
     config = params.get("config")
     if backend.startswith("deepspeed") and isinstance(config, Mapping):
