@@ -145,7 +145,7 @@ def _lose(descriptor: int, error: OSError) -> None:
     _to_null(descriptor)
     if _lost is None:
         name = "stdout" if descriptor == 1 else "stderr"
-        _lost = f"{name} cannot be written any more ({error.strerror}): the run goes on without it"
+        _lost = f"{name} can no longer be written ({error.strerror}): the run continues without it"
         if _can_say:
             with contextlib.suppress(RuntimeError):  # the interpreter is about to end
                 # The thread that writes holds locks that a log may need.

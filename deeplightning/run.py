@@ -50,7 +50,7 @@ def launch(cfg: Config) -> RunFolder:
         keep_format()
     goes_on = resumption(cfg) if "train" in cfg.stages and cfg.train.num_epochs != 0 else None
     if goes_on is not None and goes_on.checkpoint and goes_on.over and cfg.stages == ["train"]:
-        log.warning("nothing to do: %s: %s; to go on, set that higher", goes_on.checkpoint, goes_on.over)
+        log.warning("nothing to do: %s: %s; to continue training, raise that", goes_on.checkpoint, goes_on.over)
         return RunFolder(goes_on.checkpoint.parent)
     try:
         data, task = init_module(cfg, "data"), init_module(cfg, "model")

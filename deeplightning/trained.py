@@ -126,7 +126,7 @@ def _of_launch(cfg: Config) -> Resumption | None:
         return None  # a finished job's id is used for another
     for path in folder.checkpoints():
         try:
-            return replace(_from(path, read_checkpoint(path), cfg), over="")  # what comes after training is to be done
+            return replace(_from(path, read_checkpoint(path), cfg), over="")  # the stages after training remain
         except CheckpointError as error:
             log.warning("resumes    not this one: %s", error)
     hold = folder.hold() if own_rank() == 0 else None
@@ -173,7 +173,7 @@ def _from(path: Path, checkpoint: Mapping[str, Any], cfg: Config) -> Resumption:
     if theirs is not None and _types(theirs) != _types(ours):
         raise CheckpointError(
             f"{path}: of another optimizer: model.optimizer.type was {_types(theirs)} and is {_types(ours)}; "
-            f"go on with that, or begin anew from the weights: model.init_from='{path}'"
+            f"go on with that, or start again from the weights: model.init_from='{path}'"
         )
     over, moved = _over(checkpoint, cfg), (checkpoint.get("run") or {}).get("folder") != str(path.parent)
     if own_rank() != 0:
@@ -244,7 +244,7 @@ def _raise_for_oddities(path: Path, checkpoint: Mapping[str, Any]) -> None:
     if odd is not None:
         raise CheckpointError(
             f"{path}: damaged, or not written by Deep Lightning: `{odd}` is missing or no value that it may have; "
-            f"take another checkpoint, or begin anew from the weights: model.init_from='{path}'"
+            f"take another checkpoint, or start again from the weights: model.init_from='{path}'"
         )
 
 

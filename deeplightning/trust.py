@@ -144,7 +144,7 @@ def admit(folder: RunFolder, allow: Sequence[str] = (), verb: str = "use") -> li
     """Compares a foreign run's config with what may be built; an own one is admitted as it is.
 
     Args:
-        allow: modules that the user trusts, `own_network`; `oc.env` stands for environment variables.
+        allow: modules that the user trusts, `own_network`; `oc.env` means environment variables.
         verb: what the run is asked for, for the note.
 
     Returns:
@@ -240,7 +240,7 @@ def _refusal(root: Entry, path: KeyPath, entry: Entry, allow: Sequence[str], ver
             return None
         try:
             found = find(name)
-        except ValueError:  # there is no such thing; whoever wants it will say so
+        except ValueError:  # the name does not exist, which `check` reports
             return None
         fits = isinstance(found, type) and issubclass(found, find(rule.base))
         if fits and _within(_origin(found, name), rule.modules):
@@ -275,9 +275,9 @@ def _is_own_builder(found: object) -> bool:
 
 
 def _builds_without_weights(found: object, params: Entry | None) -> bool:
-    """Whether it is a function of torchvision's register of networks, which may download weights, and is told not to.
+    """Whether it is a function of torchvision's register of networks, with params under which it downloads no weights.
 
-    Some do so unless they are told: `weights_backbone` of those that detect has another default than None.
+    Some do so by default: `weights_backbone` of those that detect has another default than None.
     """
     if not isinstance(found, FunctionType) or not _within(found.__module__, ["torchvision.models"]):
         return False

@@ -188,7 +188,7 @@ class Parent:
             self._announce(report["model"], self._layout)
             self._announce = None
         else:
-            tell("the model is loaded anew", run=report["run"])
+            tell("the model is reloaded", run=report["run"])
 
     def _cannot(self, reason: str, exit_code: int) -> None:
         """A model cannot be served. At the start that is the server's end, unless the CPU may answer; later the model

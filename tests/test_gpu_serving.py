@@ -167,7 +167,7 @@ def test_a_changed_bundle_and_a_crash_are_survived(run_folder, start, tmp_path):
     server = start(folder, "--device", "cuda:0")
     first = server.workers()[0]
     colour_run(Path(folder), ("rot", "green", "blue"))
-    wait_until(lambda: "the model is loaded anew" in server.events(), 60)
+    wait_until(lambda: "the model is reloaded" in server.events(), 60)
     wait_until(lambda: gone(first), 20)
     assert server.ask("POST", "/predict", picture("red"))[1]["label"] == "rot"
     os.kill(server.workers()[0], signal.SIGKILL)

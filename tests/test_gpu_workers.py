@@ -194,7 +194,7 @@ def test_a_changed_bundle_is_taken_up_on_the_gpu(pretend, run_folder, tmp_path):
     assert not gone(first)
     pretend.fails()
     colour_run(folder, ("rot", "green", "blue"))
-    wait_until(lambda: "the model is loaded anew" in server.events())
+    wait_until(lambda: "the model is reloaded" in server.events())
     wait_until(lambda: gone(first))
     assert label(server, "red") == "rot"
     assert server.stop() == 0

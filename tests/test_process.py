@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from commands import environment
 
-LOST = "stdout cannot be written any more"
+LOST = "stdout can no longer be written"
 TERMINATED = "error: interrupted by SIGTERM"
 
 

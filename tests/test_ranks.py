@@ -349,7 +349,7 @@ def test_a_launched_process_that_is_killed(launched, tracked):
     assert run.returncode == 5, err
     assert "error [rank 1]: a worker was lost: the process was killed by SIGKILL" in err
     assert len(re.findall("^error", err, re.M)) == 1
-    assert re.search("; there is no checkpoint yet|last.ckpt, and train.resume_ckpt=auto goes on from it", err)
+    assert re.search("; there is no checkpoint yet|last.ckpt, and train.resume_ckpt=auto resumes from it", err)
     reason = tracked(folder(out)).tags["failure"]
     assert "rank 1: a worker was lost: the process was killed by SIGKILL" in reason
     assert tracked(folder(out)).status == "FAILED"

@@ -669,7 +669,7 @@ def test_a_model_that_never_answers_is_given_up(limited):
     wait_until(lambda: any("was not loaded and proved within 4 s" in event for event in server.events()), 20)
     assert [event.partition(":")[0] for event in server.events()] == ["a worker died", "the model stays as it was"]
     swap(folder, good)
-    wait_until(lambda: server.events()[-1] == "the model is loaded anew", 30)
+    wait_until(lambda: server.events()[-1] == "the model is reloaded", 30)
     assert server.ask("POST", "/predict", picture("red"))[1]["label"] == "red"
 
 
@@ -679,7 +679,7 @@ def test_a_keeper_that_dies_is_replaced(start):
     keeper, workers = children(server.process.pid)[0], server.workers()
     os.kill(keeper, signal.SIGKILL)
     wait_until(lambda: all(map(gone, [keeper, *workers])), 60)
-    wait_until(lambda: server.events() == ["the keeper of the model died", "the model is loaded anew"], 60)
+    wait_until(lambda: server.events() == ["the keeper of the model died", "the model is reloaded"], 60)
     assert server.ask("POST", "/predict", picture("red"))[1]["label"] == "red"
     assert len(server.workers()) == len(workers)
 

@@ -128,7 +128,7 @@ class _Checker:
 
     def fault(self, message: str, key: str, place: str | None = None, **more: Any) -> None:
         if message.startswith(("missing: ", "must be ")) and not self.unread.isdisjoint(upwards(key)):
-            return  # what stands there could not be read
+            return  # the value there could not be read
         if self.answered.isdisjoint(upwards(key)):
             self.answered.add(key)
             self.faults.append(Fault(message, key, place or place_of(key, self.places), **more))
@@ -170,7 +170,7 @@ class _Checker:
                 if hint or not (hint := nearest(name, others)):
                     self.foreign(item, here)
                 hint = hint or _elsewhere(name)
-                if not hint and issubclass(cls, Target):  # an argument that stands beside `params`
+                if not hint and issubclass(cls, Target):  # an argument that was written beside `params`
                     hint = old_words.said(f"{prefix}params.{name}") if name.isidentifier() else ""
                     self.meant.add(f"{prefix}params")
                 message = f"unknown key.{hint} Known here: {', '.join(known)}"
@@ -528,7 +528,7 @@ class _Checker:
 
     def own_mode(self, config: Config, target: Target, metric: Any, asked: str) -> None:
         """The same for a class of torch's or Lightning's with a parameter `mode`, whose default is `min` whatever the
-        metric; that of one's own class is its author's word."""
+        metric; a user's own class keeps the default of its author."""
         params = target.params
         if not isinstance(target.type, str):
             return

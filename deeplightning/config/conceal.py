@@ -193,7 +193,7 @@ def conceal(text: str, name: str = "", found: set[str] | None = None) -> tuple[s
 
 
 def secrets_in_value(key: str, value: str) -> list[tuple[int, int]]:
-    """Where secrets stand in the value of a key of a config: all of it by the key's name, else what looks like one."""
+    """The spans of secrets in the value of a config's key: all of it by the key's name, else what looks like one."""
     strength = _strength(key)
     is_path = strength == "weak" and re.match(r"(?:~|\.{0,2})/", value)  # `password_file: /run/secrets/db`
     if strength and not is_path and _is_secret(value, strength, False):

@@ -60,7 +60,7 @@ class Secrets:
         return conceal(redact(text, self.values), ".txt")[0]
 
     def to_environment(self) -> None:
-        """Sets the variables that stand for secrets written in clear, so that what this run saves can be read by it and
+        """Sets the variables that replace secrets written in clear, so that what this run saves can be read by it and
         by the processes that it starts."""
         os.environ.update({name: value for name, (_, value) in self.literals.items()})
 
@@ -70,8 +70,8 @@ def redact(text: str, values: Mapping[str, str], other: str | None = None) -> st
     what was encoded), and of each of these the first 20 characters or more.
 
     Args:
-        values: what stands in the place of each.
-        other: what stands in the place of a form that is not the plain one; None: the same.
+        values: what replaces each.
+        other: what replaces a form that is not the plain one; None: the same.
     """
     for value in sorted(values, key=len, reverse=True):
         for form in _forms(value):
@@ -175,7 +175,7 @@ def _note_literals(root: Entry, secrets: Secrets) -> None:
 
 
 def escaped(text: str) -> str:
-    """A text that stands for itself, as a config has it: `${` in it is no reference."""
+    """The text as a config writes it literally: `${` in it is no reference."""
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
 
 

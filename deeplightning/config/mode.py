@@ -41,7 +41,7 @@ def mode_of(metric: str, model: Model | None, meanings: Meanings) -> tuple[Mode 
 
 
 def _higher_is_better(target: Target, meanings: Meanings) -> tuple[bool | None, str]:
-    """What the class of a metric says, and which class; torchmetrics' wrappers stand for a class of their task."""
+    """`higher_is_better` of a metric's class, and that class; a wrapper of torchmetrics means that of its task."""
     names = [target.type]
     task = target.params.get("task") if isinstance(target.params, Mapping) else None
     if target.type.startswith("torchmetrics.") and isinstance(task, str):

@@ -1,7 +1,7 @@
 """What keys and values of other tools are called here: one table for the messages of `check` and docs/migrating.md.
 
 A row has old words and ours. An old word is a key wherever it is written; with dots, one below these keys
-(`model._target_`); with a slash in front, one of the top level. Ours is a key with a remark behind it; `*` stands for
+(`model._target_`); with a slash in front, one of the top level. Ours is a key, with a comment after it; `*` means
 the old word, a dot in front for the section that the old word is written in, and `none: …` has the reason why there is
 no such key.
 """
@@ -315,7 +315,7 @@ SYSTEMS: dict[str, dict[str, str]] = {
         "early_stopping.patience": "train.early_stop.patience",
         "rich_progress_bar": "logger.progress",
         "save_last dirpath filename auto_insert_metric_name save_weights_only": (
-            "none: checkpoints lie in the run folder, last.ckpt and best.ckpt"
+            "none: checkpoints are last.ckpt and best.ckpt in the run folder"
         ),
     },
     "Ludwig": {
@@ -510,7 +510,7 @@ def ours(key: str, section: str | None = None) -> str | None:
     """What a dotted key of another tool is here, the longest of the old words that it ends with; None: not known.
 
     Args:
-        section: of ours that it stands in; None: the key's own.
+        section: ours, in which it was written; None: the key's own.
     """
     parts = key.rsplit(".", 2)
     section = key.rpartition(".")[0] if section is None else section
@@ -522,7 +522,7 @@ def ours(key: str, section: str | None = None) -> str | None:
 
 
 def key_of(found: str) -> str | None:
-    """The key in the words that `ours` gave, without the remark."""
+    """The key in the words that `ours` returned, without the comment."""
     return None if found.startswith("none:") else re.split(r"[ (]", found, maxsplit=1)[0]
 
 
@@ -580,7 +580,7 @@ def _cell(new: str) -> str:
 
 
 def renewed(page: str) -> str:
-    """The page with its tables made anew."""
+    """The page with its tables regenerated."""
     for system in SYSTEMS:
         start = START.format(system)
         before, found, after = page.partition(start)
@@ -590,7 +590,7 @@ def renewed(page: str) -> str:
 
 
 def main(path: Path) -> None:
-    """Makes the tables of a page anew."""
+    """Regenerates the tables of a page."""
     path.write_text(renewed(path.read_text()))
 
 

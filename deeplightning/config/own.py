@@ -53,7 +53,7 @@ def roots() -> list[str]:
 
 
 def is_own(file: str | None) -> bool:
-    """Whether a file lies in one of these folders and was not installed there."""
+    """Whether a file is in one of these folders and was not installed there."""
     return (
         file is not None
         and any(file.startswith(f"{root.rstrip(os.sep)}{os.sep}") for root in roots())

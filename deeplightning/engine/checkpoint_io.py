@@ -222,7 +222,7 @@ def _shared_files(path: Path, said: Any) -> list[Path]:
     count = number - sum(_rank_of(name) < number for name in there)
     more = f" and {count - len(first)} more" if count > len(first) else ""
     raise CheckpointError(
-        f"{path}: {count} of its {number} pieces are missing: {names}{more}. They lie beside the checkpoint: "
+        f"{path}: {count} of its {number} pieces are missing: {names}{more}. They belong beside the checkpoint: "
         "copy both, or take another checkpoint"
     )
 

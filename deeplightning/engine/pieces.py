@@ -114,7 +114,7 @@ def _is_note(value: Any) -> bool:
 
 
 def _replaced(value: Any, wanted: type | Callable[[Any], bool], replace: Callable[[Any, str], Any]) -> Any:
-    """A tree of dicts and lists with some leaves replaced; `replace` is told the place, `state_dict/weight`.
+    """A tree of dicts and lists with some leaves replaced; `replace` gets the path, `state_dict/weight`.
 
     A dict or list that is in several places is visited once, and shared in the result as well.
 

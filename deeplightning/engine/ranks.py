@@ -130,10 +130,10 @@ def newest_of(run: RunFolder | None) -> Path | None:
 
 
 def kept_of(newest: Path | None) -> str:
-    """From which checkpoint a run that lost a process goes on, as the end of a note."""
+    """The checkpoint from which a run that lost a process resumes, as the end of a note."""
     if newest is None:
         return "; there is no checkpoint yet"
-    return f"; the last checkpoint is {newest}, and train.resume_ckpt=auto goes on from it"
+    return f"; the last checkpoint is {newest}, and train.resume_ckpt=auto resumes from it"
 
 
 def end_of(rank: int, code: int) -> Cause:
@@ -242,7 +242,7 @@ class Ranks:
             (self.folder / "run").write_text(str(run))
 
     def kept(self) -> str:
-        """What is left of the run for one that goes on from it, as the end of a note."""
+        """What the run leaves for one that resumes from it, as the end of a note."""
         try:
             run = RunFolder((self.folder / "run").read_text())
         except OSError:

@@ -257,7 +257,7 @@ def _from_git(original: PastRun, into: Path, say: Say) -> Path | None:
             text, _, untracked = diff.read_text(errors="replace").partition("# Untracked files")
             listed = untracked.count("\n#   ")
             apply = ("apply", "--whitespace=nowarn", str(diff))
-            around = str(into.parent)  # it is a plain folder, whatever repository it lies in
+            around = str(into.parent)  # a plain folder, even inside a repository
             if text.strip() and run_git(into, *apply, GIT_CEILING_DIRECTORIES=around) is None:
                 say(f"warning: {diff} cannot be applied to it: what had not been committed is not in it")
             if listed:

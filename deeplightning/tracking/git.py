@@ -107,7 +107,7 @@ def _without_drivers(folder: Path) -> dict[str, str]:
 
 
 def archive(folder: Path, commit: object, *paths: str) -> bytes | None:
-    """The files of a commit as a tar; None: it is not to be had.
+    """The files of a commit as a tar; None: git cannot give them.
 
     Args:
         folder: in the repository.

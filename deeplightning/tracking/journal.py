@@ -2,7 +2,7 @@
 
 A process appends each thing before it goes on, into a file of its own that it holds locked; a file whose lock is free
 is of a process that has ended, and the next run on the store, `deeplightning runs` or `monitor.sh` writes what it
-says. For an SQLite store the files lie beside it (`mlruns/mlflow.db.journal/`), for another one in the user's state
+says. For an SQLite store the files are beside it (`mlruns/mlflow.db.journal/`), for another one in the user's state
 folder (`~/.local/state/deeplightning/journal/`, or under XDG_STATE_HOME).
 
 Those beside a store may have come with it from somebody else: what another user can have written is left alone, and

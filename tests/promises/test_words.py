@@ -255,7 +255,7 @@ def test_a_lost_process_names_what_is_left(tmp_path):
     with zipfile.ZipFile(run.last, "w") as archive:
         archive.writestr("a", "b")
     assert ranks.kept_of(ranks.newest_of(run)) == (
-        f"; the last checkpoint is {run.last}, and train.resume_ckpt=auto goes on from it"
+        f"; the last checkpoint is {run.last}, and train.resume_ckpt=auto resumes from it"
     )
 
 

@@ -127,7 +127,7 @@ def _noted() -> str:
     """The address in `CURRENT`, which lies where everybody may write.
 
     Raises:
-        OSError: there is none, or somebody else than this user and root could have written it, which is said.
+        OSError: it is missing, or a user other than this one and root could have written it.
         ValueError: it is no text.
     """
     # Without O_NONBLOCK a pipe of that name would be waited for.
