@@ -216,7 +216,7 @@ HTTP = {
     "name of another": wire(b"GET /info HTTP/1.1\r\nHost: evil.example:5000\r\n\r\n", 421),
     "coded before it is chunked": wire(head("POST /predict HTTP/1.1", "Transfer-Encoding: gzip, chunked"), 501),
     "2,000 pipelined": wire(head("GET /nothing HTTP/1.1") * 2000, *[404] * 17, None),
-    "HTTP/0.9": wire(b"GET /nothing\r\n\r\n", 404),
+    "HTTP/0.9": wire(b"GET /nothing\r\n\r\n", 400),
     "HTTP/3.7": wire(head("GET / HTTP/3.7"), 400),
     "HTTP/2 preface": wire(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\0\0\0\4\0\0\0\0\0", 400),
     "upgrade with a body": wire(post(b"hello", "Connection: Upgrade", "Upgrade: h2c"), 415),
