@@ -337,7 +337,7 @@ SCHEDULER = "model.scheduler={{type: torch.optim.lr_scheduler.{}, params: {{{}}}
             "model.scheduler.call.monitor: ReduceLROnPlateau needs a metric, for example val_loss",
         ),
         (
-            [OPEN, SCHEDULER.format("ReduceLROnPlateau", "", "monitor: val_los")],
+            [OPEN, SCHEDULER.format("ReduceLROnPlateau", "mode: min", "monitor: val_los")],
             "model.scheduler.call.monitor: no metric is called 'val_los'; a training and a validation step log lr, ",
         ),
         (

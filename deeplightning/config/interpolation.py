@@ -23,7 +23,8 @@ MAX_PARTS = 100_000  # of the texts that hold references: words, keys, arguments
 CUT = 20  # characters: a value that a message has cut is known by its first ones
 _REFERENCE = re.compile(r"(?<!\\)(?:\\\\)*\$\{")
 _MAYBE_KEY = re.compile(r"(?i)pass|pwd|secret|token|credential|key|salt|auth")
-_MAYBE_VALUE = re.compile(r"://[^\s/]*@|-----BEGIN|=|\s|(?=[\w.+/-]*\d)[\w+/-]{16,}")
+_MAYBE_VALUE = re.compile(r"://[^\s/]*@|-----BEGIN|=|\s")
+_LONG, _DIGIT = re.compile(r"[\w+/-]{16}"), re.compile(r"\d")
 MAX_STEPS = 150  # of references and sections that lead to each other; Python bears a thousand
 
 
@@ -142,7 +143,8 @@ def _note_literals(root: Entry, secrets: Secrets) -> None:
     for path, entry in leaves(root):
         text = str(entry.value)
         name = next((part for part in reversed(path) if isinstance(part, str)), "")
-        if not _MAYBE_KEY.search(name) and not _MAYBE_VALUE.search(text):
+        is_random = _DIGIT.search(text) and _LONG.search(text)
+        if not (_MAYBE_KEY.search(name) or _MAYBE_VALUE.search(text) or is_random):
             continue
         if isinstance(entry.value, bool | float | None) or secrets.text_of(path) or not _tells(text):
             continue
