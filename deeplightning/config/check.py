@@ -170,7 +170,7 @@ class _Checker:
                 if hint or not (hint := nearest(name, others)):
                     self.foreign(item, here)
                 hint = hint or _elsewhere(name)
-                if not hint and issubclass(cls, Target):  # an argument that was written beside `params`
+                if not hint and issubclass(cls, Target) and "type" in entry.value:  # an argument beside `params`
                     hint = old_words.said(f"{prefix}params.{name}") if name.isidentifier() else ""
                     self.meant.add(f"{prefix}params")
                 message = f"unknown key.{hint} Known here: {', '.join(known)}"
