@@ -18,6 +18,7 @@ from commands import environment
 from served import Server
 
 from deeplightning.config.fault import CheckpointError, ConfigError
+from deeplightning.config.own import ROOTS
 from deeplightning.config.schema import Serve, keys
 from deeplightning.deploy import command as command_of
 from deeplightning.runfolder import RunFolder
@@ -277,7 +278,10 @@ def test_what_the_user_allows_is_imported(run, own, tmp_path, monkeypatch):
     copy = rewritten(run, tmp_path / "copy", (NETWORK, "type: allowed.SimpleCNN"), ("env: {}", "env: {LD_PRELOAD: x}"))
     before = dict(os.environ)
     assert command_of(str(copy.path), allow=["allowed"])[4] == str(copy.bundle)
-    assert dict(os.environ) == before
+    roots = json.loads(os.environ[ROOTS])
+    assert roots[0] == str(tmp_path)  # the working directory; never the run's folder
+    assert str(copy.path) not in roots
+    assert dict(os.environ) | {ROOTS: ""} == before | {ROOTS: ""}
     with pytest.raises(ConfigError, match="--allow takes the name of a module such as own_network, not 'a b'"):
         command_of(str(copy.path / ".."), allow=["a b"])
 

@@ -398,7 +398,7 @@ def test_any_number_of_processes_judges_the_same(run, command, config, tmp_path)
 @pytest.mark.parametrize(
     ("override", "code", "words"),
     [
-        ("model.network.params.num_classes=4", 3, "the data has 3 classes, the network 4 outputs per pixel; set model"),
+        ("model.network.params.num_classes=4", 2, "the data has 3 classes, the network 4 outputs per pixel; set model"),
         ("data.module.params.image_size=18", 2, "pictures of 18x18 pixels cannot be halved 2 times"),
         (
             "model.network={type: deeplightning.model.resnet.ResNet18, params: {num_classes: 3}}",
