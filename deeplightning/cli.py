@@ -48,6 +48,9 @@ _loose = {"ignore_unknown_options": True}
 _allow = click.option(
     "--allow", metavar="ROOT", multiple=True, help="A module to import for a RUN that was not made here; repeatable."
 )
+_code = click.option(
+    "--code", type=click.Choice(["run"]), help="`run`: use the code that RUN has kept, where your own is gone."
+)
 
 
 def _load(config: Path, overrides: tuple[str, ...]) -> Any:
@@ -242,19 +245,21 @@ def schema() -> None:
 @click.argument("run")
 @_overrides
 @_allow
-def test(run: str, overrides: tuple[str, ...], allow: tuple[str, ...]) -> None:
+@_code
+def test(run: str, overrides: tuple[str, ...], allow: tuple[str, ...], code: str | None) -> None:
     """Test the best weights of RUN, into the same run; of a run that was not made here, into a new one."""
     from deeplightning.run import evaluate
 
     process.outlive_reader()
-    evaluate(_folder(run), "test", list(overrides), allow)
+    evaluate(_folder(run, code, allow), "test", list(overrides), allow)
 
 
 @cli.command()
 @click.argument("run")
 @click.argument("images", nargs=-1, type=click.Path(path_type=Path))
 @_allow
-def predict(run: str, images: tuple[Path, ...], allow: tuple[str, ...]) -> None:
+@_code
+def predict(run: str, images: tuple[Path, ...], allow: tuple[str, ...], code: str | None) -> None:
     """Say what RUN's network sees in IMAGES, as CSV.
 
     Without images, in its test set: a row per sample in predictions.csv.
@@ -263,22 +268,23 @@ def predict(run: str, images: tuple[Path, ...], allow: tuple[str, ...]) -> None:
         from deeplightning.run import evaluate
 
         process.outlive_reader()
-        evaluate(_folder(run), "predict", [], allow)
+        evaluate(_folder(run, code, allow), "predict", [], allow)
         return
     from deeplightning.predict import predict_files
 
-    predict_files(_folder(run), images, sys.stdout, allow)
+    predict_files(_folder(run, code, allow), images, sys.stdout, allow)
 
 
 @cli.command()
 @click.argument("run")
 @_allow
-def export(run: str, allow: tuple[str, ...]) -> None:
+@_code
+def export(run: str, allow: tuple[str, ...], code: str | None) -> None:
     """Write the bundle of RUN that the server answers from."""
     from deeplightning.trained import export_run
 
     process.outlive_reader()
-    click.echo(export_run(_folder(run), allow))
+    click.echo(export_run(_folder(run, code, allow), allow))
 
 
 @cli.command(context_settings=_loose, epilog="serve.KEY=VALUE sets a key of the server; for example serve.max_batch=32")
@@ -408,11 +414,16 @@ def runs(
         click.echo(f"{len(gone)} runs deleted", err=True)
 
 
-def _folder(run: str) -> Any:
+def _folder(run: str, code: str | None = None, allow: tuple[str, ...] = ()) -> Any:
     from deeplightning.runfolder import RunFolder
     from deeplightning.tracking import resolve_run
 
-    return RunFolder(resolve_run(run, None))
+    folder = RunFolder(resolve_run(run, None))
+    if code == "run":
+        from deeplightning.trained import use_code
+
+        use_code(folder, allow)
+    return folder
 
 
 def main() -> None:

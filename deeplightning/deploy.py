@@ -101,14 +101,20 @@ def _settings(folder: RunFolder | None, overrides: Sequence[str], allow: Sequenc
             near = f" Did you mean serve.{name}?" if f"serve.{name}" in known else nearest(name, known)
             raise ConfigError(Fault(f"only keys of `serve` can be set when a run is served.{near}", name, place))
     config, theirs = folder.config if folder else None, list[str]()
-    if folder is not None and not is_own(folder):
+    if folder is not None:
         written = read(config)
-        if ENVIRONMENT not in allow and (faults := variables(folder, written, "serve")):
+        is_foreign = not is_own(folder)
+        if is_foreign and ENVIRONMENT not in allow and (faults := variables(folder, written, "serve")):
             raise CheckpointError(faults)
-        if (host := entry(written.root, "serve.host")) is not None:
+        if is_foreign and (host := entry(written.root, "serve.host")) is not None:
             theirs.append("~serve.host")
             if host.value != Serve().host:
                 print(f"serve.host {line(plain(host))} of {config} is not taken: --host sets it", file=sys.stderr)
+        section_of_theirs = entry(written.root, "serve")
+        for name in section_of_theirs.value if section_of_theirs and isinstance(section_of_theirs.value, dict) else ():
+            if f"serve.{name}" not in known:
+                theirs.append(f"~serve.{name}")
+                print(f"warning: serve.{name} of {config}: unknown key; serve does without", file=sys.stderr)
     source = read(config, [*theirs, *overrides])
     settings = section("serve", source)
     for rule in server_conflicts(settings):

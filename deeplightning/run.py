@@ -13,12 +13,20 @@ from deeplightning.config.fault import CheckpointError, ConfigError, Fault
 from deeplightning.config.schema import Config
 from deeplightning.config.target import find
 from deeplightning.config.tree import dump
-from deeplightning.configure import init_module, init_trainer, load_config
+from deeplightning.configure import init_module, init_trainer
 from deeplightning.engine.lean import import_lean
 from deeplightning.engine.place import own_rank
 from deeplightning.engine.together import all_ended, together
 from deeplightning.runfolder import RunFolder
-from deeplightning.trained import agreement, checkpoint_of, export_run, find_checkpoint, keep_samples, resumption
+from deeplightning.trained import (
+    agreement,
+    checkpoint_of,
+    export_run,
+    find_checkpoint,
+    keep_samples,
+    load_run,
+    resumption,
+)
 from deeplightning.trust import admit
 
 if TYPE_CHECKING:
@@ -182,7 +190,8 @@ def evaluate(folder: RunFolder, stage: str, overrides: list[str], allow: Sequenc
     path = checkpoint_of(folder)
     run = read_checkpoint(path).get("run") or {}
     fixed = [f"stages=[{stage}]", f"test.ckpt={_quoted(path)}", "engine.launcher=null", "engine.num_nodes=1"]
-    cfg = load_config(folder.config, [*admitted, *fixed, *overrides], beside=False)
+    needed = ("data.module", *(["model.loss"] if stage == "test" else []))
+    cfg = load_run(folder, [*admitted, *fixed, *overrides], stage, needed)
     if run.get("id") and not admitted and cfg.logger.type.endswith(("tracking.MLflowLogger", "loggers.MLFlowLogger")):
         cfg.logger.params.setdefault("run_id", run["id"])
     return launch(cfg)

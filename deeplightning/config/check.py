@@ -16,7 +16,7 @@ from deeplightning.config.fault import MAX_WORD, ConfigError, Fault, Notice, nea
 from deeplightning.config.interpolation import Secrets
 from deeplightning.config.kinds import HOOK, role_of
 from deeplightning.config.mode import mode_of
-from deeplightning.config.own import add_import_roots
+from deeplightning.config.own import add_import_roots, roots
 from deeplightning.config.report import Report, in_order
 from deeplightning.config.schema import Config, Target
 from deeplightning.config.signature import UNKNOWN, Undecided
@@ -99,7 +99,7 @@ def _find_own_code(source: Source, beside: bool) -> None:
     if beside:
         add_import_roots(here, *source.folders)
     elif not here.is_relative_to(source.folders[0].resolve()):
-        add_import_roots(here)
+        add_import_roots(*map(Path, roots()), here)  # the code that the run kept comes first, where it is asked for
 
 
 def load(path: str | Path, overrides: list[str] | None = None) -> Config:

@@ -27,7 +27,7 @@ from deeplightning.reproduce.compare import compare, reasons
 from deeplightning.reproduce.differences import PATHS
 from deeplightning.reproduce.past import PastRun, flat, past_run
 from deeplightning.runfolder import RunFolder
-from deeplightning.tracking.code import unpack
+from deeplightning.tracking.code import restored, unpack
 from deeplightning.tracking.datafiles import changes, describe_again
 from deeplightning.tracking.environment import REPRODUCES, VARIABLES, packages
 from deeplightning.tracking.git import archive, extract, run_git
@@ -165,7 +165,7 @@ def prepare(original: PastRun, top: Path, overrides: Sequence[str], any_data: bo
     secrets = {expression: value for value, expression in source.secrets.values.items()}
     program = None
     if original.code is not None:
-        changed = {name: _restored(content, secrets) for name, content in original.code.changed.items()}
+        changed = {name: restored(content, secrets) for name, content in original.code.changed.items()}
         program = top / "program" if rebuild(original.code.program, changed, top / "program", say) else None
     directory, roots = _lay_out(original, top, secrets, say)
     settings = [*_settings(original, config, overrides, top), *overrides]
@@ -209,7 +209,7 @@ def _lay_out(original: PastRun, top: Path, secrets: Mapping[str, str], say: Say)
             say(f"warning: this run kept no code, as earlier versions did: code is taken as it is now in {found}")
         return found, []
 
-    roots = unpack(code, top / "code", lambda content: _restored(content, secrets))
+    roots = unpack(code, top / "code", lambda content: restored(content, secrets))
     directory = top / "work"
     if code.working_directory in code.roots:
         directory = roots.pop(code.roots.index(code.working_directory))
@@ -223,17 +223,6 @@ def _lay_out(original: PastRun, top: Path, secrets: Mapping[str, str], say: Say)
     for path, why in list(code.left_out.items())[:MAX_NAMED]:
         say(f"warning: not kept with the code: {path} ({why})")
     return directory, roots
-
-
-def _restored(content: bytes, secrets: Mapping[str, str]) -> bytes:
-    """A file with the values of the environment that it was kept without.
-
-    Args:
-        secrets: the values, by how the config names them.
-    """
-    for expression, value in secrets.items():
-        content = content.replace(expression.encode(), value.encode())
-    return content
 
 
 def _from_git(original: PastRun, into: Path, say: Say) -> Path | None:

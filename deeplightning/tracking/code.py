@@ -409,3 +409,14 @@ def unpack(code: Code, into: Path, restore: Callable[[bytes], bytes] = bytes) ->
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(restore(content))
     return roots
+
+
+def restored(content: bytes, secrets: Mapping[str, str]) -> bytes:
+    """A file with the values of the environment that it was kept without.
+
+    Args:
+        secrets: the values, by how the config names them.
+    """
+    for expression, value in secrets.items():
+        content = content.replace(expression.encode(), value.encode())
+    return content

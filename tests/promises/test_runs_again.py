@@ -1,0 +1,111 @@
+"""What is promised of runs that are used again: which one is meant, from where, and with what code."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+from deeplightning import deploy
+from deeplightning.config.fault import ConfigError
+from deeplightning.trust import note_own
+
+LOSING = """\
+import pytorch_lightning as pl
+import torch
+
+from deeplightning.data.digits import Digits
+
+
+class Loss(torch.nn.CrossEntropyLoss):
+    def __init__(self):
+        super().__init__(weight=torch.ones(10))
+
+
+class Data(Digits):
+    pass
+
+
+class Optimizer(torch.optim.SGD):
+    pass
+
+
+class Callback(pl.Callback):
+    pass
+"""
+LOST = {
+    "data.module": "losing.Data",
+    "model.loss.second": "losing.Loss",
+    "model.optimizer": "losing.Optimizer",
+    "train.callbacks.0": "losing.Callback",
+}
+PICTURE = Path(__file__).parents[2] / "examples" / "digits" / "0.png"
+
+
+@pytest.fixture(scope="module")
+def gone(command, tiny, tmp_path_factory):
+    """A finished run of which all but the network lay in a folder that is no working directory any more."""
+    folder = tmp_path_factory.mktemp("gone")
+    (folder / "losing.py").write_text(LOSING)
+    overrides = (
+        "data.module.type=losing.Data",
+        "model.loss={first: {type: torch.nn.CrossEntropyLoss}, second: {type: losing.Loss, weight: 2}}",
+        "model.optimizer={type: losing.Optimizer, params: {lr: 0.05}}",
+        "train.callbacks=[{type: losing.Callback}]",
+        "train.num_epochs=1",
+    )
+    outcome = command("train", tiny, *overrides, cwd=folder)
+    assert outcome.code == 0, outcome
+    return outcome
+
+
+def test_weights_are_used_without_parts_that_are_gone(gone, command, tmp_path):
+    """A verb builds only what it needs; where that is gone, it says how to use the code that the run kept."""
+    for verb, pictures in (("export", []), ("predict", [PICTURE])):
+        outcome = command(verb, gone.folder, *pictures, cwd=tmp_path)
+        assert outcome.code == 0, outcome
+        for key, name in LOST.items():
+            said = f"{key}.type: there is no module losing to import (for `{name}`); {verb} does without"
+            assert outcome.err.count(said) == 1, outcome
+    for verb, needed in (("test", ("data.module", "model.loss.second")), ("predict", ("data.module",))):
+        outcome = command(verb, gone.folder, cwd=tmp_path)
+        assert outcome.code == 2, outcome
+        for key in needed:
+            assert f"{key}.type: there is no module losing" in outcome.err
+        assert f"deeplightning {verb} {gone.folder} --code run uses it" in outcome.err, outcome
+
+
+def test_the_code_that_a_run_kept_is_used_where_it_is_asked_for(gone, command, tmp_path):
+    """`--code run` says so, changes nothing of it, and takes that of another user only with each module allowed."""
+    kept = (gone.folder / "code.zip").read_bytes()
+    (tmp_path / "losing.py").write_text("raise RuntimeError('another one')\n")
+    for verb in ("test", "predict"):
+        outcome = command(verb, gone.folder, "--code", "run", cwd=tmp_path)
+        assert outcome.code == 0, outcome
+        assert f"the run's own code is used, from {gone.folder / 'code.zip'}: losing.py" in outcome.err
+    assert (gone.folder / "code.zip").read_bytes() == kept
+    state = {"XDG_STATE_HOME": str(tmp_path / "of another user")}
+    outcome = command("export", gone.folder, "--code", "run", cwd=tmp_path, **state)
+    assert outcome.code == 4, outcome
+    assert "If you trust it: --allow losing" in outcome.err
+    outcome = command("export", gone.folder, "--code", "run", "--allow", "losing", cwd=tmp_path, **state)
+    assert outcome.code == 0, outcome
+
+
+def test_a_key_that_is_no_more_does_not_keep_weights_from_use(gone, command, tmp_path):
+    """`export` and `deploy` warn of a key of `cfg.yaml` that this version does not know."""
+    folder = tmp_path / "run"
+    shutil.copytree(gone.folder, folder)
+    config = (folder / "cfg.yaml").read_text()
+    for section in ("serve", "train"):
+        assert f"\n{section}:\n" in config
+        config = config.replace(f"\n{section}:\n", f"\n{section}:\n  colour: red\n")
+    (folder / "cfg.yaml").write_text(config)
+    note_own(folder / "cfg.yaml")
+    outcome = command("export", folder, cwd=tmp_path)
+    assert outcome.code == 0, outcome
+    for section in ("serve", "train"):
+        assert f"{section}.colour: unknown key; export does without" in outcome.err
+
+    assert deploy.command(str(folder))[-1] == str(folder / "bundle")
+    with pytest.raises(ConfigError, match=r"serve\.colour: unknown key"):
+        deploy.command(str(folder), ["serve.colour=blue"])
