@@ -48,6 +48,18 @@ _loose = {"ignore_unknown_options": True}
 _allow = click.option(
     "--allow", metavar="ROOT", multiple=True, help="A module to import for a RUN that was not made here; repeatable."
 )
+
+
+def _newest(ctx: click.Context, param: click.Parameter, run: str) -> str:
+    """`last` in place of a RUN is the newest one; a folder of that name is `./last`."""
+    if run != "last" or ctx.resilient_parsing:
+        return run
+    from deeplightning.runs import newest
+
+    return newest(None)
+
+
+_run_argument = click.argument("run", callback=_newest)
 _code = click.option(
     "--code", type=click.Choice(["run"]), help="`run`: use the code that RUN has kept, where your own is gone."
 )
@@ -242,7 +254,7 @@ def schema() -> None:
 
 
 @cli.command(context_settings=_loose, epilog=OVERRIDES)
-@click.argument("run")
+@_run_argument
 @_overrides
 @_allow
 @_code
@@ -255,7 +267,7 @@ def test(run: str, overrides: tuple[str, ...], allow: tuple[str, ...], code: str
 
 
 @cli.command()
-@click.argument("run")
+@_run_argument
 @click.argument("images", nargs=-1, type=click.Path(path_type=Path))
 @_allow
 @_code
@@ -276,7 +288,7 @@ def predict(run: str, images: tuple[Path, ...], allow: tuple[str, ...], code: st
 
 
 @cli.command()
-@click.argument("run")
+@_run_argument
 @_allow
 @_code
 def export(run: str, allow: tuple[str, ...], code: str | None) -> None:
@@ -288,7 +300,7 @@ def export(run: str, allow: tuple[str, ...], code: str | None) -> None:
 
 
 @cli.command(context_settings=_loose, epilog="serve.KEY=VALUE sets a key of the server; for example serve.max_batch=32")
-@click.argument("run")
+@_run_argument
 @click.argument("overrides", nargs=-1, metavar="[serve.key=value …]")
 @click.option("--host", help="Address to listen on; default: serve.host of the run's config.")
 @click.option("--port", help="Port to listen on; default: serve.port of the run's config.")
@@ -310,7 +322,7 @@ def serve(run: str, overrides: tuple[str, ...], allow: tuple[str, ...], **option
 
 
 @cli.command(context_settings=_loose, epilog=OVERRIDES)
-@click.argument("run")
+@_run_argument
 @_overrides
 @click.option("--any-data", is_flag=True, help="Run it also where data files have changed.")
 @click.option("--trust", is_flag=True, help="Execute the code of a RUN that you did not make on this machine.")
@@ -329,8 +341,8 @@ def reproduce(run: str, overrides: tuple[str, ...], any_data: bool, trust: bool)
 
 
 @cli.command()
-@click.argument("first", metavar="RUN")
-@click.argument("second", metavar="RUN")
+@click.argument("first", metavar="RUN", callback=_newest)
+@click.argument("second", metavar="RUN", callback=_newest)
 @click.option("--patch", is_flag=True, help="Show what differs in files of code line by line.")
 @click.option("--format", type=click.Choice(["text", "json"]), default="text", help="What is said on stdout.")
 @click.option("--exit-code", is_flag=True, help="End with 1 if there are differences; else that is no fault.")
@@ -362,6 +374,8 @@ _STATUS = click.Choice(["running", "finished", "failed", "killed", "pruned"], ca
 @click.option("--unfinished", is_flag=True, help="Only runs that failed or were killed.")
 @click.option("--metric", metavar="NAME[>NUMBER]", help="Only runs with this metric, or where it compares so.")
 @click.option("--name", metavar="TEXT", help="Only runs with this in their name or experiment; * is anything.")
+@click.option("--experiment", metavar="NAME", help="Only runs of the experiment of this name.")
+@click.option("--last", is_flag=True, help="Only the folder of the newest of them.")
 @click.option("--clean", is_flag=True, help="Show which of them would be removed: unfinished ones, or of --status.")
 @click.option("--delete", is_flag=True, help="With --clean: remove them, and their files.")
 @click.option("--sync", is_flag=True, help="Write what killed runs and dead servers have left unwritten.")
@@ -371,6 +385,8 @@ def runs(
     unfinished: bool,
     metric: str | None,
     name: str | None,
+    experiment: str | None,
+    last: bool,
     clean: bool,
     delete: bool,
     sync: bool,
@@ -383,12 +399,17 @@ def runs(
     this machine is written as FAILED first, or shown as DEAD where the store cannot be written. With --sync nothing is
     listed: the journals of runs that ended before their store had all of their points are written into it, those of
     other machines too once they were silent for a day.
+
+    --last prints the folder of the newest run and nothing else: exit code 4 if there is none. Wherever a verb takes a
+    RUN, the word `last` stands for the newest one.
     """
     from deeplightning import runs as of
 
     statuses = [word.upper() for word in status] + [*of.UNFINISHED] * (unfinished or (clean and not status))
     if delete and not clean:
         raise click.UsageError("--delete goes with --clean; --clean alone shows what would be removed")
+    if last and (clean or sync):
+        raise click.UsageError("--last goes with neither --clean nor --sync; it prints one folder")
     if clean and "RUNNING" in statuses:
         raise click.UsageError("a running run is never removed; end it first")
 
@@ -402,7 +423,13 @@ def runs(
     for line in of.settled(tracking_uri):
         click.echo(line, err=True)
     try:
-        rows = of.listing(tracking_uri, statuses, metric, name)
+        if last:
+            from deeplightning.tracking import resolve_run
+
+            run = of.newest(tracking_uri, statuses, metric, name, experiment)
+            click.echo(resolve_run(run, tracking_uri))
+            return
+        rows = of.listing(tracking_uri, statuses, metric, name, experiment)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
     for row in rows:

@@ -18,6 +18,7 @@ from deeplightning.engine.lean import import_lean
 from deeplightning.engine.place import own_rank
 from deeplightning.engine.together import all_ended, together
 from deeplightning.runfolder import RunFolder
+from deeplightning.tracking.store import DATABASE
 from deeplightning.trained import (
     agreement,
     checkpoint_of,
@@ -194,6 +195,9 @@ def evaluate(folder: RunFolder, stage: str, overrides: list[str], allow: Sequenc
     cfg = load_run(folder, [*admitted, *fixed, *overrides], stage, needed)
     if run.get("id") and not admitted and cfg.logger.type.endswith(("tracking.MLflowLogger", "loggers.MLFlowLogger")):
         cfg.logger.params.setdefault("run_id", run["id"])
+        store = folder.path.parents[2] if folder.path.parent.name == run["id"] else None
+        if store and (store / DATABASE).is_file() and not any("tracking_uri" in text for text in overrides):
+            cfg.logger.params["tracking_uri"] = str(store)  # the config's may be relative to another directory
     return launch(cfg)
 
 

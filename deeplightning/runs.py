@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
-from deeplightning.config.fault import SetupError
+from deeplightning.config.fault import CheckpointError, SetupError
 from deeplightning.tracking.journal import dead, settle, settle_quietly
 from deeplightning.tracking.owner import AGE
 from deeplightning.tracking.sqlite import PRUNED, Listed, open_directly
@@ -21,7 +21,11 @@ SHOWN = ("test_acc", "val_acc", "test_loss", "val_loss", "train_loss")
 
 
 def listing(
-    tracking_uri: str | None, statuses: Collection[str] = (), metric: str | None = None, name: str | None = None
+    tracking_uri: str | None,
+    statuses: Collection[str] = (),
+    metric: str | None = None,
+    name: str | None = None,
+    experiment: str | None = None,
 ) -> list[dict[str, str]]:
     """The runs of a store, the newest first: id, status, started (UTC), experiment, name, result, folder.
 
@@ -34,6 +38,7 @@ def listing(
         metric: only runs that have this metric, which is their result then; or whose last value of it is so: a name,
             one of >, >=, <, <=, =, and a number.
         name: only runs in whose name or experiment's name this is found; * stands for anything.
+        experiment: only runs of the experiment of this name.
 
     Raises:
         SetupError: the store cannot be opened.
@@ -49,12 +54,34 @@ def listing(
                 continue
             if name is not None and not any(fnmatchcase(n, f"*{name}*") for n in (run.name or "", run.experiment)):
                 continue
+            if experiment not in (None, run.experiment):
+                continue
             if wanted is not None and not (wanted in run.metrics and compare(run.metrics[wanted], bound)):
                 continue
             rows.append(_row(run, SHOWN if wanted is None else (wanted,)) | {"status": status})
             if run.status == "RUNNING" and run.id in killed:
                 rows[-1]["status"] = "DEAD"
     return rows
+
+
+def newest(tracking_uri: str | None, *filters: Any) -> str:
+    """`runs:/ID` of the run of a store that began last.
+
+    Args:
+        filters: which runs are looked at, as `listing` has them.
+
+    Raises:
+        CheckpointError: there is none.
+        SetupError: there is no store, or it cannot be opened.
+        ValueError: as of `listing`.
+    """
+    rows = listing(tracking_uri, *filters)
+    if not rows:
+        which = "such run" if any(filters) else "run"
+        raise CheckpointError(
+            f"{locate(tracking_uri).shown}: there is no {which}. `deeplightning runs` lists what there is"
+        )
+    return f"runs:/{rows[0]['id']}"
 
 
 def _condition(metric: str | None) -> tuple[str | None, Callable[[float, float], bool], float]:

@@ -3,10 +3,14 @@
 import shutil
 from pathlib import Path
 
+import click
 import pytest
 
 from deeplightning import deploy
+from deeplightning.cli import cli
 from deeplightning.config.fault import ConfigError
+from deeplightning.tracking.sqlite import open_directly
+from deeplightning.tracking.store import local_path, locate
 from deeplightning.trust import note_own
 
 LOSING = """\
@@ -52,6 +56,7 @@ def gone(command, tiny, tmp_path_factory):
         "model.optimizer={type: losing.Optimizer, params: {lr: 0.05}}",
         "train.callbacks=[{type: losing.Callback}]",
         "train.num_epochs=1",
+        "logger.params.tracking_uri=mlruns",
     )
     outcome = command("train", tiny, *overrides, cwd=folder)
     assert outcome.code == 0, outcome
@@ -109,3 +114,47 @@ def test_a_key_that_is_no_more_does_not_keep_weights_from_use(gone, command, tmp
     assert deploy.command(str(folder))[-1] == str(folder / "bundle")
     with pytest.raises(ConfigError, match=r"serve\.colour: unknown key"):
         deploy.command(str(folder), ["serve.colour=blue"])
+
+
+def test_the_newest_run_needs_no_name(gone, command, tmp_path, monkeypatch):
+    """`runs --last` prints its folder alone; the word `last` stands for it wherever a verb takes a RUN."""
+    for arguments in (("runs", "--last"), ("export", "last")):
+        outcome = command(*arguments, cwd=tmp_path)
+        assert (outcome.code, outcome.out, outcome.err.count("\n")) == (3, "", 1), outcome
+        assert "there are no runs" in outcome.err
+
+    here = gone.folder.parents[3]
+    (here / "last").mkdir(exist_ok=True)  # `./last`
+    tracker = open_directly(locate(here / "mlruns"))
+    other = tracker.create_run(tracker.experiment("Other"), None, {})
+    folder = local_path(other.artifact_uri)
+    folder.mkdir(parents=True)
+    for options, found in (
+        ([], folder),
+        (["--experiment", "Other"], folder),
+        (["--status", "running"], folder),
+        (["--experiment", "Default"], gone.folder),
+        (["--status", "finished"], gone.folder),
+    ):
+        outcome = command("runs", "--last", *options, cwd=here)
+        assert (outcome.code, outcome.out, outcome.err) == (0, f"{found}\n", ""), outcome
+    outcome = command("runs", "--last", "--experiment", "Other", "--status", "failed", cwd=here)
+    assert (outcome.code, outcome.out, outcome.err.count("\n")) == (4, "", 1), outcome
+    assert "there is no such run" in outcome.err
+    assert command("runs", "--last", "--clean", cwd=here).code == 2
+
+    monkeypatch.chdir(here)
+    verbs = set()
+    for verb, found in cli.commands.items():
+        for param in found.params:
+            if param.make_metavar(context := click.Context(found)) == "RUN":
+                verbs.add(verb)
+                assert param.process_value(context, "last") == f"runs:/{other.id}"
+    assert verbs == {"test", "predict", "export", "serve", "reproduce", "diff"}
+    tracker.delete(other.id, {"RUNNING"})
+    tracker.close()
+    outcome = command("predict", "last", PICTURE, cwd=here)
+    assert outcome.code == 0, outcome
+    assert outcome.out.splitlines()[0] == "path,predicted_class,predicted_label,predicted_probability"
+    outcome = command("diff", "last", gone.folder, "--exit-code", cwd=here)
+    assert (outcome.code, outcome.out) == (0, ""), outcome
