@@ -17,7 +17,7 @@ import click
 
 from deeplightning import __version__, process
 from deeplightning.completion import complete_config, complete_key, complete_overrides
-from deeplightning.config.fault import FREE_SOME, UserError, is_full, no_room
+from deeplightning.config.fault import FREE_SOME, UserError, count, is_full, no_room
 from deeplightning.engine.place import TOLD, own_rank
 from deeplightning.words import first_line
 
@@ -37,8 +37,9 @@ class _Verbs(click.Group):
 def cli() -> None:
     """A YAML file becomes a tracked training run, and the run an HTTP endpoint.
 
-    RUN is a run folder, an MLflow run id, runs:/ID or models:/NAME/VERSION. Exit codes: 0 done, 2 config, 3 machine,
-    data or tracking, 4 checkpoint or bundle, 5 the run failed, 130 or 143 interrupted, 1 a fault of ours.
+    RUN is a run folder, an MLflow run id, runs:/ID, models:/NAME/VERSION, or last, the newest. Exit codes: 0 done, 2
+    config, 3 machine, data or tracking, 4 checkpoint or bundle, 5 the run failed, 130 or 143 interrupted, 1 a fault of
+    ours.
     """
 
 
@@ -268,23 +269,31 @@ def test(run: str, overrides: tuple[str, ...], allow: tuple[str, ...], code: str
 
 @cli.command()
 @_run_argument
-@click.argument("images", nargs=-1, type=click.Path(path_type=Path))
+@click.argument("images", metavar="[IMAGE|FOLDER]...", nargs=-1, type=click.Path(path_type=Path))
+@click.option("--out", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help="A .csv or .jsonl file.")
 @_allow
 @_code
-def predict(run: str, images: tuple[Path, ...], allow: tuple[str, ...], code: str | None) -> None:
-    """Say what RUN's network sees in IMAGES, as CSV.
+def predict(run: str, images: tuple[Path, ...], out: Path | None, allow: tuple[str, ...], code: str | None) -> None:
+    """Say what RUN's network sees in pictures, as CSV; of a FOLDER in those that lie in it, at any depth.
 
-    Without images, in its test set: a row per sample in predictions.csv.
+    With --out into a file: CSV, or JSON lines, as its ending says. Pictures that cannot be read are named at the end,
+    with exit code 3. Without pictures, in RUN's test set: a row per sample in predictions.csv.
     """
+    if out is not None and not images:
+        raise click.UsageError("--out goes with pictures or folders; the test set's rows go to predictions.csv")
     if not images:
         from deeplightning.run import evaluate
 
         process.outlive_reader()
         evaluate(_folder(run, code, allow), "predict", [], allow)
         return
-    from deeplightning.predict import predict_files
+    from deeplightning.predict import FORMATS, predict_files
 
-    predict_files(_folder(run, code, allow), images, sys.stdout, allow)
+    if out is not None and out.suffix.lower() not in FORMATS:
+        raise click.UsageError(f"--out {out}: the ending says the format: .csv, or .jsonl for JSON lines")
+    answered = predict_files(_folder(run, code, allow), images, out, allow)
+    if out is not None:
+        click.echo(f"{count(answered, 'picture')} in {out}", err=True)
 
 
 @cli.command()

@@ -10,8 +10,9 @@ import math
 import os
 import re
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
@@ -23,6 +24,9 @@ _REGISTERED = (AvifImagePlugin, TiffImagePlugin, WebPImagePlugin)
 FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
 """Formats that are read. Short on purpose: Pillow also reads formats that start other programs (EPS) or hide a second
 image behind the size in the header (ICO)."""
+
+EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".avif")
+"""Endings, in small or capital letters, that make a file an image."""
 
 MODES = {"L": 1, "RGB": 3}
 """Colour modes a network may be given, with their number of channels."""
@@ -304,3 +308,26 @@ def _eight_bits(image: Image.Image) -> Image.Image:
         return Image.fromarray((samples >> 8).astype(np.uint8))
     top = next(top for top in (1, 255, 65535) if high <= top)
     return Image.fromarray(np.rint(samples * (255 / top)).astype(np.uint8))
+
+
+def files_below(top: Path) -> Iterator[Path]:
+    """The files in a folder and below, in the same order each time, without hidden ones. Links are followed; a folder
+    reached twice counts once.
+
+    Raises:
+        OSError: a folder cannot be read.
+    """
+    seen = set()
+    for name, below, names in os.walk(top, followlinks=True, onerror=_refuse):
+        folder = Path(name)
+        status = folder.stat()
+        if (status.st_dev, status.st_ino) in seen:
+            below.clear()
+            continue
+        seen.add((status.st_dev, status.st_ino))
+        below[:] = sorted(inner for inner in below if not inner.startswith("."))
+        yield from (folder / file for file in sorted(names) if not file.startswith("."))
+
+
+def _refuse(error: OSError) -> None:
+    raise error

@@ -1,7 +1,6 @@
 """A user's own pictures: one folder per class, with or without `train`, `val` and `test` folders above."""
 
 import logging
-import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -13,10 +12,7 @@ from torch import nn
 from deeplightning.data.datasets import Batch, Samples, threads
 from deeplightning.data.errors import DataConfigError, DataError
 from deeplightning.data.images import ImageData, height_width
-from deeplightning.image import MAX_PIXELS, ImageError, ImageSpec
-
-EXTENSIONS = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff", ".ppm", ".pgm", ".avif")
-"""Endings, in small or capital letters, that make a file an image."""
+from deeplightning.image import EXTENSIONS, MAX_PIXELS, ImageError, ImageSpec, files_below
 
 STATISTICS = {"RGB": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), "L": ((0.449,), (0.226,))}
 """Mean and standard deviation where none are given: ImageNet's, as pretrained networks expect; grey: their averages."""
@@ -139,7 +135,7 @@ class ImageFolder(ImageData):
         labels: list[int] = []
         ignored = 0
         for label, name in enumerate(self.class_names):
-            files = files_below(folder / name)
+            files = list(files_below(folder / name))
             images = sorted(str(path) for path in files if path.name.lower().endswith(self.extensions))
             ignored += len(files) - len(images)
             if complete and not images:
@@ -213,23 +209,3 @@ class ImageFolder(ImageData):
 def _folders(path: Path) -> list[str]:
     """Names of the folders in a folder, sorted, without hidden ones."""
     return sorted(entry.name for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith("."))
-
-
-def files_below(top: Path) -> list[Path]:
-    """The files in a folder and below, without hidden ones. Links are followed; a folder reached twice counts once."""
-    files: list[Path] = []
-    seen = set()
-    for name, below, names in os.walk(top, followlinks=True, onerror=_refuse):
-        folder = Path(name)
-        status = folder.stat()
-        if (status.st_dev, status.st_ino) in seen:
-            below.clear()
-            continue
-        seen.add((status.st_dev, status.st_ino))
-        below[:] = sorted(inner for inner in below if not inner.startswith("."))
-        files += [folder / file for file in names if not file.startswith(".")]
-    return files
-
-
-def _refuse(error: OSError) -> None:
-    raise error

@@ -14,10 +14,10 @@ from torch import Generator, nn, uint8
 
 from deeplightning.data.datasets import Batch, InMemory, OnDemand, Samples, threads
 from deeplightning.data.errors import DataConfigError, DataError
-from deeplightning.data.image_folder import EXTENSIONS, STATISTICS, files_below
+from deeplightning.data.image_folder import STATISTICS
 from deeplightning.data.images import IN_MEMORY_LIMIT, ImageData, height_width
 from deeplightning.data.masked import NO_CLASS, MaskedInMemory, MaskedOnDemand, MaskedSamples, Masks, prepare_masked
-from deeplightning.image import MAX_PIXELS, ImageSpec
+from deeplightning.image import EXTENSIONS, MAX_PIXELS, ImageSpec, files_below
 
 log = logging.getLogger(__name__)
 

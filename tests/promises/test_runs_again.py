@@ -1,14 +1,20 @@
 """What is promised of runs that are used again: which one is meant, from where, and with what code."""
 
+import csv
+import io
+import json
 import shutil
+import sys
 from pathlib import Path
 
 import click
 import pytest
 
-from deeplightning import deploy
+from deeplightning import deploy, predict
 from deeplightning.cli import cli
 from deeplightning.config.fault import ConfigError
+from deeplightning.image import ImageSpec
+from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.sqlite import open_directly
 from deeplightning.tracking.store import local_path, locate
 from deeplightning.trust import note_own
@@ -158,3 +164,88 @@ def test_the_newest_run_needs_no_name(gone, command, tmp_path, monkeypatch):
     assert outcome.out.splitlines()[0] == "path,predicted_class,predicted_label,predicted_probability"
     outcome = command("diff", "last", gone.folder, "--exit-code", cwd=here)
     assert (outcome.code, outcome.out) == (0, ""), outcome
+
+
+@pytest.fixture
+def album(tmp_path):
+    """A folder with 75 pictures at several depths, and what is none of them."""
+    digits = sorted(PICTURE.parent.glob("*.png"))
+    for number in range(75):
+        picture = tmp_path / "album" / f"year {number % 3}" / ("" if number % 2 else "inner") / f"{number:02}.PNG"
+        picture.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(digits[number % 10], picture)
+    (tmp_path / "album" / "notes.txt").write_text("no picture")
+    (tmp_path / "album" / ".hidden.png").write_text("no picture")
+    return tmp_path / "album"
+
+
+def test_pictures_of_a_folder_are_answered(gone, album, command, tmp_path):
+    """Those at any depth, as if each were named; `--out` writes a table or JSON lines; what is no picture is named."""
+    files = sorted(map(str, album.rglob("*.PNG")))
+    named = command("predict", gone.folder, *files, cwd=tmp_path)
+    assert named.code == 0, named
+    rows = list(csv.DictReader(named.out.splitlines()))
+    assert [row["path"] for row in rows] == files
+
+    (album / "damaged.jpg").write_text("no picture")
+    outcome = command("predict", gone.folder, album, "--out", "a.csv", cwd=tmp_path)
+    assert (outcome.code, outcome.out) == (3, ""), outcome
+    assert outcome.err.splitlines()[-1].startswith(f"error: {album / 'damaged.jpg'}: "), outcome
+    with (tmp_path / "a.csv").open(newline="") as table:
+        assert sorted(csv.DictReader(table), key=lambda row: row["path"]) == rows
+    (album / "damaged.jpg").unlink()
+
+    outcome = command("predict", gone.folder, "album", "--out", "a.jsonl", cwd=tmp_path)
+    assert (outcome.code, outcome.out) == (0, ""), outcome
+    assert outcome.err.splitlines()[-1] == "75 pictures in a.jsonl"  # and no bar, since this is no terminal
+    found = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
+    found = [{name: str(value) for name, value in row.items()} for row in found]
+    assert sorted(found, key=lambda row: row["path"]) == [
+        row | {"path": str(Path(row["path"]).relative_to(tmp_path))} for row in rows
+    ]
+
+    (tmp_path / "empty").mkdir()
+    for arguments, code, words in (
+        (["empty"], 3, "error: empty: there is no picture in this folder or below it"),
+        (["album", "--out", "a.txt"], 2, "the ending says the format"),
+        (["--out", "a.csv"], 2, "--out goes with pictures or folders"),
+        (["album", "--out", "nowhere/a.csv"], 3, "nowhere/a.csv: cannot be written"),
+    ):
+        outcome = command("predict", gone.folder, *arguments, cwd=tmp_path)
+        assert (outcome.code, outcome.out) == (code, ""), outcome
+        assert words in outcome.err
+    assert {path.name for path in tmp_path.iterdir()} == {"album", "empty", "a.csv", "a.jsonl"}
+
+
+def test_pictures_are_answered_as_they_are_read(gone, album, tmp_path, monkeypatch):
+    """No more than a batch of them is held; a bar is on stderr where that is a terminal."""
+    monkeypatch.chdir(tmp_path)
+    decode, table, terminal = ImageSpec.decode, predict._table, io.StringIO()
+    decoded = written = most = 0
+
+    def counted(*arguments, **more):
+        nonlocal decoded, most
+        decoded += 1
+        most = max(most, decoded - written)
+        return decode(*arguments, **more)
+
+    def noted(out):
+        write_row = table(out)
+
+        def write(row):
+            nonlocal written
+            written += 1
+            write_row(row)
+
+        return write
+
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(ImageSpec, "decode", counted)
+    monkeypatch.setattr(predict, "_table", noted)
+    monkeypatch.setattr(predict, "BATCH", 8)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    assert predict.predict_files(RunFolder(gone.folder), [album], tmp_path / "a.csv") == 75
+    assert (decoded, written, most) == (75, 75, 8)
+    assert "pictures" in terminal.getvalue()
+    assert "100%" in terminal.getvalue()
