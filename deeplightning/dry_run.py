@@ -26,7 +26,7 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 from lightning_fabric.plugins.environments import LightningEnvironment
-from pytorch_lightning.callbacks import BatchSizeFinder, Checkpoint, EarlyStopping, LearningRateFinder
+from pytorch_lightning.callbacks import Checkpoint, EarlyStopping
 from pytorch_lightning.loggers.logger import DummyLogger
 from pytorch_lightning.utilities.exceptions import MisconfigurationException
 from pytorch_lightning.utilities.model_helpers import is_overridden
@@ -451,10 +451,8 @@ class _Attempt:
         kept: list[pl.Callback] = [Seeds(self.cfg.seed), LogSteps(1)]
         if self.cfg.engine.activation_checkpointing:
             kept.append(Recompute(self.cfg.engine.activation_checkpointing))
-        for target, callback in self.callbacks:
-            if isinstance(callback, LearningRateFinder | BatchSizeFinder):
-                self.untried.append(Fault(f"{target.type} was built and did not search", target.name))
-            elif not isinstance(callback, Checkpoint | EarlyStopping):  # they write, and end what misses a name
+        for _, callback in self.callbacks:
+            if not isinstance(callback, Checkpoint | EarlyStopping):  # they write, and end what misses a name
                 kept.append(callback)
         trainer = _Trainer(
             **trainer_arguments(self.cfg),

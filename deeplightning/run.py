@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,6 +30,7 @@ from deeplightning.trained import (
     resumption,
 )
 from deeplightning.trust import admit
+from deeplightning.words import first_line
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
@@ -144,17 +146,34 @@ def _explained(stage: Any, *args: Any, **kwargs: Any) -> None:
         if "has been removed in" in str(error):  # hooks of older Lightnings
             raise ConfigError(Fault(" ".join(str(error).split()), "model.module")) from error
         raise
-    except RuntimeError as error:
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        if (fault := _of_loss(error)) is not None:
+            raise ConfigError(fault) from error
         if "conditioned on metric" in str(error):  # Lightning's EarlyStopping
             raise ConfigError(Fault(str(error), "train.early_stop.metric")) from error
         if "Error(s) in loading state_dict" in str(error):
             path = kwargs["ckpt_path"]
             raise_for_misfits(whole_shapes(args[0]), read_checkpoint(path)["state_dict"], path)
-        raise
-    except ValueError as error:
         if "loaded state dict" in str(error):  # torch's optimizers
             raise CheckpointError(f"{kwargs.get('ckpt_path')}: of another optimizer: {error}") from error
         raise
+
+
+def _of_loss(error: Exception) -> Fault | None:
+    """The fault, where one of torch's losses does not take what it is called with; a loss of the user's own may be
+    wrong itself."""
+    if type(error) not in (RuntimeError, ValueError, IndexError, TypeError):  # one of no memory, or of ours
+        return None
+    from torch import Tensor
+
+    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+        loss = type(frame.f_locals.get("self"))
+        given = [value for name in ("input", "target") if isinstance(value := frame.f_locals.get(name), Tensor)]
+        if loss.__module__ == "torch.nn.modules.loss" and len(given) == 2:
+            outputs, truth = (f"{str(v.dtype).removeprefix('torch.')} {tuple(v.shape)}" for v in given)
+            message = f"{loss.__name__} does not take outputs {outputs} and truth {truth}: {first_line(error)}"
+            return Fault(message, "model.loss")
+    return None
 
 
 def _weights_for(cfg: Config, record: Any, trained: bool) -> Path:

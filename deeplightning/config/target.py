@@ -6,11 +6,13 @@ The only place that imports by name.
 import contextlib
 import importlib
 import importlib.util
+import inspect
 import keyword
 import os
 import pkgutil
 import sys
 import types
+import typing
 import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -19,6 +21,7 @@ from deeplightning.config import own
 from deeplightning.config.fault import ConfigError, Fault, SetupError, nearest, no_module
 from deeplightning.config.kinds import misfit, no_part, role_of
 from deeplightning.config.schema import Target
+from deeplightning.words import first_line
 
 
 def is_installed(package: str) -> bool:
@@ -147,7 +150,7 @@ def build(target: Target | Mapping[str, Any], *given: Any, **more: Any) -> Any:
     Raises:
         ConfigError: the target cannot be found, makes no part of a run, refuses its arguments with TypeError or
             ValueError, or gives something else than its section needs.
-        SetupError: it needs a package that is not installed.
+        SetupError: it needs a package that is not installed, or files that cannot be downloaded.
     """
     if isinstance(target, Mapping):
         target = Target(type=target["type"], params=dict(target.get("params") or {}))
@@ -160,9 +163,19 @@ def build(target: Target | Mapping[str, Any], *given: Any, **more: Any) -> Any:
     except ValueError as error:
         raise ConfigError(Fault(str(error), target.name, target.place)) from error
     try:
-        made = found(*given, **params | more)
+        made = found(*given, **_with_tensors(found, params) | more)
     except ImportError as error:
         message = f"{target.type} needs a package that is not installed: {error}"
+        raise SetupError(Fault(message, target.name, target.place)) from error
+    except OSError as error:
+        if error.errno is not None or hasattr(error, "exit_code"):  # of a file, which its own message names
+            raise
+        message = (
+            f"{target.type} downloads files when it is built, and that failed: {first_line(error)}. Connect the "
+            "machine; or copy the files from one that has them (torch keeps them in TORCH_HOME, ~/.cache/torch, "
+            "Hugging Face in HF_HOME, ~/.cache/huggingface); or leave out the param that asks for them, such as "
+            "`weights` (weights of a file: model.init_from)"
+        )
         raise SetupError(Fault(message, target.name, target.place)) from error
     except (TypeError, ValueError) as error:
         if hasattr(error, "exit_code") or os.environ.get("DEEPLIGHTNING_DEBUG") == "1":
@@ -175,6 +188,32 @@ def build(target: Target | Mapping[str, Any], *given: Any, **more: Any) -> Any:
         returned = "nothing" if made is None else f"`{type(made).__name__}`"
         raise ConfigError(Fault(f"{target.type} returns {returned}, which {said}", target.name, target.place))
     return made
+
+
+def _with_tensors(found: Any, params: dict[str, Any]) -> dict[str, Any]:
+    """Params with a tensor, float32, for each list of numbers whose argument is annotated `Tensor`, or that or None.
+
+    Raises:
+        ValueError: such a list is ragged.
+    """
+    lists = [name for name, value in params.items() if isinstance(value, list) and value and _is_numbers(value)]
+    if not lists:
+        return params
+    import torch
+
+    try:
+        hints = typing.get_type_hints(found.__init__ if inspect.isclass(found) else found)
+    except Exception:  # an annotation names what is not there, or it has none
+        return params
+    asked = [n for n in lists if hints.get(n) in (torch.Tensor, torch.Tensor | None)]
+    return params | {name: torch.tensor(params[name], dtype=torch.float32) for name in asked}
+
+
+def _is_numbers(value: Any) -> bool:
+    """Whether a value is a number, or a list of such at any depth."""
+    if isinstance(value, list):
+        return all(map(_is_numbers, value))
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def build_inside(value: Any) -> Any:

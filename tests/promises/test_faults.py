@@ -1,0 +1,83 @@
+"""What a config asks for in good faith works, or is refused in one note, with the remedy."""
+
+import urllib.error
+
+import pytest
+import torch
+
+from deeplightning.config.fault import ConfigError, SetupError
+from deeplightning.config.schema import Target
+from deeplightning.config.target import build
+from deeplightning.configure import examine
+
+LOSS = "torch.nn.CrossEntropyLoss"
+
+
+# ---- parts
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("LearningRateFinder", "tune.space: {model.optimizer.params.lr:"),
+        ("BatchSizeFinder", "tune.space: {data.batch_size:"),
+        ("own_finder.Often", "tune.space: {data.batch_size:"),
+    ],
+)
+def test_callbacks_that_change_the_config_behind_its_back_are_refused(tiny, tmp_path, monkeypatch, name, words):
+    """A run keeps the learning rate and batch size that it used, so what searches for them is `tune`."""
+    (tmp_path / "own_finder.py").write_text(
+        "from pytorch_lightning.callbacks import BatchSizeFinder\n\n\nclass Often(BatchSizeFinder):\n    pass\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    path = name if "." in name else f"pytorch_lightning.callbacks.{name}"
+    for importing in (False, True):
+        (fault,) = examine(tiny, [f"train.callbacks=[{{type: {path}}}]"], importing=importing).faults
+        assert (fault.key, fault.exit_code) == ("train.callbacks.0.type", 2)
+        assert words in fault.message
+
+
+def test_a_list_of_numbers_is_a_tensor_where_one_is_asked_for(train, tracked):
+    """Class weights are written as a list, and weigh as the same tensor in plain torch does."""
+    loss = build(Target(type=LOSS, params={"weight": [1, 2, 0.5]}))
+    expected = torch.nn.CrossEntropyLoss(weight=torch.tensor([1, 2, 0.5]))
+    logits, labels = torch.tensor([[0.1, 0.9, -1.0], [2.0, 0.0, 1.0]]), torch.tensor([1, 2])
+    assert loss.weight.dtype == torch.float32
+    assert torch.equal(loss(logits, labels), expected(logits, labels))
+    # What takes a list keeps it.
+    adam = Target(type="torch.optim.Adam", params={"lr": 0.1, "betas": [0.9, 0.99]})
+    assert build(adam, [torch.nn.Parameter(logits)]).defaults["betas"] == (0.9, 0.99)
+
+    weights = f"model.loss.params={{weight: {[1.0] * 9 + [3]}}}"
+    assert tracked(train(weights, "train.num_epochs=1").folder).status == "FINISHED"
+
+
+def test_a_loss_that_does_not_take_the_outputs_is_a_fault_of_the_config(train):
+    """One note with the key and torch's reason, and exit code 2."""
+    outcome = train("model.loss.params={weight: [1, 2]}", code=2)
+    assert outcome.err.count("error: ") == 1
+    assert (
+        "model.loss: CrossEntropyLoss does not take outputs float32 (16, 10) and truth int64 (16,): weight"
+        in outcome.err
+    )
+    assert "Traceback" not in outcome.err
+
+
+def test_weights_that_cannot_be_downloaded_are_told_with_the_remedy(monkeypatch, tmp_path):
+    """Exit code 3, since the machine lacks a network, or the file."""
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+
+    def refuse(*_, **__):
+        raise urllib.error.URLError("no route to host")
+
+    monkeypatch.setattr("torch.hub.urlopen", refuse)
+    target = Target(type="torchvision.models.squeezenet1_1", params={"weights": "DEFAULT"})
+    target.place, target.name = "c.yaml:7:12", "model.network"
+    with pytest.raises(SetupError) as caught:
+        build(target)
+    (fault,) = caught.value.faults
+    assert (caught.value.exit_code, fault.place, fault.key) == (3, "c.yaml:7:12", "model.network")
+    for words in ("no route to host", "TORCH_HOME", "leave out the param that asks for them", "model.init_from"):
+        assert words in fault.message
+    with pytest.raises(ConfigError, match="refuses its arguments"):
+        build(Target(type=LOSS, params={"weight": [[1], [2, 3]]}))
