@@ -28,6 +28,7 @@ from deeplightning.trained import (
     keep_samples,
     load_run,
     resumption,
+    takes_pictures_or_texts,
 )
 from deeplightning.trust import admit
 from deeplightning.words import first_line
@@ -146,6 +147,15 @@ def _explained(stage: Any, *args: Any, **kwargs: Any) -> None:
         if "has been removed in" in str(error):  # hooks of older Lightnings
             raise ConfigError(Fault(" ".join(str(error).split()), "model.module")) from error
         raise
+    except KeyError as error:
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        batch = frame.f_locals.get("batch")
+        if not frame.f_globals["__name__"].startswith("deeplightning.task.") or not isinstance(batch, dict):
+            raise
+        message = f"{type(args[0]).__name__} needs `{error.args[0]}` in a batch of the data module, which has "
+        raise ConfigError(
+            Fault(f"{message}{', '.join(batch)}; use the task that is made for such data", "model.module")
+        ) from error
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
         if (fault := _of_loss(error)) is not None:
             raise ConfigError(fault) from error
@@ -228,8 +238,7 @@ def _export_at_the_end(cfg: Config, task: Any, data: Any, record: Any) -> None:
     """Keeps some validation images, then exports the best weights, where the task knows how."""
     if not record.has_learned and record.folder.bundle_card.exists():  # a finished run that was resumed
         return
-    spec = getattr(task, "image_spec", None) or getattr(task, "text_spec", None)
-    if not hasattr(task, "inference_model") or spec is None:
+    if not hasattr(task, "inference_model") or not takes_pictures_or_texts(task):
         log.info("bundle     none: the task offers no inference_model, or its data no image_spec or text_spec")
         return
     keep_samples(data, record.folder)

@@ -585,6 +585,11 @@ def origin_of(folder: RunFolder, checkpoint: Path) -> dict[str, Any]:
     }
 
 
+def takes_pictures_or_texts(task: Any) -> bool:
+    """Whether a task says how pictures or texts are prepared for it; what serves a run needs that."""
+    return (getattr(task, "image_spec", None) or getattr(task, "text_spec", None)) is not None
+
+
 def export_run(folder: RunFolder, allow: Sequence[str] = (), verb: str = "export") -> Path:
     """Writes the bundle of a run: its best weights as ONNX, compared with the checkpoint on real samples; and an MLflow
     model of it, where the config wants one.
@@ -593,14 +598,19 @@ def export_run(folder: RunFolder, allow: Sequence[str] = (), verb: str = "export
         allow, verb: as of `trained_task`.
 
     Raises:
-        CheckpointError: there are no weights or no samples, the exported model answers differently, or the run is
-            foreign and its config names what may not be built.
+        CheckpointError: there are no weights or no samples, the exported model answers differently, the task is of
+            neither pictures nor texts, or the run is foreign and its config names what may not be built.
     """
     import numpy as np
 
     from deeplightning.export import export
 
     task, cfg, path = trained_task(folder, allow, verb)
+    if not takes_pictures_or_texts(task):
+        raise CheckpointError(
+            f"{folder.path}: a server takes pictures or texts, and {cfg.model.module.type} has neither an image_spec "
+            "nor a text_spec; `deeplightning predict RUN` answers for its test set"
+        )
     if not folder.samples.is_file():  # the run ended before it could keep some
         data = init_module(cfg, "data")
         data.prepare_data()

@@ -23,16 +23,22 @@ class Classification(Supervised):
     """
 
     sample = "sample"
-    class_names: list[str]
     metric_names = ("acc",)
 
     def __init__(self, cfg: Any):
         super().__init__(cfg)
+        self.class_names: list[str] = []
         self._confusion: Tensor | None = None
         self._ranges: dict[Any, tuple[int, int] | None] = {}  # of each stage, the least and the largest label
 
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        self.class_names = list(getattr(getattr(self.trainer, "datamodule", None), "class_names", self.class_names))
+
     def truth(self, batch: Batch) -> Tensor:
-        return batch["label"]
+        """The labels, int64 (B,); what is no whole number stays as it is, and `check_truth` refuses it."""
+        labels = batch["label"]
+        return labels if labels.is_floating_point() else labels.long()  # torch's losses take no other integers
 
     def default_metrics(self) -> dict[str, Any]:
         return {"acc": Accuracy()}
@@ -56,9 +62,17 @@ class Classification(Supervised):
     def check_truth(self, outputs: Tensor, truth: Tensor) -> None:
         """
         Raises:
-            LabelError: a label has no output. Looking at a batch would stall a GPU: there all labels of a set that has
-                them on the CPU (its attribute `labels`) are looked at once; of other sets, batches of the first epoch.
+            LabelError: labels are no whole numbers (B,), or one has no output. Looking at a batch would stall a GPU:
+                there all labels of a set that has them on the CPU (its attribute `labels`) are looked at once; of other
+                sets, batches of the first epoch.
         """
+        if truth.ndim != 1 or truth.dtype != torch.int64:
+            found = f"{str(truth.dtype).removeprefix('torch.')} {tuple(truth.shape)}"
+            raise LabelError(
+                f"the labels of a batch are {found}, not whole numbers ({len(truth)},), one for each {self.sample}; "
+                "have the data module give `label` as torch.int64, for example `labels.long().flatten()`",
+                "data.module",
+            )
         low, high = self._range(truth)
         if low < 0 or high >= outputs.shape[1]:
             raise LabelError(

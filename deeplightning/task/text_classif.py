@@ -45,12 +45,10 @@ class TextClassification(Classification):
     def __init__(self, cfg: Any):
         super().__init__(cfg)
         self.text_spec: TextSpec | None = None
-        self.class_names: list[str] = []
 
     def setup(self, stage: str) -> None:
-        data: Any = getattr(self.trainer, "datamodule", None)
-        self.text_spec = getattr(data, "text_spec", self.text_spec)
-        self.class_names = list(getattr(data, "class_names", self.class_names))
+        super().setup(stage)
+        self.text_spec = getattr(getattr(self.trainer, "datamodule", None), "text_spec", self.text_spec)
 
     # ---- what goes in
 

@@ -81,3 +81,81 @@ def test_weights_that_cannot_be_downloaded_are_told_with_the_remedy(monkeypatch,
         assert words in fault.message
     with pytest.raises(ConfigError, match="refuses its arguments"):
         build(Target(type=LOSS, params={"weight": [[1], [2, 3]]}))
+
+
+# ---- data
+
+ROWS = """\
+import pytorch_lightning as pl
+import torch
+from torch.utils.data import DataLoader
+
+
+class Rows(pl.LightningDataModule):
+    class_names = ["a", "b", "c"]
+
+    def __init__(self, cfg, like):
+        super().__init__()
+        self.like = {
+            "int32": torch.arange(24, dtype=torch.int32) % 3, "float": torch.arange(24) % 3 + 0.5,
+            "column": torch.arange(24)[:, None] % 3, "many": torch.arange(24) % 4, "negative": torch.arange(24) % 3 - 1,
+        }[like]
+
+    def train_dataloader(self):
+        rows = [{"input": torch.ones(4), "label": label, "target": torch.ones(())} for label in self.like]
+        return DataLoader(rows, batch_size=8)
+
+    val_dataloader = test_dataloader = train_dataloader
+"""
+
+CLASSES = ["model.module.type=deeplightning.task.classes.Classification", "train.num_epochs=1"]
+CLASSES += ["model.network={type: torch.nn.Linear, params: {in_features: 4, out_features: 3}}"]
+
+
+@pytest.fixture(scope="module")
+def rows(command, tiny, tmp_path_factory):
+    """`rows(like, override, …)` trains with such labels."""
+    folder = tmp_path_factory.mktemp("rows")
+    (folder / "own_rows.py").write_text(ROWS)
+
+    def run(like, *overrides):
+        data = f"data.module={{type: own_rows.Rows, params: {{like: {like}}}}}"
+        return command("train", tiny, data, *CLASSES, *overrides, cwd=folder)
+
+    run.cwd = folder
+    return run
+
+
+@pytest.mark.parametrize(
+    ("like", "words"),
+    [
+        ("float", "the labels of a batch are float32 (8,), not whole numbers (8,), one for each sample"),
+        ("column", "the labels of a batch are int64 (8, 1), not whole numbers (8,), one for each sample"),
+        ("many", "the data holds label 3, the network has 3 outputs (labels 0 to 2)"),
+        ("negative", "the data holds label -1, the network has 3 outputs (labels 0 to 2)"),
+    ],
+)
+def test_labels_that_are_none_are_told_in_one_note(rows, like, words):
+    """Their dtype, shape and range; the data are at fault, so the exit code is 3."""
+    outcome = rows(like)
+    assert (outcome.code, outcome.err.count("error: ")) == (3, 1), outcome
+    assert words in outcome.err
+    assert "Traceback" not in outcome.err
+
+
+def test_a_run_about_rows_trains_and_is_not_served(rows, command, tracked):
+    """Classification by itself takes rows and labels of any integers; `serve` and `export` refuse in one note."""
+    folder = rows("int32").folder
+    assert tracked(folder).status == "FINISHED"
+    for verb in ("serve", "export"):
+        outcome = command(verb, folder, cwd=rows.cwd)
+        assert (outcome.code, outcome.err.count("error: ")) == (4, 1), outcome
+        assert f"{folder}: a server takes pictures or texts, and deeplightning.task.classes.Classi" in outcome.err
+        assert "Traceback" not in outcome.err
+
+
+def test_data_of_another_task_are_a_fault_of_the_config(train):
+    """The note says what a batch lacks and what it has."""
+    outcome = train(CLASSES[0], code=2)
+    assert "model.module: Classification needs `input` in a batch of the data module, which has image" in outcome.err
+    assert outcome.err.count("error: ") == 1
