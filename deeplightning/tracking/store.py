@@ -77,6 +77,8 @@ def locate(tracking_uri: str | os.PathLike | None = None) -> Store:
         if name == text or not name or name.startswith((":memory:", "file:")):
             raise SetupError(f"tracking_uri {text!r}: write the database as sqlite:///FILE, or give a plain directory.")
         database = _absolute(name)
+        if not database.exists() and (meant := _absolute(unquote(name))).exists():
+            database = meant  # `mlflow run` hands on its default store with a blank as %20 (MLflow 3.17)
         return Store(text, folder=database.parent, database=database, artifact_root=database.parent / "mlruns")
     if scheme in _REMOTE or text in _REMOTE or scheme.split("+")[0] in _DATABASES:
         return Store(re.sub(r"://[^/@]*@", "://***@", text), address=text)

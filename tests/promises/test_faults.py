@@ -159,3 +159,23 @@ def test_data_of_another_task_are_a_fault_of_the_config(train):
     outcome = train(CLASSES[0], code=2)
     assert "model.module: Classification needs `input` in a batch of the data module, which has image" in outcome.err
     assert outcome.err.count("error: ") == 1
+
+
+# ---- tracking
+
+
+def test_mlflow_run_in_a_folder_with_a_blank(train, tmp_path):
+    """The run that `mlflow run` has opened is joined, though MLflow hands its store on with %20; no folder appears."""
+    from mlflow.tracking import MlflowClient
+    from mlflow.utils.file_utils import path_to_local_sqlite_uri
+
+    clone = tmp_path / "my clone"
+    clone.mkdir()
+    client = MlflowClient(f"sqlite:///{clone}/mlflow.db")
+    run = client.create_run("0").info.run_id
+    handed_on = path_to_local_sqlite_uri(clone / "mlflow.db")
+    assert "my%20clone" in handed_on
+    done = train("train.num_epochs=1", MLFLOW_RUN_ID=run, MLFLOW_TRACKING_URI=handed_on)
+    assert done.folder.parent.name == run
+    assert client.get_run(run).info.status == "FINISHED"
+    assert list(tmp_path.iterdir()) == [clone]
