@@ -43,7 +43,8 @@ class Trial(pl.Callback):
             answer = say(self.search, **words)
         return trainer.strategy.broadcast(answer) if trainer.world_size > 1 else answer
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """The record has opened the run: a trial that fails before its first step has one as well."""
         run = getattr(trainer.logger, "run_id", None)
         self._ask(trainer, run=run, folder=str(self.record.folder.path))
 
