@@ -17,7 +17,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 import torch
-from pytorch_lightning.loggers import Logger
+from pytorch_lightning.loggers import CSVLogger, Logger
 
 from deeplightning import __version__
 from deeplightning.callbacks.origin import Origin, keep_out
@@ -172,6 +172,9 @@ class Record(pl.Callback):
             path = run_folder(self.loggers, resumption.folder or self.fallback)
             with contextlib.suppress(OSError):  # reported below
                 make_private(path, path.parents[2 if path.name == "artifacts" else 0])  # STORE/EXPERIMENT/RUN/artifacts
+                for logger in self.loggers:
+                    if isinstance(logger, CSVLogger):
+                        _ = logger.experiment  # it warns of a folder that has files, and ours come next
             folder = str(path)
         self._folder = RunFolder(self._agreed(trainer, folder))
         self._restrict()
