@@ -15,6 +15,7 @@ from deeplightning.config.schema import Config
 from deeplightning.config.target import find
 from deeplightning.config.tree import dump
 from deeplightning.configure import init_module, init_trainer
+from deeplightning.engine import ranks
 from deeplightning.engine.lean import import_lean
 from deeplightning.engine.place import own_rank
 from deeplightning.engine.together import all_ended, together
@@ -53,7 +54,7 @@ def launch(cfg: Config) -> RunFolder:
 
     to_terminal(cfg)
     one_line_warnings()
-    if own_rank() == 0:
+    if own_rank() == 0 and ranks.restarts() == 0:
         show(dump(cfg.public()))
         for notice in cfg.notices or []:
             log.log(logging.WARNING if notice.unasked else logging.INFO, notice.text)
@@ -114,7 +115,7 @@ def _end(record: Any, trainer: pl.Trainer, error: BaseException | None = None) -
     """The last words of a run."""
     if error is not None:
         record.fail(error)
-    if record.opened and trainer.is_global_zero:
+    if record.opened and trainer.is_global_zero and not ranks.is_led():
         print(f"Artifact storage path: {record.folder.path}", flush=True)
     record.close()
 

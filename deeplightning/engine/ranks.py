@@ -184,6 +184,12 @@ def restarts() -> int:
     return max((int(word) for name in names if (word := os.environ.get(name, "")).isdecimal()), default=0)
 
 
+def is_led() -> bool:
+    """Whether `deeplightning.engine.launch.Local` has started this process: it may do so again, and has the last
+    word."""
+    return _here is not None and _here.parent_tells and "TORCHELASTIC_RESTART_COUNT" in os.environ
+
+
 class Ranks:
     """This process among those of its launch.
 

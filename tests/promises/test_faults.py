@@ -1,5 +1,6 @@
 """What a config asks for in good faith works, or is refused in one note, with the remedy."""
 
+import csv
 import urllib.error
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 
 from deeplightning.config.fault import ConfigError, SetupError
 from deeplightning.config.schema import Target
-from deeplightning.config.target import build
+from deeplightning.config.target import build, is_installed
 from deeplightning.configure import examine
 
 LOSS = "torch.nn.CrossEntropyLoss"
@@ -179,3 +180,43 @@ def test_mlflow_run_in_a_folder_with_a_blank(train, tmp_path):
     assert done.folder.parent.name == run
     assert client.get_run(run).info.status == "FINISHED"
     assert list(tmp_path.iterdir()) == [clone]
+
+
+def test_a_csv_logger_does_not_warn_of_the_folder_of_its_own_run(train, tmp_path):
+    """Nothing else is in that folder: what the run itself puts there is no other run's."""
+    logger = f"logger={{type: pytorch_lightning.loggers.CSVLogger, params: {{save_dir: '{tmp_path}'}}}}"
+    outcome = train("~logger", logger, "train.num_epochs=1")
+    assert "not empty" not in outcome.err
+    assert (outcome.folder / "metrics.csv").is_file()
+
+
+# ---- words of a run
+
+
+@pytest.mark.skipif(not is_installed("optuna"), reason="Optuna is not installed: pip install 'deeplightning[tune]'")
+def test_a_failed_trial_has_its_run_in_the_table(command, tiny, tracked, tmp_path):
+    """A trial that fails once its run is open, though before its first step, is found by trials.csv."""
+    (tmp_path / "own_data.py").write_text(
+        "from deeplightning.data.digits import Digits\n\n\n"
+        "class Raises(Digits):\n"
+        "    def train_dataloader(self):\n"
+        "        raise KeyError('no batches')\n"
+    )
+    search = "tune={metric: val_acc, mode: max, num_trials: 1, space: {train.max_steps: {int: [1, 2]}}}"
+    outcome = command("tune", tiny, "data.module.type=own_data.Raises", search, cwd=tmp_path)
+    with (outcome.folder / "trials.csv").open(newline="") as file:
+        (row,) = csv.DictReader(file)
+    assert (row["state"], "no batches" in row["failure"]) == ("failed", True)
+    found = tracked(outcome.folder).client.get_run(row["run"])
+    assert found.info.status == "FAILED"
+
+
+def test_a_launch_prints_its_config_and_its_folder_once(command, tiny, place):
+    """Restarts repeat neither; the folder is the last line, after the reason of the end."""
+    killed = "train.callbacks=[{type: own.Killed, params: {epoch: 1, batch: 0}}]"
+    outcome = command("train", tiny, "engine.max_restarts=1", killed, cwd=place, main="forks:main")
+    assert outcome.code == 5, outcome
+    assert outcome.err.count("restart 1 of 1: ") == 1
+    assert outcome.out.count("seed: 7\n") == 1
+    assert outcome.out.count("Artifact storage path: ") == 1
+    assert (outcome.folder / "last.ckpt").is_file()

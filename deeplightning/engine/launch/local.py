@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from deeplightning.engine.launch import Job, Start
 from deeplightning.engine.launch.backoff import Backoff
@@ -65,7 +66,6 @@ class Local:
         Raises:
             SetupError: they cannot be started.
         """
-        from deeplightning.engine import ranks
         from deeplightning.engine.launch.elastic import attend
 
         restarts, redact = job.cfg.engine.max_restarts, job.cfg.redact
@@ -75,9 +75,18 @@ class Local:
 
         command, size = _command(job), local_size(job.cfg.engine)
         code, agent = attend(command, size, restarts, self.master_port or 0, self.backoff, tell)
-        cause = agent.cause
-        if code == 0 or cause is None:
-            return code
+        if code != 0 and agent.cause is not None:
+            self._tell_end(job, agent, tell)
+        if agent.run_folder is not None:
+            print(f"Artifact storage path: {agent.run_folder.path}", flush=True)
+        return code
+
+    def _tell_end(self, job: Job, agent: Any, tell: Callable[[str], None]) -> None:
+        """Says why the processes have ended, where none of them has."""
+        from deeplightning.engine import ranks
+
+        restarts, redact, cause = job.cfg.engine.max_restarts, job.cfg.redact, agent.cause
+        assert cause is not None
         word = f"error [{cause.whose}]" if cause.whose else "error"
         if cause.lost and not agent.heard:
             used = {0: "", 1: "; the restart is used up"}.get(restarts, f"; the {restarts} restarts are used up")
@@ -87,8 +96,6 @@ class Local:
         if agent.lost_first and agent.run_folder is not None:  # else the process has said it
             tags = {"failure": redact(str(cause))[:1000], "restarts": str(agent.restarts)}
             _end_run(job, agent.run_folder, {name: value for name, value in tags.items() if value != "0"})
-            print(f"Artifact storage path: {agent.run_folder.path}", flush=True)
-        return code
 
 
 def _end_run(job: Job, folder: RunFolder, tags: dict[str, str]) -> None:
