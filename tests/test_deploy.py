@@ -279,7 +279,7 @@ def test_what_the_user_allows_is_imported(run, own, tmp_path, monkeypatch):
     before = dict(os.environ)
     assert command_of(str(copy.path), allow=["allowed"])[4] == str(copy.bundle)
     roots = json.loads(os.environ[ROOTS])
-    assert roots[0] == str(tmp_path)  # the working directory; never the run's folder
+    assert str(tmp_path) in roots  # the working directory; never the run's folder
     assert str(copy.path) not in roots
     assert dict(os.environ) | {ROOTS: ""} == before | {ROOTS: ""}
     with pytest.raises(ConfigError, match="--allow takes the name of a module such as own_network, not 'a b'"):
