@@ -244,12 +244,14 @@ def test_nothing_of_this_machine_is_in_a_bundle(small):
     assert b".py" not in folder.bundle_model.read_bytes()
 
 
-def test_files_of_a_bundle_are_as_readable_as_any(small, tmp_path):
-    """Who may read the model may read the weights: the safetensors library would keep them private."""
-    _, folder = small
-    new = tmp_path / "new"
-    new.touch()
-    assert {file.stat().st_mode for file in folder.bundle.iterdir()} == {new.stat().st_mode}
+def test_files_of_a_bundle_are_as_readable_as_their_run(tmp_path):
+    """Who may read the run's folder may read model and weights: the safetensors library would keep them private."""
+    copy = RunFolder(tmp_path / "run")
+    for mode in (0o750, 0o700):
+        copy.path.mkdir(exist_ok=True)
+        copy.path.chmod(mode)
+        export(task_of(small_network()), copy, pixels(2), RUN)
+        assert {file.stat().st_mode & 0o777 for file in copy.bundle.iterdir()} == {mode & 0o666}
 
 
 def test_an_export_replaces_the_last_one(folder):

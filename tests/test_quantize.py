@@ -361,7 +361,7 @@ def test_rows_that_fill_up_a_batch_do_not_count(run, monkeypatch):
     """Index -1 marks them."""
     batch = {"image": torch.zeros(3, 1, 8, 8, dtype=torch.uint8), "label": torch.arange(3)}
     data = pl.LightningDataModule()
-    data.val_dataloader = lambda: [{**batch, "index": torch.tensor([0, 1, -1])}, batch]  # another module has no index
+    data.val_dataloader = lambda: [[{**batch, "index": torch.tensor([0, 1, -1])}, batch]]  # another module has no index
     monkeypatch.setattr("deeplightning.trained.init_module", lambda *_: data)
     quantize_run(run)
     assert json.loads(run.bundle_card.read_text())["int8"]["images"] == 5
@@ -377,7 +377,7 @@ def test_a_run_without_validation_images_is_refused(run, monkeypatch):
 def test_a_batch_without_classes_is_refused(run, monkeypatch):
     """An accuracy needs them."""
     data = pl.LightningDataModule()
-    data.val_dataloader = lambda: [{"image": torch.zeros(3, 1, 8, 8, dtype=torch.uint8)}]
+    data.val_dataloader = lambda: [[{"image": torch.zeros(3, 1, 8, 8, dtype=torch.uint8)}]]
     monkeypatch.setattr("deeplightning.trained.init_module", lambda *_: data)
     with pytest.raises(CheckpointError, match="'image' and 'label'"):
         quantize_run(run)

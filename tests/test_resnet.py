@@ -148,8 +148,8 @@ def test_a_pretrained_network_is_a_feature_extractor_or_fine_tuned(trainable, tr
 
 
 def test_too_few_classes_are_named(train):
-    """UT-24: three outputs for labels 0 to 9 end the run with code 3, the labels and the key to set, before a step."""
-    run = train("model.network.params.num_classes=3", code=3)
+    """UT-24: three outputs for labels 0 to 9 end the run with code 2, the labels and the key to set, before a step."""
+    run = train("model.network.params.num_classes=3", code=2)
     assert "the data has 10 classes (labels 0 to 9), the network 3 outputs" in run.err
     assert "model.network.params.num_classes=10" in run.err
 
