@@ -139,7 +139,8 @@ def test_the_loss_of_a_step_is_the_mean_over_batches_and_processes(job, fit):
     synced = f"{{type: {WATCH}.SyncedLoss, params: {{prefix: NAME, ranks: RANKS}}}}"
     both, none = (synced.replace("NAME", n).replace("RANKS", r) for n, r in (("both", "[0, 1]"), ("none", "[]")))
     outcome = job(*still, f"train.callbacks=[{both}, {none}]", "train.accumulator_factor=4", "logger.ranks=[0, 1]")
-    lines = [re.findall(r"^both step (\d+): (\d+\.\d+)$", rank.out, re.M) for rank in outcome.ranks]
+    line = r"^\[rank {}\] both step (\d+): (\d+\.\d+)$"
+    lines = [re.findall(line.format(number), rank.out, re.M) for number, rank in enumerate(outcome.ranks)]
     assert lines[0] == lines[1]
     assert [step for step, _ in lines[0]] == [str(step) for step in range(5)]  # 17 batches by fours
     assert not any("none step" in rank.out for rank in outcome.ranks)
