@@ -239,9 +239,9 @@ def test_the_tracker_that_a_hostile_config_names_is_not_asked(run, tmp_path, com
     outcome, seen = watched(command, tmp_path, "diff", copy.path, run.path)
     assert outcome.code == 0, outcome
     assert seen["connects"] == []
-    assert list(_stores_around(copy)) == []
+    assert "http://127.0.0.1:9" not in [store.shown for store in _stores_around(copy)]
     trust.note_own(copy.config)
-    assert [store.shown for store in _stores_around(copy)] == ["http://127.0.0.1:9"]
+    assert "http://127.0.0.1:9" in [store.shown for store in _stores_around(copy)]
 
 
 # ---- one's own

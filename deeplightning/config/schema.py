@@ -8,8 +8,6 @@ from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from typing import Any, Literal
 
-from deeplightning.config.interpolation import escaped
-
 Backend = Literal[
     "ddp",
     "fsdp",
@@ -476,5 +474,7 @@ def _public(value: Any, path: tuple[str | int, ...], texts: dict[tuple[str | int
     if isinstance(value, list):
         return [_public(item, (*path, number), texts) for number, item in enumerate(value)]
     if isinstance(value, str) and "${" in value:  # no reference any more, and must not be read as one
+        from deeplightning.config.interpolation import escaped  # not for `schema`, which resolves nothing
+
         return escaped(value)
     return value

@@ -25,6 +25,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 LIMIT = 120.0
 """Seconds without news from either process, after which they are given up."""
 
+UNTRIED = (
+    "two processes on the CPU could not be tried, since this process has computed gradients before; "
+    "`deeplightning check --dry-run` tries them"
+)
+_NO_FORK = "autograd's threading in combination with fork"
+"""Torch's words (2.15) in a fork of a process whose autograd has threads."""
+
 _ELSEWHERE = (*{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}, "<")
 _OURS = str(Path(__file__).parents[1])
 _PAIRED = ("send", "recv_", "recv_any_source_")  # between two ranks, which do different things by design
@@ -97,6 +104,8 @@ class Pair:
                     except EOFError:
                         events[rank].append(Event("error", "it was killed"))
             told = compare(*events)
+            if told is not None and _NO_FORK in told:
+                return UNTRIED, False
             if told is not None:
                 return told or None, True
 

@@ -10,7 +10,7 @@ import torch
 from deeplightning.config import strategy
 from deeplightning.config.fault import ConfigError
 from deeplightning.configure import examine, init_module, load_config
-from deeplightning.engine.pair import Event, compare
+from deeplightning.engine.pair import UNTRIED, Event, Pair, compare
 
 CONFIG = """\
 seed: 7
@@ -285,3 +285,13 @@ def test_where_two_processes_part_is_seen_as_soon_as_it_is_certain(one, other, w
     """Nobody waits for a rank that will not come; while either may still come, nothing is said."""
     told = compare([Event(*event) for event in one], [Event(*event) for event in other])
     assert told == words if not words else words in str(told)
+
+
+def test_processes_that_cannot_compute_gradients_are_untried():
+    """After a fork torch refuses it where the parent has computed some; that is no fault of the config."""
+
+    def act(note):
+        raise RuntimeError("Unable to handle autograd's threading in combination with fork-based multiprocessing.")
+
+    with Pair(act) as pair:
+        assert pair.difference() == (UNTRIED, False)
