@@ -47,7 +47,7 @@ BUDGETS = {
     "explain CONFIG": (235, HEAVY),
     "train CONFIG": (2015, UNUSED),
     "test RUN": (2015, UNUSED),
-    "diff RUN RUN": (250, HEAVY),
+    "diff RUN RUN": (256, HEAVY),
     "runs --tracking-uri STORE": (255, HEAVY),
 }
 

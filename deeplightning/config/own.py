@@ -12,7 +12,6 @@ import os
 import sys
 import sysconfig
 from collections.abc import Iterable, Mapping, Sequence
-from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
@@ -123,7 +122,7 @@ def _places(spec: ModuleSpec) -> set[str]:
     }
 
 
-class _Finder(MetaPathFinder):
+class _Finder:  # importlib.abc would import a dozen modules
     """Finds own modules, which import each other first."""
 
     def find_spec(
