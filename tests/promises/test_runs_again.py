@@ -150,6 +150,7 @@ def test_the_newest_run_needs_no_name(gone, command, tmp_path, monkeypatch):
     assert command("runs", "--last", "--clean", cwd=here).code == 2
 
     monkeypatch.chdir(here)
+    monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     verbs = set()
     for verb, found in cli.commands.items():
         for param in found.params:
