@@ -25,7 +25,7 @@ LONGEST = 150.0  # seconds of one program
 
 ENGINES = ["null", "ddp", "fsdp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"]
 PLAIN, RAW, SELF = "plain script, DataLoader", "raw loop, data on the GPU", "deeplightning"
-GRAPHS = "reduce-overhead"
+GRAPHS, RECORDED = "reduce-overhead", "graphs"
 
 OPTIMIZER = "type: torch.optim.SGD, params: {lr: 0.1, momentum: 0.9, weight_decay: 0.0005, nesterov: true}"
 CIFAR = """\
@@ -242,7 +242,7 @@ class Row:
 
     Attributes:
         program: PLAIN, RAW or SELF.
-        compile: the mode of torch.compile; None: not compiled.
+        compile: the mode of torch.compile, or `graphs`, which compiles nothing; None: eager mode.
     """
 
     program: str
@@ -259,6 +259,7 @@ def rows_of(size: Size) -> list[Row]:
     small, *larger = size.batches
     rows = [Row(program, small) for program in (PLAIN, RAW, SELF)]
     rows += [Row(program, batch) for batch in larger for program in (RAW, SELF)]
+    rows += [Row(SELF, batch, RECORDED) for batch in size.batches]
     rows += [Row(program, small, GRAPHS) for program in (RAW, SELF)]
     return rows + [Row(PLAIN, batch) for batch in larger]
 
@@ -288,7 +289,7 @@ def compile_graphs(bench: Bench) -> None:
     """Fills the cache of compiled graphs by runs that are not measured, while the tests run."""
     few = pictures(bench, 12 * bench.size.batches[0], "few")
     for row in rows_of(bench.size):
-        if row.compile:
+        if row.compile == GRAPHS:
             with contextlib.suppress(NoTime, RuntimeError):  # the measured run will tell
                 bench.run(command_of(bench, row, few, 1))
 
@@ -355,10 +356,17 @@ def bounds_of(found: dict[Row, list[dict[str, float]]], size: Size) -> list[Boun
         return statistics.median(ours[of] / theirs[of] for ours, theirs in pairs)
 
     graphs, ours = Row(SELF, small, GRAPHS), Row(SELF, small)
+    recorded, recorded_large = Row(SELF, small, RECORDED), Row(SELF, large, RECORDED)
     rate = "pictures/s of the"
     return [
         Bound(f"batch {small}: {rate} plain script's", against(ours, Row(PLAIN, small)), 1.25, True),
         Bound(f"batch {large}: {rate} raw loop's", against(Row(SELF, large), Row(RAW, large)), 0.95, True),
+        Bound(
+            f"batch {small}, `compile: graphs`: {rate} plain script's", against(recorded, Row(PLAIN, small)), 1.25, True
+        ),
+        Bound(
+            f"batch {large}, `compile: graphs`: {rate} raw loop's", against(recorded_large, Row(RAW, large)), 0.95, True
+        ),
         Bound(f"graphs: {rate} raw loop's with graphs", against(graphs, Row(RAW, small, GRAPHS)), 0.9, True),
         Bound(f"graphs: {rate} raw loop's without", against(graphs, Row(RAW, small)), 1.15, True),
         Bound("job of two epochs: seconds of the plain script's", against(ours, Row(PLAIN, small), "wall"), 1.0),

@@ -5,8 +5,10 @@ On the CPU most tests take a backend that compiles nothing: what is asked of a c
 
 import json
 import os
+import random
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -18,10 +20,12 @@ from test_text_classif import CONFIG as TEXT
 from test_text_classif import reviews
 from torch._dynamo.backends.common import aot_autograd
 
-from deeplightning.config.fault import SetupError
+from deeplightning.config.fault import ConfigError, SetupError
 from deeplightning.config.schema import Engine
+from deeplightning.configure import load_config
 from deeplightning.engine import compiling
-from deeplightning.task.errors import LabelError
+from deeplightning.task.errors import LabelError, MisfitError
+from deeplightning.task.recorded import State, watched
 
 MODES = ["true", "reduce-overhead"]
 EPOCHS = "train.num_epochs=2"  # of eight batches of 16 and one of 6; then 16 and 150 samples are judged
@@ -110,6 +114,100 @@ def test_what_is_compiled_is_the_step_that_runs_eagerly(mode, settings, fit, bac
     assert digest(last_of(compiled)) == digest(last_of(eager))
     names = [name for name in (eager.folder / "metrics.csv").read_text().splitlines()[0].split(",") if "train" in name]
     assert {name: compiled.series(name) for name in names} == {name: eager.series(name) for name in names}
+
+
+# ---- recorded steps, without a compiler
+
+
+@pytest.mark.parametrize("settings", SETTINGS[:3], ids=["plain", "accumulated", "random"])
+def test_a_step_that_a_gpu_would_record_runs_eagerly_on_the_cpu(settings, fit):
+    """`graphs` gives eager mode's weights, bit for bit."""
+    assert digest(last_of(fit(EPOCHS, *settings, "engine.compile=graphs"))) == digest(last_of(fit(EPOCHS, *settings)))
+
+
+class Counts(torch.nn.Linear):
+    """Drops itself out in turn, by a counter of Python's."""
+
+    calls = 0
+
+    def forward(self, inputs):
+        self.calls += 1
+        return super().forward(inputs) * (self.calls % 2)
+
+
+class Draws(torch.nn.Linear):
+    """Drops itself out at random, by a generator of the CPU's."""
+
+    def __init__(self, draw):
+        super().__init__(4, 2)
+        self.draw = draw
+
+    def forward(self, inputs):
+        return super().forward(inputs) * (self.draw() < 0.5)
+
+
+@pytest.mark.parametrize(
+    ("network", "reason"),
+    [
+        (Counts(4, 2), "Counts changes its `calls` at each call"),
+        (Draws(random.random), "draws random numbers on the CPU"),
+        (Draws(np.random.rand), "draws random numbers on the CPU"),
+        (Draws(lambda: float(torch.rand(()))), "draws random numbers on the CPU"),
+    ],
+    ids=["a counter", "Python's numbers", "NumPy's", "torch's"],
+)
+def test_what_a_recorded_step_would_not_repeat_is_refused(network, reason):
+    """A graph would repeat what Python has decided in the first batch, without a word."""
+    with pytest.raises(MisfitError, match=reason) as refused:
+        watched(lambda inputs: network(inputs).sum(), torch.nn.ModuleList([network]), (torch.ones(3, 4),))
+    assert "set engine.compile=reduce-overhead" in str(refused.value)
+
+
+def test_a_network_that_computes_with_tensors_alone_is_recorded():
+    """Batch norm and dropout too, whose numbers are drawn where the tensors are."""
+    network = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.BatchNorm1d(2), torch.nn.Softmax(1))
+    learns = watched(network, torch.nn.ModuleList([network]), (torch.rand(3, 4),))
+    assert learns == {"0.0.weight", "0.0.bias", "0.1.weight", "0.1.bias"}
+
+
+CHANGES = {
+    "a dropout's probability": lambda n: setattr(n[2], "p", 0.9),
+    "a layer in evaluation mode": lambda n: n[1].eval(),
+    "a frozen layer": lambda n: n[0].weight.requires_grad_(False),
+    "weights in other memory": lambda n: setattr(n[0].weight, "data", n[0].weight.data.clone()),
+    "a buffer in other memory": lambda n: setattr(n[1].running_mean, "data", n[1].running_mean.data.clone()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_between_two_steps_shows_and_learning_does_not(change):
+    """What a graph took for granted; a step of the optimizer and of batch norm changes values alone."""
+    network = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.BatchNorm1d(2), torch.nn.Dropout(0.1))
+    state = State(torch.nn.ModuleList([network]))
+    network(torch.rand(3, 4)).sum().backward()
+    torch.optim.SGD(network.parameters(), lr=0.1).step()
+    assert not state.differs()
+    CHANGES[change](network)
+    assert state.differs()
+
+
+def test_a_task_with_a_step_of_its_own_is_not_recorded(fit, place):
+    """Nobody knows what such a step computes beside network and losses; likewise engines with hooks in the network."""
+    own = place / "stepping.py"
+    own.write_text(
+        "from deeplightning.task.img_classif import ImageClassification\n\n\n"
+        "class Own(ImageClassification):\n    def training_step(self, batch, batch_idx):\n"
+        "        return super().training_step(batch, batch_idx)\n"
+    )
+    try:
+        with pytest.raises(MisfitError, match="Own has a training_step of its own"):
+            fit("model.module={type: stepping.Own}", "engine.compile=graphs")
+    finally:
+        own.unlink()
+    with pytest.raises(ConfigError, match=r"engine\.compile=reduce-overhead"):
+        load_config(
+            Path(__file__).parents[1] / "configs" / "base.yaml", ["engine.compile=graphs", "engine.backend=fsdp"]
+        )
 
 
 def overwriting():

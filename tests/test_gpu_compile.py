@@ -7,8 +7,10 @@ import json
 
 import pytest
 import torch
+import yaml
 from commands import real
 from conftest import weights
+from test_gan import CONFIG as GAN
 
 from deeplightning.engine import background
 from deeplightning.engine.background import Snapshot
@@ -30,9 +32,60 @@ class Notes(pl.Callback):
         from torch._dynamo.utils import counters
 
         graphs = counters["stats"].get("unique_graphs", 0)
-        found = {"graphs": graphs, "skips": counters["inductor"].get("cudagraph_skips", 0)}
+        parts = [getattr(module, "_compiled_step", None), *getattr(module, "_compiled_parts", ())]
+        recorded = sum(getattr(part, "_replay", None) is not None for part in parts)
+        skips = counters["inductor"].get("cudagraph_skips", 0)
+        found = {"graphs": graphs, "skips": skips, "recorded": recorded}
         pathlib.Path("notes.json").write_text(json.dumps(found))
 '''
+OWN = '''\
+import torch
+from torch import nn
+
+
+class Drawing(nn.Sequential):
+    """With batch norm and random numbers."""
+
+    def __init__(self):
+        layers = [nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Dropout(0.5)]
+        super().__init__(*layers, nn.Linear(144, 10))
+
+
+class Recurrent(nn.Module):
+    """Its LSTM holds its weights in a list of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.lstm, self.head = nn.LSTM(8, 16, batch_first=True), nn.Linear(16, 10)
+
+    def forward(self, images):
+        return self.head(self.lstm(images[:, 0])[0][:, -1])
+'''
+WAITS = """\
+import deeplightning.model.cnn
+import torch
+
+
+class Waits(deeplightning.model.cnn.SimpleCNN):
+    def __init__(self):
+        super().__init__(num_classes=10, num_channels=1, image_size=[8, 8])
+
+    def forward(self, images):
+        return super().forward(images) * (1 if images.mean().item() < 1000 else 2)
+"""
+CHANGING = """\
+import pytorch_lightning as pl
+import torch
+
+
+class Changes(pl.Callback):
+    def on_train_epoch_start(self, trainer, module):
+        if trainer.current_epoch == 1:
+            convolution, _, _, _, dropout, last = module.network
+            convolution.weight.requires_grad_(False)
+            dropout.p = 0.75
+            last.weight.data = last.weight.data.clone()
+"""
 LONGEST = 600  # seconds: a cold compilation
 
 
@@ -40,6 +93,7 @@ LONGEST = 600  # seconds: a cold compilation
 def learned(tiny, tmp_path):
     """`learned(override, …)` is the outcome of a run on one GPU, and what the compiler did."""
     (tmp_path / "notes.py").write_text(NOTES)
+    (tmp_path / "layers.py").write_text(OWN)
 
     def run(*overrides):
         given = ["engine.gpus=1", "train.callbacks=[{type: notes.Notes}]", *overrides]
@@ -66,6 +120,85 @@ def test_cuda_graphs_learn_what_eager_mode_does_and_are_recorded_once(settings, 
         assert notes["graphs"] == 1
     for name, values in weights(done.folder / "last.ckpt").items():
         torch.testing.assert_close(values, expected[name], atol=1e-3, rtol=1e-2)
+
+
+# Eager mode and a recorded step launch the same kernels in the same order.
+DRAWING = "model.network={type: layers.Drawing}"
+SAME = ["train.num_epochs=2", "engine.deterministic=true"]
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        ["engine.precision=bf16", "engine.channels_last=true"],
+        ["train.accumulator_factor=3", "train.gradient_clip={value: 0.5}", DRAWING],
+        ["engine.precision=16", DRAWING, "model.optimizer={type: torch.optim.Adam, params: {lr: 0.01}}"],
+        ["engine.backend=ddp", DRAWING],
+    ],
+    ids=["bf16, channels last", "accumulated, clipped, batch norm", "scaled loss, random numbers", "ddp"],
+)
+def test_a_recorded_step_learns_what_eager_mode_does_bit_for_bit(settings, learned):
+    """Weights, with short last batches that run eagerly; so do buffers, and the numbers that a network draws."""
+    expected = weights(learned(*SAME, *settings)[0].folder / "last.ckpt")
+    done, notes = learned(*SAME, *settings, "engine.compile=graphs")
+    assert notes == {"graphs": 0, "skips": 0, "recorded": 1}
+    for name, values in weights(done.folder / "last.ckpt").items():
+        assert torch.equal(values, expected[name]), name
+
+
+def test_a_run_with_recorded_steps_resumes_bit_for_bit(learned):
+    """Killed inside the second epoch's first batches, after which it records anew."""
+    settings = [*SAME, DRAWING, "engine.compile=graphs"]
+    whole = weights(learned(*settings)[0].folder / "last.ckpt")
+    first, _ = learned(*settings, "train.max_steps=12")
+    resumed, _ = learned(*settings, f"train.resume_ckpt={first.folder}")
+    for name, values in weights(resumed.folder / "last.ckpt").items():
+        assert torch.equal(values, whole[name]), name
+
+
+def test_a_gan_records_its_generator_and_two_losses(learned):
+    """Weights as in eager mode, bit for bit."""
+    config = yaml.safe_load("\n".join(line for line in GAN.splitlines() if "scorer:" not in line))
+    model = json.dumps({**config["model"], "module": {"type": "deeplightning.task.gan.Gan"}})
+    settings = [*SAME, f"model={model}"]
+    expected = weights(learned(*settings)[0].folder / "last.ckpt")
+    done, notes = learned(*settings, "engine.compile=graphs")
+    assert notes["recorded"] == 3
+    for name, values in weights(done.folder / "last.ckpt").items():
+        assert torch.equal(values, expected[name]), name
+
+
+def test_a_step_that_waits_for_the_gpu_is_refused(tiny, tmp_path):
+    """A network that reads a number of its pictures: exit code 2, the reason, and what to set instead."""
+    (tmp_path / "waits.py").write_text(WAITS)
+    given = ["engine.gpus=1", "engine.compile=graphs", "model.network={type: waits.Waits}"]
+    done = real("train", tiny, *given, cwd=tmp_path, limit=LONGEST)
+    assert done.code == 2, done
+    assert "engine.compile=graphs: this step cannot be recorded" in done.err
+    assert "engine.compile=reduce-overhead" in done.err
+    assert "Traceback" not in done.err
+
+
+def test_a_network_that_a_recording_would_not_teach_is_refused(tiny, tmp_path):
+    """An LSTM moves the weights that it is given; exit code 2 with their names."""
+    (tmp_path / "layers.py").write_text(OWN)
+    given = ["engine.gpus=1", "engine.compile=graphs", "model.network={type: layers.Recurrent}"]
+    done = real("train", tiny, *given, cwd=tmp_path, limit=LONGEST)
+    assert done.code == 2, done
+    assert "a recorded step would not teach network.lstm." in done.err
+    assert "engine.compile=reduce-overhead" in done.err
+
+
+def test_a_network_that_a_callback_changes_is_recorded_again(learned, tmp_path):
+    """Layers that freeze, begin to learn, or drop out more from the second epoch on: eager mode's weights."""
+    (tmp_path / "changing.py").write_text(CHANGING)
+    callbacks = "train.callbacks=[{type: notes.Notes}, {type: changing.Changes}]"
+    settings = [*SAME, DRAWING, callbacks, "model.trainable=[^0, ^5]"]
+    expected = weights(learned(*settings)[0].folder / "last.ckpt")
+    done, _ = learned(*settings, "engine.compile=graphs")
+    assert "so the step is recorded again" in done.out + done.err
+    for name, values in weights(done.folder / "last.ckpt").items():
+        assert torch.equal(values, expected[name]), name
 
 
 def test_a_resumed_run_with_cuda_graphs_ends_like_one_that_was_not_stopped(learned):

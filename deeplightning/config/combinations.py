@@ -396,6 +396,14 @@ RULES = [
         lambda cfg, _: cfg.serve.tensorrt and cfg.serve.device == "cpu",
     ),
     Rule(
+        "engine.compile",
+        "engine.backend",
+        "`compile: graphs`, fsdp or DeepSpeed",
+        "they have hooks in the network, which a recorded step would not call",
+        "set `engine.compile=reduce-overhead`, or use ddp",
+        lambda cfg, asked: cfg.engine.compile == "graphs" and _sharded(asked),
+    ),
+    Rule(
         "engine.fused",
         "engine.backend",
         "`fused: true`, fsdp or DeepSpeed",

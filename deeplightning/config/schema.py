@@ -209,9 +209,9 @@ class Engine:
         "how precisely GPUs multiply matrices of 32 bits: high is TF32, medium bf16; null: torch's own choice", None
     )
     deterministic: bool = key("only algorithms that give the same bits each time, on GPU too", False)
-    compile: bool | Literal["reduce-overhead", "max-autotune"] = key(
+    compile: bool | Literal["graphs", "reduce-overhead", "max-autotune"] = key(
         "compile the training step's network and losses with torch.compile, for full batches; a word is its mode: "
-        "reduce-overhead uses CUDA graphs",
+        "reduce-overhead uses CUDA graphs. graphs: CUDA graphs of the eager kernels, without the compiler",
         False,
     )
     fused: bool | Literal["auto"] = key(

@@ -31,6 +31,10 @@ def prepare_to_compile(engine: Engine) -> None:
         SetupError: there is no compiler, or it does not take the folder that the user has set.
     """
     on_gpu = engine.gpus is not None
+    if engine.compile == "graphs":  # by CUDA alone
+        if not on_gpu:
+            log.info("engine.compile=graphs records what a GPU computes: this run has none, and trains eagerly")
+        return
     _find_compiler(on_gpu)
     folder, given = cache_folder(), os.environ.get(FOLDER)
     if given is not None:

@@ -1,4 +1,5 @@
-"""A part of a training step, compiled for batches of one shape; other batches run eagerly, as does validation.
+"""A part of a training step, compiled or recorded for batches of one shape; other batches run eagerly, as does
+validation.
 
 Compiling takes seconds to minutes, and a compiler would start again for the short batch at an epoch's end and for each
 mode of the network.
@@ -9,9 +10,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from deeplightning.task.recorded import Recorded
 
 log = logging.getLogger("deeplightning")
+
+ONLY_OWN_STEPS = (
+    "engine.compile=graphs records network and losses as one, and {} has a training_step of its own; set "
+    "engine.compile=reduce-overhead, which compiles the network alone"
+)
 
 
 class Compiled:
@@ -28,12 +36,19 @@ class Compiled:
 
     def __init__(self, mode: bool | str):
         self.mode = "default" if mode is True else str(mode)
-        self.graphs = mode in ("reduce-overhead", "max-autotune")
+        self.graphs = mode in ("graphs", "reduce-overhead", "max-autotune")
         self._shapes: list[tuple[int, ...]] | None = None
         self._said = False
 
-    def compile(self, function: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of tensors, to be called with batches that `takes` accepts."""
+    def compile(self, function: Callable[..., Any], owner: nn.Module) -> Callable[..., Any]:
+        """A function of tensors, to be called with batches that `takes` accepts.
+
+        Args:
+            owner: the module whose submodules it computes with. In the mode `graphs`, gradients go back through the
+                last of its results alone.
+        """
+        if self.mode == "graphs":
+            return Recorded(function, owner)
         # None: texts of other lengths are compiled once more, for any length. A CUDA graph is for one shape.
         return torch.compile(function, mode=self.mode, dynamic=False if self.graphs else None)
 
@@ -61,7 +76,7 @@ class Compiled:
 
     def begin_step(self, device: torch.device) -> None:
         """To be called before the first compiled call of a batch, which may overwrite what the batch before gave."""
-        if self.graphs and device.type == "cuda":
+        if self.graphs and self.mode != "graphs" and device.type == "cuda":
             torch.compiler.cudagraph_mark_step_begin()
 
     def own(self, values: Any) -> Any:

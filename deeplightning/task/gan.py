@@ -19,7 +19,7 @@ from torchmetrics import Metric
 
 from deeplightning.config.target import build
 from deeplightning.image import ImageSpec
-from deeplightning.task.compiled import Compiled
+from deeplightning.task.compiled import ONLY_OWN_STEPS, Compiled
 from deeplightning.task.errors import MisfitError
 from deeplightning.task.metrics import InOwnPrecision, SampleMean
 from deeplightning.task.networks import build_loss, device_of, on_cpu, try_network
@@ -192,11 +192,13 @@ class Gan(pl.LightningModule):
                 self.scores[f"{stage}_stage"] = nn.ModuleDict(metrics)
         mode = self.cfg.engine.compile
         if mode and type(self).training_step is not Gan.training_step:  # nobody knows what such a step calls
+            if mode == "graphs":
+                raise MisfitError(ONLY_OWN_STEPS.format(type(self).__name__))
             for network in self.networks.values():
                 network.compile(mode="default" if mode is True else mode)
         elif mode:
             self._compiled = Compiled(mode)
-            self._compiled_parts = [self._compiled.compile(part) for part in self._eager_parts]
+            self._compiled_parts = [self._compiled.compile(part, self.networks) for part in self._eager_parts]
 
     def _try_out(self, name: str, inputs: Tensor, expected: tuple[int, ...]) -> None:
         kind = self.cfg.model.network[name].type

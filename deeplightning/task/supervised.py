@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from deeplightning.config.target import build
-from deeplightning.task.compiled import Compiled
+from deeplightning.task.compiled import ONLY_OWN_STEPS, Compiled
 from deeplightning.task.errors import MisfitError
 from deeplightning.task.metrics import InOwnPrecision, SampleMean
 from deeplightning.task.networks import build_loss, on_cpu
@@ -170,7 +170,9 @@ class Supervised(pl.LightningModule):
         if mode := self.cfg.engine.compile:
             if self._computes_itself():
                 self._compiled = Compiled(mode)
-                self._compiled_step = self._compiled.compile(self._compute)
+                self._compiled_step = self._compiled.compile(self._compute, self)
+            elif mode == "graphs":
+                raise MisfitError(ONLY_OWN_STEPS.format(type(self).__name__))
             else:
                 network.compile(mode="default" if mode is True else mode)
 
