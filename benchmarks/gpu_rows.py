@@ -368,6 +368,10 @@ def bounds_of(found: dict[Row, list[dict[str, float]]], size: Size) -> list[Boun
             f"batch {large}, `compile: graphs`: {rate} raw loop's", against(recorded_large, Row(RAW, large)), 0.95, True
         ),
         Bound(f"graphs: {rate} raw loop's with graphs", against(graphs, Row(RAW, small, GRAPHS)), 0.9, True),
+        Bound(
+            f"`compile: graphs`: {rate} raw loop's with graphs", against(recorded, Row(RAW, small, GRAPHS)), 0.9, True
+        ),
         Bound(f"graphs: {rate} raw loop's without", against(graphs, Row(RAW, small)), 1.15, True),
         Bound("job of two epochs: seconds of the plain script's", against(ours, Row(PLAIN, small), "wall"), 1.0),
+        Bound("the job, `compile: graphs`", against(recorded, Row(PLAIN, small), "wall"), 1.0),
     ]
