@@ -6,6 +6,7 @@ import itertools
 import json
 import os
 import re
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -114,15 +115,40 @@ def make_private(folder: Path, store: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
 
 
+class _Umask:
+    """This process's umask, which all of its threads share: the latest that one of them has asked for and not given
+    back, else the user's. Were each to restore what it has found, one could restore the user's while another writes."""
+
+    def __init__(self) -> None:
+        self._lock, self._asked, self._users = threading.Lock(), dict[object, int](), 0
+
+    def ask(self, umask: int) -> object:
+        """Sets it; gives what `give_back` takes."""
+        with self._lock:
+            before, token = os.umask(umask), object()
+            if not self._asked:
+                self._users = before
+            self._asked[token] = umask
+        return token
+
+    def give_back(self, token: object) -> None:
+        with self._lock:
+            del self._asked[token]
+            os.umask(next(reversed(self._asked.values()), self._users))
+
+
+UMASK = _Umask()
+
+
 @contextlib.contextmanager
 def permissions_of(folder: Path | None) -> Iterator[None]:
     """What this process makes meanwhile has the permissions of a folder; None: those that the user has set."""
-    before = os.umask(umask_of(folder)) if folder is not None else None
+    token = UMASK.ask(umask_of(folder)) if folder is not None else None
     try:
         yield
     finally:
-        if before is not None:
-            os.umask(before)
+        if token is not None:
+            UMASK.give_back(token)
 
 
 def umask_of(folder: Path) -> int:

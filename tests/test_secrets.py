@@ -26,6 +26,7 @@ from served import Server
 from deeplightning.config.conceal import conceal, conceal_diff
 from deeplightning.config.interpolation import Secrets
 from deeplightning.configure import examine
+from deeplightning.runfolder import permissions_of
 from deeplightning.tracking.client import Client
 from deeplightning.tracking.logger import MLflowLogger
 from deeplightning.tracking.store import locate
@@ -351,6 +352,25 @@ def test_what_a_run_writes_is_its_owners_alone(planted_run):
     _, store, folder, _ = planted_run
     assert {path.name for path in folder.iterdir()} >= {"cfg.yaml", "code.zip", "git.diff", "environment.json", "logs"}
     assert modes(store) == [{0o700}, {0o600}]
+
+
+def test_a_thread_that_ends_leaves_the_permissions_that_others_have_asked_for(tmp_path):
+    """Whichever of two ends first: the umask is the user's when both have, and not before."""
+    tmp_path.chmod(0o700)
+    users = os.umask(0o022)
+    try:
+        for first in (True, False):
+            one, other = permissions_of(tmp_path), permissions_of(tmp_path)
+            one.__enter__()
+            other.__enter__()
+            (one if first else other).__exit__(None, None, None)
+            name = tmp_path / f"{first}"
+            name.touch()
+            assert name.stat().st_mode & 0o777 == 0o600
+            (other if first else one).__exit__(None, None, None)
+            assert os.umask(0o022) == 0o022
+    finally:
+        os.umask(users)
 
 
 @pytest.mark.parametrize("mode", [0o700, 0o750, 0o755, 0o775, 0o777, 0o2770])

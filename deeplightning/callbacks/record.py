@@ -30,7 +30,7 @@ from deeplightning.engine.launch.storage import told
 from deeplightning.engine.place import own_rank
 from deeplightning.engine.plan import world_size
 from deeplightning.process import say_losses
-from deeplightning.runfolder import Hold, RunFolder, make_private, umask_of, write_whole
+from deeplightning.runfolder import UMASK, Hold, RunFolder, make_private, umask_of, write_whole
 from deeplightning.tracking.build import end, go_on, publish, run_folder
 from deeplightning.tracking.environment import REPRODUCES, describe, git_diff
 from deeplightning.trust import note_own
@@ -110,7 +110,7 @@ class Record(pl.Callback):
         self._hold: Hold | None = None
         self._failed = self._stopped = False
         self._origin: Origin | None = None  # on rank 0
-        self._umask: int | None = None  # the user's, while that of the run is set
+        self._umask: object = None  # while that of the run is set
 
     @property
     def folder(self) -> RunFolder:
@@ -203,13 +203,14 @@ class Record(pl.Callback):
 
     def _restrict(self) -> None:
         """What this process makes from now on has the permissions of the run's folder."""
-        umask = os.umask(umask_of(self.folder.path))
-        self._umask = umask if self._umask is None else self._umask
+        before, self._umask = self._umask, UMASK.ask(umask_of(self.folder.path))
+        if before is not None:
+            UMASK.give_back(before)
 
     def _unrestrict(self) -> None:
         """Restores what the user has set."""
         if self._umask is not None:
-            os.umask(self._umask)
+            UMASK.give_back(self._umask)
             self._umask = None
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

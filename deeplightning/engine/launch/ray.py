@@ -477,6 +477,9 @@ class _Launch:
         # Machines with unlike numbers of workers: each worker counts as a machine.
         local = next(iter(counts.values())) if len(set(counts.values())) == 1 else 1
         cfg = sized(self.cfg, self.wanted, local, world // local)
+        if self.starts:  # workers show notices at the first start alone
+            for notice in (cfg.notices or [])[len(self.cfg.notices or []) :]:
+                self.tell(f"warning: {notice.text}")
         first, self.node = self.workers[0].about, self.workers[0].node
         on_one = len({worker.about["host"] for worker in self.workers}) == 1
         common = {n: v for n, v in os.environ.items() if n.startswith(_CARRIED)}
