@@ -127,17 +127,34 @@ def _train(cfg: Config, trainer: pl.Trainer, task: Any, data: Any, weights: Path
     _explained(trainer.fit, task, data, ckpt_path=weights)
 
 
+_OTHER_PARTS = r"Error\(s\) in loading state_dict|loaded state dict|conditioned on metric"
+"""Words for weights of another network, for the state of another optimizer, and for a metric that is not there."""
+
+
 def _explained(stage: Any, *args: Any, **kwargs: Any) -> None:
     """Runs a stage of Lightning's; what it says of a config in its own exceptions becomes a fault of the config."""
     from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
+    from deeplightning.callbacks import callback_of
+    from deeplightning.callbacks.checkpoints import Checkpoints
     from deeplightning.engine.checkpoint_io import raise_for_misfits, read_checkpoint
+    from deeplightning.engine.restored import of_checkpoint
     from deeplightning.engine.sharded import whole_shapes
 
     try:
         if kwargs.get("ckpt_path") is not None:
             kwargs["ckpt_path"] = str(kwargs["ckpt_path"])
-        stage(*args, **kwargs)
+        try:
+            stage(*args, **kwargs)
+        except Exception as error:
+            trainer = stage.__self__
+            told = isinstance(error, MisconfigurationException) or re.search(_OTHER_PARTS, str(error))
+            if kwargs.get("ckpt_path") is None or trainer.state.fn != "fit" or told:
+                raise
+            resumed_at = callback_of(trainer, Checkpoints).resumed_at
+            if (refusal := of_checkpoint(error, trainer, resumed_at)) is None:
+                raise
+            raise refusal from error
     except MisconfigurationException as error:
         if found := re.match(r"`(val|test|predict)_dataloader` must be implemented", str(error)):
             data = {"val": "validation"}.get(found[1], found[1])

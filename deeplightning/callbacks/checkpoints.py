@@ -16,6 +16,7 @@ from deeplightning.config.fault import CheckpointError, ConfigError, Fault
 from deeplightning.config.schema import Checkpoint
 from deeplightning.engine.background import Writer
 from deeplightning.engine.checkpoint_io import SafeCheckpointIO, copy_checkpoint, read_checkpoint, remove_checkpoint
+from deeplightning.engine.restored import check_counters, check_optimizers
 from deeplightning.runfolder import RunFolder, write_whole
 
 log = logging.getLogger("deeplightning")
@@ -43,11 +44,18 @@ class Checkpoints(LightningCheckpoint):
         self.settings, self.record, self.background = settings, record, background
         self.kept: list[dict[str, Any]] = []  # the best first: {"value", "epoch", "step", "file"}
         self._loaded: list[dict[str, Any]] | None = None
+        self._arriving: dict[str, Any] | None = None  # until the optimizers are there that it is compared with
+        self._has_arrived = False
         self._plateaus: dict[str, float] = {}
         self._due = self._validating = False
         self._saved_step = self._began_at = -1  # optimizer steps
         self._validated = False
         self._marks: set[int] = set()
+
+    @property
+    def resumed_at(self) -> int:
+        """The optimizer steps that were done when this training began; -1: it has not begun."""
+        return self._began_at
 
     @property
     def best(self) -> dict[str, Any] | None:
@@ -57,10 +65,17 @@ class Checkpoints(LightningCheckpoint):
     # ---- when
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._arriving is not None:
+            check_optimizers(trainer, self._arriving)
+            self._arriving = None
         self._take_over(trainer)
         _drop_early_loader(trainer)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.ckpt_path is not None and not self._has_arrived:  # Lightning 2.6 asks no callback then
+            raise CheckpointError(
+                f"{trainer.ckpt_path}: damaged: `callbacks` is missing; resume from another checkpoint"
+            )
         self._take_over(trainer)  # strategies that shard load their checkpoint only after `on_fit_start`
         self._find_marks(trainer)
         self._began_at = trainer.global_step
@@ -155,6 +170,11 @@ class Checkpoints(LightningCheckpoint):
     def on_load_checkpoint(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
     ) -> None:
+        if trainer.state.fn == "fit":
+            check_counters(trainer, checkpoint)
+            self._has_arrived = True
+            if not trainer.strategy.restore_checkpoint_after_setup:  # else states are in a form of the strategy's own
+                self._arriving = checkpoint
         _count_for(checkpoint, trainer.world_size)
         self._plateaus, self._validating = checkpoint.get("plateaus", {}), checkpoint.get("validating", False)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]

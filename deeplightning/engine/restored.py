@@ -1,0 +1,96 @@
+"""Whether a run can resume from the training state of a checkpoint: its form, and what fails as it is restored.
+
+Lightning leaves out counters that are missing, and ends in an error of its own at others. Values are taken as they are:
+whoever could change a counter could have changed a weight.
+"""
+
+import traceback
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+
+from deeplightning.config.fault import CheckpointError
+from deeplightning.engine.checkpoint_io import described
+from deeplightning.words import first_line
+
+_RESTORES = "pytorch_lightning.trainer.connectors.checkpoint_connector"
+_LIBRARIES = ("deeplightning.", "pytorch_lightning.", "lightning_fabric.", "torch.", "torchmetrics.")
+_USE = ("torch.optim.", "pytorch_lightning.loops.", "pytorch_lightning.core.", "pytorch_lightning.utilities.")
+_USE_LATER = ("torch.optim.lr_scheduler", "pytorch_lightning.callbacks.early_stopping")
+"""Modules that restore a state, those that use it in the first step after, and those that may use it later: Lightning
+2.6 and torch 2.15 have no exceptions of their own for it."""
+
+
+def check_counters(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
+    """Compares the counters of a checkpoint with those that a trainer counts by, where both are of one version of
+    Lightning.
+
+    Raises:
+        CheckpointError: one is missing, or is no count.
+    """
+    if (checkpoint.get("versions") or {}).get("pytorch_lightning") != pl.__version__:
+        return
+    loops = checkpoint.get("loops")
+    theirs = loops.get("fit_loop") if isinstance(loops, Mapping) else None
+    for fault in _misfits(trainer.fit_loop.state_dict(), theirs, "loops.fit_loop"):
+        raise _refusal(trainer.ckpt_path, fault)
+
+
+def check_optimizers(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
+    """Compares how many optimizers and schedules a checkpoint has with those of a trainer that is set up.
+
+    Raises:
+        CheckpointError: it has others.
+    """
+    for key, ours in (("optimizer_states", trainer.optimizers), ("lr_schedulers", trainer.lr_scheduler_configs)):
+        saved = checkpoint.get(key)
+        if not isinstance(saved, list) or len(saved) != len(ours):
+            found = len(saved) if isinstance(saved, list) else described(saved)
+            raise _refusal(trainer.ckpt_path, f"`{key}` is {found}, and this run has {len(ours)}")
+
+
+def of_checkpoint(error: Exception, trainer: pl.Trainer, resumed_at: int) -> CheckpointError | None:
+    """What a checkpoint's training state has led to; None: the error has other reasons.
+
+    Args:
+        error: ended the training.
+        resumed_at: the optimizer steps of the checkpoint; below 0: training has not begun.
+    """
+    if hasattr(error, "exit_code") or isinstance(error, torch.OutOfMemoryError):
+        return None
+    modules = [frame.f_globals.get("__name__", "") for frame, _ in traceback.walk_tb(error.__traceback__)]
+    if not modules[-1].startswith(_LIBRARIES):  # in code of the user's own
+        return None
+    at_once = modules[-1].startswith(_USE) and (resumed_at < 0 or trainer.global_step <= resumed_at + 1)
+    if not at_once and not modules[-1].startswith(_USE_LATER) and _RESTORES not in modules:
+        return None
+    return _refusal(trainer.ckpt_path, f"{type(error).__name__}: {first_line(error)}")
+
+
+def _refusal(path: Any, fault: str) -> CheckpointError:
+    return CheckpointError(
+        f"{path}: its training state is damaged, or of another optimizer, schedule or version: {fault}; resume from "
+        f"another checkpoint, or begin anew with its weights: model.init_from='{path}'"
+    )
+
+
+def _misfits(ours: Any, theirs: Any, key: str) -> Iterator[str]:
+    """What of a tree of counters is missing, or is no count."""
+    if isinstance(ours, Mapping):
+        if not isinstance(theirs, Mapping):
+            yield f"`{key}` is {described(theirs)}, and has to be a dict"
+            return
+        for name, value in ours.items():
+            if name in theirs:
+                yield from _misfits(value, theirs[name], f"{key}.{name}")
+            else:
+                yield f"`{key}.{name}` is missing"
+        if unknown := [name for name in theirs if name not in ours] if key.endswith((".total", ".current")) else []:
+            yield f"`{key}` holds {unknown[0]}, which is no counter"
+    elif isinstance(ours, bool):
+        if not isinstance(theirs, bool):
+            yield f"`{key}` is {described(theirs)}, and has to be true or false"
+    elif isinstance(ours, int) and (isinstance(theirs, bool) or not isinstance(theirs, int) or theirs < 0):
+        yield f"`{key}` is {described(theirs)}, and has to be a count"

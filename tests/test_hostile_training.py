@@ -1,0 +1,144 @@
+"""Checkpoints whose training state was tampered with: a kind a line in `tests/hostile/training.jsonl`, with what comes
+of it: `refused` in one sentence (exit code 4), `told` as a fault of the config or as a loss that is no number, `equal` to
+what the right checkpoint gives, or `taken`: a value that could be right, as a changed weight could.
+"""
+
+import copy
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import digest
+from test_hostile_files import at, corpus, value_of
+
+from deeplightning.callbacks import callback_of
+from deeplightning.callbacks.record import Record
+from deeplightning.config.fault import CheckpointError, ConfigError, RunError
+from deeplightning.configure import init_module, init_trainer, load_config
+from deeplightning.run import _explained
+
+TRAINING = corpus("training.jsonl")
+SETTINGS = [
+    "model.optimizer={type: torch.optim.Adam, params: {lr: 0.005}}",
+    "model.scheduler={type: torch.optim.lr_scheduler.StepLR, params: {step_size: 5}, call: {interval: step}}",
+    "train.early_stop={metric: val_loss, patience: 5}",
+    "train.checkpoint.monitor=val_loss",
+]
+
+
+@pytest.fixture(scope="module")
+def resume(tiny, place, tmp_path_factory):
+    """`resume(checkpoint, override, …)` trains in this process from a checkpoint, and gives the run's folder."""
+    logs = tmp_path_factory.mktemp("logs")
+    logger = f"logger={{type: pytorch_lightning.loggers.CSVLogger, params: {{save_dir: '{logs}', name: runs}}}}"
+    plain = ["~logger", logger, "logger.pictures=null", "logger.per_rank_files=false", *SETTINGS]
+
+    def run(checkpoint: Path | None, *overrides: str) -> Path:
+        cfg = load_config(tiny, [*plain, *overrides])
+        task, data, trainer = init_module(cfg, "model"), init_module(cfg, "data"), init_trainer(cfg)
+        _explained(trainer.fit, task, data, ckpt_path=checkpoint)
+        return callback_of(trainer, Record).folder.path
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(place)
+        yield run
+
+
+@pytest.fixture(scope="module")
+def right(resume):
+    """A checkpoint inside the second of two epochs: what it holds, and its folder."""
+    folder = resume(None, "train.max_steps=13")
+    return torch.load(folder / "last.ckpt", weights_only=True), folder
+
+
+@pytest.fixture(scope="module")
+def expected(resume, right):
+    """The end of the run that resumed from it."""
+    return outcome(resume(right[1] / "last.ckpt"))
+
+
+def outcome(folder: Path) -> tuple[Any, ...]:
+    files = {path.name: path.read_text() for path in folder.glob("best.json")}
+    metrics = folder / "metrics.csv"  # not there where nothing is left to train
+    rows = [row.split(",") for row in metrics.read_text().splitlines()] if metrics.exists() else []
+    return digest(folder / "last.ckpt"), digest(folder / "best.ckpt"), files, rows
+
+
+def tampered(right: tuple[Any, Path], folder: Path, recipe: list[Any]) -> Path:
+    """A copy of the right run whose last checkpoint is changed as the recipe says."""
+    content = copy.deepcopy(right[0])
+    shutil.copytree(right[1], folder)
+    for word, path, *values in recipe:
+        place, key = at(content, path)
+        if word == "set":
+            place[key] = value_of(values[0])
+        else:
+            assert word == "delete", word
+            del place[key]
+    torch.save(content, folder / "last.ckpt")
+    return folder / "last.ckpt"
+
+
+@pytest.mark.parametrize(("recipe", "answer"), TRAINING[::12])
+def test_a_training_state_that_was_tampered_with(resume, right, expected, tmp_path, recipe, answer):
+    """No traceback of a library, and nothing but a changed value is taken: every twelfth kind."""
+    assert_answered(resume, right, expected, tmp_path, recipe, answer)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("recipe", "answer"), [kind for number, kind in enumerate(TRAINING) if number % 12])
+def test_any_training_state_that_was_tampered_with(resume, right, expected, tmp_path, recipe, answer):
+    """The same of all others."""
+    assert_answered(resume, right, expected, tmp_path, recipe, answer)
+
+
+def assert_answered(resume, right, expected, tmp_path, recipe, answer):
+    path = tampered(right, tmp_path / "copy", recipe)
+    if answer in ("equal", "taken"):
+        assert (outcome(resume(path)) == expected) == (answer == "equal")
+        return
+    with pytest.raises(CheckpointError if answer == "refused" else (ConfigError, RunError)) as caught:
+        resume(path)
+    message = str(caught.value)
+    assert "\n" not in message
+    assert len(message) < 1000 + 3 * len(str(path))
+    assert str(path) in message or answer == "told"
+
+
+def test_each_kind_stands_there_once_and_few_are_taken():
+    assert len({kind.id for kind in TRAINING}) == len(TRAINING) >= 300
+    assert sum(kind.values[1] == "taken" for kind in TRAINING) <= 20
+
+
+def test_an_error_of_the_users_own_code_is_not_blamed_on_the_checkpoint(resume, right, place):
+    """A callback of one's own that does not take the state it is given: its own exception."""
+    own = place / "picky.py"
+    own.write_text(PICKY)
+    try:
+        with pytest.raises(KeyError, match="what this callback wants"):
+            resume(right[1] / "last.ckpt", "train.callbacks=[{type: picky.Picky}]")
+    finally:
+        own.unlink()
+
+
+PICKY = """\
+import pytorch_lightning as pl
+
+
+class Picky(pl.Callback):
+    def on_load_checkpoint(self, trainer, module, checkpoint):
+        raise KeyError("what this callback wants")
+"""
+
+
+def test_the_command_ends_with_one_note(train, tmp_path):
+    """Exit code 4, no traceback."""
+    folder = train(*SETTINGS, "train.max_steps=13").folder
+    content = torch.load(folder / "last.ckpt", weights_only=True)
+    for recipe in ([["set", "optimizer_states.0.state.#0.exp_avg", {"tensor": "zeros(3)"}]], [["delete", "loops"]]):
+        path = tampered((content, folder), tmp_path / str(len(list(tmp_path.iterdir()))), recipe)
+        ended = train(*SETTINGS, f"train.resume_ckpt='{path}'", code=4)
+        assert "Traceback" not in ended.err
+        assert ended.err.count("error: ") == 1, ended.err
