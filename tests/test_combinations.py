@@ -79,6 +79,7 @@ BREAKING = [
     ["serve.device=cuda:1", "serve.precision=int8"],
     ["serve.device=cpu", "serve.precision=fp16"],
     ["serve.device=cpu", "serve.tensorrt=true"],
+    ["engine.backend=fsdp", "engine.processes=2", "engine.compile=graphs"],
     ["engine.backend=fsdp", "engine.processes=2", "engine.fused=true"],
     ["engine.precision=16-mixed", "engine.gpus=1", "engine.fused=true"],
     ["engine.fused=true", "model.optimizer={type: torch.optim.Rprop, params: {lr: 1}}"],
@@ -263,10 +264,10 @@ def test_deepspeed_without_its_own_optimizer_is_a_hint():
 @pytest.mark.parametrize(
     ("engine", "figures"),
     [
-        ("backend: fsdp, gpus: [0]", "null 707 samples/s and 15.9 GiB; fsdp 485 samples/s and 16.0 GiB"),
-        ("backend: deepspeed_stage_3, gpus: 1", "15.9 GiB; deepspeed_stage_3 156 samples/s and 14.3 GiB"),
-        ("backend: deepspeed_stage_2, gpus: [3]", "15.9 GiB; deepspeed_stage_2 471 samples/s and 13.7 GiB"),
-        ("backend: fsdp, gpus: 1, params: {config: x}", "fsdp 485"),
+        ("backend: fsdp, gpus: [0]", "null 823 samples/s and 15.9 GiB; fsdp 371 samples/s and 16.0 GiB"),
+        ("backend: deepspeed_stage_3, gpus: 1", "15.9 GiB; deepspeed_stage_3 111 samples/s and 14.3 GiB"),
+        ("backend: deepspeed_stage_2, gpus: [3]", "15.9 GiB; deepspeed_stage_2 325 samples/s and 13.7 GiB"),
+        ("backend: fsdp, gpus: 1, params: {config: x}", "fsdp 371"),
     ],
 )
 def test_sharding_on_one_gpu_is_a_hint(engine, figures):
@@ -327,6 +328,19 @@ def test_what_would_be_faster_on_a_gpu_is_proposed():
         assert "channels_last=true`" not in proposed(*without)[0]
     assert proposed(cnn) == []
     assert proposed("engine.gpus=1", cnn, "engine.channels_last=true", "engine.precision=bf16") == []
+
+
+def test_recorded_steps_are_proposed_on_a_gpu():
+    """Where nothing is compiled yet and the engine can."""
+
+    def is_proposed(*overrides):
+        return "`engine.compile=graphs` trains" in str(examine("c.yaml", overrides).notices)
+
+    assert is_proposed("engine.gpus=1")
+    assert is_proposed("engine.gpus=2", "engine.backend=ddp")
+    assert not is_proposed()
+    assert not is_proposed("engine.gpus=1", "engine.compile=graphs")
+    assert not is_proposed("engine.gpus=2", "engine.backend=fsdp")
 
 
 def test_mpi_needs_a_build_that_knows_it():

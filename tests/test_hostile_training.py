@@ -1,6 +1,6 @@
 """Checkpoints whose training state was tampered with: a kind a line in `tests/hostile/training.jsonl`, with what comes
-of it: `refused` in one sentence (exit code 4), `told` as a fault of the config or as a loss that is no number, `equal` to
-what the right checkpoint gives, or `taken`: a value that could be right, as a changed weight could.
+of it: `refused` in one sentence (exit code 4), `told` as a fault of the config or as a loss that is no number, `equal`
+to what the right checkpoint gives, or `taken`: a value that could be right, as a changed weight could.
 """
 
 import copy

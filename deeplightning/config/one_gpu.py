@@ -8,12 +8,12 @@ from deeplightning.config.schema import Engine
 # A ViT-L/16 in bf16 with batches of 64 on one NVIDIA H100 80GB; docs/gpu.md has the table.
 _WHERE = "Measured on one H100 on 23 November 2026, ViT-L, bf16"
 _MEASURED = {
-    "fsdp": "fsdp 485 samples/s and 16.0 GiB",
-    "deepspeed_stage_1": "deepspeed_stage_1 442 samples/s and 13.7 GiB",
-    "deepspeed_stage_2": "deepspeed_stage_2 471 samples/s and 13.7 GiB",
-    "deepspeed_stage_3": "deepspeed_stage_3 156 samples/s and 14.3 GiB",
+    "fsdp": "fsdp 371 samples/s and 16.0 GiB",
+    "deepspeed_stage_1": "deepspeed_stage_1 405 samples/s and 13.7 GiB",
+    "deepspeed_stage_2": "deepspeed_stage_2 325 samples/s and 13.7 GiB",
+    "deepspeed_stage_3": "deepspeed_stage_3 111 samples/s and 14.3 GiB",
 }
-_NULL = "null 707 samples/s and 15.9 GiB"
+_NULL = "null 823 samples/s and 15.9 GiB"
 
 
 def hints_for_one_gpu(engine: Engine) -> Iterator[Notice]:
