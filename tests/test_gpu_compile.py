@@ -39,8 +39,9 @@ class Notes(pl.Callback):
         pathlib.Path("notes.json").write_text(json.dumps(found))
 '''
 OWN = '''\
-import torch
 from torch import nn
+
+import deeplightning.model.cnn
 
 
 class Drawing(nn.Sequential):
@@ -60,19 +61,17 @@ class Recurrent(nn.Module):
 
     def forward(self, images):
         return self.head(self.lstm(images[:, 0])[0][:, -1])
-'''
-WAITS = """\
-import deeplightning.model.cnn
-import torch
 
 
 class Waits(deeplightning.model.cnn.SimpleCNN):
+    """Reads a number of its pictures."""
+
     def __init__(self):
         super().__init__(num_classes=10, num_channels=1, image_size=[8, 8])
 
     def forward(self, images):
         return super().forward(images) * (1 if images.mean().item() < 1000 else 2)
-"""
+'''
 CHANGING = """\
 import pytorch_lightning as pl
 import torch
@@ -168,25 +167,23 @@ def test_a_gan_records_its_generator_and_two_losses(learned):
         assert torch.equal(values, expected[name]), name
 
 
-def test_a_step_that_waits_for_the_gpu_is_refused(tiny, tmp_path):
-    """A network that reads a number of its pictures: exit code 2, the reason, and what to set instead."""
-    (tmp_path / "waits.py").write_text(WAITS)
-    given = ["engine.gpus=1", "engine.compile=graphs", "model.network={type: waits.Waits}"]
+@pytest.mark.parametrize(
+    ("network", "reason"),
+    [
+        ("Waits", "engine.compile=graphs: this step cannot be recorded: "),
+        ("Recurrent", "engine.compile=graphs: a recorded step would not teach network.lstm."),
+    ],
+)
+def test_a_network_that_cannot_be_recorded_is_refused(network, reason, tiny, tmp_path):
+    """One that reads a number of its pictures, and an LSTM, which moves the weights that it is given: exit code 2, the
+    reason, and what to set instead."""
+    (tmp_path / "layers.py").write_text(OWN)
+    given = ["engine.gpus=1", "engine.compile=graphs", f"model.network={{type: layers.{network}}}"]
     done = real("train", tiny, *given, cwd=tmp_path, limit=LONGEST)
     assert done.code == 2, done
-    assert "engine.compile=graphs: this step cannot be recorded" in done.err
+    assert reason in done.err
     assert "engine.compile=reduce-overhead" in done.err
     assert "Traceback" not in done.err
-
-
-def test_a_network_that_a_recording_would_not_teach_is_refused(tiny, tmp_path):
-    """An LSTM moves the weights that it is given; exit code 2 with their names."""
-    (tmp_path / "layers.py").write_text(OWN)
-    given = ["engine.gpus=1", "engine.compile=graphs", "model.network={type: layers.Recurrent}"]
-    done = real("train", tiny, *given, cwd=tmp_path, limit=LONGEST)
-    assert done.code == 2, done
-    assert "a recorded step would not teach network.lstm." in done.err
-    assert "engine.compile=reduce-overhead" in done.err
 
 
 def test_a_network_that_a_callback_changes_is_recorded_again(learned, tmp_path):
