@@ -25,7 +25,7 @@ from deeplightning.config.schema import Engine
 from deeplightning.configure import load_config
 from deeplightning.engine import compiling
 from deeplightning.task.errors import LabelError, MisfitError
-from deeplightning.task.recorded import State, watched
+from deeplightning.task.recorded import State, _Replay, watched
 
 MODES = ["true", "reduce-overhead"]
 EPOCHS = "train.num_epochs=2"  # of eight batches of 16 and one of 6; then 16 and 150 samples are judged
@@ -189,6 +189,61 @@ def test_a_change_between_two_steps_shows_and_learning_does_not(change):
     assert not state.differs()
     CHANGES[change](network)
     assert state.differs()
+
+
+class Pretended:
+    """CUDA's stream, graph and recording where there is none: a recording computes once, a replay does nothing."""
+
+    def __init__(self, *args, **options):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def replay(self):
+        pass
+
+    def wait_stream(self, other):
+        pass
+
+    pool = replay
+
+
+def test_a_replay_gives_what_the_function_gives_and_its_gradients(monkeypatch):
+    """Values in the same tuples and dicts, of which the last alone has a gradient; and the gradients of inputs and
+    parameters, but of one that is not used. Without a GPU, so that what is seen is how values are handed on."""
+    for name in ("Stream", "stream", "graph", "CUDAGraph", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, Pretended)
+    monkeypatch.setattr(torch.cuda, "current_stream", Pretended)
+    monkeypatch.setattr(torch, "empty_like", torch.ones_like)  # what comes back to the loss
+    network = torch.nn.ModuleDict({"used": torch.nn.Linear(4, 2), "other": torch.nn.Linear(4, 2)})
+
+    def step(inputs, labels):
+        outputs = network["used"](inputs)
+        loss = (outputs - labels).square().mean()
+        return {"logits": outputs}, {"a": loss.detach() / 2}, loss
+
+    inputs, labels = torch.rand(3, 4, requires_grad=True), torch.rand(3, 2)
+    own, parts, expected = step(inputs, labels)
+    expected.backward()
+    wanted = [inputs.grad, network["used"].weight.grad, network["used"].bias.grad]
+    inputs.grad = network["used"].weight.grad = network["used"].bias.grad = None
+    replay = _Replay(step, network, (inputs, labels))
+    assert replay.learns == {"used.weight", "used.bias"}
+    found, found_parts, loss = replay(inputs, labels)
+    assert torch.equal(found["logits"], own["logits"])
+    assert torch.equal(found_parts["a"], parts["a"])
+    assert torch.equal(loss, expected)
+    assert not found["logits"].requires_grad
+    loss.backward()
+    given = [inputs.grad, network["used"].weight.grad, network["used"].bias.grad]
+    assert all(torch.equal(one, other) for one, other in zip(given, wanted, strict=True))
+    assert network["other"].weight.grad is None
+    alone = _Replay(lambda values: network["used"](values).sum(), network, (inputs,))
+    assert torch.equal(alone(inputs), network["used"](inputs).sum())
 
 
 def test_a_task_with_a_step_of_its_own_is_not_recorded(fit, place):

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.func import functional_call
-from torch.utils._pytree import tree_flatten, tree_unflatten
 from torchmetrics import Metric
 
 from deeplightning.task.errors import MisfitError
@@ -40,7 +39,7 @@ class Recorded:
     Each call overwrites the tensors that the call before has given, and the gradients of its backward pass.
 
     Args:
-        function: of tensors; gives a tensor, or tensors in tuples and dicts. Gradients go back through the last alone.
+        function: of tensors; gives a tensor, or a tuple that ends with one. Gradients go back through this one alone.
             At each call the tensors have the shapes, types and `requires_grad` of the first.
         owner: the module whose submodules it computes with. Their parameters get gradients; the first call leaves their
             buffers, and the random numbers, as one call of the function would.
@@ -93,15 +92,15 @@ class _Replay:
         try:
             with torch.cuda.stream(stream):
                 for _ in range(WARM_UPS):
-                    *_, last = tree_flatten(functional_call(part, aliases, tuple(self.inputs)))[0]
+                    last = _last(functional_call(part, aliases, tuple(self.inputs)))
                     self._gradients_of(last, torch.ones_like(last), aliases)
                     del last
             torch.cuda.synchronize(device)
             self._forward, self._backward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
             # thread_local: what other threads do meanwhile, such as pinning memory, is no fault of the recording.
             with torch.cuda.graph(self._forward, stream=stream, capture_error_mode="thread_local"):
-                leaves, self._structure = tree_flatten(functional_call(part, aliases, tuple(self.inputs)))
-            last = leaves[-1]
+                given = functional_call(part, aliases, tuple(self.inputs))
+            last = _last(given)
             self.gradient = torch.empty_like(last)
             with torch.cuda.graph(
                 self._backward, pool=self._forward.pool(), stream=stream, capture_error_mode="thread_local"
@@ -118,7 +117,8 @@ class _Replay:
             # An LSTM of cuDNN moves the weights that it is given into one block of memory: of an alias, a copy.
             if gradient is not None and alias.data_ptr() == parameter.data_ptr():
                 self.learns.add(name)
-        self.leaves = [leaf.detach() if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.last = last.detach()
+        self.before_last = _detached(given[:-1]) if isinstance(given, tuple) else None
 
     def _gradients_of(self, last: Tensor, gradient: Tensor, aliases: dict[str, Tensor]) -> list[Tensor | None]:
         """Of all inputs and parameters; None where there is none."""
@@ -131,11 +131,11 @@ class _Replay:
         for own, given in zip(self.inputs, inputs, strict=True):
             own.detach().copy_(given, non_blocking=True)
         last = _Run.apply(self, *inputs, *self.parameters.values())
-        return tree_unflatten([*self.leaves[:-1], last], self._structure)
+        return last if self.before_last is None else (*self.before_last, last)
 
     def forward(self) -> Tensor:
         self._forward.replay()
-        return self.leaves[-1].detach()
+        return self.last.detach()
 
     def backward(self, gradient: Tensor) -> list[Tensor | None]:
         self.gradient.copy_(gradient)
@@ -153,6 +153,21 @@ class _Part(nn.Module):
 
     def forward(self, *inputs: Tensor) -> Any:
         return self.function(*inputs)
+
+
+def _last(given: Any) -> Tensor:
+    """Of what a function gives, the tensor that gradients go back through."""
+    last: Tensor = given[-1] if isinstance(given, tuple) else given
+    return last
+
+
+def _detached(given: Any) -> Any:
+    """The same without gradients, in tuples and dicts."""
+    if isinstance(given, dict):
+        return {name: _detached(value) for name, value in given.items()}
+    if isinstance(given, tuple):
+        return tuple(map(_detached, given))
+    return given.detach() if isinstance(given, Tensor) else given
 
 
 def _learning(owner: nn.Module) -> dict[str, nn.Parameter]:
@@ -221,7 +236,7 @@ def watched(function: Callable[..., Any], owner: nn.Module, inputs: tuple[Tensor
     """
     before, drawn = State(owner), _cpu_generators()
     given = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in inputs]
-    *_, last = tree_flatten(function(*given))[0]
+    last = _last(function(*given))
     if changed := before.changed:
         reason = f"{changed} at each call, in Python, which a recorded step would not"
         raise MisfitError(f"{_KEY}=graphs: {reason}; {_INSTEAD}")
