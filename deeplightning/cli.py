@@ -513,6 +513,7 @@ def _report(error: BaseException) -> int:
 
     Of several processes one shows the first cause, and all end with its exit code.
     """
+    from deeplightning.config.target import needs
     from deeplightning.engine import ranks
     from deeplightning.engine.gpus import unusable
 
@@ -527,6 +528,8 @@ def _report(error: BaseException) -> int:
     if code is None and isinstance(error, OSError) and is_full(error):
         where = Path(os.fsdecode(error.filename)).absolute().parent if error.filename else Path.cwd()
         code, notes = 3, [f"the disk is full: {error}. {no_room(where)}; {FREE_SOME}"]
+    if code is None and (lacks := needs(error)) is not None:
+        code, notes = 3, [f"the run {lacks}"]
     rank, place = f" [rank {own_rank()}]" if own_rank() else "", ""
     if (group := ranks.here()) is not None:
         reason = ranks.reason_of(error) if code is None else "; ".join(notes)

@@ -38,7 +38,7 @@ from deeplightning.callbacks.recompute import Recompute
 from deeplightning.callbacks.steps import LogSteps, Seeds
 from deeplightning.config.fault import Fault, UserError, nearest
 from deeplightning.config.schema import Config, Optimizer, Target
-from deeplightning.config.target import build, find
+from deeplightning.config.target import build, find, needs
 from deeplightning.configure import init_module
 from deeplightning.engine.pair import Pair
 from deeplightning.engine.plan import trainer_arguments, world_size
@@ -522,19 +522,23 @@ class _Attempt:
         if hasattr(error, "exit_code"):
             key, message = _leading_key(str(error))
             known = getattr(error, "key", None) or key
-            return [Fault(message, known or (building.name if building else "model.module"))]
+            where = known or (building.name if building else "model.module")
+            return [Fault(message, where, exit_code=getattr(error, "exit_code", 2))]
         if isinstance(error, MisconfigurationException):
             return [self.misconfigured(error, building)]
-        reason = f"{_words(error)}{_line(error)}"
+        lacks = needs(error)
+        reason = lacks or f"{_words(error)}{_line(error)}"
+        code = 3 if lacks else 2
         if isinstance(error, KeyError) and isinstance(self.batch, Mapping) and error.args[0] not in self.batch:
             reason += f"; a batch has {', '.join(map(str, self.batch))}"
         if building is not None:
-            return [Fault(f"{building.type} cannot be built: {reason}", building.name)]
+            return [Fault(f"{building.type} cannot be built: {reason}", building.name, exit_code=code)]
         owner, taken = self.owner(error)
         if owner is None:
             if "does not require grad" in str(error):
                 return [Fault(_UNCONNECTED, "model.loss" if self.cfg.model.loss else "model.module")]
-            fault = Fault(f"{self.cfg.model.module.type} fails {self.stage}: {reason}", "model.module")
+            message = f"{self.cfg.model.module.type} fails {self.stage}: {reason}"
+            fault = Fault(message, "model.module", exit_code=code)
             if self.batch is None:  # it may need what the data module says when it has its data
                 self.untried.append(fault)
                 return []
@@ -543,7 +547,8 @@ class _Attempt:
         if key == "data.module" and "augment" in owner.params and taken == "augment":
             key, taken = "data.module.params.augment", ""
         given = f" given {taken}" if taken else ""
-        return [Fault(f"{owner.type}{given} fails {self.stage}: {reason}.{_advice(key, taken)}", key)]
+        message = f"{owner.type}{given} fails {self.stage}: {reason}.{_advice(key, taken)}"
+        return [Fault(message, key, exit_code=code)]
 
     def misconfigured(self, error: BaseException, building: Target | None) -> Fault:
         """What Lightning says of a config, in the config's words where it says it in its own."""

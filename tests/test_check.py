@@ -354,7 +354,10 @@ def test_a_module_beside_the_config_is_found_from_elsewhere(here, monkeypatch):
     ("text", "words"),
     [
         ("def f(:\n", "SyntaxError: invalid syntax (own_broken.py:1)"),
-        ("import torch\nimport not_there\n", "needs not_there, which is not installed here (own_broken.py:2)"),
+        (
+            "import torch\nimport not_there\n",
+            "needs not_there, which is not installed here (own_broken.py:2): pip install not_there",
+        ),
         ("\n1 / 0\n", "ZeroDivisionError: division by zero (own_broken.py:2)"),
     ],
 )

@@ -329,7 +329,8 @@ class _Checker:
         for f in verdict.faults:
             key = str(f.key)
             beside = self.places.get(f"{key.removesuffix('.params')}.type") if key.endswith(".params") else None
-            self.fault(f.message, key, self.places.get(key) or beside, found=f.found, allowed=f.allowed)
+            place = self.places.get(key) or beside
+            self.fault(f.message, key, place, found=f.found, allowed=f.allowed, exit_code=f.exit_code)
         for key, (why, settled_by) in verdict.undecided.items():
             self.leave(key, why, settled_by)
 
@@ -364,7 +365,8 @@ class _Checker:
             try:
                 self.meanings.of(entry.value)
             except ValueError as error:
-                self.fault(str(error), f"{key}.ref", entry.place, found=entry.value)
+                code = getattr(error, "exit_code", 2)
+                self.fault(str(error), f"{key}.ref", entry.place, found=entry.value, exit_code=code)
             except Undecided as why:
                 self.leave(f"{key}.ref", f"{entry.value}: {why}")
 
@@ -408,7 +410,7 @@ class _Checker:
         verdict = judge(self.meanings, name, {}, HOOK, role=HOOK) if name is not None else Verdict()
         for f in verdict.faults:
             called = "; it is called without arguments" if f.key == "engine.setup_hook.params" else ""
-            self.fault(f"{f.message}{called}", "engine.setup_hook", found=name)
+            self.fault(f"{f.message}{called}", "engine.setup_hook", found=name, exit_code=f.exit_code)
         for why, settled_by in verdict.undecided.values():
             self.leave("engine.setup_hook", why, settled_by)
 

@@ -170,7 +170,8 @@ def judge(
     except ValueError as error:
         known = old_words.class_of(role, name)
         meant = f" Did you mean {known}?" if known else ""
-        return Verdict([Fault(f"{error}{meant}", f"{key}.type", found=name)])
+        code = getattr(error, "exit_code", 2)
+        return Verdict([Fault(f"{error}{meant}", f"{key}.type", found=name, exit_code=code)])
     except Undecided as why:
         return Verdict(undecided={f"{key}.type": (f"{name}: {why}", "--import")})
     if found.kind not in ("class", "function"):

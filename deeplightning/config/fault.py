@@ -5,7 +5,7 @@ import errno
 import re
 import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +102,10 @@ def nearest(word: str, words: Collection[str]) -> str:
     return f" Did you mean {min(near, key=order)}?"
 
 
+PROJECTS = {"PIL": "pillow", "sklearn": "scikit-learn", "cv2": "opencv-python", "yaml": "PyYAML"}
+PROJECTS |= {"skimage": "scikit-image"}
+"""Modules whose project has another name."""
+
 _PACKAGES = {
     "timm": "timm",
     "transformers": "'deeplightning[text]'",
@@ -111,18 +115,32 @@ _PACKAGES = {
 """By module, how packages are installed whose parts configs name."""
 
 
-def no_module(top: str, name: str, known: Collection[str], places: Collection[str] = ()) -> str:
-    """What to say where the first part of a target's name is no module; `places` were searched beside what is
+class Missing(ValueError):
+    """What a name in a config needs, which may be right, is not on this machine."""
+
+    exit_code = 3
+
+
+def install(module: str) -> str:
+    """The command that installs the package of a module."""
+    top = module.partition(".")[0]
+    return f"pip install {_PACKAGES.get(top) or PROJECTS.get(top, top)}"
+
+
+def no_module(top: str, name: str, known: Collection[str], places: Collection[str] = ()) -> ValueError:
+    """The error where the first part of a target's name is no module; `places` were searched beside what is
     installed."""
     hint = nearest(top, known)
-    if top in _PACKAGES:
-        hint = f" It is a package that is not installed here: pip install {_PACKAGES[top]}"
+    is_known = top in _PACKAGES or top in PROJECTS
+    if is_known:
+        hint = f" It is a package that is not installed here: {install(top)}"
     if top == "lightning":
         hint = (
             f" Did you mean {name.replace('lightning.pytorch', 'pytorch_lightning', 1)}? Ours is `pytorch_lightning`."
         )
     searched = f" Searched: {', '.join(places)}, and what is installed." if places else ""
-    return f"there is no module {top} to import (for `{name}`).{hint}{searched}"
+    kind = Missing if is_known else ValueError
+    return kind(f"there is no module {top} to import (for `{name}`).{hint}{searched}")
 
 
 def _slips(word: str, other: str) -> int:
@@ -187,7 +205,8 @@ class UserError(Exception):
     def __init__(self, faults: str | Fault | Iterable[Fault]):
         if isinstance(faults, str):
             faults = Fault(faults)
-        self.faults = [faults] if isinstance(faults, Fault) else list(faults)
+        faults = [faults] if isinstance(faults, Fault) else faults
+        self.faults = [replace(fault, exit_code=max(fault.exit_code, self.exit_code)) for fault in faults]
         super().__init__("\n".join(map(str, self.faults)))
 
 
@@ -218,4 +237,4 @@ class RunError(UserError):
 def error_of(faults: list[Fault]) -> UserError:
     """The error that tells these faults. A wrong config comes before a lacking machine, that before missing weights."""
     code = min(fault.exit_code for fault in faults)
-    return next(kind for kind in (ConfigError, SetupError, CheckpointError) if kind.exit_code == code)(faults)
+    return next(kind for kind in (ConfigError, SetupError, CheckpointError, RunError) if kind.exit_code == code)(faults)

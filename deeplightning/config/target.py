@@ -18,7 +18,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from deeplightning.config import own
-from deeplightning.config.fault import ConfigError, Fault, SetupError, nearest, no_module
+from deeplightning.config.fault import ConfigError, Fault, Missing, SetupError, error_of, install, nearest, no_module
 from deeplightning.config.kinds import misfit, no_part, role_of
 from deeplightning.config.schema import Target
 from deeplightning.words import first_line
@@ -51,7 +51,8 @@ def find(name: str) -> Any:
     """The object that `MODULE.NAME` (or `MODULE.CLASS.METHOD`) names.
 
     Raises:
-        ValueError: in words, with the nearest name, when there is none or its module cannot be imported.
+        ValueError: in words, with the nearest name, when there is none or its module cannot be imported; `Missing`
+            where that is for something which this machine does not have.
     """
     parts = name.split(".")
     if len(parts) < 2 or not all(p.isidentifier() and not keyword.iskeyword(p) for p in parts):
@@ -64,7 +65,7 @@ def find(name: str) -> Any:
             break
     if found is None:
         known = [m.name for m in pkgutil.iter_modules()] if len(parts[0]) > 2 else []
-        raise ValueError(no_module(parts[0], name, known, own.roots()))
+        raise no_module(parts[0], name, known, own.roots())
     read = own.read_from(name, getattr(found, "__file__", None))
     for part in parts[depth:]:
         try:
@@ -88,15 +89,27 @@ def _module(module: str, wanted: str, inside: Iterable[str]) -> types.ModuleType
     full = own.full_name(module, inside)
     try:
         return importlib.import_module(full)
-    except ModuleNotFoundError as error:
-        if error.name and (full == error.name or full.startswith(f"{error.name}.")):
-            return None
-        lacking = own.shown(str(error.name))
-        raise ValueError(
-            f"importing {module} (for `{wanted}`) needs {lacking}, which is not installed here{_place(error)}"
-        ) from error
     except (Exception, SystemExit) as error:
-        raise ValueError(f"importing {module} (for `{wanted}`) failed: {_reason(error)}") from error
+        if isinstance(error, ModuleNotFoundError) and f"{full}.".startswith(f"{error.name}."):
+            return None
+        raise _failed(error, module, wanted) from error
+
+
+def _failed(error: BaseException, module: str, wanted: str) -> ValueError:
+    """What to raise where importing a module failed."""
+    lacks = isinstance(error, ImportError | OSError) and not str(error).startswith("cannot import name")
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        lacks = not is_installed(error.name.partition(".")[0])
+    words = needs(error) or f"failed: {_reason(error)}"
+    return (Missing if lacks else ValueError)(f"importing {module} (for `{wanted}`) {words}")
+
+
+def needs(error: BaseException) -> str | None:
+    """Which package an error comes from that is not installed, and the command that installs it."""
+    name = error.name if isinstance(error, ModuleNotFoundError) else None
+    if not name or is_installed(name.partition(".")[0]):
+        return None
+    return f"needs {name}, which is not installed here{_place(error)}: {install(name)}"
 
 
 def path_of(found: Any) -> str | None:
@@ -161,11 +174,12 @@ def build(target: Target | Mapping[str, Any], *given: Any, **more: Any) -> Any:
             raise ValueError(refusal)
         params = {name: build_inside(value) for name, value in target.params.items()}
     except ValueError as error:
-        raise ConfigError(Fault(str(error), target.name, target.place)) from error
+        code = getattr(error, "exit_code", 2)
+        raise error_of([Fault(str(error), target.name, target.place, exit_code=code)]) from error
     try:
         made = found(*given, **_with_tensors(found, params) | more)
     except ImportError as error:
-        message = f"{target.type} needs a package that is not installed: {error}"
+        message = f"{target.type} {needs(error) or f'needs a package that is not installed: {error}'}"
         raise SetupError(Fault(message, target.name, target.place)) from error
     except OSError as error:
         if error.errno is not None or hasattr(error, "exit_code"):  # of a file, which its own message names

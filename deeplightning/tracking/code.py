@@ -27,7 +27,7 @@ from typing import Any
 from deeplightning import __version__
 from deeplightning.config import own
 from deeplightning.config.conceal import conceal
-from deeplightning.config.fault import CheckpointError
+from deeplightning.config.fault import PROJECTS, CheckpointError
 from deeplightning.tracking import environment
 from deeplightning.tracking.program import PACKAGES
 
@@ -45,8 +45,6 @@ _TEXTS = (".json", ".yaml", ".yml", ".toml", ".ini", ".cfg", ".txt")
 _PRIVATE = re.compile(r"(?i)secret|credential|password|token(?!iz)|\.env|\.pem|\.key|netrc|htpasswd")
 _NO_CODE = ("__pycache__", "node_modules", "site-packages", "mlruns")
 _IMPORT = re.compile(rb"^[ \t]*(?:from[ \t]+([^\W\d]\w*)[\w.]*[ \t]+import\b|import[ \t]+([^#;\n]+))", re.MULTILINE)
-_PROJECTS = {"PIL": "pillow", "sklearn": "scikit-learn", "cv2": "opencv-python", "yaml": "PyYAML"}
-_PROJECTS |= {"skimage": "scikit-image"}  # packages whose project has another name
 _OURS = Path(__file__).resolve().parents[1]
 
 
@@ -340,7 +338,7 @@ def versions_of(names: Iterable[str]) -> dict[str, str]:
     modules' names. Those of `environment.PACKAGES`, which each run records, are left out."""
     found = {}
     for name in sorted({*names} - sys.stdlib_module_names - {"deeplightning", "serve"}):
-        project = _PROJECTS.get(name, name)
+        project = PROJECTS.get(name, name)
         if project.replace("_", "-").lower() not in environment.PACKAGES:
             with suppress(Exception):  # a project that is called otherwise, or whose record is damaged
                 found[project] = importlib.metadata.version(project)

@@ -1,13 +1,19 @@
 """What is promised of the user's own code, wherever a run finds it."""
 
+import importlib
 import json
 import subprocess
 import sys
 import zipfile
+from pathlib import Path
 
 import pytest
 import yaml
 from commands import real
+
+from deeplightning.config import own
+from deeplightning.config.fault import PROJECTS
+from deeplightning.configure import examine
 
 WAVE = """\
 import random
@@ -175,3 +181,104 @@ def test_code_beside_a_base_is_kept_with_the_run(command, tiny, tmp_path):
     assert outcome.code == 0, outcome
     with zipfile.ZipFile(outcome.folder / "code.zip") as code:
         assert json.loads(code.read("manifest.json"))["roots"] == [str(tmp_path / "base")]
+
+
+# ---- own files that cannot be imported
+
+LOSS = "from torch.nn import CrossEntropyLoss\n{}\n\n\nclass L(CrossEntropyLoss):\n    pass\n"
+LACKS = "importing mine (for `mine.L`) needs not_there, which is not installed here ({}): pip install its-project"
+FAILS = "importing mine (for `mine.L`) failed: {}"
+DEEP = f"{Path('package', 'deep.py')}:1"
+BROKEN = {
+    # the text behind the first line, the exit code, the words
+    "a package": ("import not_there", 3, LACKS.format("mine.py:2")),
+    "a part of one": ("from not_there.part import thing", 3, LACKS.format("mine.py:2")),
+    "a package of an own file": ("import helper", 3, LACKS.format("helper.py:3")),
+    "one of an own package": ("from package.part import thing", 3, LACKS.format(DEEP)),
+    "a library": ("raise OSError('libfoo.so not found')", 3, FAILS.format("OSError: libfoo.so not found (mine.py:2)")),
+    "an error": ("if True:\n    raise RuntimeError('no')", 2, FAILS.format("RuntimeError: no (mine.py:3)")),
+    "a bare error": ("raise Exception", 2, FAILS.format("Exception (mine.py:2)")),
+}
+ONLY_IMPORTED = {
+    "a library in C": ("import ctypes\nctypes.CDLL('libfoo.so')", 3, "OSError: libfoo.so: "),
+    "a part that its package has not": ("import torch.not_there", 2, "No module named 'torch.not_there' (mine.py:2)"),
+}
+HARMLESS = {
+    "behind try": "try:\n    import not_there\nexcept ImportError:\n    not_there = None",
+    "for types": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import not_there",
+    "in a function": "def late():\n    import not_there",
+    "in a circle": "import circle",
+    "perhaps": "if len(__name__) == 0:\n    raise OSError('libfoo.so not found')",
+    "caught": "try:\n    raise OSError('libfoo.so not found')\nexcept OSError:\n    pass",
+}
+
+
+@pytest.fixture
+def mine(tmp_path, tiny, monkeypatch):
+    """Writes `mine.py` into a fresh working directory, checks a config with its loss; gives the faults."""
+    (tmp_path / "helper.py").write_text("import os\n\nimport not_there\n")
+    (tmp_path / "package").mkdir()
+    (tmp_path / "package" / "__init__.py").write_text("")
+    (tmp_path / "package" / "part.py").write_text("from .deep import thing\n")
+    (tmp_path / "package" / "deep.py").write_text("from not_there import thing\n")
+    (tmp_path / "circle.py").write_text("import mine\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(PROJECTS, "not_there", "its-project")
+    before = set(sys.modules)
+
+    def check(text, importing):
+        (tmp_path / "mine.py").write_text(LOSS.format(text))
+        for name in set(sys.modules) - before:
+            if own.is_own(getattr(sys.modules[name], "__file__", None)):
+                del sys.modules[name]
+        importlib.invalidate_caches()
+        return examine(tiny, ["model.loss.type=mine.L"], importing=importing)
+
+    yield check
+    check("", False)
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "words", "importing"),
+    [
+        *((*case, importing) for case in BROKEN.values() for importing in (False, True)),
+        *((*case, True) for case in ONLY_IMPORTED.values()),
+    ],
+)
+def test_an_own_file_that_cannot_be_imported_is_told_as_that(mine, text, code, words, importing):
+    """With its line; what the machine lacks has exit code 3, a package the command that installs it."""
+    report = mine(text, importing)
+    (fault,) = report.faults
+    assert (fault.key, report.exit_code) == ("model.loss.type", code)
+    assert words in fault.message, fault
+
+
+def test_an_import_that_may_fail_is_no_fault(mine):
+    """Packages that an own file can do without."""
+    for text in HARMLESS.values():
+        for importing in (False, True):
+            report = mine(text, importing)
+            assert (text, report.faults, report.unchecked) == (text, [], [])
+
+
+@pytest.mark.parametrize("verb", ["check", "train", "explain", "check --dry-run"])
+def test_a_package_that_is_not_installed_is_the_machines_lack(command, tiny, tmp_path, verb):
+    """Every verb says so in the same words, with the same exit code."""
+    (tmp_path / "mine.py").write_text(LOSS.format("import skimage.not_there"))
+    outcome = command(*verb.split(), tiny, "model.loss.type=mine.L", cwd=tmp_path)
+    assert outcome.code == 3, outcome
+    words = "needs skimage, which is not installed here (mine.py:2): pip install scikit-image"
+    assert f"model.loss.type: importing mine (for `mine.L`) {words}" in outcome.err
+
+
+@pytest.mark.parametrize("function", ["__init__(self)", "forward(self, *batch)"])
+def test_a_package_that_a_function_needs(command, tiny, tmp_path, function):
+    """An import inside a function is no fault before that is called."""
+    text = LOSS.format("").replace("    pass", f"    def {function}:\n        import skimage.not_there")
+    (tmp_path / "mine.py").write_text(text)
+    for verb in (["train"], ["check", "--dry-run"]):
+        outcome = command(*verb, tiny, "model.loss.type=mine.L", cwd=tmp_path)
+        assert outcome.code == 3, outcome
+        assert outcome.err.count("error: ") == 1
+        assert "needs skimage, which is not installed here (mine.py:7): pip install scikit-image" in outcome.err
+    assert command("check", tiny, "model.loss.type=mine.L", cwd=tmp_path).code == 0

@@ -15,14 +15,14 @@ from pathlib import Path
 from typing import Any
 
 from deeplightning.config import own
-from deeplightning.config.fault import nearest, no_module
+from deeplightning.config.fault import Missing, nearest, no_module
 from deeplightning.config.signature import Instance, Signature, Undecided
 from deeplightning.config.static.bindings import Broken, Module
 from deeplightning.config.static.docstrings import described, docstrings
 from deeplightning.config.static.logged import constant, logged_names, loss_arguments, network_names, usual_metrics
 from deeplightning.config.static.made import Made, instance
 from deeplightning.config.static.manual import steps_itself
-from deeplightning.config.static.names import Absent, Failing, Kind, Names, Thing
+from deeplightning.config.static.names import Absent, Failing, Kind, Lacking, Names, Thing
 from deeplightning.config.static.signatures import Signatures
 
 
@@ -33,7 +33,8 @@ def look_up(name: str, names: Names | None = None) -> "Definition":
         names: what earlier look-ups have found, which need not be found again.
 
     Raises:
-        ValueError: there is certainly nothing of this name, in the words of `target.find`.
+        ValueError: there is certainly nothing of this name, in the words of `target.find`; `Missing` where a package
+            is not installed that it needs.
         Undecided: that cannot be told without importing.
     """
     parts = name.split(".")
@@ -46,7 +47,8 @@ def look_up(name: str, names: Names | None = None) -> "Definition":
         raise Undecided("its source is nested too deeply") from None
     except (Failing, Broken) as error:
         words = f"failed: {error}" if isinstance(error, Broken) else str(error)
-        raise ValueError(f"importing {'.'.join(parts[:-1])} (for `{name}`) {words}") from None
+        kind = Missing if isinstance(error, Lacking) else ValueError
+        raise kind(f"importing {'.'.join(parts[:-1])} (for `{name}`) {words}") from None
     return Definition(name, thing.path, thing.kind, thing.file, thing, names)
 
 
@@ -59,7 +61,7 @@ def _find(parts: list[str], names: Names) -> Thing:
             break
     if module is None:
         known = [m.name for m in pkgutil.iter_modules()] if len(parts[0]) > 2 else []
-        raise ValueError(no_module(parts[0], name, known, own.roots()))
+        raise no_module(parts[0], name, known, own.roots())
     read = own.read_from(name, str(module.file) if module.file else None)
     thing = names.of_module(module)
     for part in parts[depth:]:

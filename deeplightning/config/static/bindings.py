@@ -247,6 +247,7 @@ class Scope:
         patched: attributes that are set on a name afterwards, such as `("Thing", "__init__")`.
         documents: what is set as the `__doc__` of a name.
         imports: what is certainly imported here, with the line.
+        raised: what it certainly ends with.
         effects: submodules that are imported without being used, so for what they do.
     """
 
@@ -258,6 +259,7 @@ class Scope:
     documents: dict[str, list[ast.expr]] = field(default_factory=dict)
     imports: list[tuple[str, int]] = field(default_factory=list)
     effects: list[str] = field(default_factory=list)
+    raised: ast.Raise | None = None
 
     @classmethod
     def of(cls, body: list[ast.stmt], module: Module) -> "Scope":
@@ -302,10 +304,10 @@ class _Reader:
                 for alias in node.names:
                     bound = alias.name if alias.asname else alias.name.partition(".")[0]
                     full = self.scope.module.full_name(alias.name)
+                    self.imported(full, node.lineno)
                     if alias.asname is None:
                         full = full.removesuffix(alias.name.removeprefix(bound))
                     self.bind(alias.asname or bound, Imported, node.lineno, full, None)
-                    self.imported(alias.name, node.lineno)
                     if alias.asname is None and alias.name.startswith(f"{self.scope.module.name}."):
                         self.scope.effects.append(alias.name)
             case ast.ImportFrom():
@@ -346,6 +348,8 @@ class _Reader:
             case ast.Match():
                 self.perhaps([*(case.body for case in node.cases), []])
             case ast.Raise() | ast.Return() | ast.Continue() | ast.Break():
+                if isinstance(node, ast.Raise) and self.certain and not self.guards:
+                    self.scope.raised = node
                 return False
         for inner in ast.iter_child_nodes(node) if not hasattr(node, "body") else ():
             if isinstance(inner, ast.NamedExpr):
@@ -358,8 +362,8 @@ class _Reader:
 
     def import_from(self, node: ast.ImportFrom) -> None:
         module = absolute(node, self.scope.module)
-        if node.module and not node.level and module != "__future__":
-            self.imported(node.module, node.lineno)
+        if module != "__future__":
+            self.imported(module, node.lineno)
         for alias in node.names:
             if alias.name == "*":
                 self.order += 1

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, Generic, Literal
 
 from deeplightning.config import own
+from deeplightning.config.fault import install
 from deeplightning.config.signature import Undecided
 from deeplightning.config.static import bindings
 from deeplightning.config.static.bindings import Assigned, Binding, Broken, Defined, Imported, Module, Scope
@@ -48,6 +49,10 @@ class Absent(Exception):
 
 class Failing(Exception):
     """Importing would certainly fail; the text says how, behind "importing … (for …) "."""
+
+
+class Lacking(Failing):
+    """It would fail for something that this machine does not have."""
 
 
 UNKNOWABLE = (Undecided, Absent, Failing, Broken)
@@ -155,17 +160,27 @@ class Names:
             if module is not None and module.is_ours:
                 if "." in own.shown(name):
                     self.module(name.rpartition(".")[0])
-                self.need_imports(module)
+                self.modules[name] = module  # own files may import each other
+                try:
+                    self.need_imports(module)
+                except (Failing, Broken):
+                    del self.modules[name]
+                    raise
             self.modules[name] = module
         return self.modules[name]
 
     def need_imports(self, module: Module) -> None:
-        """Own code that certainly imports what is not there."""
+        """Own code that certainly imports what is not there, itself or in own files that it imports, or raises."""
         self.changes_path = self.changes_path or b"sys.path" in module.text or b"addsitedir" in module.text
         if self.changes_path:
             return
         for top, line in _missing(module):
-            raise Failing(f"needs {top}, which is not installed here{module.place(line)}")
+            raise _lacking(top, module.place(line))
+        for name, _ in module.scope.imports if own.is_own(str(module.file)) else ():
+            if own.top_level(own.shown(name).partition(".")[0]) is not None:
+                self.module(name)
+        if module.scope.raised is not None:
+            raise _raised(module.scope.raised, module)
 
     @staticmethod
     def of_module(module: Module) -> Thing:
@@ -474,7 +489,7 @@ class Names:
         if source is None:
             top = option.module.partition(".")[0]
             if self.module(top) is None and not self.changes_path:
-                raise Failing(f"needs {top}, which is not installed here{frame.module.place(option.line)}")
+                raise _lacking(top, frame.module.place(option.line))
             raise Undecided(f"{option.module}, which {frame.module.name} imports, is made when it is imported")
         if source is frame.module or source.name == frame.module.name:  # `from . import part`
             submodule = self.module(f"{source.name}.{name}")
@@ -697,6 +712,24 @@ def _missing(module: Module) -> Iterator[tuple[str, int]]:
         top = name.partition(".")[0]
         if top not in sys.modules and not _is_there(top):
             yield top, line
+
+
+def _lacking(top: str, place: str) -> Lacking:
+    return Lacking(f"needs {top}, which is not installed here{place}: {install(top)}")
+
+
+def _raised(node: ast.Raise, module: Module) -> Failing:
+    """What importing a module ends with that comes to this statement."""
+    words, called = f"`{ast.unparse(node):.200}`", node.exc
+    match called:
+        case ast.Name(id=str(name)):
+            words = name
+        case ast.Call(func=ast.Name(id=str(name)) as called, args=arguments):
+            if [type(each) for each in arguments] == [ast.Constant]:
+                words = f"{name}: {arguments[0].value}"  # type: ignore[attr-defined]
+    found = getattr(builtins, called.id, None) if isinstance(called, ast.Name) else None
+    kind = Lacking if isinstance(found, type) and issubclass(found, OSError | ImportError) else Failing
+    return kind(f"failed: {words}{module.place(node.lineno)}")
 
 
 def _is_there(top: str) -> bool:
