@@ -405,6 +405,7 @@ def test_a_variable_that_is_no_number_is_not_shown(monkeypatch):
         ("model.optimizer.groups=[{weight_decay: 0}]", "model.optimizer.groups.0.match: missing: which parameters"),
         ("model.optimizer.groups=[{mach: bias}]", "model.optimizer.groups.0.mach: unknown key. Did you mean match?"),
         ("model.optimizer.groups=[{match: 'bias)'}]", "groups.0.match: must be a regular expression, not 'bias)': "),
+        ("model.trainable=[]", "model.trainable: names no parameter, so nothing would learn; `all` trains"),
         ("model.trainable=['(', head]", "model.trainable.0: must be a regular expression, not '(': "),
         ("data.loader={pin_memry: true}", "DataLoader has no param `pin_memry`. Did you mean pin_memory?"),
         ("data.loader={batch_size: 3}", "DataLoader gets `batch_size` from data.batch_size; remove it"),

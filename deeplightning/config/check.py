@@ -463,7 +463,9 @@ class _Checker:
                         self.pattern(value, f"{here}.match")
                     else:
                         self.param(optimizer.type, name, value, key, f"{here}.{name}", 1)
-        if isinstance(model.trainable, list):
+        if model.trainable == []:
+            self.fault("names no parameter, so nothing would learn; `all` trains what there is", "model.trainable")
+        elif isinstance(model.trainable, list):
             for number, pattern in enumerate(model.trainable):
                 self.pattern(pattern, f"model.trainable.{number}")
 
