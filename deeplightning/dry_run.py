@@ -387,8 +387,10 @@ class _Attempt:
             make = getattr(data, "example_batch", None)
             batch = make(SAMPLES) if make is not None else None
         except Exception as error:
-            reason = f"{target.type}.example_batch fails: {_words(error)}{_line(error)}"
-            self.faults.append(Fault(reason, "data.module"))
+            lacks = needs(error)
+            reason = f"{target.type}.example_batch {lacks or f'fails: {_words(error)}{_line(error)}'}"
+            code = 3 if lacks else getattr(error, "exit_code", 2)
+            self.faults.append(Fault(reason, "data.module", exit_code=code))
             batch = None
         self.data = data
         if self.faults:

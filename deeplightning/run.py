@@ -175,7 +175,7 @@ def _explained(stage: Any, *args: Any, **kwargs: Any) -> None:
             Fault(f"{message}{', '.join(batch)}; use the task that is made for such data", "model.module")
         ) from error
     except (RuntimeError, ValueError, IndexError, TypeError) as error:
-        if (fault := _of_loss(error)) is not None:
+        if (fault := _of_part(error, args[0])) is not None:
             raise ConfigError(fault) from error
         if "conditioned on metric" in str(error):  # Lightning's EarlyStopping
             raise ConfigError(Fault(str(error), "train.early_stop.metric")) from error
@@ -187,20 +187,35 @@ def _explained(stage: Any, *args: Any, **kwargs: Any) -> None:
         raise
 
 
-def _of_loss(error: Exception) -> Fault | None:
-    """The fault, where one of torch's losses does not take what it is called with; a loss of the user's own may be
-    wrong itself."""
+def _of_part(error: Exception, task: Any) -> Fault | None:
+    """The fault, where a loss of torch's, a metric of torchmetrics' or a change of pictures of torchvision's does not
+    take what it is called with; a part of the user's own may be wrong itself."""
     if type(error) not in (RuntimeError, ValueError, IndexError, TypeError):  # one of no memory, or of ours
         return None
     from torch import Tensor
 
-    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
-        loss = type(frame.f_locals.get("self"))
-        given = [value for name in ("input", "target") if isinstance(value := frame.f_locals.get(name), Tensor)]
-        if loss.__module__ == "torch.nn.modules.loss" and len(given) == 2:
-            outputs, truth = (f"{str(v.dtype).removeprefix('torch.')} {tuple(v.shape)}" for v in given)
-            message = f"{loss.__name__} does not take outputs {outputs} and truth {truth}: {first_line(error)}"
-            return Fault(message, "model.loss")
+    frames = [frame for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__)))]
+
+    def fault(part: type, given: dict[str, Tensor], key: str) -> Fault:
+        words = " and ".join(f"{n} {str(v.dtype).removeprefix('torch.')} {tuple(v.shape)}" for n, v in given.items())
+        return Fault(f"{part.__name__} does not take {words}: {first_line(error)}", key)
+
+    for frame in frames:
+        values = frame.f_locals
+        owner, part = values.get("self"), type(values.get("self"))
+        given = [v for name in ("input", "preds", "target") if isinstance(v := values.get(name), Tensor)]
+        both = dict(zip(("outputs", "truth"), given, strict=False))
+        if part.__module__ == "torch.nn.modules.loss" and len(both) == 2:
+            return fault(part, both, "model.loss")
+        if part.__module__.startswith("torchmetrics.") and frame.f_code.co_name == "update" and len(both) == 2:
+            paths = [path for path, module in task.named_modules() if module is owner]
+            name = paths[0].rpartition(".")[2] if paths else ""
+            config = getattr(task, "cfg", None)
+            named = isinstance(config, Config) and name in (config.model.metrics or {})
+            return fault(part, both, f"model.metrics.{name}") if named else None
+        if part.__module__.startswith("torchvision.transforms."):
+            batch = next((f.f_locals["batch"] for f in frames if f.f_code.co_name == "on_after_batch_transfer"), None)
+            return fault(part, {"pictures": batch["image"]}, "data.module.params.augment") if batch else None
     return None
 
 

@@ -107,6 +107,23 @@ class Rows(pl.LightningDataModule):
         return DataLoader(rows, batch_size=8)
 
     val_dataloader = test_dataloader = train_dataloader
+
+
+class Shown(Rows):
+    def example_batch(self, size):
+        return next(iter(self.train_dataloader()))
+
+
+class Cut(Shown):
+    def train_dataloader(self):
+        from deeplightning.data.errors import DataError
+
+        raise DataError("labels.csv has no column `size`")
+
+
+class Needy(Shown):
+    def train_dataloader(self):
+        import skimage
 """
 
 CLASSES = ["model.module.type=deeplightning.task.classes.Classification", "train.num_epochs=1"]
@@ -160,6 +177,35 @@ def test_data_of_another_task_are_a_fault_of_the_config(train):
     outcome = train(CLASSES[0], code=2)
     assert "model.module: Classification needs `input` in a batch of the data module, which has image" in outcome.err
     assert outcome.err.count("error: ") == 1
+
+
+METRIC = "model.metrics={{acc: {{type: torchmetrics.classification.{}}}}}"
+AUGMENT = "data.module.params.augment=[{{type: torchvision.transforms.v2.{}}}]"
+SHOWN = "data.module={{type: own_rows.{}, params: {{like: {}}}}}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "code", "words"),
+    [
+        (["model.network.params.num_channels=3"], 2, "SimpleCNN does not take the data's pictures (1, 1, 8, 8)"),
+        ([METRIC.format("MulticlassAccuracy, params: {num_classes: 5}")], 2, "`preds.shape[1]` should be equal to"),
+        ([AUGMENT.format("RandomCrop, params: {size: 30}")], 2, "Required crop size (30, 30) is larger than input"),
+        ([SHOWN.format("Shown", "many"), *CLASSES], 3, "the data holds label 3, the network has 3 outputs"),
+        ([SHOWN.format("Cut", "int32"), *CLASSES], 3, "labels.csv has no column `size`"),
+        (
+            [SHOWN.format("Needy", "int32"), *CLASSES],
+            3,
+            "needs skimage, which is not installed here (own_rows.py:37): ",
+        ),
+    ],
+)
+def test_a_fault_has_one_exit_code(rows, command, tiny, overrides, code, words):
+    """The same in a dry run as in a training: 2 where parts of a config do not fit, 3 where the data are wrong."""
+    for verb in (["check", "--dry-run"], ["train"]):
+        outcome = command(*verb, tiny, *overrides, cwd=rows.cwd)
+        assert (outcome.code, outcome.err.count("error: ")) == (code, 1), outcome
+        assert words in outcome.err
+        assert "Traceback" not in outcome.err
 
 
 # ---- tracking
