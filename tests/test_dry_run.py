@@ -309,7 +309,6 @@ SCHEDULER = "model.scheduler={{type: torch.optim.lr_scheduler.{}, params: {{{}}}
         (["model.module.type=own.Detached"], "model.loss: the loss depends on no parameter that learns"),
         # what learns
         (["model.trainable=[attention]"], "model.trainable: no parameter's name matches 'attention'; there are feat"),
-        (["model.trainable=[]"], "model.trainable: names no parameter, so nothing would learn"),
         (
             ["model.optimizer.groups=[{match: norm, lr: 0.1}]"],
             "model.optimizer.groups: no parameter's name matches 'norm'; there are features.0.weight, features.0.bias",
