@@ -103,14 +103,18 @@ class Waits(pl.Callback):
 
 
 class Killed(pl.Callback):
-    """Kills its process before a batch, once; the signal leaves no time to save anything."""
+    """Kills its process before a batch, or in the validation before it; the signal leaves no time to save anything."""
 
-    def __init__(self, epoch, batch):
-        self.at = (epoch, batch)
+    def __init__(self, epoch, batch, validating=False):
+        self.at, self.validating = (epoch, batch), validating
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
         if (trainer.current_epoch, batch_idx) == self.at:
             os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_validation_batch_start(self, trainer, module, batch, batch_idx):
+        if self.validating:
+            self.on_train_batch_start(trainer, module, batch, trainer.fit_loop.epoch_loop.batch_progress.current.ready)
 
 
 class Normed(nn.Sequential):

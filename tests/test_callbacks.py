@@ -21,10 +21,11 @@ def test_every_second_epoch_is_validated(fit):
     assert [step for step, _ in fitted.series("val_acc")] == [17, 35]
 
 
-def test_twice_an_epoch_is_validated(fit):
-    """`val_every_n_epoch: 0.5`: after the half of the batches and at the end."""
-    fitted = fit("train.val_every_n_epoch=0.5", "train.limit_batches.train=8")
-    assert fitted.seen.validations == [(0, 4), (0, 8), (1, 12), (1, 16)]
+@pytest.mark.parametrize(("share", "ends"), [(0.5, [4, 9]), (0.25, [2, 4, 7, 9]), (0.3, [3, 5, 8, 9])])
+def test_parts_of_an_epoch_are_validated(share, ends, fit):
+    """`val_every_n_epoch: 0.5`: after the half of the nine batches and at the end; 0.25: four times."""
+    fitted = fit(f"train.val_every_n_epoch={share}")
+    assert fitted.seen.validations == [(epoch, 9 * epoch + end) for epoch in (0, 1) for end in ends]
 
 
 def test_batches_are_limited(fit):

@@ -177,7 +177,7 @@ model.scheduler: null
     "train.val_every_n_epoch": """\
 train.val_every_n_epoch: 1
   type        a number
-  meaning     validate every so many epochs; 0.5: twice an epoch
+  meaning     validate every so many epochs; 0.5: at the half of an epoch and at its end
   default     1
   set by      the default
 """,

@@ -48,6 +48,7 @@ def all_of(cfg: Config) -> list[pl.Callback]:
         SampleWeights,
         ScheduleSteps,
         Seeds,
+        ValidateParts,
     )
     from deeplightning.callbacks.threads import MeasuredThreads
     from deeplightning.engine.quick import leave_out_empty_hooks
@@ -88,6 +89,8 @@ def all_of(cfg: Config) -> list[pl.Callback]:
         callbacks.append(ShowPictures(cfg.logger.pictures, record))
     if cfg.logger.histograms is not None:
         callbacks.append(Histograms(cfg.logger.histograms, record))
+    if train.val_every_n_epoch < 1:
+        callbacks.append(ValidateParts(train.val_every_n_epoch))
     if train.accumulator_epoch > 0 and train.accumulator_factor > 1:
         callbacks.append(AccumulateFrom(train.accumulator_epoch, train.accumulator_factor))
     if train.early_stop is not None:

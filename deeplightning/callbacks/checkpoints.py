@@ -12,6 +12,7 @@ from pytorch_lightning.callbacks import Checkpoint as LightningCheckpoint
 from pytorch_lightning.callbacks import EarlyStopping
 
 from deeplightning.callbacks.record import Interrupted, Record, between_steps, epoch_is_over
+from deeplightning.callbacks.steps import ends_of_parts
 from deeplightning.config.fault import CheckpointError, ConfigError, Fault
 from deeplightning.config.schema import Checkpoint
 from deeplightning.engine.background import Writer
@@ -94,10 +95,8 @@ class Checkpoints(LightningCheckpoint):
 
     def _find_marks(self, trainer: pl.Trainer) -> None:
         """Finds the batches after which a fraction of an epoch is over."""
-        share, batches = self.settings.every_n_epochs, trainer.num_training_batches
-        self._marks = set()
-        if share is not None and share < 1 and math.isfinite(batches):
-            self._marks = {max(1, round(batches * share * n)) for n in range(1, math.ceil(1 / share))}
+        share = self.settings.every_n_epochs
+        self._marks = ends_of_parts(trainer.num_training_batches, share) if share is not None and share < 1 else set()
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -107,8 +106,8 @@ class Checkpoints(LightningCheckpoint):
         due = every is not None and step % every == 0 and step not in (self._began_at, self._saved_step)
         if due or batch_idx + 1 in self._marks or step == trainer.max_steps:
             self._due = True
-        # Behind the last batch when it has been validated: Lightning 2.6 would not do that after resuming from here.
-        if self._due and between_steps(trainer) and not epoch_is_over(trainer):
+        # Behind a batch that is validated, after that: Lightning 2.6 would not do it after resuming from here.
+        if self._due and between_steps(trainer) and not (epoch_is_over(trainer) or _is_validated(trainer)):
             self._save_last(trainer)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -121,6 +120,8 @@ class Checkpoints(LightningCheckpoint):
         self._validated = True
         if not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
             self._judge(trainer)
+            if self._due and between_steps(trainer):
+                self._save_last(trainer)
 
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._judge(trainer)
@@ -334,6 +335,13 @@ def _count_for(checkpoint: dict[str, Any], world: int) -> None:
     ready = PAST_THE_LAST if progress["is_last_batch"] else counts["ready"] * was // world
     for name, count in counts.items():  # the batch under way may not be completed yet
         counts[name] = ready - (before - count)
+
+
+def _is_validated(trainer: pl.Trainer) -> bool:
+    """Whether a validation follows the batch that is under way."""
+    epochs, batches = cast(int, trainer.check_val_every_n_epoch), cast(float, trainer.val_check_batch)
+    in_epoch = sum(trainer.num_val_batches) > 0 and (trainer.current_epoch + 1) % epochs == 0
+    return in_epoch and trainer.fit_loop.epoch_loop.batch_progress.current.ready % batches == 0
 
 
 def _by_metrics(trainer: pl.Trainer) -> list[tuple[int, Any, float]]:

@@ -286,7 +286,9 @@ class Checkpoint:
 
     every_n_epochs: float | None = key("save every so many epochs; 0.5: twice an epoch; null: only at the end", 1)
     every_n_steps: int | None = key("save every so many optimizer steps as well", None, low=1)
-    monitor: str | None = key("metric that decides which weights are best; null: none are", None, example="val_acc")
+    monitor: str | None = key(
+        "metric that decides at each validation which weights are best; null: none are", None, example="val_acc"
+    )
     mode: Mode | None = key(BETTER, None)
     save_top_k: int = key(
         "how many of the best are kept; the best is best.ckpt. Without `monitor`, where more than 1: of the newest",
@@ -310,7 +312,7 @@ class Train:
 
     num_epochs: int | None = key("passes over the training set; 0 only validates", None, low=0)
     max_steps: int | None = key("optimizer steps; ends training when it comes first", None, low=1)
-    val_every_n_epoch: float = key("validate every so many epochs; 0.5: twice an epoch", 1)
+    val_every_n_epoch: float = key("validate every so many epochs; 0.5: at the half of an epoch and at its end", 1)
     accumulator_epoch: int = key("accumulate gradients from this epoch on", 0, low=0)
     accumulator_factor: int = key("batches per optimizer step", 1, low=1)
     resume_ckpt: str | None = key("continue from a checkpoint or run: a path, RUN, auto, last or best", None)

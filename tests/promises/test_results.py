@@ -3,12 +3,14 @@
 import csv
 import json
 import shutil
+import signal
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 import yaml
+from conftest import digest
 
 from deeplightning.config.explain import explain
 from deeplightning.config.target import is_installed
@@ -180,6 +182,56 @@ def test_without_a_metric_the_newest_are_kept(fit):
     assert {path.name for path in fitted.folder.glob("*.ckpt")} == {"last.ckpt", *names}
     for name, step in names.items():
         assert torch.load(fitted.folder / name, weights_only=True)["global_step"] == step
+
+
+PARTS = [
+    "train.num_epochs=3",
+    "train.val_every_n_epoch=0.5",
+    "train.checkpoint={every_n_epochs: 0.5, monitor: val_loss, save_top_k: 2}",
+    "model.network={type: own.Dropout}",
+    "model.optimizer.params.lr=0.4",  # too much: the best are not the last
+]
+
+
+def kept_of(folder: Path) -> list[dict]:
+    """What a run's last checkpoint knows of the best."""
+    states = torch.load(folder / "last.ckpt", weights_only=True)["callbacks"].values()
+    return next(state["kept"] for state in states if "kept" in state)
+
+
+@pytest.fixture(scope="module")
+def parts(train):
+    """Three epochs of nine batches, validated and saved at each half."""
+    return train(*PARTS)
+
+
+def test_a_checkpoint_of_a_fraction_is_judged_by_the_validation_of_that_moment(parts, tracked):
+    """Validated and saved at each half of an epoch, `save_top_k: 2`: the best two of the halves and ends are kept, each
+    with the weights of its step."""
+    points = [(step + 1, value) for step, value in tracked(parts.folder).series()["val_loss"]]
+    assert [step for step, _ in points] == [4, 9, 13, 18, 22, 27]
+    (first, best), (second, _) = sorted(points, key=lambda point: point[1])[:2]
+    score = json.loads((parts.folder / "best.json").read_text())
+    assert (score["step"], score["value"]) == (first, pytest.approx(best))
+    names = {"best.ckpt": first, f"epoch={(second - 1) // 9}-step={second}.ckpt": second, "last.ckpt": 27}
+    assert {path.name for path in parts.folder.glob("*.ckpt")} == set(names)
+    for name, step in names.items():
+        assert torch.load(parts.folder / name, weights_only=True)["global_step"] == step
+    assert {first, second} & {4, 13, 22}
+
+
+@pytest.mark.parametrize("validating", ["true", "false"])
+def test_a_run_killed_inside_an_epoch_keeps_the_same_checkpoints(validating, parts, train, tracked):
+    """Killed in the validation of the second epoch's half, or right behind it, and resumed: the files, the list of the
+    best and the points are those of an uninterrupted run."""
+    settings = [*PARTS, f"logger.params.experiment_name=killed-{validating}"]
+    params = f"{{epoch: 1, batch: 4, validating: {validating}}}"
+    train(*settings, f"train.callbacks=[{{type: own.Killed, params: {params}}}]", code=-signal.SIGKILL)
+    resumed = train(*settings, "train.resume_ckpt=auto").folder
+    expected, found = ({path.name: digest(path) for path in f.glob("*.ckpt")} for f in (parts.folder, resumed))
+    assert found == expected
+    assert kept_of(resumed) == kept_of(parts.folder)
+    assert tracked(resumed).series() == tracked(parts.folder).series()
 
 
 # ---- a task without validation data, a training without batches
