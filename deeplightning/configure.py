@@ -9,6 +9,7 @@ trainer.fit(task, data)
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 from collections.abc import Callable
@@ -65,7 +66,7 @@ def examine(
         return report  # a section is no mapping: there is nothing to settle
     asked = replace(cfg.engine, backend=backend_of(cfg.engine))
     settled, lacking = settle(cfg)
-    cfg.notices = [*(cfg.notices or []), *settled, *clear_secrets(cfg)]
+    cfg.notices = [*(cfg.notices or []), *settled, *clear_secrets(cfg), *unjudged(cfg)]
     report.hints += hints(cfg, asked)
     wrong = {key for fault in report.faults for key in (fault.key or "", f"{fault.key}.type")}
     broken = list(conflicts(cfg, asked, report.places, skip=wrong.__contains__))
@@ -117,6 +118,25 @@ def clear_secrets(cfg: Config) -> list[Notice]:
         )
         for name, (path, _) in literals.items()
     ]
+
+
+def unjudged(cfg: Config) -> list[Notice]:
+    """A warning where checkpoints inside an epoch are saved at other moments than validations."""
+    kept, often = cfg.train.checkpoint, cfg.train.val_every_n_epoch
+    share, monitor = kept.every_n_epochs, kept.monitor
+    if "train" not in cfg.stages or monitor is None or share is None or not 0 < share < 1:
+        return []
+    validations = share / often if 0 < often < 1 else 0  # from one checkpoint to the next
+    if validations > 0.5 and math.isclose(validations, round(validations)):
+        return []
+    of_epoch = monitor.startswith("train_") and monitor.endswith("_epoch")
+    remedy = f"train.val_every_n_epoch={share:g}{' and a metric of the validation' if of_epoch else ''}"
+    key = "train.checkpoint.every_n_epochs"
+    text = (
+        f"{key} is {share:g} and train.val_every_n_epoch is {often:g}: nothing is validated when a checkpoint inside "
+        f"an epoch is saved, so it becomes last.ckpt, and is none of the best by {monitor}. To judge it too: {remedy}"
+    )
+    return [Notice(text, key=key)]
 
 
 def init_module(cfg: Config, section: str) -> Any:

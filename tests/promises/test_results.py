@@ -234,6 +234,38 @@ def test_a_run_killed_inside_an_epoch_keeps_the_same_checkpoints(validating, par
     assert tracked(resumed).series() == tracked(parts.folder).series()
 
 
+@pytest.mark.parametrize(
+    ("checkpoint", "often", "remedy"),
+    [
+        ("{every_n_epochs: 0.5, monitor: val_acc}", 1, "To judge it too: train.val_every_n_epoch=0.5"),
+        ("{every_n_epochs: 0.25, monitor: val_acc}", 0.5, "To judge it too: train.val_every_n_epoch=0.25"),
+        ("{every_n_epochs: 0.5, monitor: train_loss_epoch}", 1, "0.5 and a metric of the validation"),
+        ("{every_n_epochs: 0.5, monitor: val_acc}", 0.5, None),
+        ("{every_n_epochs: 0.5, monitor: train_loss}", 0.25, None),
+        ("{every_n_epochs: 0.3, monitor: val_acc}", 0.1, None),
+        ("{every_n_epochs: 0.5, save_top_k: 2}", 1, None),
+        ("{every_n_epochs: 1, monitor: val_acc}", 1, None),
+    ],
+)
+def test_a_checkpoint_that_nothing_judges_is_a_warning(checkpoint, often, remedy, tiny):
+    """Where no validation takes place when a checkpoint inside an epoch is saved, `check` and `train` warn that it is
+    none of the best, and name both keys."""
+    report = examine(tiny, [f"train.checkpoint={checkpoint}", f"train.val_every_n_epoch={often}"])
+    warnings = [notice.text for notice in report.notices if notice.key == "train.checkpoint.every_n_epochs"]
+    assert report.faults == []
+    assert len(warnings) == (remedy is not None)
+    assert all(f"train.val_every_n_epoch is {often}: " in text and text.endswith(remedy) for text in warnings)
+
+
+def test_a_checkpoint_that_nothing_judged_is_the_last_alone(train):
+    """Validated at the ends of epochs and saved at each half: the half of the second epoch, at which training ends, is
+    `last.ckpt` and the best is the end of the first; the launch warns of it."""
+    outcome = train("train.checkpoint={every_n_epochs: 0.5, monitor: val_acc, save_top_k: 2}", "train.max_steps=13")
+    assert "nothing is validated when a checkpoint inside an epoch is saved" in outcome.err
+    steps = {p.name: torch.load(p, weights_only=True)["global_step"] for p in outcome.folder.glob("*.ckpt")}
+    assert steps == {"last.ckpt": 13, "best.ckpt": 9}
+
+
 # ---- a task without validation data, a training without batches
 
 
