@@ -191,9 +191,10 @@ def _from(path: Path, checkpoint: Mapping[str, Any], cfg: Config) -> Resumption:
             f"{path}: of another optimizer: model.optimizer.type was {_types(theirs)} and is {_types(ours)}; "
             f"go on with that, or start again from the weights: model.init_from='{path}'"
         )
-    over, moved = _over(checkpoint, cfg), (checkpoint.get("run") or {}).get("folder") != str(path.parent)
+    moved = (checkpoint.get("run") or {}).get("folder") != str(path.parent)
+    over = _over(checkpoint, cfg) if moved else ""
     if own_rank() != 0:
-        return Resumption(path, over=over if moved else "")
+        return Resumption(path, over=over)
     folder, run_id = RunFolder(path.parent), (checkpoint.get("run") or {}).get("id")
     position = f"step {checkpoint['global_step']}, epoch {checkpoint['epoch'] + 1}"
     why, hold = None, None
@@ -213,7 +214,11 @@ def _from(path: Path, checkpoint: Mapping[str, Any], cfg: Config) -> Resumption:
     notes = [f"resumes    {path} ({position})", f"run        {f'its own: {why}' if why else f'{run_id} goes on'}"]
     inexact = _inexact(checkpoint, cfg)
     if why:
-        return Resumption(path, notes=notes, inexact=inexact, over=over if moved else "")
+        if over:
+            stages = " and ".join(stage for stage in cfg.stages if stage != "train")
+            notes.append(f"training   has finished: {over}; only {stages} will run")
+            inexact = ""  # no training is left to differ
+        return Resumption(path, notes=notes, inexact=inexact, over=over)
     owed = checkpoint.get("points") or []
     return Resumption(path, run_id, path.parent, owed, hold, notes, inexact)
 

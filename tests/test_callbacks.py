@@ -22,7 +22,7 @@ def test_every_second_epoch_is_validated(fit):
 
 
 @pytest.mark.parametrize(("share", "ends"), [(0.5, [4, 9]), (0.25, [2, 4, 7, 9]), (0.3, [3, 5, 8, 9])])
-def test_parts_of_an_epoch_are_validated(share, ends, fit):
+def test_twice_an_epoch_is_validated(share, ends, fit):
     """`val_every_n_epoch: 0.5`: after the half of the nine batches and at the end; 0.25: four times."""
     fitted = fit(f"train.val_every_n_epoch={share}")
     assert fitted.seen.validations == [(epoch, 9 * epoch + end) for epoch in (0, 1) for end in ends]

@@ -244,9 +244,9 @@ class Record(pl.Callback):
             if not continued or number > 0 or hasattr(logger, "go_on"):
                 logger.log_hyperparams(settings)
             if hasattr(logger, "log_tags"):
-                logger.log_tags(
-                    _tags(environment) | {f"asked.{key}": str(v) for key, v in (self.cfg.asked or {}).items()}
-                )
+                over = {"training": f"none: {self.resumption.over}"} if self.resumption and self.resumption.over else {}
+                asked = {f"asked.{key}": str(v) for key, v in (self.cfg.asked or {}).items()}
+                logger.log_tags(_tags(environment) | asked | over)
         written = folder.config.read_text() if folder.config.exists() else None
         if written is None or _but_stages(written) != _but_stages(dump(settings)):
             _replace(folder, folder.config, dump(settings))

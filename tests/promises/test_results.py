@@ -314,6 +314,21 @@ def test_a_copy_of_a_finished_checkpoint_leaves_nothing_to_do(judged, train, sto
     assert train(*asked, "train.num_epochs=5").folder.is_dir()
 
 
+def test_a_copy_of_a_finished_checkpoint_is_tested_alone(judged, train, tracked, tmp_path):
+    """With a stage behind the training, one line says that training has finished and only the other stage runs; so do
+    the log and a tag of the new run, which has the results of that stage alone."""
+    shutil.copy(judged.folder / "last.ckpt", tmp_path / "last.ckpt")
+    resumed = f"train.resume_ckpt={tmp_path / 'last.ckpt'}"
+    outcome = train("stages=[train,test]", "train.num_epochs=4", resumed)
+    said = "training   has finished: it has seen 4 epochs, and train.num_epochs is 4; only test will run"
+    assert said in outcome.out
+    assert said in (outcome.folder / "logs" / "rank_0.log").read_text()
+    run = tracked(outcome.folder)
+    assert run.tags["training"] == "none: it has seen 4 epochs, and train.num_epochs is 4"
+    assert {name.partition("_")[0] for name in run.series() if name != "epoch"} == {"test"}
+    assert digest(outcome.folder / "last.ckpt") == digest(tmp_path / "last.ckpt")
+
+
 # ---- what a search leaves among the runs
 
 
