@@ -126,11 +126,13 @@ def unjudged(cfg: Config) -> list[Notice]:
     share, monitor = kept.every_n_epochs, kept.monitor
     if "train" not in cfg.stages or monitor is None or share is None or not 0 < share < 1:
         return []
+    of_training, of_epoch = monitor.startswith("train_"), monitor.endswith("_epoch")
+    if of_training and not of_epoch:
+        return []
     validations = share / often if 0 < often < 1 else 0  # from one checkpoint to the next
     if validations > 0.5 and math.isclose(validations, round(validations)):
         return []
-    of_epoch = monitor.startswith("train_") and monitor.endswith("_epoch")
-    remedy = f"train.val_every_n_epoch={share:g}{' and a metric of the validation' if of_epoch else ''}"
+    remedy = f"train.val_every_n_epoch={share:g}{' and a metric of the validation' if of_training else ''}"
     key = "train.checkpoint.every_n_epochs"
     text = (
         f"{key} is {share:g} and train.val_every_n_epoch is {often:g}: nothing is validated when a checkpoint inside "

@@ -52,6 +52,9 @@ class Checkpoints(LightningCheckpoint):
         self._saved_step = self._began_at = -1  # optimizer steps
         self._validated = False
         self._marks: set[int] = set()
+        name = settings.monitor or ""
+        self._of_steps = name.startswith("train_") and not name.endswith("_epoch")  # the metric
+        self._former: Any = None  # its value before the batch that is under way
 
     @property
     def resumed_at(self) -> int:
@@ -98,6 +101,14 @@ class Checkpoints(LightningCheckpoint):
         share = self.settings.every_n_epochs
         self._marks = ends_of_parts(trainer.num_training_batches, share) if share is not None and share < 1 else set()
 
+    def on_train_batch_start(self, trainer: Any, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+        """A metric of training steps is logged at the step that it judges, whichever others are logged."""
+        if not self._of_steps:
+            return
+        self._former = trainer.callback_metrics.get(self.settings.monitor)
+        if batch_idx + 1 in {*self._marks, trainer.num_training_batches} or _is_validated(trainer):
+            trainer.log_every_n_steps = 1
+
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
@@ -108,6 +119,9 @@ class Checkpoints(LightningCheckpoint):
             self._due = True
         # Behind a batch that is validated, after that: Lightning 2.6 would not do it after resuming from here.
         if self._due and between_steps(trainer) and not (epoch_is_over(trainer) or _is_validated(trainer)):
+            known = trainer.callback_metrics.get(self.settings.monitor or "")
+            if self._of_steps and batch_idx + 1 in self._marks and known is not self._former:
+                self._judge(trainer)
             self._save_last(trainer)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

@@ -237,7 +237,7 @@ class ValidateParts(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._look(trainer)
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
         self._look(trainer)
 
     def _look(self, trainer: pl.Trainer) -> None:

@@ -241,7 +241,7 @@ def test_a_run_killed_inside_an_epoch_keeps_the_same_checkpoints(validating, par
         ("{every_n_epochs: 0.25, monitor: val_acc}", 0.5, "To judge it too: train.val_every_n_epoch=0.25"),
         ("{every_n_epochs: 0.5, monitor: train_loss_epoch}", 1, "0.5 and a metric of the validation"),
         ("{every_n_epochs: 0.5, monitor: val_acc}", 0.5, None),
-        ("{every_n_epochs: 0.5, monitor: train_loss}", 0.25, None),
+        ("{every_n_epochs: 0.5, monitor: train_loss}", 1, None),
         ("{every_n_epochs: 0.3, monitor: val_acc}", 0.1, None),
         ("{every_n_epochs: 0.5, save_top_k: 2}", 1, None),
         ("{every_n_epochs: 1, monitor: val_acc}", 1, None),
@@ -264,6 +264,24 @@ def test_a_checkpoint_that_nothing_judged_is_the_last_alone(train):
     assert "nothing is validated when a checkpoint inside an epoch is saved" in outcome.err
     steps = {p.name: torch.load(p, weights_only=True)["global_step"] for p in outcome.folder.glob("*.ckpt")}
     assert steps == {"last.ckpt": 13, "best.ckpt": 9}
+
+
+def test_a_checkpoint_of_a_fraction_is_judged_by_the_training_of_that_moment(train, tracked):
+    """`monitor: train_loss` needs no validation: each half is judged by the step that it ends with, though other steps
+    are not logged, and a run that is resumed inside an epoch keeps the same ones."""
+    checkpoint = "train.checkpoint={every_n_epochs: 0.5, monitor: train_loss, save_top_k: 2}"
+    settings = [*PARTS, "train.val_every_n_epoch=1", checkpoint, "logger.log_every_n_steps=50"]
+    whole = train(*settings).folder
+    points = dict(tracked(whole).series()["train_loss"])
+    assert list(points) == [0, 3, 8, 12, 17, 21, 26]
+    del points[0]
+    best = sorted(points, key=lambda step: points[step])[:2]
+    assert [entry["step"] for entry in kept_of(whole)] == [step + 1 for step in best]
+    killed = [*settings, "logger.params.experiment_name=killed-by-training"]
+    train(*killed, "train.callbacks=[{type: own.Killed, params: {epoch: 1, batch: 5}}]", code=-signal.SIGKILL)
+    resumed = train(*killed, "train.resume_ckpt=auto").folder
+    assert kept_of(resumed) == kept_of(whole)
+    assert {path.name for path in resumed.glob("*.ckpt")} == {path.name for path in whole.glob("*.ckpt")}
 
 
 # ---- a task without validation data, a training without batches
