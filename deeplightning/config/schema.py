@@ -287,7 +287,10 @@ class Checkpoint:
     every_n_epochs: float | None = key("save every so many epochs; 0.5: twice an epoch; null: only at the end", 1)
     every_n_steps: int | None = key("save every so many optimizer steps as well", None, low=1)
     monitor: str | None = key(
-        "metric that decides at each validation which weights are best; null: none are", None, example="val_acc"
+        "metric that decides which weights are best, at each validation; one of training steps also where a fraction "
+        "of an epoch is saved; null: none are",
+        None,
+        example="val_acc",
     )
     mode: Mode | None = key(BETTER, None)
     save_top_k: int = key(
