@@ -87,9 +87,9 @@ class Running:
         path = self.files.with_suffix(f".{what}")
         return path.read_text() if path.exists() else ""
 
-    def says(self, text: str) -> str:
+    def says(self, text: str, where: str = "out") -> str:
         """Waits until a text is in its output; returns all of that."""
-        return self._wait(lambda: (found := self._read("out")) and text in found and found, repr(text))
+        return self._wait(lambda: (found := self._read(where)) and text in found and found, repr(text))
 
     def signal(self, number: int, rank: int = 0) -> None:
         os.kill(int(self._wait(lambda: self.ranks[rank]._read("pid"), "its start")), number)

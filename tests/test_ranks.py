@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 from commands import LONGEST, environment
 
+from deeplightning.engine import ranks
 from deeplightning.engine.ranks import Cause, claim_in, first_of, meeting_place
 
 FAULTY = '''\
@@ -290,6 +291,42 @@ def test_a_port_in_use_is_named_at_once(ranks, jobs, tiny, here):
 def test_a_port_that_is_none_is_named(port, failing):
     """A whole number from 1 to 65535 is asked for."""
     assert f"MASTER_PORT='{port}' is no port" in told(failing(code=3, MASTER_PORT=port))
+
+
+def test_a_fault_of_all_is_told_once_by_whoever_comes_late(jobs, tiny, here):
+    """Each finds it at once and by itself; the second begins only when the first has told it."""
+    told_port = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "-2", "WORLD_SIZE": "2"}
+    both = []
+    for rank in "01":
+        both.append(jobs.start("train", tiny, "engine.processes=2", cwd=here, LOCAL_RANK=rank, **told_port))
+        if rank == "0":
+            both[0].says("is no port", "err")
+    ended = [each.end() for each in both]
+    assert [each.code for each in ended] == [3, 3], ended
+    assert [each.err.count("is no port") for each in ended] == [1, 0], ended
+    assert not meeting_place(told_port).exists()
+
+
+def test_two_that_come_at_once_both_stay(monkeypatch, tmp_path):
+    """The first clears the folder of a former launch, and not of the second, which comes in that moment."""
+    monkeypatch.setattr(ranks.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setenv("MASTER_PORT", "29400")
+    found = ranks._meet(0)
+    (found / "0.pid").write_text("")  # it was killed
+    second = threading.Thread(target=ranks._meet, args=(1,))
+    members = ranks._members
+
+    def slowly(folder):
+        there = members(folder)
+        if second.ident is None:
+            second.start()
+            second.join(0.3)
+        return there
+
+    monkeypatch.setattr(ranks, "_members", slowly)
+    assert ranks._meet(2) == found
+    second.join()
+    assert {path.name for path in found.glob("*.pid")} == {"1.pid", "2.pid"}
 
 
 def test_an_address_that_is_not_known_is_named(jobs, tiny, here):

@@ -25,7 +25,7 @@ import threading
 import time
 import traceback
 import zipfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import FrameType
 
@@ -34,6 +34,11 @@ from deeplightning.engine.place import ATTEMPT, LAUNCH, place
 from deeplightning.process import is_early
 from deeplightning.runfolder import RunFolder
 from deeplightning.words import first_line
+
+try:
+    import fcntl
+except ImportError:  # no POSIX
+    fcntl = None  # type: ignore[assignment]
 
 FOLDER, PARENT = "DEEPLIGHTNING_RANKS", "DEEPLIGHTNING_RANKS_PARENT"  # told to the processes that a launch starts
 AGENT = "DEEPLIGHTNING_RANKS_AGENT"  # told, instead of PARENT, by one that starts all of them, and trains in none
@@ -198,6 +203,7 @@ class Ranks:
         folder: shared with the others on this machine.
         parent: the process that started it, if that was a launch of ours: without that it ends.
         parent_tells: whether that one tells of a process that is lost; it may start all of them again.
+        expected: how many processes are to come to the folder, where nobody has made it for them.
 
     Attributes:
         children: what this process has started, in the order of their ranks; the first has the next rank.
@@ -205,7 +211,10 @@ class Ranks:
         redact: takes secrets out of what is told.
     """
 
-    def __init__(self, rank: int, folder: Path, parent: int | None = None, parent_tells: bool = False):
+    def __init__(
+        self, rank: int, folder: Path, parent: int | None = None, parent_tells: bool = False, expected: int = 0
+    ):
+        self.expected = expected
         self.folder, self.parent, self.parent_tells, self.pid = folder, parent, parent_tells, os.getpid()
         self.children: list[subprocess.Popen] = []
         self.end: Callable[[BaseException], None] = _end or (lambda error: None)
@@ -465,10 +474,21 @@ class Ranks:
         if os.getpid() != self.pid:
             return
         self.end_children(SOON)
-        with contextlib.suppress(OSError):
-            (self.folder / f"{self.rank}.pid").unlink()
-        if not _members(self.folder) and not (self.parent_tells and os.getppid() == self.parent):
-            shutil.rmtree(self.folder, ignore_errors=True)
+        self._wait_for_late_ones()
+        with contextlib.suppress(OSError), _alone_in(self.folder):
+            (self.folder / f"{self.rank}.pid").unlink(missing_ok=True)
+            if not _members(self.folder) and not (self.parent_tells and os.getppid() == self.parent):
+                shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _wait_for_late_ones(self) -> None:
+        """Each process finds the same fault by itself, and one that is only starting is to see that it has been told:
+        the folder stays for some moments."""
+        cause, until = self.first(), time.monotonic() + SOON
+        if cause is None or cause.exit_code in INTERRUPTED.values():
+            return
+        self._ends, self._until = True, until + SOON
+        while len(list(self.folder.glob("*.came"))) < self.expected and time.monotonic() < until:
+            time.sleep(LOOK / 5)
 
     def _exit(self, code: int) -> None:
         import multiprocessing
@@ -524,7 +544,7 @@ def follow() -> None:
         elif not _is_alive(parent):
             os._exit(5)
     elif not parent and found.world > 1:
-        _take_part(found.rank, _meet())
+        _take_part(found.rank, _meet(found.rank), expected=found.local_world)
 
 
 def begin(rank: int, starts_others: bool) -> Ranks:
@@ -536,13 +556,15 @@ def begin(rank: int, starts_others: bool) -> Ranks:
         folder = Path(tempfile.mkdtemp(prefix=PREFIX))
         os.environ |= {FOLDER: str(folder), PARENT: str(os.getpid())}
     else:
-        folder = _meet()
+        folder = _meet(rank)
     return _take_part(rank, folder)
 
 
-def _take_part(rank: int, folder: Path, parent: int | None = None, parent_tells: bool = False) -> Ranks:
+def _take_part(
+    rank: int, folder: Path, parent: int | None = None, parent_tells: bool = False, expected: int = 0
+) -> Ranks:
     global _here
-    _here = Ranks(rank, folder, parent, parent_tells)
+    _here = Ranks(rank, folder, parent, parent_tells, expected)
     _sweep()
     return _here
 
@@ -558,15 +580,37 @@ def meeting_place(environment: Mapping[str, str]) -> Path:
     return Path(tempfile.gettempdir()) / f"{PREFIX}{digest}"
 
 
-def _meet() -> Path:
+def _meet(rank: int) -> Path:
     folder = meeting_place(os.environ)
-    folder.mkdir(mode=0o700, exist_ok=True)
-    if folder.is_symlink() or folder.stat().st_uid != os.getuid():
-        return Path(tempfile.mkdtemp(prefix=PREFIX))  # somebody else's: this process is on its own
-    if not _members(folder):
-        for path in folder.iterdir():  # of a launch that was killed whole
-            path.unlink(missing_ok=True)
-    return folder
+    while True:
+        folder.mkdir(mode=0o700, exist_ok=True)
+        if folder.is_symlink() or folder.stat().st_uid != os.getuid():
+            return Path(tempfile.mkdtemp(prefix=PREFIX))  # somebody else's: this process is on its own
+        with contextlib.suppress(FileNotFoundError), _alone_in(folder):  # else the last of the others has removed it
+            if not _members(folder):
+                for path in folder.iterdir():  # of a launch that was killed whole
+                    path.unlink(missing_ok=True)
+            (folder / f"{rank}.pid").write_text(str(os.getpid()))
+            (folder / f"{os.getpid()}.came").touch()
+            return folder
+
+
+@contextlib.contextmanager
+def _alone_in(folder: Path) -> Iterator[None]:
+    """While this lasts, no other process comes to the folder or leaves it.
+
+    Raises:
+        FileNotFoundError: it is gone.
+    """
+    held = os.open(folder, os.O_RDONLY)
+    try:
+        if fcntl is not None:
+            fcntl.flock(held, fcntl.LOCK_EX)
+        if not os.path.samestat(os.fstat(held), folder.stat()):
+            raise FileNotFoundError(folder)
+        yield
+    finally:
+        os.close(held)
 
 
 def _members(folder: Path) -> list[int]:
