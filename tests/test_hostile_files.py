@@ -12,6 +12,7 @@ import subprocess
 import sys
 import warnings
 import zipfile
+import zlib
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -358,6 +359,21 @@ def archived(path: Path, parts: dict[str, bytes], compress: int = zipfile.ZIP_ST
             archive.writestr(f"archive/{name}", data)
 
 
+class Again:
+    """Deflates a chunk once, however often it is written."""
+
+    def __init__(self, chunk: bytes):
+        deflate = zlib.compressobj(wbits=-15)
+        self.deflated = deflate.compress(chunk) + deflate.flush(zlib.Z_FULL_FLUSH)
+        self.end = deflate.flush()
+
+    def compress(self, data: bytes) -> bytes:
+        return self.deflated
+
+    def flush(self) -> bytes:
+        return self.end
+
+
 def tamper_with_archive(path: Path, kind: str) -> None:
     if kind in ("compressed", "bomb"):
         with zipfile.ZipFile(path) as source:
@@ -369,8 +385,10 @@ def tamper_with_archive(path: Path, kind: str) -> None:
             for name, data in parts.items():
                 archive.writestr(f"archive/{name}", data)
             with archive.open("archive/data/99", "w", force_zip64=True) as large:
+                chunk = bytes(100_000_000)
+                large._compressor = Again(chunk)  # deflating 2 GB would take ten seconds
                 for _ in range(20):
-                    large.write(bytes(100_000_000))
+                    large.write(chunk)
     elif kind == "encrypted":
         data = bytearray(path.read_bytes())
         for mark, offset in ((b"PK\3\4", 6), (b"PK\1\2", 8)):
