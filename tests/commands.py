@@ -28,6 +28,13 @@ LONGEST = 90  # seconds; nothing here takes ten, unless it hangs
 MAIN = "deeplightning.cli:main"
 PAUSE = 0.02  # seconds between two looks at what a process has written
 
+_TO_EXPORT = (
+    "deeplightning.export",
+    "networkx",
+    "onnxscript.function_libs.torch_lib.ops",
+    "torch.onnx._internal.exporter._core",
+)
+
 _numbers = itertools.count()
 
 
@@ -194,7 +201,7 @@ def _serve(preload: Sequence[str]) -> None:
     import deeplightning.task.img_classif
     from deeplightning.data import cifar, digits, image_folder, mnist  # noqa: F401
 
-    for name in preload:
+    for name in (*_TO_EXPORT, *preload):
         __import__(name)
     with contextlib.suppress(ImportError):  # a machine for the GPU's tests may lack matplotlib
         import deeplightning.task.figures  # noqa: F401
@@ -208,6 +215,7 @@ def _watch(order: dict) -> None:
     """Starts the command, and notes its process and how it ended."""
     for number in (signal.SIGCHLD, signal.SIGHUP):  # a suite under nohup ignores the second
         signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # one in the background of a script ignores it
     files = Path(order["files"])
     child = os.fork()
     if child == 0:

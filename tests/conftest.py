@@ -269,7 +269,9 @@ def train(command: Commands, tiny: Path, place: Path) -> Any:
 @pytest.fixture(scope="session")
 def jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Commands]:
     """`jobs(VERB, …, cwd=…, ranks=2)` is `command` with DeepSpeed imported, which takes seconds in each process."""
-    commands = Commands(tmp_path_factory.mktemp("jobs"), preload=("deepspeed", "pytorch_lightning.strategies"))
+    commands = Commands(
+        tmp_path_factory.mktemp("jobs"), preload=("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")
+    )
     yield commands
     commands.close()
 
