@@ -362,10 +362,9 @@ def test_a_tag_from_the_environment_is_tracked_as_it_was_written(train, tracked)
     }
 
 
-def test_a_process_without_validation_samples_holds_nobody_up(tiny, place):
+def test_a_process_without_validation_samples_holds_nobody_up(job):
     """One validation sample and two processes: both end, with pictures."""
     few = ("data.module.params.limit=10", "data.num_splits=10", "data.batch_size=4", "train.num_epochs=1")
-    outcome = real("train", tiny, "engine.processes=2", "logger.pictures={}", *few, cwd=place)
-    assert outcome.code == 0, outcome
+    outcome = job("logger.pictures={}", *few)
     assert "9 training, 1 validation samples" in outcome.out
     assert (outcome.folder / "val_confusion_matrix.png").is_file()
