@@ -201,7 +201,10 @@ def _serve(preload: Sequence[str]) -> None:
     import deeplightning.task.img_classif
     from deeplightning.data import cifar, digits, image_folder, mnist  # noqa: F401
 
-    for name in (*_TO_EXPORT, *preload):
+    for name in _TO_EXPORT:
+        with contextlib.suppress(ImportError):  # other versions have other modules, and only time is lost
+            __import__(name)
+    for name in preload:
         __import__(name)
     with contextlib.suppress(ImportError):  # a machine for the GPU's tests may lack matplotlib
         import deeplightning.task.figures  # noqa: F401
