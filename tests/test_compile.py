@@ -192,7 +192,7 @@ def test_a_change_between_two_steps_shows_and_learning_does_not(change):
 
 
 class Pretended:
-    """CUDA's stream, graph and recording where there is none: a recording computes once, a replay does nothing."""
+    """Stands in for CUDA's stream, graph and recording: a recording computes once, a replay does nothing."""
 
     def __init__(self, *args, **options):
         pass
@@ -218,7 +218,7 @@ def test_a_replay_gives_what_the_function_gives_and_its_gradients(monkeypatch):
     for name in ("Stream", "stream", "graph", "CUDAGraph", "synchronize"):
         monkeypatch.setattr(torch.cuda, name, Pretended)
     monkeypatch.setattr(torch.cuda, "current_stream", Pretended)
-    monkeypatch.setattr(torch, "empty_like", torch.ones_like)  # what comes back to the loss
+    monkeypatch.setattr(torch, "empty_like", torch.ones_like)  # the gradient of the loss
     network = torch.nn.ModuleDict({"used": torch.nn.Linear(4, 2), "other": torch.nn.Linear(4, 2)})
 
     def step(inputs, labels):

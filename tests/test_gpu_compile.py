@@ -146,7 +146,7 @@ def test_a_recorded_step_learns_what_eager_mode_does_bit_for_bit(settings, learn
 
 
 def test_a_run_with_recorded_steps_resumes_bit_for_bit(learned):
-    """Killed inside the second epoch's first batches, after which it records anew."""
+    """A run that stops inside the second epoch; the resumed one records its step again."""
     settings = [*SAME, DRAWING, "engine.compile=graphs"]
     whole = weights(learned(*settings)[0].folder / "last.ckpt")
     first, _ = learned(*settings, "train.max_steps=12")

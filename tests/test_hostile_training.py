@@ -113,7 +113,7 @@ def test_each_kind_stands_there_once_and_few_are_taken():
 
 
 def test_an_error_of_the_users_own_code_is_not_blamed_on_the_checkpoint(resume, right, place):
-    """A callback of one's own that does not take the state it is given: its own exception."""
+    """A callback of the user's refuses the state: the run ends with its exception."""
     own = place / "picky.py"
     own.write_text(PICKY)
     try:

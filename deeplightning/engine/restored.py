@@ -72,7 +72,7 @@ def of_checkpoint(error: Exception, trainer: pl.Trainer, resumed_at: int) -> Che
 def _refusal(path: Any, fault: str) -> CheckpointError:
     return CheckpointError(
         f"{path}: its training state is damaged, or of another optimizer, schedule or version: {fault}; resume from "
-        f"another checkpoint, or begin anew with its weights: model.init_from='{path}'"
+        f"another checkpoint, or start again from its weights: model.init_from='{path}'"
     )
 
 

@@ -121,7 +121,7 @@ class _Replay:
         self.before_last = _detached(given[:-1]) if isinstance(given, tuple) else None
 
     def _gradients_of(self, last: Tensor, gradient: Tensor, aliases: dict[str, Tensor]) -> list[Tensor | None]:
-        """Of all inputs and parameters; None where there is none."""
+        """The gradient of each input and parameter; None for those without one."""
         given = [*self.inputs, *aliases.values()]
         wanted = [tensor for tensor in given if tensor.requires_grad]
         found = iter(torch.autograd.grad(last, wanted, gradient, allow_unused=True))
