@@ -135,8 +135,9 @@ def unjudged(cfg: Config) -> list[Notice]:
     remedy = f"train.val_every_n_epoch={share:g}{' and a metric of the validation' if of_training else ''}"
     key = "train.checkpoint.every_n_epochs"
     text = (
-        f"{key} is {share:g} and train.val_every_n_epoch is {often:g}: nothing is validated when a checkpoint inside "
-        f"an epoch is saved, so it becomes last.ckpt, and is none of the best by {monitor}. To judge it too: {remedy}"
+        f"{key} is {share:g} and train.val_every_n_epoch is {often!s:.20}: nothing is validated when a checkpoint "
+        "inside an epoch is saved, so it becomes last.ckpt, and is none of the best by "
+        f"{monitor}. To judge it too: {remedy}"
     )
     return [Notice(text, key=key)]
 
