@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from deeplightning.callbacks.steps import ends_of_parts
 from deeplightning.config.fault import CheckpointError, ConfigError, RunError
 
 BEST = "train.checkpoint={monitor: val_acc, mode: max, save_top_k: 2}"
@@ -194,3 +195,18 @@ def test_an_epochs_training_metrics_are_means_over_its_samples(fit):
     batches = [value for _, value in fitted.series("train_loss")]
     expected = (16 * sum(batches[:-1]) + 6 * batches[-1]) / 134
     assert fitted.series("train_loss_epoch")[0][1] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("batches", "share", "ends"),
+    [
+        (9, 0.5, {4, 9}),
+        (10, 0.25, {2, 5, 8, 10}),
+        (3, 0.25, {1, 2, 3}),
+        (4, 1e-12, {1, 2, 3, 4}),
+        (math.inf, 0.5, set()),
+    ],
+)
+def test_the_parts_of_an_epoch_end_with_batches(batches, share, ends):
+    """Rounded to the nearest batch, the last one with the epoch; no more than there are batches."""
+    assert ends_of_parts(batches, share) == ends

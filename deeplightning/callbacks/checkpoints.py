@@ -51,7 +51,7 @@ class Checkpoints(LightningCheckpoint):
         self._due = self._validating = False
         self._saved_step = self._began_at = -1  # optimizer steps
         self._validated = False
-        self._marks: set[int] = set()
+        self._marks = frozenset[int]()
         name = settings.monitor or ""
         self._of_steps = name.startswith("train_") and not name.endswith("_epoch")  # the metric
         self._former: Any = None  # its value before the batch that is under way
@@ -99,7 +99,8 @@ class Checkpoints(LightningCheckpoint):
     def _find_marks(self, trainer: pl.Trainer) -> None:
         """Finds the batches after which a fraction of an epoch is over."""
         share = self.settings.every_n_epochs
-        self._marks = ends_of_parts(trainer.num_training_batches, share) if share is not None and share < 1 else set()
+        is_part = share is not None and share < 1
+        self._marks = ends_of_parts(trainer.num_training_batches, cast(float, share)) if is_part else frozenset()
 
     def on_train_batch_start(self, trainer: Any, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
         """A metric of training steps is logged at the step that it judges, whichever others are logged."""

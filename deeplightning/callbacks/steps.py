@@ -216,12 +216,15 @@ def _weight(trainer: pl.Trainer, samples_of: Callable[[int], tuple[int, float]] 
     return own * factor / sum(average for _, average in map(samples_of, together))
 
 
-def ends_of_parts(batches: float, share: float) -> set[int]:
-    """After which batches of an epoch each of its parts is over: of 9 and 0.5 after the 4th and the 9th; {} where an
-    epoch's length is not known."""
+@cache
+def ends_of_parts(batches: float, share: float) -> frozenset[int]:
+    """The batches of an epoch at which its parts end: of 9 and 0.5 the 4th and the 9th. All of them where a part is no
+    more than a batch; none where the epoch's length is not known."""
     if not math.isfinite(batches):
-        return set()
-    return {int(batches), *(max(1, round(batches * share * n)) for n in range(1, math.ceil(1 / share)))}
+        return frozenset()
+    if batches * share <= 1:
+        return frozenset(range(1, int(batches) + 1))
+    return frozenset([int(batches), *(round(batches * share * n) for n in range(1, math.ceil(1 / share)))])
 
 
 class ValidateParts(pl.Callback):
