@@ -29,6 +29,7 @@ _WORDS = {_TYPES[kind]: words for kind, words in SIMPLE.items()} | {"null": "nul
 _PART_OR_WHOLE: Json = {"anyOf": [{"maximum": 1}, {"multipleOf": 1}]}
 _BOUNDS: dict[tuple[type, str], Json] = {
     (schema.Config, "stages"): {"minItems": 1},
+    (schema.Model, "trainable"): {"minItems": 1},
     (schema.Engine, "gpus"): {
         "items": {
             "type": ["integer", "string"],
