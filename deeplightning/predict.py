@@ -87,7 +87,7 @@ def _pictures(images: Sequence[Path]) -> Iterator[Path]:
 def _rows(
     task: Any, max_pixels: int, pictures: Iterator[Path], refuse: Callable[[Path, Exception], None]
 ) -> Iterator[dict[str, Any]]:
-    """A row for each picture; `refuse` is told of those that have none."""
+    """Yields a row for each picture that can be read, and calls `refuse` with each that cannot."""
     spec, names, model = task.image_spec, task.class_names, task.inference_model()
 
     def answers(batch: list[tuple[Path, Tensor]]) -> Iterator[dict[str, Any]]:

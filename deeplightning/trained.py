@@ -55,7 +55,7 @@ _SPARE = {
     "logger.extra": "[]",
     "tune": "null",
 }
-"""Parts that a use of the weights may not need, and what stands in the config in place of one that is gone."""
+"""Sections that some uses of the weights do not need, and what replaces one in the config if it is gone."""
 
 
 def resumption(cfg: Config) -> Resumption:

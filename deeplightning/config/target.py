@@ -51,8 +51,8 @@ def find(name: str) -> Any:
     """The object that `MODULE.NAME` (or `MODULE.CLASS.METHOD`) names.
 
     Raises:
-        ValueError: in words, with the nearest name, when there is none or its module cannot be imported; `Missing`
-            where that is for something which this machine does not have.
+        ValueError: no object has this name (the message suggests the nearest), or its module cannot be imported;
+            `Missing` if this machine lacks a package or library that the module needs.
     """
     parts = name.split(".")
     if len(parts) < 2 or not all(p.isidentifier() and not keyword.iskeyword(p) for p in parts):

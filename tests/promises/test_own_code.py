@@ -263,7 +263,7 @@ def test_an_import_that_may_fail_is_no_fault(mine):
 
 @pytest.mark.parametrize("verb", ["check", "train", "explain", "check --dry-run"])
 def test_a_package_that_is_not_installed_is_the_machines_lack(command, tiny, tmp_path, verb):
-    """Every verb says so in the same words, with the same exit code."""
+    """Each verb reports it in the same words and with the same exit code."""
     (tmp_path / "mine.py").write_text(LOSS.format("import skimage.not_there"))
     outcome = command(*verb.split(), tiny, "model.loss.type=mine.L", cwd=tmp_path)
     assert outcome.code == 3, outcome
