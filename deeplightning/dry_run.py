@@ -14,7 +14,6 @@ import math
 import re
 import socket
 import sys
-import sysconfig
 import tempfile
 import traceback
 import warnings
@@ -36,6 +35,7 @@ from torchmetrics import Metric
 
 from deeplightning.callbacks.recompute import Recompute
 from deeplightning.callbacks.steps import LogSteps, Seeds
+from deeplightning.config import own
 from deeplightning.config.fault import Fault, UserError, nearest
 from deeplightning.config.schema import Config, Optimizer, Target
 from deeplightning.config.target import build, find, needs
@@ -50,8 +50,6 @@ chance."""
 
 STEPS = 1000  # the length of a training whose data are not looked at
 
-_INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
-_OURS = str(Path(__file__).parent)
 
 # Hooks that Lightning has given up, and what stands for them today.
 _RETIRED = {
@@ -153,6 +151,11 @@ class _Trial:
             self.untried.append(Fault("a dry run does not compile", "engine.compile"))
         if self.asked.model.init_from is not None:
             self.untried.append(Fault("the weights were not read", "model.init_from"))
+        of_workers = {name: value for name, value in self.asked.data.loader.items() if name in OF_WORKERS}
+        try:
+            DataLoader([], batch_size=None, num_workers=self.asked.data.num_workers, **of_workers)  # type: ignore[arg-type]
+        except (TypeError, ValueError) as error:
+            self.faults.append(Fault(f"torch's DataLoader refuses it: {error}", "data.loader"))
         for _ in range(10):  # each fault that can be taken out shows the next
             attempt = _Attempt(self.cfg, self.asked, folder)
             try:
@@ -165,7 +168,7 @@ class _Trial:
                     if self.without_weights():
                         continue
                     message = "wants a network connection, which a dry run does not use; nothing behind it was tried"
-                    self.untried.append(Fault(message + _line(error), "model.module"))
+                    self.untried.append(Fault(message + own.line_of(error), "model.module"))
                     return
                 found = attempt.faults + attempt.faults_of(error)
                 if any(_needs_gpu(self.asked, fault) for fault in found):
@@ -298,6 +301,10 @@ class _Trial:
         return faults
 
 
+OF_WORKERS = ("prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout")
+"""Settings of a loader's processes, of which a dry run has none."""
+
+
 def on_one_cpu(cfg: Config) -> Config:
     """A copy of a config that runs in this process, on the CPU."""
     mine = copy.deepcopy(cfg)
@@ -310,7 +317,7 @@ def on_one_cpu(cfg: Config) -> Config:
     engine.compile = engine.sync_batchnorm = engine.deterministic = engine.keep_memory = False
     engine.threads = None
     mine.data.num_workers = 0
-    for name in ("prefetch_factor", "persistent_workers", "multiprocessing_context"):  # of loader processes
+    for name in OF_WORKERS:
         mine.data.loader.pop(name, None)
     mine.model.init_from = mine.train.resume_ckpt = None
     return mine
@@ -388,7 +395,7 @@ class _Attempt:
             batch = make(SAMPLES) if make is not None else None
         except Exception as error:
             lacks = needs(error)
-            reason = f"{target.type}.example_batch {lacks or f'fails: {_words(error)}{_line(error)}'}"
+            reason = f"{target.type}.example_batch {lacks or f'fails: {_words(error)}{own.line_of(error)}'}"
             code = 3 if lacks else getattr(error, "exit_code", 2)
             self.faults.append(Fault(reason, "data.module", exit_code=code))
             batch = None
@@ -529,13 +536,15 @@ class _Attempt:
         if isinstance(error, MisconfigurationException):
             return [self.misconfigured(error, building)]
         lacks = needs(error)
-        reason = lacks or f"{_words(error)}{_line(error)}"
+        reason = lacks or f"{_words(error)}{own.line_of(error)}"
         code = 3 if lacks else 2
         if isinstance(error, KeyError) and isinstance(self.batch, Mapping) and error.args[0] not in self.batch:
             reason += f"; a batch has {', '.join(map(str, self.batch))}"
-        if building is not None:
+        if building is not None:  # a slip of ours, or what `build` did not translate
             return [Fault(f"{building.type} cannot be built: {reason}", building.name, exit_code=code)]
         owner, taken = self.owner(error)
+        if code == 2 and own.lines_of(error) and (owner is None or _is_own(owner)):
+            code = 1  # a training ends with its traceback
         if owner is None:
             if "does not require grad" in str(error):
                 return [Fault(_UNCONNECTED, "model.loss" if self.cfg.model.loss else "model.module")]
@@ -797,6 +806,12 @@ def _is_of(value: Any, target: Target) -> bool:
     return isinstance(found, type) and isinstance(value, found)
 
 
+def _is_own(target: Target) -> bool:
+    """Whether the class or function that a target names is the user's own."""
+    module = sys.modules.get(find(target.type).__module__)
+    return own.is_theirs(getattr(module, "__file__", None) or "<")
+
+
 def _of_class(value: Any, section: Any) -> Target | None:
     targets = _targets(section)
     return next((t for t in targets if _is_of(value, t)), targets[0] if targets else None)
@@ -830,17 +845,6 @@ def _reason(fault: Fault) -> str:
 def _words(error: BaseException) -> str:
     name, line = type(error).__name__, first_line(error)
     return name if line == name else f"{name}: {line.rstrip('.')}"
-
-
-def _line(error: BaseException) -> str:
-    """` (file:line)` of the innermost line of the user's own code, if the error came through any."""
-    place = ""
-    for frame, number in traceback.walk_tb(error.__traceback__):
-        file = frame.f_code.co_filename
-        if not file.startswith((*_INSTALLED, _OURS, "<")):
-            path = Path(file)
-            place = f" ({path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}:{number})"
-    return place
 
 
 def _tensor(value: torch.Tensor) -> str:

@@ -235,6 +235,8 @@ class RunError(UserError):
 
 
 def error_of(faults: list[Fault]) -> UserError:
-    """The error that tells these faults. A wrong config comes before a lacking machine, that before missing weights."""
-    code = min(fault.exit_code for fault in faults)
-    return next(kind for kind in (ConfigError, SetupError, CheckpointError, RunError) if kind.exit_code == code)(faults)
+    """The error that tells these faults. A wrong config comes before a lacking machine, that before missing weights,
+    and a slip in the user's own code comes last."""
+    kinds = (ConfigError, SetupError, CheckpointError, RunError, UserError)
+    codes = {fault.exit_code for fault in faults}
+    return next(kind for kind in kinds if kind.exit_code in codes)(faults)

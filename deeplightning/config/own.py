@@ -11,6 +11,7 @@ import json
 import os
 import sys
 import sysconfig
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
@@ -26,7 +27,7 @@ LIBRARIES = ("deeplightning", "torch", "torchvision", "torchmetrics", "pytorch_l
 PREFIX = f"{__name__}."
 INSTALLED = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
-_OURS = f"{Path(__file__).parents[1]}{os.sep}"
+OURS = f"{Path(__file__).parents[1]}{os.sep}"
 _roots: list[str] = json.loads(os.environ.get(ROOTS, "[]"))
 __path__: list[str] = [*_roots]  # with it, `PREFIX + name` can be imported, in a spawned process too
 
@@ -56,7 +57,7 @@ def is_own(file: str | None) -> bool:
     return (
         file is not None
         and any(file.startswith(f"{root.rstrip(os.sep)}{os.sep}") for root in roots())
-        and not file.startswith((*INSTALLED, _OURS))
+        and not file.startswith((*INSTALLED, OURS))
         and f"{os.sep}site-packages{os.sep}" not in file
     )
 
@@ -98,6 +99,28 @@ def read_from(name: str, file: object) -> str:
 def short(file: str) -> str:
     """A file as the user would write it: relative where it lies below the working directory."""
     return os.path.relpath(file) if Path(file).is_relative_to(Path.cwd()) else file
+
+
+def lines_of(error: BaseException) -> list[tuple[str, int]]:
+    """File and line of each call of the user's own code that an error came through."""
+    calls = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__))
+    return [(file, line) for file, line in calls if is_theirs(file)]
+
+
+def is_theirs(file: str) -> bool:
+    """Whether the code of a file is the user's: neither ours nor installed."""
+    return not file.startswith((*INSTALLED, OURS, "<"))
+
+
+def line_of(error: BaseException) -> str:
+    """` (file:line)` of the innermost of them, or nothing."""
+    lines = lines_of(error)
+    return f" ({short(lines[-1][0])}:{lines[-1][1]})" if lines else ""
+
+
+def raiser(error: BaseException) -> str:
+    """The file whose code raised an error."""
+    return [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
 
 
 def _is_shadowed(spec: ModuleSpec) -> bool:

@@ -18,7 +18,18 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from deeplightning.config import own
-from deeplightning.config.fault import ConfigError, Fault, Missing, SetupError, error_of, install, nearest, no_module
+from deeplightning.config.fault import (
+    ConfigError,
+    Fault,
+    Missing,
+    SetupError,
+    UserError,
+    error_of,
+    install,
+    is_full,
+    nearest,
+    no_module,
+)
 from deeplightning.config.kinds import misfit, no_part, role_of
 from deeplightning.config.schema import Target
 from deeplightning.words import first_line
@@ -109,7 +120,7 @@ def needs(error: BaseException) -> str | None:
     name = error.name if isinstance(error, ModuleNotFoundError) else None
     if not name or is_installed(name.partition(".")[0]):
         return None
-    return f"needs {name}, which is not installed here{_place(error)}: {install(name)}"
+    return f"needs {name}, which is not installed here{own.line_of(error)}: {install(name)}"
 
 
 def path_of(found: Any) -> str | None:
@@ -134,18 +145,7 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg} ({own.short(error.filename or '?')}:{error.lineno})"
     words = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    return f"{words}{_place(error)}"
-
-
-def _place(error: BaseException) -> str:
-    """` (file:line)` of the innermost line of code that is neither ours nor installed."""
-    place, trace = "", error.__traceback__
-    while trace is not None:
-        file = trace.tb_frame.f_code.co_filename
-        if not file.startswith((*own.INSTALLED, "<")) and file not in (__file__, own.__file__):
-            place = f" ({own.short(file)}:{trace.tb_lineno})"
-        trace = trace.tb_next
-    return place
+    return f"{words}{own.line_of(error)}"
 
 
 def _public_names(owner: Any) -> list[str]:
@@ -161,9 +161,9 @@ def build(target: Target | Mapping[str, Any], *given: Any, **more: Any) -> Any:
     Targets and references inside the params, at any depth, are built first.
 
     Raises:
-        ConfigError: the target cannot be found, makes no part of a run, refuses its arguments with TypeError or
-            ValueError, or gives something else than its section needs.
-        SetupError: it needs a package that is not installed, or files that cannot be downloaded.
+        ConfigError: the target cannot be found, makes no part of a run, cannot be built, or gives something else than
+            its section needs.
+        SetupError: it needs a package that is not installed, a file that is not there, or a download that fails.
     """
     if isinstance(target, Mapping):
         target = Target(type=target["type"], params=dict(target.get("params") or {}))
@@ -178,30 +178,44 @@ def build(target: Target | Mapping[str, Any], *given: Any, **more: Any) -> Any:
         raise error_of([Fault(str(error), target.name, target.place, exit_code=code)]) from error
     try:
         made = found(*given, **_with_tensors(found, params) | more)
-    except ImportError as error:
-        message = f"{target.type} {needs(error) or f'needs a package that is not installed: {error}'}"
-        raise SetupError(Fault(message, target.name, target.place)) from error
-    except OSError as error:
-        if error.errno is not None or hasattr(error, "exit_code"):  # of a file, which its own message names
+    except Exception as error:
+        if hasattr(error, "exit_code") or os.environ.get("DEEPLIGHTNING_DEBUG") == "1" or not _is_of_config(error):
             raise
-        message = (
-            f"{target.type} downloads files when it is built, and that failed: {first_line(error)}. Connect the "
-            "machine; or copy the files from one that has them (torch keeps them in TORCH_HOME, ~/.cache/torch, "
-            "Hugging Face in HF_HOME, ~/.cache/huggingface); or leave out the param that asks for them, such as "
-            "`weights` (weights of a file: model.init_from)"
-        )
-        raise SetupError(Fault(message, target.name, target.place)) from error
-    except (TypeError, ValueError) as error:
-        if hasattr(error, "exit_code") or os.environ.get("DEEPLIGHTNING_DEBUG") == "1":
-            raise
-        raise ConfigError(
-            Fault(f"{target.type} refuses its arguments: {_reason(error)}", target.name, target.place)
-        ) from error
+        raise _unbuilt(error, target) from error
     said = misfit([path_of(c) or "" for c in type(made).__mro__], True, role) if role is not None else None
     if said:
         returned = "nothing" if made is None else f"`{type(made).__name__}`"
         raise ConfigError(Fault(f"{target.type} returns {returned}, which {said}", target.name, target.place))
     return made
+
+
+def _unbuilt(error: Exception, target: Target) -> UserError:
+    """What to raise where a target's constructor, or its function, raised an error."""
+    message = f"{target.type} cannot be built: {_reason(error)}"
+    kind: type[UserError] = ConfigError
+    if isinstance(error, ImportError):
+        kind = SetupError
+        message = f"{target.type} {needs(error) or f'needs a package that is not installed: {error}'}"
+    elif isinstance(error, OSError):
+        kind = SetupError
+        if error.errno is None and not (type(error) is OSError and own.is_theirs(own.raiser(error))):
+            message = (
+                f"{target.type} downloads files when it is built, and that failed: {first_line(error)}. Connect the "
+                "machine; or copy the files from one that has them (torch keeps them in TORCH_HOME, ~/.cache/torch, "
+                "Hugging Face in HF_HOME, ~/.cache/huggingface); or leave out the param that asks for them, such as "
+                "`weights` (weights of a file: model.init_from)"
+            )
+    elif isinstance(error, TypeError | ValueError):
+        message = f"{target.type} refuses its arguments: {_reason(error)}"
+    return kind(Fault(message, target.name, target.place))
+
+
+def _is_of_config(error: Exception) -> bool:
+    """Whether an error of a constructor speaks of the config: not of memory or a full disk, nor of a slip of ours."""
+    if type(error).__name__ == "OutOfMemoryError" or (isinstance(error, OSError) and is_full(error)):
+        return False
+    is_slip = not isinstance(error, ImportError | OSError | TypeError | ValueError)
+    return not (is_slip and own.raiser(error).startswith(own.OURS))
 
 
 def _with_tensors(found: Any, params: dict[str, Any]) -> dict[str, Any]:

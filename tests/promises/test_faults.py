@@ -91,6 +91,8 @@ import pytorch_lightning as pl
 import torch
 from torch.utils.data import DataLoader
 
+from deeplightning.task.img_classif import ImageClassification
+
 
 class Rows(pl.LightningDataModule):
     class_names = ["a", "b", "c"]
@@ -124,7 +126,24 @@ class Cut(Shown):
 class Needy(Shown):
     def train_dataloader(self):
         import skimage
+
+
+def net(kind):
+    if kind == "lookup":
+        return {}["vocabulary"]
+    if kind == "file":
+        return open("/nowhere/vocabulary.txt")
+    if kind == "rights":
+        raise OSError("the licence server says no")
+    raise RuntimeError("install the library")
+
+
+class Slips(ImageClassification):
+    def training_step(self, batch, batch_idx):
+        return self.cfg.no_such_section
 """
+
+BUILT = "model.network={{type: own_rows.net, params: {{kind: {}}}}}"
 
 CLASSES = ["model.module.type=deeplightning.task.classes.Classification", "train.num_epochs=1"]
 CLASSES += ["model.network={type: torch.nn.Linear, params: {in_features: 4, out_features: 3}}"]
@@ -195,8 +214,13 @@ SHOWN = "data.module={{type: own_rows.{}, params: {{like: {}}}}}"
         (
             [SHOWN.format("Needy", "int32"), *CLASSES],
             3,
-            "needs skimage, which is not installed here (own_rows.py:37): ",
+            "needs skimage, which is not installed here (own_rows.py:39): ",
         ),
+        ([BUILT.format("lookup")], 2, "own_rows.net cannot be built: KeyError: 'vocabulary' (own_rows.py:44)"),
+        ([BUILT.format("file")], 3, "own_rows.net cannot be built: FileNotFoundError: [Errno 2] No such file"),
+        ([BUILT.format("rights")], 3, "own_rows.net cannot be built: OSError: the licence server says no (own_r"),
+        ([BUILT.format("else")], 2, "own_rows.net cannot be built: RuntimeError: install the library (own_rows.py"),
+        (["data.num_workers=2", "data.loader.timeout=-1"], 2, "timeout option should be non-negative"),
     ],
 )
 def test_a_fault_has_one_exit_code(rows, command, tiny, overrides, code, words):
@@ -206,6 +230,14 @@ def test_a_fault_has_one_exit_code(rows, command, tiny, overrides, code, words):
         assert (outcome.code, outcome.err.count("error: ")) == (code, 1), outcome
         assert words in outcome.err
         assert "Traceback" not in outcome.err
+
+
+def test_a_slip_in_a_step_of_own_code_has_one_exit_code(rows, command, tiny):
+    """It is 1 in a dry run as in a training, which shows the traceback."""
+    for verb, words in (("check --dry-run", "own_rows.Slips fails in the training step: "), ("train", "Traceback")):
+        outcome = command(*verb.split(), tiny, "model.module.type=own_rows.Slips", cwd=rows.cwd)
+        assert outcome.code == 1, outcome
+        assert words in outcome.err
 
 
 # ---- tracking
