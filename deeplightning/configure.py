@@ -24,9 +24,9 @@ from deeplightning.config.report import Report
 from deeplightning.config.schema import Config, backend_of
 from deeplightning.config.space import misfits, space_of
 from deeplightning.config.target import build
-from deeplightning.engine.lean import import_lean
 from deeplightning.engine.place import own_rank
 from deeplightning.engine.plan import occupied, settle, trainer_arguments
+from deeplightning.private.lazy_imports import import_lazily
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
@@ -59,7 +59,7 @@ def examine(
         beside: let names come from the config's folder too.
     """
     if importing:
-        import_lean()
+        import_lazily()
     report = check.examine(path, overrides, importing=importing, beside=beside)
     cfg = report.config
     if cfg is None or None in (cfg.engine, cfg.data, cfg.model, cfg.train, cfg.logger):

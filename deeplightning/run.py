@@ -16,9 +16,9 @@ from deeplightning.config.target import find
 from deeplightning.config.tree import dump
 from deeplightning.configure import init_module, init_trainer
 from deeplightning.engine import ranks
-from deeplightning.engine.lean import import_lean
 from deeplightning.engine.place import own_rank
 from deeplightning.engine.together import all_ended, together
+from deeplightning.private.lazy_imports import import_lazily
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.store import DATABASE
 from deeplightning.trained import (
@@ -246,7 +246,7 @@ def evaluate(folder: RunFolder, stage: str, overrides: list[str], allow: Sequenc
     Raises:
         CheckpointError: there are no weights, or the run is foreign and its config names what may not be built.
     """
-    import_lean()
+    import_lazily()
     from deeplightning.engine.checkpoint_io import read_checkpoint
 
     admitted = admit(folder, allow, stage)

@@ -2,7 +2,8 @@
 
 Imports only go down this list: `cli`; `torch_server`; `predict`, `runs`, `reproduce`, `stats`, `tune`, `completion`,
 `deploy`; `run`, `dry_run`; `trained`; `configure`; `engine`, `tracking`, `callbacks`, `export`, `quantize`, `halve`;
-`trust`; `runfolder`, `image`, `text` with `hugging_face`, `transfer`; `config`; `process`; `words`. `serve` stands on
+`trust`; `runfolder`, `image`, `text` with `hugging_face`, `transfer`; `config`; `process`; `private`;
+`words`. `serve` stands on
 `image`, `text`, `runfolder` and `words`; of the rest only `torch_server`, and what answers inside an MLflow model, use
 it. The parts (`data`, `task`, `model`, `loss`) are named in YAML, imported by nobody, and use of the core only
 `config.target.build`, `image`, `text`, `transfer` and `words`.
@@ -28,6 +29,7 @@ LAYERS = [
     {"runfolder", "image", "text", "hugging_face", "transfer"},
     {"config"},
     {"process"},
+    {"private"},
     {"words"},
 ]
 STAND_ON_SERVE = {"deeplightning.torch_server", "deeplightning.tracking.pyfunc"}

@@ -109,8 +109,8 @@ def test_a_verb_imports_no_more_than_it_did(imported, words):
 
 STAND_INS = """\
 import importlib.util, sys, types
-from deeplightning.engine.lean import import_lean
-import_lean()
+from deeplightning.private.lazy_imports import import_lazily
+import_lazily()
 import pytorch_lightning, torch, torchmetrics
 from pytorch_lightning.utilities.compile import OptimizedModule
 assert "matplotlib" not in sys.modules and type(sys.modules["torch._dynamo"]) is not types.ModuleType
@@ -150,8 +150,8 @@ assert figure.axes == [axes]
 """
 
 SUBMODULE_FIRST = """\
-from deeplightning.engine.lean import import_lean
-import_lean()
+from deeplightning.private.lazy_imports import import_lazily
+import_lazily()
 from torch._dynamo.utils import is_compile_supported
 import sys, torch, types
 assert type(torch._dynamo) is types.ModuleType and sys.modules["torch._dynamo.utils"] is torch._dynamo.utils
@@ -159,9 +159,9 @@ assert type(torch._dynamo) is types.ModuleType and sys.modules["torch._dynamo.ut
 
 UNKNOWN = """\
 import sys, types
-from deeplightning.engine import lean
+from deeplightning.private import lazy_imports as lean
 sys.modules["torchmetrics.__about__"] = types.ModuleType("another version of it")
-lean.import_lean()
+lean.import_lazily()
 import pytorch_lightning, torchmetrics
 assert torchmetrics.__version__ and type(torchmetrics) is types.ModuleType
 """

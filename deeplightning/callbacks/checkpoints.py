@@ -18,6 +18,7 @@ from deeplightning.config.schema import Checkpoint
 from deeplightning.engine.background import Writer
 from deeplightning.engine.checkpoint_io import SafeCheckpointIO, copy_checkpoint, read_checkpoint, remove_checkpoint
 from deeplightning.engine.restored import check_counters, check_optimizers
+from deeplightning.private.lightning import forget_train_loader, restart_validation
 from deeplightning.runfolder import RunFolder, write_whole
 
 log = logging.getLogger("deeplightning")
@@ -89,9 +90,7 @@ class Checkpoints(LightningCheckpoint):
             scheduler.step(value)
         if self._validating:
             self._validating = False
-            validation: Any = trainer.fit_loop.epoch_loop.val_loop
-            validation._restart_stage = "restarted_mid_evaluation"  # private in Lightning 2.6: else it is left out
-            validation.batch_progress.reset()
+            restart_validation(trainer)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._find_marks(trainer)
@@ -379,4 +378,4 @@ def _drop_early_loader(trainer: pl.Trainer) -> None:
     (2.6.6). Strategies that shard parameters learn only after this hook that there is a checkpoint.
     """
     if trainer.ckpt_path is not None or trainer.strategy.restore_checkpoint_after_setup:
-        trainer.fit_loop._combined_loader = None  # private in Lightning 2.6, which has no public word for it
+        forget_train_loader(trainer)

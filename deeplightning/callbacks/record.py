@@ -29,6 +29,7 @@ from deeplightning.engine import ranks
 from deeplightning.engine.launch.storage import told
 from deeplightning.engine.place import own_rank
 from deeplightning.engine.plan import world_size
+from deeplightning.private.lightning import add_logged_steps, logged_steps, values_to_log
 from deeplightning.process import say_losses
 from deeplightning.runfolder import UMASK, Hold, RunFolder, make_private, umask_of, write_whole
 from deeplightning.tracking.build import end, go_on, publish, run_folder
@@ -154,7 +155,7 @@ class Record(pl.Callback):
         loop: Any = trainer.fit_loop
         loop.epoch_progress.current.completed = loop.epoch_progress.current.processed
         batches = loop.epoch_loop.batch_progress.total
-        loop.epoch_loop._batches_that_stepped += batches.processed - batches.completed
+        add_logged_steps(trainer, batches.processed - batches.completed)
 
     def open(self, trainer: pl.Trainer) -> None:
         """Starts the run, unless it is open, and writes what is known at its start."""
@@ -366,22 +367,19 @@ def epoch_is_over(trainer: pl.Trainer) -> bool:
 def _due(trainer: Any) -> list[tuple[str, float, int, int]]:
     """The points that Lightning 2.6 is about to log: it does so only behind the hooks in which checkpoints are saved.
 
-    To be called on every rank: means over an epoch are taken together. What is going on is known to private names only.
+    To be called on every rank: means over an epoch are taken together.
     """
     if trainer.state.fn != "fit" or trainer.validating:
         return []
-    loop, connector = trainer.fit_loop, trainer._logger_connector
-    step, epoch, batch = (
-        loop.epoch_loop._batches_that_stepped,
-        loop.epoch_progress.current,
-        loop.epoch_loop.batch_progress.current,
-    )
-    if epoch.processed > epoch.completed:
-        step -= 1
-    elif batch.processed == batch.completed or not (between_steps(trainer) and connector.should_update_logs):
+    loop, step = trainer.fit_loop, logged_steps(trainer)
+    epoch, batch = loop.epoch_progress.current, loop.epoch_loop.batch_progress.current
+    ends_epoch = epoch.processed > epoch.completed
+    if not ends_epoch and (batch.processed == batch.completed or not between_steps(trainer)):
         return []
-    metrics = {"epoch": float(trainer.current_epoch)}
-    metrics |= {name: float(value) for name, value in connector.metrics["log"].items()}
+    if (values := values_to_log(trainer, now=ends_epoch)) is None:
+        return []
+    step -= ends_epoch
+    metrics = {"epoch": float(trainer.current_epoch)} | {name: float(value) for name, value in values.items()}
     now, step = time.time_ns() // 1_000_000, int(metrics.pop("step", step))
     return [(name, value, now, step) for name, value in metrics.items()] if len(metrics) > 1 else []
 

@@ -18,6 +18,7 @@ from deeplightning import process
 from deeplightning.callbacks.record import Interrupted, between_steps
 from deeplightning.engine.launch.slurm import is_preempted, job_here, requeue_at_exit
 from deeplightning.engine.place import own_rank
+from deeplightning.private.lightning import keep_signals
 
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 AGAIN = (signal.SIGUSR1, signal.SIGUSR2)
@@ -41,8 +42,7 @@ class Signals(pl.Callback):
     def setup(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
         """Takes the signals over. Lightning 2.6 would put its own handler for SIGTERM in place after this, which talks
         to the other processes from inside the handler."""
-        connector: Any = trainer._signal_connector
-        connector.register_signal_handlers = lambda: None
+        keep_signals(trainer)
         self._install()
 
     def _install(self) -> None:

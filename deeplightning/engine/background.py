@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from deeplightning.engine.together import free_memory
+from deeplightning.private.torch import storage_id
 from deeplightning.transfer import is_asynchronous
 
 SMALLEST = 8 * 2**20
@@ -80,7 +81,7 @@ def gains(checkpoint: dict[str, Any]) -> bool:
     Where the CPU trains, the thread takes the cores that training needs: the run took half as much CPU time again and
     did not end sooner (two cores, torch 2.15, November 2026).
     """
-    sizes = {_storage(t): t.untyped_storage().nbytes() for t in _tensors(checkpoint) if is_asynchronous(t.device)}
+    sizes = {storage_id(t): t.untyped_storage().nbytes() for t in _tensors(checkpoint) if is_asynchronous(t.device)}
     size, free = sum(sizes.values()), free_memory()
     return size >= SMALLEST and (free is None or free > 2 * size)
 
@@ -99,14 +100,14 @@ class Snapshot:
         tensors = list(_tensors(checkpoint))
         on_gpus: dict[torch.device, list[tuple[Tensor, Tensor]]] = {}
         for tensor in tensors:
-            if (key := _storage(tensor)) not in copies:
+            if (key := storage_id(tensor)) not in copies:
                 whole = _bytes(tensor)
                 copies[key] = _pinned(whole) if tensor.is_cuda else whole.to("cpu", copy=True)
                 if tensor.is_cuda:
                     on_gpus.setdefault(tensor.device, []).append((whole, copies[key]))
         for device, pairs in on_gpus.items():
             self._copy(device, *map(list, zip(*pairs, strict=True)))
-        memo: dict[int, Any] = {id(tensor): _like(tensor, copies[_storage(tensor)]) for tensor in tensors}
+        memo: dict[int, Any] = {id(tensor): _like(tensor, copies[storage_id(tensor)]) for tensor in tensors}
         self.checkpoint: dict[str, Any] = copy.deepcopy(checkpoint, memo)
 
     def _copy(self, device: torch.device, sources: list[Tensor], targets: list[Tensor]) -> None:
@@ -152,10 +153,6 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     elif isinstance(value, list | tuple):
         for each in value:
             yield from _tensors(each)
-
-
-def _storage(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata  # private in torch 2.15: what torch.save tells storages apart by
 
 
 def _bytes(tensor: Tensor) -> Tensor:

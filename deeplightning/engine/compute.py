@@ -4,6 +4,7 @@
 import ctypes
 import os
 import sys
+import weakref
 from typing import Any
 
 import torch
@@ -56,15 +57,15 @@ def lay_channels_last(task: Any) -> None:
 
     Convolutions hand the order on to what they give, so that pictures need not come in it.
     """
-    build = task.configure_model
+    build, hooked = task.configure_model, weakref.WeakSet[torch.nn.Module]()
 
-    def configure_model() -> None:
+    def configure_model() -> None:  # Lightning calls it before each stage
         build()
         task.to(memory_format=torch.channels_last)
         for module in task.modules():
-            of_one = isinstance(module, torch.nn.Conv2d) and module.in_channels == 1
-            if of_one and _channels_last not in module._forward_pre_hooks.values():  # it is called for each stage
+            if isinstance(module, torch.nn.Conv2d) and module.in_channels == 1 and module not in hooked:
                 module.register_forward_pre_hook(_channels_last)
+                hooked.add(module)
 
     task.configure_model = configure_model
 

@@ -20,6 +20,7 @@ from torchmetrics import Metric
 
 from deeplightning.config.fault import ConfigError, Fault
 from deeplightning.engine.sharded import Sharded, Share, places, replace
+from deeplightning.private.torch import apply
 
 
 class Fsdp(Sharded, ModelParallelStrategy):
@@ -112,7 +113,7 @@ class Fsdp(Sharded, ModelParallelStrategy):
             fully_shard(unit, mesh=mesh, **self._options)
         home = torch.device("cpu") if self._offloads else self.root_device
         for child in task.children():
-            child._apply(lambda t: torch.empty_like(t, device=home) if t.is_meta else t.to(self.root_device))
+            apply(child, lambda t: torch.empty_like(t, device=home) if t.is_meta else t.to(self.root_device))
         with torch.no_grad():
             for values, parameter in zip(whole, places(task), strict=True):
                 arriving = values if self.global_rank == 0 else torch.empty(values.shape, dtype=values.dtype)

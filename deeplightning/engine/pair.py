@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import distributed
 
-# Its place inside torch is private; the tools of torch that count collectives stand on it too (2.11 to 2.15).
-from torch.utils._python_dispatch import TorchDispatchMode
+from deeplightning.private.torch import dispatch_mode
 
 LIMIT = 120.0
 """Seconds without news from either process, after which they are given up."""
@@ -199,7 +198,7 @@ def _be(rank: int, connection: Connection, act: Callable[[Callable[[str], None]]
         os._exit(0)
 
 
-class _Collectives(TorchDispatchMode):
+class _Collectives(dispatch_mode()):  # type: ignore[misc]
     """Notes each collective before it is entered, those of DistributedDataParallel too."""
 
     def __init__(self, connection: Connection):
@@ -207,7 +206,7 @@ class _Collectives(TorchDispatchMode):
         self.connection = connection
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        namespace, _, name = func._schema.name.partition("::")
+        namespace, _, name = func.name().partition("::")
         if namespace in ("c10d", "_c10d_functional") and name not in _PAIRED and "wait" not in name:
             words = {"allreduce_": "all_reduce", "allgather_": "all_gather"}.get(name, name.strip("_"))
             if name == "allreduce_":

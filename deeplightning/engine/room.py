@@ -80,8 +80,11 @@ def refuse_what_does_not_fit(task: Any, cfg: Config) -> None:
 
     def configure_model() -> None:
         build()
-        trainer = getattr(task, "_trainer", None)
-        if trainer is None or trainer.state.fn != "fit":
+        try:
+            trainer = task.trainer
+        except RuntimeError:  # it has none
+            return
+        if trainer.state.fn != "fit":
             return
         message = lack(task, cfg, getattr(trainer.strategy, "local_rank", 0))
         if message is not None:

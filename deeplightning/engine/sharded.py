@@ -235,16 +235,15 @@ def places(module: nn.Module) -> dict[nn.Parameter, list[tuple[nn.Module, str]]]
     """Each parameter with the modules that have it and its name there: several where it is shared."""
     found: dict[nn.Parameter, list[tuple[nn.Module, str]]] = {}
     for holder in module.modules():
-        for name, parameter in holder._parameters.items():
-            if parameter is not None:
-                found.setdefault(parameter, []).append((holder, name))
+        for name, parameter in holder.named_parameters(recurse=False, remove_duplicate=False):
+            found.setdefault(parameter, []).append((holder, name))
     return found
 
 
 def replace(of: list[tuple[nn.Module, str]], new: nn.Parameter) -> None:
     """Puts a parameter in all the places of another."""
     for holder, name in of:
-        holder._parameters[name] = new
+        setattr(holder, name, new)
 
 
 def whole_shapes(module: nn.Module) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from deeplightning.config.fault import Fault, SetupError
 from deeplightning.engine import ranks
 from deeplightning.engine.meeting import meet
 from deeplightning.engine.place import place
+from deeplightning.private.lightning import set_launcher, share_threads, subprocess_launcher
 from deeplightning.process import Terminated
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ def together(
     strategy: Any = trainer.strategy
     if getattr(strategy, "cluster_environment", None) is None or trainer.num_nodes * strategy.num_processes < 2:
         return
-    strategy._launcher = _launcher(strategy, trainer.num_nodes, redact, end, alike or {})
+    set_launcher(strategy, _launcher(strategy, trainer.num_nodes, redact, end, alike or {}))
 
 
 def all_ended() -> None:
@@ -63,9 +64,6 @@ def _launcher(
     end: Callable[[BaseException], None],
     alike: Mapping[str, str],
 ) -> Any:
-    from lightning_fabric.utilities.distributed import _set_num_threads_if_needed
-    from pytorch_lightning.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
-
     from deeplightning.callbacks.record import Interrupted
 
     def told(error: BaseException) -> BaseException:
@@ -73,9 +71,8 @@ def _launcher(
             return Interrupted(error.cause.reason.removeprefix("interrupted by "), error.exit_code, at_once=True)
         return error
 
-    class Launcher(_SubprocessScriptLauncher):
-        """Lightning's, which starts the same command once more per process; private in 2.6, whose own observer kills
-        the main process when another has failed, before that can say so."""
+    class Launcher(subprocess_launcher()):  # type: ignore[misc]
+        """Lightning's, whose own observer kills the main process when another has failed, before that can say so."""
 
         _met: tuple[Any] | None = None  # keeps torch's store alive
 
@@ -96,7 +93,7 @@ def _launcher(
                         enough_memory(self.num_processes)
                     size = (self.num_processes, self.num_nodes)
                     self._met = (meet(environment, rank, *size, alike, self._start_others),)
-                _set_num_threads_if_needed(num_processes=self.num_processes)
+                share_threads(self.num_processes)
                 return function(*args, **kwargs)
             except KeyboardInterrupt as error:  # Lightning would end with exit code 1
                 how = ("SIGTERM", 143) if isinstance(error, Terminated) else ("SIGINT", 130)

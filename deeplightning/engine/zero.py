@@ -18,7 +18,9 @@ from deeplightning.config.fault import Fault, SetupError
 from deeplightning.engine.group import expect_barriers_of_one_process, leave_at_exit, why_not_built
 from deeplightning.engine.pieces import whole_of
 from deeplightning.engine.sharded import Sharded, Share, places, replace
+from deeplightning.private.deepspeed import fragment_of, skip_shared_memory_sums
 
+_BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _SCALE = "loss_scale"  # of an optimizer's state in a checkpoint
 _SCALE_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """What DeepSpeed 0.19 keeps of a dynamic loss scale, as attributes of its scaler."""
@@ -78,11 +80,7 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
                 expect_barriers_of_one_process()
             super().setup_distributed()
             return
-        from deepspeed.ops import __compatible_ops__ as operators
-
-        # A faster sum for processes of one machine, compiled at first use: 74 CPU seconds that look like a hang (0.19,
-        # November 2026). Without it the results are the same bits.
-        operators["deepspeed_shm_comm"] = False
+        skip_shared_memory_sums()
         self.set_world_ranks()
         self._init_deepspeed_distributed()
 
@@ -105,10 +103,11 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
             raise SetupError(Fault(message, "engine.backend")) from error
         for module in self.lightning_module.modules():
             # DeepSpeed 0.19 casts parameters and leaves buffers; torch's batch norm wants both alike.
-            if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.affine:
-                for name in ("running_mean", "running_var"):
-                    if (mean := module._buffers[name]) is not None:
-                        module._buffers[name] = mean.to(module.weight.dtype)
+            if isinstance(module, _BATCH_NORMS) and module.affine:
+                dtype = module.weight.dtype
+                for buffer in module.buffers():
+                    if buffer.is_floating_point():
+                        buffer.data = buffer.data.to(dtype)
         for module in self.lightning_module.children():
             if next(module.parameters(), None) is not None:
                 module.register_forward_pre_hook(_cast_inputs, with_kwargs=True)
@@ -279,7 +278,7 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
             size = self._share_of_3(parameter, zero).values.numel()
             return zero.fp32_partitioned_groups_flat[number], start, size
         number = next(n for n, group in enumerate(zero.bit16_groups) if any(p is parameter for p in group))
-        flat, fragment = zero.single_partition_of_fp32_groups[number], parameter._hp_mapping
+        flat, fragment = zero.single_partition_of_fp32_groups[number], fragment_of(parameter)
         if fragment is None:
             return flat, 0, 0
         return flat, fragment.hp_fragment_address.start, fragment.hp_fragment_address.numel
@@ -346,7 +345,7 @@ def _cast_inputs(module: nn.Module, *inputs: Any) -> Any:
 
 
 def _share_of_2(parameter: Any, group: int, zero: Any) -> Share:
-    flat, fragment = zero.single_partition_of_fp32_groups[group].detach(), parameter._hp_mapping
+    flat, fragment = zero.single_partition_of_fp32_groups[group].detach(), fragment_of(parameter)
     if fragment is None:  # of another process
         return Share(tuple(parameter.shape), 0, flat[:0])
     place = fragment.hp_fragment_address

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from deeplightning.private.lightning import has_run, resume_run
 from deeplightning.tracking.store import attach, explain, local_path, locate
 from deeplightning.tracking.tracker import SYSTEM, open_tracker
 
@@ -89,7 +90,7 @@ def go_on(loggers: Sequence[Any], run_id: str, owed: Sequence[Sequence[Any]]) ->
     if hasattr(logger, "go_on"):
         logger.go_on(run_id, owed)
         return
-    logger._run_id = run_id  # Lightning 2.6 takes it in its constructor only, before it is known what goes on
+    resume_run(logger, run_id)
     run = logger.experiment.get_run(run_id)
     logger.experiment.update_run(run_id, status="RUNNING")
     if "failure" in run.data.tags:
@@ -143,7 +144,7 @@ def end(loggers: Iterable[Any], status: str, reason: str) -> None:
         if "MLflowLogger" in names:
             logger.finalize(status, reason)
         elif "MLFlowLogger" in names:
-            if not getattr(logger, "_initialized", True):  # Lightning 2.6: asking for more would open a run
+            if not has_run(logger):
                 continue
             logger.experiment.set_tag(logger.run_id, "failure", reason[:1000])
             logger.experiment.set_terminated(logger.run_id, status.upper())

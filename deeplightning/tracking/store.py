@@ -20,6 +20,7 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from deeplightning.config.fault import SetupError
+from deeplightning.private.mlflow import latest_schema, register_store, upgrade_database
 from deeplightning.runfolder import RunFolder, make_private, permissions_of, umask_of
 
 log = logging.getLogger("deeplightning.tracking")
@@ -111,11 +112,7 @@ def attach(store: Store) -> str:
         return store.folder.as_uri()
     uri = _sqlite_uri(store.database)
     _attached[uri] = store
-    from mlflow.tracking._tracking_service import utils
-
-    # Private, MLflow 3.17: the public way to register a store is an entry point of an installed package with a URI
-    # scheme of its own, and other tools could then not open the same store.
-    utils._tracking_store_registry.register("sqlite", _build_late)
+    register_store("sqlite", _build_late)
     return uri
 
 
@@ -318,15 +315,13 @@ def locked(store: Store) -> Iterator[None]:
 
 def _migrate(store: Store, uri: str) -> None:
     """Bring a database of an older MLflow up to date, leaving a copy of it beside."""
-    from mlflow.store.db import utils
-
     assert store.database is not None
     connection = sqlite3.connect(store.database)
     try:
         if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'alembic_version'").fetchone():
             return
         found = connection.execute("SELECT version_num FROM alembic_version").fetchone()
-        wanted = utils._get_latest_schema_revision()  # private, MLflow 3.17: only its command line does this publicly
+        wanted = latest_schema()
         if found is None or found[0] == wanted:
             return
         copy = store.database.with_name(f"{store.database.name}.{found[0]}.bak")
@@ -339,7 +334,7 @@ def _migrate(store: Store, uri: str) -> None:
         connection.close()
     log.warning("%s is of another MLflow version: migrating it; a copy stays in %s", store.database, copy)
     try:
-        utils._upgrade_db(utils.create_sqlalchemy_engine(uri))
+        upgrade_database(uri)
     except Exception as error:
         raise SetupError(
             f"{store.database} was made by another version of MLflow and cannot be migrated ({str(error)[:200]}). "

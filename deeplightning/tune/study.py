@@ -26,6 +26,7 @@ from deeplightning.config.schema import Target, Tune
 from deeplightning.config.space import Dimension, size
 from deeplightning.config.target import build
 from deeplightning.config.tree import line
+from deeplightning.private.optuna import storage_and_id, trial_id
 
 log = logging.getLogger("deeplightning")
 
@@ -151,7 +152,7 @@ class Study:
         number = len(known)
         # Drawn in memory: in the file there is no trial that is not to be run.
         apart = optuna.create_study(direction=self._study.direction)
-        here, there = (self._storage, self._study._study_id), (apart._storage, apart._study_id)
+        here, there = storage_and_id(self._study), storage_and_id(apart)
         self._copy_attributes(here, there)
         trial: Any = None
         with warnings.catch_warnings():
@@ -202,13 +203,13 @@ class Study:
         """Notes the metric of a trial after `step` epochs; whether the pruner gives the trial up."""
         trial = self._trial(number)
         if step not in trial.intermediate_values:
-            self._storage.set_trial_intermediate_value(trial._trial_id, step, value)
+            self._storage.set_trial_intermediate_value(trial_id(trial), step, value)
             trial = self._trial(number)
         return bool(self._study.pruner.prune(self._study, trial))
 
     def attribute(self, number: int, **values: Any) -> None:
         for name, value in values.items():
-            self._storage.set_trial_user_attr(self._trial(number)._trial_id, name, value)
+            self._storage.set_trial_user_attr(trial_id(self._trial(number)), name, value)
 
     def finish(self, number: int, is_best_kept: bool) -> float | None:
         """Ends a trial; its value is that of the weights that its run keeps. None: it had none that is a number.

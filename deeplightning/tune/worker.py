@@ -6,7 +6,6 @@ ends with the search, however that ends.
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import json
 import os
@@ -21,6 +20,8 @@ import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+
+from deeplightning.private.python import forget_exit_functions, run_exit_functions
 
 LOOK = 0.05  # seconds between two looks at whether a trial has ended
 MESSAGE = 1_000_000  # bytes at most
@@ -135,7 +136,7 @@ def _be_trial(
     """The whole life of a forked process."""
     code: Any = 1
     try:
-        atexit._clear()  # what is registered is the search's to do
+        forget_exit_functions()  # what is registered is the search's to do
         os.setpgid(0, 0)
         _end_with(driver)
         for number in SIGNALS:
@@ -156,7 +157,7 @@ def _be_trial(
         traceback.print_exc()
     finally:
         try:
-            atexit._run_exitfuncs()
+            run_exit_functions()
             sys.stdout.flush()
             sys.stderr.flush()
         finally:

@@ -18,9 +18,9 @@ from pathlib import Path
 from deeplightning.config.fault import SetupError, error_of
 from deeplightning.config.own import add_import_roots
 from deeplightning.config.schema import Config
-from deeplightning.engine.lean import import_lean
 from deeplightning.engine.plan import occupied, settle
 from deeplightning.engine.ranks import AGENT
+from deeplightning.private.lazy_imports import import_lazily
 
 _STDIN = 0
 _SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of Linux's prctl(2)
@@ -58,7 +58,7 @@ def receive() -> Config:
     order = pickle.loads(_read(int.from_bytes(_read(8), "big")))
     sys.argv[1:] = order.arguments
     add_import_roots(*map(Path, order.roots))
-    import_lean()
+    import_lazily()
     cfg: Config = order.cfg
     notices, faults = settle(cfg)
     if faults := faults or occupied(cfg.engine):

@@ -22,7 +22,7 @@ _DYNAMO, _TRITON, _FLOP_COUNTER = "torch._dynamo", "triton", "torch.utils.flop_c
 _LIGHTNING = ("pytorch_lightning", "lightning_fabric")
 
 
-def import_lean() -> None:
+def import_lazily() -> None:
     """Has the stand-ins take their places when Lightning is imported; once it has been, this does nothing."""
     if _before_lightning not in sys.meta_path and not any(name in sys.modules for name in _LIGHTNING):
         sys.meta_path.insert(0, _before_lightning)
@@ -186,7 +186,7 @@ _submodules = _Submodules()
 def _dynamo_later() -> None:
     import torch
 
-    stand_in = _Dynamo(_DYNAMO, "Stands in until something is compiled: see deeplightning.engine.lean.")
+    stand_in = _Dynamo(_DYNAMO, "Stands in until something is compiled: see deeplightning.private.lazy_imports.")
     stand_in.__spec__ = importlib.util.find_spec(_DYNAMO)
     stand_in.__path__ = []
     sys.modules[_DYNAMO] = torch._dynamo = stand_in  # type: ignore[assignment]

@@ -1,0 +1,95 @@
+"""Private names of Lightning 2.6."""
+
+from typing import Any
+
+INHERITED = {
+    # They set up the model that DDP wraps. Where a name has moved, `Ddp` fails when a stage begins.
+    "pytorch_lightning.strategies.DDPStrategy": ("_ddp_kwargs", "_setup_model"),
+    # Lightning chooses the size in its constructor, before the number of processes is known. Where it has moved, FSDP
+    # shards nothing and trains as before.
+    "pytorch_lightning.strategies.ModelParallelStrategy": ("_data_parallel_size",),
+    # Lightning refuses the CPU and adds warnings in the public methods around these. Where one has moved, `DeepSpeed`
+    # fails when a stage begins.
+    "pytorch_lightning.strategies.DeepSpeedStrategy": (
+        "_format_batch_size_and_grad_accum_config",
+        "_init_config_if_needed",
+        "_init_deepspeed_distributed",
+        "_init_optimizers",
+        "_initialize_deepspeed_inference",
+        "_initialize_deepspeed_train",
+    ),
+    # It starts this command once per process. Where it has moved, a run of several processes fails at its start.
+    "pytorch_lightning.strategies.launchers.subprocess_script._SubprocessScriptLauncher": ("_call_children_scripts",),
+}
+
+
+def forget_train_loader(trainer: Any) -> None:
+    """Has Lightning make the training loader again. Where the name has moved, a run that resumes with a schedule of
+    `auto` length repeats the first batches of its epoch, without an error."""
+    trainer.fit_loop._combined_loader = None
+
+
+def restart_validation(trainer: Any) -> None:
+    """Has a resumed run repeat the validation that was interrupted. Where the name has moved, the run leaves that
+    validation out, without an error."""
+    validation = trainer.fit_loop.epoch_loop.val_loop
+    validation._restart_stage = "restarted_mid_evaluation"
+    validation.batch_progress.reset()
+
+
+def logged_steps(trainer: Any) -> int:
+    """The step that Lightning gives the next logged values of a training."""
+    return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
+
+
+def add_logged_steps(trainer: Any, number: int) -> None:
+    """Moves that step on. Where the name has moved, `logged_steps` fails first."""
+    trainer.fit_loop.epoch_loop._batches_that_stepped += number
+
+
+def values_to_log(trainer: Any, now: bool) -> dict[str, Any] | None:
+    """What Lightning is about to log in a training; None if it is not due.
+
+    Args:
+        now: whether it is due whatever the number of the step says.
+    """
+    connector = trainer._logger_connector
+    return connector.metrics["log"] if now or connector.should_update_logs else None
+
+
+def keep_signals(trainer: Any) -> None:
+    """Keeps Lightning from replacing our signal handlers when a stage begins. Where the name has moved, it fails when
+    a stage is set up; where only the method has, SIGTERM leaves no checkpoint, without an error."""
+    trainer._signal_connector.register_signal_handlers = lambda: None
+
+
+def set_launcher(strategy: Any, launcher: Any) -> None:
+    """Replaces what starts the processes of a strategy, which the trainer's constructor has chosen. Where the name has
+    moved, Lightning's own observer ends a run of several processes before it can say why."""
+    strategy._launcher = launcher
+
+
+def subprocess_launcher() -> Any:
+    """The class that starts the same command once more per process."""
+    from pytorch_lightning.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+
+    return _SubprocessScriptLauncher
+
+
+def share_threads(num_processes: int) -> None:
+    """Gives each process of a machine its share of the cores, unless OMP_NUM_THREADS says otherwise."""
+    from lightning_fabric.utilities.distributed import _set_num_threads_if_needed
+
+    _set_num_threads_if_needed(num_processes=num_processes)
+
+
+def resume_run(logger: Any, run_id: str) -> None:
+    """Has Lightning's MLFlowLogger continue a run, before its first use: its constructor takes the id too early. Where
+    the name has moved, a resumed run begins a new MLflow run, without an error."""
+    logger._run_id = run_id
+
+
+def has_run(logger: Any) -> bool:
+    """Whether Lightning's MLFlowLogger has begun a run: to ask for its id would begin one. Where the name has moved, a
+    run that fails at once leaves an empty MLflow run, without an error."""
+    return bool(getattr(logger, "_initialized", True))

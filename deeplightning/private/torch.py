@@ -1,0 +1,38 @@
+"""Private names of torch 2.15 and torchmetrics 1.9; `deeplightning.private.lazy_imports` has those of their imports."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch import Tensor, nn
+
+INHERITED = {
+    # The agent of torchrun restarts a lost worker. Where a name has moved, `launcher: …Elastic` fails at its start.
+    "torch.distributed.elastic.agent.server.local_elastic_agent.LocalElasticAgent": (
+        "_monitor_workers",
+        "_pcontext",
+        "_remaining_restarts",
+        "_shutdown",
+        "_start_workers",
+        "_worker_group",
+    ),
+    # `to`, `half` and their kin go through it. Where it has moved, metrics of a run in bf16 count in bf16.
+    "torch.nn.ModuleDict": ("_apply",),
+}
+
+
+def storage_id(tensor: "Tensor") -> int:
+    """What `torch.save` tells storages apart by; the address of an empty one is 0."""
+    return tensor.untyped_storage()._cdata
+
+
+def apply(module: "nn.Module", function: "Callable[[Tensor], Tensor]") -> None:
+    """Replaces each parameter and buffer by what a function makes of it: `to_empty` and `to` each serve one case."""
+    module._apply(function)
+
+
+def dispatch_mode() -> Any:
+    """The class whose instances see each operator before it runs; torch's own counters of collectives use it too."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    return TorchDispatchMode
