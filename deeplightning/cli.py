@@ -10,6 +10,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,17 @@ from deeplightning.engine.place import TOLD, own_rank
 from deeplightning.words import first_line
 
 OVERRIDES = "key=value sets, ~key removes, +list=[x] appends; for example model.optimizer.params.lr=0.1"
-_redact: Callable[[str], str] = str
+
+
+@dataclass
+class Session:
+    """What one call of the command knows.
+
+    Attributes:
+        redact: takes the secrets of the config that was read out of a message.
+    """
+
+    redact: Callable[[str], str] = str
 
 
 class _Verbs(click.Group):
@@ -69,10 +80,13 @@ _code = click.option(
 def _load(config: Path, overrides: tuple[str, ...]) -> Any:
     from deeplightning.configure import load_config
 
-    global _redact
     cfg = load_config(config, list(overrides))
-    _redact = cfg.redact_message
+    _session().redact = cfg.redact_message
     return cfg
+
+
+def _session() -> Session:
+    return click.get_current_context().ensure_object(Session)
 
 
 @cli.command(context_settings=_loose, epilog=OVERRIDES)
@@ -99,10 +113,9 @@ def worker() -> None:
     """Train as one of the processes of a launcher that sends the config to standard input."""
     from deeplightning.engine.launch.order import receive
 
-    global _redact
     process.outlive_reader()
     cfg = receive()
-    _redact = cfg.redact_message
+    _session().redact = cfg.redact_message
     from deeplightning.run import work
 
     sys.exit(work(cfg))
@@ -169,6 +182,7 @@ def check(config: Path, overrides: tuple[str, ...], importing: bool, dry_run: bo
         if dry_run and not report.faults:
             from deeplightning.dry_run import dry_run as try_out
 
+            gc.enable()
             faults, report.unchecked = try_out(report.config)
             report.add(*faults)
     if format == "json":
@@ -199,10 +213,9 @@ def explain(config: Path, words: tuple[str, ...]) -> None:
 def _examine(config: Path, overrides: tuple[str, ...], importing: bool) -> Any:
     from deeplightning.configure import examine
 
-    global _redact
     gc.disable()  # what source files become is thrown away in the end; to look through it costs 0.04 CPU seconds
     report = examine(config, list(overrides), importing=importing)
-    _redact = report.redact
+    _session().redact = report.redact
     return report
 
 
@@ -222,12 +235,13 @@ def _stdout_for_the_result() -> Iterator[None]:
 
 def _say(report: Any) -> None:
     """What a report holds beside faults, on stderr."""
+    redact = _session().redact
     for notice in report.notices:
-        click.echo(f"{'warning: ' if notice.unasked else ''}{_redact(notice.text)}", err=True)
+        click.echo(f"{'warning: ' if notice.unasked else ''}{redact(notice.text)}", err=True)
     for fault in report.at_start:
-        click.echo(f"warning: {_redact(str(fault))}", err=True)
+        click.echo(f"warning: {redact(str(fault))}", err=True)
     for fault in report.unchecked:
-        click.echo(f"unchecked: {_redact(str(fault))}", err=True)
+        click.echo(f"unchecked: {redact(str(fault))}", err=True)
 
 
 @cli.command(context_settings=_loose, epilog=OVERRIDES)
@@ -481,8 +495,9 @@ def main() -> None:
 
 
 def _run() -> int:
+    session = Session()
     try:
-        cli.main(standalone_mode=False, prog_name="deeplightning")
+        cli.main(standalone_mode=False, prog_name="deeplightning", obj=session)
         sys.stdout.flush()  # here a reader that has gone is noticed in time
     except click.ClickException as error:
         error.show()
@@ -496,7 +511,7 @@ def _run() -> int:
     except BaseException as error:
         if process.heard and getattr(error, "exit_code", None) is None:  # a library made an error of its own of it
             return _interrupted()
-        return _report(error)
+        return _report(error, session.redact)
     return 0
 
 
@@ -508,7 +523,7 @@ def _interrupted() -> int:
     return 130
 
 
-def _report(error: BaseException) -> int:
+def _report(error: BaseException, redact: Callable[[str], str] = str) -> int:
     """Shows an error as notes, with a traceback only where it is ours; returns the exit code.
 
     Of several processes one shows the first cause, and all end with its exit code.
@@ -540,7 +555,7 @@ def _report(error: BaseException) -> int:
         if isinstance(error, ranks.RankError) or cause.rank != group.rank or ranks.is_lost(error):
             code, notes = cause.exit_code, [cause.reason + (group.kept() if cause.lost else "")]
     if code is None or os.environ.get("DEEPLIGHTNING_DEBUG") == "1":
-        print(_redact("".join(traceback.format_exception(error))), file=sys.stderr)
+        print(redact("".join(traceback.format_exception(error))), file=sys.stderr)
     word = ("\x1b[31merror\x1b[0m" if sys.stderr.isatty() else "error") + rank
     if code is None:
         print(
@@ -548,7 +563,7 @@ def _report(error: BaseException) -> int:
         )
         return 1
     for note in notes:
-        print(f"{word}: {_redact(note)}", file=sys.stderr)
+        print(f"{word}: {redact(note)}", file=sys.stderr)
     return code
 
 

@@ -19,9 +19,11 @@ from commands import LONGEST, PAUSE, environment
 from conftest import digest
 
 from deeplightning.config.fault import SetupError
+from deeplightning.config.schema import Engine, Target
 from deeplightning.configure import examine, load_config
 from deeplightning.engine.meeting import patience
 from deeplightning.engine.place import port_of
+from deeplightning.engine.plan import is_elsewhere
 
 TWO = ("engine.num_nodes=2", "engine.backend=ddp")
 
@@ -213,6 +215,21 @@ def test_several_machines_without_anybody_to_start_them_are_refused(tiny):
     (fault,) = examine(tiny, [*TWO]).faults
     assert (fault.key, fault.exit_code) == ("engine.num_nodes", 2)
     assert "2 machines have to be started: by torchrun, Slurm, `engine.launcher`, or by this command" in fault.message
+
+
+@pytest.mark.parametrize(
+    ("launcher", "is_ours"),
+    [
+        ("deeplightning.engine.launch.Local", True),
+        ("deeplightning.engine.launch.local.Local", True),
+        ("deeplightning.engine.launch.Slurm", False),
+        ("mine.Local", False),
+        ("mine.Cluster", False),
+    ],
+)
+def test_a_launcher_is_known_by_its_whole_name(launcher, is_ours):
+    """A user's own launcher may be called Local and take the run to other machines."""
+    assert is_elsewhere(Engine(launcher=Target(type=launcher))) is not is_ours
 
 
 def test_the_launcher_may_say_the_same_as_the_variables(nodes, alone):

@@ -28,7 +28,7 @@ from deeplightning.config.tree import dump, plain
 from deeplightning.engine import ranks
 from deeplightning.engine.launch.storage import told
 from deeplightning.engine.place import own_rank
-from deeplightning.engine.plan import world_size
+from deeplightning.engine.plan import launches_by, world_size
 from deeplightning.private.lightning import add_logged_steps, logged_steps, values_to_log
 from deeplightning.process import say_losses
 from deeplightning.runfolder import UMASK, Hold, RunFolder, make_private, umask_of, write_whole
@@ -137,7 +137,7 @@ class Record(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.has_learned = True
-        carries = (self.cfg.engine.launcher.type or "").endswith(".Ray") if self.cfg.engine.launcher else False
+        carries = launches_by(self.cfg.engine, "Ray")
         if trainer.num_nodes > 1 and trainer.local_rank == 0 and not carries and not self.folder.config.exists():
             print(
                 f"warning [rank {trainer.global_rank}]: the run's folder of rank 0, {self.folder.path}, is not on this "

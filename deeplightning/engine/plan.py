@@ -84,16 +84,18 @@ def note_asked(cfg: Config, key: str, value: Any) -> None:
 
 def is_elsewhere(engine: Engine) -> bool:
     """Whether the launcher takes the run to other machines, of which this one knows nothing."""
-    return engine.launcher is not None and not str(engine.launcher.type).endswith(".Local")
+    return engine.launcher is not None and not launches_by(engine, "Local")
 
 
-def _is_slurm(engine: Engine) -> bool:
-    return engine.launcher is not None and str(engine.launcher.type).endswith(".Slurm")
+def launches_by(engine: Engine, name: str) -> bool:
+    """Whether the launcher is ours of a name: `Local`, `Slurm` or `Ray`; a user's own may be called the same."""
+    ours = "deeplightning.engine.launch"
+    return engine.launcher is not None and engine.launcher.type in (f"{ours}.{name}", f"{ours}.{name.lower()}.{name}")
 
 
 def _tell_address(engine: Engine) -> None:
     """What the config says of rank 0's address holds for tasks that a person starts by srun as well."""
-    params = engine.launcher.params if engine.launcher is not None and _is_slurm(engine) else {}
+    params = engine.launcher.params if engine.launcher is not None and launches_by(engine, "Slurm") else {}
     if slurm_step(os.environ) is not None:
         names = {"master_addr": "MASTER_ADDR", "master_port": "MASTER_PORT"}
         os.environ |= {name: str(params[key]) for key, name in names.items() if params.get(key) is not None}
