@@ -24,7 +24,7 @@ from PIL import Image
 from served import Server
 
 from deeplightning.config.conceal import conceal, conceal_diff
-from deeplightning.config.interpolation import Secrets
+from deeplightning.config.secrets import Secrets
 from deeplightning.configure import examine
 from deeplightning.runfolder import permissions_of
 from deeplightning.tracking.client import Client

@@ -29,6 +29,7 @@ VERBS = ["serve", "test", "predict", "export"]
 
 IMPORTED = {
     *("deeplightning", "serve", "click", "yaml", "numpy", "PIL"),
+    *("omegaconf", "attr"),  # what reads `${…}`, and what that imports
     *(
         "onnx",
         "onnx_ir",

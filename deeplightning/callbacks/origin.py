@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from deeplightning.config.conceal import BLOT
-from deeplightning.config.interpolation import redact
 from deeplightning.config.schema import Config
+from deeplightning.config.secrets import redact
 from deeplightning.runfolder import RunFolder, permissions_of, write_whole
 from deeplightning.tracking.code import Code, collect, versions_of, without_secrets
 from deeplightning.tracking.datafiles import describe_arrays, describe_files, paths_of

@@ -13,12 +13,12 @@ from typing import Any
 from deeplightning.config import old_words, schema, space, strategy
 from deeplightning.config.compare import Meanings, Verdict, judge
 from deeplightning.config.fault import MAX_WORD, ConfigError, Fault, Notice, nearest, place_of, upwards
-from deeplightning.config.interpolation import Secrets
 from deeplightning.config.kinds import HOOK, role_of
 from deeplightning.config.mode import mode_of
 from deeplightning.config.own import add_import_roots, roots
 from deeplightning.config.report import Report, in_order
 from deeplightning.config.schema import Config, Target
+from deeplightning.config.secrets import Secrets
 from deeplightning.config.signature import UNKNOWN, Undecided
 from deeplightning.config.source import Source, read
 from deeplightning.config.target import is_reference, is_target
@@ -79,7 +79,7 @@ def _examine(report: Report, source: Source, importing: bool, beside: bool) -> N
     report.places = checker.places
     report.config = config = checker.section(Config, source.root, "", ())
     if config is not None:
-        config.secrets = source.secrets
+        config.secrets, config.notices = source.secrets, source.notices or None
         checker.contradictions(config)
         checker.meanings = Meanings(importing and not source.faults)
         if checker.meanings.importing:

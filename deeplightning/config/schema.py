@@ -479,7 +479,7 @@ def _public(value: Any, path: tuple[str | int, ...], texts: dict[tuple[str | int
     if isinstance(value, list):
         return [_public(item, (*path, number), texts) for number, item in enumerate(value)]
     if isinstance(value, str) and "${" in value:  # no reference any more, and must not be read as one
-        from deeplightning.config.interpolation import escaped  # not for `schema`, which resolves nothing
+        from deeplightning.config.secrets import escaped  # not for `schema`, which resolves nothing
 
         return escaped(value)
     return value

@@ -111,7 +111,7 @@ def _failed(error: BaseException, module: str, wanted: str) -> ValueError:
     lacks = isinstance(error, ImportError | OSError) and not str(error).startswith("cannot import name")
     if isinstance(error, ModuleNotFoundError) and error.name:
         lacks = not is_installed(error.name.partition(".")[0])
-    words = needs(error) or f"failed: {_reason(error)}"
+    words = needs(error) or f"failed: {reason(error)}"
     return (Missing if lacks else ValueError)(f"importing {module} (for `{wanted}`) {words}")
 
 
@@ -140,7 +140,7 @@ def import_again(names: Iterable[str]) -> None:
                     importlib.import_module(name)
 
 
-def _reason(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
     """The error, and the line of the user's own code that it came from, if it did."""
     if isinstance(error, SyntaxError):
         return f"{type(error).__name__}: {error.msg} ({own.short(error.filename or '?')}:{error.lineno})"
@@ -191,7 +191,7 @@ def build(target: Target | Mapping[str, Any], *given: Any, **more: Any) -> Any:
 
 def _unbuilt(error: Exception, target: Target) -> UserError:
     """What to raise where a target's constructor, or its function, raised an error."""
-    message = f"{target.type} cannot be built: {_reason(error)}"
+    message = f"{target.type} cannot be built: {reason(error)}"
     kind: type[UserError] = ConfigError
     if isinstance(error, ImportError):
         kind = SetupError
@@ -206,7 +206,7 @@ def _unbuilt(error: Exception, target: Target) -> UserError:
                 "`weights` (weights of a file: model.init_from)"
             )
     elif isinstance(error, TypeError | ValueError):
-        message = f"{target.type} refuses its arguments: {_reason(error)}"
+        message = f"{target.type} refuses its arguments: {reason(error)}"
     return kind(Fault(message, target.name, target.place))
 
 
