@@ -30,9 +30,13 @@ log = logging.getLogger("deeplightning")
 ENVIRONMENT = "oc.env"
 """What `--allow` takes beside modules: a foreign config may read environment variables."""
 
-NOT_TAKEN = ("engine", "logger", "tune", "train.callbacks", "train.resume_ckpt", "model.init_from", "data.sampler")
+NOT_TAKEN = (
+    *("engine", "logger", "tune", "train.callbacks", "train.resume_ckpt", "model.init_from", "data.sampler"),
+    "resolvers",
+)
 """Keys of a foreign config in whose place the defaults are used. Launchers, hooks, environment variables, trackers and
-callbacks belong to the machine that trained; a tracker's address could be anywhere."""
+callbacks belong to the machine that trained; a tracker's address could be anywhere. What resolvers gave is in the
+config."""
 
 _NETWORKS = (
     *("deeplightning.model", "deeplightning.loss", "torch.nn"),

@@ -218,6 +218,16 @@ class NoNumber(nn.Module):
     def forward(self, logits, labels):
         loss = nn.functional.cross_entropy(logits, labels)
         return loss if torch.is_grad_enabled() else loss * float("nan")
+
+
+def half(number):
+    """A resolver."""
+    return number // 2
+
+
+def shouted(text):
+    """Another."""
+    return text.upper()
 '''
 
 

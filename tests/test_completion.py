@@ -88,7 +88,7 @@ def words(last: str, *before: str) -> list[str]:
     [
         # keys, a level at a time, without those that this version refuses
         ("", ["seed=", "stages=", "data.", "model.", "engine.", "train.", "test.", "logger.", "tune.", "tune=",
-              "serve."]),
+              "serve.", "resolvers."]),
         ("tra", ["train."]),
         ("data.b", ["data.batch_size="]),
         ("train.early", ["train.early_stop.", "train.early_stop="]),

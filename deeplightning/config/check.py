@@ -13,15 +13,15 @@ from typing import Any
 from deeplightning.config import old_words, schema, space, strategy
 from deeplightning.config.compare import Meanings, Verdict, judge
 from deeplightning.config.fault import MAX_WORD, ConfigError, Fault, Notice, nearest, place_of, upwards
-from deeplightning.config.kinds import HOOK, role_of
+from deeplightning.config.kinds import HOOK, no_part, role_of
 from deeplightning.config.mode import mode_of
 from deeplightning.config.own import add_import_roots, roots
 from deeplightning.config.report import Report, in_order
 from deeplightning.config.schema import Config, Target
 from deeplightning.config.secrets import Secrets
 from deeplightning.config.signature import UNKNOWN, Undecided
-from deeplightning.config.source import Source, read
-from deeplightning.config.target import is_reference, is_target
+from deeplightning.config.source import Source, compose
+from deeplightning.config.target import find_function, is_reference, is_target
 from deeplightning.config.tree import MAX_FAULTS, TAG, Entry, KeyPath, kind, nodes, plain, scalar
 
 MAX_UNKNOWN = 50  # unknown keys of one section that are told singly
@@ -33,6 +33,8 @@ GIVEN_BY_NAME = {"data.sampler": {"batch_size": 1, "num_replicas": 1, "rank": 0,
 
 AUTO = ("total_steps", "steps_per_epoch", "epochs", "T_max")
 """Params of a scheduler that may be `auto`."""
+
+_RESOLVER = re.compile(r"[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*", re.ASCII)  # as OmegaConf's grammar has it
 
 _LOADER = "torch.utils.data.DataLoader"
 _LOADER_GIVEN = {"dataset": "data.module", "batch_size": "data.batch_size", "num_workers": "data.num_workers"}
@@ -50,8 +52,17 @@ def examine(
     """
     report = Report()
     try:
-        report.source = read(path, overrides)
-        _examine(report, report.source, importing, beside)
+        source = compose(path, overrides)
+        _find_own_code(source, beside)
+        functions = {}
+        if importing and source.resolvers():
+            before = examine(path, overrides, beside=beside)
+            if before.faults or before.config is None:
+                return before
+            functions = _resolvers(source, before)
+        source.resolve(functions)
+        report.source = source
+        _examine(report, source, importing)
     except ConfigError as error:  # there is no going on
         report.config = None
         report.faults = error.faults if report.source is None else in_order(error.faults, report.source)
@@ -73,9 +84,35 @@ def section(name: str, source: Source) -> Any:
     return made
 
 
-def _examine(report: Report, source: Source, importing: bool, beside: bool) -> None:
-    _find_own_code(source, beside)
+def _resolvers(source: Source, before: Report) -> dict[str, Callable[..., Any]]:
+    """The user's resolvers, imported.
+
+    Args:
+        before: what a check without importing came to.
+
+    Raises:
+        ConfigError: one is no function that may be called.
+    """
+    unknown = {fault.key for fault in before.unchecked}
+    env = before.config.engine.env if before.config is not None else {}
+    os.environ.update({name: text for name, text in env.items() if unknown.isdisjoint(upwards(f"engine.env.{name}"))})
+    functions, faults = {}, []
+    for name, entry in source.resolvers().items():
+        try:
+            functions[name] = find_function(entry.value)
+        except ValueError as error:
+            code = getattr(error, "exit_code", 2)
+            faults.append(Fault(str(error), f"resolvers.{name}", entry.place, found=entry.value, exit_code=code))
+    if faults:
+        raise ConfigError(faults)
+    return functions
+
+
+def _examine(report: Report, source: Source, importing: bool) -> None:
     checker = _Checker(source.faults, source.secrets, source.root)
+    for fault in source.unchecked:
+        checker.answered.add(fault.key)
+        checker.leave(str(fault.key), fault.message)
     report.places = checker.places
     report.config = config = checker.section(Config, source.root, "", ())
     if config is not None:
@@ -380,6 +417,7 @@ class _Checker:
             self.loss_arguments = len(definition.loss_arguments()) or None
         for compare in self.targets:
             compare()
+        self.resolvers(config.resolvers or {})
         if config.engine is not None:
             self.strategy(config.engine)
             self.hook(config.engine.setup_hook)
@@ -404,6 +442,27 @@ class _Checker:
             if len(classes) > 1 and param not in self.names(name):
                 name, given = classes[1], 1
             self.param(name, param, value, "engine", f"engine.params.{param}", given)
+
+    def resolvers(self, functions: dict[str, str]) -> None:
+        """Looks for the functions that references may call."""
+        for name, target in functions.items():
+            key = f"resolvers.{name}"
+            if not _RESOLVER.fullmatch(name) or name.startswith("oc."):
+                rule = "letters, digits, `_`, `-` and dots; names that begin with `oc.` are OmegaConf's"
+                self.fault(f"a resolver's name consists of {rule}", key, found=name)
+            elif refusal := no_part(target, None):
+                self.fault(refusal, key, found=target)
+            else:
+                try:
+                    meaning = self.meanings.of(target)
+                    if refusal := no_part(meaning.path, None):
+                        self.fault(refusal, key, found=target)
+                    elif meaning.kind not in ("function", "class"):
+                        self.fault(f"`{target}` is no function", key, found=target)
+                except ValueError as error:
+                    self.fault(str(error), key, found=target, exit_code=getattr(error, "exit_code", 2))
+                except Undecided as why:
+                    self.leave(key, f"{target}: {why}")
 
     def hook(self, name: str | None) -> None:
         """Looks for `engine.setup_hook`, which is called without arguments."""

@@ -77,7 +77,7 @@ def _resolve(
             try:
                 results.append((entry, _entries(resolver.value(path), entry.place, len(path))))
             except _Unchecked as why:
-                done.unchecked.append(Fault(str(why), _dotted(path), entry.place))
+                done.unchecked.append(Fault(_message(entry.value, why), _dotted(path), entry.place))
                 done.secrets.texts[path] = entry.value
             except _Unresolved as error:
                 broken.append(Fault(_message(entry.value, error), _dotted(path), entry.place))
@@ -373,7 +373,8 @@ class _Resolver:
         try:
             value = function(*values)
         except (Exception, SystemExit) as error:
-            raise _Unresolved(f": the resolver `{name}` failed: {reason(error)}") from error
+            inside = error.__traceback__ and error.__traceback__.tb_next  # the first line is that of the call above
+            raise _Unresolved(f": the resolver `{name}` failed: {reason(error.with_traceback(inside))}") from error
         return self.returned(value, name, path, 0)
 
     def returned(self, value: Any, name: str, path: KeyPath, depth: int) -> Any:

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from deeplightning.config.fault import Fault, Notice, error_of, place_of
+from deeplightning.config.fault import Fault, Notice, error_of, place_of, upwards
 from deeplightning.config.schema import Config
 from deeplightning.config.source import Source
 
@@ -33,7 +33,10 @@ class Report:
     source: Source | None = None
 
     def add(self, *faults: Fault) -> None:
-        """Takes up further faults: those without a place get that of their key, or of the nearest section above."""
+        """Takes up further faults: those without a place get that of their key, or of the nearest section above. None
+        of a value that is not known without importing."""
+        unknown = {fault.key for fault in self.source.unchecked} if self.source is not None else set()
+        faults = tuple(f for f in faults if unknown.isdisjoint(upwards(f.key or "")))
         self.faults += [replace(f, place=f.place or place_of(f.key or "", self.places)) for f in faults]
         if self.source is not None:
             self.faults = in_order(self.faults, self.source)

@@ -437,6 +437,11 @@ class Config:
     logger: Logger = key("where numbers and pictures go", Logger)
     tune: Tune | None = key("a search over settings; null: none", None)
     serve: Serve = key("the prediction server", Serve)
+    resolvers: dict[str, str] = key(
+        "your own functions that references call, `${name:arguments}`: name to MODULE.FUNCTION",
+        dict,
+        example="{half: own.half}",
+    )
     secrets: Any = hidden()
     notices: Any = hidden()
     asked: Any = hidden()  # dotted key → what was asked for and is otherwise in the run
@@ -447,9 +452,12 @@ class Config:
 
     def public(self) -> dict[str, Any]:
         """The same as it may be shown and saved: what came from the environment stays as it was written
-        (`${oc.env:NAME}`, or a reference to such a value). Loads again to an equal config."""
+        (`${oc.env:NAME}`, or a reference to such a value). Loads again to an equal config, but for the resolvers that
+        nothing in it calls any more, which it leaves out."""
         texts = self.secrets.texts if self.secrets else {}
-        return _public(self.to_dict(), (), texts)
+        made = _public(self.to_dict(), (), texts)
+        called = {name: own for name, own in self.resolvers.items() if any(f"{name}:" in t for t in texts.values())}
+        return made | {"resolvers": called}
 
     def redact(self, text: str) -> str:
         """Text without the values that came from the environment."""

@@ -7,6 +7,7 @@ config without `${…}` saves.
 
 import os
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -34,16 +35,46 @@ class Source:
     root: Entry
     folders: list[Path]
     faults: list[Fault]
-    secrets: Secrets
+    secrets: Secrets = field(default_factory=Secrets)
     unchecked: list[Fault] = field(default_factory=list)
     notices: list[Notice] = field(default_factory=list)
 
+    def resolvers(self) -> dict[str, Entry]:
+        """The user's functions that references may call, by name: each a text, MODULE.FUNCTION."""
+        section = self.root.value.get("resolvers")
+        items = section.value if section is not None and isinstance(section.value, dict) else {}
+        return {name: entry for name, entry in items.items() if isinstance(entry.value, str)}
+
+    def resolve(self, functions: Mapping[str, Callable[..., Any]] | None = None) -> None:
+        """Resolves the references in place.
+
+        Args:
+            functions: the user's resolvers by name; without them, what needs one is unchecked.
+
+        Raises:
+            ConfigError: the references stand for more than a config may hold.
+        """
+        found = resolve(self.root, self.faults, dict.fromkeys(self.resolvers()) | dict(functions or {}))
+        self.secrets, self.unchecked, self.notices = found.secrets, found.unchecked, found.notices
+
 
 def read(path: str | Path | None, overrides: list[str] | None = None) -> Source:
-    """Reads a config file, the files it builds on, and the overrides; without a file, the overrides alone.
+    """Reads a config file, the files it builds on, and the overrides; without a file, the overrides alone. It calls no
+    resolver of the user's.
 
     Raises:
         ConfigError: when there is no tree to go on with. Lesser faults stand in the result.
+    """
+    source = compose(path, overrides)
+    source.resolve()
+    return source
+
+
+def compose(path: str | Path | None, overrides: list[str] | None = None) -> Source:
+    """The same with its references as they are written.
+
+    Raises:
+        ConfigError: when there is no tree to go on with.
     """
     faults: list[Fault] = []
     if (found := _URL.match(str(path or ""))) and not os.path.exists(str(path)):  # noqa: PTH110
@@ -58,9 +89,8 @@ def read(path: str | Path | None, overrides: list[str] | None = None) -> Source:
             _override(root, text)
         except ConfigError as error:
             faults += error.faults
-    resolved = resolve(root, faults)
     folders = [found.folder for found in sorted(files, key=lambda found: found.depth)]
-    return Source(root, list(dict.fromkeys(folders)), faults, **vars(resolved))
+    return Source(root, list(dict.fromkeys(folders)), faults)
 
 
 # ---- files

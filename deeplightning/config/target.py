@@ -96,6 +96,22 @@ def find(name: str) -> Any:
     return found
 
 
+def find_function(name: str) -> Any:
+    """A function that a config names to be called, which `find` gives, unless it makes no part of a run.
+
+    Raises:
+        ValueError: as `find`, or it is not to be called.
+    """
+    refusal = no_part(name, None)
+    found = None if refusal else find(name)
+    refusal = (
+        refusal or no_part(path_of(found) or "", None) or (None if callable(found) else f"`{name}` is no function")
+    )
+    if refusal:
+        raise ValueError(refusal)
+    return found
+
+
 def _module(module: str, wanted: str, inside: Iterable[str]) -> types.ModuleType | None:
     full = own.full_name(module, inside)
     try:
