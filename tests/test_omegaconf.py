@@ -1,7 +1,10 @@
 """`${…}` means what it means in OmegaConf, and each name of OmegaConf's that its documentation leaves out is there."""
 
+import copy
+import dataclasses
 import inspect
 import json
+import pickle
 import subprocess
 import sys
 
@@ -9,41 +12,43 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
-from omegaconf.errors import GrammarParseError, OmegaConfBaseException
+from omegaconf.errors import GrammarParseError, OmegaConfBaseException, ReadonlyConfigError
+from test_config import SMALL
 
-from deeplightning.config import grammar
+from deeplightning.config import omega, schema
+from deeplightning.config.check import load
 from deeplightning.config.source import read
 from deeplightning.config.tree import plain
 
-# ---- OmegaConf's own names, each used in config/grammar.py
+# ---- OmegaConf's own names, each used in config/omega.py
 
 
 def test_a_text_becomes_a_tree_by_name_of_rule_and_mode():
     """`grammar_parser.parse` takes text, rule and mode; a tree of a value has a text, and the text its parts."""
-    assert [*inspect.signature(grammar._parse).parameters] == ["value", "parser_rule", "lexer_mode"]
-    tree = grammar.parse("${a}")
+    assert [*inspect.signature(omega._parse).parameters] == ["value", "parser_rule", "lexer_mode"]
+    tree = omega.parse("${a}")
     inner = tree.getChild(0).getChild(0).getChild(0)
-    assert isinstance(inner, grammar.OmegaConfGrammarParser.InterpolationNodeContext)
-    assert grammar.parse("x${a}").getChild(0).getChildCount() == 2
-    with pytest.raises(grammar.Malformed):
-        grammar.parse("${")
+    assert isinstance(inner, omega.OmegaConfGrammarParser.InterpolationNodeContext)
+    assert omega.parse("x${a}").getChild(0).getChildCount() == 2
+    with pytest.raises(omega.Malformed):
+        omega.parse("${")
 
 
 def test_a_tree_is_visited_with_what_the_caller_looks_up():
     """`GrammarVisitor` hands keys as dots and parts and calls as name, values and texts to its two functions, and asks
     `visitInterpolation` for each reference inside another."""
     finds, calls = [], []
-    found = grammar.Evaluation(
+    found = omega.Evaluation(
         lambda dots, parts: finds.append((dots, parts)) or "b",
         lambda value: value.upper(),
         lambda name, values, texts: calls.append((name, values, texts)) or "d",
     )
-    assert found.value(grammar.parse("${..a[${c}].e} ${f.g: 1.10, [x, ${h}]}")) == "B d"
+    assert found.value(omega.parse("${..a[${c}].e} ${f.g: 1.10, [x, ${h}]}")) == "B d"
     assert finds == [(0, ("c",)), (2, ("a", "B", "e")), (0, ("h",))]
     assert calls == [("f.g", (1.1, ["x", "B"]), ("1.10", "[x, ${h}]"))]
-    assert found.target(grammar.parse("${a}")) == "b", "not made"
-    assert found.target(grammar.parse("x${a}")) is None
-    assert found.value(grammar.parse("{1: '2', x: null}", argument=True)) == {1: "2", "x": None}
+    assert found.target(omega.parse("${a}")) == "b", "not made"
+    assert found.target(omega.parse("x${a}")) is None
+    assert found.value(omega.parse("{1: '2', x: null}", argument=True)) == {1: "2", "x": None}
 
 
 # ---- the meaning
@@ -133,3 +138,92 @@ def test_omegaconf_is_imported_only_where_a_config_has_a_reference(tmp_path):
     for name, imported in (("plain", "False"), ("with", "True")):
         command = [sys.executable, "-c", code, str(tmp_path / f"{name}.yaml")]
         assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == imported
+
+
+# ---- a config as own code gets it
+
+OWN_CODE = '''
+import json
+from omegaconf import DictConfig, OmegaConf
+
+def noted(cfg):
+    """What own code sees of a config by OmegaConf's functions."""
+    return {
+        "is": [OmegaConf.is_config(cfg), isinstance(cfg, DictConfig), OmegaConf.is_config(cfg.model)],
+        "resolved": OmegaConf.to_container(cfg, resolve=True),
+        "section": OmegaConf.to_container(cfg.model),
+        "yaml": OmegaConf.to_yaml(cfg),
+        "selected": OmegaConf.select(cfg, "model.optimizer.params.lr"),
+        "absent": OmegaConf.select(cfg, "model.no.such", default=5),
+    }
+'''
+
+
+@pytest.fixture
+def config(tmp_path, monkeypatch):
+    """A config as a task gets it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "some_parts.py").write_text("def anything(*args, **kwargs): ...\n")
+    (tmp_path / "c.yaml").write_text(SMALL)
+    overrides = ["data.root='\\${x} and ???'", "data.dataset='???'", "model.network={type: some_parts.anything}"]
+    return load("c.yaml", [*overrides, "model.network.params={num_classes: 42, size: [1, 2]}"])
+
+
+def test_a_section_is_read_as_an_attribute_or_a_key(config):
+    """Also with a default, and as a whole."""
+    assert config.model.network.params == {"num_classes": 42, "size": [1, 2]}
+    assert config["model"]["network"] is config.model.network
+    assert (config.get("seed"), config.get("sed"), config.get("sed", 5), config.get("tune", 5)) == (42, None, 5, None)
+    assert ("model" in config, "sed" in config, "secrets" in config) == (True, False, False)
+    assert [*config] == config.keys() == [*dict(config)] == [name for name, _ in config.items()] == [*config.to_dict()]
+    assert len(config.values()) == len(config.keys())
+    with pytest.raises(KeyError, match="sed"):
+        config["sed"]
+    with pytest.raises(AttributeError, match="'Config' object has no attribute 'sed'"):
+        config.sed  # noqa: B018
+
+
+def test_functions_of_omegaconf_read_a_config_and_its_sections(config):
+    """`is_config`, `to_container` with and without `resolve`, `to_yaml`, `select`."""
+    found: dict = {}
+    exec(OWN_CODE, found)
+    seen = found["noted"](config)
+    assert seen["is"] == [True, True, True]
+    assert seen["resolved"] == config.to_dict()
+    assert seen["section"] == config.to_dict()["model"]
+    assert OmegaConf.to_container(OmegaConf.create(seen["yaml"]), resolve=True) == config.to_dict()
+    assert (seen["selected"], seen["absent"]) == (0.1, 5)
+    assert OmegaConf.to_container(config)["model"] == config.to_dict()["model"]
+
+
+def test_a_copy_is_a_config_of_omegaconfs(config):
+    """With attributes in params too, and to be merged and changed; the config that it was made of stays as it is."""
+    made = config.to_omegaconf()
+    assert made.model.network.params.num_classes == 42
+    merged = OmegaConf.merge(made, {"seed": 1})
+    merged.model.network.params.num_classes = 3
+    assert (merged.seed, config.seed, config.model.network.params["num_classes"]) == (1, 42, 42)
+    assert OmegaConf.is_config(config.model.to_omegaconf())
+    assert made.data.root == "${x} and ???"
+
+
+def test_a_change_by_omegaconf_is_never_lost_without_a_word(config):
+    """Its functions that change or merge a config refuse a section, and say what to hand them."""
+    with pytest.raises(AttributeError, match=r"take `cfg\.to_omegaconf\(\)`"):
+        OmegaConf.merge(config, {"seed": 1})
+    with pytest.raises(AttributeError, match=r"take `cfg\.to_omegaconf\(\)`"):
+        OmegaConf.set_struct(config, True)
+    with pytest.raises(ReadonlyConfigError):
+        OmegaConf.update(config, "model.network.params.num_classes", 3)
+    OmegaConf.update(config, "seed", 3)
+    assert config.seed == 3
+
+
+def test_a_config_is_copied_compared_and_pickled_as_before(config):
+    """Also once OmegaConf is imported."""
+    assert OmegaConf.is_config(config)
+    assert type(config) is config.__class__ is schema.Config
+    assert copy.deepcopy(config) == dataclasses.replace(config) == pickle.loads(pickle.dumps(config)) == config
+    assert isinstance(config.model.network, schema.Target)
+    assert not isinstance(config, dict)

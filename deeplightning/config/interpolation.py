@@ -165,9 +165,9 @@ class _Resolver:
     """
 
     def __init__(self, root: Entry, resolvers: Mapping[str, Callable[..., Any] | None]):
-        from deeplightning.config import grammar  # 0.1 CPU s
+        from deeplightning.config import omega  # 0.1 CPU s
 
-        self.root, self.resolvers, self.grammar = root, resolvers, grammar
+        self.root, self.resolvers, self.omega = root, resolvers, omega
         self.texts: dict[KeyPath, str] = {}
         self.trees: dict[KeyPath, Any] = {}
         self.seen: dict[str, str | None] = {}
@@ -202,8 +202,8 @@ class _Resolver:
             if depth > MAX_DEPTH:
                 return None
         try:
-            return self.grammar.parse(text, argument)
-        except self.grammar.Malformed:
+            return self.omega.parse(text, argument)
+        except self.omega.Malformed:
             return None
 
     def spend(self, value: Any) -> Any:
@@ -246,7 +246,7 @@ class _Resolver:
         with self:
             try:
                 value = self.evaluation(path).value(tree)
-            except self.grammar.Malformed:
+            except self.omega.Malformed:
                 what = "neither a word nor a whole number"
                 raise _Unresolved(f" has a reference inside a key or a name that gives {what}") from None
             except RecursionError:
@@ -254,7 +254,7 @@ class _Resolver:
             return self.spend(str(value)) if isinstance(value, str) else value
 
     def evaluation(self, path: KeyPath) -> Any:
-        return self.grammar.Evaluation(
+        return self.omega.Evaluation(
             lambda dots, parts: self.find(dots, parts, path),
             lambda found: self.whole(*found),
             lambda name, values, texts: self.call(name, values, texts, path),
@@ -313,7 +313,7 @@ class _Resolver:
             with self:
                 target = self.evaluation(where).target(tree)
                 return (self.value(where), None) if target is None else self.behind(*target)
-        except self.grammar.Malformed:
+        except self.omega.Malformed:
             return self.value(where), None  # which says why
         finally:
             self.followed.discard(where)

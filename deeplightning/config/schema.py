@@ -4,9 +4,10 @@ A config is a tree of these dataclasses. What is free-form stands under some `pa
 """
 
 # ruff: noqa: RUF009 (`key` makes a dataclass field, which the rule cannot see)
+import sys
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 Backend = Literal[
     "ddp",
@@ -92,8 +93,69 @@ def keys(section: Any) -> Iterator[Field]:
     return (f for f in fields(section) if not f.metadata.get("hidden"))
 
 
+class Section:
+    """What every section has from being a config: `cfg["model"]`, `cfg.get("tune")`, `"tune" in cfg`, `dict(cfg)`.
+
+    OmegaConf's functions that read a config (`OmegaConf.to_container(cfg, resolve=True)`, `to_yaml`, `select`,
+    `is_config`) take a section too, though it is a dataclass: it counts as a `DictConfig` from when own code imports
+    OmegaConf. Those that change or merge one need `cfg.to_omegaconf()`.
+    """
+
+    def __getitem__(self, name: str) -> Any:
+        if name not in self:
+            raise KeyError(name)
+        return getattr(self, name)
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value of a key, or the default where there is no such key."""
+        return getattr(self, name) if name in self else default
+
+    def keys(self) -> list[str]:
+        """The names of the keys."""
+        return [f.name for f in keys(self)]
+
+    def values(self) -> list[Any]:
+        """The values of the keys."""
+        return [getattr(self, name) for name in self.keys()]
+
+    def items(self) -> list[tuple[str, Any]]:
+        """The keys with their values."""
+        return [(name, getattr(self, name)) for name in self.keys()]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.keys()
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.keys())
+
+    def to_omegaconf(self) -> Any:
+        """A copy as a `DictConfig` of OmegaConf's, params and all."""
+        from deeplightning.config import omega  # 0.1 CPU s
+
+        return omega.made_of(plain(self))
+
+    if not TYPE_CHECKING:  # for which a section has its keys alone
+
+        @property
+        def __class__(self) -> type:  # `isinstance` asks for it
+            """The class. Where OmegaConf is imported, it counts as one of its own from now on."""
+            if "omegaconf" in sys.modules:
+                from deeplightning.config import omega
+
+                omega.admit(Section)
+            return type(self)
+
+        def __getattr__(self, name: str) -> Any:
+            """What a section has not: what OmegaConf's functions ask a config for."""
+            if name.startswith("_") and not name.startswith("__") and "omegaconf" in sys.modules:
+                from deeplightning.config import omega
+
+                return omega.attribute(self, name)
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+
+
 @dataclass
-class Target:
+class Target(Section):
     """A class or function named in the config, and its keyword arguments."""
 
     type: str = key("MODULE.CLASS or MODULE.FUNCTION", example="torch.optim.SGD")
@@ -115,7 +177,7 @@ class Optimizer(Target):
 
 
 @dataclass
-class Call:
+class Call(Section):
     """When a scheduler steps."""
 
     interval: Literal["epoch", "step"] = key("the scheduler steps after each `epoch` or optimizer `step`", "epoch")
@@ -138,7 +200,7 @@ class Loss(Target):
 
 
 @dataclass
-class Data:
+class Data(Section):
     """Where samples come from."""
 
     module: Target = key(
@@ -162,7 +224,7 @@ class Data:
 
 
 @dataclass
-class Model:
+class Model(Section):
     """What learns, and how."""
 
     module: Target = key(
@@ -183,7 +245,7 @@ class Model:
 
 
 @dataclass
-class Engine:
+class Engine(Section):
     """How the run is spread over processes and devices, and in which numbers it computes."""
 
     backend: Backend | None = key(
@@ -262,7 +324,7 @@ def backend_of(engine: Engine) -> Backend | None:
 
 
 @dataclass
-class Clip:
+class Clip(Section):
     """Gradient clipping, before each optimizer step."""
 
     value: float = key("the largest norm, or the largest absolute value", low=0)
@@ -271,7 +333,7 @@ class Clip:
 
 
 @dataclass
-class EarlyStop:
+class EarlyStop(Section):
     """End when a metric gets no better."""
 
     metric: str = key("name of a metric", example="val_loss")
@@ -281,7 +343,7 @@ class EarlyStop:
 
 
 @dataclass
-class Checkpoint:
+class Checkpoint(Section):
     """When weights are saved, and which are kept."""
 
     every_n_epochs: float | None = key("save every so many epochs; 0.5: twice an epoch; null: only at the end", 1)
@@ -301,7 +363,7 @@ class Checkpoint:
 
 
 @dataclass
-class LimitBatches:
+class LimitBatches(Section):
     """Use only a part of the batches: a number of them (3) or a fraction (0.1)."""
 
     train: int | float = key("of training", 1.0, low=0)
@@ -310,7 +372,7 @@ class LimitBatches:
 
 
 @dataclass
-class Train:
+class Train(Section):
     """How long training lasts and what happens on the way."""
 
     num_epochs: int | None = key("passes over the training set; 0 only validates", None, low=0)
@@ -328,21 +390,21 @@ class Train:
 
 
 @dataclass
-class Test:
+class Test(Section):
     """What validate, test and predict use."""
 
     ckpt: str | None = key("path, RUN, best or last; null: best where a metric is monitored, else last", None)
 
 
 @dataclass
-class PerEpoch:
+class PerEpoch(Section):
     """So many times an epoch."""
 
     per_epoch: int = key("points per epoch", low=1)
 
 
 @dataclass
-class Pictures:
+class Pictures(Section):
     """Pictures of what the task sees and answers."""
 
     every_n_epochs: int = key("at the validation of every so many epochs, and of the last", 1, low=1)
@@ -366,7 +428,7 @@ class Logger(Target):
 
 
 @dataclass
-class Tune:
+class Tune(Section):
     """A search over settings, `deeplightning tune CONFIG`; each trial is a run with other values of some keys."""
 
     metric: str = key("logged metric that is optimized", example="val_acc")
@@ -392,7 +454,7 @@ class Tune:
 
 
 @dataclass
-class Serve:
+class Serve(Section):
     """The prediction server."""
 
     host: str = key("address to listen on; 0.0.0.0 is every interface", "127.0.0.1")
@@ -424,7 +486,7 @@ class Serve:
 
 
 @dataclass
-class Config:
+class Config(Section):
     """One run, described whole."""
 
     seed: int | None = key("everything random follows from it; null: drawn and recorded", 42, low=0, high=2**32 - 1)

@@ -1,17 +1,23 @@
-"""OmegaConf's grammar of `${…}`: a text becomes a tree, and a tree a value, from what the caller looks up.
+"""OmegaConf, as far as this takes names that its documentation leaves out: its grammar of `${…}`, and what its
+functions ask a config for. Importing it costs 0.1 CPU s.
 
-The one file that uses names which OmegaConf 2.4 does not document: `grammar_parser.parse` and `grammar_visitor`, since
+A text becomes a tree by `grammar_parser.parse`, and a tree a value by `grammar_visitor`, from what the caller looks up:
 `OmegaConf.resolve` neither bounds what references make together nor tells what they read. `tests/test_omegaconf.py`
-holds each of them. Where OmegaConf moves them, every config with a `${` fails there. Importing it costs 0.1 CPU s.
+holds each name of OmegaConf 2.4. Where one is gone, every config with a `${` fails here, or a function of OmegaConf's
+that gets a section of ours.
 """
 
+import re
 import warnings
 from collections.abc import Callable
 from typing import Any
 
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import GrammarParseError
 from omegaconf.grammar_parser import parse as _parse
 from omegaconf.grammar_visitor import GrammarVisitor, OmegaConfGrammarParser
+
+from deeplightning.config.secrets import escaped
 
 
 class Malformed(ValueError):
@@ -89,3 +95,49 @@ class _Visitor(GrammarVisitor):
         """Each reference inside a text, a key, a name or an argument."""
         inner, found = ctx.getChild(0), super().visitInterpolation(ctx)
         return self.make(found) if isinstance(inner, OmegaConfGrammarParser.InterpolationNodeContext) else found
+
+
+# ---- configs
+
+_ASKED = {
+    *("_is_none", "_is_missing", "_is_interpolation", "_dereference_node", "_metadata", "_get_child"),  # to_container
+    *("_resolve_key_and_root", "_get_flag"),  # select
+}
+
+
+def made_of(value: Any) -> DictConfig:
+    """A config of OmegaConf's with these plain values, in which a `${` or `???` is text."""
+    made = OmegaConf.create(_literal(value))
+    assert isinstance(made, DictConfig)
+    return made
+
+
+def _literal(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _literal(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_literal(item) for item in value]
+    if isinstance(value, str) and re.fullmatch(r"\\*\?\?\?", value):
+        return f"\\{value}"
+    return escaped(value) if isinstance(value, str) else value
+
+
+def admit(section: type) -> None:
+    """Lets instances of a class count as configs of OmegaConf's."""
+    DictConfig.register(section)
+
+
+def attribute(section: Any, name: str) -> Any:
+    """What one of OmegaConf's functions that read a config asks a section for.
+
+    Raises:
+        AttributeError: another name; the functions that change a config would change a copy.
+    """
+    if name in _ASKED:
+        made = section.to_omegaconf()
+        OmegaConf.set_readonly(made, True)  # a change of the copy would be lost
+        return getattr(made, name)
+    raise AttributeError(
+        f"{type(section).__name__!r} object has no attribute {name!r}; the functions of OmegaConf that change or merge "
+        "a config take `cfg.to_omegaconf()`"
+    )
