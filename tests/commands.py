@@ -101,6 +101,18 @@ class Running:
     def signal(self, number: int, rank: int = 0) -> None:
         os.kill(int(self._wait(lambda: self.ranks[rank]._read("pid"), "its start")), number)
 
+    def ended(self, seconds: float) -> bool:
+        """Whether all of it has ended, or does within so many seconds."""
+        end = time.monotonic() + seconds
+        while not (over := all(rank._read("code") for rank in self.ranks)) and time.monotonic() < end:
+            time.sleep(PAUSE)
+        return over
+
+    def processes(self) -> list[int]:
+        """The processes that have not ended."""
+        self._wait(lambda: all(rank._read("pid") for rank in self.ranks), "its start")
+        return [int(rank._read("pid")) for rank in self.ranks if not rank._read("code")]
+
     def end(self) -> Outcome:
         """Waits until all of it has ended."""
         self._wait(lambda: all(rank._read("code") for rank in self.ranks), "its end")
@@ -209,6 +221,7 @@ def _serve(preload: Sequence[str]) -> None:
     with contextlib.suppress(ImportError):  # a machine for the GPU's tests may lack matplotlib
         import deeplightning.task.figures  # noqa: F401
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children here
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # ends with pytest, which outlives its terminal under nohup
     for line in iter(sys.stdin.buffer.readline, b""):
         if os.fork() == 0:
             _watch(json.loads(line))
@@ -216,9 +229,9 @@ def _serve(preload: Sequence[str]) -> None:
 
 def _watch(order: dict) -> None:
     """Starts the command, and notes its process and how it ended."""
-    for number in (signal.SIGCHLD, signal.SIGHUP):  # a suite under nohup ignores the second
+    for number in (signal.SIGCHLD, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # one in the background of a script ignores it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     files = Path(order["files"])
     child = os.fork()
     if child == 0:

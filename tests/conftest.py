@@ -1,27 +1,26 @@
 """What the tests of whole runs share: a working directory with own code, a tracking store, and `deeplightning` to call.
 
-A run is told by `TINY` and overrides. Those that several tests look at are made once, by fixtures.
+A run is told by `TINY` and overrides. Those that several tests look at are made once, by fixtures. It imports nothing
+that takes long to import: each worker and each small test file loads it.
 """
 
 import atexit
-import csv
 import hashlib
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # two spinning threads beside a busy neighbour are slower than one
 import pytest
-import pytorch_lightning as pl
-import torch
 from commands import Commands, Outcome
 
 os.environ["XDG_STATE_HOME"] = tempfile.mkdtemp(prefix="deeplightning-state-")  # which runs are one's own
 atexit.register(shutil.rmtree, os.environ["XDG_STATE_HOME"], ignore_errors=True)
+
+pytest_plugins = ["leftovers"]
 
 TINY = """\
 seed: 7
@@ -49,8 +48,6 @@ import signal
 import time
 
 import numpy as np
-import pytorch_lightning as pl
-import torch
 from torch import nn
 
 from deeplightning.data.digits import Digits
@@ -327,61 +324,11 @@ def tracked(store: Path) -> Any:
     return Tracked
 
 
-class Seen(pl.Callback):
-    """Looks on while a network learns.
-
-    Attributes:
-        gradients: of each optimizer step, as the optimizer gets them: all in one vector.
-        backward: how many backward passes there were.
-        rates: the learning rate of each optimizer step.
-        saves: (epoch, optimizer steps) of each checkpoint that was written.
-        validations: (epoch, optimizer steps) of each validation.
-    """
-
-    def __init__(self) -> None:
-        self.gradients: list[torch.Tensor] = []
-        self.backward = 0
-        self.rates: list[float] = []
-        self.saves: list[tuple[int, int]] = []
-        self.validations: list[tuple[int, int]] = []
-
-    def _look(self, optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        self.gradients.append(torch.cat([p.grad.flatten() for p in parameters if p.grad is not None]))
-        self.rates.append(optimizer.param_groups[0]["lr"])
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        trainer.optimizers[0].register_step_post_hook(self._look)  # the closure inside it computes them
-
-    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self.backward += 1
-
-    def on_save_checkpoint(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.saves.append((trainer.current_epoch, trainer.global_step))
-
-    def on_validation_end(self, trainer: pl.Trainer, *_: Any) -> None:
-        self.validations.append((trainer.current_epoch, trainer.global_step))
-
-
-@dataclass
-class Fitted:
-    """A training that took place in this process."""
-
-    trainer: pl.Trainer
-    task: Any
-    data: Any
-    seen: Seen
-    folder: Path
-
-    def series(self, name: str) -> list[tuple[int, float]]:
-        """Steps and values of a metric."""
-        with (self.folder / "metrics.csv").open(newline="") as file:
-            return [(int(row["step"]), float(row[name])) for row in csv.DictReader(file) if row.get(name)]
-
-
 @pytest.fixture
 def fit(tiny: Path, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """`fit(override, …)` trains the tiny config in this process, and gives a Fitted."""
+    from fitted import Fitted, Seen
+
     from deeplightning.callbacks import callback_of
     from deeplightning.callbacks.record import Record
     from deeplightning.configure import init_module, init_trainer, load_config
@@ -402,6 +349,8 @@ def fit(tiny: Path, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def weights(checkpoint: Path) -> dict[str, Any]:
     """The tensors of a checkpoint, those in pieces put together."""
+    import torch
+
     from deeplightning.engine.checkpoint_io import read_checkpoint
 
     content = torch.load(checkpoint, weights_only=True)
@@ -410,6 +359,8 @@ def weights(checkpoint: Path) -> dict[str, Any]:
 
 def digest(checkpoint: Path) -> str:
     """SHA-256 of the weights in a checkpoint file."""
+    import torch
+
     total = hashlib.sha256()
     for name, tensor in weights(checkpoint).items():
         values = tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8)  # NumPy has no bfloat16
