@@ -1,32 +1,57 @@
 #!/usr/bin/env bash
-# All checks, as CI runs them: bash test.sh [--all] [arguments of pytest]. --all runs the tests that take minutes as well.
+# All checks: bash test.sh [--quick | --full | --all] [arguments of pytest]. Times are of two cores.
+#   --quick  format, lint, types, and the unit tests (tests/unit.txt) but those that train: one minute
+#            and these, and the journeys (tests/journeys.txt), a test or more of each public promise: at most 6 minutes
+#   --full   every test but the slow ones: about 20 minutes; CI runs this
+#   --all    the slow ones too: about 45 minutes
+# Where the arguments name files of tests, these run and no others.
 # bash test.sh --gpu [arguments of pytest] runs what is about GPUs instead, in at most 8 minutes: benchmarks/gpu.py.
 # Every check runs, whatever the ones before it found; the exit code is 1 when one of them failed.
 
 source "$(dirname -- "${BASH_SOURCE[0]}")/env.sh" || exit
 cd -- "$root" || exit
-marked=(-m "not slow")
+size=default
+named=
 arguments=()
-gpu=
 for argument in "$@"; do
     case "$argument" in
-        --all) marked=() ;;
-        --gpu) gpu=yes ;;
+        --quick | --full | --all | --gpu) size=${argument#--} ;;
         *) arguments+=("$argument") ;;
     esac
+    case "$argument" in tests/* | *.py | *.py::*) named=yes ;; esac
 done
+
+# The lines of lists of tests, without comments.
+listed() { sed 's/ *#.*//; /^$/d' "$@"; }
+
+# The lines of lists of tests, without comments.
+listed() { sed 's/ *#.*//; /^$/d' "$@"; }
+
+marked=(-m "not slow")
+case "$size" in
+    quick) marked=(-m "not slow and not run") lists=(tests/unit.txt) ;;
+    default) lists=(tests/unit.txt tests/journeys.txt) ;;
+    *) lists=() ;;
+esac
+[ "$size" != all ] || marked=()
+if [ -z "$named" ] && [ -n "${lists[*]}" ]; then
+    while read -r test; do arguments+=("$test"); done < <(listed "${lists[@]}")
+fi
 
 failed=
 check() {
     printf '\n$ %s\n' "$*"
-    "$python" -m "$@" || failed+=" $1"
+    "$python" -m "$@" 3<&- || failed+=" $1"
 }
 
 # One thread each: workers that spin for the same cores slow one another down tenfold.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-[ -z "$gpu" ] || exec "$python" benchmarks/gpu.py --suite "${arguments[@]}"
+[ "$size" != gpu ] || exec "$python" benchmarks/gpu.py --suite "${arguments[@]}"
 check ruff format --check .
 check ruff check .
-check mypy
+exec 3< <("$python" -m mypy 2>&1; echo "exit code $?")  # mypy takes a minute of one core: it runs beside the tests
 check pytest -n logical --maxprocesses 4 --dist loadfile "${marked[@]}" "${arguments[@]}"
+types=$(cat <&3)
+printf '\n$ mypy\n%s\n' "${types%$'\n'*}"
+[ "${types##*$'\n'}" = "exit code 0" ] || failed+=" mypy"
 [ -z "$failed" ] || { printf '\nNot passed:%s\n' "$failed" >&2; exit 1; }

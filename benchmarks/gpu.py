@@ -57,7 +57,7 @@ def test_command(arguments: Sequence[str], parallel: int) -> list[str]:
     import torch
 
     marked = "gpu" if torch.cuda.is_available() else "gpu or device"
-    paths = sorted((ROOT / "tests").glob("test_*.py"))
+    paths = sorted((ROOT / "tests").rglob("test_*.py"))
     files = [str(path.relative_to(ROOT)) for path in paths if re.search(r"mark\.(gpu|device)\b", path.read_text())]
     spread = ["-p", "xdist", "-n", str(parallel)] if parallel > 1 and importlib.util.find_spec("xdist") else []
     return [sys.executable, "-m", "pytest", "-q", "-m", marked, *spread, *files, *arguments]

@@ -228,6 +228,13 @@ def shouted(text):
 '''
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the tests that use a fixture which trains, or starts `deeplightning`: they are no unit tests."""
+    for item in items:
+        if {"command", "jobs", "fit"} & {*getattr(item, "fixturenames", ())}:  # `train` and `job` use the first two
+            item.add_marker(pytest.mark.run)
+
+
 @pytest.fixture(scope="session")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The working directory of the commands; nothing that was not asked for may appear in it."""

@@ -90,7 +90,7 @@ def functions(folder: Path) -> set[str]:
     """`file.py::name` of each test below a folder, read from the sources."""
     return {
         f"{path.name}::{node.name}"
-        for path in folder.glob("test_*.py")
+        for path in folder.rglob("test_*.py")
         for node in ast.parse(path.read_text()).body
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
     }

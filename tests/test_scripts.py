@@ -55,7 +55,7 @@ class Clone:
         }
         self.root.mkdir()
         self.bin.mkdir()
-        for name in [*SCRIPTS, "pyproject.toml", "requirements.lock"]:
+        for name in [*SCRIPTS, "pyproject.toml", "requirements.lock", "tests/unit.txt", "tests/journeys.txt"]:
             (self.root / name).parent.mkdir(exist_ok=True)
             shutil.copy(ROOT / name, self.root / name)
         for tool in TOOLS:
@@ -111,7 +111,7 @@ def clone(bare):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_script_is_correct_shell(script):
     """`bash -n` has nothing to say."""
-    subprocess.run(["bash", "-n", str(ROOT / script)], check=True)
+    assert subprocess.run(["bash", "-n", str(ROOT / script)], check=False).returncode == 0
 
 
 @pytest.mark.parametrize(
@@ -154,18 +154,34 @@ def test_scripts_pass_the_exit_code_on(clone, script):
 
 
 def test_test_runs_every_check(clone):
-    """A check that fails does not keep the later ones from running, and makes the exit code 1."""
-    code, out, err = clone.run("test.sh", "-k", "a b", STUB_FAILS="mypy")
+    """A check that fails does not keep the others from running, and makes the exit code 1; types are checked beside the
+    tests, and told after them."""
+    code, out, err = clone.run("test.sh", "--full", "-k", "a b", STUB_FAILS="mypy")
     assert code == 1
-    assert [line.split()[1] for line in out.splitlines() if line.startswith("$ ")] == ["ruff", "ruff", "mypy", "pytest"]
-    assert out.splitlines()[-4:] == ["-m", "not slow", "-k", "a b"]
+    assert [line.split()[1] for line in out.splitlines() if line.startswith("$ ")] == ["ruff", "ruff", "pytest", "mypy"]
+    pytest = out[out.index("$ pytest") : out.index("$ mypy")].splitlines()
+    assert pytest[-5:] == ["-m", "not slow", "-k", "a b", ""]
+    assert out.splitlines()[-2:] == ["-m", "mypy"]
     assert err.strip() == "Not passed: mypy"
 
 
-def test_test_all_runs_slow_tests(clone):
-    """`--all` takes the restriction to quick tests away; all checks passed is exit code 0."""
-    code, out, _ = clone.run("test.sh", "--all")
-    assert (code, "not slow" in out) == (0, False)
+def test_the_sizes_of_test(clone):
+    """`--quick` runs the unit tests; without a size come the journeys; `--full` and `--all` run all files, the latter
+    slow tests too. Files that are named are run, and no others."""
+    for name in ("unit", "journeys"):
+        (clone.root / "tests" / f"{name}.txt").write_text(f"# A list.\n\ntests/{name}.py  # why\n")
+
+    def pytest(*arguments):
+        code, out, _ = clone.run("test.sh", *arguments)
+        assert code == 0
+        return out[out.index("loadfile\n") : out.index("\n\n$ mypy")].splitlines()[1:]
+
+    quick = ["-m", "not slow"]
+    assert pytest("--quick") == ["-m", "not slow and not run", "tests/unit.py"]
+    assert pytest() == [*quick, "tests/unit.py", "tests/journeys.py"]
+    assert pytest("--full", "-x") == [*quick, "-x"]
+    assert pytest("--all", "-x") == ["-x"]
+    assert pytest("tests/test_a.py::test_b") == [*quick, "tests/test_a.py::test_b"]
 
 
 def test_test_gpu_is_one_program(clone):
@@ -187,9 +203,9 @@ def test_a_python_that_is_named_is_used_as_it_is(bare, tmp_path):
 
 
 def test_ci_runs_test(clone):
-    """`.ci/run` is test.sh, and passes its exit code on."""
+    """`.ci/run` is `test.sh --full`, and passes its exit code on."""
     code, out, _ = clone.run(".ci/run", STUB_FAILS="pytest")
-    assert (code, "$ pytest" in out) == (1, True)
+    assert (code, "$ pytest" in out, "tests/" in out) == (1, True, False)
 
 
 def test_a_current_environment_costs_milliseconds(clone, tmp_path):
