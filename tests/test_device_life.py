@@ -41,7 +41,7 @@ STAGES = "stages=[train, validate, test, predict]"
 NORM = "model.network={type: own.Normed}"
 
 
-def life(start, config, engine, processes, cwd, *overrides, name):
+def assert_life(start, config, engine, processes, cwd, *overrides, name):
     """A run's two launches: all stages, then one epoch more from the last checkpoint, with an export."""
     backend, _, offload = engine.partition(" ")
     offloaded = OFFLOADED.get(backend, "[state]") if "offload" in engine else "[]"
@@ -74,7 +74,7 @@ def lives(jobs, tiny, place):
         if (engine, processes) not in done:
             name = f"life-{engine.replace(' ', '-')}-{processes}"
             more = [NORM, STAGES, f"data.batch_size={32 // processes}"]
-            done[engine, processes] = life(jobs, tiny, engine, processes, place, *more, name=name)
+            done[engine, processes] = assert_life(jobs, tiny, engine, processes, place, *more, name=name)
         return done[engine, processes]
 
     return run
@@ -136,7 +136,7 @@ def test_every_task_computes_on_one_device(task, engine, jobs, configs):
     """The same life for each task; a GAN has nothing to predict, and trains under null and ddp alone."""
     more = ["stages=[train, validate, test]", "model.scheduler=null"] if task == "gan" else [STAGES]
     more += ["logger.histograms=null"] if engine in ("fsdp", "deepspeed_stage_3") else []
-    life(jobs, f"{task}.yaml", engine, 1, configs, *more, name=f"life-{task}-{engine}")
+    assert_life(jobs, f"{task}.yaml", engine, 1, configs, *more, name=f"life-{task}-{engine}")
 
 
 # ---- the parts of it

@@ -209,8 +209,8 @@ def test_an_uninterrupted_run_is_what_is_to_be_shown(whole):
     assert {"inside a checkpoint", "before replace", "after fsync", "before link", "after log_batch"} <= set(events)
 
 
-def kill_and_go_on(start, end_of, whole, processes, kills, name, **variables):
-    """Kills a run at each of some instants, starts it again each time, and compares; returns what happened.
+def assert_ends_like_whole(start, end_of, whole, processes, kills, name, **variables):
+    """Kills a run at each of some instants, starts it again each time, and compares its end; returns what happened.
 
     An instant is a pair: who dies (ranks as digits), and a fraction of the events of the first of them; or `time`, and
     a fraction of the time that the whole run takes.
@@ -244,18 +244,18 @@ def kill_and_go_on(start, end_of, whole, processes, kills, name, **variables):
 )
 def test_a_killed_run_ends_like_one_that_was_not(fraction, start, end_of, whole):
     """Weights, points, the best and their files; one run in the tracker, FINISHED."""
-    kill_and_go_on(start, end_of, whole, 1, [("0", fraction)], f"killed-{fraction}")
+    assert_ends_like_whole(start, end_of, whole, 1, [("0", fraction)], f"killed-{fraction}")
 
 
 def test_a_run_killed_again_and_again_ends_like_one_that_was_not(start, end_of, whole):
     """Three times, each soon after it has gone on."""
-    kill_and_go_on(start, end_of, whole, 1, [("0", 0.4), ("0", 0.3), ("0", 0.25)], "again")
+    assert_ends_like_whole(start, end_of, whole, 1, [("0", 0.4), ("0", 0.3), ("0", 0.25)], "again")
 
 
 @pytest.mark.parametrize("victims", ["01", "1"], ids=["both", "one"])
 def test_two_processes_that_are_killed_end_like_two_that_were_not(victims, start, end_of, whole):
     """Both at once, or one, with which the other ends."""
-    kill_and_go_on(start, end_of, whole, 2, [(victims, 0.45)], f"two-{victims}")
+    assert_ends_like_whole(start, end_of, whole, 2, [(victims, 0.45)], f"two-{victims}")
 
 
 def test_a_run_killed_while_it_writes_in_the_background_ends_like_one_that_was_not(start, end_of, whole):
@@ -263,7 +263,7 @@ def test_a_run_killed_while_it_writes_in_the_background_ends_like_one_that_was_n
     _, (events,), _ = whole(1)
     places = [place for place, event in enumerate(events, 1) if event in WRITING]
     kills = [("0", places[len(places) // 3] / len(events)), ("0", 0.3), ("0", 0.25)]
-    kill_and_go_on(start, end_of, whole, 1, kills, "background", BACKGROUND="1")
+    assert_ends_like_whole(start, end_of, whole, 1, kills, "background", BACKGROUND="1")
 
 
 @pytest.mark.slow
@@ -284,7 +284,9 @@ def test_twenty_kills(start, end_of, whole, capsys):
             victims = "time"
         background = {"BACKGROUND": "1"} if number % 4 > 1 else {}
         kills = [(victims, fraction)]
-        instant, resumed = kill_and_go_on(start, end_of, whole, processes, kills, f"kill-{number}", **background)
+        instant, resumed = assert_ends_like_whole(
+            start, end_of, whole, processes, kills, f"kill-{number}", **background
+        )
         with capsys.disabled():
             print(f"{number + 1:2}  {processes:<9}  {victims:6}  {instant:36}  {resumed}", flush=True)
 

@@ -133,6 +133,7 @@ def test_handlers_come_before_most_imports(place):
         "assert os.wait()[1] == 0; process.release(); assert signal.getsignal(15) == signal.SIG_DFL\n"
         "signal.signal(15, signal.SIG_IGN); process.prepare(); assert signal.getsignal(15) == signal.SIG_IGN\n"
     )
+    # Raises CalledProcessError where an assertion in the program fails.
     subprocess.run([sys.executable, "-c", program], cwd=place, env=environment(), check=True)
     program = (
         "import sys, deeplightning.__main__ as entry, deeplightning.process as process\n"

@@ -165,7 +165,7 @@ def test_no_chatter_and_no_handlers_of_logs(tmp_path, capfd):
     assert logging.getLogger().handlers == handlers
 
 
-def refused(folder, validation, words):
+def assert_refused(folder, validation, words):
     before = contents(folder)
     with pytest.raises(CheckpointError, match=words) as caught:
         quantize(folder, validation)
@@ -179,7 +179,9 @@ def refused(folder, validation, words):
 def test_a_model_that_int8_makes_worse_is_refused(tmp_path):
     """Both figures, what is allowed, and the next step; the bundle stays as it was."""
     folder = exported(tmp_path, brightest_channel(outlier=3000.0))
-    note = refused(folder, validation(), "would fall from 100.00 % to [0-9.]+ %, and at most 0.2 points are allowed")
+    note = assert_refused(
+        folder, validation(), "would fall from 100.00 % to [0-9.]+ %, and at most 0.2 points are allowed"
+    )
     assert "on 500 validation images" in note
     assert note.endswith("serve it with serve.precision=fp32.")
 
@@ -219,10 +221,12 @@ def test_what_cannot_be_quantized_says_so(tmp_path):
         def forward(self, images):
             return 1 - images.float() / 255
 
-    refused(exported(tmp_path / "a", MeanColour().eval()), validation(32), "has no layer that int8 would make quicker")
+    assert_refused(
+        exported(tmp_path / "a", MeanColour().eval()), validation(32), "has no layer that int8 would make quicker"
+    )
     negative = exported(tmp_path / "b", Negative().eval(), "image_reconstruction")
-    refused(negative, validation(32), "is for image_reconstruction")
-    refused(exported(tmp_path / "c", brightest_channel()), list, "There are no validation images to judge")
+    assert_refused(negative, validation(32), "is for image_reconstruction")
+    assert_refused(exported(tmp_path / "c", brightest_channel()), list, "There are no validation images to judge")
 
 
 @pytest.mark.parametrize("damage", ["format", "labels", "model", "JSON", "missing"])
@@ -240,7 +244,7 @@ def test_a_damaged_bundle_is_not_made_whole(tmp_path, damage):
         folder.bundle_card.write_text("[]")
     else:
         folder.bundle_card.unlink()
-    refused(folder, validation(32), "write it again with `deeplightning export RUN`")
+    assert_refused(folder, validation(32), "write it again with `deeplightning export RUN`")
 
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path, monkeypatch):

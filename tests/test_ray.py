@@ -169,6 +169,7 @@ def test_the_cluster_file_of_the_example_is_one():
     from ray.autoscaler._private.util import prepare_config, validate_config
 
     found = yaml.safe_load((Path(__file__).parents[1] / "examples" / "ray" / "cluster.yml").read_text())
+    # Raises ValidationError where something is wrong.
     validate_config(prepare_config(found))
 
 

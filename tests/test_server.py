@@ -214,6 +214,7 @@ def test_nobody_is_left_when_it_is_killed(start):
     processes = server.processes()
     server.stop(signal.SIGKILL)
     wait_until(lambda: all(map(gone, processes)))
+    assert server.workers() == []
 
 
 def test_a_crashed_worker_is_replaced(start):

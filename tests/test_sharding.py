@@ -410,7 +410,10 @@ def test_a_parameter_without_a_dimension_is_named(engine, trained):
 @pytest.mark.parametrize("engine", ["deepspeed_stage_1", "deepspeed_stage_3"])
 def test_batch_norm_runs_in_bf16(engine, trained):
     """Under DeepSpeed's mixed precision its running means are of the precision of its weights."""
-    trained(engine, "model.network={type: sharded_own.Running}", "train.callbacks=[]", "engine.precision=bf16")
+    outcome, _ = trained(
+        engine, "model.network={type: sharded_own.Running}", "train.callbacks=[]", "engine.precision=bf16"
+    )
+    assert [rank.code for rank in outcome.ranks] == [0, 0], outcome
 
 
 @pytest.mark.parametrize(

@@ -104,7 +104,8 @@ def test_numbers_and_masks(said):
 def test_weights_go_into_a_loss(said, train):
     """`class_weights`, in the form that is named beside them, is the weight of a loss that trains."""
     weights = said()["class_weights"]
-    train(f"model.loss.params={{weight: {{type: torch.tensor, params: {{data: {weights}}}}}}}", "train.num_epochs=1")
+    weight = f"{{type: torch.tensor, params: {{data: {weights}}}}}"
+    assert train(f"model.loss.params={{weight: {weight}}}", "train.num_epochs=1").code == 0
 
 
 @pytest.mark.parametrize(
