@@ -1,6 +1,7 @@
 """What the tests of the server share: a run whose network tells colours apart, pictures, and the server's process."""
 
 import base64
+import functools
 import http.client
 import io
 import json
@@ -9,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -27,36 +29,45 @@ COLOURS = {"red": (200, 30, 10), "green": (20, 180, 40), "blue": (10, 20, 220)}
 
 def colour_run(path: Path, labels: tuple[str, ...] = tuple(COLOURS)) -> RunFolder:
     """The run of a network that tells red, green and blue by the mean of each channel."""
+    return _written(path, _exported("image_classification", tuple(labels)))
+
+
+def negative_run(path: Path) -> RunFolder:
+    """The run of a network that answers a picture with its negative."""
+    return _written(path, _exported("image_reconstruction", ()))
+
+
+def _written(path: Path, bundle: dict[str, bytes]) -> RunFolder:
+    folder = RunFolder(path)
+    folder.bundle.mkdir(parents=True, exist_ok=True)
+    for name, content in bundle.items():
+        (folder.bundle / name).write_bytes(content)
+    return folder
+
+
+@functools.cache
+def _exported(kind: str, labels: tuple[str, ...]) -> dict[str, bytes]:
+    """The files of a bundle: an export takes seconds, and a dozen files of tests begin with the same one."""
     import torch  # here, since all else does without
+
+    from deeplightning.export import export
 
     class MeanColour(torch.nn.Module):
         def forward(self, images):  # uint8 (N, 3, 8, 8)
             return torch.softmax(images.float().mean(dim=(2, 3)) / 32, dim=1)  # (N, 3)
 
-    return _exported(path, "image_classification", list(labels), MeanColour())
-
-
-def negative_run(path: Path) -> RunFolder:
-    """The run of a network that answers a picture with its negative."""
-    import torch
-
     class Negative(torch.nn.Module):
         def forward(self, images):  # uint8 (N, 3, 8, 8)
             return 1 - images.float() / 255  # (N, 3, 8, 8)
 
-    return _exported(path, "image_reconstruction", [], Negative())
-
-
-def _exported(path: Path, kind: str, labels: list[str], model: Any) -> RunFolder:
-    from deeplightning.export import export
-
+    model = (MeanColour() if labels else Negative()).eval()
     spec = ImageSpec(8, 8, "RGB")
-    task: Any = SimpleNamespace(kind=kind, image_spec=spec, class_names=labels, inference_model=lambda: model.eval())
-    path.mkdir(exist_ok=True)
-    folder = RunFolder(path)
+    task: Any = SimpleNamespace(kind=kind, image_spec=spec, class_names=[*labels], inference_model=lambda: model)
     samples = np.random.default_rng(0).integers(0, 256, (4, 3, 8, 8), dtype=np.uint8)
-    export(task, folder, samples, {"id": "abc", "folder_name": path.name, "created": "now", "versions": {}})
-    return folder
+    run = {"id": "abc", "folder_name": "a run", "created": "now", "versions": {}}
+    with tempfile.TemporaryDirectory() as name:
+        bundle = export(task, RunFolder(Path(name)), samples, run)
+        return {path.name: path.read_bytes() for path in bundle.iterdir()}
 
 
 def picture(

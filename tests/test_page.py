@@ -410,7 +410,7 @@ def test_it_tells_which_model_answers(page: Page, server: Server) -> None:
     assert (
         words == "image classification, 8 \N{MULTIPLICATION SIGN} 8 colour, from the run colours; images of up to 1 MB."
     )
-    assert info["run"]["folder_name"] == "colours"
+    assert info["run"]["folder_name"] == "a run"
     assert page.evaluate("document.querySelector('#classes p').textContent") == ", ".join(info["labels"])
 
 

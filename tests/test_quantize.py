@@ -1,9 +1,12 @@
 """A bundle gains an int8 model that is as right as its first, or stays as it was to the byte; the figures are told."""
 
 import base64
+import functools
 import hashlib
 import json
 import logging
+import tempfile
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -65,6 +68,22 @@ def pictures(number, seed=0):
     return images.astype(np.uint8), classes
 
 
+@functools.cache
+def bundle(outlier):
+    """The files of a bundle of `brightest_channel`; an export takes a second, a copy none."""
+    with tempfile.TemporaryDirectory() as name:
+        return contents(exported(Path(name), brightest_channel(outlier=outlier)))
+
+
+def classifier(path, outlier=0.0):
+    """A run with such a bundle."""
+    folder = RunFolder(path)
+    folder.bundle.mkdir(parents=True)
+    for name, content in bundle(outlier).items():
+        (folder.bundle / name).write_bytes(content)
+    return folder
+
+
 def exported(path, model, kind="image_classification"):
     task = SimpleNamespace(
         kind=kind, image_spec=ImageSpec(6, 5), class_names=["red", "green", "blue"], inference_model=lambda: model
@@ -87,7 +106,7 @@ def contents(folder):
 @pytest.fixture(scope="module")
 def quantized(tmp_path_factory):
     """A run with both models, what was in the bundle before, and the figures."""
-    folder = exported(tmp_path_factory.mktemp("run"), brightest_channel())
+    folder = classifier(tmp_path_factory.mktemp("run"))
     before = contents(folder)
     return SimpleNamespace(folder=folder, before=before, figures=quantize(folder, validation()))
 
@@ -148,7 +167,7 @@ def test_weights_take_seven_bits_and_the_ends_stay_float(quantized):
 
 def test_the_same_again_gives_the_same_bytes(quantized, tmp_path):
     """Nothing in it is drawn by chance; a second time replaces the first."""
-    folder = exported(tmp_path, brightest_channel())
+    folder = classifier(tmp_path)
     quantize(folder, validation(120))
     assert quantize(folder, validation()) == quantized.figures
     assert folder.bundle_int8.read_bytes() == quantized.folder.bundle_int8.read_bytes()
@@ -157,7 +176,7 @@ def test_the_same_again_gives_the_same_bytes(quantized, tmp_path):
 
 def test_no_chatter_and_no_handlers_of_logs(tmp_path, capfd):
     """ONNX Runtime's tools log to the root logger and would set it up."""
-    folder = exported(tmp_path, brightest_channel())
+    folder = classifier(tmp_path)
     capfd.readouterr()
     handlers = list(logging.getLogger().handlers)
     quantize(folder, validation(60))
@@ -178,7 +197,7 @@ def assert_refused(folder, validation, words):
 
 def test_a_model_that_int8_makes_worse_is_refused(tmp_path):
     """Both figures, what is allowed, and the next step; the bundle stays as it was."""
-    folder = exported(tmp_path, brightest_channel(outlier=3000.0))
+    folder = classifier(tmp_path, 3000.0)
     note = assert_refused(
         folder, validation(), "would fall from 100.00 % to [0-9.]+ %, and at most 0.2 points are allowed"
     )
@@ -189,7 +208,7 @@ def test_a_model_that_int8_makes_worse_is_refused(tmp_path):
 @pytest.mark.parametrize(("wrong", "taken"), [(0, True), (1, True), (2, False)])
 def test_the_fall_is_counted_exactly(tmp_path, wrong, taken):
     """Two tenths of a point of 500 images are one: a second one that only int8 gets wrong is too many."""
-    folder = exported(tmp_path, brightest_channel(outlier=300.0))
+    folder = classifier(tmp_path, 300.0)
     images = pictures(20_000, seed=3)[0]
     with torch.inference_mode():
         ours = brightest_channel(outlier=300.0)(torch.from_numpy(images)).argmax(1).numpy()
@@ -226,13 +245,13 @@ def test_what_cannot_be_quantized_says_so(tmp_path):
     )
     negative = exported(tmp_path / "b", Negative().eval(), "image_reconstruction")
     assert_refused(negative, validation(32), "is for image_reconstruction")
-    assert_refused(exported(tmp_path / "c", brightest_channel()), list, "There are no validation images to judge")
+    assert_refused(classifier(tmp_path / "c"), list, "There are no validation images to judge")
 
 
 @pytest.mark.parametrize("damage", ["format", "labels", "model", "JSON", "missing"])
 def test_a_damaged_bundle_is_not_made_whole(tmp_path, damage):
     """What was edited, or is of a former format, is not sealed anew."""
-    folder = exported(tmp_path, brightest_channel())
+    folder = classifier(tmp_path)
     card = json.loads(folder.bundle_card.read_text())
     if damage == "format":
         folder.bundle_card.write_text(json.dumps({**card, "format": 1}))
@@ -249,7 +268,7 @@ def test_a_damaged_bundle_is_not_made_whole(tmp_path, damage):
 
 def test_a_place_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     """A full disk is the machine's fault: exit code 3, and the bundle stays."""
-    folder = exported(tmp_path, brightest_channel())
+    folder = classifier(tmp_path)
     before = contents(folder)
 
     def full(*_):
@@ -264,7 +283,7 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path, monkeypatch):
 
 def test_file_systems_without_links_get_copies(tmp_path, monkeypatch):
     """Where a file cannot have two names, it is copied."""
-    folder = exported(tmp_path, brightest_channel())
+    folder = classifier(tmp_path)
     before = contents(folder)
 
     def none(*_):
@@ -292,7 +311,7 @@ def test_calibration_images_come_from_all_over_the_set():
 
 def test_a_bundle_without_int8_says_how_to_get_it(tmp_path):
     """Asked for a precision that is not there, the server names both ways out."""
-    folder = exported(tmp_path, brightest_channel())
+    folder = classifier(tmp_path)
     with pytest.raises(BundleError, match=r"has no model\.int8\.onnx: .*--precision fp32") as caught:
         Bundle.open(folder.path, "int8")
     assert caught.value.exit_code == 4

@@ -367,7 +367,7 @@ def test_info_tells_the_model(client, run_folder):
         "labels": ["red", "green", "blue"],
         "input": ImageSpec(8, 8).to_dict(),
         "precision": "fp32",
-        "run": {"id": "abc", "folder_name": run_folder.path.name, "created": "now", "versions": {}},
+        "run": {"id": "abc", "folder_name": "a run", "created": "now", "versions": {}},
         "limits": {
             "max_upload_mb": 1,
             "max_pixels": 1_000_000,
