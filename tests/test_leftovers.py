@@ -1,5 +1,6 @@
 """What the tests assume of whatever starts them, and that one test that fails does not make others fail."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -69,7 +70,7 @@ def test_one_failed_test_is_one_failed_test(tmp_path):
     for workers in (0, 1):
         plugins = ["-p", "leftovers", "-p", "no:cacheprovider", "-n", str(workers)]
         command = [sys.executable, "-c", IGNORES, "-m", "pytest", *plugins, "-q", "-rA", "test_suite.py"]
-        env = environment(PYTHONPATH=str(Path(__file__).parent))
+        env = environment(PYTHONPATH=os.pathsep.join([str(Path(__file__).parent), *sys.path]))
         done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=600, check=False)
         told = [line.split(" - ")[0] for line in done.stdout.splitlines()]
         assert sorted(line for line in told if line.startswith(("PASSED ", "FAILED ", "ERROR "))) == [
