@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from deeplightning.runfolder import RunFolder
+from serve.admission import Admission
 from serve.bundle import Bundle
 from serve.device import ONNX_RUNTIME, Device, DeviceError, Runtime, choose_devices, is_word
 from serve.hosts import Hosts
@@ -103,6 +104,12 @@ def options_parser() -> argparse.ArgumentParser:
         "CPU; auto: on GPUs if they can be used",
     )
     parser.add_argument(
+        "--server",
+        choices=["fast", "flask"],
+        default="fast",
+        help="what answers predictions: the fast path, or Flask, as it does everything else",
+    )
+    parser.add_argument(
         "--max-upload-mb",
         type=_within(int, 1, 10_000),
         default=default.max_upload_mb,
@@ -178,9 +185,10 @@ def serve(
 
     _return_memory()
     try:
-        hosts = Hosts(first.getsockname()[0], options.allowed_hosts)
+        admission = Admission(key, Hosts(first.getsockname()[0], options.allowed_hosts))
         watch = lambda: _signature(files())  # noqa: E731
-        return Parent(open_model, listen, limits, key, hosts, watch, announce, folder, choice).run()
+        fast = options.server == "fast"
+        return Parent(open_model, listen, limits, admission, fast, watch, announce, folder, choice).run()
     except ModelError as error:
         print(error, file=sys.stderr)
         return error.exit_code

@@ -4,11 +4,14 @@ classes."""
 import base64
 import io
 import json
-import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 from PIL import Image
+
+from serve.limits import Refusal
 
 DEFAULT_TOP_K = 5
 
@@ -24,23 +27,31 @@ PROTECTION = {
 
 _WHOLE = {0.0: "0.0", 1.0: "1.0"}
 
-_TOP_K = re.compile("[0-9]{1,9}")
-
-Answer = Callable[[list[np.ndarray], int, str], tuple[str, bytes]]
+Encoder = Callable[[list[np.ndarray], int, str], tuple[str, bytes]]
 """From a request's rows of the model's output, top_k and the Accept header to the content type and the body."""
 
 
-def top_k_of(text: str) -> int | None:
-    """The value of `top_k=`; None: it is no whole number of at least 1."""
-    return int(text) if _TOP_K.fullmatch(text) and int(text) > 0 else None
+class Answer(NamedTuple):
+    """An answer as HTTP has it: status, content type, body, and the headers that only this status has."""
+
+    status: int
+    kind: str
+    body: bytes
+    headers: Mapping[str, str] = MappingProxyType({})
 
 
-def answers(task: str, labels: list[str]) -> Answer:
-    """How the requests of a model are answered: of pictures and of texts alike."""
+def refused(refusal: Refusal) -> Answer:
+    """The answer that refuses a request."""
+    body = json.dumps({"ERROR": refusal.message}, ensure_ascii=False).encode("utf-8", "replace")
+    return Answer(refusal.status, JSON, body, refusal.headers)
+
+
+def encoder(task: str, labels: list[str]) -> Encoder:
+    """How the model's output becomes the body of an answer."""
     return _pictures if task == "image_reconstruction" else _classes(labels)
 
 
-def _classes(labels: list[str]) -> Answer:
+def _classes(labels: list[str]) -> Encoder:
     """Of rows float32 (K,). The text is put together here: an encoder of JSON takes six times as long, and there is
     nothing to escape but the labels."""
     heads = [f'{{"class": {n}, "label": {json.dumps(label)}, "probability": ' for n, label in enumerate(labels)]

@@ -1,64 +1,48 @@
-"""Everything but the short path, as a Flask application: each good request gets an answer, each bad one
+"""The prediction API as a Flask application: each good request gets an answer, each bad one
 `{"ERROR": "what, and what to do"}`.
 
-`create_app` touches no network, and answers under any WSGI server. `serve.door` stands in front of it and sends
-well-formed predictions straight to the model.
+`serve.wsgi` makes it a public WSGI application. In our own server `serve.door` answers predictions without it, by the
+same parser, limits and encoder (`serve.prediction`), unless `serve.server` is flask.
 """
 
 import base64
 import hashlib
-import io
 import re
 import threading
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
-from flask import Flask, Request, Response, jsonify, request
+from flask import Flask, Response, jsonify, request
 from flask.json.provider import DefaultJSONProvider
-from werkzeug.exceptions import (
-    BadRequest,
-    HTTPException,
-    MethodNotAllowed,
-    NotFound,
-    RequestEntityTooLarge,
-    UnsupportedMediaType,
-)
+from werkzeug.exceptions import BadRequest, HTTPException, MethodNotAllowed, NotFound, RequestEntityTooLarge
 
-from serve.answers import DEFAULT_TOP_K, PROTECTION, answers, top_k_of
-from serve.lanes import Job
+from serve.answers import JSON, PROTECTION, Answer, refused
 from serve.limits import FAULT, Limits, Refusal
 from serve.log import tell
 from serve.openapi import describe
+from serve.prediction import JOB, Predictions
 from serve.service import Service
-from serve.uploads import KINDS_OF_TEXT, counted, from_json, is_picture, is_text, texts_from_json
 
 
-def create_app(service: Service) -> Flask:
-    """The application that serves `service`. API keys are not its business, but that of the server around it."""
+def application(service: Service) -> Flask:
+    """The application that serves `service`. The server around it checks heads (`serve.admission`) and counts."""
     model, limits = service.model, service.limits
     app = Flask("serve", static_folder=None)
-    app.request_class = _Request
     assert isinstance(app.json, DefaultJSONProvider), "Flask's own, unless it is replaced"
     app.json.sort_keys = app.json.ensure_ascii = False
     app.config["MAX_CONTENT_LENGTH"] = limits.max_bytes
-    app.config["MAX_FORM_PARTS"] = limits.max_images + 8
-    answer = answers(model.task, model.labels)
+    predictions = Predictions(model, limits)
     page, policy = _page()
 
     @app.post("/predict")
     def predict() -> Response:
-        top_k = top_k_of(request.args.get("top_k", str(DEFAULT_TOP_K)))
-        if top_k is None:
-            raise BadRequest("top_k must be a whole number of at least 1, as in /predict?top_k=3.")
-        pictures = _texts(limits) if model.task == "text_classification" else _pictures(limits)
+        kind, accept = (request.environ.get(name, "").encode("latin-1") for name in ("CONTENT_TYPE", "HTTP_ACCEPT"))
         done = threading.Event()
-        job = Job(lambda: pictures, sum(map(len, pictures)), lambda _: done.set())
+        job = predictions.job(request.query_string, kind, accept, _body(), lambda _: done.set())
         service.lanes.submit(job)
         done.wait()
-        if job.error is not None:
-            raise job.error
-        kind, body = answer(job.rows, top_k, request.headers.get("Accept", ""))
-        return Response(body, mimetype=kind)
+        request.environ.setdefault(JOB, []).append(job)
+        return _response(predictions.answer(job))
 
     @app.get("/health")
     def health() -> Response:
@@ -88,7 +72,7 @@ def create_app(service: Service) -> Flask:
 
     @app.get("/openapi.json")
     def openapi() -> Response:
-        return jsonify(describe(model.task, model.labels, limits, service.secured))
+        return jsonify(describe(model.task, model.labels, limits, service.admission.secured))
 
     @app.get("/")
     def index() -> Response:
@@ -106,26 +90,23 @@ def create_app(service: Service) -> Flask:
     def refuse(error: HTTPException) -> Any:
         response = error.get_response()  # it knows the headers that a status needs, such as Allow
         response.set_data(app.json.dumps({"ERROR": _explain(error, app, limits)}))
-        response.content_type = "application/json"
+        response.content_type = JSON
         return response
 
     @app.errorhandler(Refusal)
-    def refuse_ours(error: Refusal) -> tuple[Response, int, dict[str, str]]:
-        return jsonify(ERROR=error.message), error.status, error.headers
+    def refuse_ours(error: Refusal) -> Response:
+        return _response(refused(error))
 
     @app.errorhandler(Exception)
-    def fail(error: Exception) -> tuple[Response, int]:
+    def fail(error: Exception) -> Response:
         tell("fault", error, method=request.method, path=request.path)
-        return jsonify(ERROR=FAULT), 500
+        return _response(refused(Refusal(500, FAULT)))
 
     return app
 
 
-class _Request(Request):
-    """Uploads stay in memory, which the limit on the body bounds: nothing of a client's is written to disk."""
-
-    def _get_file_stream(self, *args: Any, **kwargs: Any) -> IO[bytes]:
-        return io.BytesIO()
+def _response(answer: Answer) -> Response:
+    return Response(answer.body, answer.status, answer.headers, content_type=answer.kind)
 
 
 def _page() -> tuple[str, str]:
@@ -142,56 +123,10 @@ def _page() -> tuple[str, str]:
     )
 
 
-def _pictures(limits: Limits) -> list[bytes]:
-    """Every encoded picture of the request."""
-    kind = request.mimetype
-    if kind == "multipart/form-data":
-        return counted(_from_form(), limits)
-    if kind == "application/json":
-        return counted(from_json(_body()), limits)
-    if not is_picture(kind.encode()):
-        raise UnsupportedMediaType(
-            f"A body of type {kind[:100]} is not read. Send multipart/form-data with the field image (curl -F "
-            'image=@FILE), the image itself (curl --data-binary @FILE -H "Content-Type: image/png"), or JSON '
-            '{"images": [base64, …]} as application/json.'
-        )
-    picture = _body()
-    if not picture:
-        raise BadRequest("The request has no body; send the image as the body, or as the form field image.")
-    return [picture]
-
-
-def _texts(limits: Limits) -> list[bytes]:
-    """Every text of the request, in UTF-8."""
-    kind = request.mimetype
-    if kind == "application/json":
-        return counted(texts_from_json(_body()), limits, "texts")
-    if not is_text(kind.encode(), (request.content_type or "").encode("latin-1", "replace")):
-        said = (request.content_type or "")[:100]
-        raise UnsupportedMediaType(
-            f"A body of type {said} is not read: this server answers texts. Send {KINDS_OF_TEXT}."
-        )
-    text = _body()
-    if not text:
-        raise BadRequest(f"The request has no body; send {KINDS_OF_TEXT}.")
-    return [text]
-
-
 def _body() -> bytes:
     data = request.get_data(cache=False)
     request.stream.read(1)  # raises 413 for a body in chunks, which get_data cuts off at the limit (werkzeug 3.1)
     return data
-
-
-def _from_form() -> list[bytes]:
-    files = request.files.getlist("image")
-    if not files:
-        found = ", ".join(sorted(name for name in {*request.files, *request.form} if name))[:200]  # one may be None
-        raise BadRequest(
-            "The form has no file in the field image; send one as curl -F image=@FILE does."
-            + (f" Its fields are: {found}." if found else "")
-        )
-    return [file.read() for file in files]
 
 
 def _explain(error: HTTPException, app: Flask, limits: Limits) -> str:

@@ -239,7 +239,7 @@ class Connection(asyncio.Protocol):
         self._size += len(body)
         try:
             self._door.hold(len(body))
-            self._door.check_size(self._size)
+            self._door.service.limits.check_size(self._size)
         except Refusal as refusal:
             self._answer_early(refusal)
 

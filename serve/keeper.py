@@ -20,8 +20,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from serve.admission import Admission
 from serve.device import CPU, Device, DeviceError
-from serve.hosts import Hosts
 from serve.lanes import Lanes, Model
 from serve.layout import Layout, choose, largest_batch, usable_cores
 from serve.limits import Limits
@@ -62,8 +62,8 @@ class Setup:
         folder: where the model comes from.
         listeners: sockets of one address, one for each worker that there may be; only those in use listen.
         limits: what a request may cost.
-        key: what clients must send; None: nothing.
-        hosts: the names of the server that are answered.
+        admission: which requests are let in.
+        fast: predictions take the fast path.
         metrics: where requests are counted.
     """
 
@@ -71,8 +71,8 @@ class Setup:
     folder: Path
     listeners: list[socket.socket]
     limits: Limits
-    key: str | None
-    hosts: Hosts
+    admission: Admission
+    fast: bool
     metrics: Metrics
 
 
@@ -184,9 +184,9 @@ class Keeper:
         told = {"processes": spread.processes, "lanes": spread.lanes, "device": str(device)}
         if device.on_gpu:
             told["device_name"] = device.name
-        service = Service(model, limits, lanes, setup.metrics, told, setup.key is not None, ready=False)
+        service = Service(model, limits, lanes, setup.metrics, told, setup.admission, setup.fast, ready=False)
         started = lambda: say(said, model=_words(model), run=model.run)  # noqa: E731
-        work(setup.listeners[slot], service, setup.key, setup.hosts, started)
+        work(setup.listeners[slot], service, started)
 
     def _hear(self, workers: list[_Worker]) -> None:
         """What workers report: that they answer, or why they cannot; a pipe that ends without a word is a death."""

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from deeplightning.image import ImageError, ImageSpec
+from serve.answers import DEFAULT_TOP_K
 from serve.limits import Limits, Refusal
 from serve.log import tell
 
@@ -85,9 +86,11 @@ class Job:
     """One request's pictures, and what became of them.
 
     Attributes:
-        read: gives the encoded pictures; whatever it raises is the request's error.
+        read: gives the encoded pictures; whatever it raises is the request's error. Called with True, it raises
+            `NotTiny` where that would take long.
         size: of the request's body, in bytes.
         finish: called once with the job, in the thread that ended it.
+        top_k, accept: how many classes are named, and the Accept header.
         accepted: when the request was accepted (`time.perf_counter`).
         rows: the model's output for each picture, when all is done.
         error: what ended the request otherwise.
@@ -95,9 +98,11 @@ class Job:
         batch: pictures in that forward pass.
     """
 
-    read: Callable[[], list[bytes]]
+    read: Callable[[bool], list[bytes]]
     size: int
     finish: Callable[["Job"], None]
+    top_k: int = DEFAULT_TOP_K
+    accept: str = ""
     accepted: float = field(default_factory=time.perf_counter)
     rows: list[np.ndarray] = field(default_factory=list)
     error: Exception | None = None
@@ -200,14 +205,14 @@ class Lanes:
         pixels: list[np.ndarray] = []
         try:
             self._check_time(job)
-            pictures = job.read()
+            pictures = job.read(max_pixels is not None)
             if max_pixels is not None and len(pictures) > 1:
                 return False
             for number, data in enumerate(pictures, 1):
                 place = f"{self._what} {number} of {len(pictures)}: " if len(pictures) > 1 else ""
                 pixels.append(self._decode(job, data, place, max_pixels))
                 self._check_time(job)  # a request may have many large pictures
-        except _Larger:
+        except NotTiny:
             return False
         except Exception as error:  # whatever it is, it is this request's and nobody else's
             self._end(job, error)
@@ -233,7 +238,7 @@ class Lanes:
                 if error.status != 413:
                     raise
             if max_pixels is not None:
-                raise _Larger
+                raise NotTiny
             if not self._large.acquire(timeout=max(0, job.accepted + self.limits.max_wait - time.perf_counter())):
                 raise self._too_late()
             try:
@@ -247,7 +252,7 @@ class Lanes:
         """The tokens of a text, int64 (L,); `max_pixels` says that only a small one is wanted."""
         limit = self.limits.max_text
         if max_pixels is not None and len(data) > TINY_TEXT:
-            raise _Larger
+            raise NotTiny
         if len(data) > limit:
             raise Refusal(
                 413, f"{place}The text has {len(data):,} bytes; at most {limit:,} are accepted. Send a shorter one."
@@ -357,8 +362,8 @@ def _no_memory(error: MemoryError) -> Refusal:
     return Refusal(503, "The model has no memory for this request now; send it again in 1 s.", {"Retry-After": "1"})
 
 
-class _Larger(Exception):
-    """A picture has more pixels than are decoded on the spot."""
+class NotTiny(Exception):
+    """A request takes longer than what the calling thread runs at once."""
 
 
 _NO_ROW = np.empty(0, np.float32)

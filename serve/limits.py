@@ -34,6 +34,15 @@ class Limits:
         """Size of a request's body, in bytes."""
         return self.max_upload_mb * 1_000_000
 
+    def check_size(self, size: int) -> None:
+        """Of a body, as it is announced and as it arrives, in bytes.
+
+        Raises:
+            Refusal: it is too large.
+        """
+        if size > self.max_bytes:
+            raise self.too_large()
+
     def told(self, task: str) -> dict[str, float]:
         """Those that concern a task, by name."""
         foreign = "max_pixels" if task == "text_classification" else "max_text"

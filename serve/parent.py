@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from serve import keeper
+from serve.admission import Admission
 from serve.device import CPU, Choice
-from serve.hosts import Hosts
 from serve.keeper import CHECK_SECONDS, REFUSED, SHORT_LIFE, Keeper, OpenModel, Setup
 from serve.layout import MOST_PROCESSES, Layout, on_gpus, usable_cores
 from serve.limits import Limits
@@ -65,8 +65,8 @@ class Parent:
         open_model: loads and checks the model on a device; called again when its files have changed.
         listen: gives so many sockets of one address, of which the first listens.
         limits: what a request may cost.
-        key: what clients must send; None: nothing.
-        hosts: the names of the server that are answered.
+        admission: which requests are let in.
+        fast: predictions take the fast path.
         watch: gives a value that changes when the model's files do; None while they are being replaced.
         ready: called once when requests are answered, with a word about the model.
         folder: where the model comes from.
@@ -78,8 +78,8 @@ class Parent:
         open_model: OpenModel,
         listen: Callable[[int], list[socket.socket]],
         limits: Limits,
-        key: str | None,
-        hosts: Hosts,
+        admission: Admission,
+        fast: bool,
         watch: Callable[[], Any],
         ready: Callable[[str, Layout], None],
         folder: Path,
@@ -90,7 +90,7 @@ class Parent:
         self._may_fall_back = choice.may_fall_back
         self._layout = on_gpus(choice.devices) if choice.devices[0].on_gpu else None
         listeners = listen(max(len(choice.devices), min(usable_cores(), MOST_PROCESSES)))
-        self._setup = Setup(open_model, folder, listeners, limits, key, hosts, Metrics())
+        self._setup = Setup(open_model, folder, listeners, limits, admission, fast, Metrics())
         self._current: _Child | None = None
         self._next: _Child | None = None
         self._leaving: _Child | None = None

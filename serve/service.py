@@ -3,7 +3,8 @@
 from dataclasses import dataclass, field
 from typing import Any
 
-from serve.lanes import Lanes, Model
+from serve.admission import Admission
+from serve.lanes import Job, Lanes, Model
 from serve.limits import Limits
 from serve.metrics import Metrics
 
@@ -18,7 +19,8 @@ class Service:
         lanes: where pictures are decoded and run.
         metrics: where requests are counted.
         layout: how the server is spread, for `/info`.
-        secured: whether clients must send a key.
+        admission: which requests are let in.
+        fast: predictions take the fast path; False: Flask answers them too (`serve.server`).
         ready: the model is warm, and the process is not about to end.
     """
 
@@ -27,8 +29,17 @@ class Service:
     lanes: Lanes = None  # type: ignore[assignment] # one lane over `model`, unless it is given
     metrics: Metrics = field(default_factory=Metrics)
     layout: dict[str, Any] = field(default_factory=dict)
-    secured: bool = False
+    admission: Admission = field(default_factory=Admission)
+    fast: bool = True
     ready: bool = True
 
     def __post_init__(self) -> None:
         self.lanes = self.lanes or Lanes(self.model, self.limits)
+
+    def count(self, status: int, seconds: float, job: Job | None = None) -> None:
+        """Counts an answer in the metrics; of a prediction also where its time went."""
+        self.metrics.count(status)
+        self.metrics.queue(self.lanes.waiting)
+        if job is not None and job.batch:
+            beside = seconds - job.queued - job.decoding - job.forward
+            self.metrics.observe((job.queued, job.decoding, job.forward, beside, job.batch))

@@ -1,11 +1,12 @@
 """A request's body becomes encoded pictures, or texts: a well-formed form by cutting it at its boundaries, JSON, or the
 body itself.
 
-What is not well-formed is left to Flask's parser, which reads more and explains better, and is ten times slower.
+A form that is not as clients usually write it is read by werkzeug's parser, which reads more and is ten times slower.
 """
 
 import base64
 import binascii
+import io
 import json
 import re
 
@@ -22,6 +23,9 @@ MAX_JSON_MARKS = 1000
 
 MAX_PARTS = 1000
 """Parts into which a form is cut; as with JSON, far more than it may have pictures."""
+
+MAX_FIELD = 500_000
+"""Bytes of a text field of a form (Flask's default)."""
 
 _DATA_URL = re.compile(rb"data:[^,]*,")  # browsers put this before the base64 that they make of a file
 
@@ -49,7 +53,7 @@ _TEXTS = re.compile(
 
 
 class NotWellFormed(Exception):
-    """A form that is read by Flask, or by nobody."""
+    """A form that werkzeug reads, or nobody."""
 
 
 def is_picture(kind: bytes) -> bool:
@@ -79,6 +83,39 @@ def from_form(kind: bytes, body: bytes) -> list[bytes]:
     return [part[head.end() :] for part, head in zip(parts, heads, strict=True) if head is not None]
 
 
+def from_unusual_form(kind: bytes, body: bytes, limits: Limits) -> list[bytes]:
+    """The pictures of any form, kept in memory: nothing of a client's is written to disk.
+
+    Raises:
+        Refusal: it has no picture in the field image, too many parts, or too long a text.
+    """
+    from werkzeug.exceptions import RequestEntityTooLarge  # imported lazily: most servers never need it
+    from werkzeug.formparser import FormDataParser
+    from werkzeug.http import parse_options_header
+
+    parser = FormDataParser(
+        stream_factory=_in_memory, max_form_memory_size=MAX_FIELD, max_form_parts=limits.max_images + 8
+    )
+    mimetype, options = parse_options_header(kind.decode("latin-1"))
+    try:
+        _, fields, files = parser.parse(io.BytesIO(body), mimetype, len(body), options)
+    except RequestEntityTooLarge:
+        raise limits.too_large() from None
+    pictures = files.getlist("image")
+    if not pictures:
+        found = ", ".join(sorted(name for name in {*files, *fields} if name))[:200]  # a name may be None
+        raise Refusal(
+            400,
+            "The form has no file in the field image; send one as curl -F image=@FILE does."
+            + (f" Its fields are: {found}." if found else ""),
+        )
+    return [picture.read() for picture in pictures]
+
+
+def _in_memory(*_: object, **__: object) -> io.BytesIO:
+    return io.BytesIO()
+
+
 def from_json(body: bytes) -> list[bytes]:
     """The pictures of `{"images": [base64, …]}`, or of `{"image": base64}`.
 
@@ -106,17 +143,6 @@ def _from_base64(text: bytes) -> bytes:
     """Without splitting it at its blanks: the pieces of a text of 16 MB took 405 MB (November 2026)."""
     found = _DATA_URL.match(text)
     return base64.b64decode(text[found.end() if found else 0 :].translate(None, _BLANKS), validate=True)
-
-
-def counted(pictures: list[bytes], limits: Limits, what: str = "images") -> list[bytes]:
-    """The pictures, or texts, if they are not too many.
-
-    Raises:
-        Refusal: they are.
-    """
-    if len(pictures) > limits.max_images:
-        raise limits.too_many(len(pictures), what)
-    return pictures
 
 
 def is_text(kind: bytes, full: bytes) -> bool:

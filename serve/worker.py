@@ -13,7 +13,6 @@ import uvloop
 
 from serve.connection import Connection, Connections
 from serve.door import Door
-from serve.hosts import Hosts
 from serve.log import tell
 from serve.service import Service
 
@@ -29,32 +28,28 @@ SPARE_FILES = 100
 BACKLOG = 1024
 
 
-def work(listener: socket.socket, service: Service, key: str | None, hosts: Hosts, started: Callable[[], None]) -> None:
+def work(listener: socket.socket, service: Service, started: Callable[[], None]) -> None:
     """Answer requests until SIGTERM or SIGINT. Never returns: the process ends without running what its parent has set
     up.
 
     Args:
         listener: a listening socket.
         service: what answers.
-        key: what clients must send; None: nothing.
-        hosts: the names of the server that are answered.
         started: called once when requests are answered.
     """
     code = 1
     try:
-        uvloop.run(_serve(listener, service, key, hosts, started))
+        uvloop.run(_serve(listener, service, started))
         code = 0
     finally:
         os._exit(code)
 
 
-async def _serve(
-    listener: socket.socket, service: Service, key: str | None, hosts: Hosts, started: Callable[[], None]
-) -> None:
+async def _serve(listener: socket.socket, service: Service, started: Callable[[], None]) -> None:
     loop, end, parent = asyncio.get_running_loop(), asyncio.Event(), os.getppid()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end.set)
-    door = Door(service, key, hosts=hosts)
+    door = Door(service)
     connections = Connections(door, _most_connections())
 
     opening: set[asyncio.Task[Any]] = set()

@@ -11,6 +11,7 @@ from served import colour_run, picture
 
 from serve import connection as limits_of
 from serve import door as door_of
+from serve.admission import Admission
 from serve.bundle import Bundle
 from serve.connection import Connection, Connections
 from serve.door import Door
@@ -248,7 +249,7 @@ def test_only_names_of_its_own_are_answered(listening, allowed, host, status):
 
 def test_the_host_of_the_target_counts_and_not_the_header(talk, door, monkeypatch):
     """Also where the header names this machine; nothing is told to who asks by another name."""
-    monkeypatch.setattr(door, "_hosts", Hosts("127.0.0.1"))
+    monkeypatch.setattr(door.service, "admission", Admission(hosts=Hosts("127.0.0.1")))
     for head in (
         b"GET http://evil.example/info HTTP/1.1\r\nHost: localhost",
         b"GET /info HTTP/1.1\r\nHost: evil.example",

@@ -6,7 +6,6 @@ import json
 import re
 import signal
 import socket
-import sys
 from functools import partial
 from pathlib import Path
 
@@ -17,16 +16,6 @@ REQUESTS = Path(__file__).parent / "hostile" / "requests.tsv"
 
 SECONDS = 20
 """How long an exchange may take. Every client closes its half of the connection when it has sent all."""
-
-WITHOUT_FAST_PATH = (
-    "import sys; from serve import door, __main__; door.Door._predict = lambda *_: False; sys.exit(__main__.main())"
-)
-
-
-class OnFlask(Server):
-    """A server whose predictions are all answered by the Flask application."""
-
-    program = (sys.executable, "-c", WITHOUT_FAST_PATH)
 
 
 def lines():
@@ -86,8 +75,9 @@ def run(tmp_path_factory):
 def found(run, tmp_path_factory):
     """What the fast path and the Flask application answer to each line, and their standard error."""
     results = []
-    for kind in (Server, OnFlask):
-        server = kind(run, tmp_path_factory.mktemp("server") / "errors", "--max-wait", "60")
+    for kind in ("fast", "flask"):
+        errors = tmp_path_factory.mktemp("server") / "errors"
+        server = Server(run, errors, "--max-wait", "60", "--server", kind)
         try:
             with concurrent.futures.ThreadPoolExecutor(8) as threads:
                 answered = list(threads.map(partial(exchange, server.port), [made(line[2]) for line in lines()]))

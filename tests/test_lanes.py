@@ -51,7 +51,7 @@ class Asked:
     def __init__(self, lanes, *pictures, size=10):
         self.ended = threading.Event()
         self.ends = 0
-        self.job = Job(lambda: list(pictures), size, self._finish)
+        self.job = Job(lambda tiny: list(pictures), size, self._finish)
         lanes.submit(self.job)
 
     def _finish(self, job):
@@ -178,7 +178,7 @@ def test_what_waited_too_long_is_never_run(model):
     assert first.rows() == [[1]]
     assert (late.error().status, late.ends) == (504, 1)
     assert model.batches == [[1]]
-    old = Job(lambda: [b"4"], 1, lambda job: done.set(), accepted=time.perf_counter() - 1)
+    old = Job(lambda tiny: [b"4"], 1, lambda job: done.set(), accepted=time.perf_counter() - 1)
     done = threading.Event()
     lanes.submit(old)
     assert done.wait(10)

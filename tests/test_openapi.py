@@ -10,7 +10,8 @@ import pytest
 from jsonschema import Draft202012Validator
 from served import Server, colour_run, encoded, negative_run, picture
 
-from serve.app import create_app
+from serve.admission import Admission
+from serve.app import application
 from serve.bundle import Bundle
 from serve.service import Service
 
@@ -34,7 +35,7 @@ def runs(tmp_path_factory):
 @pytest.mark.parametrize("task", ["image_classification", "image_reconstruction"])
 def test_it_describes_what_is_there(runs, task, secured):
     """Exactly the application's addresses and methods; every reference leads somewhere; answers are as it says."""
-    app = create_app(Service(Bundle.open(runs[task]), secured=secured))
+    app = application(Service(Bundle.open(runs[task]), admission=Admission("key" if secured else None)))
     client = app.test_client()
     document = client.get("/openapi.json").json
     there = {

@@ -18,7 +18,8 @@ from werkzeug.datastructures import FileStorage, MultiDict
 from werkzeug.test import Client, encode_multipart
 
 from deeplightning.image import ImageSpec
-from serve.app import create_app
+from serve.admission import Admission
+from serve.app import application
 from serve.bundle import Bundle
 from serve.door import Door, Request, refused
 from serve.limits import Limits, Refusal
@@ -38,7 +39,7 @@ def service(run_folder):
 
 @pytest.fixture(scope="module")
 def app(service):
-    return create_app(service)
+    return application(service)
 
 
 @pytest.fixture(scope="module", params=["flask", "door"])
@@ -74,7 +75,7 @@ def through(door):
             try:
                 door.admit(request)
                 request.body = environ["wsgi.input"].read()
-                door.check_size(len(request.body))
+                door.service.limits.check_size(len(request.body))
             except Refusal as refusal:
                 return refused(refusal)
             door.answer(request, lambda request, response: done.set_result(response) or True)
@@ -339,7 +340,7 @@ def test_a_fault_of_the_server_tells_nothing_of_its_inside(run_folder, capfd):
 
     good = Bundle.open(run_folder.bundle)
     service = Service(Broken(**vars(good)))
-    for client in (create_app(service).test_client(), Client(through(Door(service, log=silent())))):
+    for client in (application(service).test_client(), Client(through(Door(service, log=silent())))):
         response = client.post("/predict", data=picture("red"))
         assert (response.status_code, list(response.json)) == (500, ["ERROR"])
         assert "secret" not in response.text
@@ -398,7 +399,7 @@ def negatives(tmp_path_factory):
 @pytest.mark.parametrize("way", ["flask", "door"])
 def test_a_reconstruction_answers_with_pictures(negatives, way):
     """A PNG where the client accepts one, else base64 in JSON; several in order."""
-    client = create_app(negatives).test_client() if way == "flask" else Client(through(Door(negatives, log=silent())))
+    client = application(negatives).test_client() if way == "flask" else Client(through(Door(negatives, log=silent())))
     response = client.post("/predict", data=picture("red"), headers={"Accept": "image/png"})
     assert (response.status_code, response.mimetype) == (200, "image/png")
     assert np.asarray(Image.open(io.BytesIO(response.data)))[0, 0].tolist() == [255 - part for part in COLOURS["red"]]
@@ -415,8 +416,8 @@ def test_a_reconstruction_answers_with_pictures(negatives, way):
 @pytest.fixture(scope="module")
 def guarded(run_folder):
     """The way in with a key, and what stands behind it."""
-    service = Service(Bundle.open(run_folder.bundle), secured=True)
-    return Client(through(Door(service, key="s3cret", log=silent())))
+    service = Service(Bundle.open(run_folder.bundle), admission=Admission("s3cret"))
+    return Client(through(Door(service, log=silent())))
 
 
 @pytest.mark.parametrize(
@@ -466,11 +467,15 @@ def test_a_request_has_an_id(service):
     assert ours.isdisjoint(['"', "a b", "x" * 65])
 
 
-def test_requests_are_counted_and_logged(run_folder, tmp_path):
-    """By status; and for a prediction where its time went. A line of JSON each, whatever the path holds."""
-    service = Service(Bundle.open(run_folder.bundle))
+@pytest.mark.parametrize("server", ["fast", "flask"])
+def test_requests_are_counted_and_logged(run_folder, tmp_path, monkeypatch, server):
+    """By status; and for a prediction where its time went, whichever server answers it. A line of JSON each, whatever
+    the path holds."""
+    service = Service(Bundle.open(run_folder.bundle), fast=server == "fast")
     file = tmp_path / "log"
     door = Door(service, log=Log(os.open(file, os.O_WRONLY | os.O_CREAT)))
+    if server == "flask":
+        monkeypatch.setattr(door, "_predict", None)
     client = Client(through(door))
     client.post("/predict", **form(picture(), picture()), headers={"X-Request-ID": "two"})
     client.post("/predict", data=b"hello", headers={"X-Request-ID": "text"})

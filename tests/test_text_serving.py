@@ -23,7 +23,7 @@ from deeplightning.model.transformer import TextTransformer
 from deeplightning.runfolder import RunFolder
 from deeplightning.task.text_classif import Probabilities
 from deeplightning.text import TextSpec, vocabulary
-from serve.app import create_app
+from serve.app import application
 from serve.bundle import Bundle, BundleError
 from serve.door import Door
 from serve.limits import Limits
@@ -70,7 +70,7 @@ def service(run):
 @pytest.fixture(scope="module", params=["flask", "door"])
 def client(service, request):
     """Werkzeug's test client, before Flask or before the way in that stands in front of it."""
-    app = create_app(service)
+    app = application(service)
     return app.test_client() if request.param == "flask" else Client(through(Door(service, log=silent())))
 
 
@@ -263,7 +263,7 @@ def test_a_server_of_pictures_says_so(tmp_path):
     """A text sent to one is refused as before, with what to send."""
     from served import colour_run
 
-    client = create_app(Service(Bundle.open(colour_run(tmp_path).bundle))).test_client()
+    client = application(Service(Bundle.open(colour_run(tmp_path).bundle))).test_client()
     response = client.post("/predict", **plain(b"a fine film"))
     assert response.status_code == 415
     assert "Send multipart/form-data with the field image" in response.json["ERROR"]
@@ -271,7 +271,7 @@ def test_a_server_of_pictures_says_so(tmp_path):
 
 def test_the_document_says_what_is_there(service):
     """OpenAPI's paths, bodies and answers are those of texts, and what the server answers fits them."""
-    client = create_app(service).test_client()
+    client = application(service).test_client()
     document = client.get("/openapi.json").json
     operation = document["paths"]["/predict"]["post"]
     assert set(operation["requestBody"]["content"]) == {"application/json", "text/plain"}

@@ -1,0 +1,132 @@
+"""One prediction, whichever server reads it: a request becomes a job (`Predictions.job`), and a finished job an answer
+(`Predictions.answer`). The fast path and the Flask application share both."""
+
+import re
+from collections.abc import Callable
+from urllib.parse import unquote_to_bytes
+
+from serve.answers import DEFAULT_TOP_K, Answer, encoder, refused
+from serve.lanes import Job, Model, NotTiny
+from serve.limits import Limits, Refusal
+from serve.uploads import (
+    KINDS_OF_TEXT,
+    NotWellFormed,
+    from_form,
+    from_json,
+    from_unusual_form,
+    is_picture,
+    is_text,
+    texts_from_json,
+)
+
+JOB = "serve.job"
+"""The key of the WSGI environment with a list to which Flask adds a prediction's job, for the log and the metrics."""
+
+_TOP_K = re.compile(rb"(?:\A|&)top_k(?:=([^&]*))?(?=&|\Z)")
+_COUNT = re.compile(rb"[0-9]{1,9}")
+
+
+class Predictions:
+    """Reads and answers the predictions of a model.
+
+    Args:
+        model: the model.
+        limits: the limits of a request.
+    """
+
+    def __init__(self, model: Model, limits: Limits):
+        self._limits = limits
+        self._takes_texts = model.task == "text_classification"
+        self._encode = encoder(model.task, model.labels)
+
+    def job(self, query: bytes, kind: bytes, accept: bytes, body: bytes, finish: Callable[[Job], None]) -> Job:
+        """The job of a request.
+
+        Args:
+            query: the query string, percent-encoded.
+            kind: the Content-Type.
+            accept: the Accept header.
+            body: the complete body.
+            finish: called with the finished job.
+
+        Raises:
+            Refusal: top_k is not a count, or the body is missing or of a type that is not read. Other faults of the
+                body are found when the job runs.
+        """
+        top_k = _top_k(query)
+        read = self._texts(kind, body) if self._takes_texts else self._pictures(kind, body)
+        return Job(read, len(body), finish, top_k=top_k, accept=accept.decode("latin-1"))
+
+    def answer(self, job: Job) -> Answer:
+        """The answer of a finished job. An error that is no refusal is a fault of the server, and is raised."""
+        if isinstance(job.error, Refusal):
+            return refused(job.error)
+        if job.error is not None:
+            raise job.error
+        kind, body = self._encode(job.rows, job.top_k, job.accept)
+        return Answer(200, kind, body)
+
+    def _pictures(self, kind: bytes, body: bytes) -> Callable[[bool], list[bytes]]:
+        """How the encoded pictures are taken out of the body."""
+        limits, mimetype = self._limits, _mimetype(kind)
+        if mimetype == b"multipart/form-data":
+
+            def read(tiny: bool) -> list[bytes]:
+                try:
+                    pictures = from_form(kind, body)
+                except NotWellFormed:
+                    if tiny:
+                        raise NotTiny from None
+                    pictures = from_unusual_form(kind, body, limits)
+                return _counted(pictures, limits)
+
+            return read
+        if mimetype == b"application/json":
+            return lambda _: _counted(from_json(body), limits)
+        if not is_picture(mimetype):
+            raise Refusal(
+                415,
+                f"A body of type {_shown(mimetype)} is not read. Send multipart/form-data with the field image (curl "
+                '-F image=@FILE), the image itself (curl --data-binary @FILE -H "Content-Type: image/png"), or JSON '
+                '{"images": [base64, …]} as application/json.',
+            )
+        if not body:
+            raise Refusal(400, "The request has no body; send the image as the body, or as the form field image.")
+        return lambda _: [body]
+
+    def _texts(self, kind: bytes, body: bytes) -> Callable[[bool], list[bytes]]:
+        """How the texts, in UTF-8, are taken out of the body."""
+        mimetype = _mimetype(kind)
+        if mimetype == b"application/json":
+            return lambda _: _counted(texts_from_json(body), self._limits, "texts")
+        if not is_text(mimetype, kind):
+            raise Refusal(
+                415, f"A body of type {_shown(kind)} is not read: this server answers texts. Send {KINDS_OF_TEXT}."
+            )
+        if not body:
+            raise Refusal(400, f"The request has no body; send {KINDS_OF_TEXT}.")
+        return lambda _: [body]
+
+
+def _mimetype(kind: bytes) -> bytes:
+    return kind.partition(b";")[0].strip().lower()
+
+
+def _shown(kind: bytes) -> str:
+    return kind.decode("latin-1")[:100]
+
+
+def _top_k(query: bytes) -> int:
+    found = _TOP_K.search(query) if query else None
+    if found is None:
+        return DEFAULT_TOP_K
+    text = unquote_to_bytes((found[1] or b"").replace(b"+", b" "))
+    if not _COUNT.fullmatch(text) or int(text) < 1:
+        raise Refusal(400, "top_k must be a whole number of at least 1, as in /predict?top_k=3.")
+    return int(text)
+
+
+def _counted(inputs: list[bytes], limits: Limits, what: str = "images") -> list[bytes]:
+    if len(inputs) > limits.max_images:
+        raise limits.too_many(len(inputs), what)
+    return inputs
