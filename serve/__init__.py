@@ -1,1 +1,19 @@
-"""A bundle answers HTTP. Nothing here imports torch, Lightning or MLflow; of ours, `image` and `runfolder` only."""
+"""A bundle answers HTTP. Nothing here imports torch, Lightning or MLflow; of ours, `image` and `runfolder` only.
+
+`create_app` is the WSGI application; importing this package alone loads nothing.
+"""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from serve.wsgi import create_app
+
+__all__ = ["create_app"]
+
+
+def __getattr__(name: str) -> object:
+    if name != "create_app":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from serve.wsgi import create_app
+
+    return create_app

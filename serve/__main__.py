@@ -18,21 +18,24 @@ from typing import Any
 
 from deeplightning.runfolder import RunFolder
 from serve.admission import Admission
-from serve.bundle import Bundle
-from serve.device import ONNX_RUNTIME, Device, DeviceError, Runtime, choose_devices, is_word
+from serve.bundle import Bundle, places
+from serve.device import (
+    ONNX_RUNTIME,
+    Device,
+    DeviceError,
+    OptionError,
+    Runtime,
+    choose_devices,
+    is_word,
+    settled_device,
+)
 from serve.hosts import Hosts
 from serve.keeper import OpenModel
 from serve.layout import Layout
-from serve.limits import Limits
+from serve.limits import BOUNDS, Limits
 from serve.log import open_streams, tell
 from serve.parent import ON_CPU, ModelError, Parent
 from serve.worker import BACKLOG
-
-
-class OptionError(Exception):
-    """A setting cannot be used; the message says why and what to do."""
-
-    exit_code = 2
 
 
 class AddressError(Exception):
@@ -50,37 +53,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
 
     def open_model(device: Device) -> Bundle:
-        # 16 bits are for GPUs: where `auto` has fallen back to the CPU, they would only be slower than 32.
-        precision = "fp32" if options.precision == "fp16" and not device.on_gpu else options.precision
-        return Bundle.open(options.folder, precision, device, options.max_batch, options.tensorrt and device.on_gpu)
+        return Bundle.open_on(device, options.folder, options.precision, options.max_batch, options.tensorrt)
 
     try:
-        _check_pairs(options)
+        options.device = settled_device(options.precision, options.device, options.tensorrt)
         return serve(open_model, options, lambda: _files(options.folder), options.folder)
     except OptionError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-
-
-def _check_pairs(options: argparse.Namespace) -> None:
-    """
-    Raises:
-        OptionError: two options contradict each other.
-    """
-    if options.precision == "int8":
-        if options.device.startswith("cuda"):
-            raise OptionError(
-                f"--precision int8 does not go with --device {options.device}: the int8 model is made for CPUs; "
-                "use --precision fp16, or --device cpu."
-            )
-        options.device = "cpu"
-    if options.device == "cpu" and options.precision == "fp16":
-        raise OptionError(
-            "--precision fp16 does not go with --device cpu: a CPU computes in 32 bits faster; "
-            "use --precision fp32 or int8, or --device cuda."
-        )
-    if options.device == "cpu" and options.tensorrt:
-        raise OptionError("--tensorrt is for GPUs, and the CPU answers; leave it out, or use --device cuda.")
 
 
 def options_parser() -> argparse.ArgumentParser:
@@ -111,24 +91,30 @@ def options_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--max-upload-mb",
-        type=_within(int, 1, 10_000),
+        type=_within(int, *BOUNDS["max_upload_mb"]),
         default=default.max_upload_mb,
         help="largest request, in units of 1,000,000 bytes",
     )
     parser.add_argument(
         "--max-pixels",
-        type=_within(int, 1, 178_956_970),
+        type=_within(int, *BOUNDS["max_pixels"]),
         default=default.max_pixels,
         help="largest image, width x height",
     )
     parser.add_argument(
-        "--max-batch", type=_within(int, 1, 1024), default=default.max_batch, help="images in one forward pass"
+        "--max-batch",
+        type=_within(int, *BOUNDS["max_batch"]),
+        default=default.max_batch,
+        help="images in one forward pass",
     )
     parser.add_argument(
-        "--max-queue", type=_within(int, 1, 100_000), default=default.max_queue, help="requests that may wait"
+        "--max-queue", type=_within(int, *BOUNDS["max_queue"]), default=default.max_queue, help="requests that may wait"
     )
     parser.add_argument(
-        "--max-wait", type=_within(float, 0.1, 600), default=default.max_wait, help="seconds that a request may wait"
+        "--max-wait",
+        type=_within(float, *BOUNDS["max_wait"]),
+        default=default.max_wait,
+        help="seconds that a request may wait",
     )
     parser.add_argument(
         "--api-key-env", metavar="NAME", help="environment variable that holds the key clients must send"
@@ -268,7 +254,7 @@ def _bound(host: str, port: int, reuse_port: bool = False) -> socket.socket:
 
 def _files(folder: Path) -> list[Path]:
     """Of the bundle in `folder`; none while it is being replaced."""
-    for bundle in (folder, RunFolder(folder).bundle):
+    for bundle in places(folder):
         if (bundle / RunFolder("").bundle_card.name).is_file():
             return sorted(bundle.iterdir())
     return []

@@ -59,8 +59,9 @@ class Admission:
         if len(headers.get(b"content-type", b"")) > LONGEST_KIND:
             raise Refusal(400, f"The Content-Type is longer than {LONGEST_KIND} bytes; name a kind of picture.")
         if size := headers.get(b"content-length"):
-            if len(size) > LONGEST_NUMBER:
-                raise Refusal(400, f"The Content-Length has more than {LONGEST_NUMBER} digits; send the size in bytes.")
+            if len(size) > LONGEST_NUMBER or not size.strip().isdigit():
+                words = f"is not a number of at most {LONGEST_NUMBER} digits"
+                raise Refusal(400, f"The Content-Length {words}; send the size in bytes.")
             lanes.limits.check_size(int(size))
             if int(size) > LARGE and predicts(method, path):
                 lanes.admit()

@@ -16,8 +16,9 @@ import os
 import re
 from dataclasses import dataclass
 from io import BufferedReader
+from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 # From 1.29 on, importing onnxruntime starts a thread that reports to its makers and keeps a file in the user's home; a
 # forked server worker cannot end it and hangs at exit.
@@ -110,13 +111,14 @@ class Bundle:
     @classmethod
     def open(
         cls,
-        path: str | Path,
+        path: str | PathLike[str],
         precision: str = "fp32",
         device: Device = CPU,
         max_batch: int = 16,
         tensorrt: bool = False,
-    ) -> "Bundle":
-        """Read the bundle in `path`, or in the run folder `path`, and replay its golden samples on `device`.
+    ) -> Self:
+        """Read the bundle in `path` (a bundle, a run folder or an MLflow model), and replay its golden samples on
+        `device`.
 
         Args:
             path: a folder.
@@ -167,6 +169,13 @@ class Bundle:
         _prove(folder, card)
         _return_memory()
         return bundle
+
+    @classmethod
+    def open_on(cls, device: Device, path: str | PathLike[str], precision: str, max_batch: int, tensorrt: bool) -> Self:
+        """The same, with what is for GPUs left out on the CPU. `auto` may have fallen back to it, where 16 bits are
+        slower than 32."""
+        precision = "fp32" if precision == "fp16" and not device.on_gpu else precision
+        return cls.open(path, precision, device, max_batch, tensorrt and device.on_gpu)
 
     def predict(self, images: np.ndarray) -> np.ndarray:
         """What the model answers to prepared images, uint8 (N, C, H, W), or texts, int64 (N, L): probabilities, float32
@@ -226,8 +235,13 @@ def _expect(holds: bool, fault: str, folder: Path) -> None:
         raise BundleError(f"The bundle {folder} {fault}.")
 
 
+def places(path: Path) -> tuple[Path, ...]:
+    """Where a bundle may be: in `path` itself, in the run folder `path`, or in the MLflow model `path`."""
+    return path, RunFolder(path).bundle, path / "artifacts" / RunFolder(path).bundle.name
+
+
 def _find(path: Path) -> Path:
-    for folder in (path, RunFolder(path).bundle):
+    for folder in places(path):
         if (folder / _NAMES.bundle_card.name).is_file():
             return folder
     if not path.is_dir():

@@ -34,6 +34,12 @@ class DeviceError(Exception):
     exit_code = 3
 
 
+class OptionError(Exception):
+    """A setting cannot be used; the message says why and what to do."""
+
+    exit_code = 2
+
+
 @dataclass(frozen=True)
 class Device:
     """Where a model computes.
@@ -77,6 +83,29 @@ class Choice:
 def is_word(text: str) -> bool:
     """Whether `text` names a device."""
     return _WORD.fullmatch(text) is not None
+
+
+def settled_device(precision: str, device: str, tensorrt: bool) -> str:
+    """The device on which a precision is served, as a word of `serve.device`.
+
+    Raises:
+        OptionError: two options contradict each other.
+    """
+    if precision == "int8":
+        if device.startswith("cuda"):
+            raise OptionError(
+                f"--precision int8 does not go with --device {device}: the int8 model is made for CPUs; "
+                "use --precision fp16, or --device cpu."
+            )
+        device = "cpu"
+    if device == "cpu" and precision == "fp16":
+        raise OptionError(
+            "--precision fp16 does not go with --device cpu: a CPU computes in 32 bits faster; "
+            "use --precision fp32 or int8, or --device cuda."
+        )
+    if device == "cpu" and tensorrt:
+        raise OptionError("--tensorrt is for GPUs, and the CPU answers; leave it out, or use --device cuda.")
+    return device
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,16 @@ FAULT = "The server has a fault; its log tells which. Other requests are not aff
 """The message of status 500."""
 
 
+BOUNDS: dict[str, tuple[float, float]] = {
+    "max_upload_mb": (1, 10_000),
+    "max_pixels": (1, 178_956_970),
+    "max_batch": (1, 1024),
+    "max_queue": (1, 100_000),
+    "max_wait": (0.1, 600),
+}
+"""The least and the greatest value that a user may set; of other limits any that is positive."""
+
+
 @dataclass(frozen=True)
 class Limits:
     """What one request may cost.
@@ -28,6 +38,19 @@ class Limits:
     max_queue: int = 256
     max_wait: float = 5.0
     max_text: int = 100_000
+
+    @classmethod
+    def of(cls, **values: float) -> "Limits":
+        """The defaults, but for some values.
+
+        Raises:
+            ValueError, TypeError: a value is out of `BOUNDS`, or there is no such limit.
+        """
+        for name, value in values.items():
+            low, high = BOUNDS.get(name, (0, float("inf")))
+            if not low <= value <= high:
+                raise ValueError(f"{name} is {value}; it must be from {low} to {high}")
+        return cls(**{**asdict(cls()), **values})
 
     @property
     def max_bytes(self) -> int:

@@ -1,5 +1,6 @@
 """What a process that answers requests has: the model, its lanes, its counts, and what it is at."""
 
+import threading
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,6 +23,7 @@ class Service:
         admission: which requests are let in.
         fast: predictions take the fast path; False: Flask answers them too (`serve.server`).
         ready: the model is warm, and the process is not about to end.
+        counting: held by threads that count; our own server counts in its event loop alone.
     """
 
     model: Model
@@ -32,6 +34,7 @@ class Service:
     admission: Admission = field(default_factory=Admission)
     fast: bool = True
     ready: bool = True
+    counting: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
         self.lanes = self.lanes or Lanes(self.model, self.limits)

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -151,6 +152,55 @@ class Server:
         """Ends it; gives its exit code."""
         self.process.send_signal(sign)
         return self.process.wait(timeout=15)
+
+
+GUNICORN = ("-m", "gunicorn", "--worker-class", "gthread", "--threads", "4", "--bind", "127.0.0.1:{port}")
+WAITRESS = ("-m", "waitress", "--listen", "127.0.0.1:{port}")
+
+
+class WsgiServer:
+    """A WSGI server in a process of its own.
+
+    Attributes:
+        process, port: of the server.
+        said: the file of its output.
+    """
+
+    def __init__(self, folder: Path, *arguments: str):
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            self.port = free.getsockname()[1]
+        self.said = folder / "said"
+        command = [sys.executable, *(text.replace("{port}", str(self.port)) for text in arguments)]
+        with self.said.open("w") as said:
+            self.process = subprocess.Popen(command, cwd=folder, stdout=said, stderr=said)
+        wait_until(self._answers, 60)
+
+    def _answers(self) -> bool:
+        assert self.process.poll() is None, self.said.read_text()
+        try:
+            return self.ask("GET", "/health")[0] == 200
+        except (OSError, http.client.HTTPException):
+            return False
+
+    def connect(self) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+
+    def ask(
+        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
+    ) -> tuple[int, Any, bytes]:
+        """Status, headers and body of one request."""
+        connection = self.connect()
+        try:
+            connection.request(method, path, body, headers or {})
+            response = connection.getresponse()
+            return response.status, response.headers, response.read()
+        finally:
+            connection.close()
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout=60)
 
 
 def children(process: int) -> list[int]:

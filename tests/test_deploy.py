@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from commands import environment
-from served import Server
+from served import GUNICORN, Server, WsgiServer
 
 from deeplightning.config.fault import CheckpointError, ConfigError
 from deeplightning.config.own import ROOTS
@@ -326,19 +326,35 @@ def served(command, folder, cwd, *arguments):
     assert outcome.code == 0, outcome
 
 
+@contextmanager
+def under_gunicorn(folder, cwd):
+    """The same of `gunicorn "serve:create_app('RUN')"`."""
+    server = WsgiServer(cwd, *GUNICORN, f"serve:create_app({str(folder)!r})")
+    try:
+        yield f"http://127.0.0.1:{server.port}", ""
+        assert server.stop() == 0
+    finally:
+        server.process.kill()
+        server.process.wait()
+
+
 def asked(address, path):
     request = urllib.request.Request(f"{address}/predict", path.read_bytes(), {"Content-Type": "image/png"})
     with urllib.request.urlopen(request, timeout=30) as answer:
         return json.load(answer)
 
 
-@pytest.mark.parametrize("by", ["bundle", "torch"])
+@pytest.mark.parametrize("by", ["bundle", "torch", "gunicorn"])
 def test_answers_over_http_are_those_of_predict(by, run, forked, own, command):
     """Ten digits over HTTP get the class, label and probability of `deeplightning predict`, to 1e-5."""
-    folder = run.path if by == "bundle" else forked.folder
+    folder = forked.folder if by == "torch" else run.path
     predicted = command("predict", folder, *DIGITS, cwd=own)
     assert predicted.code == 0, predicted
-    with served(command, folder, own, *([] if by == "bundle" else ["--allow", "forks"])) as (address, said):
+    if by == "gunicorn":
+        service = under_gunicorn(folder, own)
+    else:
+        service = served(command, folder, own, *(["--allow", "forks"] if by == "torch" else []))
+    with service as (address, said):
         answers = [asked(address, path) for path in DIGITS]
     for row, answer in zip(csv.DictReader(predicted.out.splitlines()), answers, strict=True):
         assert (answer["predicted_class"], answer["label"]) == (row["predicted_class"], row["predicted_label"])

@@ -142,12 +142,15 @@ def script(page: Path, place: Path) -> str:
             for line in block.text.splitlines():
                 command = re.sub(r"\bbash train\.sh (?=\S+\.yaml)", "deeplightning train ", line)
                 command = re.sub(r"\bbash (\w+\.sh)", rf"bash '{ROOT}/\1'", command)
+                command = re.sub(r"^gunicorn\b", f"'{sys.executable}' -m gunicorn", command)
                 if "# keeps running" in line:
-                    default = "5000" if "deploy.sh" in line else "5001"
+                    default = "5000" if "deploy.sh" in line else "8000" if "gunicorn" in line else "5001"
                     ports[default] = free_port()
+                    started = command.partition("#")[0]
+                    started += "" if "--bind" in line else f"--port {ports[default]}"
                     command = (
                         "rm -f served\n"
-                        f'{command.partition("#")[0]} --port {ports[default]} >served 2>&1 & servers+=" $!"\n'
+                        f'{started} >served 2>&1 & servers+=" $!"\n'
                         "until grep -q http://127 served; do kill -0 $! || { cat served; exit 1; }; sleep 0.1; done\n"
                         f"export PREDICT_URL=http://127.0.0.1:{ports[default]}/predict; cat served"
                     )

@@ -10,9 +10,15 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from served import Server, colour_run, picture
+from served import GUNICORN, Server, WsgiServer, colour_run, picture
 
 REQUESTS = Path(__file__).parent / "hostile" / "requests.tsv"
+
+ORDINARY = re.compile(
+    r"POST /predict[^\s{]* HTTP/1\.1\\r\\nHost: localhost\\r\\n"
+    r"(Content-Type: [^\\{]+\\r\\n)?Content-Length: \{length\}\\r\\n\\r\\n"
+)
+"""A recipe of a prediction whose head every HTTP server reads alike."""
 
 SECONDS = 20
 """How long an exchange may take. Every client closes its half of the connection when it has sent all."""
@@ -51,7 +57,7 @@ def answers(received):
     while received:
         head, _, received = received.partition(b"\r\n\r\n")
         status = int(head.split()[1])
-        length = re.search(rb"content-length: (\d+)", head)
+        length = re.search(rb"content-length: (\d+)", head, re.IGNORECASE)
         size = int(length[1]) if length and status != 100 else 0
         body, received = received[:size], received[size:]
         found = json.loads(body) if b"application/json" in head and body else {}
@@ -88,6 +94,24 @@ def found(run, tmp_path_factory):
     return results
 
 
+@pytest.fixture(scope="module")
+def under_gunicorn(run, tmp_path_factory):
+    """By name, what the WSGI application answers under gunicorn, which parses HTTP itself, to each line whose head is
+    ordinary."""
+    application = f"serve:create_app({str(run)!r}, max_wait=60)"
+    server = WsgiServer(tmp_path_factory.mktemp("gunicorn"), *GUNICORN, application)
+    chosen = [line for line in lines() if ORDINARY.match(line[2])]
+    try:
+        with concurrent.futures.ThreadPoolExecutor(8) as threads:
+            answered = list(threads.map(partial(exchange, server.port), [made(line[2]) for line in chosen]))
+        assert server.stop() == 0
+    finally:
+        server.process.kill()
+        server.process.wait()
+    assert "Traceback" not in server.said.read_text()
+    return {line[0]: one for line, one in zip(chosen, answered, strict=True)}
+
+
 def test_there_are_at_least_400_kinds():
     names = [line[0] for line in lines()]
     assert len(names) == len(set(names)) >= 400
@@ -113,4 +137,12 @@ def test_the_fast_path_and_flask_agree(found):
     """In status and in words."""
     (fast, *_), (flask, *_) = found
     different = {line[0]: (one, two) for line, one, two in zip(lines(), fast, flask, strict=True) if one != two}
+    assert not different, different
+
+
+def test_the_wsgi_application_agrees_with_the_fast_path(found, under_gunicorn):
+    """Hostile bodies and queries get the same status and words under gunicorn as by our own server."""
+    fast = dict(zip((line[0] for line in lines()), found[0][0], strict=True))
+    assert len(under_gunicorn) >= 140
+    different = {name: (fast[name], one) for name, one in under_gunicorn.items() if one != fast[name]}
     assert not different, different

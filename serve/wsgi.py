@@ -1,0 +1,129 @@
+"""The prediction API of a bundle as a WSGI application, for servers such as gunicorn and waitress:
+
+    gunicorn "serve:create_app('RUN')"
+
+It needs neither our event loop nor our processes. The WSGI server brings sockets, workers, timeouts and an access log.
+"""
+
+import itertools
+import os
+import threading
+import time
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from os import PathLike
+
+from flask import Flask, Response, request
+
+from serve.admission import Admission, request_id
+from serve.app import application
+from serve.bundle import Bundle
+from serve.device import LANES, ONNX_RUNTIME, choose_devices, settled_device
+from serve.hosts import Hosts
+from serve.lanes import Lanes
+from serve.layout import choose, largest_batch
+from serve.limits import Limits, Refusal
+from serve.metrics import MAX_PROCESSES
+from serve.prediction import JOB
+from serve.service import Service
+
+_HEADERS = {
+    "HTTP_HOST": b"host",
+    "HTTP_AUTHORIZATION": b"authorization",
+    "HTTP_X_API_KEY": b"x-api-key",
+    "HTTP_X_REQUEST_ID": b"x-request-id",
+    "CONTENT_TYPE": b"content-type",
+    "CONTENT_LENGTH": b"content-length",
+}
+"""What admission looks at, by its key in the WSGI environment."""
+
+
+def create_app(
+    run: str | PathLike[str],
+    *,
+    precision: str = "fp32",
+    device: str = "auto",
+    tensorrt: bool = False,
+    api_key: str | None = None,
+    allowed_hosts: Sequence[str] = (),
+    **limits: float,
+) -> Flask:
+    """The WSGI application that answers from a bundle, with all of our server's routes.
+
+    The model is loaded once and checked here. Threads start with the first request that needs them, so a server may
+    fork the process first, and its workers share the model's memory; but not on a GPU, since CUDA does not survive a
+    fork.
+
+    Args:
+        run: a bundle, a run folder that has one, or an MLflow model that has one.
+        precision: which of the bundle's models answers: fp32, int8 or fp16.
+        device: where it computes, as in `serve.device`; of several GPUs the first.
+        tensorrt: compile the model by TensorRT, on a GPU.
+        api_key: what clients must send as `Authorization: Bearer KEY` or `X-API-Key: KEY`; None: nothing.
+        allowed_hosts: the names by which clients may ask, besides localhost; none: every name.
+        limits: those of `serve.limits.Limits` that differ from their defaults, such as `max_batch=32`.
+
+    Raises:
+        BundleError: the bundle is missing, damaged or unknown.
+        DeviceError: the device cannot be used.
+        OptionError, ValueError, TypeError: two options contradict each other, or a limit is out of range or unknown.
+    """
+    bounds = Limits.of(**limits)
+    device = settled_device(precision, device, tensorrt)
+    place = choose_devices(device, ONNX_RUNTIME).devices[0]
+    model = Bundle.open_on(place, run, precision, bounds.max_batch, tensorrt)
+    if place.on_gpu:
+        bounds = replace(bounds, max_batch=largest_batch(model, bounds.max_batch))
+        lanes, seconds = LANES, float("inf")
+    else:
+        layout = choose(model)
+        lanes, seconds = layout.lanes, layout.forward_ms / 1e3
+    service = Service(
+        model,
+        bounds,
+        Lanes(model, bounds, lanes, seconds),
+        layout={"processes": 1, "lanes": lanes, "device": str(place)},
+        admission=Admission(api_key, Hosts("0.0.0.0", allowed_hosts)),
+    )
+    _renew_after_forks(service, seconds)
+    opened = os.getpid()
+    app = application(service)
+
+    @app.before_request
+    def admit() -> None:
+        environ = request.environ
+        environ["serve.begun"] = time.perf_counter()
+        headers = {name: environ[key].encode("latin-1") for key, name in _HEADERS.items() if key in environ}
+        environ["serve.id"] = request_id(headers.get(b"x-request-id")).decode()
+        service.admission.check(request.method, request.path, headers, service.lanes)
+        if place.on_gpu and os.getpid() != opened:
+            raise Refusal(503, "CUDA does not survive a fork; start the WSGI server without preloading (--preload).")
+
+    @app.after_request
+    def count(response: Response) -> Response:
+        environ = request.environ
+        response.headers["X-Request-ID"] = environ["serve.id"]
+        jobs = environ.get(JOB)
+        with service.counting:
+            service.count(response.status_code, time.perf_counter() - environ["serve.begun"], jobs and jobs[0])
+        return response
+
+    return app
+
+
+def _renew_after_forks(service: Service, seconds: float) -> None:
+    """Threads and locks do not survive a fork: the child gets its own, and its own row of the metrics."""
+    forks, row, kept = itertools.count(1), 0, weakref.ref(service)
+
+    def before() -> None:
+        nonlocal row
+        row = next(forks) % MAX_PROCESSES
+
+    def in_child() -> None:
+        if (service := kept()) is not None:
+            service.lanes = Lanes(service.model, service.limits, service.lanes.number, seconds)
+            service.counting = threading.Lock()
+            service.metrics.row = row
+
+    os.register_at_fork(before=before, after_in_child=in_child)

@@ -1,0 +1,180 @@
+"""`serve.create_app` is a WSGI application: under gunicorn and waitress every route answers, workers may be forked
+before or after it is made, and nothing stays behind."""
+
+import concurrent.futures
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+from served import GUNICORN, ROOT, WAITRESS, WsgiServer, children, colour_run, gone, picture, wait_until
+
+import serve
+from serve.bundle import BundleError
+from serve.device import OptionError
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return colour_run(tmp_path_factory.mktemp("run")).path
+
+
+@pytest.fixture(scope="module", params=["gunicorn", "waitress"])
+def guarded(request, run, tmp_path_factory):
+    """An application with a key, in a user's own module."""
+    folder = tmp_path_factory.mktemp(request.param)
+    (folder / "own.py").write_text(
+        f"from serve import create_app\napp = create_app({str(run)!r}, api_key='s3cret', max_upload_mb=1)\n"
+    )
+    server = WsgiServer(folder, *(GUNICORN if request.param == "gunicorn" else WAITRESS), "own:app")
+    yield server
+    server.process.kill()
+    server.process.wait()
+
+
+def test_every_route_answers(guarded):
+    """With the key; without it those that need none. Each answer has the headers and the id of our own server."""
+    key = {"Authorization": "Bearer s3cret"}
+    kinds = {
+        "/": "text/html",
+        "/health": "application/json",
+        "/ready": "application/json",
+        "/info": "application/json",
+        "/metrics": "text/plain",
+        "/openapi.json": "application/json",
+    }
+    for path, kind in kinds.items():
+        status, headers, body = guarded.ask("GET", path, headers=key)
+        assert (status, headers.get_content_type(), bool(body)) == (200, kind, True), path
+        assert (headers["X-Content-Type-Options"], headers["Cache-Control"]) == ("nosniff", "no-store")
+        assert re.fullmatch("[0-9a-f]{16}", headers["X-Request-ID"])
+        assert guarded.ask("GET", path)[0] == (200 if path in ("/", "/health", "/ready") else 401)
+    status, headers, body = guarded.ask("POST", "/predict?top_k=1", picture("green"), key | {"X-Request-ID": "mine"})
+    assert (status, json.loads(body)["label"], headers["X-Request-ID"]) == (200, "green", "mine")
+    described = json.loads(guarded.ask("GET", "/openapi.json", headers=key)[2])
+    assert "securitySchemes" in described["components"]
+    counts = {
+        sample.name: sample.value
+        for family in text_string_to_metric_families(guarded.ask("GET", "/metrics", headers=key)[2].decode())
+        for sample in family.samples
+        if sample.labels.get("status", "401") == "401"
+    }
+    assert counts["deeplightning_requests_total"] == 3
+    assert (counts["deeplightning_forward_seconds_count"], counts["deeplightning_queue_length"]) == (1, 0)
+
+
+def test_bad_requests_are_refused_in_json(guarded):
+    """In the same words as by our own server; a body in chunks is read, and bounded as any other."""
+    key = {"X-API-Key": "s3cret"}
+    chunks = (picture("blue")[:50], picture("blue")[50:])
+    for method, path, body, status, words in (
+        ("POST", "/predict", b"hello", 415, "not an image"),
+        ("POST", "/predict", b"", 400, "has no body"),
+        ("POST", "/predict", b"x" * 1_000_001, 413, "at most 1 MB"),
+        ("POST", "/predict", iter([b"x" * 600_000, b"x" * 600_000]), 413, "at most 1 MB"),
+        ("POST", "/predict?top_k=0", picture(), 400, "whole number"),
+        ("GET", "/nothing", None, 404, "/predict"),
+        ("GET", "/predict", None, 405, "use POST"),
+        ("POST", "/predict", iter(chunks), 200, "blue"),
+    ):
+        found, headers, answer = guarded.ask(method, path, body, key)
+        assert (found, headers.get_content_type()) == (status, "application/json"), answer
+        document = json.loads(answer)
+        assert words in document.get("ERROR", document.get("label"))
+
+
+@pytest.mark.parametrize("preload", [False, True], ids=["", "preload"])
+def test_gunicorn_forks_and_ends_cleanly(run, tmp_path, preload):
+    """Two workers answer many clients at once; what is accepted before SIGTERM is answered; then all are gone."""
+    server = WsgiServer(
+        tmp_path, *GUNICORN, "--workers", "2", *["--preload"] * preload, f"serve:create_app({str(run)!r}, max_batch=4)"
+    )
+    try:
+        colours = ["red", "green", "blue"] * 20
+        large = {colour: picture(colour, size=(300, 300)) for colour in colours}  # decoded in other threads
+
+        def label(number):
+            colour = colours[number]
+            body = picture(colour) if number % 2 else large[colour]
+            return json.loads(server.ask("POST", "/predict", body)[2]).get("label")
+
+        with concurrent.futures.ThreadPoolExecutor(8) as threads:
+            assert list(threads.map(label, range(len(colours)))) == colours
+        if preload:  # the workers share the metrics
+            text = server.ask("GET", "/metrics")[2].decode()
+            assert f"deeplightning_batch_size_count {len(colours):.1f}" in text
+        workers = children(server.process.pid)
+        assert len(workers) == 2
+        body = picture("blue")
+        with socket.create_connection(("127.0.0.1", server.port), timeout=60) as client:
+            head = f"POST /predict HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\nExpect: 100-continue\r\n\r\n"
+            client.sendall(head.encode())
+            assert client.recv(100).startswith(b"HTTP/1.1 100")  # a thread has the request
+            server.process.send_signal(signal.SIGTERM)
+            client.sendall(body)
+            answer = b"".join(iter(lambda: client.recv(65_536), b""))
+            assert (b"200 OK" in answer, b'"label": "blue"' in answer) == (True, True)
+        assert server.process.wait(timeout=60) == 0
+        wait_until(lambda: all(map(gone, workers)), 30)
+        assert "Traceback" not in server.said.read_text()
+    finally:
+        server.process.kill()
+        server.process.wait()
+
+
+FORKED = """
+import os, sys
+import serve
+assert not {"flask", "numpy", "onnxruntime"} & set(sys.modules), "importing the package loads nothing"
+sys.path.insert(0, "tests")
+from served import picture
+app = serve.create_app(sys.argv[1])
+client, large = app.test_client(), picture("green", size=(400, 400))
+def answers():
+    assert [client.post("/predict", data=data).json["label"] for data in (large, picture("red"))] == ["green", "red"]
+answers()
+assert any(name.startswith("pictures") for name in map(lambda t: t.name, __import__("threading").enumerate()))
+for _ in range(2):
+    child = os.fork()
+    if not child:
+        answers(); os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+answers()
+assert "batch_size_count 8.0" in client.get("/metrics").text
+"""
+
+
+def test_a_process_may_be_forked_after_it_has_answered(run):
+    """The child has threads and counts of its own, whatever its parent was doing; importing `serve` is cheap."""
+    subprocess.run([sys.executable, "-W", "ignore", "-c", FORKED, str(run)], cwd=ROOT, check=True, timeout=120)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "words"),
+    [
+        ({"max_batch": 0}, ValueError, "max_batch is 0; it must be from 1 to 1024"),
+        ({"max_bach": 4}, TypeError, "max_bach"),
+        ({"precision": "int8", "device": "cuda"}, OptionError, "int8 model is made for CPUs"),
+        ({"precision": "int8"}, BundleError, "has no model.int8.onnx"),
+    ],
+    ids=["range", "name", "pair", "model"],
+)
+def test_wrong_options_are_explained(run, options, error, words):
+    """Before anything is served."""
+    with pytest.raises(error, match=re.escape(words)):
+        serve.create_app(run, **options)
+
+
+def test_a_folder_without_a_bundle_is_named(tmp_path):
+    """In the words of `deploy.sh`; a bundle inside an MLflow model is found."""
+    with pytest.raises(BundleError, match="no bundle in"):
+        serve.create_app(tmp_path)
+    inside = tmp_path / "model" / "artifacts"
+    inside.mkdir(parents=True)
+    (inside / "bundle").symlink_to(colour_run(tmp_path / "run").bundle)
+    client = serve.create_app(str(tmp_path / "model")).test_client()
+    assert client.post("/predict", data=picture("blue")).json["label"] == "blue"
