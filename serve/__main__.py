@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from deeplightning.runfolder import RunFolder
 from serve.admission import Admission
@@ -36,6 +36,8 @@ from serve.limits import BOUNDS, Limits
 from serve.log import open_streams, tell
 from serve.parent import ON_CPU, ModelError, Parent
 from serve.worker import BACKLOG
+
+Number = TypeVar("Number", int, float)
 
 
 class AddressError(Exception):
@@ -192,8 +194,8 @@ def _key(variable: str | None) -> str | None:
     return os.environ[variable]
 
 
-def _within(kind: Callable[[str], Any], low: float, high: float) -> Callable[[str], Any]:
-    def number(text: str) -> Any:
+def _within(kind: Callable[[str], Number], low: float, high: float) -> Callable[[str], Number]:
+    def number(text: str) -> Number:
         if not low <= kind(text) <= high:
             raise argparse.ArgumentTypeError(f"{text} is not from {low} to {high}")
         return kind(text)

@@ -10,10 +10,10 @@ import hashlib
 import re
 import threading
 from pathlib import Path
-from typing import Any
 
 from flask import Flask, Response, jsonify, request
 from flask.json.provider import DefaultJSONProvider
+from werkzeug import Response as WerkzeugResponse
 from werkzeug.exceptions import BadRequest, HTTPException, MethodNotAllowed, NotFound, RequestEntityTooLarge
 
 from serve.answers import JSON, PROTECTION, Answer, refused
@@ -87,7 +87,7 @@ def application(service: Service) -> Flask:
         return response
 
     @app.errorhandler(HTTPException)
-    def refuse(error: HTTPException) -> Any:
+    def refuse(error: HTTPException) -> WerkzeugResponse:
         response = error.get_response()  # it knows the headers that a status needs, such as Allow
         response.set_data(app.json.dumps({"ERROR": _explain(error, app, limits)}))
         response.content_type = JSON

@@ -99,7 +99,7 @@ class Bundle:
     task: str
     image_spec: ImageSpec | None
     labels: list[str]
-    run: dict[str, Any]
+    run: dict[str, object]
     precision: str
     samples: np.ndarray
     session: onnxruntime.InferenceSession
@@ -182,7 +182,8 @@ class Bundle:
         (N, K); or pictures, float32 (N, C, H, W) from 0 to 1."""
         if self.bound is not None:
             return self.bound.predict(images)
-        return self.session.run([TASKS[self.task]], {self.input: images})[0]
+        rows: np.ndarray = self.session.run([TASKS[self.task]], {self.input: images})[0]
+        return rows
 
     def prepare(self, data: bytes, max_pixels: int) -> np.ndarray:
         """One encoded picture as the model wants it, uint8 (C, H, W).
@@ -258,7 +259,7 @@ def _read_card(folder: Path) -> dict[str, Any]:
         with _opened(folder, file.name) as stream:
             text = stream.read(MAX_CARD_BYTES + 1)
         _expect(len(text) <= MAX_CARD_BYTES, f"has a {file.name} of more than {MAX_CARD_BYTES:,} bytes", folder)
-        card = json.loads(text)
+        card: dict[str, Any] = json.loads(text)
         _expect(isinstance(card, dict), f"has no JSON object in {file.name}; {_AGAIN}", folder)
         found = card.get("format")
         _expect(
@@ -279,7 +280,7 @@ def _read_card(folder: Path) -> dict[str, Any]:
     return card
 
 
-def _are_names(labels: Any) -> bool:
+def _are_names(labels: object) -> bool:
     return (
         isinstance(labels, list)
         and bool(labels)
@@ -288,7 +289,7 @@ def _are_names(labels: Any) -> bool:
     )
 
 
-def _is_origin(run: Any) -> bool:
+def _is_origin(run: object) -> bool:
     """Whether `run` is a few texts by name; `versions` may be several."""
     if not isinstance(run, dict) or not run.keys() <= {"id", "folder_name", "checkpoint", "created", "versions"}:
         return False
@@ -299,7 +300,7 @@ def _is_origin(run: Any) -> bool:
     )
 
 
-def _check_files(folder: Path, digests: Any, precision: str) -> None:
+def _check_files(folder: Path, digests: object, precision: str) -> None:
     """Every file that is needed is here, in the folder itself, and is what was exported. The model of another precision
     is not needed."""
     listed = digests if isinstance(digests, dict) else {}
@@ -358,7 +359,7 @@ def _text_spec(folder: Path, card: dict[str, Any]) -> "TextSpec":
         raise BundleError(f"The bundle {folder} describes its input wrongly: {error}.") from error
 
 
-def _text_samples(folder: Path, golden: Any, spec: "TextSpec") -> np.ndarray:
+def _text_samples(folder: Path, golden: object, spec: "TextSpec") -> np.ndarray:
     """The golden samples, int64 (N, L), prepared as any text is."""
     texts = golden.get("texts") if isinstance(golden, dict) else None
     if not isinstance(texts, list) or not texts or not all(isinstance(text, str) for text in texts):
@@ -390,7 +391,7 @@ def _load(
         ) from error
     inputs = [(node.name, node.type, node.shape[1:]) for node in session.get_inputs()]
     outputs = [(node.name, node.type, node.shape[1:]) for node in session.get_outputs()]
-    wanted: list[Any] = [("tokens", "tensor(int64)", ["length"])]  # by this name it is free
+    wanted: list[tuple[str, str, list[int | str]]] = [("tokens", "tensor(int64)", ["length"])]
     if spec is not None:
         wanted = [("images", "tensor(uint8)", [spec.channels, spec.height, spec.width])]
     _expect(inputs == wanted, f"has a model with the inputs {inputs}; bundle.json says {wanted}", folder)
@@ -418,7 +419,7 @@ def _bound(
     return bound_to(device, session, max_batch * item, max_batch * row * np.dtype(np.float32).itemsize)
 
 
-def _samples(folder: Path, golden: Any, spec: ImageSpec) -> np.ndarray:
+def _samples(folder: Path, golden: object, spec: ImageSpec) -> np.ndarray:
     """The golden samples, uint8 (N, C, H, W), decoded as any picture is."""
     pictures = golden.get("pictures") if isinstance(golden, dict) else None
     if not isinstance(pictures, list) or not pictures:

@@ -8,7 +8,7 @@ import ctypes
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import NotRequired, TypedDict, cast
 
 LIBRARY = "libcuda.so.1"
 
@@ -20,6 +20,23 @@ _NO_DEVICE = 100
 _PORTABLE = 1  # CU_MEMHOSTALLOC_PORTABLE
 _COMPUTE_MODE = 20  # CU_DEVICE_ATTRIBUTE_COMPUTE_MODE
 _MODES = {2: "prohibited", 3: "exclusive"}
+
+
+class Gpu(TypedDict):
+    """A GPU: its name and bytes of memory; or its name and, as `fault`, why it cannot be used."""
+
+    name: str
+    free: NotRequired[int]
+    total: NotRequired[int]
+    fault: NotRequired[str]
+
+
+class Probed(TypedDict, total=False):
+    """A machine's GPUs: the CUDA version of the driver, and each GPU; or, as `fault`, why there are none."""
+
+    driver: str
+    gpus: list[Gpu]
+    fault: str
 
 
 class CudaError(Exception):
@@ -46,7 +63,7 @@ class Driver:
         library: the loaded library.
     """
 
-    def __init__(self, library: Any):
+    def __init__(self, library: ctypes.CDLL):
         self._library = library
         self.call("cuInit", 0)
 
@@ -59,7 +76,7 @@ class Driver:
         """
         return cls(ctypes.CDLL(LIBRARY))
 
-    def call(self, name: str, *arguments: Any) -> None:
+    def call(self, name: str, *arguments: object) -> None:
         """
         Raises:
             CudaError: the function returned an error.
@@ -89,12 +106,12 @@ class Driver:
         self.call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)
         self.call("cuCtxSetCurrent", context)
 
-    def describe(self, index: int) -> dict[str, Any]:
+    def describe(self, index: int) -> Gpu:
         """Name and bytes of memory (total, free) of a GPU; or its name and, as `fault`, why it cannot be used."""
         device, name, mode = ctypes.c_int(), ctypes.create_string_buffer(256), ctypes.c_int()
         self.call("cuDeviceGet", ctypes.byref(device), index)
         self.call("cuDeviceGetName", name, len(name), device)
-        told: dict[str, Any] = {"name": name.value.decode(errors="replace")}
+        found: Gpu = {"name": name.value.decode(errors="replace")}
         self.call("cuDeviceGetAttribute", ctypes.byref(mode), _COMPUTE_MODE, device)
         free, total = ctypes.c_size_t(), ctypes.c_size_t()
         try:
@@ -102,8 +119,8 @@ class Driver:
             self.call("cuMemGetInfo_v2", ctypes.byref(free), ctypes.byref(total))
         except CudaError as error:
             in_mode = f"; its compute mode is {_MODES[mode.value]}" if mode.value in _MODES else ""
-            return {**told, "fault": f"{error}{in_mode}"}
-        return {**told, "free": free.value, "total": total.value}
+            return {**found, "fault": f"{error}{in_mode}"}
+        return {**found, "free": free.value, "total": total.value}
 
     def pinned(self, size: int) -> int:
         """The address of so many bytes of page-locked host memory, of the thread's context. It is never freed."""
@@ -113,12 +130,12 @@ class Driver:
         return address.value
 
 
-def look(driver: Driver) -> dict[str, Any]:
+def look(driver: Driver) -> Probed:
     """What `probe` tells, found in this process: `driver` (the CUDA version) and `gpus` (as `Driver.describe`)."""
     return {"driver": driver.version(), "gpus": [driver.describe(index) for index in range(driver.count())]}
 
 
-def probe() -> dict[str, Any]:
+def probe() -> Probed:
     """This machine's GPUs, found by a process that ends: `driver` and `gpus`, or `fault`: why there are none."""
     import subprocess  # only now: most servers compute on the CPU
 
@@ -131,7 +148,7 @@ def probe() -> dict[str, Any]:
         return {"fault": f"NVIDIA's driver does not answer within {PROBE_SECONDS} s; see what `nvidia-smi` says"}
     except (OSError, ValueError) as error:
         return {"fault": f"asking NVIDIA's driver for its GPUs failed ({error})"}
-    return found if isinstance(found, dict) else {"fault": "NVIDIA's driver gave no list of GPUs"}
+    return cast(Probed, found) if isinstance(found, dict) else {"fault": "NVIDIA's driver gave no list of GPUs"}
 
 
 def _main() -> None:

@@ -12,9 +12,8 @@ import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
-from serve.cuda import has_driver, probe
+from serve.cuda import Probed, has_driver, probe
 
 PACKAGE = "onnxruntime-gpu[cuda,cudnn]"
 """ONNX Runtime for NVIDIA's GPUs, with the libraries of CUDA that it needs."""
@@ -126,7 +125,7 @@ class Runtime:
 def choose_devices(
     word: str,
     runtime: Runtime,
-    find: Callable[[], dict[str, Any]] = probe,
+    find: Callable[[], Probed] = probe,
     may_have_gpu: Callable[[], bool] = has_driver,
 ) -> Choice:
     """The devices that a word means on this machine.
@@ -163,7 +162,7 @@ def choose_devices(
     raise DeviceError(f"serve.device is {word}: {reason}.")
 
 
-def _too_old(runtime: Runtime, found: dict[str, Any]) -> str | None:
+def _too_old(runtime: Runtime, found: Probed) -> str | None:
     """A driver runs what is built for its own major version of CUDA, and for older ones."""
     needed, driver = runtime.cuda(), found["driver"]
     if not needed or int(needed.partition(".")[0]) <= int(driver.partition(".")[0]):

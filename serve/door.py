@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from serve.admission import predicts, request_id
 from serve.answers import PROTECTION, Answer
@@ -24,6 +24,10 @@ from serve.limits import FAULT, Refusal
 from serve.log import Log, tell
 from serve.prediction import JOB, Predictions
 from serve.service import Service
+
+if TYPE_CHECKING:  # a server that only predicts needs no Flask
+    from _typeshed.wsgi import WSGIEnvironment
+    from flask import Flask
 
 MAX_HELD = 512_000_000
 """Bytes of unfinished bodies that a process keeps at a time."""
@@ -87,7 +91,7 @@ class Door:
         self.service = service
         self._predictions = Predictions(service.model, service.limits)
         self._log = log or Log()
-        self._flask: Any = None
+        self._flask: Flask | None = None
         # Where Flask answers predictions, as many wait in its threads as may wait; then they are refused.
         threads = FLASK_THREADS if service.fast else FLASK_THREADS + service.limits.max_queue
         self._threads = ThreadPoolExecutor(threads, thread_name_prefix="flask")
@@ -199,7 +203,7 @@ class Door:
 
             self._flask = application(self.service)
         texts = {name.decode("latin-1"): value.decode("latin-1") for name, value in request.headers.items()}
-        environ: dict[str, Any] = {
+        environ: WSGIEnvironment = {
             f"HTTP_{name.upper().replace('-', '_')}": text
             for name, text in texts.items()
             # werkzeug takes a body in chunks for one that has no end, and reads none of it; this one is whole.

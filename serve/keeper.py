@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import TypedDict, cast
 
 from serve.admission import Admission
 from serve.device import CPU, Device, DeviceError
@@ -51,6 +51,24 @@ OpenModel = Callable[[Device], Model]
 
 REFUSED = 4
 """The exit code where a model is outside the limits."""
+
+
+class Spread(TypedDict):
+    """What a report tells of a layout."""
+
+    processes: int
+    lanes: int
+    forward_ms: float
+
+
+class Report(TypedDict, total=False):
+    """What a child reports, once: the model that answers, its origin and the layout; or, as `fault`, why none does."""
+
+    model: str
+    run: dict[str, object]
+    layout: Spread
+    fault: str
+    exit_code: int
 
 
 @dataclass(frozen=True)
@@ -121,7 +139,7 @@ class Keeper:
                     self._model = self._setup.open_model(CPU)
                     self._layout = self._layout or choose(self._model)
             except Exception as error:
-                self._give_up(**_fault(error, CPU, self._memory))
+                self._give_up(_fault(error, CPU, self._memory))
         wake, self._wakened = os.pipe()
         os.set_blocking(self._wakened, False)
         signal.set_wakeup_fd(self._wakened, warn_on_full_buffer=False)
@@ -201,7 +219,7 @@ class Keeper:
                 say(self._pipe, **report, layout=spread)
                 self._pipe = None
 
-    def _cannot(self, worker: _Worker, report: dict[str, Any]) -> None:
+    def _cannot(self, worker: _Worker, report: Report) -> None:
         """A worker cannot load the model on its GPU: the end of this keeper, unless all have answered before."""
         device = self._spread.device(worker.slot)
         died = f"the process for {device} ({device.name}) died while it loaded the model"
@@ -210,13 +228,13 @@ class Keeper:
             tell(f"{device} does not answer, and is tried again: {reason}")
         else:
             code = REFUSED if worker.fault else DeviceError.exit_code
-            self._give_up(reason, report.get("exit_code", code))
+            self._give_up({"fault": reason, "exit_code": report.get("exit_code", code)})
 
-    def _give_up(self, fault: str, exit_code: int) -> None:
+    def _give_up(self, report: Report) -> None:
         """Ends this process and its workers, none of which has answered; then reports why."""
         self._end(signal.SIGKILL)
         assert self._pipe is not None, "it has not reported yet"
-        say(self._pipe, fault=fault, exit_code=exit_code)
+        say(self._pipe, **report)
         os._exit(1)
 
     def _stop_overdue(self) -> None:
@@ -279,13 +297,13 @@ def forget_signals() -> None:
 # ---- what a child reports
 
 
-def heard(pipe: int) -> dict[str, Any]:
+def heard(pipe: int) -> Report:
     """All that a child writes before it closes its end; nothing where it has died."""
     with os.fdopen(os.dup(pipe), "rb") as stream:
-        return json.loads(stream.read() or "{}")
+        return cast(Report, json.loads(stream.read() or "{}"))
 
 
-def say(pipe: int, **report: Any) -> None:
+def say(pipe: int, **report: object) -> None:
     """Reports, once, and closes this end."""
     with os.fdopen(pipe, "wb") as stream:
         stream.write(json.dumps(report, default=str).encode())
@@ -296,7 +314,7 @@ def _words(model: Model) -> str:
     return f"{model.task} ({len(model.labels)} classes)" if model.labels else model.task
 
 
-def _fault(error: Exception, device: Device, memory: int) -> dict[str, Any]:
+def _fault(error: Exception, device: Device, memory: int) -> Report:
     """Why a model cannot be loaded, for people, and the exit code; a fault of ours leaves its traceback in the log."""
     reason, code = str(error) or type(error).__name__, getattr(error, "exit_code", None)
     if isinstance(error, MemoryError) or "bad_alloc" in reason or is_out_of_memory(error):

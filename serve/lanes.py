@@ -9,11 +9,11 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
@@ -64,7 +64,7 @@ class Model(Protocol):
     def labels(self) -> list[str]: ...
 
     @property
-    def run(self) -> dict[str, Any]: ...
+    def run(self) -> Mapping[str, object]: ...
 
     @property
     def precision(self) -> str: ...
@@ -258,7 +258,8 @@ class Lanes:
                 413, f"{place}The text has {len(data):,} bytes; at most {limit:,} are accepted. Send a shorter one."
             )
         try:
-            return self._texts.prepare(data)
+            tokens: np.ndarray = self._texts.prepare(data)
+            return tokens
         except ValueError as error:
             raise Refusal(getattr(error, "status", 400), f"{place}{error}") from error
 

@@ -8,7 +8,6 @@ import select
 import sys
 import time
 import traceback
-from typing import Any
 
 MAX_LINES = 4096
 
@@ -66,7 +65,7 @@ class Log:
         return f"{self._stamp}.{int(now * 1000) % 1000:03}Z"
 
 
-def tell(event: str, error: BaseException | None = None, **fields: Any) -> None:
+def tell(event: str, error: BaseException | None = None, **fields: object) -> None:
     """One line of JSON on standard error; with `error`, its traceback as well."""
     stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     told = {"time": stamp, "event": event, **fields}

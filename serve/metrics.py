@@ -65,7 +65,7 @@ class Metrics:
         from prometheus_client import CollectorRegistry, generate_latest  # only now: it takes 0.1 s
 
         registry = CollectorRegistry()
-        registry.register(self)  # type: ignore[arg-type] # it has `collect`, which is all that is asked for
+        registry.register(self)
         return generate_latest(registry)
 
     def collect(self) -> "Iterator[Metric]":

@@ -6,7 +6,7 @@ The document is made for one server: its task, its limits, and whether it asks f
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from serve.app import Limits
+    from serve.limits import Limits
 
 JsonObject = dict[str, Any]
 

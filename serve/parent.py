@@ -16,12 +16,11 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from serve import keeper
 from serve.admission import Admission
 from serve.device import CPU, Choice
-from serve.keeper import CHECK_SECONDS, REFUSED, SHORT_LIFE, Keeper, OpenModel, Setup
+from serve.keeper import CHECK_SECONDS, REFUSED, SHORT_LIFE, Keeper, OpenModel, Report, Setup
 from serve.layout import MOST_PROCESSES, Layout, on_gpus, usable_cores
 from serve.limits import Limits
 from serve.log import tell
@@ -80,7 +79,7 @@ class Parent:
         limits: Limits,
         admission: Admission,
         fast: bool,
-        watch: Callable[[], Any],
+        watch: Callable[[], object],
         ready: Callable[[str, Layout], None],
         folder: Path,
         choice: Choice = CPU_ALONE,
@@ -95,7 +94,7 @@ class Parent:
         self._next: _Child | None = None
         self._leaving: _Child | None = None
         self._row = MOST_PROCESSES
-        self._seen: Any = None
+        self._seen: object = None
         self._retry = 0.0
         self._asked: set[int] = set()
 
@@ -138,7 +137,7 @@ class Parent:
             self._stop_next()
             self._load(seen)
 
-    def _load(self, seen: Any) -> None:
+    def _load(self, seen: object) -> None:
         self._seen = seen
         on_gpus = self._layout is not None and self._layout.devices[0].on_gpu
         # A keeper has a limit of its own for each of its workers on GPUs.
@@ -174,7 +173,7 @@ class Parent:
             self._stop_next()
             self._cannot(keeper.too_slow(self._setup.folder, child.seconds), REFUSED)
 
-    def _take_over(self, child: _Child, report: dict[str, Any]) -> None:
+    def _take_over(self, child: _Child, report: Report) -> None:
         """The workers of the new model answer; those of the old one finish what they have."""
         os.close(child.pipe)
         self._leaving, self._current, self._next, self._row = self._current, child, None, child.row

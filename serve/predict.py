@@ -8,7 +8,6 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 from urllib.parse import urlsplit
 
 DEFAULT_URL = "http://127.0.0.1:5000/predict"
@@ -54,7 +53,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def ask(url: str, picture: bytes, name: str, kind: str = "application/octet-stream") -> dict[str, Any]:
+def ask(url: str, picture: bytes, name: str, kind: str = "application/octet-stream") -> dict[str, object]:
     """The server's answer to one encoded picture, or to a body of another kind.
 
     Raises:

@@ -2,7 +2,6 @@
 
 import threading
 from dataclasses import dataclass, field
-from typing import Any
 
 from serve.admission import Admission
 from serve.lanes import Job, Lanes, Model
@@ -30,7 +29,7 @@ class Service:
     limits: Limits = field(default_factory=Limits)
     lanes: Lanes = None  # type: ignore[assignment] # one lane over `model`, unless it is given
     metrics: Metrics = field(default_factory=Metrics)
-    layout: dict[str, Any] = field(default_factory=dict)
+    layout: dict[str, object] = field(default_factory=dict)
     admission: Admission = field(default_factory=Admission)
     fast: bool = True
     ready: bool = True

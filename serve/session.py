@@ -11,7 +11,6 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from queue import LifoQueue
-from typing import Any
 
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # as in `serve.bundle`
 
@@ -190,7 +189,7 @@ class Bound:
 class _Buffers:
     """Memory of one forward pass, as bytes."""
 
-    def __init__(self, binding: Any, input: np.ndarray, output: np.ndarray):
+    def __init__(self, binding: onnxruntime.IOBinding, input: np.ndarray, output: np.ndarray):
         self.binding, self.input, self.output = binding, input, output
 
 

@@ -7,7 +7,6 @@ import resource
 import signal
 import socket
 from collections.abc import Callable
-from typing import Any
 
 import uvloop
 
@@ -52,7 +51,7 @@ async def _serve(listener: socket.socket, service: Service, started: Callable[[]
     door = Door(service)
     connections = Connections(door, _most_connections())
 
-    opening: set[asyncio.Task[Any]] = set()
+    opening: set[asyncio.Task[tuple[asyncio.BaseTransport, Connection]]] = set()
 
     def accept() -> None:
         """Takes all connections that wait."""
@@ -67,7 +66,7 @@ async def _serve(listener: socket.socket, service: Service, started: Callable[[]
                 opening.add(opened)
                 opened.add_done_callback(is_open)
 
-    def is_open(opened: asyncio.Task[Any]) -> None:
+    def is_open(opened: asyncio.Task[tuple[asyncio.BaseTransport, Connection]]) -> None:
         opening.discard(opened)
         if error := opened.exception():
             tell("a connection could not be taken", error)
