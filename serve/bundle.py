@@ -12,7 +12,6 @@ import hashlib
 import io
 import json
 import math
-import os
 import re
 from dataclasses import dataclass
 from io import BufferedReader
@@ -20,12 +19,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-# From 1.29 on, importing onnxruntime starts a thread that reports to its makers and keeps a file in the user's home; a
-# forked server worker cannot end it and hangs at exit.
-os.environ["ORT_DISABLE_TELEMETRY"] = "1"
-
 import numpy as np
-import onnxruntime
 from PIL import PngImagePlugin
 
 from deeplightning.image import ImageError, ImageSpec
@@ -33,6 +27,7 @@ from deeplightning.runfolder import BUNDLE_FORMAT, RunFolder, golden_digest, sea
 from deeplightning.words import first_line
 from serve.device import CPU, Device, DeviceError
 from serve.log import tell
+from serve.private import onnxruntime
 from serve.session import TEXT_TOKENS, Bound, bound_to, open_session, tensorrt_options
 
 if TYPE_CHECKING:  # a server of pictures does without

@@ -200,7 +200,7 @@ def onnxruntime_lacks() -> str | None:
             "onnxruntime and onnxruntime-gpu are both installed, and each overwrites the files of the other; "
             f"keep one: {_command('uninstall', *installed)} && {_command('install', PACKAGE)}"
         )
-    import onnxruntime
+    from serve.private import onnxruntime
 
     if "CUDAExecutionProvider" in onnxruntime.get_available_providers():
         return None
@@ -211,7 +211,7 @@ def onnxruntime_lacks() -> str | None:
 
 
 def _onnxruntime_cuda() -> str:
-    import onnxruntime
+    from serve.private import onnxruntime
 
     return getattr(onnxruntime, "cuda_version", None) or ""
 

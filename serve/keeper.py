@@ -27,8 +27,8 @@ from serve.layout import Layout, choose, largest_batch, usable_cores
 from serve.limits import Limits
 from serve.log import tell
 from serve.metrics import Metrics
+from serve.private import is_out_of_memory
 from serve.service import Service
-from serve.session import is_out_of_memory
 from serve.worker import BACKLOG, GRACE_SECONDS, work
 
 CHECK_SECONDS = 1.0

@@ -7,28 +7,23 @@ MemoryError. Letters: N images or texts.
 import contextlib
 import ctypes
 import io
-import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from queue import LifoQueue
 
-os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # as in `serve.bundle`
-
 import numpy as np
-import onnxruntime
 
 from deeplightning.words import first_line
 from serve.cuda import CudaError, Driver
 from serve.device import CPU, LANES, MEMORY_SHARE, Device, DeviceError
 from serve.log import tell
+from serve.private import Provider, is_out_of_memory, onnxruntime, open_strictly, provider_libraries
 
 CUDA, TENSORRT, ON_CPU = "CUDAExecutionProvider", "TensorrtExecutionProvider", "CPUExecutionProvider"
 
 TEXT_TOKENS = 512
 """Tokens that a buffer holds of each text where the model sets no limit; longer batches are copied from where they
 are."""
-
-Provider = str | tuple[str, dict[str, str]]
 
 
 def providers(device: Device, tensorrt: dict[str, str] | None = None) -> list[Provider]:
@@ -88,8 +83,7 @@ def open_session(
         onnxruntime.preload_dlls()  # the libraries of pip's nvidia packages, which the loader does not find by itself
     first = wanted[0][0]
     try:
-        # Without `enable_fallback=0` it prints an error to stdout and takes the CPU where a provider fails.
-        session = onnxruntime.InferenceSession(file, options, providers=wanted, enable_fallback=0)
+        session = open_strictly(file, options, wanted)
     except Exception as error:  # onnxruntime's exceptions have no common class of their own
         raise _unusable(device, first, _why_not(first) or first_line(error)) from error
     if first not in session.get_providers():  # a provider whose libraries do not load is left out in silence
@@ -106,31 +100,16 @@ def _unusable(device: Device, provider: str, reason: str) -> DeviceError:
 
 def _why_not(provider: str) -> str | None:
     """What the loader of libraries says to the library of a provider."""
-    folder = Path(onnxruntime.__file__).parent / "capi"
-    word = "tensorrt" if provider == TENSORRT else "cuda"
+    shared, library = provider_libraries("tensorrt" if provider == TENSORRT else "cuda")
     try:
-        ctypes.CDLL(str(folder / "libonnxruntime_providers_shared.so"), mode=ctypes.RTLD_GLOBAL)
-        ctypes.CDLL(str(folder / f"libonnxruntime_providers_{word}.so"))
+        ctypes.CDLL(str(shared), mode=ctypes.RTLD_GLOBAL)
+        ctypes.CDLL(str(library))
     except OSError as error:
         return str(error)
     return None
 
 
 # ---- memory
-
-_NO_MEMORY = (
-    "Failed to allocate memory",  # the arena asks the device
-    "is smaller than requested bytes",  # the arena is at its limit
-    "out of memory",  # CUDA
-    "ALLOC_FAILED",  # cuBLAS and cuDNN
-)
-"""What ONNX Runtime 1.31 says where memory runs out; it has no class of exceptions for it."""
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an exception of ONNX Runtime tells a lack of memory."""
-    text = str(error)
-    return any(words in text for words in _NO_MEMORY)
 
 
 class Bound:

@@ -18,7 +18,8 @@ from serve.device import CPU, Device, DeviceError
 from serve.lanes import Lanes
 from serve.layout import Layout, largest_batch, on_gpus
 from serve.limits import Limits
-from serve.session import Bound, bound_to, is_out_of_memory, open_session
+from serve.private import is_out_of_memory
+from serve.session import Bound, bound_to, open_session
 
 ARENA_FULL = (
     "[ONNXRuntimeError] : 1 : FAIL : Non-zero status code returned while running Conv node. Status Message: "

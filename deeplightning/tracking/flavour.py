@@ -17,7 +17,7 @@ from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.store import quiet_mlflow
 
 SOURCES = (
-    *(f"serve/{name}.py" for name in ("bundle", "session", "device", "cuda", "log")),
+    *(f"serve/{name}.py" for name in ("bundle", "session", "device", "cuda", "log", "private")),
     *("deeplightning/image.py", "deeplightning/runfolder.py", "deeplightning/words.py"),
 )
 

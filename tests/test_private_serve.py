@@ -1,0 +1,59 @@
+"""Canaries: what `serve.private` uses of ONNX Runtime is there and does what it is used for. The thread that
+`ORT_DISABLE_TELEMETRY` prevents is looked for in `test_server.py`, and a real lack of memory in `test_session.py`."""
+
+import ast
+from pathlib import Path
+
+import pytest
+from served import ROOT, colour_run
+
+from serve.private import NO_MEMORY, onnxruntime, open_strictly, provider_libraries
+
+
+def test_sessions_do_not_fall_back_to_the_cpu(tmp_path, monkeypatch, capsys):
+    """A provider that fails raises, with nothing on stdout; without the keyword ONNX Runtime would retry on the CPU."""
+    model = colour_run(tmp_path).bundle_model
+    tried = []
+
+    def fail(session, providers, *rest):
+        tried.append(providers)
+        if len(tried) == 1:
+            raise RuntimeError("the provider fails")
+
+    # The method that makes the session for given providers; the constructor retries it in its fallback.
+    monkeypatch.setattr(onnxruntime.InferenceSession, "_create_inference_session", fail)
+    with pytest.raises(RuntimeError, match="the provider fails"):
+        open_strictly(model, onnxruntime.SessionOptions(), [("CUDAExecutionProvider", {})])
+    assert (len(tried), capsys.readouterr().out) == (1, "")
+
+
+def test_libraries_and_texts_are_those_of_the_installed_version():
+    """The library of the providers has its name, and the binary has the texts of its own errors and the variable."""
+    shared, one = provider_libraries("cuda")
+    assert shared.is_file()
+    assert one.parent == shared.parent
+    (binary,) = shared.parent.glob("onnxruntime_pybind11_state*.so")
+    content = binary.read_bytes()
+    for text in (*NO_MEMORY[:3], "ORT_DISABLE_TELEMETRY"):  # the fourth comes from CUDA's own libraries
+        assert text.encode() in content, text
+
+
+def test_no_other_module_uses_private_names():
+    """No name with an underscore is imported from a library, or read from one of its modules."""
+    found = []
+    for file in sorted(Path(ROOT, "serve").glob("*.py")):
+        tree = ast.parse(file.read_text())
+        modules = {
+            (alias.asname or alias.name).partition(".")[0]
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Import)
+            for alias in node.names
+        }
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module and not node.module.startswith("_typeshed"):
+                parts = [*node.module.split("."), *(alias.name for alias in node.names)]
+                found += [f"{file.name}: {part}" for part in parts if part.startswith("_")]
+            elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in modules:
+                private = node.attr.startswith("_") and not node.attr.startswith("__")
+                found += [f"{file.name}: {node.value.id}.{node.attr}"] * (private and node.attr != "_exit")
+    assert found == []
