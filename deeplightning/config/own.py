@@ -27,7 +27,7 @@ LIBRARIES = ("deeplightning", "torch", "torchvision", "torchmetrics", "pytorch_l
 PREFIX = f"{__name__}."
 INSTALLED = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
-OURS = f"{Path(__file__).parents[1]}{os.sep}"
+OURS = tuple(f"{Path(__file__).parents[2] / package}{os.sep}" for package in ("deeplightning", "serve"))
 _roots: list[str] = json.loads(os.environ.get(ROOTS, "[]"))
 __path__: list[str] = [*_roots]  # with it, `PREFIX + name` can be imported, in a spawned process too
 
@@ -57,7 +57,7 @@ def is_own(file: str | None) -> bool:
     return (
         file is not None
         and any(file.startswith(f"{root.rstrip(os.sep)}{os.sep}") for root in roots())
-        and not file.startswith((*INSTALLED, OURS))
+        and not file.startswith((*INSTALLED, *OURS))
         and f"{os.sep}site-packages{os.sep}" not in file
     )
 
@@ -109,7 +109,7 @@ def lines_of(error: BaseException) -> list[tuple[str, int]]:
 
 def is_theirs(file: str) -> bool:
     """Whether the code of a file is the user's: neither ours nor installed."""
-    return not file.startswith((*INSTALLED, OURS, "<"))
+    return not file.startswith((*INSTALLED, *OURS, "<"))
 
 
 def line_of(error: BaseException) -> str:

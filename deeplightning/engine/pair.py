@@ -8,7 +8,6 @@ import multiprocessing
 import os
 import socket
 import sys
-import sysconfig
 import tempfile
 from collections.abc import Callable
 from datetime import timedelta
@@ -19,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import distributed
 
+from deeplightning.config.own import is_theirs, short
 from deeplightning.private.torch import dispatch_mode
 
 LIMIT = 120.0
@@ -31,8 +31,6 @@ UNTRIED = (
 _NO_FORK = "autograd's threading in combination with fork"
 """Torch's words (2.15) in a fork of a process whose autograd has threads."""
 
-_ELSEWHERE = (*{sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}, "<")
-_OURS = str(Path(__file__).parents[1])
 _PAIRED = ("send", "recv_", "recv_any_source_")  # between two ranks, which do different things by design
 
 
@@ -218,10 +216,9 @@ class _Collectives(dispatch_mode()):  # type: ignore[misc]
 def _place() -> str:
     """` (file:line)` of the innermost line of the user's own code that runs now."""
     frame = sys._getframe(1)
-    while frame.f_code is not _be.__code__ and frame.f_code.co_filename.startswith((*_ELSEWHERE, _OURS)):
+    while frame.f_code is not _be.__code__ and not is_theirs(frame.f_code.co_filename):
         assert frame.f_back is not None
         frame = frame.f_back
     if frame.f_code is _be.__code__:
         return ""
-    path = Path(frame.f_code.co_filename)
-    return f" ({path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path}:{frame.f_lineno})"
+    return f" ({short(frame.f_code.co_filename)}:{frame.f_lineno})"

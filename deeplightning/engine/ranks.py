@@ -19,7 +19,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import threading
 import time
@@ -30,6 +29,7 @@ from pathlib import Path
 from types import FrameType
 
 from deeplightning.config.fault import SetupError, UserError
+from deeplightning.config.own import is_theirs, short
 from deeplightning.engine.place import ATTEMPT, LAUNCH, place
 from deeplightning.process import is_early
 from deeplightning.runfolder import RunFolder
@@ -53,8 +53,6 @@ INTERRUPTED = {signal.SIGINT: 130, signal.SIGTERM: 143}
 # What gloo, nccl and torch's store say when another process is gone, or does not answer.
 _LOST = re.compile(r"gloo/|NCCL|c10d|TCPStore|Connection (closed|reset) by peer|Broken pipe|Socket Timeout|\bstore\b")
 _TIMED_OUT = re.compile(r"[Tt]im(?:ed out|eout)\D{0,40}?(\d+) ?(?:ms|milliseconds)")
-_OURS = str(Path(__file__).parents[1])
-_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")} | {_OURS, "<"})
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,8 +97,8 @@ def is_lost(error: BaseException) -> bool:
 def place_in(frames: Iterable[tuple[str, int]]) -> str | None:
     """`file:line` of the innermost code that is neither a library's nor ours, else of the innermost at all."""
     known = [(name, line) for name, line in frames if name != "<string>"]
-    own = [frame for frame in known if not frame[0].startswith(_LIBRARIES)] or known
-    return f"{own[-1][0].removeprefix(f'{Path.cwd()}{os.sep}')}:{own[-1][1]}" if own else None
+    theirs = [frame for frame in known if is_theirs(frame[0])] or known
+    return f"{short(theirs[-1][0])}:{theirs[-1][1]}" if theirs else None
 
 
 def place_of(error: BaseException) -> str | None:

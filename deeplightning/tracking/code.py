@@ -14,12 +14,10 @@ import json
 import os
 import re
 import sys
-import sysconfig
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cache
 from importlib.machinery import PathFinder
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -45,7 +43,6 @@ _TEXTS = (".json", ".yaml", ".yml", ".toml", ".ini", ".cfg", ".txt")
 _PRIVATE = re.compile(r"(?i)secret|credential|password|token(?!iz)|\.env|\.pem|\.key|netrc|htpasswd")
 _NO_CODE = ("__pycache__", "node_modules", "site-packages", "mlruns")
 _IMPORT = re.compile(rb"^[ \t]*(?:from[ \t]+([^\W\d]\w*)[\w.]*[ \t]+import\b|import[ \t]+([^#;\n]+))", re.MULTILINE)
-_OURS = Path(__file__).resolve().parents[1]
 
 
 @dataclass
@@ -133,7 +130,7 @@ class _Collector:
     def __init__(self, redact: Callable[[str], str], before: Code, modules: Mapping[str, Any]):
         self.redact, self.modules = redact, modules
         self.path = list(dict.fromkeys(os.path.abspath(entry) for entry in sys.path))  # noqa: PTH100 (of `.` too)
-        self.installed = (*_installed(), *_installed_into(self.path))
+        self.installed = (*(*own.INSTALLED, *own.OURS), *_installed_into(self.path))
         self.left_out, self.concealed = dict(before.left_out), list(before.concealed)
         self.secrets = set(before.secrets)
         self.files = {(before.roots[r], path): content for (r, path), content in before.files.items()}
@@ -280,13 +277,6 @@ class _Collector:
                 secrets=self.secrets,
             )
         return Code(program={"version": __version__})
-
-
-@cache
-def _installed() -> tuple[str, ...]:
-    """What the files of installed packages, of Python and of Deep Lightning begin with, the most frequent first."""
-    places = (sysconfig.get_path(name) for name in ("purelib", "stdlib", "platlib", "platstdlib"))
-    return tuple(f"{place}{os.sep}" for place in dict.fromkeys([*places, str(_OURS), str(_OURS.with_name("serve"))]))
 
 
 def _installed_into(path: Iterable[str]) -> list[str]:

@@ -11,7 +11,6 @@ import logging
 import re
 import signal
 import sys
-import sysconfig
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -24,6 +23,7 @@ import yaml
 import deeplightning.run  # noqa: F401  (with all that it stands on, as it is now, whatever becomes of the files)
 from deeplightning.callbacks import TRIAL
 from deeplightning.config.fault import CheckpointError, ConfigError, Fault, RunError, SetupError, UserError, count
+from deeplightning.config.own import is_theirs
 from deeplightning.config.schema import Config
 from deeplightning.config.source import read
 from deeplightning.config.space import Dimension, space_of
@@ -41,7 +41,6 @@ FREE = ("tune.num_trials", "tune.parallel", "tune.sampler", "tune.pruner", "tune
 """Sections and keys in which a search that goes on may differ from how it began."""
 WAIT = 10.0  # seconds that the process of a former trial may take to end
 _STOPS = {3: SetupError, 4: CheckpointError}  # exit codes of a trial after which others would fare no better
-_INSTALLED = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 
 class Stopped(UserError):
@@ -586,13 +585,10 @@ def _newest(folder: RunFolder) -> Path | None:
 
 def _own_code() -> dict[str, str]:
     """The files of modules that are neither installed nor ours, and their digests."""
-    ours = str(Path(__file__).parents[2])
     found = {}
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
-        if not file or name == "__main__" or file.startswith((*_INSTALLED, "<")) or not file.endswith(".py"):
-            continue
-        if name.split(".")[0] in ("deeplightning", "serve") and file.startswith(ours):
+        if not file or name == "__main__" or not is_theirs(file) or not file.endswith(".py"):
             continue
         if digest := _digest(Path(file)):
             found[str(Path(file).absolute())] = digest

@@ -18,7 +18,6 @@ import secrets
 import signal
 import socket
 import sys
-import sysconfig
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -28,7 +27,7 @@ from typing import Any
 
 from deeplightning import __version__
 from deeplightning.config.fault import ConfigError, Fault, Notice, SetupError
-from deeplightning.config.own import roots
+from deeplightning.config.own import INSTALLED, roots
 from deeplightning.config.schema import Config
 from deeplightning.engine import ranks
 from deeplightning.engine.launch import Job, Start
@@ -611,11 +610,9 @@ class _Actor(Agent):
 
 def _roots() -> list[str]:
     """The folders that this process imports from, beside what is installed, absolute."""
-    installed = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     found: list[str] = []
     for entry in [*roots(), *sys.path]:
         path = os.path.abspath(entry)  # noqa: PTH100
-        is_library = any(path == place or path.startswith(f"{place}{os.sep}") for place in installed)
-        if not is_library and os.path.isdir(path) and path not in found:  # noqa: PTH112
+        if not f"{path}{os.sep}".startswith(INSTALLED) and os.path.isdir(path) and path not in found:  # noqa: PTH112
             found.append(path)
     return found
