@@ -143,7 +143,7 @@ class Checkpoint:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serves until told to stop; returns the exit code."""
+    """Serves until it is stopped; returns the exit code."""
     parser = options_parser()
     parser.prog, parser.description = "python -m deeplightning.torch_server", "Answer HTTP from a run's checkpoint."
     parser.add_argument("run", type=RunFolder, help="a run folder")

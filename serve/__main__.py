@@ -30,11 +30,11 @@ from serve.device import (
     settled_device,
 )
 from serve.hosts import Hosts
-from serve.keeper import OpenModel
 from serve.layout import Layout
 from serve.limits import BOUNDS, Limits
-from serve.log import open_streams, tell
-from serve.parent import ON_CPU, ModelError, Parent
+from serve.log import log_event, open_streams
+from serve.pool import OpenModel
+from serve.supervisor import ON_CPU, ModelError, Supervisor
 from serve.worker import BACKLOG
 
 Number = TypeVar("Number", int, float)
@@ -47,7 +47,7 @@ class AddressError(Exception):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve a bundle until told to stop. Returns the exit code."""
+    """Serve a bundle until it is stopped. Returns the exit code."""
     parser = options_parser()
     parser.add_argument("folder", type=Path, help="a bundle, or a run folder that holds one")
     parser.add_argument("--precision", choices=["fp32", "int8", "fp16"], default="fp32", help="which of its models")
@@ -139,7 +139,7 @@ def serve(
     folder: Path,
     runtime: Runtime = ONNX_RUNTIME,
 ) -> int:
-    """Answer HTTP until told to stop.
+    """Answer HTTP until it is stopped.
 
     Args:
         open_model: loads the model on a device; called again when its files change. What it raises is
@@ -168,7 +168,7 @@ def serve(
 
     def announce(what: str, layout: Layout) -> None:
         if choice.reason is not None:
-            tell(ON_CPU, reason=choice.reason)
+            log_event(ON_CPU, reason=choice.reason)
         print(f"Serving {what} on {_url(first)}: {layout}", flush=True)
 
     _return_memory()
@@ -176,7 +176,7 @@ def serve(
         admission = Admission(key, Hosts(first.getsockname()[0], options.allowed_hosts))
         watch = lambda: _signature(files())  # noqa: E731
         fast = options.server == "fast"
-        return Parent(open_model, listen, limits, admission, fast, watch, announce, folder, choice).run()
+        return Supervisor(open_model, listen, limits, admission, fast, watch, announce, folder, choice).run()
     except ModelError as error:
         print(error, file=sys.stderr)
         return error.exit_code

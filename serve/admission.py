@@ -6,8 +6,8 @@ import re
 import secrets
 from collections.abc import Mapping
 
+from serve.batching import Batcher
 from serve.hosts import Hosts
-from serve.lanes import Lanes
 from serve.limits import Refusal
 
 OPEN = ("/", "/health", "/ready")
@@ -42,12 +42,14 @@ class Admission:
         """Whether clients must send a key."""
         return self._key is not None
 
-    def check(self, method: str, path: str, headers: Mapping[bytes, bytes], lanes: Lanes, host: bytes = b"") -> None:
+    def check(
+        self, method: str, path: str, headers: Mapping[bytes, bytes], batcher: Batcher, host: bytes = b""
+    ) -> None:
         """Checks a request before its body is read.
 
         Args:
             headers: by name in lower case; of the others only those that this module names.
-            lanes: where a prediction would wait.
+            batcher: where a prediction would wait.
             host: that of a target in absolute form, which replaces the header (RFC 9112, section 3.2.2); empty: none.
 
         Raises:
@@ -62,9 +64,9 @@ class Admission:
             if len(size) > LONGEST_NUMBER or not size.strip().isdigit():
                 words = f"is not a number of at most {LONGEST_NUMBER} digits"
                 raise Refusal(400, f"The Content-Length {words}; send the size in bytes.")
-            lanes.limits.check_size(int(size))
+            batcher.limits.check_size(int(size))
             if int(size) > LARGE and predicts(method, path):
-                lanes.admit()
+                batcher.admit()
 
     def _check_key(self, headers: Mapping[bytes, bytes]) -> None:
         bearer = headers.get(b"authorization", b"")

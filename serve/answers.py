@@ -61,7 +61,7 @@ def _classes(labels: list[str]) -> Encoder:
         best = np.argsort(-row, kind="stable")[:top_k].tolist()
         shares = [
             _WHOLE.get(share) or f"{share:.9g}" for share in row[best].tolist()
-        ]  # nine digits tell float32s apart
+        ]  # nine digits distinguish float32s
         predictions = ", ".join([f"{heads[n]}{share}}}" for n, share in zip(best, shares, strict=True)])
         return (
             f'{{"predicted_class": "{best[0]}", "predicted_probability": "{shares[0]}", '

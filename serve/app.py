@@ -1,8 +1,8 @@
 """The prediction API as a Flask application: each good request gets an answer, each bad one
 `{"ERROR": "what, and what to do"}`.
 
-`serve.wsgi` makes it a public WSGI application. In our own server `serve.door` answers predictions without it, by the
-same parser, limits and encoder (`serve.prediction`), unless `serve.server` is flask.
+`serve.wsgi` makes it a public WSGI application. In our own server `serve.dispatch` answers predictions without it, by
+the same parser, limits and encoder (`serve.prediction`), unless `serve.server` is flask.
 """
 
 import base64
@@ -18,7 +18,7 @@ from werkzeug.exceptions import BadRequest, HTTPException, MethodNotAllowed, Not
 
 from serve.answers import JSON, PROTECTION, Answer, refused
 from serve.limits import FAULT, Limits, Refusal
-from serve.log import tell
+from serve.log import log_event
 from serve.openapi import describe
 from serve.prediction import JOB, Predictions
 from serve.service import Service
@@ -39,7 +39,7 @@ def application(service: Service) -> Flask:
         kind, accept = (request.environ.get(name, "").encode("latin-1") for name in ("CONTENT_TYPE", "HTTP_ACCEPT"))
         done = threading.Event()
         job = predictions.job(request.query_string, kind, accept, _body(), lambda _: done.set())
-        service.lanes.submit(job)
+        service.batcher.submit(job)
         done.wait()
         request.environ.setdefault(JOB, []).append(job)
         return _response(predictions.answer(job))
@@ -62,7 +62,7 @@ def application(service: Service) -> Flask:
             input=(model.image_spec or model.text_spec).to_dict(),  # type: ignore[attr-defined] # one is there
             precision=model.precision,
             run=model.run,
-            limits=limits.told(model.task),
+            limits=limits.public(model.task),
             **service.layout,
         )
 
@@ -99,7 +99,7 @@ def application(service: Service) -> Flask:
 
     @app.errorhandler(Exception)
     def fail(error: Exception) -> Response:
-        tell("fault", error, method=request.method, path=request.path)
+        log_event("fault", error, method=request.method, path=request.path)
         return _response(refused(Refusal(500, FAULT)))
 
     return app

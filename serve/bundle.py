@@ -26,7 +26,7 @@ from deeplightning.image import ImageError, ImageSpec
 from deeplightning.runfolder import BUNDLE_FORMAT, RunFolder, golden_digest, seal
 from deeplightning.words import first_line
 from serve.device import CPU, Device, DeviceError
-from serve.log import tell
+from serve.log import log_event
 from serve.private import onnxruntime
 from serve.session import TEXT_TOKENS, Bound, bound_to, open_session, tensorrt_options
 
@@ -479,7 +479,7 @@ def _prove(folder: Path, card: dict[str, Any]) -> None:
     """The golden answers are of this model with these labels, task and input; a bundle of before does not say."""
     found = card["golden"].get("digest")
     if found is None:
-        tell(
+        log_event(
             "the bundle was made before its labels, task and input were covered by the golden answers' digest; whether "
             "they were changed since is not known",
             bundle=str(folder),

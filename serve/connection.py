@@ -20,9 +20,9 @@ from urllib.parse import unquote_to_bytes
 
 import httptools
 
-from serve.door import Door, Request, Response, refused
+from serve.dispatch import Dispatcher, Request, Response, refused
 from serve.limits import FAULT, Refusal
-from serve.log import tell
+from serve.log import log_event
 
 HEAD_SECONDS = 10
 """How long a client may take from its connection, or from the first byte of a later request, to the end of the
@@ -74,12 +74,12 @@ class Connections:
     """All of a process.
 
     Attributes:
-        door: who answers.
+        dispatcher: answers requests.
         most: how many there may be.
         ending: the process is about to end, and every answer closes its connection.
     """
 
-    door: Door
+    dispatcher: Dispatcher
     most: int
     ending: bool = False
 
@@ -101,15 +101,15 @@ class Connections:
 
 
 class Connection(asyncio.Protocol):
-    """Reads requests, hands them to the door one by one, writes the answers in their order."""
+    """Reads requests, passes them to the dispatcher one by one, and writes the answers in order."""
 
     def __init__(self, connections: Connections, loop: asyncio.AbstractEventLoop):
         self._all = connections
-        self._door = connections.door
+        self._dispatcher = connections.dispatcher
         self._loop = loop
         self._parser = httptools.HttpRequestParser(self)
         self._reading: _Reading = "new"
-        self._since = self._heard = loop.time()
+        self._since = self._last_read = loop.time()
         self._head_bytes = 0
         self._body: bytes | bytearray = b""
         self._size = 0  # of what is kept
@@ -132,13 +132,13 @@ class Connection(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._all.open.discard(self)
-        self._door.hold(-self._size)
+        self._dispatcher.reserve(-self._size)
         if self._reading == "body" and self._request is not None:
-            self._door.tell(self._request, 499)
+            self._dispatcher.record(self._request, 499)
         self._waiting.clear()
 
     def data_received(self, data: bytes) -> None:
-        self._heard = self._loop.time()
+        self._last_read = self._loop.time()
         if self._reading == "over":
             self._drop(len(data))
             return
@@ -152,7 +152,7 @@ class Connection(asyncio.Protocol):
         except httptools.HttpParserCallbackError as error:
             if isinstance(error.__context__, _Over):
                 return
-            tell("fault", error)
+            log_event("fault", error)
             self._refuse(Refusal(500, FAULT))
         except httptools.HttpParserError:
             self._refuse(Refusal(400, "This is not an HTTP/1.1 request as it should be; send it again, well-formed."))
@@ -218,7 +218,7 @@ class Connection(asyncio.Protocol):
                 raise Refusal(400, "The server speaks HTTP/1.1 and HTTP/1.0; send the request in one of them.")
             if coding := self._headers.get(b"transfer-encoding"):
                 _check_coding(coding, request)
-            self._door.admit(request)
+            self._dispatcher.admit(request)
         except Refusal as refusal:
             self._answer_early(refusal)
             return
@@ -238,8 +238,8 @@ class Connection(asyncio.Protocol):
             self._body += body  # a list of pieces would take 40 bytes for each, and a piece may have one
         self._size += len(body)
         try:
-            self._door.hold(len(body))
-            self._door.service.limits.check_size(self._size)
+            self._dispatcher.reserve(len(body))
+            self._dispatcher.service.limits.check_size(self._size)
         except Refusal as refusal:
             self._answer_early(refusal)
 
@@ -255,7 +255,7 @@ class Connection(asyncio.Protocol):
                 self._transport.close()
             return
         if len(self._waiting) >= MAX_PIPELINED:
-            self._door.tell(request, 429)
+            self._dispatcher.record(request, 429)
             self._ends_with_what_is_due()
             raise _Over
         self._waiting.append(request)
@@ -280,11 +280,11 @@ class Connection(asyncio.Protocol):
         now = self._loop.time()
         waited = now - self._since
         if self._transport.is_closing() or self._transport.get_write_buffer_size():
-            if now - self._heard > BODY_SECONDS:
+            if now - self._last_read > BODY_SECONDS:
                 self._transport.abort()
         elif self._reading == "head" and waited > HEAD_SECONDS:
             self._refuse(Refusal(408, f"The headers did not come within {HEAD_SECONDS} s; send the request again."))
-        elif self._reading == "body" and (waited > BODY_SECONDS or now - self._heard > PAUSE_SECONDS):
+        elif self._reading == "body" and (waited > BODY_SECONDS or now - self._last_read > PAUSE_SECONDS):
             words = f"The body paused for {PAUSE_SECONDS} s or took longer than {BODY_SECONDS} s; send it in one go."
             self._refuse(Refusal(408, words))
         elif self._answering is None and waited > self._patience():
@@ -297,7 +297,7 @@ class Connection(asyncio.Protocol):
         return seconds.get(self._reading, BODY_SECONDS)
 
     def end(self) -> None:
-        """The process is about to end: what is in hand is answered, and a request that may be on its way."""
+        """Called when the process is about to end: answers the current request, and one that may be on its way."""
         self._since = max(self._since, self._loop.time()) if self._reading in ("new", "idle") else self._since
 
     def _head_size(self) -> int:
@@ -309,8 +309,8 @@ class Connection(asyncio.Protocol):
         self._since = self._loop.time()
 
     def _release(self) -> None:
-        """The body that was read belongs to its request now, or to nobody."""
-        self._door.hold(-self._size)
+        """Passes the body that was read to its request."""
+        self._dispatcher.reserve(-self._size)
         if self._request is not None:
             self._request.body = bytes(self._body)
         self._request, self._body, self._size = None, b"", 0
@@ -319,15 +319,15 @@ class Connection(asyncio.Protocol):
         """Answers the oldest request that waits, if none is being answered and the client reads its answers."""
         while self._waiting and self._answering is None and not self._full:
             request = self._answering = self._waiting.popleft()
-            self._door.answer(request, self._reply)
+            self._dispatcher.answer(request, self._reply)
 
     def _answer_early(self, refusal: Refusal) -> None:
         """Refuses a request whose body is still to come; what comes of it is dropped."""
         request = self._request
         assert request is not None
-        self._door.hold(-self._size)
+        self._dispatcher.reserve(-self._size)
         self._body, self._size, self._dropped = b"", 0, 0
-        self._door.tell(request, refusal.status)
+        self._dispatcher.record(request, refusal.status)
         if self._ends_with_what_is_due():
             raise _Over
         self._enter("rest")
@@ -344,7 +344,7 @@ class Connection(asyncio.Protocol):
         return bool(due)
 
     def _drop(self, size: int) -> None:
-        """So many bytes came that nobody needs."""
+        """Counts bytes that arrived and are dropped."""
         self._dropped += size
         if self._dropped > REST_BYTES:
             self._transport.abort()
@@ -382,7 +382,7 @@ class Connection(asyncio.Protocol):
         return True
 
     def _refuse(self, refusal: Refusal) -> None:
-        """Answers what is no request yet, or never becomes one, and closes."""
+        """Refuses a request that is incomplete or malformed, and closes."""
         if self._transport.is_closing():
             return
         if self._reading == "over":
@@ -392,7 +392,7 @@ class Connection(asyncio.Protocol):
             return
         request = self._request or Request("", "", b"", {}, "1.1", self._client, keep=False)
         request.keep = False
-        self._door.tell(request, refusal.status)
+        self._dispatcher.record(request, refusal.status)
         if self._ends_with_what_is_due():
             return
         self._reading = "idle"

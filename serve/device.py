@@ -183,10 +183,10 @@ def _numbered(gpus: list[Device], number: int) -> list[Device]:
 
 
 def _unusable(gpus: list[Device], faults: dict[int, str]) -> str:
-    told = [f"{gpu} ({gpu.name}) cannot be used: {faults[gpu.index]}" for gpu in gpus if gpu.index in faults]
+    reasons = [f"{gpu} ({gpu.name}) cannot be used: {faults[gpu.index]}" for gpu in gpus if gpu.index in faults]
     free = [str(gpu) for gpu in gpus if gpu.index not in faults]
     remedy = f"use serve.device={free[0]}" if free else "end what uses it (`nvidia-smi` lists the processes)"
-    return f"{'; '.join(told)}; {remedy}"
+    return f"{'; '.join(reasons)}; {remedy}"
 
 
 # ---- what ONNX Runtime lacks

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
+from serve.batching import Model
 from serve.device import CPU, LANES, Device
-from serve.lanes import Model
 from serve.metrics import MAX_PROCESSES
 
 HELD_SECONDS = 0.0002

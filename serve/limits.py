@@ -66,7 +66,7 @@ class Limits:
         if size > self.max_bytes:
             raise self.too_large()
 
-    def told(self, task: str) -> dict[str, float]:
+    def public(self, task: str) -> dict[str, float]:
         """Those that concern a task, by name."""
         foreign = "max_pixels" if task == "text_classification" else "max_text"
         return {name: value for name, value in asdict(self).items() if name != foreign}

@@ -59,20 +59,20 @@ class Log:
         if int(now) != self._second:
             self._second = int(now)
             if self._refused > MAX_REFUSED:
-                tell("refused requests without a line", number=self._refused - MAX_REFUSED)
+                log_event("refused requests without a line", number=self._refused - MAX_REFUSED)
             self._refused = 0
             self._stamp = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(now))
         return f"{self._stamp}.{int(now * 1000) % 1000:03}Z"
 
 
-def tell(event: str, error: BaseException | None = None, **fields: object) -> None:
-    """One line of JSON on standard error; with `error`, its traceback as well."""
+def log_event(event: str, error: BaseException | None = None, **fields: object) -> None:
+    """Writes one line of JSON to standard error; with `error`, also its traceback."""
     stamp = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    told = {"time": stamp, "event": event, **fields}
+    record = {"time": stamp, "event": event, **fields}
     if error is not None:
-        told["error"] = "".join(traceback.format_exception(error))
+        record["error"] = "".join(traceback.format_exception(error))
     with contextlib.suppress(OSError, ValueError):
-        print(json.dumps(told, ensure_ascii=False, default=str), file=sys.stderr, flush=True)
+        print(json.dumps(record, ensure_ascii=False, default=str), file=sys.stderr, flush=True)
 
 
 def open_streams() -> None:

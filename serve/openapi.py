@@ -211,7 +211,7 @@ def _schemas(task: str, labels: list[str], limits: "Limits") -> JsonObject:
                 std=numbers,
             ),
             run={"type": "object"},
-            limits=_object(**{name: {"type": "number"} for name in limits.told(task)}),
+            limits=_object(**{name: {"type": "number"} for name in limits.public(task)}),
         ),
         "Error": {
             **_object(ERROR={"type": "string", "minLength": 1, "description": "What is wrong, and what to do."}),

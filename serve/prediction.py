@@ -6,7 +6,7 @@ from collections.abc import Callable
 from urllib.parse import unquote_to_bytes
 
 from serve.answers import DEFAULT_TOP_K, Answer, encoder, refused
-from serve.lanes import Job, Model, NotTiny
+from serve.batching import Job, Model, NotTiny
 from serve.limits import Limits, Refusal
 from serve.uploads import (
     KINDS_OF_TEXT,

@@ -1,10 +1,10 @@
-"""What a process that answers requests has: the model, its lanes, its counts, and what it is at."""
+"""The state of a process that answers requests: the model, its batcher, its metrics, and whether it is ready."""
 
 import threading
 from dataclasses import dataclass, field
 
 from serve.admission import Admission
-from serve.lanes import Job, Lanes, Model
+from serve.batching import Batcher, Job, Model
 from serve.limits import Limits
 from serve.metrics import Metrics
 
@@ -16,7 +16,7 @@ class Service:
     Attributes:
         model: what answers.
         limits: what a request may cost.
-        lanes: where pictures are decoded and run.
+        batcher: where pictures are decoded and run.
         metrics: where requests are counted.
         layout: how the server is spread, for `/info`.
         admission: which requests are let in.
@@ -27,7 +27,7 @@ class Service:
 
     model: Model
     limits: Limits = field(default_factory=Limits)
-    lanes: Lanes = None  # type: ignore[assignment] # one lane over `model`, unless it is given
+    batcher: Batcher = None  # type: ignore[assignment] # one lane over `model`, unless it is given
     metrics: Metrics = field(default_factory=Metrics)
     layout: dict[str, object] = field(default_factory=dict)
     admission: Admission = field(default_factory=Admission)
@@ -36,12 +36,12 @@ class Service:
     counting: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
-        self.lanes = self.lanes or Lanes(self.model, self.limits)
+        self.batcher = self.batcher or Batcher(self.model, self.limits)
 
     def count(self, status: int, seconds: float, job: Job | None = None) -> None:
         """Counts an answer in the metrics; of a prediction also where its time went."""
         self.metrics.count(status)
-        self.metrics.queue(self.lanes.waiting)
+        self.metrics.queue(self.batcher.waiting)
         if job is not None and job.batch:
             beside = seconds - job.queued - job.decoding - job.forward
             self.metrics.observe((job.queued, job.decoding, job.forward, beside, job.batch))

@@ -16,7 +16,7 @@ import numpy as np
 from deeplightning.words import first_line
 from serve.cuda import CudaError, Driver
 from serve.device import CPU, LANES, MEMORY_SHARE, Device, DeviceError
-from serve.log import tell
+from serve.log import log_event
 from serve.private import Provider, is_out_of_memory, onnxruntime, open_strictly, provider_libraries
 
 CUDA, TENSORRT, ON_CPU = "CUDAExecutionProvider", "TensorrtExecutionProvider", "CPUExecutionProvider"
@@ -78,8 +78,8 @@ def open_session(
     if not device.on_gpu:
         # By its path, since of bytes the session would keep a copy.
         return onnxruntime.InferenceSession(file, options, providers=wanted)
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said):
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
         onnxruntime.preload_dlls()  # the libraries of pip's nvidia packages, which the loader does not find by itself
     first = wanted[0][0]
     try:
@@ -87,7 +87,7 @@ def open_session(
     except Exception as error:  # onnxruntime's exceptions have no common class of their own
         raise _unusable(device, first, _why_not(first) or first_line(error)) from error
     if first not in session.get_providers():  # a provider whose libraries do not load is left out in silence
-        reason = _why_not(first) or " ".join(said.getvalue().split()) or "its provider does not load"
+        reason = _why_not(first) or " ".join(printed.getvalue().split()) or "its provider does not load"
         raise _unusable(device, first, reason)
     return session
 
@@ -192,5 +192,7 @@ def bound_to(device: Device, session: onnxruntime.InferenceSession, most_input: 
         driver.enter(device.index or 0)
         return Bound(session, most_input, most_output, allocate=driver.pinned)
     except (OSError, CudaError) as error:
-        tell("buffers are not page-locked, so copies to the GPU take longer", device=str(device), reason=str(error))
+        log_event(
+            "buffers are not page-locked, so copies to the GPU take longer", device=str(device), reason=str(error)
+        )
         return Bound(session, most_input, most_output)

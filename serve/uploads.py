@@ -53,7 +53,7 @@ _TEXTS = re.compile(
 
 
 class NotWellFormed(Exception):
-    """A form that werkzeug reads, or nobody."""
+    """A form that is not as clients usually write it; werkzeug may read it."""
 
 
 def is_picture(kind: bytes) -> bool:
@@ -65,7 +65,7 @@ def from_form(kind: bytes, body: bytes) -> list[bytes]:
     """The pictures of a form that has nothing else.
 
     Raises:
-        NotWellFormed: it may be a form, but not such a one.
+        NotWellFormed: it is written otherwise.
     """
     found = _BOUNDARY.match(kind)
     if found is None:

@@ -1,4 +1,4 @@
-"""A process that answers requests on a listening socket that its parent made, until SIGTERM."""
+"""A worker process: answers requests on a listening socket of its supervisor, until SIGTERM."""
 
 import asyncio
 import contextlib
@@ -11,8 +11,8 @@ from collections.abc import Callable
 import uvloop
 
 from serve.connection import Connection, Connections
-from serve.door import Door
-from serve.log import tell
+from serve.dispatch import Dispatcher
+from serve.log import log_event
 from serve.service import Service
 
 GRACE_SECONDS = 8
@@ -48,8 +48,8 @@ async def _serve(listener: socket.socket, service: Service, started: Callable[[]
     loop, end, parent = asyncio.get_running_loop(), asyncio.Event(), os.getppid()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end.set)
-    door = Door(service)
-    connections = Connections(door, _most_connections())
+    dispatcher = Dispatcher(service)
+    connections = Connections(dispatcher, _most_connections())
 
     opening: set[asyncio.Task[tuple[asyncio.BaseTransport, Connection]]] = set()
 
@@ -69,7 +69,7 @@ async def _serve(listener: socket.socket, service: Service, started: Callable[[]
     def is_open(opened: asyncio.Task[tuple[asyncio.BaseTransport, Connection]]) -> None:
         opening.discard(opened)
         if error := opened.exception():
-            tell("a connection could not be taken", error)
+            log_event("a connection could not be taken", error)
 
     listener.setblocking(False)
     # Not by the loop's own server, which takes one connection between two rounds of requests (libuv since 1.46): under
@@ -82,7 +82,7 @@ async def _serve(listener: socket.socket, service: Service, started: Callable[[]
     while not end.is_set() and os.getppid() == parent:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(end.wait(), TICK_SECONDS)
-        door.flush()
+        dispatcher.flush()
         tick += 1
         if tick % 4 == 0:
             connections.check()
@@ -100,8 +100,8 @@ async def _serve(listener: socket.socket, service: Service, started: Callable[[]
     while connections.open and loop.time() < last:
         await asyncio.sleep(0.05)
         connections.check()
-        door.flush()
-    door.flush()
+        dispatcher.flush()
+    dispatcher.flush()
 
 
 def _most_connections() -> int:

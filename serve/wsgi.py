@@ -18,10 +18,10 @@ from flask import Flask, Response, request
 
 from serve.admission import Admission, request_id
 from serve.app import application
+from serve.batching import Batcher
 from serve.bundle import Bundle
 from serve.device import LANES, ONNX_RUNTIME, choose_devices, settled_device
 from serve.hosts import Hosts
-from serve.lanes import Lanes
 from serve.layout import choose, largest_batch
 from serve.limits import Limits, Refusal
 from serve.metrics import MAX_PROCESSES
@@ -82,7 +82,7 @@ def create_app(
     service = Service(
         model,
         bounds,
-        Lanes(model, bounds, lanes, seconds),
+        Batcher(model, bounds, lanes, seconds),
         layout={"processes": 1, "lanes": lanes, "device": str(place)},
         admission=Admission(api_key, Hosts("0.0.0.0", allowed_hosts)),
     )
@@ -96,7 +96,7 @@ def create_app(
         environ["serve.begun"] = time.perf_counter()
         headers = {name: environ[key].encode("latin-1") for key, name in _HEADERS.items() if key in environ}
         environ["serve.id"] = request_id(headers.get(b"x-request-id")).decode()
-        service.admission.check(request.method, request.path, headers, service.lanes)
+        service.admission.check(request.method, request.path, headers, service.batcher)
         if place.on_gpu and os.getpid() != opened:
             raise Refusal(503, "CUDA does not survive a fork; start the WSGI server without preloading (--preload).")
 
@@ -122,7 +122,7 @@ def _renew_after_forks(service: Service, seconds: float) -> None:
 
     def in_child() -> None:
         if (service := kept()) is not None:
-            service.lanes = Lanes(service.model, service.limits, service.lanes.number, seconds)
+            service.batcher = Batcher(service.model, service.limits, service.batcher.number, seconds)
             service.counting = threading.Lock()
             service.metrics.row = row
 

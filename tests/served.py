@@ -140,13 +140,13 @@ class Server:
         return [json.loads(line)["event"] for line in self.errors.read_text().splitlines()]
 
     def processes(self) -> list[int]:
-        """The numbers of the parent, its keepers and their workers."""
-        keepers = children(self.process.pid)
-        return [self.process.pid, *keepers, *(worker for keeper in keepers for worker in children(keeper))]
+        """The numbers of the parent, its pools and their workers."""
+        pools = children(self.process.pid)
+        return [self.process.pid, *pools, *(worker for pool in pools for worker in children(pool))]
 
     def workers(self) -> list[int]:
         """The numbers of those that answer."""
-        return [worker for keeper in children(self.process.pid) for worker in children(keeper)]
+        return [worker for pool in children(self.process.pid) for worker in children(pool)]
 
     def stop(self, sign: int = signal.SIGTERM) -> int:
         """Ends it; gives its exit code."""

@@ -10,11 +10,11 @@ import pytest
 from served import colour_run, picture
 
 from serve import connection as limits_of
-from serve import door as door_of
+from serve import dispatch as dispatch_of
 from serve.admission import Admission
 from serve.bundle import Bundle
 from serve.connection import Connection, Connections
-from serve.door import Door
+from serve.dispatch import Dispatcher
 from serve.hosts import Hosts
 from serve.limits import Limits, Refusal
 from serve.log import Log
@@ -71,18 +71,18 @@ class Transport:
 
 
 @pytest.fixture(scope="module")
-def door(tmp_path_factory):
+def dispatcher(tmp_path_factory):
     service = Service(Bundle.open(colour_run(tmp_path_factory.mktemp("run")).path), Limits(max_upload_mb=1))
-    return Door(service, log=Log(os.open(os.devnull, os.O_WRONLY)))
+    return Dispatcher(service, log=Log(os.open(os.devnull, os.O_WRONLY)))
 
 
 @pytest.fixture
-def talk(door):
+def talk(dispatcher):
     """Sends parts on one connection; gives the transport when as many answers are there, or it has ended."""
 
     def talk(*parts, answers=1, **options):
         async def told():
-            connections = Connections(door, options.get("most", 10), options.get("ending", False))
+            connections = Connections(dispatcher, options.get("most", 10), options.get("ending", False))
             connection, transport = Connection(connections, asyncio.get_running_loop()), Transport()
             connection.connection_made(transport)
             for part in parts:
@@ -98,7 +98,7 @@ def talk(door):
             return transport
 
         transport = asyncio.run(asyncio.wait_for(told(), 20))
-        assert door._held == 0
+        assert dispatcher._held == 0
         return transport
 
     return talk
@@ -247,9 +247,9 @@ def test_only_names_of_its_own_are_answered(listening, allowed, host, status):
     hosts.check(None)
 
 
-def test_the_host_of_the_target_counts_and_not_the_header(talk, door, monkeypatch):
+def test_the_host_of_the_target_counts_and_not_the_header(talk, dispatcher, monkeypatch):
     """Also where the header names this machine; nothing is told to who asks by another name."""
-    monkeypatch.setattr(door.service, "admission", Admission(hosts=Hosts("127.0.0.1")))
+    monkeypatch.setattr(dispatcher.service, "admission", Admission(hosts=Hosts("127.0.0.1")))
     for head in (
         b"GET http://evil.example/info HTTP/1.1\r\nHost: localhost",
         b"GET /info HTTP/1.1\r\nHost: evil.example",
@@ -312,7 +312,7 @@ def test_who_waits_for_leave_gets_it_or_the_refusal(talk):
 
 
 @pytest.mark.parametrize("chunked", [False, True], ids=["announced", "in chunks"])
-def test_what_is_too_large_is_not_kept(talk, door, chunked):
+def test_what_is_too_large_is_not_kept(talk, dispatcher, chunked):
     """It is refused as soon as that is known, dropped to its end, and the connection goes on with the next request."""
     kept = []
     part = b"\0" * 100_000
@@ -321,7 +321,7 @@ def test_what_is_too_large_is_not_kept(talk, door, chunked):
         body = [b"186a0\r\n" + part + b"\r\n"] * 30 + [b"0\r\n\r\n"]
     else:
         head, body = b"POST /predict HTTP/1.1\r\nContent-Length: 3000000\r\n\r\n", [part] * 30
-    looks = [step for one in body for step in (one, lambda *_: kept.append(door._held))]
+    looks = [step for one in body for step in (one, lambda *_: kept.append(dispatcher._held))]
     transport = talk(head, *looks, post(picture("blue")), answers=2)
     (status, _, _), (_, _, answer) = transport.answers()
     assert (status, json.loads(answer)["label"]) == (413, "blue")
@@ -339,7 +339,7 @@ def test_what_comes_of_a_refused_body_has_an_end(talk, monkeypatch):
 
 def test_unfinished_bodies_have_room_together(talk, monkeypatch):
     """Beyond it a request is told to come back."""
-    monkeypatch.setattr(door_of, "MAX_HELD", 150_000)
+    monkeypatch.setattr(dispatch_of, "MAX_HELD", 150_000)
     transport = talk(b"POST /predict HTTP/1.1\r\nContent-Length: 300000\r\n\r\n", *[b"\0" * 100_000] * 3)
     ((status, headers, _),) = transport.answers()
     assert (status, headers["Retry-After"]) == (429, "5")
@@ -373,12 +373,12 @@ def test_one_connection_too_many_is_told(talk):
     ],
     ids=["nothing", "head", "body", "idle", "rest"],
 )
-def test_a_slow_client_is_cut_off(door, parts, seconds, status):
+def test_a_slow_client_is_cut_off(dispatcher, parts, seconds, status):
     """After its seconds and not before, with 408 where there is something to answer."""
 
     async def told():
         loop = asyncio.get_running_loop()
-        connection, transport = Connection(Connections(door, 10), loop), Transport()
+        connection, transport = Connection(Connections(dispatcher, 10), loop), Transport()
         connection.connection_made(transport)
         for part in parts:
             connection.data_received(part)

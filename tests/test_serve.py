@@ -21,7 +21,7 @@ from deeplightning.image import ImageSpec
 from serve.admission import Admission
 from serve.app import application
 from serve.bundle import Bundle
-from serve.door import Door, Request, refused
+from serve.dispatch import Dispatcher, Request, refused
 from serve.limits import Limits, Refusal
 from serve.log import Log
 from serve.service import Service
@@ -42,17 +42,17 @@ def app(service):
     return application(service)
 
 
-@pytest.fixture(scope="module", params=["flask", "door"])
+@pytest.fixture(scope="module", params=["flask", "fast"])
 def client(service, app, request):
     """Werkzeug's test client, before Flask or before the way in that stands in front of it."""
-    return app.test_client() if request.param == "flask" else Client(through(Door(service, log=silent())))
+    return app.test_client() if request.param == "flask" else Client(through(Dispatcher(service, log=silent())))
 
 
 def silent():
     return Log(os.open(os.devnull, os.O_WRONLY))
 
 
-def through(door):
+def through(dispatcher):
     """The way in as an application of WSGI, in an event loop of its own for each request."""
 
     def application(environ, start_response):
@@ -73,12 +73,12 @@ def through(door):
         async def answered():
             done = asyncio.get_running_loop().create_future()
             try:
-                door.admit(request)
+                dispatcher.admit(request)
                 request.body = environ["wsgi.input"].read()
-                door.service.limits.check_size(len(request.body))
+                dispatcher.service.limits.check_size(len(request.body))
             except Refusal as refusal:
                 return refused(refusal)
-            door.answer(request, lambda request, response: done.set_result(response) or True)
+            dispatcher.answer(request, lambda request, response: done.set_result(response) or True)
             return await done
 
         response = asyncio.run(answered())
@@ -340,7 +340,7 @@ def test_a_fault_of_the_server_tells_nothing_of_its_inside(run_folder, capfd):
 
     good = Bundle.open(run_folder.bundle)
     service = Service(Broken(**vars(good)))
-    for client in (application(service).test_client(), Client(through(Door(service, log=silent())))):
+    for client in (application(service).test_client(), Client(through(Dispatcher(service, log=silent())))):
         response = client.post("/predict", data=picture("red"))
         assert (response.status_code, list(response.json)) == (500, ["ERROR"])
         assert "secret" not in response.text
@@ -396,10 +396,12 @@ def negatives(tmp_path_factory):
     return Service(Bundle.open(negative_run(tmp_path_factory.mktemp("negatives")).bundle))
 
 
-@pytest.mark.parametrize("way", ["flask", "door"])
+@pytest.mark.parametrize("way", ["flask", "fast"])
 def test_a_reconstruction_answers_with_pictures(negatives, way):
     """A PNG where the client accepts one, else base64 in JSON; several in order."""
-    client = application(negatives).test_client() if way == "flask" else Client(through(Door(negatives, log=silent())))
+    client = (
+        application(negatives).test_client() if way == "flask" else Client(through(Dispatcher(negatives, log=silent())))
+    )
     response = client.post("/predict", data=picture("red"), headers={"Accept": "image/png"})
     assert (response.status_code, response.mimetype) == (200, "image/png")
     assert np.asarray(Image.open(io.BytesIO(response.data)))[0, 0].tolist() == [255 - part for part in COLOURS["red"]]
@@ -417,7 +419,7 @@ def test_a_reconstruction_answers_with_pictures(negatives, way):
 def guarded(run_folder):
     """The way in with a key, and what stands behind it."""
     service = Service(Bundle.open(run_folder.bundle), admission=Admission("s3cret"))
-    return Client(through(Door(service, log=silent())))
+    return Client(through(Dispatcher(service, log=silent())))
 
 
 @pytest.mark.parametrize(
@@ -457,7 +459,7 @@ def test_the_page_and_the_probes_need_no_key(guarded, path):
 
 def test_a_request_has_an_id(service):
     """The client's, if it is harmless; else one of ours, different each time. Refused ones have it too."""
-    client = Client(through(Door(service, log=silent())))
+    client = Client(through(Dispatcher(service, log=silent())))
     name = client.post("/predict", data=picture(), headers={"X-Request-ID": "a-1_b.c"}).headers["X-Request-ID"]
     assert name == "a-1_b.c"
     answers = [client.post("/predict", data=b"hello", headers={"X-Request-ID": bad}) for bad in ('"', "a b", "x" * 65)]
@@ -473,15 +475,15 @@ def test_requests_are_counted_and_logged(run_folder, tmp_path, monkeypatch, serv
     the path holds."""
     service = Service(Bundle.open(run_folder.bundle), fast=server == "fast")
     file = tmp_path / "log"
-    door = Door(service, log=Log(os.open(file, os.O_WRONLY | os.O_CREAT)))
+    dispatcher = Dispatcher(service, log=Log(os.open(file, os.O_WRONLY | os.O_CREAT)))
     if server == "flask":
-        monkeypatch.setattr(door, "_predict", None)
-    client = Client(through(door))
+        monkeypatch.setattr(dispatcher, "_predict", None)
+    client = Client(through(dispatcher))
     client.post("/predict", **form(picture(), picture()), headers={"X-Request-ID": "two"})
     client.post("/predict", data=b"hello", headers={"X-Request-ID": "text"})
     client.get('/"ä', headers={"X-Request-ID": "lost"})
     metrics = client.get("/metrics")
-    door.flush()
+    dispatcher.flush()
     assert metrics.mimetype == "text/plain"
     counted = {
         sample.labels["status"]: sample.value

@@ -544,7 +544,7 @@ def test_closed_streams_are_as_dev_null(run_folder, closed):
 # Models that compute without end, or in more memory than there is.
 
 
-LIMITED = "import sys; from serve import __main__, keeper; keeper.{} = {}; sys.exit(__main__.main())"
+LIMITED = "import sys; from serve import __main__, pool; pool.{} = {}; sys.exit(__main__.main())"
 
 
 def hostile_bundle(run_folder, folder, *graph):
@@ -578,10 +578,10 @@ def test_sigterm_ends_a_start_that_never_ends(run_folder, tmp_path):
     command = [sys.executable, "-m", "serve", str(folder), "--port", "0", "--device", "cpu"]
     with subprocess.Popen(command, cwd=ROOT) as process:
         wait_until(lambda: children(process.pid), 60)
-        (keeper,) = children(process.pid)
+        (pool,) = children(process.pid)
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=15) == 0
-    assert gone(keeper)
+    assert gone(pool)
 
 
 def swap(folder, bundle):
@@ -674,13 +674,13 @@ def test_a_model_that_never_answers_is_given_up(limited):
     assert server.ask("POST", "/predict", picture("red"))[1]["label"] == "red"
 
 
-def test_a_keeper_that_dies_is_replaced(start):
+def test_a_worker_pool_that_dies_is_replaced(start):
     """Its workers finish what they have, new ones answer from a model that is loaded again."""
     server = start()
-    keeper, workers = children(server.process.pid)[0], server.workers()
-    os.kill(keeper, signal.SIGKILL)
-    wait_until(lambda: all(map(gone, [keeper, *workers])), 60)
-    wait_until(lambda: server.events() == ["the keeper of the model died", "the model is reloaded"], 60)
+    pool, workers = children(server.process.pid)[0], server.workers()
+    os.kill(pool, signal.SIGKILL)
+    wait_until(lambda: all(map(gone, [pool, *workers])), 60)
+    wait_until(lambda: server.events() == ["the worker pool of the model died", "the model is reloaded"], 60)
     assert server.ask("POST", "/predict", picture("red"))[1]["label"] == "red"
     assert len(server.workers()) == len(workers)
 

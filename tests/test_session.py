@@ -11,11 +11,11 @@ import onnx.helper as helper
 import onnxruntime
 import pytest
 from served import colour_run
-from test_lanes import Asked, Model, occupied, ready
+from test_batching import Asked, Model, occupied, ready
 
+from serve.batching import Batcher
 from serve.bundle import GPU_TOLERANCE, TOLERANCES, Bundle, BundleError
 from serve.device import CPU, Device, DeviceError
-from serve.lanes import Lanes
 from serve.layout import Layout, largest_batch, on_gpus
 from serve.limits import Limits
 from serve.private import is_out_of_memory
@@ -68,7 +68,7 @@ def test_buffers_are_made_once_and_handed_on(bundle):
     assert len(made) == 4
 
 
-def test_lanes_do_not_share_a_buffer(bundle):
+def test_batching_do_not_share_a_buffer(bundle):
     """Four threads over two pairs of buffers get their own answers."""
     bound = Bound(bundle.session, 16 * 192, 16 * 12, lanes=2)
     batches = [images(1 + seed % 16, seed) for seed in range(200)]
@@ -176,10 +176,10 @@ def small(bundle, most):
 def test_a_batch_that_does_not_fit_is_halved_and_no_request_fails(bundle, capfd):
     """Each half is run, and halved again; later batches are no larger than what fitted; one event for each bound."""
     model, session = small(bundle, 3)
-    lanes = Lanes(model, Limits(max_batch=16))
-    first = occupied(model, lanes)
-    others = [Asked(lanes, str(number).encode()) for number in range(2, 18)]
-    ready(lanes, 16)
+    batcher = Batcher(model, Limits(max_batch=16))
+    first = occupied(model, batcher)
+    others = [Asked(batcher, str(number).encode()) for number in range(2, 18)]
+    ready(batcher, 16)
     model.may_end.set()
     for number, asked in enumerate([first, *others], 1):
         np.testing.assert_array_equal(asked.rows(), bundle.predict(images(1, number)))
@@ -189,9 +189,9 @@ def test_a_batch_that_does_not_fit_is_halved_and_no_request_fails(bundle, capfd)
     session.sizes.clear()
     model.may_end.clear()
     model.begun.clear()
-    first = occupied(model, lanes)
-    others = [Asked(lanes, str(number).encode()) for number in range(2, 8)]
-    ready(lanes, 6)
+    first = occupied(model, batcher)
+    others = [Asked(batcher, str(number).encode()) for number in range(2, 8)]
+    ready(batcher, 6)
     model.may_end.set()
     assert all(len(asked.rows()) == 1 for asked in [first, *others])
     assert session.sizes == [1, 2, 2, 2]
@@ -200,7 +200,7 @@ def test_a_batch_that_does_not_fit_is_halved_and_no_request_fails(bundle, capfd)
 def test_a_single_request_without_memory_is_told_to_come_again(bundle, capfd):
     """503, not 500: another program may give the memory back."""
     model, session = small(bundle, 0)
-    error = Asked(Lanes(model, Limits()), b"1").error()
+    error = Asked(Batcher(model, Limits()), b"1").error()
     assert (error.status, error.headers) == (503, {"Retry-After": "1"})
     session.most = 1
     assert "too small for a single request" in capfd.readouterr().err
@@ -250,11 +250,11 @@ def test_each_gpu_has_a_process(bundle):
 def test_as_many_threads_decode_as_there_are_cores(bundle):
     """A GPU's two lanes would leave the other cores idle."""
     model = Model()
-    lanes = Lanes(model, Limits(max_batch=1), number=1, threads=6)
-    first = occupied(model, lanes)
-    others = [Asked(lanes, b"2") for _ in range(9)]
-    ready(lanes, 9)
-    assert len(lanes._threads) == 6
+    batcher = Batcher(model, Limits(max_batch=1), number=1, threads=6)
+    first = occupied(model, batcher)
+    others = [Asked(batcher, b"2") for _ in range(9)]
+    ready(batcher, 9)
+    assert len(batcher._threads) == 6
     model.may_end.set()
     assert all(asked.rows() for asked in [first, *others])
 

@@ -25,7 +25,7 @@ from deeplightning.task.text_classif import Probabilities
 from deeplightning.text import TextSpec, vocabulary
 from serve.app import application
 from serve.bundle import Bundle, BundleError
-from serve.door import Door
+from serve.dispatch import Dispatcher
 from serve.limits import Limits
 from serve.service import Service
 
@@ -67,11 +67,11 @@ def service(run):
     return Service(Bundle.open(run.bundle), Limits(max_images=4, max_upload_mb=1, max_text=200))
 
 
-@pytest.fixture(scope="module", params=["flask", "door"])
+@pytest.fixture(scope="module", params=["flask", "fast"])
 def client(service, request):
     """Werkzeug's test client, before Flask or before the way in that stands in front of it."""
     app = application(service)
-    return app.test_client() if request.param == "flask" else Client(through(Door(service, log=silent())))
+    return app.test_client() if request.param == "flask" else Client(through(Dispatcher(service, log=silent())))
 
 
 # ---- the bundle

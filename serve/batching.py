@@ -1,8 +1,8 @@
-"""Pictures on their way through the model: decoded side by side, then run by whoever finds a free lane.
+"""Batching: threads decode pictures in parallel, and whichever finds a free lane runs those that wait.
 
-There is no timer and no thread that only waits: a thread that has decoded a request's pictures takes a free lane and
-runs all that wait there, up to `max_batch` in one forward pass, until nothing waits. So a lone client waits for nobody,
-and under load the batches grow by themselves. Decoding (Pillow) and the forward pass (ONNX Runtime) release the GIL.
+A lane is one forward pass at a time. No thread waits on a timer: a thread that has decoded a request's pictures takes a
+free lane and runs all that wait, up to `max_batch` in one forward pass, until the queue is empty. A lone client never
+waits for others, and batches grow with the load. Decoding (Pillow) and the forward pass (ONNX Runtime) release the GIL.
 Letters: N images, C channels, H height, W width."""
 
 import math
@@ -20,7 +20,7 @@ import numpy as np
 from deeplightning.image import ImageError, ImageSpec
 from serve.answers import DEFAULT_TOP_K
 from serve.limits import Limits, Refusal
-from serve.log import tell
+from serve.log import log_event
 
 LARGE_PIXELS = 4_000_000
 """From here on pictures are decoded one at a time per lane: each may take 16 bytes a pixel (Pillow 13, November
@@ -117,8 +117,8 @@ _Item = tuple[Job, int, np.ndarray]
 """One picture that is ready for the model: whose it is, which of them, uint8 (C, H, W)."""
 
 
-class Lanes:
-    """Runs jobs. Threads start with the first one.
+class Batcher:
+    """Decodes and runs jobs. Its threads start with the first job.
 
     Args:
         model: what answers.
@@ -168,10 +168,10 @@ class Lanes:
         with self._lock:
             self.waiting += 1
         if not (self._tiny and job.size <= TINY_BYTES and self._begin(job, TINY_PIXELS)):
-            self._hand_on(job)
+            self._enqueue(job)
 
-    def _hand_on(self, job: Job) -> None:
-        """To another thread. They are started when they are needed."""
+    def _enqueue(self, job: Job) -> None:
+        """Passes a job to another thread, and starts one if needed."""
         with self._lock:
             if len(self._threads) < min(self.waiting, self._most_threads):
                 thread = threading.Thread(target=self._work, name=f"pictures-{len(self._threads)}", daemon=True)
@@ -328,7 +328,7 @@ class Lanes:
             if number >= self._most:
                 return
             self._most = number
-        tell(f"the memory is too small for the batch: from now on at most {number} go together")
+        log_event(f"the memory is too small for the batch: from now on at most {number} go together")
 
     def _check_time(self, job: Job) -> None:
         if time.perf_counter() - job.accepted > self.limits.max_wait:
@@ -359,7 +359,7 @@ class Lanes:
 
 
 def _no_memory(error: MemoryError) -> Refusal:
-    tell(f"the memory is too small for a single request: {error}")
+    log_event(f"the memory is too small for a single request: {error}")
     return Refusal(503, "The model has no memory for this request now; send it again in 1 s.", {"Retry-After": "1"})
 
 

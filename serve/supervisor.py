@@ -1,9 +1,9 @@
-"""The process that the user started: it keeps the listening sockets, and supervises. It never loads a model.
+"""The process that the user starts: it owns the listening sockets and supervises. It never loads a model.
 
-A keeper (`serve.keeper`) loads and proves the model and forks the workers. For a changed bundle there is a new keeper;
-when its workers answer, the old one and its workers finish what they have. Each worker has a listening socket of its
-own, over which the system spreads the connections; this process keeps them all, so a connection that waits there is
-answered by whoever comes next.
+A worker pool (`serve.pool`) loads and verifies the model and forks the workers. For a changed bundle the supervisor
+starts a new pool; when its workers answer, the old pool finishes its requests and ends. Each worker has its own
+listening socket, and the system spreads the connections over them. The supervisor keeps every socket open, so the next
+worker answers the connections that wait on one.
 """
 
 import gc
@@ -17,14 +17,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from serve import keeper
+from serve import pool
 from serve.admission import Admission
 from serve.device import CPU, Choice
-from serve.keeper import CHECK_SECONDS, REFUSED, SHORT_LIFE, Keeper, OpenModel, Report, Setup
 from serve.layout import MOST_PROCESSES, Layout, on_gpus, usable_cores
 from serve.limits import Limits
-from serve.log import tell
+from serve.log import log_event
 from serve.metrics import Metrics
+from serve.pool import CHECK_SECONDS, REFUSED, SHORT_LIFE, OpenModel, Report, Setup, WorkerPool
 from serve.worker import GRACE_SECONDS
 
 RETRY_SECONDS = 5.0
@@ -46,8 +46,8 @@ class ModelError(Exception):
 
 @dataclass(frozen=True, eq=False)
 class _Child:
-    """A keeper: its process, the pipe on which it reports, the first of its rows of the metrics, since when it is there
-    and how long it may load, in how much memory."""
+    """A worker pool: its process, the pipe on which it reports, its first row of the metrics, when it started, and the
+    seconds and the memory that loading may take."""
 
     process: int
     pipe: int
@@ -57,7 +57,7 @@ class _Child:
     memory: int
 
 
-class Parent:
+class Supervisor:
     """Runs the server until SIGTERM or Ctrl-C.
 
     Args:
@@ -117,15 +117,15 @@ class Parent:
                 readable, _, _ = select.select([wake, *pipes], [], [], CHECK_SECONDS)
                 if wake in readable:
                     os.read(wake, 4096)
-                self._hear(readable)
+                self._read_reports(readable)
                 self._reap()
         finally:
             self._end()
         return 0
 
     def _load_if_asked(self) -> None:
-        """Has a keeper load the model: at the start, where none answers any more, and when it has changed. One that has
-        been replaced is to be gone by then."""
+        """Starts a worker pool: at the start, when the last one has died, and when the model's files have changed. A
+        pool that has been replaced must have ended before."""
         if self._leaving is not None:
             return
         seen = self._watch()
@@ -140,38 +140,38 @@ class Parent:
     def _load(self, seen: object) -> None:
         self._seen = seen
         on_gpus = self._layout is not None and self._layout.devices[0].on_gpu
-        # A keeper has a limit of its own for each of its workers on GPUs.
-        seconds = keeper.GPU_LOAD_SECONDS + 10 if on_gpus else keeper.LOAD_SECONDS
-        row, memory = MOST_PROCESSES - self._row, keeper.spare_memory()
-        heard, said = os.pipe()
+        # A worker pool has a limit of its own for each of its workers on GPUs.
+        seconds = pool.GPU_LOAD_SECONDS + 10 if on_gpus else pool.LOAD_SECONDS
+        row, memory = MOST_PROCESSES - self._row, pool.spare_memory()
+        reading, writing = os.pipe()
         sys.stdout.flush()
         process = os.fork()
         if process:
-            os.close(said)
-            self._next = _Child(process, heard, row, time.monotonic(), seconds, memory)
+            os.close(writing)
+            self._next = _Child(process, reading, row, time.monotonic(), seconds, memory)
             return
         try:
-            os.close(heard)
-            Keeper(self._setup, self._layout, row, memory, said).run()
+            os.close(reading)
+            WorkerPool(self._setup, self._layout, row, memory, writing).run()
         finally:  # whatever happened, the parent's work is not the child's
             os._exit(1)
 
-    def _hear(self, readable: list[int]) -> None:
-        """What the keeper that loads a model reports, if it does so in time."""
+    def _read_reports(self, readable: list[int]) -> None:
+        """What the worker pool that loads a model reports, if it does so in time."""
         child = self._next
         if child is None:
             return
         if child.pipe in readable:
-            report = keeper.heard(child.pipe)
+            report = pool.read_report(child.pipe)
             if "model" in report:
                 self._take_over(child, report)
                 return
-            died = keeper.died(self._setup.folder, child.memory)
+            died = pool.died(self._setup.folder, child.memory)
             self._stop_next()
             self._cannot(report.get("fault") or died, report.get("exit_code", REFUSED))
         elif time.monotonic() > child.since + child.seconds:
             self._stop_next()
-            self._cannot(keeper.too_slow(self._setup.folder, child.seconds), REFUSED)
+            self._cannot(pool.too_slow(self._setup.folder, child.seconds), REFUSED)
 
     def _take_over(self, child: _Child, report: Report) -> None:
         """The workers of the new model answer; those of the old one finish what they have."""
@@ -187,42 +187,44 @@ class Parent:
             self._announce(report["model"], self._layout)
             self._announce = None
         else:
-            tell("the model is reloaded", run=report["run"])
+            log_event("the model is reloaded", run=report["run"])
 
     def _cannot(self, reason: str, exit_code: int) -> None:
         """A model cannot be served. At the start that is the server's end, unless the CPU may answer; later the model
         of before stays."""
         if self._current is not None:
-            tell(f"the model stays as it was: {reason}")
+            log_event(f"the model stays as it was: {reason}")
         elif self._announce is None:
-            tell(f"no model answers, and it is loaded again in {RETRY_SECONDS:g} s: {reason}")
+            log_event(f"no model answers, and it is loaded again in {RETRY_SECONDS:g} s: {reason}")
             self._retry = time.monotonic() + RETRY_SECONDS
         elif self._may_fall_back:
-            tell(ON_CPU, reason=reason)
+            log_event(ON_CPU, reason=reason)
             self._may_fall_back, self._layout = False, None
         else:
             raise ModelError(reason, exit_code)
 
     def _reap(self) -> None:
-        """Sees off a keeper that has been replaced, and replaces one that has died."""
+        """Sees off a worker pool that has been replaced, and replaces one that has died."""
         if self._leaving is not None and os.waitpid(self._leaving.process, os.WNOHANG)[0]:
             self._leaving = None
         if self._current is not None:
             ended, status = os.waitpid(self._current.process, os.WNOHANG)
             if ended:  # its workers see that, and finish what they have
-                tell("the keeper of the model died", process=ended, exit_code=os.waitstatus_to_exitcode(status))
+                log_event(
+                    "the worker pool of the model died", process=ended, exit_code=os.waitstatus_to_exitcode(status)
+                )
                 self._retry = self._current.since + SHORT_LIFE
                 self._current = None
 
     def _stop_next(self) -> None:
-        """Ends the keeper that loads a model, if there is one; it has answered nobody."""
+        """Ends the worker pool that loads a model, if there is one; it has answered nobody."""
         child, self._next = self._next, None
         if child is not None:
             os.close(child.pipe)
             self._stop(child)
 
     def _stop(self, *children: _Child | None) -> None:
-        """Ends keepers, and kills those that do not end in time."""
+        """Ends worker pools, and kills those that do not end in time."""
         left = [child.process for child in children if child is not None]
         for process in left:
             os.kill(process, signal.SIGTERM)

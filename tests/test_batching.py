@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from deeplightning.image import ImageError, ImageSpec
-from serve.lanes import TINY_BYTES, TINY_SECONDS, Job, Lanes
+from serve.batching import TINY_BYTES, TINY_SECONDS, Batcher, Job
 from serve.layout import choose
 from serve.limits import Limits, Refusal
 
@@ -48,11 +48,11 @@ class Model:
 class Asked:
     """A job, and its end."""
 
-    def __init__(self, lanes, *pictures, size=10):
+    def __init__(self, batcher, *pictures, size=10):
         self.ended = threading.Event()
         self.ends = 0
         self.job = Job(lambda tiny: list(pictures), size, self._finish)
-        lanes.submit(self.job)
+        batcher.submit(self.job)
 
     def _finish(self, job):
         self.ends += 1
@@ -73,37 +73,37 @@ def model():
     return Model()
 
 
-def occupied(model, lanes):
-    """Lanes with a request in the only one, held there."""
+def occupied(model, batcher):
+    """Batcher with a request in the only one, held there."""
     model.may_end.clear()
-    first = Asked(lanes, b"1")
+    first = Asked(batcher, b"1")
     assert model.begun.wait(10)
     return first
 
 
-def ready(lanes, number):
+def ready(batcher, number):
     """Waits until so many pictures wait for a lane."""
     end = time.monotonic() + 10
-    while len(lanes._ready) < number:
+    while len(batcher._ready) < number:
         assert time.monotonic() < end
         time.sleep(0.001)
 
 
 def test_a_lone_request_is_run_alone(model):
     """It waits for nobody, and all its pictures go together."""
-    lanes = Lanes(model, Limits())
-    assert Asked(lanes, b"7").rows() == [[7]]
-    assert Asked(lanes, b"3", b"1", b"2").rows() == [[3], [1], [2]]
+    batcher = Batcher(model, Limits())
+    assert Asked(batcher, b"7").rows() == [[7]]
+    assert Asked(batcher, b"3", b"1", b"2").rows() == [[3], [1], [2]]
     assert model.batches == [[7], [3, 1, 2]]
-    assert lanes.waiting == 0
+    assert batcher.waiting == 0
 
 
 def test_what_waits_goes_together_up_to_the_largest_batch(model):
     """Requests that come while the lane is taken share forward passes; a request may be split over two."""
-    lanes = Lanes(model, Limits(max_batch=4))
-    first = occupied(model, lanes)
-    others = [Asked(lanes, b"2"), Asked(lanes, b"3", b"4"), Asked(lanes, b"5", b"6")]
-    ready(lanes, 5)
+    batcher = Batcher(model, Limits(max_batch=4))
+    first = occupied(model, batcher)
+    others = [Asked(batcher, b"2"), Asked(batcher, b"3", b"4"), Asked(batcher, b"5", b"6")]
+    ready(batcher, 5)
     model.may_end.set()
     assert [one.rows() for one in (first, *others)] == [[[1]], [[2]], [[3], [4]], [[5], [6]]]
     assert [len(batch) for batch in model.batches] == [1, 4, 1]
@@ -113,10 +113,10 @@ def test_what_waits_goes_together_up_to_the_largest_batch(model):
 
 def test_two_lanes_run_at_a_time(model):
     """A second forward pass does not wait for the first."""
-    lanes = Lanes(model, Limits(), number=2)
-    first = occupied(model, lanes)
+    batcher = Batcher(model, Limits(), number=2)
+    first = occupied(model, batcher)
     model.begun.clear()
-    second = Asked(lanes, b"2")
+    second = Asked(batcher, b"2")
     assert model.begun.wait(10)
     model.may_end.set()
     assert (first.rows(), second.rows()) == ([[1]], [[2]])
@@ -125,54 +125,54 @@ def test_two_lanes_run_at_a_time(model):
 
 def test_a_fault_is_its_own_pictures(model):
     """Others of the same batch get their answers; a picture that is none ends its request only."""
-    lanes = Lanes(model, Limits())
-    first = occupied(model, lanes)
-    unlucky, lucky, none = Asked(lanes, b"13"), Asked(lanes, b"2"), Asked(lanes, b"3", b"bad")
-    ready(lanes, 2)
+    batcher = Batcher(model, Limits())
+    first = occupied(model, batcher)
+    unlucky, lucky, none = Asked(batcher, b"13"), Asked(batcher, b"2"), Asked(batcher, b"3", b"bad")
+    ready(batcher, 2)
     model.may_end.set()
     assert (first.rows(), lucky.rows()) == ([[1]], [[2]])
     assert str(unlucky.error()) == "unlucky"
     assert (none.error().status, none.error().message) == (415, "Image 2 of 2: This is not an image.")
-    assert lanes.waiting == 0
+    assert batcher.waiting == 0
 
 
 def test_answers_that_are_not_finite_are_faults():
     """A model gone wrong says so; NaN is no JSON."""
     model = Model()
     model.predict = lambda images: np.full((len(images), 1), np.nan, np.float32)
-    assert "not finite" in str(Asked(Lanes(model, Limits()), b"1").error())
+    assert "not finite" in str(Asked(Batcher(model, Limits()), b"1").error())
 
 
 def test_a_full_queue_refuses(model):
     """429 with the time to come back; what was accepted is answered."""
-    lanes = Lanes(model, Limits(max_queue=3))
-    accepted = [occupied(model, lanes), Asked(lanes, b"2"), Asked(lanes, b"3")]
+    batcher = Batcher(model, Limits(max_queue=3))
+    accepted = [occupied(model, batcher), Asked(batcher, b"2"), Asked(batcher, b"3")]
     with pytest.raises(Refusal, match="3 requests wait") as refused:
-        Asked(lanes, b"4")
+        Asked(batcher, b"4")
     assert refused.value.status == 429
     assert int(refused.value.headers["Retry-After"]) >= 1
     model.may_end.set()
     assert [one.rows() for one in accepted] == [[[1]], [[2]], [[3]]]
-    assert Asked(lanes, b"4").rows() == [[4]]
+    assert Asked(batcher, b"4").rows() == [[4]]
 
 
 def test_a_wait_that_would_be_too_long_refuses(model):
     """Who could not be answered in time is told at once."""
-    lanes = Lanes(model, Limits(max_wait=0.05))
-    lanes._pace = 0.2  # seconds for each that waits, as after slow forward passes
-    first = occupied(model, lanes)
+    batcher = Batcher(model, Limits(max_wait=0.05))
+    batcher._pace = 0.2  # seconds for each that waits, as after slow forward passes
+    first = occupied(model, batcher)
     with pytest.raises(Refusal, match="busy"):
-        Asked(lanes, b"3")
+        Asked(batcher, b"3")
     model.may_end.set()
     assert first.rows() == [[1]]
 
 
 def test_what_waited_too_long_is_never_run(model):
     """504, whether it waited before it was decoded or after."""
-    lanes = Lanes(model, Limits(max_wait=0.1))
-    first = occupied(model, lanes)
-    late = Asked(lanes, b"2", b"3")
-    ready(lanes, 2)
+    batcher = Batcher(model, Limits(max_wait=0.1))
+    first = occupied(model, batcher)
+    late = Asked(batcher, b"2", b"3")
+    ready(batcher, 2)
     time.sleep(0.15)
     model.may_end.set()
     assert first.rows() == [[1]]
@@ -180,21 +180,21 @@ def test_what_waited_too_long_is_never_run(model):
     assert model.batches == [[1]]
     old = Job(lambda tiny: [b"4"], 1, lambda job: done.set(), accepted=time.perf_counter() - 1)
     done = threading.Event()
-    lanes.submit(old)
+    batcher.submit(old)
     assert done.wait(10)
-    assert (old.error.status, model.batches, lanes.waiting) == (504, [[1]], 0)
+    assert (old.error.status, model.batches, batcher.waiting) == (504, [[1]], 0)
 
 
 def test_a_small_picture_for_a_small_network_changes_no_thread(model):
     """It is run where it comes from; what is larger, or several, is handed on."""
-    lanes = Lanes(model, Limits(), forward_seconds=TINY_SECONDS / 2)
-    assert Asked(lanes, b"7").rows() == [[7]]
-    assert Asked(lanes, b"8", size=TINY_BYTES + 1).rows() == [[8]]
-    assert Asked(lanes, b"8", b"9").rows() == [[8], [9]]
+    batcher = Batcher(model, Limits(), forward_seconds=TINY_SECONDS / 2)
+    assert Asked(batcher, b"7").rows() == [[7]]
+    assert Asked(batcher, b"8", size=TINY_BYTES + 1).rows() == [[8]]
+    assert Asked(batcher, b"8", b"9").rows() == [[8], [9]]
     here = threading.current_thread()
     assert [thread is here for thread in model.threads] == [True, False, False]
-    assert Asked(lanes, b"1000").error().status == 413
-    assert lanes.waiting == 0
+    assert Asked(batcher, b"1000").error().status == 413
+    assert batcher.waiting == 0
 
 
 @pytest.mark.parametrize(
@@ -221,11 +221,11 @@ def test_a_request_waits_no_longer_than_allowed_for_its_turn_to_decode(model):
         return np.zeros((1, 1, 1), np.uint8)
 
     model.prepare = prepare
-    lanes = Lanes(model, Limits(max_wait=0.3))
-    first = Asked(lanes, b"1")
+    batcher = Batcher(model, Limits(max_wait=0.3))
+    first = Asked(batcher, b"1")
     assert decoding.wait(10)
     start = time.perf_counter()
-    assert Asked(lanes, b"2").error().status == 504
+    assert Asked(batcher, b"2").error().status == 504
     assert time.perf_counter() - start < 5
     may_end.set()
     first.ended.wait(10)

@@ -1,4 +1,4 @@
-"""Who answers a request. Predictions take the fast path to the model; Flask answers everything else, in a thread.
+"""Routes requests. Predictions take the fast path to the model; Flask answers everything else, in a thread.
 
 The fast path saves Flask's share of a prediction: a complete prediction of a small network takes 0.3 ms of CPU by it,
 where an empty Flask handler behind an ASGI server takes 0.9 to 1.1 (one core, November 2026). With `serve.server=flask`
@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from serve.admission import predicts, request_id
 from serve.answers import PROTECTION, Answer
 from serve.answers import refused as refused_answer
-from serve.lanes import Job
+from serve.batching import Job
 from serve.limits import FAULT, Refusal
-from serve.log import Log, tell
+from serve.log import Log, log_event
 from serve.prediction import JOB, Predictions
 from serve.service import Service
 
@@ -51,7 +51,7 @@ class Request:
         body: all of it.
         begun: when its head was there (`time.perf_counter`).
         host: that of a target in absolute form, which replaces the header (RFC 9112, section 3.2.2); empty: none.
-        name: its id, the client's own if that is harmless; set by `Door.admit`.
+        name: its id, the client's own if that is harmless; set by `Dispatcher.admit`.
     """
 
     method: str
@@ -79,7 +79,7 @@ Reply = Callable[[Request, Response], bool]
 """Writes an answer, in the event loop; False: the client has left."""
 
 
-class Door:
+class Dispatcher:
     """Answers requests; every method is called in the event loop.
 
     Args:
@@ -98,17 +98,17 @@ class Door:
         self._held = 0
 
     def admit(self, request: Request) -> None:
-        """Checks a request before its body is read, and names it.
+        """Checks a request before its body is read, and gives it an id.
 
         Raises:
             Refusal: it is not let in.
         """
         given, service = request.headers, self.service
         request.name = request_id(given.get(b"x-request-id"))
-        service.admission.check(request.method, request.path, given, service.lanes, request.host)
+        service.admission.check(request.method, request.path, given, service.batcher, request.host)
 
-    def hold(self, size: int) -> None:
-        """So many more bytes of unfinished bodies are kept.
+    def reserve(self, size: int) -> None:
+        """Counts bytes of unfinished bodies that are kept; negative when they are released.
 
         Raises:
             Refusal: there are too many.
@@ -118,7 +118,7 @@ class Door:
             raise Refusal(429, "Too much is being uploaded; send this again in 5 s.", {"Retry-After": "5"})
 
     def answer(self, request: Request, reply: Reply) -> None:
-        """Has a request answered, perhaps before this returns."""
+        """Answers a request, perhaps before this returns."""
         try:
             if self.service.fast and predicts(request.method, request.path):
                 self._predict(request, reply)
@@ -128,7 +128,7 @@ class Door:
             # Soon, as Flask answers: what follows in the same read is parsed first.
             asyncio.get_running_loop().call_soon(self._finish, request, reply, refused(refusal))
 
-    def tell(self, request: Request, status: int, job: Job | None = None) -> None:
+    def record(self, request: Request, status: int, job: Job | None = None) -> None:
         """Counts a request, and keeps its line for the log."""
         took = time.perf_counter() - request.begun
         self.service.count(status, took, job)
@@ -150,7 +150,7 @@ class Door:
 
     def _finish(self, request: Request, reply: Reply, response: Response, job: Job | None = None) -> None:
         written = reply(request, response)
-        self.tell(request, response.status if written else 499, job)
+        self.record(request, response.status if written else 499, job)
 
     def _predict(self, request: Request, reply: Reply) -> None:
         """Hands a prediction to the model.
@@ -171,7 +171,7 @@ class Door:
                 loop.call_soon_threadsafe(self._predicted, request, reply, job, response)
 
         kind, accept = given.get(b"content-type", b""), given.get(b"accept", b"")
-        self.service.lanes.submit(self._predictions.job(request.query, kind, accept, request.body, done))
+        self.service.batcher.submit(self._predictions.job(request.query, kind, accept, request.body, done))
 
     def _predicted(self, request: Request, reply: Reply, job: Job, response: Response | Exception) -> None:
         if isinstance(response, Exception):
@@ -179,7 +179,7 @@ class Door:
         self._finish(request, reply, response, job)
 
     def _fault(self, request: Request, error: Exception) -> Response:
-        tell("fault", error, id=request.name.decode(), path=request.path)
+        log_event("fault", error, id=request.name.decode(), path=request.path)
         return refused(Refusal(500, FAULT))
 
     def _ask_flask(self, request: Request, reply: Reply) -> None:

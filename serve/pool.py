@@ -1,4 +1,4 @@
-"""The process that keeps one model: it loads and proves it within limits, forks the workers that answer, and replaces
+"""The process that holds one model: it loads and verifies it within limits, forks the workers that answer, and replaces
 those that die, until SIGTERM.
 
 Workers share the model's memory, since they are forked when it is loaded. CUDA does not survive a fork: on GPUs each
@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import TypedDict, cast
 
 from serve.admission import Admission
+from serve.batching import Batcher, Model
 from serve.device import CPU, Device, DeviceError
-from serve.lanes import Lanes, Model
 from serve.layout import Layout, choose, largest_batch, usable_cores
 from serve.limits import Limits
-from serve.log import tell
+from serve.log import log_event
 from serve.metrics import Metrics
 from serve.private import is_out_of_memory
 from serve.service import Service
@@ -73,7 +73,7 @@ class Report(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Setup:
-    """What every keeper has.
+    """What every worker pool has.
 
     Attributes:
         open_model: loads and checks the model on a device.
@@ -103,16 +103,16 @@ class _Worker:
     slot: int
     pipe: int
     since: float
-    heard: bool = False
+    reported: bool = False
     ready: bool = False
     fault: str | None = None
 
 
-class Keeper:
+class WorkerPool:
     """One model and its workers.
 
     Args:
-        setup: what every keeper has.
+        setup: what every worker pool has.
         layout: of the GPUs, or of the model before on the CPU; None: it is measured.
         row: the first of its workers' rows of the metrics.
         memory: bytes that it may take to load the model.
@@ -132,7 +132,7 @@ class Keeper:
     def run(self) -> None:
         """Never returns: the process ends without running what its parent has set up."""
         parent = os.getppid()
-        forget_signals()
+        reset_signals()
         if self._layout is None or not self._layout.devices[0].on_gpu:
             try:
                 with _limited(self._memory):
@@ -151,12 +151,12 @@ class Keeper:
             self._setup.listeners[slot].listen(BACKLOG)
             self._fork(slot)
         while not self._asked & {signal.SIGTERM, signal.SIGINT} and os.getppid() == parent:
-            loading = [worker for worker in self._workers if not worker.heard]
+            loading = [worker for worker in self._workers if not worker.reported]
             pause = CHECK_SECONDS / 10 if loading else CHECK_SECONDS
             readable, _, _ = select.select([wake, *(worker.pipe for worker in loading)], [], [], pause)
             if wake in readable:
                 os.read(wake, 4096)
-            self._hear([worker for worker in loading if worker.pipe in readable])
+            self._read_reports([worker for worker in loading if worker.pipe in readable])
             self._stop_overdue()
             self._reap()
         self._end(signal.SIGTERM)
@@ -168,20 +168,20 @@ class Keeper:
         return self._layout
 
     def _fork(self, slot: int) -> None:
-        heard, said = os.pipe()
+        reading, writing = os.pipe()
         sys.stdout.flush()
         process = os.fork()
         if process:
-            os.close(said)
-            self._workers.append(_Worker(process, slot, heard, time.monotonic()))
+            os.close(writing)
+            self._workers.append(_Worker(process, slot, reading, time.monotonic()))
             return
         try:
-            self._become_worker(slot, said)
-        finally:  # whatever happened, the keeper's work is not the worker's
+            self._become_worker(slot, writing)
+        finally:  # whatever happened, the worker pool's work is not the worker's
             os._exit(1)
 
-    def _become_worker(self, slot: int, said: int) -> None:
-        forget_signals()
+    def _become_worker(self, slot: int, pipe: int) -> None:
+        reset_signals()
         if self._pipe is not None:
             os.close(self._pipe)
         setup, spread = self._setup, self._spread
@@ -196,36 +196,36 @@ class Keeper:
                 limits = replace(limits, max_batch=largest_batch(model, limits.max_batch))
                 threads = usable_cores() // spread.processes + spread.lanes
             except Exception as error:
-                say(said, **_fault(error, device, self._memory))
+                send_report(pipe, **_fault(error, device, self._memory))
                 os._exit(1)
-        lanes = Lanes(model, limits, spread.lanes, spread.forward_ms / 1e3, threads)
-        told = {"processes": spread.processes, "lanes": spread.lanes, "device": str(device)}
+        batcher = Batcher(model, limits, spread.lanes, spread.forward_ms / 1e3, threads)
+        shown = {"processes": spread.processes, "lanes": spread.lanes, "device": str(device)}
         if device.on_gpu:
-            told["device_name"] = device.name
-        service = Service(model, limits, lanes, setup.metrics, told, setup.admission, setup.fast, ready=False)
-        started = lambda: say(said, model=_words(model), run=model.run)  # noqa: E731
+            shown["device_name"] = device.name
+        service = Service(model, limits, batcher, setup.metrics, shown, setup.admission, setup.fast, ready=False)
+        started = lambda: send_report(pipe, model=_words(model), run=model.run)  # noqa: E731
         work(setup.listeners[slot], service, started)
 
-    def _hear(self, workers: list[_Worker]) -> None:
+    def _read_reports(self, workers: list[_Worker]) -> None:
         """What workers report: that they answer, or why they cannot; a pipe that ends without a word is a death."""
         for worker in workers:
-            worker.heard = True
-            report = heard(worker.pipe)
+            worker.reported = True
+            report = read_report(worker.pipe)
             worker.ready = "model" in report
             if not worker.ready and self._model is None:  # else it was loaded before the fork
                 self._cannot(worker, report)
             if self._pipe is not None and all(worker.ready for worker in self._workers):
                 spread = {name: asdict(self._spread)[name] for name in ("processes", "lanes", "forward_ms")}
-                say(self._pipe, **report, layout=spread)
+                send_report(self._pipe, **report, layout=spread)
                 self._pipe = None
 
     def _cannot(self, worker: _Worker, report: Report) -> None:
-        """A worker cannot load the model on its GPU: the end of this keeper, unless all have answered before."""
+        """A worker cannot load the model on its GPU: the end of this worker pool, unless all have answered before."""
         device = self._spread.device(worker.slot)
         died = f"the process for {device} ({device.name}) died while it loaded the model"
         reason = report.get("fault") or worker.fault or died
         if self._pipe is None:
-            tell(f"{device} does not answer, and is tried again: {reason}")
+            log_event(f"{device} does not answer, and is tried again: {reason}")
         else:
             code = REFUSED if worker.fault else DeviceError.exit_code
             self._give_up({"fault": reason, "exit_code": report.get("exit_code", code)})
@@ -234,14 +234,14 @@ class Keeper:
         """Ends this process and its workers, none of which has answered; then reports why."""
         self._end(signal.SIGKILL)
         assert self._pipe is not None, "it has not reported yet"
-        say(self._pipe, **report)
+        send_report(self._pipe, **report)
         os._exit(1)
 
     def _stop_overdue(self) -> None:
         """Kills workers that load their model for too long, or take too much memory for it. The system's own limits
         count addresses, of which CUDA takes many more than memory."""
         for worker in self._workers:
-            if worker.heard or worker.fault:
+            if worker.reported or worker.fault:
                 continue
             if time.monotonic() > worker.since + GPU_LOAD_SECONDS:
                 worker.fault = too_slow(self._setup.folder, GPU_LOAD_SECONDS)
@@ -256,10 +256,10 @@ class Keeper:
             ended, status = os.waitpid(worker.process, os.WNOHANG)
             if not ended:
                 continue
-            if not worker.heard:  # it had no time to report, or nobody to listen
-                self._hear([worker])
+            if not worker.reported:  # it had no time to report, or nobody to listen
+                self._read_reports([worker])
             self._forget(worker)
-            tell("a worker died", process=worker.process, exit_code=os.waitstatus_to_exitcode(status))
+            log_event("a worker died", process=worker.process, exit_code=os.waitstatus_to_exitcode(status))
             if not worker.ready or time.monotonic() - worker.since < SHORT_LIFE:
                 time.sleep(SHORT_LIFE)
             self._fork(worker.slot)
@@ -286,7 +286,7 @@ class Keeper:
             os.waitpid(worker.process, 0)
 
 
-def forget_signals() -> None:
+def reset_signals() -> None:
     """In a child: the parent's handlers are not its own."""
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -297,13 +297,13 @@ def forget_signals() -> None:
 # ---- what a child reports
 
 
-def heard(pipe: int) -> Report:
+def read_report(pipe: int) -> Report:
     """All that a child writes before it closes its end; nothing where it has died."""
     with os.fdopen(os.dup(pipe), "rb") as stream:
         return cast(Report, json.loads(stream.read() or "{}"))
 
 
-def say(pipe: int, **report: object) -> None:
+def send_report(pipe: int, **report: object) -> None:
     """Reports, once, and closes this end."""
     with os.fdopen(pipe, "wb") as stream:
         stream.write(json.dumps(report, default=str).encode())
@@ -320,7 +320,7 @@ def _fault(error: Exception, device: Device, memory: int) -> Report:
     if isinstance(error, MemoryError) or "bad_alloc" in reason or is_out_of_memory(error):
         return {"fault": f"{reason.rstrip('.')}; {_memory_words(memory)}.", "exit_code": code or REFUSED}
     if code is None:
-        tell(f"the process for {device} cannot load the model", error)
+        log_event(f"the process for {device} cannot load the model", error)
     return {"fault": reason, "exit_code": code or 1}
 
 
