@@ -48,6 +48,8 @@ import signal
 import time
 
 import numpy as np
+import pytorch_lightning as pl
+import torch
 from torch import nn
 
 from deeplightning.data.digits import Digits
