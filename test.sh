@@ -24,12 +24,11 @@ done
 # The lines of lists of tests, without comments.
 listed() { sed 's/ *#.*//; /^$/d' "$@"; }
 
-# The lines of lists of tests, without comments.
-listed() { sed 's/ *#.*//; /^$/d' "$@"; }
-
+# A file's tests share what is trained for them, so one worker runs them; unit tests go to whoever is free.
+distribution=loadfile
 marked=(-m "not slow")
 case "$size" in
-    quick) marked=(-m "not slow and not run") lists=(tests/unit.txt) ;;
+    quick) distribution=worksteal marked=(-m "not slow and not run") lists=(tests/unit.txt) ;;
     default) lists=(tests/unit.txt tests/journeys.txt) ;;
     *) lists=() ;;
 esac
@@ -50,7 +49,7 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 check ruff format --check .
 check ruff check .
 exec 3< <("$python" -m mypy 2>&1; echo "exit code $?")  # mypy takes a minute of one core: it runs beside the tests
-check pytest -n logical --maxprocesses 4 --dist loadfile "${marked[@]}" "${arguments[@]}"
+check pytest -n logical --maxprocesses 4 --dist "$distribution" "${marked[@]}" "${arguments[@]}"
 types=$(cat <&3)
 printf '\n$ mypy\n%s\n' "${types%$'\n'*}"
 [ "${types##*$'\n'}" = "exit code 0" ] || failed+=" mypy"

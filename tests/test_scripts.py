@@ -174,13 +174,13 @@ def test_the_sizes_of_test(clone):
     def pytest(*arguments):
         code, out, _ = clone.run("test.sh", *arguments)
         assert code == 0
-        return out[out.index("loadfile\n") : out.index("\n\n$ mypy")].splitlines()[1:]
+        return out[out.index("--dist\n") : out.index("\n\n$ mypy")].splitlines()[1:]
 
-    quick = ["-m", "not slow"]
-    assert pytest("--quick") == ["-m", "not slow and not run", "tests/unit.py"]
+    quick = ["loadfile", "-m", "not slow"]
+    assert pytest("--quick") == ["worksteal", "-m", "not slow and not run", "tests/unit.py"]
     assert pytest() == [*quick, "tests/unit.py", "tests/journeys.py"]
     assert pytest("--full", "-x") == [*quick, "-x"]
-    assert pytest("--all", "-x") == ["-x"]
+    assert pytest("--all", "-x") == ["loadfile", "-x"]
     assert pytest("tests/test_a.py::test_b") == [*quick, "tests/test_a.py::test_b"]
 
 
