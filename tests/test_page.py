@@ -408,7 +408,7 @@ def test_it_tells_which_model_answers(page: Page, server: Server) -> None:
     info = server.ask("GET", "/info")[1]
     words = page.evaluate("document.querySelector('#model').textContent")
     assert (
-        words == "image classification, 8 \N{MULTIPLICATION SIGN} 8 colour, from the run colours; images of up to 1 MB."
+        words == "image classification, 8 \N{MULTIPLICATION SIGN} 8 colour, from the run a run; images of up to 1 MB."
     )
     assert info["run"]["folder_name"] == "a run"
     assert page.evaluate("document.querySelector('#classes p').textContent") == ", ".join(info["labels"])
