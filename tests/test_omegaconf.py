@@ -1,8 +1,7 @@
-"""`${…}` means what it means in OmegaConf, and each name of OmegaConf's that its documentation leaves out is there."""
+"""`${…}` means what it means in OmegaConf, and its functions read a config as own code gets it."""
 
 import copy
 import dataclasses
-import inspect
 import json
 import pickle
 import subprocess
@@ -15,41 +14,10 @@ from omegaconf import OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException, ReadonlyConfigError
 from test_config import SMALL
 
-from deeplightning.config import omega, schema
+from deeplightning.config import schema
 from deeplightning.config.check import load
 from deeplightning.config.source import read
 from deeplightning.config.tree import plain
-
-# ---- OmegaConf's own names, each used in config/omega.py
-
-
-def test_a_text_becomes_a_tree_by_name_of_rule_and_mode():
-    """`grammar_parser.parse` takes text, rule and mode; a tree of a value has a text, and the text its parts."""
-    assert [*inspect.signature(omega._parse).parameters] == ["value", "parser_rule", "lexer_mode"]
-    tree = omega.parse("${a}")
-    inner = tree.getChild(0).getChild(0).getChild(0)
-    assert isinstance(inner, omega.OmegaConfGrammarParser.InterpolationNodeContext)
-    assert omega.parse("x${a}").getChild(0).getChildCount() == 2
-    with pytest.raises(omega.Malformed):
-        omega.parse("${")
-
-
-def test_a_tree_is_visited_with_what_the_caller_looks_up():
-    """`GrammarVisitor` hands keys as dots and parts and calls as name, values and texts to its two functions, and asks
-    `visitInterpolation` for each reference inside another."""
-    finds, calls = [], []
-    found = omega.Evaluation(
-        lambda dots, parts: finds.append((dots, parts)) or "b",
-        lambda value: value.upper(),
-        lambda name, values, texts: calls.append((name, values, texts)) or "d",
-    )
-    assert found.value(omega.parse("${..a[${c}].e} ${f.g: 1.10, [x, ${h}]}")) == "B d"
-    assert finds == [(0, ("c",)), (2, ("a", "B", "e")), (0, ("h",))]
-    assert calls == [("f.g", (1.1, ["x", "B"]), ("1.10", "[x, ${h}]"))]
-    assert found.target(omega.parse("${a}")) == "b", "not made"
-    assert found.target(omega.parse("x${a}")) is None
-    assert found.value(omega.parse("{1: '2', x: null}", argument=True)) == {1: "2", "x": None}
-
 
 # ---- the meaning
 

@@ -24,7 +24,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import deeplightning.private
-from deeplightning.private import deepspeed, lightning, mlflow, optuna
+from deeplightning.private import deepspeed, lightning, mlflow, omegaconf, optuna
 from deeplightning.private import torch as torchs
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -400,3 +400,56 @@ def test_exit_functions_are_the_childs_own():
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("its own\n", "")
+
+
+def test_a_text_becomes_a_tree_by_name_of_rule_and_mode():
+    """`grammar_parser.parse` takes text, rule and mode; a tree of a value has a text, and the text its parts."""
+    assert [*inspect.signature(omegaconf.tree_of).parameters] == ["value", "parser_rule", "lexer_mode"]
+    tree = omegaconf.parse("${a}")
+    inner = tree.getChild(0).getChild(0).getChild(0)
+    assert isinstance(inner, omegaconf.OmegaConfGrammarParser.InterpolationNodeContext)
+    assert omegaconf.parse("x${a}").getChild(0).getChildCount() == 2
+    with pytest.raises(omegaconf.Malformed):
+        omegaconf.parse("${")
+
+
+def test_a_tree_is_visited_with_what_the_caller_looks_up():
+    """`GrammarVisitor` hands keys as dots and parts and calls as name, values and texts to its two functions, and asks
+    `visitInterpolation` for each reference inside another."""
+    finds, calls = [], []
+    found = omegaconf.Evaluation(
+        lambda dots, parts: finds.append((dots, parts)) or "b",
+        lambda value: value.upper(),
+        lambda name, values, texts: calls.append((name, values, [text() for text in texts])) or "d",
+    )
+    assert found.value(omegaconf.parse("${..a[${c}].e} ${f.g: 1.10, [x, ${h}]}")) == "B d"
+    assert finds == [(0, ("c",)), (2, ("a", "B", "e")), (0, ("h",))]
+    assert calls == [("f.g", (1.1, ["x", "B"]), ["1.10", "[x, ${h}]"])]
+    assert found.target(omegaconf.parse("${a}")) == "b", "not made"
+    assert found.target(omegaconf.parse("x${a}")) is None
+    assert found.value(omegaconf.parse("{1: '2', x: null}", argument=True)) == {1: "2", "x": None}
+
+
+def test_functions_of_omegaconf_ask_a_config_for_these_names():
+    """`OmegaConf.to_container` and `select` ask an instance of a class that counts as a `DictConfig` for all of
+    `ASKED`, and for no other name."""
+    from omegaconf import OmegaConf
+
+    asked = set()
+
+    class Section:
+        def keys(self):
+            return ["a"]
+
+        def to_omegaconf(self):
+            return OmegaConf.create({"a": {"b": 1}})
+
+        def __getattr__(self, name):
+            asked.add(name)
+            return omegaconf.attribute(self, name)
+
+    omegaconf.admit(Section)
+    assert OmegaConf.is_config(Section())
+    assert OmegaConf.to_container(Section()) == OmegaConf.to_container(Section(), resolve=True) == {"a": {"b": 1}}
+    assert OmegaConf.select(Section(), "a.b") == 1
+    assert asked == omegaconf.ASKED

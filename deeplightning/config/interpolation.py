@@ -165,7 +165,7 @@ class _Resolver:
     """
 
     def __init__(self, root: Entry, resolvers: Mapping[str, Callable[..., Any] | None]):
-        from deeplightning.config import omega  # 0.1 CPU s
+        from deeplightning.private import omegaconf as omega  # 0.1 CPU s
 
         self.root, self.resolvers, self.omega = root, resolvers, omega
         self.texts: dict[KeyPath, str] = {}
@@ -250,7 +250,9 @@ class _Resolver:
                 what = "neither a word nor a whole number"
                 raise _Unresolved(f" has a reference inside a key or a name that gives {what}") from None
             except RecursionError:
-                raise _Unresolved(" leads on over too many references; refer to the value itself") from None
+                raise _Unresolved(
+                    " leads on over too many references, one after the other; refer to the value itself"
+                ) from None
             return self.spend(str(value)) if isinstance(value, str) else value
 
     def evaluation(self, path: KeyPath) -> Any:
@@ -337,8 +339,8 @@ class _Resolver:
 
     # ---- calls
 
-    def call(self, name: str, values: tuple[Any, ...], texts: tuple[str, ...], path: KeyPath) -> Any:
-        """What a resolver returns for arguments; `texts` has them as they are written."""
+    def call(self, name: str, values: tuple[Any, ...], texts: tuple[Callable[[], str], ...], path: KeyPath) -> Any:
+        """What a resolver returns for arguments; `texts` give them as they are written."""
         values = tuple(map(_plain, values))
         if name in self.resolvers:
             return self.own(name, values, path)
@@ -359,8 +361,8 @@ class _Resolver:
         if not 1 <= len(values) <= most:
             takes = "one argument" if most == 1 else "one argument and perhaps a default"
             raise _Unresolved(f": {name} takes {takes}, not {len(values)}")
-        if name == "oc.env" and isinstance(values[-1], bool | int | float) and "${" not in texts[-1]:
-            values = (*values[:-1], texts[-1].strip())  # a variable is text, and so is its default: `1.10` as written
+        if name == "oc.env" and isinstance(values[-1], bool | int | float) and "${" not in (text := texts[-1]()):
+            values = (*values[:-1], text.strip())  # a variable is text, and so is its default: `1.10` as written
         return function(path, *values)
 
     def own(self, name: str, values: tuple[Any, ...], path: KeyPath) -> Any:

@@ -4,6 +4,7 @@ A config is a tree of these dataclasses. What is free-form stands under some `pa
 """
 
 # ruff: noqa: RUF009 (`key` makes a dataclass field, which the rule cannot see)
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
@@ -130,9 +131,9 @@ class Section:
 
     def to_omegaconf(self) -> Any:
         """A copy as a `DictConfig` of OmegaConf's, params and all."""
-        from deeplightning.config import omega  # 0.1 CPU s
+        from omegaconf import OmegaConf  # 0.1 CPU s
 
-        return omega.made_of(plain(self))
+        return OmegaConf.create(_literal(plain(self)))
 
     if not TYPE_CHECKING:  # for which a section has its keys alone
 
@@ -140,17 +141,17 @@ class Section:
         def __class__(self) -> type:  # `isinstance` asks for it
             """The class. Where OmegaConf is imported, it counts as one of its own from now on."""
             if "omegaconf" in sys.modules:
-                from deeplightning.config import omega
+                from deeplightning.private.omegaconf import admit
 
-                omega.admit(Section)
+                admit(Section)
             return type(self)
 
         def __getattr__(self, name: str) -> Any:
             """What a section has not: what OmegaConf's functions ask a config for."""
             if name.startswith("_") and not name.startswith("__") and "omegaconf" in sys.modules:
-                from deeplightning.config import omega
+                from deeplightning.private.omegaconf import attribute
 
-                return omega.attribute(self, name)
+                return attribute(self, name)
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
 
@@ -555,4 +556,17 @@ def _public(value: Any, path: tuple[str | int, ...], texts: dict[tuple[str | int
         from deeplightning.config.secrets import escaped  # not for `schema`, which resolves nothing
 
         return escaped(value)
+    return value
+
+
+def _literal(value: Any) -> Any:
+    """Plain values as OmegaConf reads them: a `${` or `???` in them is text."""
+    from deeplightning.config.secrets import escaped
+
+    if isinstance(value, dict):
+        return {name: _literal(item) for name, item in value.items()}
+    if isinstance(value, list):
+        return [_literal(item) for item in value]
+    if isinstance(value, str):
+        return f"\\{value}" if re.fullmatch(r"\\*\?\?\?", value) else escaped(value)
     return value

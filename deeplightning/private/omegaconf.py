@@ -1,23 +1,17 @@
-"""OmegaConf, as far as this takes names that its documentation leaves out: its grammar of `${…}`, and what its
-functions ask a config for. Importing it costs 0.1 CPU s.
+"""Names of OmegaConf 2.4 that its documentation leaves out: its grammar of `${…}`, and what its functions ask a config.
 
 A text becomes a tree by `grammar_parser.parse`, and a tree a value by `grammar_visitor`, from what the caller looks up:
-`OmegaConf.resolve` neither bounds what references make together nor tells what they read. `tests/test_omegaconf.py`
-holds each name of OmegaConf 2.4. Where one is gone, every config with a `${` fails here, or a function of OmegaConf's
-that gets a section of ours.
+`OmegaConf.resolve` neither bounds what references make together nor tells what they read. Where one of these names is
+gone, every config with a `${` fails here. Importing this costs 0.1 CPU s.
 """
 
-import re
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import GrammarParseError
-from omegaconf.grammar_parser import parse as _parse
+from omegaconf.grammar_parser import parse as tree_of
 from omegaconf.grammar_visitor import GrammarVisitor, OmegaConfGrammarParser
-
-from deeplightning.config.secrets import escaped
 
 
 class Malformed(ValueError):
@@ -34,7 +28,7 @@ def parse(text: str, argument: bool = False) -> Any:
         Malformed: where a `${` opens no reference.
     """
     try:
-        return _parse(text, "singleElement", "VALUE_MODE") if argument else _parse(text)
+        return tree_of(text, "singleElement", "VALUE_MODE") if argument else tree_of(text)
     except (GrammarParseError, RecursionError):
         raise Malformed from None
 
@@ -45,14 +39,14 @@ class Evaluation:
     Args:
         find: gives what stands at a key, from the number of dots before it (0: it counts from the top) and its parts.
         make: turns that into a value.
-        call: gives what a resolver returns, from its name, its arguments, and these as they are written.
+        call: gives what a resolver returns, from its name, its arguments, and functions that give these as written.
     """
 
     def __init__(
         self,
         find: Callable[[int, tuple[str, ...]], Any],
         make: Callable[[Any], Any],
-        call: Callable[[str, tuple[Any, ...], tuple[str, ...]], Any],
+        call: Callable[[str, tuple[Any, ...], tuple[Callable[[], str], ...]], Any],
     ):
         self._visitor = _Visitor(find, make, call)
 
@@ -63,12 +57,10 @@ class Evaluation:
             Malformed: a reference inside a key or a name gives neither a text nor a whole number, or a number has too
                 many digits.
         """
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # nothing between two commas is an empty text
-            try:
-                return self._visitor.visit(tree)
-            except ValueError:
-                raise Malformed from None
+        try:
+            return self._visitor.visit(tree)
+        except ValueError:
+            raise Malformed from None
 
     def target(self, tree: Any) -> Any:
         """What `find` gives for a text that is one `${a.b}` and no more, without making it; None: it is another."""
@@ -96,30 +88,32 @@ class _Visitor(GrammarVisitor):
         inner, found = ctx.getChild(0), super().visitInterpolation(ctx)
         return self.make(found) if isinstance(inner, OmegaConfGrammarParser.InterpolationNodeContext) else found
 
+    def visitElement(self, ctx: Any) -> Any:
+        """An argument, or an item of a list or mapping; `???` is a text."""
+        return self.visit(ctx.getChild(0))
+
+    def visitSequence(self, ctx: Any) -> Any:
+        """Arguments, and functions that give their texts. Nothing between two commas is an empty text: OmegaConf gives
+        the same, and warns of each with the whole sequence, which takes the square of its length."""
+        is_open = True
+        for child in ctx.getChildren():
+            if isinstance(child, OmegaConfGrammarParser.ElementContext):
+                yield self.visitElement(child), child.getText
+                is_open = False
+            elif is_open:
+                yield "", str
+            else:
+                is_open = True
+        if is_open:
+            yield "", str
+
 
 # ---- configs
 
-_ASKED = {
+ASKED = {
     *("_is_none", "_is_missing", "_is_interpolation", "_dereference_node", "_metadata", "_get_child"),  # to_container
-    *("_resolve_key_and_root", "_get_flag"),  # select
+    "_resolve_key_and_root",  # select
 }
-
-
-def made_of(value: Any) -> DictConfig:
-    """A config of OmegaConf's with these plain values, in which a `${` or `???` is text."""
-    made = OmegaConf.create(_literal(value))
-    assert isinstance(made, DictConfig)
-    return made
-
-
-def _literal(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {name: _literal(item) for name, item in value.items()}
-    if isinstance(value, list):
-        return [_literal(item) for item in value]
-    if isinstance(value, str) and re.fullmatch(r"\\*\?\?\?", value):
-        return f"\\{value}"
-    return escaped(value) if isinstance(value, str) else value
 
 
 def admit(section: type) -> None:
@@ -128,12 +122,13 @@ def admit(section: type) -> None:
 
 
 def attribute(section: Any, name: str) -> Any:
-    """What one of OmegaConf's functions that read a config asks a section for.
+    """What one of OmegaConf's functions that read a config asks a section for, taken from a copy. Where another name
+    is asked for than `ASKED`, that function fails on a section with these words.
 
     Raises:
         AttributeError: another name; the functions that change a config would change a copy.
     """
-    if name in _ASKED:
+    if name in ASKED:
         made = section.to_omegaconf()
         OmegaConf.set_readonly(made, True)  # a change of the copy would be lost
         return getattr(made, name)
