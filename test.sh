@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # All checks: bash test.sh [--quick | --full | --all] [arguments of pytest]. Times are of two cores.
-#   --quick  format, lint, types, and the unit tests (tests/unit.txt) but those that train: one minute
+#   --quick  format, lint, types, and the unit tests (tests/unit) but those that train: one minute
 #            and these, and the journeys (tests/journeys.txt), a test or more of each public promise: at most 6 minutes
 #   --full   every test but the slow ones: about 20 minutes; CI runs this
 #   --all    the slow ones too: about 45 minutes
@@ -27,14 +27,16 @@ listed() { sed 's/ *#.*//; /^$/d' "$@"; }
 # A file's tests share what is trained for them, so one worker runs them; unit tests go to whoever is free.
 distribution=loadfile
 marked=(-m "not slow")
+selected=()
+journeys=
 case "$size" in
-    quick) distribution=worksteal marked=(-m "not slow and not run") lists=(tests/unit.txt) ;;
-    default) lists=(tests/unit.txt tests/journeys.txt) ;;
-    *) lists=() ;;
+    quick) distribution=worksteal marked=(-m "not slow and not run") selected=(tests/unit) ;;
+    default) selected=(tests/unit) journeys=tests/journeys.txt ;;
 esac
 [ "$size" != all ] || marked=()
-if [ -z "$named" ] && [ -n "${lists[*]}" ]; then
-    while read -r test; do arguments+=("$test"); done < <(listed "${lists[@]}")
+if [ -z "$named" ]; then
+    arguments+=("${selected[@]}")
+    while read -r test; do arguments+=("$test"); done < <(listed "${journeys:-/dev/null}")
 fi
 
 failed=

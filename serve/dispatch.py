@@ -26,7 +26,8 @@ from serve.prediction import JOB, Predictions
 from serve.service import Service
 
 if TYPE_CHECKING:  # a server that only predicts needs no Flask
-    from _typeshed.wsgi import WSGIEnvironment
+    from wsgiref.types import WSGIEnvironment
+
     from flask import Flask
 
 MAX_HELD = 512_000_000

@@ -1,6 +1,6 @@
 """What `serve` uses of ONNX Runtime (1.31, November 2026) beyond its documented interface.
 
-`tests/test_private_serve.py` asserts each. Of other libraries, `serve` uses public names only."""
+`tests/unit/test_private_serve.py` asserts each. Of other libraries, `serve` uses public names only."""
 
 import os
 from collections.abc import Sequence

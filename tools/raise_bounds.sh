@@ -7,8 +7,8 @@
 source "$(dirname -- "${BASH_SOURCE[0]}")/../env.sh" || exit
 cd -- "$root" || exit
 case "${1-}" in
-    newest) options=(--upgrade) tests=(tests/test_private.py tests/test_startup.py) ;;
-    lowest) options=(--resolution lowest-direct) tests=(tests/test_private.py -W ignore) ;;  # old releases warn of new ones
+    newest) options=(--upgrade) tests=(tests/runs/test_private.py tests/runs/test_startup.py) ;;
+    lowest) options=(--resolution lowest-direct) tests=(tests/runs/test_private.py -W ignore) ;;  # old releases warn of new ones
     *) sed -n '2,5s/^# //p' "${BASH_SOURCE[0]}" >&2; exit 2 ;;
 esac
 kind=$1 other=$work/other asked=$work/asked

@@ -1,7 +1,7 @@
 """What `engine.backend` stands for and what `engine.params` may hold: classes by name, and DeepSpeed's own words.
 
 Nothing is imported: classes are named, and the words of DeepSpeed's JSON are those of its version 0.19.8, in this one
-place. tests/test_check.py compares them with the source of the DeepSpeed that is installed.
+place. tests/unit/test_check.py compares them with the source of the DeepSpeed that is installed.
 """
 
 import math

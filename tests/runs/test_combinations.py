@@ -1,0 +1,413 @@
+"""Settings that do not go together are told with both keys and a remedy: `deeplightning.config.combinations`."""
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+from deeplightning.config.combinations import ENGINES, RULES, SETTINGS, Setting, engines, refusal, table
+from deeplightning.config.schema import Engine, Optimizer, keys
+from deeplightning.configure import examine, load_config
+from deeplightning.trained import TO_ANSWER
+
+SLOW = pytest.mark.slow  # with ddp and one process other tests train; the stages differ little
+ANYWHERE = {"a schedule by steps", "a schedule by a metric", "`precision: 16`", "`compile`", "`deterministic`"}
+
+BASE = """\
+data: {module: {type: some_parts.anything}, batch_size: 4}
+model:
+  module: {type: some_parts.anything}
+  optimizer: {type: torch.optim.SGD, params: {lr: 0.1}}
+train: {num_epochs: 1}
+"""
+
+PARTS = """\
+import pytorch_lightning as pl
+
+
+def anything(*args, **kwargs): ...
+
+
+FusedAdam = fp16_compress_hook = anything
+
+
+class Manual(pl.LightningModule):
+    def __init__(self, cfg):
+        super().__init__()
+        self.automatic_optimization = False
+
+
+class Again(Manual):
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.automatic_optimization = True
+"""
+
+# What breaks each rule, in the order of the table, and the place of both keys where they are not in one override.
+TWO_OPTIMIZERS = "{g: {type: torch.optim.SGD, params: {lr: 1}}, d: {type: torch.optim.SGD, params: {lr: 1}}}"
+LBFGS = "model.optimizer={type: torch.optim.LBFGS, params: {lr: 1}}"
+ADAM = "model.optimizer={type: torch.optim.Adam, params: {lr: 1}}"
+FUSED = ["model.optimizer={type: some_parts.FusedAdam, params: {lr: 1}}"]
+BREAKING = [
+    ["engine.backend=deepspeed_stage_2", "train.gradient_clip={value: 1, algorithm: value}"],
+    ["engine.backend=fsdp", "train.gradient_clip={value: 1, norm_type: 1}"],
+    ["engine.backend=deepspeed_stage_1", f"model.optimizer={TWO_OPTIMIZERS}"],
+    ["engine.backend=fairscale_oss", "train.accumulator_epoch=1", "train.accumulator_factor=2"],
+    ["model.module={type: some_parts.Manual}", "train.accumulator_factor=2"],
+    ["model.module={type: some_parts.Manual}", "train.gradient_clip={value: 1}"],
+    ["engine.backend=deepspeed_stage_3", "engine.precision=64"],
+    ["engine.backend=fsdp", "engine.precision=16", "engine.gpus=1"],
+    ["engine.processes=2", "engine.precision=16-true", "engine.backend=deepspeed_stage_2"],
+    ["engine.backend=fsdp", "engine.precision=deepspeed"],
+    ["engine.backend=fairscale_sddp", "engine.params.stage=3"],
+    ["engine.backend=deepspeed_stage_2", "engine.params.precision_plugin={type: torch.amp.GradScaler}"],
+    ["engine.backend=fsdp", LBFGS],
+    ["engine.precision=16-mixed", "engine.gpus=1", LBFGS],
+    ["engine.precision=16-true", ADAM],
+    ["engine.gpus=1", "engine.processes=2"],
+    ["engine.backend=ddp", "engine.params.process_group_backend=nccl"],
+    ["engine.backend=ddp", "engine.params.ddp_comm_hook={ref: some_parts.fp16_compress_hook}"],
+    ["engine.sync_batchnorm=true"],
+    ["engine.params.bucket_cap_mb=5"],
+    FUSED,
+    ["engine.processes=2", "engine.params.nvme_path=.", "engine.backend=deepspeed_stage_2_offload_nvme"],
+    ["engine.gpus=1", "engine.params.nvme_path=absent", "engine.backend=deepspeed_stage_3_offload_nvme"],
+    ["engine.backend=fsdp", "engine.processes=2", "engine.channels_last=true"],
+    ["engine.backend=fsdp", "engine.processes=2", "logger.histograms=1"],
+    ["serve.device=cuda:1", "serve.precision=int8"],
+    ["serve.device=cpu", "serve.precision=fp16"],
+    ["serve.device=cpu", "serve.tensorrt=true"],
+    ["engine.backend=fsdp", "engine.processes=2", "engine.compile=graphs"],
+    ["engine.backend=fsdp", "engine.processes=2", "engine.fused=true"],
+    ["engine.precision=16-mixed", "engine.gpus=1", "engine.fused=true"],
+    ["engine.fused=true", "model.optimizer={type: torch.optim.Rprop, params: {lr: 1}}"],
+    ["data.num_splits=3", "data.fold=3"],
+    ["data.loader.prefetch_factor=2"],
+    ["data.loader.persistent_workers=true"],
+    ["data.loader.multiprocessing_context=fork"],
+    ["stages=[train, test]", "test.ckpt=best"],
+    ["stages=[test]"],
+]
+OTHER_FAULTS = {"engine.gpus", "engine.backend"}  # the machine has no GPU, and perhaps no DeepSpeed
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    Path("some_parts.py").write_text(PARTS)
+    Path("c.yaml").write_text(BASE)
+    sys.modules.pop("some_parts", None)
+    yield
+    sys.modules.pop("some_parts", None)
+
+
+@pytest.mark.parametrize(("rule", "overrides"), list(zip(RULES, BREAKING, strict=True)), ids=[r.when for r in RULES])
+def test_each_pair_is_named_with_both_keys_and_a_remedy(rule, overrides):
+    """The fault stands at the first key; it has the other with its value and place, the reason, and what to do."""
+    report = examine("c.yaml", overrides)
+    found = [f for f in (*report.faults, *report.at_start) if f.key not in OTHER_FAULTS - {rule.key}]
+    (fault,) = found
+    assert fault.key == rule.key
+    assert fault.exit_code == rule.exit_code
+    assert f" does not go with {rule.other}: " in fault.message
+    assert fault.message.endswith(f": {rule.why}; {rule.remedy}")
+    setter = [override for override in overrides if rule.other in override.partition("=")[0]]
+    if setter:
+        assert f"(override {setter[0]})" in fault.message
+    assert fault.place is not None
+
+
+OF_ENGINE = [
+    (rule.when, overrides)
+    for rule, overrides in zip(RULES, BREAKING, strict=True)
+    if "engine." in f"{rule.key} {rule.other}"
+]
+
+
+@pytest.mark.parametrize("overrides", [row[1] for row in OF_ENGINE], ids=[row[0] for row in OF_ENGINE])
+def test_one_cpu_process_uses_the_weights_of_a_run_whatever_its_engine(overrides):
+    """What a rule forbids without a GPU, with another backend or precision does not stop an export: the overrides that
+    it loads a run's config with reset the engine."""
+    cfg = load_config("c.yaml", [*overrides, *TO_ANSWER])
+    assert cfg.engine == Engine()
+
+
+def test_every_key_of_the_engine_is_reset_to_use_weights():
+    """A key that is added to the schema cannot be forgotten."""
+    assert {f"engine.{f.name}" for f in keys(Engine)} <= {override.partition("=")[0] for override in TO_ANSWER}
+
+
+HALF = "engine.precision=16-true"
+KIN = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Adagrad")
+
+
+@pytest.mark.parametrize("name", KIN)
+def test_half_precision_refuses_an_eps_that_it_cannot_hold(name):
+    """`16-true` with the default eps of Adam's kin is refused by exit code 2, with the eps that works."""
+    adam = f"model.optimizer={{type: torch.optim.{name}, params: {{lr: 0.1}}}}"
+    (fault,) = examine("c.yaml", [HALF, adam]).faults
+    assert (fault.key, fault.exit_code) == ("engine.precision", 2)
+    assert f"model.optimizer: torch.optim.{name}" in fault.message
+    assert "eps: 1e-4" in fault.message
+    assert examine("c.yaml", [HALF, adam, "model.optimizer.params.eps=1e-4"]).faults == []
+
+
+def test_the_eps_that_counts_is_the_effective_one():
+    """Given in params, in a group, or in one of several optimizers; a large enough one in each place passes."""
+    good, small = "{type: torch.optim.Adam, params: {lr: 1, eps: 1e-6}}", "{match: bias, eps: 1e-9}"
+    for optimizer, is_right in [
+        ("{type: torch.optim.Adadelta, params: {lr: 1}}", True),
+        ("{type: torch.optim.SGD, params: {lr: 1}}", True),
+        ("{type: torch.optim.Adadelta, params: {lr: 1, eps: 0}}", False),
+        (good, True),
+        (f"{good[:-1]}, groups: [{small}]}}", False),
+        (f"{good[:-1]}, groups: [{{match: bias, weight_decay: 0}}]}}", True),
+        (f"{{g: {good}, d: {good}}}", True),
+        (f"{{g: {good}, d: {{type: torch.optim.Adam, params: {{lr: 1}}}}}}", False),
+    ]:
+        found = [fault.key for fault in examine("c.yaml", [HALF, f"model.optimizer={optimizer}"]).faults]
+        assert found == ([] if is_right else ["engine.precision"]), optimizer
+
+
+def test_half_precision_is_refused_only_where_weights_learn_in_it():
+    """`16`, `bf16-true` and a test of trained weights take Adam's default."""
+    assert examine("c.yaml", [HALF, ADAM, "stages=[test]", "test.ckpt=last"]).faults == []
+    for precision in (16, "bf16-true", 32):
+        assert examine("c.yaml", [f"engine.precision={precision}", ADAM]).faults == []
+
+
+def test_deepspeed_computes_an_optimizer_in_32_bits():
+    """ZeRO keeps a copy of the parameters in 32 bits for the optimizer, so that `16-true` does not lose its eps."""
+    rule = next(rule for rule in RULES if rule.other == "model.optimizer")
+    adam = Optimizer(type="torch.optim.Adam", params={"lr": 0.1})
+    setting = Setting("", {"model.optimizer": adam, "engine.precision": "16-true"})
+    assert refusal(setting, "deepspeed_stage_2", gpus=2) is None
+    assert refusal(setting, "fsdp", gpus=2) is rule
+    assert refusal(setting, "ddp") is rule
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["engine.backend=deepspeed_stage_2", "train.gradient_clip={value: 1}"],  # one process: the backend is dropped
+        ["engine.backend=ddp", "engine.processes=2", "train.gradient_clip={value: 1, algorithm: value}"],
+        ["engine.backend=ddp", f"model.optimizer={TWO_OPTIMIZERS}"],
+        ["engine.precision=64"],
+        ["engine.precision=16"],
+        ["engine.backend=deepspeed_stage_2", "engine.precision=deepspeed"],
+        ["engine.backend=deepspeed_stage_2", "engine.precision=apex_O2"],
+        ["engine.backend=deepspeed_stage_3_offload_nvme", "engine.params={nvme_path: .}"],
+        ["engine.backend=deepspeed_stage_3_offload_nvme", "engine.params={nvme_path: absent}"],  # it is dropped here
+        ["engine.gpus=auto", "engine.processes=2"],
+        ["engine.backend=ddp", "engine.processes=2", "engine.params={bucket_cap_mb: 5}"],
+        ["engine.backend=deepspeed_stage_2", "engine.params={stage: 2}"],
+        ["data.num_splits=3", "data.fold=2"],
+        ["data.num_workers=1", "data.loader={prefetch_factor: 2, persistent_workers: true}"],
+        ["stages=[test]", "test.ckpt=last"],
+        ["stages=[train, test]"],
+        ["train.checkpoint={monitor: val_acc, save_top_k: 3}"],
+        ["train.checkpoint.save_top_k=3"],
+        ["model.module={type: some_parts.Manual}"],
+        ["model.module={type: some_parts.Again}", "train.accumulator_factor=2", "train.gradient_clip={value: 1}"],
+        ["train.accumulator_epoch=1", "train.accumulator_factor=2"],
+    ],
+)
+def test_what_goes_together_passes(overrides):
+    """Each half of a pair is right beside other settings."""
+    assert [str(fault) for fault in examine("c.yaml", overrides).faults if fault.key not in OTHER_FAULTS] == []
+
+
+def test_two_contradictions_are_told_at_once():
+    """With whatever else is wrong, in the order of the file."""
+    report = examine("c.yaml", ["stages=[test]", "data.fold=1", "data.num_worker=1", "engine.sync_batchnorm=true"])
+    assert [fault.key for fault in report.faults] == [
+        "data.fold",
+        "data.num_worker",
+        "engine.sync_batchnorm",
+        "test.ckpt",
+    ]
+    assert report.exit_code == 2
+
+
+def test_a_key_that_is_wrong_itself_contradicts_nothing():
+    """One mistake is one note."""
+    (fault,) = examine(
+        "c.yaml", ["engine.backend=deepspede_stage_2", "train.gradient_clip={value: 1, algorithm: value}"]
+    ).faults
+    assert fault.key == "engine.backend"
+
+
+def test_what_the_machine_lacks_is_a_warning_of_check_and_an_error_of_train():
+    """A fused optimizer without CUDA: exit code 3, naming CUDA."""
+    report = examine("c.yaml", FUSED)
+    assert report.faults == []
+    assert "there is no CUDA device in use" in report.at_start[0].message
+    with pytest.raises(Exception, match="CUDA") as caught:
+        load_config("c.yaml", FUSED)
+    assert caught.value.exit_code == 3
+
+
+def test_deepspeed_without_its_own_optimizer_is_a_hint():
+    """Nothing is wrong; the faster one is named, also where the backend is dropped on this machine."""
+    report = examine("c.yaml", ["engine.backend=deepspeed_stage_2"])
+    assert report.faults == []
+    assert report.notices[-1].text == (
+        "model.optimizer: torch.optim.SGD works with DeepSpeed; its own deepspeed.ops.adam.FusedAdam is faster"
+    )
+    for engine in ("{backend: ddp}", "{backend: deepspeed_stage_2, processes: 2}"):
+        assert "Fused" not in str(examine("c.yaml", [f"engine={engine}"]).notices)
+
+
+@pytest.mark.parametrize(
+    ("engine", "figures"),
+    [
+        ("backend: fsdp, gpus: [0]", "null 823 samples/s and 15.9 GiB; fsdp 371 samples/s and 16.0 GiB"),
+        ("backend: deepspeed_stage_3, gpus: 1", "15.9 GiB; deepspeed_stage_3 111 samples/s and 14.3 GiB"),
+        ("backend: deepspeed_stage_2, gpus: [3]", "15.9 GiB; deepspeed_stage_2 325 samples/s and 13.7 GiB"),
+        ("backend: fsdp, gpus: 1, params: {config: x}", "fsdp 371"),
+    ],
+)
+def test_sharding_on_one_gpu_is_a_hint(engine, figures):
+    """One process has nobody to share with: `null` is recommended, with what was measured, when and where."""
+    (hint,) = [n for n in examine("c.yaml", [f"engine={{{engine}}}"]).hints if n.key == "engine.backend"]
+    assert "set engine.backend=null, or engine." in hint.text
+    assert not hint.unasked
+    assert "one H100 on 23 November 2026" in hint.text
+    assert figures in hint.text
+
+
+@pytest.mark.parametrize(
+    "engine",
+    [
+        "backend: fsdp, gpus: [0, 1]",
+        "backend: fsdp, gpus: 1, num_nodes: 2",
+        "backend: fsdp, gpus: 1, params: {cpu_offload: true}",
+        "backend: deepspeed_stage_2_offload, gpus: 1",
+        "backend: deepspeed_stage_3, gpus: 1, params: {offload_optimizer: true}",
+        "backend: deepspeed_stage_3, gpus: 1, params: {config: {zero_optimization: {offload_param: {device: cpu}}}}",
+        "backend: ddp, gpus: 1",
+        "backend: null, gpus: 1",
+        "backend: fsdp",
+        "backend: fsdp, processes: 2",
+    ],
+)
+def test_sharding_that_brings_something_is_no_hint(engine):
+    """Several processes share, and offloading frees a GPU's memory; without a GPU the backend is null or shares."""
+    assert "no other process" not in str(examine("c.yaml", [f"engine={{{engine}}}"]).notices)
+
+
+def test_plan_says_what_a_backend_brings_on_one_gpu(command, tiny, place):
+    """`deeplightning plan`, here for a machine of Slurm's with one GPU, prints the hint beside the plan."""
+    launcher = "engine.launcher.type=deeplightning.engine.launch.Slurm"
+    planned = command("plan", tiny, launcher, "engine.gpus=1", "engine.backend=fsdp", cwd=place)
+    assert planned.code == 0, planned
+    assert "with one GPU fsdp has no other process to share with" in planned.err
+
+
+def proposed(*overrides):
+    """What `check` and `plan` say of settings that would be faster."""
+    return [n.text for n in examine("c.yaml", overrides).notices if "may be faster" in n.text]
+
+
+def test_what_would_be_faster_on_a_gpu_is_proposed():
+    """bf16 and channels_last, with what they brought and where, to a run on GPUs that has not chosen them; the second
+    only where the network has convolutions and the engine can."""
+    cnn = "model.network={type: deeplightning.model.cnn.SimpleCNN, params: {num_classes: 10, num_channels: 1}}"
+    (both,) = proposed("engine.gpus=1", cnn)
+    assert "`engine.precision=bf16`" in both
+    assert "`engine.channels_last=true`" in both
+    assert "measured on an H100, both together: " in both
+    (one,) = proposed("engine.gpus=1", cnn, "engine.channels_last=true")
+    assert "channels_last=true`" not in one
+    (other,) = proposed("engine.gpus=1", cnn, "engine.precision=bf16")
+    assert "bf16`" not in other
+    for without in (["engine.gpus=1"], ["engine.gpus=2", "engine.backend=fsdp", cnn]):
+        assert "channels_last=true`" not in proposed(*without)[0]
+    assert proposed(cnn) == []
+    assert proposed("engine.gpus=1", cnn, "engine.channels_last=true", "engine.precision=bf16") == []
+
+
+def test_recorded_steps_are_proposed_on_a_gpu():
+    """Where nothing is compiled yet and the engine can."""
+
+    def is_proposed(*overrides):
+        return "`engine.compile=graphs` trains" in str(examine("c.yaml", overrides).notices)
+
+    assert is_proposed("engine.gpus=1")
+    assert is_proposed("engine.gpus=2", "engine.backend=ddp")
+    assert not is_proposed()
+    assert not is_proposed("engine.gpus=1", "engine.compile=graphs")
+    assert not is_proposed("engine.gpus=2", "engine.backend=fsdp")
+
+
+def test_mpi_needs_a_build_that_knows_it():
+    """The package index's torch does not: exit code 3."""
+    report = examine("c.yaml", ["engine={backend: ddp, processes: 2, params: {process_group_backend: mpi}}"])
+    assert report.exit_code == 3
+    (fault,) = report.faults
+    assert (fault.key, "knows no MPI" in fault.message) == ("engine.params.process_group_backend", True)
+
+
+def test_without_gpus_the_seed_engine_lacks_nothing_else():
+    """One note, of the GPUs: without them DeepSpeed is not needed."""
+    (fault,) = examine("c.yaml", ["engine={backend: deepspeed_stage_3, gpus: [96, 97]}"]).faults
+    assert (fault.key, fault.exit_code) == ("engine.gpus", 3)
+
+
+def test_the_worst_fault_gives_the_exit_code():
+    """A wrong config comes before a lacking machine, that before missing weights."""
+    assert examine("c.yaml", ["stages=[test]"]).exit_code == 4
+    assert examine("c.yaml", ["stages=[test]", "engine.gpus=[97]"]).exit_code == 3
+    assert examine("c.yaml", ["stages=[test]", "engine.gpus=[97]", "sed=1"]).exit_code == 2
+
+
+def test_the_manual_has_the_tables_that_decide():
+    """docs/config.md holds them as the code makes them."""
+    page = (Path(__file__).parents[2] / "docs" / "config.md").read_text()
+    assert table() in page
+    assert len(re.findall(r"^\|", table(), re.MULTILINE)) == len(RULES) + 2
+    for cells in (engines(), engines(gpus=2)):
+        assert cells in page
+        assert len(re.findall(r"^\|", cells, re.MULTILINE)) == len(SETTINGS) + 2
+
+
+CELLS = [
+    pytest.param(
+        setting,
+        backend,
+        id=f"{setting.words}, {name}",
+        marks=[SLOW] if setting.words in ANYWHERE or name not in ("fsdp", "ZeRO 2") else [],
+    )
+    for setting in SETTINGS
+    for name, backend in ENGINES.items()
+]
+LEGAL = [cell for cell in CELLS if refusal(*cell.values) is None]
+
+
+def spread(backend):
+    """Overrides for two processes, or one where there is no backend."""
+    return ["engine.processes=1"] if backend is None else [f"engine.backend={backend}", "engine.processes=2"]
+
+
+@pytest.mark.parametrize(("setting", "backend"), [cell.values for cell in CELLS if cell not in LEGAL])
+def test_what_the_table_of_engines_refuses_is_refused(setting, backend):
+    """By `check`, with the exit code of the cell."""
+    rule = refusal(setting, backend)
+    report = examine("c.yaml", [*spread(backend), *setting.overrides()])
+    assert [(fault.key, fault.exit_code) for fault in report.faults] == [(rule.key, rule.exit_code)]
+
+
+@pytest.mark.parametrize(("setting", "backend"), LEGAL)
+def test_what_the_table_of_engines_allows_trains(setting, backend, job):
+    """Over two CPU processes, to its end; what it becomes there stands in cfg.yaml."""
+    ranks = 1 if backend is None else 2
+    done = job(*spread(backend), *setting.overrides(), ranks=ranks)
+    assert (done.folder / "last.ckpt").is_file()
+    written = yaml.safe_load((done.folder / "cfg.yaml").read_text())
+    assert written["engine"]["backend"] == backend
+    if "engine.precision" in setting.values:
+        asked = setting.values["engine.precision"]
+        assert written["engine"]["precision"] == ("bf16-mixed" if asked == 16 else asked)

@@ -1,0 +1,557 @@
+"""`engine.compile` compiles a training step once: its results are those of eager mode, and later runs find it compiled.
+
+On the CPU most tests take a backend that compiles nothing: what is asked of a compiler is the same for each of them.
+"""
+
+import json
+import os
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from commands import real
+from conftest import digest, weights
+from functorch.compile import make_boxed_func
+from test_gan import CONFIG as GAN
+from test_text_classif import CONFIG as TEXT
+from test_text_classif import reviews
+from torch._dynamo.backends.common import aot_autograd
+
+from deeplightning.config.fault import ConfigError, SetupError
+from deeplightning.config.schema import Engine
+from deeplightning.configure import load_config
+from deeplightning.engine import compiling
+from deeplightning.task.errors import LabelError, MisfitError
+from deeplightning.task.recorded import State, _Replay, watched
+
+MODES = ["true", "reduce-overhead"]
+EPOCHS = "train.num_epochs=2"  # of eight batches of 16 and one of 6; then 16 and 150 samples are judged
+
+
+class Counting:
+    """A backend that runs a graph as it is, and counts the graphs."""
+
+    def __init__(self):
+        self.graphs = 0
+
+    def __call__(self, graph, inputs):
+        self.graphs += 1
+        return graph.forward
+
+
+@pytest.fixture
+def backend(monkeypatch):
+    """`backend.use(other)` is what `torch.compile` gives its graphs to, Counting at first."""
+    torch._dynamo.reset()
+    real, chosen = torch.compile, Counting()
+
+    def compiled(function, mode, dynamic):
+        return real(function, backend=lambda *given: compiled.backend(*given), dynamic=dynamic)
+
+    compiled.backend = chosen
+    chosen.use = lambda other: setattr(compiled, "backend", other)
+    monkeypatch.setattr(torch, "compile", compiled)
+    yield chosen
+    torch._dynamo.reset()
+
+
+def last_of(fitted):
+    return fitted.folder / "last.ckpt"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_run_compiles_once(mode, fit, backend):
+    """Epochs with a short last batch, validation and test: one graph, made in the first batch."""
+    fitted = fit(EPOCHS, f"engine.compile={mode}")
+    assert backend.graphs == 1
+    fitted.trainer.test(fitted.task, fitted.data, verbose=False)
+    assert backend.graphs == 1
+
+
+@pytest.mark.parametrize(
+    "stopped", ["train.max_steps=5", "train.num_epochs=1"], ids=["inside an epoch", "between epochs"]
+)
+def test_a_resumed_run_compiles_once_and_ends_like_one_that_was_not_stopped(stopped, fit, backend):
+    """Weights bit for bit."""
+    compile = "engine.compile=reduce-overhead"
+    expected = digest(last_of(fit(EPOCHS, compile)))
+    first = fit(EPOCHS, compile, stopped)
+    torch._dynamo.reset()
+    before = backend.graphs
+    resumed = fit(EPOCHS, compile, f"train.resume_ckpt='{last_of(first)}'")
+    assert backend.graphs == before + 1
+    assert digest(last_of(resumed)) == expected
+
+
+def test_a_run_resumed_in_a_short_batch_compiles_the_full_one(fit, backend):
+    """The first batch that is seen does not decide, if it is an epoch's last."""
+    first = fit(EPOCHS, "engine.compile=true", "train.max_steps=8")
+    torch._dynamo.reset()
+    before = backend.graphs
+    resumed = fit(EPOCHS, "engine.compile=true", f"train.resume_ckpt='{last_of(first)}'")
+    assert backend.graphs == before + 1
+    assert resumed.task._compiled._shapes[0][0] == 16
+
+
+SETTINGS = [
+    [],
+    ["train.accumulator_factor=3", "train.gradient_clip={value: 0.1}"],
+    ["engine.precision=bf16", "model.network={type: own.Dropout}"],
+    ["engine.channels_last=true", "data.batch_size=200"],  # one batch an epoch
+    ["model.loss={a: {type: torch.nn.CrossEntropyLoss, weight: 2.0}, b: {type: torch.nn.MultiMarginLoss}}"],
+]
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("settings", SETTINGS, ids=["plain", "accumulated", "random", "one batch", "losses"])
+def test_what_is_compiled_is_the_step_that_runs_eagerly(mode, settings, fit, backend):
+    """With a backend that computes as eager mode does, weights and logged points are the same, bit for bit."""
+    eager, compiled = fit(EPOCHS, *settings), fit(EPOCHS, *settings, f"engine.compile={mode}")
+    assert backend.graphs == 1
+    assert digest(last_of(compiled)) == digest(last_of(eager))
+    names = [name for name in (eager.folder / "metrics.csv").read_text().splitlines()[0].split(",") if "train" in name]
+    assert {name: compiled.series(name) for name in names} == {name: eager.series(name) for name in names}
+
+
+# ---- recorded steps, without a compiler
+
+
+@pytest.mark.parametrize("settings", SETTINGS[:3], ids=["plain", "accumulated", "random"])
+def test_a_step_that_a_gpu_would_record_runs_eagerly_on_the_cpu(settings, fit):
+    """`graphs` gives eager mode's weights, bit for bit."""
+    assert digest(last_of(fit(EPOCHS, *settings, "engine.compile=graphs"))) == digest(last_of(fit(EPOCHS, *settings)))
+
+
+class Counts(torch.nn.Linear):
+    """Drops itself out in turn, by a counter of Python's."""
+
+    calls = 0
+
+    def forward(self, inputs):
+        self.calls += 1
+        return super().forward(inputs) * (self.calls % 2)
+
+
+class Draws(torch.nn.Linear):
+    """Drops itself out at random, by a generator of the CPU's."""
+
+    def __init__(self, draw):
+        super().__init__(4, 2)
+        self.draw = draw
+
+    def forward(self, inputs):
+        return super().forward(inputs) * (self.draw() < 0.5)
+
+
+@pytest.mark.parametrize(
+    ("network", "reason"),
+    [
+        (Counts(4, 2), "Counts changes its `calls` at each call"),
+        (Draws(random.random), "draws random numbers on the CPU"),
+        (Draws(np.random.rand), "draws random numbers on the CPU"),
+        (Draws(lambda: float(torch.rand(()))), "draws random numbers on the CPU"),
+    ],
+    ids=["a counter", "Python's numbers", "NumPy's", "torch's"],
+)
+def test_what_a_recorded_step_would_not_repeat_is_refused(network, reason):
+    """A graph would repeat what Python has decided in the first batch, without a word."""
+    with pytest.raises(MisfitError, match=reason) as refused:
+        watched(lambda inputs: network(inputs).sum(), torch.nn.ModuleList([network]), (torch.ones(3, 4),))
+    assert "set engine.compile=reduce-overhead" in str(refused.value)
+
+
+def test_a_network_that_computes_with_tensors_alone_is_recorded():
+    """Batch norm and dropout too, whose numbers are drawn where the tensors are."""
+    network = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.BatchNorm1d(2), torch.nn.Softmax(1))
+    learns = watched(network, torch.nn.ModuleList([network]), (torch.rand(3, 4),))
+    assert learns == {"0.0.weight", "0.0.bias", "0.1.weight", "0.1.bias"}
+
+
+CHANGES = {
+    "a dropout's probability": lambda n: setattr(n[2], "p", 0.9),
+    "a layer in evaluation mode": lambda n: n[1].eval(),
+    "a frozen layer": lambda n: n[0].weight.requires_grad_(False),
+    "weights in other memory": lambda n: setattr(n[0].weight, "data", n[0].weight.data.clone()),
+    "a buffer in other memory": lambda n: setattr(n[1].running_mean, "data", n[1].running_mean.data.clone()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_change_between_two_steps_shows_and_learning_does_not(change):
+    """What a graph took for granted; a step of the optimizer and of batch norm changes values alone."""
+    network = torch.nn.Sequential(torch.nn.Linear(4, 2), torch.nn.BatchNorm1d(2), torch.nn.Dropout(0.1))
+    state = State(torch.nn.ModuleList([network]))
+    network(torch.rand(3, 4)).sum().backward()
+    torch.optim.SGD(network.parameters(), lr=0.1).step()
+    assert not state.differs()
+    CHANGES[change](network)
+    assert state.differs()
+
+
+class Pretended:
+    """Stands in for CUDA's stream, graph and recording: a recording computes once, a replay does nothing."""
+
+    def __init__(self, *args, **options):
+        pass
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        pass
+
+    def replay(self):
+        pass
+
+    def wait_stream(self, other):
+        pass
+
+    pool = replay
+
+
+def test_a_replay_gives_what_the_function_gives_and_its_gradients(monkeypatch):
+    """Values in the same tuples and dicts, of which the last alone has a gradient; and the gradients of inputs and
+    parameters, but of one that is not used. Without a GPU, so that what is seen is how values are handed on."""
+    for name in ("Stream", "stream", "graph", "CUDAGraph", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, Pretended)
+    monkeypatch.setattr(torch.cuda, "current_stream", Pretended)
+    monkeypatch.setattr(torch, "empty_like", torch.ones_like)  # the gradient of the loss
+    network = torch.nn.ModuleDict({"used": torch.nn.Linear(4, 2), "other": torch.nn.Linear(4, 2)})
+
+    def step(inputs, labels):
+        outputs = network["used"](inputs)
+        loss = (outputs - labels).square().mean()
+        return {"logits": outputs}, {"a": loss.detach() / 2}, loss
+
+    inputs, labels = torch.rand(3, 4, requires_grad=True), torch.rand(3, 2)
+    own, parts, expected = step(inputs, labels)
+    expected.backward()
+    wanted = [inputs.grad, network["used"].weight.grad, network["used"].bias.grad]
+    inputs.grad = network["used"].weight.grad = network["used"].bias.grad = None
+    replay = _Replay(step, network, (inputs, labels))
+    assert replay.learns == {"used.weight", "used.bias"}
+    found, found_parts, loss = replay(inputs, labels)
+    assert torch.equal(found["logits"], own["logits"])
+    assert torch.equal(found_parts["a"], parts["a"])
+    assert torch.equal(loss, expected)
+    assert not found["logits"].requires_grad
+    loss.backward()
+    given = [inputs.grad, network["used"].weight.grad, network["used"].bias.grad]
+    assert all(torch.equal(one, other) for one, other in zip(given, wanted, strict=True))
+    assert network["other"].weight.grad is None
+    alone = _Replay(lambda values: network["used"](values).sum(), network, (inputs,))
+    assert torch.equal(alone(inputs), network["used"](inputs).sum())
+
+
+def test_a_task_with_a_step_of_its_own_is_not_recorded(fit, place):
+    """Nobody knows what such a step computes beside network and losses; likewise engines with hooks in the network."""
+    own = place / "stepping.py"
+    own.write_text(
+        "from deeplightning.task.img_classif import ImageClassification\n\n\n"
+        "class Own(ImageClassification):\n    def training_step(self, batch, batch_idx):\n"
+        "        return super().training_step(batch, batch_idx)\n"
+    )
+    try:
+        with pytest.raises(MisfitError, match="Own has a training_step of its own"):
+            fit("model.module={type: stepping.Own}", "engine.compile=graphs")
+    finally:
+        own.unlink()
+    with pytest.raises(ConfigError, match=r"engine\.compile=reduce-overhead"):
+        load_config(
+            Path(__file__).parents[2] / "configs" / "base.yaml", ["engine.compile=graphs", "engine.backend=fsdp"]
+        )
+
+
+def overwriting():
+    """A backend whose graphs write what they give into the same memory each time, as CUDA graphs do, and make it
+    not-a-number in between: when the next step begins with the first graph, what the step before has given is lost."""
+    given, first = [], []
+
+    def graph(module, inputs):
+        first.append(module)
+        own = {}
+
+        def run(*arguments):
+            if module is first[0]:
+                for tensor in given:
+                    if tensor.is_floating_point():
+                        tensor.fill_(float("nan"))
+            values = module(*arguments)
+            for number, value in enumerate(values):
+                if isinstance(value, torch.Tensor):
+                    if number not in own:
+                        given.append(own.setdefault(number, value.clone()))
+                    own[number].copy_(value)
+            return [own.get(number, value) for number, value in enumerate(values)]
+
+        return make_boxed_func(run)
+
+    return aot_autograd(fw_compiler=graph, bw_compiler=graph)
+
+
+def section(config, name, **changes):
+    """Overrides that take a section of another config for the tiny one's."""
+    return [f"~{name}", f"{name}={json.dumps(yaml.safe_load(config)[name] | changes)}"]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch hides it, but where it is an error (2.15)
+@pytest.mark.parametrize("mode", MODES)
+def test_a_gan_compiles_its_generator_and_two_losses_once(mode, fit, backend):
+    """Three graphs; weights as in eager mode."""
+    config = "\n".join(line for line in GAN.splitlines() if "scorer:" not in line)
+    settings = [EPOCHS, *section(config, "model", module={"type": "deeplightning.task.gan.Gan"})]
+    compiled = fit(*settings, f"engine.compile={mode}")
+    assert backend.graphs == 3
+    assert digest(last_of(compiled)) == digest(last_of(fit(*settings)))
+
+
+@pytest.mark.parametrize(("mode", "graphs"), [("true", 2), ("reduce-overhead", 1)])
+def test_texts_of_all_lengths_take_two_compilations_or_one_graph(mode, graphs, fit, backend, tmp_path):
+    """Of one length, then of any; CUDA graphs are for the first length alone. Weights as in eager mode."""
+    for name in ("train", "dev", "test"):
+        rows = "".join(f"{text} {'very ' * (n % 7)}good\t{label}\n" for n, (text, label) in enumerate(reviews(128)))
+        (tmp_path / f"{name}.tsv").write_text(f"sentence\tlabel\n{rows}")
+    settings = [*section(TEXT, "data", root=str(tmp_path), batch_size=4), *section(TEXT, "model"), EPOCHS]
+    compiled = fit(*settings, f"engine.compile={mode}")
+    assert backend.graphs == graphs
+    assert digest(last_of(compiled)) == digest(last_of(fit(*settings)))
+
+
+KEEPING = '''\
+"""Keeps what a step gives."""
+
+import pytorch_lightning as pl
+import torch
+from torchmetrics import Metric
+
+
+class Kept(Metric):
+    """Mean of all outputs, which it keeps as they are."""
+
+    full_state_update = False
+
+    def __init__(self):
+        super().__init__()
+        self.add_state("seen", default=[], dist_reduce_fx="cat")
+
+    def update(self, outputs, truth):
+        self.seen.append(outputs)
+
+    def compute(self):
+        return torch.cat(list(self.seen)).mean()
+
+
+class Keeps(pl.Callback):
+    """Keeps each step's loss."""
+
+    def __init__(self):
+        self.losses = []
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        self.losses.append((trainer.callback_metrics["train_loss"], outputs["loss"]))
+'''
+
+
+def test_what_outlives_a_step_is_not_overwritten_by_the_next(fit, backend, place):
+    """Values that callbacks and metrics keep are those of eager mode, though each step writes over the last's."""
+    own = place / "keeping.py"
+    own.write_text(KEEPING)
+    settings = [EPOCHS, "train.callbacks=[{type: keeping.Keeps}]", "model.metrics={kept: {type: keeping.Kept}}"]
+    try:
+        eager = fit(*settings)
+        backend.use(overwriting())
+        compiled = fit(*settings, "engine.compile=reduce-overhead")
+    finally:
+        own.unlink()
+    means = [[value for _, value in each.series("train_kept_epoch")] for each in (eager, compiled)]
+    assert means[1] == pytest.approx(means[0], abs=1e-4)
+    kept = [
+        torch.tensor(next(c for c in each.trainer.callbacks if type(c).__name__ == "Keeps").losses)
+        for each in (eager, compiled)
+    ]
+    assert kept[0].shape == (18, 2)
+    torch.testing.assert_close(*kept, atol=1e-4, rtol=0)
+
+
+def test_gradients_that_wait_for_the_next_batch_are_not_in_the_memory_of_a_graph(fit, backend):
+    """Where batches are accumulated, each but the first begins with gradients that no graph has given."""
+    fitted = fit("train.max_steps=1", "train.accumulator_factor=2", "engine.compile=reduce-overhead")
+    parameter = next(fitted.task.network.parameters())
+    parameter.grad = torch.ones_like(parameter)
+    given = parameter.grad
+    fitted.task._compiled.own_gradients(fitted.task)
+    assert torch.equal(parameter.grad, given)
+    assert parameter.grad.data_ptr() != given.data_ptr()
+
+
+def test_a_graph_is_for_one_shape_and_the_log_says_what_runs_without(fit, backend, caplog, place, monkeypatch):
+    """Pictures of another size in the middle of an epoch: eager, one warning with both shapes and what to set."""
+    from deeplightning.task.compiled import Compiled
+
+    compiled = Compiled("reduce-overhead")
+    first, other = torch.zeros(4, 10), torch.zeros(4, 12)
+    assert [compiled.takes(x, may_be_short=False) for x in (first, other, first, other)] == [True, False, True, False]
+    assert not compiled.takes(torch.zeros(3, 10), may_be_short=True)
+    assert [record.getMessage() for record in caplog.records] == [
+        "engine.compile: batches are compiled in the shape of the first, (4, 10); this one is (4, 12) and runs eagerly"
+        ", as do all others of another shape. engine.compile=true compiles for any length"
+    ]
+    plain = Compiled(True)
+    assert [plain.takes(x, may_be_short=False) for x in (first, other)] == [True, True]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_wrong_label_in_the_first_batch_is_told_as_without_a_compiler(mode, fit, backend, place):
+    """By label and outputs; a compiled loss would end with an index out of bounds."""
+    own = place / "wrong_label.py"
+    own.write_text(
+        "from deeplightning.task.img_classif import ImageClassification\n\n\nclass Wrong(ImageClassification):\n"
+        "    def truth(self, batch):\n        return batch['label'] + 8\n"
+    )
+    try:
+        with pytest.raises(LabelError, match=r"the data holds label 1[67], the network has 10 outputs"):
+            fit("model.module.type=wrong_label.Wrong", f"engine.compile={mode}")
+    finally:
+        own.unlink()
+
+
+# ---- what the machine has to have
+
+
+@pytest.fixture
+def variables(monkeypatch, tmp_path):
+    """An environment in which nothing is said about compilers and folders; the user's cache folder is `tmp_path`."""
+    for name in (compiling.FOLDER, "TRITON_CACHE_DIR", "CXX", "CC"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return monkeypatch
+
+
+def test_what_is_compiled_is_kept_in_the_users_cache_folder(variables, tmp_path):
+    """In a folder for this torch, Python and CPU, that torch takes Triton's kernels to as well."""
+    compiling.prepare_to_compile(Engine(compile=True))
+    folder = os.environ[compiling.FOLDER]
+    assert folder.startswith(
+        str(tmp_path / "cache" / "deeplightning" / "compiled" / f"torch-{torch.__version__}-python-3")
+    )
+    assert Path(folder).is_dir()
+    from torch._inductor.runtime.cache_dir_utils import triton_cache_dir
+
+    assert triton_cache_dir(0).startswith(folder)
+
+
+def test_a_folder_that_the_user_has_set_stays(variables):
+    """In the environment; `engine.env` gets there before."""
+    variables.setenv(compiling.FOLDER, "/elsewhere")
+    compiling.prepare_to_compile(Engine(compile=True))
+    assert os.environ[compiling.FOLDER] == "/elsewhere"
+
+
+def test_a_folder_with_a_space_is_no_place_for_compiled_code(variables, tmp_path):
+    """torch calls the CPU's compiler without quotes: the user's cache folder is left for torch's own, and one that the
+    user has set is refused, exit code 3; a GPU's compiler takes both."""
+    variables.setenv("XDG_CACHE_HOME", str(tmp_path / "a cache"))
+    compiling.prepare_to_compile(Engine(compile=True))
+    assert compiling.FOLDER not in os.environ
+    variables.setenv(compiling.FOLDER, "/a cache")
+    with pytest.raises(SetupError, match="TORCHINDUCTOR_CACHE_DIR is '/a cache', and torch's C") as caught:
+        compiling.prepare_to_compile(Engine(compile=True))
+    assert caught.value.exit_code == 3
+    compiling.prepare_to_compile(Engine(compile=True, gpus=1))
+    assert os.environ[compiling.FOLDER] == "/a cache"
+
+
+def test_without_a_folder_to_write_to_torch_takes_its_own(variables, tmp_path):
+    """Caching is no reason to fail."""
+    (tmp_path / "cache").write_text("")
+    compiling.prepare_to_compile(Engine(compile=True))
+    assert compiling.FOLDER not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("gpus", "given", "message"),
+    [
+        (None, {}, r"no C\+\+ compiler: the PATH has no g\+\+; install one .* set CXX to its name"),
+        (None, {"CXX": "icpc -O3"}, r"no C\+\+ compiler: CXX names icpc, which is not there"),
+        ([0], {}, r"no C compiler: the PATH has no gcc and no clang; .* set CC to its name"),
+    ],
+)
+def test_without_a_compiler_the_remedy_is_told_before_anything_is_trained(gpus, given, message, variables, tmp_path):
+    """Exit code 3: torch would say so after the data were read, with a traceback."""
+    variables.setenv("PATH", str(tmp_path))
+    for name, value in given.items():
+        variables.setenv(name, value)
+    with pytest.raises(SetupError, match=message) as caught:
+        compiling.prepare_to_compile(Engine(compile=True, gpus=gpus))
+    assert caught.value.exit_code == 3
+    assert "engine.compile" in str(caught.value)
+
+
+# ---- with torch's own compiler
+
+NOTES = '''\
+"""Notes what the compiler did."""
+
+import json
+import pathlib
+
+import pytorch_lightning as pl
+
+
+class Notes(pl.Callback):
+    def on_train_end(self, trainer, module):
+        from torch._dynamo.utils import counters
+
+        found = {"graphs": counters["stats"]["unique_graphs"], **counters["inductor"]}
+        pathlib.Path(f"notes-{trainer.global_rank}.json").write_text(json.dumps(found))
+'''
+
+
+@pytest.fixture
+def compiled_run(tiny, tmp_path, monkeypatch):
+    """`compiled_run(override, …)` trains in a process of its own, with the compiler's cache in `tmp_path`; gives the
+    outcome, and what the compiler did on rank 0."""
+    (tmp_path / "notes.py").write_text(NOTES)
+
+    monkeypatch.delenv(compiling.FOLDER, raising=False)
+
+    def run(*overrides):
+        callback = "train.callbacks=[{type: notes.Notes}]"
+        outcome = real(
+            "train", tiny, callback, *overrides, cwd=tmp_path, limit=600, XDG_CACHE_HOME=str(tmp_path / "cache")
+        )
+        assert outcome.code == 0, outcome
+        return outcome, json.loads((tmp_path / "notes-0.json").read_text())
+
+    return run
+
+
+@pytest.mark.slow
+def test_a_second_run_finds_what_the_first_has_compiled_and_both_learn_what_eager_mode_does(compiled_run, tmp_path):
+    """The graphs come from the cache, in a fresh process; a short batch, validation and test compile nothing."""
+    settings = [EPOCHS, "stages=[train, test]"]
+    eager, _ = compiled_run(*settings)
+    first, made = compiled_run(*settings, "engine.compile=true")
+    second, found = compiled_run(*settings, "engine.compile=true")
+    assert (made["graphs"], made["fxgraph_cache_miss"]) == (1, 2)  # forwards and backwards
+    assert (found["graphs"], found["fxgraph_cache_hit"]) == (1, 2)
+    assert "fxgraph_cache_miss" not in found
+    assert digest(first.folder / "last.ckpt") == digest(second.folder / "last.ckpt")
+    expected = weights(eager.folder / "last.ckpt")
+    for name, values in weights(first.folder / "last.ckpt").items():
+        torch.testing.assert_close(values, expected[name], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ddp", "fsdp"])
+def test_two_processes_learn_what_eager_mode_does(engine, compiled_run):
+    """Under ddp with one graph of network and losses, or as many as its buckets; under fsdp the network is compiled."""
+    settings = [EPOCHS, f"engine={{backend: {engine}, processes: 2}}", "data.batch_size=8"]
+    expected = weights(compiled_run(*settings)[0].folder / "last.ckpt")
+    done, made = compiled_run(*settings, "engine.compile=true")
+    assert made["graphs"] >= 1
+    for name, values in weights(done.folder / "last.ckpt").items():
+        torch.testing.assert_close(values, expected[name], atol=1e-4, rtol=1e-4)

@@ -1,0 +1,169 @@
+"""Every config that ships trains: each is loaded as it is, and makes a step on small files of the kind that it reads.
+
+The files are made here: MNIST's of scikit-learn's digits, CIFAR-10's and the folder of pictures of random pixels.
+"""
+
+import hashlib
+import json
+import pickle
+import re
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+from commands import real
+from conftest import digest
+from PIL import Image
+from sklearn.datasets import load_digits
+
+from deeplightning.config.check import load
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = sorted([*ROOT.glob("configs/*.yaml"), *ROOT.glob("examples/**/*.yaml")])
+NAMES = [str(path.relative_to(ROOT)) for path in CONFIGS]
+STEP = ["train.max_steps=1", "train.limit_batches={train: 1, val: 1, test: 1}", "train.export=false"]
+
+# torchvision reads CIFAR-10's files only where their MD5 sums are the published ones; in a run this makes them those of
+# the files in the folder `cifar`.
+MADE_UP = """
+import hashlib
+from pathlib import Path
+
+from torchvision.datasets import CIFAR10 as Source
+
+from deeplightning.data.cifar import CIFAR10
+
+
+def digest(name):
+    return hashlib.md5(Path("cifar", Source.base_folder, name).read_bytes()).hexdigest()
+
+
+Source.train_list = [(name, digest(name)) for name, _ in Source.train_list]
+Source.test_list = [(name, digest(name)) for name, _ in Source.test_list]
+Source.meta = {**Source.meta, "md5": digest(Source.meta["filename"])}
+"""
+
+
+def mnist(folder: Path) -> list[str]:
+    digits = load_digits()
+    images = np.kron(digits.images[:500] * (255 / 16), np.ones((3, 3))).astype(np.uint8)  # (500, 24, 24)
+    images = np.pad(images, [(0, 0), (2, 2), (2, 2)])  # (500, 28, 28)
+    raw = folder / "mnist" / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    for name, part in (("train", slice(400)), ("t10k", slice(400, None))):
+        pixels, labels = images[part], digits.target[:500][part].astype(np.uint8)
+        (raw / f"{name}-images-idx3-ubyte").write_bytes(struct.pack(">4I", 0x803, *pixels.shape) + pixels.tobytes())
+        (raw / f"{name}-labels-idx1-ubyte").write_bytes(struct.pack(">2I", 0x801, len(labels)) + labels.tobytes())
+    return ["data.root=mnist"]
+
+
+def cifar(folder: Path) -> list[str]:
+    random = np.random.default_rng(0)
+    files = folder / "cifar" / "cifar-10-batches-py"
+    files.mkdir(parents=True)
+    for name in [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]:
+        pixels = random.integers(256, size=(40, 3072), dtype=np.uint8)
+        (files / name).write_bytes(pickle.dumps({"data": pixels, "labels": [n % 10 for n in range(40)]}))
+    (files / "batches.meta").write_bytes(pickle.dumps({"label_names": [str(n) for n in range(10)]}))
+    (folder / "made_up.py").write_text(MADE_UP)
+    return ["data.root=cifar", "data.module.type=made_up.CIFAR10", "data.batch_size=16"]  # 128 take a minute
+
+
+def pictures(folder: Path) -> list[str]:
+    random = np.random.default_rng(0)
+    for name in ("cat", "dog", "owl"):
+        (folder / "pictures" / name).mkdir(parents=True)
+        for number in range(12):
+            height, width = random.integers(30, 90, size=2)
+            pixels = random.integers(256, size=(height, width, 3), dtype=np.uint8)
+            Image.fromarray(pixels).save(folder / "pictures" / name / f"{number}.jpg")
+    return ["data.root=pictures", "model.network.params.num_classes=3"]
+
+
+FILES = {"MNIST": mnist, "CIFAR10": cifar, "ImageFolder": pictures}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=NAMES)
+def test_a_shipped_config_opens_with_its_command_and_loads(path, monkeypatch):
+    """Its first line is the command that runs it, below the repository; and nothing in it is wrong."""
+    name = str(path.relative_to(ROOT))
+    command = re.match(r"# bash train\.sh(?: (\S+\.yaml))?", path.read_text())
+    assert command, f"{name} does not open with its command"
+    assert (command[1] or "configs/base.yaml") == name
+    monkeypatch.chdir(ROOT)
+    assert load(name).model.optimizer is not None
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=NAMES)
+def test_a_shipped_config_trains(path, command, store, tmp_path):
+    """One step, then validation and test, without a download, on files of the kind that it names."""
+    config = load(path)
+    kind = config.data.module.type.rpartition(".")[2]
+    data = FILES[kind](tmp_path) if kind in FILES else []
+    overrides = [*STEP, *data, f"logger.params.tracking_uri={store}"]
+    if config.engine.launcher is not None:  # launchers have tests of their own
+        config.engine.processes = 1
+        overrides += ["engine.launcher=null", "engine.processes=1", "engine.max_restarts=0", "data.batch_size=4"]
+    # Lightning starts further processes by the command of this one, which a forked process has not.
+    run = command if config.engine.processes == 1 else real
+    outcome = run("train", path, *overrides, cwd=tmp_path)
+    assert outcome.code == 0, outcome
+    assert (outcome.folder / "last.ckpt").is_file()
+    results = json.loads((outcome.folder / "test_results.json").read_text())
+    assert sum(value for metric, value in results.items() if metric.startswith("test_loss")) > 0  # a GAN has two
+
+
+def test_what_a_constructor_draws_follows_from_the_seed(command, store, tmp_path):
+    """A task that makes its network in its constructor begins with the same weights each time."""
+    path = ROOT / "examples" / "own_code" / "reconstruction.yaml"
+    settings = ["train.num_epochs=0", "stages=[train]", f"logger.params.tracking_uri={store}"]
+    values = []
+    for seed in (1, 1, 2):
+        outcome = command("train", path, *settings, f"seed={seed}", cwd=tmp_path)
+        assert outcome.code == 0, outcome
+        values.append(json.loads((outcome.folder / "val_results.json").read_text())["val_loss"])
+    assert values[0] == values[1] != values[2]
+
+
+def test_the_sample_digits_are_those_that_the_manual_shows():
+    """There is one of each, of 8 x 8 grey pixels, all different."""
+    files = sorted((ROOT / "examples" / "digits").glob("*.png"))
+    assert [file.name for file in files] == [f"{digit}.png" for digit in range(10)]
+    images = [Image.open(file) for file in files]
+    assert {(image.mode, image.size) for image in images} == {("L", (8, 8))}
+    assert len({hashlib.sha256(image.tobytes()).digest() for image in images}) == 10
+
+
+INTERRUPT = """
+import os, signal
+import pytorch_lightning as pl
+
+class AtStep(pl.Callback):
+    def __init__(self, step):
+        self.step = step
+
+    def on_train_batch_end(self, trainer, *_):
+        if trainer.global_step == self.step:
+            os.kill(os.getpid(), signal.SIGINT)
+"""
+
+
+def test_the_first_config_goes_on_inside_an_epoch_under_its_schedule(command, store, tmp_path):
+    """Interrupted in its second epoch and resumed, base.yaml ends with the weights of an uninterrupted run: a schedule
+    of `total_steps: auto` moves no batch. Resumed for longer than the schedule, it ends with exit 2, naming both."""
+
+    def train(*overrides, code=0):
+        small = ["stages=[train]", "train.export=false", "logger.pictures=null", "data.module.params.limit=150"]
+        settings = [*small, "train.num_epochs=3", f"logger.params.tracking_uri={store}", *overrides]
+        outcome = command("train", ROOT / "configs" / "base.yaml", *settings, cwd=tmp_path)
+        assert outcome.code == code, outcome
+        return outcome
+
+    (tmp_path / "interrupt.py").write_text(INTERRUPT)
+    whole = train()
+    cut = train("train.callbacks=[{type: interrupt.AtStep, params: {step: 7}}]", code=130)
+    resumed = train(f"train.resume_ckpt='{cut.folder}'")
+    assert digest(resumed.folder / "last.ckpt") == digest(whole.folder / "last.ckpt")
+    longer = train(f"train.resume_ckpt='{cut.folder}'", "train.num_epochs=4", code=2)
+    assert "this schedule ends after 15 steps, the training takes 20" in longer.err

@@ -1,0 +1,187 @@
+"""The container of the server: its Dockerfile copies what the server imports, and installs what the lock says.
+
+No container engine is needed: the files that the Dockerfile copies are copied, and what it installs is installed, into
+a folder and an environment of their own.
+"""
+
+import ast
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import urllib.request
+from importlib.metadata import packages_distributions
+from pathlib import Path
+
+import pytest
+from served import COLOURS, colour_run, encoded, picture, probabilities, wait_until
+
+from serve.device import PACKAGE
+
+ROOT = Path(__file__).resolve().parents[2]
+PIP = "python -m pip install --no-cache-dir"
+HEAVY = ("torch", "torchvision", "pytorch_lightning", "mlflow", "pandas", "onnx")
+
+
+def instructions():
+    """The Dockerfile's lines as (instruction, the rest), of the stage that serves a mounted bundle."""
+    text = re.sub(r"\\\n", " ", (ROOT / "Dockerfile").read_text())
+    lines = [line.split(maxsplit=1) for line in text.splitlines() if line and not line.startswith("#")]
+    stages = [number for number, (word, _) in enumerate(lines) if word == "FROM"]
+    assert lines[stages[-1] :] == [["FROM", "base AS server"]]
+    return [(word, rest.strip()) for word, rest in lines[stages[0] : stages[1]]]
+
+
+def of(word):
+    """The values of all instructions of one kind."""
+    return [rest for instruction, rest in instructions() if instruction == word]
+
+
+def copied():
+    """What is copied: sources and target of each instruction."""
+    return [(words[:-1], words[-1]) for words in map(str.split, of("COPY"))]
+
+
+@pytest.fixture(scope="module")
+def app(tmp_path_factory):
+    """The container's working directory, with what is copied into it."""
+    folder = tmp_path_factory.mktemp("container") / "app"
+    for sources, target in copied():
+        for source in sources:
+            if (ROOT / source).is_dir():
+                shutil.copytree(ROOT / source, folder / target, ignore=shutil.ignore_patterns("__pycache__"))
+            else:
+                (folder / target).mkdir(parents=True, exist_ok=True)
+                shutil.copyfile(ROOT / source, folder / target / Path(source).name)
+    return folder
+
+
+def test_the_server_finds_all_of_its_modules_in_the_container(app):
+    """Every module of ours that the server may import is among the files that are copied, and none needs torch."""
+    modules = [f"serve.{path.stem}" for path in sorted((app / "serve").glob("*.py")) if path.stem != "__init__"]
+    program = (
+        f"import sys, {', '.join(modules)}\n"
+        "print(*(m.__file__ for n, m in sys.modules.items() if n.partition('.')[0] in ('serve', 'deeplightning')))\n"
+        f"print(*({{*sys.modules}} & {set(HEAVY)!r}))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=app, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    ours, heavy = done.stdout.splitlines()
+    assert [path for path in ours.split() if not path.startswith(f"{app}/")] == []
+    assert heavy == ""
+
+
+def test_what_is_installed_is_what_the_server_imports_at_the_versions_of_the_lock(app):
+    """serve/requirements.txt has the lines of requirements.lock for each library that a copied file imports."""
+    names = set()
+    for path in app.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                names |= {alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.level == 0:
+                names.add(str(node.module).partition(".")[0])
+    foreign = names - sys.stdlib_module_names - {"serve", "deeplightning"}
+    found = packages_distributions()
+    needed = {found[name][0].lower().replace("_", "-") for name in foreign}
+    lock = [line.removesuffix("\\").strip() for line in (ROOT / "requirements.lock").read_text().splitlines()]
+    expected = [line for line in lock if line.partition("==")[0] in needed]
+    assert (app / "requirements.txt").read_text().splitlines() == expected
+
+
+def test_the_engine_gets_what_is_copied():
+    """.dockerignore keeps everything out but that, and the bundles of runs."""
+    lines = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if not line.startswith("#")]
+    assert lines[0] == "*"
+    let_in = [line.removeprefix("!") for line in lines if line.startswith("!")]
+    sources = [source.removesuffix("/") for sources, _ in copied() for source in sources]
+    assert [s for s in sources if s not in let_in and s.partition("/")[0] not in let_in] == []
+    bundles = {"bundle", "mlruns/*/*/artifacts/bundle"}
+    assert set(let_in) - bundles == {s for s in sources if not s.startswith("serve/")}
+    assert set(lines) - {f"!{line}" for line in let_in} == {"*", "**/__pycache__"}
+
+
+@pytest.fixture(scope="module")
+def python(app):
+    """The interpreter of an environment in which the Dockerfile's RUN line was run, by uv instead of pip."""
+    home = app.parent / "env"
+    uv = Path(sys.executable).with_name("uv")
+    cache = {"UV_CACHE_DIR": str(ROOT / ".uv" / "cache")} if (ROOT / ".uv" / "cache").is_dir() else {}
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | cache
+    subprocess.run([uv, "venv", "--quiet", "--python", sys.executable, home], env=environment, check=True)
+    (line,) = of("RUN")
+    assert PIP in line
+    assert of("ARG") == ["DEVICE=cpu"]
+    line = line.replace(PIP, f"{shlex.quote(str(uv))} pip install --quiet --python {shlex.quote(str(home))}")
+    subprocess.run(["bash", "-ec", line], cwd=app, env={**environment, "DEVICE": "cpu"}, check=True)
+    return home / "bin" / "python"
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "rocm"])
+def test_the_device_of_the_image_chooses_the_package(tmp_path, device):
+    """DEVICE=cuda installs onnxruntime-gpu, with CUDA's libraries, instead of onnxruntime and at its version; another
+    word ends the build."""
+    for name in ("requirements.lock", "serve/requirements.txt"):
+        shutil.copyfile(ROOT / name, tmp_path / Path(name).name)
+    before = (tmp_path / "requirements.txt").read_text().splitlines()
+    (line,) = of("RUN")
+    line = line.replace(PIP, "echo pip install")
+    done = subprocess.run(
+        ["bash", "-ec", line], cwd=tmp_path, env={**os.environ, "DEVICE": device}, capture_output=True, text=True
+    )
+    after = (tmp_path / "requirements.txt").read_text().splitlines()
+    if device == "rocm":
+        assert (done.returncode, done.stderr) == (2, "DEVICE is rocm; it can be cpu or cuda\n")
+        return
+    assert (done.returncode, done.stdout.split()[:2]) == (0, ["pip", "install"])
+    changed = [(old, new) for old, new in zip(before, after, strict=True) if old != new]
+    (onnxruntime,) = [name for name in before if name.startswith("onnxruntime==")]
+    gpu = onnxruntime.replace("onnxruntime", PACKAGE)
+    assert changed == ([(onnxruntime, gpu)] if device == "cuda" else [])
+
+
+@pytest.mark.slow
+def test_the_server_runs_from_the_copied_files_alone(app, python, tmp_path):
+    """With the Dockerfile's entry point it becomes ready by the Dockerfile's own check, answers, and ends at SIGTERM;
+    no torch is there, and what is installed has the size that the Dockerfile tells."""
+    installed = {path.name for path in python.parents[1].glob("lib/python*/site-packages/*")}
+    assert installed.isdisjoint(HEAVY)
+    assert {"onnxruntime", "httptools", "flask"} <= installed
+    size = sum(path.stat().st_size for path in python.parents[1].rglob("*") if path.is_file() and not path.is_symlink())
+    told = re.search(r"image of some [0-9]+ MB, ([0-9]+) are what is installed", (ROOT / "Dockerfile").read_text())
+    assert told is not None
+    assert size / 1e6 == pytest.approx(int(told[1]), rel=0.15)
+
+    bundle = colour_run(tmp_path / "run").bundle
+    (entry,) = of("ENTRYPOINT")
+    command = [str(bundle) if word == "/bundle" else word for word in json.loads(entry)]
+    environment = {"PATH": f"{python.parent}:{os.environ['PATH']}", "HOME": "/nonexistent"}
+    log = tmp_path / "log"
+    with log.open("w") as out:
+        server = subprocess.Popen(
+            [python, *command[1:], "--port", "0", "--max-batch", "4"], cwd=app, env=environment, stdout=out
+        )
+    try:
+        wait_until(lambda: "Serving image_classification" in log.read_text() or server.poll() is not None, 60)
+        found = re.search(r"http://0\.0\.0\.0:([0-9]+)", log.read_text())
+        assert found is not None
+        (check,) = [json.loads(rest[rest.index("CMD ") + 4 :]) for rest in of("HEALTHCHECK")]
+        assert of("EXPOSE") == ["5000"]
+        program = check[2].replace(":5000/", f":{found[1]}/")
+        assert program != check[2]
+        subprocess.run([python, check[1], program], cwd=app, env=environment, check=True)
+        body = json.dumps({"images": [encoded(picture(colour)) for colour in COLOURS]}).encode()
+        address = f"http://127.0.0.1:{found[1]}/predict"
+        with urllib.request.urlopen(
+            urllib.request.Request(address, body, {"Content-Type": "application/json"}), timeout=30
+        ) as answer:
+            predictions = json.load(answer)["predictions"]
+        assert [one["label"] for one in predictions] == list(COLOURS)
+        assert predictions[0]["predictions"][0]["probability"] == pytest.approx(probabilities("red").max(), abs=1e-5)
+    finally:
+        server.send_signal(signal.SIGTERM)
+        code = server.wait(timeout=15)
+    assert code == 0

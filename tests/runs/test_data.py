@@ -1,0 +1,844 @@
+"""The data modules: which samples are in which set, what a batch looks like, and what is said when files are wrong."""
+
+import functools
+import gzip
+import hashlib
+import http.server
+import logging
+import os
+import pickle
+import shutil
+import struct
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import pytorch_lightning as pl
+import torch
+import torchvision
+from PIL import Image
+from sklearn.datasets import load_digits
+from torch import nn
+
+from deeplightning.data import images as images_module
+from deeplightning.data.augment import RandomCrop, RandomHorizontalFlip
+from deeplightning.data.cifar import CIFAR10
+from deeplightning.data.datasets import InMemory, OnDemand
+from deeplightning.data.digits import Digits
+from deeplightning.data.errors import DataConfigError, DataError
+from deeplightning.data.image_folder import ImageFolder
+from deeplightning.data.images import ImageData
+from deeplightning.data.mnist import MNIST
+from deeplightning.data.splits import deal
+from deeplightning.image import ImageSpec
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    """Where decoded images go: each test has a folder of its own, beside its `tmp_path`."""
+    folder = tmp_path_factory.mktemp("cache")
+    monkeypatch.setenv("DEEPLIGHTNING_CACHE", str(folder))
+    return folder
+
+
+def config(root=None, seed=42, **data) -> SimpleNamespace:
+    usual = {"dataset": None, "batch_size": 64, "num_workers": 0, "num_splits": None, "fold": 0, "loader": {}}
+    return SimpleNamespace(seed=seed, data=SimpleNamespace(root=root and str(root), **(usual | data)))
+
+
+def ready(module: ImageData, rank: int = 0, world: int = 1) -> ImageData:
+    """The module after `setup`, as it is on one of several ranks."""
+    epoch, batch = SimpleNamespace(processed=0), SimpleNamespace(ready=0)
+    progress = SimpleNamespace(batch_progress=SimpleNamespace(current=batch))
+    loop = SimpleNamespace(epoch_progress=SimpleNamespace(current=epoch), epoch_loop=progress)
+    module.trainer = SimpleNamespace(
+        global_rank=rank, world_size=world, training=True, fit_loop=loop, limit_train_batches=1.0
+    )
+    module.setup()
+    return module
+
+
+def sizes(module: ImageData) -> tuple[int, ...]:
+    return tuple(len(module.dataset(split)) for split in ("train", "val", "test"))
+
+
+def gathered(loader) -> dict[str, torch.Tensor]:
+    """All batches of a loader, one after the other."""
+    batches = list(loader)
+    return {key: torch.cat([batch[key] for batch in batches]) for key in batches[0]}
+
+
+def write_idx(path: Path, array: np.ndarray) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    header = bytes([0, 0, 8, array.ndim]) + struct.pack(f">{array.ndim}I", *array.shape)
+    path.write_bytes(header + array.astype(np.uint8).tobytes())
+
+
+@pytest.fixture
+def mnist_root(tmp_path):
+    """An MNIST folder of 400 and 100 digits, 8x8."""
+    digits = load_digits()
+    pixels = np.rint(digits.images * 15.9375)
+    for name, part in (("train", slice(0, 400)), ("t10k", slice(400, 500))):
+        write_idx(tmp_path / "MNIST" / "raw" / f"{name}-images-idx3-ubyte", pixels[part])
+        write_idx(tmp_path / "MNIST" / "raw" / f"{name}-labels-idx1-ubyte", digits.target[part])
+    return tmp_path
+
+
+CLASSES = ["a cat", "dog", "zebra fish"]
+
+
+def draw(path: Path, number: int) -> None:
+    """A picture of random size and content."""
+    random = np.random.RandomState(number)
+    height, width = random.randint(20, 60, size=2)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.fromarray(random.randint(0, 256, (height, width, 3), dtype=np.uint8)).save(path)
+
+
+def draw_classes(root: Path, count: int, first: int = 0) -> Path:
+    """A folder of three classes."""
+    for label, name in enumerate(CLASSES):
+        for number in range(count):
+            draw(root / name / f"image {number:03}.png", first + 1000 * label + number)
+    return root
+
+
+# Splits
+
+
+@pytest.mark.parametrize(("size", "num_folds"), [(512, 10), (1797, 10), (60, 7), (11, 10), (10, 10), (5, 2)])
+def test_folds_are_even_and_stratified(size, num_folds):
+    """Folds differ by at most one sample, in total and in each class, and fold 0 is not the larger."""
+    labels = np.random.RandomState(0).randint(0, 4, size)
+    folds = deal(labels, num_folds, seed=3)
+    for counted in (folds, *(folds[labels == label] for label in range(4))):
+        counts = np.bincount(counted, minlength=num_folds)
+        assert counts.max() - counts.min() <= 1
+    assert (folds == 0).sum() == size // num_folds
+    assert sorted(set(folds)) == list(range(num_folds))
+
+
+def test_folds_are_frozen():
+    """The folds of a seed are the same in any later version, and on any machine."""
+    labels = np.arange(12) % 3
+    frozen = [3, 2, 2, 0, 3, 1, 2, 0, 3, 1, 1, 0]
+    assert deal(labels, 4, seed=42).tolist() == frozen
+    assert deal(labels, 4, seed=43).tolist() != frozen
+    assert deal(labels, 4, seed=42, purpose=1).tolist() != frozen
+
+
+def rows(images: torch.Tensor) -> list[bytes]:
+    return sorted(image.numpy().tobytes() for image in images)
+
+
+def test_digits_are_divided_80_10_10():
+    """All 1,797 digits are in one of the sets, once, as they are in scikit-learn."""
+    module = ready(Digits(config()))
+    assert sizes(module) == (1439, 179, 179)
+    together = torch.cat([module.dataset(split).images for split in ("train", "val", "test")])
+    wanted = torch.from_numpy(np.rint(load_digits().images * 255 / 16).astype(np.uint8))
+    assert rows(wanted) == rows(together)
+    assert module.class_names == list("0123456789")
+    assert module.image_spec == ImageSpec(8, 8, "L", mean=(0.3053,), std=(0.3759,))
+    for split in ("train", "val", "test"):
+        assert np.ptp(np.bincount(module.dataset(split).labels)) <= 0.03 * len(module.dataset("train"))
+
+
+def test_digits_statistics():
+    """The mean and deviation in the spec are those of the images."""
+    module = ready(Digits(config()))
+    pixels = torch.cat([module.dataset(split).images for split in ("train", "val", "test")]) / 255
+    assert module.image_spec.mean[0] == pytest.approx(pixels.mean().item(), abs=1e-4)
+    assert module.image_spec.std[0] == pytest.approx(pixels.std().item(), abs=1e-4)
+
+
+def test_splits_depend_on_the_seed_alone():
+    """Every rank and every rerun has the same sets; another seed has others; the test set ignores num_splits."""
+
+    def split(name, rank=0, **values):
+        return ready(Digits(config(**values)), rank, 2).dataset(name).images
+
+    for name in ("train", "val", "test"):
+        assert torch.equal(split(name), split(name, rank=1, batch_size=3))
+        assert split(name).shape != split(name, seed=1).shape or not torch.equal(split(name), split(name, seed=1))
+    assert torch.equal(split("test"), split("test", num_splits=5, fold=2))
+
+
+def test_num_splits():
+    """512 training samples in ten folds validate on 51, and over all folds each sample validates once."""
+    module = ready(Digits(config(num_splits=10), limit=512))
+    assert sizes(module) == (461, 51, 179)
+    held_out = []
+    for fold in range(4):
+        module = ready(Digits(config(num_splits=4, fold=fold)))
+        assert sum(sizes(module)[:2]) == 1618
+        held_out += rows(module.dataset("val").images)
+    assert sorted(held_out) == sorted(rows(module.dataset("train").images) + rows(module.dataset("val").images))
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ({"num_splits": 0}, "data.num_splits must be null or a whole number of at least 2, not 0"),
+        ({"num_splits": 1}, "data.num_splits .* not 1"),
+        ({"num_splits": True}, "data.num_splits"),
+        ({"num_splits": 5, "fold": 5}, "data.fold must be from 0 to 4, since data.num_splits is 5, not 5"),
+        ({"num_splits": 5, "fold": -1}, "data.fold must be from 0 to 4"),
+        ({"fold": 1}, "data.fold=1 needs data.num_splits"),
+        ({"loader": {"batch_size": 3}}, "data.loader.batch_size cannot be given: set data.batch_size"),
+        ({"loader": {"shuffle": False}}, "data.loader.shuffle cannot be given"),
+        ({"loader": {"sampler": None}}, "data.loader.sampler cannot be given"),
+        ({"loader": {"batch_sampler": None}}, "data.loader.batch_sampler cannot be given"),
+        ({"loader": {"num_workers": 1}}, "data.loader.num_workers cannot be given: set data.num_workers"),
+        ({"loader": {"pin_memry": True}}, "data.loader.pin_memry is not an argument .* pin_memory"),
+        ({"loader": {"prefetch_factor": 2}}, "refused by torch's DataLoader: prefetch_factor"),
+        ({"loader": {"drop_last": 1}}, "data.loader.drop_last must be true or false"),
+    ],
+)
+def test_impossible_config(values, words):
+    """A value that cannot work is a ValueError of one sentence before any data is read; the exit code is 2."""
+    with pytest.raises(ValueError, match=words) as error:
+        Digits(config(**values))
+    assert error.value.exit_code == 2
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ({"image_size": 0}, "image_size must be .* not 0"),
+        ({"image_size": [8]}, "image_size must be"),
+        ({"limit": 0}, "limit must be"),
+        ({"in_memory": "yes"}, "in_memory must be auto, null, true, false or device, not 'yes'"),
+        ({"augment": ["flip"]}, r"augment\[0\] must be an nn.Module, not 'flip'"),
+    ],
+)
+def test_impossible_params(params, words):
+    """A param that cannot work is named."""
+    with pytest.raises(ValueError, match=words):
+        Digits(config(), **params)
+
+
+def test_too_few_samples():
+    """Sets too small to divide are named with their numbers."""
+    with pytest.raises(DataError, match="5 training images are too few to hold out one in 9"):
+        ready(Digits(config(), limit=5))
+    with pytest.raises(DataConfigError, match=r"drop_last leaves no .* 1439 samples .* 800 \(data.batch_size\) x 2"):
+        ready(Digits(config(batch_size=800, loader={"drop_last": True})), world=2).train_dataloader()
+
+
+# Batches
+
+
+def test_a_batch():
+    """A batch is uint8 images, int64 labels and int64 positions in the set, which lead back to the samples."""
+    module = ready(Digits(config(batch_size=100)))
+    for loader, split in ((module.train_dataloader(), "train"), (module.val_dataloader(), "val")):
+        batches = list(loader)
+        assert len(batches) == len(loader)
+        for batch in batches:
+            assert sorted(batch) == ["image", "index", "label"]
+            assert batch["image"].dtype == torch.uint8
+            assert batch["image"].shape[1:] == (1, 8, 8)
+            assert batch["label"].dtype == batch["index"].dtype == torch.int64
+            assert torch.equal(batch["image"], module.dataset(split).images[batch["index"]])
+            assert torch.equal(batch["label"], module.dataset(split).labels[batch["index"]])
+
+
+def test_only_training_is_shuffled():
+    """Validation, test and prediction run in data order, the last one over the test set; training does not."""
+    module = ready(Digits(config()))
+    for loader in (module.val_dataloader(), module.test_dataloader(), module.predict_dataloader()):
+        assert torch.equal(torch.arange(179), gathered(loader)["index"])
+    assert torch.equal(module.dataset("test").images, gathered(module.predict_dataloader())["image"])
+    loader = module.train_dataloader()
+    first = gathered(loader)["index"]
+    loader.sampler.set_epoch(1)
+    second = gathered(loader)["index"]
+    assert not torch.equal(first, second)
+    assert torch.equal(torch.arange(1439), first.sort()[0])
+    assert torch.equal(torch.arange(1439), second.sort()[0])
+
+
+@pytest.mark.parametrize(("drop_last", "batches"), [(False, 3), (True, 2)])
+def test_drop_last(drop_last, batches):
+    """`drop_last` leaves out the last training batch, and nothing of the evaluation."""
+    module = ready(Digits(config(loader={"drop_last": drop_last}), limit=147))  # 131 train
+    assert len(module.train_dataloader()) == len(list(module.train_dataloader())) == batches
+    assert len(gathered(module.test_dataloader())["index"]) == 147
+
+
+def test_ranks_share_the_work():
+    """Two ranks have disjoint parts of every set, together all of it, and equally many batches."""
+    modules = [ready(Digits(config(batch_size=20)), rank, 2) for rank in range(2)]
+    for name, size in (("train", 1439), ("val", 179), ("test", 179)):
+        parts = [list(getattr(module, f"{name}_dataloader")()) for module in modules]
+        assert len(parts[0]) == len(parts[1])
+        index = torch.cat([batch["index"] for part in parts for batch in part])
+        assert torch.equal(torch.arange(size), index.sort()[0])
+
+
+def test_padding_is_marked():
+    """Where a rank has no sample left in evaluation, it gets one row of index -1 with a picture and a true label."""
+    modules = [ready(Digits(config(batch_size=89)), rank, 2) for rank in range(2)]  # 179 = 2 * 89 + 1
+    last = [list(module.val_dataloader())[-1] for module in modules]
+    assert [batch["index"].tolist() for batch in last] == [[178], [-1]]
+    assert last[1]["image"].shape == (1, 1, 8, 8)
+    assert 0 <= last[1]["label"].item() < 10
+
+
+def test_loading_leaves_the_random_state_alone():
+    """No random number of torch, numpy or Python is used up by dividing or loading."""
+    module = Digits(config())
+    before = torch.get_rng_state(), np.random.get_state()[2], np.random.get_state()[1].tolist()
+    ready(module)
+    for loader in (module.train_dataloader(), module.val_dataloader()):
+        list(loader)
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert before[1:] == (np.random.get_state()[2], np.random.get_state()[1].tolist())
+
+
+@pytest.mark.parametrize("size", [8, 12, [10, 6]])
+def test_in_memory_and_on_demand_agree(size):
+    """The same samples in the same order, whether prepared once or when asked for."""
+    modules = [ready(Digits(config(), image_size=size, in_memory=value)) for value in (True, False)]
+    assert isinstance(modules[0].dataset("train"), InMemory)
+    assert isinstance(modules[1].dataset("train"), OnDemand)
+    for name in ("train", "val", "test"):
+        batches = [list(getattr(module, f"{name}_dataloader")()) for module in modules]
+        for one, other in zip(*batches, strict=True):
+            assert all(torch.equal(one[key], other[key]) for key in ("image", "label", "index"))
+
+
+def test_workers_agree(tmp_path):
+    """Two workers that read files give the batches that no worker gives, and that memory gives, and the cache, copied
+    into memory or not, in each epoch."""
+    draw_classes(tmp_path, 10)
+    ways = [(True, 2, False), (False, 0, False), (False, 2, False), (True, 2, True), (False, 2, True), (None, 2, True)]
+    modules = [
+        ready(ImageFolder(config(tmp_path, batch_size=4, num_workers=workers), 16, in_memory=memory, cache=cached))
+        for memory, workers, cached in ways
+    ]
+    assert len({module.dataset("train").pixels.data_ptr() for module in modules[4:]}) == 2  # each has its own map
+    loaders = [module.train_dataloader() for module in modules]
+    assert [loader.num_workers for loader in loaders] == [0, 0, 2, 0, 0, 0]
+    state = torch.get_rng_state()
+    for epoch in range(2):
+        for loader in loaders:
+            loader.sampler.set_epoch(epoch)
+            loader.sampler.start = epoch
+        wanted, *others = [gathered(loader) for loader in loaders]
+        assert len(wanted["index"]) == 24 - 4 * epoch
+        for other in others:
+            assert all(torch.equal(wanted[key], other[key]) for key in wanted)
+    assert torch.equal(state, torch.get_rng_state())
+
+
+def test_a_damaged_file_in_a_worker(tmp_path):
+    """A file that a worker cannot decode is named in one plain sentence, without the worker's traceback."""
+    draw_classes(tmp_path, 10)
+    (tmp_path / "dog" / "image 003.png").write_bytes(b"no image")
+    module = ready(ImageFolder(config(tmp_path, num_workers=1), in_memory=False, cache=False))
+    split = next(
+        s for s in ("train", "val", "test") if any("dog/image 003" in p for p in module.dataset(s).samples.items)
+    )
+    with pytest.raises(DataError) as error:
+        list(getattr(module, f"{split}_dataloader")())
+    assert str(error.value).startswith(f"{tmp_path / 'dog' / 'image 003.png'}: cannot be used as an image. This is not")
+    assert "\n" not in str(error.value)
+    assert error.value.exit_code == 3
+
+
+def test_memory_limit(monkeypatch):
+    """Without a word from the user, a set is held in memory if its prepared images stay within the limit."""
+    monkeypatch.setattr(images_module, "IN_MEMORY_LIMIT", 1797 * 64)
+    assert ready(Digits(config())).in_memory is True
+    monkeypatch.setattr(images_module, "IN_MEMORY_LIMIT", 1797 * 64 - 1)
+    assert ready(Digits(config())).in_memory is False
+    assert ready(Digits(config(), in_memory=True)).in_memory is True
+
+
+@pytest.mark.parametrize(
+    ("stage", "prepared"),
+    [("fit", ["train", "val"]), ("validate", ["val"]), ("test", ["test"]), ("predict", ["test"])],
+)
+def test_setup_prepares_what_the_stage_needs(stage, prepared):
+    """Images that a stage does not look at are not decoded."""
+    module = Digits(config())
+    module.setup(stage)
+    assert sorted(module._datasets) == sorted(prepared)
+    kept = module.dataset(prepared[0])
+    module.setup(stage)
+    assert kept is module.dataset(prepared[0])
+
+
+# Augmentation
+
+
+def numbered(batch: int, height: int = 6, width: int = 5) -> torch.Tensor:
+    """Images of which all pixels but 0 differ."""
+    return (
+        torch.arange(1, 2 * height * width + 1, dtype=torch.uint8).reshape(1, 2, height, width).repeat(batch, 1, 1, 1)
+    )
+
+
+@pytest.mark.parametrize(("p", "share"), [(0.0, 0.0), (1.0, 1.0), (0.25, 0.25)])
+def test_flip(p, share):
+    """Each image is mirrored or not, by itself, with the probability asked for."""
+    torch.manual_seed(0)
+    images = numbered(2000)
+    flipped = RandomHorizontalFlip(p)(images)
+    mirrored = torch.tensor([torch.equal(image, images[0].flip(-1)) for image in flipped])
+    kept = torch.tensor([torch.equal(image, images[0]) for image in flipped])
+    assert (mirrored ^ kept).all()
+    assert mirrored.float().mean().item() == pytest.approx(share, abs=0.03)
+    assert flipped.dtype == torch.uint8
+
+
+def test_crop():
+    """Each image is a window of its padded self; all windows occur, equally often."""
+    torch.manual_seed(0)
+    images = numbered(1800)
+    padded = np.pad(images[0].numpy(), ((0, 0), (1, 1), (1, 1)))
+    windows = [padded[:, row : row + 6, column : column + 5].tobytes() for row in range(3) for column in range(3)]
+    counts = np.zeros(9)
+    for image in RandomCrop(1)(images):
+        counts[windows.index(image.numpy().tobytes())] += 1
+    assert counts.sum() == 1800
+    assert abs(counts - 200).max() < 60
+    assert torch.equal(images, RandomCrop(0)(images))
+
+
+@pytest.mark.parametrize("module", [RandomHorizontalFlip(), RandomCrop(2)])
+def test_augmentation_follows_the_global_generator(module):
+    """The same seed gives the same images; the next call others."""
+    images = numbered(50)
+    torch.manual_seed(7)
+    first, second = module(images), module(images)
+    torch.manual_seed(7)
+    assert torch.equal(first, module(images))
+    assert not torch.equal(first, second)
+
+
+@pytest.mark.parametrize("make", [lambda: RandomHorizontalFlip(1.5), lambda: RandomCrop(-1), lambda: RandomCrop(0.5)])
+def test_impossible_augmentation(make):
+    """A probability above 1 or a negative padding is refused."""
+    with pytest.raises(ValueError, match=r"probability|pixels"):
+        make()
+
+
+class Looker(pl.LightningModule):
+    """Learns nothing, remembers the batches it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(()))
+        self.seen = {"train": [], "val": [], "test": [], "predict": []}
+
+    def look(self, stage, batch):
+        self.seen[stage].append(batch)
+        return self.weight * 1.0
+
+    def training_step(self, batch, batch_idx):
+        return self.look("train", batch)
+
+    def validation_step(self, batch, batch_idx):
+        self.look("val", batch)
+
+    def test_step(self, batch, batch_idx):
+        self.look("test", batch)
+
+    def predict_step(self, batch, batch_idx):
+        self.look("predict", batch)
+        return batch["index"]
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+# Lightning 2.6.6 asks for a class that torch 2.15 is about to remove.
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec, LeafSpec:FutureWarning")
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_a_real_trainer(in_memory):
+    """Lightning trains, validates, tests and predicts, in memory and with workers, without a warning; only training
+    images are augmented."""
+    module = Digits(config(num_workers=2), augment=[RandomHorizontalFlip(1.0)], in_memory=in_memory)
+    looker = Looker()
+    quiet = {"logger": False, "enable_checkpointing": False, "enable_progress_bar": False, "accelerator": "cpu"}
+    trainer = pl.Trainer(max_epochs=2, enable_model_summary=False, num_sanity_val_steps=0, **quiet)
+    trainer.fit(looker, datamodule=module)
+    trainer.test(looker, datamodule=module, verbose=False)
+    trainer.predict(looker, datamodule=module)
+    seen = {stage: gathered(batches) for stage, batches in looker.seen.items()}
+    plain = ready(Digits(config()))
+    train = seen["train"]
+    assert len(train["index"]) == 2 * 1439
+    assert not torch.equal(train["index"][:1439], train["index"][1439:])
+    assert torch.equal(plain.dataset("train").images[train["index"]].flip(-1), train["image"])
+    for stage, split in (("val", "val"), ("test", "test"), ("predict", "test")):
+        images = plain.dataset(split).images
+        assert torch.equal(images[seen[stage]["index"]], seen[stage]["image"])
+    assert seen["predict"]["index"].tolist() == list(range(179))
+
+
+def test_augmentation_must_keep_uint8():
+    """A module that gives floats is named."""
+
+    class ToFloat(nn.Module):
+        def forward(self, images):
+            return images / 255
+
+    module = ready(Digits(config(), augment=[ToFloat()]))
+    with pytest.raises(DataConfigError, match=r"must give uint8 images again, not torch\.float32"):
+        module.on_after_batch_transfer(next(iter(module.train_dataloader())), 0)
+
+
+# MNIST and CIFAR-10
+
+
+def test_mnist_reads_idx_files(mnist_root):
+    """The files' own images and labels arrive, whatever their number; a tenth of the training set validates."""
+    module = ready(MNIST(config(mnist_root), image_size=8))
+    assert sizes(module) == (360, 40, 100)
+    digits = load_digits()
+    test = module.dataset("test")
+    assert torch.equal(torch.from_numpy(np.rint(digits.images[400:500] * 15.9375)).byte(), test.images[:, 0])
+    assert torch.equal(torch.from_numpy(digits.target[400:500]), test.labels)
+    assert module.image_spec == ImageSpec(8, 8, "L", mean=(0.1307,), std=(0.3081,))
+    assert module.class_names == list("0123456789")
+    assert ready(MNIST(config(mnist_root, num_splits=4))).dataset("val").images.shape == (100, 1, 28, 28)
+
+
+def test_home_in_root(mnist_root, monkeypatch):
+    """`~` in data.root is the home folder."""
+    monkeypatch.setenv("HOME", str(mnist_root.parent))
+    assert len(ready(MNIST(config(f"~/{mnist_root.name}"))).dataset("test")) == 100
+
+
+@pytest.mark.parametrize("kind", [MNIST, CIFAR10])
+def test_missing_data(tmp_path, kind):
+    """Where nothing is, the absolute path and both ways out are named, exit code 3, and nothing is created."""
+    module = kind(config(tmp_path / "nowhere"))
+    for call in (module.check, module.prepare_data, module.setup):
+        with pytest.raises(
+            DataError, match=r"is missing\. Set data\.root .*data\.module\.params\.download=true"
+        ) as error:
+            call()
+        assert str(tmp_path / "nowhere") in str(error.value)
+        assert error.value.exit_code == 3
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", [MNIST, CIFAR10, ImageFolder])
+def test_root_is_null(kind):
+    """No data.root at all is a fault of the config, exit code 2."""
+    with pytest.raises(DataConfigError, match=r"data\.root is null") as error:
+        kind(config(None))
+    assert error.value.exit_code == 2
+
+
+IMAGES, LABELS = "train-images-idx3-ubyte", "t10k-labels-idx1-ubyte"
+
+
+@pytest.mark.parametrize(
+    ("name", "damage", "words"),
+    [
+        (IMAGES, lambda data: data[:-1], r"cut off: it has 25,615 bytes, 25,616 expected for the shape \(400, 8, 8\)"),
+        (IMAGES, lambda data: data + b"x", "damaged or cut off"),
+        (IMAGES, lambda data: b"", "not an IDX file of bytes in 3"),
+        (IMAGES, lambda data: data[:9], "not an IDX file"),
+        (IMAGES, lambda data: b"<html>" + data, "not an IDX file"),
+        (LABELS, lambda data: data[:50], "cut off: it has 50 bytes, 108 expected"),
+        (LABELS, lambda data: data[:4] + bytes(4), "cut off|is empty"),
+        (LABELS, lambda data: data[:4] + bytes([0, 0, 0, 0]), "is empty"),
+        (LABELS, lambda data: data[:-1] + b"\x0b", "label 11 of sample 99 is outside the 10 classes, 0 to 9"),
+        (LABELS, lambda data: data[:7] + bytes([99]) + data[8:-1], "holds 100 images, but .* 99 labels"),
+    ],
+)
+def test_damaged_mnist(mnist_root, name, damage, words):
+    """A file that is cut off, of another kind, or contradicts another is named with its figures, exit code 3."""
+    path = mnist_root / "MNIST" / "raw" / name
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(DataError, match=words) as error:
+        MNIST(config(mnist_root)).setup()
+    assert str(path) in str(error.value)
+
+
+def test_one_download(mnist_root, tmp_path):
+    """Of several processes that prepare one folder at the same time, one downloads; a later one finds the files."""
+    fetched = []
+
+    class Copied(MNIST):
+        def fetch(self):
+            fetched.append(threading.get_ident())
+            shutil.copytree(mnist_root / "MNIST", self.root / "MNIST")
+
+    root = tmp_path / "new" / "folder"
+    modules = [Copied(config(root), download=True) for _ in range(4)]
+    threads = [threading.Thread(target=module.prepare_data) for module in modules]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    modules[0].prepare_data()
+    assert len(fetched) == 1
+    assert sizes(ready(modules[1])) == (360, 40, 100)
+
+
+@pytest.fixture
+def server(tmp_path):
+    """A web server for the files in a folder; its address."""
+    folder = tmp_path / "server"
+    folder.mkdir()
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(folder))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as running:
+        threading.Thread(target=running.serve_forever).start()
+        yield folder, f"http://127.0.0.1:{running.server_port}/"
+        running.shutdown()
+
+
+def test_torchvision_downloads(mnist_root, server, tmp_path, monkeypatch):
+    """The real download, from a server of our own, ends in a set that trains; a wrong answer is named, exit code 3."""
+    folder, address = server
+    resources = []
+    for path in sorted((mnist_root / "MNIST" / "raw").iterdir()):
+        packed = gzip.compress(path.read_bytes())
+        (folder / f"{path.name}.gz").write_bytes(packed)
+        resources.append((f"{path.name}.gz", hashlib.md5(packed).hexdigest()))
+    monkeypatch.setattr(torchvision.datasets.MNIST, "mirrors", [address])
+    monkeypatch.setattr(torchvision.datasets.MNIST, "resources", resources)
+    module = MNIST(config(tmp_path / "new"), download=True)
+    module.prepare_data()
+    assert sizes(ready(module)) == (360, 40, 100)
+    (folder / resources[0][0]).write_bytes(b"<html>not today</html>")
+    with pytest.raises(DataError, match="MNIST cannot be downloaded into") as error:
+        MNIST(config(tmp_path / "again"), download=True).prepare_data()
+    assert error.value.exit_code == 3
+    assert str(tmp_path / "again") in str(error.value)
+
+
+@pytest.fixture
+def cifar_root(tmp_path, monkeypatch):
+    """A CIFAR-10 folder of 5 x 20 and 20 images, with its MD5 sums made known to torchvision."""
+    folder = tmp_path / "cifar-10-batches-py"
+    folder.mkdir()
+    random = np.random.RandomState(0)
+
+    def write(name, content):
+        (folder / name).write_bytes(pickle.dumps(content))
+        return hashlib.md5((folder / name).read_bytes()).hexdigest()
+
+    def batch(name):
+        pixels = random.randint(0, 256, (20, 3072), dtype=np.uint8)
+        return [name, write(name, {"data": pixels, "labels": (np.arange(20) % 10).tolist()})]
+
+    source = torchvision.datasets.CIFAR10
+    monkeypatch.setattr(source, "train_list", [batch(f"data_batch_{number}") for number in range(1, 6)])
+    monkeypatch.setattr(source, "test_list", [batch("test_batch")])
+    names = ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
+    meta = {**source.meta, "md5": write("batches.meta", {"label_names": names})}
+    monkeypatch.setattr(source, "meta", meta)
+    return tmp_path
+
+
+def test_cifar_reads_its_files(cifar_root):
+    """Colour images arrive with channels first, as torchvision shows them one by one."""
+    module = ready(CIFAR10(config(cifar_root)))
+    assert sizes(module) == (90, 10, 20)
+    source = torchvision.datasets.CIFAR10(cifar_root, train=False)
+    assert module.class_names == source.classes
+    test = module.dataset("test")
+    for position in range(20):
+        image, label = source[position]
+        assert torch.equal(torch.from_numpy(np.array(image)).permute(2, 0, 1), test.images[position])
+        assert label == test.labels[position]
+    assert module.image_spec.mean == (0.4914, 0.4822, 0.4465)
+
+
+def test_damaged_cifar_is_not_unpickled(cifar_root):
+    """A file with another MD5 sum is named, and what hides in it does not run."""
+
+    class Hostile:
+        def __reduce__(self):
+            return os.mkdir, (str(cifar_root / "harm"),)
+
+    path = cifar_root / "cifar-10-batches-py" / "data_batch_3"
+    path.write_bytes(pickle.dumps(Hostile()))
+    with pytest.raises(DataError, match="data_batch_3 is damaged or cut off: its MD5 sum is not"):
+        CIFAR10(config(cifar_root)).setup()
+    assert not (cifar_root / "harm").exists()
+
+
+# ImageFolder
+
+
+def test_a_folder_per_class(tmp_path):
+    """Without train, val and test, each class is divided 80/10/10; what is nested counts, what is hidden does not."""
+    root = draw_classes(tmp_path / "my pictures", 20)
+    draw(root / "dog" / "deep" / "er" / "x.JPG", 7)
+    (root / "dog" / ".hidden.png").write_bytes(b"no image")
+    (root / ".git").mkdir()
+    (root / "dog" / ".thumbs").mkdir()
+    (root / "dog" / ".thumbs" / "x.png").write_bytes(b"no image")
+    module = ready(ImageFolder(config(root), image_size=[12, 16]))
+    assert module.class_names == CLASSES
+    assert sizes(module) == (49, 6, 6)
+    for split in ("train", "val", "test"):
+        assert np.ptp(np.bincount(module.dataset(split).labels)) <= 1
+    paths = [path for split in ("train", "val", "test") for path in module.dataset(split).samples.items]
+    assert len(set(paths)) == 61
+    assert not any("/." in path for path in paths)
+    for split in ("train", "test"):
+        dataset = module.dataset(split)
+        assert list(dataset.samples.items) == sorted(dataset.samples.items)
+        for position, path in enumerate(dataset.samples.items):
+            wanted = module.image_spec.decode(path).transpose(2, 0, 1)
+            np.testing.assert_array_equal(wanted, dataset.images[position])
+            assert CLASSES[dataset.labels[position]] == Path(path).relative_to(root).parts[0]
+
+
+def test_train_val_test_folders(tmp_path):
+    """With train, val and test folders each is what its name says; num_splits overrules val."""
+    for number, (split, count) in enumerate((("train", 20), ("val", 3), ("test", 4))):
+        draw_classes(tmp_path / split, count, first=10_000 * number)
+    assert sizes(ready(ImageFolder(config(tmp_path), image_size=8))) == (60, 9, 12)
+    assert sizes(ready(ImageFolder(config(tmp_path, num_splits=4), image_size=8))) == (45, 15, 12)
+
+
+def test_train_folder_only(tmp_path):
+    """With a train folder alone a tenth or a fold of it validates, and there is no test set, in words."""
+    draw_classes(tmp_path / "train", 20)
+    module = ready(ImageFolder(config(tmp_path), image_size=8))
+    assert [len(module.dataset(split)) for split in ("train", "val")] == [54, 6]
+    with pytest.raises(DataError, match=f"There is no test set: ImageFolder in {tmp_path} has none"):
+        module.test_dataloader()
+    assert len(ready(ImageFolder(config(tmp_path, num_splits=3, fold=1))).dataset("val")) == 20
+
+
+def test_trains_may_be_a_class(tmp_path):
+    """A folder `train` that holds images is a class of trains."""
+    for name in ("bus", "train"):
+        for number in range(10):
+            draw(tmp_path / name / f"{number}.png", number)
+    assert ready(ImageFolder(config(tmp_path))).class_names == ["bus", "train"]
+
+
+def test_other_files_are_ignored_and_counted(tmp_path, caplog):
+    """Notes beside the images are ignored, and the log says how many."""
+    draw_classes(tmp_path / "train", 10)
+    draw_classes(tmp_path / "extra", 1)
+    (tmp_path / "train" / "dog" / "notes.txt").write_text("good dog")
+    (tmp_path / "train" / "dog" / "more.csv").write_text("")
+    with caplog.at_level(logging.INFO):
+        ready(ImageFolder(config(tmp_path)))
+    assert "2 files that do not have the ending of an image" in caplog.text
+    assert "beside train, val and test: extra" in caplog.text
+
+
+def test_links_are_followed_once(tmp_path):
+    """A class may be a link to a folder elsewhere, and a ring of links ends."""
+    draw_classes(tmp_path / "elsewhere", 10)
+    root = tmp_path / "root"
+    root.mkdir()
+    for name in CLASSES:
+        (root / name).symlink_to(tmp_path / "elsewhere" / name)
+    (tmp_path / "elsewhere" / "dog" / "ring").symlink_to(tmp_path / "elsewhere" / "dog")
+    assert sum(sizes(ready(ImageFolder(config(root))))) == 30
+
+
+@pytest.mark.parametrize(
+    ("break_it", "place", "words"),
+    [
+        (lambda root: shutil.rmtree(root), "", r"is not a folder\. Set data\.root"),
+        (lambda root: [shutil.rmtree(root), root.write_text("")], "", "is not a folder"),
+        (lambda root: [shutil.rmtree(root), root.mkdir()], "", "holds no folder"),
+        (lambda root: (root / "train" / "empty").mkdir(), "train/empty", "holds no image"),
+        (lambda root: shutil.rmtree(root / "val" / "dog"), "val", r"same classes .* \(missing: dog\)"),
+        (lambda root: (root / "test" / "emu").mkdir(), "test", r"same classes .* \(unknown: emu\)"),
+        (lambda root: [path.unlink() for path in (root / "val").rglob("*.png")], "val", "holds no image"),
+        (lambda root: (root / "train/dog/image 001.png").write_bytes(b""), "train/dog/image 001.png", "empty"),
+        (lambda root: (root / "train/dog/a.jpg").write_bytes(b"no image"), "train/dog/a.jpg", "not an image"),
+        (lambda root: (root / "val/dog/a.jpg").symlink_to("/nowhere"), "val/dog/a.jpg", "No such file"),
+        (lambda root: cut(root / "test/dog/image 001.png"), "test/dog/image 001.png", "cut off"),
+    ],
+)
+def test_wrong_folders(tmp_path, break_it, place, words):
+    """What is wrong with a folder or a file is named with its path, exit code 3."""
+    root = tmp_path / "root"
+    for number, split in enumerate(("train", "val", "test")):
+        draw_classes(root / split, 4, first=10_000 * number)
+    break_it(root)
+    with pytest.raises(DataError, match=words) as error:
+        ImageFolder(config(root)).setup()
+    assert str(root / place) in str(error.value)
+    assert error.value.exit_code == 3
+
+
+def cut(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:300])
+
+
+def test_grey_folder_and_own_statistics(tmp_path):
+    """Mode, resize rule and statistics are the user's; unless given, they are ImageNet's."""
+    assert ImageFolder(config(tmp_path)).image_spec == ImageSpec(
+        64, 64, "RGB", "crop", (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+    )
+    module = ImageFolder(config(tmp_path), image_size=[8, 9], mode="L", resize="pad", mean=[0.5], std=[0.25])
+    assert module.image_spec == ImageSpec(8, 9, "L", "pad", (0.5,), (0.25,))
+    with pytest.raises(ValueError, match="mode must be one of"):
+        ImageFolder(config(tmp_path), mode="HSV")
+    with pytest.raises(ValueError, match="extensions must be a list"):
+        ImageFolder(config(tmp_path), extensions=".jpg")
+
+
+# What we ship
+
+
+def test_sample_digits():
+    """The ten pictures in examples/digits are test samples of their class, decoded to exactly what the network gets."""
+    module = ready(Digits(config(seed=42)))
+    test = module.dataset("test")
+    for digit in range(10):
+        path = ROOT / "examples" / "digits" / f"{digit}.png"
+        with Image.open(path) as image:
+            assert (image.mode, image.size) == ("L", (8, 8))
+        pixels = torch.from_numpy(module.image_spec.decode(path)).permute(2, 0, 1)
+        position = (test.images == pixels).all(dim=(1, 2, 3)).nonzero().item()
+        assert test.labels[position] == digit
+
+
+READS = """\
+import sys, time
+from types import SimpleNamespace
+from deeplightning.data.digits import Digits
+
+if __name__ == "__main__":
+    data = SimpleNamespace(root=None, batch_size=4, num_workers=2, num_splits=None, fold=0, loader={})
+    module = Digits(SimpleNamespace(seed=1, data=data), in_memory=False)
+    module.setup("fit")
+    batches = iter(module.train_dataloader())
+    next(batches)
+    print(*(worker.pid for worker in batches._workers), flush=True)
+    time.sleep(60)
+"""
+
+
+def test_workers_end_with_a_process_that_is_killed(tmp_path):
+    """SIGKILL of the process that reads leaves no loader worker behind."""
+    (tmp_path / "reads.py").write_text(READS)
+    with subprocess.Popen([sys.executable, tmp_path / "reads.py"], stdout=subprocess.PIPE, text=True) as reader:
+        workers = [Path("/proc") / pid for pid in reader.stdout.readline().split()]
+        assert len(workers) == 2
+        reader.kill()
+    end = time.monotonic() + 30
+    while any(worker.exists() for worker in workers):
+        assert time.monotonic() < end, workers
+        time.sleep(0.1)

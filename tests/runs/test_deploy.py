@@ -1,0 +1,476 @@
+"""A run, however it is named, becomes a server: by its bundle, or by torch where ONNX cannot express the network."""
+
+import csv
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import urllib.request
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from commands import environment
+from served import GUNICORN, Server, WsgiServer
+
+from deeplightning.config.fault import CheckpointError, ConfigError
+from deeplightning.config.own import ROOTS
+from deeplightning.config.schema import Serve, keys
+from deeplightning.deploy import command as command_of
+from deeplightning.runfolder import RunFolder
+from serve.__main__ import options_parser
+
+ROOT = Path(__file__).parents[2]
+DIGITS = sorted((ROOT / "examples" / "digits").glob("*.png"))
+
+FORKS = '''\
+"""A network that ONNX cannot express."""
+
+import torch
+from torch import nn
+
+
+class Forks(nn.Module):
+    """Takes one of two ways for each picture, as its brightness says."""
+
+    def __init__(self):
+        super().__init__()
+        self.ways = nn.ModuleList(nn.Linear(64, 10) for _ in range(2))
+
+    def forward(self, images):
+        return torch.stack([self.ways[int(image.mean() > 0)](image.flatten()) for image in images])
+
+
+class Liar(nn.Module):
+    """Says something else when it is exported."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(64, 10)
+
+    def forward(self, images):
+        rows = self.layer(images.flatten(1))
+        return -rows if torch.compiler.is_exporting() else rows
+'''
+
+
+@pytest.fixture(scope="module")
+def run(train):
+    """A run with a bundle."""
+    return RunFolder(train("train.export=true", "serve.max_batch=4", "serve.max_wait=2.5").folder)
+
+
+@pytest.fixture(scope="module")
+def own(tmp_path_factory):
+    """A working directory with a network of the user's own."""
+    folder = tmp_path_factory.mktemp("own")
+    (folder / "forks.py").write_text(FORKS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def forked(command, tiny, own):
+    """How the training of that network ended."""
+    network = "model.network={type: forks.Forks}"
+    outcome = command("train", tiny, "~model.network", network, "train.export=true", cwd=own)
+    assert outcome.code == 0, outcome
+    return outcome
+
+
+def flags(program):
+    """What a server is told behind its folder."""
+    return program[5:]
+
+
+# ---- which run
+
+
+def test_a_run_deploys_in_any_spelling(run, store, tracked, tmp_path, monkeypatch):
+    """Folder, relative folder, id, `runs:/ID`, `models:/NAME/VERSION` and `@ALIAS`, a copy, a bundle alone: the same
+    model is served."""
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", str(store))
+    monkeypatch.chdir(run.path.parent)
+    tracker = tracked(run.path)
+    tracker.client.create_registered_model("deployed")
+    tracker.client.create_model_version("deployed", str(run.path), tracker.id)
+    tracker.client.set_registered_model_alias("deployed", "best", "1")
+    copy = shutil.copytree(run.path, tmp_path / "copied run")
+    alone = shutil.copytree(run.bundle, tmp_path / "alone")
+    in_store = [str(run.path), run.path.name, tracker.id, f"runs:/{tracker.id}", "models:/deployed/1"]
+    for spelling in [*in_store, "models:/deployed@best", str(run.bundle), f"runs:/{tracker.id}/bundle"]:
+        assert command_of(spelling)[:5] == [sys.executable, "-P", "-m", "serve", str(run.bundle)], spelling
+    assert command_of(str(copy))[4] == str(copy / "bundle")
+    assert command_of(str(alone)) == [sys.executable, "-P", "-m", "serve", str(alone)]
+    for missing, words in {"models:/deployed@worst": "alias 'worst'", "models:/none/1": "no model 'none'"}.items():
+        with pytest.raises(CheckpointError, match=words):
+            command_of(missing)
+
+
+def test_a_run_without_a_bundle_is_exported_first(run, tmp_path):
+    """A copy without its bundle gets one, with the same weights."""
+    copy = RunFolder(shutil.copytree(run.path, tmp_path / "copy", ignore=shutil.ignore_patterns("bundle")))
+    assert command_of(str(copy.path))[4] == str(copy.bundle)
+    assert copy.bundle_weights.read_bytes() == run.bundle_weights.read_bytes()
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path):
+    """Neither a bundle nor a config: exit 4, naming the folder."""
+    with pytest.raises(CheckpointError, match=f"{tmp_path}: there is neither a bundle nor a cfg.yaml"):
+        command_of(str(tmp_path))
+
+
+def test_a_bundle_is_served_without_torch(run):
+    """Neither torch nor Lightning nor MLflow is imported to start the server of a run with a bundle."""
+    program = (
+        "import sys; from deeplightning.deploy import command; command(sys.argv[1]); "
+        "print(*sorted({'torch', 'pytorch_lightning', 'mlflow', 'onnxruntime'} & sys.modules.keys()))"
+    )
+    done = subprocess.run([sys.executable, "-c", program, run.path], check=True, capture_output=True, text=True)
+    assert done.stdout.split() == []
+
+
+# ---- what the server is told
+
+
+def test_the_config_tells_the_server(run):
+    """What the run's config sets is passed on, and what the command line says wins; defaults are the server's own."""
+    assert flags(command_of(str(run.path))) == ["--max-batch=4", "--max-wait=2.5"]
+    given = ["serve.max_batch=16", "serve.host='::1'", "serve.max_pixels=1_000", "serve.api_key_env=HOME"]
+    expected = ["--host=::1", "--max-pixels=1000", "--max-wait=2.5", "--api-key-env=HOME"]
+    assert flags(command_of(str(run.path), given)) == expected
+
+
+def test_the_names_of_the_server_reach_it(run, tmp_path):
+    """`serve.allowed_hosts` of the config, or of the command line: those names are answered, and no others."""
+    program = command_of(str(run.path), ["serve.allowed_hosts=[model.example, 10.0.0.5]"])
+    assert flags(program)[-1] == "--allowed-hosts=model.example,10.0.0.5"
+    server = Server(Path(program[4]), tmp_path / "errors", *flags(program))
+    try:
+        names = ["model.example", "10.0.0.5:80", "localhost", "other.example"]
+        assert [server.ask("GET", "/info", headers={"Host": name})[0] for name in names] == [200, 200, 200, 421]
+    finally:
+        server.stop()
+
+
+def test_int8_is_made_where_it_is_asked_for(run, tmp_path):
+    """A bundle without an int8 model gets one, by the run's validation images; the data module must be allowed."""
+    copy = RunFolder(shutil.copytree(run.path, tmp_path / "copy"))
+    assert flags(command_of(str(copy.path), ["serve.precision=int8"]))[-1] == "--precision=int8"
+    assert copy.bundle_int8.is_file()
+    assert command_of(str(copy.path), ["serve.precision=int8"])[4] == str(copy.bundle)
+    copy.bundle_int8.unlink()
+    copy.config.write_text(copy.config.read_text().replace("deeplightning.data.digits.Digits", "home_made.Digits"))
+    with pytest.raises(
+        CheckpointError, match=r"data.module.type: to serve this run, home_made.Digits would be imported"
+    ):
+        command_of(str(copy.path), ["serve.precision=int8"])
+
+
+def test_only_the_section_of_the_server_is_looked_at(run, tmp_path):
+    """Code and variables of the rest of the config need not be there."""
+    copy = RunFolder(shutil.copytree(run.path, tmp_path / "copy"))
+    text = copy.config.read_text().replace("deeplightning.data.digits.Digits", "gone.Digits")
+    copy.config.write_text(text.replace("seed: 7", "seed: ${oc.env:NOT_SET_ANYWHERE}"))
+    assert flags(command_of(str(copy.path), ["serve.port=0"])) == ["--port=0", "--max-batch=4", "--max-wait=2.5"]
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("serve.max_btach=3", "serve.max_btach: unknown key. Did you mean max_batch?"),
+        ("port=5001", "port: only keys of `serve` can be set when a run is served. Did you mean serve.port?"),
+        ("serv.port=5001", "Did you mean serve.port?"),
+        ("data.batch_size=3", "data.batch_size: only keys of `serve`"),
+        ("serve.port=five", "serve.port: must be a whole number, not the text 'five'"),
+        ("serve.port=70000", "serve.port: must be at most 65535, not 70000"),
+        ("serve.precision=int4", "serve.precision: must be one of fp32, int8, fp16, not the text 'int4'. Did you"),
+        ("serve.device=gpu", "must be one of auto, cpu, cuda, cuda:0, "),
+        ("serve.device=gpu", "not the text 'gpu'. Did you mean cuda?"),
+        ("serve.device=cuda:x", "not the text 'cuda:x'. Did you mean cuda"),
+        ("serve.tensorrt=2", "serve.tensorrt: must be true or false, not the number 2"),
+        ("serve.max_wait=0", "serve.max_wait: must be at least 0.1, not 0"),
+        ("--prot=5001", "there is no such option, see --help"),
+    ],
+)
+def test_a_wrong_override_is_named(override, words, run):
+    """Exit 2, with the override and the nearest right word."""
+    with pytest.raises(ConfigError) as caught:
+        command_of(str(run.path), [override])
+    assert f"override {override}: " in str(caught.value)
+    assert words in str(caught.value)
+
+
+def test_the_key_of_the_server_stays_in_its_variable(run, monkeypatch):
+    """Only the variable's name is passed on; one that is not set, empty, or no name is refused."""
+    told = ["serve.api_key_env=SERVE_KEY", "serve.max_batch=16", "serve.max_wait=5"]
+    monkeypatch.setenv("SERVE_KEY", "a-secret")
+    assert flags(command_of(str(run.path), told)) == ["--api-key-env=SERVE_KEY"]
+    monkeypatch.setenv("SERVE_KEY", "")
+    with pytest.raises(ConfigError, match="the variable SERVE_KEY is empty"):
+        command_of(str(run.path), told)
+    monkeypatch.delenv("SERVE_KEY")
+    with pytest.raises(ConfigError, match="the variable SERVE_KEY is not set"):
+        command_of(str(run.path), told)
+    for value in ("a-secret", "${oc.env:OTHER}"):
+        monkeypatch.setenv("OTHER", "another_secret")
+        with pytest.raises(ConfigError) as caught:
+            command_of(str(run.path), [f"serve.api_key_env={value}"])
+        assert "secret" not in str(caught.value).replace(f"override serve.api_key_env={value}", "")
+
+
+# ---- what may be imported
+
+
+def rewritten(run, folder, *changes):
+    """A copy of a run without its bundle, whose config says something else."""
+    copy = RunFolder(shutil.copytree(run.path, folder, ignore=shutil.ignore_patterns("bundle")))
+    text = copy.config.read_text()
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    copy.config.write_text(text)
+    return copy
+
+
+NETWORK = "type: deeplightning.model.cnn.SimpleCNN"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        (NETWORK, "type: foreign.Net", "model.network.type: to serve this run, foreign.Net would be imported"),
+        (NETWORK, "type: os.system", "--allow os"),
+        ("type: torch.optim.SGD", "type: torch.os.system", "torch.os.system, which is posix.system, would be imported"),
+        (NETWORK, "type: torch.hub.load", "If you trust it: --allow torch.hub"),
+        (NETWORK, "type: torch.nn.modules.module.torch.hub.load", "which is torch.hub.load, would be"),
+        (NETWORK, "type: deeplightning.config.target.build", "--allow deeplightning.config.target"),
+        ("image_size: 8", "image_size: {type: os.system, params: {command: ls}, z: 1}", "network.params.image_size"),
+        ("image_size: 8", "image_size: {ref: os.system}", "model.network.params.image_size.ref: "),
+        ("type: torch.optim.SGD", "type: foreign.SGD", "model.optimizer.type: to serve this run, foreign.SGD would"),
+        (
+            "type: deeplightning.tracking.MLflowLogger",
+            "type: foreign.Logger",
+            "logger.type: to serve this run, foreign.Logger",
+        ),
+    ],
+)
+def test_foreign_code_is_not_imported(run, tmp_path, monkeypatch, old, new, words):
+    """Exit 4 with the key, what would be imported, and what allows it; a module of that name is not executed."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "foreign.py").write_text("raise SystemExit('executed')")
+    copy = rewritten(run, tmp_path / "copy", (old, new))
+    (copy.path / "foreign.py").write_text("raise SystemExit('executed')")
+    with pytest.raises(CheckpointError) as caught:
+        command_of(str(copy.path))
+    assert words in str(caught.value)
+    assert "foreign" not in sys.modules
+
+
+def test_what_the_user_allows_is_imported(run, own, tmp_path, monkeypatch):
+    """Behind `--allow` the same run is exported; what its config sets in the environment does not stay."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "allowed.py").write_text("from deeplightning.model.cnn import SimpleCNN\n")
+    copy = rewritten(run, tmp_path / "copy", (NETWORK, "type: allowed.SimpleCNN"), ("env: {}", "env: {LD_PRELOAD: x}"))
+    before = dict(os.environ)
+    assert command_of(str(copy.path), allow=["allowed"])[4] == str(copy.bundle)
+    roots = json.loads(os.environ[ROOTS])
+    assert str(tmp_path) in roots  # the working directory; never the run's folder
+    assert str(copy.path) not in roots
+    assert dict(os.environ) | {ROOTS: ""} == before | {ROOTS: ""}
+    with pytest.raises(ConfigError, match="--allow takes the name of a module such as own_network, not 'a b'"):
+        command_of(str(copy.path / ".."), allow=["a b"])
+
+
+# ---- networks that ONNX cannot express
+
+
+def test_training_says_that_a_network_cannot_be_exported(forked):
+    """The run ends well, without a bundle, and one line says why and what answers instead."""
+    (line,) = [line for line in forked.err.splitlines() if "bundle" in line]
+    assert "none; deploy.sh will answer by torch, from the checkpoint: The network cannot be exported to ONNX" in line
+    assert not RunFolder(forked.folder).bundle.exists()
+
+
+def test_other_faults_of_an_export_fail_the_run(command, tiny, own):
+    """A network that answers otherwise when it is exported: exit 4, nothing is said of torch."""
+    outcome = command("train", tiny, "~model.network", "model.network={type: forks.Liar}", "train.export=true", cwd=own)
+    assert outcome.code == 4, outcome
+    assert "answers otherwise than the checkpoint" in outcome.err
+    assert "torch" not in outcome.err
+
+
+def test_a_network_of_ones_own_needs_leave_elsewhere(forked, own, command, tmp_path):
+    """On a machine where the run was not made it is not imported without `--allow`: exit 4, naming root, key and
+    option."""
+    outcome = command("serve", forked.folder, cwd=own, XDG_STATE_HOME=str(tmp_path))
+    assert outcome.code == 4, outcome
+    assert "model.network.type: to serve this run, forks.Forks would be imported" in outcome.err
+    assert "If you trust it: --allow forks" in outcome.err
+
+
+@contextmanager
+def served(command, folder, cwd, *arguments):
+    """`deeplightning serve` of a run on a free port; gives its address and what it says on stderr."""
+    server = command.start("serve", folder, "--port=0", *arguments, cwd=cwd)
+    try:
+        first = server.says("Serving ").splitlines()[0]
+        yield re.search(r"http://127[.]0[.]0[.]1:[0-9]+", first)[0], server.files.with_suffix(".err").read_text()
+    finally:
+        server.signal(signal.SIGTERM)
+        outcome = server.end()
+    assert outcome.code == 0, outcome
+
+
+@contextmanager
+def under_gunicorn(folder, cwd):
+    """The same of `gunicorn "serve:create_app('RUN')"`."""
+    server = WsgiServer(cwd, *GUNICORN, f"serve:create_app({str(folder)!r})")
+    try:
+        yield f"http://127.0.0.1:{server.port}", ""
+        assert server.stop() == 0
+    finally:
+        server.process.kill()
+        server.process.wait()
+
+
+def asked(address, path):
+    request = urllib.request.Request(f"{address}/predict", path.read_bytes(), {"Content-Type": "image/png"})
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return json.load(answer)
+
+
+@pytest.mark.parametrize("by", ["bundle", "torch", "gunicorn"])
+def test_answers_over_http_are_those_of_predict(by, run, forked, own, command):
+    """Ten digits over HTTP get the class, label and probability of `deeplightning predict`, to 1e-5."""
+    folder = forked.folder if by == "torch" else run.path
+    predicted = command("predict", folder, *DIGITS, cwd=own)
+    assert predicted.code == 0, predicted
+    if by == "gunicorn":
+        service = under_gunicorn(folder, own)
+    else:
+        service = served(command, folder, own, *(["--allow", "forks"] if by == "torch" else []))
+    with service as (address, said):
+        answers = [asked(address, path) for path in DIGITS]
+    for row, answer in zip(csv.DictReader(predicted.out.splitlines()), answers, strict=True):
+        assert (answer["predicted_class"], answer["label"]) == (row["predicted_class"], row["predicted_label"])
+        assert float(answer["predicted_probability"]) == pytest.approx(float(row["predicted_probability"]), abs=1e-5)
+    reasons = [line for line in said.splitlines() if line.startswith("torch answers from the checkpoint, at 0.6 GB")]
+    assert ["cannot be exported to ONNX" in line for line in reasons] == [True] * (by == "torch")
+
+
+def test_torch_has_one_thread_when_workers_are_forked(forked, own):
+    """After loading and a forward pass there is one thread, so that nothing is lost in a fork; three pictures at once
+    get what they get singly; and the samples are the run's."""
+    program = (
+        "import os, sys, numpy as np; from deeplightning.runfolder import RunFolder; "
+        "from deeplightning.torch_server import Checkpoint; "
+        "model = Checkpoint.open(RunFolder(sys.argv[1]), ['forks']); "
+        "rows = model.predict(model.samples); assert rows.shape == (16, 10) and rows.dtype == np.float32; "
+        "singly = [model.predict(model.samples[n : n + 1])[0] for n in range(3)]; "
+        "assert np.abs(rows[:3] - singly).max() < 1e-6; assert np.abs(rows.sum(1) - 1).max() < 1e-5; "
+        "print(len(os.listdir('/proc/self/task')), model.task, len(model.labels), model.run['checkpoint'])"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, forked.folder], cwd=own, env=environment(), capture_output=True, text=True
+    )
+    assert done.stdout.split() == ["1", "image_classification", "10", "last.ckpt"], done.stderr
+
+
+def test_int8_is_for_bundles_alone(forked, own, command):
+    """Exit 2, naming the key and why there is no bundle."""
+    outcome = command("serve", forked.folder, "--allow=forks", "--precision=int8", cwd=own)
+    assert outcome.code == 2, outcome
+    assert "serve.precision: int8 is for bundles alone, and this run can have none: The network cannot" in outcome.err
+
+
+def test_a_checkpoint_is_answered_on_the_device_that_was_asked_for(forked, own, command):
+    """The word reaches the server of torch: cuda without a GPU is exit 3 with the remedy, and `auto` takes the CPU with
+    one line."""
+    if torch.cuda.device_count():
+        pytest.skip("there is a GPU")
+    outcome = command("serve", forked.folder, "--allow=forks", "--device=cuda:0", "--port=0", cwd=own)
+    assert outcome.code == 3, outcome
+    assert "serve.device is cuda:0: " in outcome.err
+    assert re.search("no NVIDIA driver|no GPU is visible|built without CUDA", outcome.err)
+    with served(command, forked.folder, own, "--allow", "forks") as (address, said):
+        with urllib.request.urlopen(f"{address}/info", timeout=30) as answer:
+            assert json.load(answer)["device"] == "cpu"
+        assert said.count('"event": "serving on the CPU"') == 1
+
+
+def test_a_gpu_must_answer_as_the_cpu_does(forked, own):
+    """The network is moved after the workers are forked, and its answers to the run's samples are compared; a GPU that
+    cannot be used is exit 3, naming it. A lack of memory is a MemoryError, so that batches are halved."""
+    program = (
+        "import sys, torch; from dataclasses import replace; from deeplightning.runfolder import RunFolder; "
+        "from deeplightning.torch_server import Checkpoint; from serve.device import Device, DeviceError\n"
+        "cpu = Checkpoint.open(RunFolder(sys.argv[1]), ['forks'])\n"
+        "try: cpu.moved_to(Device(63, 'H100'))\n"
+        "except DeviceError as error: print(error.exit_code, error)\n"
+        "class Full(torch.nn.Module):\n"
+        "    def forward(self, images): raise torch.OutOfMemoryError('CUDA out of memory')\n"
+        "torch.Tensor.pin_memory = lambda tensor: tensor\n"
+        "torch.Tensor.to = lambda tensor, *_, **__: tensor\n"
+        "try: replace(cpu, model=Full(), device=Device(0, 'H100')).predict(cpu.samples)\n"
+        "except MemoryError as error: print(error)\n"
+        "class Other(torch.nn.Module):\n"
+        "    def to(self, device): return self\n"
+        "    calls = 0\n"
+        "    def forward(self, images): self.calls += 1; return torch.ones(1, 1) * self.calls\n"
+        "try: replace(cpu, model=Other()).moved_to(Device(0, 'H100'))\n"
+        "except DeviceError as error: print(error)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, forked.folder], cwd=own, env=environment(), capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    first, second, third = done.stdout.splitlines()
+    assert first.startswith("3 cuda:63 (H100) cannot be used by torch ")
+    assert second == "CUDA out of memory"
+    assert "differ by up to 1, allowed are 0.001; use serve.device=cpu" in third
+
+
+@pytest.mark.parametrize(("setting", "key"), [("precision=fp16", "precision"), ("tensorrt=true", "tensorrt")])
+def test_other_models_are_for_bundles_alone(forked, own, command, setting, key):
+    """fp16 and TensorRT, as int8: exit 2, naming the key and why there is no bundle."""
+    outcome = command("serve", forked.folder, f"serve.{setting}", "--allow=forks", cwd=own)
+    assert outcome.code == 2, outcome
+    assert re.search(f"serve.{key}: (fp16|TensorRT) is for bundles alone, and this run can have none", outcome.err)
+
+
+def test_fp16_is_made_where_it_is_asked_for(run, tmp_path):
+    """Once; the flags tell the server the precision, the device and TensorRT."""
+    copy = RunFolder(shutil.copytree(run.path, tmp_path / "copy"))
+    told = ["serve.precision=fp16", "serve.device=cuda:1", "serve.tensorrt=true"]
+    assert flags(command_of(str(copy.path), told))[-3:] == ["--device=cuda:1", "--precision=fp16", "--tensorrt"]
+    assert copy.bundle_fp16.is_file()
+    made = copy.bundle_fp16.stat().st_ino
+    command_of(str(copy.path), told)
+    assert copy.bundle_fp16.stat().st_ino == made
+
+
+@pytest.mark.parametrize(
+    ("told", "words"),
+    [
+        (["serve.precision=int8", "serve.device=cuda"], "serve.precision: int8 does not go with serve.device: cuda: "),
+        (["serve.precision=fp16", "serve.device=cpu"], "serve.precision: fp16 does not go with serve.device: cpu: "),
+        (["serve.tensorrt=true", "serve.device=cpu"], "serve.tensorrt: true does not go with serve.device: cpu: "),
+    ],
+)
+def test_a_precision_has_its_device(run, told, words):
+    """Exit 2 with both keys and a remedy, before anything is made."""
+    with pytest.raises(ConfigError) as caught:
+        command_of(str(run.path), told)
+    assert words in str(caught.value)
+
+
+def test_the_server_and_the_config_have_the_same_defaults():
+    """What a config does not set need not be said to the server."""
+    options = vars(options_parser().parse_args([])) | {"precision": "fp32", "tensorrt": False}
+    defaults = {field.name: getattr(Serve(), field.name) for field in keys(Serve)}
+    assert options == defaults

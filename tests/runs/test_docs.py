@@ -1,0 +1,282 @@
+"""The manual says what is so: its blocks run and answer as printed, its links lead somewhere, and nothing is left out.
+
+How a page is run: every `yaml` and `python` block that opens with a comment that is a file's name becomes that file.
+The `bash` and other `python` blocks run in order, in one shell, in a folder that looks like a clone. A line with the
+comment "keeps running" is a server: it gets a free port, and the page goes on when it has said where it is. A `text`
+block is the output of the block before it; numbers with a point, run ids, ports and the best step may differ, and `…`
+stands for anything.
+
+`bash train.sh` without a config is what a person would start; to save the imports of ten processes, `deeplightning` and
+`bash train.sh CONFIG`, which is the same as `deeplightning train CONFIG`, hand their arguments to `commands.Commands`.
+"""
+
+import inspect
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from deeplightning.cli import cli
+from deeplightning.config import fault, reference, schema
+
+ROOT = Path(__file__).resolve().parents[2]
+README = ROOT / "README.md"
+KEYS = ROOT / "docs" / "config.md"
+PAGES = [
+    README,
+    KEYS,
+    *sorted(ROOT.glob("*.md")),
+    *sorted(ROOT.glob("docs/*.md")),
+    *sorted(ROOT.glob("examples/*/*.md")),
+]
+PAGES = list(dict.fromkeys(PAGES))
+RUN = [
+    README,
+    KEYS,
+    ROOT / "docs" / "migrating.md",
+    ROOT / "docs" / "engines.md",
+    ROOT / "docs" / "serving.md",
+    ROOT / "examples" / "own_code" / "README.md",
+]
+MARK = "@@ block"
+
+
+@dataclass
+class Block:
+    """One fenced block of a page."""
+
+    language: str
+    text: str
+
+    @property
+    def file(self) -> str | None:
+        """The name in its first line."""
+        found = re.match(r"# (\S+\.(?:yaml|py))\n", self.text)
+        return found and found[1]
+
+
+def blocks(page: Path) -> list[Block]:
+    return [Block(*found) for found in re.findall(r"^```(\w*)\n(.*?)^```$", page.read_text(), re.DOTALL | re.MULTILINE)]
+
+
+def name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return listener.getsockname()[1]
+
+
+# Stands for `deeplightning` in the shell: asks the test to run it, and says what it said.
+STAND_IN = """import json, os, socket, sys
+with socket.socket(socket.AF_UNIX) as asked:
+    asked.connect(sys.argv[1])
+    file = asked.makefile("rw")
+    print(json.dumps([os.getcwd(), sys.argv[2:]]), file=file, flush=True)
+    code, out, err = json.loads(file.readline())
+sys.stdout.write(out)
+sys.stdout.flush()
+sys.stderr.write(err)
+sys.exit(code)
+"""
+
+
+@pytest.fixture
+def place(tmp_path, command):
+    """A folder like a clone, whose `.venv/bin/deeplightning` is the stand-in."""
+    place, address = tmp_path / "clone", str(tmp_path / "socket")
+    tools = place / ".venv" / "bin"
+    tools.mkdir(parents=True)
+    (tools / "activate").write_text(f"PATH={tools}:$PATH\n")
+    (tools / "stand_in.py").write_text(STAND_IN)
+    started = f"""exec '{sys.executable}' -S '{tools}/stand_in.py' '{address}' "$@"\n"""
+    (tools / "deeplightning").write_text(f"#!/bin/sh\n{started}")
+    (tools / "deeplightning").chmod(0o755)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen()
+
+    def answer() -> None:
+        while True:
+            try:
+                asked, _ = listener.accept()
+            except OSError:  # closed below
+                return
+            with asked, asked.makefile("rw") as file:
+                cwd, arguments = json.loads(file.readline())
+                outcome = command(*arguments, cwd=Path(cwd))
+                print(json.dumps([outcome.code, outcome.out, outcome.err]), file=file, flush=True)
+
+    thread = threading.Thread(target=answer)
+    thread.start()
+    yield place
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+    thread.join()
+
+
+def script(page: Path, place: Path) -> str:
+    """The page as one shell script, in which a line with MARK comes before the output of each block."""
+    lines = [
+        "set -e",
+        "trap 'for server in $servers; do kill $server; done; wait' EXIT",
+        f"cp -r '{ROOT}/configs' '{ROOT}/examples' .",
+    ]
+    ports: dict[str, int] = {}
+    for number, block in enumerate(blocks(page)):
+        if block.file:
+            (place / block.file).write_text(block.text)
+        elif block.language == "python":
+            (place / f"block_{number}.py").write_text(block.text)
+            lines += [f"echo '{MARK} {number}'", f"'{sys.executable}' block_{number}.py"]
+        elif block.language == "bash":
+            lines.append(f"echo '{MARK} {number}'")
+            for line in block.text.splitlines():
+                command = re.sub(r"\bbash train\.sh (?=\S+\.yaml)", "deeplightning train ", line)
+                command = re.sub(r"\bbash (\w+\.sh)", rf"bash '{ROOT}/\1'", command)
+                command = re.sub(r"^gunicorn\b", f"'{sys.executable}' -m gunicorn", command)
+                if "# keeps running" in line:
+                    default = "5000" if "deploy.sh" in line else "8000" if "gunicorn" in line else "5001"
+                    ports[default] = free_port()
+                    started = command.partition("#")[0]
+                    started += "" if "--bind" in line else f"--port {ports[default]}"
+                    command = (
+                        "rm -f served\n"
+                        f'{started} >served 2>&1 & servers+=" $!"\n'
+                        "until grep -q http://127 served; do kill -0 $! || { cat served; exit 1; }; sleep 0.1; done\n"
+                        f"export PREDICT_URL=http://127.0.0.1:{ports[default]}/predict; cat served"
+                    )
+                for default, port in ports.items():
+                    command = command.replace(f"127.0.0.1:{default}", f"127.0.0.1:{port}")
+                lines.append(command)
+    return "\n".join(lines)
+
+
+def masked(line: str) -> str:
+    """A line without what differs from run to run."""
+    line = re.sub(r"\b[0-9a-f]{32}\b", "ID", line)
+    line = re.sub(r"epoch \d+ \(step \d+\)", "epoch N (step N)", line)
+    return re.sub(r"\d+(\.\d+)+(e-?\d+)?|(?<=:)\d{4,5}\b", "N", line)
+
+
+def fits(printed: str, said: str) -> bool:
+    """Whether a line of the manual is what a line of output says."""
+    pattern = ".*".join(re.escape(part) for part in masked(printed.rstrip()).split("…"))
+    return re.fullmatch(pattern, masked(said)) is not None
+
+
+@pytest.mark.parametrize("page", RUN, ids=name)
+def test_a_page_runs_and_answers_as_it_says(page, place):
+    """Every block of the page runs in order without an error, and prints the lines that the page shows, in order."""
+    (place / "script").write_text(script(page, place))
+    kept = {n: v for n, v in os.environ.items() if not n.startswith(("MLFLOW_", "DEEPLIGHTNING_", "PYTEST_"))}
+    path = f"{place / '.venv' / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "script"],
+        cwd=place,
+        env=kept | {"PATH": path, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stdout
+    said = {int(n): text for n, text in re.findall(rf"^{MARK} (\d+)\n(.*?)(?=^{MARK}|\Z)", done.stdout, re.S | re.M)}
+    for number, block in enumerate(blocks(page)):
+        if block.language == "text":
+            left = iter(said[number - 1].splitlines())
+            for line in block.text.splitlines():
+                assert line == "…" or any(fits(line, other) for other in left), f"not said: {line}\n{said[number - 1]}"
+    if page == README:
+        every_file_of_a_run_is_named(place)
+
+
+def every_file_of_a_run_is_named(place: Path) -> None:
+    """What lies in a run's folder stands in the README's table."""
+    left = {file.relative_to(run) for run in place.glob("mlruns/0/*/artifacts") for file in run.rglob("*")}
+    assert {path.name for path in left if path.name not in README.read_text()} <= {"logs"}
+
+
+def test_blocks_are_of_kinds_that_are_looked_at():
+    """No block escapes by its name."""
+    assert {block.language for page in PAGES for block in blocks(page)} <= {"bash", "python", "yaml", "text"}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name)
+def test_links_and_named_files_lead_somewhere(page):
+    """Relative links, with their headings, and files named in code exist."""
+    text = re.sub(r"^```.*?^```$", "", page.read_text(), flags=re.DOTALL | re.MULTILINE)
+    missing = []
+    for link in re.findall(r"\]\(([^)\s]+)\)", text):
+        file, _, heading = link.partition("#")
+        target = page.parent / file if file else page
+        if "://" in link:
+            continue
+        if not target.exists() or (heading and heading not in headings(target)):
+            missing.append(link)
+    for named in re.findall(r"`([\w./-]+/[\w.-]+\.(?:sh|yaml|py|md|toml|lock)|\w+\.sh)`", text):
+        if not (ROOT / named).exists():
+            missing.append(named)
+    assert missing == []
+
+
+def headings(page: Path) -> set[str]:
+    """The names by which GitHub links to a page's headings."""
+    titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_the_readme_names_every_verb_and_every_script():
+    """Nobody has to read the code to learn what there is to call."""
+    text = README.read_text()
+    assert [
+        verb for verb, found in cli.commands.items() if not (found.hidden or re.search(rf"`{verb}[` ]", text))
+    ] == []
+    assert [file.name for file in ROOT.glob("*.sh") if f"{file.name}" not in text] == []
+    assert [file.name for file in ROOT.glob("configs/*.yaml") if f"configs/{file.name}" not in text] == []
+
+
+def test_the_readme_explains_every_exit_code():
+    """Each code that an error of ours ends with has its row."""
+    codes = {c.exit_code for _, c in inspect.getmembers(fault, inspect.isclass) if hasattr(c, "exit_code")}
+    rows = re.findall(r"^\| ([\d, ]+) \|", README.read_text(), re.MULTILINE)
+    assert codes | {0, 1, 130, 143} == {int(code) for row in rows for code in row.split(",")}
+
+
+def test_every_key_is_documented():
+    """The page holds the schema as it is now: `python -m deeplightning.config.reference docs/config.md` renews it."""
+    _, start, made = KEYS.read_text().partition(reference.START)
+    assert start + made == reference.reference()
+    keys = [f"{path}.{f.name}".lstrip(".") for path, cls in reference.sections(schema.Config) for f in schema.keys(cls)]
+    assert len(keys) > 80
+    assert [key for key in keys if f"| `{key}` |" not in made] == []
+    assert [
+        f.name for _, cls in reference.sections(schema.Config) for f in schema.keys(cls) if not f.metadata["doc"]
+    ] == []
+
+
+def test_the_reference_is_renewed_below_what_people_wrote(tmp_path):
+    """The command rewrites the tables and keeps the text above them."""
+    page = tmp_path / "page.md"
+    page.write_text(f"# Mine\n\n{reference.START}\nold")
+    reference.main(page)
+    assert page.read_text() == f"# Mine\n\n{reference.reference()}"
+
+
+def test_every_key_that_is_named_for_those_who_come_is_there():
+    """The right column of docs/migrating.md holds keys of the schema, or params of what takes them."""
+    keys = {f"{path}.{f.name}".lstrip(".") for path, cls in reference.sections(schema.Config) for f in schema.keys(cls)}
+    rows = re.findall(r"^\|.*\|(.*)\|$", (ROOT / "docs" / "migrating.md").read_text(), re.MULTILINE)
+    named = {key for row in rows for key in re.findall(r"`((?:data|model|engine|train|logger)\.[\w.]+)", row)}
+    assert len(named) > 30
+    keys |= {f"{key}.{name}" for key in keys for name in ("type", "params")}
+    fixed = {key.partition(".params.")[0] for key in named if not key.startswith("data.loader.")}
+    assert sorted(fixed - keys) == []

@@ -1,0 +1,639 @@
+"""What does not fit is named before anything is spent: `deeplightning.dry_run`."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from deeplightning.configure import load_config
+from deeplightning.dry_run import dry_run
+from deeplightning.engine.pair import UNTRIED
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = sorted([*ROOT.glob("configs/*.yaml"), *ROOT.glob("examples/**/*.yaml")])
+
+GOOD = """\
+seed: 7
+stages: [train, test]
+data:
+  module: {type: deeplightning.data.digits.Digits}
+  root: nowhere
+  batch_size: 16
+model:
+  module: {type: deeplightning.task.img_classif.ImageClassification}
+  network: {type: deeplightning.model.cnn.SimpleCNN, params: {num_classes: 10, num_channels: 1, image_size: 8}}
+  optimizer: {type: torch.optim.SGD, params: {lr: 0.05, momentum: 0.9}}
+  scheduler: {type: torch.optim.lr_scheduler.StepLR, params: {step_size: 3}, call: {interval: epoch, frequency: 2}}
+  loss: {type: torch.nn.CrossEntropyLoss}
+  metrics: {acc: {type: deeplightning.task.metrics.Accuracy}}
+train: {num_epochs: 2, checkpoint: {monitor: val_acc, mode: max}}
+"""
+
+OWN = '''\
+"""A user's own code, with faults."""
+
+import pytorch_lightning as pl
+import torch
+from torch import nn
+
+from deeplightning.config.target import build
+from deeplightning.data.digits import Digits
+from deeplightning.task.img_classif import ImageClassification
+from deeplightning.task.optimize import optimizers
+
+
+class Computed(pl.LightningModule):
+    """The names that it logs, only running it tells."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.cfg, self.network, self.words = cfg, build(cfg.model.network), ["loss", "acc"]
+
+    def judge(self, stage, batch):
+        loss = nn.functional.cross_entropy(self.network(batch["image"].float()), batch["label"])
+        for word in self.words:
+            self.log(f"{stage}_{word}", loss)
+        return loss
+
+    def training_step(self, batch, batch_idx):
+        return self.judge("train", batch)
+
+    def on_train_epoch_end(self):
+        for word in self.words:
+            self.log(f"train_{word}_epoch", 1.0)
+
+    def validation_step(self, batch, batch_idx):
+        self.judge("val", batch)
+
+    def test_step(self, batch, batch_idx):
+        self.judge("test", batch)
+
+    def configure_optimizers(self):
+        return optimizers(self.network, self.cfg.model, self.trainer)
+
+
+class Plateau(ImageClassification):
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.network.parameters(), lr=0.1)
+        return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)}
+
+
+class Idle(ImageClassification):
+    def configure_optimizers(self):
+        return None
+
+
+class Last(ImageClassification):
+    def on_train_epoch_end(self):
+        return 1 / 0
+
+
+class Renamed(Digits):
+    def example_batch(self, size):
+        return {"pixels": super().example_batch(size)["image"]}
+
+
+class Exampleless(Digits):
+    def example_batch(self, size):
+        raise KeyError("shape")
+
+
+class Raises(ImageClassification):
+    def training_step(self, batch, batch_idx):
+        return self.cfg.no_such_section
+
+
+class Refuses(ImageClassification):
+    def __init__(self, cfg):
+        raise KeyError("vocabulary")
+
+
+class Misspelt(pl.LightningModule):
+    def __init__(self, cfg):
+        super().__init__()
+
+    def trainingstep(self, batch, batch_idx):
+        return None
+
+
+class Old(ImageClassification):
+    def training_epoch_end(self, outputs):
+        pass
+
+    def validation_epoch_end(self, outputs):
+        pass
+
+    def training_step_end(self, outputs):
+        pass
+
+
+class Detached(ImageClassification):
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx).detach()
+
+
+class Lossless(ImageClassification):
+    def training_step(self, batch, batch_idx):
+        return None
+
+
+class Manual(pl.LightningModule):
+    """Steps two optimizers itself, and says so in a way that its source does not show."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        setattr(self, "automatic_" + "optimization", False)
+        self.cfg = cfg
+        self.network = build(cfg.model.network)
+
+    def training_step(self, batch, batch_idx):
+        for optimizer in self.optimizers():
+            loss = self.network(batch["image"].float()).square().mean()
+            optimizer.zero_grad()
+            self.manual_backward(loss)
+            optimizer.step()
+        self.log("train_loss", loss)
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.network(batch["image"].float()).square().mean())
+
+    def test_step(self, batch, batch_idx):
+        self.log("test_loss", self.network(batch["image"].float()).square().mean())
+
+    def configure_optimizers(self):
+        return [build(self.cfg.model.optimizer, [p]) for p in self.network.parameters()]
+
+
+class NoNumber(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(64, 10)
+        self.second = nn.Linear(10, 10)
+
+    def forward(self, images):
+        return self.second(self.first(images.flatten(1)).sub(1e30).exp().log())
+
+
+class Unused(nn.Module):
+    """Has a layer that it does not use."""
+
+    def __init__(self):
+        super().__init__()
+        self.used, self.idle = nn.Linear(64, 10), nn.Linear(64, 10)
+
+    def forward(self, images):
+        return self.used(images.flatten(1))
+
+
+class Faulty(nn.Module):
+    def forward(self, images):
+        return images.flatten(1) @ torch.zeros(63, 10)
+
+
+class Floats(nn.Module):
+    def forward(self, images):
+        return images / 255
+
+
+class Secret(nn.Module):
+    """Says its password when it fails."""
+
+    def __init__(self, word):
+        super().__init__()
+        self.word = word
+
+    def forward(self, logits, labels):
+        raise RuntimeError(f"the server refused {self.word}")
+
+
+class Bare(pl.LightningDataModule):
+    """Offers no example."""
+
+    def __init__(self, cfg):
+        super().__init__()
+
+
+class Waits(pl.Callback):
+    """Waits for a metric, and logs one."""
+
+    def __init__(self, monitor=None):
+        self.monitor = {None: None, "val_luck": "val_luck", "val_f2": "val_f2"}[monitor]
+
+    def on_validation_epoch_end(self, trainer, module):
+        module.log("val_luck", 1.0)
+'''
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    """A working directory with own code, in which nothing may appear; the data cannot be read."""
+
+    def refuse(*_, **__):
+        raise AssertionError("the data were read")
+
+    import sklearn.datasets
+
+    monkeypatch.setattr(sklearn.datasets, "load_digits", refuse)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "good.yaml").write_text(GOOD)
+    yield tmp_path
+    assert {path.name for path in tmp_path.iterdir()} <= {"own.py", "good.yaml", "__pycache__"}
+    sys.modules.pop("own", None)
+
+
+def tried(*overrides: str, path: str | Path = "good.yaml") -> tuple[list[str], list[str]]:
+    """`key: words` of each fault, and of what was not tried."""
+    faults, untried = dry_run(load_config(path, list(overrides)))
+    return [f"{fault.key}: {fault.message}" for fault in faults], [f"{note.key}: {note.message}" for note in untried]
+
+
+def test_a_right_config_has_no_faults():
+    """What the other tests change is right."""
+    assert tried() == ([], [])
+
+
+def test_options_of_loader_processes_are_no_fault():
+    """A dry run loads nothing, so it has no use for them, and does not stumble over them."""
+    loader = "data.loader={prefetch_factor: 2, persistent_workers: true, multiprocessing_context: fork}"
+    assert tried("data.num_workers=1", loader)[0] == []
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=[str(path.relative_to(ROOT)) for path in CONFIGS])
+def test_a_shipped_config_has_no_faults(path):
+    """Without its data, wherever it runs."""
+    faults, untried = tried("engine.gpus=null", path=path)
+    assert faults == []
+    said = [sentence for sentence in untried if UNTRIED not in sentence]  # other tests of this process train
+    assert [sentence.partition(":")[0] for sentence in said] == ["data.module"] * ("folder" in path.name)
+
+
+MISSPELT = ["model.module.type=own.Misspelt", "train.checkpoint.monitor=null"]
+OPEN = "model.module.type=own.Computed"  # else monitored names are compared before anything is imported
+METRIC = "model.metrics.x={{type: torchmetrics.{}, params: {{{}}}}}"
+LOSS = "model.loss={{type: {}, params: {{{}}}}}"
+SCHEDULER = "model.scheduler={{type: torch.optim.lr_scheduler.{}, params: {{{}}}, call: {{{}}}}}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        # data → network
+        (
+            ["model.network.params.num_channels=3"],
+            "model.network: deeplightning.model.cnn.SimpleCNN does not take the data's pictures (1, 1, 8, 8): Given",
+        ),
+        (["model.network.params.image_size=28"], "model.network: deeplightning.model.cnn.SimpleCNN does not take"),
+        (["data.module.params.image_size=16"], "give it image_size: [16, 16]"),
+        (["model.network={type: own.Faulty}"], "mat1 and mat2 shapes cannot be multiplied (1x64 and 63x10)"),
+        # network → classes → loss
+        (["model.network.params.num_classes=7"], "model.network: the data has 10 classes (labels 0 to 9), the network"),
+        (["model.network.params.num_classes=12"], "set model.network.params.num_classes=10"),
+        (
+            [LOSS.format("torch.nn.MSELoss", "")],
+            "model.loss: torch.nn.MSELoss given input float32 (5, 10), target int64 (5,) fails in the training step: "
+            "UserWarning: Using a target size (torch.Size([5])) that is different to the input size",
+        ),
+        ([LOSS.format("torch.nn.BCEWithLogitsLoss", "")], "Labels of classes go with torch.nn.CrossEntropyLoss"),
+        ([LOSS.format("torch.nn.CrossEntropyLoss", "reduction: none")], "model.loss: gives (5,), not a tensor of one"),
+        ([LOSS.format("torch.nn.CrossEntropyLoss", "reduction: average")], "model.loss: torch.nn.CrossEntropyLoss"),
+        (
+            [LOSS.format("torch.nn.CrossEntropyLoss", "label_smoothing: 2.0")],
+            "model.loss: torch.nn.CrossEntropyLoss given input float32 (5, 10), target int64 (5,) fails",
+        ),
+        (
+            ["model.network={type: own.NoNumber}"],
+            "model.network: the loss of the first training step is nan: network.second (Linear) is the first module",
+        ),
+        (["model.module.type=own.Detached"], "model.loss: the loss depends on no parameter that learns"),
+        # what learns
+        (["model.trainable=[attention]"], "model.trainable: no parameter's name matches 'attention'; there are feat"),
+        (
+            ["model.optimizer.groups=[{match: norm, lr: 0.1}]"],
+            "model.optimizer.groups: no parameter's name matches 'norm'; there are features.0.weight, features.0.bias",
+        ),
+        (
+            ["model.network={type: own.Unused}", "engine={backend: ddp, processes: 2}"],
+            "engine.params.find_unused_parameters: network.idle.weight, network.idle.bias got no gradient, and ddp",
+        ),
+        (
+            ["engine.activation_checkpointing=[Convd2d]"],
+            "engine.activation_checkpointing: no module is called, or is a, Convd2d. Did you mean Conv2d?",
+        ),
+        # optimizer and schedule
+        (["model.optimizer.params.lr=-1.0"], "model.optimizer: torch.optim.SGD refuses its arguments: ValueError: Inv"),
+        (
+            ["model.optimizer={type: torch.optim.Adam, params: {lr: 0.1, betas: [0.9, 1.5]}}"],
+            "model.optimizer: torch.optim.Adam refuses its arguments: ValueError: Invalid beta parameter at index 1",
+        ),
+        (["model.optimizer.params={lr: 0.1, nesterov: true}"], "Nesterov momentum requires a momentum"),
+        ([SCHEDULER.format("StepLR", "step_size: 0", "")], "model.scheduler: torch.optim.lr_scheduler.StepLR fails"),
+        (
+            [SCHEDULER.format("CyclicLR", "base_lr: 0.1, max_lr: 1.0, mode: square", "")],
+            "model.scheduler: torch.optim.lr_scheduler.CyclicLR refuses its arguments: ValueError: mode is invalid",
+        ),
+        (
+            [SCHEDULER.format("ReduceLROnPlateau", "", "")],
+            "model.scheduler.call.monitor: ReduceLROnPlateau needs a metric, for example val_loss",
+        ),
+        (
+            [OPEN, SCHEDULER.format("ReduceLROnPlateau", "mode: min", "monitor: val_los")],
+            "model.scheduler.call.monitor: no metric is called 'val_los'; a training and a validation step log lr, ",
+        ),
+        (
+            [OPEN, SCHEDULER.format("ReduceLROnPlateau", "", "monitor: val_loss, interval: step")],
+            "model.scheduler.call.monitor: val_loss is not there yet when it is asked for",
+        ),
+        # metrics
+        (
+            [METRIC.format("MeanSquaredError", "")],
+            "model.metrics.x: torchmetrics.MeanSquaredError given preds float32 (5, 10), target int64 (5,) fails in",
+        ),
+        ([METRIC.format("classification.BinaryAccuracy", "")], "Multiclass…, with num_classes: 10"),
+        ([METRIC.format("classification.MulticlassAccuracy", "num_classes: 7")], "model.metrics.x: torchmetrics.class"),
+        (
+            [METRIC.format("classification.MulticlassAccuracy", "num_classes: 10, average: none")],
+            "model.metrics.x: gives (10,), not one number; see its `average`",
+        ),
+        # monitored names
+        (
+            [OPEN, "train.checkpoint.monitor=val_accuracy"],
+            "train.checkpoint.monitor: no metric is called 'val_accuracy'; a ",
+        ),
+        ([OPEN, "train.early_stop={metric: valid_loss}"], "train.early_stop.metric: no metric is called 'valid_loss'"),
+        ([OPEN, "train.early_stop={metric: test_loss}"], "train.early_stop.metric: no metric is called 'test_loss'"),
+        (
+            [OPEN, "train.checkpoint.monitor=train_loss_epoch", "train.val_every_n_epoch=0.5"],
+            "train.checkpoint.monitor: train_loss_epoch is not there yet when it is asked for",
+        ),
+        (
+            [OPEN, "train.callbacks=[{type: own.Waits, params: {monitor: val_f2}}]"],
+            "train.callbacks.0.params.monitor: no metric is called 'val_f2'",
+        ),
+        (
+            ["train.callbacks=[{type: pytorch_lightning.callbacks.TQDMProgressBar}]"],
+            "train.callbacks: Lightning refuses them: Trainer was configured with `enable_progress_bar=False` but",
+        ),
+        (
+            ["train.callbacks=[{type: own.Waits}, {type: own.Waits, params: {monitor: 0.1}}]"],
+            "train.callbacks.1: own.Waits cannot be built: KeyError: 0.1 (own.py:",
+        ),
+        # a task of one's own
+        (["model.module.type=own.Plateau"], "own.Plateau.configure_optimizers gives a ReduceLROnPlateau no metric to"),
+        (
+            ["model.module.type=own.Raises"],
+            "AttributeError: 'Config' object has no attribute 'no_such_section' (own.py:",
+        ),
+        (
+            ["model.module.type=own.Refuses"],
+            "model.module: own.Refuses cannot be built: KeyError: 'vocabulary' (own.py",
+        ),
+        (
+            MISSPELT,
+            "own.Misspelt lacks training_step(self, batch, batch_idx), which returns ",
+        ),
+        (MISSPELT, "the loss. Did you mean trainingstep?"),
+        (MISSPELT, "own.Misspelt lacks configure_optimizers(self)"),
+        (MISSPELT, "own.Misspelt lacks validation_step(self"),
+        (MISSPELT, "own.Misspelt lacks test_step(self"),
+        (
+            ["model.module.type=own.Old"],
+            "own.Old has training_epoch_end, which Lightning calls no more (since 2.0); to",
+        ),
+        (["model.module.type=own.Old"], "today it is on_validation_epoch_end(self)"),
+        (["model.module.type=own.Old"], "own.Old has training_step_end"),
+        (
+            ["model.module.type=own.Idle"],
+            "model.module: own.Idle.configure_optimizers gives no optimizer: nothing would",
+        ),
+        (
+            ["model.module.type=own.Last"],
+            "own.Last fails at the end of the epoch: ZeroDivisionError: division by zero (own",
+        ),
+        (["model.module.type=own.Lossless"], "own.Lossless.training_step returned no loss"),
+        # the data module
+        (
+            ["data.module.type=own.Renamed"],
+            "ImageClassification fails in the training step: KeyError: 'image'; a batch has pixels",
+        ),
+        (
+            ["data.module.type=own.Exampleless"],
+            "data.module: own.Exampleless.example_batch fails: KeyError: 'shape' (own",
+        ),
+        (
+            ["data.module.params.augment=[{type: own.Floats}]"],
+            "data.module.params.augment: must give uint8 images again, not torch.float32",
+        ),
+        (
+            ["data.module.params.augment=[{type: torch.nn.Linear, params: {in_features: 3, out_features: 3}}]"],
+            "augment",
+        ),
+        (["data.module.params.image_size=0"], "data.module.params.image_size: must be a whole number of pixels of at"),
+    ],
+)
+def test_what_does_not_fit_is_named(overrides, expected):
+    """The config key, what was found, and the next step; never a traceback."""
+    found, _ = tried(*overrides)
+    assert [note for note in found if expected in note] != [], "\n".join(found)
+    assert not any("Traceback" in note for note in found)
+
+
+def test_faults_that_do_not_hide_each_other_are_named_at_once():
+    """Metrics, schedule, patterns and monitored names in one go: what is at fault is left out, and the rest tried."""
+    found, untried = tried(
+        OPEN,
+        "model.optimizer.groups=[{match: norm, lr: 0.1}]",
+        SCHEDULER.format("StepLR", "step_size: 0", ""),
+        "train.checkpoint.monitor=val_accuracy",
+        "train.early_stop={metric: valid_loss}",
+        "train.callbacks=[{type: own.Waits, params: {monitor: val_luck}}]",
+    )
+    assert [note.partition(": ")[0] for note in found] == [
+        "model.optimizer.groups",
+        "model.scheduler",
+        "train.checkpoint.monitor",
+        "train.early_stop.metric",
+    ]
+    assert untried == []
+    found, untried = tried(
+        METRIC.format("MeanSquaredError", ""),
+        METRIC.replace(".x", ".y").format("classification.BinaryAccuracy", ""),
+        "model.trainable=[attention]",
+        "train.checkpoint.monitor=val_y",
+    )
+    assert [note.partition(": ")[0] for note in found] == ["model.trainable", "model.metrics.x", "model.metrics.y"]
+    assert untried == [
+        "train.checkpoint.monitor: whether val_y is logged, since what may log it is at fault",
+    ]
+
+
+def test_parts_that_were_not_reached_are_built_alone():
+    """A network that does not fit hides neither the optimizer's faults nor the loss's; what it does hide is said."""
+    found, untried = tried(
+        "model.network.params.num_channels=3",
+        "model.optimizer.params.lr=-1.0",
+        METRIC.format("classification.MulticlassAccuracy", "num_classes: 1"),
+    )
+    assert [note.partition(": ")[0] for note in found] == ["model.metrics.x", "model.network", "model.optimizer"]
+    assert untried == ["None: what comes behind a fault was not tried, nor whether monitored metrics are logged"]
+
+
+def test_a_fault_has_the_place_of_what_it_names(here):
+    """The line of the config, and in the words the line of the user's own code."""
+    (fault,), _ = dry_run(load_config("good.yaml", ["model.module.type=own.Raises"]))
+    assert fault.place == "override model.module.type=own.Raises"
+    line = OWN.splitlines().index("        return self.cfg.no_such_section") + 1
+    assert fault.message.endswith(f"(own.py:{line})")
+    (here / "good.yaml").write_text(GOOD.replace("num_classes: 10", "num_classes: 7"))
+    (fault,), _ = dry_run(load_config("good.yaml"))
+    assert (fault.key, fault.place) == ("model.network", "good.yaml:9:13")
+
+
+def test_nothing_is_read_written_or_changed(here):
+    """No file appears, where the config says that a run writes or elsewhere; the config stays as it was."""
+    outside = here.parent / "outside"
+    outside.mkdir()
+    cfg = load_config(
+        "good.yaml",
+        [
+            f"logger.params={{tracking_uri: '{outside}/mlruns'}}",
+            "train.callbacks=[{type: pytorch_lightning.callbacks.ModelCheckpoint, params: {monitor: val_acc}},"
+            "{type: pytorch_lightning.callbacks.LearningRateMonitor}]",
+            "engine={backend: ddp, processes: 2, compile: true}",
+        ],
+    )
+    before = cfg.to_dict()
+    faults, untried = dry_run(cfg)
+    said = [str(note) for note in untried if UNTRIED not in str(note)]  # other tests of this process train
+    assert (faults, said) == ([], ["engine.compile: a dry run does not compile"])
+    assert cfg.to_dict() == before
+    assert list(outside.iterdir()) == []
+
+
+def test_a_task_may_step_its_optimizers_itself():
+    """Manual optimization runs; what Lightning would have done for it is refused with the way to do it."""
+    manual = ["model.module.type=own.Manual", "~model.scheduler", "train.checkpoint.monitor=val_loss"]
+    assert tried(*manual) == ([], [])
+    found, _ = tried(*manual, "train.gradient_clip={value: 1.0}", "train.accumulator_factor=2")
+    assert [note.partition(", so")[0] for note in found] == [
+        "train.gradient_clip: own.Manual steps its optimizers itself",
+        "train.accumulator_factor: own.Manual steps its optimizers itself",
+    ]
+
+
+def test_without_an_example_everything_is_built():
+    """A data module that offers none is said; what is built shows its faults all the same."""
+    bare = "data.module.type=own.Bare"
+    said = "data.module: own.Bare offers no example_batch(size), so no step was tried"
+    assert tried(bare) == ([], [said])
+    found, untried = tried(bare, "model.optimizer.params.lr=-1.0")
+    assert [note.partition(": ")[0] for note in found] == ["model.optimizer"]
+    assert said in untried
+
+
+def test_classes_of_a_folder_are_its_folders(here):
+    """Where the pictures are there; none of them is opened."""
+    path = ROOT / "configs" / "image_folder.yaml"
+    root = here.parent / "pictures"
+    for name in ("cat", "dog", "owl"):
+        (root / name).mkdir(parents=True)
+    settings = [f"data.root={root}", "engine.gpus=null"]
+    (fault,), _ = tried(*settings, path=path)
+    assert "the data has 3 classes (labels 0 to 2), the network 10 outputs" in fault
+    assert tried(*settings, "model.network.params.num_classes=3", path=path) == ([], [])
+
+
+@pytest.mark.parametrize("precision", [16, "bf16", 64, "bf16-true", "16-true"])
+def test_a_precision_of_gpus_is_tried_as_the_cpu_can(precision):
+    """On a CPU, as it is; for GPUs, half precision as bf16, which is said."""
+    cfg = load_config("good.yaml", [f"engine.precision={precision}"])
+    assert dry_run(cfg) == ([], [])
+    cfg.engine.gpus, cfg.engine.precision = [0], precision
+    faults, untried = dry_run(cfg)
+    half = {16: "bf16-mixed", "16-true": "bf16-true"}.get(precision)
+    assert faults == []
+    assert [note.message for note in untried] == (
+        [f"{precision} needs a GPU; {half} was tried instead"] if half else []
+    )
+
+
+def test_weights_are_not_downloaded(monkeypatch, here):
+    """A pretrained network is tried with random weights where its own are not on the machine, and that is said."""
+    import torch
+
+    monkeypatch.setattr(torch.hub, "_hub_dir", str(here.parent / "hub"))
+    found, untried = tried(
+        OPEN,
+        "model.network={type: torchvision.models.squeezenet1_1, params: {weights: DEFAULT}}",
+        "data.module={type: deeplightning.data.cifar.CIFAR10, params: {image_size: 64}}",
+    )
+    assert "model.network.params.weights: these weights are not on this machine yet; random ones were tried" in untried
+    assert found == []
+
+
+def test_what_the_environment_gave_is_not_shown(monkeypatch):
+    """A fault's words hold no secret."""
+    monkeypatch.setenv("WORD", "s3cret-w0rd")
+    found, _ = tried("model.loss={type: own.Secret, params: {word: '${oc.env:WORD}'}}")
+    assert "model.loss: own.Secret" in found[0]
+    assert "s3cret" not in found[0]
+
+
+def test_an_example_is_a_batch_as_loaders_give_it(here):
+    """Pixels as the network gets them, labels from the first class to the last, without `setup`; none for a folder that
+    is not there."""
+    import torch
+
+    from deeplightning.configure import init_module
+
+    for name, shape, last in (
+        ("digits.Digits", (7, 1, 20, 10), 9),
+        ("mnist.MNIST", (7, 1, 20, 10), 9),
+        ("cifar.CIFAR10", (7, 3, 20, 10), 9),
+        ("image_folder.ImageFolder", (7, 3, 20, 10), 0),
+    ):
+        module = f"data.module={{type: deeplightning.data.{name}, params: {{image_size: [20, 10]}}}}"
+        batch = init_module(load_config("good.yaml", [module]), "data").example_batch(7)
+        assert {key: value.dtype for key, value in batch.items()} == {
+            "image": torch.uint8,
+            "label": torch.int64,
+            "index": torch.int64,
+        }
+        assert batch["image"].shape == shape
+        assert (batch["label"][0], batch["label"].max(), len(batch["index"])) == (0, last, 7)
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["one loss", "several"])
+def test_the_task_logs_what_it_declares(several, here, monkeypatch):
+    """`logged_metrics` of image classification is what a training and a test leave in `callback_metrics`."""
+    import pytorch_lightning as pl
+    import torch
+
+    from deeplightning.callbacks.steps import LogSteps
+    from deeplightning.configure import init_module
+    from deeplightning.task.img_classif import ImageClassification
+
+    loss = "{type: torch.nn.CrossEntropyLoss}"
+    more = [f"model.loss={{sharp: {loss}, soft: {loss}}}"] if several else []
+    cfg = load_config("good.yaml", more)
+    data, task = init_module(cfg, "data"), init_module(cfg, "model")
+    batch = data.example_batch(20)
+    loader = torch.utils.data.DataLoader([batch, batch], batch_size=None)
+    for hook in ("prepare_data", "setup"):
+        monkeypatch.setattr(data, hook, lambda *_, **__: None)
+    for hook in ("train_dataloader", "val_dataloader", "test_dataloader"):
+        monkeypatch.setattr(data, hook, lambda: loader)
+    options = {"logger": False, "enable_checkpointing": False, "default_root_dir": here.parent}
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "accelerator": "cpu", "log_every_n_steps": 1}
+    trainer = pl.Trainer(max_epochs=2, callbacks=[LogSteps(1)], **options, **quiet)
+    trainer.fit(task, data)
+    logged = set(trainer.callback_metrics)
+    trainer.test(task, data, verbose=False)
+    logged |= set(trainer.callback_metrics)
+    words = {"stage": ["train", "val", "test"], "metric": ["acc"], "loss": ["sharp", "soft"] if several else []}
+    declared = set(ImageClassification.logged_metrics)
+    for placeholder, names in words.items():
+        split = {d.replace(f"{{{placeholder}}}", n) for d in declared if f"{{{placeholder}}}" in d for n in names}
+        declared = {d for d in declared if f"{{{placeholder}}}" not in d} | split
+    assert logged == declared

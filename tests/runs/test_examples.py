@@ -1,0 +1,140 @@
+"""Every example runs at reduced size, without data of this machine, and leaves what its README shows.
+
+`tests/runs/test_configs.py` takes one step with each config of `examples/`; here they learn something.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import weights
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@dataclass
+class Example:
+    """An example at reduced size.
+
+    Attributes:
+        config: below `examples/`.
+        overrides: what makes it small.
+        metrics: least and most of each of these in `test_results.json`.
+        files: that the run's folder holds.
+        before: a Python script below `examples/` with its arguments, which draws the data into the working directory.
+    """
+
+    config: str
+    overrides: list[str]
+    metrics: dict[str, tuple[float, float]]
+    files: list[str] = field(default_factory=list)
+    before: list[str] = field(default_factory=list)
+
+
+EXAMPLES = {
+    "cifar10": Example(
+        "cifar10/vit.yaml",
+        ["data.module.params.train=300", "data.module.params.test=60", "data.batch_size=20", "train.num_epochs=5"],
+        {"test_acc": (0.15, 1)},
+    ),
+    "image_folder": Example(
+        "image_folder/image_folder.yaml",
+        [
+            "train.num_epochs=8",
+            "data.batch_size=8",
+            "data.module.params.image_size=24",
+            "model.network.type=deeplightning.model.cnn.SimpleCNN",
+            "model.network.params={num_classes: 3, num_channels: 3, image_size: 24}",
+        ],
+        {"test_acc": (0.4, 1)},
+        ["bundle/model.onnx"],
+        ["image_folder/draw.py", "pictures", "40"],
+    ),
+    "segmentation": Example(
+        "segmentation/segmentation.yaml",
+        [
+            "data.module.params.count=150",
+            "data.batch_size=8",
+            "train.num_epochs=6",
+        ],
+        {"test_iou": (0.3, 1), "test_acc": (0.8, 1)},
+        ["val_segmentation.png"],
+    ),
+    "dcgan": Example(
+        "dcgan/dcgan.yaml",
+        ["train.num_epochs=2", "data.module.params.limit=300"],
+        {"test_score": (1, 10)},
+        ["samples_1.png"],
+    ),
+    "linear_regression": Example("linear_regression/linear_regression.yaml", [], {"test_loss": (0, 0.02)}),
+    "kfold": Example("kfold/kfold.yaml", ["train.num_epochs=2", "data.fold=4"], {"test_acc": (0.5, 1)}),
+    "sst2": Example(
+        "sst2/sst2.yaml",
+        [
+            "data.module.params={limit: 3000, max_size: 90}",
+            "model.network.params.vocabulary_size=90",
+            "model.network.params.dropout=0",
+            "data.batch_size=32",
+        ],
+        {"test_acc": (0.8, 1)},
+        ["val_confusion_matrix.png"],
+    ),
+    "search": Example(
+        "search/search.yaml",
+        ["train.num_epochs=2", "model.optimizer.params={lr: 0.2, momentum: 0.6}"],
+        {"test_acc": (0.5, 1)},
+    ),
+    "own_loop": Example("own_loop/own_loop.yaml", ["train.num_epochs=3"], {"test_acc": (0.7, 1)}),
+    "vqvae": Example(
+        "vqvae/vqvae.yaml",
+        ["train.num_epochs=3", "data.module.params.limit=700", "train.export=false"],
+        {"test_rmse": (0, 0.95)},
+        ["val_reconstruction_2.png"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_an_example_learns_what_it_should(name, command, store, tmp_path):
+    """It ends with code 0, with metrics as good as its reduced size allows, and with the files it is to leave."""
+    example = EXAMPLES[name]
+    if example.before:
+        script = [sys.executable, ROOT / "examples" / example.before[0], *example.before[1:]]
+        env = os.environ | {"PYTHONPATH": str(ROOT)}
+        subprocess.run(script, cwd=tmp_path, env=env, check=True, timeout=60)
+    overrides = [*example.overrides, f"logger.params.tracking_uri={store}"]
+    outcome = command("train", ROOT / "examples" / example.config, *overrides, cwd=tmp_path)
+    assert outcome.code == 0, outcome
+    results = json.loads((outcome.folder / "test_results.json").read_text())
+    for metric, (least, most) in example.metrics.items():
+        assert least <= results[metric] <= most, results
+    assert [file for file in example.files if not (outcome.folder / file).is_file()] == []
+
+
+def test_transfer_goes_on_from_what_was_learned(command, store, tmp_path):
+    """The second run takes all but the last layer of the first, leaves it bit for bit, and beats a run without."""
+    folder = ROOT / "examples" / "transfer"
+
+    def train(config: str, *overrides: str) -> Path:
+        told = [*overrides, "train.export=false", "logger.pictures=null", f"logger.params.tracking_uri={store}"]
+        outcome = command("train", folder / config, *told, cwd=tmp_path)
+        assert outcome.code == 0, outcome
+        return outcome.folder
+
+    def loss(run: Path) -> float:
+        return json.loads((run / "test_results.json").read_text())["test_loss"]
+
+    first = train("pretrain.yaml", "train.num_epochs=4")
+    second, without = (
+        train("transfer.yaml", *more, "train.num_epochs=15") for more in ([f"model.init_from='{first}'"], [])
+    )
+    known, now = weights(first / "best.ckpt"), weights(second / "last.ckpt")
+    frozen = [name for name in now if "classifier" not in name]
+    assert len(frozen) == 4
+    assert all(torch.equal(known[name], now[name]) for name in frozen)
+    assert loss(second) < loss(without)

@@ -1,0 +1,329 @@
+"""`bash test.sh --gpu` without a GPU: what it says and runs, and the programs that it starts where there is one.
+
+The runs that it makes on GPUs are made here over CPU processes, and their figures become the tables of docs/gpu.md.
+"""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from commands import environment, real
+from conftest import digest
+from gpu_runs import Cell, Runs, note, precision_of, spread
+
+# Behind all else, since a program there has the name of our package `serve`.
+sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
+
+import gpu
+import gpu_rows
+import gpu_wheels
+from gpu_rows import GRAPHS, PLAIN, RAW, SELF, Row
+from timed import Took
+
+from deeplightning.engine.checkpoint_io import read_checkpoint
+
+ROOT = Path(__file__).resolve().parents[2]
+device = pytest.mark.device
+
+
+# ---- without a GPU
+
+
+def suite(*arguments, **variables):
+    """`bash test.sh --gpu …` in the Python of this test, where no GPU is seen."""
+    here = {"DEEPLIGHTNING_PYTHON": sys.executable, "CUDA_VISIBLE_DEVICES": "", **variables}
+    command = ["bash", str(ROOT / "test.sh"), "--gpu", *arguments]
+    return subprocess.run(command, env=environment() | here, capture_output=True, text=True, timeout=300)
+
+
+def test_without_a_gpu_one_line_says_so_and_the_cpu_part_runs():
+    """`bash test.sh --gpu` prints one line about it and ends with 0; its arguments are pytest's."""
+    done = suite("-k", "test_a_table_has_a_row_for_every_engine_and_precision")
+    assert done.returncode == 0, done
+    assert [line for line in done.stdout.splitlines() if "GPU" in line] == [done.stdout.splitlines()[0]]
+    assert done.stdout.startswith("No GPU: torch ")
+    assert "1 passed" in done.stdout
+
+
+def test_a_test_that_fails_is_the_exit_code_of_the_suite():
+    """pytest's own exit code comes out; 5 says that no test has the name."""
+    assert gpu.run_tests(["-k", "there_is_no_such_test"]) == 5
+
+
+def test_the_suite_runs_the_files_that_have_a_test_for_it():
+    """Files without a test marked `gpu` or `device` are not imported: they may need packages that are not installed."""
+    command = gpu.test_command(["-x"], 4)
+    assert "tests/runs/test_gpu.py" in command
+    assert "tests/runs/test_fuzz.py" not in command
+    assert command[command.index("-m", 2) + 1] == "gpu or device"
+    assert command[-1] == "-x"
+
+
+def test_a_package_that_all_of_it_needs_is_named(monkeypatch, capsys):
+    """Exit code 3, and how to get a folder of wheels."""
+    monkeypatch.setattr(gpu, "NEEDED", [*gpu.NEEDED, "no_such_package"])
+    monkeypatch.setattr(sys, "argv", ["gpu.py"])
+    with pytest.raises(SystemExit) as ended:
+        gpu.main()
+    assert ended.value.code == 3
+    assert capsys.readouterr().err == "Not installed: no_such_package. tools/gpu_wheels.sh makes a folder with them.\n"
+
+
+def test_a_package_that_part_of_it_needs_is_named(monkeypatch, capsys):
+    """A line for each says what is left out."""
+    monkeypatch.setattr(gpu, "OPTIONAL", {"no_such_package": "the rows of it"})
+    gpu.say_what_is_left_out()
+    assert capsys.readouterr().out == "left out, since no_such_package is not installed: the rows of it\n"
+
+
+def test_tests_that_do_not_end_are_stopped():
+    """At the limit pytest is stopped with all that it has started, and there is no exit code."""
+    assert gpu.run_tests(["--collect-only"], limit=0.01) is None
+
+
+def test_a_run_that_does_not_end_is_killed(tiny, place):
+    """With every process that it has started; the failure says after how many seconds."""
+    with pytest.raises(AssertionError, match="not ended after 0 s"):
+        real("train", tiny, cwd=place, limit=0.2)
+
+
+# ---- the table
+
+
+def quickly(command):
+    """Runs by forked processes, for `Runs`."""
+
+    def run(*arguments, limit, **options):
+        return command(*arguments, **options)
+
+    return run
+
+
+@device
+def test_a_cell_is_measured_over_cpu_processes(command, tmp_path, monkeypatch):
+    """One process in 32 bits trains and tests, leaves a bundle, and ends with the same weights when it was killed."""
+    monkeypatch.setenv("GPU_CELLS", str(tmp_path / "cells.jsonl"))
+    (tmp_path / "work").mkdir()
+    cell = Runs(tmp_path / "work", quickly(command)).cell("null", "32", gpus=None)
+    assert cell.right, cell
+    assert cell.test > 0.5
+    note(cell)
+    (read,) = map(json.loads, (tmp_path / "cells.jsonl").read_text().splitlines())
+    assert "| null | 32 | 1 CPU process | yes | 1.000 | equal | yes |" in gpu.cell_table([read])
+
+
+@device
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["ddp", "fsdp", "deepspeed_stage_2"])
+def test_a_cell_is_measured_over_two_cpu_processes(engine, tmp_path):
+    """The same in fresh processes, which start their ranks themselves."""
+    cell = Runs(tmp_path).cell(engine, "bf16", gpus=None, processes=2)
+    assert cell.right, cell
+
+
+HALF = '''\
+"""Lets DeepSpeed compute in half precision on a CPU, slowly."""
+
+
+def allow(*_):
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    CPU_Accelerator.is_fp16_supported = lambda self: True
+'''
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow)])  # 3: on GPUs, in test_gpu.py
+def test_a_resumed_run_of_deepspeed_has_the_loss_scale_that_it_had(stage, tmp_path):
+    """In half precision, with steps left out while the scale is too large: the same weights as a run that was not
+    killed."""
+    pytest.importorskip("deepspeed", reason="deepspeed is not installed")
+    runs = Runs(tmp_path)
+    (tmp_path / "half.py").write_text(HALF)
+    half = {"fp16": {"enabled": True, "initial_scale_power": 26, "hysteresis": 1, "loss_scale_window": 5}}
+    settings = [*spread(f"deepspeed_stage_{stage}", None, 2), f"engine.params={json.dumps({'config': half})}"]
+    settings += ["engine.setup_hook=half.allow", "data.batch_size=8", "model.optimizer.params.eps=0.0001"]
+    settings += ["stages=[train]", "train.export=false", "train.checkpoint.every_n_steps=3", "train.resume_ckpt=auto"]
+    straight, killed = ("logger.params.experiment_name=" + name for name in ("straight", "killed"))
+    done = runs.train(*settings, straight)
+    assert runs.start(*settings, killed, KILL_AT="13").code != 0
+    resumed = runs.train(*settings, killed)
+    assert "resumes " in resumed.out
+    (state,) = read_checkpoint(resumed.folder / "last.ckpt")["optimizer_states"]
+    assert state["loss_scale"]["cur_iter"] > 13
+    assert state["loss_scale"]["cur_scale"] < 2**26
+    assert digest(resumed.folder / "last.ckpt") == digest(done.folder / "last.ckpt")
+
+
+def test_a_cell_says_why_a_run_failed(command, tmp_path):
+    """The exit code and the error's line."""
+    runs = Runs(tmp_path, quickly(command))
+    runs.config.write_text(runs.config.read_text().replace("lr: 0.003", "lr: -1.0"))
+    cell = runs.cell("null", "32", gpus=None)
+    assert not cell.right
+    assert cell.reason.startswith("exit code 2: error: ")
+
+
+@device
+def test_a_table_has_a_row_for_every_engine_and_precision():
+    """What was not run, failed or was not equal is written into its row."""
+    good = Cell("ddp", "bf16", "1 GPU", True, 0.9, True, True)
+    other = Cell("fsdp", "16", "1 GPU", True, 0.8, False, True, reason="the resumed run ends with other weights")
+    failed = Cell("null", "32", "1 GPU", reason="exit code 5: no memory")
+    text = gpu.cell_table([vars(cell) for cell in (good, other, failed)])
+    lines = text.splitlines()
+    assert len(lines) == 2 + 6 * 3
+    assert "| ddp | bf16 | 1 GPU | yes | 0.900 | equal | yes |" in lines
+    assert "| fsdp | 16 | 1 GPU | yes | 0.800 | NOT equal: the resumed run ends with other weights | yes |" in lines
+    assert "| null | 32 | 1 GPU | FAILED: exit code 5: no memory | - | - | - |" in lines
+    assert any(line.startswith("| null | bf16 | 1 GPU | not run |") for line in lines)
+
+
+def test_a_table_names_engines_that_are_not_installed(monkeypatch):
+    """Without DeepSpeed its rows say so."""
+    found = gpu.importlib.util.find_spec
+    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: None if name == "deepspeed" else found(name))
+    rows = [line for line in gpu.cell_table([]).splitlines() if line.startswith("| deepspeed")]
+    assert len(rows) == 9
+    assert all("| not installed |" in row for row in rows)
+
+
+def test_fsdp_computes_wholly_in_16_bits_on_gpus_alone():
+    """It has no loss scale; over CPU processes `16` becomes bf16 for all."""
+    assert [precision_of("fsdp", "16"), precision_of("fsdp", "16", False), precision_of("ddp", "16")] == [
+        "16-true",
+        "16",
+        "16",
+    ]
+    assert spread(None, [1])[:2] == ["engine.backend=null", "engine.gpus=[1]"]
+
+
+# ---- speed and memory
+
+
+def took(rate, start=2.0, wall=9.0):
+    """Of a program whose second epoch has this rate."""
+    epochs = f"epoch 0 seconds 9.0 pictures 90\nepoch 1 seconds {900 / rate:.6f} pictures 900\n"
+    return Took(1.0, wall, 100.0, f"first step at {100 + start:.3f}\n{epochs}", Path(), ())
+
+
+def test_speed_is_that_of_the_last_epoch():
+    """Pictures per second, seconds to the first step and of the job; a program that printed no epoch is a failure."""
+    assert gpu_rows.timing(took(450)) == pytest.approx({"rate": 450, "start": 2, "wall": 9})
+    with pytest.raises(ValueError, match="no epoch"):
+        gpu_rows.timing(Took(1.0, 9.0, 100.0, "nothing", Path(), ()))
+
+
+def test_bounds_compare_figures_of_one_round():
+    """The median ratio, and "not measured" where one side is missing."""
+    rates = {Row(PLAIN, 128): (100, 200), Row(SELF, 128): (130, 240), Row(SELF, 512): (99, 99)}
+    found = {row: [gpu_rows.timing(took(rate)) for rate in some] for row, some in rates.items()}
+    figures = {bound.what: bound.figure for bound in gpu_rows.bounds_of(found, gpu_rows.FULL)}
+    assert figures["batch 128: pictures/s of the plain script's"] == pytest.approx((1.3 + 1.2) / 2)
+    assert figures["job of two epochs: seconds of the plain script's"] == pytest.approx(1)
+    assert figures["batch 512: pictures/s of the raw loop's"] is None
+    assert figures["graphs: pictures/s of the raw loop's without"] is None
+    assert Row(RAW, 128, GRAPHS) in gpu_rows.rows_of(gpu_rows.FULL)
+
+
+def test_what_there_is_no_time_for_is_named(tmp_path, capsys):
+    """Rows that were not measured stay in the tables, and no program is started."""
+    bench = gpu_rows.Bench(gpu_rows.TINY, "cpu", tmp_path, end=0.0)
+    gpu_rows.speed(bench)
+    gpu_rows.memory(bench)
+    said = capsys.readouterr().out
+    assert said.count("not measured: no time left") == 3 + 2
+    assert bench.failed == []
+
+
+@device
+@pytest.mark.slow
+def test_speed_and_memory_are_measured_on_a_cpu(tmp_path):
+    """`--tiny --device cpu` runs every program of the tables, and writes its numbers."""
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu.py"), "--tiny", "--device", "cpu"]
+    command += ["--only", "speed", "memory", "--json", str(tmp_path / "numbers.json")]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=600)
+    assert "failed:" not in done.stderr, done
+    numbers = json.loads((tmp_path / "numbers.json").read_text())
+    assert set(numbers["speed"]) == {f"{program}, batch 32" for program in (PLAIN, RAW, SELF)}
+    assert set(numbers["memory"]) == {"null", "ddp"}
+    assert all(each["rate"] > 0 for some in numbers["speed"].values() for each in some)
+
+
+# ---- the page
+
+
+def test_the_page_keeps_what_is_not_measured(tmp_path):
+    """Only the part between the marks is replaced, by the device, the versions and the tables."""
+    bench = gpu_rows.Bench(gpu_rows.TINY, "cpu", tmp_path)
+    bench.say("speed", "Speed", "A note.", "| a |")
+    text = gpu.page(f"before\n{gpu.BEGIN}\nold\n{gpu.END}\nbehind\n", bench)
+    assert text.startswith(f"before\n{gpu.BEGIN}\n\nMeasured on ")
+    assert text.endswith(f"| a |\n\n{gpu.END}\nbehind\n")
+    assert "old" not in text
+    assert "## Speed\n\nA note." in text
+    with pytest.raises(ValueError, match="the page has no"):
+        gpu.page("no marks", bench)
+
+
+def test_the_shipped_page_has_a_date_and_a_device():
+    """The part between the marks names when, on which device and at which commit it was measured."""
+    measured = gpu.PAGE.read_text().partition(gpu.BEGIN)[2].partition(gpu.END)[0]
+    assert "easured on " in measured
+    for word in ("torch", "GPU"):
+        assert word in measured
+    assert gpu.page(gpu.PAGE.read_text(), gpu_rows.Bench(gpu_rows.TINY, "cpu", Path())) != gpu.PAGE.read_text()
+
+
+# ---- wheels for a machine without a network
+
+
+def test_the_wheels_are_what_a_gpu_machine_lacks():
+    """What the suite needs, without torch, torchvision, Lightning, numpy and what is too large."""
+    names = {gpu_wheels.name_of(line) for line in gpu_wheels.requirements(["deepspeed"])}
+    modules = {name.replace("yaml", "pyyaml").replace("mlflow", "mlflow-skinny") for name in gpu.NEEDED}
+    assert modules - names == {"torch", "torchvision", "pytorch_lightning"}
+    assert {"deepspeed", "pytest-xdist", "flask", "griffelib", "httptools"} <= names
+    assert not names & {*gpu_wheels.THERE, *gpu_wheels.LEFT_OUT}
+
+
+def test_a_folder_that_is_too_large_is_refused(tmp_path):
+    """With its size and the largest files."""
+    (tmp_path / "large.whl").write_bytes(bytes(900_000))
+    (tmp_path / "small.whl").write_bytes(bytes(10))
+    assert gpu_wheels.check_size(tmp_path) == 900_010
+    with pytest.raises(gpu_wheels.NotMade, match=r"0\.9 MB, more than 0 MB.*(?s:.)*0\.9 MB  large\.whl"):
+        gpu_wheels.check_size(tmp_path, limit=400_000)
+
+
+def test_a_folder_that_holds_something_is_left_alone(tmp_path):
+    """A second start does not mix two sets of wheels."""
+    (tmp_path / "wheels").mkdir()
+    (tmp_path / "wheels" / "old.whl").touch()
+    with pytest.raises(gpu_wheels.NotMade, match="is not an empty folder"):
+        gpu_wheels.make(tmp_path / "wheels", "3.12", [])
+    assert [path.name for path in (tmp_path / "wheels").iterdir()] == ["old.whl"]
+
+
+def test_without_a_network_no_folder_is_made(tmp_path):
+    """Exit code 3, the reason without the index's address, and nothing left behind."""
+    nowhere = dict.fromkeys(("UV_DEFAULT_INDEX", "PIP_INDEX_URL"), "http://127.0.0.1:9/simple")
+    variables = {"UV_HTTP_RETRIES": "0", "UV_NO_CONFIG": "1", "DEEPLIGHTNING_PYTHON": sys.executable, **nowhere}
+    command = ["bash", str(ROOT / "tools" / "gpu_wheels.sh"), str(tmp_path / "a folder")]
+    done = subprocess.run(command, env=environment() | variables, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stdout) == (3, "")
+    assert "the package index is not reachable. Run this on a machine that has a network." in done.stderr
+    assert "127.0.0.1" not in done.stderr
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(("words", "said"), [(["--python", "12"], "such as 3.12"), (["--extra", "txt"], "is one of")])
+def test_an_option_that_is_wrong_is_named(words, said):
+    """Exit code 2, and what is allowed."""
+    variables = {"DEEPLIGHTNING_PYTHON": sys.executable}
+    command = ["bash", str(ROOT / "tools" / "gpu_wheels.sh"), *words]
+    done = subprocess.run(command, env=environment() | variables, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert said in done.stderr

@@ -1,0 +1,148 @@
+"""Every line of `hostile/requests.tsv` is answered as it says, by the fast path and by the Flask application alike:
+same status, same words, no fault, no hang."""
+
+import concurrent.futures
+import json
+import re
+import signal
+import socket
+from functools import partial
+from pathlib import Path
+
+import pytest
+from served import GUNICORN, Server, WsgiServer, colour_run, picture
+
+REQUESTS = Path(__file__).parents[1] / "hostile" / "requests.tsv"
+
+ORDINARY = re.compile(
+    r"POST /predict[^\s{]* HTTP/1\.1\\r\\nHost: localhost\\r\\n"
+    r"(Content-Type: [^\\{]+\\r\\n)?Content-Length: \{length\}\\r\\n\\r\\n"
+)
+"""A recipe of a prediction whose head every HTTP server reads alike."""
+
+SECONDS = 20
+"""How long an exchange may take. Every client closes its half of the connection when it has sent all."""
+
+
+def lines():
+    """Name, answers and recipe of each request."""
+    texts = REQUESTS.read_text().splitlines()
+    return [text.split("\t") for text in texts if text and not text.startswith("#")]
+
+
+def made(recipe):
+    """The bytes of a recipe: escapes as Python's; `{TEXT*N}` is N times TEXT; `{picture}` is a good PNG, all green;
+    `{length}` is the number of bytes behind the first blank line."""
+    text = recipe.encode("latin-1").decode("unicode_escape")
+    text = re.sub(r"\{([^{}]*?)\*(\d+)\}", lambda found: found[1] * int(found[2]), text)
+    text = text.replace("{picture}", picture("green").decode("latin-1"))
+    return text.replace("{length}", str(len(text.partition("\r\n\r\n")[2]))).encode("latin-1")
+
+
+def exchange(port, data):
+    """Status and document of each answer, without what differs between two servers."""
+    with socket.create_connection(("127.0.0.1", port), timeout=SECONDS) as connection:
+        received = b""
+        try:
+            connection.sendall(data)
+            connection.shutdown(socket.SHUT_WR)
+            while more := connection.recv(65_536):
+                received += more
+        except (BrokenPipeError, ConnectionResetError):
+            pass
+    return list(answers(received))
+
+
+def answers(received):
+    while received:
+        head, _, received = received.partition(b"\r\n\r\n")
+        status = int(head.split()[1])
+        length = re.search(rb"content-length: (\d+)", head, re.IGNORECASE)
+        size = int(length[1]) if length and status != 100 else 0
+        body, received = received[:size], received[size:]
+        found = json.loads(body) if b"application/json" in head and body else {}
+        yield status, found.get("ERROR") or found.get("label")
+
+
+def statuses(found):
+    """As the file has them: `404` or `200 400`, `404*17` for many of one kind, `-` for none."""
+    found = [status for status, _ in found]
+    if len(found) > 3 and len(set(found)) == 1:
+        return f"{found[0]}*{len(found)}"
+    return " ".join(map(str, found)) or "-"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return colour_run(tmp_path_factory.mktemp("run")).path
+
+
+@pytest.fixture(scope="module")
+def found(run, tmp_path_factory):
+    """What the fast path and the Flask application answer to each line, and their standard error."""
+    results = []
+    for kind in ("fast", "flask"):
+        errors = tmp_path_factory.mktemp("server") / "errors"
+        server = Server(run, errors, "--max-wait", "60", "--server", kind)
+        try:
+            with concurrent.futures.ThreadPoolExecutor(8) as threads:
+                answered = list(threads.map(partial(exchange, server.port), [made(line[2]) for line in lines()]))
+            alive = server.ask("POST", "/predict", picture("green"))
+        finally:
+            code = server.stop(signal.SIGTERM)
+        results.append((answered, alive, code, server.errors.read_text()))
+    return results
+
+
+@pytest.fixture(scope="module")
+def under_gunicorn(run, tmp_path_factory):
+    """By name, what the WSGI application answers under gunicorn, which parses HTTP itself, to each line whose head is
+    ordinary."""
+    application = f"serve:create_app({str(run)!r}, max_wait=60)"
+    server = WsgiServer(tmp_path_factory.mktemp("gunicorn"), *GUNICORN, application)
+    chosen = [line for line in lines() if ORDINARY.match(line[2])]
+    try:
+        with concurrent.futures.ThreadPoolExecutor(8) as threads:
+            answered = list(threads.map(partial(exchange, server.port), [made(line[2]) for line in chosen]))
+        assert server.stop() == 0
+    finally:
+        server.process.kill()
+        server.process.wait()
+    assert "Traceback" not in server.said.read_text()
+    return {line[0]: one for line, one in zip(chosen, answered, strict=True)}
+
+
+def test_there_are_at_least_400_kinds():
+    names = [line[0] for line in lines()]
+    assert len(names) == len(set(names)) >= 400
+
+
+def test_every_hostile_request_is_answered_as_its_line_says(found):
+    """None is answered by a fault (5xx other than the 501 of an unknown coding); the next client is answered."""
+    for answered, alive, code, errors in found:
+        wrong = {
+            name: (expected, statuses(one))
+            for (name, expected, _), one in zip(lines(), answered, strict=True)
+            if statuses(one) != expected
+        }
+        assert wrong == {}
+        assert not re.search(r"\b5\d\d", " ".join(line[1].replace("501", "") for line in lines()))
+        assert (alive[0], alive[1]["label"], code) == (200, "green", 0)
+        events = {json.loads(line)["event"] for line in errors.splitlines() if line.startswith("{")}
+        assert events <= {"refused requests without a line"}
+        assert "Traceback" not in errors
+
+
+def test_the_fast_path_and_flask_agree(found):
+    """In status and in words."""
+    (fast, *_), (flask, *_) = found
+    different = {line[0]: (one, two) for line, one, two in zip(lines(), fast, flask, strict=True) if one != two}
+    assert not different, different
+
+
+def test_the_wsgi_application_agrees_with_the_fast_path(found, under_gunicorn):
+    """Hostile bodies and queries get the same status and words under gunicorn as by our own server."""
+    fast = dict(zip((line[0] for line in lines()), found[0][0], strict=True))
+    assert len(under_gunicorn) >= 140
+    different = {name: (fast[name], one) for name, one in under_gunicorn.items() if one != fast[name]}
+    assert not different, different

@@ -1,0 +1,344 @@
+"""The whole journey: a config is trained, tracked, tested, exported, served and asked, by the commands of a user."""
+
+import base64
+import csv
+import json
+import struct
+import urllib.request
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pytest
+import yaml
+from commands import real
+from conftest import digest
+from PIL import Image
+from served import Server
+from sklearn.datasets import load_digits
+
+from deeplightning.config.tree import parse, plain
+
+ROOT = Path(__file__).parents[2]
+BASE = ROOT / "configs" / "base.yaml"
+
+
+@pytest.fixture(scope="module")
+def base(store, place):
+    """`configs/base.yaml` for two epochs, in a fresh process."""
+    often = {"MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL": "0.2"}
+    outcome = real("train", BASE, "train.num_epochs=2", f"logger.params.tracking_uri={store}", cwd=place, **often)
+    assert outcome.code == 0, outcome
+    return outcome
+
+
+def rows(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_everything_a_run_leaves_lies_in_the_folder_of_the_last_line(base, store):
+    """A run leaves its config, weights, environment, log, pictures, results, predictions and bundle, and nothing else
+    of its own anywhere."""
+    left = {str(path.relative_to(base.folder)) for path in base.folder.rglob("*") if path.is_file()}
+    assert base.folder.is_relative_to(store)
+    assert left == {
+        *("cfg.yaml", "environment.json", "code.zip", "metrics.json"),
+        *("last.ckpt", "best.ckpt", "best.json", "logs/rank_0.log", "samples.npz"),
+        *("val_confusion_matrix.png", "val_predictions.png", "test_results.json", "test_predictions.csv"),
+        *("bundle/model.onnx", "bundle/weights.safetensors", "bundle/bundle.json"),
+    } | (left & {"git.diff"})
+
+
+def test_the_start_the_epochs_and_the_end_are_told(base):
+    """The config, a table, a line per epoch, the best, the duration and the results are printed, without colour."""
+    for text in ("total_steps: auto", "14,538 parameters (0.015 M)", "1,439 training, 179 validation samples"):
+        assert text in base.out
+    for text in ("epoch 1 of 2  train_acc", "epoch 2 of 2  train_acc", "best       val_acc", "duration", "results"):
+        assert text in base.out
+    assert "32 samples a step" in base.out
+    assert "\x1b" not in base.out + base.err
+    assert base.err == ""
+    said = (base.folder / "logs" / "rank_0.log").read_text()
+    assert "epoch 2 of 2" in said
+    assert "first loss" in said
+
+
+def test_predictions_are_in_data_order_and_agree_with_the_results(base):
+    """There is a row per test sample, in data order, and their share of right ones is `test_acc`."""
+    found = rows(base.folder / "test_predictions.csv")
+    assert [int(row["index"]) for row in found] == list(range(179))
+    right = sum(row["label"] == row["predicted_class"] for row in found)
+    results = json.loads((base.folder / "test_results.json").read_text())
+    assert results["test_acc"] == pytest.approx(right / 179, abs=1e-7)
+    assert set(results) == {"test_acc", "test_loss"}
+
+
+def test_the_run_is_tracked_whole(base, tracked):
+    """One finished run with the config as parameters, the metrics by their names from step 0 on, and where it came
+    from."""
+    run = tracked(base.folder)
+    assert run.status == "FINISHED"
+    assert run.params["model/optimizer/params/lr"] == "0.003"
+    assert run.params["train/num_epochs"] == "2"
+    series = run.series()
+    assert {"train_loss", "train_acc", "val_loss", "val_acc", "lr", "train_loss_epoch", "train_acc_epoch"} <= set(
+        series
+    )
+    assert [step for step, _ in series["train_loss"]] == list(range(0, 90, 10))
+    assert [step for step, _ in series["lr"]] == list(range(0, 90, 10))
+    assert [step for step, _ in series["val_acc"]] == [44, 89]
+    assert [step for step, _ in series["train_acc_epoch"]] == [44, 89]
+    assert series["test_acc"][0][1] == json.loads((base.folder / "test_results.json").read_text())["test_acc"]
+    assert not [name for name in series if name.endswith("_step")]
+    assert [name for name in run.metrics if name.startswith("system/")]
+    assert " train " in run.tags["command"]
+    assert "configs/base.yaml" in run.tags["command"]
+    environment = json.loads((base.folder / "environment.json").read_text())
+    assert run.tags.get("git_commit") == (environment.get("git") or {}).get("commit")
+    assert "torch 2" in run.tags["versions"]
+
+
+def test_a_saved_config_is_the_config(base, command, place):
+    """`cfg.yaml` passes `check`, which prints it as it is; `explain` says the same, every value set by this file."""
+    saved = base.folder / "cfg.yaml"
+    checked = command("check", saved, cwd=place)
+    assert (checked.code, checked.out) == (0, saved.read_text())
+    explained = command("explain", saved, cwd=place).out
+    assert plain(parse(explained, "explained", [])) == plain(parse(saved.read_text(), "saved", []))
+    assert explained.count(f"# {saved}:") == len(explained.splitlines()) - explained.count(":\n")
+    assert yaml.safe_load(saved.read_text())["engine"]["num_nodes"] == 1
+
+
+def test_a_saved_config_trains_to_the_same_bits(base, command, place, tracked):
+    """The same run again from its `cfg.yaml`: a new run with identical metrics and identical weights."""
+    again = command("train", base.folder / "cfg.yaml", cwd=place)
+    assert again.code == 0, again
+    assert again.folder != base.folder
+    assert tracked(again.folder).series() == tracked(base.folder).series()
+    for name in ("last.ckpt", "best.ckpt"):
+        assert digest(again.folder / name) == digest(base.folder / name)
+    for name in ("bundle/weights.safetensors", "test_predictions.csv"):
+        assert (again.folder / name).read_bytes() == (base.folder / name).read_bytes()
+
+
+# ---- own pictures, to the endpoint
+
+
+CLASSES = ["cross", "disc", "stripes"]
+
+
+def drawing(kind, generator):
+    """A picture of a random size and colour, uint8 (H, W, 3)."""
+    height, width = generator.integers(20, 60, 2)
+    y, x = np.mgrid[-1 : 1 : height * 1j, -1 : 1 : width * 1j]
+    shapes = {
+        "cross": (abs(x) < 0.2) | (abs(y) < 0.2),
+        "disc": x**2 + y**2 < 0.6,
+        "stripes": np.sin(12 * x) > 0,
+    }
+    front, back = generator.integers(0, 256, (2, 3))
+    noise = generator.integers(-20, 20, (height, width, 3))
+    return np.clip(np.where(shapes[kind][..., None], front, back) + noise, 0, 255).astype(np.uint8)
+
+
+@pytest.fixture(scope="module")
+def pictures(tmp_path_factory):
+    """Three classes of 60 JPEGs of different sizes each."""
+    root, generator = tmp_path_factory.mktemp("own pictures"), np.random.default_rng(0)
+    for kind in CLASSES:
+        (root / kind).mkdir()
+        for number in range(60):
+            Image.fromarray(drawing(kind, generator)).save(root / kind / f"{number}.jpg", quality=90)
+    return root
+
+
+def folder_config(pictures):
+    return [
+        f"data.root='{pictures}'",
+        "data.module={type: deeplightning.data.image_folder.ImageFolder, params: {image_size: 24, in_memory: false}}",
+        "model.network.params={num_classes: 3, num_channels: 3, image_size: 24}",
+        "data.module.params.augment=[{type: deeplightning.data.augment.RandomHorizontalFlip}]",
+        "~model.optimizer",
+        "model.optimizer={type: torch.optim.Adam, params: {lr: 0.003}}",
+        "train.num_epochs=3",
+    ]
+
+
+@pytest.fixture(scope="module")
+def own(train, pictures):
+    """A training on them from disk, exported."""
+    return train(*folder_config(pictures), "train.export=true")
+
+
+def test_own_pictures_train_the_same_from_memory_from_disk_and_with_workers(own, train, pictures, tracked):
+    """Metric series and weights are identical, and something is learned."""
+    for variant in (["data.module.params.in_memory=true"], ["data.num_workers=2"]):
+        again = train(*folder_config(pictures), *variant)
+        assert digest(again.folder / "last.ckpt") == digest(own.folder / "last.ckpt")
+        assert tracked(again.folder).series() == tracked(own.folder).series()
+    losses = [value for _, value in tracked(own.folder).series()["train_loss_epoch"]]
+    assert losses[-1] < 0.8 * losses[0]
+
+
+@contextmanager
+def served(folder, place):
+    """The real server on a run, at a free port; its address. What it says lies in `place`."""
+    server = Server(folder, place / "server")
+    try:
+        yield server.url
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="module")
+def server(own, tmp_path_factory):
+    with served(own.folder, tmp_path_factory.mktemp("server")) as address:
+        yield address
+
+
+def ask(address, data, kind="image/jpeg"):
+    request = urllib.request.Request(f"{address}/predict", data, {"Content-Type": kind})
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return json.load(answer)
+
+
+def test_every_picture_is_answered_over_http_as_by_predict(own, server, pictures, command, place):
+    """180 pictures: class, label and probability of the endpoint and of `deeplightning predict` agree to 1e-5."""
+    files = sorted(pictures.glob("*/*.jpg"))
+    predicted = command("predict", own.folder, *files, cwd=place)
+    assert predicted.code == 0, predicted
+    found = list(csv.DictReader(predicted.out.splitlines()))
+    assert [row["path"] for row in found] == [str(path) for path in files]
+    for path, row in zip(files, found, strict=True):
+        answer = ask(server, path.read_bytes())
+        assert answer["predicted_class"] == row["predicted_class"]
+        assert answer["label"] == row["predicted_label"]
+        assert float(answer["predicted_probability"]) == pytest.approx(float(row["predicted_probability"]), abs=1e-5)
+    assert {row["predicted_label"] for row in found} <= set(CLASSES)
+
+
+def test_digits_are_answered_alone_and_together_as_by_predict(base, command, place, tmp_path):
+    """130 digits, each by itself, all in one form, all in one JSON: classes are equal, probabilities to 1e-5."""
+    files = []
+    for number, digit in enumerate(load_digits().images[:130]):
+        files.append(tmp_path / f"{number:03}.png")
+        Image.fromarray((digit * 255 / 16).astype(np.uint8)).save(files[-1])
+    predicted = command("predict", base.folder, *files, cwd=place)
+    assert predicted.code == 0, predicted
+    expected = list(csv.DictReader(predicted.out.splitlines()))
+    parts = [
+        f'--x\r\nContent-Disposition: form-data; name="image"; filename="{file.name}"\r\n\r\n'.encode()
+        + file.read_bytes()
+        for file in files
+    ]
+    document = {"images": [base64.b64encode(file.read_bytes()).decode() for file in files]}
+    with served(base.folder, tmp_path) as address:
+        alone = [ask(address, file.read_bytes(), "image/png") for file in files]
+        form = ask(address, b"\r\n".join(parts) + b"\r\n--x--\r\n", "multipart/form-data; boundary=x")
+        listed = ask(address, json.dumps(document).encode(), "application/json")
+    for answers in (alone, form["predictions"], listed["predictions"]):
+        assert [one["predicted_class"] for one in answers] == [row["predicted_class"] for row in expected]
+        found = [float(one["predicted_probability"]) for one in answers]
+        assert found == pytest.approx([float(row["predicted_probability"]) for row in expected], abs=1e-5)
+
+
+def test_a_picture_that_is_none_is_named(own, command, place, tmp_path):
+    """`predict` of a text and of a missing file: exit 3, each named, no answer."""
+    (tmp_path / "text.jpg").write_text("no picture")
+    refused = command("predict", own.folder, tmp_path / "text.jpg", tmp_path / "missing.jpg", cwd=place)
+    assert refused.code == 3
+    assert str(tmp_path / "text.jpg") in refused.err
+    assert str(tmp_path / "missing.jpg") in refused.err
+    assert refused.out == ""
+
+
+# ---- the configuration of the project's seed
+
+
+SEED = """\
+data:
+  root: /data
+  dataset: MNIST
+  module: {type: deeplightning.data.mnist.MNIST}
+  num_workers: 4
+  batch_size: 256                  # per process
+model:
+  module: {type: deeplightning.task.img_classif.ImageClassification}
+  network: {type: deeplightning.model.cnn.SimpleCNN, params: {num_classes: 10, num_channels: 1}}
+  optimizer: {type: torch.optim.SGD, params: {lr: 0.01, weight_decay: 0.01, momentum: 0.9}}
+  scheduler: {type: torch.optim.lr_scheduler.ExponentialLR, params: {gamma: 0.99}, call: {interval: epoch, frequency: 1}}
+  loss: {type: torch.nn.CrossEntropyLoss, params: }
+engine: {backend: deepspeed_stage_3, gpus: [0, 1], num_nodes: 1, precision: 32}
+train: {num_epochs: 10, val_every_n_epoch: 1, accumulator_epoch: 0, accumulator_factor: 1, resume_ckpt: null}
+logger:
+  type: pytorch_lightning.loggers.MLFlowLogger
+  params: {experiment_name: Default, tracking_uri: mlruns}
+  log_every_n_steps: 10
+"""  # noqa: E501
+
+
+def write_idx(path, numbers):
+    """An IDX file of bytes, as MNIST's are."""
+    header = struct.pack(f">HBB{numbers.ndim}I", 0, 8, numbers.ndim, *numbers.shape)
+    path.write_bytes(header + numbers.astype(np.uint8).tobytes())
+
+
+@pytest.fixture(scope="module")
+def mnist(tmp_path_factory):
+    """scikit-learn's digits as MNIST's four files, 28 x 28."""
+    from sklearn.datasets import load_digits
+
+    digits, root = load_digits(), tmp_path_factory.mktemp("mnist")
+    raw = root / "MNIST" / "raw"
+    raw.mkdir(parents=True)
+    images = np.kron(digits.images * 255 / 16, np.ones((1, 3, 3)))  # (N, 24, 24)
+    images = np.pad(images, ((0, 0), (2, 2), (2, 2)))
+    for name, part in (("train", slice(0, 1500)), ("t10k", slice(1500, None))):
+        write_idx(raw / f"{name}-images-idx3-ubyte", images[part])
+        write_idx(raw / f"{name}-labels-idx1-ubyte", digits.target[part])
+    return root
+
+
+def test_the_seed_configuration_runs_as_it_is(mnist, command, place, store, tracked, tmp_path):
+    """The text of the project's beginning trains with `engine.gpus=null` and the folder of an MNIST: tracked under
+    experiment Default, at a sensible accuracy."""
+    (tmp_path / "seed.yaml").write_text(SEED)
+    overrides = ["engine.gpus=null", f"data.root={mnist}", f"logger.params.tracking_uri={store}", "train.num_epochs=4"]
+    done = command("train", tmp_path / "seed.yaml", *overrides, cwd=place)
+    assert done.code == 0, done
+    assert "SimpleCNN: 28,938 parameters (0.029 M)" in done.out
+    assert "warning: engine.backend: deepspeed_stage_3" in done.err
+    run = tracked(done.folder)
+    assert run.status == "FINISHED"
+    assert run.metrics["val_acc"] > 0.5
+    assert done.folder.parent.parent == store / "0"
+    assert {"train_loss", "train_acc", "val_loss", "val_acc", "lr"} <= set(run.series())
+
+
+def test_the_seed_configuration_runs_over_two_processes(mnist, jobs, place, store, tracked, tmp_path):
+    """With `engine.gpus=null engine.processes=2` it trains by DeepSpeed's stage 3, goes on, is exported and served: the
+    loss is that of one process with twice the batch, and the answer over HTTP is that of the checkpoint."""
+    (tmp_path / "seed.yaml").write_text(SEED)
+    settings = ["engine.gpus=null", f"data.root={mnist}", f"logger.params.tracking_uri={store}", "train.export=false"]
+
+    def train(*overrides, ranks=2):
+        spread = [f"engine.processes={ranks}", f"data.batch_size={512 // ranks}"]
+        done = jobs("train", tmp_path / "seed.yaml", *settings, *spread, *overrides, cwd=place, ranks=ranks)
+        assert {0} == {each.code for each in done.ranks or [done]}, done
+        return done
+
+    first = train("train.num_epochs=1")
+    assert "backend: deepspeed_stage_3" in (first.folder / "cfg.yaml").read_text()
+    done = train("train.num_epochs=2", f"train.resume_ckpt='{first.folder}'")
+    expected = tracked(train("train.num_epochs=2", ranks=1).folder).metrics["val_loss"]
+    assert tracked(done.folder).metrics["val_loss"] == pytest.approx(expected, abs=1e-3)
+
+    exported = jobs("export", done.folder, cwd=place)
+    assert exported.code == 0, exported
+    picture = ROOT / "examples" / "digits" / "3.png"
+    (predicted,) = csv.DictReader(jobs("predict", done.folder, picture, cwd=place).out.splitlines())
+    with served(done.folder, tmp_path) as address:
+        answer = ask(address, picture.read_bytes(), "image/png")
+    assert answer["predicted_class"] == predicted["predicted_class"]
+    assert float(answer["predicted_probability"]) == pytest.approx(float(predicted["predicted_probability"]), abs=1e-5)

@@ -1,0 +1,287 @@
+"""Editors complete and check a config by `configs/schema.json`: `deeplightning.config.json_schema`."""
+
+import copy
+import json
+import re
+import typing
+from dataclasses import MISSING, is_dataclass
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+from jsonschema import Draft7Validator, Draft202012Validator
+
+from deeplightning.cli import cli
+from deeplightning.config import schema
+from deeplightning.config.check import load
+from deeplightning.config.fault import UserError
+from deeplightning.config.json_schema import json_schema
+from deeplightning.config.reference import default, options, sections
+from deeplightning.config.tree import dump, parse, plain
+
+ROOT = Path(__file__).resolve().parents[2]
+CONFIGS = sorted([*ROOT.glob("configs/*.yaml"), *ROOT.glob("examples/**/*.yaml")])
+NAMES = [str(path.relative_to(ROOT)) for path in CONFIGS]
+SCHEMA = json_schema()
+EDITOR = Draft202012Validator(SCHEMA)
+
+GOOD = """\
+seed: 7
+data:
+  module: {type: deeplightning.data.digits.Digits}
+  batch_size: 32
+model:
+  module: {type: deeplightning.task.img_classif.ImageClassification}
+  network: {type: deeplightning.model.cnn.SimpleCNN, params: {num_classes: 10, num_channels: 1, image_size: 8}}
+  optimizer: {type: torch.optim.SGD, params: {lr: 0.1}}
+  scheduler: {type: torch.optim.lr_scheduler.ExponentialLR, params: {gamma: 0.9}}
+  loss: {type: torch.nn.CrossEntropyLoss}
+train:
+  num_epochs: 1
+  max_steps: 100
+  gradient_clip: {value: 1}
+  early_stop: {metric: val_loss}
+  limit_batches: {train: 1}
+"""
+
+
+def read(words: str) -> typing.Any:
+    return plain(parse(words, "config", []))
+
+
+def changed(config: typing.Any, key: str, value: typing.Any) -> typing.Any:
+    """The config with another value at a dotted key; `...` removes the key."""
+    config = copy.deepcopy(config)
+    *way, last = key.split(".")
+    section = config
+    for name in way:
+        if not isinstance(section.setdefault(name, {}), dict):
+            section[name] = {}
+        section = section[name]
+    section.pop(last, None)
+    if value is not ...:
+        section[last] = value
+    return config
+
+
+def by_editor(config: typing.Any, judge: typing.Any = EDITOR) -> set[str]:
+    """The dotted keys that an editor marks, a missing or unknown one by its own name."""
+    found = set()
+    for error in judge.iter_errors(config):
+        at = ".".join(map(str, error.absolute_path))
+        names = [""]
+        if error.validator == "required":
+            names = [name for name in error.validator_value if name not in error.instance]
+        elif error.validator == "additionalProperties" and error.validator_value is False:
+            names = [n for n in error.instance if n not in error.schema["properties"] and not n.startswith("~")]
+        found |= {f"{at}.{name}".strip(".") for name in names}
+    return found
+
+
+def by_loader(config: typing.Any) -> set[str]:
+    """The dotted keys that the loader faults."""
+    Path("c.yaml").write_text(dump(config))
+    try:
+        load("c.yaml")
+    except UserError as error:
+        return {str(fault.key) for fault in error.faults}
+    return set()
+
+
+def about(keys: set[str], key: str) -> set[str]:
+    """Those of some keys that are this one, lie in it, or hold it."""
+    return {k for k in keys if f"{k}.".startswith(f"{key}.") or f"{key}.".startswith(f"{k}.")}
+
+
+def all_keys() -> typing.Iterator[tuple[str, typing.Any, typing.Any]]:
+    """Every key of the schema with its field and type."""
+    for path, cls in sections(schema.Config):
+        hints = typing.get_type_hints(cls)
+        for field in schema.keys(cls):
+            yield f"{path}.{field.name}".lstrip("."), field, hints[field.name]
+
+
+def values(field: typing.Any, hint: typing.Any) -> list[typing.Any]:
+    """Values of every type, and those that the key names: words, default, example, and beyond its bounds."""
+    found: list[typing.Any] = [None, True, 3, -1, 0, 0.5, 1.5, "val_loss", [], ["val_loss"], [1], {}, {"zzz": 1}]
+    for option in options(hint):
+        found += typing.get_args(option) if typing.get_origin(option) is typing.Literal else []
+    if default(field) is not MISSING and not is_dataclass(default(field)):
+        found.append(default(field))
+    low, high = field.metadata["low"], field.metadata["high"]
+    found += [low, low - 1] if low is not None else []
+    found += [high, high + 1] if high is not None else []
+    return found
+
+
+@pytest.fixture
+def here(tmp_path, monkeypatch):
+    """A working directory of its own."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def test_editor_and_loader_agree_on_every_key(here):
+    """A value of each type at each key, a word that is not known, a number out of range, a key that is not known or
+    missing: where one finds a fault, so does the other. Classes and their params are the loader's business alone."""
+    good = read(GOOD)
+    for key in ("model.network", "model.scheduler", "model.loss", "train.early_stop"):
+        good = changed(good, key, ...)  # looking their classes up some thousand times would take half a minute
+    assert by_editor(good) == by_loader(good) == set()
+    differences = []
+    for key, field, hint in all_keys():
+        if field.name in ("type", "params") or key in ("data.loader", "engine.env"):
+            continue  # what they hold is judged by the class they are for; a variable would be set here
+        if key in ("engine.setup_hook", "tune.space"):
+            continue  # a function that has to be there; values that the rest of the config judges
+        for value in [..., *values(field, hint)]:
+            config = changed(good, key, value)
+            editor, loader = about(by_editor(config), key), about(by_loader(config), key)
+            if key == "train":
+                loader.discard("train.num_epochs")  # needed by a training only, which `stages` decides
+            # An empty section, and one of several types, is marked as a whole.
+            if bool(editor) != bool(loader) or not all(about(loader, marked) for marked in editor):
+                differences.append(f"{key}={value!r}: editor {editor}, loader {loader}")
+    assert differences == []
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "marked"),
+    [
+        ("model.loss", {"a": {"type": "torch.nn.MSELoss"}, "b": {"type": "torch.nn.L1Loss"}}, set()),
+        ("model.network", {"encoder": {"type": "torch.nn.ReLU"}, "decoder": {}}, {"model.network.decoder.type"}),
+        ("model.network", {"encoder": {"type": "torch.nn.ReLU", "parms": {}}}, {"model.network.encoder.parms"}),
+        ("model.network", {"params": {}}, {"model.network.type"}),
+        ("model.network.type", "ReLU", {"model.network.type"}),
+        ("model.loss", {"a": {"type": "torch.nn.MSELoss", "weight": "x"}}, {"model.loss.a.weight"}),
+        ("model.metrics", {"seen": {"type": "torchmetrics.MeanMetric"}}, set()),
+        ("model.metrics", {"seen": {}}, {"model.metrics.seen.type"}),
+        ("train.callbacks", [{"type": "pytorch_lightning.callbacks.Timer"}], set()),
+        ("train.callbacks", [{"params": {}}], {"train.callbacks.0.type"}),
+        ("train.callbacks", [None], {"train.callbacks.0"}),
+        ("logger.log_every_n_steps", {"per_epoch": 10}, set()),
+        ("logger.log_every_n_steps", {"per_epoch": 0}, {"logger.log_every_n_steps.per_epoch"}),
+        ("logger.log_every_n_steps", {}, {"logger.log_every_n_steps.per_epoch"}),
+        ("engine.env", {"A": 1}, {"engine.env.A"}),
+        ("engine.gpus", "auto", set()),
+        ("engine.gpus", ["GPU-1", "MIG-2"], set()),
+        ("train.val_every_n_epoch", 2.0, set()),
+        ("train.val_every_n_epoch", float("inf"), {"train.val_every_n_epoch"}),
+        ("train.gradient_clip.norm_type", float("inf"), set()),
+        ("~seed", None, {"~seed", ""}),
+        ("train.~max_steps", None, {"train.~max_steps", "train"}),
+    ],
+)
+def test_editor_and_loader_agree_on_targets_and_mappings(here, key, value, marked):
+    """Targets alone, by name and in lists; a section that may be a number; a removal where there is no base."""
+    config = changed(read(GOOD), key, value)
+    loader = by_loader(config)
+    assert by_editor(config) | loader == marked | loader
+    assert bool(marked) == bool(loader)
+
+
+def test_a_reference_may_stand_at_every_key(here):
+    """`${…}` is read before values are checked, so an editor lets it stand for whatever it gives."""
+    config = read(GOOD)
+    search = changed(config, "tune", {"metric": "val_loss", "space": {"seed": {"int": [0, 9]}}})
+    for key, _, _ in all_keys():
+        assert by_editor(changed(search, key, "${a.b}")) == set(), key
+    references = {
+        "data.batch_size": "${seed}",
+        "serve": "${oc.decode:'{port: 80}'}",
+        "stages": ["${data.dataset}"],
+        "data.dataset": "train",
+        "engine.backend": "${oc.env:DEEPLIGHTNING_TEST_BACKEND,null}",
+        "train.val_every_n_epoch": "${train.num_epochs}",
+    }
+    for key, value in references.items():
+        config = changed(config, key, value)
+    assert by_editor(config) == by_loader(config) == set()
+
+
+def test_a_file_that_builds_on_another_needs_to_hold_nothing(here):
+    """What is missing stands in the base, and `~key` removes; what does stand there is checked as ever."""
+    Path("base.yaml").write_text(GOOD)
+    parts: list[tuple[str, set[str]]] = [
+        ("seed: 1", set()),
+        ("model: {optimizer: {params: {lr: 1}}}", set()),
+        ("model: {optimizer: null}", set()),
+        ("~seed:", set()),
+        ("train: {~max_steps: null, ~early_stop: null, num_epochs: 2}", set()),
+        ("model: {~scheduler: null, network: {~params: null, type: torch.nn.ReLU}}", set()),
+        ("train: {early_stop: {patience: 0}}", {"train.early_stop.patience"}),
+        ("train: {callbacks: [{params: {}}]}", {"train.callbacks.0.type"}),
+        ("model: {optimiser: {}}", {"model.optimiser"}),
+    ]
+    for words, expected in parts:
+        for bases in ("base.yaml", "[base.yaml]"):
+            config = read(f"_base_: {bases}\n{words}")
+            assert (by_editor(config), by_loader(config)) == (expected, expected), words
+    assert by_editor(read(f"_base_:\n{GOOD}")) == set()
+    assert by_editor({"_base_": None, "seed": 1}) == {"data", "model"}
+    assert by_editor({"_base_": 1}) == {"_base_", "data", "model"}
+
+
+# ---- the file that ships
+
+
+def test_the_committed_schema_is_that_of_the_code():
+    """`deeplightning schema > configs/schema.json` changes nothing."""
+    printed = CliRunner().invoke(cli, ["schema"])
+    assert (printed.exit_code, printed.stdout) == (0, (ROOT / "configs" / "schema.json").read_text())
+
+
+def test_the_schema_is_one_in_the_drafts_that_editors_read():
+    """It is a legal schema of draft 2020-12, and of draft 7, which older language servers take every schema for."""
+    Draft202012Validator.check_schema(SCHEMA)  # raises SchemaError
+    Draft7Validator.check_schema(SCHEMA)
+
+
+def test_every_key_tells_what_it_is():
+    """Title and sentence at every key; the default where it has one; examples and defaults are themselves valid."""
+    for path, cls in sections(schema.Config):
+        section = SCHEMA if cls is schema.Config else SCHEMA["$defs"][cls.__name__]
+        for field in schema.keys(cls):
+            key, told = f"{path}.{field.name}".lstrip("."), section["properties"][field.name]
+            assert (told["title"], told["description"].startswith(field.metadata["doc"])) == (key, True)
+            value = default(field)
+            if value is not MISSING and not is_dataclass(value):
+                assert told["default"] == value
+            for value in [*told.get("examples", []), *([told["default"]] if "default" in told else [])]:
+                found = Draft202012Validator({**told, "$defs": SCHEMA["$defs"]}).iter_errors(value)
+                assert [error.message for error in found] == [], key
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=NAMES)
+@pytest.mark.parametrize("draft", [Draft202012Validator, Draft7Validator])
+def test_a_shipped_config_is_right_in_the_editor(path, draft):
+    """Its modeline names the schema by a path relative to it, and the schema finds nothing wrong."""
+    (modeline,) = re.findall(r"^# yaml-language-server: \$schema=(\S+)$", path.read_text(), re.MULTILINE)
+    judge = draft(json.loads((path.parent / modeline).read_text()))
+    assert (path.parent / modeline).resolve() == ROOT / "configs" / "schema.json"
+    assert by_editor(read(path.read_text()), judge) == set()
+
+
+@pytest.mark.parametrize("draft", [Draft202012Validator, Draft7Validator])
+def test_planted_faults_are_marked_where_they_are(draft):
+    """An unknown key, a wrong type, a word that is not known, a number out of range, a missing key, and some more."""
+    base = read((ROOT / "configs" / "base.yaml").read_text())
+    planted = {
+        "train.num_epoch": 3,
+        "data.num_workers": "four",
+        "engine.precision": 33,
+        "serve.port": 70000,
+        "data.batch_size": ...,
+        "stages": ["train", "tset"],
+        "model.scheduler.call.interval": "batch",
+        "logger.pictures": True,
+        "train.checkpoint.every_n_epochs": 1.5,
+        "engine.num_nodes": 0,
+    }
+    for key, value in planted.items():
+        marked = f"{key}.1" if key == "stages" else key
+        assert by_editor(changed(base, key, value), draft(SCHEMA)) == {marked}
+    together = base
+    for key, value in planted.items():
+        together = changed(together, key, value)
+    assert len(by_editor(together, draft(SCHEMA))) == len(planted)

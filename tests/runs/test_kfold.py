@@ -1,0 +1,66 @@
+"""Cross-validation: folds share the training set out, and the example trains on each and says what was reached."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+from commands import environment
+
+from deeplightning.configure import init_module, load_config
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "examples" / "kfold" / "kfold.yaml"
+
+
+def test_folds_share_the_training_set_out():
+    """Five validation sets that differ by at most one sample, hold each training sample once between them, and are
+    never trained on; another seed shares them out otherwise."""
+    pictures, sizes = [], []
+    for fold in range(5):
+        data = init_module(load_config(EXAMPLE, [f"data.fold={fold}"]), "data")
+        data.setup("fit")
+        train, val = (data.dataset(name).images.flatten(1).tolist() for name in ("train", "val"))
+        whole = sorted(train + val)
+        sizes.append(len(val))
+        pictures.append((sorted(val), whole))
+    assert max(sizes) - min(sizes) <= 1
+    assert sorted(row for val, _ in pictures for row in val) == pictures[0][1]
+    assert all(whole == pictures[0][1] for _, whole in pictures)
+    other = init_module(load_config(EXAMPLE, ["seed=1"]), "data")
+    other.setup("fit")
+    assert sorted(other.dataset("val").images.flatten(1).tolist()) != pictures[0][0]
+
+
+@pytest.mark.parametrize("verb", ["check", "train"])
+def test_a_fold_that_there_is_not_is_one_note(verb, command, tmp_path):
+    """`fold` of 5 with five parts ends with 2 and one note that names both, before data are read."""
+    outcome = command(verb, EXAMPLE, "data.fold=5", cwd=tmp_path)
+    assert outcome.code == 2
+    assert outcome.err.count("error: ") == 1
+    assert "data.fold: 5 does not go with data.num_splits: 5" in outcome.err
+    assert not list(tmp_path.iterdir())
+
+
+def test_folds_are_listed_side_by_side(command, tmp_path):
+    """A run of each fold has its number in its name, and `runs` shows the metric that folds are compared by."""
+    small = ["train.num_epochs=1", "data.module.params={limit: 100}", "logger.params.experiment_name=folds"]
+    for fold in (0, 4):
+        assert command("train", EXAMPLE, f"data.fold={fold}", *small, cwd=tmp_path).code == 0
+    outcome = command("runs", "--name", "folds", "--metric", "val_acc", cwd=tmp_path)
+    fields = [line.split("  ") for line in outcome.out.splitlines()]
+    assert [of[4] for of in fields] == ["fold 4", "fold 0"]
+    assert all(re.fullmatch(r"val_acc [01]\.\d{4}", of[5]) for of in fields)
+
+
+@pytest.mark.slow
+def test_the_script_trains_on_all_folds_and_tells_the_mean(tmp_path):
+    """A line per fold, and the mean and standard deviation of what they reached."""
+    script = ["bash", str(EXAMPLE.with_name("kfold.sh")), "train.num_epochs=1", "data.module.params={limit: 100}"]
+    done = subprocess.run(script, cwd=tmp_path, env=environment(), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    lines = done.stdout.splitlines()
+    values = [float(re.fullmatch(rf"fold {4 - n}: val_acc (\d\.\d{{4}})", line)[1]) for n, line in enumerate(lines[:5])]
+    mean = sum(values) / 5
+    spread = (sum(value**2 for value in values) / 5 - mean**2) ** 0.5
+    assert lines[5] == f"mean {mean:.4f}, standard deviation {spread:.4f}"

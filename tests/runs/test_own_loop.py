@@ -1,0 +1,271 @@
+"""A user's own LightningModule: its own loop, hooks, validation, logging and processes, reached by name alone."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import digest
+from PIL import Image
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "own_loop"
+
+CONFIG = """\
+seed: 7
+data:
+  module: {type: deeplightning.data.digits.Digits, params: {limit: 80}}    # 72 train, 8 validate
+  batch_size: 8
+model:
+  module: {type: own_tasks.Loop}
+  network: {type: torch.nn.Linear, params: {in_features: 64, out_features: 10}}
+  optimizer: {type: torch.optim.SGD, params: {lr: 0.1}}
+  loss: {type: torch.nn.CrossEntropyLoss}
+train: {num_epochs: 1, export: false}
+logger:
+  params: {tracking_uri: STORE, system_metrics: false}
+  log_every_n_steps: 1
+"""
+
+TASKS = '''\
+"""Tasks of the user's own."""
+
+import pathlib
+import time
+
+import matplotlib.figure
+import pytorch_lightning as pl
+import torch
+
+from deeplightning.config.target import build
+
+
+class Task(pl.LightningModule):
+    def __init__(self, cfg):
+        super().__init__()
+        self.cfg, self.network, self.loss = cfg, build(cfg.model.network), build(cfg.model.loss)
+
+    def judge(self, batch):
+        return self.loss(self.network(batch["image"].flatten(1).float() / 255), batch["label"])
+
+    def training_step(self, batch, batch_idx):
+        loss = self.judge(batch)
+        self.log("train_loss", loss)
+        return loss
+
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.judge(batch), batch_size=len(batch["label"]))
+
+    def configure_optimizers(self):
+        return build(self.cfg.model.optimizer, self.parameters())
+
+
+class Loop(Task):
+    """Forward, loss, backward and step by hand; at batch 2 it may throw away what has come together."""
+
+    def __init__(self, cfg, accumulate=4, reset=False):
+        super().__init__(cfg)
+        self.automatic_optimization = False
+        self.accumulate, self.reset, self.gradients = accumulate, reset, []
+
+    def training_step(self, batch, batch_idx):
+        optimizer = self.optimizers()
+        loss = self.judge(batch)
+        self.manual_backward(loss / self.accumulate)
+        if self.reset and batch_idx == 1:
+            optimizer.zero_grad()
+            assert all(p.grad is None or not p.grad.any() for p in self.parameters())
+        if batch_idx % self.accumulate == self.accumulate - 1:
+            self.gradients.append(self.network.weight.grad.clone())
+            optimizer.step()
+            optimizer.zero_grad()
+        self.log("train_loss", loss)
+
+    def on_train_end(self):
+        if self.global_rank == 0:
+            torch.save(self.gradients, "gradients.pt")
+
+
+class Two(Task):
+    """Two optimizers by name, over one network."""
+
+    def __init__(self, cfg):
+        super().__init__(cfg)
+        self.automatic_optimization = False
+
+    def training_step(self, batch, batch_idx):
+        loss = self.judge(batch)
+        for optimizer in self.optimizers():
+            optimizer.zero_grad()
+        self.manual_backward(loss)
+        for optimizer in self.optimizers():
+            optimizer.step()
+        self.log("train_loss", loss)
+
+    def configure_optimizers(self):
+        made = []
+        for (name, target), parameter in zip(self.cfg.model.optimizer.items(), self.parameters()):
+            made.append(build(target, [{"params": [parameter], "name": name}]))
+        return made
+
+
+class Hooks(Task):
+    """Lightning's hooks, what they log, and where it is."""
+
+    def on_train_epoch_start(self):
+        self.began = self.global_step
+
+    def on_after_backward(self):
+        self.log("grad_norm", self.network.weight.grad.norm())
+
+    def on_train_epoch_end(self):
+        self.log("steps_of_epoch", float(self.global_step - self.began))
+        figure = matplotlib.figure.Figure(figsize=(1, 1))
+        figure.subplots().plot([0, 1])
+        self.logger.experiment.log_figure(self.logger.run_id, figure, "by_client.png")
+        self.logger.log_picture("by_logger", figure)
+        self.logger.log("by_kind", torch.rand(3, 4, 5))
+
+    def on_train_start(self):
+        self.log("rank", float(self.global_rank), rank_zero_only=True)
+        print(f"rank {self.global_rank} of {self.trainer.world_size}", flush=True)
+
+
+class Retired(Task):
+    """A hook of Lightning 1."""
+
+    def training_epoch_end(self, outputs):
+        pass
+
+
+class Waits(Task):
+    """Rank 0 comes late to a barrier: only when the other one is known to stand before it."""
+
+    def on_train_start(self):
+        here, done = pathlib.Path("rank1_is_here"), pathlib.Path("rank0_was_here")
+        if self.global_rank == 0:
+            while not here.exists():
+                time.sleep(0.01)
+            done.touch()
+        else:
+            here.touch()
+        self.trainer.strategy.barrier()
+        assert done.exists()
+        print(f"rank {self.global_rank} went on", flush=True)
+'''
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory, store):
+    """A working directory with tasks of the user's own."""
+    folder = tmp_path_factory.mktemp("own_tasks")
+    (folder / "own_tasks.py").write_text(TASKS)
+    (folder / "own.yaml").write_text(CONFIG.replace("STORE", str(store)))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def learn(command, place):
+    """`learn(TASK, override, …)` trains with one of them."""
+
+    def run(task, *overrides, ranks=1, code=0):
+        settings = [f"model.module.type=own_tasks.{task}", f"engine.processes={ranks}", *overrides]
+        outcome = command("train", "own.yaml", *settings, cwd=place, ranks=ranks)
+        assert {code} == {each.code for each in outcome.ranks or [outcome]}, outcome
+        return outcome
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def loop(learn, place):
+    """A run of one's own loop, and the gradients of its steps."""
+    outcome = learn("Loop")
+    return outcome, torch.load(place / "gradients.pt", weights_only=True)
+
+
+# ---- a loop of one's own
+
+
+def test_gradients_are_added_up_by_hand_on_one_process_and_two(loop, learn, place, tracked):
+    """A task that accumulates by 4 itself: the gradient of its step is the same from 4 batches of 8 and from as many of
+    4 on each of two processes; the counter of steps is Lightning's."""
+    one, first = loop
+    assert torch.load(one.folder / "last.ckpt", weights_only=True)["global_step"] == len(first) == 2  # of 9 batches
+    learn("Loop", "data.batch_size=4", ranks=2)
+    torch.testing.assert_close(torch.load(place / "gradients.pt", weights_only=True), first, rtol=1e-4, atol=1e-6)
+    assert len(tracked(one.folder).series()["train_loss"]) == 9  # Lightning has a point of each batch
+
+
+def test_a_reset_inside_an_accumulation_begins_anew(loop, learn, place):
+    """Gradients thrown away after two batches are gone: the step that follows has those of the two others alone."""
+    whole = loop[1][0]
+    learn("Loop", "model.module.params={reset: true}")
+    reset = torch.load(place / "gradients.pt", weights_only=True)[0]
+    learn("Loop", "model.module.params={accumulate: 2}")
+    pair = torch.load(place / "gradients.pt", weights_only=True)[0] / 2
+    torch.testing.assert_close(pair + reset, whole)  # by each half of the four batches; nothing was stepped between
+    assert not torch.equal(reset, whole)
+
+
+def test_several_optimizers_by_name(learn, tracked):
+    """A task of one's own may take a map of optimizers; where its groups have names, rates are logged by these."""
+    optimizers = (
+        "{weight: {type: torch.optim.SGD, params: {lr: 0.1}}, bias: {type: torch.optim.Adam, params: {lr: 0.02}}}"
+    )
+    outcome = learn("Two", "~model.optimizer", f"model.optimizer={optimizers}")
+    metrics = tracked(outcome.folder).metrics
+    assert (metrics["lr"], metrics["lr-weight"], metrics["lr-bias"]) == pytest.approx((0.1, 0.1, 0.02))
+
+
+# ---- hooks, state, processes
+
+
+def test_what_hooks_log_appears(learn, tracked):
+    """Own training and validation steps, hooks, figures and pictures: values with their prefix, and readable PNGs."""
+    outcome = learn("Hooks")
+    metrics = tracked(outcome.folder).metrics
+    assert {"train_loss", "val_loss", "grad_norm"} <= metrics.keys()
+    assert metrics["steps_of_epoch"] == 9
+    for name in ("by_client", "by_logger", "by_kind"):
+        with Image.open(outcome.folder / f"{name}.png") as image:
+            image.verify()
+    assert "rank 0 of 1" in outcome.out
+    assert "one process" in outcome.out  # the table at the start
+
+
+def test_a_hook_of_an_older_lightning_is_answered_with_todays_name(learn):
+    """One note and exit 2, at the start of a training."""
+    outcome = learn("Retired", code=2)
+    assert "model.module" in outcome.err
+    assert re.search("`training_epoch_end` has been removed .*`on_train_epoch_end`", outcome.err)
+    assert "Traceback" not in outcome.err
+
+
+def test_ranks_know_themselves_and_wait_for_each_other(learn, place):
+    """Two processes have ranks 0 and 1 of 2, and `barrier()` holds the one until the other has come."""
+    outcome = learn("Waits", "logger.ranks=[0, 1]", ranks=2)
+    assert [f"rank {number} went on" in rank.out for number, rank in enumerate(outcome.ranks)] == [True, True]
+    assert "CPU, ddp" in outcome.out
+
+
+# ---- the example
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_example_trains_on_one_process_and_two(ranks, command, store, tmp_path):
+    """The loop of the example, resumed after its first epoch, ends as an uninterrupted one, on one process and two."""
+
+    def train(*overrides):
+        settings = [f"logger.params.tracking_uri={store}", f"engine.processes={ranks}", "stages=[train]"]
+        small = ["data.module.params.limit=150", "train.num_epochs=2", "logger.params.system_metrics=false"]
+        outcome = command("train", EXAMPLE / "own_loop.yaml", *settings, *small, *overrides, cwd=tmp_path, ranks=ranks)
+        assert {0} == {each.code for each in outcome.ranks or [outcome]}, outcome
+        return outcome
+
+    whole, half = train(), train("train.num_epochs=1")
+    resumed = train(f"train.resume_ckpt='{half.folder}'")
+    assert digest(resumed.folder / "last.ckpt") == digest(whole.folder / "last.ckpt")
+    assert json.loads((whole.folder / "best.json").read_text())["value"] > 0.1
+    assert re.search(r"epoch 2 of 2 .*train_loss.*val_acc", whole.out)

@@ -1,0 +1,455 @@
+"""The private names of other libraries: each is there, with its signature and its behaviour.
+
+A test that fails here names the one that a release has moved; `deeplightning/private/` says what depends on it.
+"""
+
+import ast
+import contextlib
+import functools
+import importlib
+import inspect
+import os
+import pkgutil
+import signal
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+import deeplightning.private
+from deeplightning.private import deepspeed, lightning, mlflow, omegaconf, optuna
+from deeplightning.private import torch as torchs
+
+ROOT = Path(__file__).resolve().parents[2]
+PRIVATE = ROOT / "deeplightning" / "private"
+FILES = sorted([*ROOT.glob("deeplightning/**/*.py")])
+DOCUMENTED = {"os._exit", "sys._getframe", "sys._current_frames", "Listed._make"}
+"""Names of the standard library that begin with an underscore and are public."""
+
+
+# ---- they are used in one place
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def _own_names(tree: ast.AST) -> set[str]:
+    """What a file defines itself: names of functions and classes, and attributes that it sets."""
+    found = {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            found.add(node.attr)
+        elif isinstance(node, ast.AnnAssign | ast.Assign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            found |= {target.id for target in targets if isinstance(target, ast.Name)}
+    return found
+
+
+def _foreign(tree: ast.AST) -> list[str]:
+    """The private names of other libraries in a file, but those that a class inherits."""
+    found, own = [], _own_names(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and not (node.module or "").startswith(("deeplightning", "serve")):
+            parts = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+            found += [f"from {node.module} import {part}" for part in parts if _is_private(part)]
+        elif isinstance(node, ast.Import):
+            found += [a.name for a in node.names if any(map(_is_private, a.name.split(".")))]
+        elif isinstance(node, ast.Attribute) and _is_private(node.attr):
+            owner = ast.unparse(node.value)
+            inherited = owner in ("self", "cls", "super()")
+            if not inherited and node.attr not in own and f"{owner}.{node.attr}" not in DOCUMENTED:
+                found.append(f"{owner}.{node.attr}")
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "setattr", "hasattr"):
+            owner, name = node.args[0], node.args[1]
+            if isinstance(name, ast.Constant) and _is_private(name.value) and ast.unparse(owner) != "self":
+                found.append(ast.unparse(node))
+    return found
+
+
+def test_private_names_have_one_place():
+    """No file outside `deeplightning/private/` uses a private name of a library, but in a class that inherits it."""
+    outside = [file for file in FILES if PRIVATE not in file.parents]
+    found = {str(file.relative_to(ROOT)): _foreign(ast.parse(file.read_text())) for file in outside}
+    assert {file: names for file, names in found.items() if names} == {}
+
+
+def _modules() -> list[ModuleType]:
+    names = [module.name for module in pkgutil.iter_modules(deeplightning.private.__path__)]
+    return [importlib.import_module(f"deeplightning.private.{name}") for name in names]
+
+
+def _load(path: str) -> type:
+    module, _, name = path.rpartition(".")
+    return getattr(importlib.import_module(module), name)
+
+
+@functools.cache
+def _source(cls: type) -> str:
+    return "".join(inspect.getsource(base) for base in cls.__mro__ if base.__module__ != "builtins")
+
+
+def _has(cls: type, name: str) -> bool:
+    """Whether a class has an attribute, or sets it on its instances."""
+    return hasattr(cls, name) or f"self.{name} " in _source(cls)
+
+
+INHERITED = {path: names for module in _modules() for path, names in getattr(module, "INHERITED", {}).items()}
+
+
+@pytest.mark.parametrize("path", INHERITED)
+def test_what_a_class_of_ours_inherits_is_there(path):
+    """Each private name that it overrides, sets or calls."""
+    cls = _load(path)
+    assert [name for name in INHERITED[path] if not _has(cls, name)] == []
+
+
+def _inherited(file: Path) -> set[tuple[str, str]]:
+    """(class of a library, private name) for what the classes in a file use of the classes that they derive from."""
+    tree, found = ast.parse(file.read_text()), set()
+    imported = {
+        alias.asname or alias.name: f"{node.module}.{alias.name}"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    } | {"nn": "torch.nn", "pl": "pytorch_lightning"}
+    for cls in (node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)):
+        used = {node.name for node in ast.walk(cls) if isinstance(node, ast.FunctionDef)}
+        used |= {
+            node.attr
+            for node in ast.walk(cls)
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls", "super()")
+        }
+        for base in map(ast.unparse, cls.bases):
+            first, _, rest = base.partition(".")
+            path = ".".join(part for part in (imported.get(first, first), rest) if part)
+            if base == "subprocess_launcher()":
+                path = "pytorch_lightning.strategies.launchers.subprocess_script._SubprocessScriptLauncher"
+            library = path.partition(".")[0]
+            if library not in (
+                "torch",
+                "pytorch_lightning",
+                "lightning_fabric",
+                "submitit",
+                "deepspeed",
+                "torchmetrics",
+            ):
+                continue
+            found |= {(path, name) for name in used if _is_private(name) and _has(_load(path), name)}
+    return found
+
+
+def test_the_list_of_what_is_inherited_is_complete():
+    """As the sources use it: a name that is missing, or no longer used, is named."""
+    used = set().union(*map(_inherited, FILES))
+    resolved = {(_load(path).__qualname__, name) for path, name in used}
+    listed = {(_load(path).__qualname__, name) for path, names in INHERITED.items() for name in names}
+    own = {("LightningModule", "_compiled")}  # our attribute; Lightning's `_compiler_ctx` begins alike
+    assert resolved - own == listed
+
+
+# ---- Lightning
+
+
+class Line(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.line = nn.Linear(2, 1)
+
+    def training_step(self, batch, batch_idx):
+        loss = self.line(batch).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    validation_step = training_step
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+class Points(pl.Callback):
+    """Notes what is due to be logged when a step ends."""
+
+    def __init__(self):
+        self.due = []
+
+    def on_train_batch_end(self, trainer, *_):
+        due, values = (lightning.values_to_log(trainer, now=now) for now in (False, True))
+        self.due.append((lightning.logged_steps(trainer), due is not None, set(values)))
+
+
+def _loader() -> DataLoader:
+    return DataLoader(torch.ones(6, 2), batch_size=2)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A trainer after three steps, and what its callback has noted."""
+    points = Points()
+    options = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    logger = pl.loggers.CSVLogger(tmp_path_factory.mktemp("logs"))
+    trainer = pl.Trainer(
+        accelerator="cpu", max_epochs=1, logger=logger, log_every_n_steps=2, callbacks=[points], **options
+    )
+    trainer.fit(Line(), _loader(), _loader())
+    return trainer, points
+
+
+def test_the_training_loader_is_made_again(trained):
+    """`_combined_loader` of the fit loop, which `setup_data` fills where it is None."""
+    loop = trained[0].fit_loop
+    before = loop._combined_loader
+    assert before is not None
+    lightning.forget_train_loader(trained[0])
+    loop.setup_data()
+    assert loop._combined_loader not in (None, before)
+
+
+def test_a_validation_is_restarted(trained):
+    """`_restart_stage` of the validation's loop."""
+    loop = trained[0].fit_loop.epoch_loop.val_loop
+    assert not loop.restarted_mid_evaluation
+    lightning.restart_validation(trained[0])
+    assert loop.restarted_mid_evaluation
+    loop.reset_restart_stage()
+    assert not loop.restarted_mid_evaluation
+
+
+def test_steps_and_values_that_are_about_to_be_logged_are_known(trained):
+    """`_batches_that_stepped`, and `_logger_connector` with `metrics` and `should_update_logs`."""
+    trainer, points = trained
+    assert points.due == [(0, False, {"loss"}), (1, True, {"loss"}), (2, False, {"loss"})]
+    assert lightning.logged_steps(trainer) == trainer.global_step == 3
+    lightning.add_logged_steps(trainer, 2)
+    assert lightning.logged_steps(trainer) == 5
+    lightning.add_logged_steps(trainer, -2)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_lightning_leaves_signals_alone(keeps):
+    """`register_signal_handlers` of `_signal_connector`, which else takes SIGTERM over while a stage runs."""
+    seen = []
+
+    class Look(pl.Callback):
+        def setup(self, trainer, *_, **__):
+            if keeps:
+                lightning.keep_signals(trainer)
+
+        def on_train_start(self, *_):
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    before = signal.getsignal(signal.SIGTERM)
+    options = {"enable_progress_bar": False, "enable_model_summary": False, "enable_checkpointing": False}
+    trainer = pl.Trainer(accelerator="cpu", max_steps=1, logger=False, callbacks=[Look()], **options)
+    trainer.fit(Line(), _loader(), _loader())
+    assert (seen == [before]) is keeps
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_the_launcher_of_a_strategy_can_be_replaced():
+    """`_launcher` is what `launcher` gives; `_SubprocessScriptLauncher` keeps its arguments and its processes."""
+    strategy = pl.strategies.DDPStrategy()
+    lightning.set_launcher(strategy, "ours")
+    assert strategy.launcher == "ours"
+    launcher = lightning.subprocess_launcher()
+    assert [*inspect.signature(launcher).parameters] == ["cluster_environment", "num_processes", "num_nodes"]
+    assert launcher("environment", 2, 1).procs == []
+
+
+def test_threads_are_shared(monkeypatch):
+    """`_set_num_threads_if_needed` leaves a number that is given, and shares the cores where there is none."""
+    before = torch.get_num_threads()
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    lightning.share_threads(10_000)
+    assert (torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]) == (before, "3")
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    try:
+        lightning.share_threads(10_000)
+        assert (torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]) == (1, "1")
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_lightnings_logger_continues_a_run(tmp_path):
+    """`_run_id` is what its run is opened by, and `_initialized` whether it has been."""
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    first, second = (pl.loggers.MLFlowLogger(tracking_uri=uri, artifact_location=str(tmp_path)) for _ in range(2))
+    assert not lightning.has_run(first)
+    run_id = first.run_id
+    assert lightning.has_run(first)
+    lightning.resume_run(second, run_id)
+    assert (second.run_id, lightning.has_run(second)) == (run_id, True)
+    assert len(first.experiment.search_runs([first.experiment_id])) == 1
+
+
+# ---- torch
+
+
+def test_storages_are_told_apart():
+    """`_cdata` of a storage: the same of views, another of copies."""
+    tensor = torch.ones(4)
+    assert torchs.storage_id(tensor) == torchs.storage_id(tensor[1:]) == torchs.storage_id(tensor.view(2, 2))
+    assert torchs.storage_id(tensor) != torchs.storage_id(tensor.clone())
+    assert torchs.storage_id(torch.empty(0)) != torchs.storage_id(torch.empty(0)) or torch.empty(0).data_ptr() == 0
+
+
+def test_tensors_of_a_module_are_replaced():
+    """`_apply` of a module reaches parameters and buffers, and what is below it."""
+    module = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    torchs.apply(module, torch.zeros_like)
+    assert all(not tensor.any() for tensor in (*module.parameters(), *module.buffers()))
+
+
+def test_operators_are_seen_before_they_run():
+    """`TorchDispatchMode`."""
+    seen = []
+
+    class Mode(torchs.dispatch_mode()):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func.name())
+            return func(*args, **(kwargs or {}))
+
+    with Mode():
+        torch.ones(2).neg_()
+    assert "aten::neg_" in seen
+
+
+def test_metrics_keep_their_precision():
+    """`_apply` of `nn.ModuleDict` is what `to` goes through."""
+    from deeplightning.task.metrics import Accuracy, InOwnPrecision, SampleMean
+
+    metrics = InOwnPrecision({"acc": Accuracy(), "loss": SampleMean()})
+    before = {name: state.dtype for metric in metrics.values() for name, state in metric.metric_state.items()}
+    metrics.to(torch.bfloat16).half()
+    after = {name: state.dtype for metric in metrics.values() for name, state in metric.metric_state.items()}
+    assert before == after
+
+
+# ---- the others
+
+
+def test_stores_of_a_scheme_are_opened_by_a_function_of_ours(tmp_path):
+    """`_tracking_store_registry` of MLflow, in a process of its own."""
+    program = (
+        "from deeplightning.private.mlflow import register_store\n"
+        "def build(store_uri=None, artifact_uri=None):\n    raise SystemExit(f'ours: {store_uri}')\n"
+        "register_store('sqlite', build)\n"
+        "import mlflow\nmlflow.set_tracking_uri('sqlite:///there.db')\nmlflow.search_experiments()\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
+    )
+    assert done.stderr.strip().splitlines()[-1] == "ours: sqlite:///there.db"
+
+
+def test_a_database_gets_the_latest_schema(tmp_path):
+    """`_get_latest_schema_revision`, `_upgrade_db` and `create_sqlalchemy_engine` of MLflow."""
+    from mlflow import MlflowClient
+
+    uri = f"sqlite:///{tmp_path}/mlflow.db"
+    MlflowClient(uri).search_experiments()  # makes it
+    mlflow.upgrade_database(uri)
+    with contextlib.closing(sqlite3.connect(tmp_path / "mlflow.db")) as connection:
+        assert connection.execute("SELECT version_num FROM alembic_version").fetchone() == (mlflow.latest_schema(),)
+
+
+def test_deepspeed_knows_what_is_left_out():
+    """`deepspeed_shm_comm` among its operators, and `_hp_mapping` of a parameter, which its own linkage sets."""
+    pytest.importorskip("deepspeed")
+    from deepspeed.ops import __compatible_ops__ as operators
+    from deepspeed.utils import mixed_precision_linkage
+
+    fragments = importlib.import_module("deepspeed.utils.tensor_fragment")
+    assert "deepspeed_shm_comm" in operators
+    deepspeed.skip_shared_memory_sums()
+    assert operators["deepspeed_shm_comm"] is False
+    assert "param._hp_mapping = " in inspect.getsource(mixed_precision_linkage) + inspect.getsource(fragments)
+    fields = fragments.tensor_fragment.__dataclass_fields__
+    assert {"lp_fragment_address", "hp_fragment_address"} <= fields.keys()
+    assert {"start", "numel"} <= fragments.fragment_address.__dataclass_fields__.keys()
+
+
+def test_a_study_and_its_storage_know_each_other():
+    """`_storage` and `_study_id` of Optuna's study, `_trial_id` of its trials."""
+    import optuna as library
+
+    library.logging.set_verbosity(library.logging.WARNING)
+    study = library.create_study(study_name="apart")
+    storage, number = optuna.storage_and_id(study)
+    assert storage.get_study_name_from_id(number) == "apart"
+    trial = study.ask()
+    assert storage.get_trial(optuna.trial_id(study.trials[0])).number == trial.number == 0
+
+
+def test_exit_functions_are_the_childs_own():
+    """`_clear` and `_run_exitfuncs` of `atexit`."""
+    program = (
+        "import atexit, os\n"
+        "from deeplightning.private.python import forget_exit_functions, run_exit_functions\n"
+        "atexit.register(print, 'of the parent')\nforget_exit_functions()\n"
+        "atexit.register(print, 'its own', flush=True)\nrun_exit_functions()\nos._exit(0)\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("its own\n", "")
+
+
+def test_a_text_becomes_a_tree_by_name_of_rule_and_mode():
+    """`grammar_parser.parse` takes text, rule and mode; a tree of a value has a text, and the text its parts."""
+    assert [*inspect.signature(omegaconf.tree_of).parameters] == ["value", "parser_rule", "lexer_mode"]
+    tree = omegaconf.parse("${a}")
+    inner = tree.getChild(0).getChild(0).getChild(0)
+    assert isinstance(inner, omegaconf.OmegaConfGrammarParser.InterpolationNodeContext)
+    assert omegaconf.parse("x${a}").getChild(0).getChildCount() == 2
+    with pytest.raises(omegaconf.Malformed):
+        omegaconf.parse("${")
+
+
+def test_a_tree_is_visited_with_what_the_caller_looks_up():
+    """`GrammarVisitor` hands keys as dots and parts and calls as name, values and texts to its two functions, and asks
+    `visitInterpolation` for each reference inside another."""
+    finds, calls = [], []
+    found = omegaconf.Evaluation(
+        lambda dots, parts: finds.append((dots, parts)) or "b",
+        lambda value: value.upper(),
+        lambda name, values, texts: calls.append((name, values, [text() for text in texts])) or "d",
+    )
+    assert found.value(omegaconf.parse("${..a[${c}].e} ${f.g: 1.10, [x, ${h}]}")) == "B d"
+    assert finds == [(0, ("c",)), (2, ("a", "B", "e")), (0, ("h",))]
+    assert calls == [("f.g", (1.1, ["x", "B"]), ["1.10", "[x, ${h}]"])]
+    assert found.target(omegaconf.parse("${a}")) == "b", "not made"
+    assert found.target(omegaconf.parse("x${a}")) is None
+    assert found.value(omegaconf.parse("{1: '2', x: null}", argument=True)) == {1: "2", "x": None}
+
+
+def test_functions_of_omegaconf_ask_a_config_for_these_names():
+    """`OmegaConf.to_container` and `select` ask an instance of a class that counts as a `DictConfig` for all of
+    `ASKED`, and for no other name."""
+    from omegaconf import OmegaConf
+
+    asked = set()
+
+    class Section:
+        def keys(self):
+            return ["a"]
+
+        def to_omegaconf(self):
+            return OmegaConf.create({"a": {"b": 1}})
+
+        def __getattr__(self, name):
+            asked.add(name)
+            return omegaconf.attribute(self, name)
+
+    omegaconf.admit(Section)
+    assert OmegaConf.is_config(Section())
+    assert OmegaConf.to_container(Section()) == OmegaConf.to_container(Section(), resolve=True) == {"a": {"b": 1}}
+    assert OmegaConf.select(Section(), "a.b") == 1
+    assert asked == omegaconf.ASKED

@@ -1,0 +1,608 @@
+"""A run on a Ray cluster: it is the run that it would be here, and it goes on when workers are lost, come and go."""
+
+import contextlib
+import dataclasses
+import importlib
+import importlib.util
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import commands
+import pytest
+import yaml
+from conftest import digest, weights
+
+from deeplightning.config.fault import CheckpointError, SetupError
+from deeplightning.configure import load_config
+from deeplightning.engine.launch import ray_cluster
+from deeplightning.engine.launch.ray import sized
+from deeplightning.engine.launch.storage import CARD, Storage
+
+LAUNCHER = "engine.launcher={type: deeplightning.engine.launch.Ray, params: {address: ADDRESS, MORE}}"
+SMALL = "init: {object_store_memory: 80_000_000}"
+ALONE = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0"}
+
+needs_ray = pytest.mark.skipif(
+    importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install 'deeplightning[ray]'"
+)
+
+OWN = '''\
+"""A user's own code, in the working directory of the command."""
+
+import os
+import pathlib
+import signal
+import time
+
+import pytorch_lightning as pl
+
+
+class Notes(pl.Callback):
+    """Notes each epoch in its first batch, and with how many workers; in the third of some it does what it is told.
+
+    `dies` is {epoch: rank}: that rank kills itself there, once. `waits` is a list of epochs: rank 0 waits there until
+    the file `go-EPOCH` is in the folder.
+    """
+
+    def __init__(self, folder, dies={}, waits=()):
+        self.folder, self.dies, self.waits = pathlib.Path(folder), {int(k): v for k, v in dies.items()}, waits
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        epoch, mark = trainer.current_epoch, self.folder / f"died-{trainer.current_epoch}"
+        if batch_idx == 0 and trainer.is_global_zero:
+            with (self.folder / "epochs").open("a") as file:
+                file.write(f"{epoch} {trainer.world_size} {trainer.accumulate_grad_batches}\\n")
+        if batch_idx != 2:
+            return
+        if self.dies.get(epoch) == trainer.global_rank and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        if epoch in self.waits and trainer.is_global_zero:
+            print(f"waits in epoch {epoch}, process {os.getpid()}", flush=True)
+            while not (self.folder / f"go-{epoch}").exists():
+                time.sleep(0.02)
+
+
+def hook():
+    with open(os.environ["HOOKS"], "a") as file:
+        file.write(f"{os.environ['RANK']} {os.environ['OF_ALL']}\\n")
+'''
+
+
+class Cluster:
+    """A cluster of one CPU, whose second comes and goes."""
+
+    def __init__(self):
+        program = [sys.executable, str(Path(__file__).parents[1] / "ray_cluster.py")]
+        pipe = subprocess.PIPE
+        environment = commands.environment(**ALONE)
+        self.process = subprocess.Popen(program, stdin=pipe, stdout=pipe, stderr=pipe, text=True, env=environment)
+        self.address = self._line()
+        assert ":" in self.address, self.process.communicate()
+
+    def _line(self):
+        return self.process.stdout.readline().strip()
+
+    def say(self, word):
+        self.process.stdin.write(f"{word}\n")
+        self.process.stdin.flush()
+        assert self._line() == word
+
+    def close(self):
+        self.process.stdin.close()
+        try:
+            self.process.wait(60)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+        self.process.stdout.close()
+        self.process.stderr.close()
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    made = Cluster()
+    made.say("add")
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _patient():
+    """A worker imports all in a fresh process, which takes long where others are at work too."""
+    before, commands.LONGEST = commands.LONGEST, 280
+    yield
+    commands.LONGEST = before
+
+
+@pytest.fixture
+def work(tmp_path):
+    """A working directory with own code in it."""
+    folder = tmp_path / "a place"
+    folder.mkdir()
+    (folder / "notes_of.py").write_text(OWN)
+    return folder
+
+
+def on(address, *more):
+    return LAUNCHER.replace("ADDRESS", address).replace("MORE", ", ".join(more))
+
+
+def notes(folder, **params):
+    return f"train.callbacks=[{{type: notes_of.Notes, params: {json.dumps({'folder': str(folder), **params})}}}]"
+
+
+def epochs(folder):
+    """(epoch, workers, batches accumulated) of each epoch that has begun, in order."""
+    return [tuple(map(int, line.split())) for line in (folder / "epochs").read_text().splitlines()]
+
+
+def until(happened, what):
+    end = time.monotonic() + commands.LONGEST
+    while not (found := happened()):
+        assert time.monotonic() < end, f"waited in vain for {what}"
+        time.sleep(0.05)
+    return found
+
+
+def of_launch(name):
+    """The processes whose environment says that they are of a launch."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with contextlib.suppress(OSError):
+            if f"DEEPLIGHTNING_LAUNCH={name}".encode() in path.read_bytes().split(b"\0"):
+                found.append(int(path.parent.name))
+    return found
+
+
+@needs_ray
+def test_the_cluster_file_of_the_example_is_one():
+    """`ray up` can read examples/ray/cluster.yml: Ray's own check finds nothing wrong with it."""
+    from ray.autoscaler._private.util import prepare_config, validate_config
+
+    found = yaml.safe_load((Path(__file__).parents[2] / "examples" / "ray" / "cluster.yml").read_text())
+    # Raises ValidationError where something is wrong.
+    validate_config(prepare_config(found))
+
+
+# ---- a run, in a cluster of its own
+
+
+@needs_ray
+def test_two_workers_learn_what_two_processes_learn(command, job, tiny, work, tracked, tmp_path):
+    """`engine.launcher.type=…Ray` trains in two workers of a cluster of its own: bit for bit the weights of two
+    processes here, one FINISHED run, own code and variables and the hook in every worker, the secret nowhere, the
+    folder in the last line, and nothing is left of Ray."""
+    home = tmp_path / "home"
+    home.mkdir()
+    arguments = ["train.num_epochs=2", notes(tmp_path), "engine.setup_hook=notes_of.hook"]
+    arguments += ["engine.env={OF_ALL: yes, HOOKS: '${oc.env:HOOKS}'}", "logger.params.tags={key: '${oc.env:SECRET}'}"]
+    ray = on("local", SMALL)
+    variables = {"HOOKS": str(tmp_path / "hooks"), "SECRET": "open sesame", "HOME": str(home)}
+    done = command("train", tiny, "engine.processes=2", ray, *arguments, cwd=work, **variables)
+    assert done.code == 0, done
+    assert digest(done.folder / "last.ckpt") == digest(job("train.num_epochs=2").folder / "last.ckpt")
+    assert tracked(done.folder).status == "FINISHED"
+    assert epochs(tmp_path) == [(0, 2, 1), (1, 2, 1)]
+    assert sorted((tmp_path / "hooks").read_text().split("\n")[:2]) == ["0 yes", "1 yes"]
+    assert "open sesame" not in done.out + done.err + (done.folder / "cfg.yaml").read_text()
+    assert "(pid=" not in done.out + done.err
+    assert "ray" not in done.err.lower(), done.err
+    assert not list(home.glob("*"))
+    assert not list(home.glob(".ray*"))
+    assert not [path for path in Path(tempfile.gettempdir()).glob("dl-ray-*") if path.stat().st_mtime > _STARTED]
+    launch = json.loads((done.folder / "environment.json").read_text())["launch"]
+    assert launch.startswith("ray-")
+    assert of_launch(launch) == []
+
+
+_STARTED = time.time()
+
+
+# ---- before anything runs
+
+
+def test_an_address_that_does_not_answer_is_named(command, tiny, work):
+    """An address where nothing listens, and one that is none, end with exit code 3 and a note that names it."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        for address in (f"127.0.0.1:{port}", f"ray://127.0.0.1:{port}"):
+            done = command("train", tiny, on(f"'{address}'"), cwd=work)
+            assert done.code == 3, done
+            assert f"engine.launcher.params.address: the Ray cluster at {address} does not answer" in done.err
+            assert "Traceback" not in done.err
+    done = command("train", tiny, on("nowhere"), cwd=work)
+    assert done.code == 3, done
+    assert "'nowhere' is no address: HOST:PORT, ray://HOST:PORT, auto, or null" in done.err
+
+
+def test_auto_without_a_cluster_is_told(monkeypatch, tmp_path):
+    """`auto` where no cluster is known ends with a note; null means a cluster of one's own then."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(ray_cluster, "CURRENT", tmp_path / "none")
+    with pytest.raises(SetupError, match="there is no cluster: RAY_ADDRESS is not set"):
+        ray_cluster._find("auto")
+    assert ray_cluster._find(None) is None
+    with socket.socket() as left:
+        left.bind(("127.0.0.1", 0))
+        (tmp_path / "none").write_text(f"127.0.0.1:{left.getsockname()[1]}\n")
+        assert ray_cluster._find(None) is None  # the note of a cluster that has ended
+        left.listen()
+        assert ray_cluster._find("auto") == f"127.0.0.1:{left.getsockname()[1]}"
+
+
+@pytest.mark.parametrize("how", ["of another user", "group", "everybody", "link"])
+def test_the_note_of_another_user_names_no_cluster(how, monkeypatch, tmp_path, caplog):
+    """Everybody may write where `ray start` leaves its address, and a driver sends its code and its variables there."""
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    note, fstat = tmp_path / "note", os.fstat
+    monkeypatch.setattr(ray_cluster, "CURRENT", note)
+    with socket.create_server(("127.0.0.1", 0)) as theirs:
+        note.write_text(f"127.0.0.1:{theirs.getsockname()[1]}\n")
+        if how == "of another user":
+            foreign = os.stat_result((*note.stat()[:4], os.geteuid() + 1, *note.stat()[5:]))
+            monkeypatch.setattr(
+                os, "fstat", lambda file: foreign if fstat(file).st_ino == foreign.st_ino else fstat(file)
+            )
+        elif how == "link":
+            note.symlink_to(note.rename(tmp_path / "theirs"))
+        else:
+            note.chmod(0o664 if how == "group" else 0o646)
+        assert ray_cluster._find(None) is None
+        with pytest.raises(SetupError, match="there is no cluster"):
+            ray_cluster._find("auto")
+        theirs.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            theirs.accept()
+    if how != "link":
+        assert f"{note} could have been written by another user" in caplog.text
+
+
+def test_a_missing_ray_is_named_with_the_command_that_installs_it(monkeypatch):
+    """Where Ray is not installed, the note has the command that installs it."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(SetupError) as told, ray_cluster.connect("local"):
+        pass
+    assert "pip install 'deeplightning[ray]'" in str(told.value)
+    assert told.value.exit_code == 3
+
+
+def test_plan_shows_the_workers_and_starts_nothing(command, tiny, work):
+    """`plan` prints command, number and variables of the workers; `check` and `plan` need no cluster."""
+    ray = on("'ray://head:10001'", "min_workers: 1", "storage_path: /checkpoints")
+    done = command("plan", tiny, "engine.processes=3", ray, cwd=work)
+    assert done.code == 0, done
+    [start] = yaml.safe_load(done.out)
+    assert start["times"] == 3
+    assert start["command"][-2:] == ["deeplightning", "worker"]
+    assert start["where"] == "workers of a Ray cluster (ray://head:10001), each with 1 CPUs, from 1 to 3"
+    assert start["environment"]["WORLD_SIZE"] == "3"
+    assert json.loads(start["environment"]["DEEPLIGHTNING_POOL"]) == {"storage": "/checkpoints"}
+    assert command("check", tiny, "engine.gpus=2", ray, cwd=work).code == 0
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ("min_workers: 3, max_workers: 2", "min_workers (3) must not be more than max_workers (2)"),
+        ("min_workers: 0", "min_workers must be at least 1, not 0"),
+        ("backoff: {base: 1}", "backoff takes base_s, factor, max_tries, not base"),
+        ("resize_cooldown_s: -1", "resize_cooldown_s must be at least 0, not -1"),
+    ],
+)
+def test_impossible_numbers_are_faults_of_the_config(command, tiny, work, params, words):
+    """Numbers that contradict each other, or the config, are exit code 2, before Ray is asked for anything."""
+    done = command("train", tiny, on("local", params), cwd=work)
+    assert done.code == 2, done
+    assert words in done.err
+
+
+@pytest.fixture(scope="module")
+def three(tiny):
+    """The tiny config for three processes."""
+    return load_config(tiny, ["engine.processes=3", "data.batch_size=16"])
+
+
+@pytest.mark.parametrize(
+    ("factor", "workers", "accumulates", "words"),
+    [
+        (1, 3, 1, None),
+        (1, 1, 3, "train.accumulator_factor: 1 → 3 (1 workers of 3; the same samples a step)"),
+        (2, 2, 3, "train.accumulator_factor: 2 → 3 (2 workers of 3; the same samples a step)"),
+        (1, 2, 1, "48 samples a step → 32 samples a step: 16 per process x 2 processes (2 workers of 3)"),
+    ],
+)
+def test_fewer_workers_keep_the_samples_of_a_step_where_the_numbers_divide(three, factor, workers, accumulates, words):
+    """With fewer workers the global batch is kept by accumulation if it divides, else a notice has both numbers."""
+    cfg = dataclasses.replace(three, train=dataclasses.replace(three.train, accumulator_factor=factor))
+    made = sized(cfg, 3, workers, 1)
+    assert (made.engine.processes, made.engine.num_nodes, made.train.accumulator_factor) == (workers, 1, accumulates)
+    assert [notice.text for notice in made.notices if "of 3" in notice.text] == ([words] if words else [])
+    assert (cfg.engine.processes, cfg.train.accumulator_factor) == (3, factor)
+
+
+@pytest.mark.parametrize(("step", "checkpoint"), [(10, "{every_n_epochs: 1}"), (7, "{every_n_steps: 7}")])
+def test_another_number_of_processes_goes_on_behind_the_same_sample(job, step, checkpoint):
+    """Checkpoints are tied to no number of processes: one that two have written, at an epoch's end or inside an epoch,
+    one process goes on from with two batches a step; it takes as many steps as two would, validates after each epoch,
+    and ends with their weights but for the order in which numbers are added."""
+    store = ["logger.params.experiment_name=other", "logger.log_every_n_steps=1"]
+    whole = job("train.num_epochs=3", *store)
+    cut = job("train.num_epochs=3", f"train.max_steps={step}", f"train.checkpoint={checkpoint}", *store)
+    resume = [f"train.resume_ckpt='{cut.folder / 'last.ckpt'}'", "train.accumulator_factor=2"]
+    one = job("train.num_epochs=3", *resume, *store, ranks=1)
+    assert one.out.count("val_loss") == (1 if step == 10 else 2)
+    ours, theirs = (weights(outcome.folder / "last.ckpt") for outcome in (one, whole))
+    assert max(float((ours[name] - theirs[name]).abs().max()) for name in theirs) < 1e-5
+
+
+def test_a_storage_gives_back_what_was_put(tmp_path):
+    """What a run puts into a storage another machine fetches into its own folder, with times and sizes; what changes
+    is put again, what is gone is gone there too, and the newest run of the experiment is found without its launch."""
+    here, there = tmp_path / "here", tmp_path / "there"
+    folder = here / "0" / "abc" / "artifacts"
+    folder.mkdir(parents=True)
+    (folder / "cfg.yaml").write_text("seed: 1\n")
+    (folder / "last.ckpt").write_bytes(b"first")
+    (folder / "epoch=0-step=5.ckpt").write_bytes(b"kept")
+    storage = Storage(str(tmp_path / "storage"), "ray-1", "Default", here)
+    storage.put(folder)
+    (folder / "last.ckpt").write_bytes(b"second, longer")
+    (folder / "epoch=0-step=5.ckpt").unlink()
+    (folder / "results.json").write_text("{}")
+    storage.put(folder)
+    other = Storage(str(tmp_path / "storage"), "ray-1", "Default", there)
+    found = other.fetch()
+    assert found == there / "0" / "abc" / "artifacts"
+    assert {path.name: path.read_bytes() for path in found.iterdir()} == {
+        "cfg.yaml": b"seed: 1\n",
+        "last.ckpt": b"second, longer",
+    }
+    assert (found / "last.ckpt").stat().st_mtime_ns == (folder / "last.ckpt").stat().st_mtime_ns
+    storage.put(folder, everything=True)
+    assert (tmp_path / "storage" / "ray-1" / "results.json").exists()
+    assert not (tmp_path / "storage" / "ray-1" / "epoch=0-step=5.ckpt").exists()
+    assert Storage(str(tmp_path / "storage"), "ray-2", "Default", there).fetch() is None
+    assert Storage(str(tmp_path / "storage"), "ray-2", "Default", there).fetch("newest") == found
+    assert Storage(str(tmp_path / "storage"), "ray-2", "Other", there).fetch("newest") is None
+    assert Storage(str(tmp_path / "empty"), "ray-2", "Default", there).fetch("newest") is None
+
+
+def test_a_storage_leads_out_of_no_folder_and_says_what_is_wrong(tmp_path):
+    """A damaged card, and one whose names lead elsewhere, are refused; an address of no known kind is named."""
+    storage = Storage(str(tmp_path / "storage"), "ray-1", "Default", tmp_path / "root")
+    (tmp_path / "storage" / "ray-1").mkdir(parents=True)
+    card = tmp_path / "storage" / "ray-1" / CARD
+    for inside, files in (("../out", {}), ("0/a/artifacts", {"../../../../out": [1, 1]})):
+        card.write_text(json.dumps({"experiment": "Default", "inside": inside, "files": files}))
+        with pytest.raises(CheckpointError, match="leads out of"):
+            storage.fetch()
+    card.write_text("{")
+    with pytest.raises(CheckpointError, match="is damaged"):
+        storage.fetch()
+    with pytest.raises(SetupError, match="'what://x/y' is no storage"):
+        Storage("what://x/y", "ray-1", "Default", tmp_path).fetch()
+
+
+# ---- workers that are lost, come and go
+
+
+@needs_ray
+@pytest.mark.slow
+def test_a_killed_worker_leaves_no_trace_in_the_weights(command, job, tiny, work, tracked, tmp_path, cluster):
+    """One of two workers is killed by SIGKILL in the middle of an epoch: all start again, once, from the newest
+    checkpoint, which is of the middle as well; the same run ends FINISHED with the weights of an undisturbed one."""
+    checkpoint = "train.checkpoint={every_n_epochs: 1, every_n_steps: 2}"
+    arguments = ["train.num_epochs=3", checkpoint, "engine.processes=2", notes(tmp_path, dies={1: 1})]
+    ray = on(f"'{cluster.address}'")
+    done = command("train", tiny, ray, "engine.max_restarts=1", *arguments, cwd=work, **ALONE)
+    assert done.code == 0, done
+    assert "restart 1 of 1: rank 1: a worker was lost: the process was killed by SIGKILL" in done.err
+    assert done.err.count("restart ") == 1
+    assert done.out.count("Artifact storage path: ") == 1
+    assert "(step 6, epoch 2)" in done.out, done
+    assert tracked(done.folder).status == "FINISHED"
+    assert digest(done.folder / "last.ckpt") == digest(job("train.num_epochs=3", checkpoint).folder / "last.ckpt")
+
+
+@needs_ray
+@pytest.mark.slow
+def test_without_restarts_a_lost_worker_ends_the_run(command, tiny, work, tracked, tmp_path, cluster):
+    """`max_restarts: 0`: exit code 5, the last checkpoint is named, the run is FAILED or told so, and its folder is the
+    last line even though rank 0, which says it, is the one that was killed."""
+    arguments = ["train.num_epochs=3", "engine.processes=2", notes(tmp_path, dies={1: 0})]
+    done = command("train", tiny, on(f"'{cluster.address}'"), *arguments, cwd=work, **ALONE)
+    assert done.code == 5, done
+    assert "error [rank 0]: a worker was lost: the process was killed by SIGKILL" in done.err
+    assert f"the last checkpoint is {done.folder / 'last.ckpt'}, and train.resume_ckpt=auto goes on from it" in done.err
+    assert epochs(tmp_path) == [(0, 2, 1), (1, 2, 1)]
+
+
+@needs_ray
+@pytest.mark.slow
+def test_a_pool_shrinks_and_grows(command, tiny, work, tracked, tmp_path, cluster):
+    """A CPU is withdrawn in the second epoch: one worker goes on from the checkpoint, repeats no epoch before it, and
+    accumulates two batches; the CPU comes back, and at the start of the next epoch there are two again. One run. The
+    config was sent when the run began: that its file is gone since changes nothing."""
+    more = ["min_workers: 1", "resize_cooldown_s: 0", "backoff: {base_s: 0.2}"]
+    arguments = ["train.num_epochs=4", "engine.processes=2", "engine.max_restarts=1", notes(tmp_path, waits=[1, 2])]
+    config = work / "config.yaml"
+    config.write_text(tiny.read_text())
+    running = command.start("train", config, on(f"'{cluster.address}'", *more), *arguments, cwd=work, **ALONE)
+    running.says("waits in epoch 1")
+    config.unlink()
+    cluster.say("remove")
+    (tmp_path / "go-1").touch()
+    running.says("waits in epoch 2")
+    cluster.say("add")
+    running._wait(lambda: "there is room for 1 more worker" in running._read("err"), "room")
+    (tmp_path / "go-2").touch()
+    done = running.end()
+    assert done.code == 0, done
+    assert epochs(tmp_path) == [(0, 2, 1), (1, 2, 1), (1, 1, 2), (2, 1, 2), (3, 2, 1)], done
+    assert "the run goes on with 2 from the next epoch on" in done.err
+    assert "train.accumulator_factor: 1 → 2 (1 workers of 2; the same samples a step)" in done.err
+    assert "32 samples a step: 16 per process x 2 batches accumulated" in done.out
+    run = tracked(done.folder)
+    assert run.status == "FINISHED"
+    assert [step for step, _ in run.series()["val_loss"]] == [4, 9, 14, 19]
+    assert weights(done.folder / "last.ckpt")
+
+
+@needs_ray
+@pytest.mark.slow
+def test_workers_without_a_shared_folder_go_on_through_the_storage(command, job, tiny, work, tmp_path, cluster):
+    """Each worker has a folder of its own, and only `storage_path` is shared. After a loss the rank without the
+    checkpoint fetches it; after the second the launch ends, and one in new folders goes on by `resume_ckpt: auto`, to
+    the weights of an undisturbed run."""
+    storage = tmp_path / "storage"
+
+    def launch(name, code, *more):
+        params = [f"working_dir: '{tmp_path}/{name}-{{node}}'", f"storage_path: '{storage}'"]
+        arguments = ["train.num_epochs=4", "engine.processes=2", "engine.max_restarts=1", *more]
+        arguments += ["logger.params.tracking_uri=mlruns", notes(tmp_path, dies={1: 1, 2: 0})]
+        done = command("train", tiny, on(f"'{cluster.address}'", *params), *arguments, cwd=work, **ALONE)
+        assert done.code == code, done
+        return done
+
+    first = launch("one", 5)
+    assert len([*tmp_path.glob("one-*")]) == 2
+    assert first.folder in tmp_path.glob("one-*/mlruns/*/*/artifacts")
+    shutil.rmtree(first.folder)
+    second = launch("two", 0, "train.resume_ckpt=auto")
+    assert "two-" in str(second.folder)
+    assert epochs(tmp_path) == [(0, 2, 1), (1, 2, 1), (1, 2, 1), (2, 2, 1), (2, 2, 1), (3, 2, 1)]
+    assert digest(second.folder / "last.ckpt") == digest(job("train.num_epochs=4").folder / "last.ckpt")
+    assert len([*storage.glob("*/last.ckpt")]) == 2
+
+
+@needs_ray
+@pytest.mark.slow
+def test_a_run_of_ray_is_made_again_by_ray(command, tiny, work, cluster):
+    """`reproduce` of a run that Ray's workers trained has others train it, to the same weights."""
+    first = command("train", tiny, on(f"'{cluster.address}'"), "engine.processes=2", cwd=work, **ALONE)
+    assert first.code == 0, first
+    again = command("reproduce", first.folder, cwd=work, **ALONE)
+    assert again.code == 0, again
+    assert again.folder != first.folder
+    assert "16 per process x 2 processes" in again.out
+    assert digest(again.folder / "last.ckpt") == digest(first.folder / "last.ckpt")
+
+
+@needs_ray
+@pytest.mark.slow
+def test_ctrl_c_is_polite(command, tiny, work, tracked, tmp_path, cluster):
+    """Ctrl-C in the command: the batch is finished, the checkpoint saved, the run KILLED, exit code 130, no worker
+    left."""
+    arguments = ["train.num_epochs=100", "engine.processes=2", notes(tmp_path, waits=[1])]
+    running = command.start("train", tiny, on(f"'{cluster.address}'"), *arguments, cwd=work, **ALONE)
+    running.says("waits in epoch 1")
+    running.signal(signal.SIGINT)
+    (tmp_path / "go-1").touch()
+    done = running.end()
+    assert done.code == 130, done
+    assert "interrupted by SIGINT" in done.err
+    assert tracked(done.folder).status == "KILLED"
+    import torch
+
+    assert 5 < torch.load(done.folder / "last.ckpt", weights_only=True)["global_step"] < 500
+    launch = json.loads((done.folder / "environment.json").read_text())["launch"]
+    until(lambda: not of_launch(launch), "the end of the workers")
+
+
+@needs_ray
+@pytest.mark.slow
+def test_a_killed_driver_takes_its_workers_along_and_auto_goes_on(command, job, tiny, work, tracked, tmp_path):
+    """The command is killed by SIGKILL: its workers, and the cluster that it had started, end. The same command with
+    `train.resume_ckpt=auto` goes on in the same run, to the weights of an undisturbed one."""
+    arguments = ["train.num_epochs=3", "engine.processes=2", "train.resume_ckpt=auto", notes(tmp_path, waits=[1])]
+    arguments += ["logger.params.experiment_name=driver"]
+    running = command.start("train", tiny, on("local", SMALL), *arguments, cwd=work)
+    said = running.says("waits in epoch 1")
+    worker = int(said.rpartition("process ")[2].split()[0])
+    running.signal(signal.SIGKILL)
+    until(lambda: not Path(f"/proc/{worker}").exists(), "the end of a worker")
+    assert running.end().code == -signal.SIGKILL
+    (tmp_path / "go-1").touch()
+    done = command("train", tiny, on("local", SMALL), *arguments, cwd=work)
+    assert done.code == 0, done
+    assert epochs(tmp_path) == [(0, 2, 1), (1, 2, 1), (1, 2, 1), (2, 2, 1)]
+    assert tracked(done.folder).status == "FINISHED"
+    assert digest(done.folder / "last.ckpt") == digest(job("train.num_epochs=3").folder / "last.ckpt")
+
+
+# ---- what a cluster lacks
+
+
+@needs_ray
+@pytest.mark.slow
+def test_a_cluster_without_gpus_is_told(command, tiny, work, cluster):
+    """`engine.gpus` on a cluster that has none: exit code 3, naming what it has."""
+    done = command("train", tiny, "engine.gpus=1", on(f"'{cluster.address}'"), cwd=work, **ALONE)
+    assert done.code == 3, done
+    assert "engine.gpus: asks for 1 GPUs, and the Ray cluster has 2 CPUs and no GPU" in done.err
+
+
+@needs_ray
+@pytest.mark.slow
+def test_too_few_cpus_are_waited_for_with_doubling_pauses(command, tiny, work, cluster):
+    """Where there is no room it waits, twice as long each time, and after the last try ends with exit code 3."""
+    params = ["backoff: {base_s: 0.2, factor: 2, max_tries: 4}"]
+    done = command("train", tiny, "engine.processes=3", on(f"'{cluster.address}'", *params), cwd=work, **ALONE)
+    assert done.code == 3, done
+    lines = [line for line in done.err.splitlines() if "has room for 2, and the run needs 3 workers" in line]
+    assert [line.rpartition("; tries again in ")[2] for line in lines[:-1]] == ["0.2 s", "0.4 s", "0.8 s"]
+    assert lines[-1].startswith("error: ")
+
+
+@needs_ray
+@pytest.mark.slow
+def test_what_listens_and_is_no_ray_is_told(command, tiny, work):
+    """An address where something listens that is no Ray cluster: exit code 3 after the time-out, not a hang."""
+    with socket.socket() as mute:
+        mute.bind(("127.0.0.1", 0))
+        mute.listen()
+        address = f"127.0.0.1:{mute.getsockname()[1]}"
+        done = command("train", tiny, on(f"'{address}'", "connect_timeout_s: 1"), cwd=work, **ALONE)
+    assert done.code == 3, done
+    assert address in done.err
+    assert "Traceback" not in done.err
+
+
+def test_own_code_travels_as_a_zip(tmp_path, monkeypatch):
+    """Where a worker has not the folder of the user's code, it gets what was imported from it, and what lies beside."""
+    from deeplightning.engine.launch.ray_agent import Agent, pack
+
+    package = tmp_path / "code" / "of_a_user"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("")
+    (package / "inner.py").write_text("X = 1\n")
+    (package / "labels.json").write_text("[]")
+    (package / "data.bin").write_bytes(b"1")
+    (tmp_path / "code" / "beside.py").write_text("Y = 2\n")
+    monkeypatch.syspath_prepend(tmp_path / "code")
+    importlib.import_module("of_a_user")
+    agent = Agent()
+    [root] = agent.unpack(pack([str(tmp_path / "code")]))
+    found = {path.relative_to(root).as_posix() for path in Path(root).rglob("*") if path.is_file()}
+    assert found == {"of_a_user/__init__.py", "of_a_user/inner.py", "of_a_user/labels.json", "beside.py"}
+    agent.leave()
+    assert not Path(root).exists()
+    monkeypatch.delitem(sys.modules, "of_a_user")
+    assert os.environ.get("DEEPLIGHTNING_POOL") is None
+
+
+def test_a_worker_that_nobody_sends_a_config_says_so(command, tmp_path):
+    """`deeplightning worker` by hand ends with a note."""
+    done = command("worker", cwd=tmp_path)
+    assert done.code == 3, done
+    assert "is started by launchers" in done.err

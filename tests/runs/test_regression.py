@@ -1,0 +1,244 @@
+"""Regression, and data modules that a function of the config makes: scikit-learn's numbers on one and two processes."""
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import digest
+from sklearn.metrics import mean_squared_error, root_mean_squared_error
+
+from deeplightning.task.regression import MeanSquaredError, RootMeanSquaredError
+
+ROOT = Path(__file__).resolve().parents[2]
+EXAMPLE = ROOT / "examples" / "linear_regression" / "linear_regression.yaml"
+SETS = '''
+"""Sets that a function makes."""
+
+import pytorch_lightning as pl
+import torch
+from torch.utils.data import Dataset
+
+from deeplightning.data.of_datasets import OfDatasets
+
+
+class Rows(Dataset):
+    """Two inputs, and `targets` numbers that depend on them and on chance."""
+
+    def __init__(self, size, targets=1, seed=0):
+        random = torch.Generator().manual_seed(seed)
+        self.inputs = torch.randn(size, 2, generator=random)
+        self.size = torch.randint(1, 9, (size,), generator=random)
+        mixed = self.inputs @ torch.randn(2, targets, generator=torch.Generator().manual_seed(1))
+        self.targets = mixed + torch.randn(size, targets, generator=random) * torch.arange(1, targets + 1)
+
+    def __len__(self):
+        return len(self.inputs)
+
+    def __getitem__(self, position):
+        return {"input": self.inputs[position], "target": self.targets[position]}
+
+
+def ours(cfg, size=67, targets=2, held_out=True):
+    val = Rows(29, targets, seed=2) if held_out else None
+    return OfDatasets(cfg, Rows(size, targets), val, Rows(29, targets, seed=2) if held_out else None)
+
+
+def lightnings(cfg):
+    """One data set, and Lightning's own way to make a data module of it."""
+    return pl.LightningDataModule.from_datasets(Rows(64), batch_size=cfg.data.batch_size)
+
+
+def deep():
+    return torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Unflatten(1, (1, 2)))
+
+
+def pairs(cfg):
+    return OfDatasets(cfg, torch.utils.data.TensorDataset(torch.ones(20, 2), torch.ones(20)))
+'''
+CONFIG = """\
+seed: 3
+data: {module: {type: sets.ours}, batch_size: 8}
+model:
+  module: {type: deeplightning.task.regression.Regression}
+  network: {type: torch.nn.Linear, params: {in_features: 2, out_features: 2}}
+  optimizer: {type: torch.optim.SGD, params: {lr: 0.05}}
+  loss: {type: torch.nn.MSELoss}
+train: {num_epochs: 2, export: false}
+logger: {params: {tracking_uri: STORE, system_metrics: false}, log_every_n_steps: 1}
+"""
+
+
+@pytest.fixture(scope="module")
+def config(tmp_path_factory, store):
+    folder = tmp_path_factory.mktemp("regression")
+    (folder / "sets.py").write_text(SETS)
+    (folder / "c.yaml").write_text(CONFIG.replace("STORE", str(store)))
+    return folder / "c.yaml"
+
+
+@pytest.fixture(scope="module")
+def regress(command, config):
+    """`regress(override, …)` trains; `code` is the exit code that is expected of all."""
+
+    def run(*overrides, code=0, ranks=1, verb="train"):
+        outcome = command(verb, config, f"engine.processes={ranks}", *overrides, cwd=config.parent, ranks=ranks)
+        assert {each.code for each in outcome.ranks or [outcome]} == {code}, outcome
+        return outcome
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def tested(regress):
+    """The runs of one process and of two, with a tested set of 29 samples."""
+    batch = {1: 8, 2: 4}
+    return {n: regress("stages=[train,test]", f"data.batch_size={batch[n]}", ranks=n).folder for n in (1, 2)}
+
+
+def predicted(folder):
+    with (folder / "test_predictions.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    columns = {name: [float(row[name]) for row in rows] for name in rows[0]}
+    pick = lambda name: list(zip(columns[f"{name}_0"], columns[f"{name}_1"], strict=True))  # noqa: E731
+    return columns["index"], pick("target"), pick("prediction")
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_errors_are_those_of_scikit_learn(processes, tested):
+    """`test_mse`, `test_rmse` and the loss over 29 samples of two targets, which two processes cannot share evenly,
+    equal scikit-learn's of the predictions that were written."""
+    results = json.loads((tested[processes] / "test_results.json").read_text())
+    index, truth, given = predicted(tested[processes])
+    assert index == list(range(29))
+    assert results["test_mse"] == pytest.approx(mean_squared_error(truth, given), rel=1e-5)
+    assert results["test_rmse"] == pytest.approx(root_mean_squared_error(truth, given), rel=1e-5)
+    assert results["test_loss"] == pytest.approx(results["test_mse"], rel=1e-5)
+
+
+def test_two_processes_learn_what_one_learns(tested, tracked):
+    """67 samples by eights, or by fours in each of two processes: the same curve of the validation's errors."""
+    one, two = (tracked(tested[n]).series() for n in (1, 2))
+    for name in ("val_mse", "val_rmse", "train_mse", "train_rmse_epoch"):
+        assert [s for s, _ in two[name]] == [s for s, _ in one[name]], name
+        assert [v for _, v in two[name]] == pytest.approx([v for _, v in one[name]], rel=1e-5), name
+
+
+def test_torchmetrics_serve_as_well(regress, tested):
+    """`model.metrics` of torchmetrics in the place of ours: the same mean squared error, monitored."""
+    metrics = "model.metrics={error: {type: torchmetrics.MeanSquaredError}}"
+    folder = regress(metrics, "stages=[train,test]", "train.checkpoint.monitor=val_error", "test.ckpt=last").folder
+    results = json.loads((folder / "test_results.json").read_text())
+    expected = json.loads((tested[1] / "test_results.json").read_text())
+    assert results["test_error"] == pytest.approx(expected["test_mse"], rel=1e-5)
+    assert "test_mse" not in results
+
+
+def test_errors_add_up_over_batches_of_any_size():
+    """The metrics themselves: three batches of one target and of two, beside scikit-learn's of all together."""
+    for shape in ((20,), (20, 2)):
+        given, truth = torch.randn(2, *shape, generator=torch.Generator().manual_seed(0))
+        for metric, reference in (
+            (MeanSquaredError(), mean_squared_error),
+            (RootMeanSquaredError(), root_mean_squared_error),
+        ):
+            for rows in (slice(3), slice(3, 4), slice(4, None)):
+                own = metric(given[rows], truth[rows])
+                assert float(own) == pytest.approx(reference(truth[rows], given[rows]), rel=1e-5)
+            assert float(metric.compute()) == pytest.approx(reference(truth, given), rel=1e-6)
+
+
+def test_one_number_for_each_sample_may_stand_in_a_column(regress):
+    """Outputs (B, 1) against targets (B, 1): a loss is taken of each with its own, and the file has one column."""
+    one = ["data.module.params={targets: 1}", "model.network.params.out_features=1"]
+    outcome = regress(*one, "stages=[train,test]")
+    with (outcome.folder / "test_predictions.csv").open() as file:
+        assert file.readline().strip() == "index,prediction,target"
+    assert "warning" not in outcome.err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["model.network.params.out_features=3"], "gives 3 number(s) for each sample, the data have 2"),
+        (["model.network.params.in_features=5"], "does not take the data's inputs (8, 2)"),
+        (["model.network={type: sets.deep}"], "gives (8, 1, 2)"),
+    ],
+)
+def test_a_network_that_does_not_fit_is_named(overrides, words, regress):
+    """Too many outputs, too many inputs, or no row of numbers: one note with the network, exit code 2."""
+    assert words in regress(*overrides, code=2).err
+
+
+def test_check_takes_a_batch_through(regress):
+    """`check --dry-run` passes the example, and tells a network that does not fit before anything is trained."""
+    assert "unchecked" not in regress("--dry-run", verb="check").err
+    outcome = regress("model.network.params.out_features=3", "--dry-run", verb="check", code=2)
+    assert "gives 3 number(s) for each sample, the data have 2" in outcome.err
+    monitored = regress("train.checkpoint.monitor=val_rmse", verb="check")
+    assert "unchecked" not in monitored.err
+    assert "no metric `val_acc`" in regress("train.checkpoint.monitor=val_acc", verb="check", code=2).err
+
+
+# A function as the data module
+
+
+def test_a_function_gives_one_set_and_lightnings_own_data_module(regress, tracked):
+    """`LightningDataModule.from_datasets` of a training set alone: it trains, and nothing is validated."""
+    one = ["data.module.type=sets.lightnings", "model.network.params.out_features=1"]
+    metrics = tracked(regress(*one).folder).metrics
+    assert metrics["train_loss_epoch"] > 0
+    assert not [name for name in metrics if name.startswith("val_")]
+
+
+@pytest.mark.parametrize(
+    ("stage", "data"),
+    [
+        ("validate", "no validation data"),
+        pytest.param("test", "no test data", marks=pytest.mark.slow),
+        pytest.param("predict", "no predict data", marks=pytest.mark.slow),
+    ],
+)
+def test_a_stage_without_its_data_is_told(stage, data, regress, tested):
+    """`stages: [validate]` of a function that makes a training set alone ends with 2; test and predict alike."""
+    without = ["data.module.params={held_out: false}", f"test.ckpt='{tested[1] / 'last.ckpt'}'"]
+    outcome = regress(*without, f"stages=[{stage}]", code=2)
+    assert f"stages: {data}" in outcome.err
+
+
+def test_folds_are_taken_from_the_training_set(regress, tracked):
+    """Without a validation set of its own, `num_splits` makes one: 13 of 67 samples, seeded."""
+    folded = ["data.module.params={held_out: false}", "data.num_splits=5", "data.fold=1"]
+    outcome = regress(*folded)
+    assert "ours: 54 training, 13 validation samples" in outcome.out
+    assert tracked(outcome.folder).metrics["val_mse"] > 0
+
+
+def test_the_order_may_come_from_a_sampler_by_a_column_of_the_set(regress):
+    """`data.sampler` with the column `size` of the user's own set; and batches that are no mappings are named."""
+    sampler = "deeplightning.data.samplers.BucketedDistributedSampler"
+    params = "{buckets: 2, sort_key: size, min_samples_per_bucket: 30}"
+    outcome = regress(f"data.sampler={{type: {sampler}, params: {params}}}")
+    assert "buckets    2, of 33 or 34 samples; padding " in outcome.out
+    pairs = ["data.module.type=sets.pairs", "model.network.params.out_features=1"]
+    assert "tasks need a mapping" in regress(*pairs, code=3).err
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_inside_an_epoch_bit_for_bit(regress):
+    """Ended in the first epoch and resumed: the weights of an uninterrupted run."""
+    whole = regress().folder
+    cut = regress("~train.num_epochs", "train.max_steps=4").folder
+    resumed = regress(f"train.resume_ckpt='{cut}'").folder
+    assert digest(resumed / "last.ckpt") == digest(whole / "last.ckpt")
+
+
+def test_the_line_is_found(command, store, tmp_path):
+    """The example: within its three epochs the error is that of the noise, and the slopes are those of the data."""
+    outcome = command("train", EXAMPLE, f"logger.params.tracking_uri={store}", cwd=tmp_path)
+    assert outcome.code == 0, outcome
+    assert json.loads((outcome.folder / "test_results.json").read_text())["test_loss"] < 0.02
+    found = torch.load(outcome.folder / "last.ckpt", weights_only=True)["state_dict"]
+    assert found["network.weight"][0].tolist() == pytest.approx([2.0, -1.0, 0.5], abs=0.05)
+    assert float(found["network.bias"]) == pytest.approx(5.0, abs=0.05)

@@ -1,0 +1,225 @@
+"""The nine ResNets: torchvision's networks and tensors, for pictures of any channels and small ones; others by name."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import weights
+from safetensors.torch import save_file
+from torch import nn
+
+from deeplightning.model import resnet
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Parameters for 1,000 classes and 3 channels, as torchvision's manual has them.
+SIZES = {
+    "ResNet18": 11_689_512,
+    "ResNet34": 21_797_672,
+    "ResNet50": 25_557_032,
+    "ResNet101": 44_549_160,
+    "ResNet152": 60_192_808,
+    "ResNeXt50": 25_028_904,
+    "ResNeXt101": 88_791_336,
+    "WideResNet50": 68_883_240,
+    "WideResNet101": 126_886_696,
+}
+
+
+def sketched(name: str, num_classes: int, num_channels: int = 3) -> nn.Module:
+    """A network without numbers."""
+    with torch.device("meta"):  # random numbers for 473 million parameters would take the most of the time
+        return getattr(resnet, name)(num_classes, num_channels)
+
+
+def made(name: str, num_channels: int) -> nn.Module:
+    """A network of cheap numbers: each layer takes means, so that what comes out is finite at any depth."""
+    network = sketched(name, 10, num_channels).to_empty(device="cpu")
+    for key, tensor in network.state_dict().items():
+        scale = 1 / tensor[0].numel() if tensor.ndim > 1 else 0.5 if key.endswith(("weight", "var")) else 0
+        tensor.fill_(scale)
+    return network.eval()
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_all_nine_take_grey_and_coloured_pictures(name):
+    """DL-68: 1x28x28 and 3x32x32 pixels become a finite logit per class; the sizes are the published ones."""
+    assert sum(p.numel() for p in sketched(name, 1000).parameters()) == SIZES[name]
+    for channels, size in ((1, 28), (3, 32)):
+        with torch.no_grad():
+            logits = made(name, channels)(torch.rand(2, channels, size, size))
+        assert logits.shape == (2, 10)
+        assert torch.isfinite(logits).all()
+
+
+def test_it_is_torchvisions_network():
+    """With three channels and large pictures, the same seed gives torchvision's own tensors, by the same names."""
+    import torchvision
+
+    torch.manual_seed(1)
+    ours = resnet.ResNet18(5).state_dict()
+    torch.manual_seed(1)
+    theirs = torchvision.models.resnet18(num_classes=5).state_dict()
+    assert list(ours) == list(theirs)
+    assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
+
+
+def test_the_stem_for_small_pictures_keeps_them_large():
+    """`small_images`: a 3x3 convolution of stride 1 and no pooling, so 32x32 pixels reach the last block as 4x4."""
+    small, usual = resnet.ResNet18(10, small_images=True), resnet.ResNet18(10, num_channels=2)
+    assert (small.conv1.weight.shape, small.conv1.stride) == ((64, 3, 3, 3), (1, 1))
+    assert usual.conv1.weight.shape == (64, 2, 7, 7)
+    sides = []
+    for network, channels in ((small, 3), (usual, 2)):
+        network.layer4.register_forward_hook(lambda _, __, out: sides.append(out.shape[-1]))
+        network.eval()(torch.rand(1, channels, 32, 32))
+    assert sides == [4, 1]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ((0,), "num_classes must be a whole number of at least 1, not 0"),
+        ((10, 0), "num_channels must be a whole number of at least 1, not 0"),
+        ((10, True), "num_channels must be a whole number"),
+        ((10, 3, 1), "small_images must be true or false, not 1"),
+    ],
+)
+def test_impossible_arguments(arguments, words):
+    """Each impossible argument is a ValueError in words."""
+    with pytest.raises(ValueError, match=words):
+        resnet.ResNet18(*arguments)
+
+
+def test_torchvision_is_imported_when_a_network_is_built():
+    """Looking at the module costs nothing of torchvision, which takes a second."""
+    program = "import sys, deeplightning.model.resnet, deeplightning.model.vit; print('torchvision' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+# ---- in a run
+
+SMALL = ["data.module.params.limit=40", "train.num_epochs=1"]
+RESNET = "{type: deeplightning.model.resnet.ResNet18, params: {num_classes: 10, num_channels: 1}}"
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory):
+    """A file of torchvision's tensors for 1,000 classes, like those that it offers."""
+    import torchvision
+
+    torch.manual_seed(2)
+    path = tmp_path_factory.mktemp("pretrained") / "resnet18.safetensors"
+    save_file(torchvision.models.resnet18().state_dict(), path)
+    return path
+
+
+def test_one_line_changes_the_network_and_pretrained_weights_are_taken(train, pretrained):
+    """DL-15: `model.network` alone makes a CNN's run one of a ResNet-18, which takes torchvision's tensors where they
+    fit and names those that do not: the first layer for one channel, and the last for ten classes."""
+    run = train(f"model.network={RESNET}", f"model.init_from='{pretrained}'", "model.optimizer.params.lr=0", *SMALL)
+    assert "ResNet18: 11,175,370 parameters" in run.err + run.out
+    told = run.err + run.out
+    assert "network.conv1.weight, network.fc.weight, network.fc.bias" in told
+    from safetensors.torch import load_file
+
+    ours = {name.removeprefix("network."): t for name, t in weights(run.folder / "last.ckpt").items()}
+    theirs = load_file(pretrained)
+    assert set(ours) == set(theirs)
+    moving = ("running_mean", "running_var", "num_batches_tracked")  # go on in a training
+    same = [n for n in ours if not n.endswith(moving) and not n.startswith(("conv1", "fc"))]
+    assert len(same) == 59
+    assert all(torch.equal(ours[name], theirs[name]) for name in same)
+
+
+@pytest.mark.parametrize("trainable", ["head", "all"])
+def test_a_pretrained_network_is_a_feature_extractor_or_fine_tuned(trainable, train, tmp_path_factory):
+    """BO-16: after `model.init_from`, `model.trainable: head` leaves all but the last layer's tensors bit for bit,
+    `all` changes every one."""
+    base = train(*SMALL).folder / "last.ckpt"
+    after = train(f"model.init_from='{base}'", f"model.trainable={trainable}", *SMALL).folder / "last.ckpt"
+    before, now = weights(base), weights(after)
+    changed = {name for name in now if not torch.equal(before[name], now[name])}
+    head = {"network.classifier.weight", "network.classifier.bias"}
+    assert changed == (head if trainable == "head" else set(now))
+
+
+def test_too_few_classes_are_named(train):
+    """UT-24: three outputs for labels 0 to 9 end the run with code 2, the labels and the key to set, before a step."""
+    run = train("model.network.params.num_classes=3", code=2)
+    assert "the data has 10 classes (labels 0 to 9), the network 3 outputs" in run.err
+    assert "model.network.params.num_classes=10" in run.err
+
+
+def test_missing_pretrained_weights_are_named(train, tmp_path):
+    """UT-12: a folder that is not there, or holds no weights, is named with its key before a run begins."""
+    (tmp_path / "empty").mkdir()
+    for folder, words in (("nowhere", "There is no run folder"), ("empty", "there are no weights in this folder")):
+        run = train(f"model.init_from='{tmp_path / folder}'", code=4)
+        assert words in run.err
+        assert str(tmp_path / folder) in run.err
+
+
+ENGINES = [
+    "null",
+    "ddp",
+    "fsdp",
+    "deepspeed_stage_1",
+    "deepspeed_stage_2",
+    "deepspeed_stage_3",
+    "deepspeed_stage_3_offload",
+]
+
+
+def test_one_file_for_seven_engines(command, tmp_path):
+    """ST-63: CIFAR-10 checks without a fault under each engine, by one override; the Vision Transformer's file too."""
+    checked = [("cifar10_resnet18", engine) for engine in ENGINES] + [("cifar10_vit", "ddp")]
+    for config, engine in checked:
+        processes = 1 if engine == "null" else 2  # of CPUs: `engine.gpus` names how many GPUs there are
+        override = [f"engine.backend={engine}", "engine.gpus=null", f"engine.processes={processes}"]
+        outcome = command("check", ROOT / "configs" / f"{config}.yaml", *override, cwd=tmp_path)
+        assert outcome.code == 0, outcome
+
+
+# ---- networks of other packages
+
+
+def test_a_network_of_torchvision_by_name(command, store, tmp_path):
+    """Any network of torchvision's is a plain target: it trains, and its arguments are compared with its signature."""
+    shapes = ["data.module.params={train: 20, test: 10}", "data.batch_size=6", "train.num_epochs=1"]
+    shapes += ["model.optimizer.groups=[]", "train.export=false", f"logger.params.tracking_uri={store}"]
+    network = "model.network={{type: torchvision.models.mobilenet_v3_small, params: {{{}: 10}}}}"
+    config = ROOT / "examples" / "cifar10" / "cifar10.yaml"
+    run = command("train", config, *shapes, network.format("num_classes"), cwd=tmp_path)
+    assert run.code == 0, run
+    assert weights(run.folder / "last.ckpt")["network.classifier.3.weight"].shape == (10, 1024)
+    wrong = command(
+        "check", config, *shapes, "model.network={type: torchvision.ops.MLP, params: {x: 10}}", cwd=tmp_path
+    )
+    assert wrong.code == 2, wrong
+    assert "model.network.params.x" in wrong.err
+
+
+@pytest.mark.parametrize(
+    ("network", "code", "words"),
+    [
+        (
+            "{type: timm.create_model, params: {model_name: vit_tiny_patch16_224}}",
+            3,
+            "there is no module timm to import (for `timm.create_model`). It is a package that is not installed here: "
+            "pip install timm",
+        ),
+        ("{type: torchvison.models.resnet18}", 2, "there is no module torchvison to import"),
+        ("{type: torchvision.models.resnet19}", 2, "torchvision.models has no `resnet19`. Did you mean"),
+    ],
+)
+def test_a_missing_package_or_network_is_one_note(network, code, words, command, tiny, place):
+    """`check` and `train` say the same, with the install command where a package is missing (3, else 2)."""
+    for verb in ("check", "train"):
+        outcome = command(verb, tiny, f"model.network={network}", cwd=place)
+        assert outcome.code == code, outcome
+        assert words in outcome.err
+        assert outcome.err.count("error: ") == 1

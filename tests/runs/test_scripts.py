@@ -1,0 +1,460 @@
+"""The shell scripts, and the files that tell other tools how to set up: what they start, with what, when they set up.
+
+A clone in a folder with a space holds the real scripts; its Python and its uv are a few lines of shell that say what
+they were asked. What uv really does with requirements.lock, CI shows: it begins with a fresh clone.
+"""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = ["env.sh", "train.sh", "monitor.sh", "deploy.sh", "predict.sh", "test.sh", "tools/gpu_wheels.sh", ".ci/run"]
+TOOLS = ["awk", "bash", "cat", "cksum", "date", "df", "dirname", "env", "grep", "ln", "mkdir", "mv", "readlink", "rm"]
+TOOLS += ["sed", "sleep", "tail", "touch"]
+
+# Says its arguments, one a line; as pytest's or ruff's stand-in it fails where STUB_FAILS is among them.
+PYTHON = """#!/usr/bin/env bash
+if [ "$1" = -c ]; then echo "$STUB_TORCHVISION" >&2; [ -z "$STUB_TORCHVISION" ]; exit; fi
+[ -z "$STUB_CLOCK" ] || date +%s%N >"$STUB_CLOCK"
+printf '%s\\n' "$@"
+case " $* " in *" ${STUB_FAILS:-nothing} "*) exit 1 ;; esac
+exit "${STUB_EXIT:-0}"
+"""
+
+# Notes each call, makes an environment of the Python above, and fails or hangs at the call that has the word asked for.
+UV = """#!/usr/bin/env bash
+[ "$1" != --version ] || { echo "uv 0.13.8"; exit; }
+echo "$*" >>"$STUB_CALLS"
+case "$*" in venv*) mkdir -p "${!#}/bin" && ln -s "$STUB_PYTHON" "${!#}/bin/python" ;; esac
+case " $* " in *" ${UV_HANGS:-nothing} "*) touch "$STUB_CALLS.hangs"; exec sleep 60 ;; esac
+case " $* " in *" ${UV_FAILS:-nothing} "*) echo "error: ${UV_SAYS:-dns error}" >&2; exit 2 ;; esac
+"""
+
+
+class Clone:
+    """A clone with nothing set up; `bin` is all of its PATH: the usual tools, a new enough Python, and the uv above."""
+
+    def __init__(self, tmp_path: Path):
+        self.root = tmp_path / "a clone"
+        self.bin = tmp_path / "bin"
+        self.calls = tmp_path / "calls"
+        self.environment = {
+            "PATH": str(self.bin),
+            "HOME": str(tmp_path / "home"),
+            "STUB_PYTHON": str(tmp_path / "stub"),
+            "STUB_CALLS": str(self.calls),
+        }
+        self.root.mkdir()
+        self.bin.mkdir()
+        for name in [*SCRIPTS, "pyproject.toml", "requirements.lock", "tests/journeys.txt"]:
+            (self.root / name).parent.mkdir(exist_ok=True)
+            shutil.copy(ROOT / name, self.root / name)
+        for tool in TOOLS:
+            (self.bin / tool).symlink_to(shutil.which(tool) or tool)
+        (self.bin / "python3").symlink_to(Path(sys.executable).resolve())
+        for path, text in [(tmp_path / "stub", PYTHON), (self.bin / "uv", UV)]:
+            path.write_text(text)
+            path.chmod(0o755)
+
+    def start(self, script: str, *arguments: str, cwd: Path | None = None, **environment: str) -> subprocess.Popen:
+        return subprocess.Popen(
+            ["bash", str(self.root / script), *arguments],
+            cwd=cwd or self.bin,
+            env=self.environment | environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, script: str, *arguments: str, cwd: Path | None = None, **environment: str) -> tuple[int, str, str]:
+        """Exit code, standard output, standard error."""
+        process = self.start(script, *arguments, cwd=cwd, **environment)
+        out, err = process.communicate(timeout=60)
+        return process.returncode, out, err
+
+    def start_hanging(self, script: str) -> subprocess.Popen:
+        """A start whose set-up has come to its last step, and stays there."""
+        process = self.start(script, UV_HANGS="-e")
+        while not Path(f"{self.calls}.hangs").exists():
+            assert process.poll() is None
+            time.sleep(0.01)
+        return process
+
+    def uv_calls(self) -> list[str]:
+        return self.calls.read_text().splitlines() if self.calls.exists() else []
+
+
+@pytest.fixture
+def bare(tmp_path):
+    return Clone(tmp_path)
+
+
+@pytest.fixture
+def clone(bare):
+    """A clone that is set up; nothing is left of its set-up but the environment."""
+    code, _, err = bare.run("env.sh")
+    assert code == 0, err
+    bare.calls.unlink()
+    return bare
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_script_is_correct_shell(script):
+    """`bash -n` has nothing to say."""
+    assert subprocess.run(["bash", "-n", str(ROOT / script)], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ([], ["{root}/configs/base.yaml"]),
+        (["train.num_epochs=2"], ["{root}/configs/base.yaml", "train.num_epochs=2"]),
+        (["~model.scheduler"], ["{root}/configs/base.yaml", "~model.scheduler"]),
+        (["+train.callbacks=[a, b]"], ["{root}/configs/base.yaml", "+train.callbacks=[a, b]"]),
+        (["--help"], ["{root}/configs/base.yaml", "--help"]),
+        (["my config.yaml", "seed=1"], ["my config.yaml", "seed=1"]),
+        (["fold=1.yaml", "seed=1"], ["fold=1.yaml", "seed=1"]),
+    ],
+)
+def test_train_passes_its_arguments_on(clone, tmp_path, arguments, expected):
+    """Arguments arrive as given, spaces and all; without a config the clone's configs/base.yaml comes first."""
+    (tmp_path / "fold=1.yaml").touch()
+    _, out, _ = clone.run("train.sh", *arguments, cwd=tmp_path)
+    assert out.splitlines() == ["-m", "deeplightning", "train", *(word.format(root=clone.root) for word in expected)]
+
+
+@pytest.mark.parametrize(
+    ("script", "command"),
+    [
+        ("monitor.sh", ["-m", "deeplightning.tracking.monitor"]),
+        ("deploy.sh", ["-m", "deeplightning", "serve"]),
+        ("predict.sh", ["-m", "serve.predict"]),
+    ],
+)
+def test_scripts_pass_their_arguments_on(clone, script, command):
+    """Each script is one Python module with the arguments as they were given."""
+    _, out, _ = clone.run(script, "a b", "--port", "1")
+    assert out.splitlines() == [*command, "a b", "--port", "1"]
+
+
+@pytest.mark.parametrize("script", ["train.sh", "monitor.sh", "deploy.sh", "predict.sh"])
+def test_scripts_pass_the_exit_code_on(clone, script):
+    """What Python ends with, the script ends with."""
+    assert clone.run(script, STUB_EXIT="5")[0] == 5
+
+
+def test_test_runs_every_check(clone):
+    """A check that fails does not keep the others from running, and makes the exit code 1; types are checked beside the
+    tests, and told after them."""
+    code, out, err = clone.run("test.sh", "--full", "-k", "a b", STUB_FAILS="mypy")
+    assert code == 1
+    assert [line.split()[1] for line in out.splitlines() if line.startswith("$ ")] == ["ruff", "ruff", "pytest", "mypy"]
+    pytest = out[out.index("$ pytest") : out.index("$ mypy")].splitlines()
+    assert pytest[-5:] == ["-m", "not slow", "-k", "a b", ""]
+    assert out.splitlines()[-2:] == ["-m", "mypy"]
+    assert err.strip() == "Not passed: mypy"
+
+
+def test_the_sizes_of_test(clone):
+    """`--quick` runs the unit tests; without a size come the journeys; `--full` and `--all` run all files, the latter
+    slow tests too. Files that are named are run, and no others."""
+    (clone.root / "tests" / "journeys.txt").write_text("# A list.\n\ntests/runs/test_a.py  # why\n")
+
+    def pytest(*arguments):
+        code, out, _ = clone.run("test.sh", *arguments)
+        assert code == 0
+        return out[out.index("--dist\n") : out.index("\n\n$ mypy")].splitlines()[1:]
+
+    quick = ["loadfile", "-m", "not slow"]
+    assert pytest("--quick") == ["worksteal", "-m", "not slow and not run", "tests/unit"]
+    assert pytest() == [*quick, "tests/unit", "tests/runs/test_a.py"]
+    assert pytest("--full", "-x") == [*quick, "-x"]
+    assert pytest("--all", "-x") == ["loadfile", "-x"]
+    assert pytest("tests/test_a.py::test_b") == [*quick, "tests/test_a.py::test_b"]
+
+
+def test_test_gpu_is_one_program(clone):
+    """`--gpu` runs no other check, and the other arguments arrive as given."""
+    _, out, _ = clone.run("test.sh", "-k", "a b", "--gpu")
+    assert out.splitlines() == ["benchmarks/gpu.py", "--suite", "-k", "a b"]
+
+
+def test_a_python_that_is_named_is_used_as_it_is(bare, tmp_path):
+    """DEEPLIGHTNING_PYTHON is a command or a path, also one that is relative: nothing is set up."""
+    (bare.bin / "own python").symlink_to(tmp_path / "stub")
+    for named in ("own python", "./own python", str(bare.bin / "own python")):
+        code, out, err = bare.run("train.sh", "x.yaml", DEEPLIGHTNING_PYTHON=named)
+        assert (code, out.splitlines(), err) == (0, ["-m", "deeplightning", "train", "x.yaml"], "")
+    assert not (bare.root / ".venv").exists()
+    code, _, err = bare.run("train.sh", DEEPLIGHTNING_PYTHON="no such python")
+    assert code == 3
+    assert "DEEPLIGHTNING_PYTHON=no such python is no command" in err
+
+
+def test_ci_runs_test(clone):
+    """`.ci/run` is `test.sh --full`, and passes its exit code on."""
+    code, out, _ = clone.run(".ci/run", STUB_FAILS="pytest")
+    assert (code, "$ pytest" in out, "tests/" in out) == (1, True, False)
+
+
+def test_a_current_environment_costs_milliseconds(clone, tmp_path):
+    """With a current environment a script is silent and starts no Python but the one asked for, within 100 ms."""
+    (clone.bin / "python3").unlink()
+    clock = tmp_path / "clock"
+    spent = []
+    for _ in range(5):  # the best of five: others may be busy on this machine
+        begin = time.time_ns()
+        code, _, err = clone.run("train.sh", STUB_CLOCK=str(clock))
+        spent.append((int(clock.read_text()) - begin) / 1e6)
+        assert (code, err) == (0, "")
+    assert clone.uv_calls() == []
+    assert min(spent) < 100
+
+
+def test_set_up_installs_the_lock_with_its_hashes(bare):
+    """The first start makes the environment from requirements.lock, then adds the project without the network."""
+    before = set(bare.root.iterdir())
+    code, out, err = bare.run("train.sh", "x.yaml")
+    assert (code, out.splitlines()) == (0, ["-m", "deeplightning", "train", "x.yaml"])
+    assert err.splitlines()[0].startswith(f"Setting up the environment in {bare.root}/.venv: once,")
+    venv, packages, project = bare.uv_calls()
+    assert venv.startswith("venv ")
+    assert packages.endswith("--compile-bytecode --require-hashes -r requirements.lock")
+    assert project.endswith("--offline --no-deps --no-build-isolation -e .")
+    assert set(bare.root.iterdir()) - before == {bare.root / ".uv", bare.root / ".venv"}
+
+
+def test_another_torch_build_is_kept(clone):
+    """TORCH_BACKEND is handed to uv, without the hashes of the other build; starts that do not name one keep it."""
+    assert clone.run("env.sh", TORCH_BACKEND="cpu")[0] == 0
+    packages = clone.uv_calls()[1]
+    assert packages.endswith(
+        "--torch-backend cpu --no-verify-hashes -c requirements.lock -r pyproject.toml --extra dev"
+    )
+    assert clone.run("env.sh") == (0, "", "")
+    assert clone.run("env.sh", TORCH_BACKEND="cpu") == (0, "", "")
+
+
+@pytest.mark.parametrize("word", ["cuda", "cu", "-h", "index url"])
+def test_an_unknown_torch_build_is_a_note(clone, word):
+    """A wrong TORCH_BACKEND ends with exit code 3 and the words that are right; the environment there is stays."""
+    code, out, err = clone.run("train.sh", TORCH_BACKEND=word)
+    assert (code, out) == (3, "")
+    assert f"TORCH_BACKEND={word} is not known. It can be cpu, auto, or a CUDA release such as cu128" in err
+    assert clone.run("env.sh") == (0, "", "")
+
+
+def _new_lock(clone):
+    with (clone.root / "requirements.lock").open("a") as file:
+        file.write("# renewed\n")
+
+
+def _new_dependency(clone):
+    path = clone.root / "pyproject.toml"
+    path.write_text(path.read_text().replace('"click>=', '"click>=0'))
+
+
+def _move(clone):
+    clone.root = clone.root.rename(clone.root.with_name("elsewhere"))
+
+
+def _lose_python(clone):
+    (clone.root / ".venv/bin/python").unlink()
+
+
+@pytest.mark.parametrize("change", [_new_lock, _new_dependency, _move, _lose_python])
+def test_an_outdated_environment_is_made_again(clone, change):
+    """Other requirements, a clone that moved, a Python that is gone: the next start sets up, the one after does not."""
+    change(clone)
+    code, _, err = clone.run("train.sh")
+    assert (code, "Setting up" in err) == (0, True)
+    assert clone.run("env.sh") == (0, "", "")
+
+
+def test_settings_of_the_checks_change_no_environment(clone):
+    """Who edits the settings of ruff, mypy or pytest waits for no new environment."""
+    with (clone.root / "pyproject.toml").open("a") as file:
+        file.write("# another setting\n")
+    assert clone.run("env.sh") == (0, "", "")
+
+
+def test_two_starts_set_up_once(bare):
+    """Of two scripts started together one sets up, the other waits and says so."""
+    first = bare.start_hanging("env.sh")
+    second = bare.start("train.sh")
+    assert second.stderr.readline() == "Another start is setting up the environment; waiting for it.\n"
+    calls = len(bare.uv_calls())
+    first.send_signal(signal.SIGTERM)
+    first.communicate(timeout=60)
+    assert calls == 3
+    assert second.communicate(timeout=60)[0].splitlines()[2] == "train"
+
+    _new_lock(bare)
+    bare.calls.unlink()
+    both = [bare.start("train.sh"), bare.start("train.sh")]
+    assert [(process.communicate(timeout=60), process.returncode)[1] for process in both] == [0, 0]
+    assert len(bare.uv_calls()) == 3
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_an_interrupted_set_up_leaves_no_environment(bare, number, code):
+    """Ctrl-C and kill end the set-up and its uv at once; the next start sets up again."""
+    process = bare.start_hanging("train.sh")
+    os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
+    out, _ = process.communicate(timeout=20)
+    assert (process.returncode, out) == (code, "")
+    assert not (bare.root / ".venv").exists()
+    assert not (bare.root / ".uv/new").exists()
+    assert "Setting up" in bare.run("env.sh")[2]
+
+
+def test_a_set_up_killed_outright_leaves_no_environment(bare):
+    """After `kill -9` of everything the next start sets up again."""
+    process = bare.start_hanging("train.sh")
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate(timeout=20)
+    assert not (bare.root / ".venv").exists()
+    assert bare.run("train.sh")[0] == 0
+
+
+def test_a_failed_set_up_keeps_the_environment_there_is(clone):
+    """Where the new environment cannot be had the old one stays, and is still known to be old."""
+    _new_lock(clone)
+    code, out, err = clone.run("train.sh", UV_FAILS="-r")
+    assert (code, out) == (3, "")
+    assert "a package could not be had. Most often there is no network" in err
+    assert "    error: dns error" in err
+    assert err.splitlines()[-1] == f"Everything that was said: {clone.root}/.uv/log"
+    assert (clone.root / ".venv/bin/python").exists()
+    assert "Setting up" in clone.run("env.sh")[2]
+
+
+@pytest.mark.parametrize(
+    ("said", "note"),
+    [
+        ("No space left on device (os error 28)", "the disk is full"),
+        ("Hash mismatch for `click`", "a package is not the one that requirements.lock names"),
+    ],
+)
+def test_the_note_names_the_reason(bare, said, note):
+    """A full disk and a package with another hash are told apart from a missing network."""
+    code, _, err = bare.run("train.sh", UV_FAILS="-r", UV_SAYS=said)
+    assert (code, note in err) == (3, True)
+
+
+def test_torch_and_torchvision_of_different_builds_are_a_note(bare):
+    """A torch that does not go with the torchvision beside it is found right after the set-up, with what to do."""
+    code, _, err = bare.run("train.sh", STUB_TORCHVISION="RuntimeError: operator torchvision::nms does not exist")
+    assert code == 3
+    assert "torch and torchvision come from different builds" in err
+    assert "set TORCH_BACKEND=cpu" in err
+    assert not (bare.root / ".venv").exists()
+
+
+def test_no_network_and_no_environment_is_a_note(bare):
+    """With no uv at hand and an index that cannot be reached: one note, exit code 3, no environment."""
+    (bare.bin / "uv").unlink()
+    code, out, err = bare.run("train.sh", PIP_NO_INDEX="1")
+    assert (code, out) == (3, "")
+    assert "a package could not be had. Most often there is no network" in err
+    assert "No matching distribution found for uv==" in err
+    assert not (bare.root / ".venv").exists()
+
+
+def test_no_network_with_a_real_uv_is_a_note(bare):
+    """The same with the real uv, offline and with an empty cache."""
+    uv = shutil.which("uv", path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    if uv is None:
+        pytest.skip("no uv here; `bash env.sh` installs one")
+    (bare.bin / "uv").unlink()
+    (bare.bin / "uv").symlink_to(uv)
+    code, _, err = bare.run("train.sh", UV_OFFLINE="1", UV_CACHE_DIR=str(bare.bin / "cache"))
+    assert (code, err.count("Cannot set up the environment")) == (3, 1)
+    assert not (bare.root / ".venv").exists()
+
+
+def test_an_old_uv_is_not_used(bare):
+    """A uv from before `--torch-backend` counts as none."""
+    (bare.bin / "uv").write_text(UV.replace("0.13.8", "0.5.1"))
+    code, _, err = bare.run("train.sh", PIP_NO_INDEX="1")
+    assert (code, "found for uv==" in err, bare.uv_calls()) == (3, True, [])
+
+
+def test_no_python_is_a_note(bare):
+    """Where every Python is older than 3.11 the note says what is needed."""
+    (bare.bin / "python3").unlink()
+    (bare.bin / "python3").write_text("#!/usr/bin/env bash\necho /usr/bin/python3; exit 1\n")
+    (bare.bin / "python3").chmod(0o755)
+    code, _, err = bare.run("train.sh")
+    assert (code, "Python 3.11 or newer is needed" in err) == (3, True)
+
+
+def test_a_newer_python_beside_an_old_one_is_found(bare):
+    """An old python3 does not hide a python3.12."""
+    (bare.bin / "python3").rename(bare.bin / "python3.12")
+    assert bare.run("env.sh")[0] == 0
+
+
+def test_a_clone_that_cannot_be_written_is_a_note(bare):
+    """A read-only clone without an environment: one note, exit code 3. (A file in the way: root may write anywhere.)"""
+    (bare.root / ".uv").touch()
+    code, _, err = bare.run("train.sh")
+    assert code == 3
+    assert err == (
+        f"Cannot set up the environment of {bare.root}: nothing can be written there. Make the folder writable, "
+        "or clone to one that is.\n"
+    )
+
+
+def _locked() -> list[str]:
+    """`name==version [; marker]` of every package in requirements.lock."""
+    lines = (ROOT / "requirements.lock").read_text().splitlines()
+    return [line.removesuffix("\\").strip() for line in lines if re.match(r"\S+==", line)]
+
+
+def test_the_lock_has_a_hash_for_every_package():
+    """Nothing is installed that is not checked against a hash."""
+    entries = re.split(r"\n(?=\S)", (ROOT / "requirements.lock").read_text().strip())
+    assert [entry.splitlines()[0] for entry in entries if "--hash=sha256:" not in entry] == []
+
+
+def test_conda_env_has_the_versions_of_the_lock():
+    """conda_env.yaml installs what requirements.lock names, and the project."""
+    environment = yaml.safe_load((ROOT / "conda_env.yaml").read_text())
+    python, _, pip = environment["dependencies"]
+    assert python == "python=3.11"
+    assert pip["pip"] == [*_locked(), "-e ."]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "config"), [([], "configs/base.yaml"), (["-P", "config=my config.yaml"], "my config.yaml")]
+)
+def test_mlflow_run_starts_the_training(bare, arguments, config):
+    """`mlflow run . -P config=CFG` runs, in the clone, what train.sh CFG runs; without `-P` it is configs/base.yaml."""
+    for name in ["MLproject", "conda_env.yaml"]:
+        shutil.copy(ROOT / name, bare.root / name)
+    (bare.bin / "python").write_text(PYTHON)
+    (bare.bin / "python").chmod(0o755)
+    environment = bare.environment | {"MLFLOW_TRACKING_URI": f"sqlite:///{bare.bin}/runs.db"}
+    command = [sys.executable, "-m", "mlflow", "run", ".", "--env-manager", "local", *arguments]
+    done = subprocess.run(command, cwd=bare.root, env=environment, check=True, capture_output=True, text=True)
+    assert done.stdout.splitlines() == ["-m", "deeplightning", "train", config]
+
+
+def test_pre_commit_runs_the_tools_of_the_environment():
+    """Each hook is one of test.sh's checks, run from .venv, so a commit and CI cannot disagree on a version."""
+    config = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())
+    (local,) = config["repos"]
+    assert local["repo"] == "local"
+    assert {hook["entry"].split()[0] for hook in local["hooks"]} == {".venv/bin/ruff", ".venv/bin/mypy"}
+    assert {hook["language"] for hook in local["hooks"]} == {"system"}

@@ -1,0 +1,411 @@
+"""Secrets that were planted in code, settings, diffs and the environment are in nothing that a run leaves behind.
+
+The corpora are `hostile/secrets.jsonl` (name, kind of file, text, secret) and `hostile/no_secrets.jsonl` (kind of file,
+text that stays as it is), a line each. A `¦` in the first is taken out on reading: with it no scanner of repositories
+takes the line for a real key.
+"""
+
+import base64
+import contextlib
+import io
+import json
+import os
+import sqlite3
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+from urllib.parse import quote, quote_plus
+
+import pytest
+import yaml
+from PIL import Image
+from served import Server
+
+from deeplightning.config.conceal import conceal, conceal_diff
+from deeplightning.config.secrets import Secrets
+from deeplightning.configure import examine
+from deeplightning.runfolder import permissions_of
+from deeplightning.tracking.client import Client
+from deeplightning.tracking.logger import MLflowLogger
+from deeplightning.tracking.store import locate
+from deeplightning.tracking.tracker import Batch
+
+HOSTILE = Path(__file__).parents[1] / "hostile"
+PLANTED = [json.loads(line.replace("¦", "")) for line in (HOSTILE / "secrets.jsonl").read_text("utf-8").splitlines()]
+HARMLESS = [json.loads(line) for line in (HOSTILE / "no_secrets.jsonl").read_text("utf-8").splitlines()]
+PASSWORD = "correct/horse battery+staple=42"
+"""Comes from the environment; a URL and base64 write it in another way."""
+CONFIG = """\
+seed: 7
+data:
+  root: null
+  batch_size: 16
+  module:
+    type: kept.own.Own
+    params:
+      {password: "${oc.env:TABLE_PASSWORD}", db_password: clear/hunter-47, admin_password: 90817263, url: "x://me:clear-48@db/t"}
+model:
+  module: {type: deeplightning.task.img_classif.ImageClassification}
+  network: {type: kept.own.network, params: {}}
+  optimizer: {type: torch.optim.SGD, params: {lr: 0.05}}
+  loss: {type: torch.nn.CrossEntropyLoss, params: {}}
+train: {num_epochs: 1, export: false}
+logger:
+  params: {system_metrics: false, tags: {same: "${data.module.params.db_password}", note: "with clear/hunter-47 in it"}}
+  pictures: null
+"""
+CLEAR = ["clear/hunter-47", "90817263", "clear-48"]
+"""Stand in the config."""
+OWN = """\
+import base64
+import json
+import os
+import urllib.parse
+from torch import nn
+from deeplightning.data.digits import Digits
+
+
+def network():
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, 10))
+
+
+class Own(Digits):
+    def __init__(self, cfg, password, db_password, admin_password, url):
+        super().__init__(cfg)
+        self.words = [password, db_password, str(admin_password), url, *json.loads(os.environ["WORDS"])]
+
+    def train_dataloader(self):
+        told = []
+        for word in self.words if os.environ.get("FAILS") else ():
+            told += [word, repr(word), urllib.parse.quote(word), urllib.parse.quote_plus(word), word[:20], word[:25]]
+            told += [base64.b64encode(word.encode()).decode(), base64.b64encode(b"me:" + word.encode()).decode()]
+        if told:
+            raise RuntimeError(f"refused: {' '.join(told)}")
+        return super().train_dataloader()
+"""
+
+
+class Served(Server):
+    """`deeplightning serve RUN`."""
+
+    program = (sys.executable, "-m", "deeplightning", "serve")
+
+
+def png():
+    content = io.BytesIO()
+    Image.new("L", (8, 8)).save(content, "png")
+    return content.getvalue()
+
+
+REQUESTS = [
+    *(("GET", path, None, "text/plain") for path in ("/", "/info", "/openapi.json", "/metrics", "/health", "/ready")),
+    ("POST", "/predict", png(), "image/png"),
+    ("POST", "/predict", json.dumps({"images": [base64.b64encode(png()).decode()]}), "application/json"),
+    *(("POST", "/predict", body, kind) for body, kind in ((b"no picture", "image/png"), ("{", "application/json"))),
+    *(("GET", "/nothing", None, "text/plain"), ("PUT", "/predict", b"", "text/plain")),
+]
+
+
+def diff_of(kind, text):
+    """What git tells of a new file."""
+    lines = "".join(f"+{line}\n" for line in text.split("\n"))
+    name = kind if kind.startswith(".env") else f"x{kind}"
+    return f"diff --git a/{name} b/{name}\nnew file mode 100644\n--- /dev/null\n+++ b/{name}\n@@ -0,0 +1 @@\n{lines}"
+
+
+def test_the_corpus_is_large_enough():
+    """At least 60 kinds of secret, each once, and no fewer texts that are none."""
+    assert len({(name, kind) for name, kind, _, _ in PLANTED}) == len(PLANTED) >= 60
+    assert len({secret for *_, secret in PLANTED}) == len(PLANTED)
+    assert len(HARMLESS) >= len(PLANTED)
+
+
+@pytest.mark.parametrize(("name", "kind", "text", "secret"), PLANTED, ids=[f"{row[1]} {row[0]}" for row in PLANTED])
+def test_a_planted_secret_is_blotted_out(name, kind, text, secret):
+    """In the file and in a diff of it, and the line of the file is told; all lines keep their numbers."""
+    clean, lines = conceal(text, f"x{kind}")
+    assert secret not in clean
+    assert text[: text.index(secret)].count("\n") + 1 in lines or "PRIVATE" in text
+    assert clean.count("\n") == text.count("\n")
+    assert secret not in conceal_diff(diff_of(kind, text))
+
+
+@pytest.mark.parametrize(("kind", "text"), HARMLESS, ids=[f"{kind} {text[:40]}" for kind, text in HARMLESS])
+def test_what_is_no_secret_stays_as_it_is(kind, text):
+    """Tokenizers, types, references, placeholders, hashes, calls and prose; also in a diff."""
+    assert conceal(text, f"x{kind}") == (text, [])
+    assert conceal_diff(diff_of(kind, text)) == diff_of(kind, text)
+
+
+def test_our_own_sources_stay_as_they_are():
+    """What a run keeps of a library of this size holds no line that is taken for a secret."""
+    top = Path(__file__).parents[2]
+    found = {}
+    for path in [*top.glob("deeplightning/**/*.py"), *top.glob("configs/**/*.yaml"), *top.glob("examples/**/*.py")]:
+        if lines := conceal(path.read_text("utf-8"), path.name)[1]:
+            found[str(path.relative_to(top))] = lines
+    assert found == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("a" * 100_000, "password" * 10_000, "password = " * 10_000, "password: (" + "(" * 50_000, '"""' * 30_000),
+        *("password=[" + "'ab'," * 20_000, "://a:" * 20_000, "kind: Secret\n" + "data:\n a\n" * 10_000, "eyJ" * 30_000),
+        *("password:" + " " * 50_000, "password:" + "\n" * 50_000, "-----BEGIN PRIVATE KEY-----" * 3_000),
+    ],
+    ids=lambda text: text[:12],
+)
+def test_no_text_makes_the_search_slow(text):
+    """Its time grows with the length of a text, whatever is in it: 100,000 characters take less than 5 s of work."""
+    began = time.process_time()
+    for name in ("x.py", "x.yaml", "x.md"):
+        conceal(text, name)
+    assert time.process_time() - began < 5
+
+
+def forms(value):
+    content = value.encode()
+    yield from (value, repr(value)[1:-1], json.dumps(value)[1:-1])
+    yield from (quote(value), quote(value, safe=""), quote_plus(value))
+    for encode in (base64.b64encode, base64.urlsafe_b64encode):
+        for around in (b"", b"m", b"me", b"me:", b"user:"):
+            yield encode(around + content).decode()[-(-len(around) * 8 // 6) :].rstrip("=")[:-1]
+
+
+@pytest.mark.parametrize(
+    "value", [PASSWORD, "pässwörd & more/than?20", "k3j4h5g6f7d8s9a0q1w2e4r5", 'it\'s "quoted" \\ twice']
+)
+def test_a_value_of_the_environment_is_redacted_in_every_form(value):
+    """Plain, as Python and JSON write it, quoted for a URL, in base64 alone and behind a user's name; whole, or cut
+    after 20 characters and more."""
+    secrets = Secrets(values={value: "${oc.env:X}"})
+    for form in forms(value):
+        for length in {len(form), 20, 23} - ({20, 23} if len(form) <= 23 else set()):
+            told = secrets.redact(f"refused: {form[:length]}, {form[:length]}")
+            assert form[:20] not in told, (form, length)
+            assert told.startswith("refused: ")
+    assert secrets.redact("an ordinary line") == "an ordinary line"
+
+
+def git(folder, *arguments):
+    name = ["-c", "user.name=N", "-c", "user.email=n@e"]
+    subprocess.run(["git", "-C", str(folder), *name, *arguments], check=True, capture_output=True)
+
+
+@pytest.fixture(scope="module")
+def planted_run(command, tmp_path_factory):
+    """A run that fails with a secret of the environment in every form, from a tree that holds the whole corpus: what
+    can be packed lies in the package that is packed, everything is in the diff."""
+    top = tmp_path_factory.mktemp("planted")
+    tree, store = top / "tree", top / "mlruns"
+    package = tree / "kept"
+    package.mkdir(parents=True)
+    (package / "own.py").write_text(OWN)
+    (package / "__init__.py").write_text("")
+    (tree / "c.yaml").write_text(CONFIG)
+    files = {}
+    for number, (_, kind, text, _) in enumerate(PLANTED):
+        files[package / f"planted_{number}{kind}"] = text
+        if kind in (".env", ".netrc", ".npmrc"):
+            files[tree / f"planted_{number}" / kind] = text
+    for path in files:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("")
+    git(tree, "init", "-q")
+    git(tree, "add", "-f", ".")
+    git(tree, "commit", "-q", "-m", "first")
+    for path, text in files.items():
+        path.write_text(text + "\n")
+    words = [secret for _, kind, _, secret in PLANTED if kind == ".py" and "\n" not in secret]
+    train = ("train", "c.yaml", f"logger.params.tracking_uri='{store}'")
+    told = {"cwd": tree, "TABLE_PASSWORD": PASSWORD, "WORDS": json.dumps(words)}
+    done = command(*train, **told, FAILS="yes")
+    assert "RuntimeError" in done.err, done
+    return done, store, next(store.glob("*/*/artifacts")), lambda: command(*train, "train.export=true", **told)
+
+
+def contents_of(store):
+    """Every file of a store, what is in those that are archives, and every row of its database as text."""
+    contents = {str(path): path.read_bytes() for path in store.rglob("*") if path.is_file()}
+    for name, content in list(contents.items()):
+        if zipfile.is_zipfile(io.BytesIO(content)):
+            with zipfile.ZipFile(io.BytesIO(content)) as archive:
+                contents |= {f"{name}/{inner}": archive.read(inner) for inner in archive.namelist()}
+    with contextlib.closing(sqlite3.connect(store / "mlflow.db")) as connection:
+        contents["rows"] = "\n".join(connection.iterdump()).encode()
+    return contents
+
+
+def traces():
+    """Of every planted secret each form, or its first 20 characters; of the parts of a key each line."""
+    for secret in [PASSWORD, *CLEAR, *(row[-1] for row in PLANTED)]:
+        for line in secret.split("\n"):
+            if not line.startswith("-----"):
+                yield secret, line[:20].encode()
+                yield from ((secret, form[:20].encode()) for form in forms(line) if len(form) >= 8)
+
+
+def leaks(contents):
+    return sorted({(name, secret) for secret, trace in traces() for name, text in contents.items() if trace in text})
+
+
+def test_no_planted_secret_is_in_anything_of_a_run(planted_run):
+    """Every file of the run folder and of the store, with what is in its archives; the output and the log."""
+    done, store, folder, _ = planted_run
+    contents = contents_of(store) | {"stdout": done.out.encode(), "stderr": done.err.encode()}
+    assert sum("planted_" in name for name in contents) > 60  # they are packed
+    assert contents[str(folder / "git.diff")].count(b"\n+++ b/") >= len(PLANTED)
+    assert leaks(contents) == []
+
+
+def test_a_secret_in_clear_is_a_variable_in_what_the_run_keeps(planted_run):
+    """`cfg.yaml` names a variable for each, so that whoever runs it again knows what to set; a warning says so."""
+    done, _, folder, _ = planted_run
+    params = yaml.safe_load((folder / "cfg.yaml").read_text())["data"]["module"]["params"]
+    assert params == {
+        "password": "${oc.env:TABLE_PASSWORD}",
+        "db_password": "${oc.env:DATA_MODULE_PARAMS_DB_PASSWORD}",
+        "admin_password": "${oc.decode:${oc.env:DATA_MODULE_PARAMS_ADMIN_PASSWORD}}",
+        "url": "x://${oc.env:DATA_MODULE_PARAMS_URL}@db/t",
+    }
+    for key in ("db_password", "admin_password", "url"):
+        assert f"data.module.params.{key}: a secret in clear" in done.err
+
+
+@pytest.mark.slow
+def test_no_planted_secret_comes_out_of_a_run_or_its_server(planted_run, tmp_path):
+    """A run that failed and one that was trained, exported and served: no secret in any file, row, log, output or
+    answer, in any form."""
+    failed, store, _, train = planted_run
+    done = train()
+    assert done.code == 0, done
+    server = Served(done.folder, tmp_path / "serve.err")
+    answers = {}
+    try:
+        for number, (method, path, body, kind) in enumerate(REQUESTS):
+            connection = server.connect()
+            connection.request(method, path, body, {"Content-Type": kind})
+            answer = connection.getresponse()
+            answers[f"{number} {method} {path} {answer.status}"] = str(answer.headers).encode() + answer.read()
+            connection.close()
+    finally:
+        server.stop()
+    contents = contents_of(store) | answers
+    for name, outcome in (("failed", failed), ("done", done)):
+        contents |= {f"{name}.out": outcome.out.encode(), f"{name}.err": outcome.err.encode()}
+    contents |= {"serve.err": server.errors.read_bytes(), "serve.log": server.log.read_bytes()}
+    assert (done.folder / "bundle" / "bundle.json").exists()
+    assert {name.split()[-1][0] for name in answers} == {"2", "4"}
+    assert leaks(contents) == []
+    print(f"{len(PLANTED) + len(CLEAR) + 1} secrets, {len(list(traces()))} forms, {len(contents)} texts: 0 found")
+
+
+@pytest.mark.parametrize("key", ["password", "db_pass", "api_token", "secret_key"])
+def test_a_config_without_secrets_means_the_same(key, tmp_path, monkeypatch):
+    """What is kept loads again to an equal config where the variable is set; else the fault names it."""
+    value = "q9w8e7r6t5y4u3i2o1 ${x" if "token" not in key else "q9w8e7r6t5y4u3i2o1"
+    config = {"data": {"module": {"type": "a.B", "params": {key: value.replace("${", "\\${")}}}}
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump(config))
+    found = examine(tmp_path / "a.yaml")
+    name = f"DATA_MODULE_PARAMS_{key.upper()}"
+    assert found.config.data.module.params == {key: value}
+    assert found.config.public()["data"]["module"]["params"] == {key: f"${{oc.env:{name}}}"}
+    assert value not in found.redact(f"refused: {value}, {quote(value)}")
+    (tmp_path / "b.yaml").write_text(yaml.safe_dump({"data": found.config.public()["data"]}))
+    assert any(
+        f"the environment variable {name} is not set" in str(fault) for fault in examine(tmp_path / "b.yaml").faults
+    )
+    monkeypatch.setenv(name, value)
+    assert examine(tmp_path / "b.yaml").config.data.module.params == {key: value}
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        *({"tokenizer": "bert-base-uncased"}, {"pad_token": "[PAD]"}, {"password_file": "/run/secrets/db2"}),
+        *({"num_tokens": 32000}, {"secret_env": "DB_PASSWORD"}, {"key": "image"}, {"url": "https://a.org/b?c=1"}),
+        *({"api_key_env": "WANDB_API_KEY"}, {"weights": "ResNet50_Weights.IMAGENET1K_V2"}, {"password": None}),
+    ],
+    ids=str,
+)
+def test_an_ordinary_value_of_a_config_is_no_secret(params, tmp_path):
+    """Names of variables and files, tokens of a tokenizer, addresses without a password."""
+    (tmp_path / "a.yaml").write_text(yaml.safe_dump({"data": {"module": {"type": "a.B", "params": params}}}))
+    found = examine(tmp_path / "a.yaml")
+    assert found.config.public()["data"]["module"]["params"] == params
+    assert found.source.secrets.literals == {}
+
+
+def modes(store):
+    """Permissions of what is in a store, and its own: those of folders, those of files."""
+    paths = [store, *store.rglob("*")]
+    return [
+        {path.stat().st_mode & 0o777 for path in paths if path.is_dir() is is_folder} for is_folder in (True, False)
+    ]
+
+
+def test_what_a_run_writes_is_its_owners_alone(planted_run):
+    """Where the store is new: nobody else can enter a folder of it, or read or write a file."""
+    _, store, folder, _ = planted_run
+    assert {path.name for path in folder.iterdir()} >= {"cfg.yaml", "code.zip", "git.diff", "environment.json", "logs"}
+    assert modes(store) == [{0o700}, {0o600}]
+
+
+def test_a_thread_that_ends_leaves_the_permissions_that_others_have_asked_for(tmp_path):
+    """Whichever of two ends first: the umask is the user's when both have, and not before."""
+    tmp_path.chmod(0o700)
+    users = os.umask(0o022)
+    try:
+        for first in (True, False):
+            one, other = permissions_of(tmp_path), permissions_of(tmp_path)
+            one.__enter__()
+            other.__enter__()
+            (one if first else other).__exit__(None, None, None)
+            name = tmp_path / f"{first}"
+            name.touch()
+            assert name.stat().st_mode & 0o777 == 0o600
+            (other if first else one).__exit__(None, None, None)
+            assert os.umask(0o022) == 0o022
+    finally:
+        os.umask(users)
+
+
+@pytest.mark.parametrize("mode", [0o700, 0o750, 0o755, 0o775, 0o777, 0o2770])
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_a_run_inherits_the_permissions_of_its_store(mode, umask, tmp_path):
+    """Of the store's folder where that is there, whatever the user has set; but what it makes is never writable for
+    all."""
+    store = locate(tmp_path / "mlruns")
+    store.folder.mkdir()
+    store.folder.chmod(mode)
+    before = os.umask(umask)
+    try:
+        logger = MLflowLogger(tracking_uri=store.folder, system_metrics=False)
+        logger.log_metrics({"loss": 1.0}, 0)
+        (tmp_path / "picture.txt").write_text("x")
+        logger.log_artifact(tmp_path / "picture.txt")
+        logger.log("settings", {"a": 1})
+        journals = [path for path in store.folder.rglob("*.journal") if path.is_file()]
+        logger.finalize("success")
+        assert os.umask(umask) == umask
+    finally:
+        os.umask(before)
+    assert len(journals) == 1
+    folders, files = modes(store.folder)
+    assert folders <= {mode & 0o777, mode & 0o775}
+    assert files == {mode & 0o664}
+    if mode & 0o2000:
+        assert all(path.stat().st_mode & 0o2000 for path in store.folder.rglob("*") if path.is_dir())
+
+
+def test_a_store_of_mlflow_inherits_the_permissions_of_its_folder(tmp_path):
+    """Also where MLflow's own client makes the database and writes artifacts."""
+    store = locate(tmp_path / "mlruns")
+    store.folder.mkdir(mode=0o700)
+    client = Client(store)
+    run = client.create_run(client.experiment("Default"), "a", {})
+    client.log_batch(run.id, Batch(params={"a": "b"}))
+    assert modes(store.folder) == [{0o700}, {0o600}]

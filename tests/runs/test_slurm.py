@@ -1,0 +1,708 @@
+"""Runs in Slurm: the real one, started here with two emulated nodes and no cgroups, and taken down at the end.
+
+It needs root and Debian's `slurm-wlm` and `munge` (`apt-get install slurm-wlm munge`).
+"""
+
+import contextlib
+import ctypes
+import os
+import re
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import pytest
+from commands import LONGEST, environment
+from conftest import digest
+
+from deeplightning.engine.launch import Slurm
+from deeplightning.engine.launch import slurm as module
+from deeplightning.engine.place import hosts, place, slurm_step, tasks_per_node
+
+ROOT = Path(__file__).resolve().parents[2]
+SCRIPTS = sorted((ROOT / "examples" / "slurm").glob("*.sh"))
+LAUNCHER = "engine.launcher.type=deeplightning.engine.launch.Slurm"
+
+CONF = """\
+ClusterName=lab
+SlurmctldHost={host}(127.0.0.1)
+AuthType=auth/munge
+# A job that goes back into the queue waits a second longer than a credential lasts.
+AuthInfo=socket={folder}/munge.socket,cred_expire=5
+CredType=cred/munge
+SlurmUser=root
+SlurmdUser=root
+SlurmctldPort={ports[0]}
+SlurmdPort={ports[1]}
+StateSaveLocation={folder}/state
+SlurmdSpoolDir={folder}/spool_%n
+SlurmctldPidFile={folder}/slurmctld.pid
+SlurmdPidFile={folder}/slurmd_%n.pid
+ProctrackType=proctrack/linuxproc
+TaskPlugin=task/none
+SwitchType=switch/none
+MpiDefault=none
+ReturnToService=2
+SlurmdParameters=config_overrides
+SchedulerType=sched/backfill
+SchedulerParameters=batch_sched_delay=0,sched_interval=1,bf_interval=1
+SelectType=select/cons_tres
+SelectTypeParameters=CR_CPU
+JobAcctGatherType=jobacct_gather/none
+AccountingStorageType=accounting_storage/none
+JobCompType=jobcomp/none
+JobRequeue=1
+KillWait=5
+MessageTimeout=20
+LaunchParameters=use_interactive_step
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+NodeName=n1 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[2]} CPUs=2 RealMemory=1000 State=UNKNOWN
+NodeName=n2 NodeHostname={host} NodeAddr=127.0.0.1 Port={ports[3]} CPUs=2 RealMemory=1000 State=UNKNOWN
+PartitionName=main Nodes=n1,n2 Default=YES MaxTime=INFINITE State=UP PriorityTier=5 GraceTime=20
+PartitionName=urgent Nodes=n1,n2 MaxTime=INFINITE State=UP PriorityTier=9 PreemptMode=OFF
+PartitionName=gpu Nodes=n1,n2 MaxTime=INFINITE State=UP PriorityTier=5
+"""
+
+OWN = '''\
+"""A user's own code, beside the config."""
+
+import os
+import pathlib
+import signal
+import time
+
+import pytorch_lightning as pl
+
+
+class Waits(pl.Callback):
+    """Stops in the third batch of the second epoch until a file is there."""
+
+    def __init__(self, until):
+        self.until = pathlib.Path(until)
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if trainer.current_epoch == 1 and batch_idx == 2:
+            print("waits", flush=True)
+            longest = time.monotonic() + 600  # Slurm's tasks outlive tests that are killed
+            while not self.until.exists():
+                assert time.monotonic() < longest
+                time.sleep(0.01)
+
+
+class Dies(pl.Callback):
+    """Rank 1 is killed in the third batch of the second epoch, the first time."""
+
+    def __init__(self, times):
+        self.times = pathlib.Path(times)
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if trainer.current_epoch == 1 and batch_idx == 2 and trainer.global_rank == 1 and not self.times.exists():
+            self.times.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+'''
+
+
+def free_ports(number):
+    with contextlib.ExitStack() as stack:
+        made = [stack.enter_context(socket.socket()) for _ in range(number)]
+        for each in made:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in made]
+
+
+def dies_with_its_parent():
+    """In a child: whatever becomes of the tests, no daemon of theirs stays (PR_SET_PDEATHSIG is 1)."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+
+
+class Cluster:
+    """A Slurm of two nodes on this machine."""
+
+    def __init__(self, folder):
+        self.folder, self.conf = folder, folder / "slurm.conf"
+        self.daemons = []
+        (folder / "state").mkdir()
+        host = socket.gethostname().partition(".")[0]
+        self.conf.write_text(CONF.format(host=host, folder=folder, ports=free_ports(4)))
+        key = folder / "munge.key"
+        key.write_bytes(os.urandom(128))
+        key.chmod(0o600)
+        munge = {name: f"--{name}-file={folder}/munge.{name}" for name in ("key", "pid", "log", "seed")}
+        self.start("munged", "--foreground", "--force", f"--socket={folder}/munge.socket", *munge.values())
+        wait_for(lambda: (folder / "munge.socket").exists(), "munged")
+        self.start("slurmctld", "-D", "-f", self.conf)
+        for node in ("n1", "n2"):
+            self.start("slurmd", "-D", "-f", self.conf, "-N", node)
+        wait_for(lambda: "idle 2" in self.ask("sinfo", "-h", "-p", "main", "-o", "%T %D", check=False), "the nodes")
+
+    @property
+    def variables(self):
+        return {"SLURM_CONF": str(self.conf), "MASTER_ADDR": "127.0.0.1"}
+
+    def start(self, *command):
+        with (self.folder / f"{command[0]}.{len(self.daemons)}.log").open("w") as log:
+            path = shutil.which(command[0]) or f"/usr/sbin/{command[0]}"
+            self.daemons.append(
+                subprocess.Popen(
+                    [path, *command[1:]],
+                    stdout=log,
+                    stderr=log,
+                    env=environment(**self.variables),
+                    preexec_fn=dies_with_its_parent,
+                )
+            )
+
+    def ask(self, *command, check=True, cwd=None):
+        done = subprocess.run(
+            command,
+            capture_output=True,
+            text=True,
+            env=environment(**self.variables),
+            timeout=LONGEST,
+            cwd=cwd or self.folder,
+        )
+        assert done.returncode == 0 or not check, (command, done.stdout, done.stderr)
+        return done.stdout if check else done.stdout + done.stderr
+
+    def about(self, job):
+        """What Slurm knows of a job."""
+        return dict(re.findall(r"(\w+)=(\S*)", self.ask("scontrol", "show", "job", "-o", job)))
+
+    def down(self):
+        self.ask("scancel", "--user=root", "--full", "--signal=KILL", check=False)
+        self.ask("scancel", "--user=root", check=False)
+        with contextlib.suppress(AssertionError):
+            wait_for(lambda: not self.ask("squeue", "-h", check=False).strip(), "the end of the jobs", 20)
+        for daemon in reversed(self.daemons):
+            daemon.terminate()
+        for daemon in reversed(self.daemons):
+            try:
+                daemon.wait(10)
+            except subprocess.TimeoutExpired:
+                daemon.kill()
+                daemon.wait()
+
+
+LONG = 4 * LONGEST  # seconds; processes that Slurm starts import all they need, once more after a requeue
+
+
+def wait_for(happened, what, longest=LONG):
+    until = time.monotonic() + longest
+    while not (found := happened()):
+        assert time.monotonic() < until, f"waited in vain for {what}"
+        time.sleep(0.05)
+    return found
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """The Slurm that this file's tests share."""
+    names = ("slurmctld", "slurmd", "munged", "sbatch", "srun")
+    missing = [name for name in names if shutil.which(name) is None and not Path(f"/usr/sbin/{name}").exists()]
+    if missing:
+        pytest.skip(f"{', '.join(missing)} not installed: apt-get install slurm-wlm munge")
+    if os.getuid() != 0:
+        pytest.skip("Slurm's daemons start the processes of others: they need root")
+    folder = Path(tempfile.mkdtemp(prefix="deeplightning-slurm-"))  # a socket's path must be short
+    folder.chmod(0o755)
+    made = Cluster.__new__(Cluster)
+    made.daemons = []
+    try:
+        made.__init__(folder)
+        yield made
+    finally:
+        if made.daemons:
+            made.down()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@pytest.fixture(scope="module")
+def work(tmp_path_factory, tiny):
+    """A working directory of jobs, with a config and own code beside it in a folder below."""
+    folder = tmp_path_factory.mktemp("jobs") / "a place"
+    (folder / "configs").mkdir(parents=True)
+    shutil.copy(tiny, folder / "configs" / "tiny.yaml")
+    (folder / "configs" / "mine.py").write_text(OWN)
+    return folder
+
+
+@pytest.fixture
+def submit(cluster, work, command):
+    """`submit(override, …)` is the command that submits and follows a job, just started."""
+
+    def start(*overrides, config="configs/tiny.yaml", **variables):
+        given = [LAUNCHER, "engine.launcher.params.master_addr=127.0.0.1", *overrides]
+        return command.start("train", config, *given, cwd=work, **cluster.variables | variables)
+
+    return start
+
+
+def job_of(running):
+    """The number of the job that a command has submitted."""
+    found = wait_for(lambda: re.search(r"job (\d+) is submitted", running._read("err")) or ended(running), "the job")
+    return found[1]
+
+
+def ended(running):
+    assert not running._read("code"), running.end()
+
+
+def end_of(running):
+    """How it ended, when it has."""
+    wait_for(lambda: running._read("code"), "its end")
+    return running.end()
+
+
+def stands(running):
+    """When rank 0 waits in its batch."""
+    wait_for(lambda: "waits\n" in running._read("out"), "the batch")
+
+
+# ---- without Slurm
+
+
+STEP = {
+    "SLURM_JOB_ID": "7",
+    "SLURM_STEP_ID": "0",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NUM_TASKS": "4",
+    "SLURM_STEP_NUM_NODES": "2",
+    "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+    "SLURM_STEP_NODELIST": "n[03-04]",
+}
+OLD = {
+    "SLURM_JOBID": "7",
+    "SLURM_STEPID": "0",
+    "SLURM_PROCID": "3",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_NPROCS": "4",
+    "SLURM_NNODES": "2",
+    "SLURM_TASKS_PER_NODE": "2(x2)",
+    "SLURM_NODELIST": "n[03-04]",
+}
+
+
+@pytest.mark.parametrize("variables", [STEP, OLD], ids=["new names", "old names"])
+def test_a_task_knows_its_place(variables):
+    """Rank, world, local rank, nodes and the first node as rank 0's, from Slurm's variables, of old Slurms as well."""
+    found = place(variables)
+    assert found is not None
+    assert (found.by, found.rank, found.world, found.local_rank, found.local_world) == ("Slurm", 3, 4, 1, 2)
+    assert (found.node, found.nodes, found.address, found.launch) == (1, 2, "n03", "slurm-7.0")
+    assert found.is_binding
+    assert not found.goes_on
+    assert place(variables | {"SLURM_RESTART_COUNT": "1"}).goes_on
+
+
+def test_an_address_that_is_set_wins():
+    """MASTER_ADDR and MASTER_PORT come before the first node and the port that the job's number gives."""
+    found = place(STEP | {"MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "4711"})
+    assert (found.address, found.port) == ("10.0.0.9", "4711")
+    assert place(STEP).port == place(STEP | {"SLURM_PROCID": "0", "SLURM_NODEID": "0"}).port
+    assert place(STEP).port != place(STEP | {"SLURM_JOB_ID": "8"}).port
+
+
+def test_what_is_no_task_has_no_place():
+    """A batch script has a rank but no step, a shell of salloc neither, or a step of Slurm's own."""
+    batch = {name: value for name, value in STEP.items() if name != "SLURM_STEP_ID"}
+    assert place(batch) is None
+    assert place({name: value for name, value in batch.items() if name != "SLURM_PROCID"}) is None
+    assert slurm_step(STEP | {"SLURM_STEP_ID": "4294967290"}) is None
+
+
+def test_a_single_task_may_start_processes_itself():
+    """`srun --pty bash` gives a shell: what it starts has no rank yet. A task that our launcher asked for has."""
+    single = STEP | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_STEP_NUM_TASKS": "1"}
+    single |= {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_STEP_NODELIST": "n03"}
+    assert not place(single).is_binding
+    assert place(single | {"DEEPLIGHTNING_LAUNCH": "slurm-7"}).is_binding
+
+
+def test_short_forms_are_spread():
+    """Node lists and tasks per node, as Slurm shortens them."""
+    assert hosts("gpu[03-05,9]-a,login") == ["gpu03-a", "gpu04-a", "gpu05-a", "gpu9-a", "login"]
+    assert tasks_per_node("2(x3),1") == [2, 2, 2, 1]
+
+
+def test_plan_shows_the_place_of_a_task(command, tiny, place):
+    """`deeplightning plan` in a task prints the ranks and the address that Slurm's variables give."""
+    planned = command("plan", tiny, "engine.processes=2", cwd=place, **STEP)
+    assert planned.code == 0, planned
+    told = dict(line.split(": ", 1) for line in planned.out.replace("'", "").splitlines() if ": " in line)
+    expected = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "NODE_RANK": "1", "MASTER_ADDR": "n03"}
+    assert {name.strip(): value for name, value in told.items() if name.strip() in expected} == expected
+
+
+def test_the_address_of_the_config_wins(command, tiny, place):
+    """master_addr and master_port of the launcher hold for tasks that srun starts, too."""
+    params = "engine.launcher.params={master_addr: 10.0.0.9, master_port: 4711}"
+    planned = command("plan", tiny, LAUNCHER, params, "engine.processes=2", cwd=place, **STEP | {"MASTER_ADDR": "n9"})
+    assert planned.code == 0, planned
+    assert "MASTER_ADDR: 10.0.0.9\n" in planned.out
+    assert "MASTER_PORT: '4711'\n" in planned.out
+
+
+def test_a_batch_script_that_forgets_srun_is_told(command, tiny, place):
+    """One process of a job of several nodes does not wait for partners that nobody starts: exit code 3, naming srun."""
+    refused = command("train", tiny, "engine.num_nodes=2", cwd=place, SLURM_JOB_ID="7", SLURM_PROCID="0")
+    assert refused.code == 3
+    assert "engine.num_nodes: 2 machines are asked for, and this is a single process of Slurm's job 7" in refused.err
+    assert "srun deeplightning train" in refused.err
+
+
+def test_plan_prints_the_script(command, tiny, place, tmp_path):
+    """What would be handed to sbatch, with every option, and nothing is written; no Slurm is needed."""
+    params = (
+        "{partition: long, time: '1-00:00:00', mem: 4G, cpus_per_task: 3, account: us, constraint: a100, qos: high, "
+        f"sbatch: {{mail_type: END, exclusive: true, requeue: false}}, setup: [module load x], folder: '{tmp_path}/s', "
+        "python: apptainer exec i.sif python, master_port: 4711, warning: 60}"
+    )
+    given = (LAUNCHER, f"engine.launcher.params={params}", "engine.num_nodes=2", "engine.processes=2")
+    planned = command("plan", tiny, *given, cwd=place)
+    assert planned.code == 0, planned
+    for option in (
+        *("partition=long", "time=1-00:00:00", "mem=4G", "cpus-per-task=3", "account=us", "constraint=a100"),
+        *("qos=high", "mail-type=END", "exclusive", "nodes=2", "ntasks-per-node=2", "signal=USR1@60"),
+    ):
+        assert f"#SBATCH --{option}\n" in planned.out.replace("'\n", "\n"), option
+    assert "--requeue" not in planned.out
+    for line in ("module load x", "export MASTER_PORT=4711", "apptainer exec i.sif python -m deeplightning train"):
+        assert line in planned.out
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_job_is_not_submitted_without_slurm(command, tiny, place, tmp_path):
+    """One note that names the missing command, exit code 3, and nothing is left."""
+    refused = command(
+        "train", tiny, LAUNCHER, f"engine.launcher.params.folder={tmp_path}/s", cwd=place, PATH="/nowhere"
+    )
+    assert refused.code == 3
+    assert re.search("^error: .*engine.launcher: there is no command sbatch here", refused.err, re.M), refused
+    assert not (tmp_path / "s").exists()
+
+
+def test_a_missing_submitit_is_named_with_its_remedy(command, tiny, place, tmp_path):
+    """Where the extra is not installed: the command that installs it, exit code 3."""
+    (tmp_path / "submitit").mkdir()
+    (tmp_path / "submitit" / "__init__.py").write_text("raise ImportError('no such thing')\n")
+    program = (
+        f"import sys; sys.path.insert(0, {str(tmp_path)!r}); from deeplightning.cli import main; "
+        f"sys.argv = ['deeplightning', 'plan', {str(tiny)!r}, {LAUNCHER!r}]; main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=place, env=environment(), capture_output=True, text=True, timeout=LONGEST
+    )
+    assert done.returncode == 3, done.stderr
+    assert "pip install 'deeplightning[slurm]'" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [({"cpus_per_task": 0}, "cpus_per_task is 0"), ({"master_port": 70000}, "master_port is 70000")],
+)
+def test_impossible_arguments_are_refused(params, words):
+    """By the constructor, in words."""
+    with pytest.raises(ValueError, match=words):
+        Slurm(**params)
+
+
+def test_all_gpus_are_no_number(command, tiny, place):
+    """A job asks for a number of GPUs: `auto` is refused, with the key, exit code 2."""
+    refused = command("plan", tiny, LAUNCHER, "engine.gpus=auto", cwd=place)
+    assert refused.code == 2
+    assert "engine.gpus: auto: a job asks for a number of GPUs" in refused.err
+
+
+def test_a_job_inside_a_job_is_refused(command, tiny, place, tmp_path):
+    """`deeplightning train` with this launcher in a batch script would submit a second job: exit code 3, what to do."""
+    for name in ("sbatch", "scontrol"):
+        (tmp_path / name).write_text("#!/bin/sh\n")
+        (tmp_path / name).chmod(0o755)
+    path = f"{tmp_path}:{os.environ['PATH']}"
+    refused = command("train", tiny, LAUNCHER, cwd=place, PATH=path, SLURM_JOB_ID="7")
+    assert refused.code == 3
+    assert "this is job 7 of Slurm already" in refused.err
+    assert "srun deeplightning train" in refused.err
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_the_example_scripts_are_shell(script):
+    """bash can read them, and each asks to be warned before its time is over."""
+    subprocess.run(["bash", "-n", script], check=True, timeout=LONGEST)
+    assert "#SBATCH --signal=USR1@" in script.read_text()
+
+
+# ---- with Slurm, without training
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_slurm_takes_the_example_scripts(script, cluster):
+    """`sbatch --test-only` finds nothing to refuse."""
+    assert "to start at" in cluster.ask("sbatch", "--test-only", "--gres=none", script, check=False)
+
+
+def test_an_impossible_partition_is_refused_in_slurms_words(submit):
+    """Exit code 3, and what sbatch says, once."""
+    refused = submit("engine.launcher.params.partition=nowhere").end()
+    assert refused.code == 3
+    assert refused.err.count("nvalid partition name specified") == 1, refused
+    assert "error: override engine.launcher" in refused.err or "engine.launcher: Slurm refuses the job" in refused.err
+
+
+def test_a_job_that_waits_says_why_and_a_cancelled_one_is_told(submit, cluster, work):
+    """The reason is said once; `scancel` ends the command with exit code 5 and the state."""
+    running = submit("engine.launcher.params.sbatch.hold=true")
+    job = job_of(running)
+    wait_for(lambda: f"job {job} waits: JobHeldUser" in running._read("err"), "the reason")
+    cluster.ask("scancel", job)
+    outcome = end_of(running)
+    assert outcome.code == 5
+    assert outcome.err.count("waits: ") == 1, outcome
+    assert f"error: job {job} ended as CANCELLED" in outcome.err
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, pytest.param(signal.SIGHUP, marks=pytest.mark.slow)])
+def test_the_command_may_go_and_the_job_stays(sent, submit, cluster):
+    """Ctrl-C says how to follow and how to end the job, which a closed shell leaves alone as well."""
+    running = submit("engine.launcher.params.sbatch.hold=true")
+    job = job_of(running)
+    running.signal(sent)
+    outcome = end_of(running)
+    assert cluster.about(job)["JobState"] == "PENDING"
+    cluster.ask("scancel", job)
+    if sent == signal.SIGINT:
+        assert outcome.code == 130
+        assert f"scancel {job}" in outcome.err
+        assert re.search(rf"tail -F .*{job}_0_log.out", outcome.err)
+
+
+@pytest.mark.parametrize(("code", "told"), [(0, 0), (4, 4), pytest.param(137, 5, marks=pytest.mark.slow)])
+def test_output_and_exit_code_of_a_job_are_passed_on(code, told, submit):
+    """What the first task writes comes out here, on stdout and stderr as there; a killed one is a lost worker."""
+    fake = f"sh -c 'echo said; echo error: shown >&2; echo Artifact storage path: /x; exit {code}'"
+    outcome = submit(f'engine.launcher.params.python="{fake}"').end()
+    assert outcome.code == told, outcome
+    assert outcome.out.splitlines() == ["said", "Artifact storage path: /x"]
+    assert "error: shown" in outcome.err
+
+
+def test_a_frozen_config_has_no_secrets(submit):
+    """What came from the environment stands in the job's config by its name; the rest as it was submitted."""
+    given = ("logger.params.tags={key: '${oc.env:THE_KEY}'}", "engine.launcher.params.python=/bin/true")
+    outcome = submit(*given, "data.batch_size=8", THE_KEY="hunter2").end()
+    assert outcome.code == 0, outcome
+    folder = Path(re.search("its config, script and logs are in (.*)", outcome.err)[1])
+    frozen = (folder / "config.yaml").read_text()
+    assert "key: ${oc.env:THE_KEY}" in frozen
+    assert "batch_size: 8" in frozen
+    assert not [path for path in folder.iterdir() if "hunter2" in path.read_text()]
+
+
+def test_a_script_without_srun_is_one_process(cluster, work):
+    """A batch script, and a shell of salloc, are told from the tasks that srun starts."""
+    asked = (
+        "from deeplightning.engine.place import place; found = place(); "
+        "print(found and (found.rank, found.world, found.nodes, found.address))"
+    )
+    python = shlex.quote(sys.executable)
+    script = f'#!/bin/bash\n{python} -c "{asked}"\nsrun {python} -c "{asked}" | sort\n'
+    (work / "asks.sh").write_text(script)
+    cluster.ask("sbatch", "--wait", "-N2", "--ntasks-per-node=1", "-o", "said", "asks.sh", cwd=work)
+    expected = ["None", "(0, 2, 2, '127.0.0.1')", "(1, 2, 2, '127.0.0.1')"]
+    assert (work / "said").read_text().splitlines() == expected
+    shell = cluster.ask("salloc", "-Q", "-N1", "-n2", sys.executable, "-c", asked, cwd=work)
+    assert shell.splitlines() == ["None"]
+
+
+# ---- with Slurm and training
+
+
+def srun(cluster, work, *words, **variables):
+    """`srun … deeplightning train`, as a person gives it; its stdout and stderr."""
+    command = [sys.executable, "-m", "deeplightning", "train", "configs/tiny.yaml"]
+    options = [word for word in words if word.startswith("-")]
+    return subprocess.run(
+        ["srun", *options, *command, *(word for word in words if not word.startswith("-"))],
+        cwd=work,
+        env=environment(**cluster.variables | variables),
+        capture_output=True,
+        text=True,
+        timeout=LONG,
+    )
+
+
+def test_srun_starts_the_processes_of_two_nodes(cluster, work, job, tracked):
+    """`srun --nodes=2 --ntasks-per-node=1 deeplightning train` is one run of two processes, with the weights and losses
+    of two processes on one machine."""
+    done = srun(cluster, work, "--nodes=2", "--ntasks-per-node=1")
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall("^Artifact storage path", done.stdout, re.M)) == 1
+    folder = Path(done.stdout.splitlines()[-1].removeprefix("Artifact storage path: "))
+    local = job("engine.backend=ddp").folder
+    assert digest(folder / "last.ckpt") == digest(local / "last.ckpt")
+    assert tracked(folder).series() == tracked(local).series()
+    assert "num_nodes: 2" in (folder / "cfg.yaml").read_text()
+    assert (folder / "logs" / "rank_1.log").exists()
+
+
+@pytest.mark.slow
+def test_srun_with_tasks_alone(cluster, work, job):
+    """`srun -n 2` on one node, which Lightning's own support refuses, is a run of two processes."""
+    done = srun(cluster, work, "-n2")
+    assert done.returncode == 0, done.stderr
+    folder = Path(done.stdout.splitlines()[-1].removeprefix("Artifact storage path: "))
+    assert digest(folder / "last.ckpt") == digest(job("engine.backend=ddp").folder / "last.ckpt")
+
+
+@pytest.mark.slow
+def test_sizes_that_contradict_are_told_with_both_numbers(cluster, work):
+    """Three processes are asked for, and Slurm has started two: exit code 3."""
+    done = srun(cluster, work, "-n2", "engine.processes=3")
+    assert done.returncode == 3
+    assert "3 processes are asked for, and Slurm has started 2" in done.stderr
+
+
+@pytest.mark.slow
+def test_a_submitted_job_is_followed_to_its_end(submit, cluster, work, job, tracked):
+    """Own code beside the config reaches the tasks; editing the config while the job waits changes nothing; the last
+    line is the run's folder, and the run is that of two processes on one machine."""
+    config = work / "configs" / "waiting.yaml"
+    shutil.copy(work / "configs" / "tiny.yaml", config)
+    go_on = work / "go on"
+    go_on.touch()
+    waits = f"train.callbacks=[{{type: mine.Waits, params: {{until: '{go_on}'}}}}]"
+    running = submit("engine.num_nodes=2", "engine.launcher.params.sbatch.hold=true", waits, config=config)
+    number = job_of(running)
+    wait_for(lambda: "JobHeldUser" in running._read("err"), "the reason")
+    config.write_text("nothing: at all\n")
+    cluster.ask("scontrol", "release", number)
+    outcome = end_of(running)
+    assert outcome.code == 0, outcome
+    assert f"job {number} runs on n[1-2]" in outcome.err
+    assert "waits" in outcome.out.splitlines()
+    assert digest(outcome.folder / "last.ckpt") == digest(job("engine.backend=ddp").folder / "last.ckpt")
+    assert tracked(outcome.folder).status == "FINISHED"
+
+
+@pytest.mark.slow
+def test_a_job_is_made_again_by_a_job(submit, cluster, work, command):
+    """`reproduce` of a run that Slurm started submits another job, which comes to the same weights."""
+    first = end_of(submit("engine.num_nodes=2"))
+    assert first.code == 0, first
+    again = end_of(command.start("reproduce", first.folder, cwd=work, **cluster.variables))
+    assert again.code == 0, again
+    assert "is submitted" in again.err
+    assert "runs on n[1-2]" in again.err
+    assert digest(again.folder / "last.ckpt") == digest(first.folder / "last.ckpt")
+
+
+def goes_on(outcome, undisturbed, tracked):
+    """One run, FINISHED, whose weights and losses are those of an undisturbed one."""
+    assert outcome.code == 0, outcome
+    paths = re.findall("^Artifact storage path: (.*)", outcome.out, re.M)
+    assert len(set(paths)) == 1, outcome
+    assert digest(outcome.folder / "last.ckpt") == digest(undisturbed / "last.ckpt")
+    run = tracked(outcome.folder)
+    assert run.status == "FINISHED"
+    assert run.series() == tracked(undisturbed).series()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGUSR2], ids=lambda number: number.name)
+def test_a_warned_job_goes_back_into_the_queue_and_goes_on(number, submit, cluster, job, tracked, tmp_path):
+    """SIGUSR1 (or submitit's SIGUSR2) on every process of both nodes: one requeue, the same run, and an end that equals
+    an undisturbed run's bit for bit."""
+    waits = f"train.callbacks=[{{type: mine.Waits, params: {{until: '{tmp_path}/go'}}}}]"
+    running = submit("engine.num_nodes=2", waits)
+    stands(running)
+    cluster.ask("scancel", f"--signal={number.name}", job_of(running))
+    (tmp_path / "go").touch()
+    outcome = end_of(running)
+    assert cluster.about(job_of(running))["Restarts"] == "1"
+    assert outcome.err.count("goes back into the queue") == 1
+    goes_on(outcome, job("engine.backend=ddp").folder, tracked)
+
+
+@pytest.mark.slow
+def test_a_preempted_job_goes_on(submit, cluster, job, tracked, tmp_path):
+    """A job of a partition that comes first takes the nodes away: SIGTERM, a checkpoint, back into the queue, and the
+    run goes on when the nodes are free again."""
+    waits = f"train.callbacks=[{{type: mine.Waits, params: {{until: '{tmp_path}/go'}}}}]"
+    running = submit("engine.num_nodes=2", waits)
+    stands(running)
+    number = job_of(running)
+    cluster.ask("sbatch", "-p", "urgent", "-N2", "-n4", "-o", "/dev/null", "--wrap", "true")
+    wait_for(lambda: cluster.about(number)["PreemptTime"] != "None", "the preemption")
+    (tmp_path / "go").touch()
+    outcome = end_of(running)
+    assert cluster.about(number)["Restarts"] == "1"
+    goes_on(outcome, job("engine.backend=ddp").folder, tracked)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("restarts", [0, 1])
+def test_a_lost_worker_restarts_the_job(restarts, submit, cluster, job, tracked, tmp_path):
+    """`engine.max_restarts: 1`: a rank killed with SIGKILL sends the job back into the queue; 0: the job fails."""
+    dies = f"train.callbacks=[{{type: mine.Dies, params: {{times: '{tmp_path}/once'}}}}]"
+    running = submit("engine.num_nodes=2", f"engine.max_restarts={restarts}", dies)
+    outcome = end_of(running)
+    assert cluster.about(job_of(running))["Restarts"] == str(restarts)
+    if restarts:
+        goes_on(outcome, job("engine.backend=ddp").folder, tracked)
+    else:
+        assert outcome.code not in (0, 1)
+        assert tracked(outcome.folder).status == "FAILED"
+
+
+@pytest.mark.slow
+def test_a_single_task_starts_processes_and_goes_on(cluster, work, job, tracked, tmp_path):
+    """A batch script with one task whose config asks for two processes: they are started on that node, and after
+    SIGUSR1 the same run goes on."""
+    script = f"""#!/bin/bash
+#SBATCH --signal=USR1@60 --requeue --open-mode=append -n1 -c2 -o said.%j
+srun {shlex.quote(sys.executable)} -m deeplightning train configs/tiny.yaml engine.processes=2 \
+"train.callbacks=[{{type: mine.Waits, params: {{until: '{tmp_path}/go'}}}}]"
+"""
+    (work / "one.sh").write_text(script)
+    number = cluster.ask("sbatch", "--parsable", "one.sh", cwd=work).strip()
+    said = work / f"said.{number}"
+    wait_for(lambda: said.exists() and "waits\n" in said.read_text(), "the batch")
+    cluster.ask("scancel", "--signal=USR1", number)
+    (tmp_path / "go").touch()
+    wait_for(lambda: cluster.about(number)["JobState"] == "COMPLETED", "its end")
+    assert cluster.about(number)["Restarts"] == "1"
+    paths = re.findall("^Artifact storage path: (.*)", said.read_text(), re.M)
+    assert len(paths) == 2
+    assert len(set(paths)) == 1
+    assert digest(Path(paths[0]) / "last.ckpt") == digest(job("engine.backend=ddp").folder / "last.ckpt")
+
+
+@pytest.mark.slow
+def test_a_taken_port_is_told(cluster, work):
+    """Another program listens at the port: exit code 3, with the port."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        done = srun(cluster, work, "-n2", MASTER_PORT=str(port))
+    assert done.returncode == 3
+    assert f"port {port} is in use" in done.stderr
+
+
+def test_signals_are_the_users_own_elsewhere(monkeypatch):
+    """Outside of a job of Slurm nothing of ours listens to SIGUSR1 and SIGUSR2."""
+    for name in list(os.environ):
+        if name.startswith("SLURM_"):
+            monkeypatch.delenv(name)
+    assert module.job_here() is None
+    assert module.job_here(STEP) == "7"

@@ -1,0 +1,778 @@
+"""All that is wrong with a config is told at once, each fault with its place: `deeplightning.config.check`."""
+
+import json
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+
+from deeplightning.config import strategy
+from deeplightning.config.check import load
+from deeplightning.configure import examine
+
+GOOD = """\
+data:
+  module: {type: deeplightning.data.digits.Digits}
+  batch_size: 32
+model:
+  module: {type: deeplightning.task.img_classif.ImageClassification}
+  network: {type: deeplightning.model.cnn.SimpleCNN, params: {num_classes: 10, num_channels: 1, image_size: 8}}
+  optimizer: {type: torch.optim.SGD, params: {lr: 0.1}}
+  loss: {type: torch.nn.CrossEntropyLoss}
+train: {num_epochs: 1}
+"""
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    """Each test has a working directory of its own, and leaves import roots and modules as they were."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    before = set(sys.modules)
+    yield tmp_path
+    for name in set(sys.modules) - before:
+        if str(getattr(sys.modules[name], "__file__", "") or "").startswith(str(tmp_path)):
+            del sys.modules[name]
+
+
+def notes(*overrides: str, text: str = GOOD, imported: bool = False) -> list[str]:
+    """What is wrong with a config, `place: key: words` each: by its source, and the same when all of it is imported.
+    `imported` asks only for the latter."""
+    Path("c.yaml").write_text(text)
+    found = examine("c.yaml", list(overrides), importing=True)
+    if not imported:
+        read = examine("c.yaml", list(overrides))
+        assert read.unchecked == []
+        assert read.faults == found.faults
+    return [str(fault) for fault in found.faults]
+
+
+def note(*overrides: str, text: str = GOOD, imported: bool = False) -> str:
+    """The only thing that is wrong, without its place."""
+    (one,) = notes(*overrides, text=text, imported=imported)
+    return one.removeprefix(f"override {overrides[-1]}: ") if overrides else one
+
+
+def test_a_right_config_has_no_faults():
+    """What the other tests change is right."""
+    assert notes() == []
+
+
+# ---- keys and values
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        # unknown, at any depth, with the nearest word
+        ("train.num_epoch=2", "train.num_epoch: unknown key. Did you mean num_epochs? Known here: num_epochs, max_"),
+        ("Data.batch_size=2", "Data: unknown key. Did you mean data? Known here: seed, stages, data"),
+        ("train.checkpoint.moniter=x", "train.checkpoint.moniter: unknown key. Did you mean monitor?"),
+        ("model.optimizer.parms={}", "model.optimizer.parms: unknown key. Did you mean params?"),
+        ("model.loss={a: {type: torch.nn.MSELoss, wieght: 2}}", "model.loss.a.wieght: unknown key. Did you mean"),
+        ("train.callbacks=[{type: pytorch_lightning.callbacks.Timer, parms: 1}]", "train.callbacks.0.parms: unknown"),
+        ("zzz=1", "zzz: unknown key. Known here: seed, stages"),
+        # words of older configs
+        ("train.ckpt_resume_path=x", "train.ckpt_resume_path: unknown key. Today it is train.resume_ckpt."),
+        ("data.total_batch_size=8", "Today it is data.batch_size (it counts per process)."),
+        # of another type
+        ("seed=abc", "seed: must be a whole number or null, not the text 'abc'"),
+        ("seed='5'", "seed: must be a whole number or null, not the text '5'"),
+        ("seed=1.5", "seed: must be a whole number or null, not the number 1.5"),
+        ("seed=true", "seed: must be a whole number or null, not true"),
+        ("train.export=off", "train.export: must be true or false, not the text 'off'"),
+        ("train.export=1", "train.export: must be true or false, not the number 1"),
+        ("data.root=5", "data.root: must be a text or null, not the number 5"),
+        ("data.root=[a]", "data.root: must be a text or null, not a list"),
+        ("stages=train", "stages: must be a list, not the text 'train'"),
+        ("engine.env={A: 1}", "engine.env.A: must be a text, not the number 1"),
+        ("engine.gpus=[0, a]", "engine.gpus: must be indexes, or ids that begin with GPU- or MIG- (`nvidia-smi -L`)"),
+        ("train=5", "train: must be a mapping of num_epochs, max_steps,"),
+        ("train.gradient_clip=5", "train.gradient_clip: must be a mapping of value, algorithm, norm_type or null, not"),
+        ("data=[1]", "data: must be a mapping of module, batch_size,"),
+        ("data.loader=[1]", "data.loader: must be a mapping, not a list"),
+        ("model.network.params=5", "model.network.params: must be a mapping, not the number 5"),
+        ("model.network.type=5", "model.network.type: must be a text, not the number 5"),
+        # not one of the words
+        ("stages=[train, tset]", "stages.1: must be one of train, validate, test, predict, not the text 'tset'"),
+        ("engine.backend=deepspeed_stage_4", "not the text 'deepspeed_stage_4'. Did you mean deepspeed_stage_3?"),
+        ("engine.precision=33", "engine.precision: must be one of 16, 32, 64, bf16,"),
+        ("model.scheduler={type: torch.optim.lr_scheduler.ExponentialLR, params: {gamma: 1}, call: {interval: batch}}",
+         "model.scheduler.call.interval: must be one of epoch, step, not the text 'batch'. Did you mean step?"),
+        ("engine.gpus=all", "engine.gpus: must be a whole number or a list or one of auto or null, not the text"),
+        # out of range
+        ("data.batch_size=0", "data.batch_size: must be at least 1, not 0"),
+        ("data.num_workers=-1", "data.num_workers: must be at least 0, not -1"),
+        ("seed=-1", "seed: must be at least 0, not -1"),
+        ("serve.port=70000", "serve.port: must be at most 65535, not 70000"),
+        ("engine.gpus=-1", "engine.gpus: must be at least 0, not -1"),
+        ("train.gradient_clip={value: .nan}", "train.gradient_clip.value: must be at least 0, not nan"),
+        ("train.limit_batches={train: 1.5}", "whole number of batches, or a fraction between 0 and 1, not 1.5"),
+        ("train.val_every_n_epoch=1.5", "must be a whole number of epochs, or a fraction between 0 and 1, not 1.5"),
+        ("train.val_every_n_epoch=0", "must be a whole number of epochs, or a fraction between 0 and 1, not 0"),
+        ("train.checkpoint.every_n_epochs=.inf", "whole number of epochs, or a fraction between 0 and 1, not inf"),
+        ("data.num_splits=1", "data.num_splits: must be at least 2, not 1; with 10, one tenth of the training set"),
+        ("data={num_splits: 5, fold: 5, batch_size: 1, module: {type: deeplightning.data.digits.Digits}}",
+         "data.fold: 5 does not go with data.num_splits: 5"),
+        ("stages=[]", "stages: nothing to do: give at least one of train, validate, test, predict"),
+        # nobody to start it
+        ("engine.num_nodes=2", "engine.num_nodes: 2 machines have to be started: by torchrun, Slurm, "),
+        # missing
+        ("~train.num_epochs", "train.num_epochs: missing: say how long to train, for example `num_epochs: 10`"),
+        ("~data.batch_size", "data.batch_size: missing: samples per step and process; for example `batch_size: 64`"),
+        ("~data.module", "data.module: missing: a LightningDataModule, called with the whole config; for example"),
+        ("~model.optimizer.params", "model.optimizer.params: missing: "),
+        ("~model.network.type", "model.network.type: missing: MODULE.CLASS or MODULE.FUNCTION; for example `type:"),
+        ("train.early_stop={mode: max}", "train.early_stop.metric: missing: name of a metric; for example `metric:"),
+        ("data=null", "data.module: missing"),
+    ],
+)  # fmt: skip
+def test_one_wrong_value_is_one_note(override, words):
+    """Unknown, of another type, no known word, out of range, missing: what is found and what is allowed."""
+    found = notes(override)
+    assert words in found[0]
+    assert len(found) == (2 if override == "data=null" else 1)
+
+
+def test_an_item_of_a_param_is_told_at_its_own_line():
+    """Not at the line of its list."""
+    items = "{type: deeplightning.data.digits.Digits, params: {augment: [\n    {type: torch.nn.Dropout},\n    7]}}"
+    (found,) = notes(text=GOOD.replace("{type: deeplightning.data.digits.Digits}", items))
+    assert found.startswith("c.yaml:4:5: data.module.params.augment.1: deeplightning.data.digits.Digits takes a target")
+
+
+def test_a_value_of_the_file_is_told_with_line_and_column():
+    """The place of a key is where it stands, of a missing one where its section does."""
+    text = GOOD.replace("batch_size: 32", "batch_size: many").replace(
+        "train: {num_epochs: 1}", "train: {}\nloger: {}\n"
+    )
+    assert [n.split(": ")[:2] for n in notes(text=text)] == [
+        ["c.yaml:3:3", "data.batch_size"],
+        ["c.yaml:9:1", "train.num_epochs"],
+        ["c.yaml:10:1", "loger"],
+    ]
+
+
+def test_a_value_of_a_base_is_told_with_its_file():
+    """The file that set the value is named, not the one that was given."""
+    Path("base.yaml").write_text(GOOD.replace("32", "many"))
+    assert notes(text="_base_: base.yaml\nseed: 1\n") == [
+        "base.yaml:3:3: data.batch_size: must be a whole number, not the text 'many'"
+    ]
+
+
+def test_thousands_of_unknown_keys_are_one_note():
+    """Another kind of YAML file is not answered with a note per line."""
+    (one,) = notes(text="\n".join(f"k{n}: 1" for n in range(5000)))
+    assert one.startswith("c.yaml:1:1: 5000 unknown keys, such as k0; is this a config? Known here: seed, stages")
+
+
+# ---- targets
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("model.optimizer.type=torch.optim.SDG", "model.optimizer.type: torch.optim has no `SDG`. Did you mean"),
+        ("model.optimizer.type=troch.optim.SGD", "there is no module troch to import (for `troch.optim.SGD`). Did you"),
+        ("model.optimizer.type=SGD", "model.optimizer.type: `SGD` is no MODULE.NAME such as torch.optim.SGD."),
+        ("model.optimizer.params={lrr: 0.1}", "model.optimizer.params.lrr: torch.optim.SGD has no param `lrr`. Did"),
+        ("model.optimizer.params.lr=fast", "torch.optim.SGD takes a number here, not the text 'fast'"),
+        ("model.optimizer.params.params=[1]", "torch.optim.SGD gets `params` from us; remove it"),
+        ("model.network.params={num_channels: 1}", "model.network.params: deeplightning.model.cnn.SimpleCNN needs num"),
+        ("data.module={type: deeplightning.data.image_folder.ImageFolder, params: {resize: crp}}",
+         "ImageFolder takes 'crop' or 'stretch' or 'pad' here, not the text 'crp'. Did you mean crop?"),
+        ("model.network.params.num_classes=ten", "SimpleCNN takes a whole number here, not the text 'ten'"),
+        # of another kind
+        ("model.network={type: torch.nn.CrossEntropyLoss}", "torch.nn.CrossEntropyLoss is a loss, not a network"),
+        ("model.network={type: torchmetrics.MeanMetric}", "torchmetrics.MeanMetric is a metric, not a network"),
+        ("model.network={type: torch.optim.SGD}", "torch.optim.SGD is not a network (torch.nn.Module)"),
+        ("model.loss={type: torchmetrics.MeanMetric}", "torchmetrics.MeanMetric is a metric, not a loss"),
+        ("model.module={type: torch.nn.Linear}", "torch.nn.Linear is not a LightningModule"),
+        ("data.module={type: torch.nn.Linear}", "torch.nn.Linear is not a LightningDataModule"),
+        ("model.optimizer={type: torch.nn.Linear, params: {}}", "torch.nn.Linear is not an optimizer (torch.optim.Opt"),
+        ("model.scheduler={type: torch.optim.SGD}", "torch.optim.SGD is not a scheduler"),
+        ("model.metrics={acc: {type: torch.nn.Linear}}", "model.metrics.acc.type: torch.nn.Linear is not a metric"),
+        ("train.callbacks=[{type: torch.nn.Linear}]", "train.callbacks.0.type: torch.nn.Linear is not a Lightning"),
+        ("logger={type: torch.nn.Linear}", "logger.type: torch.nn.Linear is not a Lightning logger"),
+        ("logger.extra=[{type: torch.nn.Linear}]", "logger.extra.0.type: torch.nn.Linear is not a Lightning logger"),
+        ("model.optimizer=[{type: torch.optim.SGD}]", "model.optimizer: must be a target {type: MODULE.CLASS,"),
+        ("model.loss=5", "or a mapping of names or null, not the number 5"),
+        ("model.network=torch.nn.Linear", "model.network: must be a target {type: MODULE.CLASS, params: {…}} or"),
+        # inside params
+        ("data.module.params.augment=[{type: torch.nn.Dropout}, {typ: torch.nn.Dropout}]",
+         "augment.1: deeplightning.data.digits.Digits takes a target {type: MODULE.CLASS, params: {…}} here, not a"),
+        ("model.optimizer={type: torch.optim.Adam, params: {lr: 0.1}, groups: [{match: bias, betas: [0.9, high]}]}",
+         "model.optimizer.groups.0.betas.1: torch.optim.Adam takes a number here, not the text 'high'"),
+        ("model.network.params.num_classes={type: json.dumbs}", "model.network.params.num_classes.type: json has no"),
+        ("data.module.params.augment=[{type: torch.nn.Dropout, params: {q: 1}}]",
+         "data.module.params.augment.0.params.q: torch.nn.Dropout has no param `q`."),
+        ("data.module.params.augment=[{type: torch.nn.ModuleDict, params: {modules: {a: [{ref: json.dumbs}]}}}]",
+         "augment.0.params.modules.a.0.ref: json has no `dumbs`. Did you"),
+    ],
+)  # fmt: skip
+def test_one_wrong_target_is_one_note(override, words):
+    """Unknown module or class with the nearest one, wrong params, a thing of another kind, also inside params."""
+    found = notes(override)
+    assert len(found) == 1
+    assert words in found[0]
+    assert found[0].startswith(f"override {override}: ")
+
+
+@pytest.mark.parametrize(
+    ("backend", "params", "words"),
+    [
+        (
+            "ddp",
+            "fnd_unused_parameters: true",
+            "fnd_unused_parameters: torch.nn.parallel.DistributedDataParallel has no",
+        ),
+        ("ddp", "find_unused_parameters: maybe", "takes true or false here, not the text 'maybe'"),
+        ("ddp", "module: 1", "torch.nn.parallel.DistributedDataParallel gets `module` from us; remove it"),
+        ("ddp", "timeoutt: 1", "engine.params.timeoutt: "),
+        ("deepspeed_stage_2", "stag: 1", "engine.zero.DeepSpeed has no param `stag`. Did you mean stage?"),
+        ("ddp", "find_unused_parameters: true, process_group_backend: gloo, bucket_cap_mb: 25", None),
+        ("deepspeed_stage_3", "offload_optimizer: true, allgather_bucket_size: 200_000_000", None),
+        ("ddp", "accelerator: cpu", "engine.params.accelerator: engine.gpus decides it; remove it"),
+        ("ddp", "timeout: 30 min", "engine.params.timeout: must be a number of seconds, more than 0, not '30 min'"),
+        ("fsdp", "timeout: 0", "must be a number of seconds, more than 0, not 0"),
+        ("ddp", "timeout: 0.5", None),
+        ("fsdp", "param_dtype: bfloat", "engine.params.param_dtype: must be one of float32, bfloat16, float16, not "
+         "'bfloat'. Did you mean bfloat16?"),
+        ("fsdp", "wrap: {a: 1}", "engine.params.wrap: deeplightning.engine.fsdp.Fsdp takes a whole number or a list"),
+        ("fsdp", "sharding_strategy: FULL_SHARD", "engine.fsdp.Fsdp has no param `sharding_strategy`. It takes: wrap,"),
+        ("fsdp", "reshard_after_forward: false, reduce_dtype: float32, cpu_offload: true, wrap: [Linear, conv1]", None),
+        ("ddp", "ddp_comm_hook: {ref: json.dumbs}", "engine.params.ddp_comm_hook.ref: json has no `dumbs`."),
+        ("ddp", "process_group: {type: json.dumps}", "engine.params.process_group.params: json.dumps needs obj"),
+        ("deepspeed_stage_2", "config: {fp32_allreduce: true}", "config.fp32_allreduce: DeepSpeed has given it up; "
+         "today it is `communication_data_type: fp32`"),
+        ("deepspeed_stage_1", "config: {progressive_layer_drop: {}}", "DeepSpeed has given it up; remove it"),
+        ("deepspeed_stage_2", "config: {optimizer: {}}", "config.optimizer: model.optimizer decides it; remove it"),
+        ("deepspeed_stage_2", "config: {train_batch_size: 8}", "data.batch_size decides it"),
+        ("deepspeed_stage_2", "config: {flop_profiler: {}}", "config.flop_profiler: unknown to DeepSpeed. "
+         "Did you mean flops_profiler? It knows activation_checkpointing,"),
+        ("deepspeed_stage_2", "config: {zero_optimization: {cpu_offload: true}}",
+         "engine.params.config.zero_optimization.cpu_offload: DeepSpeed has given it up; today it is "
+         "`offload_optimizer: {device: cpu}`"),
+        ("deepspeed_stage_2", "config: {zero_optimization: {reduce_bucket: 1}}", "Did you mean reduce_bucket_size?"),
+        ("deepspeed_stage_2", "config: {zero_optimization: false}", "zero_optimization: must be a mapping, such"),
+        ("deepspeed_stage_2", "zero_optimization: false", None),
+        ("deepspeed_stage_2", "initial_scale_power: 8, loss_scale_window: 100, hysteresis: 1, min_loss_scale: 2", None),
+        ("deepspeed_stage_3", "block_size: 1, queue_depth: 4, thread_count: 2, partition_activations: true", None),
+        ("deepspeed_stage_2_offload", "config: {flops_profiler: {}, zero_optimization: {sub_group_size: 9}}",
+         None),
+    ],
+)  # fmt: skip
+def test_params_of_the_engine_are_compared_with_the_strategys(backend, params, words):
+    """With its own and, for ddp, with those of torch's class that they are handed on to."""
+    overrides = [f"engine.backend={backend}", f"engine.params={{{params}}}"]
+    if words is None:
+        assert notes(*overrides) == []
+    else:
+        assert words in note(*overrides)
+
+
+def test_the_words_of_deepspeeds_json_are_those_that_deepspeed_asks_for():
+    """Of the version that is installed: those that it reads, and those that it refuses as given up."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of its own imports
+        config = pytest.importorskip("deepspeed.runtime.config")
+        zero = pytest.importorskip("deepspeed.runtime.zero.config")
+    asked = set()
+
+    class Json(dict):
+        def __contains__(self, word):
+            asked.add(word)
+            return super().__contains__(word)
+
+        def get(self, word, default=None):
+            asked.add(word)
+            return super().get(word, default)
+
+        def keys(self):
+            return self  # so that `word in config.keys()` asks as well
+
+    config.DeepSpeedConfig(Json(train_batch_size=1))
+    json_words = {*strategy._JSON, *strategy._DECIDED_JSON, *strategy._RETIRED_JSON}
+    assert asked - json_words == set()
+    before_0_19 = {"fp32_allreduce", "allreduce_always_fp32", "disable_allgather_buckets"}
+    assert json_words - asked == {*before_0_19, "sequence_parallel_size"}  # it asks for the latter of a network
+    fields = {field.alias or name for name, field in zero.DeepSpeedZeroConfig.model_fields.items()}
+    deprecated = {
+        n for n, f in zero.DeepSpeedZeroConfig.model_fields.items() if (f.json_schema_extra or {}).get("deprecated")
+    }
+    assert set(strategy._ZERO) == fields - deprecated - {"legacy_stage1"}
+    assert deprecated | set(config._REMOVED_ZERO_CONFIG_KEYS) < set(strategy._RETIRED_ZERO)
+    assert set(config._REMOVED_TOP_LEVEL_CONFIG_KEYS) < set(strategy._RETIRED_JSON)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "model.network={type: torchvision.models.resnet18, params: {num_classes: 10}}",
+        "model.network={type: torch.nn.Sequential}",
+        "model.scheduler={type: torch.optim.lr_scheduler.ReduceLROnPlateau, call: {monitor: val_loss}}",
+        "model.scheduler={type: torch.optim.lr_scheduler.OneCycleLR, params: {max_lr: 1.0, total_steps: auto}}",
+        "model.loss={a: {type: torch.nn.MSELoss}, b: {type: torch.nn.L1Loss, weight: 0.5}}",
+        "model.loss={type: torch.nn.CrossEntropyLoss, params: {label_smoothing: 0.1}}",
+        "model.metrics={acc: {type: torchmetrics.classification.MulticlassAccuracy, params: {num_classes: 10}}}",
+        "data.module.params.augment=[{type: torch.nn.Dropout, params: {p: 0.1}}]",
+        "logger={type: pytorch_lightning.loggers.MLFlowLogger, params: {tracking_uri: mlruns}}",
+        "train.callbacks=[{type: pytorch_lightning.callbacks.Timer}]",
+    ],
+)
+def test_right_targets_pass(override):
+    """Functions as networks, several losses, schedulers with numbers to come, targets inside params."""
+    assert notes(override) == []
+
+
+def test_a_users_own_module_is_checked_like_ours(here):
+    """A nested package in the working directory, and a file beside the config, are found and compared."""
+    (here / "losses").mkdir()
+    own = "import torch\n\n\nclass Mine(torch.nn.Module):\n    def __init__(self, factor: float = 1.0): ...\n"
+    (here / "losses" / "custom.py").write_text(own)
+    assert notes("model.loss={type: losses.custom.Mine, params: {factor: 2}}") == []
+    assert "losses.custom has no `Mien`. Did you mean losses.custom.Mine?" in note("model.loss.type=losses.custom.Mien")
+    assert "losses has no `costum`. Did you mean losses.custom?" in note("model.loss.type=losses.costum.Mine")
+    assert "has no param `fator`. Did you mean factor?" in note(
+        "model.loss={type: losses.custom.Mine, params: {fator: 2}}"
+    )
+
+
+def test_a_module_beside_the_config_is_found_from_elsewhere(here, monkeypatch):
+    """The folder of the config file is an import root, wherever the command is called."""
+    (here / "project").mkdir()
+    (here / "project" / "beside_config.py").write_text("import torch\n\n\nclass Net(torch.nn.Module): ...\n")
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p != str(here)])
+    (here / "project" / "c.yaml").write_text(GOOD)
+    assert load("project/c.yaml", ["model.network={type: beside_config.Net}"]).model.network.type == "beside_config.Net"
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("def f(:\n", "SyntaxError: invalid syntax (own_broken.py:1)"),
+        (
+            "import torch\nimport not_there\n",
+            "needs not_there, which is not installed here (own_broken.py:2): pip install not_there",
+        ),
+        ("\n1 / 0\n", "ZeroDivisionError: division by zero (own_broken.py:2)"),
+    ],
+)
+def test_an_own_module_that_cannot_be_imported_is_a_fault_with_both_places(text, words):
+    """The line of the config that names it, and the line of the code that fails."""
+    Path("own_broken.py").write_text(text)
+    found = note("model.loss.type=own_broken.Loss", imported=True)
+    assert found.startswith("model.loss.type: importing own_broken (for `own_broken.Loss`) ")
+    assert found.endswith(words)
+
+
+def test_a_class_of_the_other_lightning_is_refused_in_words(here, monkeypatch):
+    """`lightning.pytorch` classes are no `pytorch_lightning` classes, and look just alike: the note says what to do."""
+    package = here / "lightning" / "pytorch"
+    package.mkdir(parents=True)
+    (here / "lightning" / "__init__.py").write_text("")
+    (package / "__init__.py").write_text("class LightningModule: ...\nclass Callback: ...\n")
+    (here / "other_task.py").write_text("import lightning.pytorch as pl\n\n\nclass Task(pl.LightningModule): ...\n")
+    for name in [n for n in sys.modules if n.split(".")[0] == "lightning"]:
+        monkeypatch.delitem(sys.modules, name)
+    assert note("model.module={type: other_task.Task}") == (
+        "model.module.type: other_task.Task derives from `lightning.pytorch`; "
+        "derive it from the same class of `pytorch_lightning`"
+    )
+
+
+def test_a_variable_that_is_no_number_is_not_shown(monkeypatch):
+    """A wrong value from the environment is told by the variable's name."""
+    monkeypatch.setenv("SOME_TOKEN", "hunter2")
+    assert note("data.batch_size=${oc.env:SOME_TOKEN}") == (
+        "data.batch_size: must be a whole number, not what ${oc.env:SOME_TOKEN} gives"
+    )
+    assert note("model.optimizer.params.lr=${oc.env:SOME_TOKEN}") == (
+        "model.optimizer.params.lr: torch.optim.SGD takes a number here, not the text that ${oc.env:SOME_TOKEN} gives; "
+        "write `${oc.decode:${oc.env:SOME_TOKEN}}`"
+    )
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("model.optimizer.groups=[{match: bias, wieght_decay: 0}]",
+         "groups.0.wieght_decay: torch.optim.SGD has no param `wieght_decay`. Did you mean weight_decay?"),
+        ("model.optimizer.groups=[{match: bias, weight_decay: none}]", "takes a number here, not the text 'none'"),
+        ("model.optimizer.groups=[{weight_decay: 0}]", "model.optimizer.groups.0.match: missing: which parameters"),
+        ("model.optimizer.groups=[{mach: bias}]", "model.optimizer.groups.0.mach: unknown key. Did you mean match?"),
+        ("model.optimizer.groups=[{match: 'bias)'}]", "groups.0.match: must be a regular expression, not 'bias)': "),
+        ("model.trainable=[]", "model.trainable: names no parameter, so nothing would learn; `all` trains"),
+        ("model.trainable=['(', head]", "model.trainable.0: must be a regular expression, not '(': "),
+        ("data.loader={pin_memry: true}", "DataLoader has no param `pin_memry`. Did you mean pin_memory?"),
+        ("data.loader={batch_size: 3}", "DataLoader gets `batch_size` from data.batch_size; remove it"),
+        ("data.loader={pin_memory: often}", "DataLoader takes true or false here, not the text 'often'"),
+        ("logger.params={experiment: x}", "MLflowLogger has no param `experiment`. Did you mean"),
+    ],
+)  # fmt: skip
+def test_what_is_given_on_is_compared_with_what_takes_it(override, words):
+    """Groups with the optimizer, `data.loader` with torch's class, the default logger's params with the logger."""
+    assert words in note(override)
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("batch_size=4", "unknown key. Did you mean data.batch_size?"),
+        ("gpus=1", "unknown key. Did you mean engine.gpus?"),
+        ("lr=0.1", "unknown key. Today it is model.optimizer.params.lr."),
+        ("task=img", "unknown key. Today it is model.module.type."),
+        ("total_batch_size=3", "unknown key. Today it is data.batch_size (it counts per process)."),
+        ("model.~metrics=null", "model.~metrics: there is no such key to remove: nothing below this file sets"),
+        ("engine.gpus=[96, 96]", "engine.gpus: must be different device ids, not [96, 96]"),
+        ("model.scheduler={type: torch.optim.lr_scheduler.ExponentialLR, params: {gamma: auto}}",
+         "model.scheduler.params.gamma: `auto` is known for total_steps, steps_per_epoch, epochs, T_max; give `gamma`"),
+        ("model.scheduler={type: torch.optim.lr_scheduler.OneCycleLR, params: {max_lr: 1.0, tota_steps: auto}}",
+         "torch.optim.lr_scheduler.OneCycleLR has no param `tota_steps`. Did you mean total_steps?"),
+        ("model.loss={type: torch.nn.functional.cross_entropy}",
+         "needs input, target; a function is called once, to make a loss (torch.nn.Module)"),
+        ("train.callbacks=[{type: lightning.pytorch.callbacks.Timer}]",
+         "no module lightning to import (for `lightning.pytorch.callbacks.Timer`). Did you mean pytorch_lightning."),
+    ],
+)  # fmt: skip
+def test_what_others_would_write_is_answered_with_our_word(override, words):
+    """Keys without their section, words of other runners, functions where something is made."""
+    assert any(words in found for found in notes(override))
+
+
+def test_groups_of_an_optimizer_without_a_type_are_no_second_fault():
+    """What has no name is compared with nothing."""
+    text = GOOD.replace(
+        "{type: torch.optim.SGD, params: {lr: 0.1}}", "{tipe: torch.optim.SGD, groups: [{match: a, x: 1}]}"
+    )
+    (first,) = [found for found in notes(text=text) if "params: missing" not in found]
+    assert "model.optimizer.tipe: unknown key. Did you mean type?" in first
+
+
+def test_a_misspelt_base_is_one_note():
+    """Nothing that stands in the base is said to be missing."""
+    Path("base.yaml").write_text(GOOD)
+    (only,) = notes(text="_bsae_: base.yaml\ndata: {batch_size: 3}\n")
+    assert only.startswith("c.yaml:1:1: _bsae_: unknown key. Did you mean _base_? Known here: seed,")
+
+
+# ---- all at once
+
+TEN = """\
+seed: 42
+stages: [train, tset]
+data:
+  module: {type: deeplightning.data.digits.Digits}
+  batch_size: 0
+  num_splitz: 10
+  root: ${no.such.key}
+model:
+  module: {type: torch.nn.CrossEntropyLoss}
+  network:
+    type: deeplightning.model.cnn.SimpleCNN
+    params: {num_channels: 1}
+  optimizer:
+    type: torch.optim.SGD
+    params:
+      lrr: 0.1
+      momentum: fast
+  loss: {type: torch.nn.CrossEntropyLos}
+train:
+  num_epochs: 1
+  max_steps: 1.5
+  num_epochs: 2
+engine:
+  backend: ddq
+"""
+
+
+def test_ten_faults_of_ten_kinds_are_ten_notes_each_at_its_line():
+    """Through the real command: exit 2, a note per fault in the order of the file, nothing created."""
+    Path("c.yaml").write_text(TEN)
+    done = subprocess.run(
+        [sys.executable, "-m", "deeplightning", "train", "c.yaml"],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 2
+    assert done.stdout == ""
+    expected = {
+        (2, "stages.1"): "not the text 'tset'. Did you mean test?",  # no known word
+        (5, "data.batch_size"): "must be at least 1, not 0",  # out of range
+        (6, "data.num_splitz"): "unknown key. Did you mean num_splits?",  # unknown key
+        (7, "data.root"): "`${no.such.key}` refers to a key that is not there",  # reference
+        (9, "model.module.type"): "torch.nn.CrossEntropyLoss is not a LightningModule",  # of another kind
+        (12, "model.network.params"): "deeplightning.model.cnn.SimpleCNN needs num_classes",  # missing param
+        (16, "model.optimizer.params.lrr"): "has no param `lrr`. Did you mean lr?",  # unknown param
+        (17, "model.optimizer.params.momentum"): "takes a number here, not the text 'fast'",  # param's type
+        (18, "model.loss.type"): "torch.nn has no `CrossEntropyLos`. Did you mean torch.nn.CrossEntropyLoss?",  # target
+        (21, "train.max_steps"): "must be a whole number or null, not the number 1.5",  # type
+        (22, "train.num_epochs"): "this key stands twice, first in line 20; remove one",  # twice
+        (24, "engine.backend"): "not the text 'ddq'. Did you mean ddp?",
+    }
+    lines = done.stderr.splitlines()
+    found = {(int(line.split(":")[2]), line.split(": ")[2]): line for line in lines}
+    assert list(found) == list(expected)
+    assert [words for key, words in expected.items() if words not in found[key]] == []
+    assert all(line.startswith("error: c.yaml:") for line in lines)
+    assert [p.name for p in Path().iterdir()] == ["c.yaml"]
+
+
+# ---- the command
+
+COMPOSED = {
+    "ground.yaml": """\
+data:
+  module: {type: deeplightning.data.digits.Digitz}
+  batch_size: 32
+model:
+  module: {type: deeplightning.task.img_classif.ImageClassification}
+  network: {type: deeplightning.model.cnn.SimpleCNN, params: {num_classes: 10, num_channel: 1, image_size: 8}}
+  optimizer: {type: torch.optim.SGD, params: {lr: 0.1}}
+  loss: {type: torch.nn.CrossEntropyLoss}
+train: {num_epochs: 1}
+""",
+    "middle.yaml": """\
+_base_: ground.yaml
+data:
+  batch_size: many
+  batch_sise: 3
+model:
+  optimizer:
+    type: torch.nn.Linear
+train:
+  checkpoint: {monitor: val_acuracy}
+""",
+    "top.yaml": """\
+_base_: middle.yaml
+seed: -1
+engine:
+  backend: deepspeed_stage_2
+  precision: 61
+train:
+  gradient_clip: {value: 1.0, algorithm: value}
+  num_epochs: ${model.epochs}
+""",
+}  # fmt: skip
+
+
+def test_ten_faults_in_three_files_are_ten_notes_in_one_run(command, here):
+    """Each at the file that set the value, at its line; the contradiction with the place of both."""
+    for name, text in COMPOSED.items():
+        Path(name).write_text(text)
+    found = command("check", "top.yaml", cwd=here)
+    assert (found.code, found.out) == (2, "")
+    expected = {
+        "ground.yaml:2:12: data.module.type": "has no `Digitz`. Did you mean deeplightning.data.digits.Digits?",
+        "ground.yaml:6:80: model.network.params.num_channel": "has no param `num_channel`. Did you mean num_channels?",
+        "middle.yaml:3:3: data.batch_size": "must be a whole number, not the text 'many'",
+        "middle.yaml:4:3: data.batch_sise": "unknown key. Did you mean batch_size?",
+        "middle.yaml:7:5: model.optimizer.type": "torch.nn.Linear is not an optimizer",
+        "middle.yaml:9:16: train.checkpoint.monitor": "no metric `val_acuracy` is logged. Did you mean val_acc?",
+        "top.yaml:2:1: seed": "must be at least 0, not -1",
+        "top.yaml:5:3: engine.precision": "must be one of 16, 32, 64, bf16,",
+        "top.yaml:7:31: train.gradient_clip.algorithm": "with engine.backend: deepspeed_stage_2 (top.yaml:4:3)",
+        "top.yaml:8:3: train.num_epochs": "refers to a key that is not there",
+    }  # fmt: skip
+    notes = found.err.splitlines()
+    assert len(notes) == len(expected) == 10
+    for note, (where, words) in zip(notes, expected.items(), strict=True):
+        assert note.startswith(f"error: {where}: ")
+        assert words in note
+
+
+def test_a_report_for_programs(command, here):
+    """`--format json`: file, line, column or override, key, value found, what is allowed, the suggestion."""
+    Path("c.yaml").write_text(GOOD)
+    found = command("check", "c.yaml", "data.batchsize=3", "seed=-1", "--format", "json", cwd=here)
+    told = json.loads(found.out)
+    assert (found.code, found.err, told["valid"], told["config"]) == (2, "", False, None)
+    assert told["faults"][0] == {
+        "file": None,
+        "line": None,
+        "column": None,
+        "override": "data.batchsize=3",
+        "key": "data.batchsize",
+        "message": told["faults"][0]["message"],
+        "found": "batchsize",
+        "allowed": "module, batch_size, root, dataset, num_workers, num_splits, fold, sampler, loader",
+        "suggestion": "batch_size",
+    }
+    assert [told["faults"][1][name] for name in ("key", "found", "allowed")] == ["seed", "-1", "at least 0"]
+    Path("c.yaml").write_text(GOOD.replace("32", "many"))
+    (fault,) = json.loads(command("check", "c.yaml", "--format=json", cwd=here).out)["faults"]
+    assert [fault[name] for name in ("file", "line", "column", "override")] == ["c.yaml", 3, 3, None]
+    assert [fault[name] for name in ("found", "allowed")] == ["the text 'many'", "a whole number"]
+
+
+def test_what_a_module_prints_does_not_stand_in_the_report(command, here):
+    """Neither by Python nor past it: stdout is one object."""
+    Path("own_loud.py").write_text(
+        "import os\nprint('loud')\nos.system('echo louder')\nfrom torch.nn import NLLLoss as Loss\n"
+    )
+    Path("c.yaml").write_text(GOOD)
+    found = command("check", "c.yaml", "model.loss.type=own_loud.Loss", "--import", "--format", "json", cwd=here)
+    assert json.loads(found.out)["valid"] is True
+    assert {"loud", "louder"} <= set(found.err.split())
+
+
+def test_a_huge_number_of_gpus_is_one_short_note(command, here):
+    """As is a number too many."""
+    Path("c.yaml").write_text(GOOD)
+    found = command("check", "c.yaml", "engine.gpus=987654321", cwd=here)
+    assert found.code == 3
+    assert "asks for 987654321 GPUs; this machine has" in found.err
+    assert len(found.err) < 500
+
+
+def test_a_misspelt_option_is_no_override(command, here):
+    """`--dryrun` is answered with where options are listed."""
+    Path("c.yaml").write_text(GOOD)
+    found = command("check", "c.yaml", "--dryrun", cwd=here)
+    assert found.code == 2
+    assert "override --dryrun: there is no such option, see --help; an override is key=value" in found.err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full, which Linux has")
+def test_a_full_disk_is_a_note(here):
+    """What cannot be written to a file on stdout: exit code 3, no traceback."""
+    Path("c.yaml").write_text(GOOD)
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "deeplightning", "check", "c.yaml"],
+            stdout=full, stderr=subprocess.PIPE, text=True, timeout=60,
+        )  # fmt: skip
+    assert done.returncode == 3
+    assert done.stderr.startswith("error: the disk is full: [Errno 28] No space left on device.")
+
+
+def test_a_right_config_for_programs(command, here):
+    """`valid`, the effective config, and what was changed in it."""
+    Path("c.yaml").write_text(GOOD)
+    found = command("check", "c.yaml", "engine.backend=horovod", "--format", "json", cwd=here)
+    told = json.loads(found.out)
+    assert (found.code, told["valid"], told["faults"]) == (0, True, [])
+    assert told["config"]["engine"]["backend"] is None
+    assert [notice["key"] for notice in told["notices"]] == ["engine.backend", "engine.backend"]
+
+
+def test_what_only_importing_can_tell_is_said_to_be_unchecked(command, here):
+    """A function written in C: `check` does not guess, `--import` asks it."""
+    Path("own_parts.py").write_text("from math import hypot as loss\n")
+    Path("c.yaml").write_text(GOOD)
+    changed = ["model.loss={type: own_parts.loss, params: {factor: 2}}"]
+    found = command("check", "c.yaml", *changed, cwd=here)
+    assert found.code == 0
+    assert found.err.startswith(f"unchecked: override {changed[0]}: model.loss.")
+    assert found.err.endswith("; `--import` settles it\n")
+    assert "--import" not in command("check", "c.yaml", *changed, "--import", cwd=here).err
+    Path("c.yaml").write_text(GOOD.replace("torch.nn.CrossEntropyLoss", "own_parts.losss"))
+    assert "Did you mean own_parts.loss?" in command("check", "c.yaml", cwd=here).err
+
+
+def test_check_imports_nothing_heavy_and_nothing_that_is_named():
+    """No torch, no Lightning, no MLflow, no torchvision, no numpy; none of the modules that the config names."""
+    done = subprocess.run(
+        [sys.executable, "-X", "importtime", "-m", "deeplightning", "check", "configs/base.yaml"],
+        cwd=Path(__file__).parents[2], capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.returncode == 0
+    loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "deeplightning.config.check" in loaded
+    packages = {name.partition(".")[0] for name in loaded}
+    heavy = {"torch", "pytorch_lightning", "lightning_fabric", "mlflow", "torchvision", "torchmetrics", "numpy"}
+    assert packages & (heavy | {"sklearn", "matplotlib", "onnx", "onnxruntime", "PIL", "pandas"}) == set()
+    named = ("deeplightning.data", "deeplightning.task", "deeplightning.model", "deeplightning.tracking")
+    assert [name for name in loaded if name.startswith(named)] == []
+
+
+# ---- metrics that something waits for
+
+OWN_TASKS = """\
+import pytorch_lightning as pl
+
+from deeplightning.task.img_classif import ImageClassification
+
+
+class Plain(pl.LightningModule):
+    def __init__(self, cfg):
+        super().__init__()
+
+    def training_step(self, batch, batch_idx):
+        self.log("train_loss", 0.0)
+
+    def validation_step(self, batch, batch_idx):
+        self.log_dict({"val_loss": 0.0, "val_f1": 1.0})
+
+
+class More(ImageClassification):
+    def on_validation_epoch_end(self):
+        self.log("val_extra", 1.0)
+
+
+class Computed(ImageClassification):
+    def on_validation_epoch_end(self):
+        self.log(self.hparams.name, 1.0)
+
+
+class Watch(pl.Callback):
+    def on_validation_end(self, trainer, pl_module):
+        pl_module.log("val_watched", 1.0)
+"""
+METRIC = "{type: torchmetrics.classification.MulticlassF1Score, params: {num_classes: 10}}"
+TWO_LOSSES = "model.loss={a: {type: torch.nn.CrossEntropyLoss}, b: {type: torch.nn.NLLLoss}}"
+SMOOTHED = "train.callbacks=[{type: deeplightning.callbacks.watch.SmoothedLoss}]"
+PLATEAU = "model.scheduler={type: torch.optim.lr_scheduler.ReduceLROnPlateau, call: {monitor: val_los}}"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (["train.checkpoint.monitor=val_acuracy"], "no metric `val_acuracy` is logged. Did you mean val_acc?"),
+        (["train.early_stop={metric: val_f1}"], "no metric `val_f1` is logged."),
+        (["train.early_stop={metric: test_loss}"], "no metric `test_loss` is logged. Did you mean"),
+        (["train.callbacks=[{type: pytorch_lightning.callbacks.EarlyStopping, params: {monitor: val_los}}]"],
+         "train.callbacks.0.params.monitor: no metric `val_los` is logged. Did you mean val_loss?"),
+        ([PLATEAU], "model.scheduler.call.monitor: no metric `val_los` is logged. Did you mean val_loss?"),
+        ([f"model.metrics={{f1: {METRIC}}}", "train.checkpoint.monitor=val_acc"], "no metric `val_acc` is logged."),
+        (["model.module.type=own_tasks.Plain", "train.checkpoint.monitor=val_acc"], "Did you mean val_f1?"),
+        (["model.module.type=own_tasks.More", "train.checkpoint.monitor=val_extr"], "Did you mean val_extra?"),
+    ],
+)  # fmt: skip
+def test_a_metric_that_nothing_logs_is_told(overrides, words):
+    """By the source of task, metrics, losses and callbacks; with the nearest that is logged."""
+    Path("own_tasks.py").write_text(OWN_TASKS)
+    (found,) = notes(*overrides)
+    assert words in found
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["train.checkpoint.monitor=val_acc", "train.early_stop={metric: train_loss_epoch}"],
+        ["train.checkpoint={monitor: lr, mode: min}"],
+        [f"model.metrics={{f1: {METRIC}}}", "train.checkpoint.monitor=val_f1"],
+        [TWO_LOSSES, "train.checkpoint.monitor=val_b"],
+        ["model.module.type=own_tasks.Plain", "train.checkpoint.monitor=val_f1"],
+        ["model.module.type=own_tasks.More", "train.checkpoint={monitor: val_extra, mode: min}"],
+        ["train.callbacks=[{type: own_tasks.Watch}]", "train.checkpoint={monitor: val_watched, mode: min}"],
+        [SMOOTHED, "train.early_stop={metric: train_loss_ema}"],
+        ["stages=[test]", "test.ckpt=last", "train.checkpoint.monitor=nothing"],
+    ],
+)  # fmt: skip
+def test_a_metric_that_is_logged_passes(overrides):
+    """Also what a subclass adds to what its parent declares, and what a callback logs."""
+    Path("own_tasks.py").write_text(OWN_TASKS)
+    assert notes(*overrides) == []
+
+
+def test_a_metric_whose_name_is_computed_is_left_to_the_dry_run():
+    """What the source does not tell is said to be unchecked."""
+    Path("own_tasks.py").write_text(OWN_TASKS)
+    Path("c.yaml").write_text(GOOD)
+    report = examine("c.yaml", ["model.module.type=own_tasks.Computed", "train.checkpoint={monitor: val_x, mode: min}"])
+    assert report.faults == []
+    (unchecked,) = report.unchecked
+    assert unchecked.message == "whether `val_x` is logged: own_tasks.Computed computes names; `--dry-run` settles it"

@@ -1,0 +1,630 @@
+"""Bundles, checkpoints and journals that were tampered with, one kind a line in `tests/hostile/*.jsonl`: each is
+refused in one sentence with exit code 4, soon, and nothing of it is executed."""
+
+import base64
+import contextlib
+import io
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import warnings
+import zipfile
+import zlib
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import helper
+from served import ROOT, colour_run
+
+from deeplightning import trust
+from deeplightning.config.fault import CheckpointError
+from deeplightning.engine.checkpoint_io import load_weights, read_checkpoint
+from deeplightning.runfolder import RunFolder, golden_digest, seal
+from deeplightning.runs import sync
+from deeplightning.tracking import MLflowLogger, sqlite
+from deeplightning.tracking.journal import folder_of
+from deeplightning.tracking.sqlite import open_directly
+from deeplightning.tracking.store import locate
+from serve.bundle import Bundle, BundleError
+
+HOSTILE = Path(__file__).parents[1] / "hostile"
+SECONDS = 20  # for one kind; the slowest takes 1 (November 2026)
+
+
+def corpus(name: str) -> list[Any]:
+    """The lines of a corpus as parameters (recipe, answer)."""
+    lines = [json.loads(line) for line in (HOSTILE / name).read_text().splitlines()]
+    return [pytest.param(line["recipe"], line["answer"], id=line["name"]) for line in lines]
+
+
+BUNDLES, CHECKPOINTS, JOURNALS = (corpus(f"{name}.jsonl") for name in ("bundles", "checkpoints", "journals"))
+
+
+@contextlib.contextmanager
+def within(seconds: int):
+    """Ends what hangs in Python; in C the test's own limit has to."""
+
+    def late(*_: Any) -> None:
+        raise AssertionError(f"not over after {seconds} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(seconds)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def test_the_corpora_are_large_and_name_each_kind_once():
+    """As many kinds as were promised."""
+    for kinds, least in ((BUNDLES, 100), (CHECKPOINTS, 60), (JOURNALS, 20)):
+        assert len({kind.id for kind in kinds}) == len(kinds) >= least
+
+
+def at(tree: Any, path: str) -> tuple[Any, Any]:
+    """Where a dotted path leads: what holds it, and its key there; %2E and %2F are a dot and a slash in a key, #1 a
+    number as a key."""
+    parts = path.split(".") if not path.startswith("files...") else ["files", path[6:]]
+    *way, last = (part.replace("%2E", ".").replace("%2F", "/") for part in parts)
+
+    def step(tree: Any, key: str) -> Any:
+        return int(key.removeprefix("#")) if isinstance(tree, list) or key.startswith("#") else key
+
+    for key in way:
+        tree = tree[step(tree, key)]
+    return tree, step(tree, last)
+
+
+# Bundles
+
+
+@pytest.fixture(scope="module")
+def right_bundle(tmp_path_factory):
+    return colour_run(tmp_path_factory.mktemp("runs") / "a run").bundle
+
+
+def graph(kind: str, value: Any = None) -> bytes:
+    """A model with the inputs and outputs of the right one, which computes something else."""
+    inputs = [helper.make_tensor_value_info("images", 2, ["batch", 3, 8, 8])]
+    name = value if kind == "output" else "probabilities"
+    outputs = [helper.make_tensor_value_info(name, 1, ["batch", 3])]
+    axes = helper.make_tensor("axes", 7, [2], [2, 3])
+    scale = helper.make_tensor("scale", 1, [], [32.0])
+    constants = [axes, scale]
+    nodes = [
+        helper.make_node("Cast", ["images"], ["floats"], to=1),
+        helper.make_node("ReduceMean", ["floats", "axes"], ["means"], keepdims=0),
+        helper.make_node("Div", ["means", "scale"], ["logits"]),
+    ]
+    last = helper.make_node("Softmax", ["logits"], [name], axis=1)
+    if kind == "constant":
+        constants.append(helper.make_tensor("other", 1, [], [float(value)]))
+        nodes.append(helper.make_node("Softmax", ["logits"], ["right"], axis=1))
+        nodes.append(helper.make_node("Mul", ["right", "other"], ["less"]))
+        last = helper.make_node("Add", ["less", "other"], [name])
+    elif kind == "vast":  # the size depends on the input, so that it is not known before the first answer
+        constants += [helper.make_tensor("size", 7, [1], [value]), helper.make_tensor("none", 7, [1], [0])]
+        nodes += [
+            helper.make_node("Shape", ["images"], ["shape"]),
+            helper.make_node("Gather", ["shape", "none"], ["batch"]),
+            helper.make_node("Mul", ["batch", "none"], ["nothing"]),
+            helper.make_node("Add", ["nothing", "size"], ["sizes"]),
+            helper.make_node("ConstantOfShape", ["sizes"], ["zeros"]),
+            helper.make_node("ReduceSum", ["zeros"], ["zero"], keepdims=0),
+            helper.make_node("Softmax", ["logits"], ["right"], axis=1),
+        ]
+        last = helper.make_node("Add", ["right", "zero"], [name])
+    elif kind == "endless":  # a loop that nothing ends; not in the corpus, since only the server has a limit of time
+        kinds = [("round", 7, []), ("go", 9, []), ("carried", 1, None)]
+        body = helper.make_graph(
+            [helper.make_node("Identity", ["go"], ["still"]), helper.make_node("Identity", ["carried"], ["next"])],
+            "body",
+            [helper.make_tensor_value_info(*one) for one in kinds],
+            [helper.make_tensor_value_info("still", 9, []), helper.make_tensor_value_info("next", 1, None)],
+        )
+        constants.append(helper.make_tensor("true", 9, [], [True]))
+        nodes.append(helper.make_node("Softmax", ["logits"], ["right"], axis=1))
+        last = helper.make_node("Loop", ["", "true", "right"], [name], body=body)
+    elif kind == "gather":
+        constants.append(helper.make_tensor("places", 7, [3], [0, 1, value]))
+        nodes += [
+            helper.make_node("Shape", ["images"], ["shape"]),
+            helper.make_node("Gather", ["shape", "places"], ["sizes"]),
+            helper.make_node("Cast", ["sizes"], ["float sizes"], to=1),
+        ]
+        last = helper.make_node("Add", ["logits", "float sizes"], [name])
+    elif kind == "reshape":
+        constants.append(helper.make_tensor("sizes", 7, [2], [value, 3]))
+        last = helper.make_node("Reshape", ["logits", "sizes"], [name])
+    elif kind == "first":
+        constants += [helper.make_tensor("none", 7, [1], [0]), helper.make_tensor("one", 7, [1], [1])]
+        nodes.append(helper.make_node("Softmax", ["logits"], ["right"], axis=1))
+        last = helper.make_node("Slice", ["right", "none", "one", "none"], [name])
+    elif kind in ("operator", "domain"):
+        operator, domain = (value, "") if kind == "operator" else ("Softmax", value)
+        last = helper.make_node(operator, ["logits"], [name], domain=domain)
+    elif kind == "cycle":
+        last = helper.make_node("Add", ["logits", name], [name])
+    made = helper.make_graph([*nodes, last], "graph", inputs, outputs, constants)
+    opsets = [helper.make_opsetid("", 20)] + ([helper.make_opsetid(value, 1)] if kind == "domain" else [])
+    return onnx.helper.make_model(made, opset_imports=opsets, ir_version=10).SerializeToString()
+
+
+def tamper_with_bundle(folder: Path, recipe: list[Any]) -> None:
+    """Does to a bundle what the recipe says; then the files' digests are those of the files, and the card is sealed."""
+    file = folder / "bundle.json"
+    card = json.loads(file.read_text())
+    on_disk = []
+    for word, *values in recipe:
+        if word in ("link", "pipe", "folder"):
+            on_disk.append((word, values))
+        elif word in ("file", "cut", "graph"):
+            name = "model.onnx" if word == "graph" else values[0]
+            data = (
+                values[1].encode()
+                if word == "file"
+                else graph(*values)
+                if word == "graph"
+                else (folder / name).read_bytes()[: (folder / name).stat().st_size // 2]
+            )
+            (folder / name).write_bytes(data)
+            card["files"][name] = sha256(data).hexdigest()
+        elif word in ("answers", "shift"):
+            given = np.frombuffer(base64.b64decode(card["golden"]["fp32"]), "<f4")
+            given = given + np.float32(values[0]) if word == "shift" else np.full_like(given, float(values[0]))
+            card["golden"]["fp32"] = base64.b64encode(given.astype("<f4").tobytes()).decode()
+        elif word == "setkey":
+            card[values[0]][values[1]] = values[2]
+        else:
+            place, key = at(card, values[0])
+            if word == "set":
+                place[key] = values[1]
+            elif word == "delete":
+                del place[key]
+            elif word == "reverse":
+                place[key].reverse()
+            elif word == "upper":
+                place[key] = place[key].upper()
+            elif word == "repeat":
+                place[key] = values[1] * values[2]
+            elif word == "range":
+                place[key] = [str(number) for number in range(values[1])]
+            else:
+                raise AssertionError(word)
+    file.write_text(json.dumps({**card, "digest": seal(card)}))
+    for word, (name, *target) in on_disk:
+        (folder / name).unlink(missing_ok=True)
+        if word == "link":
+            (folder / name).symlink_to(target[0])
+        elif word == "pipe":
+            os.mkfifo(folder / name)
+        else:
+            (folder / name).mkdir()
+
+
+@pytest.mark.parametrize(("recipe", "answer"), BUNDLES)
+def test_a_bundle_that_was_tampered_with_is_refused(right_bundle, tmp_path, capfd, recipe, answer):
+    """However it was sealed again: one sentence that names the folder and the fault, exit code 4, nothing else said."""
+    folder = tmp_path / "bundle"
+    shutil.copytree(right_bundle, folder)
+    shutil.copy(folder / "model.onnx", tmp_path)
+    tamper_with_bundle(folder, recipe)
+    with within(SECONDS), pytest.raises(BundleError) as caught:
+        Bundle.open(folder)
+    assert answer in str(caught.value)
+    assert str(folder) in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 1000 + len(str(folder))
+    assert caught.value.exit_code == 4
+    assert capfd.readouterr() == ("", "")
+
+
+ONE_BY_ONE = """
+import os, sys
+from serve.__main__ import main
+for folder in sys.argv[1:]:
+    os.dup2(os.open(folder + ".err", os.O_WRONLY | os.O_CREAT), 2)
+    print(main([folder, "--port", "0", "--device", "cpu"]), flush=True)
+"""
+
+
+@pytest.mark.slow
+def test_the_server_ends_with_one_note_on_every_such_bundle(right_bundle, tmp_path):
+    """All of the corpus, one server after another in one process: exit code 4, one note, no traceback."""
+    folders = [tmp_path / f"{number}" / "bundle" for number in range(len(BUNDLES))]
+    for folder, kind in zip(folders, BUNDLES, strict=True):
+        shutil.copytree(right_bundle, folder)
+        shutil.copy(folder / "model.onnx", folder.parent)
+        tamper_with_bundle(folder, kind.values[0])
+    command = [sys.executable, "-c", ONE_BY_ONE, *map(str, folders)]
+    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=SECONDS * len(folders))
+    notes = [Path(f"{folder}.err").read_text() for folder in folders]
+    wrong = {
+        kind.id: (code, note)
+        for kind, code, note in zip(BUNDLES, told.stdout.split(), notes, strict=True)
+        if code != "4" or note.count("\n") != 1 or "Traceback" in note or kind.values[1] not in note
+    }
+    assert wrong == {}
+    assert told.stderr == ""
+
+
+@pytest.mark.parametrize(
+    ("recipe", "answer"),
+    [kind for kind in BUNDLES if kind.id in ("labels reversed", "model in a loop of links")]
+    + [kind for kind in BUNDLES if kind.id == "graph with a constant of 4e11 numbers"],
+)
+def test_the_server_ends_with_one_note(right_bundle, tmp_path, recipe, answer):
+    """The same, of the kinds that once were accepted or ended in a traceback."""
+    assert_server_refuses(right_bundle, tmp_path, recipe, answer)
+
+
+def assert_server_refuses(right_bundle: Path, tmp_path: Path, recipe: list[Any], answer: str) -> None:
+    folder = tmp_path / "bundle"
+    shutil.copytree(right_bundle, folder)
+    shutil.copy(folder / "model.onnx", tmp_path)
+    tamper_with_bundle(folder, recipe)
+    command = [sys.executable, "-m", "serve", str(folder), "--port", "0", "--device", "cpu"]
+    told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert told.returncode == 4, told.stderr
+    assert answer in told.stderr
+    assert "Traceback" not in told.stderr
+    assert len(told.stderr.strip().splitlines()) == 1
+    assert told.stdout == ""
+
+
+def test_a_bundle_of_before_opens_with_a_note(right_bundle, tmp_path, capfd):
+    """Its golden answers had no digest: it answers as it did, and the note says what is not known and how to get it."""
+    folder = tmp_path / "bundle"
+    shutil.copytree(right_bundle, folder)
+    card = json.loads((folder / "bundle.json").read_text())
+    del card["golden"]["digest"]
+    (folder / "bundle.json").write_text(json.dumps({**card, "digest": seal(card)}))
+    assert Bundle.open(folder).labels == ["red", "green", "blue"]
+    out, note = capfd.readouterr()
+    (line,) = note.splitlines()
+    assert "made before its labels, task and input were covered" in json.loads(line)["event"]
+    assert "deeplightning export RUN" in json.loads(line)["remedy"]
+    assert out == ""
+
+
+def test_the_golden_digest_covers_what_the_answers_mean(right_bundle):
+    """Everything on the card but its digests and the models that may join later."""
+    card = json.loads((right_bundle / "bundle.json").read_text())
+    assert card["golden"]["digest"] == golden_digest(card)
+    for key in ("task", "labels", "input", "run"):
+        assert golden_digest({**card, key: "other"}) != golden_digest(card)
+    joined = {**card, "files": {**card["files"], "model.fp16.onnx": "0"}}
+    assert golden_digest(joined) == golden_digest(card)
+
+
+def test_a_home_that_is_unknown_is_told(monkeypatch):
+    """`~nobody` is a folder that is not there, not a fault of ours."""
+    with pytest.raises(BundleError, match="There is no folder '~no-such-user/run'"):
+        Bundle.open("~no-such-user/run")
+
+
+# Checkpoints
+
+
+def value_of(value: Any) -> Any:
+    """A recipe's value; {"tensor": "zeros(2)"} is torch's."""
+    if isinstance(value, dict) and value.keys() == {"tensor"}:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # sparse and quantized tensors are to go
+            return eval(f"torch.{value['tensor']}", {"torch": torch})
+    return value
+
+
+def right_checkpoint() -> dict[str, Any]:
+    return {
+        "state_dict": {"weight": torch.arange(6.0).reshape(2, 3), "bias": torch.zeros(2)},
+        "epoch": 1,
+        "global_step": 20,
+        "loops": {},
+        "callbacks": {},
+        "optimizer_states": [],
+        "lr_schedulers": [],
+        "config": {"data": {}, "model": {}, "train": {}},
+        "run": {"id": "0" * 32},
+        "engine": {},
+        "versions": {},
+        "points": [],
+    }
+
+
+TOKEN = "0123abcd"
+
+
+def in_pieces() -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    content = right_checkpoint()
+    values = content["state_dict"]["weight"].reshape(-1)
+    key = "state_dict/weight"
+    content["state_dict"]["weight"] = {"scattered": key, "shape": [2, 3], "dtype": "float32"}
+    content["pieces"] = {"token": TOKEN, "processes": 2}
+    return content, [{"pieces": {key: {"start": n, "values": values[n : n + 3].clone()}}} for n in (0, 3)]
+
+
+def archived(path: Path, parts: dict[str, bytes], compress: int = zipfile.ZIP_STORED) -> None:
+    with zipfile.ZipFile(path, "w", compress) as archive:
+        for name, data in parts.items():
+            archive.writestr(f"archive/{name}", data)
+
+
+class Again:
+    """Deflates a chunk once, however often it is written."""
+
+    def __init__(self, chunk: bytes):
+        deflate = zlib.compressobj(wbits=-15)
+        self.deflated = deflate.compress(chunk) + deflate.flush(zlib.Z_FULL_FLUSH)
+        self.end = deflate.flush()
+
+    def compress(self, data: bytes) -> bytes:
+        return self.deflated
+
+    def flush(self) -> bytes:
+        return self.end
+
+
+def tamper_with_archive(path: Path, kind: str) -> None:
+    if kind in ("compressed", "bomb"):
+        with zipfile.ZipFile(path) as source:
+            parts = {name.partition("/")[2]: source.read(name) for name in source.namelist()}
+        if kind == "compressed":
+            archived(path, parts, zipfile.ZIP_DEFLATED)
+            return
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+            for name, data in parts.items():
+                archive.writestr(f"archive/{name}", data)
+            with archive.open("archive/data/99", "w", force_zip64=True) as large:
+                chunk = bytes(100_000_000)
+                large._compressor = Again(chunk)  # deflating 2 GB would take ten seconds
+                for _ in range(20):
+                    large.write(chunk)
+    elif kind == "encrypted":
+        data = bytearray(path.read_bytes())
+        for mark, offset in ((b"PK\3\4", 6), (b"PK\1\2", 8)):
+            start = 0
+            while (start := data.find(mark, start)) >= 0:
+                data[start + offset] |= 1
+                start += 4
+        path.write_bytes(data)
+    elif kind == "script":
+        torch.jit.script(torch.nn.Linear(2, 2)).save(path)
+    elif kind == "empty":
+        archived(path, {"version": b"3"})
+    else:
+        torch.save(right_checkpoint(), path, _use_new_zipfile_serialization=False)
+
+
+def tamper_with_checkpoint(path: Path, recipe: list[Any]) -> None:
+    """Writes a checkpoint, and its pieces where the recipe asks for them, changed as the recipe says."""
+    content, shares = right_checkpoint(), []
+    after = []
+    for word, *values in recipe:
+        if word == "pieces":
+            content, shares = in_pieces()
+        elif word == "set":
+            place, key = at(content, values[0])
+            place[key] = value_of(values[1])
+        elif word == "delete":
+            place, key = at(content, values[0])
+            del place[key]
+        elif word == "numbered":
+            content[values[0]] = dict(enumerate(content[values[0]].values()))
+        elif word == "piece" and values[1] not in ("", "gone", "bytes"):
+            place, key = at(shares[values[0]], values[1])
+            place[key] = value_of(values[2])
+        elif word == "cycle":
+            content["loops"]["itself"] = content["loops"]
+        else:
+            after.append((word, values))
+    torch.save(content, path)
+    folder = path.with_suffix(".pieces")
+    for rank, share in enumerate(shares):
+        folder.mkdir(exist_ok=True)
+        torch.save(share, folder / f"{TOKEN}-{rank}.pt")
+    for word, values in after:
+        if word == "piece":
+            rank, kind, given = values
+            file = folder / f"{TOKEN}-{rank}.pt"
+            if kind == "gone":
+                file.unlink()
+            elif kind == "bytes":
+                file.write_bytes(given.encode())
+            else:
+                torch.save({}, file)
+        elif word == "nested":
+            text = b"}(" + b"\x8c\x0astate_dict}\x8c\x06piecesNu."  # its pieces are refused before
+            deep = b"]" * values[0] + b"a" * (values[0] - 1)
+            text = b"\x80\x02}(X\x0a\0\0\0state_dict}X\x04\0\0\0deep" + deep + b"u."
+            tampered_pickle(path, text)
+        elif word == "bytes":
+            path.write_bytes(values[0].encode())
+        elif word == "cut":
+            path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+        elif word == "flip":
+            data = bytearray(path.read_bytes())
+            data[data.index(torch.arange(6.0).numpy().tobytes()) + 9] ^= 1
+            path.write_bytes(data)
+        elif word in ("folder", "pipe", "link"):
+            path.unlink()
+            {"folder": path.mkdir, "pipe": lambda: os.mkfifo(path), "link": lambda: path.symlink_to(path.name)}[word]()
+        elif word == "archive":
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # torch.jit is to go
+                tamper_with_archive(path, values[0])
+        elif word == "content":
+            torch.save(value_of(values[0]), path)
+        else:
+            assert word == "pickle", word
+            tampered_pickle(path, values[0].encode("latin-1"))
+
+
+def tampered_pickle(path: Path, data: bytes) -> None:
+    """A checkpoint of these opcodes, with right checksums."""
+    archived(path, {"data.pkl": data, "byteorder": b"little", "version": b"3\n"})
+
+
+@pytest.mark.parametrize(("recipe", "answer"), CHECKPOINTS)
+def test_a_checkpoint_that_was_tampered_with_is_refused(tmp_path, capfd, monkeypatch, recipe, answer):
+    """One sentence that names the file and the fault, exit code 4; soon, and nothing of it is executed."""
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "last.ckpt"
+    tamper_with_checkpoint(path, recipe)
+    capfd.readouterr()
+    for whole in (True, False):
+        with within(SECONDS), pytest.raises(CheckpointError) as caught:
+            load_weights(torch.nn.Linear(3, 2), read_checkpoint(path, whole=whole), path)
+        assert answer in str(caught.value)
+        assert str(path.with_suffix("")) in str(caught.value)
+        assert "\n" not in str(caught.value)
+        assert len(str(caught.value)) < 1000 + 3 * len(str(path))
+        assert caught.value.exit_code == 4
+    assert capfd.readouterr() == ("", "")
+    assert not (tmp_path / "pwned").exists()
+
+
+def test_the_checkpoints_that_the_corpus_changes_are_right(tmp_path):
+    """In one file, and in pieces; also where values are shared, as in checkpoints of before."""
+    path = tmp_path / "last.ckpt"
+    for recipe in ([], [["pieces"]]):
+        tamper_with_checkpoint(path, recipe)
+        module = torch.nn.Linear(3, 2)
+        load_weights(module, read_checkpoint(path), path)
+        assert torch.equal(module.weight, torch.arange(6.0).reshape(2, 3))
+
+
+def test_values_in_many_places_are_put_together_once(tmp_path):
+    """Lists of lists of … that unfold to 10**30 values take no time, and stay shared."""
+    path = tmp_path / "last.ckpt"
+    content, shares = in_pieces()
+    shared: list[Any] = [1]
+    for _ in range(30):
+        shared = [shared] * 10
+    content["loops"]["shared"] = shared
+    torch.save(content, path)
+    path.with_suffix(".pieces").mkdir()
+    for rank, share in enumerate(shares):
+        torch.save(share, path.with_suffix(".pieces") / f"{TOKEN}-{rank}.pt")
+    with within(SECONDS):
+        found = read_checkpoint(path)["loops"]["shared"]
+    assert found[0] is found[9]
+
+
+# Journals
+
+
+def finished_run(folder: Path) -> str:
+    logger = MLflowLogger(tracking_uri=folder, system_metrics=False)
+    logger.log_metrics({"x": 1.0}, 0)
+    logger.finalize("success")
+    return logger.run_id
+
+
+@pytest.fixture(autouse=True)
+def own_state(monkeypatch, tmp_path):
+    """No MLflow variable of the caller's, and a state folder of the test's own."""
+    for name in ("MLFLOW_RUN_ID", "MLFLOW_TRACKING_URI"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+
+
+@pytest.mark.parametrize(("recipe", "answer"), JOURNALS)
+def test_a_journal_from_elsewhere_leaves_a_finished_run_finished(tmp_path, recipe, answer):
+    """`runs --sync` and the next run on the store say one line of it, or none; the run stays as it is."""
+    store = tmp_path / "mlruns"
+    run_id = finished_run(store)
+    folder = folder_of(locate(store))
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{run_id}.deadbeef.journal"
+    head: Any = run_id
+    said = io.BytesIO()
+    kind = "file"
+    for line in recipe:
+        if not isinstance(line, dict):
+            said.write(json.dumps(line).encode() + b"\n")
+        elif "raw" in line:
+            said.write(line["raw"].encode("latin-1") * line["times"] + b"\n")
+        else:
+            head, kind = line.get("head", head), line.get("kind", kind)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "link":
+        (tmp_path / "elsewhere").write_text("precious")
+        path.symlink_to(tmp_path / "elsewhere")
+    elif kind == "writable":
+        path.touch()
+        path.chmod(0o666)
+    elif kind == "sparse":
+        path.touch()
+        os.truncate(path, 10**12)
+    if kind in ("file", "writable"):
+        path.write_bytes(json.dumps([{"run": head, "store": str(store), "process": 1}]).encode() + b"\n")
+        path.write_bytes(path.read_bytes() + said.getvalue())
+    with within(SECONDS):
+        told = list(sync(str(store)))
+    assert [answer in line for line in told] == [True] * bool(answer)
+    assert all("\n" not in line and "Traceback" not in line for line in told)
+    runs = open_directly(locate(store))
+    found = runs.run(run_id)
+    runs.close()
+    assert (found.status, found.tags.get("failure")) == ("FINISHED", None)
+    if kind == "link":
+        assert (tmp_path / "elsewhere").read_text() == "precious"
+
+
+def left_journal(store: Path, name: str, *entries: Any, run: str) -> Path:
+    """A journal of a process that has ended."""
+    folder = folder_of(locate(store))
+    folder.mkdir(exist_ok=True)
+    path = folder / f"{name}.deadbeef.journal"
+    head = {"run": run, "store": str(store), "process": 1}
+    path.write_text("".join(json.dumps(line) + "\n" for line in ([head], *entries)))
+    return path
+
+
+def test_a_journal_writes_the_run_alone_that_it_is_named_after(tmp_path):
+    """A point and a tag for another run of the store are refused, and kept for a person to see."""
+    store = tmp_path / "mlruns"
+    one, other = finished_run(store), finished_run(store)
+    path = left_journal(store, one, ["points", 1, 9, {"x": 9.0}], ["tags", {"pwned": "yes"}], run=other)
+    (line,) = sync(str(store))
+    assert "refused" in line
+    assert path.with_suffix(".refused").is_file()
+    runs = open_directly(locate(store))
+    assert [point.step for point in runs.history(other, {"x"})] == [0]
+    assert "pwned" not in runs.run(other).tags
+    runs.close()
+
+
+def test_a_journal_beside_a_store_sends_files_of_own_runs_only(tmp_path, monkeypatch):
+    """It may have come with the store, and the store may send files to its maker's server."""
+    store, sent = tmp_path / "mlruns", []
+    monkeypatch.setattr(sqlite.Tracker, "upload", lambda self, run_id, path, folder: sent.append(path))
+    monkeypatch.setattr(trust, "_noted", set())
+    run_id = finished_run(store)
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    folder.config.write_text("seed: 1\n")
+    weights = folder.path / "last.ckpt"
+    weights.write_text("weights")
+    link = folder.path / "link"
+    link.symlink_to("/etc/hostname")
+    for source, own in ((weights, False), (weights, True), (link, True), (Path("/etc/hostname"), True)):
+        if own:
+            trust.note_own(folder.config)
+        left_journal(store, run_id, ["artifact", str(source), None], run=run_id)
+        (line,) = sync(str(store))
+        assert ("refused" in line) == (not own or source != weights), line
+    assert sent == [weights]

@@ -1,0 +1,122 @@
+"""The rules of who may import whom, so that a network can be deleted, and the server started, without the rest.
+
+Imports only go down this list: `cli`; `torch_server`; `predict`, `runs`, `reproduce`, `stats`, `tune`, `completion`,
+`deploy`; `run`, `dry_run`; `trained`; `configure`; `engine`, `tracking`, `callbacks`, `export`, `quantize`, `halve`;
+`trust`; `runfolder`, `image`, `text` with `hugging_face`, `transfer`; `config`; `process`; `private`;
+`words`. `serve` stands on
+`image`, `text`, `runfolder` and `words`; of the rest only `torch_server`, and what answers inside an MLflow model, use
+it. The parts (`data`, `task`, `model`, `loss`) are named in YAML, imported by nobody, and use of the core only
+`config.target.build`, `image`, `text`, `transfer` and `words`.
+"""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LAYERS = [
+    {"cli", "__main__"},
+    {"torch_server"},
+    {"predict", "runs", "reproduce", "stats", "tune", "completion", "deploy"},
+    {"run", "dry_run"},
+    {"trained"},
+    {"configure"},
+    {"engine", "tracking", "callbacks", "export", "quantize", "halve"},
+    {"trust"},
+    {"runfolder", "image", "text", "hugging_face", "transfer"},
+    {"config"},
+    {"process"},
+    {"private"},
+    {"words"},
+]
+STAND_ON_SERVE = {"deeplightning.torch_server", "deeplightning.tracking.pyfunc"}
+PARTS = {"data", "task", "model", "loss"}
+OPEN_TO_PARTS = {
+    *("deeplightning.config.target.build", "deeplightning.image", "deeplightning.text", "deeplightning.transfer"),
+    "deeplightning.words",
+}
+FILES = sorted([*ROOT.glob("deeplightning/**/*.py"), *ROOT.glob("serve/**/*.py")])
+
+
+def name_of(file: Path) -> str:
+    """`deeplightning.config.schema` of `deeplightning/config/schema.py`; a folder's `__init__` counts as the folder."""
+    return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def imported_by(file: Path) -> set[str]:
+    """Every dotted name that a file imports, anywhere in it: `a.b.c` for `import a.b.c` and for `from a.b import c`."""
+    names: set[str] = set()
+    package = name_of(file).split(".") + ([""] if file.name == "__init__.py" else [])
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: -node.level] if node.level else []
+            source = ".".join([*above, *([node.module] if node.module else [])])
+            names |= {f"{source}.{alias.name}" for alias in node.names}
+    return names
+
+
+def room(name: str) -> str:
+    """`config` of `deeplightning.config.schema`; `serve` and `deeplightning` of themselves."""
+    first, *rest = name.split(".")
+    return rest[0] if first == "deeplightning" and rest else first
+
+
+def allowed(importer: str, imported: str) -> bool:
+    """Whether one module of ours may import one name of ours."""
+    here, there = room(importer), room(imported)
+    if imported.split(".")[:2] == importer.split(".")[:2]:
+        return True
+    if importer == "deeplightning" or here in PARTS:
+        return there == here or any(f"{imported}.".startswith(f"{name}.") for name in OPEN_TO_PARTS)
+    if importer in STAND_ON_SERVE and there == "serve":
+        return True
+    if here == "serve":
+        return there in {"serve", "image", "text", "runfolder", "words"}
+    depth = {name: number for number, layer in enumerate(LAYERS) for name in layer}
+    return imported == "deeplightning.__version__" or (there in depth and depth[there] >= depth[here])
+
+
+def test_imports_only_go_down():
+    """No module of ours imports one that stands above it, and the core imports no part."""
+    pairs = [(name_of(file), name) for file in FILES for name in imported_by(file)]
+    ours = [pair for pair in pairs if pair[1].split(".")[0] in {"deeplightning", "serve"}]
+    assert [f"{importer} imports {imported}" for importer, imported in ours if not allowed(importer, imported)] == []
+
+
+def test_every_module_has_its_place():
+    """A file that stands in no layer would escape the rule above."""
+    known = {"deeplightning", "serve", *PARTS}.union(*LAYERS)
+    assert [name_of(file) for file in FILES if room(name_of(file)) not in known] == []
+
+
+def test_only_one_place_imports_by_name():
+    """`importlib.import_module` stands in config/target.py and nowhere else, and nothing calls `__import__`; but for
+    what config/own.py does for the imports of a user's own files."""
+    users = {
+        name_of(file)
+        for file in FILES
+        for node in ast.walk(ast.parse(file.read_text()))
+        if {"import_module", "__import__"} & {getattr(node, field, None) for field in ("id", "attr", "name")}
+    }
+    assert users <= {"deeplightning.config.target", "deeplightning.config.own"}
+
+
+@pytest.mark.parametrize(
+    ("rooms", "heavy"),
+    [
+        (["config"], {"torch", "pytorch_lightning", "mlflow"}),
+        (["image", "text", "runfolder"], {"torch", "pytorch_lightning", "mlflow"}),
+        (["serve"], {"torch", "pytorch_lightning", "mlflow"}),
+    ],
+)
+def test_light_modules_stay_light(rooms, heavy):
+    """Importing all of a light room loads none of the heavy libraries, directly or through others."""
+    names = [n for n in map(name_of, FILES) if room(n) in rooms and not n.endswith("__main__")]
+    program = f"import sys, {', '.join(names) or 'os'}; print(*sorted({heavy!r} & sys.modules.keys()))"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True, capture_output=True, text=True)
+    assert done.stdout.split() == []

@@ -1,0 +1,830 @@
+"""What a dotted name means and takes is read from source text alone: `deeplightning.config.static`."""
+
+import contextlib
+import importlib
+import inspect
+import re
+import subprocess
+import sys
+import textwrap
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from deeplightning.config.signature import UNKNOWN, Built, ListOf, Undecided, misfits, of_object
+from deeplightning.config.static import look_up
+from deeplightning.config.target import find
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def own(tmp_path, tmp_path_factory, monkeypatch):
+    """Writes a user's own modules into the working directory; nothing of them is ever imported."""
+    monkeypatch.chdir(tmp_path)
+    others = tmp_path_factory.getbasetemp()  # other tests have modules of these names, and leave them behind
+    monkeypatch.setattr(sys, "path", [place for place in sys.path if not Path(place).is_relative_to(others)])
+    for name in [n for n in sys.modules if n.startswith("own")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.syspath_prepend(tmp_path)
+    before = set(sys.modules)
+
+    def write(**files: str) -> None:
+        for name, text in files.items():
+            path = tmp_path / f"{name.replace('__', '/')}.py"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(textwrap.dedent(text))
+
+    yield write
+    assert {n for n in set(sys.modules) - before if n.startswith("own")} == set()
+
+
+def taken(name: str) -> list[str]:
+    """The parameters, `!` behind those that are required, `*` behind those that are given by name only."""
+    return [
+        p.name + "!" * p.required + "*" * (not p.position) + "/" * (not p.keyword)
+        for p in look_up(name).signature().parameters
+    ]
+
+
+def rest(name: str) -> str | None:
+    return look_up(name).signature().rest
+
+
+def why(name: str) -> str:
+    """Why a name, or what it takes, is undecided."""
+    with pytest.raises(Undecided) as caught:
+        look_up(name).signature()
+    return str(caught.value)
+
+
+# ---- nothing is imported
+
+
+def test_nothing_of_a_target_is_imported():
+    """Hundreds of milliseconds and all side effects stay away: not even the parent packages are loaded."""
+    program = """
+import sys
+from deeplightning.config.static import look_up
+for name in sys.argv[1:]:
+    found = look_up(name)
+    found.bases(), found.signature(), found.documentation("x"), found.logged_names()
+heavy = {"torch", "pytorch_lightning", "torchvision", "torchmetrics", "numpy", "mlflow", "omegaconf", "sklearn"}
+print(*sorted(heavy & sys.modules.keys()))
+"""
+    names = """torch.optim.SGD torch.optim.lr_scheduler.OneCycleLR torch.nn.CrossEntropyLoss torchvision.models.resnet18
+        torchmetrics.classification.MulticlassAccuracy pytorch_lightning.strategies.DDPStrategy sklearn.svm.SVC
+        pytorch_lightning.callbacks.EarlyStopping deeplightning.data.image_folder.ImageFolder
+        deeplightning.task.img_classif.ImageClassification deeplightning.tracking.MLflowLogger"""
+    done = subprocess.run(
+        [sys.executable, "-c", program, *names.split()], cwd=ROOT, check=True, capture_output=True, text=True
+    )
+    assert done.stdout.split() == []
+
+
+# ---- against the imported objects
+
+LIBRARIES = {  # how many callables each must at least decide
+    "torch.optim": 17,
+    "torch.optim.lr_scheduler": 15,
+    "torch.nn": 160,
+    "torch.nn.parallel": 2,
+    "torch.utils.data": 20,
+    "torchvision.models": 90,
+    "torchvision.transforms.v2": 60,
+    "torchmetrics.classification": 100,
+    "torchmetrics.regression": 20,
+    "pytorch_lightning.callbacks": 20,
+    "pytorch_lightning.loggers": 5,
+    "pytorch_lightning.strategies": 8,
+    "sklearn.linear_model": 30,
+    "deeplightning.data.image_folder": 5,
+    "deeplightning.data.digits": 5,
+    "deeplightning.data.mnist": 5,
+    "deeplightning.data.cifar": 5,
+    "deeplightning.data.augment": 2,
+    "deeplightning.data.samplers": 2,
+    "deeplightning.task.img_classif": 2,
+    "deeplightning.task.images": 2,
+    "deeplightning.task.classes": 1,
+    "deeplightning.task.supervised": 1,
+    "deeplightning.model.cnn": 1,
+    "deeplightning.tracking.logger": 3,
+}
+
+
+def as_yaml(value: object) -> object:
+    """A value as a config would give it; None where it could not."""
+    if isinstance(value, tuple | list):
+        return [as_yaml(item) for item in value]
+    return value if type(value) in (bool, int, float, str) else None
+
+
+def differences(name: str, thing: object) -> list[str]:
+    """Where what was read from the source contradicts the imported object, and where either calls a default wrong."""
+    found = look_up(name)
+    live, read = of_object(thing), found.signature()
+    known, seen = ({p.name: p for p in signature.parameters} for signature in (live, read))
+    wrong = [f"{name}: no {p}" for p in known if p not in seen]
+    if live.rest is None:
+        wrong += [f"{name}: {p} is too much" for p in seen if p not in known]
+        wrong += [f"{name}: {read.rest}"] if read.rest else []
+    for parameter, real in known.items():
+        if (other := seen.get(parameter)) is None:
+            continue
+        if (real.position, real.keyword, real.required) != (other.position, other.keyword, other.required):
+            wrong.append(f"{name}: {real} is read as {other}")
+        if other.default is not UNKNOWN and repr(other.default) != repr(real.default):
+            wrong.append(f"{name}: {parameter}={real.default}, not {other.default}")
+        if None not in (real.allowed, other.allowed) and set(real.allowed or ()) != set(other.allowed or ()):
+            wrong.append(f"{name}: {parameter} allows {real.allowed}, not {other.allowed}")
+        default = as_yaml(inspect.signature(thing).parameters[parameter].default)
+        wrong += [f"{name}: {parameter}={found}" for each in (real, other) for found in misfits(default, each)]
+    paths, complete = found.bases()
+    if isinstance(thing, type) and complete:
+        names = [path.rpartition(".")[2] for path in paths]
+        if names != [c.__name__ for c in thing.__mro__[:-1]]:
+            wrong.append(f"{name}: derives from {names}")
+    return wrong
+
+
+@pytest.mark.parametrize("library", LIBRARIES)
+def test_what_is_read_is_what_is_imported(library):
+    """Every public class and function of the libraries that configs name: parameters, defaults, types, ancestors. What
+    is there is never said to be missing, and no default to be of a wrong type."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = importlib.import_module(library)
+        wrong, decided = [], 0
+        for name, thing in vars(module).items():
+            if name.startswith("_") or not callable(thing):
+                continue
+            try:
+                wrong += differences(f"{library}.{name}", thing)
+                decided += 1
+            except Undecided:
+                continue
+    assert wrong == []
+    assert decided >= LIBRARIES[library]
+
+
+# ---- a name leads to its definition
+
+REEXPORTS = {
+    "from ._parts import Thing": "own.Thing",
+    "from own._parts import Thing as Other": "own.Other",
+    "from . import _parts\nThing = _parts.Thing": "own.Thing",
+    "import own._parts as p\nThing = p.Thing": "own.Thing",
+    "import own._parts\nThing = own._parts.Thing": "own.Thing",
+    "from ._parts import *": "own.Thing",
+    "from .between import *": "own.Thing",
+    "from . import _parts as p": "own.p.Thing",
+    "import sys\nif sys.version_info >= (3, 8):\n    from ._parts import Thing\nelse:\n    Thing = 1": "own.Thing",
+    "try:\n    from ._parts import Thing\nexcept ImportError:\n    Thing = None": "own.Thing",
+    "try:\n    from ._parts import Nothing as Thing\nexcept ImportError:\n    from ._parts import Thing": "own.Thing",
+    "try:\n    from not_there import Thing\nexcept ImportError:\n    from ._parts import Thing": "own.Thing",
+    "try:\n    from .needing import Thing\nexcept ImportError:\n    from ._parts import Thing": "own.Thing",
+    "try:\n    from .needing import *\nexcept ImportError:\n    pass\nfrom ._parts import Thing": "own.Thing",
+    "Thing = 1\nfrom ._parts import Thing": "own.Thing",
+    "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    Thing = 1\nelse:\n"
+    "    from ._parts import Thing": "own.Thing",
+    "if unknown():\n    from ._parts import Thing\nelse:\n    from .between import Thing": "own.Thing",
+    "if unknown():\n    raise ImportError\nfrom ._parts import Thing": "own.Thing",
+    "def __getattr__(name):\n    if name == 'Thing':\n        from own._parts import Thing\n        return Thing\n"
+    "    raise AttributeError(name)": "own.Thing",
+    "import contextlib\nwith open('x') as file:\n    from ._parts import Thing": "own.Thing",
+    "for n in range(3):\n    pass\nA, Thing = 1, __import__\nfrom ._parts import Thing": "own.Thing",
+}
+
+
+@pytest.mark.parametrize(("text", "name"), REEXPORTS.items(), ids=range(len(REEXPORTS)))
+def test_a_name_is_followed_to_its_definition(own, text, name):
+    """Through imports under any name, `import *`, assignments, and conditions that this Python decides."""
+    own(
+        own___parts="class Thing:\n    def __init__(self, size):\n        pass\n",
+        own__between="from ._parts import *",
+        own__needing="import not_there\nclass Thing: ...",
+    )
+    Path("own/__init__.py").write_text(text)
+    found = look_up(name)
+    assert (found.path, found.kind, found.file) == ("own._parts.Thing", "class", Path("own/_parts.py").absolute())
+    assert taken(name) == ["size!"]
+
+
+def test_what_star_takes_over(own):
+    """`__all__` where there is one, however it is put together; else what has no underscore. The last one wins."""
+    own(
+        own_a="__all__ = ['f']\n__all__ += ['_g']\n__all__.extend(['h'])\ndef f(a): ...\n"
+        "def _g(b): ...\ndef h(c): ...\n"
+        "def i(d): ...",
+        own_b="def f(e): ...\ndef _g(f): ...",
+        own_c="from own_a import *\nfrom own_b import *\ndef h(g): ...",
+    )
+    assert [taken(f"own_c.{name}") for name in ("f", "_g", "h")] == [["e!"], ["b!"], ["g!"]]
+    with pytest.raises(ValueError, match=re.escape("own_c has no `i`.")):
+        look_up("own_c.i")
+
+
+def test_a_folder_without_init_is_a_module(own):
+    """Also below another one."""
+    own(own__deep__part="def f(a): ...")
+    assert taken("own.deep.part.f") == ["a!"]
+    with pytest.raises(ValueError, match=re.escape("own.deep has no `pert`. Did you mean own.deep.part?")):
+        look_up("own.deep.pert.f")
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "path"),
+    [
+        ("own_parts.number", "value", "own_parts.number"),
+        ("own_parts.Table.columns", "value", "own_parts.Table.columns"),
+        ("own_parts.Table.Row", "class", "own_parts.Table.Row"),
+        ("own_parts.Table.made", "function", "own_parts.Table.made"),
+        ("own_parts.Wide.made", "function", "own_parts.Table.made"),
+        ("torch.optim", "module", "torch.optim"),
+        ("collections.abc.Mapping", "class", "collections.abc.Mapping"),
+        ("os.path.join", "function", "posixpath.join"),
+    ],
+)
+def test_what_a_name_is(own, name, kind, path):
+    """Class, function, module, or any other value; things inside classes too, their own or inherited."""
+    own(
+        own_parts="""
+        number = 5
+        class Table:
+            columns = 3
+            class Row: ...
+            @classmethod
+            def made(cls, rows, *, wide=False): ...
+        class Wide(Table): ...
+        """
+    )
+    found = look_up(name)
+    assert (found.kind, found.path) == (kind, path)
+
+
+# ---- what is not there
+
+
+def said(ask: Callable[[str], object], name: str) -> str:
+    try:
+        ask(name)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "collections.orderedDict",
+        "collections.OrderedDict.fromkey",
+        "colections.OrderedDict",
+        "collections.abd.Mapping",
+        "own_parts.inner.custom.Plane",
+        "own_parts.inner.costum.Plain",
+        "own_parts.inner.custom.Plain.mode",
+        "SGD",
+        "math.",
+        "a..b",
+        "",
+        "os.class",
+        "torch.nn.1x",
+        "../x.y",
+        "é.x()",
+        f"{'x' * 5000}.y",
+        "own_broken.Thing",
+        "own_indent.Thing",
+        "own_needs.Thing",
+        "own_parts.inner.broken.Thing.method",
+        "own_wrong.Thing",
+        "own_must.Thing",
+    ],
+)
+def test_what_is_not_there_is_told_in_the_words_of_training(own, name):
+    """`check` and `train` say the same of a name that leads nowhere, a file that is no Python, a missing package."""
+    own(
+        own_parts__inner__custom="class Plain:\n    def made(self): ...",
+        own_parts__inner__broken="def f(:",
+        own_broken="x = 1\ndef f(:\n",
+        own_indent="x = 1\n  y = 2\n",
+        own_needs="import os\nimport not_installed_pkg\nclass Thing: ...",
+        own_must="try:\n    import not_there\nexcept ImportError:\n    raise\nclass Thing: ...",
+        own_lazy="def __getattr__(name):\n    if name in ('Thing2', 'Other'):\n        return 1\n"
+        "    raise AttributeError(name)\n",
+    )
+    Path("own_wrong.py").write_text("from own_parts.inner.custom import Nothing as Thing\n")
+    words = said(look_up, name)
+    assert words == said(find, name)
+    assert words != ""
+    for module in [n for n in sys.modules if n.startswith("own")]:
+        del sys.modules[module]
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("torch.optim.SGDD", "torch.optim has no `SGDD`. Did you mean torch.optim.SGD?"),
+        ("torch.optm.SGD", "torch has no `optm`. Did you mean torch.optim?"),
+        ("torch.nn.CrossEntropyLos", "Did you mean torch.nn.CrossEntropyLoss?"),
+        ("torchvision.modles.resnet18", "torchvision has no `modles`. Did you mean torchvision.models?"),
+        ("torchvision.models.resnet81", "torchvision.models has no `resnet81`. Did you mean torchvision.models.resnet"),
+        ("torchmetrics.classification.MulticlasAccuracy", "Did you mean torchmetrics.classification.MulticlassAccu"),
+        ("pytorch_lightning.callbacks.EarlyStoping", "Did you mean pytorch_lightning.callbacks.EarlyStopping?"),
+        ("deeplightning.tracking.MlflowLogger", "Did you mean deeplightning.tracking.MLflowLogger?"),
+        (
+            "deeplightning.data.digit.Digits",
+            "deeplightning.data has no `digit`. Did you mean deeplightning.data.digits",
+        ),
+        ("torhc.optim.SGD", "there is no module torhc to import (for `torhc.optim.SGD`). Did you mean torch?"),
+        ("torch.nn.Embedding.from_pretraind", "Did you mean torch.nn.Embedding.from_pretrained?"),
+    ],
+)
+def test_a_misspelt_name_is_told_with_the_right_one(name, words):
+    """In the libraries that configs name."""
+    with pytest.raises(ValueError, match=re.escape(words)):
+        look_up(name)
+
+
+UNDECIDED_NAMES = {
+    "def __getattr__(name):\n    return make(name)": "`__getattr__`",
+    "globals()['Thing'] = 1": "globals()",
+    "import sys\nsys.modules[__name__] = 1": "sys.modules",
+    "Thing = make()": "what `make()` gives",
+    "import functools\nThing = functools.partial(print, 1)": "functools.partial",
+    "from _socket import *": "not written in Python",
+    "from _socket import Thing": "not written in Python",
+    "if unknown():\n    class Thing: ...\nelse:\n    def Thing(): ...": "one thing or another",
+    "if unknown():\n    class Thing: ...": "depends on the machine",
+    "try:\n    Thing = make()\nexcept ValueError:\n    Thing = None": "what `make()` gives",
+    "for Thing in (1, 2):\n    pass": "depends on the machine",
+    "from own_other import Thing": "circle",
+    "Thing = Other\nOther = Thing": "circle",
+    "A = (1, 2)\nThing, B = A": "a part of another value",
+    "def f(): ...\nThing = f.x": "shows only when it is imported",
+    "import sys\nsys.path.append('lib')\nfrom only_there import Thing": "only_there",
+}
+
+
+def test_a_name_that_another_module_may_add_is_undecided(own):
+    """Where a package imports one of its modules for its effects, and that speaks of the name."""
+    own(own___extra="import own.part\nown.part.Thing = 1", own__part="x = 1")
+    Path("own/__init__.py").write_text("import own._extra\n")
+    with pytest.raises(Undecided, match=re.escape("own._extra may add it to own.part")):
+        look_up("own.part.Thing")
+    with pytest.raises(ValueError, match=re.escape("own.part has no `Thong`.")):
+        look_up("own.part.Thong")
+
+
+@pytest.mark.parametrize(("text", "words"), UNDECIDED_NAMES.items(), ids=range(len(UNDECIDED_NAMES)))
+def test_a_name_that_only_running_would_tell_is_undecided(own, text, words):
+    """Neither there nor missing: made while it is imported, by C, by a condition, or in a circle."""
+    own(own_thing=text, own_other="from own_thing import Thing")
+    with pytest.raises(Undecided, match=re.escape(words)):
+        look_up("own_thing.Thing")
+
+
+# ---- what is taken
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("def Thing(a, /, b, c=1, *more, d, e=2): ...", ["a!/", "b!", "c", "d!*", "e*"]),
+        ("class Thing: ...", []),
+        ("class Thing:\n    def __init__(self, a, b=1): ...", ["a!", "b"]),
+        ("class Base:\n    def __init__(self, a): ...\nclass Thing(Base): ...", ["a!"]),
+        ("class Thing:\n    def __new__(cls, a): return super().__new__(cls)", ["a!"]),
+        ("class A:\n    def __init__(self, a): ...\nclass B:\n    def __init__(self, b): ...\n"
+         "class Thing(B, A): ...", ["b!"]),
+        (
+            "class O:\n    def __init__(self, o): ...\nclass A(O): ...\nclass B(O):\n    def __init__(self, b): ...\n"
+            "class Thing(A, B): ...",
+            ["b!"],
+        ),
+        ("from typing import Generic, TypeVar\nT = TypeVar('T')\nclass Thing(Generic[T]):\n"
+         "    def __init__(self, a): ...",
+         ["a!"]),
+        ("from abc import ABC, ABCMeta, abstractmethod\nclass Base(metaclass=ABCMeta):\n    @abstractmethod\n"
+         "    def __init__(self, a): ...\nclass Thing(Base, ABC): ...", ["a!"]),
+        ("class Thing(object):\n    def __init__(self, a): ...", ["a!"]),
+        ("class Thing:\n    def _make(self, a): ...\n    __init__ = _make", ["a!"]),
+        # dataclasses
+        ("from dataclasses import dataclass\n@dataclass\nclass Thing:\n    a: int\n    b: str = 'x'", ["a!", "b"]),
+        ("import dataclasses\n@dataclasses.dataclass(frozen=True)\nclass Thing:\n    a: int = dataclasses.field()\n"
+         "    b: list = dataclasses.field(default_factory=list)\n    c: int = dataclasses.field(default=1, init=False)",
+         ["a!", "b"]),
+        ("from dataclasses import *\nfrom typing import ClassVar\n@dataclass(kw_only=True)\nclass Thing:\n    a: int\n"
+         "    n: ClassVar[int] = 1\n    b: int = field(default=3, kw_only=False)", ["b", "a!*"]),
+        ("from dataclasses import dataclass, KW_ONLY, InitVar\n@dataclass\nclass Thing:\n    a: int\n    _: KW_ONLY\n"
+         "    b: InitVar[int]", ["a!", "b!*"]),
+        ("from dataclasses import dataclass\n@dataclass\nclass Base:\n    a: int\n    b: int = 1\n@dataclass\n"
+         "class Thing(Base):\n    a: int = 2\n    c: int = 3", ["a", "b", "c"]),
+        ("from dataclasses import dataclass\n@dataclass\nclass Base:\n    a: int\n"
+         "class Thing(Base):\n    b: int = 1", ["a!"]),
+        ("from dataclasses import dataclass\n@dataclass\nclass Thing:\n    a: int\n"
+         "    def __init__(self, b): ...", ["b!"]),
+        ("from typing import NamedTuple\nclass Thing(NamedTuple):\n    a: int\n    b: int = 1", ["a!", "b"]),
+        # decorators that keep what a function takes
+        ("import functools\n@functools.cache\ndef Thing(a): ...", ["a!"]),
+        ("import contextlib\n@contextlib.contextmanager\ndef Thing(a):\n    yield", ["a!"]),
+        ("def same(f):\n    REGISTER[f.__name__] = f\n    return f\n@same\ndef Thing(a): ...", ["a!"]),
+        ("def named(name):\n    def inner(f):\n        return f\n    return inner\n@named('x')\nclass Thing:\n"
+         "    def __init__(self, a): ...", ["a!"]),
+        ("from functools import wraps\ndef timed(f):\n    @wraps(f)\n    def inner(*a, **k):\n"
+         "        return f(*a, **k)\n"
+         "    return inner\n@timed\ndef Thing(a): ...", ["a!"]),
+        ("import torch\n@torch.no_grad()\ndef Thing(a): ...", ["a!"]),
+        ("import torch\nclass Thing:\n    @torch.no_grad()\n    def __init__(self, a): ...", ["a!"]),
+        ("from functools import wraps\ndef renamed(old, new):\n    def outer(f):\n        @wraps(f)\n"
+         "        def inner(*a, **k):\n            if old in k:\n                k[new] = k.pop(old)\n"
+         "            return f(*a, **k)\n        return inner\n    return outer\n@renamed('b', 'a')\ndef Thing(a): ...",
+         ["a!", "a", "b*"]),
+    ],
+)  # fmt: skip
+def test_what_a_target_takes(own, text, expected):
+    """Functions, classes with their own, an inherited or a generated constructor, decorated or not."""
+    own(own_thing=text)
+    if expected == ["a!", "a", "b*"]:  # what a decorator takes beside is taken
+        expected = ["a!", "b*"]
+    assert taken("own_thing.Thing") == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [("normal", ["self!", "a!"]), ("of_class", ["a!"]), ("static", ["a!"]), ("inherited", ["b!"])],
+)
+def test_what_a_method_takes(own, name, expected):
+    """As it is called on the class: `self` is given, `cls` is not."""
+    own(
+        own_thing="""
+        class Base:
+            @classmethod
+            def inherited(cls, b): ...
+        class Thing(Base):
+            def normal(self, a): ...
+            @classmethod
+            def of_class(cls, a): ...
+            @staticmethod
+            def static(a): ...
+        """
+    )
+    assert taken(f"own_thing.Thing.{name}") == expected
+
+
+UNDECIDED = {
+    "def odd(f):\n    return lambda: f(1)\n@odd\ndef Thing(a): ...": "@odd may change what it takes",
+    "from not_there_at_all import odd": "",
+    "import enum\nclass Thing(enum.Enum):\n    A = 1": "metaclass",
+    "from typing import Protocol\nclass Thing(Protocol):\n    def f(self): ...": "Protocol",
+    "class Meta(type):\n    def __call__(cls, x): ...\nclass Thing(metaclass=Meta):\n"
+    "    def __init__(self, a): ...": "Meta",
+    "class Thing(dict): ...": "builtins.dict is not written in Python",
+    "class Thing(Exception): ...": "builtins.Exception is not written in Python",
+    "class Thing(make()): ...": "an ancestor cannot be read",
+    "class Thing(Thing): ...": "an ancestor cannot be read",
+    "class A(B): ...\nclass B(A): ...\nThing = A": "an ancestor cannot be read",
+    "class Thing:\n    def __init__(self, a): ...\nThing.__init__ = other": "set afterwards",
+    "class Thing:\n    __signature__ = 1\n    def __init__(self, a): ...": "says itself",
+    "class Thing:\n    __init__ = make()": "",
+    "class Thing:\n    def __new__(cls, a): return object.__new__(cls)\n    def __init__(self, b): ...": "differ",
+    "import dataclasses\ndef key(x):\n    return dataclasses.field(default=x)\n@dataclasses.dataclass\nclass Thing:\n"
+    "    a: int = key(1)": "makes one of its fields",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "words"), UNDECIDED.items(), ids=range(len(UNDECIDED)))
+def test_what_only_running_would_tell_is_undecided(own, text, words):
+    """Generated or C constructors, odd decorators, unreadable ancestors: never guessed."""
+    own(own_thing=text)
+    if "not_there_at_all" in text:
+        with pytest.raises(ValueError, match="needs not_there_at_all, which is not installed here"):
+            look_up("own_thing.odd")
+        return
+    assert words in why("own_thing.Thing")
+
+
+# ---- `**kwargs`
+
+HANDED = {
+    # to a parent
+    "class Base:\n    def __init__(self, a, b=1, *, c=2): ...\nclass Thing(Base):\n    def __init__(self, x, **more):\n"
+    "        super().__init__(x, c=3, **more)": (["x!", "b*"], None),
+    "class Base:\n    def __init__(self, a, b=1): ...\nclass Thing(Base):\n    def __init__(self, **more):\n"
+    "        Base.__init__(self, **more)": (["a!*", "b*"], None),
+    "class Base:\n    def __init__(self, a, b=1): ...\nclass Thing(Base):\n"
+    "    def __init__(self, *args, c=0, **more):\n"
+    "        super().__init__(*args, **more)": (["a!", "b", "c*"], None),
+    "class Thing:\n    def __init__(self, a, **more):\n        super().__init__(**more)": (["a!"], None),
+    "class A:\n    def __init__(self, a=1, **k):\n        super().__init__(**k)\nclass B:\n"
+    "    def __init__(self, b=1): ...\n"
+    "class Thing(A, B): ...": (["a", "b*"], None),
+    # to a function, a class, several
+    "def inner(a, b, c=1): ...\ndef Thing(x, **more):\n    return inner(x, **more)": (["x!", "b!*", "c*"], None),
+    "def inner(a, b=1): ...\ndef Thing(x, **more):\n    if x:\n"
+    "        return inner(**more)": (["x!", "a*", "b*"], None),
+    "def f(a): ...\ndef g(a, b): ...\ndef Thing(**more):\n    f(**more)\n    g(1, **more)": (["a*", "b*"], None),
+    "class Made:\n    def __init__(self, a): ...\n    @classmethod\n    def made(cls, **k):\n        return cls(**k)\n"
+    "Thing = Made.made": (["a!*"], None),
+    "def Thing(**more):\n    from json import dumps\n    return dumps(1, **more)":
+        (["skipkeys*", "ensure_ascii*", "check_circular*", "allow_nan*", "cls*", "indent*", "separators*", "default*",
+          "sort_keys*"], "json"),
+    # names that are taken out
+    "def Thing(**k):\n    a = k.pop('a', 1)\n    b = k['b']\n    if k:\n"
+    "        raise TypeError(f'unknown: {sorted(k)}')":
+        (["a*", "b*"], None),
+    "def f(c): ...\ndef Thing(**k):\n    k.setdefault('c', 1)\n    f(**k)": (["c*"], None),
+    "def fix(options, name):\n    options[name] = 1\ndef f(c, d=1): ...\ndef Thing(**k):\n    fix(k, 'c')\n    f(**k)":
+        (["c!*", "d*"], None),
+    # kept for later
+    "def f(c, d=1): ...\nclass Thing:\n    def __init__(self, **k):\n        self.k = k\n    def go(self):\n"
+    "        f(1, **self.k)": (["d*"], None),
+    # anything
+    "def Thing(a, **k): ...": (["a!"], "it takes any other keyword and ignores it"),
+    "class Thing:\n    def __init__(self, **k):\n        self.k = k": ([], "keeps `k` for later"),
+    "def Thing(**k):\n    for name in k:\n        print(name)": ([], "in a way of its own"),
+    "def Thing(**k):\n    k.pop(name)": ([], "show only when it is run"),
+    "def Thing(f, **k):\n    return f(**k)": (["f!"], "`f` in Thing is known only when it is run"),
+    "def Thing(**k):\n    return odd(k)": ([], "hands `k` to `odd`"),
+    "def f(**k):\n    return Thing(**k)\ndef Thing(**k):\n    return f(**k)": ([], "round in a circle"),
+    "def Thing(**k):\n    return dict(**k)": ([], "dict"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "expected"), HANDED.items(), ids=range(len(HANDED)))
+def test_what_is_handed_on_is_taken(own, text, expected):
+    """`**kwargs` are what takes them in the end; a sentence says why, where that is not known."""
+    own(own_thing=text)
+    parameters, reason = expected
+    if reason == "json":  # `dumps` hands its own on to a class that is chosen at run time
+        assert taken("own_thing.Thing") == parameters
+        assert rest("own_thing.Thing") is not None
+        return
+    assert taken("own_thing.Thing") == parameters
+    assert (rest("own_thing.Thing") is None) == (reason is None)
+    assert reason is None or reason in str(rest("own_thing.Thing"))
+
+
+@pytest.mark.parametrize(
+    ("name", "some", "none"),
+    [
+        ("torchvision.models.resnet18", {"weights", "progress", "num_classes", "norm_layer", "pretrained"}, {"block"}),
+        ("torchvision.models.vgg16", {"num_classes", "dropout", "init_weights"}, {"features"}),
+        ("torchmetrics.classification.MulticlassAccuracy", {"num_classes", "sync_on_compute", "top_k"}, set()),
+        ("torchmetrics.Accuracy", {"task", "num_classes", "sync_on_compute"}, set()),
+        ("torch.optim.AdamW", {"params", "lr", "fused"}, set()),
+        ("torch.nn.LSTM", {"input_size", "hidden_size", "num_layers", "bidirectional", "proj_size"}, {"mode"}),
+        ("deeplightning.data.image_folder.ImageFolder", {"cfg", "image_size", "augment"}, {"image_spec"}),
+        (
+            "pytorch_lightning.strategies.DDPStrategy",
+            {"find_unused_parameters", "start_method"},
+            {"device_ids", "module"},
+        ),
+        ("torch.nn.parallel.DistributedDataParallel", {"module", "find_unused_parameters"}, set()),
+    ],
+)
+def test_what_the_libraries_of_configs_take_is_known(name, some, none):
+    """Those whose signature says `**kwargs` too: a misspelt param of theirs is certainly wrong."""
+    signature = look_up(name).signature()
+    names = {p.name for p in signature.parameters}
+    assert signature.rest is None
+    assert some <= names
+    assert not none & names
+    assert "num_clases" not in names
+
+
+@pytest.mark.parametrize("library", ["torchmetrics.classification", "torchmetrics.regression"])
+def test_a_word_that_is_not_known_is_refused(library):
+    """Where `**kwargs` were followed to their end: the object itself takes no other word, and takes those."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module = importlib.import_module(library)
+        tried = 0
+        for name in module.__all__:
+            signature = look_up(f"{library}.{name}").signature()
+            given = {"num_classes": 3, "num_labels": 3, "task": "multiclass"}
+            required = {p.name for p in signature.parameters if p.required}
+            if signature.rest is not None or not required <= set(given):
+                continue
+            given = {p.name: given[p.name] for p in signature.parameters if p.name in given}
+            with pytest.raises((TypeError, ValueError), match="no_such_word"):
+                getattr(module, name)(**given, no_such_word=1)
+            getattr(module, name)(**given, sync_on_compute=False)
+            tried += 1
+    assert tried >= 15
+
+
+def test_the_examples_are_known(monkeypatch):
+    """Own data that hand options on to ours."""
+    monkeypatch.syspath_prepend(ROOT / "examples" / "own_code")
+    assert taken("own_data.EvenOrOdd") == ["cfg!", "augment*", "in_memory*", "limit*", "max_pixels*", "cache*"]
+    assert rest("own_data.EvenOrOdd") is None
+    assert look_up("own_task.Reconstruction").logged_names() == ({"train_loss", "val_loss", "test_loss"}, True)
+
+
+# ---- types and defaults
+
+
+@pytest.mark.parametrize(
+    ("annotation", "allowed"),
+    [
+        ("int", (int,)),
+        ("'float'", (float,)),
+        ("int | None", (int, type(None))),
+        ("Optional[str]", (str, type(None))),
+        ("typing.Union[int, 'str']", (int, str)),
+        ("Union[int, str]", (int, str)),
+        ("Literal['a', 2]", ("a", 2)),
+        ("t.Literal[True] | int", (True, int)),
+        ("list", (ListOf(),)),
+        ("List", (ListOf(),)),
+        ("list[int]", (ListOf(((int,),)),)),
+        ("List['int | None']", (ListOf(((int, type(None)),)),)),
+        ("list[unheard_of]", (ListOf(),)),
+        ("list[list[int]]", (ListOf(((ListOf(((int,),)),),)),)),
+        ("tuple", (ListOf(),)),
+        ("Tuple[int, ...] | bool", (ListOf(((int,),)), bool)),
+        ("tuple[int, Any]", (ListOf(((int,), None), fixed=True),)),
+        ("tuple[float | Tensor, float | Tensor]", (ListOf(((float,), (float,)), fixed=True),)),
+        ("tuple[int, *tuple[int, ...]]", None),
+        ("Sequence", (ListOf(also=(str,)),)),
+        ("Sequence[str]", (ListOf(((str,),), also=(str,)),)),
+        ("Sequence[Literal['a']]", (ListOf((("a",),), also=(str,)),)),
+        ("Sequence[Own]", (ListOf(also=(str,)),)),
+        ("abc.Sequence[float]", (ListOf(((float,),)),)),
+        ("Iterable[Any]", (ListOf(also=(str, dict)),)),
+        ("Collection[int]", (ListOf(((int,),)),)),
+        ("Sequence[Module]", (ListOf(((Built,),)),)),
+        ("dict", (dict,)),
+        ("dict[str, int] | None", (dict, type(None))),
+        ("Mapping[str, Any]", (dict,)),
+        ("Size", (int, ListOf(((int,), (int,)), fixed=True))),
+        ("Pair", (float, ListOf(((float,), (float,)), fixed=True))),
+        ("own_types.Size", (int, ListOf(((int,), (int,)), fixed=True))),
+        ("Tree", (int, ListOf())),
+        ("torch.Tensor | float", (float,)),
+        ("Tensor | float", (float,)),
+        ("Module", (Built,)),
+        ("torch.nn.Linear | None", (Built, type(None))),
+        ("Module | int", (Built, int)),
+        ("Tensor | str", None),
+        ("Path | int", (str, int)),
+        ("str | os.PathLike | None", (str, type(None))),
+        ("os.PathLike[str]", (str,)),
+        ("Own | int", None),
+        ("Any", None),
+        ("object", None),
+        ("Callable[[int], int]", None),
+        ("type[Module]", None),
+        ("set[int]", None),
+        ("Colour", None),
+        ("Record", None),
+        ("Named", None),
+        ("unheard_of", None),
+        ("T", None),
+        ("str", None),
+        ("'not an expression ['", None),
+    ],
+)
+def test_an_annotation_names_what_is_allowed(own, annotation, allowed):
+    """Builtins that are not rebound, unions, literals, lists with their items, mappings, paths, networks, aliases;
+    anything else allows anything."""
+    own(
+        own_types="""
+        from typing import TypeVar, Union
+        T = TypeVar("T")
+        Tree = Union[int, list["Tree"]]
+        Size = Union[int, tuple[int, int]]
+        Either = T | tuple[T, T]
+        Pair = Either[float]
+        """,
+        own_thing=f"""
+        import enum, os, typing, typing as t, torch, own_types
+        from collections import abc
+        from collections.abc import Sequence
+        from typing import *
+        from pathlib import Path
+        from typing import Any, Callable, List, Literal, Optional, Tuple
+        from torch import Tensor
+        from torch.nn import Module
+        from own_types import Pair, Size, T, Tree
+        class Own: ...
+        class Colour(enum.Enum): red = 1
+        class Record(typing.TypedDict): a: int
+        class Named(Protocol): name: str
+        {"class str: ..." if annotation == "str" else ""}
+        def Thing(a: {annotation}): ...
+        """,
+    )
+    (parameter,) = look_up("own_thing.Thing").signature().parameters
+    assert parameter.allowed == allowed
+    assert parameter.annotation == annotation.strip("'")
+
+
+def test_a_default_is_a_plain_value(own):
+    """Literals, negative numbers, and names of such; the rest is unknown."""
+    own(
+        own_thing="""
+        from own_other import WIDE
+        SIZE = 3
+        def Thing(a=1, b=-0.5, c="x", d=None, e=True, f=SIZE, g=WIDE, h=(1, 2), i=[], j=make(), k=NOT_THERE): ...
+        """,
+        own_other="WIDE = 'wide'",
+    )
+    values = [p.default for p in look_up("own_thing.Thing").signature().parameters]
+    assert values == [1, -0.5, "x", None, True, 3, "wide", UNKNOWN, UNKNOWN, UNKNOWN, UNKNOWN]
+
+
+# ---- ancestors, documentation, metrics
+
+
+def test_the_ancestors_of_a_class(own):
+    """By their real paths, in Python's order; where one cannot be read, that is said."""
+    own(own_base="class A: ...\nclass B(A): ...\nclass C(A): ...", own_thing="""
+        import own_base
+        from own_base import B as Bee
+        class Thing(Bee, own_base.C): ...
+        class Odd(Bee, make()): ...
+        """)  # fmt: skip
+    assert look_up("own_thing.Thing").bases() == (["own_thing.Thing", "own_base.B", "own_base.C", "own_base.A"], True)
+    paths, complete = look_up("own_thing.Odd").bases()
+    assert paths[:2] == ["own_thing.Odd", "own_base.B"]
+    assert not complete
+
+
+@pytest.mark.parametrize(
+    ("name", "parameter", "words"),
+    [
+        ("deeplightning.data.digits.Digits", "image_size", "pixels, one number for a square or [height, width]"),
+        ("torch.optim.SGD", "momentum", "momentum factor"),
+        ("sklearn.svm.SVC", "C", "Regularization parameter."),
+        ("torchmetrics.classification.MulticlassAccuracy", "num_classes", "the number of classes"),
+        ("torchvision.models.resnet18", "progress", "displays a progress bar"),
+    ],
+)
+def test_a_parameter_is_documented_by_its_docstring(name, parameter, words):
+    """Google's, NumPy's and Sphinx's ways of writing are read; the ancestor's docstring counts."""
+    assert words.lower() in str(look_up(name).documentation(parameter)).lower()
+    assert look_up(name).documentation("no_such_thing") is None
+
+
+LOGGED = {
+    "def f(self): self.log('a', 1); self.log(name='b', value=2)": ({"a", "b"}, True),
+    "def f(self): self.log_dict({'a': 1, 'b': 2})": ({"a", "b"}, True),
+    "def f(self, stage): self.log(f'{stage}_loss', 1)\n    def g(self): self.f('val'); self.f(stage='test')":
+        ({"val_loss", "test_loss"}, True),
+    "def f(self):\n        for name in ('a', 'b'):\n            self.log(f'x_{name}', 1)": ({"x_a", "x_b"}, True),
+    "word = 'w'\n    def f(self): self.log(self.word + '_x', 1)": ({"w_x"}, True),
+    "def f(self):\n        values = {'a': 1}\n        values['b'] = 2\n"
+    "        self.log_dict(values)": ({"a", "b"}, True),
+    "def f(self, names):\n        self.log('a', 1)\n        for n in names: self.log(n, 1)": ({"a"}, False),
+    "def f(self): self.log(f'{self.make()}', 1)": (set(), False),
+    "def f(self): self.log_dict(make())": (set(), False),
+    "logged_metrics = ('{stage}_loss', 'lr')\n    def f(self): self.log(make(), 1)": ({"{stage}_loss", "lr"}, True),
+    "def f(self): ...": (set(), True),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "expected"), LOGGED.items(), ids=range(len(LOGGED)))
+def test_the_metrics_that_a_task_logs(own, text, expected):
+    """The literal names of `self.log`; what the class says itself in `logged_metrics` comes first."""
+    own(own_base=f"import pytorch_lightning as pl\nclass Base(pl.LightningModule):\n    {text}\n",
+        own_task="from own_base import Base\nclass Task(Base):\n    def g2(self): ...\n")  # fmt: skip
+    assert look_up("own_task.Task").logged_names() == expected
+
+
+# ---- robust
+
+
+def test_a_changed_file_is_read_again(own):
+    """Within one process, as in a notebook."""
+    own(own_thing="def Thing(a): ...")
+    assert taken("own_thing.Thing") == ["a!"]
+    own(own_thing="def Thing(b): ...")
+    assert taken("own_thing.Thing") == ["b!"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "x = " + "(" * 5000 + ")" * 5000,
+        "x = " + "-" * 100_000 + "1",
+        "Thing = a" + ".b" * 20_000,
+        "class Thing(" + "a." * 3000 + "b): ...",
+        "\0",
+        "\ud800".encode("utf-8", "surrogatepass").decode("latin1"),
+        "\n".join(f"class C{n}(C{n + 1}): ..." for n in range(2000)) + "\nThing = C0",
+        "\n".join(f"A{n} = A{n + 1}" for n in range(2000)) + "\nThing = A0",
+    ],
+    ids=range(8),
+)
+def test_odd_files_are_answered(own, text):
+    """Deep, long or damaged: in words, never by a traceback."""
+    own(own_thing="")
+    Path("own_thing.py").write_text(text)
+    with contextlib.suppress(ValueError, Undecided):
+        found = look_up("own_thing.Thing")
+        assert found.bases()[0][0] == found.path
+        found.signature()
