@@ -5,10 +5,9 @@ A config is a tree of these dataclasses. What is free-form stands under some `pa
 
 # ruff: noqa: RUF009 (`key` makes a dataclass field, which the rule cannot see)
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 Backend = Literal[
     "ddp",
@@ -97,9 +96,7 @@ def keys(section: Any) -> Iterator[Field]:
 class Section:
     """What every section has from being a config: `cfg["model"]`, `cfg.get("tune")`, `"tune" in cfg`, `dict(cfg)`.
 
-    OmegaConf's functions that read a config (`OmegaConf.to_container(cfg, resolve=True)`, `to_yaml`, `select`,
-    `is_config`) take a section too, though it is a dataclass: it counts as a `DictConfig` from when own code imports
-    OmegaConf. Those that change or merge one need `cfg.to_omegaconf()`.
+    OmegaConf's functions take `cfg.to_omegaconf()`.
     """
 
     def __getitem__(self, name: str) -> Any:
@@ -134,25 +131,6 @@ class Section:
         from omegaconf import OmegaConf  # 0.1 CPU s
 
         return OmegaConf.create(_literal(plain(self)))
-
-    if not TYPE_CHECKING:  # for which a section has its keys alone
-
-        @property
-        def __class__(self) -> type:  # `isinstance` asks for it
-            """The class. Where OmegaConf is imported, it counts as one of its own from now on."""
-            if "omegaconf" in sys.modules:
-                from deeplightning.private.omegaconf import admit
-
-                admit(Section)
-            return type(self)
-
-        def __getattr__(self, name: str) -> Any:
-            """What a section has not: what OmegaConf's functions ask a config for."""
-            if name.startswith("_") and not name.startswith("__") and "omegaconf" in sys.modules:
-                from deeplightning.private.omegaconf import attribute
-
-                return attribute(self, name)
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
 
 
 @dataclass

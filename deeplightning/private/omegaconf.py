@@ -8,7 +8,6 @@ gone, every config with a `${` fails here. Importing this costs 0.1 CPU s.
 from collections.abc import Callable
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import GrammarParseError
 from omegaconf.grammar_parser import parse as tree_of
 from omegaconf.grammar_visitor import GrammarVisitor, OmegaConfGrammarParser
@@ -106,33 +105,3 @@ class _Visitor(GrammarVisitor):
                 is_open = True
         if is_open:
             yield "", str
-
-
-# ---- configs
-
-ASKED = {
-    *("_is_none", "_is_missing", "_is_interpolation", "_dereference_node", "_metadata", "_get_child"),  # to_container
-    "_resolve_key_and_root",  # select
-}
-
-
-def admit(section: type) -> None:
-    """Lets instances of a class count as configs of OmegaConf's."""
-    DictConfig.register(section)
-
-
-def attribute(section: Any, name: str) -> Any:
-    """What one of OmegaConf's functions that read a config asks a section for, taken from a copy. Where another name
-    is asked for than `ASKED`, that function fails on a section with these words.
-
-    Raises:
-        AttributeError: another name; the functions that change a config would change a copy.
-    """
-    if name in ASKED:
-        made = section.to_omegaconf()
-        OmegaConf.set_readonly(made, True)  # a change of the copy would be lost
-        return getattr(made, name)
-    raise AttributeError(
-        f"{type(section).__name__!r} object has no attribute {name!r}; the functions of OmegaConf that change or merge "
-        "a config take `cfg.to_omegaconf()`"
-    )

@@ -428,28 +428,3 @@ def test_a_tree_is_visited_with_what_the_caller_looks_up():
     assert found.target(omegaconf.parse("${a}")) == "b", "not made"
     assert found.target(omegaconf.parse("x${a}")) is None
     assert found.value(omegaconf.parse("{1: '2', x: null}", argument=True)) == {1: "2", "x": None}
-
-
-def test_functions_of_omegaconf_ask_a_config_for_these_names():
-    """`OmegaConf.to_container` and `select` ask an instance of a class that counts as a `DictConfig` for all of
-    `ASKED`, and for no other name."""
-    from omegaconf import OmegaConf
-
-    asked = set()
-
-    class Section:
-        def keys(self):
-            return ["a"]
-
-        def to_omegaconf(self):
-            return OmegaConf.create({"a": {"b": 1}})
-
-        def __getattr__(self, name):
-            asked.add(name)
-            return omegaconf.attribute(self, name)
-
-    omegaconf.admit(Section)
-    assert OmegaConf.is_config(Section())
-    assert OmegaConf.to_container(Section()) == OmegaConf.to_container(Section(), resolve=True) == {"a": {"b": 1}}
-    assert OmegaConf.select(Section(), "a.b") == 1
-    assert asked == omegaconf.ASKED

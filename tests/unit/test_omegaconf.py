@@ -6,17 +6,20 @@ import json
 import pickle
 import subprocess
 import sys
+from collections.abc import Mapping
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
-from omegaconf.errors import GrammarParseError, OmegaConfBaseException, ReadonlyConfigError
+from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from test_config import SMALL
 
 from deeplightning.config import schema
 from deeplightning.config.check import load
+from deeplightning.config.fault import ConfigError
 from deeplightning.config.source import read
+from deeplightning.config.target import build
 from deeplightning.config.tree import plain
 
 # ---- the meaning
@@ -110,21 +113,10 @@ def test_omegaconf_is_imported_only_where_a_config_has_a_reference(tmp_path):
 
 # ---- a config as own code gets it
 
-OWN_CODE = '''
-import json
-from omegaconf import DictConfig, OmegaConf
-
-def noted(cfg):
-    """What own code sees of a config by OmegaConf's functions."""
-    return {
-        "is": [OmegaConf.is_config(cfg), isinstance(cfg, DictConfig), OmegaConf.is_config(cfg.model)],
-        "resolved": OmegaConf.to_container(cfg, resolve=True),
-        "section": OmegaConf.to_container(cfg.model),
-        "yaml": OmegaConf.to_yaml(cfg),
-        "selected": OmegaConf.select(cfg, "model.optimizer.params.lr"),
-        "absent": OmegaConf.select(cfg, "model.no.such", default=5),
-    }
-'''
+PARTS = """\
+def anything(*args, **kwargs): ...
+def refuses(**kwargs): raise ValueError(1)
+"""
 
 
 @pytest.fixture
@@ -132,7 +124,7 @@ def config(tmp_path, monkeypatch):
     """A config as a task gets it."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
-    (tmp_path / "some_parts.py").write_text("def anything(*args, **kwargs): ...\n")
+    (tmp_path / "some_parts.py").write_text(PARTS)
     (tmp_path / "c.yaml").write_text(SMALL)
     overrides = ["data.root='\\${x} and ???'", "data.dataset='???'", "model.network={type: some_parts.anything}"]
     return load("c.yaml", [*overrides, "model.network.params={num_classes: 42, size: [1, 2]}"])
@@ -152,17 +144,24 @@ def test_a_section_is_read_as_an_attribute_or_a_key(config):
         config.sed  # noqa: B018
 
 
-def test_functions_of_omegaconf_read_a_config_and_its_sections(config):
-    """`is_config`, `to_container` with and without `resolve`, `to_yaml`, `select`."""
-    found: dict = {}
-    exec(OWN_CODE, found)
-    seen = found["noted"](config)
-    assert seen["is"] == [True, True, True]
-    assert seen["resolved"] == config.to_dict()
-    assert seen["section"] == config.to_dict()["model"]
-    assert OmegaConf.to_container(OmegaConf.create(seen["yaml"]), resolve=True) == config.to_dict()
-    assert (seen["selected"], seen["absent"]) == (0.1, 5)
-    assert OmegaConf.to_container(config)["model"] == config.to_dict()["model"]
+def test_functions_of_omegaconf_read_a_copy(config):
+    """`is_config`, `to_container` with and without `resolve`, `to_yaml`, `select`; of the whole and of a section."""
+    made = config.to_omegaconf()
+    assert OmegaConf.is_config(made)
+    assert OmegaConf.to_container(made, resolve=True) == config.to_dict()
+    assert OmegaConf.to_container(config.model.to_omegaconf(), resolve=True) == config.to_dict()["model"]
+    assert OmegaConf.to_container(OmegaConf.create(OmegaConf.to_yaml(made)), resolve=True) == config.to_dict()
+    assert OmegaConf.select(made, "model.optimizer.params.lr") == 0.1
+    assert OmegaConf.select(made, "model.no.such", default=5) == 5
+
+
+def test_a_config_is_the_same_where_omegaconf_is_imported(config):
+    """A section is no mapping of Python's: a target keeps its key and its place when it is built."""
+    assert "omegaconf" in sys.modules
+    assert not isinstance(config.model.network, Mapping)
+    config.model.network.type = "some_parts.refuses"
+    with pytest.raises(ConfigError, match=r"model\.network: some_parts\.refuses refuses its arguments"):
+        build(config.model.network)
 
 
 def test_a_copy_is_a_config_of_omegaconfs(config):
@@ -176,22 +175,8 @@ def test_a_copy_is_a_config_of_omegaconfs(config):
     assert made.data.root == "${x} and ???"
 
 
-def test_a_change_by_omegaconf_is_never_lost_without_a_word(config):
-    """Its functions that change or merge a config refuse a section, and say what to hand them."""
-    with pytest.raises(AttributeError, match=r"take `cfg\.to_omegaconf\(\)`"):
-        OmegaConf.merge(config, {"seed": 1})
-    with pytest.raises(AttributeError, match=r"take `cfg\.to_omegaconf\(\)`"):
-        OmegaConf.set_struct(config, True)
-    with pytest.raises(ReadonlyConfigError):
-        OmegaConf.update(config, "model.network.params.num_classes", 3)
-    OmegaConf.update(config, "seed", 3)
-    assert config.seed == 3
-
-
 def test_a_config_is_copied_compared_and_pickled_as_before(config):
     """Also once OmegaConf is imported."""
-    assert OmegaConf.is_config(config)
-    assert type(config) is config.__class__ is schema.Config
     assert copy.deepcopy(config) == dataclasses.replace(config) == pickle.loads(pickle.dumps(config)) == config
     assert isinstance(config.model.network, schema.Target)
     assert not isinstance(config, dict)
