@@ -5,8 +5,6 @@ from collections.abc import Sequence
 
 from tokenizers import Tokenizer as Theirs
 
-from deeplightning.text import VocabularyError
-
 PADDING = ("[PAD]", "<pad>", "<|padding|>", "<|endoftext|>")
 """What the token that fills up is called, where the file does not say it."""
 
@@ -19,19 +17,19 @@ class Tokenizer:
         padding: the token that fills up.
 
     Raises:
-        VocabularyError: it is no such file, or has no token to fill up with.
+        ValueError: it is no such file, or has no token to fill up with.
     """
 
     def __init__(self, content: str):
         try:
             self._theirs = Theirs.from_str(content)
         except Exception as error:  # they raise Exception itself
-            raise VocabularyError(f"this is no tokenizer.json of Hugging Face ({str(error)[:200]})") from error
+            raise ValueError(f"this is no tokenizer.json of Hugging Face ({str(error)[:200]})") from error
         known = self._theirs.get_vocab(with_added_tokens=True)
         told = (self._theirs.padding or {}).get("pad_token")
         found = next((name for name in (told, *PADDING) if name in known), None)
         if found is None:
-            raise VocabularyError(f"it has no token to fill up with, none of {', '.join(PADDING)}")
+            raise ValueError(f"it has no token to fill up with, none of {', '.join(PADDING)}")
         self.padding, self.size = known[found], max(known.values()) + 1
         self._theirs.no_padding()  # texts are filled up and cut by us
         self._theirs.no_truncation()

@@ -26,6 +26,15 @@ _lost: str | None = None  # what is to be said of a stream that was lost
 _can_say = _said = False
 
 
+class Interrupted(Exception):
+    """A signal asked the run to end; a second one, `at_once`: nothing more is saved."""
+
+    def __init__(self, signal_name: str, exit_code: int, at_once: bool = False):
+        super().__init__(f"interrupted by {signal_name}")
+        self.exit_code = exit_code
+        self.at_once = at_once
+
+
 class Terminated(KeyboardInterrupt):
     """SIGTERM, where no run hears it: as Ctrl-C is, no error that code may take for its own."""
 

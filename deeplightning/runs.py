@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from deeplightning.config.fault import CheckpointError, SetupError
+from deeplightning.tracking.attach import attach
 from deeplightning.tracking.journal import dead, settle, settle_quietly
 from deeplightning.tracking.owner import AGE
 from deeplightning.tracking.sqlite import PRUNED, Listed, open_directly
-from deeplightning.tracking.store import attach, explain, local_path, locate, remove_files
+from deeplightning.tracking.store import explain, local_path, locate, remove_files
 
 UNFINISHED = ("FAILED", "KILLED")
 REMOVABLE = (*UNFINISHED, "FINISHED", "PRUNED")

@@ -100,7 +100,10 @@ class TextSpec:
             return _Words(self.content, self.lower)
         from deeplightning.hugging_face import Tokenizer  # which needs a package that few have
 
-        return Tokenizer(self.content)
+        try:
+            return Tokenizer(self.content)
+        except ValueError as error:
+            raise VocabularyError(str(error)) from error
 
     def encode(self, texts: Sequence[str], max_length: int | None = None) -> list[list[int]]:
         """The tokens of each text: at least one.

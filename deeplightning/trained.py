@@ -155,7 +155,7 @@ def _of_launch(cfg: Config) -> Resumption | None:
 
 
 def _has_finished(cfg: Config, folder: RunFolder) -> bool:
-    from deeplightning.tracking.tracker import open_tracker
+    from deeplightning.tracking.open import open_tracker
 
     run_id = folder.path.parent.name
     tracker = open_tracker(_store(cfg), run_id)

@@ -11,7 +11,7 @@ import pytorch_lightning as pl
 from pytorch_lightning.callbacks import Checkpoint as LightningCheckpoint
 from pytorch_lightning.callbacks import EarlyStopping
 
-from deeplightning.callbacks.record import Interrupted, Record, between_steps, epoch_is_over
+from deeplightning.callbacks.record import Record, between_steps, epoch_is_over
 from deeplightning.callbacks.steps import ends_of_parts
 from deeplightning.config.fault import CheckpointError, ConfigError, Fault
 from deeplightning.config.schema import Checkpoint
@@ -19,6 +19,7 @@ from deeplightning.engine.background import Writer
 from deeplightning.engine.checkpoint_io import SafeCheckpointIO, copy_checkpoint, read_checkpoint, remove_checkpoint
 from deeplightning.engine.restored import check_counters, check_optimizers
 from deeplightning.private.lightning import forget_train_loader, restart_validation
+from deeplightning.process import Interrupted
 from deeplightning.runfolder import RunFolder, write_whole
 
 log = logging.getLogger("deeplightning")

@@ -11,10 +11,11 @@ import pytorch_lightning as pl
 from pytorch_lightning.callbacks import Checkpoint as LightningCheckpoint
 
 from deeplightning.callbacks.checkpoints import Checkpoints
-from deeplightning.callbacks.record import Interrupted, Record
+from deeplightning.callbacks.record import Record
 from deeplightning.config.schema import Config
 from deeplightning.engine.launch.storage import Storage, told
 from deeplightning.engine.place import own_rank, place
+from deeplightning.process import Interrupted
 from deeplightning.tracking.build import experiment_of
 from deeplightning.tracking.store import locate
 

@@ -30,22 +30,13 @@ from deeplightning.engine.launch.storage import told
 from deeplightning.engine.place import own_rank
 from deeplightning.engine.plan import launches_by, world_size
 from deeplightning.private.lightning import add_logged_steps, logged_steps, values_to_log
-from deeplightning.process import say_losses
+from deeplightning.process import Interrupted, say_losses
 from deeplightning.runfolder import UMASK, Hold, RunFolder, make_private, umask_of, write_whole
 from deeplightning.tracking.build import end, go_on, publish, run_folder
 from deeplightning.tracking.environment import REPRODUCES, describe, git_diff
 from deeplightning.trust import note_own
 
 log = logging.getLogger("deeplightning")
-
-
-class Interrupted(Exception):
-    """A signal asked the run to end; a second one, `at_once`: nothing more is saved."""
-
-    def __init__(self, signal_name: str, exit_code: int, at_once: bool = False):
-        super().__init__(f"interrupted by {signal_name}")
-        self.exit_code = exit_code
-        self.at_once = at_once
 
 
 @dataclass(frozen=True)

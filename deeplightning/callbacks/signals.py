@@ -15,10 +15,11 @@ import torch
 from torch import distributed
 
 from deeplightning import process
-from deeplightning.callbacks.record import Interrupted, between_steps
+from deeplightning.callbacks.record import between_steps
 from deeplightning.engine.launch.slurm import is_preempted, job_here, requeue_at_exit
 from deeplightning.engine.place import own_rank
 from deeplightning.private.lightning import keep_signals
+from deeplightning.process import Interrupted
 
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 AGAIN = (signal.SIGUSR1, signal.SIGUSR2)

@@ -11,7 +11,8 @@ from typing import Any
 
 import pytorch_lightning as pl
 
-from deeplightning.callbacks.record import Interrupted, Record
+from deeplightning.callbacks.record import Record
+from deeplightning.process import Interrupted
 
 PATIENCE = 60.0  # seconds that the search may take to answer
 

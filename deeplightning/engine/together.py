@@ -16,7 +16,7 @@ from deeplightning.engine import ranks
 from deeplightning.engine.meeting import meet
 from deeplightning.engine.place import place
 from deeplightning.private.lightning import set_launcher, share_threads, subprocess_launcher
-from deeplightning.process import Terminated
+from deeplightning.process import Interrupted, Terminated
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
@@ -64,8 +64,6 @@ def _launcher(
     end: Callable[[BaseException], None],
     alike: Mapping[str, str],
 ) -> Any:
-    from deeplightning.callbacks.record import Interrupted
-
     def told(error: BaseException) -> BaseException:
         if isinstance(error, ranks.RankError) and error.exit_code in ranks.INTERRUPTED.values():
             return Interrupted(error.cause.reason.removeprefix("interrupted by "), error.exit_code, at_once=True)

@@ -17,9 +17,9 @@ from deeplightning.config.tree import plain
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking import resolve_run
 from deeplightning.tracking.code import Code, read_code
+from deeplightning.tracking.open import open_tracker
 from deeplightning.tracking.series import Series, from_file, is_repeatable, read_series
 from deeplightning.tracking.store import Store, locate
-from deeplightning.tracking.tracker import open_tracker
 from deeplightning.trust import is_own
 
 _ID = re.compile(r"[0-9a-f]{32}")

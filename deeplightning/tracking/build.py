@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from deeplightning.private.lightning import has_run, resume_run
-from deeplightning.tracking.store import attach, explain, local_path, locate
-from deeplightning.tracking.tracker import SYSTEM, open_tracker
+from deeplightning.tracking.attach import attach
+from deeplightning.tracking.open import open_tracker
+from deeplightning.tracking.store import explain, local_path, locate
+from deeplightning.tracking.tracker import SYSTEM
 
 _OURS = re.compile(r"deeplightning\.tracking(\.logger)?\.MLflowLogger")
 _LIGHTNINGS = re.compile(r"(pytorch_lightning|lightning\.pytorch)\.loggers(\.mlflow)?\.MLFlowLogger")

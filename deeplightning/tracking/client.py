@@ -12,7 +12,8 @@ from mlflow.entities import Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
-from deeplightning.tracking.store import Store, attach, check_writable
+from deeplightning.tracking.attach import attach
+from deeplightning.tracking.store import Store, check_writable
 from deeplightning.tracking.tracker import SYSTEM, Batch, Experiment, Point, Run
 
 MAX_ENTRIES, MAX_OTHERS = 1000, 100

@@ -26,9 +26,10 @@ from typing import Any
 
 from deeplightning.config.fault import SetupError
 from deeplightning.runfolder import RunFolder, make_private
+from deeplightning.tracking.open import open_tracker
 from deeplightning.tracking.owner import has_ended, this_process
 from deeplightning.tracking.store import Store, explain
-from deeplightning.tracking.tracker import SYSTEM, Batch, Point, Tracker, open_tracker, stored
+from deeplightning.tracking.tracker import SYSTEM, Batch, Point, Tracker, stored
 from deeplightning.trust import is_own
 
 try:

@@ -25,11 +25,13 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from deeplightning.config.fault import SetupError, count
 from deeplightning.runfolder import make_private, permissions_of
+from deeplightning.tracking.attach import attach
 from deeplightning.tracking.context import run_tags
 from deeplightning.tracking.environment import git_state
 from deeplightning.tracking.journal import replay
-from deeplightning.tracking.store import Store, attach, explain, local_path, locate
-from deeplightning.tracking.tracker import SYSTEM, Batch, Point, Run, Tracker, open_tracker
+from deeplightning.tracking.open import open_tracker
+from deeplightning.tracking.store import Store, explain, local_path, locate
+from deeplightning.tracking.tracker import SYSTEM, Batch, Point, Run, Tracker
 from deeplightning.tracking.writer import Writer
 
 log = logging.getLogger("deeplightning.tracking")

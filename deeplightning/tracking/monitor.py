@@ -11,8 +11,9 @@ import sys
 
 from deeplightning.config.fault import SetupError
 from deeplightning.process import outlive_reader, prepare_streams
+from deeplightning.tracking.attach import attach
 from deeplightning.tracking.journal import settle_quietly
-from deeplightning.tracking.store import attach, explain, locate
+from deeplightning.tracking.store import explain, locate
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from deeplightning.config.fault import CheckpointError, SetupError
-from deeplightning.tracking.store import Store, attach, explain, local_path, locate
-from deeplightning.tracking.tracker import open_tracker
+from deeplightning.tracking.store import Store, explain, local_path, locate
 
 _ID = r"[A-Za-z0-9][\w-]*"
 
@@ -52,6 +51,8 @@ def resolve_run(run: str | os.PathLike, tracking_uri: str | os.PathLike | None =
 def _of_run(run_id: str, store: Store, also: str = "") -> Path:
     def missing(why: str) -> CheckpointError:
         return CheckpointError(f"{why} {also}The runs there: bash monitor.sh")
+
+    from deeplightning.tracking.open import open_tracker  # for a folder it is not needed
 
     _expect(store)
     if not re.fullmatch(_ID, run_id):  # a name of files too, and a server may have said it
@@ -109,6 +110,8 @@ def _expect(store: Store) -> None:
 
 def _client(store: Store) -> Any:
     """MLflow's client on a store that exists."""
+    from deeplightning.tracking.attach import attach
+
     _expect(store)
     uri = attach(store)
     from mlflow.tracking import MlflowClient

@@ -11,8 +11,9 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from deeplightning.tracking.open import open_tracker
 from deeplightning.tracking.store import Store
-from deeplightning.tracking.tracker import SYSTEM, Point, open_tracker
+from deeplightning.tracking.tracker import SYSTEM, Point
 
 Series = dict[str, list[tuple[int, float]]]
 """By the metric's name."""

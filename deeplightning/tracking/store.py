@@ -1,16 +1,13 @@
-"""A `tracking_uri` becomes a store that MLflow can open. A directory means an SQLite database in it.
+"""A `tracking_uri` names a store: a directory, with an SQLite database in it, or what MLflow knows.
 
-Nothing is imported from MLflow before `attach`; the database is made at its first use, under a file lock.
+`deeplightning.tracking.attach` hands it to MLflow; nothing of MLflow is imported here before `quiet_mlflow`.
 """
 
-import atexit
 import logging
 import os
 import re
 import shutil
 import sqlite3
-import tempfile
-import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -20,7 +17,6 @@ from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from deeplightning.config.fault import SetupError
-from deeplightning.private.mlflow import latest_schema, register_store, upgrade_database
 from deeplightning.runfolder import RunFolder, make_private, permissions_of, umask_of
 
 log = logging.getLogger("deeplightning.tracking")
@@ -91,31 +87,6 @@ def locate(tracking_uri: str | os.PathLike | None = None) -> Store:
     return _directory(_absolute(text))
 
 
-def attach(store: Store) -> str:
-    """Prepare this process for the store and return the URI to hand to `MlflowClient`. Still nothing is written.
-
-    MLflow's client would make an SQLite store at once, without a lock, with its artifacts in `mlruns` under the
-    working directory. So its registry gets a store of ours that opens late, under a lock, with the right folder.
-    """
-    quiet_mlflow()
-    if store.address is not None:
-        return store.address
-    if store.database is None:
-        assert store.folder is not None
-        # MLflow 3.17 refuses its old file stores without this switch, which its own error message names.
-        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
-        log.warning(
-            "%s is a file store of an older MLflow. It works, but slowly; to migrate it: "
-            "mlflow migrate-filestore --source '%s' --target 'sqlite:///%s'",
-            *(store.shown, store.folder, store.folder / DATABASE),
-        )
-        return store.folder.as_uri()
-    uri = _sqlite_uri(store.database)
-    _attached[uri] = store
-    register_store("sqlite", _build_late)
-    return uri
-
-
 def quiet_mlflow() -> None:
     """Set what MLflow does on its own: no telemetry, no chatter, and a dead server is noticed in seconds, not minutes.
 
@@ -130,7 +101,7 @@ def quiet_mlflow() -> None:
         "MLFLOW_HTTP_REQUEST_TIMEOUT": "10",
     }.items():
         os.environ.setdefault(name, value)
-    with _no_foreign_warnings():
+    with no_foreign_warnings():
         import mlflow.tracking  # noqa: F401  (configures its logging when imported; ours must come after)
     for name in ("mlflow.store", "mlflow.tracking", "mlflow.system_metrics", "alembic"):
         # Errors come back as exceptions and are told once, by us; MLflow would print a traceback for each as well.
@@ -210,70 +181,6 @@ def _absolute(path: str) -> Path:
     return Path(os.path.abspath(Path(path).expanduser()))  # noqa: PTH100  (also folds `..`, without following links)
 
 
-_attached: dict[str, Store] = {}
-_links: dict[Path, Path] = {}
-
-
-def _sqlite_uri(database: Path) -> str:
-    """SQLAlchemy takes every character in a file name but `?`, for which there is no escape: then a link stands in."""
-    if "?" not in str(database):
-        return f"sqlite:///{database}"
-    if database.parent not in _links:
-        holder = Path(tempfile.mkdtemp(prefix="deeplightning-"))
-        atexit.register(shutil.rmtree, holder, ignore_errors=True)
-        (holder / "store").symlink_to(database.parent, target_is_directory=True)
-        _links[database.parent] = holder / "store"
-    return f"sqlite:///{_links[database.parent] / database.name}"
-
-
-def _build_late(store_uri: str, artifact_uri: str | None = None):
-    return _LateStore(store_uri, artifact_uri)
-
-
-class _LateStore:
-    """MLflow's SQL store, opened when something of it is first used (its client builds the store when it is made)."""
-
-    def __init__(self, uri: str, artifact_uri: str | None):
-        self.__dict__.update(_uri=uri, _artifact_uri=artifact_uri, _store=None, _opening=threading.Lock())
-
-    def __getattr__(self, name: str):
-        with self._opening:
-            if self._store is None:
-                self.__dict__["_store"] = _open_database(self._uri, self._artifact_uri)
-        return getattr(self._store, name)
-
-
-def _open_database(uri: str, artifact_uri: str | None):
-    """Create or migrate the database where needed, and open it.
-
-    Raises:
-        SetupError: the folder cannot be made, the database is locked for too long, damaged, or of a newer MLflow.
-    """
-    with _no_foreign_warnings():
-        from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
-
-        store = _attached.get(uri)
-        if store is None:  # someone else's database, opened in this process: as MLflow does it
-            from mlflow.store.tracking import DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH
-
-            return SqlAlchemyStore(uri, artifact_uri or DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH)
-        assert store.database is not None
-        assert store.artifact_root is not None
-        from deeplightning.tracking import sqlite
-
-        try:
-            with locked(store):
-                if sqlite.mlflow_is_known() and sqlite.is_empty(store.database):
-                    sqlite.make(store)
-                _migrate(store, uri)
-                return SqlAlchemyStore(uri, artifact_uri or store.artifact_root.as_uri())
-        except SetupError:
-            raise
-        except Exception as error:
-            # MLflow, SQLAlchemy, Alembic and SQLite each have exceptions of their own for the same few faults.
-            raise explain(error, store) from error
-
-
 @contextmanager
 def locked(store: Store) -> Iterator[None]:
     """Only one process at a time makes or migrates the database: without it, of twelve started together all failed.
@@ -313,37 +220,8 @@ def locked(store: Store) -> Iterator[None]:
         lock.release()
 
 
-def _migrate(store: Store, uri: str) -> None:
-    """Bring a database of an older MLflow up to date, leaving a copy of it beside."""
-    assert store.database is not None
-    connection = sqlite3.connect(store.database)
-    try:
-        if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'alembic_version'").fetchone():
-            return
-        found = connection.execute("SELECT version_num FROM alembic_version").fetchone()
-        wanted = latest_schema()
-        if found is None or found[0] == wanted:
-            return
-        copy = store.database.with_name(f"{store.database.name}.{found[0]}.bak")
-        backup = sqlite3.connect(copy)
-        try:
-            connection.backup(backup)
-        finally:
-            backup.close()
-    finally:
-        connection.close()
-    log.warning("%s is of another MLflow version: migrating it; a copy stays in %s", store.database, copy)
-    try:
-        upgrade_database(uri)
-    except Exception as error:
-        raise SetupError(
-            f"{store.database} was made by another version of MLflow and cannot be migrated ({str(error)[:200]}). "
-            f"Install that version, or set another logger.params.tracking_uri. A copy is in {copy}."
-        ) from error
-
-
 @contextmanager
-def _no_foreign_warnings() -> Iterator[None]:
+def no_foreign_warnings() -> Iterator[None]:
     """MLflow's models use what SQLAlchemy 2.1 has deprecated: nothing a user, or a test of ours, could mend."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

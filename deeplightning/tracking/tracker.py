@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from deeplightning.config.fault import count
-from deeplightning.tracking.store import Store, is_local
 
 SYSTEM = "system/"
 """How the names of metrics of the machine's load begin."""
@@ -138,32 +137,6 @@ class Tracker(Protocol):
 
     def close(self) -> None:
         """Lets go of the store; the next use takes it up again."""
-
-
-def open_tracker(store: Store, run_id: str | None = None, experiment: str | None = None) -> Tracker:
-    """The tracker of a store, which is made if it is not there.
-
-    Args:
-        run_id: the run that is meant, if it is there already.
-        experiment: the experiment that is meant otherwise. Where its files are not on this machine, MLflow has to
-            bring them there.
-
-    Raises:
-        SetupError: the store cannot be made or used.
-    """
-    if store.database is not None:
-        from deeplightning.tracking import sqlite
-
-        found = sqlite.open_directly(store)
-        if found is not None:
-            run = found.run(run_id) if run_id is not None else None
-            location = run.artifact_uri if run else found.location_of(experiment) if experiment else None
-            if location is None or is_local(location):
-                return found
-            found.close()
-    from deeplightning.tracking.client import Client
-
-    return Client(store)
 
 
 def stored(value: float) -> tuple[bool, float]:

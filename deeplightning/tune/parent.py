@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Any
 
 from deeplightning.config.schema import Config
+from deeplightning.tracking.attach import attach
 from deeplightning.tracking.build import experiment_of
 from deeplightning.tracking.context import run_tags
 from deeplightning.tracking.environment import git_state
 from deeplightning.tracking.logger import MAX_TAG, flatten
-from deeplightning.tracking.store import Store, attach, explain, local_path, locate, remove_files
-from deeplightning.tracking.tracker import Batch, Point, Tracker, open_tracker
+from deeplightning.tracking.open import open_tracker
+from deeplightning.tracking.store import Store, explain, local_path, locate, remove_files
+from deeplightning.tracking.tracker import Batch, Point, Tracker
 
 log = logging.getLogger(__name__)
 

@@ -19,10 +19,11 @@ from mlflow.tracking import MlflowClient
 from deeplightning.config.fault import SetupError
 from deeplightning.runs import listing, sync
 from deeplightning.tracking import MLflowLogger
+from deeplightning.tracking.attach import attach
 from deeplightning.tracking.journal import Journal, folder_of, left_behind
 from deeplightning.tracking.owner import has_ended, this_process
 from deeplightning.tracking.sqlite import Tracker
-from deeplightning.tracking.store import attach, locate
+from deeplightning.tracking.store import locate
 
 
 @pytest.fixture(autouse=True)

@@ -19,9 +19,11 @@ from mlflow.tracking import MlflowClient
 
 from deeplightning.config.fault import SetupError
 from deeplightning.tracking import MLflowLogger, sqlite
+from deeplightning.tracking.attach import attach
 from deeplightning.tracking.client import Client
-from deeplightning.tracking.store import attach, locate, quiet_mlflow
-from deeplightning.tracking.tracker import Batch, Point, open_tracker
+from deeplightning.tracking.open import open_tracker
+from deeplightning.tracking.store import locate, quiet_mlflow
+from deeplightning.tracking.tracker import Batch, Point
 
 ROOT = Path(__file__).parents[2]
 POINTS = [

@@ -30,10 +30,11 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_only
 import deeplightning.tracking
 from deeplightning.config.fault import CheckpointError, SetupError
 from deeplightning.tracking import MLflowLogger, resolve_run
+from deeplightning.tracking.attach import attach
 from deeplightning.tracking.build import end, prepare, refusal, run_folder
 from deeplightning.tracking.logger import flatten
 from deeplightning.tracking.picture import to_pixels
-from deeplightning.tracking.store import attach, locate
+from deeplightning.tracking.store import locate
 
 
 @pytest.fixture(autouse=True)
@@ -707,7 +708,7 @@ def test_a_run_id_that_a_server_says_names_no_other_folder(monkeypatch, tmp_path
 
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr("deeplightning.tracking.resolve._client", lambda _: Hostile)
-    monkeypatch.setattr("deeplightning.tracking.resolve.open_tracker", lambda *_: Hostile)
+    monkeypatch.setattr("deeplightning.tracking.open.open_tracker", lambda *_: Hostile)
     kept = tmp_path / "deeplightning" / "images" / "kept"
     kept.mkdir(parents=True)
     with pytest.raises(CheckpointError, match=r"'\.\.' is no run id"):

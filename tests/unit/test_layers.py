@@ -2,16 +2,16 @@
 
 Imports only go down this list: `cli`; `torch_server`; `predict`, `runs`, `reproduce`, `stats`, `tune`, `completion`,
 `deploy`; `run`, `dry_run`; `trained`; `configure`; `engine`, `tracking`, `callbacks`, `export`, `quantize`, `halve`;
-`trust`; `runfolder`, `image`, `text` with `hugging_face`, `transfer`; `config`; `process`; `private`;
-`words`. `serve` stands on
-`image`, `text`, `runfolder` and `words`; of the rest only `torch_server`, and what answers inside an MLflow model, use
-it. The parts (`data`, `task`, `model`, `loss`) are named in YAML, imported by nobody, and use of the core only
-`config.target.build`, `image`, `text`, `transfer` and `words`.
+`trust`; `runfolder`, `image`, `text` with `hugging_face`, `transfer`; `config`; `process`; `private`; `words`. `serve`
+stands on `image`, `text`, `runfolder` and `words`; of the rest only `torch_server`, and what answers inside an MLflow
+model, use it. The parts (`data`, `task`, `model`, `loss`) are named in YAML, imported by nobody, and use of the core
+only `config.target.build`, `image`, `text`, `transfer` and `words`.
 """
 
 import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -86,6 +86,19 @@ def test_imports_only_go_down():
     pairs = [(name_of(file), name) for file in FILES for name in imported_by(file)]
     ours = [pair for pair in pairs if pair[1].split(".")[0] in {"deeplightning", "serve"}]
     assert [f"{importer} imports {imported}" for importer, imported in ours if not allowed(importer, imported)] == []
+
+
+def test_no_imports_go_in_a_circle():
+    """No file imports another, at its top or inside a function, that imports it back, directly or through others."""
+    files = {name_of(file): file for file in FILES}
+
+    def file_of(name: str) -> str:
+        return name if name in files or "." not in name else file_of(name.rpartition(".")[0])
+
+    imports = {
+        name: {file_of(other) for other in imported_by(file)} & (files.keys() - {name}) for name, file in files.items()
+    }
+    assert [*TopologicalSorter(imports).static_order()]  # raises CycleError, which names the files
 
 
 def test_every_module_has_its_place():

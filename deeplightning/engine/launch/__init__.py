@@ -8,77 +8,18 @@ stand on (torch, Ray, submitit) only where they use it: every command that has a
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from deeplightning.config.schema import Config, Target
 from deeplightning.config.target import build
+from deeplightning.engine.launch.job import Job, Launcher, Start
+from deeplightning.engine.launch.local import Local
+from deeplightning.engine.launch.ray import Ray
+from deeplightning.engine.launch.slurm import Slurm
 from deeplightning.engine.place import place
 from deeplightning.engine.plan import by_hand, is_elsewhere, local_size
 
 __all__ = ["Job", "Launcher", "Local", "Ray", "Slurm", "Start", "launcher_of", "plan_of"]
-
-
-@dataclass(frozen=True)
-class Job:
-    """What is to be started: `deeplightning train CONFIG [key=value …]`.
-
-    Attributes:
-        cfg: what that means, settled.
-        config: absolute.
-        overrides: as they were given.
-    """
-
-    cfg: Config
-    config: Path
-    overrides: tuple[str, ...] = ()
-
-    @property
-    def command(self) -> list[str]:
-        """What each process runs."""
-        return [sys.executable, "-m", "deeplightning", "train", str(self.config), *self.overrides]
-
-
-@dataclass(frozen=True)
-class Start:
-    """A command that a launch starts.
-
-    Attributes:
-        command: with its arguments.
-        times: how often, on each machine.
-        where: the machines, in words.
-        environment: variables that are set for it, beside those of the launching process; `*` stands for a number
-            that differs.
-        script: what is handed to a queue, which starts the command in its time.
-    """
-
-    command: list[str]
-    times: int = 1
-    where: str = "this machine"
-    environment: Mapping[str, str] = field(default_factory=dict)
-    script: str | None = None
-
-
-class Launcher(Protocol):
-    """Starts the processes of a run."""
-
-    def plan(self, job: Job) -> list[Start]:
-        """What `run` would start, without starting anything."""
-        ...
-
-    def run(self, job: Job) -> int:
-        """Starts a job and sees it through; what it has to say it has said, on stderr, when it returns.
-
-        Returns:
-            The exit code.
-
-        Raises:
-            deeplightning.config.fault.UserError: the job cannot be started.
-        """
-        ...
 
 
 def launcher_of(cfg: Config) -> Launcher | None:
@@ -123,9 +64,3 @@ def _plan_here(job: Job) -> list[Start]:
     names = ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT") if nodes > 1 else ()
     variables |= {name: os.environ[name] for name in names if name in os.environ}
     return [Start(job.command, local, where, variables)]
-
-
-# At the end: they use what stands above.
-from deeplightning.engine.launch.local import Local  # noqa: E402
-from deeplightning.engine.launch.ray import Ray  # noqa: E402
-from deeplightning.engine.launch.slurm import Slurm  # noqa: E402

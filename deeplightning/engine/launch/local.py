@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from deeplightning.engine.launch import Job, Start
 from deeplightning.engine.launch.backoff import Backoff
+from deeplightning.engine.launch.job import Job, Start
 from deeplightning.engine.plan import local_size
 from deeplightning.runfolder import RunFolder
 
@@ -102,8 +102,9 @@ def _end_run(job: Job, folder: RunFolder, tags: dict[str, str]) -> None:
     """Says of a run that it has failed, where the process was killed that would have said so."""
     import time
 
+    from deeplightning.tracking.open import open_tracker
     from deeplightning.tracking.store import locate
-    from deeplightning.tracking.tracker import Batch, open_tracker
+    from deeplightning.tracking.tracker import Batch
 
     store, run_id = locate(job.cfg.logger.params.get("tracking_uri")), folder.path.parent.name
     with contextlib.suppress(Exception):  # whatever a store raises: this is said besides

@@ -30,8 +30,8 @@ from deeplightning.config.fault import ConfigError, Fault, Notice, SetupError
 from deeplightning.config.own import INSTALLED, roots
 from deeplightning.config.schema import Config
 from deeplightning.engine import ranks
-from deeplightning.engine.launch import Job, Start
 from deeplightning.engine.launch.backoff import Backoff
+from deeplightning.engine.launch.job import Job, Start
 from deeplightning.engine.launch.order import Order
 from deeplightning.engine.launch.ray_agent import Agent, Heard, pack
 from deeplightning.engine.launch.ray_cluster import Connection, connect

@@ -26,7 +26,7 @@ from deeplightning.config.fault import ConfigError, Fault, RunError, SetupError
 from deeplightning.config.own import ROOTS, roots
 from deeplightning.config.tree import dump
 from deeplightning.engine import ranks
-from deeplightning.engine.launch import Job, Start
+from deeplightning.engine.launch.job import Job, Start
 from deeplightning.engine.place import LAUNCH, slurm_step
 from deeplightning.engine.plan import local_size
 from deeplightning.runfolder import make_private, permissions_of

@@ -1,0 +1,132 @@
+"""MLflow's client opens a store of ours: an SQLite database that is made or migrated at its first use, under a lock."""
+
+import atexit
+import logging
+import os
+import shutil
+import sqlite3
+import tempfile
+import threading
+from pathlib import Path
+
+from deeplightning.config.fault import SetupError
+from deeplightning.private.mlflow import latest_schema, register_store, upgrade_database
+from deeplightning.tracking import sqlite
+from deeplightning.tracking.store import DATABASE, Store, explain, locked, no_foreign_warnings, quiet_mlflow
+
+log = logging.getLogger("deeplightning.tracking")
+
+_attached: dict[str, Store] = {}
+_links: dict[Path, Path] = {}
+
+
+def attach(store: Store) -> str:
+    """Prepare this process for the store and return the URI to hand to `MlflowClient`. Still nothing is written.
+
+    MLflow's client would make an SQLite store at once, without a lock, with its artifacts in `mlruns` under the
+    working directory. So its registry gets a store of ours that opens late, under a lock, with the right folder.
+    """
+    quiet_mlflow()
+    if store.address is not None:
+        return store.address
+    if store.database is None:
+        assert store.folder is not None
+        # MLflow 3.17 refuses its old file stores without this switch, which its own error message names.
+        os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        log.warning(
+            "%s is a file store of an older MLflow. It works, but slowly; to migrate it: "
+            "mlflow migrate-filestore --source '%s' --target 'sqlite:///%s'",
+            *(store.shown, store.folder, store.folder / DATABASE),
+        )
+        return store.folder.as_uri()
+    uri = _sqlite_uri(store.database)
+    _attached[uri] = store
+    register_store("sqlite", _build_late)
+    return uri
+
+
+def _sqlite_uri(database: Path) -> str:
+    """SQLAlchemy takes every character in a file name but `?`, for which there is no escape: then a link stands in."""
+    if "?" not in str(database):
+        return f"sqlite:///{database}"
+    if database.parent not in _links:
+        holder = Path(tempfile.mkdtemp(prefix="deeplightning-"))
+        atexit.register(shutil.rmtree, holder, ignore_errors=True)
+        (holder / "store").symlink_to(database.parent, target_is_directory=True)
+        _links[database.parent] = holder / "store"
+    return f"sqlite:///{_links[database.parent] / database.name}"
+
+
+def _build_late(store_uri: str, artifact_uri: str | None = None):
+    return _LateStore(store_uri, artifact_uri)
+
+
+class _LateStore:
+    """MLflow's SQL store, opened when something of it is first used (its client builds the store when it is made)."""
+
+    def __init__(self, uri: str, artifact_uri: str | None):
+        self.__dict__.update(_uri=uri, _artifact_uri=artifact_uri, _store=None, _opening=threading.Lock())
+
+    def __getattr__(self, name: str):
+        with self._opening:
+            if self._store is None:
+                self.__dict__["_store"] = _open_database(self._uri, self._artifact_uri)
+        return getattr(self._store, name)
+
+
+def _open_database(uri: str, artifact_uri: str | None):
+    """Create or migrate the database where needed, and open it.
+
+    Raises:
+        SetupError: the folder cannot be made, the database is locked for too long, damaged, or of a newer MLflow.
+    """
+    with no_foreign_warnings():
+        from mlflow.store.tracking.sqlalchemy_store import SqlAlchemyStore
+
+        store = _attached.get(uri)
+        if store is None:  # someone else's database, opened in this process: as MLflow does it
+            from mlflow.store.tracking import DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH
+
+            return SqlAlchemyStore(uri, artifact_uri or DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH)
+        assert store.database is not None
+        assert store.artifact_root is not None
+        try:
+            with locked(store):
+                if sqlite.mlflow_is_known() and sqlite.is_empty(store.database):
+                    sqlite.make(store)
+                _migrate(store, uri)
+                return SqlAlchemyStore(uri, artifact_uri or store.artifact_root.as_uri())
+        except SetupError:
+            raise
+        except Exception as error:
+            # MLflow, SQLAlchemy, Alembic and SQLite each have exceptions of their own for the same few faults.
+            raise explain(error, store) from error
+
+
+def _migrate(store: Store, uri: str) -> None:
+    """Bring a database of an older MLflow up to date, leaving a copy of it beside."""
+    assert store.database is not None
+    connection = sqlite3.connect(store.database)
+    try:
+        if not connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'alembic_version'").fetchone():
+            return
+        found = connection.execute("SELECT version_num FROM alembic_version").fetchone()
+        wanted = latest_schema()
+        if found is None or found[0] == wanted:
+            return
+        copy = store.database.with_name(f"{store.database.name}.{found[0]}.bak")
+        backup = sqlite3.connect(copy)
+        try:
+            connection.backup(backup)
+        finally:
+            backup.close()
+    finally:
+        connection.close()
+    log.warning("%s is of another MLflow version: migrating it; a copy stays in %s", store.database, copy)
+    try:
+        upgrade_database(uri)
+    except Exception as error:
+        raise SetupError(
+            f"{store.database} was made by another version of MLflow and cannot be migrated ({str(error)[:200]}). "
+            f"Install that version, or set another logger.params.tracking_uri. A copy is in {copy}."
+        ) from error
