@@ -58,7 +58,7 @@ class Evaluation:
         """
         try:
             return self._visitor.visit(tree)
-        except ValueError:
+        except (ValueError, AssertionError):
             raise Malformed from None
 
     def target(self, tree: Any) -> Any:
@@ -69,7 +69,7 @@ class Evaluation:
             return None
         try:
             return self._visitor.visit(inner)
-        except ValueError:
+        except (ValueError, AssertionError):
             raise Malformed from None
 
 

@@ -13,7 +13,7 @@ from typing import Any, get_args, get_type_hints
 
 import pytest
 from checks import BASE, Checker
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from deeplightning.config import schema
@@ -196,6 +196,7 @@ REFERENCE = st.recursive(
 
 @times(300)
 @given(texts=st.lists(REFERENCE, min_size=5, max_size=5))
+@example(texts=["a", "a", "a", "a", "${oc.decode:\\ }"])
 def test_references(check, texts):
     """References to references, calls and lists of them, in circles too."""
     a, b, x, y, z = (json.dumps(text) for text in texts)
