@@ -75,8 +75,6 @@ def table(head: list[str], rows: list[list[Any]]) -> str:
 
 def mutations(options: argparse.Namespace, broken: list[str], raw: dict[str, Any]) -> None:
     """What `check` says of planted faults, and of the configs as they ship."""
-    import deeplightning.cli  # once, here, not in every fork
-    import deeplightning.config.check  # noqa: F401
 
     maker = Maker(ROOT)
     with sandbox(ROOT) as place:

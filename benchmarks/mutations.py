@@ -490,7 +490,8 @@ def _is_type(file: File, path: Path_) -> bool:
 
 def _legal(configs: list[Config]) -> set[str]:
     """Words that a typo must not become: those of the shipped configs, of the tables above, and of the schema."""
-    from deeplightning.config import reference, schema
+    from deeplightning.checks import reference
+    from deeplightning.config import schema
 
     words = {str(part) for config in configs for file in config.files for path in file.pairs for part in path}
     words |= {f.name for _, section in reference.sections(schema.Config) for f in schema.keys(section)}

@@ -49,7 +49,7 @@ from servers import (
 )
 from side_by_side import Bound, table
 
-from deeplightning.config.fault import UserError
+from deeplightning.faults import UserError
 
 HERE = Path(__file__).resolve().parent
 OURS, INT8, FP16 = "deeplightning", "deeplightning int8", "deeplightning fp16"

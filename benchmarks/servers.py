@@ -97,7 +97,7 @@ def make_run(name: str, place: Path, turned: bool = False) -> Path:
     import serve_parts
     import torch
 
-    from deeplightning.export import export
+    from deeplightning.export.bundle import export
     from deeplightning.task.images import Normalise
     from deeplightning.task.img_classif import Classifier
 
@@ -127,7 +127,7 @@ def make_run(name: str, place: Path, turned: bool = False) -> Path:
 
 def make_int8_run(run: Path, name: str) -> Path:
     """A copy of a run folder whose bundle has an int8 model too, judged on 50 noisy copies of each picture."""
-    from deeplightning.quantize import quantize
+    from deeplightning.export.int8 import quantize
 
     folder = RunFolder(run.with_name(f"{run.name}-int8"))
     shutil.copytree(run, folder.path)
@@ -146,7 +146,7 @@ def make_int8_run(run: Path, name: str) -> Path:
 
 def make_fp16_model(run: Path) -> None:
     """Adds to a run's bundle a model in fp16."""
-    from deeplightning.halve import halve
+    from deeplightning.export.fp16 import halve
 
     halve(RunFolder(run))
 

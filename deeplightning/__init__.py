@@ -1,3 +1,53 @@
-"""Deep Lightning: a YAML file becomes a tracked training run, and the run an HTTP endpoint."""
+"""Deep Lightning: a YAML file becomes a tracked training run, and the run an HTTP endpoint.
 
-__version__ = "0.1.0"
+What a program may import from here; `import deeplightning` alone loads none of it:
+
+- `load_config(path, overrides)`: the config of a file, checked and settled.
+- `init_module(cfg, "data")`, `init_module(cfg, "model")`: its data module and its task.
+- `init_trainer(cfg)`: a Lightning Trainer that tracks the run.
+- `build(target)`: the object that `{type: MODULE.CLASS, params: {...}}` describes.
+- `resolve_run(name)`: the folder of a run, by its id, its path or `latest`.
+- `trained_task(folder)`: the task of a finished run with its best weights.
+- `predict_files(folder, images)`: a table of what a finished run sees in image files.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from deeplightning.version import __version__
+
+if TYPE_CHECKING:
+    from deeplightning.checks.examine import load_config
+    from deeplightning.config.target import build
+    from deeplightning.run.assemble import init_module, init_trainer
+    from deeplightning.run.finished import trained_task
+    from deeplightning.run.predict import predict_files
+    from deeplightning.tracking import resolve_run
+
+_HOMES = {
+    "build": "config.target",
+    "init_module": "run.assemble",
+    "init_trainer": "run.assemble",
+    "load_config": "checks.examine",
+    "predict_files": "run.predict",
+    "resolve_run": "tracking",
+    "trained_task": "run.finished",
+}
+
+__all__ = [
+    "__version__",
+    "build",
+    "init_module",
+    "init_trainer",
+    "load_config",
+    "predict_files",
+    "resolve_run",
+    "trained_task",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from deeplightning.config.target import find
+
+    return find(f"{__name__}.{_HOMES[name]}.{name}")

@@ -18,7 +18,7 @@ except ImportError:  # Windows has none: nobody holds a folder there
 
 
 BUNDLE_FORMAT = 2
-"""The number of the layout of a bundle that `deeplightning.export` describes. A reader refuses any other."""
+"""The number of the layout of a bundle that `deeplightning.export.bundle` describes. A reader refuses any other."""
 
 
 class RunFolder:

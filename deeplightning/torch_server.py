@@ -1,7 +1,7 @@
 """`python -m deeplightning.torch_server RUN`: the server of `python -m serve`, answering by a run's checkpoint.
 
 For networks that ONNX cannot express. The run's own code is imported; a foreign run is compared first with what may be
-(`deeplightning.trust`). Letters: N images or texts, C channels, H height, W width, L tokens, K classes.
+(`deeplightning.checks.trust`). Letters: N images or texts, C channels, H height, W width, L tokens, K classes.
 """
 
 import os
@@ -19,11 +19,11 @@ import numpy as np
 import torch
 from torch import nn
 
-from deeplightning.config.fault import CheckpointError, UserError
+from deeplightning.faults import CheckpointError, UserError
 from deeplightning.image import ImageSpec
+from deeplightning.run.finished import origin_of, trained_task
 from deeplightning.runfolder import RunFolder
 from deeplightning.text import TextSpec
-from deeplightning.trained import origin_of, trained_task
 from deeplightning.words import first_line
 from serve.__main__ import options_parser, serve
 from serve.bundle import GPU_TOLERANCE, TASKS, prepared

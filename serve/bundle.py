@@ -1,7 +1,7 @@
 """A bundle is opened: what is used is checked against its digest, and the model against the answers it gave at export.
 
 Nothing is unpickled and nothing is imported that a bundle names, and no file outside its folder is read.
-`deeplightning.export` writes what is read here.
+`deeplightning.export.bundle` writes what is read here.
 Letters: N images or texts, C channels, H height, W width, L tokens, K classes.
 """
 

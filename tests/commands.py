@@ -29,7 +29,7 @@ MAIN = "deeplightning.cli:main"
 PAUSE = 0.02  # seconds between two looks at what a process has written
 
 _TO_EXPORT = (
-    "deeplightning.export",
+    "deeplightning.export.bundle",
     "networkx",
     "onnxscript.function_libs.torch_lib.ops",
     "torch.onnx._internal.exporter._core",
@@ -209,7 +209,7 @@ def _serve(preload: Sequence[str]) -> None:
     import torch._dynamo  # noqa: F401
     import torchvision.datasets  # noqa: F401
 
-    import deeplightning.predict
+    import deeplightning.run.predict
     import deeplightning.task.img_classif
     from deeplightning.data import cifar, digits, image_folder, mnist  # noqa: F401
 

@@ -340,7 +340,8 @@ def fit(tiny: Path, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
     from deeplightning.callbacks import callback_of
     from deeplightning.callbacks.record import Record
-    from deeplightning.configure import init_module, init_trainer, load_config
+    from deeplightning.checks.examine import load_config
+    from deeplightning.run.assemble import init_module, init_trainer
 
     monkeypatch.chdir(place)
     logger = f"logger={{type: pytorch_lightning.loggers.CSVLogger, params: {{save_dir: '{tmp_path}', name: runs}}}}"

@@ -51,7 +51,7 @@ def _exported(kind: str, labels: tuple[str, ...]) -> dict[str, bytes]:
     """The files of a bundle: an export takes seconds, and a dozen files of tests begin with the same one."""
     import torch  # here, since all else does without
 
-    from deeplightning.export import export
+    from deeplightning.export.bundle import export
 
     class MeanColour(torch.nn.Module):
         def forward(self, images):  # uint8 (N, 3, 8, 8)

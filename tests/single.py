@@ -6,12 +6,13 @@ case on a machine with one GPU, would be run by no test.
 
 from typing import Any
 
-from deeplightning import cli, configure
+from deeplightning import cli
+from deeplightning.run import assemble
 
 
 def keep_backend() -> None:
     """Has configs settle as on a machine with one GPU, as far as the backend goes."""
-    settle = configure.settle
+    settle = assemble.settle
 
     def settled(cfg: Any) -> Any:
         asked = cfg.engine.backend
@@ -19,7 +20,7 @@ def keep_backend() -> None:
         cfg.engine.backend = asked
         return found
 
-    configure.settle = settled
+    assemble.settle = settled
 
 
 def main() -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from deeplightning.config.schema import Config, Target
 from deeplightning.config.target import build
-from deeplightning.engine.launch.storage import POOL
+from deeplightning.launch.storage import POOL
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
@@ -51,7 +51,7 @@ def all_of(cfg: Config) -> list[pl.Callback]:
         ValidateParts,
     )
     from deeplightning.callbacks.threads import MeasuredThreads
-    from deeplightning.engine.quick import leave_out_empty_hooks
+    from deeplightning.engine.overhead import leave_out_empty_hooks
     from deeplightning.tracking.build import prepare
     from deeplightning.tracking.environment import redacted
 

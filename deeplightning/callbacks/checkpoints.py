@@ -13,13 +13,13 @@ from pytorch_lightning.callbacks import EarlyStopping
 
 from deeplightning.callbacks.record import Record, between_steps, epoch_is_over
 from deeplightning.callbacks.steps import ends_of_parts
-from deeplightning.config.fault import CheckpointError, ConfigError, Fault
 from deeplightning.config.schema import Checkpoint
 from deeplightning.engine.background import Writer
 from deeplightning.engine.checkpoint_io import SafeCheckpointIO, copy_checkpoint, read_checkpoint, remove_checkpoint
 from deeplightning.engine.restored import check_counters, check_optimizers
+from deeplightning.faults import CheckpointError, ConfigError, Fault
 from deeplightning.private.lightning import forget_train_loader, restart_validation
-from deeplightning.process import Interrupted
+from deeplightning.process.streams import Interrupted
 from deeplightning.runfolder import RunFolder, write_whole
 
 log = logging.getLogger("deeplightning")

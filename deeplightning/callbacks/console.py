@@ -12,17 +12,17 @@ import torch
 from lightning_fabric.utilities.warnings import PossibleUserWarning
 from pytorch_lightning.callbacks import EarlyStopping
 
-from deeplightning import __version__
 from deeplightning.callbacks.checkpoints import Checkpoints
 from deeplightning.callbacks.record import Record, Redacting, rank_shown
 from deeplightning.callbacks.watch import batch_loss
-from deeplightning.config.combinations import proposals
-from deeplightning.config.fault import count
+from deeplightning.checks.combinations import proposals
 from deeplightning.config.schema import Config, Target
 from deeplightning.engine.compute import matmul_hint
-from deeplightning.engine.place import own_rank
 from deeplightning.engine.plan import effective_batch
+from deeplightning.faults import count
+from deeplightning.process.identity import own_rank
 from deeplightning.transfer import Deferred
+from deeplightning.version import __version__
 
 log = logging.getLogger("deeplightning")
 log.addHandler(logging.NullHandler())  # else Python itself prints the warnings of silent ranks

@@ -13,9 +13,9 @@ from pytorch_lightning.callbacks import Checkpoint as LightningCheckpoint
 from deeplightning.callbacks.checkpoints import Checkpoints
 from deeplightning.callbacks.record import Record
 from deeplightning.config.schema import Config
-from deeplightning.engine.launch.storage import Storage, told
-from deeplightning.engine.place import own_rank, place
-from deeplightning.process import Interrupted
+from deeplightning.launch.storage import Storage, told
+from deeplightning.process.identity import own_rank, place
+from deeplightning.process.streams import Interrupted
 from deeplightning.tracking.build import experiment_of
 from deeplightning.tracking.store import locate
 

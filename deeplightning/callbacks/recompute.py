@@ -10,7 +10,7 @@ from typing import Any
 import pytorch_lightning as pl
 from torch.utils.checkpoint import checkpoint
 
-from deeplightning.config.fault import ConfigError, Fault, nearest
+from deeplightning.faults import ConfigError, Fault, nearest
 
 
 class Recompute(pl.Callback):

@@ -19,22 +19,22 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.loggers import CSVLogger, Logger
 
-from deeplightning import __version__
-from deeplightning.callbacks.origin import Origin, keep_out
-from deeplightning.config.fault import ConfigError, SetupError
+from deeplightning.callbacks.provenance import Origin, keep_out
+from deeplightning.checks.trust import note_own
 from deeplightning.config.schema import Config
 from deeplightning.config.source import read
 from deeplightning.config.tree import dump, plain
-from deeplightning.engine import ranks
-from deeplightning.engine.launch.storage import told
-from deeplightning.engine.place import own_rank
 from deeplightning.engine.plan import launches_by, world_size
+from deeplightning.faults import ConfigError, SetupError
+from deeplightning.launch.storage import told
 from deeplightning.private.lightning import add_logged_steps, logged_steps, values_to_log
-from deeplightning.process import Interrupted, say_losses
+from deeplightning.process import supervisor
+from deeplightning.process.identity import own_rank
+from deeplightning.process.streams import Interrupted, say_losses
 from deeplightning.runfolder import UMASK, Hold, RunFolder, make_private, umask_of, write_whole
 from deeplightning.tracking.build import end, go_on, publish, run_folder
 from deeplightning.tracking.environment import REPRODUCES, describe, git_diff
-from deeplightning.trust import note_own
+from deeplightning.version import __version__
 
 log = logging.getLogger("deeplightning")
 
@@ -174,7 +174,7 @@ class Record(pl.Callback):
             _log_to_file(self._folder.log(trainer.global_rank), self.cfg)
         if surroundings is None:
             return
-        if (group := ranks.here()) is not None:
+        if (group := supervisor.here()) is not None:
             group.note_run(self._folder.path)
         self._origin = Origin(self.cfg, self._folder)
         if self._folder.config.exists() and resumption.run_id is None:
@@ -413,7 +413,7 @@ def _tags(environment: Mapping[str, Any]) -> dict[str, str]:
         "command": environment.get("command"),
         "host": environment.get("host"),
         "reproduces": os.environ.get(REPRODUCES),
-        "restarts": ranks.restarts() or None,
+        "restarts": supervisor.restarts() or None,
         "versions": ", ".join(f"{n} {v}" for n, v in (environment.get("packages") or {}).items()),
     }
     return {name: str(value) for name, value in found.items() if value not in (None, "")}

@@ -14,12 +14,12 @@ import pytorch_lightning as pl
 import torch
 from torch import distributed
 
-from deeplightning import process
 from deeplightning.callbacks.record import between_steps
-from deeplightning.engine.launch.slurm import is_preempted, job_here, requeue_at_exit
-from deeplightning.engine.place import own_rank
+from deeplightning.launch.slurm import is_preempted, job_here, requeue_at_exit
 from deeplightning.private.lightning import keep_signals
-from deeplightning.process import Interrupted
+from deeplightning.process import streams
+from deeplightning.process.identity import own_rank
+from deeplightning.process.streams import Interrupted
 
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 AGAIN = (signal.SIGUSR1, signal.SIGUSR2)
@@ -49,8 +49,8 @@ class Signals(pl.Callback):
     def _install(self) -> None:
         if threading.current_thread() is threading.main_thread() and not self._before:
             numbers = [*EXIT_CODES, *(AGAIN if self._job else ())]
-            if process.heard is not None:  # a library has swallowed what its handler raised
-                raise self._interrupted(process.heard, at_once=True)
+            if streams.heard is not None:  # a library has swallowed what its handler raised
+                raise self._interrupted(streams.heard, at_once=True)
             self._before = {number: signal.signal(number, self._handle) for number in numbers}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

@@ -7,9 +7,9 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 
-from deeplightning.config.fault import CheckpointError, Fault
 from deeplightning.engine.checkpoint_io import read_weights
 from deeplightning.engine.sharded import whole_shapes
+from deeplightning.faults import CheckpointError, Fault
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking import resolve_run
 

@@ -14,7 +14,7 @@ import torch
 from torch import distributed
 
 from deeplightning import transfer
-from deeplightning.config.fault import RunError
+from deeplightning.faults import RunError
 
 _WORD = 2**64 - 1
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytorch_lightning as pl
 
 from deeplightning.callbacks.record import Record
-from deeplightning.process import Interrupted
+from deeplightning.process.streams import Interrupted
 
 PATIENCE = 60.0  # seconds that the search may take to answer
 

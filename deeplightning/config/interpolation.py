@@ -13,9 +13,9 @@ from itertools import islice
 from string import Template
 from typing import Any
 
-from deeplightning.config.fault import ConfigError, Fault, Notice, nearest
 from deeplightning.config.secrets import Secrets, note_literals, tells
 from deeplightning.config.tree import MAX_DEPTH, MAX_FAULTS, MAX_VALUES, Entry, KeyPath, leaves, line
+from deeplightning.faults import ConfigError, Fault, Notice, nearest
 
 MAX_CHARACTERS = 1_000_000  # of the texts that references make
 MAX_PARTS = 20_000  # words and signs of the texts that hold references: OmegaConf reads 30,000 a second

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from deeplightning.config.own import top_level
+from deeplightning.own_code import top_level
 
 
 @dataclass(frozen=True)

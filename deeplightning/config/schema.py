@@ -243,7 +243,7 @@ class Engine(Section):
     launcher: Target | None = key(
         "what starts the processes; null: this command, or whoever has started it (torchrun, Slurm, MPI)",
         None,
-        example="{type: deeplightning.engine.launch.Slurm, params: {partition: gpu}}",
+        example="{type: deeplightning.launch.Slurm, params: {partition: gpu}}",
     )
     max_restarts: int = key("restarts after a lost worker, from the newest whole checkpoint", 0, low=0)
     matmul_precision: Literal["highest", "high", "medium"] | None = key(

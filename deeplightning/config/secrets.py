@@ -55,7 +55,7 @@ class Secrets:
 
     def redact_message(self, text: str) -> str:
         """The same of what is said to people, also without what looks like a secret."""
-        from deeplightning.config.conceal import conceal  # 10 ms
+        from deeplightning.config.secret_scan import conceal  # 10 ms
 
         return conceal(redact(text, self.values), ".txt")[0]
 
@@ -115,7 +115,7 @@ def note_literals(root: Entry, secrets: Secrets) -> None:
             continue
         if entry.written is not None and _REFERENCE.search(entry.written):
             continue
-        from deeplightning.config.conceal import BLOT, secrets_in_value  # 10 ms, and hardly a config has any
+        from deeplightning.config.secret_scan import BLOT, secrets_in_value  # 10 ms, and hardly a config has any
 
         parts, done = [], 0
         for number, (start, end) in enumerate(secrets_in_value(name, text), start=1):

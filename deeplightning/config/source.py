@@ -12,11 +12,12 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from deeplightning.config import old_words
-from deeplightning.config.fault import ConfigError, Fault, Notice
+from deeplightning.config import other_tools
 from deeplightning.config.interpolation import resolve
+from deeplightning.config.moved import present
 from deeplightning.config.secrets import Secrets
-from deeplightning.config.tree import Entry, kind, parse
+from deeplightning.config.tree import Entry, kind, nodes, parse
+from deeplightning.faults import ConfigError, Fault, Notice
 
 MAX_BYTES = 1_000_000  # of a file, and of all files that build on each other
 MAX_BASES = 50
@@ -56,6 +57,9 @@ class Source:
         """
         found = resolve(self.root, self.faults, dict.fromkeys(self.resolvers()) | dict(functions or {}))
         self.secrets, self.unchecked, self.notices = found.secrets, found.unchecked, found.notices
+        for path, entry in nodes(self.root):
+            if path and path[-1] in ("type", "ref") and isinstance(entry.value, str):
+                entry.value = present(entry.value)
 
 
 def read(path: str | Path | None, overrides: list[str] | None = None) -> Source:
@@ -218,7 +222,7 @@ def _override(root: Entry, text: str) -> None:
         what = "there is no such option, see --help; " if text.startswith("-") else ""
         raise ConfigError(Fault(f"{what}an override is key=value, ~key (remove), or +list=[x] (append)", place=place))
     new = None if sign == "~" else _override_value(value, name, place)
-    if sign == "+" and new is not None and not isinstance(new.value, list) and old_words.ours(name):
+    if sign == "+" and new is not None and not isinstance(new.value, list) and other_tools.ours(name):
         raise ConfigError(Fault(f"a key is added without `+`.{_meant(name, value)}", place=place))
     above, last = _reach(root, parts, place, make=sign != "~")
     items = above.value
@@ -241,8 +245,8 @@ def _override(root: Entry, text: str) -> None:
 
 def _meant(name: str, value: str) -> str:
     """` Did you mean …?`, an override in our spelling."""
-    found = old_words.ours(name)
-    return f" Did you mean {(found and old_words.key_of(found)) or name}={value:.80}?"
+    found = other_tools.ours(name)
+    return f" Did you mean {(found and other_tools.key_of(found)) or name}={value:.80}?"
 
 
 def _override_value(text: str, name: str, place: str) -> Entry:

@@ -17,8 +17,10 @@ import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from deeplightning.config import own
-from deeplightning.config.fault import (
+from deeplightning import own_code
+from deeplightning.config.kinds import misfit, no_part, role_of
+from deeplightning.config.schema import Target
+from deeplightning.faults import (
     ConfigError,
     Fault,
     Missing,
@@ -30,8 +32,6 @@ from deeplightning.config.fault import (
     nearest,
     no_module,
 )
-from deeplightning.config.kinds import misfit, no_part, role_of
-from deeplightning.config.schema import Target
 from deeplightning.words import first_line
 
 
@@ -76,8 +76,8 @@ def find(name: str) -> Any:
             break
     if found is None:
         known = [m.name for m in pkgutil.iter_modules()] if len(parts[0]) > 2 else []
-        raise no_module(parts[0], name, known, own.roots())
-    read = own.read_from(name, getattr(found, "__file__", None))
+        raise no_module(parts[0], name, known, own_code.roots())
+    read = own_code.read_from(name, getattr(found, "__file__", None))
     for part in parts[depth:]:
         try:
             found = getattr(found, part)
@@ -86,7 +86,7 @@ def find(name: str) -> Any:
             prefix = f"{owner}."
             public = _public_names(found)
             things = (
-                [n for n in public if own.full_name(f"{prefix}{n}") not in sys.modules]
+                [n for n in public if own_code.full_name(f"{prefix}{n}") not in sys.modules]
                 if depth == len(parts) - 1
                 else []
             )
@@ -113,7 +113,7 @@ def find_function(name: str) -> Any:
 
 
 def _module(module: str, wanted: str, inside: Iterable[str]) -> types.ModuleType | None:
-    full = own.full_name(module, inside)
+    full = own_code.full_name(module, inside)
     try:
         return importlib.import_module(full)
     except (Exception, SystemExit) as error:
@@ -136,7 +136,7 @@ def needs(error: BaseException) -> str | None:
     name = error.name if isinstance(error, ModuleNotFoundError) else None
     if not name or is_installed(name.partition(".")[0]):
         return None
-    return f"needs {name}, which is not installed here{own.line_of(error)}: {install(name)}"
+    return f"needs {name}, which is not installed here{own_code.line_of(error)}: {install(name)}"
 
 
 def path_of(found: Any) -> str | None:
@@ -159,9 +159,9 @@ def import_again(names: Iterable[str]) -> None:
 def reason(error: BaseException) -> str:
     """The error, and the line of the user's own code that it came from, if it did."""
     if isinstance(error, SyntaxError):
-        return f"{type(error).__name__}: {error.msg} ({own.short(error.filename or '?')}:{error.lineno})"
+        return f"{type(error).__name__}: {error.msg} ({own_code.short(error.filename or '?')}:{error.lineno})"
     words = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    return f"{words}{own.line_of(error)}"
+    return f"{words}{own_code.line_of(error)}"
 
 
 def _public_names(owner: Any) -> list[str]:
@@ -214,7 +214,7 @@ def _unbuilt(error: Exception, target: Target) -> UserError:
         message = f"{target.type} {needs(error) or f'needs a package that is not installed: {error}'}"
     elif isinstance(error, OSError):
         kind = SetupError
-        if error.errno is None and not (type(error) is OSError and own.is_theirs(own.raiser(error))):
+        if error.errno is None and not (type(error) is OSError and own_code.is_theirs(own_code.raiser(error))):
             message = (
                 f"{target.type} downloads files when it is built, and that failed: {first_line(error)}. Connect the "
                 "machine; or copy the files from one that has them (torch keeps them in TORCH_HOME, ~/.cache/torch, "
@@ -231,7 +231,7 @@ def _is_of_config(error: Exception) -> bool:
     if type(error).__name__ == "OutOfMemoryError" or (isinstance(error, OSError) and is_full(error)):
         return False
     is_slip = not isinstance(error, ImportError | OSError | TypeError | ValueError)
-    return not (is_slip and own.raiser(error).startswith(own.OURS))
+    return not (is_slip and own_code.raiser(error).startswith(own_code.OURS))
 
 
 def _with_tensors(found: Any, params: dict[str, Any]) -> dict[str, Any]:

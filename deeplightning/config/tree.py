@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
-from deeplightning.config.fault import ConfigError, Fault
+from deeplightning.faults import ConfigError, Fault
 from deeplightning.words import first_line
 
 MAX_VALUES = 50_000  # after aliases are followed: a few lines of anchors can stand for billions of values

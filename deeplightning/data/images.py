@@ -21,7 +21,7 @@ from deeplightning.data.cache import ImageCache, cache_folder
 from deeplightning.data.datasets import Batch, EndsWithItsRun, InMemory, OnDemand, Samples, prepare_all
 from deeplightning.data.errors import DataConfigError, DataError
 from deeplightning.data.loader import InMemoryLoader
-from deeplightning.data.room import Room
+from deeplightning.data.memory import Room
 from deeplightning.data.samplers import BatchIndices, go_on, train_sampler
 from deeplightning.data.splits import deal, shuffled
 from deeplightning.image import MAX_PIXELS, ImageSpec

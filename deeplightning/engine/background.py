@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deeplightning.engine.together import free_memory
 from deeplightning.private.torch import storage_id
+from deeplightning.process.agreement import free_memory
 from deeplightning.transfer import is_asynchronous
 
 SMALLEST = 8 * 2**20

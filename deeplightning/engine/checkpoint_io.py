@@ -21,9 +21,9 @@ import torch
 from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO
 from torch import distributed
 
-from deeplightning.config.fault import FREE_SOME, CheckpointError, SetupError, is_full, megabytes, no_room
-from deeplightning.engine import pieces
+from deeplightning.engine import shards
 from deeplightning.engine.background import Snapshot, Writer, gains
+from deeplightning.faults import FREE_SOME, CheckpointError, SetupError, is_full, megabytes, no_room
 from deeplightning.words import first_line
 
 _TYPES: dict[str, Any] = {
@@ -103,7 +103,7 @@ def save_in_pieces(checkpoint: dict[str, Any], path: str | Path) -> None:
     path, rank, world = Path(path), distributed.get_rank(), distributed.get_world_size()
     token = [secrets.token_hex(4)]
     distributed.broadcast_object_list(token, 0)
-    index, own = pieces.split(checkpoint)
+    index, own = shards.split(checkpoint)
     index["pieces"] = {"token": token[0], "processes": world}
     _on_all(lambda: _write({"pieces": own}, _pieces_of(path, token[0], rank)))
     _on_all(lambda: _write(index, path) if rank == 0 else None)
@@ -186,8 +186,8 @@ def read_checkpoint(path: str | Path, whole: bool = True) -> dict[str, Any]:
         return content
     files = _shared_files(path, content.pop("pieces"))
     try:
-        content = pieces.joined(content, [_shares(file) for file in files])
-        return pieces.whole_of(content) if whole else content
+        content = shards.joined(content, [_shares(file) for file in files])
+        return shards.whole_of(content) if whole else content
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: its pieces do not fit together: {first_line(error)}") from None
 

@@ -8,7 +8,7 @@ import warnings
 from lightning_fabric.plugins.environments import ClusterEnvironment, LightningEnvironment
 from lightning_fabric.utilities.rank_zero import rank_zero_only
 
-from deeplightning.engine.place import Place, place
+from deeplightning.process.identity import Place, place
 
 
 def cluster() -> ClusterEnvironment:
@@ -30,7 +30,7 @@ class Own(LightningEnvironment):
 
 
 class Cluster(ClusterEnvironment):
-    """The processes of a launch, all started by somebody else; see `deeplightning.engine.place`."""
+    """The processes of a launch, all started by somebody else; see `deeplightning.process.identity`."""
 
     def __init__(self, place: Place):
         self.place = place

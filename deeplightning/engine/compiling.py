@@ -10,9 +10,9 @@ from pathlib import Path
 
 import torch
 
-from deeplightning.config.fault import Fault, SetupError
 from deeplightning.config.schema import Engine
 from deeplightning.engine.devices import CPU_INFO
+from deeplightning.faults import Fault, SetupError
 
 log = logging.getLogger("deeplightning")
 

@@ -18,8 +18,8 @@ from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionP
 from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
-from deeplightning.config.fault import ConfigError, Fault
 from deeplightning.engine.sharded import Sharded, Share, places, replace
+from deeplightning.faults import ConfigError, Fault
 from deeplightning.private.torch import apply
 
 

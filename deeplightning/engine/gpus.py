@@ -8,10 +8,10 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from deeplightning.config.fault import Fault
 from deeplightning.config.schema import Engine
 from deeplightning.engine import devices
 from deeplightning.engine.devices import VISIBLE, Gpu, Machine
+from deeplightning.faults import Fault
 from deeplightning.words import first_line
 
 LEAST_MEMORY = 512 * 2**20

@@ -9,13 +9,13 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-from deeplightning.config.fault import ConfigError, Fault, Notice, SetupError
 from deeplightning.config.schema import BACKENDS, PRECISIONS, Config, Engine
 from deeplightning.config.target import build_inside, is_installed
 from deeplightning.engine.devices import cpu_computes_bf16
 from deeplightning.engine.gpus import indexes, settle_gpus, taken
-from deeplightning.engine.place import Place, doubt, place, slurm_step
-from deeplightning.engine.ranks import restarts
+from deeplightning.faults import ConfigError, Fault, Notice, SetupError
+from deeplightning.process.identity import Place, doubt, place, slurm_step
+from deeplightning.process.supervisor import restarts
 
 _BY_HAND = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
 _WORDS = {16: "16-mixed", 32: "32-true", 64: "64-true", "bf16": "bf16-mixed"}
@@ -89,7 +89,7 @@ def is_elsewhere(engine: Engine) -> bool:
 
 def launches_by(engine: Engine, name: str) -> bool:
     """Whether the launcher is ours of a name: `Local`, `Slurm` or `Ray`; a user's own may be called the same."""
-    ours = "deeplightning.engine.launch"
+    ours = "deeplightning.launch"
     return engine.launcher is not None and engine.launcher.type in (f"{ours}.{name}", f"{ours}.{name.lower()}.{name}")
 
 
@@ -238,7 +238,7 @@ def trainer_arguments(cfg: Config) -> dict[str, Any]:
     """Keyword arguments of Lightning's Trainer for a settled config."""
     from torch import are_deterministic_algorithms_enabled
 
-    from deeplightning.engine.quick import NoProfiler
+    from deeplightning.engine.overhead import NoProfiler
 
     engine = cfg.engine
     profiler = None if engine.profiler == "flops" else engine.profiler

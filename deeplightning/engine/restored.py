@@ -11,8 +11,8 @@ from typing import Any
 import pytorch_lightning as pl
 import torch
 
-from deeplightning.config.fault import CheckpointError
 from deeplightning.engine.checkpoint_io import described
+from deeplightning.faults import CheckpointError
 from deeplightning.words import first_line
 
 _RESTORES = "pytorch_lightning.trainer.connectors.checkpoint_connector"

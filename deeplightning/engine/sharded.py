@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from deeplightning.config.fault import CheckpointError, ConfigError, Fault
 from deeplightning.engine.checkpoint_io import raise_for_misfits, read_checkpoint, save_in_pieces
-from deeplightning.engine.pieces import Piece, part_of, whole_of
+from deeplightning.engine.shards import Piece, part_of, whole_of
+from deeplightning.faults import CheckpointError, ConfigError, Fault
 
 
 @dataclass

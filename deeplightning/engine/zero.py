@@ -14,10 +14,10 @@ from lightning_utilities.core.apply_func import apply_to_collection
 from pytorch_lightning.strategies import DDPStrategy, DeepSpeedStrategy
 from torch import Tensor, distributed, nn
 
-from deeplightning.config.fault import Fault, SetupError
 from deeplightning.engine.group import expect_barriers_of_one_process, leave_at_exit, why_not_built
-from deeplightning.engine.pieces import whole_of
 from deeplightning.engine.sharded import Sharded, Share, places, replace
+from deeplightning.engine.shards import whole_of
+from deeplightning.faults import Fault, SetupError
 from deeplightning.private.deepspeed import fragment_of, skip_shared_memory_sums
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)

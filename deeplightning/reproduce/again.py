@@ -18,11 +18,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deeplightning.config.fault import CheckpointError, RunError, SetupError
-from deeplightning.config.own import ROOTS
+from deeplightning.checks.trust import is_own_code
 from deeplightning.config.source import read
 from deeplightning.config.tree import line, plain
-from deeplightning.engine.place import place
+from deeplightning.faults import CheckpointError, RunError, SetupError
+from deeplightning.own_code import ROOTS
+from deeplightning.process.identity import place
 from deeplightning.reproduce.compare import compare, reasons
 from deeplightning.reproduce.differences import PATHS
 from deeplightning.reproduce.past import PastRun, flat, past_run
@@ -33,7 +34,6 @@ from deeplightning.tracking.environment import REPRODUCES, VARIABLES, packages
 from deeplightning.tracking.git import archive, extract, run_git
 from deeplightning.tracking.program import rebuild
 from deeplightning.tracking.store import is_local, locate
-from deeplightning.trust import is_own_code
 
 MAX_NAMED = 10
 """Files that a note names, of those that it counts."""

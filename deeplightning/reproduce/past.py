@@ -11,16 +11,16 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from deeplightning.config.fault import CheckpointError, ConfigError
+from deeplightning.checks.trust import is_own
 from deeplightning.config.source import read
 from deeplightning.config.tree import plain
+from deeplightning.faults import CheckpointError, ConfigError
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking import resolve_run
 from deeplightning.tracking.code import Code, read_code
 from deeplightning.tracking.open import open_tracker
 from deeplightning.tracking.series import Series, from_file, is_repeatable, read_series
 from deeplightning.tracking.store import Store, locate
-from deeplightning.trust import is_own
 
 _ID = re.compile(r"[0-9a-f]{32}")
 

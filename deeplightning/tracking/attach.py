@@ -9,7 +9,7 @@ import tempfile
 import threading
 from pathlib import Path
 
-from deeplightning.config.fault import SetupError
+from deeplightning.faults import SetupError
 from deeplightning.private.mlflow import latest_schema, register_store, upgrade_database
 from deeplightning.tracking import sqlite
 from deeplightning.tracking.store import DATABASE, Store, explain, locked, no_foreign_warnings, quiet_mlflow

@@ -22,12 +22,12 @@ from importlib.machinery import PathFinder
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from deeplightning import __version__
-from deeplightning.config import own
-from deeplightning.config.conceal import conceal
-from deeplightning.config.fault import PROJECTS, CheckpointError
+from deeplightning import own_code
+from deeplightning.config.secret_scan import conceal
+from deeplightning.faults import PROJECTS, CheckpointError
 from deeplightning.tracking import environment
 from deeplightning.tracking.program import PACKAGES
+from deeplightning.version import __version__
 
 MAX_FILES, MAX_BYTES, MAX_FILE = 2_000, 20_000_000, 1_000_000
 """Files kept, their bytes together, and the bytes of one."""
@@ -130,7 +130,7 @@ class _Collector:
     def __init__(self, redact: Callable[[str], str], before: Code, modules: Mapping[str, Any]):
         self.redact, self.modules = redact, modules
         self.path = list(dict.fromkeys(os.path.abspath(entry) for entry in sys.path))  # noqa: PTH100 (of `.` too)
-        self.installed = (*(*own.INSTALLED, *own.OURS), *_installed_into(self.path))
+        self.installed = (*(*own_code.INSTALLED, *own_code.OURS), *_installed_into(self.path))
         self.left_out, self.concealed = dict(before.left_out), list(before.concealed)
         self.secrets = set(before.secrets)
         self.files = {(before.roots[r], path): content for (r, path), content in before.files.items()}
@@ -144,11 +144,11 @@ class _Collector:
         names = list(self.modules)  # thousands; what is inside an installed package need not be looked at
         foreign = {name for name in names if "." not in name and self.is_foreign(self.modules.get(name))}
         for name in names:
-            if name.partition(".")[0] in foreign and not name.startswith(own.PREFIX):
+            if name.partition(".")[0] in foreign and not name.startswith(own_code.PREFIX):
                 continue
             file = getattr(self.modules.get(name), "__dict__", {}).get("__file__")
             if isinstance(file, str) and file.endswith(".py") and not self.is_installed(file):
-                self.module(own.shown(name), self.modules[name], os.path.abspath(file))  # noqa: PTH100 (three times as fast)
+                self.module(own_code.shown(name), self.modules[name], os.path.abspath(file))  # noqa: PTH100 (three times as fast)
         asked: set[str] = set()
         while self.unread:
             for top in _imported_by(self.unread.pop()) - asked:
@@ -182,7 +182,7 @@ class _Collector:
 
     def follow(self, top: str) -> None:
         """Keeps what a name means that some code imports, if it is the user's."""
-        spec = own.top_level(top)
+        spec = own_code.top_level(top)
         if (spec is None or spec.loader is None) and top not in self.modules:
             with suppress(Exception):
                 spec = PathFinder.find_spec(top)
@@ -262,7 +262,7 @@ class _Collector:
         return clean
 
     def code(self) -> Code:
-        order = {root: number for number, root in reversed([*enumerate([*own.roots(), *self.path])])}
+        order = {root: number for number, root in reversed([*enumerate([*own_code.roots(), *self.path])])}
         roots = sorted({root for root, _ in self.files}, key=lambda root: (order.get(root, len(order)), root))
         with suppress(OSError):
             here = str(Path.cwd())

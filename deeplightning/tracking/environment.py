@@ -16,9 +16,9 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from deeplightning.config.conceal import conceal_diff
-from deeplightning.config.fault import SetupError
-from deeplightning.engine.place import place
+from deeplightning.config.secret_scan import conceal_diff
+from deeplightning.faults import SetupError
+from deeplightning.process.identity import place
 from deeplightning.tracking.git import SECONDS, run_git
 
 MAX_DIFF = 2_000_000

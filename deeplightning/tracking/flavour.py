@@ -12,7 +12,7 @@ import warnings
 from importlib.metadata import requires
 from pathlib import Path
 
-from deeplightning.config.fault import SetupError
+from deeplightning.faults import SetupError
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.store import quiet_mlflow
 

@@ -24,13 +24,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deeplightning.config.fault import SetupError
+from deeplightning.checks.trust import is_own
+from deeplightning.faults import SetupError
 from deeplightning.runfolder import RunFolder, make_private
 from deeplightning.tracking.open import open_tracker
 from deeplightning.tracking.owner import has_ended, this_process
 from deeplightning.tracking.store import Store, explain
 from deeplightning.tracking.tracker import SYSTEM, Batch, Point, Tracker, stored
-from deeplightning.trust import is_own
 
 try:
     import fcntl

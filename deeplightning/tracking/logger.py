@@ -23,7 +23,7 @@ import yaml
 from pytorch_lightning.loggers.logger import Logger, rank_zero_experiment
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
-from deeplightning.config.fault import SetupError, count
+from deeplightning.faults import SetupError, count
 from deeplightning.runfolder import make_private, permissions_of
 from deeplightning.tracking.attach import attach
 from deeplightning.tracking.context import run_tags

@@ -9,8 +9,8 @@ import os
 import socket
 import sys
 
-from deeplightning.config.fault import SetupError
-from deeplightning.process import outlive_reader, prepare_streams
+from deeplightning.faults import SetupError
+from deeplightning.process.streams import outlive_reader, prepare_streams
 from deeplightning.tracking.attach import attach
 from deeplightning.tracking.journal import settle_quietly
 from deeplightning.tracking.store import explain, locate

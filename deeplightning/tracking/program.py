@@ -11,9 +11,9 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from deeplightning import __version__
 from deeplightning.tracking.environment import ask_git
 from deeplightning.tracking.git import archive, extract, is_commit
+from deeplightning.version import __version__
 
 TOP = Path(__file__).resolve().parents[2]
 """The folder that Deep Lightning's packages lie in: a clone, or that of all installed packages."""

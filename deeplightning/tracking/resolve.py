@@ -7,7 +7,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from deeplightning.config.fault import CheckpointError, SetupError
+from deeplightning.faults import CheckpointError, SetupError
 from deeplightning.tracking.store import Store, explain, local_path, locate
 
 _ID = r"[A-Za-z0-9][\w-]*"

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from deeplightning.config.fault import SetupError
+from deeplightning.faults import SetupError
 from deeplightning.runfolder import RunFolder, make_private, permissions_of, umask_of
 
 log = logging.getLogger("deeplightning.tracking")

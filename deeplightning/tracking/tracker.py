@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
-from deeplightning.config.fault import count
+from deeplightning.faults import count
 
 SYSTEM = "system/"
 """How the names of metrics of the machine's load begin."""

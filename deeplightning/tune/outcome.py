@@ -12,7 +12,7 @@ from typing import Any
 
 from optuna.trial import FrozenTrial, TrialState
 
-from deeplightning.config.space import Dimension
+from deeplightning.checks.space import Dimension
 from deeplightning.config.target import is_installed
 from deeplightning.config.tree import line
 from deeplightning.tune.study import Study

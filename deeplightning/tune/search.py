@@ -20,17 +20,17 @@ from typing import Any
 
 import yaml
 
-import deeplightning.run  # noqa: F401  (with all that it stands on, as it is now, whatever becomes of the files)
+import deeplightning.run.stages  # noqa: F401  (with all that it stands on, as it is now, whatever becomes of the files)
 from deeplightning.callbacks import TRIAL
-from deeplightning.config.fault import CheckpointError, ConfigError, Fault, RunError, SetupError, UserError, count
-from deeplightning.config.own import is_theirs
+from deeplightning.checks.examine import DECIDED, load_config
+from deeplightning.checks.space import Dimension, space_of
 from deeplightning.config.schema import Config
 from deeplightning.config.source import read
-from deeplightning.config.space import Dimension, space_of
 from deeplightning.config.target import import_again, is_installed
 from deeplightning.config.tree import as_written, dump, line
-from deeplightning.configure import DECIDED, load_config
-from deeplightning.engine.place import place
+from deeplightning.faults import CheckpointError, ConfigError, Fault, RunError, SetupError, UserError, count
+from deeplightning.own_code import is_theirs
+from deeplightning.process.identity import place
 from deeplightning.runfolder import Hold, RunFolder, make_private, permissions_of, write_whole
 from deeplightning.tune.parent import Parent
 from deeplightning.tune.worker import Forked, Line, Train, own_address

@@ -21,9 +21,9 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from deeplightning.config.check import is_grid
+from deeplightning.checks.sections import is_grid
+from deeplightning.checks.space import Dimension, size
 from deeplightning.config.schema import Target, Tune
-from deeplightning.config.space import Dimension, size
 from deeplightning.config.target import build
 from deeplightning.config.tree import line
 from deeplightning.private.optuna import storage_and_id, trial_id

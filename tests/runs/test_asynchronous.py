@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from deeplightning import transfer
 from deeplightning.callbacks import steps
-from deeplightning.config.fault import RunError
 from deeplightning.data.images import ImageData
+from deeplightning.faults import RunError
 from deeplightning.task.errors import LabelError
 
 WAITS = {"_local_scalar_dense", "nonzero", "is_nonzero", "item", "equal"}

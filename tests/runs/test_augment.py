@@ -6,9 +6,10 @@ import pytorch_lightning as pl
 import torch
 from torch import nn
 
-from deeplightning.configure import init_module, load_config
+from deeplightning.checks.examine import load_config
 from deeplightning.data.cifar import CIFAR10
 from deeplightning.data.datasets import Samples
+from deeplightning.run.assemble import init_module
 
 CONFIG = """\
 seed: 7

@@ -11,10 +11,10 @@ import torch
 from conftest import digest
 from test_checkpoint_io import in_a_child
 
-from deeplightning.config.fault import SetupError
 from deeplightning.engine import background, checkpoint_io
 from deeplightning.engine.background import Snapshot, Writer
 from deeplightning.engine.checkpoint_io import SafeCheckpointIO, read_checkpoint
+from deeplightning.faults import SetupError
 
 
 class Waits:

@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from deeplightning.callbacks.steps import ends_of_parts
-from deeplightning.config.fault import CheckpointError, ConfigError, RunError
+from deeplightning.faults import CheckpointError, ConfigError, RunError
 
 BEST = "train.checkpoint={monitor: val_acc, mode: max, save_top_k: 2}"
 

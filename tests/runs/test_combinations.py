@@ -1,4 +1,4 @@
-"""Settings that do not go together are told with both keys and a remedy: `deeplightning.config.combinations`."""
+"""Settings that do not go together are told with both keys and a remedy: `deeplightning.checks.combinations`."""
 
 import re
 import sys
@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import yaml
 
-from deeplightning.config.combinations import ENGINES, RULES, SETTINGS, Setting, engines, refusal, table
+from deeplightning.checks.combinations import ENGINES, RULES, SETTINGS, Setting, engines, refusal, table
+from deeplightning.checks.examine import examine, load_config
 from deeplightning.config.schema import Engine, Optimizer, keys
-from deeplightning.configure import examine, load_config
-from deeplightning.trained import TO_ANSWER
+from deeplightning.run.finished import TO_ANSWER
 
 SLOW = pytest.mark.slow  # with ddp and one process other tests train; the stages differ little
 ANYWHERE = {"a schedule by steps", "a schedule by a metric", "`precision: 16`", "`compile`", "`deterministic`"}
@@ -301,7 +301,7 @@ def test_sharding_that_brings_something_is_no_hint(engine):
 
 def test_plan_says_what_a_backend_brings_on_one_gpu(command, tiny, place):
     """`deeplightning plan`, here for a machine of Slurm's with one GPU, prints the hint beside the plan."""
-    launcher = "engine.launcher.type=deeplightning.engine.launch.Slurm"
+    launcher = "engine.launcher.type=deeplightning.launch.Slurm"
     planned = command("plan", tiny, launcher, "engine.gpus=1", "engine.backend=fsdp", cwd=place)
     assert planned.code == 0, planned
     assert "with one GPU fsdp has no other process to share with" in planned.err

@@ -20,10 +20,10 @@ from test_text_classif import CONFIG as TEXT
 from test_text_classif import reviews
 from torch._dynamo.backends.common import aot_autograd
 
-from deeplightning.config.fault import ConfigError, SetupError
+from deeplightning.checks.examine import load_config
 from deeplightning.config.schema import Engine
-from deeplightning.configure import load_config
 from deeplightning.engine import compiling
+from deeplightning.faults import ConfigError, SetupError
 from deeplightning.task.errors import LabelError, MisfitError
 from deeplightning.task.recorded import State, _Replay, watched
 

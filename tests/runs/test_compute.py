@@ -17,8 +17,8 @@ from torch._prims_common import suggest_memory_format
 
 from deeplightning.callbacks import threads
 from deeplightning.callbacks.console import to_terminal
+from deeplightning.checks.examine import load_config
 from deeplightning.config.schema import Engine
-from deeplightning.configure import load_config
 from deeplightning.engine import ddp
 from deeplightning.engine.compute import keep_memory, lay_channels_last, matmul_hint
 from deeplightning.engine.plan import trainer_arguments

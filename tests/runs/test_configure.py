@@ -4,8 +4,9 @@ import warnings
 
 import pytest
 
-from deeplightning.config.fault import ConfigError
-from deeplightning.configure import init_module, init_trainer, load_config
+from deeplightning.checks.examine import load_config
+from deeplightning.faults import ConfigError
+from deeplightning.run.assemble import init_module, init_trainer
 
 
 @pytest.fixture(autouse=True)

@@ -17,10 +17,10 @@ import torch
 from commands import environment
 from served import GUNICORN, Server, WsgiServer
 
-from deeplightning.config.fault import CheckpointError, ConfigError
-from deeplightning.config.own import ROOTS
+from deeplightning.cli.deploy import command as command_of
 from deeplightning.config.schema import Serve, keys
-from deeplightning.deploy import command as command_of
+from deeplightning.faults import CheckpointError, ConfigError
+from deeplightning.own_code import ROOTS
 from deeplightning.runfolder import RunFolder
 from serve.__main__ import options_parser
 
@@ -126,7 +126,7 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path):
 def test_a_bundle_is_served_without_torch(run):
     """Neither torch nor Lightning nor MLflow is imported to start the server of a run with a bundle."""
     program = (
-        "import sys; from deeplightning.deploy import command; command(sys.argv[1]); "
+        "import sys; from deeplightning.cli.deploy import command; command(sys.argv[1]); "
         "print(*sorted({'torch', 'pytorch_lightning', 'mlflow', 'onnxruntime'} & sys.modules.keys()))"
     )
     done = subprocess.run([sys.executable, "-c", program, run.path], check=True, capture_output=True, text=True)

@@ -24,8 +24,9 @@ from test_text_classif import CONFIG as TEXTS
 from test_text_classif import reviews
 
 import deeplightning
-from deeplightning.configure import init_module, load_config
+from deeplightning.checks.examine import load_config
 from deeplightning.image import ImageSpec
+from deeplightning.run.assemble import init_module
 from deeplightning.task.networks import device_of
 from deeplightning.text import SPECIAL, TextSpec
 

@@ -23,8 +23,10 @@ from pathlib import Path
 
 import pytest
 
+from deeplightning import faults
+from deeplightning.checks import reference
 from deeplightning.cli import cli
-from deeplightning.config import fault, reference, schema
+from deeplightning.config import schema
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
@@ -246,13 +248,13 @@ def test_the_readme_names_every_verb_and_every_script():
 
 def test_the_readme_explains_every_exit_code():
     """Each code that an error of ours ends with has its row."""
-    codes = {c.exit_code for _, c in inspect.getmembers(fault, inspect.isclass) if hasattr(c, "exit_code")}
+    codes = {c.exit_code for _, c in inspect.getmembers(faults, inspect.isclass) if hasattr(c, "exit_code")}
     rows = re.findall(r"^\| ([\d, ]+) \|", README.read_text(), re.MULTILINE)
     assert codes | {0, 1, 130, 143} == {int(code) for row in rows for code in row.split(",")}
 
 
 def test_every_key_is_documented():
-    """The page holds the schema as it is now: `python -m deeplightning.config.reference docs/config.md` renews it."""
+    """The page holds the schema as it is now: `python -m deeplightning.checks.reference docs/config.md` renews it."""
     _, start, made = KEYS.read_text().partition(reference.START)
     assert start + made == reference.reference()
     keys = [f"{path}.{f.name}".lstrip(".") for path, cls in reference.sections(schema.Config) for f in schema.keys(cls)]

@@ -1,13 +1,13 @@
-"""What does not fit is named before anything is spent: `deeplightning.dry_run`."""
+"""What does not fit is named before anything is spent: `deeplightning.dry_run.trial`."""
 
 import sys
 from pathlib import Path
 
 import pytest
 
-from deeplightning.configure import load_config
-from deeplightning.dry_run import dry_run
-from deeplightning.engine.pair import UNTRIED
+from deeplightning.checks.examine import load_config
+from deeplightning.dry_run.pair import UNTRIED
+from deeplightning.dry_run.trial import dry_run
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted([*ROOT.glob("configs/*.yaml"), *ROOT.glob("examples/**/*.yaml")])
@@ -585,7 +585,7 @@ def test_an_example_is_a_batch_as_loaders_give_it(here):
     is not there."""
     import torch
 
-    from deeplightning.configure import init_module
+    from deeplightning.run.assemble import init_module
 
     for name, shape, last in (
         ("digits.Digits", (7, 1, 20, 10), 9),
@@ -611,7 +611,7 @@ def test_the_task_logs_what_it_declares(several, here, monkeypatch):
     import torch
 
     from deeplightning.callbacks.steps import LogSteps
-    from deeplightning.configure import init_module
+    from deeplightning.run.assemble import init_module
     from deeplightning.task.img_classif import ImageClassification
 
     loss = "{type: torch.nn.CrossEntropyLoss}"

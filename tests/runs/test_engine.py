@@ -9,14 +9,14 @@ from conftest import digest
 from torch import nn
 
 from deeplightning.callbacks.recompute import Recompute
-from deeplightning.config.explain import explain
-from deeplightning.config.fault import ConfigError, SetupError
+from deeplightning.checks.examine import examine, load_config
+from deeplightning.checks.explain import explain
+from deeplightning.checks.strategy import meaning
 from deeplightning.config.schema import BACKENDS, PRECISIONS
-from deeplightning.config.strategy import meaning
-from deeplightning.configure import examine, load_config
 from deeplightning.engine import devices, plan
-from deeplightning.engine.place import own_rank
 from deeplightning.engine.plan import effective_batch, trainer_arguments
+from deeplightning.faults import ConfigError, SetupError
+from deeplightning.process.identity import own_rank
 from deeplightning.runfolder import RunFolder
 
 BF16 = (

@@ -33,8 +33,8 @@ METRICS = """\
 
 def judge() -> None:
     """Called in each process of a job: one launch for each size that judges, and for the smallest one that trains."""
-    from deeplightning.configure import load_config
-    from deeplightning.run import launch
+    from deeplightning.checks.examine import load_config
+    from deeplightning.run.stages import launch
 
     path, folder, checkpoint, processes = sys.argv[1:]
     warnings.filterwarnings("ignore")  # torchmetrics tells that classes are missing

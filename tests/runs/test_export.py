@@ -13,8 +13,8 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from deeplightning.config.fault import CheckpointError, SetupError
-from deeplightning.export import export
+from deeplightning.export.bundle import export
+from deeplightning.faults import CheckpointError, SetupError
 from deeplightning.image import ImageSpec
 from deeplightning.runfolder import RunFolder
 

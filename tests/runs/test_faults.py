@@ -6,10 +6,10 @@ import urllib.error
 import pytest
 import torch
 
-from deeplightning.config.fault import ConfigError, SetupError
+from deeplightning.checks.examine import examine
 from deeplightning.config.schema import Target
 from deeplightning.config.target import build, is_installed
-from deeplightning.configure import examine
+from deeplightning.faults import ConfigError, SetupError
 
 LOSS = "torch.nn.CrossEntropyLoss"
 

@@ -14,7 +14,7 @@ import yaml
 from commands import environment
 from served import negative_run, picture
 
-from deeplightning.deploy import command as command_of
+from deeplightning.cli.deploy import command as command_of
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.flavour import SOURCES, write_model
 from serve.bundle import Bundle

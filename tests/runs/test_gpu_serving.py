@@ -20,7 +20,7 @@ from commands import environment
 from served import COLOURS, ROOT, Server, colour_run, gone, picture, probabilities, wait_until
 from test_quantize import brightest_channel, exported
 
-from deeplightning.halve import halve
+from deeplightning.export.fp16 import halve
 from serve.bundle import GPU_TOLERANCE, TOLERANCES, Bundle
 from serve.cuda import probe
 from serve.device import onnxruntime_lacks

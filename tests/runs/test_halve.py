@@ -13,12 +13,12 @@ from onnx import TensorProto, helper
 from test_quantize import brightest_channel, contents, exported, pictures
 from torch import nn
 
-import deeplightning.halve as module
-from deeplightning.config.fault import CheckpointError
-from deeplightning.export import packed
-from deeplightning.halve import MAX_DIFFERENCE, halve
+import deeplightning.export.fp16 as module
+from deeplightning.export.bundle import packed
+from deeplightning.export.fp16 import MAX_DIFFERENCE, halve
+from deeplightning.faults import CheckpointError
+from deeplightning.run.finished import export_run, halve_run
 from deeplightning.runfolder import RunFolder, seal
-from deeplightning.trained import export_run, halve_run
 from serve.bundle import TOLERANCES, Bundle, BundleError
 
 

@@ -15,9 +15,10 @@ from test_hostile_files import at, corpus, value_of
 
 from deeplightning.callbacks import callback_of
 from deeplightning.callbacks.record import Record
-from deeplightning.config.fault import CheckpointError, ConfigError, RunError
-from deeplightning.configure import init_module, init_trainer, load_config
-from deeplightning.run import _explained
+from deeplightning.checks.examine import load_config
+from deeplightning.faults import CheckpointError, ConfigError, RunError
+from deeplightning.run.assemble import init_module, init_trainer
+from deeplightning.run.stages import _explained
 
 TRAINING = corpus("training.jsonl")
 SETTINGS = [

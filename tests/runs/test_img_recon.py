@@ -15,14 +15,15 @@ from conftest import digest
 from PIL import Image
 from served import COLOURS, Server
 
-from deeplightning.configure import init_module, load_config
+from deeplightning.checks.examine import load_config
 from deeplightning.image import ImageSpec
 from deeplightning.model.vqvae import DiscreteVAE
+from deeplightning.run.assemble import init_module
+from deeplightning.run.finished import trained_task
 from deeplightning.runfolder import RunFolder
 from deeplightning.task.errors import MisfitError
 from deeplightning.task.img_recon import ImageReconstruction, perplexity
 from deeplightning.task.sheets import epoch_suffix, sheet
-from deeplightning.trained import trained_task
 
 CONFIG = """\
 seed: 7

@@ -16,8 +16,8 @@ import pytest
 from commands import environment
 from mlflow.tracking import MlflowClient
 
-from deeplightning.config.fault import SetupError
-from deeplightning.runs import listing, sync
+from deeplightning.cli.runs import listing, sync
+from deeplightning.faults import SetupError
 from deeplightning.tracking import MLflowLogger
 from deeplightning.tracking.attach import attach
 from deeplightning.tracking.journal import Journal, folder_of, left_behind

@@ -1,4 +1,4 @@
-"""Editors complete and check a config by `configs/schema.json`: `deeplightning.config.json_schema`."""
+"""Editors complete and check a config by `configs/schema.json`: `deeplightning.checks.json_schema`."""
 
 import copy
 import json
@@ -11,13 +11,13 @@ import pytest
 from click.testing import CliRunner
 from jsonschema import Draft7Validator, Draft202012Validator
 
+from deeplightning.checks.json_schema import json_schema
+from deeplightning.checks.reference import default, options, sections
+from deeplightning.checks.sections import load
 from deeplightning.cli import cli
 from deeplightning.config import schema
-from deeplightning.config.check import load
-from deeplightning.config.fault import UserError
-from deeplightning.config.json_schema import json_schema
-from deeplightning.config.reference import default, options, sections
 from deeplightning.config.tree import dump, parse, plain
+from deeplightning.faults import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted([*ROOT.glob("configs/*.yaml"), *ROOT.glob("examples/**/*.yaml")])

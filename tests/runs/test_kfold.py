@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 from commands import environment
 
-from deeplightning.configure import init_module, load_config
+from deeplightning.checks.examine import load_config
+from deeplightning.run.assemble import init_module
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "examples" / "kfold" / "kfold.yaml"

@@ -18,12 +18,12 @@ import yaml
 from commands import LONGEST, PAUSE, environment
 from conftest import digest
 
-from deeplightning.config.fault import SetupError
+from deeplightning.checks.examine import examine, load_config
 from deeplightning.config.schema import Engine, Target
-from deeplightning.configure import examine, load_config
-from deeplightning.engine.meeting import patience
-from deeplightning.engine.place import port_of
 from deeplightning.engine.plan import is_elsewhere
+from deeplightning.faults import SetupError
+from deeplightning.process.identity import port_of
+from deeplightning.process.rendezvous import patience
 
 TWO = ("engine.num_nodes=2", "engine.backend=ddp")
 
@@ -220,9 +220,9 @@ def test_several_machines_without_anybody_to_start_them_are_refused(tiny):
 @pytest.mark.parametrize(
     ("launcher", "is_ours"),
     [
-        ("deeplightning.engine.launch.Local", True),
-        ("deeplightning.engine.launch.local.Local", True),
-        ("deeplightning.engine.launch.Slurm", False),
+        ("deeplightning.launch.Local", True),
+        ("deeplightning.launch.local.Local", True),
+        ("deeplightning.launch.Slurm", False),
         ("mine.Local", False),
         ("mine.Cluster", False),
     ],
@@ -238,7 +238,7 @@ def test_the_launcher_may_say_the_same_as_the_variables(nodes, alone):
 
     def local(number, port):
         params = f"{{master_addr: 127.0.0.1, master_port: {port}, node_rank: {number}}}"
-        return [f"engine.launcher={{type: deeplightning.engine.launch.Local, params: {params}}}"]
+        return [f"engine.launcher={{type: deeplightning.launch.Local, params: {params}}}"]
 
     own = (local(0, f"'{port}'"), local(1, port))
     first, second = nodes([{}, {}], *TWO, own=own, MASTER_ADDR="nowhere.invalid", MASTER_PORT="1", NODE_RANK="9")

@@ -11,9 +11,9 @@ import pytest
 import yaml
 from commands import real
 
-from deeplightning.config import own
-from deeplightning.config.fault import PROJECTS
-from deeplightning.configure import examine
+from deeplightning import own_code
+from deeplightning.checks.examine import examine
+from deeplightning.faults import PROJECTS
 
 WAVE = """\
 import random
@@ -102,7 +102,7 @@ def test_what_own_loggers_say_is_in_the_log_of_its_rank(done):
     """All loggers go to the file of their rank from INFO on; on the terminal, lines of several ranks name it."""
     for rank, outcome in enumerate(done.ranks):
         text = (done.folder / "logs" / f"rank_{rank}.log").read_text()
-        assert text.count(f" INFO deeplightning.config.own.rich: begins on {rank}\n") == 1
+        assert text.count(f" INFO deeplightning.own_code.rich: begins on {rank}\n") == 1
         assert text.count(" WARNING users.other: careful\n") == 1
         assert text.count(": first loss ") == 1
         assert "hardly" not in text
@@ -229,7 +229,7 @@ def mine(tmp_path, tiny, monkeypatch):
     def check(text, importing):
         (tmp_path / "mine.py").write_text(LOSS.format(text))
         for name in set(sys.modules) - before:
-            if own.is_own(getattr(sys.modules[name], "__file__", None)):
+            if own_code.is_own(getattr(sys.modules[name], "__file__", None)):
                 del sys.modules[name]
         importlib.invalidate_caches()
         return examine(tiny, ["model.loss.type=mine.L"], importing=importing)

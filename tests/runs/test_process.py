@@ -126,7 +126,7 @@ def test_handlers_come_before_most_imports(place):
     """Before anything of ours that takes time, and not by an import: a library may import all of this."""
     program = (
         "import signal, sys; before = signal.getsignal(15), sys.stdout\n"
-        "import deeplightning.cli, deeplightning.__main__, deeplightning.process as process\n"
+        "import deeplightning.cli, deeplightning.__main__, deeplightning.process.streams as process\n"
         "assert (signal.getsignal(15), sys.stdout) == before\n"
         "process.prepare(); assert signal.getsignal(15) is not before[0]\n"
         "import os; assert os.fork() or os._exit(signal.getsignal(15) != signal.SIG_DFL) or True\n"
@@ -136,7 +136,7 @@ def test_handlers_come_before_most_imports(place):
     # Raises CalledProcessError where an assertion in the program fails.
     subprocess.run([sys.executable, "-c", program], cwd=place, env=environment(), check=True)
     program = (
-        "import sys, deeplightning.__main__ as entry, deeplightning.process as process\n"
+        "import sys, deeplightning.__main__ as entry, deeplightning.process.streams as process\n"
         "process.prepare = lambda: sys.exit('click' in sys.modules or 'deeplightning.cli' in sys.modules)\n"
         "entry.main()"
     )

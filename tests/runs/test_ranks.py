@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from commands import LONGEST, environment
 
-from deeplightning.engine import ranks
-from deeplightning.engine.ranks import Cause, claim_in, first_of, meeting_place
+from deeplightning.process import supervisor
+from deeplightning.process.supervisor import Cause, claim_in, first_of, meeting_place
 
 FAULTY = '''\
 """A user's own code."""
@@ -309,12 +309,12 @@ def test_a_fault_of_all_is_told_once_by_whoever_comes_late(jobs, tiny, here):
 
 def test_two_that_come_at_once_both_stay(monkeypatch, tmp_path):
     """The first clears the folder of a former launch, and not of the second, which comes in that moment."""
-    monkeypatch.setattr(ranks.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(supervisor.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setenv("MASTER_PORT", "29400")
-    found = ranks._meet(0)
+    found = supervisor._meet(0)
     (found / "0.pid").write_text("")  # it was killed
-    second = threading.Thread(target=ranks._meet, args=(1,))
-    members = ranks._members
+    second = threading.Thread(target=supervisor._meet, args=(1,))
+    members = supervisor._members
 
     def slowly(folder):
         there = members(folder)
@@ -323,8 +323,8 @@ def test_two_that_come_at_once_both_stay(monkeypatch, tmp_path):
             second.join(0.3)
         return there
 
-    monkeypatch.setattr(ranks, "_members", slowly)
-    assert ranks._meet(2) == found
+    monkeypatch.setattr(supervisor, "_members", slowly)
+    assert supervisor._meet(2) == found
     second.join()
     assert {path.name for path in found.glob("*.pid")} == {"1.pid", "2.pid"}
 

@@ -20,13 +20,13 @@ import pytest
 import yaml
 from conftest import digest, weights
 
-from deeplightning.config.fault import CheckpointError, SetupError
-from deeplightning.configure import load_config
-from deeplightning.engine.launch import ray_cluster
-from deeplightning.engine.launch.ray import sized
-from deeplightning.engine.launch.storage import CARD, Storage
+from deeplightning.checks.examine import load_config
+from deeplightning.faults import CheckpointError, SetupError
+from deeplightning.launch import ray_cluster
+from deeplightning.launch.ray import sized
+from deeplightning.launch.storage import CARD, Storage
 
-LAUNCHER = "engine.launcher={type: deeplightning.engine.launch.Ray, params: {address: ADDRESS, MORE}}"
+LAUNCHER = "engine.launcher={type: deeplightning.launch.Ray, params: {address: ADDRESS, MORE}}"
 SMALL = "init: {object_store_memory: 80_000_000}"
 ALONE = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_AUTH_MODE": "disabled", "RAY_worker_niceness": "0"}
 
@@ -580,7 +580,7 @@ def test_what_listens_and_is_no_ray_is_told(command, tiny, work):
 
 def test_own_code_travels_as_a_zip(tmp_path, monkeypatch):
     """Where a worker has not the folder of the user's code, it gets what was imported from it, and what lies beside."""
-    from deeplightning.engine.launch.ray_agent import Agent, pack
+    from deeplightning.launch.ray_agent import Agent, pack
 
     package = tmp_path / "code" / "of_a_user"
     package.mkdir(parents=True)

@@ -17,8 +17,8 @@ import yaml
 from conftest import digest
 from mlflow.tracking import MlflowClient
 
-from deeplightning.config.conceal import conceal
-from deeplightning.config.fault import CheckpointError, RunError
+from deeplightning.config.secret_scan import conceal
+from deeplightning.faults import CheckpointError, RunError
 from deeplightning.reproduce.again import prepare, reproduce
 from deeplightning.reproduce.differences import as_text, differences
 from deeplightning.reproduce.past import PastRun, past_run

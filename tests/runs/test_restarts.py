@@ -124,7 +124,7 @@ def launch(command, tiny, here, tmp_path):
 
     def start(*overrides, restarts=1, processes=2, **variables):
         engine = [f"engine.max_restarts={restarts}", f"engine.processes={processes}"]
-        launcher = ["engine.launcher={type: deeplightning.engine.launch.Local}"] if not restarts else []
+        launcher = ["engine.launcher={type: deeplightning.launch.Local}"] if not restarts else []
         variables = {"TMPDIR": str(temporary), "PIDS": str(pids), "main": FORKED} | variables
         return command.start("train", tiny, *engine, *launcher, *overrides, cwd=here, **variables)
 
@@ -265,7 +265,7 @@ def test_processes_that_cannot_all_be_started_do_not_stay(launch, tmp_path):
     """The machine refuses the second: the first ends, and a moment later both are started."""
     refuses = tmp_path / "refuses"
     refuses.touch()
-    launcher = "{type: deeplightning.engine.launch.Local, params: {backoff: {base_s: 0.1}}}"
+    launcher = "{type: deeplightning.launch.Local, params: {backoff: {base_s: 0.1}}}"
     done = launch(f"engine.launcher={launcher}", at(1, "kill", "never"), REFUSES=str(refuses)).end()
     assert done.code == 0, done
     assert "engine.processes: Resource temporarily unavailable; tries again in 0.1 s" in done.err
@@ -371,7 +371,7 @@ def test_processes_that_nobody_has_forked(tiny, here, tracked, undisturbed, tmp_
 
 def test_a_plan_says_what_would_start(command, tiny, here):
     """The processes, how often they may start again, their variables, the command."""
-    launcher = "engine.launcher={type: deeplightning.engine.launch.Local, params: {master_port: 29500}}"
+    launcher = "engine.launcher={type: deeplightning.launch.Local, params: {master_port: 29500}}"
     told = command("plan", tiny, "engine.processes=3", "engine.max_restarts=2", launcher, cwd=here)
     assert told.code == 0, told
     (start,) = yaml.safe_load(told.out)
@@ -393,7 +393,7 @@ def test_a_plan_says_what_would_start(command, tiny, here):
 )
 def test_a_launcher_that_is_told_wrong(params, words, command, tiny, here):
     """Exit 2, the key, what is allowed."""
-    launcher = f"engine.launcher={{type: deeplightning.engine.launch.Local, params: {params}}}"
+    launcher = f"engine.launcher={{type: deeplightning.launch.Local, params: {params}}}"
     failed = command("train", tiny, launcher, cwd=here)
     assert failed.code == 2, failed
     assert words in failed.err
@@ -403,9 +403,9 @@ def test_a_launcher_that_is_told_wrong(params, words, command, tiny, here):
 @pytest.mark.parametrize(("full", "code"), [(3, 0), (100, 3)])
 def test_where_there_is_no_room_it_waits_longer_and_longer(full, code, monkeypatch):
     """1, 2, 4 … s, ten tries in all; then exit 3."""
-    from deeplightning.config.fault import SetupError
-    from deeplightning.engine.launch import elastic
-    from deeplightning.engine.launch.backoff import Backoff
+    from deeplightning.faults import SetupError
+    from deeplightning.launch import elastic
+    from deeplightning.launch.backoff import Backoff
 
     tries, pauses, told = [], [], []
 

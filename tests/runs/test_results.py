@@ -12,13 +12,13 @@ import torch
 import yaml
 from conftest import digest
 
-from deeplightning.config.explain import explain
+from deeplightning.checks.examine import examine
+from deeplightning.checks.explain import explain
+from deeplightning.cli.runs import listing
 from deeplightning.config.target import is_installed
-from deeplightning.configure import examine
 from deeplightning.reproduce.again import prepare
 from deeplightning.reproduce.past import past_run
 from deeplightning.runfolder import RunFolder
-from deeplightning.runs import listing
 
 METRICS = """{
     f1: {type: torchmetrics.F1Score, params: {task: multiclass, num_classes: 10}},

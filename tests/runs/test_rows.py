@@ -69,7 +69,7 @@ class Pair(NamedTuple):
 def test_nested_batches_move_to_the_device(kind, tiny):
     """Every tensor in a mapping of lists, and in a named tuple, whose kind stays; texts and numbers as they are. The
     device `meta` stands for a GPU."""
-    from deeplightning.configure import load_config
+    from deeplightning.checks.examine import load_config
 
     batch = {"a": [torch.ones(2), {"b": torch.zeros(1)}], "text": ["one", "two"], "pair": Pair(torch.ones(3), [1, "x"])}
     moved = kind(load_config(tiny)).transfer_batch_to_device(batch, torch.device("meta"), 0)

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from deeplightning.configure import load_config
+from deeplightning.checks.examine import load_config
 from deeplightning.engine.plan import trainer_arguments
 
 

@@ -10,14 +10,14 @@ from pathlib import Path
 import click
 import pytest
 
-from deeplightning import deploy, predict
-from deeplightning.cli import cli
-from deeplightning.config.fault import ConfigError
+from deeplightning.checks.trust import note_own
+from deeplightning.cli import cli, deploy
+from deeplightning.faults import ConfigError
 from deeplightning.image import ImageSpec
+from deeplightning.run import predict
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.sqlite import open_directly
 from deeplightning.tracking.store import local_path, locate
-from deeplightning.trust import note_own
 
 LOSING = """\
 import pytorch_lightning as pl

@@ -23,9 +23,9 @@ import yaml
 from PIL import Image
 from served import Server
 
-from deeplightning.config.conceal import conceal, conceal_diff
+from deeplightning.checks.examine import examine
+from deeplightning.config.secret_scan import conceal, conceal_diff
 from deeplightning.config.secrets import Secrets
-from deeplightning.configure import examine
 from deeplightning.runfolder import permissions_of
 from deeplightning.tracking.client import Client
 from deeplightning.tracking.logger import MLflowLogger

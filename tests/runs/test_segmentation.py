@@ -13,11 +13,12 @@ from conftest import weights
 from PIL import Image
 from sklearn.metrics import accuracy_score, jaccard_score
 
-from deeplightning.configure import init_module, load_config
+from deeplightning.checks.examine import load_config
 from deeplightning.data.errors import DataConfigError, DataError
 from deeplightning.data.masked import resized
 from deeplightning.image import ImageSpec
 from deeplightning.model.unet import UNet
+from deeplightning.run.assemble import init_module
 from deeplightning.task.segmentation import COLOURS, IoU, PixelAccuracy, sheet
 
 CLASSES = ["ground", "low", "high"]
@@ -339,7 +340,7 @@ def test_what_is_exported_is_refused_in_words(run, command, tmp_path):
 
 def judge() -> None:
     """Called in each process of a job: validates sets of all sizes."""
-    from deeplightning.run import launch
+    from deeplightning.run.stages import launch
 
     path, folder, checkpoint, processes, root = sys.argv[1:]
     warnings.filterwarnings("ignore")

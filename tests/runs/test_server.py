@@ -76,7 +76,7 @@ def test_the_process_imports_no_torch_and_leaves_cleanly(start):
     assert ours == {"deeplightning", "deeplightning.image", "deeplightning.runfolder", "deeplightning.words"}
 
 
-@pytest.mark.parametrize("module", ["serve.bundle", "deeplightning.export", "deeplightning.quantize"])
+@pytest.mark.parametrize("module", ["serve.bundle", "deeplightning.export.bundle", "deeplightning.export.int8"])
 def test_onnxruntime_reports_to_nobody(tmp_path, module):
     """Its telemetry, on by default from 1.29, is off before it can start a thread or write to the user's home."""
     code = f"import os, {module}; print('threads', len(os.listdir('/proc/self/task')))"

@@ -9,9 +9,9 @@ import pytest
 import pytorch_lightning as pl
 import torch
 
-from deeplightning.config.fault import CheckpointError
 from deeplightning.engine.checkpoint_io import copy_checkpoint, read_checkpoint, remove_checkpoint
 from deeplightning.engine.zero import DeepSpeed, sizes
+from deeplightning.faults import CheckpointError
 
 OWN = '''\
 """Networks and callbacks of the tests of sharding."""

@@ -21,13 +21,13 @@ import pytest
 from commands import LONGEST, environment
 from conftest import digest
 
-from deeplightning.engine.launch import Slurm
-from deeplightning.engine.launch import slurm as module
-from deeplightning.engine.place import hosts, place, slurm_step, tasks_per_node
+from deeplightning.launch import Slurm
+from deeplightning.launch import slurm as module
+from deeplightning.process.identity import hosts, place, slurm_step, tasks_per_node
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((ROOT / "examples" / "slurm").glob("*.sh"))
-LAUNCHER = "engine.launcher.type=deeplightning.engine.launch.Slurm"
+LAUNCHER = "engine.launcher.type=deeplightning.launch.Slurm"
 
 CONF = """\
 ClusterName=lab
@@ -511,7 +511,7 @@ def test_a_frozen_config_has_no_secrets(submit):
 def test_a_script_without_srun_is_one_process(cluster, work):
     """A batch script, and a shell of salloc, are told from the tasks that srun starts."""
     asked = (
-        "from deeplightning.engine.place import place; found = place(); "
+        "from deeplightning.process.identity import place; found = place(); "
         "print(found and (found.rank, found.world, found.nodes, found.address))"
     )
     python = shlex.quote(sys.executable)

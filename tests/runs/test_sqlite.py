@@ -17,7 +17,7 @@ from mlflow.entities import Metric, Param, RunTag
 from mlflow.store.db.utils import _get_latest_schema_revision
 from mlflow.tracking import MlflowClient
 
-from deeplightning.config.fault import SetupError
+from deeplightning.faults import SetupError
 from deeplightning.tracking import MLflowLogger, sqlite
 from deeplightning.tracking.attach import attach
 from deeplightning.tracking.client import Client

@@ -6,7 +6,8 @@ import torch
 import yaml
 from PIL import Image
 
-from deeplightning.configure import init_module, load_config
+from deeplightning.checks.examine import load_config
+from deeplightning.run.assemble import init_module
 
 DATA = '''
 import pytorch_lightning as pl

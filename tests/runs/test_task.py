@@ -7,9 +7,10 @@ import sklearn.metrics
 import torch
 from torch import nn
 
-from deeplightning.config.fault import UserError
-from deeplightning.configure import init_module, load_config
+from deeplightning.checks.examine import load_config
 from deeplightning.engine.sharded import parameters_on_meta
+from deeplightning.faults import UserError
+from deeplightning.run.assemble import init_module
 from deeplightning.task.errors import MisfitError
 from deeplightning.task.metrics import Accuracy, InOwnPrecision, SampleMean
 

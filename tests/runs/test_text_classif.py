@@ -268,10 +268,10 @@ def test_a_checkpoint_answers_as_its_bundle(trained, tmp_path):
 
     import numpy as np
 
-    from deeplightning.export import export
+    from deeplightning.export.bundle import export
+    from deeplightning.run.finished import trained_task
     from deeplightning.runfolder import RunFolder
     from deeplightning.torch_server import Checkpoint
-    from deeplightning.trained import trained_task
     from serve.bundle import Bundle
 
     shutil.copytree(trained.folder, tmp_path / "run")

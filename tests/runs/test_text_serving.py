@@ -17,8 +17,8 @@ from test_page import CHROMIUM, Browser, Page
 from test_serve import silent, through
 from werkzeug.test import Client
 
-from deeplightning.config.fault import CheckpointError
-from deeplightning.export import digest_of, export, sealed
+from deeplightning.export.bundle import digest_of, export, sealed
+from deeplightning.faults import CheckpointError
 from deeplightning.model.transformer import TextTransformer
 from deeplightning.runfolder import RunFolder
 from deeplightning.task.text_classif import Probabilities

@@ -28,7 +28,7 @@ from pytorch_lightning.loggers import CSVLogger, MLFlowLogger
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 import deeplightning.tracking
-from deeplightning.config.fault import CheckpointError, SetupError
+from deeplightning.faults import CheckpointError, SetupError
 from deeplightning.tracking import MLflowLogger, resolve_run
 from deeplightning.tracking.attach import attach
 from deeplightning.tracking.build import end, prepare, refusal, run_folder

@@ -11,17 +11,18 @@ from types import FunctionType, SimpleNamespace
 
 import pytest
 
-from deeplightning import model, trust
-from deeplightning.config.fault import CheckpointError
+from deeplightning import model
+from deeplightning.checks import trust
+from deeplightning.checks.trust import admit, is_own, is_own_code
+from deeplightning.cli.deploy import command as command_of
 from deeplightning.config.source import read
 from deeplightning.config.tree import dump, plain
-from deeplightning.deploy import command as command_of
-from deeplightning.engine.launch import ray, slurm
+from deeplightning.faults import CheckpointError
+from deeplightning.launch import ray, slurm
 from deeplightning.reproduce.past import _stores_around
+from deeplightning.run.finished import trained_task
 from deeplightning.runfolder import RunFolder
 from deeplightning.torch_server import Checkpoint
-from deeplightning.trained import trained_task
-from deeplightning.trust import admit, is_own, is_own_code
 
 ROOT = Path(__file__).parents[2]
 DIGIT = min((ROOT / "examples" / "digits").glob("*.png"))

@@ -15,12 +15,12 @@ import yaml
 from commands import LONGEST, Outcome, Running
 from conftest import TINY
 
-from deeplightning.config.fault import ConfigError, SetupError
+from deeplightning.checks.examine import examine
+from deeplightning.checks.space import faults, space_of
 from deeplightning.config.schema import Target, Tune
-from deeplightning.config.space import faults, space_of
 from deeplightning.config.target import is_installed
 from deeplightning.config.tree import line
-from deeplightning.configure import examine
+from deeplightning.faults import ConfigError, SetupError
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.sqlite import open_directly
 from deeplightning.tracking.store import locate
@@ -376,7 +376,7 @@ def test_two_trials_at_a_time(command, config, store, place):
 def test_trials_on_a_ray_cluster(command, config, store, place):
     """With Ray as launcher the trials train on workers of a cluster, report from there, and are runs below the search's
     all the same."""
-    launcher = "engine.launcher={type: deeplightning.engine.launch.ray.Ray, params: {address: local}}"
+    launcher = "engine.launcher={type: deeplightning.launch.ray.Ray, params: {address: local}}"
     words = ("tune", config, "tune.name=ray", "tune.num_trials=2", launcher)
     outcome = patiently(command.start(*words, cwd=place, main="test_tune:as_a_person_starts_it"))
     assert outcome.code == 0, outcome

@@ -4,7 +4,7 @@ import onnxruntime
 import pytest
 import torch
 
-from deeplightning.export import export
+from deeplightning.export.bundle import export
 from deeplightning.image import ImageSpec
 from deeplightning.model.vit import Attention, ViT
 from deeplightning.runfolder import RunFolder

@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 import pytest
 
-from deeplightning.config import old_words, reference, schema, strategy
-from deeplightning.config.compare import Meanings
-from deeplightning.configure import examine
+from deeplightning.checks import reference, strategy
+from deeplightning.checks.compare import Meanings
+from deeplightning.checks.examine import examine
+from deeplightning.config import other_tools, schema
 
 ROOT = Path(__file__).resolve().parents[2]
 BASE = """\
@@ -79,8 +80,8 @@ TAKEN_BY = {
     "model.network.params": ["deeplightning.model.cnn.SimpleCNN", "deeplightning.model.vit.ViT"],
     "model.optimizer.params": ["torch.optim.SGD", "torch.optim.AdamW"],
     "engine.params": [*strategy.DDP, *strategy.FSDP, *strategy.DEEPSPEED],
-    "engine.launcher.params": ["deeplightning.engine.launch.Slurm", "deeplightning.engine.launch.Ray",
-                               "deeplightning.engine.launch.Local"],
+    "engine.launcher.params": ["deeplightning.launch.Slurm", "deeplightning.launch.Ray",
+                               "deeplightning.launch.Local"],
     "logger.params": ["deeplightning.tracking.MLflowLogger"],
 }  # fmt: skip
 """Keys whose values are handed on, and what takes them."""
@@ -96,29 +97,29 @@ def test_each_row_of_the_table_is_true(meanings):
     keys |= {f"engine.params.config.zero_optimization.{word}" for word in strategy._ZERO}
     for section, names in TAKEN_BY.items():
         keys |= {f"{section}.{p.name}" for name in names for p in meanings.signature(name).parameters}
-    found = {word: old_words.key_of(new) for word, new in old_words.ROWS.items()}
+    found = {word: other_tools.key_of(new) for word, new in other_tools.ROWS.items()}
     assert {word: key for word, key in found.items() if key is not None and key.lstrip(".") not in keys} == {}
-    for remark in old_words.ROWS.values():
+    for remark in other_tools.ROWS.values():
         for name in re.findall(r"\b(?:deeplightning|torch|pytorch_lightning)(?:\.\w+)+", remark):
             assert meanings.of(name) is not None
 
 
 def test_no_two_systems_give_a_word_two_meanings():
     """A word has one row, since a message cannot know which system it comes from."""
-    words = [word for rows in old_words.SYSTEMS.values() for old in rows for word in old.split()]
+    words = [word for rows in other_tools.SYSTEMS.values() for old in rows for word in old.split()]
     assert sorted(words) == sorted(set(words))
 
 
 def test_each_row_of_the_manual_is_what_check_says(tmp_path, monkeypatch):
     """docs/migrating.md has the rows of each system, and `check` answers the old word of each with the new one."""
     page = (ROOT / "docs" / "migrating.md").read_text()
-    assert page == old_words.renewed(page)
+    assert page == other_tools.renewed(page)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "c.yaml").write_text(BASE)
     rows = re.findall(r"^\| (`.+`) \| (?:the same in )?(`[\w.-]+`|none: .+?)(?: .*)?\|$", page, re.MULTILINE)
     assert len(rows) > 200
     written = [word for old, _ in rows for word in re.findall("`([^`]+)`", old)]
-    assert set(written) == {word.lstrip("/") for word in old_words.ROWS}
+    assert set(written) == {word.lstrip("/") for word in other_tools.ROWS}
     told = {}
     plain, dotted = ([word for word in written if ("." in word) == has] for has in (False, True))
     for words in [*(plain[n : n + 40] for n in range(0, len(plain), 40)), *([word] for word in dotted)]:  # 50 are told
@@ -200,9 +201,9 @@ def test_a_gpu_that_is_not_there_is_told_by_index():
 
 def test_a_folder_of_checkpoints_without_best_and_last(tmp_path):
     """The note lists the checkpoints that are there."""
-    from deeplightning.config.fault import CheckpointError
+    from deeplightning.faults import CheckpointError
+    from deeplightning.run.finished import checkpoint_of
     from deeplightning.runfolder import RunFolder
-    from deeplightning.trained import checkpoint_of
 
     for name in ("epoch=1.ckpt", "epoch=2.ckpt"):
         (tmp_path / name).touch()
@@ -217,8 +218,8 @@ def test_a_full_disk_is_told_with_its_numbers(tmp_path, monkeypatch):
 
     import torch
 
-    from deeplightning.config.fault import SetupError
     from deeplightning.engine import checkpoint_io
+    from deeplightning.faults import SetupError
 
     def full(content, file):
         file.write(b"x" * 1000)
@@ -247,21 +248,21 @@ def test_a_lost_process_names_what_is_left(tmp_path):
     """The note of a killed process has the newest complete checkpoint and how to go on from it."""
     import zipfile
 
-    from deeplightning.engine import ranks
+    from deeplightning.process import supervisor
     from deeplightning.runfolder import RunFolder
 
     run = RunFolder(tmp_path)
-    assert ranks.kept_of(ranks.newest_of(run)) == "; there is no checkpoint yet"
+    assert supervisor.kept_of(supervisor.newest_of(run)) == "; there is no checkpoint yet"
     with zipfile.ZipFile(run.last, "w") as archive:
         archive.writestr("a", "b")
-    assert ranks.kept_of(ranks.newest_of(run)) == (
+    assert supervisor.kept_of(supervisor.newest_of(run)) == (
         f"; the last checkpoint is {run.last}, and train.resume_ckpt=auto resumes from it"
     )
 
 
 def test_one_is_not_told_as_many():
     """`1 epoch`, `2 epochs`."""
-    from deeplightning.config.fault import count
+    from deeplightning.faults import count
 
     assert [count(n, "epoch") for n in (0, 1, 2, 1000)] == ["0 epochs", "1 epoch", "2 epochs", "1,000 epochs"]
 

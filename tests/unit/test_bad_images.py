@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from deeplightning.configure import init_module, load_config
+from deeplightning.checks.examine import load_config
 from deeplightning.data.errors import DataConfigError, DataError
 from deeplightning.data.image_folder import ImageFolder
+from deeplightning.run.assemble import init_module
 
 CONFIG = """\
 seed: 7
@@ -136,7 +137,7 @@ def sets_of_each_process() -> None:
     """Called in each process of a job: a file breaks for the second process alone, and each notes its sets."""
     import os
 
-    from deeplightning.run import launch
+    from deeplightning.run.stages import launch
 
     path, folder = sys.argv[1:]
     rank = os.environ["LOCAL_RANK"]

@@ -1,4 +1,4 @@
-"""All that is wrong with a config is told at once, each fault with its place: `deeplightning.config.check`."""
+"""All that is wrong with a config is told at once, each fault with its place: `deeplightning.checks.sections`."""
 
 import json
 import subprocess
@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from deeplightning.config import strategy
-from deeplightning.config.check import load
-from deeplightning.configure import examine
+from deeplightning.checks import strategy
+from deeplightning.checks.examine import examine
+from deeplightning.checks.sections import load
 
 GOOD = """\
 data:
@@ -680,7 +680,7 @@ def test_check_imports_nothing_heavy_and_nothing_that_is_named():
     )  # fmt: skip
     assert done.returncode == 0
     loaded = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
-    assert "deeplightning.config.check" in loaded
+    assert "deeplightning.checks.sections" in loaded
     packages = {name.partition(".")[0] for name in loaded}
     heavy = {"torch", "pytorch_lightning", "lightning_fabric", "mlflow", "torchvision", "torchmetrics", "numpy"}
     assert packages & (heavy | {"sklearn", "matplotlib", "onnx", "onnxruntime", "PIL", "pandas"}) == set()

@@ -9,8 +9,8 @@ import zipfile
 import pytest
 import torch
 
-from deeplightning.config.fault import CheckpointError, SetupError
 from deeplightning.engine.checkpoint_io import SafeCheckpointIO, load_weights, read_checkpoint
+from deeplightning.faults import CheckpointError, SetupError
 
 
 class RunsACommand:

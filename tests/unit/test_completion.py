@@ -1,4 +1,4 @@
-"""What TAB offers behind `deeplightning VERB`: `deeplightning.completion`, in the shells' own words."""
+"""What TAB offers behind `deeplightning VERB`: `deeplightning.cli.completion`, in the shells' own words."""
 
 import os
 import pty

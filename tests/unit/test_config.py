@@ -13,11 +13,11 @@ from typing import get_args, get_type_hints
 
 import pytest
 
+from deeplightning.checks.sections import load
 from deeplightning.config import schema
-from deeplightning.config.check import load
-from deeplightning.config.fault import ConfigError
 from deeplightning.config.source import read
 from deeplightning.config.tree import dump, plain
+from deeplightning.faults import ConfigError
 
 # The least that is a config; the targets are a function, so that nothing heavy is imported.
 SMALL = """
@@ -545,7 +545,7 @@ logger:
 
 def test_the_seed_configuration_is_right_as_it_stands():
     """Not a word of it needs changing to be accepted; on a machine without GPUs it settles with a notice."""
-    from deeplightning.configure import load_config
+    from deeplightning.checks.examine import load_config
 
     cfg = load(write(SEED))
     assert (cfg.engine.gpus, cfg.engine.backend, cfg.model.loss.params) == ([0, 1], "deepspeed_stage_3", {})

@@ -1,4 +1,4 @@
-"""Who set each value of a config, and what it replaced: `deeplightning.config.explain`."""
+"""Who set each value of a config, and what it replaced: `deeplightning.checks.explain`."""
 
 import os
 import re
@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import yaml
 
-from deeplightning.config.explain import explain, line, origin
-from deeplightning.config.fault import ConfigError
+from deeplightning.checks.examine import examine
+from deeplightning.checks.explain import explain, line, origin
 from deeplightning.config.source import read
 from deeplightning.config.tree import dump, leaves, plain
-from deeplightning.configure import examine
+from deeplightning.faults import ConfigError
 
 LAYERS = {
     "ground.yaml": """\
@@ -261,7 +261,7 @@ def test_every_value_is_one_line_of_yaml(text):
 
 def test_colours_are_for_terminals(layered, tmp_path):
     """On a terminal the text is coloured, elsewhere it is plain."""
-    from deeplightning.config.explain import show
+    from deeplightning.checks.explain import show
 
     leader, follower = os.openpty()
     child = os.fork()

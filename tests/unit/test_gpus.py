@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.distributed
 
+from deeplightning.checks.examine import examine, load_config
 from deeplightning.cli import _report
-from deeplightning.config.fault import ConfigError, SetupError
-from deeplightning.configure import examine, load_config
 from deeplightning.engine import devices, gpus
 from deeplightning.engine.devices import Gpu, Holder, Machine
 from deeplightning.engine.plan import trainer_arguments
+from deeplightning.faults import ConfigError, SetupError
 
 GIB, MIB = 2**30, 2**20
 ONE = Gpu("GPU-11", "NVIDIA A100", 80 * GIB, 79 * GIB)

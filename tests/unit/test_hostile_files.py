@@ -24,11 +24,11 @@ import torch
 from onnx import helper
 from served import ROOT, colour_run
 
-from deeplightning import trust
-from deeplightning.config.fault import CheckpointError
+from deeplightning.checks import trust
+from deeplightning.cli.runs import sync
 from deeplightning.engine.checkpoint_io import load_weights, read_checkpoint
+from deeplightning.faults import CheckpointError
 from deeplightning.runfolder import RunFolder, golden_digest, seal
-from deeplightning.runs import sync
 from deeplightning.tracking import MLflowLogger, sqlite
 from deeplightning.tracking.journal import folder_of
 from deeplightning.tracking.sqlite import open_directly

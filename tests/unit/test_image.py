@@ -473,4 +473,8 @@ def test_import_is_light():
     code = "import sys, deeplightning.image; print(*sys.modules)"
     modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     assert not {"torch", "pytorch_lightning", "mlflow", "sklearn"} & set(modules)
-    assert {m for m in modules if m.startswith("deeplightning")} == {"deeplightning", "deeplightning.image"}
+    assert {m for m in modules if m.startswith("deeplightning")} == {
+        "deeplightning",
+        "deeplightning.image",
+        "deeplightning.version",
+    }

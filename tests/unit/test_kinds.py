@@ -7,10 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from deeplightning.config import strategy
-from deeplightning.config.fault import ConfigError
-from deeplightning.configure import examine, init_module, load_config
-from deeplightning.engine.pair import UNTRIED, Event, Pair, compare
+from deeplightning.checks import strategy
+from deeplightning.checks.examine import examine, load_config
+from deeplightning.dry_run.pair import UNTRIED, Event, Pair, compare
+from deeplightning.faults import ConfigError
+from deeplightning.run.assemble import init_module
 
 CONFIG = """\
 seed: 7

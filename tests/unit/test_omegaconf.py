@@ -15,12 +15,12 @@ from omegaconf import OmegaConf
 from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from test_config import SMALL
 
+from deeplightning.checks.sections import load
 from deeplightning.config import schema
-from deeplightning.config.check import load
-from deeplightning.config.fault import ConfigError
 from deeplightning.config.source import read
 from deeplightning.config.target import build
 from deeplightning.config.tree import plain
+from deeplightning.faults import ConfigError
 
 # ---- the meaning
 

@@ -4,9 +4,9 @@ import socket
 
 import pytest
 
-from deeplightning.config.fault import SetupError
-from deeplightning.engine.place import doubt, own_rank, place, port_of
-from deeplightning.engine.ranks import meeting_place
+from deeplightning.faults import SetupError
+from deeplightning.process.identity import doubt, own_rank, place, port_of
+from deeplightning.process.supervisor import meeting_place
 
 
 def numbers(of):

@@ -11,9 +11,9 @@ import pytest
 from click.testing import CliRunner
 
 from deeplightning.callbacks.console import to_terminal
+from deeplightning.checks.examine import examine, load_config
+from deeplightning.checks.explain import explain
 from deeplightning.cli import cli
-from deeplightning.config.explain import explain
-from deeplightning.configure import examine, load_config
 
 ROOT = Path(__file__).parents[2]
 ENGINES = ["ddp", "fsdp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"]

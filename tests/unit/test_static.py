@@ -1,4 +1,4 @@
-"""What a dotted name means and takes is read from source text alone: `deeplightning.config.static`."""
+"""What a dotted name means and takes is read from source text alone: `deeplightning.static`."""
 
 import contextlib
 import importlib
@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 
-from deeplightning.config.signature import UNKNOWN, Built, ListOf, Undecided, misfits, of_object
-from deeplightning.config.static import look_up
+from deeplightning.checks.values import misfits
 from deeplightning.config.target import find
+from deeplightning.static import look_up
+from deeplightning.static.signature import UNKNOWN, Built, ListOf, Undecided, of_object
 
 ROOT = Path(__file__).parents[2]
 
@@ -67,7 +68,7 @@ def test_nothing_of_a_target_is_imported():
     """Hundreds of milliseconds and all side effects stay away: not even the parent packages are loaded."""
     program = """
 import sys
-from deeplightning.config.static import look_up
+from deeplightning.static import look_up
 for name in sys.argv[1:]:
     found = look_up(name)
     found.bases(), found.signature(), found.documentation("x"), found.logged_names()

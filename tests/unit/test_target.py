@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 
-from deeplightning.config.compare import Meanings, judge
-from deeplightning.config.fault import ConfigError, nearest
+from deeplightning.checks.compare import Meanings, judge
 from deeplightning.config.schema import Target
 from deeplightning.config.target import build, find, is_reference, is_target
+from deeplightning.faults import ConfigError, nearest
 
 OWN = """
 import dataclasses

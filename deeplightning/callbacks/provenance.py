@@ -1,0 +1,177 @@
+"""What a run keeps so that it can be made again: the code that it was made by, the digest of its data, its metrics.
+
+All of it on rank 0, beside the run: nothing here can make it fail, and what takes long, hashing the data, happens in a
+thread of low priority while the network learns.
+"""
+
+import json
+import logging
+import os
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+from deeplightning.checks.trust import note_own
+from deeplightning.config.schema import Config
+from deeplightning.config.secret_scan import BLOT
+from deeplightning.config.secrets import redact
+from deeplightning.runfolder import RunFolder, permissions_of, write_whole
+from deeplightning.tracking.code import Code, collect, versions_of, without_secrets
+from deeplightning.tracking.datafiles import describe_arrays, describe_files, paths_of
+from deeplightning.tracking.program import changed_files, describe_program
+from deeplightning.tracking.series import MAX_POINTS, read_series, to_text
+from deeplightning.tracking.store import locate
+
+log = logging.getLogger("deeplightning")
+
+PATIENCE = 10.0
+"""Seconds that the end of a run waits for the digest of its data."""
+
+
+class Origin:
+    """Keeps what a run comes from.
+
+    Args:
+        cfg: the settled config.
+        folder: the run's.
+    """
+
+    def __init__(self, cfg: Config, folder: RunFolder):
+        self.cfg, self.folder = cfg, folder
+        values = cfg.secrets.values if cfg.secrets else {}
+        self._values = {value: instead for value, instead in values.items() if is_worth_hiding(value)}
+        self._code: Code | None = None
+        self._digesting: threading.Thread | None = None
+        self._program: dict[str, str] = {}
+        self._changed: dict[str, bytes] = {}
+        self._enough = threading.Event()
+        self._stored = b""
+        self._has_ended = False
+
+    def begin(self, data: Any, began_from: Path | None) -> None:
+        """Keeps the code as it is now, and begins to hash the data.
+
+        Args:
+            data: the data module; None: the run has none.
+            began_from: the checkpoint of another run that this one began from.
+        """
+        try:
+            self._code = collect(self._redact)
+            keep_out(self.cfg, self._code)
+            self._keep_code(self._code, is_first=True)
+            for place in self._code.concealed:
+                log.warning(
+                    "code       %s looks like a secret and is not kept: where the run is made again, *** stands there. "
+                    "${oc.env:NAME} in the config keeps secrets out of code",
+                    place,
+                )
+            if self._code.left_out:
+                some = ", ".join(f"{path} ({why})" for path, why in list(self._code.left_out.items())[:3])
+                log.warning("code       not all of it is kept: %s", some)
+            paths = self._data_files(data, began_from)
+            self._digesting = threading.Thread(target=self._digest, args=(data, paths), name="digests", daemon=True)
+            self._digesting.start()
+        except Exception as error:
+            log.warning("code       what the run is made of cannot be kept: %s", error)
+
+    def end(self, was_interrupted: bool) -> None:
+        """Keeps what is known only now: modules that were imported late, the digest of the data, the metrics.
+
+        Args:
+            was_interrupted: somebody waits for the process to end.
+        """
+        if self._has_ended:
+            return
+        self._has_ended = True
+        with permissions_of(self.folder.path):
+            self._end(was_interrupted)
+
+    def _end(self, was_interrupted: bool) -> None:
+        try:
+            if self._digesting is not None:
+                self._digesting.join(0 if was_interrupted else PATIENCE)
+                self._enough.set()
+                self._digesting.join()
+            if self._code is not None:
+                code = collect(self._redact, self._code)
+                code.packages = versions_of(code.imported)
+                code.program |= self._program
+                code.changed = self._changed
+                self._keep_code(code)
+            self._keep_metrics()
+        except Exception as error:
+            log.warning("code       what the run is made of cannot be kept: %s", error)
+
+    def _redact(self, text: str) -> str:
+        """Without the values of the environment, but for those that are too short to be a secret and would be found all
+        over some code. Only plain ones are put back when the run is made again."""
+        return redact(text, self._values, BLOT)
+
+    def _keep_code(self, code: Code, is_first: bool = False) -> None:
+        packed, path = code.pack(self._redact), self.folder.code
+        if packed == self._stored:
+            return
+        if is_first and path.exists():  # a run that goes on
+            if path.read_bytes() == packed:
+                return
+            shutil.copyfile(path, self.folder.former(path))
+        beside = path.with_name(f".{path.name}.{os.getpid()}")
+        beside.write_bytes(packed)
+        beside.replace(path)
+        note_own(path)
+        self._stored = packed
+
+    def _data_files(self, data: Any, began_from: Path | None) -> list[Path]:
+        """The files and folders whose digest is kept; weights that the run began with are data too."""
+        cfg = self.cfg
+        paths = paths_of(data, cfg.data.root, cfg.data.module.params)
+        for name in (began_from, cfg.model.init_from):
+            if name is not None and Path(name).is_file():
+                paths.append(Path(name).absolute())
+        return paths
+
+    def _digest(self, data: Any, paths: list[Path]) -> None:
+        try:
+            if hasattr(os, "setpriority"):  # of this thread alone, on Linux
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)  # at 19 it may starve
+            self._program = describe_program()
+            self._changed = {
+                name: without_secrets(text, self._redact, name)[0] for name, text in changed_files().items()
+            }
+            of_a_package = type(data).__module__.startswith("deeplightning.data.") or data is None
+            arrays = describe_arrays(data) if not paths and not of_a_package else {}
+            if not paths and not arrays:
+                return
+            store = locate(self.cfg.logger.params.get("tracking_uri")).artifact_root
+            without = [self.folder.path, *([store] if store is not None else [])]
+            found = describe_files(paths, self.cfg.data.root, without=without, stop=self._enough.is_set)
+            found["arrays"] = arrays
+            write_whole(self.folder.data, json.dumps(found, indent=1))
+        except Exception as error:
+            log.warning("data       no digest of them is kept: %s", error)
+
+    def _keep_metrics(self) -> None:
+        """Where the store is on this machine, so that a copied folder tells all; else the store is asked."""
+        store = locate(self.cfg.logger.params.get("tracking_uri"))
+        if store.database is None or self.folder.path.name != "artifacts":
+            return
+        found = read_series(store, self.folder.path.parent.name)
+        if found is not None and sum(map(len, found.values())) <= MAX_POINTS:
+            write_whole(self.folder.series, to_text(found))
+
+
+def keep_out(cfg: Config, code: Code | None = None) -> None:
+    """Has messages show none of the secrets that are written in the code of this process.
+
+    Args:
+        code: this code; None: it is read.
+    """
+    if cfg.secrets:
+        code = collect() if code is None else code
+        cfg.secrets.values = dict.fromkeys(code.secrets, BLOT) | cfg.secrets.values
+
+
+def is_worth_hiding(value: str) -> bool:
+    """Whether a value of the environment may be a secret: not a short word, and not a small number."""
+    return len(value) >= (6 if value.isdecimal() else 4)

@@ -1,0 +1,275 @@
+"""A target of a config against what it names: is it there, of the right kind, and does it take these params?
+
+The answer comes from the source, which costs milliseconds and executes nothing (`static`), or from the imported object.
+What the source cannot tell is said to be undecided, never guessed.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+from deeplightning import own_code
+from deeplightning.checks.values import misfits
+from deeplightning.config import other_tools
+from deeplightning.config.kinds import KINDS, misfit, no_part
+from deeplightning.config.target import find, path_of
+from deeplightning.faults import Fault, nearest
+from deeplightning.static.signature import Instance, Signature, Undecided, of_object, positional
+
+if TYPE_CHECKING:
+    from deeplightning.static import Definition
+
+
+@dataclass
+class Verdict:
+    """What is wrong with a target, and what was not decided: keys with the reason, and the option that settles it."""
+
+    faults: list[Fault] = field(default_factory=list)
+    undecided: dict[str, tuple[str, str]] = field(default_factory=dict)
+
+    def __iadd__(self, other: "Verdict") -> "Verdict":
+        self.faults += other.faults
+        self.undecided |= other.undecided
+        return self
+
+
+class Imported:
+    """What a name means, told by the live object: the counterpart of `static.Definition`.
+
+    Raises:
+        ValueError: in words, when there is no such thing or its module cannot be imported.
+    """
+
+    def __init__(self, name: str):
+        self.name, self.thing = name, find(name)
+        self.kind = "class" if isinstance(self.thing, type) else "function" if callable(self.thing) else "value"
+
+    @property
+    def path(self) -> str:
+        """Where it is defined; where that is unknown, the name."""
+        return path_of(self.thing) or self.name
+
+    def makes(self) -> list[Instance]:
+        """What calling it gives; of a function its source tells, if anything does.
+
+        Raises:
+            Undecided: that cannot be told without calling it.
+        """
+        if self.kind == "class":
+            return [
+                Instance(
+                    tuple(path_of(c) or "" for c in self.thing.__mro__), True, lambda: positional(self.thing, "forward")
+                )
+            ]
+        try:
+            from deeplightning import static
+
+            return static.look_up(self.name).makes()
+        except ValueError:
+            raise Undecided("it does not tell what it returns") from None
+
+    def constant(self, name: str) -> Any:
+        """An attribute of a class; None where it has none."""
+        return getattr(self.thing, name, None) if self.kind == "class" else None
+
+    def signature(self) -> Signature:
+        """Its parameters. Those that `**kwargs` hand on are known from the source alone.
+
+        Raises:
+            Undecided: it has none (a function written in C).
+        """
+        live = of_object(self.thing)
+        if live.rest is not None:
+            from deeplightning import static
+
+            try:
+                read = static.look_up(self.name).signature()
+            except (ValueError, Undecided):
+                return live
+            return read if read.rest is None else live
+        return live
+
+
+class Meanings:
+    """What names mean, each found out once.
+
+    Args:
+        importing: import what is named, which leaves nothing undecided but what C functions hide.
+    """
+
+    def __init__(self, importing: bool = False):
+        self.importing = importing
+        self._found: dict[str, Any] = {}
+        self._names: Any = None
+
+    def of(self, name: str) -> "Imported | Definition":
+        """What a name means.
+
+        Raises:
+            ValueError: in words, when there is no such thing.
+            Undecided: only importing can tell.
+        """
+        return self._once(name, lambda: Imported(name) if self.importing else self._read(name))
+
+    def _read(self, name: str) -> "Definition":
+        from deeplightning import static
+
+        self._names = self._names or static.Names()
+        return static.look_up(name, self._names)
+
+    def makes(self, name: str) -> list[Instance]:
+        """What calling it gives.
+
+        Raises:
+            ValueError, Undecided: as `of`.
+        """
+        return self._once(f"{name} makes", lambda: self.of(name).makes())
+
+    def signature(self, name: str) -> Signature:
+        """What it takes.
+
+        Raises:
+            ValueError, Undecided: as `of`.
+        """
+        return self._once(f"{name} signature", lambda: self.of(name).signature())
+
+    def _once(self, key: str, ask: Callable[[], Any]) -> Any:
+        if key not in self._found:
+            try:
+                self._found[key] = ask()
+            except (ValueError, Undecided) as error:
+                words = (own_code.shown(arg) if isinstance(arg, str) else arg for arg in error.args)
+                self._found[key] = type(error)(*words)  # without the frames that it came through
+        found = self._found[key]
+        if isinstance(found, Exception):
+            raise found.with_traceback(None)
+        return found
+
+
+def judge(
+    meanings: Meanings,
+    name: str,
+    params: Mapping[str, Any],
+    key: str,
+    *,
+    role: str | None = None,
+    given: int = 0,
+    hidden: Mapping[str, str] | None = None,
+    called_with: int | None = None,
+) -> Verdict:
+    """What is wrong with the target at `key`.
+
+    Args:
+        role: what it is for, one of `KINDS`; None: anything.
+        given: how many positional arguments it gets from us.
+        hidden: how params were written that hold what must not be shown.
+        called_with: how many arguments the task calls a loss with; None: it does not say.
+    """
+    try:
+        if refusal := no_part(name, role):
+            return Verdict([Fault(refusal, f"{key}.type", found=name)])
+        found = meanings.of(name)
+    except ValueError as error:
+        known = other_tools.class_of(role, name)
+        meant = f" Did you mean {known}?" if known else ""
+        code = getattr(error, "exit_code", 2)
+        return Verdict([Fault(f"{error}{meant}", f"{key}.type", found=name, exit_code=code)])
+    except Undecided as why:
+        return Verdict(undecided={f"{key}.type": (f"{name}: {why}", "--import")})
+    if found.kind not in ("class", "function"):
+        what = type(found.thing).__name__ if isinstance(found, Imported) else f"a {found.kind}"
+        message = f"`{name}` is {what}, not a class or function"
+        return Verdict([Fault(message, f"{key}.type", found=name)])
+    if refusal := no_part(found.path, role):
+        return Verdict([Fault(refusal, f"{key}.type", found=name)])
+    verdict = _kind(meanings, name, key, role, called_with) if role in KINDS else Verdict()
+    call = _call(meanings, name, params, key, given, hidden or {})
+    if found.kind == "function" and role in KINDS and not params and call.faults:  # the commonest: a loss as a function
+        once = f"; a function is called once, to make {KINDS[role].words}"
+        return Verdict([replace(f, message=f.message + once) for f in call.faults])
+    if not verdict.faults:
+        verdict += call
+    return verdict
+
+
+def _kind(meanings: Meanings, name: str, key: str, role: str, called_with: int | None) -> Verdict:
+    """Whether what a class or function makes is of the kind that its role needs."""
+    words = KINDS[role].words
+    try:
+        made, is_class = meanings.makes(name), meanings.of(name).kind == "class"
+    except Undecided as why:
+        return Verdict(undecided={f"{key}.type": (f"{name}: whether it returns {words}: {why}", "--dry-run")})
+    said = [_misfit(each, role, called_with) for each in made]
+    if None in said or (any(said) and not all(said)):
+        settled_by = "--import" if is_class else "--dry-run"
+        return Verdict(undecided={f"{key}.type": (f"{name}: whether it is {words}", settled_by)})
+    if not any(said):
+        return Verdict()
+    returned = made[0].paths[0].removeprefix("builtins.")
+    returned = "nothing" if returned == "NoneType" else f"`{returned.rpartition('.')[2]}`"
+    fault = f"{name} {said[0]}" if is_class else f"{name} returns {returned}, which {said[0]}"
+    return Verdict([Fault(fault, f"{key}.type", found=name, allowed=words)])
+
+
+def _misfit(made: Instance, role: str, called_with: int | None) -> str | None:
+    """As `kinds.misfit`; a loss must take as many arguments as the task calls it with."""
+    said = misfit(made.paths, made.complete, role)
+    if said != "" or role != "model.loss" or called_with is None or (takes := made.forward()) is None:
+        return said
+    if takes[0] <= called_with <= takes[1]:
+        return ""
+    count = takes[0] if takes[0] > called_with else takes[1]
+    arguments = "argument" if count == 1 else "arguments"
+    return (
+        f"is not {KINDS[role].words}: its forward takes {count} {arguments}, and the task calls it with {called_with}"
+    )
+
+
+def _call(
+    meanings: Meanings, name: str, params: Mapping[str, Any], key: str, given: int, hidden: Mapping[str, str]
+) -> Verdict:
+    """Whether it takes these params beside the arguments that we give."""
+    try:
+        signature = meanings.signature(name)
+    except Undecided as why:
+        return Verdict(undecided={f"{key}.params": (f"{name}: {why}", "--import")} if params else {})
+    verdict, meant = Verdict(), ""
+    taken = {p.name for p in [p for p in signature.parameters if p.position][:given]}
+    free = {p.name: p for p in signature.parameters if p.keyword and p.name not in taken}
+    for param, value in params.items():
+        here = f"{key}.params.{param}"
+        if param in free:
+            for at, wrong, allowed, hint in misfits(value, free[param]):
+                shown = _show(wrong)
+                if param in hidden:
+                    shown = f"the text that {hidden[param]} gives"
+                    if "number" in allowed:
+                        shown += f"; write `${{oc.decode:{hidden[param]}}}`"
+                message = f"{name} takes {allowed} here, not {shown}" + (hint and f".{hint}")
+                verdict.faults.append(Fault(message, here + at, found=shown, allowed=allowed))
+        elif param in taken:
+            verdict.faults.append(Fault(f"{name} gets `{param}` from us; remove it", here, found=param))
+        elif signature.rest is None:
+            known = ", ".join(free) or "none"
+            known_as = other_tools.ours(here)
+            same = next((p for p in free if known_as and known_as.split()[0] == f"{key}.params.{p}"), None)
+            elsewhere = "" if known_as and known_as.startswith(here) else other_tools.hint(known_as)
+            hint = f" Did you mean {same}?" if same else nearest(param, free) or elsewhere
+            meant += hint
+            message = f"{name} has no param `{param}`.{hint} It takes: {known}"
+            verdict.faults.append(Fault(message, here, found=param, allowed=known))
+        else:
+            verdict.undecided[here] = f"{name}: {signature.rest}", "--dry-run"
+    absent = [p.name for p in free.values() if p.required and p.name not in params]
+    missing = [param for param in absent if f"mean {param}?" not in meant]  # a misspelt one is told once
+    if missing:
+        verdict.faults.append(Fault(f"{name} needs {', '.join(missing)}", f"{key}.params", allowed=", ".join(missing)))
+    return verdict
+
+
+def _show(value: Any) -> str:
+    if isinstance(value, str):
+        return f"the text {value[:60]!r}" + ("…" if len(value) > 60 else "")
+    if isinstance(value, Mapping):
+        return "a mapping"
+    return str(value).lower() if isinstance(value, bool) else repr(value)[:80]

@@ -1,0 +1,131 @@
+"""The one door to a config: it is read, judged and settled in this order, once, and comes out as it would run."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import secrets
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from deeplightning.checks import sections
+from deeplightning.checks.combinations import conflicts, hints
+from deeplightning.checks.report import Report
+from deeplightning.checks.space import misfits, space_of
+from deeplightning.config.schema import Config, backend_of
+from deeplightning.engine.plan import occupied, settle
+from deeplightning.faults import Notice, place_of
+from deeplightning.private.lazy_imports import import_lazily
+from deeplightning.process.identity import own_rank
+
+DECIDED = "DEEPLIGHTNING_DECIDED"
+"""The environment variable in which rank 0 tells the processes that Lightning starts what it has decided, as JSON."""
+
+
+def decided(what: str, decide: Callable[[], Any]) -> Any:
+    """What one process must decide for all, a plain value: rank 0 does, and the processes that it starts take that.
+
+    Processes that somebody else starts (torchrun, Slurm) decide each for themselves; a run whose processes disagree
+    does not begin (see `deeplightning.callbacks.record.Record`).
+    """
+    known = json.loads(os.environ.get(DECIDED, "{}"))
+    if own_rank() == 0 or what not in known:
+        known[what] = decide()
+        os.environ[DECIDED] = json.dumps(known)
+    return known[what]
+
+
+def examine(
+    path: str | Path, overrides: list[str] | None = None, *, importing: bool = False, beside: bool = True
+) -> Report:
+    """All that is wrong with a config here, and the config as it would run.
+
+    Args:
+        importing: import what the config names, which decides what its source cannot.
+        beside: let names come from the config's folder too.
+    """
+    if importing:
+        import_lazily()
+    report = sections.examine(path, overrides, importing=importing, beside=beside)
+    cfg = report.config
+    if cfg is None or None in (cfg.engine, cfg.data, cfg.model, cfg.train, cfg.logger):
+        return report  # a section is no mapping: there is nothing to settle
+    asked = replace(cfg.engine, backend=backend_of(cfg.engine))
+    settled, lacking = settle(cfg)
+    cfg.notices = [*(cfg.notices or []), *settled, *clear_secrets(cfg), *unjudged(cfg)]
+    report.hints += hints(cfg, asked)
+    wrong = {key for fault in report.faults for key in (fault.key or "", f"{fault.key}.type")}
+    broken = list(conflicts(cfg, asked, report.places, skip=wrong.__contains__))
+    lacking = [fault for fault in lacking if fault.key not in wrong]
+    report.add(*lacking, *(fault for rule, fault in broken if not rule.at_start))
+    report.at_start += [fault for rule, fault in broken if rule.at_start]
+    if not lacking:
+        places = report.places
+        report.at_start += [replace(f, place=place_of(str(f.key), places)) for f in occupied(cfg.engine)]
+    if cfg.seed is None:
+        cfg.seed = decided("seed", lambda: secrets.randbelow(2**31))
+        cfg.notices.append(Notice(f"seed: null → {cfg.seed} (drawn)", unasked=False, key="seed"))
+    if cfg.tune is not None and not any(str(fault.key).startswith("tune.") for fault in report.faults):
+        given = [*(overrides or []), "tune=null"]
+        found = space_of(cfg.tune.space)
+        report.add(
+            *misfits(found, lambda more: examine(path, given + more, importing=importing, beside=beside), report)
+        )
+    return report
+
+
+def load_config(path: str | Path, overrides: list[str] | None = None, *, beside: bool = True) -> Config:
+    """The config of a file with its overrides, checked and settled: what runs is what it says.
+
+    Args:
+        beside: let names come from the config's folder too; not from a run folder, which holds no code to be imported.
+
+    Raises:
+        ConfigError: with every fault, each with its place.
+        SetupError: the machine lacks what the engine needs.
+        CheckpointError: a stage needs weights, and none are named.
+    """
+    report = examine(path, overrides, importing=True, beside=beside)
+    report.add(*report.at_start)
+    cfg = report.checked()
+    if cfg.secrets:
+        cfg.secrets.to_environment()
+    return cfg
+
+
+def clear_secrets(cfg: Config) -> list[Notice]:
+    """A warning for each secret that is written in clear."""
+    literals = cfg.secrets.literals if cfg.secrets else {}
+    return [
+        Notice(
+            f"{'.'.join(map(str, path))}: a secret in clear. The run keeps ${{oc.env:{name}}} in its place; write that "
+            f"into the config, and set the environment variable {name}",
+            key=".".join(map(str, path)),
+        )
+        for name, (path, _) in literals.items()
+    ]
+
+
+def unjudged(cfg: Config) -> list[Notice]:
+    """A warning where checkpoints inside an epoch are saved at other moments than validations."""
+    kept, often = cfg.train.checkpoint, cfg.train.val_every_n_epoch
+    share, monitor = kept.every_n_epochs, kept.monitor
+    if "train" not in cfg.stages or monitor is None or share is None or not 0 < share < 1:
+        return []
+    of_training, of_epoch = monitor.startswith("train_"), monitor.endswith("_epoch")
+    if of_training and not of_epoch:
+        return []
+    validations = share / often if 0 < often < 1 else 0  # from one checkpoint to the next
+    if validations > 0.5 and math.isclose(validations, round(validations)):
+        return []
+    remedy = f"train.val_every_n_epoch={share:g}{' and a metric of the validation' if of_training else ''}"
+    key = "train.checkpoint.every_n_epochs"
+    text = (
+        f"{key} is {share:g} and train.val_every_n_epoch is {often!s:.20}: nothing is validated when a checkpoint "
+        "inside an epoch is saved, so it becomes last.ckpt, and is none of the best by "
+        f"{monitor}. To judge it too: {remedy}"
+    )
+    return [Notice(text, key=key)]

@@ -1,0 +1,315 @@
+"""Where each value of a config comes from: who set it, what it replaced, what it may be and what it means."""
+
+import re
+import sys
+import typing
+from collections.abc import Iterator
+from dataclasses import MISSING, Field, is_dataclass
+from typing import Any
+
+from deeplightning.checks import strategy
+from deeplightning.checks.compare import Meanings
+from deeplightning.checks.report import Report
+from deeplightning.checks.sections import describe
+from deeplightning.config import schema
+from deeplightning.config.schema import Config
+from deeplightning.config.tree import Entry, KeyPath, kind, line
+from deeplightning.faults import ConfigError, Fault, nearest, printable
+from deeplightning.static.signature import UNKNOWN, Parameter, Undecided
+
+COLUMN = 56  # where the places stand beside the values, unless a line is longer
+
+
+def explain(report: Report, key: str = "") -> str:
+    """The config with the place that set each value beside it; or of one key all that there is to know.
+
+    The whole is YAML that loads again to the same config.
+
+    Raises:
+        ConfigError: there is no such key.
+    """
+    assert report.config is not None
+    shown = report.config.public()
+    if not key:
+        return "".join(f"{row}\n" for row in _lines(report, shown, ()))
+    path = _path(key, shown)
+    value = _at(shown, path)
+    if isinstance(value, dict | list) and value:
+        return "".join(f"{row}\n" for row in _lines(report, value, path))
+    return "".join(f"{row}\n" for row in _about(report, path, value))
+
+
+def show(text: str) -> None:
+    """Prints YAML, in colour on a terminal."""
+    if sys.stdout.isatty():
+        from rich.console import Console
+        from rich.syntax import Syntax
+
+        Console().print(Syntax(text, "yaml", background_color="default"))
+    else:
+        print(text, end="", flush=True)
+
+
+# ---- the whole
+
+
+def _lines(report: Report, value: Any, path: KeyPath, indent: str = "", before: str = "") -> Iterator[str]:
+    """YAML, a leaf a line, with the place that set each behind it."""
+    if isinstance(value, dict) and value:
+        for name, item in value.items():
+            here, word = (*path, name), line(name)
+            if isinstance(item, dict | list) and item:
+                yield f"{before or indent}{word}:"
+                yield from _lines(report, item, here, indent + "  ")
+            else:
+                yield _beside(f"{before or indent}{word}: {line(item)}", origin(report, here) + _spread(here, item))
+            before = ""
+    elif isinstance(value, list) and value:
+        for number, item in enumerate(value):
+            here = (*path, number)
+            if isinstance(item, dict | list) and item:
+                yield from _lines(report, item, here, indent + "  ", f"{before or indent}- ")
+            else:
+                yield _beside(f"{before or indent}- {line(item)}", origin(report, here))
+            before = ""
+    else:
+        yield _beside(indent + line(value), origin(report, path))
+
+
+def _beside(text: str, place: str) -> str:
+    return f"{text.ljust(COLUMN)}  # {printable(place)}"
+
+
+def _spread(path: KeyPath, value: Any) -> str:
+    """What the engine's word means, behind the place that set it."""
+    means = strategy.meaning(value) if path == ("engine", "backend") else None
+    return f"; {means}" if means else ""
+
+
+def origin(report: Report, path: KeyPath) -> str:
+    """Who set the value at a path, in a few words."""
+    changed = _changed(report, path)
+    if changed is not None:
+        return changed
+    entry = _entry(report, path)
+    if entry is None:
+        removed = next((e for e in _history(report, path) if _is_removal(e)), None)
+        return f"default, removed by {removed.place}" if removed else "default"
+    written = _written(report, path)
+    return entry.place + (f", from {written}" if written and not _is_shown(report, path) else "")
+
+
+def _changed(report: Report, path: KeyPath) -> str | None:
+    """What the machine made of a value, if it changed it."""
+    assert report.config is not None
+    key = ".".join(map(str, path))
+    found = [
+        n for n in report.config.notices or [] if n.key is not None and (key == n.key or key.startswith(f"{n.key}."))
+    ]
+    changes = [n for n in found if " → " in n.text] or found  # others say more of what a change led to
+    return changes[-1].text.partition(": ")[2] if changes else None
+
+
+# ---- one key
+
+
+def _about(report: Report, path: KeyPath, value: Any) -> Iterator[str]:
+    field, parameter, owner, words = _known(report, path)
+    yield f"{'.'.join(map(str, path))}: {line(value)}"
+    rows: list[tuple[str, str]] = []
+    if field is not None:
+        hint = typing.get_type_hints(owner)[field.name]
+        rows.append(("type", describe(hint, field.metadata)))
+        example = field.metadata["example"]
+        rows.append(("meaning", field.metadata["doc"] + (f"; for example `{example}`" if example else "")))
+        default = _default(field)
+        rows.append(("default", "none, it must be given" if default is MISSING else line(default)))
+    elif parameter is not None:
+        rows.append(("type", parameter.annotation or "not told"))
+        if words:
+            rows.append(("meaning", words))
+        default = "none, it must be given" if parameter.required else parameter.default
+        rows.append(("default", str(default) if parameter.required or default is UNKNOWN else line(default)))
+        rows.append(("taken by", str(owner)))
+    elif owner:
+        rows.append(("taken by", str(owner)))
+    if path == ("engine", "backend") and value is not None:
+        rows += [("means", str(strategy.meaning(value))), ("strategy", ", ".join(strategy.classes_of(value)))]
+    rows.append(("set by", _setter(report, path)))
+    history = _history(report, path)
+    for entry in history[1:]:
+        rows.append(("instead of", f"{_short(report, entry, path)}  # {entry.place}"))
+    yield from (f"  {word.ljust(10)}  {text}" for word, text in rows)
+
+
+def _setter(report: Report, path: KeyPath) -> str:
+    entry = _entry(report, path)
+    changed = _changed(report, path)
+    written = _written(report, path)
+    removed = next((e for e in _history(report, path)[:1] if _is_removal(e)), None)
+    place = entry.place if entry is not None else f"{removed.place}, which removed it" if removed else "the default"
+    if entry is not None and written:
+        place += f", as {written}"
+        place += "".join(
+            f"; {name} is set by {report.places[name]}"
+            for name in dict.fromkeys(re.findall(r"\$\{\s*([^${}:]+?)\s*\}", written))
+            if name in report.places
+        )
+    return f"{place}; then {changed}" if changed else place
+
+
+def _short(report: Report, entry: Entry, path: KeyPath) -> str:
+    if _is_removal(entry):
+        return "nothing: the key was removed"
+    assert report.source is not None
+    text = kind(entry) if isinstance(entry.value, dict | list) else line(entry.value)
+    return report.source.secrets.redact(text)
+
+
+def _known(report: Report, path: KeyPath) -> tuple[Field | None, Parameter | None, Any, str | None]:
+    """What is known of a key: its field and section, or its parameter and the target that takes it."""
+    cls: Any = Config
+    value: Any = report.config
+    for depth, name in enumerate(path):
+        if is_dataclass(value):
+            cls = type(value)
+            fields = {f.name: f for f in schema.keys(cls)}
+            if depth == len(path) - 1:
+                return fields.get(str(name)), None, cls, None
+            if name == "params" and isinstance(value, schema.Target) and depth < len(path) - 1:
+                return _parameter(value.type, value.params, path[depth + 1 :])
+            if name == "params" and isinstance(value, schema.Engine) and depth < len(path) - 1:
+                return _of_strategy(value, path[depth + 1 :])
+        value = _step(value, name)
+    return None, None, None, None
+
+
+def _of_strategy(engine: schema.Engine, path: KeyPath) -> tuple[None, Parameter | None, str | None, str | None]:
+    """The parameter of the backend's strategy, or of the class that it hands the rest on to."""
+    found = [_parameter(name, engine.params, path) for name in strategy.classes_of(schema.backend_of(engine))]
+    return next((known for known in found if known[1] is not None), (None, None, None, None))
+
+
+def _parameter(name: str, params: Any, path: KeyPath) -> tuple[None, Parameter | None, str | None, str | None]:
+    """The parameter that a path inside the params of a target ends at; targets inside are followed."""
+    value: Any = params
+    for depth, step in enumerate(path):
+        if depth and isinstance(value, dict) and step == "params" and isinstance(value.get("type"), str):
+            return _parameter(value["type"], value.get("params"), path[depth + 1 :])
+        value = _step(value, step)
+    if len(path) != 1:
+        return None, None, None, None
+    try:
+        found: Any = Meanings().of(name)
+        parameter = next((p for p in found.signature().parameters if p.name == path[0]), None)
+    except (ValueError, Undecided):
+        return None, None, name, None
+    return None, parameter, name, found.documentation(path[0]) if parameter else None
+
+
+def _default(field: Field) -> Any:
+    if field.default_factory is not MISSING:
+        return schema.plain(field.default_factory())
+    return field.default
+
+
+# ---- paths
+
+
+def _step(value: Any, name: str | int) -> Any:
+    if is_dataclass(value):
+        return getattr(value, str(name), None)
+    if isinstance(value, dict):
+        return value.get(name)
+    return value[name] if isinstance(value, list) and isinstance(name, int) and name < len(value) else None
+
+
+def _path(key: str, shown: Any) -> KeyPath:
+    """A dotted key as names and list indexes.
+
+    Raises:
+        ConfigError: there is no such key; with the nearest.
+    """
+    path: KeyPath = ()
+    value, rest = shown, key
+    while rest:
+        names = [
+            str(n) for n in (value if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ())
+        ]
+        # A key of a free mapping may hold dots itself: the longest that fits is meant.
+        name = max((n for n in names if rest == n or rest.startswith(f"{n}.")), key=len, default=None)
+        if name is None:
+            above = ".".join(map(str, path))
+            if value is None:
+                raise ConfigError(Fault(f"{above} is null; set it, and `{rest}` counts", key))
+            word = rest.partition(".")[0]
+            where = f"{above} has" if above else "there is"
+            hint = nearest(word, names).replace("mean ", f"mean {above}.", 1) if above else nearest(word, names)
+            known = f" Known here: {', '.join(names)}" if names else ""
+            raise ConfigError(Fault(f"{where} no key `{word}`.{hint}{known}", key, found=word))
+        path = (*path, int(name) if isinstance(value, list) else name)
+        value = value[path[-1]]
+        rest = rest[len(name) + 1 :]
+    return path
+
+
+def _at(value: Any, path: KeyPath) -> Any:
+    for name in path:
+        value = value[name]
+    return value
+
+
+def _entry(report: Report, path: KeyPath) -> Entry | None:
+    """The entry that set the value at a path, if a file or an override did."""
+    assert report.source is not None
+    return _inside(report.source.root, path)
+
+
+def _inside(entry: Entry | None, path: KeyPath) -> Entry | None:
+    for name in path:
+        if entry is None or not isinstance(entry.value, dict | list):
+            return None
+        if isinstance(entry.value, dict):
+            entry = entry.value.get(str(name))
+        else:
+            entry = entry.value[name] if isinstance(name, int) and name < len(entry.value) else None
+    return entry
+
+
+def _history(report: Report, path: KeyPath) -> list[Entry]:
+    """What stood at a path, the newest first: what set it, what that replaced, alone or with a section around it."""
+    assert report.source is not None
+    found: list[Entry] = []
+    seen: set[int] = set()
+
+    def gather(entry: Entry | None, rest: KeyPath) -> None:
+        """Takes what is below first, since the nearest replacement is the newest."""
+        while entry is not None and id(entry) not in seen:
+            if not rest:
+                seen.add(id(entry))
+                found.append(entry)
+            elif isinstance(entry.value, dict):
+                name = str(rest[0])
+                gather(entry.value.get(name) or entry.gone.get(name), rest[1:])
+            elif isinstance(entry.value, list) and isinstance(rest[0], int) and rest[0] < len(entry.value):
+                gather(entry.value[rest[0]], rest[1:])
+            entry = entry.over
+
+    gather(report.source.root, path)
+    return found
+
+
+def _is_removal(entry: Entry) -> bool:
+    return entry.value is None and entry.over is not None and entry.at == "" and entry.written is None
+
+
+def _written(report: Report, path: KeyPath) -> str | None:
+    """The reference that a value was made from, by itself or with a section around it."""
+    texts = (entry.written for n in range(len(path), 0, -1) if (entry := _entry(report, path[:n])) is not None)
+    return next((text for text in texts if text), None)
+
+
+def _is_shown(report: Report, path: KeyPath) -> bool:
+    """Whether the value is shown as it was written, since it came from the environment."""
+    assert report.source is not None
+    return report.source.secrets.text_of(path) is not None

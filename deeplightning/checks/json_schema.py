@@ -1,0 +1,228 @@
+"""The schema of the config becomes a JSON Schema (draft 2020-12), by which YAML editors complete and check.
+
+It judges a file as it is written: before `_base_` files are read and references resolved. So a key of any type may
+hold a reference such as `${data.root}`, and a file that builds on others needs to hold nothing. What it lets pass
+and the loader does not: targets and their params, keys that contradict each other, and `1.0` for a whole number, which
+JSON does not tell from `1`.
+
+Language servers differ in what they know of the draft; only what has the same meaning in draft 7 is used.
+"""
+
+import typing
+from dataclasses import MISSING, Field, is_dataclass
+from typing import Any
+
+from deeplightning.checks.reference import default, options, sections
+from deeplightning.checks.values import SIMPLE
+from deeplightning.config import schema
+from deeplightning.config.tree import parse, plain
+
+Json = dict[str, Any]
+
+REFERENCE = r"\$\{"
+TARGET_NAME = r"^[^\s.]+(\.[^\s.]+)+$|" + REFERENCE
+
+_TYPES = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null", list: "array"}
+_WORDS = {_TYPES[kind]: words for kind, words in SIMPLE.items()} | {"null": "null", "object": "a mapping"}
+
+# Bounds of single keys that are no plain least or largest number; the words for them stand in check.py.
+_PART_OR_WHOLE: Json = {"anyOf": [{"maximum": 1}, {"multipleOf": 1}]}
+_BOUNDS: dict[tuple[type, str], Json] = {
+    (schema.Config, "stages"): {"minItems": 1},
+    (schema.Model, "trainable"): {"minItems": 1},
+    (schema.Engine, "gpus"): {
+        "items": {
+            "type": ["integer", "string"],
+            "pattern": f"^(GPU|MIG)-|{REFERENCE}",
+            "patternErrorMessage": "must be an index, an id (GPU-… or MIG-…), or a reference such as ${a.b}",
+        },
+        "minimum": 0,
+    },
+    (schema.Data, "num_splits"): {"minimum": 2},
+    (schema.Train, "val_every_n_epoch"): {"exclusiveMinimum": 0, **_PART_OR_WHOLE},
+    (schema.Checkpoint, "every_n_epochs"): {"exclusiveMinimum": 0, **_PART_OR_WHOLE},
+    (schema.LimitBatches, "train"): {"exclusiveMinimum": 0, **_PART_OR_WHOLE},
+    (schema.LimitBatches, "val"): _PART_OR_WHOLE,
+    (schema.LimitBatches, "test"): _PART_OR_WHOLE,
+    (schema.Target, "type"): {
+        "pattern": TARGET_NAME,
+        "patternErrorMessage": "must be MODULE.NAME, such as torch.optim.SGD",
+    },
+}
+
+
+def json_schema() -> Json:
+    """The JSON Schema of a config file."""
+    parts = {cls: path for path, cls in sections(schema.Config)} | {schema.Target: ""}
+    definitions = {
+        "reference": {
+            "title": "reference",
+            "description": "${a.b} is the value of another key, ${oc.env:NAME} that of an environment variable",
+            "type": "string",
+            **_reference("one of the words that are known here"),
+        }
+    }
+    for cls, path in parts.items():
+        if cls is not schema.Config:
+            definitions[cls.__name__] = _section(cls, path)
+        definitions[f"{cls.__name__}.whole"] = _whole(cls)
+    config = _section(schema.Config, "") | {"title": "Deep Lightning config", "type": "object"}
+    del config["pattern"], config["patternErrorMessage"]
+    base = {
+        "title": "_base_",
+        "description": "a config file to build on, or several, by paths relative to this file; what stands here is "
+        "laid over them, and a key `~name` removes one of theirs",
+        "type": ["string", "array", "null"],
+        "items": {"type": "string"},
+        "examples": ["base.yaml"],
+    }
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        **config,
+        "properties": {"_base_": base, **config["properties"]},
+        "if": {"required": ["_base_"], "properties": {"_base_": {"type": ["string", "array"], "minItems": 1}}},
+        "else": {"$ref": "#/$defs/Config.whole"},
+        "$defs": definitions,
+    }
+
+
+# ---- what may stand at a key, whether the file builds on others or not
+
+
+def _section(cls: type, path: str) -> Json:
+    hints = typing.get_type_hints(cls)
+    return {
+        "title": path or cls.__name__,
+        "description": (cls.__doc__ or "").strip(),
+        "type": ["object", "string", "null"],  # an empty section is one of defaults
+        **_reference("a mapping"),
+        "properties": {f.name: _key(cls, f, hints[f.name], path) for f in schema.keys(cls)},
+        "patternProperties": {"^~": {"description": "removes the key that a file of `_base_` has set"}},
+        "additionalProperties": False,
+    }
+
+
+def _key(cls: type, field: Field, hint: Any, path: str) -> Json:
+    doc, example = field.metadata["doc"], field.metadata["example"]
+    about: Json = {
+        "title": f"{path}.{field.name}".lstrip("."),
+        "description": doc,
+    }
+    value = default(field)
+    if value is not MISSING and not is_dataclass(value):
+        about["default"] = value
+    if example:
+        written = plain(parse(example, "example", []))
+        is_type = isinstance(written, str) and _sections_in(options(hint))[0]
+        about["examples"] = [{"type": written} if is_type else written]
+    bounds = {
+        **{word: field.metadata[n] for word, n in (("minimum", "low"), ("maximum", "high"))},
+        **next((_BOUNDS[c, field.name] for c in cls.__mro__ if (c, field.name) in _BOUNDS), {}),
+    }
+    return about | _value(hint, {name: bound for name, bound in bounds.items() if bound is not None})
+
+
+def _value(hint: Any, bounds: Json) -> Json:
+    found = options(hint)
+    section, named = _sections_in(found)
+    if section is None and named is None:
+        return _simple(found, bounds)
+    one: Json = {"$ref": f"#/$defs/{section.__name__}"} if section else {}
+    if named:
+        several: Json = {
+            "type": ["object", "string", "null"],
+            **_reference("a mapping"),
+            "additionalProperties": {"$ref": f"#/$defs/{named.__name__}"},
+            "patternProperties": {"^~": {}},
+        }
+        return {"if": _is_named(section), "then": several, "else": one} if section else several
+    others = [option for option in found if option not in (section, type(None))]
+    return {"if": {"type": "object"}, "then": one, "else": _simple(others, bounds)} if others else one
+
+
+def _sections_in(found: typing.Iterable[Any]) -> tuple[type | None, type | None]:
+    """The section among some types, and that of which there may be several by name."""
+    inner = [typing.get_args(option)[1] for option in found if typing.get_origin(option) is dict]
+    section, named = (
+        next((o for o in some if isinstance(o, type) and is_dataclass(o)), None) for some in (found, inner)
+    )
+    return section, named
+
+
+def _simple(found: typing.Iterable[Any], bounds: Json) -> Json:
+    """A value that is no section, and what else these types allow beside it."""
+    words: list[Any] = []
+    types: list[str] = []
+    more: Json = {}
+    for option in found:
+        origin, inner = typing.get_origin(option), typing.get_args(option)
+        if origin is typing.Literal:
+            words += inner
+        elif origin is list:
+            types.append("array")
+            more["items"] = _item(inner[0])
+        elif origin is dict:
+            types += ["object"] if inner[1] is not Any else ["object", "null"]
+            more |= {} if inner[1] is Any else {"additionalProperties": _simple([inner[1]], {})}
+        else:
+            types.append(_TYPES[option])
+    if words and types in ([], ["null"]):
+        return {"anyOf": [{"enum": words + [None] * len(types)}, {"$ref": "#/$defs/reference"}]}
+    if "string" not in types:
+        more |= _reference(" or ".join(dict.fromkeys(_WORDS[name] for name in types)))
+        types.append("string")
+    kind: Json = {"type": types[0] if len(types) == 1 else types, **more, **bounds}
+    return {"anyOf": [{"enum": words}, kind]} if words else kind
+
+
+def _reference(else_allowed: str) -> Json:
+    """What makes a text a reference, and how an editor calls a text that is none."""
+    return {"pattern": REFERENCE, "patternErrorMessage": f"must be {else_allowed}, or a reference such as ${{a.b}}"}
+
+
+def _item(hint: Any) -> Json:
+    """An item of a list. It is whole in each file: a list replaces that of a base, and is not merged with it."""
+    if not is_dataclass(hint):
+        return _simple(options(hint), {})
+    name = typing.cast(type, hint).__name__
+    return {"allOf": [{"$ref": f"#/$defs/{name}"}, {"$ref": f"#/$defs/{name}.whole"}], "type": ["object", "string"]}
+
+
+def _is_named(section: Any) -> Json:
+    """Whether a mapping holds several targets by name rather than being one: the rule of the loader, where a reference
+    may stand for a mapping."""
+    return {
+        "type": "object",
+        "minProperties": 1,
+        "propertyNames": {"not": {"enum": [f.name for f in schema.keys(section)]}},
+        "patternProperties": {"^~": {}},
+        "additionalProperties": {"type": ["object", "string"], "pattern": REFERENCE},
+    }
+
+
+# ---- what a file that builds on no other must hold
+
+
+def _whole(cls: type) -> Json:
+    hints = typing.get_type_hints(cls)
+    inner = {field.name: _whole_value(hints[field.name]) for field in schema.keys(cls)}
+    required = [field.name for field in schema.keys(cls) if default(field) is MISSING]
+    return {
+        **({"required": required} if required else {}),
+        "properties": {name: value for name, value in inner.items() if value},
+        "propertyNames": {"pattern": "^[^~]"},
+    }
+
+
+def _whole_value(hint: Any) -> Json:
+    found = options(hint)
+    section, named = _sections_in(found)
+    one: Json = {}
+    if section is not None:
+        one["$ref"] = f"#/$defs/{section.__name__}.whole"
+        if len(found) == 1 and any(default(field) is MISSING for field in schema.keys(section)):
+            one["type"] = ["object", "string"]  # an empty one lacks what is required
+    if named is None:
+        return one
+    several = {"additionalProperties": {"$ref": f"#/$defs/{named.__name__}.whole", "type": ["object", "string"]}}
+    return {"if": _is_named(section), "then": several, "else": one} if section is not None else several

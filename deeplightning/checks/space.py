@@ -1,0 +1,267 @@
+"""The space of a search: which values each key may have; checked before anything is spent.
+
+A value of the space is right where the whole config is right with it, so both ends of each range, and each choice, go
+through the same check as a config that says so. Nothing heavy is imported, Optuna neither.
+"""
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from deeplightning.checks.report import Report
+from deeplightning.config.tree import line
+from deeplightning.faults import Fault, nearest
+
+KINDS = ("uniform", "log_uniform", "int", "log_int", "choice")
+STEPPED = ("uniform", "int")
+
+# Words of other tools, and ours.
+_RENAMED = {
+    "loguniform": "log_uniform",
+    "quniform": "uniform with a step",
+    "float": "uniform",
+    "randint": "int",
+    "categorical": "choice",
+    "values": "choice",
+    "grid_search": "choice",
+}
+_FIXED = {
+    "tune": "it is the search itself",
+    "logger": "it says where trials are tracked, and learning does not depend on it",
+    "stages": "every trial trains",
+    "serve": "a trial is not served",
+    "train.resume_ckpt": "each trial begins by itself",
+    "_base_": "give the keys themselves",
+}
+MAX_GRID = 1_000_000
+MAX_TRIED = 1000
+"""Dimensions of a space, and choices of one: each is tried with the whole config, which takes a moment."""
+
+
+class Misfit(ValueError):
+    """What is wrong with a distribution, in words."""
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """One key of the config and the values that trials may give it.
+
+    Attributes:
+        key: dotted.
+        kind: one of KINDS.
+        low, high: the ends of a range, both included.
+        step: between neighbouring values; None: any value between the ends.
+        choices: plain values of any kind.
+    """
+
+    key: str
+    kind: str
+    low: float = 0
+    high: float = 0
+    step: float | None = None
+    choices: tuple[Any, ...] = ()
+
+    @property
+    def is_log(self) -> bool:
+        return self.kind.startswith("log_")
+
+    @property
+    def is_whole(self) -> bool:
+        return self.kind in ("int", "log_int")
+
+    def number_of_values(self) -> int | None:
+        """How many different values there are; None: they cannot be counted."""
+        if self.kind == "choice":
+            return len(self.choices)
+        step = self.step or (1 if self.is_whole else None)
+        return None if step is None else 1 + math.floor((self.high - self.low) / step + 1e-9)
+
+    def values(self) -> list[Any]:
+        """All values, of a dimension whose values can be counted."""
+        if self.kind == "choice":
+            return list(self.choices)
+        step, count = self.step or 1, self.number_of_values()
+        assert count is not None
+        if self.is_whole:
+            return [int(self.low + number * step) for number in range(count)]
+        return [round(self.low + number * step, 12) for number in range(count)]
+
+    def samples(self) -> list[Any]:
+        """What must pass the check: the ends of a range, every choice."""
+        ends = self.choices if self.kind == "choice" else dict.fromkeys((self.low, self.high))
+        return list(ends)
+
+    def override(self, value: Any) -> str:
+        """The override that gives the key a value."""
+        return f"{self.key}={line(value)}"
+
+    def same(self, one: Any, other: Any) -> bool:
+        """Whether two values are the same setting, numbers within rounding."""
+        if self.kind == "choice":
+            return line(one) == line(other)
+        return math.isclose(one, other, rel_tol=1e-12)
+
+
+def size(space: Sequence[Dimension]) -> int | None:
+    """How many different points a space has; None: they cannot be counted."""
+    product = 1
+    for dimension in space:
+        count = dimension.number_of_values()
+        if count is None:
+            return None
+        product *= count
+    return product
+
+
+def dimensions(space: Mapping[str, Any]) -> Iterator[tuple[str, Dimension | Misfit]]:
+    """Each key of a space, and what it says or what is wrong with it. Keys may be nested instead of dotted."""
+    for name, given in space.items():
+        if isinstance(given, Mapping) and given and all(isinstance(item, Mapping) for item in given.values()):
+            for inner, found in dimensions(given):
+                yield (
+                    f"{name}.{inner}",
+                    replace(found, key=f"{name}.{found.key}") if isinstance(found, Dimension) else found,
+                )
+            continue
+        try:
+            yield name, _dimension(name, given)
+        except Misfit as misfit:
+            yield name, misfit
+
+
+def space_of(space: Mapping[str, Any]) -> list[Dimension]:
+    """The dimensions of a space that was checked."""
+    return [found for _, found in dimensions(space) if isinstance(found, Dimension)]
+
+
+def faults(space: Mapping[str, Any], needs_grid: bool) -> Iterator[tuple[str, str]]:
+    """What is wrong with a space by itself: (key of the space, words).
+
+    Args:
+        needs_grid: every dimension must have values that can be counted.
+    """
+    if not space:
+        yield "", "there is nothing to search over; for example {model.optimizer.params.lr: {log_uniform: [1e-4, 0.1]}}"
+    if len(space) > MAX_TRIED:
+        yield "", f"{len(space)} keys to search over are more than {MAX_TRIED}"
+        return
+    found = list(dimensions(space))
+    names = {name for name, _ in found}
+    for name, what in found:
+        fixed = next((key for key in _FIXED if f"{name}.".startswith(f"{key}.")), None)
+        above = next((other for at, sign in enumerate(name) if sign == "." and (other := name[:at]) in names), None)
+        if fixed is not None:
+            yield name, f"`{fixed}` cannot be searched over: {_FIXED[fixed]}"
+        elif above is not None:
+            yield name, f"`{above}`, which is searched over too, sets this whole section; keep one of them"
+        elif isinstance(what, Misfit):
+            yield name, str(what)
+        elif needs_grid and what.number_of_values() is None:
+            yield name, "a grid needs values that can be counted: give a `step`, or {choice: [0.01, 0.1]}"
+    dims = [what for _, what in found if isinstance(what, Dimension)]
+    if needs_grid and len(dims) == len(found) and (size(dims) or 0) > MAX_GRID:
+        yield "", f"this grid has {size(dims)} points; optuna.samplers.TPESampler draws some of them"
+
+
+def _dimension(key: str, given: Any) -> Dimension:
+    known = f"one of {', '.join(KINDS)}"
+    if not isinstance(given, Mapping):
+        words = f"{{choice: {line(given)}}}" if isinstance(given, list) else f"{{choice: [{line(given)}]}}"
+        raise Misfit(f"must be a mapping of {known} to its values, not {line(given):.60}; perhaps {words:.60}")
+    kinds = [word for word in given if word in KINDS]
+    for word in given:
+        if word not in KINDS and word != "step":
+            hint = f" Did you mean {_RENAMED[word]}?" if word in _RENAMED else nearest(word, [*KINDS, "step"])
+            raise Misfit(f"there is no distribution `{word}`.{hint} Known here: {', '.join(KINDS)}, and step")
+    if len(kinds) != 1:
+        raise Misfit(f"must be {known}, not {' and '.join(kinds) or 'none'}; for example {{uniform: [0, 0.5]}}")
+    kind, step = kinds[0], given.get("step")
+    if "step" in given and kind not in STEPPED:
+        raise Misfit(f"`step` goes with {' and '.join(STEPPED)}, not with {kind}")
+    if kind == "choice":
+        return Dimension(key, kind, choices=_choices(given[kind]))
+    return _range(key, kind, given[kind], step)
+
+
+def _choices(given: Any) -> tuple[Any, ...]:
+    if not isinstance(given, list) or not given:
+        raise Misfit(f"choice must be a list of values, such as [16, 32], not {line(given):.60}")
+    if len(given) > MAX_TRIED:
+        raise Misfit(f"{len(given)} choices are more than {MAX_TRIED}; {{int: [1, 100000]}} is a range")
+    written = set[str]()
+    for text in map(line, given):
+        if text in written:
+            raise Misfit(f"the choice {text:.60} stands twice; remove one")
+        written.add(text)
+    return tuple(given)
+
+
+def _range(key: str, kind: str, given: Any, step: Any) -> Dimension:
+    whole = kind in ("int", "log_int")
+    allowed = f"{kind} must be its two ends, {'whole ' * whole}numbers, such as {'[1, 9]' if whole else '[0.1, 0.5]'}"
+    if not isinstance(given, list) or len(given) != 2 or not all(_is_number(end, whole) for end in given):
+        raise Misfit(f"{allowed}, not {line(given):.60}")
+    low, high = (given[0], given[1]) if whole else (float(given[0]), float(given[1]))
+    if low > high:
+        raise Misfit(f"the ends stand the wrong way round: {line([low, high])}; write {line([high, low])}")
+    if kind.startswith("log_") and low <= 0:
+        raise Misfit(f"{kind} needs ends above 0, not {line(low)}; for a range with 0 take {kind.removeprefix('log_')}")
+    if step is not None:
+        if not _is_number(step, whole) or step <= 0:
+            raise Misfit(f"step must be a {'whole ' * whole}number above 0, not {line(step):.60}")
+        high = low + math.floor((high - low) / step + 1e-9) * step
+        high = high if whole else round(high, 12)
+    return Dimension(key, kind, low, high, step)
+
+
+def _is_number(value: Any, whole: bool) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
+        return False
+    return math.isfinite(value) and abs(value) < 2**53  # beyond which floats are no whole numbers any more
+
+
+def misfits(space: Sequence[Dimension], examine: Callable[[list[str]], Report], tried: Report) -> Iterator[Fault]:
+    """What the check of the whole config says of the values of a space.
+
+    Values of different dimensions are tried together, so that there are as many checks as the longest has values.
+
+    Args:
+        examine: checks the config with further overrides.
+        tried: what the check says of the config as it is; what it says already is no matter of the space.
+    """
+    told: set[tuple[str, str]] = set()
+    columns = [dimension.samples() for dimension in space]
+    known = {(fault.key, fault.message) for fault in tried.faults}
+    for row in range(max(map(len, columns), default=0)):
+        point = {d: values[row % len(values)] for d, values in zip(space, columns, strict=True)}
+        report = examine([d.override(value) for d, value in point.items()])
+        for fault in report.faults:
+            if (fault.key, fault.message) in known:
+                continue
+            about = next((d for d in space if _speaks_of(fault, d, point[d])), None)
+            if about is None:
+                words, key = ", ".join(f"{d.key}={line(value):.60}" for d, value in point.items()), "tune.space"
+            else:
+                words, key = line(point[about]), f"tune.space.{about.key}"
+            if about is not None and about.kind != "choice" and any(where == key for where, _ in told):
+                continue  # the other end is wrong in the same way
+            if (key, fault.message) in told:
+                continue
+            told.add((key, fault.message))
+            below = (fault.key or "").removeprefix(about.key if about else "").strip(".")
+            if about is not None and "uniform" in about.kind and "a whole number, not" in fault.message:
+                message = f"{fault.message}; take {about.kind.replace('uniform', 'int')}"
+                fault = replace(fault, message=message)
+            inside = f"{below}: " if below and about is not None and fault.key != about.key else ""
+            message = f"{words:.60}: {inside}{fault.message}"
+            yield replace(fault, key=key, message=message, place=None)
+
+
+def _speaks_of(fault: Fault, dimension: Dimension, value: Any) -> bool:
+    key = fault.key or ""
+    return (
+        f"{key}.".startswith(f"{dimension.key}.")
+        or (key != "" and f"{dimension.key}.".startswith(f"{key}."))
+        or fault.place == f"override {dimension.override(value)}"
+    )

@@ -1,0 +1,206 @@
+"""What `engine.backend` stands for and what `engine.params` may hold: classes by name, and DeepSpeed's own words.
+
+Nothing is imported: classes are named, and the words of DeepSpeed's JSON are those of its version 0.19.8, in this one
+place. tests/unit/test_check.py compares them with the source of the DeepSpeed that is installed.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+from deeplightning.faults import nearest
+
+DDP = ("pytorch_lightning.strategies.DDPStrategy", "torch.nn.parallel.DistributedDataParallel")
+FSDP = ("deeplightning.engine.fsdp.Fsdp",)
+DEEPSPEED = ("deeplightning.engine.zero.DeepSpeed",)
+
+
+def classes_of(backend: str | None) -> tuple[str, ...]:
+    """The classes that `engine.params` go to: what the first does not name goes on to the second, which is given the
+    network."""
+    if backend is not None and backend.startswith("deepspeed"):
+        return DEEPSPEED
+    return {"ddp": DDP, "fsdp": FSDP}.get(backend or "", ())
+
+
+def meaning(backend: str | None) -> str | None:
+    """What a backend of today's words does, in a few words; None without one."""
+    if backend is None:
+        return None
+    if backend == "ddp":
+        return "each process holds the whole network and its share of the samples; gradients are averaged"
+    if backend == "fsdp":
+        return "FSDP2: each process holds its share of parameters, gradients and the optimizer's state"
+    stage, _, offload = backend.removeprefix("deepspeed_stage_").partition("_")
+    shares = {
+        "1": "the optimizer's state",
+        "2": "gradients and the optimizer's state",
+        "3": "parameters, gradients and the optimizer's state",
+    }
+    place = {"offload": ", in the CPU's memory", "offload_nvme": ", on an NVMe disk"}.get(offload, "")
+    return f"ZeRO stage {stage}: each process holds its share of {shares[stage]}{place}"
+
+
+# Arguments of Lightning's strategies that other keys decide.
+_DECIDED = {
+    "accelerator": "engine.gpus",
+    "parallel_devices": "engine.gpus and engine.processes",
+    "cluster_environment": "the launcher",
+    "checkpoint_io": "how Deep Lightning writes checkpoints",
+}
+
+GROUPS = ["gloo", "nccl", "mpi", "ucc", "xccl"]
+"""What torch exchanges tensors by (`torch.distributed.Backend.backend_list`)."""
+
+_DTYPES = ["float32", "bfloat16", "float16"]
+
+# Words of DeepSpeed's JSON that other keys of the config decide.
+_DECIDED_JSON = {
+    "train_batch_size": "data.batch_size",
+    "train_micro_batch_size_per_gpu": "data.batch_size",
+    "gradient_accumulation_steps": "train.accumulator_factor",
+    "gradient_clipping": "train.gradient_clip",
+    "optimizer": "model.optimizer",
+    "scheduler": "model.scheduler",
+}
+
+_JSON = [
+    "activation_checkpointing", "aio", "autotuning", "bf16", "checkpoint", "comet", "comms_logger",
+    "communication_data_type", "compile", "csv_monitor", "data_efficiency", "data_types", "dataloader_drop_last",
+    "datastates_ckpt", "disable_allgather", "disable_python_gc", "dump_state", "expert_parallel", "flops_profiler",
+    "fp16", "gradient_allreduce_op", "gradient_predivide_factor", "hybrid_engine", "log_level",
+    "managed_gradient_accumulation", "memory_breakdown", "pipeline", "prescale_gradients",
+    "seq_parallel_communication_data_type", "sequence_parallel_size", "steps_per_print", "tensor_parallel",
+    "tensorboard", "timers", "torch_autocast", "use_data_before_expert_parallelism", "vocabulary_size",
+    "wall_clock_breakdown", "wandb", "weight_quantization", "zero_allow_untested_optimizer",
+    "zero_force_ds_cpu_optimizer", "zero_optimization",
+]  # fmt: skip
+
+_ZERO = [
+    "allgather_bucket_size", "allgather_partitions", "compute_grad_norm", "contiguous_gradients",
+    "elastic_checkpoint", "enable_sanity_checks", "ignore_unused_parameters", "leaf_module",
+    "load_from_fp32_weights", "log_trace_cache_warnings", "memory_efficient_linear", "offload_optimizer",
+    "offload_param", "overlap_comm", "override_module_apply", "parameter_alignment", "pipeline_loading_checkpoint",
+    "reduce_bucket_size", "reduce_scatter", "round_robin_gradients", "save_muon_momentum_buffer_in_memory", "stage",
+    "stage3_allgather_sequential", "stage3_gather_16bit_weights_on_model_save", "stage3_max_live_parameters",
+    "stage3_max_reuse_distance", "stage3_model_persistence_threshold", "stage3_module_granularity_threshold",
+    "stage3_param_persistence_threshold", "stage3_prefetch_bucket_size", "stage3_use_all_reduce_for_fetch_params",
+    "sub_group_size", "use_multi_rank_bucket_allreduce", "zenflow", "zero_hpz_partition_size",
+    "zero_quantized_gradients", "zero_quantized_nontrainable_weights", "zero_quantized_weights",
+]  # fmt: skip
+
+# Words that DeepSpeed has given up, and what says the same today; None: nothing does.
+_RETIRED_JSON: dict[str, str | None] = {
+    "fp32_allreduce": "communication_data_type: fp32",
+    "allreduce_always_fp32": "communication_data_type: fp32",
+    "amp": "engine.precision: 16",
+    "bfloat16": "engine.precision: bf16",
+    "disable_allgather_buckets": "disable_allgather",
+    "curriculum_learning": "data_efficiency.data_sampling.curriculum_learning",
+    "elasticity": None,
+    "progressive_layer_drop": None,
+    "sparse_attention": None,
+    "sparse_gradients": None,
+    "quantize_training": None,
+    "compression_training": None,
+    "eigenvalue": None,
+    "graph_harvesting": None,
+    "nebula": None,
+}
+_RETIRED_ZERO: dict[str, str | None] = {
+    "cpu_offload": "offload_optimizer: {device: cpu}",
+    "cpu_offload_params": "offload_param: {device: cpu}",
+    "cpu_offload_param": "offload_param: {device: cpu}",
+    "cpu_offload_use_pin_memory": "offload_optimizer: {device: cpu, pin_memory: true}",
+    "stage3_gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
+    "gather_fp16_weights_on_model_save": "stage3_gather_16bit_weights_on_model_save",
+    "allgather_size": "allgather_bucket_size",
+    "legacy_stage1": None,
+    "grad_hooks": None,
+    "mics_shard_size": None,
+    "mics_hierarchical_params_gather": None,
+    "zeropp_loco_param": None,
+}
+
+
+class Misfit(NamedTuple):
+    """A param of a strategy that its signature alone does not show to be wrong.
+
+    Attributes:
+        key: where it stands below `engine.params`.
+        message: what is wrong, and what to write instead.
+        found: what stands there.
+        allowed: what may stand there, in words.
+    """
+
+    key: str
+    message: str
+    found: str
+    allowed: str | None = None
+
+
+def misfits(backend: str, params: Mapping[str, Any]) -> Iterator[Misfit]:
+    """What of `engine.params` is wrong for reasons that no signature tells."""
+    for name in params:
+        if name in _DECIDED:
+            yield Misfit(name, f"{_DECIDED[name]} decides it; remove it", name)
+    timeout = params.get("timeout", 1)
+    is_number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    if not (is_number and 0 < timeout < math.inf):
+        yield Misfit("timeout", f"must be a number of seconds, more than 0, not {timeout!r:.60}", repr(timeout)[:60])
+    for name in ("param_dtype", "reduce_dtype", "output_dtype") if backend == "fsdp" else ():
+        word = params.get(name)
+        if isinstance(word, str) and word not in _DTYPES:
+            words = ", ".join(_DTYPES)
+            yield Misfit(name, f"must be one of {words}, not {word!r:.60}.{nearest(word, _DTYPES)}", word, words)
+    group = params.get("process_group_backend")
+    for part in group.split(",") if isinstance(group, str) else ():
+        name = part.rpartition(":")[2]  # torch takes `cpu:gloo,cuda:nccl` too
+        if name.lower() not in GROUPS:
+            words = ", ".join(GROUPS)
+            message = f"must be one of {words}, not {name!r:.60}.{nearest(name, GROUPS)}"
+            yield Misfit("process_group_backend", message, part, words)
+            break
+    config = params.get("config")
+    if backend.startswith("deepspeed") and isinstance(config, Mapping):
+        yield from _json_misfits(config)
+
+
+def _json_misfits(config: Mapping[str, Any]) -> Iterator[Misfit]:
+    for word in config:
+        if word in _DECIDED_JSON:
+            yield Misfit(f"config.{word}", f"{_DECIDED_JSON[word]} decides it; remove it", word)
+        else:
+            yield from _word("config", word, _JSON, _RETIRED_JSON)
+    zero = config.get("zero_optimization")
+    if zero is not None and not isinstance(zero, Mapping):
+        message = (
+            "must be a mapping, such as {reduce_bucket_size: 200_000_000}; `engine.params.zero_optimization: false`"
+        )
+        yield Misfit("config.zero_optimization", f"{message} switches ZeRO off", str(zero), "a mapping")
+    for word in zero if isinstance(zero, Mapping) else ():
+        yield from _word("config.zero_optimization", word, _ZERO, _RETIRED_ZERO)
+
+
+def _word(section: str, word: str, known: list[str], retired: Mapping[str, str | None]) -> Iterator[Misfit]:
+    if word in retired:
+        today = retired[word]
+        message = (
+            f"DeepSpeed has given it up; today it is `{today}`" if today else "DeepSpeed has given it up; remove it"
+        )
+        yield Misfit(f"{section}.{word}", message, word, today)
+    elif word not in known:
+        words = ", ".join(known)
+        yield Misfit(f"{section}.{word}", f"unknown to DeepSpeed.{nearest(word, known)} It knows {words}", word, words)
+
+
+def nvme_path(backend: str | None, params: Mapping[str, Any]) -> str | None:
+    """The folder that DeepSpeed would move parameters or the optimizer's state to; None where it stays in memory."""
+    zero = (params.get("config") or {}).get("zero_optimization") or {}
+    for section in (zero.get("offload_optimizer"), zero.get("offload_param")):
+        if isinstance(section, Mapping) and section.get("device") == "nvme":
+            return str(section.get("nvme_path"))
+    devices = (params.get("offload_optimizer_device"), params.get("offload_params_device"))
+    if "nvme" in devices or (backend or "").endswith("_nvme"):
+        return str(params.get("nvme_path", "/local_nvme"))  # Lightning's default
+    return None

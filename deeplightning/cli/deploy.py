@@ -1,0 +1,138 @@
+"""A run becomes the command that serves it: its bundle, and what its config and the command line say of the server.
+
+A run with a bundle is served without torch, and nothing that its config names is imported. Without one, a bundle is
+made first; where ONNX cannot express the network, torch answers (`deeplightning.torch_server`). Both import what the
+config names; of a run that was not made here each name is compared first with what may be built
+(`deeplightning.checks.trust`).
+"""
+
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from deeplightning.checks.combinations import server_conflicts
+from deeplightning.checks.sections import section
+from deeplightning.checks.trust import ENVIRONMENT, admit, entry, is_own, variables
+from deeplightning.config.schema import Serve, keys
+from deeplightning.config.source import Source, read
+from deeplightning.config.tree import line, plain
+from deeplightning.faults import CheckpointError, ConfigError, Fault, nearest
+from deeplightning.runfolder import RunFolder
+from deeplightning.tracking import resolve_run
+
+COST = "at 0.6 GB where a bundle takes 0.1, and 3 to 12 times the CPU time of an answer"
+"""PSS of all processes, and a forward pass of a resnet18 at 64 x 64 and a small network for digits, one thread (torch
+2.15, November 2026)."""
+
+
+def command(run: str, overrides: Sequence[str] = (), allow: Sequence[str] = ()) -> list[str]:
+    """The program and the arguments that answer HTTP from a run.
+
+    Args:
+        run: as `deeplightning.tracking.resolve_run` takes it, or the folder of a bundle or of an MLflow model.
+        overrides: of the config's section `serve`.
+        allow: further modules that the config of a run that was not made here may name: `own_network`.
+
+    Raises:
+        ConfigError: an override or the section `serve` is wrong, the variable with the server's key is not set, or
+            another precision than fp32 is asked for and there can be no bundle.
+        CheckpointError: there is no such run, it cannot be exported, or its config names foreign code.
+    """
+    folder = RunFolder(resolve_run(run, None))
+    inside_a_model = folder.path / "artifacts" / folder.bundle.name  # as `deeplightning.tracking.flavour` has MLflow do
+    alone = [path for path in (folder.path, inside_a_model) if (path / folder.bundle_card.name).is_file()]
+    settings = _settings(folder if folder.config.is_file() and not alone else None, overrides, allow)
+    flags = [_flag(name, value) for name, value in _changed(settings)]
+    if alone:
+        return [sys.executable, "-P", "-m", "serve", str(alone[0]), *flags]
+    whole = folder.bundle_card.is_file()
+    models = {"int8": folder.bundle_int8, "fp16": folder.bundle_fp16}
+    if not whole or (settings.precision in models and not models[settings.precision].is_file()):
+        admit(folder, allow, "serve")
+        from deeplightning.export.bundle import NotExpressible
+        from deeplightning.run.finished import export_run, halve_run, quantize_run
+
+        try:
+            if not whole:
+                export_run(folder, allow, "serve")
+        except NotExpressible as error:
+            key = "serve.precision" if settings.precision in models else "serve.tensorrt" if settings.tensorrt else None
+            if key is not None:
+                what = "TensorRT" if key == "serve.tensorrt" else settings.precision
+                message = f"{what} is for bundles alone, and this run can have none: {error}"
+                raise ConfigError(Fault(message, key)) from error
+            print(f"torch answers from the checkpoint, {COST}: {error}", file=sys.stderr)
+            allowed = [f"--allow={module}" for module in allow]
+            return [sys.executable, "-P", "-m", "deeplightning.torch_server", str(folder.path), *flags, *allowed]
+        if settings.precision == "int8":
+            print(quantize_run(folder, allow), file=sys.stderr)
+        elif settings.precision == "fp16":
+            print(halve_run(folder), file=sys.stderr)
+    return [sys.executable, "-P", "-m", "serve", str(folder.bundle), *flags]
+
+
+def _flag(name: str, value: Any) -> str:
+    option = f"--{name.replace('_', '-')}"
+    if isinstance(value, list):
+        value = ",".join(value)
+    return option if value is True else f"{option}={value}"
+
+
+def _changed(settings: Serve) -> Iterator[tuple[str, Any]]:
+    """What differs from the defaults, which the server has as well."""
+    values = ((field, getattr(settings, field.name)) for field in keys(Serve))
+    server = Serve()
+    return ((field.name, value) for field, value in values if value != getattr(server, field.name))
+
+
+def _settings(folder: RunFolder | None, overrides: Sequence[str], allow: Sequence[str] = ()) -> Serve:
+    """The section `serve` of a run's config; nothing else of it is looked at.
+
+    A foreign config does not decide where this machine listens, nor sees its environment.
+    """
+    known = [f"serve.{field.name}" for field in keys(Serve)]
+    for text in overrides:
+        name, place = text.lstrip("~+").partition("=")[0].strip(), f"override {text}"
+        if text.startswith("-"):
+            raise ConfigError(Fault("there is no such option, see --help", place=place))
+        if name.partition(".")[0] != "serve":
+            near = f" Did you mean serve.{name}?" if f"serve.{name}" in known else nearest(name, known)
+            raise ConfigError(Fault(f"only keys of `serve` can be set when a run is served.{near}", name, place))
+    config, theirs = folder.config if folder else None, list[str]()
+    if folder is not None:
+        written = read(config)
+        is_foreign = not is_own(folder)
+        if is_foreign and ENVIRONMENT not in allow and (faults := variables(folder, written, "serve")):
+            raise CheckpointError(faults)
+        if is_foreign and (host := entry(written.root, "serve.host")) is not None:
+            theirs.append("~serve.host")
+            if host.value != Serve().host:
+                print(f"serve.host {line(plain(host))} of {config} is not taken: --host sets it", file=sys.stderr)
+        section_of_theirs = entry(written.root, "serve")
+        for name in section_of_theirs.value if section_of_theirs and isinstance(section_of_theirs.value, dict) else ():
+            if f"serve.{name}" not in known:
+                theirs.append(f"~serve.{name}")
+                print(f"warning: serve.{name} of {config}: unknown key; serve does without", file=sys.stderr)
+    source = read(config, [*theirs, *overrides])
+    settings = section("serve", source)
+    for rule in server_conflicts(settings):
+        value, other = (getattr(settings, key.rpartition(".")[2]) for key in (rule.key, rule.other))
+        shown = str(value).lower() if isinstance(value, bool) else value
+        raise ConfigError(Fault(f"{shown} does not go with {rule.other}: {other}: {rule.why}; {rule.remedy}", rule.key))
+    _check_key(settings, source)
+    return settings
+
+
+def _check_key(settings: Serve, source: Source) -> None:
+    """The server's key is there; it is never on a command line, only the name of its variable."""
+    name = settings.api_key_env
+    if name is None:
+        return
+    if not re.fullmatch("[A-Za-z_][A-Za-z0-9_]*", name):  # perhaps the key itself, so it is not repeated
+        raise ConfigError(Fault("must be the name of an environment variable, not its value", "serve.api_key_env"))
+    if not os.environ.get(name):
+        how = "is empty" if name in os.environ else "is not set"
+        message = f"the variable {name} {how}; set it to the key that clients must send, or serve.api_key_env=null"
+        raise ConfigError(Fault(source.secrets.redact(message), "serve.api_key_env"))

@@ -1,0 +1,217 @@
+"""What can be done with runs that are over: list, remove failed ones, and write down what a killed one or a dead server
+has left unwritten. To make one again, or to tell two apart: `deeplightning.reproduce`."""
+
+import operator
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
+from datetime import UTC, datetime
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from deeplightning.faults import CheckpointError, SetupError
+from deeplightning.tracking.attach import attach
+from deeplightning.tracking.journal import dead, settle, settle_quietly
+from deeplightning.tracking.owner import AGE
+from deeplightning.tracking.sqlite import PRUNED, Listed, open_directly
+from deeplightning.tracking.store import explain, local_path, locate, remove_files
+
+UNFINISHED = ("FAILED", "KILLED")
+REMOVABLE = (*UNFINISHED, "FINISHED", "PRUNED")
+SHOWN = ("test_acc", "val_acc", "test_loss", "val_loss", "train_loss")
+
+
+def listing(
+    tracking_uri: str | None,
+    statuses: Collection[str] = (),
+    metric: str | None = None,
+    name: str | None = None,
+    experiment: str | None = None,
+) -> list[dict[str, str]]:
+    """The runs of a store, the newest first: id, status, started (UTC), experiment, name, result, folder.
+
+    A run that the store has as RUNNING, and whose process on this machine was killed, is DEAD; a trial that its search
+    has given up, which the store has as KILLED, is PRUNED.
+
+    Args:
+        tracking_uri: the store; None: MLFLOW_TRACKING_URI, else `mlruns`.
+        statuses: only runs with one of these.
+        metric: only runs that have this metric, which is their result then; or whose last value of it is so: a name,
+            one of >, >=, <, <=, =, and a number.
+        name: only runs in whose name or experiment's name this is found; * stands for anything.
+        experiment: only runs of the experiment of this name.
+
+    Raises:
+        SetupError: the store cannot be opened.
+        ValueError: `metric` is neither a name nor a comparison.
+    """
+    wanted, compare, bound = _condition(metric)
+    rows = []
+    with _runs(tracking_uri) as runs:
+        killed = dead(locate(tracking_uri))
+        for run in runs.listing():
+            status = "PRUNED" if run.is_pruned and run.status == "KILLED" else run.status
+            if statuses and status not in statuses:
+                continue
+            if name is not None and not any(fnmatchcase(n, f"*{name}*") for n in (run.name or "", run.experiment)):
+                continue
+            if experiment not in (None, run.experiment):
+                continue
+            if wanted is not None and not (wanted in run.metrics and compare(run.metrics[wanted], bound)):
+                continue
+            rows.append(_row(run, SHOWN if wanted is None else (wanted,)) | {"status": status})
+            if run.status == "RUNNING" and run.id in killed:
+                rows[-1]["status"] = "DEAD"
+    return rows
+
+
+def newest(tracking_uri: str | None, *filters: Any) -> str:
+    """`runs:/ID` of the run of a store that began last.
+
+    Args:
+        filters: which runs are looked at, as `listing` has them.
+
+    Raises:
+        CheckpointError: there is none.
+        SetupError: there is no store, or it cannot be opened.
+        ValueError: as of `listing`.
+    """
+    rows = listing(tracking_uri, *filters)
+    if not rows:
+        which = "such run" if any(filters) else "run"
+        raise CheckpointError(
+            f"{locate(tracking_uri).shown}: there is no {which}. `deeplightning runs` lists what there is"
+        )
+    return f"runs:/{rows[0]['id']}"
+
+
+def _condition(metric: str | None) -> tuple[str | None, Callable[[float, float], bool], float]:
+    if metric is None or not re.search("[<>=]", metric):
+        return metric, lambda value, bound: True, 0.0
+    parts = re.fullmatch(r"\s*([^<>=]+?)\s*(>=|<=|>|<|=)\s*([^<>=]+)\s*", metric)
+    compare = {">=": operator.ge, "<=": operator.le, ">": operator.gt, "<": operator.lt, "=": operator.eq}
+    try:
+        assert parts is not None
+        return parts[1], compare[parts[2]], float(parts[3])
+    except (AssertionError, ValueError):
+        raise ValueError(f"{metric!r}: write a metric's name, or a comparison such as val_acc>0.9") from None
+
+
+def _row(run: Listed, shown: Sequence[str]) -> dict[str, str]:
+    started = datetime.fromtimestamp(run.started / 1000, UTC)
+    best = next(((name, run.metrics[name]) for name in shown if name in run.metrics), None)
+    return {
+        "id": run.id,
+        "status": run.status,
+        "started": started.isoformat(" ", timespec="seconds").removesuffix("+00:00"),
+        "experiment": run.experiment,
+        "name": run.name or "",
+        "result": f"{best[0]} {best[1]:.4f}" if best else "",
+        "folder": str(local_path(run.artifact_uri) or run.artifact_uri),
+    }
+
+
+def remove(
+    tracking_uri: str | None,
+    rows: list[dict[str, str]],
+    statuses: Collection[str] = UNFINISHED,
+    say: Callable[[str], None] = lambda text: None,
+) -> list[dict[str, str]]:
+    """Deletes runs, with their files where the store keeps these on this machine; a run that has started again since is
+    left alone.
+
+    Args:
+        statuses: a run that has none of these by now is left alone. RUNNING can be none of them.
+        say: is given a line for each folder that is not removed.
+
+    Returns:
+        The rows of those that were deleted.
+    """
+    assert set(statuses) <= set(REMOVABLE)
+    gone = []
+    with _runs(tracking_uri) as runs:
+        for row in rows:
+            if not runs.delete(row["id"], {"KILLED" if status == "PRUNED" else status for status in statuses}):
+                continue
+            gone.append(row)
+            folder = Path(row["folder"])
+            if folder.is_dir() and (why := remove_files(locate(tracking_uri), row["id"], folder)):
+                say(f"{folder.parent}: left as it is: {why}")
+    return gone
+
+
+def settled(tracking_uri: str | None) -> Iterator[str]:
+    """Writes what killed processes of this machine have left; a line for each run that is FAILED from now on."""
+    return settle_quietly(locate(tracking_uri))
+
+
+def sync(tracking_uri: str | None) -> Iterator[str]:
+    """Writes the journals that ended processes have left for a store; a line for each run, as it is written.
+
+    Raises:
+        SetupError: the store cannot be used, or does not answer; what is not written stays.
+    """
+    for found in settle(locate(tracking_uri), silent=AGE):
+        if found.is_refused:
+            yield f"{found.run_id}  refused ({found.problem}); kept as {found.kept}"
+        elif found.elsewhere:
+            yield (
+                f"{found.run_id}  left alone: its process is of {found.elsewhere}, where `deeplightning runs` settles "
+                f"it; here --sync does once it has been silent for {AGE / 3600:g} hours"
+            )
+        else:
+            yield f"{found.run_id}  {found.points} points and {found.others} other entries written"
+
+
+class _runs:
+    """The runs of a store, to list and to delete; what goes wrong inside the block is told as a fault of the store.
+    MLflow is imported only where the store is not an SQLite file of the schema that we know."""
+
+    def __init__(self, tracking_uri: str | None):
+        self.store = locate(tracking_uri)
+        self.opened: Any = None
+
+    def __enter__(self) -> Any:
+        if self.store.database is not None:
+            if not self.store.database.exists():
+                raise SetupError(f"{self.store.shown}: there are no runs; the first `bash train.sh` makes the store")
+            self.opened = open_directly(self.store)
+        return self.opened or _ByMLflow(attach(self.store))
+
+    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+        if self.opened is not None:
+            self.opened.close()
+        if isinstance(error, Exception) and not hasattr(error, "exit_code"):
+            raise explain(error, self.store) from error
+
+
+class _ByMLflow:
+    """The same by MLflow's client, of any store."""
+
+    def __init__(self, uri: str):
+        from mlflow.tracking import MlflowClient
+
+        self.client = MlflowClient(uri)
+
+    def listing(self) -> Iterator[Listed]:
+        from mlflow.entities import ViewType
+
+        found = self.client.search_experiments(view_type=ViewType.ACTIVE_ONLY)
+        experiments = {e.experiment_id: e.name for e in found}
+        token: str | None = None
+        while experiments:
+            page = self.client.search_runs(list(experiments), order_by=["start_time DESC"], page_token=token)
+            for run in page:
+                info, of = run.info, experiments[run.info.experiment_id]
+                first = (info.run_id, info.run_name, info.status, info.start_time, of, info.artifact_uri)
+                pruned = PRUNED in run.data.tags.items()
+                yield Listed(*first, dict(run.data.metrics), pruned)
+            token = page.token
+            if not token:
+                break
+
+    def delete(self, run_id: str, statuses: Collection[str]) -> bool:
+        if self.client.get_run(run_id).info.status not in statuses:
+            return False
+        self.client.delete_run(run_id)
+        return True

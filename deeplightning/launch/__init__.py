@@ -1,0 +1,66 @@
+"""What starts the processes of a run where this command alone does not: the targets of `engine.launcher`.
+
+A launcher is made in the command that a user gives, and starts that command again, once for each process. Each process
+reads its identity from its environment (`deeplightning.process.identity`), and trains. Modules of this folder import
+torch, Ray and submitit only where they use them: every command that has a config may make a launcher.
+"""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+from deeplightning.config.schema import Config, Target
+from deeplightning.config.target import build
+from deeplightning.engine.plan import by_hand, is_elsewhere, local_size
+from deeplightning.launch.job import Job, Launcher, Start
+from deeplightning.launch.local import Local
+from deeplightning.launch.ray import Ray
+from deeplightning.launch.slurm import Slurm
+from deeplightning.process.identity import place
+
+__all__ = ["Job", "Launcher", "Local", "Ray", "Slurm", "Start", "launcher_of", "plan_of"]
+
+
+def launcher_of(cfg: Config) -> Launcher | None:
+    """What starts the processes of a run; None: this process is one of them, and starts any others itself."""
+    here = place()
+    if here is not None and (here.is_binding or here.is_lightnings):
+        return None
+    if cfg.engine.num_nodes > 1 and not is_elsewhere(cfg.engine):  # by hand: `Local` on each of them is this command
+        os.environ |= by_hand(cfg.engine)
+        return None
+    if cfg.engine.launcher is not None:
+        return build(cfg.engine.launcher)
+    if cfg.engine.max_restarts:
+        return build(Target(type="deeplightning.launch.Local", name="engine.launcher"))
+    return None
+
+
+def plan_of(job: Job) -> list[dict[str, Any]]:
+    """What `deeplightning train` would start, in plain types."""
+    launcher = launcher_of(job.cfg)
+    starts = _plan_here(job) if launcher is None else launcher.plan(job)
+    return [
+        {"where": s.where, "times": s.times, "environment": dict(s.environment), "command": s.command}
+        | ({"script": s.script.splitlines()} if s.script else {})
+        for s in starts
+    ]
+
+
+def _plan_here(job: Job) -> list[Start]:
+    here, local = place(), local_size(job.cfg.engine)
+    if here is not None:
+        variables = {"RANK": str(here.rank), "WORLD_SIZE": str(here.world), "LOCAL_RANK": str(here.local_rank)}
+        variables |= {"LOCAL_WORLD_SIZE": str(here.local_world), "NODE_RANK": str(here.node)}
+        variables |= {"MASTER_ADDR": here.address} if here.address else {}
+        variables |= {"MASTER_PORT": here.port} if here.port else {}
+        return [Start(job.command, 1, f"this process, which {here.by} has started", variables)]
+    nodes = job.cfg.engine.num_nodes
+    if local * nodes == 1:
+        return [Start(job.command)]
+    where = "this machine" if nodes == 1 else f"each of {nodes} machines, where this command is given"
+    variables = {"LOCAL_RANK": "*", "WORLD_SIZE": str(local * nodes)}
+    names = ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT") if nodes > 1 else ()
+    variables |= {name: os.environ[name] for name in names if name in os.environ}
+    return [Start(job.command, local, where, variables)]

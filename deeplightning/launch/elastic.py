@@ -1,0 +1,291 @@
+"""Torch's elastic agent (https://docs.pytorch.org/docs/stable/elastic/agent.html), as `Local` uses it.
+
+It starts the processes of a machine, each as a command, watches them, and restarts all of them after one was lost. Ours
+differs in the moment: it restarts only after a loss that neither code nor data caused (see `Cause.lost`), and only when
+all processes have ended by themselves, as a process does that has lost a peer (`deeplightning.process.supervisor`).
+Torch's agent sends SIGTERM, which a run understands as a person's request to stop.
+
+What is overridden are the methods that torch 2.15 documents for the purpose, `_start_workers`, `_monitor_workers` and
+`_shutdown` of `SimpleElasticAgent`; of its attributes `_remaining_restarts`, `_pcontext` and `_worker_group` are used:
+nothing public tells them.
+"""
+
+import contextlib
+import errno
+import os
+import secrets
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from torch.distributed import DistError, TCPStore
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+from deeplightning.faults import SetupError
+from deeplightning.process import supervisor
+from deeplightning.process.agreement import enough_memory
+from deeplightning.runfolder import RunFolder
+
+LOOK = 0.1  # seconds between two looks at the processes
+GRACE = supervisor.LATE + 2 * supervisor.SOON  # seconds that they have to end by themselves when one of them has failed
+
+
+def attend(
+    command: list[str],
+    processes: int,
+    max_restarts: int,
+    port: int,
+    pauses: Iterable[float],
+    tell: Callable[[str], None],
+) -> tuple[int, "Agent"]:
+    """Runs a command in several processes, and sees them through.
+
+    Args:
+        command: the same for each.
+        processes: how many.
+        max_restarts: how often all are started again after one was lost.
+        port: at which they meet; 0: any that is free.
+        pauses: seconds to wait, one after the other, where there is no room for the processes.
+        tell: takes a line for the person who looks on.
+
+    Returns:
+        The exit code, and the agent, which knows more.
+
+    Raises:
+        SetupError: the processes cannot be started.
+    """
+    # A person's signals are passed on, once each; the handlers that torch would put in place end the processes.
+    os.environ["TORCHELASTIC_SIGNALS_TO_HANDLE"] = "SIGQUIT"
+    spec = WorkerSpec(
+        role="rank",
+        local_world_size=processes,
+        rdzv_handler=_OneMachine(f"local-{socket.gethostname()}-{secrets.token_hex(8)}", port),
+        entrypoint=command[0],
+        args=tuple(word.replace("$", "$$") for word in command[1:]),  # torch fills in what stands behind a $
+        max_restarts=max_restarts,
+        monitor_interval=LOOK,
+    )
+    agent = Agent(spec, pauses, tell)
+    before = {number: signal.signal(number, agent.hear) for number in supervisor.INTERRUPTED}
+    try:
+        result = agent.run()
+    except _Interrupted:
+        return supervisor.INTERRUPTED[agent.heard[0]], agent
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if result.state == WorkerState.SUCCEEDED:
+        return 0, agent
+    assert agent.cause is not None
+    return supervisor.INTERRUPTED[agent.heard[0]] if agent.heard else agent.cause.exit_code, agent
+
+
+class _Interrupted(Exception):
+    """A signal came while no process ran."""
+
+
+class Agent(LocalElasticAgent):
+    """Looks after the processes of one machine.
+
+    Attributes:
+        heard: the signals that have been passed on.
+        cause: why the processes have ended the last time; None: they have not, or well.
+        restarts: how often all were started again.
+        told: whether one of them has said so.
+        lost_first: whether rank 0, which speaks for the run, was killed, and has not.
+    """
+
+    def __init__(self, spec: WorkerSpec, pauses: Iterable[float], tell: Callable[[str], None]):
+        super().__init__(spec, _NoLogs())
+        self.heard: list[signal.Signals] = []
+        self.cause: supervisor.Cause | None = None
+        self.restarts = 0
+        self.told = self.lost_first = False
+        self._pauses, self._tell = pauses, tell
+        self._folder: Path | None = None
+        self._run: RunFolder | None = None
+        self._until: float | None = None  # when processes are killed that have not ended
+
+    @property
+    def run_folder(self) -> RunFolder | None:
+        """The run's, if it has begun."""
+        if self._run is None and self._folder is not None:
+            with contextlib.suppress(OSError):
+                self._run = RunFolder((self._folder / "run").read_text())
+        return self._run
+
+    @property
+    def newest(self) -> Path | None:
+        """The newest checkpoint that is whole."""
+        return supervisor.newest_of(self.run_folder)
+
+    # ---- signals
+
+    def hear(self, number: int, frame: FrameType | None) -> None:
+        """Passes a signal on. The processes have no part in the terminal's: each gets it once."""
+        self.heard.append(signal.Signals(number))
+        if len(self.heard) > 1:  # they end at once
+            self._until = time.monotonic() + GRACE
+        self._send(number)
+
+    def _send(self, number: int) -> None:
+        for process in self._processes():
+            if process.poll() is None:
+                process.send_signal(number)
+
+    def _processes(self) -> list[Any]:
+        handlers = getattr(self._pcontext, "subprocess_handlers", {})
+        return [handlers[rank].proc for rank in sorted(handlers)]
+
+    # ---- what torch calls
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        pauses = iter(self._pauses)
+        while True:
+            if self.heard:
+                raise _Interrupted
+            self._pcontext, self._until, self.lost_first = None, None, False
+            self._folder = Path(tempfile.mkdtemp(prefix=supervisor.PREFIX))
+            os.environ |= {supervisor.FOLDER: str(self._folder), supervisor.AGENT: str(os.getpid())}
+            try:
+                enough_memory(worker_group.spec.local_world_size)
+                started = super()._start_workers(worker_group)
+            except (OSError, SetupError) as error:
+                self._remove_folder()  # by which those that were started end
+                if isinstance(error, OSError) and error.errno not in (errno.EAGAIN, errno.ENOMEM):
+                    raise SetupError(f"the processes cannot be started: {error.strerror}") from error
+                reason = str(error) if isinstance(error, SetupError) else f"engine.processes: {error.strerror}"
+                if (pause := next(pauses, None)) is None:
+                    raise SetupError(reason) from error
+                self._tell(f"{reason}; tries again in {pause:g} s")
+                time.sleep(pause)
+                continue
+            for number in self.heard[:1]:  # while they were started
+                self._send(number)
+            return started
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        assert self._folder is not None
+        pairs = zip(worker_group.workers, self._processes(), strict=True)
+        codes = {worker.global_rank: process.poll() for worker, process in pairs}
+        failed = sorted((rank for rank, code in codes.items() if code), key=lambda rank: codes[rank] > 0)
+        cause = supervisor.first_of(self._folder)
+        if cause is None and failed:
+            ended = supervisor.end_of(failed[0], codes[failed[0]])
+            supervisor.claim_in(self._folder, ended)
+            cause = supervisor.first_of(self._folder) or ended
+        if None in codes.values():
+            if cause is not None:
+                self._end_late_ones(cause)
+            return RunResult(WorkerState.HEALTHY)
+        # Where rank 0 has ended well, the run is done, and whoever was lost after that had nothing more to give.
+        if not failed or (cause is not None and cause.lost and codes.get(0) == 0):
+            self._clean()
+            return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(codes))
+        self.cause, self.told = cause, (self._folder / "told").exists()
+        self.lost_first = (codes.get(0) or 0) < 0
+        if cause is None or not cause.lost or self.heard:
+            self._remaining_restarts = 0
+        elif self._remaining_restarts > 0:
+            self._tell_of_restart(cause)
+        self._clean()
+        return RunResult(WorkerState.FAILED)
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 30) -> None:
+        self._clean()
+
+    # ---- the end of the processes
+
+    def _end_late_ones(self, cause: supervisor.Cause) -> None:
+        """Kills the processes that have not ended in time; a person's wish to end is heeded as long as it takes."""
+        if self._until is None:
+            if cause.exit_code in supervisor.INTERRUPTED.values():
+                return
+            self._until = time.monotonic() + GRACE
+        if time.monotonic() > self._until:
+            for process in self._processes():
+                if process.poll() is None:
+                    process.kill()
+
+    def _tell_of_restart(self, cause: supervisor.Cause) -> None:
+        self.restarts += 1
+        newest = self.newest
+        how = f"goes on from {newest}" if newest else "begins again, there is no checkpoint yet"
+        self._tell(f"restart {self.restarts} of {self._worker_group.spec.max_restarts}: {cause}; {how}")
+
+    def _clean(self) -> None:
+        """Nothing is left of the processes: each leads a group of its own, with all that it has started."""
+        for process in self._processes():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        self._remove_folder()
+
+    def _remove_folder(self) -> None:
+        _ = self.run_folder  # it is read for the last time
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+class _OneMachine(RendezvousHandler):
+    """The processes of one machine meet at a store that the agent keeps, a new one each time they are started.
+
+    It listens at any port that is free, so that nobody else can take it meanwhile.
+    """
+
+    def __init__(self, launch: str, port: int = 0):
+        self._launch, self._port = launch, port
+        self._store: TCPStore | None = None
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        self._store = None
+        address = "127.0.0.1"
+        try:
+            self._store = TCPStore(address, self._port, is_master=True, wait_for_workers=False)
+        except DistError as error:
+            raise SetupError(f"port {self._port}, at which the processes are to meet, is in use") from error
+        return RendezvousInfo(self._store, 0, 1, RendezvousStoreInfo(address, self._store.port))
+
+    def get_backend(self) -> str:
+        return "deeplightning"
+
+    def get_run_id(self) -> str:
+        return self._launch
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        """It need not be known."""
+
+    def num_nodes_waiting(self) -> int:
+        return 0
+
+    def shutdown(self) -> bool:
+        self._store = None
+        return True
+
+
+class _NoLogs(LogsSpecs):
+    """What the processes say goes where the agent's own words go; torch's default makes files of it."""
+
+    def reify(self, envs: dict[int, dict[str, str]]) -> LogsDest:
+        nowhere = dict.fromkeys(envs, "")
+        return LogsDest(nowhere, nowhere, {}, {}, dict.fromkeys(envs, os.devnull))
+
+    @property
+    def root_log_dir(self) -> str:
+        return os.devnull

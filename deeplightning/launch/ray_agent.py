@@ -1,0 +1,224 @@
+"""What runs on each worker of a cluster: starts one process of a run there, and passes on what it says.
+
+Standard library only: it is imported where nothing is trained. Ray makes an actor of the class.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import queue
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import zipfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+from deeplightning.process import supervisor
+from deeplightning.runfolder import RunFolder
+from deeplightning.version import __version__
+
+LEFT = 1.0  # seconds for what a process has said to arrive after its end: its own children may hold the pipe open
+MAX_TEXT = 64_000  # bytes; what is larger is data
+
+_OF_OTHERS = ("RAY_", "DEEPLIGHTNING_", "SLURM_", "OMPI_", "PMI", "TORCHELASTIC_")
+_PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE")
+_TEXTS = (".json", ".yaml", ".yml", ".toml", ".txt")
+
+
+@dataclass(frozen=True)
+class Heard:
+    """What has become of a process.
+
+    Attributes:
+        parts: what it has said since this was last asked, each with 1 (stdout) or 2 (stderr).
+        code: its exit code, below 0 the signal that killed it; None: it goes on.
+        run: the run's folder; None: it has none yet.
+        newest: the newest whole checkpoint there, when it has ended.
+        cause: why the processes of this machine have ended, when it has; None: they have ended well.
+        told: whether one of them has said so.
+    """
+
+    parts: list[tuple[int, bytes]] = field(default_factory=list)
+    code: int | None = None
+    run: str | None = None
+    newest: str | None = None
+    cause: supervisor.Cause | None = None
+    told: bool = False
+
+
+class Agent:
+    """Starts one process, once."""
+
+    def __init__(self) -> None:
+        self._said: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
+        self._child: subprocess.Popen | None = None
+        self._readers: list[threading.Thread] = []
+        self._ended: float | None = None
+        self._unpacked: tempfile.TemporaryDirectory | None = None
+        self._folder = Path()
+        self._rank = 0
+
+    def about(self, folders: Mapping[str, int]) -> dict[str, Any]:
+        """What the launch has to know of this worker.
+
+        Args:
+            folders: of the launching machine, with their inode numbers.
+
+        Returns:
+            `host`, `version`, `python`; a `port` that is free; `shared`: which of the folders are there, the same.
+        """
+        with socket.socket() as made:
+            made.bind(("", 0))
+            port = made.getsockname()[1]
+        shared = []
+        for folder, inode in folders.items():
+            with contextlib.suppress(OSError):
+                if os.stat(folder).st_ino == inode:  # noqa: PTH116
+                    shared.append(folder)
+        python = platform.python_version()
+        return {"host": socket.gethostname(), "version": __version__, "python": python, "port": port, "shared": shared}
+
+    def unpack(self, code: bytes) -> list[str]:
+        """Puts code here that comes as a zip of numbered folders; gives these, in order."""
+        self._unpacked = tempfile.TemporaryDirectory(prefix="deeplightning-code-")
+        with zipfile.ZipFile(BytesIO(code)) as archive:
+            archive.extractall(self._unpacked.name)
+        return sorted(map(str, Path(self._unpacked.name).iterdir()))
+
+    def begin(self, order: bytes, environment: Mapping[str, str], folder: str, meeting: str) -> str | None:
+        """Starts the process.
+
+        Args:
+            order: what it is to do, for its standard input.
+            environment: variables for it, beside those of this machine.
+            folder: its working directory, made if it is not there.
+            meeting: the name of the folder that the processes of a machine share, see `process.supervisor`.
+
+        Returns:
+            Why it could not be started; None: it was.
+        """
+        kept = {n: v for n, v in os.environ.items() if not n.startswith(_OF_OTHERS) and n not in _PLACES}
+        self._folder, self._rank = (
+            Path(tempfile.gettempdir()) / f"{supervisor.PREFIX}{meeting}",
+            int(environment["RANK"]),
+        )
+        kept |= {**environment, supervisor.AGENT: str(os.getpid()), supervisor.FOLDER: str(self._folder)}
+        command = [sys.executable, "-m", "deeplightning", "worker"]
+        try:
+            self._folder.mkdir(mode=0o700, exist_ok=True)
+            Path(folder).mkdir(parents=True, exist_ok=True)
+            pipe = subprocess.PIPE
+            options: Any = {"stdin": pipe, "stdout": pipe, "stderr": pipe, "start_new_session": True}
+            self._child = subprocess.Popen(command, cwd=folder, env=kept, **options)
+        except OSError as error:
+            return f"{error.filename or folder}: {error.strerror}"
+        for number, stream in ((1, self._child.stdout), (2, self._child.stderr)):
+            reader = threading.Thread(target=self._read, args=(number, stream), daemon=True)
+            reader.start()
+            self._readers.append(reader)
+        self._write(order)
+        return None
+
+    def _read(self, number: int, stream: Any) -> None:
+        while part := os.read(stream.fileno(), 65536):
+            self._said.put((number, part))
+
+    def _write(self, content: bytes) -> None:
+        assert self._child is not None
+        assert self._child.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # it has ended, and how is seen soon
+            self._child.stdin.write(content)
+            self._child.stdin.flush()
+
+    def hear(self, seconds: float) -> Heard:
+        """Waits until there is something to tell, not longer than that."""
+        assert self._child is not None
+        until, parts = time.monotonic() + seconds, list[tuple[int, bytes]]()
+        while True:
+            with contextlib.suppress(queue.Empty):
+                parts.append(self._said.get(timeout=0 if parts else 0.05))
+                continue
+            if self._child.poll() is not None:
+                self._ended = self._ended or time.monotonic()
+                all_read = not any(reader.is_alive() for reader in self._readers) and self._said.empty()
+                if all_read or time.monotonic() > self._ended + LEFT:
+                    return self._last_words(parts, self._child.returncode)
+            elif parts or time.monotonic() > until:
+                return Heard(parts, run=self._run())
+
+    def _run(self) -> str | None:
+        with contextlib.suppress(OSError):
+            return (self._folder / "run").read_text()
+        return None
+
+    def _last_words(self, parts: list[tuple[int, bytes]], code: int) -> Heard:
+        assert self._child is not None
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self._child.pid, signal.SIGKILL)  # what it has started and left behind
+        if code and supervisor.first_of(self._folder) is None:
+            supervisor.claim_in(self._folder, supervisor.end_of(self._rank, code))
+        run = self._run()
+        kept = RunFolder(run).checkpoints() if run else []
+        newest = next((str(path) for path in kept if zipfile.is_zipfile(path)), None)
+        told = (self._folder / "told").exists()
+        return Heard(parts, code, run, newest, supervisor.first_of(self._folder), told)
+
+    def leave(self) -> None:
+        """Removes what the process and this have left."""
+        if self._folder.name:
+            shutil.rmtree(self._folder, ignore_errors=True)
+        if self._unpacked is not None:
+            self._unpacked.cleanup()
+
+    def signal(self, number: int) -> None:
+        """Sends the process a signal."""
+        if self._child is not None and self._child.poll() is None:
+            self._child.send_signal(signal.Signals(number))
+
+    def make_room(self) -> None:
+        """Tells the process that more workers could take part; see `deeplightning.callbacks.pool`."""
+        self._write(b"room")
+
+
+def pack(roots: Sequence[str]) -> bytes:
+    """The code that this process has imported from some folders, as `Agent.unpack` takes it: the modules beside those
+    that are imported, and whole packages, with small texts."""
+    wanted: dict[str, Path] = {}
+    for number, root in enumerate(map(Path, roots)):
+        for file in _imported_from(root):
+            inner = file.relative_to(root)
+            of = [file] if len(inner.parts) == 1 else sorted((root / inner.parts[0]).rglob("*"))
+            of += sorted(root.glob("*.py"))
+            for path in of:
+                is_code = path.suffix == ".py" or (path.suffix in _TEXTS and path.stat().st_size < MAX_TEXT)
+                if is_code and "__pycache__" not in path.parts and path.is_file():
+                    wanted[f"{number:03d}/{path.relative_to(root).as_posix()}"] = path
+    packed = BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+        for number in range(len(roots)):
+            archive.writestr(f"{number:03d}/", "")
+        for name, path in wanted.items():
+            archive.write(path, name)
+    return packed.getvalue()
+
+
+def _imported_from(root: Path) -> list[Path]:
+    found = []
+    for module in list(sys.modules.values()):
+        name = getattr(module, "__dict__", {}).get("__file__")
+        if isinstance(name, str) and name.endswith(".py") and Path(name).is_relative_to(root):
+            inner = Path(name).relative_to(root)
+            if "site-packages" not in inner.parts and inner.parts[0] not in ("deeplightning", "serve"):
+                found.append(Path(name))
+    return found

@@ -1,0 +1,194 @@
+"""Into a Ray cluster, and out of it again: the one that is named, the one that runs here, or one for this process."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import logging
+import os
+import secrets
+import shutil
+import socket
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from deeplightning.faults import Fault, SetupError
+
+CURRENT = Path("/tmp/ray/ray_current_cluster")
+"""Where `ray start` notes its cluster, for whoever asks on the same machine."""
+
+log = logging.getLogger(__name__)
+
+STARTS = 3  # tries to start a cluster: Ray gives a machine 30 s, which is little for a busy one
+LEAST_INIT = 30.0  # seconds that a cluster that answers has to take a driver in
+_ADDRESS = "engine.launcher.params.address"
+
+
+@dataclass(frozen=True)
+class Connection:
+    """A cluster that this process is a driver of.
+
+    Attributes:
+        address: of it, in words.
+        is_own: it was started here, and ends with this process.
+    """
+
+    address: str
+    is_own: bool
+
+
+@contextlib.contextmanager
+def connect(address: str | None = None, timeout_s: float = 10, **own: Any) -> Iterator[Connection]:
+    """Makes this process a driver of a cluster, for as long as the context lasts; one that it is of already stays.
+
+    Args:
+        address: as of `Ray`.
+        timeout_s: in which it has to answer.
+        own: keyword arguments of `ray.init`, for a cluster that is started here.
+
+    Raises:
+        SetupError: Ray is not installed, or there is no such cluster.
+    """
+    if importlib.util.find_spec("ray") is None:
+        raise SetupError(Fault("needs the package ray: pip install 'deeplightning[ray]'", "engine.launcher.type"))
+    folder: str | None = None
+    with _environment(_quiet()):
+        found = _find(address)
+        own_token = found is None and "ray" not in sys.modules  # it is read when Ray is imported
+        with _environment(_token() if own_token else {}):
+            import ray
+
+            if ray.is_initialized():
+                yield Connection("that of this process", False)
+                return
+            try:
+                if found is None:
+                    folder = tempfile.mkdtemp(prefix="dl-ray-")  # short: a path of a socket has 107 characters
+                    options = {"address": "local", "_temp_dir": folder, "include_dashboard": False, **own}
+                else:
+                    _answers(found, timeout_s)
+                    options = {"address": found}
+                _init(options, found, max(timeout_s, LEAST_INIT))
+                yield Connection(found or "its own, on this machine", folder is not None)
+            finally:
+                ray.shutdown()
+                if folder is not None:
+                    shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Sets variables that are not set, for as long as the context lasts."""
+    new = {name: value for name, value in variables.items() if name not in os.environ}
+    os.environ |= new
+    try:
+        yield
+    finally:
+        for name in new:
+            os.environ.pop(name, None)
+
+
+def _token() -> dict[str, str]:
+    """What a cluster of one's own asks its drivers for; Ray would keep one in the user's home."""
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+
+
+def _quiet() -> dict[str, str]:
+    """Ray sends figures of its use to its makers, unless told not to, and has its workers give way to everybody."""
+    names = ("RAY_USAGE_STATS_ENABLED", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "RAY_worker_niceness")
+    return dict.fromkeys(names, "0")
+
+
+def _find(address: str | None) -> str | None:
+    """HOST:PORT, with ray:// in front of it where that was given; None: a cluster of one's own."""
+    if address == "local":
+        return None
+    if address not in (None, "auto"):
+        return address
+    if told := os.environ.get("RAY_ADDRESS"):
+        return None if told == "local" else told
+    with contextlib.suppress(OSError, ValueError):
+        noted = _noted()
+        with contextlib.suppress(SetupError):  # of a cluster that has ended
+            _answers(noted, 1.0)
+            return noted
+    if address == "auto":
+        message = "auto: there is no cluster: RAY_ADDRESS is not set, and `ray start` runs none on this machine"
+        raise SetupError(Fault(message, _ADDRESS))
+    return None
+
+
+def _noted() -> str:
+    """The address in `CURRENT`, which lies where everybody may write.
+
+    Raises:
+        OSError: it is missing, or a user other than this one and root could have written it.
+        ValueError: it is no text.
+    """
+    # Without O_NONBLOCK a pipe of that name would be waited for.
+    with os.fdopen(os.open(CURRENT, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)) as file:
+        status = os.fstat(file.fileno())
+        if status.st_uid not in (os.geteuid(), 0) or status.st_mode & 0o022:
+            log.warning(
+                "%s could have been written by another user and is not used; RAY_ADDRESS names a cluster", CURRENT
+            )
+            raise PermissionError
+        return file.read(256).strip()
+
+
+def _answers(address: str, timeout_s: float) -> None:
+    """Makes sure that something listens at an address: Ray itself would try for a minute.
+
+    Raises:
+        SetupError: nothing does.
+    """
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdigit() or not 0 < int(port) < 2**16:
+        raise SetupError(Fault(f"{address!r} is no address: HOST:PORT, ray://HOST:PORT, auto, or null", _ADDRESS))
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=timeout_s).close()
+    except OSError as error:
+        reason = f"in {timeout_s:g} s" if isinstance(error, TimeoutError) else f"({error.strerror or error})"
+        raise SetupError(Fault(f"the Ray cluster at {address} does not answer {reason}", _ADDRESS)) from error
+
+
+def _init(options: dict[str, Any], address: str | None, timeout_s: float) -> None:
+    """`ray.init`, quietly.
+
+    Where it only connects, in a thread: what listens there may be no Ray, and then it does not come back. The processes
+    of a cluster of one's own end with the thread that has started them.
+    """
+    import ray
+
+    logging.getLogger("ray").setLevel(logging.CRITICAL)
+    failed: list[Exception] = []
+
+    def init() -> None:
+        try:
+            ray.init(log_to_driver=False, logging_level=logging.CRITICAL, **options)
+        except Exception as error:
+            failed.append(error)
+
+    if address is None:
+        for _ in range(STARTS):
+            failed.clear()
+            init()
+            if not failed or "timed out during startup" not in str(failed[0]):
+                break
+            ray.shutdown()
+    else:
+        thread = threading.Thread(target=init, daemon=True)
+        thread.start()
+        thread.join(timeout_s)
+        if thread.is_alive():
+            waited = f"what answers there does not take a driver in, in {timeout_s:g} s; is it a Ray cluster?"
+            raise SetupError(Fault(f"{address}: {waited}", _ADDRESS))
+    if failed:
+        reason = " ".join(str(failed[0]).split())[:400]
+        what = f"no connection to the Ray cluster at {address}" if address else "no Ray cluster can be started here"
+        raise SetupError(Fault(f"{what}: {reason}", _ADDRESS)) from failed[0]

@@ -1,0 +1,214 @@
+"""Where the checkpoints of a run are kept for workers that share no folder: a directory, or a bucket.
+
+A launch has a folder there, with what is needed to go on: config, environment, checkpoints, and `run.json`, which says
+where the run's folder was. Files are written whole or not at all, each beside its place first where that is a
+directory; a bucket's objects appear when they are whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from deeplightning.faults import CheckpointError, Fault, SetupError
+from deeplightning.runfolder import RunFolder
+
+POOL = "DEEPLIGHTNING_POOL"
+"""The variable in which a launcher tells a worker of a pool of `launch`, and of `storage`, an address or null; JSON."""
+
+CARD = "run.json"
+
+
+def told() -> dict[str, Any]:
+    """What a launcher tells this process in that variable; {}: nothing."""
+    return json.loads(os.environ.get(POOL) or "{}")
+
+
+def opened(uri: str) -> tuple[Any, str]:
+    """The file system of an address, of pyarrow, and the path in it.
+
+    Raises:
+        SetupError: it is of no known kind, or cannot be reached.
+    """
+    from pyarrow import ArrowException, fs
+
+    try:
+        return fs.FileSystem.from_uri(uri)
+    except (ArrowException, OSError, ValueError) as error:
+        message = f"{uri!r} is no storage: {error}. An absolute path, or for example s3://BUCKET/FOLDER"
+        raise SetupError(Fault(message, "engine.launcher.params.storage_path")) from error
+
+
+class Storage:
+    """The storage of a launch.
+
+    Args:
+        uri: an absolute path, or an address such as s3://BUCKET/FOLDER.
+        launch: what tells it from others.
+        experiment: the name of the run's experiment.
+        root: the folder in which the tracker keeps the folders of its runs, absolute; the working directory where it
+            keeps them elsewhere.
+
+    Raises:
+        SetupError: (in every method) it cannot be read or written.
+    """
+
+    def __init__(self, uri: str, launch: str, experiment: str, root: Path):
+        self.uri, self.launch, self.experiment, self.root = uri, launch, experiment, root
+        self._put: dict[str, tuple[int, int]] | None = None  # what is there: size, time of change in nanoseconds
+
+    def put(self, folder: Path, everything: bool = False) -> None:
+        """Puts what has changed of a run into the storage; checkpoints last, behind what they name.
+
+        Args:
+            folder: the run's, absolute.
+            everything: all its files; else those that are needed to go on.
+        """
+        kept = RunFolder(folder)
+        paths = [kept.config, kept.environment, kept.best_score, *sorted(folder.glob("*.pieces/*"))]
+        if everything:
+            paths += sorted(path for path in folder.rglob("*") if path not in kept.checkpoints())
+        if self._put is None:
+            self._put = self._there()
+        changed: dict[Path, tuple[int, int]] = {}
+        for path in dict.fromkeys([*paths, *reversed(kept.checkpoints())]):
+            try:
+                stat = path.stat()
+            except OSError:  # not there, or not any more
+                continue
+            now = (stat.st_size, stat.st_mtime_ns)
+            if path.is_file() and not path.name.startswith(".") and self._put.get(_inside(path, folder)) != now:
+                changed[path] = now
+        if not changed:
+            return
+        system, base = opened(self.uri)
+        for path, now in changed.items():
+            name = _inside(path, folder)
+            self._write(system, f"{base}/{self.launch}/{name}", path)
+            self._put[name] = now
+        gone = [name for name in self._put if not (folder / name).exists()]
+        for name in gone:
+            del self._put[name]
+        self._write(system, f"{base}/{self.launch}/{CARD}", self._card(folder))
+        for name in gone:
+            with contextlib.suppress(OSError):
+                system.delete_file(f"{base}/{self.launch}/{name}")
+
+    def _there(self) -> dict[str, tuple[int, int]]:
+        """What the storage has of this launch."""
+        system, base = opened(self.uri)
+        found = self._card_of(system, f"{base}/{self.launch}")
+        return {name: (size, changed) for name, (size, changed) in found[1]["files"].items()} if found else {}
+
+    def _card(self, folder: Path) -> bytes:
+        try:
+            inside = folder.relative_to(self.root).as_posix()
+        except ValueError:
+            inside = f"runs/{folder.name}"
+        card = {"experiment": self.experiment, "inside": inside, "files": self._put}
+        return json.dumps(card, indent=1).encode()
+
+    def _write(self, system: Any, target: str, source: Path | bytes) -> None:
+        from pyarrow import ArrowException, fs
+
+        is_local = isinstance(system, fs.LocalFileSystem)
+        beside = f"{target}.{os.getpid()}.partial" if is_local else target
+        try:
+            if is_local:
+                system.create_dir(target.rpartition("/")[0], recursive=True)
+            with system.open_output_stream(beside) as stream:
+                if isinstance(source, bytes):
+                    stream.write(source)
+                else:
+                    with source.open("rb") as opened_source:
+                        while part := opened_source.read(1 << 22):
+                            stream.write(part)
+            if is_local:
+                system.move(beside, target)
+        except (ArrowException, OSError) as error:
+            message = f"{self.uri}: a checkpoint cannot be stored: {error}"
+            raise SetupError(Fault(message, "engine.launcher.params.storage_path")) from error
+
+    def fetch(self, which: str | None = None) -> Path | None:
+        """Brings a run's folder to where the tracker looks for it; what is there the same is not copied.
+
+        Args:
+            which: None: of this launch; `newest`: of whichever launch of the experiment has put something last.
+
+        Returns:
+            The folder; None: the storage has no such run.
+
+        Raises:
+            CheckpointError: what the storage has is no run of ours.
+        """
+        from pyarrow import ArrowException
+
+        try:
+            system, base = opened(self.uri)
+            found = self._card_of(system, f"{base}/{self.launch}") if which is None else self._newest(system, base)
+            if found is None:
+                return None
+            source, card = found
+            folder = (self.root / card["inside"]).absolute()
+            if not folder.is_relative_to(self.root.absolute()) or ".." in folder.parts:
+                raise CheckpointError(f"{self.uri}: {source}/{CARD} leads out of {self.root}")
+            for name, (size, changed) in card["files"].items():
+                target = folder / name
+                if ".." in target.parts or not target.is_relative_to(folder):
+                    raise CheckpointError(f"{self.uri}: {source}/{CARD} leads out of {folder}")
+                if not _is_same(target, size, changed):
+                    _copy(system, f"{source}/{name}", target, changed)
+        except (ArrowException, OSError) as error:
+            message = f"{self.uri}: the run cannot be fetched: {error}"
+            raise SetupError(Fault(message, "engine.launcher.params.storage_path")) from error
+        return folder
+
+    def _card_of(self, system: Any, folder: str) -> tuple[str, dict[str, Any]] | None:
+        if not system.get_file_info(f"{folder}/{CARD}").is_file:
+            return None
+        try:
+            with system.open_input_stream(f"{folder}/{CARD}") as stream:
+                card = json.loads(stream.read())
+            return (folder, card) if card["experiment"] == self.experiment else None
+        except (ValueError, KeyError, TypeError) as error:
+            raise CheckpointError(f"{self.uri}: {folder}/{CARD} is damaged: {error}") from error
+
+    def _newest(self, system: Any, base: str) -> tuple[str, dict[str, Any]] | None:
+        from pyarrow import fs
+
+        if system.get_file_info(base).type == fs.FileType.NotFound:
+            return None
+        cards = [
+            info
+            for entry in system.get_file_info(fs.FileSelector(base))
+            if entry.type == fs.FileType.Directory and (info := system.get_file_info(f"{entry.path}/{CARD}")).is_file
+        ]
+        for info in sorted(cards, key=lambda info: info.mtime_ns, reverse=True):
+            if (found := self._card_of(system, info.path.rpartition("/")[0])) is not None:
+                return found
+        return None
+
+
+def _inside(path: Path, folder: Path) -> str:
+    return path.relative_to(folder).as_posix()
+
+
+def _is_same(path: Path, size: int, changed: int) -> bool:
+    try:
+        stat = path.stat()
+    except OSError:
+        return False
+    return (stat.st_size, stat.st_mtime_ns) == (size, changed)
+
+
+def _copy(system: Any, source: str, target: Path, changed: int) -> None:
+    target.parent.mkdir(parents=True, exist_ok=True)
+    beside = target.with_name(f".{target.name}.{os.getpid()}")
+    with system.open_input_stream(source) as stream, beside.open("wb") as file:
+        while part := stream.read(1 << 22):
+            file.write(part)
+    os.utime(beside, ns=(changed, changed))
+    beside.replace(target)

@@ -1,0 +1,192 @@
+"""The user's own modules: those in the working directory and beside the configs that the user names.
+
+A name in a config is looked up in these folders first, and so is what their files import. No other import sees them
+first: a module of the user's whose name something installed has as well (`wave.py`) is imported as a submodule of this
+module, `deeplightning.own_code.wave`, so that `import wave` elsewhere still gives the standard library's.
+"""
+
+import builtins
+import importlib
+import json
+import os
+import sys
+import sysconfig
+import traceback
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+ROOTS = "DEEPLIGHTNING_ROOTS"
+"""The environment variable in which the processes that a run starts get the folders, as a JSON list."""
+
+LIBRARIES = ("deeplightning", "torch", "torchvision", "torchmetrics", "pytorch_lightning")
+"""Names that always mean what is installed: a foreign config may name these alone, see `deeplightning.checks.trust`."""
+
+PREFIX = f"{__name__}."
+INSTALLED = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib"))
+
+OURS = tuple(f"{Path(__file__).parents[1] / package}{os.sep}" for package in ("deeplightning", "serve"))
+_roots: list[str] = json.loads(os.environ.get(ROOTS, "[]"))
+__path__: list[str] = [*_roots]  # with it, `PREFIX + name` can be imported, in a spawned process too
+
+
+def add_import_roots(*folders: Path) -> None:
+    """Lets names in configs come from these folders, before those that were added earlier and what is installed.
+
+    For everybody else they stand at the end of `sys.path`, where they shadow nothing.
+    """
+    _roots[:] = dict.fromkeys([*(str(folder.absolute()) for folder in folders), *roots()])
+    for root in _roots:
+        if root not in sys.path:
+            sys.path.append(root)
+        if (finder := sys.path_importer_cache.get(root)) is not None:
+            finder.invalidate_caches()  # type: ignore[attr-defined]
+    __path__[:] = _roots
+    os.environ[ROOTS] = json.dumps(_roots)
+
+
+def roots() -> list[str]:
+    """The folders of the user's own code, the first to be looked through first."""
+    return [root for root in _roots if root in sys.path]
+
+
+def is_own(file: str | None) -> bool:
+    """Whether a file is in one of these folders and was not installed there."""
+    return (
+        file is not None
+        and any(file.startswith(f"{root.rstrip(os.sep)}{os.sep}") for root in roots())
+        and not file.startswith((*INSTALLED, *OURS))
+        and f"{os.sep}site-packages{os.sep}" not in file
+    )
+
+
+def full_name(name: str, inside: Iterable[str] = ()) -> str:
+    """The name under which `sys.modules` has the module that own code and configs call `name`.
+
+    Args:
+        inside: what is wanted of it. A folder without `__init__.py` comes before something installed only where it has
+            a module of this name: folders of data are called `datasets` or `test` as well.
+    """
+    top, *rest = name.split(".")
+    spec = top_level(top)
+    if spec is None or not _is_shadowed(spec):
+        return name
+    if spec.loader is None:
+        places = list(spec.submodule_search_locations or ())
+        if not any(getattr(PathFinder.find_spec(part, places), "loader", None) for part in rest[:1] or inside):
+            return name
+    return PREFIX + name
+
+
+def shown(text: str) -> str:
+    """A text with the names of own modules as configs have them."""
+    return text.replace(PREFIX, "")
+
+
+def top_level(name: str) -> ModuleSpec | None:
+    """The user's own module of this name, if there is one."""
+    return None if name in LIBRARIES else PathFinder.find_spec(name, roots())
+
+
+def read_from(name: str, file: object) -> str:
+    """A sentence on the file that a name of a config was looked up in; "": there is no question."""
+    top = name.partition(".")[0]
+    return "" if top in LIBRARIES or not isinstance(file, str) else f" `{top}` was read from {short(file)}."
+
+
+def short(file: str) -> str:
+    """A file as the user would write it: relative where it lies below the working directory."""
+    return os.path.relpath(file) if Path(file).is_relative_to(Path.cwd()) else file
+
+
+def lines_of(error: BaseException) -> list[tuple[str, int]]:
+    """File and line of each call of the user's own code that an error came through."""
+    calls = ((frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__))
+    return [(file, line) for file, line in calls if is_theirs(file)]
+
+
+def is_theirs(file: str) -> bool:
+    """Whether the code of a file is the user's: neither ours nor installed."""
+    return not file.startswith((*INSTALLED, *OURS, "<"))
+
+
+def line_of(error: BaseException) -> str:
+    """` (file:line)` of the innermost of them, or nothing."""
+    lines = lines_of(error)
+    return f" ({short(lines[-1][0])}:{lines[-1][1]})" if lines else ""
+
+
+def raiser(error: BaseException) -> str:
+    """The file whose code raised an error."""
+    return [frame.f_code.co_filename for frame, _ in traceback.walk_tb(error.__traceback__)][-1]
+
+
+def _is_shadowed(spec: ModuleSpec) -> bool:
+    """Whether an ordinary `import` of a top-level module of the user's gives another one."""
+    loaded = sys.modules.get(spec.name)
+    other = _ordinary(spec.name) if loaded is None else getattr(loaded, "__spec__", None)
+    if other is None:
+        return loaded is not None
+    return _places(other) != _places(spec)
+
+
+def _ordinary(name: str) -> ModuleSpec | None:
+    for finder in sys.meta_path:
+        if not isinstance(finder, _Finder) and (found := finder.find_spec(name, None)) is not None:
+            return found
+    return None
+
+
+def _places(spec: ModuleSpec) -> set[str]:
+    return {
+        os.path.realpath(place) for place in ([spec.origin] if spec.origin else spec.submodule_search_locations or [])
+    }
+
+
+class _Finder:  # importlib.abc would import a dozen modules
+    """Finds own modules, which import each other first."""
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        parent, _, _ = name.rpartition(".")
+        if not parent:
+            spec = top_level(name)
+            if spec is None or spec.loader is None or _is_shadowed(spec):
+                return None
+        elif f"{parent}." == PREFIX:
+            spec = PathFinder.find_spec(name, roots())
+        elif path and is_own(f"{next(iter(path))}{os.sep}"):
+            spec = PathFinder.find_spec(name, path)
+        else:
+            return None
+        if spec is not None and type(spec.loader) is SourceFileLoader and is_own(spec.origin):
+            spec.loader = _Loader(spec.loader.name, spec.loader.path)
+        return spec
+
+
+class _Loader(SourceFileLoader):
+    def exec_module(self, module: ModuleType) -> None:
+        vars(module)["__builtins__"] = vars(builtins) | {"__import__": _import}
+        super().exec_module(module)
+
+
+def _import(
+    name: str,
+    globals: Mapping[str, Any] | None = None,
+    locals: Mapping[str, Any] | None = None,
+    fromlist: Sequence[str] | None = (),
+    level: int = 0,
+) -> ModuleType:
+    """What an `import` in own code does."""
+    full = name if level else full_name(name, fromlist or ())
+    if full == name or fromlist:
+        return builtins.__import__(full, globals, locals, fromlist, level)
+    importlib.import_module(full)
+    return sys.modules[PREFIX + name.partition(".")[0]]
+
+
+sys.meta_path.insert(0, _Finder())
+sys.path += [root for root in _roots if root not in sys.path]

@@ -1,0 +1,1 @@
+"""The processes of a run: streams, identity, rendezvous, supervision. Imports no torch."""

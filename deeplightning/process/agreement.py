@@ -1,0 +1,144 @@
+"""The processes of a run are started, find each other, and end together.
+
+Torch and Lightning are imported only where a run begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deeplightning.faults import Fault, SetupError
+from deeplightning.private.lightning import set_launcher, share_threads, subprocess_launcher
+from deeplightning.process import supervisor
+from deeplightning.process.identity import place
+from deeplightning.process.rendezvous import meet
+from deeplightning.process.streams import Interrupted, Terminated
+
+if TYPE_CHECKING:
+    import pytorch_lightning as pl
+
+LEAST_MEMORY = 300 * 2**20  # bytes of a process that has imported torch and Lightning and trains a small network (2026)
+
+
+def together(
+    trainer: pl.Trainer,
+    redact: Callable[[str], str],
+    end: Callable[[BaseException], None],
+    alike: Mapping[str, str] | None = None,
+) -> None:
+    """Lets the processes of a trainer end together, the first cause told once, where it has several.
+
+    Args:
+        redact: takes secrets out of what is told.
+        end: what is to be done with the error of a run where the main thread, blocked, cannot.
+        alike: what must be the same in all processes, by its name; those that are started one by one compare it.
+    """
+    supervisor.prepare(redact, end)
+    strategy: Any = trainer.strategy
+    if getattr(strategy, "cluster_environment", None) is None or trainer.num_nodes * strategy.num_processes < 2:
+        return
+    set_launcher(strategy, _launcher(strategy, trainer.num_nodes, redact, end, alike or {}))
+
+
+def all_ended() -> None:
+    """Waits for the processes that this one has started, when its own work is done.
+
+    Raises:
+        RankError: one of them failed after its last message.
+    """
+    if (group := supervisor.here()) is not None and group.children:
+        group.end_children()
+        if (cause := group.dead_child()) is not None:
+            group.claim(cause)
+            raise supervisor.RankError(group.first() or cause)
+
+
+def _launcher(
+    strategy: Any,
+    num_nodes: int,
+    redact: Callable[[str], str],
+    end: Callable[[BaseException], None],
+    alike: Mapping[str, str],
+) -> Any:
+    def told(error: BaseException) -> BaseException:
+        if isinstance(error, supervisor.RankError) and error.exit_code in supervisor.INTERRUPTED.values():
+            return Interrupted(error.cause.reason.removeprefix("interrupted by "), error.exit_code, at_once=True)
+        return error
+
+    class Launcher(subprocess_launcher()):  # type: ignore[misc]
+        """Lightning's, whose own observer kills the main process when another has failed, before that can say so."""
+
+        _met: tuple[Any] | None = None  # keeps torch's store alive
+
+        def launch(self, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+            """Calls the function in all processes; what it raises has been traced to its first cause."""
+            environment = self.cluster_environment
+            starts_others = not environment.creates_processes_externally
+            rank = environment.node_rank() * self.num_processes + environment.local_rank()
+            if (here := place()) is not None and here.is_binding:
+                rank = here.rank  # its machines may have different numbers of processes
+            group = supervisor.begin(rank, starts_others and self.num_processes > 1)
+            group.redact, group.end = redact, lambda error: end(told(error))
+            group.hear_signals()
+            try:
+                environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
+                if self._met is None:
+                    if starts_others:
+                        enough_memory(self.num_processes)
+                    size = (self.num_processes, self.num_nodes)
+                    self._met = (meet(environment, rank, *size, alike, self._start_others),)
+                share_threads(self.num_processes)
+                return function(*args, **kwargs)
+            except KeyboardInterrupt as error:  # Lightning would end with exit code 1
+                how = ("SIGTERM", 143) if isinstance(error, Terminated) else ("SIGINT", 130)
+                raise group.cause_of(Interrupted(*how, at_once=True)) from None
+            except BaseException as error:
+                cause = group.cause_of(error)
+                if cause is error:
+                    raise
+                raise told(cause) from error
+
+        def _start_others(self) -> None:
+            group = supervisor.here()
+            assert group is not None
+            os.environ["LOCAL_WORLD_SIZE"] = str(self.num_processes)
+            try:
+                self._call_children_scripts()
+            except OSError as error:
+                started = f"{1 + len(self.procs)} of {self.num_processes} processes could be started"
+                for child in self.procs:
+                    child.kill()
+                raise SetupError(Fault(f"only {started}: {error.strerror}", "engine.processes")) from error
+            finally:
+                group.children = self.procs
+
+    return Launcher(strategy.cluster_environment, strategy.num_processes, num_nodes)
+
+
+def enough_memory(processes: int) -> None:
+    """Refuses to start more processes than the memory that is free has room for.
+
+    Raises:
+        SetupError: with both figures.
+    """
+    free = free_memory()
+    if free is not None and (processes - 1) * LEAST_MEMORY > free:
+        room = 1 + free // LEAST_MEMORY
+        message = f"{processes} processes need at least {LEAST_MEMORY >> 20} MiB each, and {free >> 20} MiB are free"
+        raise SetupError(Fault(f"{message}: there is room for {room}", "engine.processes"))
+
+
+def free_memory() -> int | None:
+    """Bytes of memory that can still be had, by Linux's own estimate and the limit of the control group."""
+    found: list[int] = []
+    group = Path("/sys/fs/cgroup")
+    with contextlib.suppress(OSError, ValueError):
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        found += [int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:")]
+    with contextlib.suppress(OSError, ValueError):  # "max" is no number: there is no limit
+        found.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    return max(0, min(found)) if found else None

@@ -1,0 +1,324 @@
+"""Which of a launch's processes this one is, as whoever started it tells in the environment.
+
+Only the standard library is imported: every process asks, before anything else.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import re
+import socket
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from deeplightning.faults import SetupError
+
+LAUNCH, ATTEMPT = "DEEPLIGHTNING_LAUNCH", "DEEPLIGHTNING_ATTEMPT"
+"""Variables in which a launcher of ours tells its processes which launch they are of, and how often that has started
+before."""
+
+TOLD = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "MPI_LOCALRANKID")
+"""Without one of these a process has no place."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A process among those of its launch.
+
+    Attributes:
+        by: who started them: torchrun, Slurm, MPI, Lightning, or a person.
+        rank, world: its number, and how many there are.
+        local_rank, local_world: the same on its machine.
+        node, nodes: the number of its machine, and how many machines there are.
+        address, port: where rank 0 listens; None: that is not told.
+        launch: what tells this launch from others, the same for all processes and after a restart; None: nothing does.
+        goes_on: whether the launch may have a run already, which it then goes on with.
+        is_asked_for: whether a launcher of ours has had it started, in the numbers that the config asks for.
+    """
+
+    by: str
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
+    node: int
+    nodes: int
+    address: str | None = None
+    port: str | None = None
+    launch: str | None = None
+    goes_on: bool = False
+    is_asked_for: bool = False
+
+    @property
+    def is_lightnings(self) -> bool:
+        """Whether Lightning starts the processes of a machine from its first, in this process or in the one before."""
+        return self.by == "LOCAL_RANK"
+
+    @property
+    def is_binding(self) -> bool:
+        """Whether its numbers are those of the run. A single task of Slurm may start as many processes as it likes."""
+        return not self.is_lightnings and not (self.by == "Slurm" and self.world == 1 and not self.is_asked_for)
+
+
+def place(environment: Mapping[str, str] | None = None) -> Place | None:
+    """The place that an environment tells, this process's if none is given; None: nobody else has started it.
+
+    torchrun's variables come first, then RANK, then mpirun's, then Slurm's: processes that torchrun or mpirun start
+    inside a Slurm job inherit what Slurm has told these.
+
+    Raises:
+        SetupError: a variable is missing or no number, or two contradict each other.
+    """
+    told = _Told(os.environ if environment is None else environment)
+    if "TORCHELASTIC_RUN_ID" in told:
+        found = _of_torchrun(told)
+    elif "RANK" in told:
+        found = _of_hand(told)
+    elif "LOCAL_RANK" in told:
+        found = _of_lightning(told)
+    elif "OMPI_COMM_WORLD_RANK" in told:
+        found = _of_mpi(told, _OPEN_MPI)
+    elif "MPI_LOCALRANKID" in told:
+        found = _of_mpi(told, _HYDRA)
+    elif slurm_step(told.environment) is not None:
+        found = _of_slurm(told)
+    elif "PMI_RANK" in told:
+        found = _of_mpi(told, _HYDRA)
+    else:
+        return None
+    if not (found.rank < found.world and found.local_rank < found.local_world and found.node < found.nodes):
+        raise SetupError(
+            f"{found.by} tells rank {found.rank} of {found.world}, on this machine {found.local_rank} of "
+            f"{found.local_world}, machine {found.node} of {found.nodes}: a number is beyond how many there are"
+        )
+    return found
+
+
+def own_rank() -> int:
+    """This process's number: that of its place, else RANK, else SLURM_PROCID, else LOCAL_RANK, else 0. Never raises.
+
+    The first process on a machine that a person has numbered (NODE_RANK) has some number above 0, but on the first.
+    """
+    with contextlib.suppress(SetupError):
+        if (found := place()) is not None:
+            return found.rank
+    words = (os.environ.get(name, "") for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK", "NODE_RANK"))
+    return next((int(word) for word in words if word.isdecimal()), 0)
+
+
+def doubt(environment: Mapping[str, str] | None = None) -> str | None:
+    """What a person should know who has told this process two numbers; torchrun and our launchers explain both."""
+    told = _Told(os.environ if environment is None else environment)
+    rank, task = told.text("RANK"), told.text("SLURM_PROCID")
+    if None in (rank, task) or rank == task or "TORCHELASTIC_RUN_ID" in told or LAUNCH in told:
+        return None
+    return f"RANK={rank} and SLURM_PROCID={task} are both set: this process is rank {rank}; unset RANK to go by Slurm"
+
+
+class _Told:
+    """Variables that hold numbers."""
+
+    def __init__(self, environment: Mapping[str, str]):
+        self.environment = environment
+
+    def __contains__(self, name: str) -> bool:
+        return bool(self.environment.get(name))
+
+    def text(self, *names: str) -> str | None:
+        return next((self.environment[name] for name in names if name in self), None)
+
+    def number(self, *names: str, default: int | None = None) -> int:
+        """Of the first of these variables that is set.
+
+        Raises:
+            SetupError: none is, and there is no default; or it is no whole number.
+        """
+        name = next((name for name in names if name in self), None)
+        if name is None:
+            if default is not None:
+                return default
+            raise SetupError(f"{names[0]} is not set; {self._beside()}")
+        if not re.fullmatch(r"[0-9]{1,9}", value := self.environment[name].strip()):
+            raise SetupError(f"{name}={self.environment[name]!r} is no whole number from 0 on")
+        return int(value)
+
+    def _beside(self) -> str:
+        known = ("TORCHELASTIC_RUN_ID", "WORLD_SIZE", "LOCAL_WORLD_SIZE", *TOLD)
+        there = ", ".join(f"{name}={self.environment[name]}" for name in known if name in self)
+        return f"with {there} it has to be: set it, or unset these to start the processes from here"
+
+
+def _of_torchrun(told: _Told) -> Place:
+    run_id, attempt = told.text("TORCHELASTIC_RUN_ID"), told.number("TORCHELASTIC_RESTART_COUNT", default=0)
+    world, local_world = told.number("WORLD_SIZE"), told.number("LOCAL_WORLD_SIZE")
+    nodes = told.number("GROUP_WORLD_SIZE", default=max(1, world // max(1, local_world)))
+    address, port = told.text("MASTER_ADDR"), told.text("MASTER_PORT")
+    if run_id != "none":
+        launch = run_id
+    elif nodes == 1:
+        launch = f"torchrun-{socket.gethostname()}-{os.getppid()}"
+    else:
+        launch = f"torchrun-{address}-{port}"
+    return Place(
+        "torchrun",
+        *(told.number("RANK"), world, told.number("LOCAL_RANK"), local_world, told.number("GROUP_RANK", default=0)),
+        *(nodes, address, port, launch, run_id != "none" or attempt > 0),
+    )
+
+
+def _of_hand(told: _Told) -> Place:
+    """Of a process that a person, a script or Kubernetes has told its rank."""
+    rank, world = told.number("RANK"), told.number("WORLD_SIZE", "SLURM_NTASKS", "SLURM_NPROCS")
+    address, port, size = told.text("MASTER_ADDR"), told.text("MASTER_PORT"), told.text(*_LOCAL_SIZE)
+    in_step = slurm_step(told.environment) is not None and told.text(*_SLURM_SIZE) is not None
+    slurm = _of_slurm(told) if in_step else None
+    if size is None and slurm is not None:
+        local_world = slurm.local_world
+    elif size is None and "LOCAL_RANK" not in told and not _is_here(address):
+        local_world = 1  # as Kubernetes has it: a machine for each
+    else:
+        local_world = told.number(*_LOCAL_SIZE, default=world)
+        if size is None and told.number("LOCAL_RANK", default=rank) != rank:
+            raise SetupError(
+                f"LOCAL_WORLD_SIZE is not set; RANK={rank} and LOCAL_RANK={told.text('LOCAL_RANK')} differ, so there "
+                "are several machines, and it says how many processes each has"
+            )
+    local_rank = slurm.local_rank if slurm is not None else rank % max(1, local_world)
+    local_rank = told.number("LOCAL_RANK", *_LOCAL_RANK, default=local_rank)
+    node = slurm.node if slurm is not None else _node(rank, local_rank, world, local_world)
+    node, nodes = told.number("NODE_RANK", "GROUP_RANK", default=node), max(1, -(-world // max(1, local_world)))
+    return Place("RANK", rank, world, local_rank, local_world, node, nodes, address, port, *_of_ours(told))
+
+
+def _is_here(address: str | None) -> bool:
+    """Whether processes that meet at an address are on one machine for certain, or nothing says otherwise."""
+    return address is None or address in ("localhost", "::1") or address.startswith("127.")
+
+
+def _node(rank: int, local_rank: int, world: int, local_world: int) -> int:
+    """The number of a machine, where processes are numbered machine by machine, or dealt out one by one."""
+    nodes = max(1, world // max(1, local_world))
+    by_machine = rank // max(1, local_world)
+    dealt = rank - local_rank * nodes
+    return by_machine if by_machine * local_world + local_rank == rank or not 0 <= dealt < nodes else dealt
+
+
+def _of_lightning(told: _Told) -> Place:
+    """Of a process that Lightning starts, or who takes its place."""
+    world, local_rank, node = told.number("WORLD_SIZE"), told.number("LOCAL_RANK"), told.number("NODE_RANK", default=0)
+    local_world = told.number("LOCAL_WORLD_SIZE", default=world)
+    return Place(
+        "LOCAL_RANK",
+        *(node * local_world + local_rank, world, local_rank, local_world, node, max(1, world // max(1, local_world))),
+        *(told.text("MASTER_ADDR"), told.text("MASTER_PORT"), *_of_ours(told)),
+    )
+
+
+_SLURM_SIZE = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")  # newer names first
+SLURMS_OWN = 0xFFFFFF00  # numbers of steps from here on Slurm keeps: for a batch script, for the shell of salloc
+
+
+def slurm_step(environment: Mapping[str, str]) -> str | None:
+    """`slurm-JOB.STEP` of a process that a task of a job step is, or has started; None: it is in none.
+
+    With Slurm 22.05 a batch script has SLURM_PROCID but no step, a shell of salloc has neither; where that shell is
+    given a step (`use_interactive_step`), it has one of Slurm's own.
+    """
+    job, step, rank = (environment.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_PROCID"))
+    job, step = job or environment.get("SLURM_JOBID", ""), step or environment.get("SLURM_STEPID", "")
+    if not rank or not step.isdecimal() or int(step) >= SLURMS_OWN:
+        return None
+    return f"slurm-{job}.{step}"
+
+
+def _of_slurm(told: _Told) -> Place:
+    """Of a task of a job step; https://slurm.schedmd.com/srun.html names the variables."""
+    world = told.number(*_SLURM_SIZE)
+    nodes = told.number("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", default=1)
+    node = told.number("SLURM_NODEID", default=0)
+    tasks = tasks_per_node(
+        told.text("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE") or ""
+    )
+    local_world = tasks[node] if node < len(tasks) else max(1, world // max(1, nodes))
+    names = hosts(told.text("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST") or "")
+    address = told.text("MASTER_ADDR") or next(iter(names), "127.0.0.1")
+    launch, goes_on = _of_ours(told)
+    assert launch is not None, "there is a step"
+    return Place(
+        "Slurm",
+        *(told.number("SLURM_PROCID"), world, told.number("SLURM_LOCALID", default=0), local_world, node, nodes),
+        *(address, told.text("MASTER_PORT") or port_of(launch), launch, goes_on, LAUNCH in told),
+    )
+
+
+# Rank, size, local rank, local size, and what tells a launch from others. MPICH and Intel MPI, which are started by
+# Hydra, tell nothing of the kind: on one machine their processes have one parent.
+_OPEN_MPI = (
+    *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    *("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid"),
+)
+_HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+_LOCAL_RANK = (_OPEN_MPI[2], _HYDRA[2])
+_LOCAL_SIZE = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", _OPEN_MPI[3], _HYDRA[3])  # LOCAL_SIZE is of DeepSpeed's launcher
+
+
+def _of_mpi(told: _Told, names: tuple[str, ...]) -> Place:
+    rank, world = told.number(names[0]), told.number(names[1])
+    local_rank, local_world = told.number(names[2], default=rank), told.number(names[3], default=world)
+    nodes = max(1, -(-world // max(1, local_world)))
+    address, port, job = told.text("MASTER_ADDR"), told.text("MASTER_PORT"), told.text(*names[4:])
+    missing = ["MASTER_ADDR"] if address is None else []
+    missing += ["MASTER_PORT"] if port is None and job is None else []
+    if missing and nodes > 1:
+        raise SetupError(
+            f"{' and '.join(missing)} not set; {world} processes of MPI on {nodes} machines need the address of rank 0 "
+            "and a port that is free there: `mpirun -x MASTER_ADDR=…`, or `-env MASTER_ADDR …` where Hydra starts them"
+        )
+    port = port or port_of(job or str(os.getppid()))
+    node = _node(rank, local_rank, world, local_world)
+    return Place(
+        "MPI", rank, world, local_rank, local_world, node, nodes, address or "127.0.0.1", port, *_of_ours(told)
+    )
+
+
+def _of_ours(told: _Told) -> tuple[str | None, bool]:
+    restarts = told.number(ATTEMPT, default=0)
+    step = slurm_step(told.environment)
+    if step is not None:
+        restarts += told.number("SLURM_RESTART_COUNT", default=0)
+    return told.text(LAUNCH) or step, restarts > 0
+
+
+def port_of(launch: str) -> str:
+    """A port that all processes of a launch find alike, where none is told: 20000 to 29999, by its name."""
+    return str(20000 + int(hashlib.sha256(launch.encode()).hexdigest(), 16) % 10000)
+
+
+def tasks_per_node(text: str) -> list[int]:
+    """How many tasks each machine has, from Slurm's short form: `2(x3),1` is 2, 2, 2, 1."""
+    found: list[int] = []
+    for number, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", text):
+        found += [int(number)] * int(times or 1)
+    return found
+
+
+def hosts(text: str) -> list[str]:
+    """The machines of Slurm's short form: `gpu[03-05,9]-a,login` is gpu03-a, gpu04-a, gpu05-a, gpu9-a, login."""
+    found: list[str] = []
+    for part in re.findall(r"(?:[^,\[]|\[[^\]]*\])+", text):
+        found += _spread(part)
+    return found
+
+
+def _spread(part: str) -> Iterable[str]:
+    opened = re.search(r"\[([^\]]*)\]", part)
+    if opened is None:
+        return [part]
+    found: list[str] = []
+    for piece in opened[1].split(","):
+        first, _, last = piece.partition("-")
+        numbers = range(int(first), int(last or first) + 1)
+        found += (part[: opened.start()] + f"{number:0{len(first)}d}" + part[opened.end() :] for number in numbers)
+    return [name for half in found for name in _spread(half)]

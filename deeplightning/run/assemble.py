@@ -1,0 +1,80 @@
+"""A checked config becomes a data module, a task and a trainer.
+
+cfg = load_config("configs/base.yaml")
+data, task = init_module(cfg, "data"), init_module(cfg, "model")
+trainer = init_trainer(cfg)
+trainer.fit(task, data)
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from deeplightning.config.schema import Config
+from deeplightning.config.target import build
+from deeplightning.engine.plan import trainer_arguments
+
+if TYPE_CHECKING:
+    import pytorch_lightning as pl
+
+
+def init_module(cfg: Config, section: str) -> Any:
+    """The data module (`data`) or the task (`model`) of a config. What its constructor draws follows from the seed."""
+    from deeplightning.callbacks.steps import seed_all
+    from deeplightning.engine.compute import lay_channels_last
+    from deeplightning.engine.memory import refuse_what_does_not_fit
+    from deeplightning.engine.overhead import leave_out_empty_hooks, note_signatures
+
+    assert cfg.seed is not None, "load_config draws one"
+    seed_all(cfg.seed, 0)
+    module = build(getattr(cfg, section).module, cfg)
+    if section == "model":
+        note_signatures(module)
+        leave_out_empty_hooks(module)
+        if cfg.engine.channels_last:
+            lay_channels_last(module)
+        if cfg.engine.gpus is not None:
+            refuse_what_does_not_fit(module, cfg)
+    return module
+
+
+def init_trainer(cfg: Config) -> pl.Trainer:
+    """A Lightning Trainer for a config. Opens no run and writes nothing: that begins with `fit`."""
+    import pytorch_lightning as pl
+
+    from deeplightning.callbacks import all_of
+    from deeplightning.callbacks.console import to_terminal
+    from deeplightning.engine import compute
+    from deeplightning.engine.checkpoint_io import SafeCheckpointIO
+    from deeplightning.engine.cluster import cluster
+    from deeplightning.engine.compiling import prepare_to_compile
+
+    to_terminal(cfg)
+    compute.prepare(cfg.engine)
+    if cfg.engine.compile and "train" in cfg.stages:
+        prepare_to_compile(cfg.engine)
+    train, clip = cfg.train, cfg.train.gradient_clip
+    limits = train.limit_batches
+    often = train.val_every_n_epoch
+    from_start = train.accumulator_epoch == 0
+    return pl.Trainer(
+        **trainer_arguments(cfg),
+        max_epochs=-1 if train.num_epochs is None else train.num_epochs,
+        max_steps=-1 if train.max_steps is None else train.max_steps,
+        check_val_every_n_epoch=max(1, int(often)),
+        val_check_interval=float(often) if often < 1 else 1.0,
+        accumulate_grad_batches=train.accumulator_factor if from_start else 1,
+        gradient_clip_val=clip.value if clip else None,
+        gradient_clip_algorithm=clip.algorithm if clip else None,
+        limit_train_batches=limits.train if limits else 1.0,
+        limit_val_batches=limits.val if limits else 1.0,
+        limit_test_batches=limits.test if limits else 1.0,
+        limit_predict_batches=limits.test if limits else 1.0,
+        callbacks=all_of(cfg),
+        plugins=[SafeCheckpointIO(), cluster()],
+        logger=False,  # the record hands them over when the run opens
+        log_every_n_steps=1,  # deeplightning.callbacks.steps.LogSteps says which steps are due
+        num_sanity_val_steps=0,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )

@@ -1,0 +1,283 @@
+"""One launch: a settled config goes through its stages, and the run folder is left behind."""
+
+from __future__ import annotations
+
+import logging
+import re
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deeplightning.checks.explain import show
+from deeplightning.checks.trust import admit
+from deeplightning.config.schema import Config
+from deeplightning.config.target import find
+from deeplightning.config.tree import dump
+from deeplightning.faults import CheckpointError, ConfigError, Fault
+from deeplightning.private.lazy_imports import import_lazily
+from deeplightning.process import supervisor
+from deeplightning.process.agreement import all_ended, together
+from deeplightning.process.identity import own_rank
+from deeplightning.run.assemble import init_module, init_trainer
+from deeplightning.run.finished import (
+    agreement,
+    checkpoint_of,
+    export_run,
+    find_checkpoint,
+    keep_samples,
+    load_run,
+    resumption,
+    takes_pictures_or_texts,
+)
+from deeplightning.runfolder import RunFolder
+from deeplightning.tracking.store import DATABASE
+from deeplightning.words import first_line
+
+if TYPE_CHECKING:
+    import pytorch_lightning as pl
+
+log = logging.getLogger("deeplightning")
+
+
+def launch(cfg: Config) -> RunFolder:
+    """Runs the stages of a config in their order, and exports what was trained.
+
+    Returns:
+        The run's folder; its path is also the last line on stdout, whatever happens once the run has begun. Where there
+        is nothing to do, that of the checkpoint.
+    """
+    from deeplightning.callbacks import callback_of
+    from deeplightning.callbacks.console import one_line_warnings, to_terminal
+    from deeplightning.callbacks.provenance import keep_out
+    from deeplightning.callbacks.record import Record, keep_format
+
+    to_terminal(cfg)
+    one_line_warnings()
+    if own_rank() == 0 and supervisor.restarts() == 0:
+        show(dump(cfg.public()))
+        for notice in cfg.notices or []:
+            log.log(logging.WARNING if notice.unasked else logging.INFO, notice.text)
+    if cfg.engine.setup_hook is not None:
+        find(cfg.engine.setup_hook)()
+        keep_format()
+    goes_on = resumption(cfg) if "train" in cfg.stages and cfg.train.num_epochs != 0 else None
+    if goes_on is not None and goes_on.checkpoint and goes_on.over and cfg.stages == ["train"]:
+        log.warning("nothing to do: %s: %s; to continue training, raise that", goes_on.checkpoint, goes_on.over)
+        return RunFolder(goes_on.checkpoint.parent)
+    try:
+        data, task = init_module(cfg, "data"), init_module(cfg, "model")
+    except Exception:
+        keep_out(cfg)
+        raise
+    trainer = init_trainer(cfg)
+    record = callback_of(trainer, Record)
+    record.resumption = goes_on
+    together(trainer, cfg.redact_message, lambda error: _end(record, trainer, error), agreement(cfg, goes_on))
+    try:
+        if "train" in cfg.stages:
+            _train(cfg, trainer, task, data, goes_on.checkpoint if goes_on else None)
+        for stage in ("validate", "test", "predict"):
+            if stage in cfg.stages:
+                path = _weights_for(cfg, record, trained="train" in cfg.stages)
+                quiet = {} if stage == "predict" else {"verbose": False}
+                _explained(getattr(trainer, stage), task, data, ckpt_path=path, **quiet)
+        if "train" in cfg.stages and cfg.train.export and trainer.is_global_zero and cfg.train.num_epochs != 0:
+            _export_at_the_end(cfg, task, data, record)
+        all_ended()
+        if trainer.is_global_zero:
+            record.publish()
+    except BaseException as error:
+        _end(record, trainer, error)
+        raise
+    _end(record, trainer)
+    return record.folder
+
+
+def work(cfg: Config) -> int:
+    """Launches a config in a worker of a pool that may change; see `deeplightning.callbacks.pool`.
+
+    Returns:
+        The exit code.
+    """
+    from deeplightning.callbacks.pool import MAKES_ROOM, MakesRoom, fetch, hand_in
+
+    fetch(cfg)
+    try:
+        folder = launch(cfg)
+    except MakesRoom:
+        return MAKES_ROOM
+    hand_in(cfg, folder.path)
+    return 0
+
+
+def _end(record: Any, trainer: pl.Trainer, error: BaseException | None = None) -> None:
+    """The last words of a run."""
+    if error is not None:
+        record.fail(error)
+    if record.opened and trainer.is_global_zero and not supervisor.is_led():
+        print(f"Artifact storage path: {record.folder.path}", flush=True)
+    record.close()
+
+
+def _train(cfg: Config, trainer: pl.Trainer, task: Any, data: Any, weights: Path | None) -> None:
+    if cfg.train.num_epochs == 0:
+        _explained(trainer.validate, task, data, verbose=False)
+        return
+    _explained(trainer.fit, task, data, ckpt_path=weights)
+
+
+_OTHER_PARTS = r"Error\(s\) in loading state_dict|loaded state dict|conditioned on metric"
+"""Words for weights of another network, for the state of another optimizer, and for a metric that is not there."""
+
+
+def _explained(stage: Any, *args: Any, **kwargs: Any) -> None:
+    """Runs a stage of Lightning's; what it says of a config in its own exceptions becomes a fault of the config."""
+    from pytorch_lightning.utilities.exceptions import MisconfigurationException
+
+    from deeplightning.callbacks import callback_of
+    from deeplightning.callbacks.checkpoints import Checkpoints
+    from deeplightning.engine.checkpoint_io import raise_for_misfits, read_checkpoint
+    from deeplightning.engine.restored import of_checkpoint
+    from deeplightning.engine.sharded import whole_shapes
+
+    try:
+        if kwargs.get("ckpt_path") is not None:
+            kwargs["ckpt_path"] = str(kwargs["ckpt_path"])
+        try:
+            stage(*args, **kwargs)
+        except Exception as error:
+            trainer = stage.__self__
+            told = isinstance(error, MisconfigurationException) or re.search(_OTHER_PARTS, str(error))
+            if kwargs.get("ckpt_path") is None or trainer.state.fn != "fit" or told:
+                raise
+            resumed_at = callback_of(trainer, Checkpoints).resumed_at
+            if (refusal := of_checkpoint(error, trainer, resumed_at)) is None:
+                raise
+            raise refusal from error
+    except MisconfigurationException as error:
+        if found := re.match(r"`(val|test|predict)_dataloader` must be implemented", str(error)):
+            data = {"val": "validation"}.get(found[1], found[1])
+            message = f"no {data} data: the data module gives none. Leave out the stage, or add a set"
+            raise ConfigError(Fault(message, "stages")) from error
+        raise ConfigError(str(error)) from error
+    except NotImplementedError as error:
+        if "has been removed in" in str(error):  # hooks of older Lightnings
+            raise ConfigError(Fault(" ".join(str(error).split()), "model.module")) from error
+        raise
+    except KeyError as error:
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        batch = frame.f_locals.get("batch")
+        if not frame.f_globals["__name__"].startswith("deeplightning.task.") or not isinstance(batch, dict):
+            raise
+        message = f"{type(args[0]).__name__} needs `{error.args[0]}` in a batch of the data module, which has "
+        raise ConfigError(
+            Fault(f"{message}{', '.join(batch)}; use the task that is made for such data", "model.module")
+        ) from error
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        if (fault := _of_part(error, args[0])) is not None:
+            raise ConfigError(fault) from error
+        if "conditioned on metric" in str(error):  # Lightning's EarlyStopping
+            raise ConfigError(Fault(str(error), "train.early_stop.metric")) from error
+        if "Error(s) in loading state_dict" in str(error):
+            path = kwargs["ckpt_path"]
+            raise_for_misfits(whole_shapes(args[0]), read_checkpoint(path)["state_dict"], path)
+        if "loaded state dict" in str(error):  # torch's optimizers
+            raise CheckpointError(f"{kwargs.get('ckpt_path')}: of another optimizer: {error}") from error
+        raise
+
+
+def _of_part(error: Exception, task: Any) -> Fault | None:
+    """The fault, where a loss of torch's, a metric of torchmetrics' or a change of pictures of torchvision's does not
+    take what it is called with; a part of the user's own may be wrong itself."""
+    if type(error) not in (RuntimeError, ValueError, IndexError, TypeError):  # one of no memory, or of ours
+        return None
+    from torch import Tensor
+
+    frames = [frame for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__)))]
+
+    def fault(part: type, given: dict[str, Tensor], key: str) -> Fault:
+        words = " and ".join(f"{n} {str(v.dtype).removeprefix('torch.')} {tuple(v.shape)}" for n, v in given.items())
+        return Fault(f"{part.__name__} does not take {words}: {first_line(error)}", key)
+
+    for frame in frames:
+        values = frame.f_locals
+        owner, part = values.get("self"), type(values.get("self"))
+        given = [v for name in ("input", "preds", "target") if isinstance(v := values.get(name), Tensor)]
+        both = dict(zip(("outputs", "truth"), given, strict=False))
+        if part.__module__ == "torch.nn.modules.loss" and len(both) == 2:
+            return fault(part, both, "model.loss")
+        if part.__module__.startswith("torchmetrics.") and frame.f_code.co_name == "update" and len(both) == 2:
+            paths = [path for path, module in task.named_modules() if module is owner]
+            name = paths[0].rpartition(".")[2] if paths else ""
+            config = getattr(task, "cfg", None)
+            named = isinstance(config, Config) and name in (config.model.metrics or {})
+            return fault(part, both, f"model.metrics.{name}") if named else None
+        if part.__module__.startswith("torchvision.transforms."):
+            batch = next((f.f_locals["batch"] for f in frames if f.f_code.co_name == "on_after_batch_transfer"), None)
+            return fault(part, {"pictures": batch["image"]}, "data.module.params.augment") if batch else None
+    return None
+
+
+def _weights_for(cfg: Config, record: Any, trained: bool) -> Path:
+    """The checkpoint that validate, test and predict use."""
+    if trained and cfg.test.ckpt in (None, "best", "last"):
+        folder = record.folder
+        best = folder.best if cfg.test.ckpt != "last" and folder.best.exists() else folder.last
+        if cfg.test.ckpt == "best" and best != folder.best:
+            raise CheckpointError(f"{folder.best}: there is none; set train.checkpoint.monitor to a metric")
+        return best
+    if cfg.test.ckpt is None:
+        stages = ", ".join(cfg.stages)
+        raise CheckpointError(f"test.ckpt: {stages} without train needs weights: a path, RUN, best or last")
+    found = find_checkpoint(cfg.test.ckpt, cfg)
+    assert found is not None
+    return found
+
+
+def evaluate(folder: RunFolder, stage: str, overrides: list[str], allow: Sequence[str] = ()) -> RunFolder:
+    """Runs `test` or `predict` with a run's config and best weights, into the same run.
+
+    The results of a foreign run go into a new run of the store that is in use here: its own tracker is not taken.
+
+    Args:
+        allow: modules that the config of a foreign run may name.
+
+    Raises:
+        CheckpointError: there are no weights, or the run is foreign and its config names what may not be built.
+    """
+    import_lazily()
+    from deeplightning.engine.checkpoint_io import read_checkpoint
+
+    admitted = admit(folder, allow, stage)
+    path = checkpoint_of(folder)
+    run = read_checkpoint(path).get("run") or {}
+    fixed = [f"stages=[{stage}]", f"test.ckpt={_quoted(path)}", "engine.launcher=null", "engine.num_nodes=1"]
+    needed = ("data.module", *(["model.loss"] if stage == "test" else []))
+    cfg = load_run(folder, [*admitted, *fixed, *overrides], stage, needed)
+    if run.get("id") and not admitted and cfg.logger.type.endswith(("tracking.MLflowLogger", "loggers.MLFlowLogger")):
+        cfg.logger.params.setdefault("run_id", run["id"])
+        store = folder.path.parents[2] if folder.path.parent.name == run["id"] else None
+        if store and (store / DATABASE).is_file() and not any("tracking_uri" in text for text in overrides):
+            cfg.logger.params["tracking_uri"] = str(store)  # the config's may be relative to another directory
+    return launch(cfg)
+
+
+def _quoted(path: Path) -> str:
+    return "'" + str(path).replace("'", "''") + "'"
+
+
+def _export_at_the_end(cfg: Config, task: Any, data: Any, record: Any) -> None:
+    """Keeps some validation images, then exports the best weights, where the task knows how."""
+    if not record.has_learned and record.folder.bundle_card.exists():  # a finished run that was resumed
+        return
+    if not hasattr(task, "inference_model") or not takes_pictures_or_texts(task):
+        log.info("bundle     none: the task offers no inference_model, or its data no image_spec or text_spec")
+        return
+    keep_samples(data, record.folder)
+    from deeplightning.export.bundle import NotExpressible
+
+    try:
+        export_run(record.folder)
+    except NotExpressible as error:
+        log.warning("bundle     none; deploy.sh will answer by torch, from the checkpoint: %s", error)

@@ -1,0 +1,194 @@
+"""What a dotted name means, and what it takes, found in source text: nothing of the target is imported.
+
+`look_up` follows a name through re-exports to its class or function; `Definition` answers what `check` and `explain`
+ask of it. What only running the code would tell is `Undecided`, never guessed. `target` does the same by importing,
+and says what is missing in the same words.
+
+`bindings` reads one file, `names` follows names through files, `signatures` asks what things take.
+"""
+
+import ast
+import keyword
+import pkgutil
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from deeplightning import own_code
+from deeplightning.faults import Missing, nearest, no_module
+from deeplightning.static.bindings import Broken, Module
+from deeplightning.static.docstrings import described, docstrings
+from deeplightning.static.from_source import Signatures
+from deeplightning.static.logged import constant, logged_names, loss_arguments, network_names, usual_metrics
+from deeplightning.static.made import Made, instance
+from deeplightning.static.manual import steps_itself
+from deeplightning.static.names import Absent, Failing, Kind, Lacking, Names, Thing
+from deeplightning.static.signature import Instance, Signature, Undecided
+
+
+def look_up(name: str, names: Names | None = None) -> "Definition":
+    """What a dotted name means.
+
+    Args:
+        names: what earlier look-ups have found, which need not be found again.
+
+    Raises:
+        ValueError: there is certainly nothing of this name, in the words of `target.find`; `Missing` where a package
+            is not installed that it needs.
+        Undecided: that cannot be told without importing.
+    """
+    parts = name.split(".")
+    if len(parts) < 2 or not all(p.isidentifier() and not keyword.iskeyword(p) for p in parts):
+        raise ValueError(f"`{name}` is no MODULE.NAME such as torch.optim.SGD.")
+    names = names or Names()
+    try:
+        thing = _find(parts, names)
+    except RecursionError:
+        raise Undecided("its source is nested too deeply") from None
+    except (Failing, Broken) as error:
+        words = f"failed: {error}" if isinstance(error, Broken) else str(error)
+        kind = Missing if isinstance(error, Lacking) else ValueError
+        raise kind(f"importing {'.'.join(parts[:-1])} (for `{name}`) {words}") from None
+    return Definition(name, thing.path, thing.kind, thing.file, thing, names)
+
+
+def _find(parts: list[str], names: Names) -> Thing:
+    name = ".".join(parts)
+    module, depth = None, 0
+    for depth in range(min(len(parts) - 1, 50), 0, -1):
+        module = names.module(own_code.full_name(".".join(parts[:depth]), parts[depth : depth + 1]))
+        if module is not None:
+            break
+    if module is None:
+        known = [m.name for m in pkgutil.iter_modules()] if len(parts[0]) > 2 else []
+        raise no_module(parts[0], name, known, own_code.roots())
+    read = own_code.read_from(name, str(module.file) if module.file else None)
+    thing = names.of_module(module)
+    for part in parts[depth:]:
+        try:
+            thing = names.member(thing, part)
+        except Undecided:
+            # What has something behind it is a module or class. A module is a file: where one of nearly this name lies,
+            # and this name is written nowhere in the package's own file, it is that one misspelt.
+            if depth == len(parts) - 1 or thing.kind != "module" or not _is_misspelt(part, thing.module):
+                raise
+            owner = ".".join(parts[:depth])
+            assert thing.module is not None
+            near = nearest(part, thing.module.submodules()).replace("mean ", f"mean {owner}.", 1)
+            raise ValueError(f"{owner} has no `{part}`.{near}{read}") from None
+        except Absent as absent:
+            if absent.name != part:
+                raise Undecided(f"{absent.name} cannot be found where it is imported from") from None
+            owner = ".".join(parts[:depth])
+            public = [n for n in absent.known if not n.startswith("_")]
+            # The last part is something to call, and no module.
+            modules = thing.module.submodules() if thing.kind == "module" and thing.module else []
+            things = [n for n in public if n not in modules] if depth == len(parts) - 1 else []
+            near = (nearest(part, things) or nearest(part, public)).replace("mean ", f"mean {owner}.", 1)
+            raise ValueError(f"{owner} has no `{part}`.{near}{read}") from None
+        depth += 1
+    return thing
+
+
+def _is_misspelt(part: str, owner: Module | None) -> bool:
+    if owner is None or not owner.folders or part.startswith("_"):
+        return False
+    written = {word for node in ast.walk(owner.tree) for word in _words_of(node)}
+    return part not in written and bool(nearest(part, [n for n in owner.submodules() if not n.startswith("_")]))
+
+
+def _words_of(node: ast.AST) -> list[str]:
+    """The names and texts in a node."""
+    found = [getattr(node, name, None) for name in ("id", "attr", "name", "asname", "arg", "value", "module")]
+    return [word for word in found if isinstance(word, str)]
+
+
+@dataclass(eq=False)
+class Definition:
+    """What a dotted name means.
+
+    Attributes:
+        name: as it was asked.
+        path: where it is really defined, `torch.optim.sgd.SGD` of torch.optim.SGD.
+        kind: "value" is anything that is no class, function or module.
+        file: where its source is, if it has any.
+    """
+
+    name: str
+    path: str
+    kind: Kind
+    file: Path | None
+    _thing: Thing = field(repr=False)
+    _names: Names = field(repr=False)
+
+    def bases(self) -> tuple[list[str], bool]:
+        """The dotted real paths of itself and its ancestors in the order of Python, without `object`; False behind it
+        where an ancestor could not be followed, so that there may be more."""
+        if self.kind != "class":
+            return [self.path], True
+        line, complete = self._names.line(self._thing)
+        return [thing.path for thing in line], complete
+
+    def makes(self) -> list[Instance]:
+        """What calling it gives: an instance of the class, or one of what the function may return.
+
+        Raises:
+            Undecided: that cannot be told without calling it.
+        """
+        if self.kind == "class":
+            return [instance(self._names, self._thing)]
+        made = self._names.guarded(lambda: Made(self._names).of(self._thing))
+        return [instance(self._names, thing) for thing in made]
+
+    def signature(self) -> Signature:
+        """What may be given to it; of classes and of methods that are called on their class, without `self`.
+
+        Raises:
+            Undecided: that cannot be told without importing.
+        """
+        if self.kind == "module" or (self.kind == "value"):
+            raise Undecided(f"it is a {self.kind}")
+        return self._names.guarded(lambda: Signatures(self._names).signature(self._thing))
+
+    def documentation(self, parameter: str) -> str | None:
+        """What a docstring says about a parameter: its own, or the ancestor's that takes it."""
+        for text in docstrings(self._names, self._thing):
+            found = described(text, parameter)
+            if found:
+                return found
+        return None
+
+    def logged_names(self) -> tuple[set[str], bool]:
+        """The names that a class gives to `self.log` and `self.log_dict`; False if there may be others.
+
+        What the class says itself in `logged_metrics`, a tuple of literal words, is taken as it is, placeholders
+        included.
+        """
+        if self.kind != "class":
+            return set(), False
+        return logged_names(self._names, self._thing)
+
+    def usual_metrics(self) -> set[str]:
+        """The names of the metrics that a task has where a config names none: its `metric_names`, literal words."""
+        return usual_metrics(self._names, self._thing) if self.kind == "class" else set()
+
+    def loss_arguments(self) -> set[str]:
+        """What a task calls each of its losses with: its `loss_arguments`, literal words; none: it does not say."""
+        return loss_arguments(self._names, self._thing) if self.kind == "class" else set()
+
+    def network_names(self) -> set[str] | None:
+        """The networks that a task needs by name: its `network_names`, literal words; none: it takes a single one, not
+        several by name. None: it does not say."""
+        return network_names(self._names, self._thing) if self.kind == "class" else None
+
+    def constant(self, name: str) -> Any:
+        """A plain value that a class or an ancestor gives an attribute; None where none does.
+
+        Raises:
+            Undecided: that cannot be told without importing.
+        """
+        return constant(self._names, self._thing, name) if self.kind == "class" else None
+
+    def steps_itself(self) -> bool:
+        """Whether a task steps its optimizers itself, by what its `__init__` says."""
+        return self.kind == "class" and steps_itself(self._names, self._thing)

@@ -1,0 +1,544 @@
+"""What the names of a Python file are bound to, read from its text: nothing is imported or executed.
+
+A name may have several possible bindings (`if`, `try`); who asks decides what to make of them (`static`). We read trees
+of `ast` rather than griffe's: those keep no function bodies, of several bindings only one, and take twice the time.
+"""
+
+import ast
+import gc
+import importlib.util
+import os
+import pkgutil
+import sys
+import typing
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import Any
+
+from deeplightning import own_code
+from deeplightning.own_code import INSTALLED, short
+
+
+class Broken(Exception):
+    """A file that is no Python; the text is the error's."""
+
+
+# ---- files
+
+
+@dataclass(eq=False)
+class Module:
+    """One file, or a folder without `__init__.py`.
+
+    Attributes:
+        name: dotted.
+        file: None for a folder, and for a module that has no source.
+        folders: where its submodules lie; None if it is no package.
+        loader: of Python's, which reads the file.
+    """
+
+    name: str
+    file: Path | None
+    folders: tuple[str, ...] | None
+    loader: Any = None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it may bind names that cannot be seen: it is written in C."""
+        return self.file is None and self.folders is None
+
+    @cached_property
+    def text(self) -> bytes:
+        if self.file is None:
+            return b""
+        try:
+            return self.loader.get_data(str(self.file))
+        except OSError as error:
+            raise Broken(f"{type(error).__name__}: {error}") from error
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        """Its source, read.
+
+        Raises:
+            Broken: it is no Python.
+        """
+        return _tree(self.text, str(self.file))
+
+    def may_bind(self, name: str) -> bool:
+        """Whether it can bind a name, by a look at its text."""
+        return name.encode() in self.text or any(
+            word in self.text for word in (b"import *", b"globals", b"vars(", b"exec")
+        )
+
+    @property
+    def package(self) -> str:
+        """What relative imports start from."""
+        return self.name if self.folders is not None else self.name.rpartition(".")[0]
+
+    @cached_property
+    def scope(self) -> "Scope":
+        return Scope.of(self.tree.body, self)
+
+    def submodules(self) -> list[str]:
+        return [found.name for found in pkgutil.iter_modules(self.folders or ())]
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is the user's own code rather than installed."""
+        return self.file is not None and not str(self.file).startswith(INSTALLED)
+
+    def full_name(self, name: str, inside: Sequence[str] = ()) -> str:
+        """The module that an `import` in this file means."""
+        return own_code.full_name(name, inside) if own_code.is_own(str(self.file)) else name
+
+    def place(self, line: int) -> str:
+        """` (file:line)`, for own code."""
+        return f" ({short(str(self.file))}:{line})" if self.is_ours else ""
+
+
+_read: dict[str, tuple[bytes, ast.Module]] = {}  # by file, until its text changes
+
+
+def module(name: str) -> Module | None:
+    """The module of this name, or None if there is none. Its parents are not imported."""
+    folders: Sequence[str] | None = None
+    parts = name.split(".")
+    spec: Any = None
+    first = 1
+    if name.startswith(own_code.PREFIX):
+        first, folders = own_code.PREFIX.count(".") + 1, own_code.roots()
+    for depth in range(first, len(parts) + 1):
+        if depth > first and not folders:
+            return None
+        spec = _spec(".".join(parts[:depth]), folders)
+        if spec is None:
+            return None
+        folders = list(spec.submodule_search_locations or ())
+    inside = None if spec.submodule_search_locations is None else tuple(folders or ())
+    file = spec.origin if spec.has_location else None
+    if file is None or not file.endswith(".py"):
+        return Module(name, None, inside)
+    return Module(name, Path(file), inside, spec.loader)
+
+
+def _spec(name: str, folders: Sequence[str] | None) -> Any:
+    if folders is None:
+        try:
+            spec = importlib.util.find_spec(name)
+        except (ValueError, ImportError):  # loaded by hand
+            spec = None
+        return spec if spec and spec.origin != "frozen" else PathFinder.find_spec(name) or spec
+    portions: list[str] = []
+    for folder in folders:  # PathFinder itself would want the parents of a nested folder imported
+        finder = pkgutil.get_importer(folder)
+        spec = finder.find_spec(name) if finder is not None else None
+        if spec is not None and spec.loader is not None:
+            return spec
+        if spec is not None:
+            portions += spec.submodule_search_locations or ()
+    if portions:
+        spec = importlib.util.spec_from_loader(name, None, is_package=True)
+        assert spec is not None
+        spec.submodule_search_locations = portions
+        return spec
+    return None
+
+
+def _tree(text: bytes, file: str) -> ast.Module:
+    if file not in _read or _read[file][0] != text:
+        try:
+            _read[file] = text, _parse(text, file)
+        except SyntaxError as error:
+            place = f"{short(error.filename or '?')}:{error.lineno}"
+            raise Broken(f"{type(error).__name__}: {error.msg} ({place})") from error
+        except (ValueError, RecursionError, MemoryError) as error:
+            raise Broken(f"{type(error).__name__}: {error}") from error
+    return _read[file][1]
+
+
+def _parse(text: bytes, file: str) -> ast.Module:
+    """A file's tree. It is large and holds no garbage: looking for some meanwhile takes as long again."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # about escapes in strings
+            return ast.parse(text, file)
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+# ---- bindings
+
+
+@dataclass(frozen=True, eq=False)
+class Binding:
+    """One thing that a name may stand for.
+
+    Attributes:
+        order: position in the scope, later wins.
+        line: where.
+        guards: imports that must succeed for it, `(module, name or None)`.
+    """
+
+    order: int
+    line: int
+    guards: tuple[tuple[str, str | None], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Imported(Binding):
+    """`import module` or `from module import name`."""
+
+    module: str
+    name: str | None
+
+
+@dataclass(frozen=True, eq=False)
+class Defined(Binding):
+    """`class` or `def`."""
+
+    node: ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+
+
+@dataclass(frozen=True, eq=False)
+class Assigned(Binding):
+    """`name = value`, also with an annotation."""
+
+    value: ast.expr
+    annotation: ast.expr | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class Opaque(Binding):
+    """Something that only running the code tells: a loop's variable, a part of a tuple. `None` of what: unbound."""
+
+    what: str | None
+
+
+UNBOUND = Opaque(-1, 0, (), None)
+
+
+@dataclass(frozen=True, eq=False)
+class Star:
+    """`from module import *`."""
+
+    order: int
+    line: int
+    module: str
+    certain: bool
+
+
+Names = dict[str, tuple[Binding, ...]]
+
+
+@dataclass(eq=False)
+class Scope:
+    """The names of a module or class.
+
+    Attributes:
+        exported: the parts of `__all__`; None among them: one that cannot be told.
+        patched: attributes that are set on a name afterwards, such as `("Thing", "__init__")`.
+        documents: what is set as the `__doc__` of a name.
+        imports: what is certainly imported here, with the line.
+        raised: what it certainly ends with.
+        effects: submodules that are imported without being used, so for what they do.
+    """
+
+    module: Module
+    names: Names = field(default_factory=dict)
+    stars: list[Star] = field(default_factory=list)
+    exported: list[ast.expr | None] = field(default_factory=list)
+    patched: set[tuple[str, str]] = field(default_factory=set)
+    documents: dict[str, list[ast.expr]] = field(default_factory=dict)
+    imports: list[tuple[str, int]] = field(default_factory=list)
+    effects: list[str] = field(default_factory=list)
+    raised: ast.Raise | None = None
+
+    @classmethod
+    def of(cls, body: list[ast.stmt], module: Module) -> "Scope":
+        scope = cls(module)
+        _Reader(scope).run(body)
+        return scope
+
+    @cached_property
+    def makes_names(self) -> str | None:
+        """What in this module may bind names that are not written down, if anything does."""
+        for node in ast.walk(self.module.tree):
+            match node:
+                case ast.Call(func=ast.Name(id="globals" | "vars" | "exec" | "locals" as word)):
+                    return f"{word}()"
+                case ast.Attribute(value=ast.Name(id="sys"), attr="modules"):
+                    return "sys.modules"
+        return None
+
+
+class _Reader:
+    """Runs the statements of one scope, as far as that can be told."""
+
+    def __init__(self, scope: Scope):
+        self.scope, self.names = scope, scope.names
+        self.order = 0
+        self.certain = True
+        self.guards: tuple[tuple[str, str | None], ...] = ()
+
+    def bind(self, name: str, kind: type[Binding], line: int, *more: Any) -> None:
+        self.order += 1
+        self.names[name] = (kind(self.order, line, self.guards, *more),)
+
+    def run(self, body: list[ast.stmt]) -> bool:
+        """Whether it reaches its end."""
+        return all(self.step(statement) for statement in body)
+
+    def step(self, node: ast.stmt) -> bool:
+        match node:
+            case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+                self.bind(node.name, Defined, node.lineno, node)
+            case ast.Import():
+                for alias in node.names:
+                    bound = alias.name if alias.asname else alias.name.partition(".")[0]
+                    full = self.scope.module.full_name(alias.name)
+                    self.imported(full, node.lineno)
+                    if alias.asname is None:
+                        full = full.removesuffix(alias.name.removeprefix(bound))
+                    self.bind(alias.asname or bound, Imported, node.lineno, full, None)
+                    if alias.asname is None and alias.name.startswith(f"{self.scope.module.name}."):
+                        self.scope.effects.append(alias.name)
+            case ast.ImportFrom():
+                self.import_from(node)
+            case ast.Assign():
+                for target in node.targets:
+                    self.assign(target, node.value, node.lineno)
+            case ast.AnnAssign(value=ast.expr() as value):
+                self.assign(node.target, value, node.lineno, node.annotation)
+            case ast.AnnAssign(target=ast.Name(id=name)) if name not in self.names:
+                self.order += 1
+                self.names[name] = (Opaque(-1, node.lineno, (), None),)  # an annotation binds nothing
+            case ast.AugAssign(target=ast.Name(id="__all__")):
+                self.scope.exported.append(node.value if self.certain else None)
+            case ast.AugAssign():
+                self.opaque(node.target, "is changed in place")
+            case ast.Delete():
+                for target in node.targets:
+                    if isinstance(target, ast.Name):
+                        self.bind(target.id, Opaque, node.lineno, None)
+            case ast.Expr(value=ast.Call() as call):
+                self.call(call)
+            case ast.If():
+                return self.branch(node)
+            case ast.Try() | ast.TryStar():
+                return self.attempt(node)
+            case ast.With() | ast.AsyncWith():
+                for item in node.items:
+                    if item.optional_vars is not None:
+                        self.opaque(item.optional_vars, "is bound by `with`")
+                return self.perhaps([node.body, []], [True, _may_swallow(node)])
+            case ast.For() | ast.AsyncFor():
+                self.perhaps([[_loop_variable(node), *node.body], []])
+                return self.run(node.orelse)
+            case ast.While():
+                self.perhaps([node.body, []])
+                return self.run(node.orelse)
+            case ast.Match():
+                self.perhaps([*(case.body for case in node.cases), []])
+            case ast.Raise() | ast.Return() | ast.Continue() | ast.Break():
+                if isinstance(node, ast.Raise) and self.certain and not self.guards:
+                    self.scope.raised = node
+                return False
+        for inner in ast.iter_child_nodes(node) if not hasattr(node, "body") else ():
+            if isinstance(inner, ast.NamedExpr):
+                self.opaque(inner.target, "is bound inside an expression")
+        return True
+
+    def imported(self, module: str, line: int) -> None:
+        if self.certain and not self.guards:
+            self.scope.imports.append((module, line))
+
+    def import_from(self, node: ast.ImportFrom) -> None:
+        module = absolute(node, self.scope.module)
+        if module != "__future__":
+            self.imported(module, node.lineno)
+        for alias in node.names:
+            if alias.name == "*":
+                self.order += 1
+                self.scope.stars.append(Star(self.order, node.lineno, module, self.certain and not self.guards))
+            else:
+                self.bind(alias.asname or alias.name, Imported, node.lineno, module, alias.name)
+
+    def assign(self, target: ast.expr, value: ast.expr, line: int, annotation: ast.expr | None = None) -> None:
+        match target, value:
+            case ast.Name(id=name), _:
+                if name == "__all__":
+                    self.scope.exported[:] = [value if self.certain else None]
+                self.bind(name, Assigned, line, value, annotation)
+            case (
+                (ast.Tuple(elts=targets) | ast.List(elts=targets)),
+                (ast.Tuple(elts=values) | ast.List(elts=values)),
+            ) if len(targets) == len(values) and not any(isinstance(item, ast.Starred) for item in [*targets, *values]):
+                for item, part in zip(targets, values, strict=True):
+                    self.assign(item, part, line)
+            case ast.Attribute(value=ast.Name(id=name), attr=attribute), _:
+                self.scope.patched.add((name, attribute))
+                if attribute == "__doc__":
+                    self.scope.documents.setdefault(name, []).append(value)
+            case _:
+                self.opaque(target, "is bound to a part of another value")
+
+    def opaque(self, target: ast.expr, what: str) -> None:
+        for node in ast.walk(target):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                self.bind(node.id, Opaque, node.lineno, what)
+
+    def call(self, call: ast.Call) -> None:
+        match call:
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="__all__"), attr="extend" | "append" as how)):
+                value = call.args[0] if call.args else None
+                if how == "append" and value is not None:
+                    value = ast.List([value], ast.Load())
+                self.scope.exported.append(value if self.certain else None)
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="__all__"))):
+                self.scope.exported.append(None)
+            case ast.Call(func=ast.Name(id="setattr"), args=[ast.Name(id=name), ast.Constant(value=str(word)), _]):
+                self.scope.patched.add((name, word))
+
+    # ---- what may or may not be run
+
+    def perhaps(self, bodies: Sequence[list[ast.stmt]], possible: Sequence[bool] = ()) -> bool:
+        """Any one of several bodies is run: what each leaves is possible."""
+        before, was_certain = self.names, self.certain
+        left = []
+        for number, body in enumerate(bodies):
+            if possible and not possible[number]:
+                continue
+            self.names = dict(before)
+            self.certain = was_certain and bool(possible) and sum(possible) == 1
+            if self.run(body):
+                left.append(self.names)
+        self.certain = was_certain
+        self.take(_joined(left) if left else before)
+        return bool(left)
+
+    def take(self, names: Names) -> None:
+        self.names = names
+        self.scope.names = names
+
+    def branch(self, node: ast.If) -> bool:
+        truth = is_true(node.test)
+        if truth is not None:
+            return self.run(node.body if truth else node.orelse)
+        return self.perhaps([node.body, node.orelse])
+
+    def attempt(self, node: ast.Try | ast.TryStar) -> bool:
+        """Where only a missing import makes the handlers run, its success is asked for when somebody wants the name."""
+        wanted = tuple(_imports(node.body, self.scope.module))
+        before, was_certain, guards = self.names, self.certain, self.guards
+        self.names = dict(before)
+        if wanted:
+            self.guards = guards + wanted
+        else:
+            self.certain = False
+        reaches = self.run(node.body) and self.run(node.orelse)
+        left = [self.names] if reaches else []
+        self.guards, self.certain = guards, False
+        goes_on = False
+        for handler in node.handlers:
+            self.names = dict(before)
+            if handler.name:
+                self.bind(handler.name, Opaque, handler.lineno, None)
+            if self.run(handler.body):
+                left.append(self.names)
+                goes_on = True
+        self.certain = was_certain
+        if not goes_on:  # a failing import fails all
+            for statement in node.body:
+                for name, _ in _imports([statement], self.scope.module):
+                    self.imported(name, statement.lineno)
+        self.take(_joined(left) if left else before)
+        return self.run(node.finalbody) and bool(left)
+
+
+def _joined(several: list[Names]) -> Names:
+    first, *others = several
+    if not others:
+        return first
+    names: Names = {}
+    for name in {name for each in several for name in each}:
+        found = [binding for each in several for binding in each.get(name, (UNBOUND,))]
+        names[name] = tuple(dict.fromkeys(found))
+    return names
+
+
+def _may_swallow(node: ast.With | ast.AsyncWith) -> bool:
+    return any("suppress" in ast.unparse(item.context_expr) for item in node.items)
+
+
+def _loop_variable(node: ast.For | ast.AsyncFor) -> ast.stmt:
+    """The variable of a loop, as a statement that binds it to something unknown."""
+    return ast.copy_location(ast.AugAssign(node.target, ast.Add(), ast.Constant(0)), node)  # type: ignore[arg-type]
+
+
+def absolute(node: ast.ImportFrom, module: Module) -> str:
+    """The module that `from … import` names."""
+    if node.module and not node.level:
+        return module.full_name(node.module, [alias.name for alias in node.names])
+    above = module.package.split(".")
+    above = above[: len(above) - node.level + 1] if node.level else []
+    return ".".join([*above, *([node.module] if node.module else [])])
+
+
+def _imports(body: list[ast.stmt], module: Module) -> Iterator[tuple[str, str | None]]:
+    for node in body:
+        if isinstance(node, ast.Import):
+            yield from ((module.full_name(alias.name), None) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from ((absolute(node, module), None if a.name == "*" else a.name) for a in node.names)
+
+
+def is_true(test: ast.expr) -> bool | None:
+    """Whether a condition holds in this Python; None if that cannot be told."""
+    match test:
+        case ast.Constant(value=value):
+            return bool(value)
+        case ast.Name(id="TYPE_CHECKING") | ast.Attribute(attr="TYPE_CHECKING"):
+            return False
+        case ast.UnaryOp(op=ast.Not()):
+            inner = is_true(test.operand)
+            return None if inner is None else not inner
+        case ast.BoolOp():
+            parts = [is_true(part) for part in test.values]
+            decisive = isinstance(test.op, ast.Or)
+            return decisive if decisive in parts else None if None in parts else not decisive
+        case ast.Compare(left=ast.Name(id="__name__"), ops=[ast.Eq()], comparators=[ast.Constant(value="__main__")]):
+            return False
+        case ast.Call(func=ast.Name(id="hasattr"), args=[ast.Name(id="typing"), ast.Constant(value=str(word))]):
+            return hasattr(typing, word)
+        case ast.Compare(left=left, ops=[op], comparators=[right]):
+            return _compared(left, op, right)
+    return None
+
+
+def _compared(left: ast.expr, op: ast.cmpop, right: ast.expr) -> bool | None:
+    here: dict[str, Any] = {
+        "sys.version_info": tuple(sys.version_info),
+        "sys.platform": sys.platform,
+        "os.name": os.name,
+    }
+    here["sys.version_info.major"], here["sys.version_info.minor"] = sys.version_info[:2]
+    here |= {f"sys.version_info[{n}]": sys.version_info[n] for n in range(3)}
+    here |= {f"sys.version_info[:{n}]": tuple(sys.version_info[:n]) for n in range(1, 4)}
+    try:
+        word = ast.unparse(left)
+        if word not in here:
+            return None
+        value = ast.literal_eval(right)
+        how = {ast.Eq: "__eq__", ast.NotEq: "__ne__", ast.Lt: "__lt__", ast.LtE: "__le__", ast.Gt: "__gt__"}
+        answer = getattr(here[word], (how | {ast.GtE: "__ge__"})[type(op)])(value)
+    except (ValueError, KeyError, AttributeError):
+        return None
+    return answer if isinstance(answer, bool) else None

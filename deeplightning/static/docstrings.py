@@ -1,0 +1,76 @@
+"""What docstrings say about parameters."""
+
+import ast
+import inspect
+from collections.abc import Iterator
+
+from deeplightning.static.annotations import plain
+from deeplightning.static.bindings import Defined
+from deeplightning.static.names import UNKNOWABLE, Frame, Functions, Names, Thing
+from deeplightning.static.uses import uses_of
+
+
+def docstrings(names: Names, thing: Thing) -> Iterator[str]:
+    if thing.live is not None:
+        yield getattr(thing.live, "__doc__", None) or ""
+        return
+    things = [thing]
+    if thing.kind == "class":
+        things = [t for t in names.line(thing)[0] if t.live is None]
+    for each in things:
+        if each.module is not None:
+            for value in each.module.scope.documents.get(each.name, ()):
+                yield inspect.cleandoc(_prose(names, value, Frame(each.module)))
+        if isinstance(each.node, ast.ClassDef | Functions):
+            yield ast.get_docstring(each.node) or ""
+        if each.kind == "class" and names.own(each, "__init__"):
+            for option in names.scope(each).names["__init__"]:
+                if isinstance(option, Defined):
+                    yield ast.get_docstring(option.node) or ""
+    if thing.kind == "function" and isinstance(thing.node, Functions) and thing.node.args.kwarg:
+        frame = Frame(names.home(thing), function=thing.node)
+        for call in uses_of(thing.node, thing.node.args.kwarg.arg).calls:
+            try:
+                callee = names.value(call.node.func, frame)
+            except UNKNOWABLE:
+                continue
+            if callee.key != thing.key and ("doc", callee.key) not in names.active:
+                names.active.add(("doc", callee.key))
+                yield from docstrings(names, callee)
+
+
+def _prose(names: Names, node: ast.expr, frame: Frame) -> str:
+    """A text that is put together from others."""
+    match node:
+        case ast.Constant(value=str(text)):
+            return text
+        case ast.JoinedStr(values=parts):
+            return "".join(_prose(names, part, frame) for part in parts)
+        case ast.BinOp(left=left, op=ast.Add(), right=right):
+            return _prose(names, left, frame) + _prose(names, right, frame)
+        case ast.FormattedValue(value=value):
+            return _prose(names, value, frame)
+        case ast.Name() | ast.Attribute():
+            value = plain(names, node, frame)
+            return value if isinstance(value, str) else ""
+    return ""
+
+
+def described(docstring: str, parameter: str) -> str | None:
+    """What a docstring of Google's, NumPy's or Sphinx's kind says about a parameter."""
+    if parameter not in docstring:
+        return None
+    import logging
+
+    import griffe  # 0.04 CPU seconds, needed by `explain` alone
+
+    logging.getLogger("griffe").setLevel(logging.CRITICAL)
+    for style in ("google", "numpy", "sphinx"):
+        for section in griffe.Docstring(docstring).parse(style):
+            if section.kind.value not in ("parameters", "other parameters", "attributes"):
+                continue
+            for item in section.value:
+                names = [name.strip("*` ") for name in item.name.split(",")]
+                if parameter in names and item.description:
+                    return " ".join(item.description.split())
+    return None

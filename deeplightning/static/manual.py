@@ -1,0 +1,30 @@
+"""Whether a task steps its optimizers itself."""
+
+import ast
+
+from deeplightning.static.names import Functions, Names, Thing, first_argument
+
+
+def steps_itself(names: Names, thing: Thing) -> bool:
+    """Whether `__init__` of a class, or of the nearest ancestor that says anything of it, sets
+    `self.automatic_optimization` to False, under no condition."""
+    line, _ = names.line(thing)
+    for each in line:
+        body = each.node.body if isinstance(each.node, ast.ClassDef) else []
+        for method in body:
+            if isinstance(method, Functions) and method.name == "__init__":
+                said = [_said(statement, first_argument(method)) for statement in method.body]
+                if any(value is not None for value in said):
+                    return [value for value in said if value is not None][-1] is False
+    return False
+
+
+def _said(statement: ast.stmt, self: str | None) -> bool | None:
+    """What a statement sets it to; None if it does not."""
+    match statement:
+        case ast.Assign(
+            targets=[ast.Attribute(value=ast.Name(id=name), attr="automatic_optimization")],
+            value=ast.Constant(value=bool(value)),
+        ) if name == self:
+            return value
+    return None

@@ -1,0 +1,826 @@
+"""What names and expressions of source files mean, and where the classes that they name come from.
+
+Modules of the standard library that this process holds anyway (`_HELD`) are asked directly.
+"""
+
+import ast
+import builtins
+import importlib.util
+import re
+import sys
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Generic, Literal
+
+from deeplightning import own_code
+from deeplightning.faults import install
+from deeplightning.static import bindings
+from deeplightning.static.bindings import Assigned, Binding, Broken, Defined, Imported, Module, Scope
+from deeplightning.static.signature import Undecided
+
+Kind = Literal["class", "function", "value", "module"]
+
+_HELD = (
+    "abc", "builtins", "collections", "collections.abc", "contextlib", "dataclasses", "enum", "functools", "itertools",
+    "operator", "os", "os.path", "types", "typing",
+)  # fmt: skip
+
+# Decorators that leave alone what a function takes, beside those whose source shows it.
+KEEPING = {
+    "abc.abstractmethod", "contextlib.contextmanager", "contextlib.asynccontextmanager", "functools.cache",
+    "functools.lru_cache", "functools.total_ordering", "typing.final", "typing.no_type_check", "typing.overload",
+    "typing.runtime_checkable", "typing_extensions.deprecated", "typing_extensions.final",
+    "typing_extensions.overload", "typing_extensions.override", "typing_extensions.runtime_checkable",
+    "warnings.deprecated",
+}  # fmt: skip
+
+Functions = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+class Absent(Exception):
+    """There is certainly no such name: its owner, the name, the names that are there."""
+
+    def __init__(self, name: str, known: list[str]):
+        super().__init__(name)
+        self.name, self.known = name, known
+
+
+class Failing(Exception):
+    """Importing would certainly fail; the text says how, behind "importing … (for …) "."""
+
+
+class Lacking(Failing):
+    """It would fail for something that this machine does not have."""
+
+
+UNKNOWABLE = (Undecided, Absent, Failing, Broken)
+"""What is raised where a name or an expression does not lead to a thing."""
+
+
+@dataclass(frozen=True)
+class Thing:
+    """A module, class, function or value, where it is defined.
+
+    Attributes:
+        module: that holds it.
+        name: inside its module, `Class.method`.
+        node: its source.
+        owner: the class through which a method was found.
+        live: itself, where the standard library holds it.
+    """
+
+    kind: Kind
+    module: Module | None
+    name: str
+    node: Any = None
+    owner: "Thing | None" = None
+    live: Any = None
+
+    @property
+    def path(self) -> str:
+        if self.live is not None:
+            if isinstance(self.live, types.ModuleType):
+                return self.live.__name__
+            home = getattr(self.live, "__module__", None) or (self.owner.live.__module__ if self.owner else "builtins")
+            return f"{home}.{getattr(self.live, '__qualname__', self.name)}"
+        assert self.module is not None
+        return f"{self.module.name}.{self.name}" if self.name else self.module.name
+
+    @property
+    def file(self) -> Path | None:
+        return self.module.file if self.module else None
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return (self.path, id(self.node), self.owner.path if self.owner else None)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Where an expression stands: what its names mean.
+
+    Attributes:
+        module: the file.
+        scope: of the class around it, if it stands in a class body.
+        function: around it.
+        line: the line of ancestors of the class that a call is about, itself first.
+        complete: whether the line is whole.
+        position: in that line, of the class that holds the function.
+        static: the function gets neither an instance nor a class.
+    """
+
+    module: Module
+    scope: Scope | None = None
+    function: Functions | None = None
+    line: tuple[Thing, ...] = ()
+    complete: bool = True
+    position: int = 0
+    static: bool = False
+
+    @property
+    def first(self) -> str | None:
+        """The word for the instance or class."""
+        if self.function is None or self.static or not self.line:
+            return None
+        arguments = [*self.function.args.posonlyargs, *self.function.args.args]
+        return arguments[0].arg if arguments else None
+
+
+class Names:
+    """One search through source files. What it has found it keeps; what it is about to find it does not begin again."""
+
+    def __init__(self) -> None:
+        self.modules: dict[str, Module | None] = {}
+        self.lines: dict[Any, tuple[list[Thing], bool]] = {}
+        self.scopes: dict[int, Scope] = {}
+        self.found: dict[Any, Thing] = {}
+        self.active: set[Any] = set()
+        self.changes_path = False  # whether own code may add folders to import from
+
+    def guarded(self, ask: Any) -> Any:
+        try:
+            return ask()
+        except (Failing, Broken, Absent) as error:
+            raise Undecided(f"what it needs cannot be read: {error}") from None
+        except RecursionError:
+            raise Undecided("its source is nested too deeply") from None
+
+    def enter(self, key: Any) -> None:
+        if key in self.active or len(self.active) > 150:
+            raise Undecided("its definition goes round in a circle")
+        self.active.add(key)
+
+    # ---- names
+
+    def module(self, name: str) -> Module | None:
+        if name not in self.modules:
+            module = bindings.module(name)
+            if module is not None and module.is_ours:
+                if "." in own_code.shown(name):
+                    self.module(name.rpartition(".")[0])
+                self.modules[name] = module  # own files may import each other
+                try:
+                    self.need_imports(module)
+                except (Failing, Broken):
+                    del self.modules[name]
+                    raise
+            self.modules[name] = module
+        return self.modules[name]
+
+    def need_imports(self, module: Module) -> None:
+        """Own code that certainly imports what is not there, itself or in own files that it imports, or raises."""
+        self.changes_path = self.changes_path or b"sys.path" in module.text or b"addsitedir" in module.text
+        if self.changes_path:
+            return
+        for top, line in _missing(module):
+            raise _lacking(top, module.place(line))
+        for name, _ in module.scope.imports if own_code.is_own(str(module.file)) else ():
+            if own_code.top_level(own_code.shown(name).partition(".")[0]) is not None:
+                self.module(name)
+        if module.scope.raised is not None:
+            raise _raised(module.scope.raised, module)
+
+    @staticmethod
+    def of_module(module: Module) -> Thing:
+        return Thing("module", module, "")
+
+    def member(self, owner: Thing, name: str) -> Thing:
+        """An attribute.
+
+        Raises:
+            Absent: there is none.
+        """
+        if owner.live is not None:
+            return self.live(owner.live, name, owner)
+        if owner.kind == "module":
+            assert owner.module is not None
+            return self.name_in(owner.module, name)
+        if owner.kind == "class":
+            return self.attribute(owner, name)
+        raise Undecided(f"what `{name}` of a {owner.kind} is shows only when it is imported")
+
+    def live(self, owner: Any, name: str, through: Thing | None = None) -> Thing:
+        try:
+            found = getattr(owner, name)
+        except AttributeError:
+            raise Absent(name, dir(owner)) from None
+        if isinstance(found, types.ModuleType):
+            return Thing("module", None, name, live=found)
+        kind: Kind = "class" if isinstance(found, type) else "function" if callable(found) else "value"
+        return Thing(kind, None, name, None, through if through and through.kind == "class" else None, found)
+
+    def name_in(self, module: Module, name: str) -> Thing:
+        """What a name of a module means, or its submodule of that name."""
+        key = (module.name, name)
+        if key in self.found:
+            return self.found[key]
+        if module.name in _HELD and module.name in sys.modules:
+            return self.live(sys.modules[module.name], name)
+        if module.is_open:
+            raise Undecided(f"{module.name} is not written in Python")
+        self.enter(key)
+        try:
+            self.found[key] = self.bound(module, name)
+        finally:
+            self.active.discard(key)
+        return self.found[key]
+
+    def bound(self, module: Module, name: str) -> Thing:
+        scope = module.scope
+        options, doubt = self.options(scope, name)
+        try:
+            if options != (bindings.UNBOUND,) or not doubt:
+                return self.one_of(options, name, Frame(module))
+        except Absent as absent:
+            if absent.name != name:
+                raise
+        submodule = self.module(f"{module.name}.{name}") if module.folders else None
+        if submodule is not None:
+            return self.of_module(submodule)
+        if name in ("__name__", "__file__", "__doc__", "__path__", "__spec__", "__package__", "__loader__"):
+            return Thing("value", module, name)
+        if "__getattr__" in scope.names:
+            return self.answered(module, name)
+        if doubt:
+            raise Undecided(doubt)
+        if scope.makes_names:
+            raise Undecided(f"{module.name} makes names as it is imported ({scope.makes_names})")
+        elsewhere = self.set_elsewhere(module, name)
+        if elsewhere:
+            raise Undecided(f"{elsewhere} may add it to {module.name}")
+        raise Absent(name, self.names_of(module))
+
+    def set_elsewhere(self, module: Module, name: str) -> str | None:
+        """A submodule that a package imports for its effects, and that speaks of a name which another one lacks."""
+        top = self.module(module.name.partition(".")[0])
+        for effect in top.scope.effects if top is not None and not top.is_open else ():
+            found = self.module(effect)
+            files = [found.file] if found is not None and found.file is not None else []
+            if found is not None and found.folders:
+                files = [file for folder in found.folders for file in sorted(Path(folder).glob("*.py"))]
+            if any(re.search(rb"\b%b\b" % name.encode(), file.read_bytes()) for file in files):
+                return effect
+        return None
+
+    def options(self, scope: Scope, name: str) -> tuple[tuple[Binding, ...], str | None]:
+        """The possible bindings of a name, those by `import *` among them, and why there may be others."""
+        options = scope.names.get(name, (bindings.UNBOUND,))
+        since = max(option.order for option in options)
+        doubt = None
+        for star in reversed(scope.stars):
+            if star.order < since:
+                break
+            try:
+                source = self.module(star.module)
+            except Failing as error:
+                if star.certain:
+                    raise
+                doubt = f"{star.module}, whose names {scope.module.name} may take over, {error}"
+                continue
+            if source is None:
+                doubt = f"{star.module}, whose names {scope.module.name} takes over, is not there"
+            elif source.is_open:
+                doubt = f"{star.module}, whose names {scope.module.name} takes over, is not written in Python"
+            elif source.may_bind(name) and (source.name, name) not in self.active and self.exports(source, name):
+                taken = Imported(star.order, star.line, (), star.module, name)
+                if star.certain:
+                    return (taken,), None
+                options = (*options, taken)
+        return options, doubt
+
+    def exports(self, module: Module, name: str) -> bool:
+        """Whether `from module import *` gives a name."""
+        listed = self.listed(module)
+        if listed is not None and name not in listed:
+            return False
+        if listed is None and name.startswith("_"):
+            return False
+        if any(option is not bindings.UNBOUND for option in module.scope.names.get(name, ())):
+            return True
+        try:
+            self.name_in(module, name)
+        except Absent:
+            return False
+        except (Undecided, Failing, Broken):  # who wants it will hear why
+            pass
+        return True
+
+    def listed(self, module: Module) -> set[str] | None:
+        """`__all__`, where a module has one that can be told."""
+        if not module.scope.exported:
+            return None
+        names: set[str] = set()
+        for part in module.scope.exported:
+            inside = self.words(part, Frame(module)) if part is not None else None
+            if inside is None:
+                return None
+            names |= inside
+        return names
+
+    def words(self, node: ast.expr | None, frame: Frame) -> set[str] | None:
+        """The literal words of a list, also of a sum of lists and of another module's `__all__`."""
+        match node:
+            case ast.List(elts=items) | ast.Tuple(elts=items) | ast.Set(elts=items):
+                words: set[str] = set()
+                for item in items:
+                    match item:
+                        case ast.Constant(value=str(word)):
+                            words.add(word)
+                        case ast.Starred(value=inner) if (more := self.words(inner, frame)) is not None:
+                            words |= more
+                        case _:
+                            return None
+                return words
+            case ast.BinOp(left=left, op=ast.Add(), right=right):
+                parts = [self.words(left, frame), self.words(right, frame)]
+                return None if None in parts else set().union(*(part for part in parts if part))
+            case ast.Call(func=ast.Name(id="list" | "tuple" | "sorted" | "set"), args=[inner]):
+                return self.words(inner, frame)
+            case ast.Dict(keys=keys) if all(isinstance(k, ast.Constant) and isinstance(k.value, str) for k in keys):
+                return {str(k.value) for k in keys if isinstance(k, ast.Constant)}
+            case ast.Attribute(value=owner, attr="__all__"):
+                try:
+                    found = self.value(owner, frame)
+                except UNKNOWABLE:
+                    return None
+                return self.listed(found.module) if found.kind == "module" and found.module else None
+            case ast.Name() | ast.Attribute():
+                try:
+                    found = self.value(node, frame)
+                except UNKNOWABLE:
+                    return None
+                if found.kind == "value" and isinstance(found.node, ast.expr) and found.module:
+                    return self.words(found.node, Frame(found.module))
+        return None
+
+    def answered(self, module: Module, name: str) -> Thing:
+        """What a module's own `__getattr__` gives for a name, where it is of the usual kind: `if name == "word":`."""
+        vague = Undecided(f"{module.name} makes names when they are asked for (`__getattr__`)")
+        options = module.scope.names["__getattr__"]
+        node = options[0].node if len(options) == 1 and isinstance(options[0], Defined) else None
+        if not isinstance(node, ast.FunctionDef) or not node.args.args:
+            raise vague
+        asked, known, frame = node.args.args[0].arg, set[str](), Frame(module, function=node)
+        gets: set[str] = set()
+        for statement in node.body:
+            match statement:
+                case ast.Expr(value=ast.Constant()) | ast.Import() | ast.ImportFrom() | ast.Raise():
+                    continue
+                case ast.Assign(
+                    targets=[ast.Name(id=bound)],
+                    value=ast.Call(func=ast.Attribute(value=table, attr="get"), args=[ast.Name(id=word)]),
+                ) if word == asked and (words := self.words(table, frame)) is not None:
+                    known |= words
+                    gets.add(bound)
+                    continue
+                case ast.If(test=ast.Compare(left=ast.Name(id=word), ops=[ast.IsNot()]), orelse=[]) if word in gets:
+                    continue
+                case ast.If(test=ast.Compare(left=ast.Name(id=word), ops=[op], comparators=[right]), orelse=[]) if (
+                    word == asked
+                ):
+                    words = None
+                    if isinstance(op, ast.Eq) and isinstance(right, ast.Constant):
+                        words = {str(right.value)}
+                    elif isinstance(op, ast.In):
+                        words = self.words(right, frame)
+                    if words is not None:
+                        if name in words and isinstance(statement.body[-1], ast.Return):
+                            given = statement.body[-1].value
+                            inner = replace(frame, function=_with_body(node, statement.body))
+                            if isinstance(given, ast.Name) and asked not in {
+                                n.id for n in ast.walk(given) if isinstance(n, ast.Name)
+                            }:
+                                return self.value(given, inner)
+                        known |= words
+                        continue
+            raise vague
+        if name in known or not isinstance(node.body[-1], ast.Raise) or module.scope.makes_names:
+            raise vague
+        raise Absent(name, [*self.names_of(module), *known])
+
+    def names_of(self, module: Module) -> list[str]:
+        """What there is in a module, for the nearest word."""
+        names = {n for n, options in module.scope.names.items() if not all(map(is_unbound, options))}
+        for star in module.scope.stars:
+            source = self.module(star.module)
+            if (
+                source is not None
+                and not source.is_open
+                and source is not module
+                and ("*", source.name) not in self.active
+            ):
+                self.active.add(("*", source.name))
+                names |= self.listed(source) or set(self.names_of(source))
+                self.active.discard(("*", source.name))
+        return sorted(names | set(module.submodules()))
+
+    def one_of(self, options: tuple[Binding, ...], name: str, frame: Frame) -> Thing:
+        """What several possible bindings come to, if they come to one thing."""
+        left = []
+        for option in options:
+            if option.guards and not all(self.importable(m, n, frame) for m, n in option.guards):
+                continue
+            left.append(option)
+            if option.guards and not isinstance(option, bindings.Opaque):
+                break
+        if not left:
+            raise Undecided(f"what {frame.module.name} imports for `{name}` is not there")
+        bound = [option for option in left if not is_unbound(option)]
+        if not bound:
+            raise Absent(name, [])
+        if len(bound) < len(left):
+            raise Undecided(f"whether {frame.module.name} has `{name}` depends on the machine")
+        if len(bound) == 1:
+            return self.meant(bound[0], name, frame)
+        try:
+            things = [self.meant(option, name, frame) for option in bound]
+        except (Absent, Failing, Broken) as error:
+            raise Undecided(f"whether {frame.module.name} uses it depends on the machine: {error}") from None
+        if len({thing.key for thing in things}) > 1:
+            raise Undecided(f"`{name}` of {frame.module.name} is one thing or another, depending on the machine")
+        return things[0]
+
+    def importable(self, module: str, name: str | None, frame: Frame) -> bool:
+        try:
+            found = self.module(module)
+            if found is None:
+                return False
+            if found.is_open:
+                return True
+            if any(_missing(found)):
+                return False
+            if name is None:
+                return True
+            self.name_in(found, name)
+        except (Absent, Failing, Broken):
+            return False
+        except Undecided:
+            return True
+        return True
+
+    def meant(self, option: Binding, name: str, frame: Frame) -> Thing:
+        prefix = f"{frame.line[0].name}." if frame.scope and frame.line else ""
+        match option:
+            case Imported(module=module, name=None):
+                found = self.module(module)
+                if found is None:
+                    raise Undecided(f"{module} is not there")
+                return self.of_module(found)
+            case Imported(module=module, name=str(inside)):
+                return self.imported(option, inside, frame)
+            case Defined(node=ast.ClassDef() as node):
+                thing = Thing("class", frame.module, prefix + name, node)
+                if name != node.name:
+                    thing = replace(thing, name=prefix + node.name)
+                return thing
+            case Defined(node=node):
+                owner = frame.line[0] if frame.scope and frame.line else None
+                return Thing("function", frame.module, prefix + node.name, node, owner)
+            case Assigned(value=value):
+                return self.assigned(value, prefix + name, frame)
+            case bindings.Opaque(what=str(what)):
+                raise Undecided(f"`{name}` of {frame.module.name} {what}")
+        raise Undecided(f"`{name}` of {frame.module.name} cannot be told")
+
+    def imported(self, option: Imported, name: str, frame: Frame) -> Thing:
+        source = self.module(option.module)
+        if source is None:
+            top = option.module.partition(".")[0]
+            if self.module(top) is None and not self.changes_path:
+                raise _lacking(top, frame.module.place(option.line))
+            raise Undecided(f"{option.module}, which {frame.module.name} imports, is made when it is imported")
+        if source is frame.module or source.name == frame.module.name:  # `from . import part`
+            submodule = self.module(f"{source.name}.{name}")
+            if submodule is not None:
+                return self.of_module(submodule)
+        try:
+            return self.name_in(source, name)
+        except Absent as absent:
+            if absent.name != name:
+                raise
+            where = f" ({source.file})" if source.file else " (unknown location)"
+            words = f"ImportError: cannot import name {name!r} from {source.name!r}{where}"
+            raise Failing(f"failed: {words}{frame.module.place(option.line)}") from None
+
+    def assigned(self, value: ast.expr, name: str, frame: Frame) -> Thing:
+        """`name = value`: another word for something, or a value."""
+        match value:
+            case ast.Name() | ast.Attribute():
+                try:
+                    return self.value(value, frame)
+                except Absent:
+                    raise Undecided(f"what `{name}` of {frame.module.name} is shows only when it is imported") from None
+            case ast.Call() | ast.IfExp() | ast.BoolOp() | ast.Lambda() | ast.Await():
+                words = ast.unparse(value)
+                words = words if len(words) < 60 else f"{words[:57]}…"
+                if is_type_variable(value):
+                    return Thing("value", frame.module, name, value)
+                raise Undecided(f"`{name}` of {frame.module.name} is what `{words}` gives")
+        return Thing("value", frame.module, name, value)
+
+    # ---- expressions
+
+    def value(self, node: ast.expr, frame: Frame) -> Thing:
+        """What an expression of names means."""
+        match node:
+            case ast.Name(id=name):
+                return self.named(name, frame)
+            case ast.Attribute(value=inner, attr=name):
+                owner = self.value(inner, frame)
+                try:
+                    return self.member(owner, name)
+                except Absent:
+                    if owner.kind == "module":
+                        raise Undecided(f"{owner.path} seems to have no `{name}`") from None
+                    raise
+            case ast.Subscript(value=inner):
+                return self.value(inner, frame)
+            case ast.Call(func=ast.Name(id="type"), args=[ast.Name(id=name)]) if name == frame.first:
+                return frame.line[0]
+            case ast.Call(func=ast.Attribute(attr="cast") | ast.Name(id="cast"), args=[_, inner]):
+                return self.value(inner, frame)
+        words = ast.unparse(node)
+        raise Undecided(f"`{words[:60]}` shows only when it is run")
+
+    def named(self, name: str, frame: Frame) -> Thing:
+        if frame.function is not None:
+            local = _local(frame.function, name)
+            if isinstance(local, ast.ImportFrom):
+                alias = next(a for a in local.names if (a.asname or a.name) == name)
+                source = bindings.absolute(local, frame.module)
+                return self.imported(Imported(0, local.lineno, (), source, alias.name), alias.name, frame)
+            if isinstance(local, ast.Import):
+                alias = next(a for a in local.names if (a.asname or a.name.partition(".")[0]) == name)
+                full = frame.module.full_name(alias.name)
+                found = self.module(full if alias.asname else full.removesuffix(alias.name.removeprefix(name)))
+                if found is not None:
+                    return self.of_module(found)
+            if local is not None:
+                raise Undecided(f"`{name}` in {frame.function.name} is known only when it is run")
+        if frame.scope is not None and name in frame.scope.names:
+            return self.one_of(frame.scope.names[name], name, frame)
+        if hasattr(builtins, name) and name not in frame.module.scope.names and not frame.module.scope.stars:
+            return self.live(builtins, name)
+        try:
+            return self.name_in(frame.module, name)
+        except Absent as absent:
+            if absent.name == name and hasattr(builtins, name):
+                return self.live(builtins, name)
+            raise Undecided(f"{frame.module.name} names `{absent.name}`, which is not there") from None
+
+    # ---- classes
+
+    def line(self, thing: Thing) -> tuple[list[Thing], bool]:
+        """A class and its ancestors in Python's order (C3), and whether all are known."""
+        if thing.live is not None:
+            return [live_class(c) for c in thing.live.__mro__ if c is not object], True
+        key = thing.key
+        if key in self.lines:
+            return self.lines[key]
+        try:
+            self.enter(("line", key))
+        except Undecided:
+            return [thing], False
+        try:
+            complete, is_generic = True, False
+            lines: list[list[Thing]] = []
+            parents: list[Thing] = []
+            for base in thing.node.bases:
+                try:
+                    parent = self.value(base, Frame(self.home(thing), function=None))
+                    if parent.live is object:
+                        continue
+                    if parent.kind != "class":
+                        if parent.live is not None and parent.path == "typing.NamedTuple":
+                            parent = live_class(tuple)
+                        elif isinstance(getattr(parent.live, "__origin__", None), type):  # typing.Iterable
+                            parent = live_class(parent.live.__origin__)
+                            is_generic = True
+                        else:
+                            raise Undecided(f"{parent.path} is no class")
+                except UNKNOWABLE:
+                    complete = False
+                    continue
+                above, whole = self.line(parent)
+                complete = complete and whole
+                parents.append(parent)
+                lines.append(list(above))
+            if is_generic and not any(parent.live is Generic for parent in parents):
+                parents.append(live_class(Generic))  # as `typing` does
+                lines.append([parents[-1]])
+            merged = _merged([*lines, parents])
+            if merged is None:
+                complete = False
+                merged = list({t.path: t for above in lines for t in above}.values())
+            self.lines[key] = [thing, *merged], complete
+        finally:
+            self.active.discard(("line", key))
+        return self.lines[key]
+
+    def home(self, thing: Thing) -> Module:
+        assert thing.module is not None
+        return thing.module
+
+    def scope(self, thing: Thing) -> Scope:
+        if id(thing.node) not in self.scopes:
+            self.scopes[id(thing.node)] = Scope.of(thing.node.body, self.home(thing))
+        return self.scopes[id(thing.node)]
+
+    def own(self, thing: Thing, name: str) -> bool:
+        return thing.live is None and any(not is_unbound(o) for o in self.scope(thing).names.get(name, ()))
+
+    def attribute(self, thing: Thing, name: str, start: int = 0, asked: Thing | None = None) -> Thing:
+        """An attribute of a class, its own or an ancestor's."""
+        line, complete = self.line(thing)
+        asked = asked or thing
+        known: list[str] = []
+        for each in line[start:]:
+            if each.live is not None:
+                if name in vars(each.live):
+                    return Thing("function" if callable(getattr(each.live, name)) else "value", None, name,
+                                  owner=asked, live=getattr(each.live, name))  # fmt: skip
+                known += dir(each.live)
+                continue
+            scope = self.scope(each)
+            known += [n for n, found in scope.names.items() if not all(map(is_unbound, found))]
+            options = scope.names.get(name, ())
+            home = self.home(each)
+            if (each.node.name, name) in home.scope.patched:
+                raise Undecided(f"`{name}` of {each.path} is set afterwards")
+            if options and not all(map(is_unbound, options)):
+                found = self.one_of(options, name, Frame(home, scope=scope, line=(each,)))
+                if found.kind == "function" and found.owner is not None and found.module is home:
+                    found = replace(found, owner=asked)
+                return found
+            if each.node.decorator_list and name not in ("__init__", "__new__"):
+                for decorator in each.node.decorator_list:
+                    if self.real_path(decorator, Frame(home)) not in {*KEEPING, "dataclasses.dataclass"}:
+                        raise Undecided(f"{each.path} is changed by @{ast.unparse(decorator)[:60]}")
+        if not complete:
+            raise Undecided(f"an ancestor of {thing.path} cannot be read")
+        if name in ("__init__", "__new__"):
+            raise Absent(name, known)
+        if hasattr(type, name):
+            return self.live(object, name) if hasattr(object, name) else Thing("value", thing.module, name)
+        if self.metaclass(line) is not None:
+            raise Undecided(f"what {thing.path} has, its metaclass decides")
+        raise Absent(name, known)
+
+    def metaclass(self, line: list[Thing]) -> str | None:
+        """The metaclass of a class where it is no usual one."""
+        for each in line:
+            if each.live is not None:
+                if type(each.live).__module__ not in ("builtins", "abc") and each.path not in (
+                    "typing.Generic", "typing.Protocol"
+                ):  # fmt: skip
+                    return type(each.live).__name__
+                continue
+            for word in each.node.keywords:
+                if word.arg != "metaclass":
+                    continue
+                try:
+                    found = self.value(word.value, Frame(self.home(each)))
+                    if found.path in ("abc.ABCMeta", "builtins.type"):
+                        continue
+                    above, whole = self.line(found)
+                    plain = all(a.live is not None or "__call__" not in self.scope(a).names for a in above)
+                    if (
+                        whole
+                        and plain
+                        and all(a.live is None or a.live.__module__ in ("builtins", "abc") for a in above)
+                    ):
+                        continue
+                except (Undecided, Absent):
+                    pass
+                return ast.unparse(word.value)
+        return None
+
+    def real_path(self, node: ast.expr, frame: Frame) -> str | None:
+        """The dotted path of what an expression, or the function of a call, names."""
+        node = node.func if isinstance(node, ast.Call) else node
+        try:
+            return nominal(node, frame.module) or self.value(node, frame).path
+        except UNKNOWABLE:
+            return None
+
+
+def _missing(module: Module) -> Iterator[tuple[str, int]]:
+    """The packages that a module certainly imports and that are not installed, with the line."""
+    for name, line in module.scope.imports:
+        top = name.partition(".")[0]
+        if top not in sys.modules and not _is_there(top):
+            yield top, line
+
+
+def _lacking(top: str, place: str) -> Lacking:
+    return Lacking(f"needs {top}, which is not installed here{place}: {install(top)}")
+
+
+def _raised(node: ast.Raise, module: Module) -> Failing:
+    """What importing a module ends with that comes to this statement."""
+    words, called = f"`{ast.unparse(node):.200}`", node.exc
+    match called:
+        case ast.Name(id=str(name)):
+            words = name
+        case ast.Call(func=ast.Name(id=str(name)) as called, args=arguments):
+            if [type(each) for each in arguments] == [ast.Constant]:
+                words = f"{name}: {arguments[0].value}"  # type: ignore[attr-defined]
+    found = getattr(builtins, called.id, None) if isinstance(called, ast.Name) else None
+    kind = Lacking if isinstance(found, type) and issubclass(found, OSError | ImportError) else Failing
+    return kind(f"failed: {words}{module.place(node.lineno)}")
+
+
+def _is_there(top: str) -> bool:
+    try:
+        return importlib.util.find_spec(top) is not None
+    except (ValueError, ImportError):
+        return True
+
+
+def is_unbound(option: Binding) -> bool:
+    return isinstance(option, bindings.Opaque) and option.what is None
+
+
+def live_class(found: type) -> Thing:
+    return Thing("class", None, found.__name__, live=found)
+
+
+def is_type_variable(value: ast.expr) -> bool:
+    return isinstance(value, ast.Call) and ast.unparse(value.func).rpartition(".")[2] in ("TypeVar", "ParamSpec")
+
+
+def nominal(node: ast.expr, module: Module) -> str | None:
+    """`typing.Optional` of what a module has imported under that or another name, without reading `typing`."""
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        options = module.scope.names.get(node.value.id, ())
+        if len(options) == 1 and isinstance(options[0], Imported):
+            head = options[0].module if options[0].name is None else f"{options[0].module}.{options[0].name}"
+            if head.partition(".")[0] in _NOMINAL:
+                return f"{head}.{node.attr}"
+    if isinstance(node, ast.Name):
+        options = module.scope.names.get(node.id, ())
+        if len(options) == 1 and isinstance(options[0], Imported) and options[0].module.partition(".")[0] in _NOMINAL:
+            return f"{options[0].module}.{options[0].name}"
+    return None
+
+
+_NOMINAL = {"typing", "typing_extensions", "collections", "dataclasses", "contextlib", "functools", "abc", "warnings"}
+
+
+def _merged(lines: list[list[Thing]]) -> list[Thing] | None:
+    """C3; None if the classes cannot be put in one order."""
+    merged: list[Thing] = []
+    lines = [list(each) for each in lines if each]
+    while lines:
+        for each in lines:
+            head = each[0]
+            if not any(head.path == t.path for other in lines for t in other[1:]):
+                break
+        else:
+            return None
+        merged.append(head)
+        lines = [rest for other in lines if (rest := other[1:] if other[0].path == head.path else other)]
+    return merged
+
+
+def _with_body(node: ast.FunctionDef, body: list[ast.stmt]) -> ast.FunctionDef:
+    """The same function with fewer statements, to see what is local there."""
+    fields = {name: value for name, value in ast.iter_fields(node) if name != "body"}
+    return ast.copy_location(ast.FunctionDef(body=body, **fields), node)
+
+
+def first_argument(function: Functions) -> str | None:
+    arguments = [*function.args.posonlyargs, *function.args.args]
+    return arguments[0].arg if arguments else None
+
+
+def _local(function: Functions, name: str) -> ast.AST | None:
+    """What binds a name inside a function, if anything does."""
+    arguments = function.args
+    for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg):
+        if argument is not None and argument.arg == name:
+            return argument
+    found: ast.AST | None = None
+    for node in inside(function.body):
+        match node:
+            case ast.Import() | ast.ImportFrom():
+                if name in {a.asname or (a.name.partition(".")[0] if isinstance(node, ast.Import) else a.name)
+                            for a in node.names}:  # fmt: skip
+                    found = node if found is None else arguments
+            case ast.Name(id=word, ctx=ast.Store() | ast.Del()) if word == name:
+                return node
+            case ast.FunctionDef(name=word) | ast.ClassDef(name=word) | ast.AsyncFunctionDef(name=word) if word == name:
+                return node
+    return found
+
+
+def inside(body: list[Any]) -> Iterator[ast.AST]:
+    """The nodes of a body without those of the functions and classes that are defined in it."""
+    waiting = list(body)
+    while waiting:
+        node = waiting.pop()
+        yield node
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+            waiting += ast.iter_child_nodes(node)

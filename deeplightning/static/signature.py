@@ -1,0 +1,200 @@
+"""What a class or function takes, however that was found out: from its source (`static`) or from the live object.
+
+Both sides give the same `Signature`, so that a config is compared in one way (`deeplightning.checks.compare`).
+"""
+
+import inspect
+import types
+import typing
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+UNKNOWN: Any = type("Unknown", (), {"__repr__": lambda self: "…"})()
+"""A default that is no plain value, or cannot be told without executing code."""
+
+_BY_NAME = {"int": int, "float": float, "bool": bool, "str": str}
+
+COLLECTIONS = ("builtins", "collections.abc")
+"""The modules of the classes that stand for lists and mappings."""
+
+Options = tuple[Any, ...] | None
+"""What an annotation allows, the one as good as the other; None: anything.
+
+Each is a type (int, float, bool, str, NoneType; dict: any mapping), a literal word, a `ListOf`, or `Built`.
+"""
+
+
+class Built:
+    """An option: an object that only a target builds, such as a network."""
+
+
+@dataclass(frozen=True)
+class ListOf:
+    """An option: a list.
+
+    Attributes:
+        items: what each of its items may be; if it is `fixed`, one after the other.
+        fixed: whether it has just so many items as `items`.
+        also: the types of other plain values that are such a list to Python, as a text is a `Sequence[str]`.
+    """
+
+    items: tuple[Options, ...] = (None,)
+    fixed: bool = False
+    also: tuple[type, ...] = ()
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter.
+
+    Attributes:
+        name: its name.
+        position: whether it may be given by position.
+        keyword: whether it may be given by name.
+        required: whether it has no default.
+        default: the default, where it is a plain value; else UNKNOWN.
+        allowed: what its annotation names; None if it has none, or one that names anything else as well. A tensor
+            beside a number (`float | Tensor`) does not count: no other plain value stands for it.
+        annotation: as it is written, for people.
+    """
+
+    name: str
+    position: bool = True
+    keyword: bool = True
+    required: bool = False
+    default: Any = UNKNOWN
+    allowed: Options = None
+    annotation: str | None = None
+
+
+@dataclass(frozen=True)
+class Signature:
+    """What may be given to a class or function.
+
+    Attributes:
+        parameters: in order, without `self`, `*args` and `**kwargs`; those that `**kwargs` hand on are among them.
+        rest: None if no other keyword is taken; else why others cannot be judged, in words that follow "unchecked: ".
+    """
+
+    parameters: tuple[Parameter, ...]
+    rest: str | None = None
+
+
+@dataclass(frozen=True)
+class Instance:
+    """What a class or function makes.
+
+    Attributes:
+        paths: the dotted paths of its class and that one's ancestors.
+        complete: whether these are all.
+        forward: asks for the least and the largest number of positional arguments that a module's `forward` takes;
+            None: they are unknown.
+    """
+
+    paths: tuple[str, ...]
+    complete: bool
+    forward: Callable[[], tuple[int, float] | None]
+
+
+class Undecided(Exception):
+    """What a name means cannot be told without importing it; the text says why."""
+
+
+def of_object(found: Any) -> Signature:
+    """The signature of a live class or function.
+
+    Raises:
+        Undecided: it has none (a function written in C).
+    """
+    try:
+        parameters = inspect.signature(found).parameters.values()
+    except (ValueError, TypeError):
+        raise Undecided("it does not tell its parameters") from None
+    try:
+        hints = typing.get_type_hints(found.__init__ if inspect.isclass(found) else found)
+    except Exception:  # an annotation that names something unknown: the comparison goes on without types
+        hints = {}
+    known = tuple(
+        Parameter(
+            p.name,
+            position=p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD),
+            keyword=p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD),
+            required=p.default is p.empty,
+            default=p.default if isinstance(p.default, bool | int | float | str | None) else UNKNOWN,
+            allowed=allowed_by(hints.get(p.name, p.annotation)),
+            annotation=None if p.annotation is p.empty else str(p.annotation),
+        )
+        for p in parameters
+        if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    )
+    rest = "it takes any keyword" if any(p.kind is p.VAR_KEYWORD for p in parameters) else None
+    return Signature(known, rest)
+
+
+def positional(owner: type, method: str) -> tuple[int, float] | None:
+    """The least and the largest number of positional arguments that a method of a live class takes, without `self`;
+    None: unknown."""
+    try:
+        parameters = list(inspect.signature(getattr(owner, method)).parameters.values())[1:]
+    except (AttributeError, ValueError, TypeError):
+        return None
+    taken = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    if any(p.kind is p.KEYWORD_ONLY and p.default is p.empty for p in parameters):
+        return None
+    more = any(p.kind is p.VAR_POSITIONAL for p in parameters)
+    return sum(p.default is p.empty for p in taken), float("inf") if more else len(taken)
+
+
+def allowed_by(hint: Any) -> Options:
+    """What a live annotation allows."""
+    hint = _BY_NAME.get(hint, hint) if isinstance(hint, str) else hint  # where not all annotations could be resolved
+    if hint in (int, float, bool, str, type(None)):
+        return (hint,)
+    origin, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
+    if origin is typing.Literal:
+        return inner
+    if origin in (typing.Union, types.UnionType):
+        if {int, float} & set(inner):
+            inner = tuple(option for option in inner if not _is_tensor(option))
+        parts = [allowed_by(option) for option in inner]
+        return None if None in parts else tuple(option for part in parts if part for option in part)
+    if not isinstance(origin, type):
+        return None
+    if origin.__module__ in COLLECTIONS:
+        if any(typing.get_origin(i) is typing.Unpack or getattr(i, "__unpacked__", False) for i in inner):
+            return None
+        return collection(origin.__name__, [i if i is ... else allowed_by(i) for i in inner])
+    return instance([f"{c.__module__}.{c.__qualname__}" for c in origin.__mro__])
+
+
+def collection(name: str, inner: Sequence[Any]) -> Options:
+    """What an annotation such as `tuple[int, ...]` allows, by the name of its class and the options in its brackets."""
+    if len(inner) == 2 and inner[1] is ...:
+        inner = inner[:1]
+    item = inner[0] if len(inner) == 1 and inner[0] is not ... else None
+    match name.lower():
+        case "dict" | "mapping" | "mutablemapping":
+            return (dict,)
+        case "tuple" if len(inner) > 1 and ... not in inner:
+            return (ListOf(tuple(inner), fixed=True),)
+        case "list" | "mutablesequence" | "tuple":  # many write `tuple[int]` for a tuple of any length
+            return (ListOf((item,)),)
+        case "sequence" | "iterable" | "collection" as word:
+            is_of_texts = item is None or any(option is str or isinstance(option, str) for option in item)
+            also = () if not is_of_texts else (str,) if word == "sequence" else (str, dict)
+            return (ListOf((item,), also=also),)
+    return None
+
+
+def instance(paths: Sequence[str]) -> Options:
+    """What stands for an instance of a class, given by its own path and those of its ancestors."""
+    if "torch.nn.modules.module.Module" in paths:
+        return (Built,)
+    top, _, name = paths[0].partition(".")
+    is_path = top in ("os", "pathlib") and name.rpartition(".")[2] in ("PathLike", "Path", "PurePath")
+    return (str,) if is_path else None
+
+
+def _is_tensor(hint: Any) -> bool:
+    return isinstance(hint, type) and (hint.__module__.partition(".")[0], hint.__name__) == ("torch", "Tensor")
