@@ -248,11 +248,11 @@ def _is_target(value: Any) -> bool:
 
 def _params(target: str, given: int) -> list[tuple[str, tuple[Any, ...], str]]:
     """The parameters of a target by name, with what they take: types, and literal words as one `Literal`."""
-    from deeplightning import static
+    from deeplightning.static import definition
     from deeplightning.static.signature import ListOf, Undecided
 
     try:
-        found = static.look_up(target)
+        found = definition.look_up(target)
         parameters = found.signature().parameters
     except (ValueError, Undecided):
         return []

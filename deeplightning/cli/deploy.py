@@ -19,6 +19,7 @@ from deeplightning.config.schema import Serve, keys
 from deeplightning.config.source import Source, read
 from deeplightning.config.tree import line, plain
 from deeplightning.faults import CheckpointError, ConfigError, Fault, nearest
+from deeplightning.private.lazy_imports import import_lazily
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking import resolve_run
 
@@ -51,6 +52,7 @@ def command(run: str, overrides: Sequence[str] = (), allow: Sequence[str] = ()) 
     models = {"int8": folder.bundle_int8, "fp16": folder.bundle_fp16}
     if not whole or (settings.precision in models and not models[settings.precision].is_file()):
         admit(folder, allow, "serve")
+        import_lazily()
         from deeplightning.export.bundle import NotExpressible
         from deeplightning.run.finished import export_run, halve_run, quantize_run
 

@@ -13,9 +13,10 @@ import torch
 import torch.distributed
 
 from deeplightning.checks.examine import examine, load_config
-from deeplightning.cli import _report
+from deeplightning.cli.exit_codes import report
 from deeplightning.engine import devices, gpus
 from deeplightning.engine.devices import Gpu, Holder, Machine
+from deeplightning.engine.gpus import show_gpus
 from deeplightning.engine.plan import trainer_arguments
 from deeplightning.faults import ConfigError, SetupError
 
@@ -39,7 +40,11 @@ def on(tiny, place, monkeypatch):
             monkeypatch.setenv("CUDA_VISIBLE_DEVICES", machine.visible)
         now = lambda: replace(machine, visible=os.environ.get("CUDA_VISIBLE_DEVICES"))  # noqa: E731
         monkeypatch.setattr(devices, "machine", now)
-        return load_config(tiny, list(overrides))
+        before = os.environ.get("CUDA_VISIBLE_DEVICES")
+        cfg = load_config(tiny, list(overrides))
+        assert os.environ.get("CUDA_VISIBLE_DEVICES") == before
+        show_gpus(cfg.engine)
+        return cfg
 
     yield load
     os.environ.pop("CUDA_VISIBLE_DEVICES", None)
@@ -344,14 +349,14 @@ def test_one_of_several_processes_judges_its_own_gpu(on, monkeypatch):
 @pytest.mark.parametrize("words", gpus.ANSWERS)
 def test_a_gpu_that_cuda_refuses_ends_with_exit_code_3(words, capsys):
     """An error at run time that is the machine's: its first line, what it means and the remedy, without a traceback."""
-    assert _report(RuntimeError(f"CUDA error: {words}\nCUDA kernel errors might be asynchronously reported")) == 3
+    assert report(RuntimeError(f"CUDA error: {words}\nCUDA kernel errors might be asynchronously reported")) == 3
     told = capsys.readouterr().err
     assert told == f"error: CUDA error: {words}: {gpus.ANSWERS[words]}\n"
 
 
 def test_an_error_of_the_code_on_a_gpu_stays_one(capsys):
     """An illegal access is no fault of the machine, and keeps its traceback."""
-    assert _report(RuntimeError("CUDA error: an illegal memory access was encountered")) == 1
+    assert report(RuntimeError("CUDA error: an illegal memory access was encountered")) == 1
     assert gpus.unusable(ValueError("invalid device ordinal")) is None
     assert "Traceback" not in capsys.readouterr().out
 
@@ -359,7 +364,7 @@ def test_an_error_of_the_code_on_a_gpu_stays_one(capsys):
 def test_a_lack_of_memory_ends_with_exit_code_5(capsys):
     """The device's own figures, and three keys that help."""
     words = "CUDA out of memory. GPU 0 has a total capacity of 79.11 GiB of which 1.25 GiB is free."
-    assert _report(torch.OutOfMemoryError(words)) == 5
+    assert report(torch.OutOfMemoryError(words)) == 5
     told = capsys.readouterr().err
     assert "of which 1.25 GiB is free. A smaller data.batch_size helps" in told
     assert "engine.precision=bf16" in told

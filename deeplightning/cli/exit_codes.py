@@ -1,0 +1,101 @@
+"""Errors become notes and exit codes: the one place that decides what the command ends with."""
+
+import os
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from deeplightning.faults import FREE_SOME, UserError, is_full, no_room
+from deeplightning.process import streams
+from deeplightning.process.identity import own_rank
+from deeplightning.words import first_line
+
+
+@dataclass
+class Session:
+    """What one call of the command knows.
+
+    Attributes:
+        redact: takes the secrets of the config that was read out of a message.
+    """
+
+    redact: Callable[[str], str] = str
+
+
+def run_verb(verbs: click.Group) -> int:
+    """Runs the verb that the command line names; its exit code."""
+    session = Session()
+    try:
+        verbs.main(standalone_mode=False, prog_name="deeplightning", obj=session)
+        sys.stdout.flush()  # here a reader that has gone is noticed in time
+    except click.ClickException as error:
+        error.show()
+        return 2
+    except (KeyboardInterrupt, click.Abort):
+        return interrupted()
+    except SystemExit as error:
+        if isinstance(error.__context__, KeyboardInterrupt):  # Lightning ends with 1 where it is interrupted
+            return interrupted()
+        return error.code if isinstance(error.code, int) else 1
+    except BaseException as error:
+        if streams.heard and getattr(error, "exit_code", None) is None:  # a library made an error of its own of it
+            return interrupted()
+        return report(error, session.redact)
+    return 0
+
+
+def interrupted() -> int:
+    """Says that a signal has ended the command; the exit code of that."""
+    if streams.heard:
+        print("error: interrupted by SIGTERM", file=sys.stderr)
+        return streams.TERMINATED_CODE
+    print("interrupted", file=sys.stderr)
+    return 130
+
+
+def report(error: BaseException, redact: Callable[[str], str] = str) -> int:
+    """Shows an error as notes, with a traceback only where it is ours; returns the exit code.
+
+    Of several processes one shows the first cause, and all end with its exit code.
+    """
+    from deeplightning.config.target import needs
+    from deeplightning.engine.gpus import unusable
+    from deeplightning.process import supervisor
+
+    code = getattr(error, "exit_code", None)
+    notes = [str(fault) for fault in error.faults] if isinstance(error, UserError) else [str(error)]
+    if code is None and type(error).__name__ == "OutOfMemoryError":
+        first = first_line(error).rstrip(".")
+        remedy = "A smaller data.batch_size helps, so do engine.precision=bf16 and engine.activation_checkpointing"
+        code, notes = 5, [f"the device has no memory left: {first}. {remedy}"]
+    if code is None and (note := unusable(error)) is not None:
+        code, notes = 3, [note]
+    if code is None and isinstance(error, OSError) and is_full(error):
+        where = Path(os.fsdecode(error.filename)).absolute().parent if error.filename else Path.cwd()
+        code, notes = 3, [f"the disk is full: {error}. {no_room(where)}; {FREE_SOME}"]
+    if code is None and (lacks := needs(error)) is not None:
+        code, notes = 3, [f"the run {lacks}"]
+    rank, place = f" [rank {own_rank()}]" if own_rank() else "", ""
+    if (group := supervisor.here()) is not None:
+        reason = supervisor.reason_of(error) if code is None else "; ".join(notes)
+        cause, is_ours_to_tell = group.verdict(error, reason, 1 if code is None else code)
+        if not is_ours_to_tell:
+            return cause.exit_code
+        rank, place = f" [{cause.whose}]" if cause.whose else "", f"{supervisor.place_of(error)}: "
+        if isinstance(error, supervisor.RankError) or cause.rank != group.rank or supervisor.is_lost(error):
+            code, notes = cause.exit_code, [cause.reason + (group.kept() if cause.lost else "")]
+    if code is None or os.environ.get("DEEPLIGHTNING_DEBUG") == "1":
+        print(redact("".join(traceback.format_exception(error))), file=sys.stderr)
+    word = ("\x1b[31merror\x1b[0m" if sys.stderr.isatty() else "error") + rank
+    if code is None:
+        print(
+            f"{word}: {place}a fault of Deep Lightning or of your own code; the lines above say where", file=sys.stderr
+        )
+        return 1
+    for note in notes:
+        print(f"{word}: {redact(note)}", file=sys.stderr)
+    return code

@@ -1,0 +1,124 @@
+"""The group of the command's verbs, and what several of them share: arguments, the config, the notices."""
+
+import contextlib
+import gc
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+from deeplightning.cli.completion import complete_config, complete_overrides
+from deeplightning.cli.exit_codes import Session
+from deeplightning.version import __version__
+
+OVERRIDES = "key=value sets, ~key removes, +list=[x] appends; for example model.optimizer.params.lr=0.1"
+
+
+class Verbs(click.Group):
+    """Verbs in the order of a user's journey."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+
+@click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="deeplightning")
+def cli() -> None:
+    """A YAML file becomes a tracked training run, and the run an HTTP endpoint.
+
+    RUN is a run folder, an MLflow run id, runs:/ID, models:/NAME/VERSION, or last, the newest. Exit codes: 0 done, 2
+    config, 3 machine, data or tracking, 4 checkpoint or bundle, 5 the run failed, 130 or 143 interrupted, 1 a fault of
+    ours.
+    """
+
+
+with_overrides = click.argument("overrides", nargs=-1, metavar="[key=value …]", shell_complete=complete_overrides)
+with_config = click.argument("config", type=click.Path(path_type=Path), shell_complete=complete_config)
+LOOSE = {"ignore_unknown_options": True}
+with_allow = click.option(
+    "--allow", metavar="ROOT", multiple=True, help="A module to import for a RUN that was not made here; repeatable."
+)
+
+
+def newest_run(ctx: click.Context, param: click.Parameter, run: str) -> str:
+    """`last` in place of a RUN is the newest one; a folder of that name is `./last`."""
+    if run != "last" or ctx.resilient_parsing:
+        return run
+    from deeplightning.cli.listing import newest
+
+    return newest(None)
+
+
+with_run = click.argument("run", callback=newest_run)
+with_code = click.option(
+    "--code", type=click.Choice(["run"]), help="`run`: use the code that RUN has kept, where your own is gone."
+)
+
+
+def load(config: Path, overrides: tuple[str, ...]) -> Any:
+    from deeplightning.checks.examine import load_config
+    from deeplightning.private.lazy_imports import import_lazily
+
+    import_lazily()
+    cfg = load_config(config, list(overrides))
+    session().redact = cfg.redact_message
+    return cfg
+
+
+def session() -> Session:
+    return click.get_current_context().ensure_object(Session)
+
+
+def examine_config(config: Path, overrides: tuple[str, ...], importing: bool) -> Any:
+    from deeplightning.checks.examine import examine
+
+    if importing:
+        from deeplightning.private.lazy_imports import import_lazily
+
+        import_lazily()
+    gc.disable()  # what source files become is thrown away in the end; to look through it costs 0.04 CPU seconds
+    report = examine(config, list(overrides), importing=importing)
+    session().redact = report.redact
+    return report
+
+
+@contextlib.contextmanager
+def stdout_for_the_result() -> Iterator[None]:
+    """What imported code prints goes to stderr, also what it writes past Python: stdout is for the result alone."""
+    sys.stdout.flush()
+    stdout = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        yield
+    finally:
+        sys.stdout.flush()
+        os.dup2(stdout, 1)
+        os.close(stdout)
+
+
+def show_notices(report: Any) -> None:
+    """What a report holds beside faults, on stderr."""
+    redact = session().redact
+    for notice in report.notices:
+        click.echo(f"{'warning: ' if notice.unasked else ''}{redact(notice.text)}", err=True)
+    for fault in report.at_start:
+        click.echo(f"warning: {redact(str(fault))}", err=True)
+    for fault in report.unchecked:
+        click.echo(f"unchecked: {redact(str(fault))}", err=True)
+
+
+def folder_of(run: str, code: str | None = None, allow: tuple[str, ...] = ()) -> Any:
+    from deeplightning.private.lazy_imports import import_lazily
+    from deeplightning.runfolder import RunFolder
+    from deeplightning.tracking import resolve_run
+
+    import_lazily()
+    folder = RunFolder(resolve_run(run, None))
+    if code == "run":
+        from deeplightning.run.finished import use_code
+
+        use_code(folder, allow)
+    return folder

@@ -1,0 +1,172 @@
+"""Verbs that take a CONFIG. Heavy imports stand inside them, so that `--help` answers at once."""
+
+import gc
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from deeplightning.cli.completion import complete_key
+from deeplightning.cli.exit_codes import run_verb
+from deeplightning.cli.group import (
+    LOOSE,
+    OVERRIDES,
+    cli,
+    examine_config,
+    load,
+    session,
+    show_notices,
+    stdout_for_the_result,
+    with_config,
+    with_overrides,
+)
+from deeplightning.process import streams
+
+
+@cli.command(context_settings=LOOSE, epilog=OVERRIDES)
+@with_config
+@with_overrides
+def train(config: Path, overrides: tuple[str, ...]) -> None:
+    """Run the stages of CONFIG and export what was trained.
+
+    The last line on stdout is the run's folder.
+    """
+    from deeplightning.launch import Job, launcher_of
+    from deeplightning.launch.environment import apply_environment
+
+    streams.outlive_reader()
+    cfg = load(config, overrides)
+    apply_environment(cfg)
+    if (launcher := launcher_of(cfg)) is not None:
+        sys.exit(launcher.run(Job(cfg, config.absolute(), overrides)))
+    from deeplightning.run.stages import launch
+
+    launch(cfg)
+
+
+@cli.command(hidden=True)
+def worker() -> None:
+    """Train as one of the processes of a launcher that sends the config to standard input."""
+    from deeplightning.launch.handover import receive
+
+    streams.outlive_reader()
+    cfg = receive()
+    session().redact = cfg.redact_message
+    from deeplightning.run.stages import work
+
+    sys.exit(work(cfg))
+
+
+@cli.command(context_settings=LOOSE, epilog=OVERRIDES)
+@with_config
+@with_overrides
+def plan(config: Path, overrides: tuple[str, ...]) -> None:
+    """Print what `train CONFIG` would start: processes, their environment, commands.
+
+    Nothing is started.
+    """
+    from deeplightning.checks.explain import show
+    from deeplightning.config.tree import dump
+    from deeplightning.launch import Job, plan_of
+
+    report = examine_config(config, overrides, importing=False)
+    cfg = report.checked()
+    show_notices(report)
+    show(dump(plan_of(Job(cfg, config.absolute(), overrides))))
+
+
+@cli.command(context_settings=LOOSE, epilog=OVERRIDES)
+@with_config
+@with_overrides
+def tune(config: Path, overrides: tuple[str, ...]) -> None:
+    """Search for the best values of what CONFIG's `tune.space` names.
+
+    Each trial is a run. The same command goes on with a search that was interrupted. The last line on stdout is the
+    folder with best.yaml, the table of trials and pictures.
+    """
+    from deeplightning.tune.search import search
+
+    streams.outlive_reader()
+
+    def train_here(words: Sequence[str]) -> int:
+        sys.argv[1:] = ["train", *words]  # Lightning starts further processes with these
+        return run_verb(cli)
+
+    search(config, overrides, train_here)
+
+
+@cli.command(context_settings=LOOSE, epilog=OVERRIDES)
+@with_config
+@with_overrides
+@click.option("--import", "importing", is_flag=True, help="Import what CONFIG names; settles what its source cannot.")
+@click.option(
+    "--dry-run", is_flag=True, help="Also pass one made-up batch through training and validation, on the CPU."
+)
+@click.option("--format", type=click.Choice(["text", "json"]), default="text", help="What is said on stdout.")
+def check(config: Path, overrides: tuple[str, ...], importing: bool, dry_run: bool, format: str) -> None:
+    """Report every fault of CONFIG, or print it whole.
+
+    Nothing is run, and without options nothing is imported.
+    """
+    from deeplightning.checks.explain import show
+    from deeplightning.config.tree import dump
+
+    with stdout_for_the_result():
+        report = examine_config(config, overrides, importing)
+        if dry_run and not importing and not report.faults:
+            report = examine_config(config, overrides, importing=True)
+        if dry_run and not report.faults:
+            from deeplightning.dry_run.trial import dry_run as try_out
+
+            gc.enable()
+            faults, report.unchecked = try_out(report.config)
+            report.add(*faults)
+    if format == "json":
+        click.echo(json.dumps(report.to_dict(), indent=2))
+        sys.exit(report.exit_code)
+    cfg = report.checked()
+    show_notices(report)
+    show(dump(cfg.public()))
+
+
+@cli.command(context_settings=LOOSE, epilog=OVERRIDES)
+@with_config
+@click.argument("words", nargs=-1, metavar="[KEY …] [key=value …]", shell_complete=complete_key)
+def explain(config: Path, words: tuple[str, ...]) -> None:
+    """Print the complete config that CONFIG means on this machine, with who set each value.
+
+    For a KEY: its value, type and meaning, who set it, and what that replaced.
+    """
+    from deeplightning.checks import explain as of
+
+    keys: list[str] = [word for word in words if "=" not in word and not word.startswith(("~", "+"))]
+    report = examine_config(config, tuple(word for word in words if word not in keys), importing=False)
+    report.checked()
+    for key in keys or [""]:
+        of.show(of.explain(report, key))
+
+
+@cli.command(context_settings=LOOSE, epilog=OVERRIDES)
+@with_config
+@with_overrides
+def stats(config: Path, overrides: tuple[str, ...]) -> None:
+    """Print what CONFIG's training set is like, as YAML.
+
+    Its number of samples, how many each class has, and the mean and std of its pictures to normalise by. No network is
+    built.
+    """
+    from deeplightning.cli.statistics import statistics
+
+    with stdout_for_the_result():
+        text = statistics(load(config, overrides))
+    click.echo(text, nl=False)
+
+
+@cli.command()
+def schema() -> None:
+    """Print the JSON Schema of a config, for editors that complete and check YAML."""
+    from deeplightning.checks.json_schema import json_schema
+
+    click.echo(json.dumps(json_schema(), indent=2, ensure_ascii=False))

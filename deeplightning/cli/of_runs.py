@@ -1,0 +1,218 @@
+"""Verbs that take a RUN. Heavy imports stand inside them, so that `--help` answers at once."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import click
+
+from deeplightning.cli.group import (
+    LOOSE,
+    OVERRIDES,
+    cli,
+    folder_of,
+    newest_run,
+    with_allow,
+    with_code,
+    with_overrides,
+    with_run,
+)
+from deeplightning.faults import count
+from deeplightning.process import streams
+
+
+@cli.command(context_settings=LOOSE, epilog=OVERRIDES)
+@with_run
+@with_overrides
+@with_allow
+@with_code
+def test(run: str, overrides: tuple[str, ...], allow: tuple[str, ...], code: str | None) -> None:
+    """Test the best weights of RUN, into the same run; of a run that was not made here, into a new one."""
+    from deeplightning.run.stages import evaluate
+
+    streams.outlive_reader()
+    evaluate(folder_of(run, code, allow), "test", list(overrides), allow)
+
+
+@cli.command()
+@with_run
+@click.argument("images", metavar="[IMAGE|FOLDER]...", nargs=-1, type=click.Path(path_type=Path))
+@click.option("--out", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help="A .csv or .jsonl file.")
+@with_allow
+@with_code
+def predict(run: str, images: tuple[Path, ...], out: Path | None, allow: tuple[str, ...], code: str | None) -> None:
+    """Say what RUN's network sees in pictures, as CSV; of a FOLDER in those that lie in it, at any depth.
+
+    With --out into a file: CSV, or JSON lines, as its ending says. Pictures that cannot be read are named at the end,
+    with exit code 3. Without pictures, in RUN's test set: a row per sample in predictions.csv.
+    """
+    if out is not None and not images:
+        raise click.UsageError("--out goes with pictures or folders; the test set's rows go to predictions.csv")
+    if not images:
+        from deeplightning.run.stages import evaluate
+
+        streams.outlive_reader()
+        evaluate(folder_of(run, code, allow), "predict", [], allow)
+        return
+    from deeplightning.run.predict import FORMATS, predict_files
+
+    if out is not None and out.suffix.lower() not in FORMATS:
+        raise click.UsageError(f"--out {out}: the ending says the format: .csv, or .jsonl for JSON lines")
+    answered = predict_files(folder_of(run, code, allow), images, out, allow)
+    if out is not None:
+        click.echo(f"{count(answered, 'picture')} in {out}", err=True)
+
+
+@cli.command()
+@with_run
+@with_allow
+@with_code
+def export(run: str, allow: tuple[str, ...], code: str | None) -> None:
+    """Write the bundle of RUN that the server answers from."""
+    from deeplightning.run.finished import export_run
+
+    streams.outlive_reader()
+    click.echo(export_run(folder_of(run, code, allow), allow))
+
+
+@cli.command(context_settings=LOOSE, epilog="serve.KEY=VALUE sets a key of the server; for example serve.max_batch=32")
+@with_run
+@click.argument("overrides", nargs=-1, metavar="[serve.key=value …]")
+@click.option("--host", help="Address to listen on; default: serve.host of the run's config.")
+@click.option("--port", help="Port to listen on; default: serve.port of the run's config.")
+@click.option("--device", help="auto, cpu, cuda or cuda:N; default: serve.device of the run's config.")
+@click.option("--precision", help="fp32, int8 or fp16; default: serve.precision of the run's config.")
+@with_allow
+def serve(run: str, overrides: tuple[str, ...], allow: tuple[str, ...], **options: str | None) -> None:
+    """Answer HTTP from RUN, or from the folder of a bundle.
+
+    Where there is no bundle, one is exported first; a network that ONNX cannot express is answered by torch.
+    """
+    from deeplightning.cli.deploy import command
+    from deeplightning.config.tree import line, scalar
+
+    environment = dict(os.environ)  # of what is imported for an export, nothing reaches the server
+    given = [f"serve.{name}={line(scalar(value))}" for name, value in options.items() if value is not None]
+    program = command(run, [*overrides, *given], allow)
+    os.execve(program[0], program, environment)
+
+
+@cli.command(context_settings=LOOSE, epilog=OVERRIDES)
+@with_run
+@with_overrides
+@click.option("--any-data", is_flag=True, help="Run it also where data files have changed.")
+@click.option("--trust", is_flag=True, help="Execute the code of a RUN that you did not make on this machine.")
+def reproduce(run: str, overrides: tuple[str, ...], any_data: bool, trust: bool) -> None:
+    """Run RUN once more, from what it left, and compare.
+
+    Config and kept code are put into a clean folder and run there; the code is named before. That of a run that you did
+    not make on this machine is named and not executed without --trust: exit code 4. Exit code 0 if metrics,
+    results and weights are the same, 5 with the first difference if not, 3 if a data file has changed.
+    """
+    from deeplightning.reproduce.again import reproduce as run_again
+
+    streams.outlive_reader()
+    again = run_again(run, overrides, any_data=any_data, trust=trust, say=lambda text: click.echo(text, err=True))
+    click.echo(f"reproduced: the same weights and results in {again.path}", err=True)
+
+
+@cli.command()
+@click.argument("first", metavar="RUN", callback=newest_run)
+@click.argument("second", metavar="RUN", callback=newest_run)
+@click.option("--patch", is_flag=True, help="Show what differs in files of code line by line.")
+@click.option("--format", type=click.Choice(["text", "json"]), default="text", help="What is said on stdout.")
+@click.option("--exit-code", is_flag=True, help="End with 1 if there are differences; else that is no fault.")
+def diff(first: str, second: str, patch: bool, format: str, exit_code: bool) -> None:
+    """Show where two runs differ: config, code, data, environment, hardware and metrics.
+
+    Nothing is printed of what is the same. What cannot be the same twice, such as times, ids and folders, is no
+    difference.
+    """
+    from deeplightning.reproduce.differences import as_text, differences
+    from deeplightning.reproduce.past import past_run
+
+    found = differences(past_run(first), past_run(second), patch)
+    if format == "json":
+        named = {g: [{"name": n, "first": a, "second": b} for n, a, b in items] for g, items in found.items()}
+        click.echo(json.dumps(named, indent=2))
+    elif text := as_text(found):
+        click.echo(text)
+    if exit_code and any(found.values()):
+        sys.exit(1)
+
+
+_STATUS = click.Choice(["running", "finished", "failed", "killed", "pruned"], case_sensitive=False)
+
+
+@cli.command()
+@click.option("--tracking-uri", help="The store; default: MLFLOW_TRACKING_URI, else mlruns.")
+@click.option("--status", multiple=True, type=_STATUS, help="Only runs that ended so, or are running; repeatable.")
+@click.option("--unfinished", is_flag=True, help="Only runs that failed or were killed.")
+@click.option("--metric", metavar="NAME[>NUMBER]", help="Only runs with this metric, or where it compares so.")
+@click.option("--name", metavar="TEXT", help="Only runs with this in their name or experiment; * is anything.")
+@click.option("--experiment", metavar="NAME", help="Only runs of the experiment of this name.")
+@click.option("--last", is_flag=True, help="Only the folder of the newest of them.")
+@click.option("--clean", is_flag=True, help="Show which of them would be removed: unfinished ones, or of --status.")
+@click.option("--delete", is_flag=True, help="With --clean: remove them, and their files.")
+@click.option("--sync", is_flag=True, help="Write what killed runs and dead servers have left unwritten.")
+def runs(
+    tracking_uri: str | None,
+    status: tuple[str, ...],
+    unfinished: bool,
+    metric: str | None,
+    name: str | None,
+    experiment: str | None,
+    last: bool,
+    clean: bool,
+    delete: bool,
+    sync: bool,
+) -> None:
+    """List runs, the newest first; remove those that are not wanted.
+
+    A line has id, status, start (UTC), experiment, name, result and folder. A trial that its search has given up is
+    PRUNED, which is an end as good as any: --clean alone leaves it. Running ones are never removed, and nothing
+    is without --delete; files only of runs that this store keeps on this machine. A run whose process was killed on
+    this machine is written as FAILED first, or shown as DEAD where the store cannot be written. With --sync nothing is
+    listed: the journals of runs that ended before their store had all of their points are written into it, those of
+    other machines too once they were silent for a day.
+
+    --last prints the folder of the newest run and nothing else: exit code 4 if there is none. Wherever a verb takes a
+    RUN, the word `last` stands for the newest one.
+    """
+    from deeplightning.cli import listing as of
+
+    statuses = [word.upper() for word in status] + [*of.UNFINISHED] * (unfinished or (clean and not status))
+    if delete and not clean:
+        raise click.UsageError("--delete goes with --clean; --clean alone shows what would be removed")
+    if last and (clean or sync):
+        raise click.UsageError("--last goes with neither --clean nor --sync; it prints one folder")
+    if clean and "RUNNING" in statuses:
+        raise click.UsageError("a running run is never removed; end it first")
+
+    if sync:
+        line = ""
+        for line in of.sync(tracking_uri):
+            click.echo(line)
+        if not line:
+            click.echo("nothing was left unwritten")
+        return
+    for line in of.settled(tracking_uri):
+        click.echo(line, err=True)
+    try:
+        if last:
+            from deeplightning.tracking import resolve_run
+
+            run = of.newest(tracking_uri, statuses, metric, name, experiment)
+            click.echo(resolve_run(run, tracking_uri))
+            return
+        rows = of.listing(tracking_uri, statuses, metric, name, experiment)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    for row in rows:
+        click.echo("  ".join(row.values()))
+    if clean and not delete:
+        click.echo(f"{len(rows)} runs and their files would be removed; --delete does it", err=True)
+    if delete:
+        gone = of.remove(tracking_uri, rows, statuses, lambda text: click.echo(text, err=True))
+        click.echo(f"{len(gone)} runs deleted", err=True)
