@@ -28,23 +28,65 @@ PREFIX = f"{__name__}."
 INSTALLED = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 OURS = tuple(f"{Path(__file__).parents[1] / package}{os.sep}" for package in ("deeplightning", "serve"))
-_roots: list[str] = json.loads(os.environ.get(ROOTS, "[]"))
+_added: list[str] = json.loads(os.environ.get(ROOTS, "[]"))  # for every config of this process
+_roots: list[str] = [*_added]
+_on_path: list[str] = []  # what stands in `sys.path` for them
 __path__: list[str] = [*_roots]  # with it, `PREFIX + name` can be imported, in a spawned process too
 
 
 def add_import_roots(*folders: Path) -> None:
-    """Lets names in configs come from these folders, before those that were added earlier and what is installed.
+    """Lets the names of every config come from these folders, before those that were added earlier."""
+    _added[:] = dict.fromkeys([*(str(folder.absolute()) for folder in folders), *_added])
+    use_import_roots(*_added, *roots())
 
-    For everybody else they stand at the end of `sys.path`, where they shadow nothing.
+
+def added_roots() -> list[str]:
+    """The folders of `add_import_roots`, and those that the process which started this one has had."""
+    return [*_added]
+
+
+def use_import_roots(*folders: str | Path) -> None:
+    """Lets names come from these folders alone, in this order, before what is installed.
+
+    For everybody else they stand at the end of `sys.path`, where they shadow nothing. A module that was imported from a
+    folder that is none any more, or comes later than another one of its name, is imported anew when it is named again.
     """
-    _roots[:] = dict.fromkeys([*(str(folder.absolute()) for folder in folders), *roots()])
+    new = [*dict.fromkeys(str(Path(folder).absolute()) for folder in folders)]
+    own = {} if new == _roots else _own_modules()
+    for root in _on_path:
+        if root not in new and root in sys.path:
+            sys.path.remove(root)
+    _on_path[:] = [root for root in new if root not in sys.path or root in _on_path]
+    sys.path += [root for root in new if root not in sys.path]
+    _roots[:] = __path__[:] = new
     for root in _roots:
-        if root not in sys.path:
-            sys.path.append(root)
         if (finder := sys.path_importer_cache.get(root)) is not None:
             finder.invalidate_caches()  # type: ignore[attr-defined]
-    __path__[:] = _roots
-    os.environ[ROOTS] = json.dumps(_roots)
+    for top, places in own.items():
+        spec = top_level(top)
+        if spec is None or _places(spec) != places:
+            for name in [*sys.modules]:
+                if name.removeprefix(PREFIX).partition(".")[0] == top:
+                    del sys.modules[name]
+
+
+def _own_modules() -> dict[str, set[str]]:
+    """The top-level modules that were imported from the folders of the user's own code, and where each lies."""
+    found = {}
+    for name, module in [*sys.modules.items()]:
+        top = name.removeprefix(PREFIX)
+        spec = None if "." in top or top == "__main__" else top_level(top)
+        if spec is None or not _is_from(module, spec):
+            continue
+        file = spec.origin or f"{next(iter(spec.submodule_search_locations or ()), '')}{os.sep}"
+        if is_own(file):
+            found[top] = _places(spec)
+    return found
+
+
+def _is_from(module: ModuleType, spec: ModuleSpec) -> bool:
+    there = getattr(module, "__spec__", None)
+    return there is not None and _places(there) == _places(spec)
 
 
 def roots() -> list[str]:
@@ -189,4 +231,5 @@ def _import(
 
 
 sys.meta_path.insert(0, _Finder())
-sys.path += [root for root in _roots if root not in sys.path]
+_on_path += [root for root in _roots if root not in sys.path]
+sys.path += _on_path

@@ -17,7 +17,7 @@ from deeplightning.faults import Fault, nearest
 from deeplightning.static.signature import Instance, Signature, Undecided, of_object, positional
 
 if TYPE_CHECKING:
-    from deeplightning.static import Definition
+    from deeplightning.static.definition import Definition
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Verdict:
 
 
 class Imported:
-    """What a name means, told by the live object: the counterpart of `static.Definition`.
+    """What a name means, told by the live object: the counterpart of `definition.Definition`.
 
     Raises:
         ValueError: in words, when there is no such thing or its module cannot be imported.
@@ -62,9 +62,9 @@ class Imported:
                 )
             ]
         try:
-            from deeplightning import static
+            from deeplightning.static import definition
 
-            return static.look_up(self.name).makes()
+            return definition.look_up(self.name).makes()
         except ValueError:
             raise Undecided("it does not tell what it returns") from None
 
@@ -80,10 +80,10 @@ class Imported:
         """
         live = of_object(self.thing)
         if live.rest is not None:
-            from deeplightning import static
+            from deeplightning.static import definition
 
             try:
-                read = static.look_up(self.name).signature()
+                read = definition.look_up(self.name).signature()
             except (ValueError, Undecided):
                 return live
             return read if read.rest is None else live
@@ -112,10 +112,10 @@ class Meanings:
         return self._once(name, lambda: Imported(name) if self.importing else self._read(name))
 
     def _read(self, name: str) -> "Definition":
-        from deeplightning import static
+        from deeplightning.static import definition
 
-        self._names = self._names or static.Names()
-        return static.look_up(name, self._names)
+        self._names = self._names or definition.Names()
+        return definition.look_up(name, self._names)
 
     def makes(self, name: str) -> list[Instance]:
         """What calling it gives.

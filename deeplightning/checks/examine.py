@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 import secrets
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from deeplightning.checks import sections
 from deeplightning.checks.combinations import conflicts, hints
@@ -18,24 +14,7 @@ from deeplightning.checks.space import misfits, space_of
 from deeplightning.config.schema import Config, backend_of
 from deeplightning.engine.plan import occupied, settle
 from deeplightning.faults import Notice, place_of
-from deeplightning.private.lazy_imports import import_lazily
-from deeplightning.process.identity import own_rank
-
-DECIDED = "DEEPLIGHTNING_DECIDED"
-"""The environment variable in which rank 0 tells the processes that Lightning starts what it has decided, as JSON."""
-
-
-def decided(what: str, decide: Callable[[], Any]) -> Any:
-    """What one process must decide for all, a plain value: rank 0 does, and the processes that it starts take that.
-
-    Processes that somebody else starts (torchrun, Slurm) decide each for themselves; a run whose processes disagree
-    does not begin (see `deeplightning.callbacks.record.Record`).
-    """
-    known = json.loads(os.environ.get(DECIDED, "{}"))
-    if own_rank() == 0 or what not in known:
-        known[what] = decide()
-        os.environ[DECIDED] = json.dumps(known)
-    return known[what]
+from deeplightning.process.decisions import decision
 
 
 def examine(
@@ -47,8 +26,6 @@ def examine(
         importing: import what the config names, which decides what its source cannot.
         beside: let names come from the config's folder too.
     """
-    if importing:
-        import_lazily()
     report = sections.examine(path, overrides, importing=importing, beside=beside)
     cfg = report.config
     if cfg is None or None in (cfg.engine, cfg.data, cfg.model, cfg.train, cfg.logger):
@@ -66,7 +43,8 @@ def examine(
         places = report.places
         report.at_start += [replace(f, place=place_of(str(f.key), places)) for f in occupied(cfg.engine)]
     if cfg.seed is None:
-        cfg.seed = decided("seed", lambda: secrets.randbelow(2**31))
+        drawn = decision("seed")
+        cfg.seed = secrets.randbelow(2**31) if drawn is None else drawn
         cfg.notices.append(Notice(f"seed: null → {cfg.seed} (drawn)", unasked=False, key="seed"))
     if cfg.tune is not None and not any(str(fault.key).startswith("tune.") for fault in report.faults):
         given = [*(overrides or []), "tune=null"]
@@ -80,6 +58,8 @@ def examine(
 def load_config(path: str | Path, overrides: list[str] | None = None, *, beside: bool = True) -> Config:
     """The config of a file with its overrides, checked and settled: what runs is what it says.
 
+    The environment of the process stays as it is: `deeplightning.launch.environment` changes it when a run begins.
+
     Args:
         beside: let names come from the config's folder too; not from a run folder, which holds no code to be imported.
 
@@ -90,10 +70,7 @@ def load_config(path: str | Path, overrides: list[str] | None = None, *, beside:
     """
     report = examine(path, overrides, importing=True, beside=beside)
     report.add(*report.at_start)
-    cfg = report.checked()
-    if cfg.secrets:
-        cfg.secrets.to_environment()
-    return cfg
+    return report.checked()
 
 
 def clear_secrets(cfg: Config) -> list[Notice]:

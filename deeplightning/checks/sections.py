@@ -5,7 +5,7 @@ import os
 import re
 import types
 import typing
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import MISSING, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from deeplightning.config.source import Source, compose
 from deeplightning.config.target import find_function, is_reference, is_target
 from deeplightning.config.tree import MAX_FAULTS, TAG, Entry, KeyPath, kind, nodes, plain, scalar
 from deeplightning.faults import MAX_WORD, ConfigError, Fault, Notice, nearest, place_of, upwards
-from deeplightning.own_code import add_import_roots, roots
+from deeplightning.own_code import added_roots, roots, use_import_roots
 from deeplightning.static.signature import UNKNOWN, Undecided
 
 MAX_UNKNOWN = 50  # unknown keys of one section that are told singly
@@ -96,17 +96,33 @@ def _resolvers(source: Source, before: Report) -> dict[str, Callable[..., Any]]:
     """
     unknown = {fault.key for fault in before.unchecked}
     env = before.config.engine.env if before.config is not None else {}
-    os.environ.update({name: text for name, text in env.items() if unknown.isdisjoint(upwards(f"engine.env.{name}"))})
+    known = {name: text for name, text in env.items() if unknown.isdisjoint(upwards(f"engine.env.{name}"))}
     functions, faults = {}, []
-    for name, entry in source.resolvers().items():
-        try:
-            functions[name] = find_function(entry.value)
-        except ValueError as error:
-            code = getattr(error, "exit_code", 2)
-            faults.append(Fault(str(error), f"resolvers.{name}", entry.place, found=entry.value, exit_code=code))
+    with _variables(known):
+        for name, entry in source.resolvers().items():
+            try:
+                functions[name] = find_function(entry.value)
+            except ValueError as error:
+                code = getattr(error, "exit_code", 2)
+                faults.append(Fault(str(error), f"resolvers.{name}", entry.place, found=entry.value, exit_code=code))
     if faults:
         raise ConfigError(faults)
     return functions
+
+
+@contextlib.contextmanager
+def _variables(variables: Mapping[str, str]) -> Iterator[None]:
+    """Sets variables of the environment for a while."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, text in before.items():
+            if text is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = text
 
 
 def _examine(report: Report, source: Source, importing: bool) -> None:
@@ -117,12 +133,11 @@ def _examine(report: Report, source: Source, importing: bool) -> None:
     report.places = checker.places
     report.config = config = checker.section(Config, source.root, "", ())
     if config is not None:
-        config.secrets, config.notices = source.secrets, source.notices or None
+        config.secrets, config.notices, config.roots = source.secrets, source.notices or None, roots()
         checker.contradictions(config)
         checker.meanings = Meanings(importing and not source.faults)
-        if checker.meanings.importing:
-            os.environ.update(config.engine.env)  # before any target is imported: libraries read their variables then
-        checker.compare(config)
+        with _variables(config.engine.env if checker.meanings.importing else {}):  # libraries read them when imported
+            checker.compare(config)
     source.faults[:] = [f for f in source.faults if f.key not in checker.meant or not f.message.startswith("missing: ")]
     if any("mean _base_?" in fault.message for fault in source.faults):  # what is missing stands in the base
         source.faults[:] = [fault for fault in source.faults if not fault.message.startswith("missing: ")]
@@ -135,9 +150,11 @@ def _find_own_code(source: Source, beside: bool) -> None:
     not even where it is the working directory."""
     here = Path.cwd()
     if beside:
-        add_import_roots(here, *source.folders)
-    elif not here.is_relative_to(source.folders[0].resolve()):
-        add_import_roots(*map(Path, roots()), here)  # the code that the run kept comes first, where it is asked for
+        use_import_roots(here, *source.folders, *added_roots())
+    elif here.is_relative_to(source.folders[0].resolve()):
+        use_import_roots(*added_roots())
+    else:
+        use_import_roots(*added_roots(), here)  # the code that the run kept comes first, where it is asked for
 
 
 def load(path: str | Path, overrides: list[str] | None = None) -> Config:

@@ -59,10 +59,10 @@ class Secrets:
 
         return conceal(redact(text, self.values), ".txt")[0]
 
-    def to_environment(self) -> None:
-        """Sets the variables that replace secrets written in clear, so that what this run saves can be read by it and
+    def variables(self) -> dict[str, str]:
+        """The variables that replace secrets written in clear: with them set, what this run saves can be read by it and
         by the processes that it starts."""
-        os.environ.update({name: value for name, (_, value) in self.literals.items()})
+        return {name: value for name, (_, value) in self.literals.items()}
 
 
 def redact(text: str, values: Mapping[str, str], other: str | None = None) -> str:

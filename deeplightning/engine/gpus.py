@@ -6,12 +6,13 @@ Torch is not imported.
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from deeplightning.config.schema import Engine
 from deeplightning.engine import devices
 from deeplightning.engine.devices import VISIBLE, Gpu, Machine
-from deeplightning.faults import Fault
+from deeplightning.faults import Fault, SetupError
 from deeplightning.words import first_line
 
 LEAST_MEMORY = 512 * 2**20
@@ -25,22 +26,18 @@ _NO_CUDA = "this torch is built without CUDA"
 _BUILD = "`TORCH_BACKEND=auto bash env.sh` installs a build that fits"
 _MANY = 8  # GPUs that a message lists
 
-# The value of CUDA_VISIBLE_DEVICES before ids of `engine.gpus` replaced it, and theirs; of this process.
 _replaced: tuple[str | None, str] | None = None
+"""The value of CUDA_VISIBLE_DEVICES before `show_gpus` replaced it, and the value that it set."""
 
 
 def settle_gpus(engine: Engine, change: Callable[[str, Any, str], None]) -> str | None:
     """Settles `engine.gpus` in place; what the machine lacks is returned in words.
 
-    Ids (`GPU-…`, `MIG-…`) stay as they are and become CUDA_VISIBLE_DEVICES of this process and those that it starts.
+    Ids (`GPU-…`, `MIG-…`) stay as they are; `show_gpus` makes CUDA_VISIBLE_DEVICES of them.
     """
-    global _replaced
-    if _replaced is not None and os.environ.get(VISIBLE) == _replaced[1] and not devices.has_begun():
-        _show(_replaced[0])  # of another config
-        _replaced = None
     if engine.gpus is None:
         return None
-    here = devices.machine()
+    here = _machine()
     shown = here.shown()
     if engine.gpus == "auto":
         change("gpus", list(range(len(shown))) or None, _what_is_there(here))
@@ -49,27 +46,61 @@ def settle_gpus(engine: Engine, change: Callable[[str, Any, str], None]) -> str 
     if engine.gpus is None:
         return None
     missing = _not_there(engine.gpus, here) or _unsupported(engine.gpus, here)
-    ids = [entry for entry in engine.gpus if isinstance(entry, str)] if isinstance(engine.gpus, list) else []
-    if missing or not ids:
-        return missing
-    words = ",".join(here.named(word)[0].uuid for word in ids)
-    if os.environ.get(VISIBLE) != words:
-        if devices.has_begun():
-            return (
-                f"asks for {', '.join(ids)}, and CUDA has been initialised in this process, by code that the config "
-                f"imports (`torch.cuda.is_available()` is enough); start with {VISIBLE}={words} and engine.gpus="
-                f"{len(ids)}"
-            )
-        _replaced = os.environ.get(VISIBLE), words
-        _show(words)
-    return None
+    return missing or _too_late(engine, here)
 
 
-def _show(words: str | None) -> None:
-    if words is None:
-        os.environ.pop(VISIBLE, None)
-    else:
+def show_gpus(engine: Engine) -> None:
+    """Sets CUDA_VISIBLE_DEVICES to the ids of a settled engine, for this process and those that it starts. Where it
+    names none, what another config has set is undone.
+
+    Raises:
+        SetupError: CUDA has been initialised with other GPUs.
+    """
+    global _replaced
+    if not (ids := _ids(engine)) and _replaced is None:
+        return
+    here = _machine()
+    if message := _too_late(engine, here):
+        raise SetupError(Fault(message, "engine.gpus"))
+    now, words = os.environ.get(VISIBLE), _words(ids, here)
+    if _replaced is not None and now == _replaced[1] and not devices.has_begun():
+        now, _replaced = _replaced[0], None
+        if now is None:
+            del os.environ[VISIBLE]
+        else:
+            os.environ[VISIBLE] = now
+    if words is not None and now != words:
+        _replaced = now, words
         os.environ[VISIBLE] = words
+
+
+def _machine() -> Machine:
+    """This machine, as it is without what another config has set in this process."""
+    here = devices.machine()
+    is_ours = _replaced is not None and here.visible == _replaced[1] and not devices.has_begun()
+    return replace(here, visible=_replaced[0]) if is_ours and _replaced is not None else here
+
+
+def _ids(engine: Engine) -> list[str]:
+    return [entry for entry in engine.gpus if isinstance(entry, str)] if isinstance(engine.gpus, list) else []
+
+
+def _words(ids: list[str], here: Machine) -> str | None:
+    """The value of CUDA_VISIBLE_DEVICES for these ids; None: there are none, or they are those of another machine."""
+    found = [gpu.uuid for word in ids for gpu in here.named(word)[:1]]
+    return ",".join(found) if ids and len(found) == len(ids) else None
+
+
+def _too_late(engine: Engine, here: Machine) -> str | None:
+    """Why CUDA cannot be shown the ids of an engine any more, in words; None: it can, or there are none."""
+    words = _words(_ids(engine), here)
+    if words is None or os.environ.get(VISIBLE) == words or not devices.has_begun():
+        return None
+    return (
+        f"asks for {', '.join(_ids(engine))}, and CUDA has been initialised in this process, by code that the config "
+        f"imports (`torch.cuda.is_available()` is enough); start with {VISIBLE}={words} and engine.gpus="
+        f"{len(_ids(engine))}"
+    )
 
 
 def indexes(gpus: Any) -> Any:
@@ -229,7 +260,7 @@ def taken(engine: Engine, rank: int | None) -> list[Fault]:
     torch: Any = sys.modules.get("torch")
     if engine.gpus is None or (torch is not None and torch.cuda.is_initialized()):  # what it uses itself is no fault
         return []
-    here = devices.machine()
+    here = _machine()
     chosen = chosen_of(engine.gpus, here)
     by_id = isinstance(engine.gpus, list) and all(isinstance(entry, str) for entry in engine.gpus)
     if not here.by_bus and not by_id:

@@ -42,7 +42,6 @@ def settle(cfg: Config) -> tuple[list[Notice], list[Fault]]:
     if engine.precision in PRECISIONS:
         more = "; 16-true is nearer to O2" if engine.precision == "apex_O2" else ""
         change("precision", PRECISIONS[engine.precision], f"{engine.precision} is its older name{more}")
-    _tell_address(engine)
     missing, here = None, _here(faults)
     if (told_twice := doubt()) is not None:
         notices.append(Notice(told_twice))
@@ -93,12 +92,19 @@ def launches_by(engine: Engine, name: str) -> bool:
     return engine.launcher is not None and engine.launcher.type in (f"{ours}.{name}", f"{ours}.{name.lower()}.{name}")
 
 
-def _tell_address(engine: Engine) -> None:
-    """What the config says of rank 0's address holds for tasks that a person starts by srun as well."""
-    params = engine.launcher.params if engine.launcher is not None and launches_by(engine, "Slurm") else {}
-    if slurm_step(os.environ) is not None:
+def address_of(engine: Engine) -> dict[str, str]:
+    """The variables by which the processes of a settled engine meet, where the config says them and nobody else does.
+
+    The parameters of `Slurm` hold for tasks that a person starts by srun as well; those of `Local`, or the environment,
+    for machines that are started one by one.
+    """
+    if slurm_step(os.environ) is not None and engine.launcher is not None and launches_by(engine, "Slurm"):
         names = {"master_addr": "MASTER_ADDR", "master_port": "MASTER_PORT"}
-        os.environ |= {name: str(params[key]) for key, name in names.items() if params.get(key) is not None}
+        params = engine.launcher.params
+        return {name: str(params[key]) for key, name in names.items() if params.get(key) is not None}
+    here = place()
+    is_one_of_several = here is not None and (here.is_binding or here.is_lightnings)
+    return by_hand(engine) if engine.num_nodes > 1 and not is_elsewhere(engine) and not is_one_of_several else {}
 
 
 def by_hand(engine: Engine) -> dict[str, str]:

@@ -7,7 +7,6 @@ torch, Ray and submitit only where they use them: every command that has a confi
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from deeplightning.config.schema import Config, Target
@@ -28,7 +27,6 @@ def launcher_of(cfg: Config) -> Launcher | None:
     if here is not None and (here.is_binding or here.is_lightnings):
         return None
     if cfg.engine.num_nodes > 1 and not is_elsewhere(cfg.engine):  # by hand: `Local` on each of them is this command
-        os.environ |= by_hand(cfg.engine)
         return None
     if cfg.engine.launcher is not None:
         return build(cfg.engine.launcher)
@@ -61,6 +59,5 @@ def _plan_here(job: Job) -> list[Start]:
         return [Start(job.command)]
     where = "this machine" if nodes == 1 else f"each of {nodes} machines, where this command is given"
     variables = {"LOCAL_RANK": "*", "WORLD_SIZE": str(local * nodes)}
-    names = ("NODE_RANK", "MASTER_ADDR", "MASTER_PORT") if nodes > 1 else ()
-    variables |= {name: os.environ[name] for name in names if name in os.environ}
+    variables |= by_hand(job.cfg.engine) if nodes > 1 else {}
     return [Start(job.command, local, where, variables)]

@@ -29,6 +29,7 @@ from deeplightning.faults import ConfigError, Fault, RunError, SetupError
 from deeplightning.launch.job import Job, Start
 from deeplightning.own_code import ROOTS, roots
 from deeplightning.process import supervisor
+from deeplightning.process.decisions import DECIDED
 from deeplightning.process.identity import LAUNCH, slurm_step
 from deeplightning.runfolder import make_private, permissions_of
 
@@ -42,7 +43,6 @@ AGAIN = "DEEPLIGHTNING_REQUEUE"
 """The variable that names a file: its being there tells the batch script, behind its tasks, to send the job back into
 the queue. A task in a container, say, cannot ask Slurm itself."""
 
-DECIDED = "DEEPLIGHTNING_DECIDED"  # what this command has decided for processes that it starts here
 
 WAITS = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
 LIVES = WAITS | {"CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"}

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from deeplightning.config.schema import Config
 from deeplightning.config.target import build
 from deeplightning.engine.plan import trainer_arguments
+from deeplightning.launch.environment import apply_environment
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
@@ -26,6 +27,7 @@ def init_module(cfg: Config, section: str) -> Any:
     from deeplightning.engine.overhead import leave_out_empty_hooks, note_signatures
 
     assert cfg.seed is not None, "load_config draws one"
+    apply_environment(cfg)
     seed_all(cfg.seed, 0)
     module = build(getattr(cfg, section).module, cfg)
     if section == "model":
@@ -49,6 +51,7 @@ def init_trainer(cfg: Config) -> pl.Trainer:
     from deeplightning.engine.cluster import cluster
     from deeplightning.engine.compiling import prepare_to_compile
 
+    apply_environment(cfg)
     to_terminal(cfg)
     compute.prepare(cfg.engine)
     if cfg.engine.compile and "train" in cfg.stages:

@@ -14,13 +14,14 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deeplightning.checks.examine import decided, load_config
+from deeplightning.checks.examine import load_config
 from deeplightning.checks.trust import admit, is_own_code
 from deeplightning.config.schema import Config, Engine, defaults
 from deeplightning.config.source import read
 from deeplightning.config.tree import as_written, dump, line, plain
 from deeplightning.faults import CheckpointError, ConfigError, Fault
 from deeplightning.own_code import add_import_roots
+from deeplightning.process.decisions import decided
 from deeplightning.process.identity import own_rank, place
 from deeplightning.process.supervisor import restarts
 from deeplightning.run.assemble import init_module

@@ -15,7 +15,7 @@ from deeplightning.config.schema import Config
 from deeplightning.config.target import find
 from deeplightning.config.tree import dump
 from deeplightning.faults import CheckpointError, ConfigError, Fault
-from deeplightning.private.lazy_imports import import_lazily
+from deeplightning.launch.environment import apply_environment
 from deeplightning.process import supervisor
 from deeplightning.process.agreement import all_ended, together
 from deeplightning.process.identity import own_rank
@@ -52,6 +52,7 @@ def launch(cfg: Config) -> RunFolder:
     from deeplightning.callbacks.provenance import keep_out
     from deeplightning.callbacks.record import Record, keep_format
 
+    apply_environment(cfg)
     to_terminal(cfg)
     one_line_warnings()
     if own_rank() == 0 and supervisor.restarts() == 0:
@@ -246,7 +247,6 @@ def evaluate(folder: RunFolder, stage: str, overrides: list[str], allow: Sequenc
     Raises:
         CheckpointError: there are no weights, or the run is foreign and its config names what may not be built.
     """
-    import_lazily()
     from deeplightning.engine.checkpoint_io import read_checkpoint
 
     admitted = admit(folder, allow, stage)

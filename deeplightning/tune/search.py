@@ -22,14 +22,16 @@ import yaml
 
 import deeplightning.run.stages  # noqa: F401  (with all that it stands on, as it is now, whatever becomes of the files)
 from deeplightning.callbacks import TRIAL
-from deeplightning.checks.examine import DECIDED, load_config
+from deeplightning.checks.examine import load_config
 from deeplightning.checks.space import Dimension, space_of
 from deeplightning.config.schema import Config
 from deeplightning.config.source import read
 from deeplightning.config.target import import_again, is_installed
 from deeplightning.config.tree import as_written, dump, line
 from deeplightning.faults import CheckpointError, ConfigError, Fault, RunError, SetupError, UserError, count
+from deeplightning.launch.environment import apply_environment
 from deeplightning.own_code import is_theirs
+from deeplightning.process.decisions import DECIDED
 from deeplightning.process.identity import place
 from deeplightning.runfolder import Hold, RunFolder, make_private, permissions_of, write_whole
 from deeplightning.tune.parent import Parent
@@ -74,6 +76,7 @@ def search(path: Path, overrides: Sequence[str], train: Train) -> Path:
             "those of its trials itself: give `deeplightning tune` by itself"
         )
     cfg = load_config(path, list(overrides))
+    apply_environment(cfg)
     if cfg.tune is None:
         hint = "for example tune: {metric: val_acc, mode: max, space: {model.optimizer.params.lr: {log_uniform: …}}}"
         raise ConfigError(Fault(f"there is no search in this config: {hint}", "tune", str(path)))

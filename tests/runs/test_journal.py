@@ -16,7 +16,7 @@ import pytest
 from commands import environment
 from mlflow.tracking import MlflowClient
 
-from deeplightning.cli.runs import listing, sync
+from deeplightning.cli.listing import listing, sync
 from deeplightning.faults import SetupError
 from deeplightning.tracking import MLflowLogger
 from deeplightning.tracking.attach import attach

@@ -14,7 +14,7 @@ from conftest import digest
 
 from deeplightning.checks.examine import examine
 from deeplightning.checks.explain import explain
-from deeplightning.cli.runs import listing
+from deeplightning.cli.listing import listing
 from deeplightning.config.target import is_installed
 from deeplightning.reproduce.again import prepare
 from deeplightning.reproduce.past import past_run

@@ -41,20 +41,21 @@ UNUSED = [
 ]
 HEAVY = ["torch", "numpy", "pytorch_lightning", "PIL", *UNUSED]
 BUDGETS = {
-    "--help": (160, HEAVY),
-    "schema": (185, HEAVY),
-    "check CONFIG": (235, HEAVY),
-    "explain CONFIG": (235, HEAVY),
-    "train CONFIG": (2015, UNUSED),
-    "test RUN": (2015, UNUSED),
-    "diff RUN RUN": (256, HEAVY),
-    "runs --tracking-uri STORE": (255, HEAVY),
+    "--help": (138, HEAVY),
+    "schema": (165, HEAVY),
+    "check CONFIG": (188, HEAVY),
+    "explain CONFIG": (188, HEAVY),
+    "train CONFIG": (1775, UNUSED),
+    "test RUN": (1685, UNUSED),
+    "diff RUN RUN": (220, HEAVY),
+    "runs --tracking-uri STORE": (182, HEAVY),
 }
 
 PROGRAM = """\
 import json, sys
-from deeplightning.cli import _run
-code = _run()
+from deeplightning.cli import cli
+from deeplightning.cli.exit_codes import run_verb
+code = run_verb(cli)
 open({file!r}, "w").write(json.dumps([code, sorted(sys.modules)]))
 """
 
@@ -100,9 +101,10 @@ def imported(tmp_path_factory):
 
 @pytest.mark.parametrize("words", BUDGETS)
 def test_a_verb_imports_no_more_than_it_did(imported, words):
-    """As many modules as recorded, and none of the packages that it has no use for."""
+    """At most as many modules of others as recorded, and none of the packages that it has no use for. Our own files
+    are not counted: they are small, and splitting one costs no time."""
     most, without = BUDGETS[words]
-    found = imported(words)
+    found = {name for name in imported(words) if name.partition(".")[0] not in ("deeplightning", "serve")}
     assert not {name for name in found for package in without if f"{name}.".startswith(f"{package}.")}
     assert len(found) <= most, f"{len(found)} modules; a new import that is worth its time may raise the budget"
 

@@ -25,7 +25,7 @@ from onnx import helper
 from served import ROOT, colour_run
 
 from deeplightning.checks import trust
-from deeplightning.cli.runs import sync
+from deeplightning.cli.listing import sync
 from deeplightning.engine.checkpoint_io import load_weights, read_checkpoint
 from deeplightning.faults import CheckpointError
 from deeplightning.runfolder import RunFolder, golden_digest, seal

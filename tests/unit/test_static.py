@@ -15,7 +15,7 @@ import pytest
 
 from deeplightning.checks.values import misfits
 from deeplightning.config.target import find
-from deeplightning.static import look_up
+from deeplightning.static.definition import look_up
 from deeplightning.static.signature import UNKNOWN, Built, ListOf, Undecided, of_object
 
 ROOT = Path(__file__).parents[2]
@@ -68,7 +68,7 @@ def test_nothing_of_a_target_is_imported():
     """Hundreds of milliseconds and all side effects stay away: not even the parent packages are loaded."""
     program = """
 import sys
-from deeplightning.static import look_up
+from deeplightning.static.definition import look_up
 for name in sys.argv[1:]:
     found = look_up(name)
     found.bases(), found.signature(), found.documentation("x"), found.logged_names()

@@ -1,0 +1,30 @@
+"""The environment of a run: reading a config changes nothing, launching one sets here what it asks for."""
+
+import json
+import os
+
+from deeplightning.config.schema import Config
+from deeplightning.engine.gpus import show_gpus
+from deeplightning.engine.plan import address_of
+from deeplightning.own_code import ROOTS, roots, use_import_roots
+from deeplightning.process.decisions import decided
+
+
+def apply_environment(cfg: Config) -> None:
+    """Sets what a settled config asks of the environment, for this process and for those that it starts.
+
+    These are the variables of `engine.env`, those that replace secrets written in clear, the address of rank 0, the
+    GPUs that are shown, the drawn seed, and the folders of the user's own code. A second call changes nothing.
+
+    Raises:
+        SetupError: GPUs are chosen by id, and CUDA has been initialised with others.
+    """
+    os.environ |= cfg.engine.env
+    if cfg.secrets:
+        os.environ |= cfg.secrets.variables()
+    os.environ |= address_of(cfg.engine)
+    show_gpus(cfg.engine)
+    decided("seed", lambda: cfg.seed)
+    if cfg.roots is not None:
+        use_import_roots(*cfg.roots)
+    os.environ[ROOTS] = json.dumps(roots())

@@ -1,0 +1,92 @@
+"""Reading a config leaves the process as it was; launching one sets what it asks for, in one place."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from deeplightning import init_module, load_config
+from deeplightning.launch.environment import apply_environment
+from deeplightning.process.decisions import DECIDED
+
+BASE = Path(__file__).parents[2] / "configs" / "base.yaml"
+DATA = """\
+import os
+
+from deeplightning.data.digits import Digits
+
+AT_IMPORT = os.environ.get("OF_THE_CONFIG")
+
+
+class Mine(Digits):
+    of = "{name}"
+"""
+
+
+def state():
+    """What of this process a config could change."""
+    return dict(os.environ), list(sys.path), list(sys.meta_path), sorted(n for n in sys.modules if "mine" in n)
+
+
+@pytest.fixture
+def two(tmp_path, monkeypatch):
+    """Two configs in folders of their own, each with a module `mine` beside it, and different environments."""
+    monkeypatch.chdir(tmp_path)
+    before = dict(os.environ)
+    for name in ("one", "two"):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "mine.py").write_text(DATA.format(name=name))
+        (folder / "cfg.yaml").write_text(
+            f"_base_: {BASE}\nseed: null\ndata: {{module: {{type: mine.Mine}}}}\n"
+            f"logger: {{params: {{tracking_uri: 'postgresql://me:tiger-{name}-42@host/db'}}}}\n"
+            f"engine: {{gpus: null, env: {{OF_THE_CONFIG: {name}}}}}\n"
+        )
+    yield tmp_path / "one" / "cfg.yaml", tmp_path / "two" / "cfg.yaml"
+    for name in [name for name in sys.modules if name.rpartition(".")[2] == "mine"]:
+        del sys.modules[name]
+    os.environ.clear()
+    os.environ.update(before)
+
+
+def test_reading_a_config_changes_no_environment(two):
+    """Neither variables nor the finders of imports; the folders of its own code are those of the last config."""
+    load_config(BASE)  # libraries set variables of their own when they are first imported
+    variables, path, finders, _ = state()
+    for config in two:
+        load_config(config)
+        assert dict(os.environ) == variables
+        assert sys.meta_path == finders
+        added = [entry for entry in sys.path if entry not in path]
+        assert added == [str(Path.cwd()), str(config.parent)][-len(added) :]
+
+
+def test_variables_of_a_config_are_there_when_its_code_is_imported(two):
+    """Libraries read their variables then; afterwards they are as before."""
+    load_config(two[0])
+    assert sys.modules["mine"].AT_IMPORT == "one"
+    assert "OF_THE_CONFIG" not in os.environ
+
+
+def test_two_configs_of_one_process_do_not_meet(two):
+    """Each gets the module of its own folder, whichever was read last, and its own variables, once it is launched."""
+    first, second = map(load_config, two)
+    assert first.seed != second.seed
+    for cfg, name in ((first, "one"), (second, "two"), (first, "one")):
+        assert init_module(cfg, "data").of == name
+        assert os.environ["OF_THE_CONFIG"] == name
+        assert os.environ["LOGGER_PARAMS_TRACKING_URI"] == f"me:tiger-{name}-42"
+
+
+def test_launching_sets_the_environment_once(two, monkeypatch):
+    """Variables, the name of a secret, the seed and the folders for processes that are started; again: nothing."""
+    cfg = load_config(two[0])
+    monkeypatch.delenv(DECIDED, raising=False)
+    apply_environment(cfg)
+    after = state()
+    assert os.environ["OF_THE_CONFIG"] == "one"
+    assert str(cfg.seed) in os.environ[DECIDED]
+    assert str(two[0].parent) in os.environ["DEEPLIGHTNING_ROOTS"]
+    apply_environment(cfg)
+    assert state() == after
