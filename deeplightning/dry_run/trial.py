@@ -41,6 +41,7 @@ from deeplightning.config.target import build, find, needs
 from deeplightning.dry_run.pair import Pair
 from deeplightning.engine.plan import trainer_arguments, world_size
 from deeplightning.faults import Fault, UserError, nearest
+from deeplightning.private.messages import Sentence, says
 from deeplightning.run.assemble import init_module
 from deeplightning.words import first_line
 
@@ -546,7 +547,7 @@ class _Attempt:
         if code == 2 and own_code.lines_of(error) and (owner is None or _is_own(owner)):
             code = 1  # a training ends with its traceback
         if owner is None:
-            if "does not require grad" in str(error):
+            if says(error, Sentence.NO_GRADIENT):
                 return [Fault(_UNCONNECTED, "model.loss" if self.cfg.model.loss else "model.module")]
             message = f"{self.cfg.model.module.type} fails {self.stage}: {reason}"
             fault = Fault(message, "model.module", exit_code=code)

@@ -19,6 +19,7 @@ from deeplightning.engine.sharded import Sharded, Share, places, replace
 from deeplightning.engine.shards import whole_of
 from deeplightning.faults import Fault, SetupError
 from deeplightning.private.deepspeed import fragment_of, skip_shared_memory_sums
+from deeplightning.private.messages import Sentence, says
 
 _BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 _SCALE = "loss_scale"  # of an optimizer's state in a checkpoint
@@ -97,7 +98,7 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
                 self._share_out(self.lightning_module)
             super().setup(trainer)
         except RuntimeError as error:
-            if "JIT load" not in str(error):
+            if not says(error, Sentence.CANNOT_BUILD):
                 raise
             message = f"DeepSpeed cannot build what it needs here: {why_not_built(error)}"
             raise SetupError(Fault(message, "engine.backend")) from error

@@ -31,6 +31,7 @@ from torch import nn
 
 from deeplightning.faults import CheckpointError, SetupError
 from deeplightning.image import ImageSpec
+from deeplightning.private.messages import Sentence, says
 from deeplightning.runfolder import BUNDLE_FORMAT, RunFolder, golden_digest, permissions_of, seal
 from deeplightning.text import TextError, TextSpec
 from deeplightning.words import first_line
@@ -265,7 +266,7 @@ def _reason(error: BaseException) -> str:
     """The first line of what lies at the bottom of `error`."""
     while error.__cause__ is not None:
         error = error.__cause__
-    if "specialized it to be a constant" in str(error):  # torch's words, in its second line, for a fixed batch size
+    if says(error, Sentence.BATCH_SIZE_IS_FIXED):
         return "it takes one number of images only; write x.reshape(len(x), -1), say, not x.reshape(256, -1)."
     return first_line(error)
 

@@ -36,6 +36,7 @@ from deeplightning.launch.ray_agent import Agent, Heard, pack
 from deeplightning.launch.ray_cluster import Connection, connect
 from deeplightning.launch.storage import POOL
 from deeplightning.own_code import INSTALLED, roots
+from deeplightning.private.messages import Sentence, says
 from deeplightning.process import supervisor
 from deeplightning.process.identity import ATTEMPT, LAUNCH
 from deeplightning.version import __version__
@@ -390,7 +391,7 @@ class _Launch:
             for worker, about in zip(self.workers, self.ray.get(asked, timeout=BEGIN), strict=True):
                 worker.about, worker.node, worker.gpus = about, about["node"], about["gpus"]
         except (self.ray.exceptions.RayActorError, self.ray.exceptions.GetTimeoutError) as error:
-            if "ModuleNotFoundError" in str(error):
+            if says(error, Sentence.NO_MODULE_ON_WORKER):
                 message = f"a worker of the Ray cluster has no Deep Lightning: install {__version__} there"
                 raise SetupError(Fault(message, "engine.launcher")) from error
             raise _NoRoom(f"a worker of the Ray cluster did not start: {' '.join(str(error).split())[:200]}") from error

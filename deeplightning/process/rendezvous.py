@@ -20,6 +20,7 @@ from datetime import timedelta
 from typing import Any
 
 from deeplightning.faults import SetupError
+from deeplightning.private.messages import Sentence, says
 from deeplightning.process import supervisor
 from deeplightning.process.identity import place
 from deeplightning.words import first_line
@@ -150,7 +151,7 @@ def _listen(address: str, port: int, world: int, member: Member | None) -> Any:
     try:
         return TCPStore(address, port, world, timeout=timedelta(seconds=limit), **options)
     except DistError as error:
-        if "EADDRINUSE" not in str(error):
+        if not says(error, Sentence.ADDRESS_IN_USE):
             told = first_line(error)
             raise SetupError(f"MASTER_ADDR={address}: rank 0 cannot listen at port {port} there: {told}") from error
         if member is not None and (twice := _is_taken_by_ours(address, port, world, member)):

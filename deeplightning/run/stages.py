@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import re
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,12 +12,13 @@ from deeplightning.checks.trust import admit
 from deeplightning.config.schema import Config
 from deeplightning.config.target import find
 from deeplightning.config.tree import dump
-from deeplightning.faults import CheckpointError, ConfigError, Fault
+from deeplightning.faults import CheckpointError
 from deeplightning.launch.environment import apply_environment
 from deeplightning.process import supervisor
 from deeplightning.process.agreement import all_ended, together
 from deeplightning.process.identity import own_rank
 from deeplightning.run.assemble import init_module, init_trainer
+from deeplightning.run.errors import run_stage
 from deeplightning.run.finished import (
     agreement,
     checkpoint_of,
@@ -32,7 +31,6 @@ from deeplightning.run.finished import (
 )
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.store import DATABASE
-from deeplightning.words import first_line
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
@@ -82,7 +80,7 @@ def launch(cfg: Config) -> RunFolder:
             if stage in cfg.stages:
                 path = _weights_for(cfg, record, trained="train" in cfg.stages)
                 quiet = {} if stage == "predict" else {"verbose": False}
-                _explained(getattr(trainer, stage), task, data, ckpt_path=path, **quiet)
+                run_stage(getattr(trainer, stage), task, data, ckpt_path=path, **quiet)
         if "train" in cfg.stages and cfg.train.export and trainer.is_global_zero and cfg.train.num_epochs != 0:
             _export_at_the_end(cfg, task, data, record)
         all_ended()
@@ -123,101 +121,9 @@ def _end(record: Any, trainer: pl.Trainer, error: BaseException | None = None) -
 
 def _train(cfg: Config, trainer: pl.Trainer, task: Any, data: Any, weights: Path | None) -> None:
     if cfg.train.num_epochs == 0:
-        _explained(trainer.validate, task, data, verbose=False)
+        run_stage(trainer.validate, task, data, verbose=False)
         return
-    _explained(trainer.fit, task, data, ckpt_path=weights)
-
-
-_OTHER_PARTS = r"Error\(s\) in loading state_dict|loaded state dict|conditioned on metric"
-"""Words for weights of another network, for the state of another optimizer, and for a metric that is not there."""
-
-
-def _explained(stage: Any, *args: Any, **kwargs: Any) -> None:
-    """Runs a stage of Lightning's; what it says of a config in its own exceptions becomes a fault of the config."""
-    from pytorch_lightning.utilities.exceptions import MisconfigurationException
-
-    from deeplightning.callbacks import callback_of
-    from deeplightning.callbacks.checkpoints import Checkpoints
-    from deeplightning.engine.checkpoint_io import raise_for_misfits, read_checkpoint
-    from deeplightning.engine.restored import of_checkpoint
-    from deeplightning.engine.sharded import whole_shapes
-
-    try:
-        if kwargs.get("ckpt_path") is not None:
-            kwargs["ckpt_path"] = str(kwargs["ckpt_path"])
-        try:
-            stage(*args, **kwargs)
-        except Exception as error:
-            trainer = stage.__self__
-            told = isinstance(error, MisconfigurationException) or re.search(_OTHER_PARTS, str(error))
-            if kwargs.get("ckpt_path") is None or trainer.state.fn != "fit" or told:
-                raise
-            resumed_at = callback_of(trainer, Checkpoints).resumed_at
-            if (refusal := of_checkpoint(error, trainer, resumed_at)) is None:
-                raise
-            raise refusal from error
-    except MisconfigurationException as error:
-        if found := re.match(r"`(val|test|predict)_dataloader` must be implemented", str(error)):
-            data = {"val": "validation"}.get(found[1], found[1])
-            message = f"no {data} data: the data module gives none. Leave out the stage, or add a set"
-            raise ConfigError(Fault(message, "stages")) from error
-        raise ConfigError(str(error)) from error
-    except NotImplementedError as error:
-        if "has been removed in" in str(error):  # hooks of older Lightnings
-            raise ConfigError(Fault(" ".join(str(error).split()), "model.module")) from error
-        raise
-    except KeyError as error:
-        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-        batch = frame.f_locals.get("batch")
-        if not frame.f_globals["__name__"].startswith("deeplightning.task.") or not isinstance(batch, dict):
-            raise
-        message = f"{type(args[0]).__name__} needs `{error.args[0]}` in a batch of the data module, which has "
-        raise ConfigError(
-            Fault(f"{message}{', '.join(batch)}; use the task that is made for such data", "model.module")
-        ) from error
-    except (RuntimeError, ValueError, IndexError, TypeError) as error:
-        if (fault := _of_part(error, args[0])) is not None:
-            raise ConfigError(fault) from error
-        if "conditioned on metric" in str(error):  # Lightning's EarlyStopping
-            raise ConfigError(Fault(str(error), "train.early_stop.metric")) from error
-        if "Error(s) in loading state_dict" in str(error):
-            path = kwargs["ckpt_path"]
-            raise_for_misfits(whole_shapes(args[0]), read_checkpoint(path)["state_dict"], path)
-        if "loaded state dict" in str(error):  # torch's optimizers
-            raise CheckpointError(f"{kwargs.get('ckpt_path')}: of another optimizer: {error}") from error
-        raise
-
-
-def _of_part(error: Exception, task: Any) -> Fault | None:
-    """The fault, where a loss of torch's, a metric of torchmetrics' or a change of pictures of torchvision's does not
-    take what it is called with; a part of the user's own may be wrong itself."""
-    if type(error) not in (RuntimeError, ValueError, IndexError, TypeError):  # one of no memory, or of ours
-        return None
-    from torch import Tensor
-
-    frames = [frame for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__)))]
-
-    def fault(part: type, given: dict[str, Tensor], key: str) -> Fault:
-        words = " and ".join(f"{n} {str(v.dtype).removeprefix('torch.')} {tuple(v.shape)}" for n, v in given.items())
-        return Fault(f"{part.__name__} does not take {words}: {first_line(error)}", key)
-
-    for frame in frames:
-        values = frame.f_locals
-        owner, part = values.get("self"), type(values.get("self"))
-        given = [v for name in ("input", "preds", "target") if isinstance(v := values.get(name), Tensor)]
-        both = dict(zip(("outputs", "truth"), given, strict=False))
-        if part.__module__ == "torch.nn.modules.loss" and len(both) == 2:
-            return fault(part, both, "model.loss")
-        if part.__module__.startswith("torchmetrics.") and frame.f_code.co_name == "update" and len(both) == 2:
-            paths = [path for path, module in task.named_modules() if module is owner]
-            name = paths[0].rpartition(".")[2] if paths else ""
-            config = getattr(task, "cfg", None)
-            named = isinstance(config, Config) and name in (config.model.metrics or {})
-            return fault(part, both, f"model.metrics.{name}") if named else None
-        if part.__module__.startswith("torchvision.transforms."):
-            batch = next((f.f_locals["batch"] for f in frames if f.f_code.co_name == "on_after_batch_transfer"), None)
-            return fault(part, {"pictures": batch["image"]}, "data.module.params.augment") if batch else None
-    return None
+    run_stage(trainer.fit, task, data, ckpt_path=weights)
 
 
 def _weights_for(cfg: Config, record: Any, trained: bool) -> Path:

@@ -18,9 +18,10 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
+from deeplightning.private.messages import Sentence, says
 from deeplightning.runfolder import make_private, permissions_of
 from deeplightning.tracking.context import RUN_NAME, USER, run_name
-from deeplightning.tracking.store import Store, Wait, explain, lock_of, locked
+from deeplightning.tracking.store import Store, Wait, explain, is_locked, lock_of, locked
 from deeplightning.tracking.tracker import SYSTEM, Batch, Experiment, Point, Run, stored
 
 REVISION = "dc11669786a5"
@@ -116,7 +117,7 @@ def make(store: Store) -> None:
         try:
             connection.executescript(f"BEGIN IMMEDIATE;\n{SCHEMA.read_text(encoding='utf-8')}")
         except sqlite3.OperationalError as error:
-            if "already exists" in str(error):  # another process has, all of it
+            if says(error, Sentence.TABLE_EXISTS):  # another process has, all of it
                 return
             raise
         now = _now()
@@ -126,11 +127,6 @@ def make(store: Store) -> None:
             (f"{store.artifact_root.as_uri()}/0", now, now),
         )
         connection.execute("COMMIT")
-
-
-def is_locked(error: Exception) -> bool:
-    """Whether another process holds the database."""
-    return isinstance(error, sqlite3.OperationalError) and ("locked" in str(error) or "busy" in str(error))
 
 
 class Tracker:
@@ -155,7 +151,7 @@ class Tracker:
         try:
             found = self._find("SELECT version_num FROM alembic_version")
         except sqlite3.OperationalError as error:
-            if "no such table" not in str(error):
+            if not says(error, Sentence.NO_TABLE):
                 raise
             return None
         return found[0][0] if found else None

@@ -167,8 +167,14 @@ def check_writable(store: Store) -> None:
                 connection.close()
             return
         except sqlite3.Error as error:
-            if "locked" not in str(error) or not waited.again():
+            if not is_locked(error) or not waited.again():
                 raise explain(error, store) from None
+
+
+def is_locked(error: Exception) -> bool:
+    """Whether another process holds the database."""
+    code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # the low byte of an extended code is its primary code
+    return isinstance(error, sqlite3.OperationalError) and code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED)
 
 
 def _directory(folder: Path) -> Store:

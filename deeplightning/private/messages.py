@@ -1,0 +1,31 @@
+"""Sentences by which exceptions of other libraries are told apart where their type does not tell.
+
+Each is compared in `says` alone. Where a library changes one, its exception counts as unexpected: it ends with exit
+code 1 and its traceback. `tests/runs/test_messages.py` has each library say it.
+"""
+
+import re
+from enum import Enum
+
+
+class Sentence(Enum):
+    """What an exception says, as a regular expression, with the library and its version."""
+
+    ADDRESS_IN_USE = "EADDRINUSE"  # torch 2.15, torch.distributed.TCPStore
+    BATCH_SIZE_IS_FIXED = "specialized it to be a constant"  # torch 2.15, torch.export
+    CANNOT_BUILD = "JIT load"  # DeepSpeed 0.19, op_builder
+    HOOK_IS_REMOVED = "has been removed in"  # Lightning 2.6, configuration_validator
+    NO_DATALOADER = r"`(val|test|predict)_dataloader` must be implemented"  # Lightning 2.6
+    NO_GRADIENT = "does not require grad"  # torch 2.15, autograd
+    NO_METRIC = "conditioned on metric"  # Lightning 2.6, EarlyStopping
+    NO_MODULE_ON_WORKER = "ModuleNotFoundError"  # Ray 2.56, an actor that cannot be unpickled
+    NO_TABLE = "no such table"  # SQLite 3, which has one error code for this and others
+    OTHER_NETWORK = r"Error\(s\) in loading state_dict"  # torch 2.15, nn.Module.load_state_dict
+    OTHER_OPTIMIZER = "loaded state dict"  # torch 2.15, optim.Optimizer.load_state_dict
+    TABLE_EXISTS = "already exists"  # SQLite 3
+
+
+def says(error: BaseException, *sentences: Sentence) -> re.Match[str] | None:
+    """The words of an exception that are one of these sentences; None: there are none."""
+    found = (re.search(sentence.value, str(error)) for sentence in sentences)
+    return next((match for match in found if match), None)

@@ -1,0 +1,113 @@
+"""A stage of Lightning's is run, and what libraries raise in it becomes faults of the config or the checkpoint."""
+
+from __future__ import annotations
+
+import traceback
+from typing import TYPE_CHECKING, Any
+
+from deeplightning.config.schema import Config
+from deeplightning.faults import CheckpointError, ConfigError, Fault
+from deeplightning.private.messages import Sentence, says
+from deeplightning.words import first_line
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_OF_PARTS = (Sentence.OTHER_NETWORK, Sentence.OTHER_OPTIMIZER, Sentence.NO_METRIC)
+"""What a checkpoint of another network or optimizer makes torch say, and a metric that is not there Lightning."""
+
+
+def run_stage(stage: Any, *args: Any, **kwargs: Any) -> None:
+    """Runs a stage of Lightning's.
+
+    Args:
+        stage: `fit`, `validate`, `test` or `predict` of a trainer; the task comes first among `args`.
+
+    Raises:
+        ConfigError: an exception of a library speaks of the config.
+        CheckpointError: it speaks of the checkpoint of `ckpt_path`.
+    """
+    from pytorch_lightning.utilities.exceptions import MisconfigurationException
+
+    from deeplightning.callbacks import callback_of
+    from deeplightning.callbacks.checkpoints import Checkpoints
+    from deeplightning.engine.checkpoint_io import raise_for_misfits, read_checkpoint
+    from deeplightning.engine.restored import of_checkpoint
+    from deeplightning.engine.sharded import whole_shapes
+
+    try:
+        if kwargs.get("ckpt_path") is not None:
+            kwargs["ckpt_path"] = str(kwargs["ckpt_path"])
+        try:
+            stage(*args, **kwargs)
+        except Exception as error:
+            trainer = stage.__self__
+            told = isinstance(error, MisconfigurationException) or says(error, *_OF_PARTS)
+            if kwargs.get("ckpt_path") is None or trainer.state.fn != "fit" or told:
+                raise
+            resumed_at = callback_of(trainer, Checkpoints).resumed_at
+            if (refusal := of_checkpoint(error, trainer, resumed_at)) is None:
+                raise
+            raise refusal from error
+    except MisconfigurationException as error:
+        if found := says(error, Sentence.NO_DATALOADER):
+            data = {"val": "validation"}.get(found[1], found[1])
+            message = f"no {data} data: the data module gives none. Leave out the stage, or add a set"
+            raise ConfigError(Fault(message, "stages")) from error
+        raise ConfigError(str(error)) from error
+    except NotImplementedError as error:
+        if says(error, Sentence.HOOK_IS_REMOVED):
+            raise ConfigError(Fault(" ".join(str(error).split()), "model.module")) from error
+        raise
+    except KeyError as error:
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        batch = frame.f_locals.get("batch")
+        if not frame.f_globals["__name__"].startswith("deeplightning.task.") or not isinstance(batch, dict):
+            raise
+        message = f"{type(args[0]).__name__} needs `{error.args[0]}` in a batch of the data module, which has "
+        raise ConfigError(
+            Fault(f"{message}{', '.join(batch)}; use the task that is made for such data", "model.module")
+        ) from error
+    except (RuntimeError, ValueError, IndexError, TypeError) as error:
+        if (fault := _of_part(error, args[0])) is not None:
+            raise ConfigError(fault) from error
+        if says(error, Sentence.NO_METRIC):
+            raise ConfigError(Fault(str(error), "train.early_stop.metric")) from error
+        if says(error, Sentence.OTHER_NETWORK):
+            path = kwargs["ckpt_path"]
+            raise_for_misfits(whole_shapes(args[0]), read_checkpoint(path)["state_dict"], path)
+        if says(error, Sentence.OTHER_OPTIMIZER):
+            raise CheckpointError(f"{kwargs.get('ckpt_path')}: of another optimizer: {error}") from error
+        raise
+
+
+def _of_part(error: Exception, task: Any) -> Fault | None:
+    """The fault, where a loss of torch's, a metric of torchmetrics' or a change of pictures of torchvision's does not
+    take what it is called with; a part of the user's own may be wrong itself."""
+    if type(error) not in (RuntimeError, ValueError, IndexError, TypeError):  # one of no memory, or of ours
+        return None
+    from torch import Tensor
+
+    frames = [frame for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__)))]
+
+    def fault(part: type, given: dict[str, Tensor], key: str) -> Fault:
+        words = " and ".join(f"{n} {str(v.dtype).removeprefix('torch.')} {tuple(v.shape)}" for n, v in given.items())
+        return Fault(f"{part.__name__} does not take {words}: {first_line(error)}", key)
+
+    for frame in frames:
+        values = frame.f_locals
+        owner, part = values.get("self"), type(values.get("self"))
+        given = [v for name in ("input", "preds", "target") if isinstance(v := values.get(name), Tensor)]
+        both = dict(zip(("outputs", "truth"), given, strict=False))
+        if part.__module__ == "torch.nn.modules.loss" and len(both) == 2:
+            return fault(part, both, "model.loss")
+        if part.__module__.startswith("torchmetrics.") and frame.f_code.co_name == "update" and len(both) == 2:
+            paths = [path for path, module in task.named_modules() if module is owner]
+            name = paths[0].rpartition(".")[2] if paths else ""
+            config = getattr(task, "cfg", None)
+            named = isinstance(config, Config) and name in (config.model.metrics or {})
+            return fault(part, both, f"model.metrics.{name}") if named else None
+        if part.__module__.startswith("torchvision.transforms."):
+            batch = next((f.f_locals["batch"] for f in frames if f.f_code.co_name == "on_after_batch_transfer"), None)
+            return fault(part, {"pictures": batch["image"]}, "data.module.params.augment") if batch else None
+    return None

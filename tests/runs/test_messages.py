@@ -1,0 +1,159 @@
+"""Each sentence by which an exception of another library is told: the library still says it."""
+
+import os
+import socket
+import sqlite3
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.callbacks import EarlyStopping
+from pytorch_lightning.demos.boring_classes import BoringModel
+from torch import nn
+from torch.distributed import TCPStore
+
+from deeplightning.private.messages import Sentence, says
+from deeplightning.tracking.store import is_locked
+
+
+def a_trainer(tmp_path, **more):
+    options = {"logger": False, "enable_progress_bar": False, "enable_model_summary": False, "max_steps": 1}
+    return pl.Trainer(default_root_dir=tmp_path, accelerator="cpu", enable_checkpointing=False, **options, **more)
+
+
+class OldHook(BoringModel):
+    def training_epoch_end(self, outputs):
+        """A hook that Lightning 2.0 has removed."""
+
+
+class Fixed(nn.Module):
+    def forward(self, x):
+        return x.reshape(4, -1)
+
+
+def address_in_use(tmp_path):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        TCPStore("127.0.0.1", taken.getsockname()[1], 1, is_master=True, wait_for_workers=False)
+
+
+def batch_size_is_fixed(tmp_path):
+    torch.export.export(Fixed(), (torch.zeros(4, 2),), dynamic_shapes=({0: torch.export.Dim("batch")},))
+
+
+def cannot_build(tmp_path):
+    from deepspeed.ops.op_builder import CPUAdamBuilder
+
+    builder = CPUAdamBuilder()
+    builder.is_compatible = lambda verbose=False: False
+    builder.jit_load()
+
+
+def hook_is_removed(tmp_path):
+    a_trainer(tmp_path).fit(OldHook())
+
+
+def no_dataloader(tmp_path):
+    a_trainer(tmp_path).test(BoringModel(), datamodule=pl.LightningDataModule())
+
+
+def no_gradient(tmp_path):
+    torch.zeros(1).backward()
+
+
+def no_metric(tmp_path):
+    a_trainer(tmp_path, callbacks=[EarlyStopping("no_such_metric")]).fit(BoringModel())
+
+
+def no_table(tmp_path):
+    sqlite3.connect(":memory:").execute("SELECT * FROM runs")
+
+
+def other_network(tmp_path):
+    nn.Linear(2, 2).load_state_dict(nn.Conv2d(1, 1, 1).state_dict())
+
+
+def other_optimizer(tmp_path):
+    one, two = nn.Linear(2, 2), nn.Linear(2, 2)
+    saved = torch.optim.SGD([{"params": [one.weight]}, {"params": [one.bias]}], lr=0.1).state_dict()
+    torch.optim.SGD(two.parameters(), lr=0.1).load_state_dict(saved)
+
+
+def table_exists(tmp_path):
+    connection = sqlite3.connect(":memory:")
+    for _ in range(2):
+        connection.execute("CREATE TABLE runs (id INT)")
+
+
+PROVOKED = {
+    Sentence.ADDRESS_IN_USE: address_in_use,
+    Sentence.BATCH_SIZE_IS_FIXED: batch_size_is_fixed,
+    Sentence.CANNOT_BUILD: cannot_build,
+    Sentence.HOOK_IS_REMOVED: hook_is_removed,
+    Sentence.NO_DATALOADER: no_dataloader,
+    Sentence.NO_GRADIENT: no_gradient,
+    Sentence.NO_METRIC: no_metric,
+    Sentence.NO_TABLE: no_table,
+    Sentence.OTHER_NETWORK: other_network,
+    Sentence.OTHER_OPTIMIZER: other_optimizer,
+    Sentence.TABLE_EXISTS: table_exists,
+}
+
+
+@pytest.mark.filterwarnings("ignore")  # of Lightning, on loaders without workers
+@pytest.mark.parametrize(("sentence", "provoke"), PROVOKED.items(), ids=lambda value: getattr(value, "name", ""))
+def test_a_library_says_its_sentence(sentence, provoke, tmp_path):
+    """The exception that it raises where this happens has the words, and those of no other sentence."""
+    with pytest.raises(Exception) as raised:  # noqa: PT011 (its type is the library's matter)
+        provoke(tmp_path)
+    assert [other for other in Sentence if says(raised.value, other)] == [sentence]
+
+
+ON_RAY = """\
+import os, sys
+sys.path.insert(0, sys.argv[1])
+import ray
+os.environ["PYTHONPATH"] = ""
+ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False, configure_logging=False)
+from only_here import Agent
+try:
+    ray.get(ray.remote(Agent).remote().about.remote(), timeout=60)
+except ray.exceptions.RayActorError as error:
+    print(error)
+"""
+
+
+def test_an_actor_of_ray_says_that_its_module_is_missing(tmp_path):
+    """Where the workers lack the module that the actor's class is in."""
+    (tmp_path / "only_here.py").write_text("class Agent:\n    def about(self):\n        return 1\n")
+    done = subprocess.run(
+        [sys.executable, "-c", ON_RAY, str(tmp_path)],
+        env=os.environ | {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "TMPDIR": "/tmp"},
+        cwd=Path.cwd().root,
+        capture_output=True,
+        text=True,
+        timeout=180,
+    )
+    assert says(RuntimeError(done.stdout), Sentence.NO_MODULE_ON_WORKER), done
+
+
+def test_each_sentence_is_provoked():
+    """That of Ray in the test above."""
+    assert {*PROVOKED, Sentence.NO_MODULE_ON_WORKER} == {*Sentence}
+
+
+def test_a_locked_database_is_known_by_its_error_code(tmp_path):
+    """SQLite's code says so, whatever the words are; another error is none."""
+    first = sqlite3.connect(tmp_path / "a.db", isolation_level=None)
+    first.execute("BEGIN EXCLUSIVE")
+    with pytest.raises(sqlite3.OperationalError) as raised:
+        sqlite3.connect(tmp_path / "a.db", timeout=0).execute("CREATE TABLE runs (id INT)")
+    assert is_locked(raised.value)
+    with pytest.raises(sqlite3.OperationalError) as raised:
+        first.execute("SELECT * FROM runs")
+    assert not is_locked(raised.value)
+    first.close()
