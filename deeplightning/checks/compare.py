@@ -4,9 +4,10 @@ The answer comes from the source, which costs milliseconds and executes nothing 
 What the source cannot tell is said to be undecided, never guessed.
 """
 
+import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from deeplightning import own_code
 from deeplightning.checks.values import misfits
@@ -18,6 +19,9 @@ from deeplightning.static.signature import Instance, Signature, Undecided, of_ob
 
 if TYPE_CHECKING:
     from deeplightning.static.definition import Definition
+    from deeplightning.static.names import Names
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -100,7 +104,7 @@ class Meanings:
     def __init__(self, importing: bool = False):
         self.importing = importing
         self._found: dict[str, Any] = {}
-        self._names: Any = None
+        self._names: Names | None = None
 
     def of(self, name: str) -> "Imported | Definition":
         """What a name means.
@@ -113,8 +117,9 @@ class Meanings:
 
     def _read(self, name: str) -> "Definition":
         from deeplightning.static import definition
+        from deeplightning.static.names import Names
 
-        self._names = self._names or definition.Names()
+        self._names = self._names or Names()
         return definition.look_up(name, self._names)
 
     def makes(self, name: str) -> list[Instance]:
@@ -133,7 +138,7 @@ class Meanings:
         """
         return self._once(f"{name} signature", lambda: self.of(name).signature())
 
-    def _once(self, key: str, ask: Callable[[], Any]) -> Any:
+    def _once(self, key: str, ask: Callable[[], T]) -> T:
         if key not in self._found:
             try:
                 self._found[key] = ask()
@@ -143,7 +148,7 @@ class Meanings:
         found = self._found[key]
         if isinstance(found, Exception):
             raise found.with_traceback(None)
-        return found
+        return typing.cast(T, found)
 
 
 def judge(

@@ -166,7 +166,7 @@ def _short(report: Report, entry: Entry, path: KeyPath) -> str:
     return report.source.secrets.redact(text)
 
 
-def _known(report: Report, path: KeyPath) -> tuple[Field | None, Parameter | None, Any, str | None]:
+def _known(report: Report, path: KeyPath) -> tuple[Field[Any] | None, Parameter | None, Any, str | None]:
     """What is known of a key: its field and section, or its parameter and the target that takes it."""
     cls: Any = Config
     value: Any = report.config
@@ -207,7 +207,7 @@ def _parameter(name: str, params: Any, path: KeyPath) -> tuple[None, Parameter |
     return None, parameter, name, found.documentation(path[0]) if parameter else None
 
 
-def _default(field: Field) -> Any:
+def _default(field: Field[Any]) -> Any:
     if field.default_factory is not MISSING:
         return schema.plain(field.default_factory())
     return field.default

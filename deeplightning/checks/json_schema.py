@@ -102,7 +102,7 @@ def _section(cls: type, path: str) -> Json:
     }
 
 
-def _key(cls: type, field: Field, hint: Any, path: str) -> Json:
+def _key(cls: type, field: Field[Any], hint: Any, path: str) -> Json:
     doc, example = field.metadata["doc"], field.metadata["example"]
     about: Json = {
         "title": f"{path}.{field.name}".lstrip("."),

@@ -61,12 +61,12 @@ def options(hint: Any) -> tuple[Any, ...]:
     return typing.get_args(hint) if union else (hint,)
 
 
-def default(field: Field) -> Any:
+def default(field: Field[Any]) -> Any:
     """The default of a key; MISSING if it is required."""
     return field.default if field.default_factory is MISSING else field.default_factory()
 
 
-def _type(hint: Any, field: Field, path: str) -> str:
+def _type(hint: Any, field: Field[Any], path: str) -> str:
     low = field.metadata["low"]
     words = " or ".join(_word(option, path) for option in options(hint))
     return words + (f", at least {low}" if low is not None else "")
@@ -100,7 +100,7 @@ def _word(option: Any, path: str) -> str:
     return f"[{kind}](#{path.replace('.', '')})"  # as GitHub names the heading
 
 
-def _default(field: Field) -> str:
+def _default(field: Field[Any]) -> str:
     value = default(field)
     if value is MISSING:
         return "required"
@@ -116,8 +116,8 @@ def _flow(value: Any) -> str:
     return dump(value).removesuffix("...\n").strip()
 
 
-def _meaning(field: Field) -> str:
-    text = field.metadata["doc"]
+def _meaning(field: Field[Any]) -> str:
+    text: str = field.metadata["doc"]
     if field.metadata["example"]:
         text += f"; for example `{field.metadata['example']}`"
     return text

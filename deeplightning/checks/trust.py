@@ -301,7 +301,8 @@ def _params(root: Entry, path: KeyPath) -> Entry | None:
     found = root
     for part in path[:-1]:
         found = found.value[part]
-    return found.value.get("params")
+    params: Entry | None = found.value.get("params")
+    return params
 
 
 def _within(name: str, modules: Sequence[str]) -> bool:

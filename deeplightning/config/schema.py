@@ -88,7 +88,7 @@ def hidden() -> Any:
     return field(default=None, repr=False, compare=False, kw_only=True, metadata={"hidden": True})
 
 
-def keys(section: Any) -> Iterator[Field]:
+def keys(section: Any) -> Iterator[Field[Any]]:
     """The fields of a section (a class or an instance) that are keys of the config."""
     return (f for f in fields(section) if not f.metadata.get("hidden"))
 
@@ -493,14 +493,15 @@ class Config(Section):
 
     def to_dict(self) -> dict[str, Any]:
         """The whole config as plain mappings, lists and scalars, with what came from the environment in clear."""
-        return plain(self)
+        made: dict[str, Any] = plain(self)
+        return made
 
     def public(self) -> dict[str, Any]:
         """The same as it may be shown and saved: what came from the environment stays as it was written
         (`${oc.env:NAME}`, or a reference to such a value). Loads again to an equal config, but for the resolvers that
         nothing in it calls any more, which it leaves out."""
         texts = self.secrets.texts if self.secrets else {}
-        made = _public(self.to_dict(), (), texts)
+        made: dict[str, Any] = _public(self.to_dict(), (), texts)
         called = {name: own for name, own in self.resolvers.items() if any(f"{name}:" in t for t in texts.values())}
         return made | {"resolvers": called}
 

@@ -214,7 +214,7 @@ class Ranks:
     ):
         self.expected = expected
         self.folder, self.parent, self.parent_tells, self.pid = folder, parent, parent_tells, os.getpid()
-        self.children: list[subprocess.Popen] = []
+        self.children: list[subprocess.Popen[bytes]] = []
         self.end: Callable[[BaseException], None] = _end or (lambda error: None)
         self.redact = _redact
         self._main = threading.main_thread().ident

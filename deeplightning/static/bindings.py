@@ -15,7 +15,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from importlib.machinery import PathFinder
+from importlib.machinery import PathFinder, SourceFileLoader
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ class Module:
     name: str
     file: Path | None
     folders: tuple[str, ...] | None
-    loader: Any = None
+    loader: SourceFileLoader | None = None
 
     @property
     def is_open(self) -> bool:
@@ -53,7 +53,7 @@ class Module:
 
     @cached_property
     def text(self) -> bytes:
-        if self.file is None:
+        if self.file is None or self.loader is None:
             return b""
         try:
             return self.loader.get_data(str(self.file))

@@ -9,16 +9,18 @@ import importlib.util
 import re
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from deeplightning import own_code
 from deeplightning.faults import install
 from deeplightning.static import bindings
 from deeplightning.static.bindings import Assigned, Binding, Broken, Defined, Imported, Module, Scope
 from deeplightning.static.signature import Undecided
+
+T = TypeVar("T")
 
 Kind = Literal["class", "function", "value", "module"]
 
@@ -139,7 +141,7 @@ class Names:
         self.active: set[Any] = set()
         self.changes_path = False  # whether own code may add folders to import from
 
-    def guarded(self, ask: Any) -> Any:
+    def guarded(self, ask: Callable[[], T]) -> T:
         try:
             return ask()
         except (Failing, Broken, Absent) as error:
