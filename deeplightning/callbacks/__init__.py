@@ -35,6 +35,7 @@ def all_of(cfg: Config) -> list[pl.Callback]:
     from deeplightning.callbacks.console import Console
     from deeplightning.callbacks.flops import Flops
     from deeplightning.callbacks.histograms import Histograms
+    from deeplightning.callbacks.order import in_order
     from deeplightning.callbacks.recompute import Recompute
     from deeplightning.callbacks.record import Record
     from deeplightning.callbacks.results import Results, ShowPictures
@@ -65,10 +66,7 @@ def all_of(cfg: Config) -> list[pl.Callback]:
     assert cfg.seed is not None, "load_config draws one"
     record = Record(cfg, loggers, Path("runs") / time.strftime("%Y-%m-%d_%H-%M-%S"))
     checkpoints = Checkpoints(train.checkpoint, record, background=POOL not in os.environ)  # a pool copies the files
-    callbacks: list[pl.Callback] = []
-    if cfg.model.init_from is not None:
-        callbacks.append(StartWeights(cfg.model.init_from, cfg.logger.params.get("tracking_uri")))
-    callbacks += [
+    callbacks: list[pl.Callback] = [
         record,
         Seeds(cfg.seed),
         LogSteps(every if isinstance(every, int) else asdict(every)),
@@ -78,7 +76,11 @@ def all_of(cfg: Config) -> list[pl.Callback]:
         SameBuffers(),
         Console(cfg, record, checkpoints),
         Results(record),
+        Signals(),
+        checkpoints,
     ]
+    if cfg.model.init_from is not None:
+        callbacks.append(StartWeights(cfg.model.init_from, cfg.logger.params.get("tracking_uri")))
     if cfg.engine.activation_checkpointing:
         callbacks.append(Recompute(cfg.engine.activation_checkpointing))
     if cfg.engine.threads == "auto":
@@ -94,19 +96,16 @@ def all_of(cfg: Config) -> list[pl.Callback]:
     if train.accumulator_epoch > 0 and train.accumulator_factor > 1:
         callbacks.append(AccumulateFrom(train.accumulator_epoch, train.accumulator_factor))
     if train.early_stop is not None:
-        stop = train.early_stop
-        callbacks.append(
-            EarlyStopping(stop.metric, stop.delta, stop.patience, mode=stop.mode or "min")
-        )  # null: it does not train
-    callbacks += [build(target) for target in train.callbacks]
+        stop = train.early_stop  # whose mode is null where it does not train
+        callbacks.append(EarlyStopping(stop.metric, stop.delta, stop.patience, mode=stop.mode or "min"))
     if TRIAL in os.environ:
         from deeplightning.callbacks.trial import Trial
 
         callbacks.append(Trial(record, os.environ[TRIAL]))
-    callbacks += [checkpoints, Signals()]
     if POOL in os.environ:
         from deeplightning.callbacks.pool import Pool
 
         callbacks.append(Pool(cfg, record, checkpoints))
+    callbacks = in_order(callbacks, [build(target) for target in train.callbacks])
     leave_out_empty_hooks(*callbacks)
     return callbacks

@@ -13,6 +13,7 @@ from lightning_fabric.utilities.warnings import PossibleUserWarning
 from pytorch_lightning.callbacks import EarlyStopping
 
 from deeplightning.callbacks.checkpoints import Checkpoints
+from deeplightning.callbacks.order import OWN
 from deeplightning.callbacks.record import Record, Redacting, rank_shown
 from deeplightning.callbacks.watch import batch_loss
 from deeplightning.checks.combinations import proposals
@@ -81,6 +82,9 @@ def one_line_warnings() -> None:
 
 class Console(pl.Callback):
     """Says on rank 0 what is going on; every rank writes its own losses to its log file."""
+
+    after = ("Record",)
+    before = (OWN, "EarlyStopping")  # a line is printed before one of them ends the run
 
     def __init__(self, cfg: Config, record: Record, checkpoints: Checkpoints):
         self.cfg, self.record, self.checkpoints = cfg, record, checkpoints

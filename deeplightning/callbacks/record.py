@@ -19,6 +19,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.loggers import CSVLogger, Logger
 
+from deeplightning.callbacks.order import OWN
 from deeplightning.callbacks.provenance import Origin, keep_out
 from deeplightning.checks.trust import note_own
 from deeplightning.config.schema import Config
@@ -93,6 +94,8 @@ class Record(pl.Callback):
         resumption: what the launch goes on from; to be set before the run opens. None: nobody asked.
         has_learned: whether training has begun; it does not where a finished run is resumed.
     """
+
+    before = (OWN, "EarlyStopping")  # they find an open run
 
     def __init__(self, cfg: Config, loggers: list[Logger], fallback: Path):
         self.cfg, self.loggers, self.fallback = cfg, loggers, fallback

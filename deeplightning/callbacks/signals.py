@@ -14,6 +14,7 @@ import pytorch_lightning as pl
 import torch
 from torch import distributed
 
+from deeplightning.callbacks.order import OWN
 from deeplightning.callbacks.record import between_steps
 from deeplightning.launch.slurm import is_preempted, job_here, requeue_at_exit
 from deeplightning.private.lightning import keep_signals
@@ -31,6 +32,8 @@ class Signals(pl.Callback):
 
     Of several processes one may be blocked, waiting for another, and heeds nothing: `engine.ranks` sees to that.
     """
+
+    after = ("Record", "EarlyStopping", "Trial", OWN)  # a signal ends a batch once all have seen it
 
     def __init__(self) -> None:
         self._job = job_here()

@@ -14,6 +14,7 @@ import torch
 from torch import distributed
 
 from deeplightning import transfer
+from deeplightning.callbacks.order import OWN
 from deeplightning.faults import RunError
 
 _WORD = 2**64 - 1
@@ -70,6 +71,9 @@ class Seeds(pl.Callback):
 
     Saving and restoring generator states instead was not exact: the loader has drawn ahead (November 2026).
     """
+
+    after = ("Record",)
+    before = (OWN, "EarlyStopping")  # what they draw follows from the seed
 
     def __init__(self, seed: int):
         self.seed = seed

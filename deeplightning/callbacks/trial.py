@@ -11,6 +11,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 
+from deeplightning.callbacks.order import OWN
 from deeplightning.callbacks.record import Record
 from deeplightning.process.streams import Interrupted
 
@@ -32,6 +33,8 @@ class Trial(pl.Callback):
         record: knows the run's folder.
         told: JSON of `host` and `port` of the search, its `token`, the number of the `trial`, and the `metric`.
     """
+
+    after = ("Record", "EarlyStopping", OWN)  # it reports the metrics that they log
 
     def __init__(self, record: Record, told: str):
         self.record, self.search = record, json.loads(told)
