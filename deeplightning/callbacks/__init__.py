@@ -76,8 +76,6 @@ def all_of(cfg: Config) -> list[pl.Callback]:
         SameBuffers(),
         Console(cfg, record, checkpoints),
         Results(record),
-        Signals(),
-        checkpoints,
     ]
     if cfg.model.init_from is not None:
         callbacks.append(StartWeights(cfg.model.init_from, cfg.logger.params.get("tracking_uri")))
@@ -102,6 +100,7 @@ def all_of(cfg: Config) -> list[pl.Callback]:
         from deeplightning.callbacks.trial import Trial
 
         callbacks.append(Trial(record, os.environ[TRIAL]))
+    callbacks += [checkpoints, Signals()]
     if POOL in os.environ:
         from deeplightning.callbacks.pool import Pool
 

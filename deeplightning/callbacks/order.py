@@ -15,24 +15,28 @@ def in_order(callbacks: Sequence[Any], own: Sequence[Any] = ()) -> list[Any]:
     Args:
         callbacks: of ours, whose classes may have `before` and `after`, tuples of class names and `OWN`.
         own: of the config, in its order.
+
+    Raises:
+        graphlib.CycleError: two of ours contradict each other.
     """
     every = [*callbacks, *own]
-    names = {number: OWN if number >= len(callbacks) else type(c).__name__ for number, c in enumerate(every)}
-    sorter: TopologicalSorter[int] = TopologicalSorter(dict.fromkeys(names, ()))
+    names = [*(type(callback).__name__ for callback in callbacks), *[OWN] * len(own)]
+    earlier: dict[int, set[int]] = {number: set() for number in range(len(every))}
     for number, callback in enumerate(callbacks):
-        for other, name in names.items():
+        for other, name in enumerate(names):
             if name in getattr(callback, "after", ()):
-                sorter.add(number, other)
+                earlier[number].add(other)
             if name in getattr(callback, "before", ()):
-                sorter.add(other, number)
-    for number in range(len(callbacks) + 1, len(every)):
-        sorter.add(number, number - 1)
-    sorter.prepare()
-    ordered, ready = [], list(sorter.get_ready())
-    while ready:
-        first = min(ready)
-        ready.remove(first)
-        ordered.append(every[first])
-        sorter.done(first)
-        ready += sorter.get_ready()
-    return ordered
+                earlier[other].add(number)
+    TopologicalSorter(earlier).prepare()
+    placed: dict[int, Any] = {}
+
+    def place(number: int) -> None:
+        for other in sorted(earlier[number] - placed.keys()):
+            place(other)
+        placed[number] = every[number]
+
+    for number in earlier:
+        if number not in placed:
+            place(number)
+    return [*placed.values()]
