@@ -7,7 +7,7 @@ from deeplightning.config.schema import Config
 from deeplightning.engine.gpus import show_gpus
 from deeplightning.engine.plan import address_of
 from deeplightning.own_code import ROOTS, roots, use_import_roots
-from deeplightning.process.decisions import decided
+from deeplightning.process.decisions import hand_on
 
 
 def apply_environment(cfg: Config) -> None:
@@ -24,7 +24,7 @@ def apply_environment(cfg: Config) -> None:
         os.environ |= cfg.secrets.variables()
     os.environ |= address_of(cfg.engine)
     show_gpus(cfg.engine)
-    decided("seed", lambda: cfg.seed)
+    hand_on("seed", cfg.seed)
     if cfg.roots is not None:
         use_import_roots(*cfg.roots)
     os.environ[ROOTS] = json.dumps(roots())

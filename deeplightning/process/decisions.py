@@ -13,7 +13,7 @@ DECIDED = "DEEPLIGHTNING_DECIDED"
 
 def decision(what: str) -> Any:
     """What rank 0 has decided before it started this process; None: nothing, or this process is rank 0."""
-    return None if own_rank() == 0 else json.loads(os.environ.get(DECIDED, "{}")).get(what)
+    return None if own_rank() == 0 else _known().get(what)
 
 
 def decided(what: str, decide: Callable[[], Any]) -> Any:
@@ -22,8 +22,16 @@ def decided(what: str, decide: Callable[[], Any]) -> Any:
     Processes that somebody else starts (torchrun, Slurm) decide each for themselves; a run whose processes disagree
     does not begin (see `deeplightning.callbacks.record.Record`).
     """
-    known = json.loads(os.environ.get(DECIDED, "{}"))
-    if own_rank() == 0 or what not in known:
-        known[what] = decide()
-        os.environ[DECIDED] = json.dumps(known)
-    return known[what]
+    if own_rank() == 0 or what not in _known():
+        hand_on(what, decide())
+    return _known()[what]
+
+
+def hand_on(what: str, value: Any) -> None:
+    """Tells the processes that this one starts what it has decided, a plain value."""
+    os.environ[DECIDED] = json.dumps(_known() | {what: value})
+
+
+def _known() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(os.environ.get(DECIDED, "{}"))
+    return found
