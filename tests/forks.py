@@ -9,12 +9,14 @@ import errno
 import os
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
 
 class Forked:
-    """What torch's agent uses of `subprocess.Popen`. Where REFUSES names a file, rank 1 is not started once."""
+    """What torch's agent uses of `subprocess.Popen`. Where REFUSES names a file, rank 1 is not started once: when
+    rank 0 has written to the store at which they meet."""
 
     def __init__(self, args: tuple[str, ...], env: dict[str, str], **_: Any):
         assert args[1:3] == ("-m", "deeplightning")
@@ -22,6 +24,7 @@ class Forked:
         refuses = Path(env.get("REFUSES", "/nonexistent"))
         if env["RANK"] == "1" and refuses.exists():
             refuses.unlink()
+            _wait_for_a_key(int(env["MASTER_PORT"]))
             raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
         self.pid = os.fork()
         if self.pid == 0:
@@ -45,6 +48,15 @@ class Forked:
 
     def kill(self) -> None:
         self.send_signal(signal.SIGKILL)
+
+
+def _wait_for_a_key(port: int) -> None:
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", port, is_master=False)
+    keys, end = store.num_keys(), time.monotonic() + 60
+    while store.num_keys() <= keys and time.monotonic() < end:
+        time.sleep(0.05)
 
 
 def _become(argv: tuple[str, ...], env: dict[str, str]) -> None:

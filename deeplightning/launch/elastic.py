@@ -6,8 +6,8 @@ all processes have ended by themselves, as a process does that has lost a peer (
 Torch's agent sends SIGTERM, which a run understands as a person's request to stop.
 
 What is overridden are the methods that torch 2.15 documents for the purpose, `_start_workers`, `_monitor_workers` and
-`_shutdown` of `SimpleElasticAgent`; of its attributes `_remaining_restarts`, `_pcontext` and `_worker_group` are used:
-nothing public tells them.
+`_shutdown` of `SimpleElasticAgent`; `_rendezvous`, `_remaining_restarts`, `_pcontext` and `_worker_group` are used, for
+which there is nothing public.
 """
 
 import contextlib
@@ -24,6 +24,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import psutil
 from torch.distributed import DistError, TCPStore
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
@@ -149,7 +150,7 @@ class Agent(LocalElasticAgent):
     # ---- what torch calls
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        pauses = iter(self._pauses)
+        pauses, running = iter(self._pauses), set(psutil.Process().children())
         while True:
             if self.heard:
                 raise _Interrupted
@@ -160,7 +161,10 @@ class Agent(LocalElasticAgent):
                 enough_memory(worker_group.spec.local_world_size)
                 started = super()._start_workers(worker_group)
             except (OSError, SetupError) as error:
-                self._remove_folder()  # by which those that were started end
+                self._remove_folder()
+                for process in (begun := {*psutil.Process().children()} - running):
+                    process.kill()
+                psutil.wait_procs(begun)
                 if isinstance(error, OSError) and error.errno not in (errno.EAGAIN, errno.ENOMEM):
                     raise SetupError(f"the processes cannot be started: {error.strerror}") from error
                 reason = str(error) if isinstance(error, SetupError) else f"engine.processes: {error.strerror}"
@@ -168,6 +172,7 @@ class Agent(LocalElasticAgent):
                     raise SetupError(reason) from error
                 self._tell(f"{reason}; tries again in {pause:g} s")
                 time.sleep(pause)
+                self._rendezvous(worker_group)  # at a new store: the old one has keys of the processes that began
                 continue
             for number in self.heard[:1]:  # while they were started
                 self._send(number)

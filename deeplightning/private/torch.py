@@ -12,6 +12,7 @@ INHERITED = {
         "_monitor_workers",
         "_pcontext",
         "_remaining_restarts",
+        "_rendezvous",
         "_shutdown",
         "_start_workers",
         "_worker_group",
