@@ -1,4 +1,4 @@
-"""A bundle answers HTTP. Nothing here imports torch, Lightning or MLflow; of ours, `image` and `runfolder` only.
+"""A bundle answers HTTP. Imports no torch, Lightning or MLflow; of the core only `image`, `text`, `runfolder`, `words`.
 
 `create_app` is the WSGI application; importing this package alone loads nothing.
 """

@@ -1,4 +1,4 @@
-"""What happens during a run beside learning: checkpoints, logs, pictures, seeds, signals, and what a person sees."""
+"""Lightning callbacks of a run: checkpoints, logs, pictures, seeds, signals and the terminal."""
 
 from __future__ import annotations
 

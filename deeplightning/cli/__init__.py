@@ -1,4 +1,4 @@
-"""`deeplightning VERB`: words from the shell become one call; errors become notes and exit codes."""
+"""The command `deeplightning VERB`: words from the shell become one call, errors become notes and exit codes."""
 
 import os
 import sys

@@ -1,1 +1,1 @@
-"""Text becomes a checked `Config`. Nothing here imports torch, Lightning or MLflow."""
+"""A YAML file becomes a typed `Config`, whose values know their places. Imports no torch, Lightning or MLflow."""

@@ -1,1 +1,1 @@
-"""How a run is spread over processes and devices: strategy words, precision, what the machine has."""
+"""How a run is spread over processes and devices: strategies, precision, checkpoint format, the machine's devices."""

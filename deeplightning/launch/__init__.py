@@ -1,4 +1,4 @@
-"""What starts the processes of a run where this command alone does not: the targets of `engine.launcher`.
+"""The targets of `engine.launcher`, which start the processes of a run, and the environment that they start in.
 
 A launcher is made in the command that a user gives, and starts that command again, once for each process. Each process
 reads its identity from its environment (`deeplightning.process.identity`), and trains. Modules of this folder import

@@ -1,1 +1,1 @@
-"""The processes of a run: streams, identity, rendezvous, supervision. Imports no torch."""
+"""The processes of a run: streams, identity, rendezvous, supervision. Importing it loads no torch."""

@@ -1,4 +1,4 @@
-"""Where a run is written down: MLflow, its store on disk, the machine it ran on. Importing it is cheap."""
+"""Where a run is recorded: MLflow, its store on disk, and the machine that it ran on. Importing it is cheap."""
 
 from typing import TYPE_CHECKING, Any
 

@@ -1,0 +1,35 @@
+"""The page for maintainers: its picture is made from the imports, and what it names is there."""
+
+import re
+
+import architecture_page
+import pytest
+from test_layers import LAYERS, ROOT
+
+PAGE = ROOT / "docs" / "architecture.md"
+TEXT = PAGE.read_text()
+
+
+def test_the_picture_is_that_of_the_imports():
+    """`python tests/architecture_page.py docs/architecture.md` renews it."""
+    assert architecture_page.renewed(TEXT) == TEXT
+
+
+def test_each_arrow_goes_down():
+    """Of the folders of the core, and all of them are in the picture."""
+    arrows = re.findall(r"^    (\w+) --> (\w+)$", TEXT, re.MULTILINE)
+    core = [(here, there) for here, there in arrows if here in LAYERS and there in LAYERS]
+    assert {name for arrow in core for name in arrow} == {*LAYERS}
+    assert [arrow for arrow in core if LAYERS.index(arrow[0]) >= LAYERS.index(arrow[1])] == []
+
+
+def test_implied_arrows_are_left_out():
+    """Of three folders in a chain, the first needs no arrow to the last; one that is needed stays."""
+    graph = {"a": {"b", "c"}, "b": {"c"}, "c": set(), "d": {"c"}}
+    assert architecture_page.needed(graph) == [("a", "b"), ("b", "c"), ("d", "c")]
+
+
+@pytest.mark.parametrize("name", sorted(set(re.findall(r"`((?:\w+/)*\w+\.(?:py|sh))`", TEXT))))
+def test_each_file_that_it_names_is_there(name):
+    """Whole paths, or those inside `deeplightning/`."""
+    assert (ROOT / name).is_file() or (ROOT / "deeplightning" / name).is_file()
