@@ -2,11 +2,12 @@
 
 import json
 import os
+from pathlib import Path
 
 from deeplightning.config.schema import Config
 from deeplightning.engine.gpus import show_gpus
 from deeplightning.engine.plan import address_of
-from deeplightning.own_code import ROOTS, roots, use_import_roots
+from deeplightning.own_code import ROOTS, add_import_roots, roots
 from deeplightning.process.decisions import hand_on
 
 
@@ -14,7 +15,8 @@ def apply_environment(cfg: Config) -> None:
     """Sets what a settled config asks of the environment, for this process and for those that it starts.
 
     These are the variables of `engine.env`, those that replace secrets written in clear, the address of rank 0, the
-    GPUs that are shown, the drawn seed, and the folders of the user's own code. A second call changes nothing.
+    GPUs that are shown, the drawn seed, and the folders of the user's own code, which stay for the configs that follow,
+    such as that of the run's export. A second call changes nothing.
 
     Raises:
         SetupError: GPUs are chosen by id, and CUDA has been initialised with others.
@@ -25,6 +27,5 @@ def apply_environment(cfg: Config) -> None:
     os.environ |= address_of(cfg.engine)
     show_gpus(cfg.engine)
     hand_on("seed", cfg.seed)
-    if cfg.roots is not None:
-        use_import_roots(*cfg.roots)
+    add_import_roots(*map(Path, cfg.roots or ()))
     os.environ[ROOTS] = json.dumps(roots())

@@ -31,5 +31,5 @@ def test_implied_arrows_are_left_out():
 
 @pytest.mark.parametrize("name", sorted(set(re.findall(r"`((?:\w+/)*\w+\.(?:py|sh))`", TEXT))))
 def test_each_file_that_it_names_is_there(name):
-    """Whole paths, or those inside `deeplightning/`."""
-    assert (ROOT / name).is_file() or (ROOT / "deeplightning" / name).is_file()
+    """From the root of the repository."""
+    assert (ROOT / name).is_file()
