@@ -280,7 +280,7 @@ def _return_memory() -> None:
 
 def _url(listener: socket.socket) -> str:
     host, port = listener.getsockname()[:2]
-    public = "" if ipaddress.ip_address(host).is_loopback else " (public: whoever reaches this machine may use it)"
+    public = "" if ipaddress.ip_address(host).is_loopback else " (public: anybody who reaches this machine may use it)"
     return f"http://{f'[{host}]' if ':' in host else host}:{port}{public}"
 
 

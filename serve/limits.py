@@ -2,7 +2,7 @@
 
 from dataclasses import asdict, dataclass
 
-FAULT = "The server has a fault; its log tells which. Other requests are not affected."
+FAULT = "The server has a fault; its log shows which. Other requests are not affected."
 """The message of status 500."""
 
 

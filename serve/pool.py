@@ -330,7 +330,7 @@ def _fault(error: Exception, device: Device, memory: int) -> Report:
 def too_slow(folder: Path, seconds: float) -> str:
     return (
         f"The model of {folder} was not loaded and proved within {seconds:g} s, the limit. It may compute without end; "
-        "take it from whoever exported it, or export it again."
+        "get a new copy of it, or export it again."
     )
 
 

@@ -36,7 +36,7 @@ def storage_of(cfg: Config) -> Storage | None:
 
 
 def fetch(cfg: Config) -> None:
-    """Brings what training goes on from to this machine, if a storage has it: the run of this launch, or of `auto`."""
+    """Brings what training resumes from to this machine, if a storage has it: the run of this launch, or of `auto`."""
     here = place()
     goes_on = here is not None and here.goes_on
     if (goes_on or cfg.train.resume_ckpt == "auto") and (storage := storage_of(cfg)) is not None:

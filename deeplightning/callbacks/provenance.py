@@ -62,7 +62,7 @@ class Origin:
             self._keep_code(self._code, is_first=True)
             for place in self._code.concealed:
                 log.warning(
-                    "code       %s looks like a secret and is not kept: where the run is made again, *** stands there. "
+                    "code       %s looks like a secret and is not kept: where the run is made again, *** replaces it. "
                     "${oc.env:NAME} in the config keeps secrets out of code",
                     place,
                 )

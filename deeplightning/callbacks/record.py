@@ -42,7 +42,7 @@ log = logging.getLogger("deeplightning")
 
 @dataclass(frozen=True)
 class Resumption:
-    """Where training goes on from, and in which run.
+    """Where training resumes from, and in which run.
 
     Attributes:
         checkpoint: absolute; None: from the start.
@@ -91,7 +91,7 @@ class Record(pl.Callback):
         fallback: the folder for runs whose loggers keep none.
 
     Attributes:
-        resumption: what the launch goes on from; to be set before the run opens. None: nobody asked.
+        resumption: what the launch resumes from; to be set before the run opens. None: nobody asked.
         has_learned: whether training has begun; it does not where a finished run is resumed.
     """
 

@@ -104,7 +104,7 @@ class Seeds(pl.Callback):
 
 class SameBuffers(pl.Callback):
     """Gives every process rank 0's buffers, such as the running means of batch norm, before what is learned is judged:
-    a validation's values are those of the checkpoint, and of a run that goes on from it.
+    a validation's values are those of the checkpoint, and of a run that resumes from it.
 
     Else each process would judge by its own: ddp shares buffers at training steps alone, other engines never (torch
     2.15; a resnet18's val_loss was 0.2 % off under ddp's two processes, and another under fsdp's).

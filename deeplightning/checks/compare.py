@@ -57,7 +57,7 @@ class Imported:
         """What calling it gives; of a function its source tells, if anything does.
 
         Raises:
-            Undecided: that cannot be told without calling it.
+            Undecided: that cannot be known without calling it.
         """
         if self.kind == "class":
             return [

@@ -102,7 +102,7 @@ def unjudged(cfg: Config) -> list[Notice]:
     key = "train.checkpoint.every_n_epochs"
     text = (
         f"{key} is {share:g} and train.val_every_n_epoch is {often!s:.20}: nothing is validated when a checkpoint "
-        "inside an epoch is saved, so it becomes last.ckpt, and is none of the best by "
+        "inside an epoch is saved, so it becomes last.ckpt, and is not ranked by "
         f"{monitor}. To judge it too: {remedy}"
     )
     return [Notice(text, key=key)]

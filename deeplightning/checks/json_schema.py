@@ -70,8 +70,8 @@ def json_schema() -> Json:
     del config["pattern"], config["patternErrorMessage"]
     base = {
         "title": "_base_",
-        "description": "a config file to build on, or several, by paths relative to this file; what stands here is "
-        "laid over them, and a key `~name` removes one of theirs",
+        "description": "a config file to build on, or several, by paths relative to this file; this file "
+        "overrides them, and a key `~name` removes one of theirs",
         "type": ["string", "array", "null"],
         "items": {"type": "string"},
         "examples": ["base.yaml"],

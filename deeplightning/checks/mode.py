@@ -37,7 +37,7 @@ def mode_of(metric: str, model: Model | None, meanings: Meanings) -> tuple[Mode 
         found = {"min"}
     if len(found) == 1:
         return found.pop(), f"by the name {metric}"
-    return None, f"neither its name nor a `higher_is_better` tells whether less or more of {metric} is better"
+    return None, f"neither its name nor a `higher_is_better` shows whether less or more of {metric} is better"
 
 
 def _higher_is_better(target: Target, meanings: Meanings) -> tuple[bool | None, str]:

@@ -17,13 +17,13 @@ from deeplightning.config.tree import dump
 
 START = "<!-- From here on this page is made: python -m deeplightning.checks.reference docs/config.md -->"
 COMBINATIONS = (
-    "Each is told with both keys, their values and places, and what to do instead; the number is the exit code. What "
-    "concerns a backend is told on a machine that does not need it, too."
+    "Each message names both keys, their values and places, and the remedy; the number is the exit code. What concerns "
+    "a backend is refused on every machine."
 )
 
 
 ON_CPU = (
-    "[Engines](engines.md) tells what the words mean. Over CPU processes, each cell as the tests run it; what has a "
+    "[Engines](engines.md) explains the words. Over CPU processes, each cell as the tests run it; what has a "
     "number is refused by `check`, with that exit code:"
 )
 ON_GPUS = "On GPUs, by the same rules; [GPUs](gpu.md) says what has been run:"

@@ -192,7 +192,7 @@ def _choices(given: Any) -> tuple[Any, ...]:
     written = set[str]()
     for text in map(line, given):
         if text in written:
-            raise Misfit(f"the choice {text:.60} stands twice; remove one")
+            raise Misfit(f"the choice {text:.60} occurs twice; remove one")
         written.add(text)
     return tuple(given)
 
@@ -204,7 +204,7 @@ def _range(key: str, kind: str, given: Any, step: Any) -> Dimension:
         raise Misfit(f"{allowed}, not {line(given):.60}")
     low, high = (given[0], given[1]) if whole else (float(given[0]), float(given[1]))
     if low > high:
-        raise Misfit(f"the ends stand the wrong way round: {line([low, high])}; write {line([high, low])}")
+        raise Misfit(f"the ends are in the wrong order: {line([low, high])}; write {line([high, low])}")
     if kind.startswith("log_") and low <= 0:
         raise Misfit(f"{kind} needs ends above 0, not {line(low)}; for a range with 0 take {kind.removeprefix('log_')}")
     if step is not None:

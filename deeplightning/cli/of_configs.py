@@ -104,7 +104,7 @@ def tune(config: Path, overrides: tuple[str, ...]) -> None:
 @click.option(
     "--dry-run", is_flag=True, help="Also pass one made-up batch through training and validation, on the CPU."
 )
-@click.option("--format", type=click.Choice(["text", "json"]), default="text", help="What is said on stdout.")
+@click.option("--format", type=click.Choice(["text", "json"]), default="text", help="The format of the output.")
 def check(config: Path, overrides: tuple[str, ...], importing: bool, dry_run: bool, format: str) -> None:
     """Report every fault of CONFIG, or print it whole.
 

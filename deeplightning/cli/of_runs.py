@@ -121,7 +121,7 @@ def reproduce(run: str, overrides: tuple[str, ...], any_data: bool, trust: bool)
 @click.argument("first", metavar="RUN", callback=newest_run)
 @click.argument("second", metavar="RUN", callback=newest_run)
 @click.option("--patch", is_flag=True, help="Show what differs in files of code line by line.")
-@click.option("--format", type=click.Choice(["text", "json"]), default="text", help="What is said on stdout.")
+@click.option("--format", type=click.Choice(["text", "json"]), default="text", help="The format of the output.")
 @click.option("--exit-code", is_flag=True, help="End with 1 if there are differences; else that is no fault.")
 def diff(first: str, second: str, patch: bool, format: str, exit_code: bool) -> None:
     """Show where two runs differ: config, code, data, environment, hardware and metrics.

@@ -48,7 +48,7 @@ def resolve(
         resolvers: the user's functions by name; None for one that is not to be called.
 
     Raises:
-        ConfigError: the references stand for more than a config may hold.
+        ConfigError: the references expand to more than a config may hold.
     """
     done = Resolved()
     waiting = [(path, entry) for path, entry in leaves(root) if isinstance(entry.value, str) and "${" in entry.value]
@@ -95,7 +95,7 @@ def _resolve(
 
 def _entries(value: Any, place: str, depth: int) -> Any:
     if depth > MAX_DEPTH:
-        raise _Unresolved(f" stands for values that are nested more than {MAX_DEPTH} deep")
+        raise _Unresolved(f" expands to values that are nested more than {MAX_DEPTH} deep")
     if isinstance(value, dict):
         return {name: Entry(_entries(item, place, depth + 1), place) for name, item in value.items()}
     if isinstance(value, list):
@@ -210,11 +210,11 @@ class _Resolver:
         """Counts one more value that a reference stands for, or what it is made of."""
         self.values += 1
         if self.values > MAX_VALUES:
-            raise _TooMuch(f"references stand for more than {MAX_VALUES} values, up to here; write fewer")
+            raise _TooMuch(f"references expand to more than {MAX_VALUES} values, up to here; write fewer")
         if isinstance(value, str):
             self.characters += len(value)
             if self.characters > MAX_CHARACTERS:
-                raise _TooMuch(f"references stand for more than {MAX_CHARACTERS} characters, up to here; write fewer")
+                raise _TooMuch(f"references expand to more than {MAX_CHARACTERS} characters, up to here; write fewer")
         return value
 
     def value(self, path: KeyPath) -> Any:
@@ -385,7 +385,7 @@ class _Resolver:
 
         self.spend(None)
         if depth > MAX_DEPTH:
-            raise _Unresolved(f" stands for values that are nested more than {MAX_DEPTH} deep")
+            raise _Unresolved(f" expands to values that are nested more than {MAX_DEPTH} deep")
         if OmegaConf.is_config(value):
             value = OmegaConf.to_container(value, resolve=True)
         if isinstance(value, Mapping):

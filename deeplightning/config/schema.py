@@ -241,11 +241,11 @@ class Engine(Section):
     num_nodes: int = key("machines", 1, low=1)
     precision: Precision = key("bits of a number in the forward and backward pass; 16 and bf16 are mixed", 32)
     launcher: Target | None = key(
-        "what starts the processes; null: this command, or whoever has started it (torchrun, Slurm, MPI)",
+        "what starts the processes; null: this command, or what started it (torchrun, Slurm, MPI)",
         None,
         example="{type: deeplightning.launch.Slurm, params: {partition: gpu}}",
     )
-    max_restarts: int = key("restarts after a lost worker, from the newest whole checkpoint", 0, low=0)
+    max_restarts: int = key("restarts after a lost worker, from the latest complete checkpoint", 0, low=0)
     matmul_precision: Literal["highest", "high", "medium"] | None = key(
         "how precisely GPUs multiply matrices of 32 bits: high is TF32, medium bf16; null: torch's own choice", None
     )
@@ -428,7 +428,7 @@ class Tune(Section):
     )
     parallel: int = key("trials at the same time", 1, low=1)
     name: str | None = key(
-        "the search's name: the same name in the same experiment goes on with it; null: the config file's", None
+        "the search's name: the same name in the same experiment continues it; null: the config file's", None
     )
 
 
@@ -447,7 +447,7 @@ class Serve(Section):
     )  # beyond which Pillow refuses
     max_batch: int = key("images per forward pass, at most", 16, low=1, high=1024)
     max_queue: int = key("requests that may wait for the model; further ones are refused", 256, low=1, high=100_000)
-    max_wait: float = key("seconds that a request may wait for the model before it is given up", 5.0, low=0.1, high=600)
+    max_wait: float = key("seconds that a request may wait for the model", 5.0, low=0.1, high=600)
     device: ServeDevice = key(
         "where the model computes: cpu; cuda: every GPU, with a process each; cuda:N: the GPU with this number; auto: "
         "every usable GPU, else the CPU",

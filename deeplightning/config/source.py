@@ -53,7 +53,7 @@ class Source:
             functions: the user's resolvers by name; without them, what needs one is unchecked.
 
         Raises:
-            ConfigError: the references stand for more than a config may hold.
+            ConfigError: the references expand to more than a config may hold.
         """
         found = resolve(self.root, self.faults, dict.fromkeys(self.resolvers()) | dict(functions or {}))
         self.secrets, self.unchecked, self.notices = found.secrets, found.unchecked, found.notices
@@ -271,13 +271,13 @@ def _reach(entry: Entry, parts: list[str], place: str, make: bool) -> tuple[Entr
         if isinstance(entry.value, list):
             length = len(entry.value)
             if not re.fullmatch("-?[0-9]{1,9}", part) or not -length <= int(part) < length:
-                message = f"`{above}` is a list of {length}; `{part}` is none of its items 0 to {length - 1}"
+                message = f"`{above}` is a list of {length}; `{part}` is no index from 0 to {length - 1}"
                 raise ConfigError(Fault(message, place=place))
             index: Any = int(part)
         elif isinstance(entry.value, dict):
             index = part
         else:
-            raise ConfigError(Fault(f"`{above}` is {kind(entry)}; `{part}` cannot stand under it", place=place))
+            raise ConfigError(Fault(f"`{above}` is {kind(entry)}; `{part}` cannot be inside it", place=place))
         if depth == len(parts) - 1:
             break
         if isinstance(entry.value, dict) and part not in entry.value:

@@ -210,9 +210,9 @@ class _Builder:
         if len(self.faults) > MAX_FAULTS:
             raise self.stop(node, f"more than {MAX_FAULTS} faults, up to here; is this a config?")
         if self.count > MAX_VALUES:
-            raise self.stop(node, f"this config stands for more than {MAX_VALUES} values; write out fewer aliases")
+            raise self.stop(node, f"this config expands to more than {MAX_VALUES} values; write out fewer aliases")
         if id(node) in self.open:
-            raise self.stop(node, "an alias that stands inside its own anchor has no end; write the value out")
+            raise self.stop(node, "an alias inside its own anchor has no end; write the value out")
         if len(self.open) >= MAX_DEPTH:
             raise self.stop(node, f"nested more than {MAX_DEPTH} deep")
         if node.tag.startswith("tag:yaml.org,2002:python") or not node.tag.startswith("tag:yaml.org,2002:"):
@@ -254,7 +254,7 @@ class _Builder:
                         self.faults.append(Fault(f"`<<` merges mappings, not {kind(entry)}", place=place))
             elif name in items:
                 line = items[name].place.rsplit(":", 2)[1]
-                message = f"this key stands twice, first in line {line}; remove one"
+                message = f"this key occurs twice, first in line {line}; remove one"
                 self.faults.append(Fault(message, ".".join([*self.above, name]), place))
             else:
                 items[name] = value

@@ -181,7 +181,7 @@ def _lacks_to_meet(engine: Engine) -> list[Fault]:
     if missing:
         return [Fault(f"{', '.join(missing)} not set; each of the machines needs it", "engine.num_nodes", exit_code=3)]
     if not (number.isascii() and number.strip().isdigit() and int(number) < engine.num_nodes):
-        message = f"NODE_RANK={number} is none of 0 to {engine.num_nodes - 1}"
+        message = f"NODE_RANK={number} is no number from 0 to {engine.num_nodes - 1}"
         return [Fault(message, "engine.num_nodes", exit_code=3)]
     return []
 

@@ -224,7 +224,7 @@ class Agent(LocalElasticAgent):
     def _tell_of_restart(self, cause: supervisor.Cause) -> None:
         self.restarts += 1
         newest = self.newest
-        how = f"goes on from {newest}" if newest else "begins again, there is no checkpoint yet"
+        how = f"resumes from {newest}" if newest else "starts again, there is no checkpoint yet"
         self._tell(f"restart {self.restarts} of {self._worker_group.spec.max_restarts}: {cause}; {how}")
 
     def _clean(self) -> None:

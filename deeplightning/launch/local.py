@@ -16,9 +16,9 @@ from deeplightning.runfolder import RunFolder
 class Local:
     """Starts the processes of a run on this machine, by torch's elastic agent.
 
-    When a process is killed, hangs, or cannot be reached any more, the others end, and up to `engine.max_restarts`
-    times all are started again: they go on in the same run, from its newest whole checkpoint. What lies in the config,
-    the data or the code would happen again; it ends the run with its own exit code, and so does a person's signal.
+    When a process is killed, hangs, or can no longer be reached, the others end, and all are restarted, up to
+    `engine.max_restarts` times: they resume in the same run, from its latest complete checkpoint. A fault of the
+    config, the data or the code would happen again; it ends the run with its own exit code, and so does a signal.
 
     Of several machines it starts the processes of the one where the command is given, on each; a lost process is not
     started again there.

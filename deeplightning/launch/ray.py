@@ -60,7 +60,7 @@ class Ray:
     `engine.gpus` asks for.
 
     When a worker is lost, all stop; up to `engine.max_restarts` times as many as there is room for start again, and go
-    on in the same run, from its newest whole checkpoint. While there are fewer than asked for, the samples of an
+    on in the same run, from its latest complete checkpoint. While there are fewer than asked for, the samples of an
     optimizer step stay the same by accumulation, where the numbers divide.
 
     Args:
@@ -260,7 +260,7 @@ class _Launch:
                 if cause.lost and self.restarts < of:
                     self.restarts += 1
                     goes_on = (
-                        "the run goes on from its newest whole checkpoint" if self.folder else "the run begins again"
+                        "the run resumes from its latest complete checkpoint" if self.folder else "the run begins again"
                     )
                     self.tell(f"restart {self.restarts} of {of}: {cause}; {goes_on}")
                     self._dismiss()
@@ -282,7 +282,7 @@ class _Launch:
             of = self.cfg.engine.max_restarts
             used = {0: "", 1: "; the restart is used up"}.get(of, f"; the {of} restarts are used up")
             kept = f"; the last checkpoint is {self.newest}" if self.newest else "; there is no checkpoint yet"
-            hint = ", and train.resume_ckpt=auto goes on from it" if self.newest else ""
+            hint = ", and train.resume_ckpt=auto resumes from it" if self.newest else ""
             self.tell(f"{word}: {cause.reason}{used}{kept}{hint}")
         elif not told:
             self.tell(f"{word}: {cause.reason}")
@@ -572,7 +572,7 @@ class _Launch:
         if there:
             more = f"{free} more worker{'s' * (free > 1)}"
             self.tell(
-                f"there is room for {more}: the run goes on with {len(self.workers) + free} from the next epoch on"
+                f"there is room for {more}: the run continues with {len(self.workers) + free} from the next epoch"
             )
         return there
 

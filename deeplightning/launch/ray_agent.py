@@ -44,7 +44,7 @@ class Heard:
         parts: what it has said since this was last asked, each with 1 (stdout) or 2 (stderr).
         code: its exit code, below 0 the signal that killed it; None: it goes on.
         run: the run's folder; None: it has none yet.
-        newest: the newest whole checkpoint there, when it has ended.
+        newest: the latest complete checkpoint there, when it has ended.
         cause: why the processes of this machine have ended, when it has; None: they have ended well.
         told: whether one of them has said so.
     """

@@ -144,7 +144,7 @@ class Slurm:
         try:
             return _Following(number, folder).to_its_end()
         except KeyboardInterrupt as error:
-            _say(f"job {number} goes on without this command; follow it: tail -F {_quoted(_log(folder, number))}")
+            _say(f"job {number} continues without this command; follow it: tail -F {_quoted(_log(folder, number))}")
             _say(f"its state: squeue -j {number}; end it: scancel {number}")
             return getattr(error, "exit_code", 130)
 
@@ -382,7 +382,7 @@ class _Following:
         except TimeoutError as error:
             self._silent_since = self._silent_since or clock.monotonic()
             if clock.monotonic() - self._silent_since > SILENT:
-                message = f"Slurm has not answered for {SILENT:.0f} s: {error}; job {self.number} may go on"
+                message = f"Slurm has not answered for {SILENT:.0f} s: {error}; job {self.number} may continue"
                 raise SetupError(f"{message}: tail -F {_log(self.folder, self.number)}") from error
             self._tell(f"Slurm does not answer, which does not concern the job: {error}")
             found = {"JobState": "RUNNING"}
@@ -390,7 +390,7 @@ class _Following:
             self._silent_since = None
         if found is None:
             where = f"what it wrote is in {self.folder}"
-            raise SetupError(f"Slurm no longer knows job {self.number}: how it ended cannot be told; {where}")
+            raise SetupError(f"Slurm no longer knows job {self.number}: how it ended is unknown; {where}")
         self._due = clock.monotonic() + self._pause
         self._pause = min(SELDOM, 1.5 * self._pause)
         state = found["JobState"]
@@ -496,11 +496,11 @@ _job_to_requeue: str | None = None
 
 
 def _requeue(number: str) -> None:
-    _say(f"job {number} goes back into the queue, and goes on when Slurm starts it again")
+    _say(f"job {number} returns to the queue and resumes when Slurm restarts it")
     if file := os.environ.get(AGAIN):
         Path(file).touch()
         return
     code, words = _ask("scontrol", "requeue", number)
     if code != 0:
-        hint = "`train.resume_ckpt=auto` goes on from last.ckpt"
+        hint = "`train.resume_ckpt=auto` resumes from last.ckpt"
         _say(f"error: Slurm does not start job {number} again: {words or f'exit code {code}'}; {hint}")

@@ -90,7 +90,7 @@ def place(environment: Mapping[str, str] | None = None) -> Place | None:
         return None
     if not (found.rank < found.world and found.local_rank < found.local_world and found.node < found.nodes):
         raise SetupError(
-            f"{found.by} tells rank {found.rank} of {found.world}, on this machine {found.local_rank} of "
+            f"{found.by} gives rank {found.rank} of {found.world}, on this machine {found.local_rank} of "
             f"{found.local_world}, machine {found.node} of {found.nodes}: a number is beyond how many there are"
         )
     return found

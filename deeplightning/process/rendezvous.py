@@ -330,7 +330,7 @@ def _twice(store: Any, member: Member) -> str:
         there = f"{card['host']} (process {card['pid']})"
     what = "machine" if member.word == "node" else "process"
     fault = (
-        f"{member.variable}={member.number} is told twice, on {there} and on {here}: each {what} needs its own, from 0 "
+        f"{member.variable}={member.number} is set twice, on {there} and on {here}: each {what} needs its own, from 0 "
         f"to {member.of - 1}; another run needs another MASTER_PORT"
     )
     if not store.check([f"{KEY}/go"]):

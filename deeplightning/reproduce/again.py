@@ -151,7 +151,7 @@ def prepare(original: PastRun, top: Path, overrides: Sequence[str], any_data: bo
     _say_versions(original, say)
     for path, what in ((original.folder.config, "config"), (original.folder.code, "code")):
         if original.folder.former(path).name != f"{path.stem}.1{path.suffix}":
-            say(f"warning: the run went on with another {what}; it is made again with the {what} that it ended with")
+            say(f"warning: the run continued with another {what}; it is made again with the {what} that it ended with")
 
     for key, asked in original.asked.items():
         say(
@@ -219,7 +219,7 @@ def _lay_out(original: PastRun, top: Path, secrets: Mapping[str, str], say: Say)
         more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
         say(f"code: what will be run from {original.folder.code}: {', '.join(names[:MAX_NAMED])}{more}")
     for where in code.concealed:
-        say(f"warning: at {where} a secret was left out of the kept code; *** stands there")
+        say(f"warning: at {where} a secret was left out of the kept code; *** replaces it")
     for path, why in list(code.left_out.items())[:MAX_NAMED]:
         say(f"warning: not kept with the code: {path} ({why})")
     return directory, roots

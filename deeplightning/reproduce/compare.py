@@ -16,7 +16,7 @@ def compare(original: PastRun, again: PastRun, say: Callable[[str], None]) -> li
     """What came out differently, the first difference first; [] if all is the same."""
     whole = original.status in (None, "FINISHED")
     if not whole:
-        say(f"the run ended as {original.status}: what it has said until then is compared")
+        say(f"the run ended as {original.status}: what it logged until then is compared")
     found: list[str] = []
     one, two = original.series, again.series
     if one is None or two is None:

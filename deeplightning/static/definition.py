@@ -35,7 +35,7 @@ def look_up(name: str, names: Names | None = None) -> "Definition":
     Raises:
         ValueError: there is certainly nothing of this name, in the words of `target.find`; `Missing` where a package
             is not installed that it needs.
-        Undecided: that cannot be told without importing.
+        Undecided: that cannot be known without importing.
     """
     parts = name.split(".")
     if len(parts) < 2 or not all(p.isidentifier() and not keyword.iskeyword(p) for p in parts):
@@ -133,7 +133,7 @@ class Definition:
         """What calling it gives: an instance of the class, or one of what the function may return.
 
         Raises:
-            Undecided: that cannot be told without calling it.
+            Undecided: that cannot be known without calling it.
         """
         if self.kind == "class":
             return [instance(self._names, self._thing)]
@@ -144,7 +144,7 @@ class Definition:
         """What may be given to it; of classes and of methods that are called on their class, without `self`.
 
         Raises:
-            Undecided: that cannot be told without importing.
+            Undecided: that cannot be known without importing.
         """
         if self.kind == "module" or (self.kind == "value"):
             raise Undecided(f"it is a {self.kind}")
@@ -185,7 +185,7 @@ class Definition:
         """A plain value that a class or an ancestor gives an attribute; None where none does.
 
         Raises:
-            Undecided: that cannot be told without importing.
+            Undecided: that cannot be known without importing.
         """
         return constant(self._names, self._thing, name) if self.kind == "class" else None
 

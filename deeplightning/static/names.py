@@ -484,7 +484,7 @@ class Names:
                 return self.assigned(value, prefix + name, frame)
             case bindings.Opaque(what=str(what)):
                 raise Undecided(f"`{name}` of {frame.module.name} {what}")
-        raise Undecided(f"`{name}` of {frame.module.name} cannot be told")
+        raise Undecided(f"`{name}` of {frame.module.name} is unknown")
 
     def imported(self, option: Imported, name: str, frame: Frame) -> Thing:
         source = self.module(option.module)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 UNKNOWN: Any = type("Unknown", (), {"__repr__": lambda self: "…"})()
-"""A default that is no plain value, or cannot be told without executing code."""
+"""A default that is no plain value, or cannot be known without executing code."""
 
 _BY_NAME = {"int": int, "float": float, "bool": bool, "str": str}
 
@@ -98,7 +98,7 @@ class Instance:
 
 
 class Undecided(Exception):
-    """What a name means cannot be told without importing it; the text says why."""
+    """What a name means cannot be known without importing it; the text says why."""
 
 
 def of_object(found: Any) -> Signature:

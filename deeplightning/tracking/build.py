@@ -45,7 +45,7 @@ def experiment_of(type_name: str, params: Mapping[str, Any]) -> str:
 
 
 def refusal(type_name: str, params: Mapping[str, Any], run_id: str, folder: Path) -> str | None:
-    """Why a logger of this type and these arguments cannot go on with a run; None: it can.
+    """Why a logger of this type and these arguments cannot continue a run; None: it can.
 
     Args:
         run_id: the run.
@@ -55,7 +55,7 @@ def refusal(type_name: str, params: Mapping[str, Any], run_id: str, folder: Path
         SetupError: the store cannot be asked.
     """
     if not (_OURS.fullmatch(type_name) or _LIGHTNINGS.fullmatch(type_name)):
-        return f"{type_name.rpartition('.')[2]} cannot go on with a run"
+        return f"{type_name.rpartition('.')[2]} cannot continue a run"
     named = params.get("run_id") or os.environ.get("MLFLOW_RUN_ID")
     if named not in (None, run_id):
         return f"the run {named} is asked for"

@@ -295,7 +295,8 @@ class Writer:
             self._retry_at = time.monotonic() + min(longest, 2.0 ** min(self._failures - 1, 10))
             if self._failures == 1:
                 log.warning(
-                    "%s does not take what is logged (%s). The run goes on; entries are kept and written once it does.",
+                    "%s does not take what is logged (%s). The run continues; entries are kept and written once it "
+                    "does.",
                     *(self._shown, _first_line(error)),
                 )
             return

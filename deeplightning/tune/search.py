@@ -152,8 +152,8 @@ class _Search:
             cause = error.__cause__ or error  # Optuna wraps what SQLAlchemy says
             text = " ".join(str(cause).split("\n[SQL")[0].split())[:200]
             raise SetupError(
-                f"{self.database}: what the search knows cannot be written or read ({text}); once that is mended, the "
-                "same command goes on"
+                f"{self.database}: what the search knows cannot be written or read ({text}); once that is fixed, the "
+                "same command continues"
             ) from error
 
     # ---- the start
@@ -224,7 +224,7 @@ class _Search:
         if run_id is not None and not self.parent.is_there(run_id):
             kept = RunFolder(self.home).former(self.database)
             self.database.rename(kept)
-            log.warning("The run %s of this search was deleted: it begins anew. What it knew is %s.", run_id, kept)
+            log.warning("The run %s of this search was deleted: it starts over. What it knew is %s.", run_id, kept)
 
     def _frozen(self) -> str:
         """The config as it is written, files and overrides in one, references unresolved: what all trials start from,
@@ -253,7 +253,7 @@ class _Search:
         if not changed:
             return
         remedy = (
-            f"To go on with it, set this back, or give `deeplightning tune {self.home / 'search.yaml'}`; for another "
+            f"To continue it, restore this, or give `deeplightning tune {self.home / 'search.yaml'}`; for another "
             "search: tune.name=NEW"
         )
         faults = [
@@ -282,7 +282,7 @@ class _Search:
                 what = "has changed" if now else "is gone"
                 faults.append(
                     f"{file}: this code {what} since the search {self.name} began, and trials of both cannot be "
-                    "compared. Put it back to go on, or begin another search: tune.name=NEW"
+                    "compared. Put it back to continue, or start another search: tune.name=NEW"
                 )
         if faults:
             raise ConfigError([Fault(fault) for fault in faults])
@@ -338,7 +338,7 @@ class _Search:
             number = signal.Signals(self._signal)
             over = sum(trial.state in _over() for trial in self.study.trials())
             again = f"deeplightning tune {' '.join([str(self.path), *self.overrides])}"
-            message = f"interrupted by {number.name} after {over} of {self.study.total()} trials; to go on: {again}"
+            message = f"interrupted by {number.name} after {over} of {self.study.total()} trials; to continue: {again}"
             raise Stopped(message, 128 + number)
 
     def _run_of(self, number: int) -> tuple[str | None, Path | None]:
@@ -364,7 +364,7 @@ class _Search:
         self._began[number] = time.monotonic()
         from deeplightning.tune.study import plain_text
 
-        log.info("%-10s %s%s", f"trial {number}", plain_text(point), "  (goes on)" if more else "")
+        log.info("%-10s %s%s", f"trial {number}", plain_text(point), "  (continues)" if more else "")
         self.study.let_go()
         self.parent.let_go()
         self.workers.start(number, [str(file), *more], file.with_suffix(".log"), environment)
@@ -449,10 +449,10 @@ class _Search:
             )
         elif self._signal is not None or (self._stopping is not None and code in (130, 143)):
             self._remove_if_empty(number)
-            log.info("%-10s interrupted; it goes on where it was", name)
+            log.info("%-10s interrupted; it continues where it stopped", name)
         elif code in _STOPS:
             note = notes[-1] if notes else f"trial {number} ended with exit code {code}"
-            self._stopping = self._stopping or _STOPS[code](f"{note} (trial {number}; the same command goes on)")
+            self._stopping = self._stopping or _STOPS[code](f"{note} (trial {number}; the same command continues)")
             self.workers.interrupt()
         else:
             raised = re.findall(r"^[\w.]+(?:Error|Exception)\b.*$", told, re.MULTILINE)  # a fault of somebody's code
@@ -576,7 +576,7 @@ def _said(value: Any) -> str:
 
 
 def _newest(folder: RunFolder) -> Path | None:
-    """The newest whole checkpoint of a run."""
+    """The latest complete checkpoint of a run."""
     from deeplightning.engine.checkpoint_io import read_checkpoint
 
     for path in folder.checkpoints():

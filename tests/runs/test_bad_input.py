@@ -98,7 +98,7 @@ CONFIGS = {
     "tab-indented": (b"data:\n\tbatch_size: 4\n", "c.yaml:2:1: a tab in the indentation; YAML wants spaces"),
     "two documents": (b"data: {}\n---\nmodel: {}\n", "c.yaml:2:1: not YAML: but found another document"),
     "no YAML": (b"data: {a: 1\nb: ]\n", "c.yaml:2:"),
-    "a recursive anchor": (b"data: &a\n  x: *a\n", "c.yaml:1:7: an alias that stands inside its own anchor has no end"),
+    "a recursive anchor": (b"data: &a\n  x: *a\n", "c.yaml:1:7: an alias inside its own anchor has no end"),
     "deep lists": (b"data: " + b"[" * 100_000, "c.yaml:1:66: nested more than 60 deep"),
     "deep mappings": (
         "\n".join(" " * n + "a:" for n in range(1200)).encode(),
@@ -106,12 +106,12 @@ CONFIGS = {
     ),
     "an exponential bomb": (
         exponential_bomb(),
-        "this config stands for more than 50000 values; write out fewer aliases",
+        "this config expands to more than 50000 values; write out fewer aliases",
     ),
     "a bomb of merges": (
         b"a0: &a0 {x: 1, y: 2}\n"
         + b"".join(b"a%d: &a%d {<<: [%s]}\n" % (n, n, b", ".join([b"*a%d" % (n - 1)] * 9)) for n in range(1, 50)),
-        "this config stands for more than 50000 values",
+        "this config expands to more than 50000 values",
     ),
     "a large file": (b"a: " + b"x" * 5_000_000, "c.yaml: a config has at most 1000 kB; is this the right file?"),
     "unknown keys": (
@@ -156,7 +156,7 @@ def test_an_object_in_a_config_is_not_made(refused, tiny):
 
 
 ONE_FAULT = {
-    "a key that stands twice": ("\nseed: 1\n", [], "seed: this key stands twice, first in line 1; remove one"),
+    "a key that stands twice": ("\nseed: 1\n", [], "seed: this key occurs twice, first in line 1; remove one"),
     "a reference to nothing": ("", ["data.root=${no.key}"], "data.root: `${no.key}` refers to a key that is not there"),
     "a variable that is not set": ("", ["data.root=${oc.env:NOT_SET}"], "the environment variable NOT_SET is not set"),
     "an unknown key at the top": ("\nloger: {}\n", [], "loger: unknown key. Did you mean logger?"),

@@ -114,7 +114,7 @@ def test_the_first_machine_twice_is_told_on_both(nodes):
     assert [each.code for each in both] == [3, 3]
     told = {note for each in both for note in notes(each)}
     assert len(told) == 1, told
-    assert "NODE_RANK=0 is told twice, on " in told.pop()
+    assert "NODE_RANK=0 is set twice, on " in told.pop()
 
 
 @pytest.mark.slow
@@ -124,7 +124,7 @@ def test_another_machine_twice_is_told_on_all(nodes):
     assert [each.code for each in all_of_them] == [3, 3, 3]
     told = [note for each in all_of_them for note in notes(each)]
     assert told
-    assert all("NODE_RANK=1 is told twice, on " in note for note in told), told
+    assert all("NODE_RANK=1 is set twice, on " in note for note in told), told
 
 
 def test_other_configs_on_another_machine_are_refused(nodes):
@@ -181,8 +181,8 @@ def test_a_port_of_another_program_is_named(says, number, nodes):
 @pytest.mark.parametrize(
     ("variables", "note"),
     [
-        ({"NODE_RANK": "2"}, "NODE_RANK=2 is none of 0 to 1"),
-        ({"NODE_RANK": "second"}, "NODE_RANK=second is none of 0 to 1"),
+        ({"NODE_RANK": "2"}, "NODE_RANK=2 is no number from 0 to 1"),
+        ({"NODE_RANK": "second"}, "NODE_RANK=second is no number from 0 to 1"),
         ({"NODE_RANK": "0", "MASTER_ADDR": ""}, "MASTER_ADDR not set; each of the machines needs it"),
         ({}, "NODE_RANK not set; each of the machines needs it"),
     ],

@@ -333,7 +333,7 @@ def test_fewer_workers_keep_the_samples_of_a_step_where_the_numbers_divide(three
 @pytest.mark.parametrize(("step", "checkpoint"), [(10, "{every_n_epochs: 1}"), (7, "{every_n_steps: 7}")])
 def test_another_number_of_processes_goes_on_behind_the_same_sample(job, step, checkpoint):
     """Checkpoints are tied to no number of processes: one that two have written, at an epoch's end or inside an epoch,
-    one process goes on from with two batches a step; it takes as many steps as two would, validates after each epoch,
+    one process resumes from with two batches a step; it takes as many steps as two would, validates after each epoch,
     and ends with their weights but for the order in which numbers are added."""
     store = ["logger.params.experiment_name=other", "logger.log_every_n_steps=1"]
     whole = job("train.num_epochs=3", *store)
@@ -423,14 +423,14 @@ def test_without_restarts_a_lost_worker_ends_the_run(command, tiny, work, tracke
     done = command("train", tiny, on(f"'{cluster.address}'"), *arguments, cwd=work, **ALONE)
     assert done.code == 5, done
     assert "error [rank 0]: a worker was lost: the process was killed by SIGKILL" in done.err
-    assert f"the last checkpoint is {done.folder / 'last.ckpt'}, and train.resume_ckpt=auto goes on from it" in done.err
+    assert f"the last checkpoint is {done.folder / 'last.ckpt'}, and train.resume_ckpt=auto resumes from it" in done.err
     assert epochs(tmp_path) == [(0, 2, 1), (1, 2, 1)]
 
 
 @needs_ray
 @pytest.mark.slow
 def test_a_pool_shrinks_and_grows(command, tiny, work, tracked, tmp_path, cluster):
-    """A CPU is withdrawn in the second epoch: one worker goes on from the checkpoint, repeats no epoch before it, and
+    """A CPU is withdrawn in the second epoch: one worker resumes from the checkpoint, repeats no epoch before it, and
     accumulates two batches; the CPU comes back, and at the start of the next epoch there are two again. One run. The
     config was sent when the run began: that its file is gone since changes nothing."""
     more = ["min_workers: 1", "resize_cooldown_s: 0", "backoff: {base_s: 0.2}"]
@@ -449,7 +449,7 @@ def test_a_pool_shrinks_and_grows(command, tiny, work, tracked, tmp_path, cluste
     done = running.end()
     assert done.code == 0, done
     assert epochs(tmp_path) == [(0, 2, 1), (1, 2, 1), (1, 1, 2), (2, 1, 2), (3, 2, 1)], done
-    assert "the run goes on with 2 from the next epoch on" in done.err
+    assert "the run continues with 2 from the next epoch" in done.err
     assert "train.accumulator_factor: 1 → 2 (1 workers of 2; the same samples a step)" in done.err
     assert "32 samples a step: 16 per process x 2 batches accumulated" in done.out
     run = tracked(done.folder)

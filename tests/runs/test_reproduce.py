@@ -414,7 +414,7 @@ def test_a_run_that_failed_fails_again(train, forked, tmp_path, monkeypatch):
     said = []
     again = reproduce(str(failed), say=said.append, start=forked)
     assert past_run(str(again.path)).status == "FAILED"
-    assert "the run ended as FAILED: what it has said until then is compared" in said
+    assert "the run ended as FAILED: what it logged until then is compared" in said
 
 
 def test_other_versions_are_told_and_tried(trained, forked, tmp_path, monkeypatch):

@@ -94,7 +94,7 @@ def test_what_a_resolver_returns_is_judged_like_a_value_that_is_written_there():
             "${my.thing:}",
             "the resolver `my.thing` returned a `object`; a config holds texts, numbers, lists and mappings",
         ),
-        ("${my.endless:}", "references stand for more than 50000 values, up to here; write fewer"),
+        ("${my.endless:}", "references expand to more than 50000 values, up to here; write fewer"),
         (
             "${my.hafl:1}",
             "my.hafl is not known; ${a.b} refers to a key, ${oc.env:NAME} to a variable. Did you mean my.half?",

@@ -197,7 +197,7 @@ def test_a_lost_process_is_started_again_as_often_as_allowed(
     assert len(told) == needed
     for number, line in enumerate(told, start=1):
         assert line.startswith(f"restart {number} of {restarts}: rank {victim}: a worker was lost: "), line
-        assert line.endswith(f"goes on from {done.folder / 'last.ckpt'}")
+        assert line.endswith(f"resumes from {done.folder / 'last.ckpt'}")
     run = tracked(done.folder)
     assert run.tags.get("restarts", "0") == str(needed)
     if code == 0:
@@ -225,7 +225,7 @@ def test_a_single_process_is_started_again_as_well(launch, tracked, undisturbed)
     """A crash of its own, at the place where it was killed."""
     done = launch(at(0, "crash"), processes=1).end()
     assert done.code == 0, done
-    assert "restart 1 of 1: rank 0: a worker was lost: the process was killed by SIGSEGV; goes on" in done.err
+    assert "restart 1 of 1: rank 0: a worker was lost: the process was killed by SIGSEGV; resumes" in done.err
     assert (digest(done.folder / "last.ckpt"), tracked(done.folder).series()) == undisturbed(1)
 
 
@@ -346,7 +346,7 @@ def test_a_watchdog_names_a_process_that_stands_still(processes, command, launch
         done = launch(*overrides).end()
         assert done.code == 0, done
         (line,) = restarts_of(done)
-        assert f"no progress for 3 s: rank 1 is at losses.py:{SLEEPS}; goes on" in line
+        assert f"no progress for 3 s: rank 1 is at losses.py:{SLEEPS}; resumes" in line
 
 
 # ---- as a person has it

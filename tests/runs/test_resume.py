@@ -1,4 +1,4 @@
-"""A run that goes on ends where an uninterrupted one does, bit for bit; and every way to name where it goes on from.
+"""A run that goes on ends where an uninterrupted one does, bit for bit; and every way to name where it resumes from.
 
 The network has dropout, the data are shuffled and augmented, the learning rate falls by steps: whatever of random
 numbers, positions and counters is lost shows in the weights. That a run which is killed ends alike is in `test_kill`.
@@ -266,7 +266,7 @@ def test_auto_takes_the_newest_whole_checkpoint(how, train, whole, tracked, tmp_
     if how != "gone":
         refused = train(*settings, f"train.resume_ckpt='{done.folder / 'last.ckpt'}'", code=4)
         assert "last.ckpt: damaged" in refused.err
-        assert "The newest whole checkpoint: train.resume_ckpt=auto" in refused.err
+        assert "The latest complete checkpoint: train.resume_ckpt=auto" in refused.err
     latest = RunFolder(done.folder).checkpoints()[how != "gone"]
     resumed = train(*settings, "train.resume_ckpt=auto")
     assert ("resumes    not this one" in resumed.err) == (how != "gone")

@@ -235,14 +235,14 @@ def test_ctrl_c_ends_a_search_politely(command, config, store, place):
     config.with_name("go").touch()
     outcome = running.end()
     assert outcome.code == 130, outcome
-    assert "error: interrupted by SIGINT after 0 of 1 trials; to go on: deeplightning tune" in outcome.err
+    assert "error: interrupted by SIGINT after 0 of 1 trials; to continue: deeplightning tune" in outcome.err
     assert outcome.out.count("Artifact storage path: ") == 1
     parent = outcome.folder.parent.name
     (trial,) = children(store, parent)
     assert [run(store, parent).status, run(store, trial).status] == ["KILLED", "KILLED"]
     outcome = patiently(command.start(*words, cwd=place))
     assert outcome.code == 0, outcome
-    assert "(goes on)" in outcome.out
+    assert "(continues)" in outcome.out
     assert children(store, parent) == {trial: "trial-0"}
 
 

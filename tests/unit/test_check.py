@@ -509,7 +509,7 @@ def test_ten_faults_of_ten_kinds_are_ten_notes_each_at_its_line():
         (17, "model.optimizer.params.momentum"): "takes a number here, not the text 'fast'",  # param's type
         (18, "model.loss.type"): "torch.nn has no `CrossEntropyLos`. Did you mean torch.nn.CrossEntropyLoss?",  # target
         (21, "train.max_steps"): "must be a whole number or null, not the number 1.5",  # type
-        (22, "train.num_epochs"): "this key stands twice, first in line 20; remove one",  # twice
+        (22, "train.num_epochs"): "this key occurs twice, first in line 20; remove one",  # twice
         (24, "engine.backend"): "not the text 'ddq'. Did you mean ddp?",
     }
     lines = done.stderr.splitlines()

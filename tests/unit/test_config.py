@@ -271,14 +271,14 @@ def test_overrides_are_applied_in_their_order():
         ("~a=1", "override ~a=1: an override is key=value, ~key (remove), or +list=[x] (append)"),
         ("~no", "override ~no: no: there is no such key to remove"),
         ("~a.no.x", "override ~a.no.x: a.no.x: there is no such key to remove"),
-        ("a.x.y=1", "override a.x.y=1: `a.x` is the number 1; `y` cannot stand under it"),
-        ("~t.x", "override ~t.x: `t` is the text 'word'; `x` cannot stand under it"),
-        ("l.3=1", "override l.3=1: `l` is a list of 3; `3` is none of its items 0 to 2"),
-        ("l.y=1", "override l.y=1: `l` is a list of 3; `y` is none of its items 0 to 2"),
+        ("a.x.y=1", "override a.x.y=1: `a.x` is the number 1; `y` cannot be inside it"),
+        ("~t.x", "override ~t.x: `t` is the text 'word'; `x` cannot be inside it"),
+        ("l.3=1", "override l.3=1: `l` is a list of 3; `3` is no index from 0 to 2"),
+        ("l.y=1", "override l.y=1: `l` is a list of 3; `y` is no index from 0 to 2"),
         ("+t=[1]", "override +t=[1]: t: `+` appends a list to a list; this is the text 'word' and a list"),
         ("+l=4", "override +l=4: l: `+` appends a list to a list; this is a list and the number 4"),
         ("a=[", "override a=[: a: not YAML: did not find expected node content (while parsing a flow node)"),
-        ("t={x: 1, x: 2}", "override t={x: 1, x: 2}: t: this key stands twice, first in line 1; remove one"),
+        ("t={x: 1, x: 2}", "override t={x: 1, x: 2}: t: this key occurs twice, first in line 1; remove one"),
     ],
 )
 def test_an_override_that_does_not_fit_is_told_in_words(override, note):
@@ -343,9 +343,9 @@ def test_a_reference_that_leads_nowhere_is_told_with_its_place(text, words):
 def test_references_that_multiply_end_with_a_note():
     """Forty short lines stand for billions of characters, or values; the note says where it is too much."""
     texts = "a0: xx\n" + "".join(f"a{n}: ${{a{n - 1}}}${{a{n - 1}}}\n" for n in range(1, 40))
-    assert notes(texts)[-1].endswith("references stand for more than 1000000 characters, up to here; write fewer")
+    assert notes(texts)[-1].endswith("references expand to more than 1000000 characters, up to here; write fewer")
     maps = "a0: {x: 1}\n" + "".join(f"a{n}: {{x: '${{a{n - 1}}}', y: '${{a{n - 1}}}'}}\n" for n in range(1, 40))
-    assert notes(maps)[-1].endswith("references stand for more than 50000 values, up to here; write fewer")
+    assert notes(maps)[-1].endswith("references expand to more than 50000 values, up to here; write fewer")
 
 
 def test_a_value_from_a_reference_knows_how_it_was_written():
