@@ -1,6 +1,6 @@
-"""Which of a launch's processes this one is, as whoever started it tells in the environment.
+"""The identity of a process: its rank among those of its launch, read from the environment.
 
-Only the standard library is imported: every process asks, before anything else.
+Only the standard library is imported, since every process reads this before anything else.
 """
 
 from __future__ import annotations
@@ -16,26 +16,25 @@ from dataclasses import dataclass
 from deeplightning.faults import SetupError
 
 LAUNCH, ATTEMPT = "DEEPLIGHTNING_LAUNCH", "DEEPLIGHTNING_ATTEMPT"
-"""Variables in which a launcher of ours tells its processes which launch they are of, and how often that has started
-before."""
+"""Variables by which a launcher of ours gives its processes the name of their launch, and how often it has started."""
 
 TOLD = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "MPI_LOCALRANKID")
-"""Without one of these a process has no place."""
+"""Without one of these a process has no identity of its own."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """A process among those of its launch.
+    """The identity of a process among those of its launch.
 
     Attributes:
         by: who started them: torchrun, Slurm, MPI, Lightning, or a person.
-        rank, world: its number, and how many there are.
+        rank, world: its rank, and the number of processes.
         local_rank, local_world: the same on its machine.
-        node, nodes: the number of its machine, and how many machines there are.
-        address, port: where rank 0 listens; None: that is not told.
-        launch: what tells this launch from others, the same for all processes and after a restart; None: nothing does.
-        goes_on: whether the launch may have a run already, which it then goes on with.
-        is_asked_for: whether a launcher of ours has had it started, in the numbers that the config asks for.
+        node, nodes: the rank of its machine, and the number of machines.
+        address, port: where rank 0 listens; None: unknown.
+        launch: the name of the launch, the same for all processes and after a restart; None: it has none.
+        goes_on: whether the launch may have a run already, which it then continues.
+        is_asked_for: whether a launcher of ours started it, in the number that the config asks for.
     """
 
     by: str
@@ -63,29 +62,29 @@ class Place:
 
 
 def place(environment: Mapping[str, str] | None = None) -> Place | None:
-    """The place that an environment tells, this process's if none is given; None: nobody else has started it.
+    """The identity that an environment gives, by default this process's; None: no launcher started the process.
 
     torchrun's variables come first, then RANK, then mpirun's, then Slurm's: processes that torchrun or mpirun start
-    inside a Slurm job inherit what Slurm has told these.
+    inside a Slurm job inherit Slurm's variables.
 
     Raises:
         SetupError: a variable is missing or no number, or two contradict each other.
     """
-    told = _Told(os.environ if environment is None else environment)
-    if "TORCHELASTIC_RUN_ID" in told:
-        found = _of_torchrun(told)
-    elif "RANK" in told:
-        found = _of_hand(told)
-    elif "LOCAL_RANK" in told:
-        found = _of_lightning(told)
-    elif "OMPI_COMM_WORLD_RANK" in told:
-        found = _of_mpi(told, _OPEN_MPI)
-    elif "MPI_LOCALRANKID" in told:
-        found = _of_mpi(told, _HYDRA)
-    elif slurm_step(told.environment) is not None:
-        found = _of_slurm(told)
-    elif "PMI_RANK" in told:
-        found = _of_mpi(told, _HYDRA)
+    variables = _Variables(os.environ if environment is None else environment)
+    if "TORCHELASTIC_RUN_ID" in variables:
+        found = _of_torchrun(variables)
+    elif "RANK" in variables:
+        found = _of_hand(variables)
+    elif "LOCAL_RANK" in variables:
+        found = _of_lightning(variables)
+    elif "OMPI_COMM_WORLD_RANK" in variables:
+        found = _of_mpi(variables, _OPEN_MPI)
+    elif "MPI_LOCALRANKID" in variables:
+        found = _of_mpi(variables, _HYDRA)
+    elif slurm_step(variables.environment) is not None:
+        found = _of_slurm(variables)
+    elif "PMI_RANK" in variables:
+        found = _of_mpi(variables, _HYDRA)
     else:
         return None
     if not (found.rank < found.world and found.local_rank < found.local_world and found.node < found.nodes):
@@ -97,7 +96,7 @@ def place(environment: Mapping[str, str] | None = None) -> Place | None:
 
 
 def own_rank() -> int:
-    """This process's number: that of its place, else RANK, else SLURM_PROCID, else LOCAL_RANK, else 0. Never raises.
+    """This process's rank: that of its identity, else RANK, else SLURM_PROCID, else LOCAL_RANK, else 0. Never raises.
 
     The first process on a machine that a person has numbered (NODE_RANK) has some number above 0, but on the first.
     """
@@ -109,15 +108,15 @@ def own_rank() -> int:
 
 
 def doubt(environment: Mapping[str, str] | None = None) -> str | None:
-    """What a person should know who has told this process two numbers; torchrun and our launchers explain both."""
-    told = _Told(os.environ if environment is None else environment)
-    rank, task = told.text("RANK"), told.text("SLURM_PROCID")
-    if None in (rank, task) or rank == task or "TORCHELASTIC_RUN_ID" in told or LAUNCH in told:
+    """A warning where RANK and SLURM_PROCID disagree; None: they agree, or torchrun or a launcher of ours explains both."""
+    variables = _Variables(os.environ if environment is None else environment)
+    rank, task = variables.text("RANK"), variables.text("SLURM_PROCID")
+    if None in (rank, task) or rank == task or "TORCHELASTIC_RUN_ID" in variables or LAUNCH in variables:
         return None
     return f"RANK={rank} and SLURM_PROCID={task} are both set: this process is rank {rank}; unset RANK to go by Slurm"
 
 
-class _Told:
+class _Variables:
     """Variables that hold numbers."""
 
     def __init__(self, environment: Mapping[str, str]):
@@ -150,11 +149,11 @@ class _Told:
         return f"with {there} it has to be: set it, or unset these to start the processes from here"
 
 
-def _of_torchrun(told: _Told) -> Place:
-    run_id, attempt = told.text("TORCHELASTIC_RUN_ID"), told.number("TORCHELASTIC_RESTART_COUNT", default=0)
-    world, local_world = told.number("WORLD_SIZE"), told.number("LOCAL_WORLD_SIZE")
-    nodes = told.number("GROUP_WORLD_SIZE", default=max(1, world // max(1, local_world)))
-    address, port = told.text("MASTER_ADDR"), told.text("MASTER_PORT")
+def _of_torchrun(variables: _Variables) -> Place:
+    run_id, attempt = variables.text("TORCHELASTIC_RUN_ID"), variables.number("TORCHELASTIC_RESTART_COUNT", default=0)
+    world, local_world = variables.number("WORLD_SIZE"), variables.number("LOCAL_WORLD_SIZE")
+    nodes = variables.number("GROUP_WORLD_SIZE", default=max(1, world // max(1, local_world)))
+    address, port = variables.text("MASTER_ADDR"), variables.text("MASTER_PORT")
     if run_id != "none":
         launch = run_id
     elif nodes == 1:
@@ -163,33 +162,39 @@ def _of_torchrun(told: _Told) -> Place:
         launch = f"torchrun-{address}-{port}"
     return Place(
         "torchrun",
-        *(told.number("RANK"), world, told.number("LOCAL_RANK"), local_world, told.number("GROUP_RANK", default=0)),
+        *(
+            variables.number("RANK"),
+            world,
+            variables.number("LOCAL_RANK"),
+            local_world,
+            variables.number("GROUP_RANK", default=0),
+        ),
         *(nodes, address, port, launch, run_id != "none" or attempt > 0),
     )
 
 
-def _of_hand(told: _Told) -> Place:
-    """Of a process that a person, a script or Kubernetes has told its rank."""
-    rank, world = told.number("RANK"), told.number("WORLD_SIZE", "SLURM_NTASKS", "SLURM_NPROCS")
-    address, port, size = told.text("MASTER_ADDR"), told.text("MASTER_PORT"), told.text(*_LOCAL_SIZE)
-    in_step = slurm_step(told.environment) is not None and told.text(*_SLURM_SIZE) is not None
-    slurm = _of_slurm(told) if in_step else None
+def _of_hand(variables: _Variables) -> Place:
+    """Of a process whose rank a person, a script or Kubernetes has set."""
+    rank, world = variables.number("RANK"), variables.number("WORLD_SIZE", "SLURM_NTASKS", "SLURM_NPROCS")
+    address, port, size = variables.text("MASTER_ADDR"), variables.text("MASTER_PORT"), variables.text(*_LOCAL_SIZE)
+    in_step = slurm_step(variables.environment) is not None and variables.text(*_SLURM_SIZE) is not None
+    slurm = _of_slurm(variables) if in_step else None
     if size is None and slurm is not None:
         local_world = slurm.local_world
-    elif size is None and "LOCAL_RANK" not in told and not _is_here(address):
+    elif size is None and "LOCAL_RANK" not in variables and not _is_here(address):
         local_world = 1  # as Kubernetes has it: a machine for each
     else:
-        local_world = told.number(*_LOCAL_SIZE, default=world)
-        if size is None and told.number("LOCAL_RANK", default=rank) != rank:
+        local_world = variables.number(*_LOCAL_SIZE, default=world)
+        if size is None and variables.number("LOCAL_RANK", default=rank) != rank:
             raise SetupError(
-                f"LOCAL_WORLD_SIZE is not set; RANK={rank} and LOCAL_RANK={told.text('LOCAL_RANK')} differ, so there "
+                f"LOCAL_WORLD_SIZE is not set; RANK={rank} and LOCAL_RANK={variables.text('LOCAL_RANK')} differ, so there "
                 "are several machines, and it says how many processes each has"
             )
     local_rank = slurm.local_rank if slurm is not None else rank % max(1, local_world)
-    local_rank = told.number("LOCAL_RANK", *_LOCAL_RANK, default=local_rank)
+    local_rank = variables.number("LOCAL_RANK", *_LOCAL_RANK, default=local_rank)
     node = slurm.node if slurm is not None else _node(rank, local_rank, world, local_world)
-    node, nodes = told.number("NODE_RANK", "GROUP_RANK", default=node), max(1, -(-world // max(1, local_world)))
-    return Place("RANK", rank, world, local_rank, local_world, node, nodes, address, port, *_of_ours(told))
+    node, nodes = variables.number("NODE_RANK", "GROUP_RANK", default=node), max(1, -(-world // max(1, local_world)))
+    return Place("RANK", rank, world, local_rank, local_world, node, nodes, address, port, *_of_ours(variables))
 
 
 def _is_here(address: str | None) -> bool:
@@ -205,14 +210,18 @@ def _node(rank: int, local_rank: int, world: int, local_world: int) -> int:
     return by_machine if by_machine * local_world + local_rank == rank or not 0 <= dealt < nodes else dealt
 
 
-def _of_lightning(told: _Told) -> Place:
+def _of_lightning(variables: _Variables) -> Place:
     """Of a process that Lightning starts, or who takes its place."""
-    world, local_rank, node = told.number("WORLD_SIZE"), told.number("LOCAL_RANK"), told.number("NODE_RANK", default=0)
-    local_world = told.number("LOCAL_WORLD_SIZE", default=world)
+    world, local_rank, node = (
+        variables.number("WORLD_SIZE"),
+        variables.number("LOCAL_RANK"),
+        variables.number("NODE_RANK", default=0),
+    )
+    local_world = variables.number("LOCAL_WORLD_SIZE", default=world)
     return Place(
         "LOCAL_RANK",
         *(node * local_world + local_rank, world, local_rank, local_world, node, max(1, world // max(1, local_world))),
-        *(told.text("MASTER_ADDR"), told.text("MASTER_PORT"), *_of_ours(told)),
+        *(variables.text("MASTER_ADDR"), variables.text("MASTER_PORT"), *_of_ours(variables)),
     )
 
 
@@ -233,23 +242,30 @@ def slurm_step(environment: Mapping[str, str]) -> str | None:
     return f"slurm-{job}.{step}"
 
 
-def _of_slurm(told: _Told) -> Place:
+def _of_slurm(variables: _Variables) -> Place:
     """Of a task of a job step; https://slurm.schedmd.com/srun.html names the variables."""
-    world = told.number(*_SLURM_SIZE)
-    nodes = told.number("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", default=1)
-    node = told.number("SLURM_NODEID", default=0)
+    world = variables.number(*_SLURM_SIZE)
+    nodes = variables.number("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", default=1)
+    node = variables.number("SLURM_NODEID", default=0)
     tasks = tasks_per_node(
-        told.text("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE") or ""
+        variables.text("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE") or ""
     )
     local_world = tasks[node] if node < len(tasks) else max(1, world // max(1, nodes))
-    names = hosts(told.text("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST") or "")
-    address = told.text("MASTER_ADDR") or next(iter(names), "127.0.0.1")
-    launch, goes_on = _of_ours(told)
+    names = hosts(variables.text("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST") or "")
+    address = variables.text("MASTER_ADDR") or next(iter(names), "127.0.0.1")
+    launch, goes_on = _of_ours(variables)
     assert launch is not None, "there is a step"
     return Place(
         "Slurm",
-        *(told.number("SLURM_PROCID"), world, told.number("SLURM_LOCALID", default=0), local_world, node, nodes),
-        *(address, told.text("MASTER_PORT") or port_of(launch), launch, goes_on, LAUNCH in told),
+        *(
+            variables.number("SLURM_PROCID"),
+            world,
+            variables.number("SLURM_LOCALID", default=0),
+            local_world,
+            node,
+            nodes,
+        ),
+        *(address, variables.text("MASTER_PORT") or port_of(launch), launch, goes_on, LAUNCH in variables),
     )
 
 
@@ -264,11 +280,11 @@ _LOCAL_RANK = (_OPEN_MPI[2], _HYDRA[2])
 _LOCAL_SIZE = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", _OPEN_MPI[3], _HYDRA[3])  # LOCAL_SIZE is of DeepSpeed's launcher
 
 
-def _of_mpi(told: _Told, names: tuple[str, ...]) -> Place:
-    rank, world = told.number(names[0]), told.number(names[1])
-    local_rank, local_world = told.number(names[2], default=rank), told.number(names[3], default=world)
+def _of_mpi(variables: _Variables, names: tuple[str, ...]) -> Place:
+    rank, world = variables.number(names[0]), variables.number(names[1])
+    local_rank, local_world = variables.number(names[2], default=rank), variables.number(names[3], default=world)
     nodes = max(1, -(-world // max(1, local_world)))
-    address, port, job = told.text("MASTER_ADDR"), told.text("MASTER_PORT"), told.text(*names[4:])
+    address, port, job = variables.text("MASTER_ADDR"), variables.text("MASTER_PORT"), variables.text(*names[4:])
     missing = ["MASTER_ADDR"] if address is None else []
     missing += ["MASTER_PORT"] if port is None and job is None else []
     if missing and nodes > 1:
@@ -279,20 +295,20 @@ def _of_mpi(told: _Told, names: tuple[str, ...]) -> Place:
     port = port or port_of(job or str(os.getppid()))
     node = _node(rank, local_rank, world, local_world)
     return Place(
-        "MPI", rank, world, local_rank, local_world, node, nodes, address or "127.0.0.1", port, *_of_ours(told)
+        "MPI", rank, world, local_rank, local_world, node, nodes, address or "127.0.0.1", port, *_of_ours(variables)
     )
 
 
-def _of_ours(told: _Told) -> tuple[str | None, bool]:
-    restarts = told.number(ATTEMPT, default=0)
-    step = slurm_step(told.environment)
+def _of_ours(variables: _Variables) -> tuple[str | None, bool]:
+    restarts = variables.number(ATTEMPT, default=0)
+    step = slurm_step(variables.environment)
     if step is not None:
-        restarts += told.number("SLURM_RESTART_COUNT", default=0)
-    return told.text(LAUNCH) or step, restarts > 0
+        restarts += variables.number("SLURM_RESTART_COUNT", default=0)
+    return variables.text(LAUNCH) or step, restarts > 0
 
 
 def port_of(launch: str) -> str:
-    """A port that all processes of a launch find alike, where none is told: 20000 to 29999, by its name."""
+    """A port that all processes of a launch compute alike, where none is given: 20000 to 29999, from its name."""
     return str(20000 + int(hashlib.sha256(launch.encode()).hexdigest(), 16) % 10000)
 
 
