@@ -108,7 +108,7 @@ def own_rank() -> int:
 
 
 def doubt(environment: Mapping[str, str] | None = None) -> str | None:
-    """A warning where RANK and SLURM_PROCID disagree; None: they agree, or torchrun or a launcher of ours explains both."""
+    """A warning where RANK and SLURM_PROCID disagree; None: they agree, or torchrun or a launcher of ours set them."""
     variables = _Variables(os.environ if environment is None else environment)
     rank, task = variables.text("RANK"), variables.text("SLURM_PROCID")
     if None in (rank, task) or rank == task or "TORCHELASTIC_RUN_ID" in variables or LAUNCH in variables:
@@ -187,8 +187,8 @@ def _of_hand(variables: _Variables) -> Place:
         local_world = variables.number(*_LOCAL_SIZE, default=world)
         if size is None and variables.number("LOCAL_RANK", default=rank) != rank:
             raise SetupError(
-                f"LOCAL_WORLD_SIZE is not set; RANK={rank} and LOCAL_RANK={variables.text('LOCAL_RANK')} differ, so there "
-                "are several machines, and it says how many processes each has"
+                f"LOCAL_WORLD_SIZE is not set; RANK={rank} and LOCAL_RANK={variables.text('LOCAL_RANK')} differ, so "
+                "there are several machines, and it says how many processes each has"
             )
     local_rank = slurm.local_rank if slurm is not None else rank % max(1, local_world)
     local_rank = variables.number("LOCAL_RANK", *_LOCAL_RANK, default=local_rank)
