@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from deeplightning.checks.examine import load_config
     from deeplightning.config.target import build
     from deeplightning.run.assemble import init_module, init_trainer
-    from deeplightning.run.finished import trained_task
+    from deeplightning.run.load import trained_task
     from deeplightning.run.predict import predict_files
     from deeplightning.tracking import resolve_run
 
@@ -30,7 +30,7 @@ _HOMES = {
     "load_config": "checks.examine",
     "predict_files": "run.predict",
     "resolve_run": "tracking",
-    "trained_task": "run.finished",
+    "trained_task": "run.load",
 }
 
 __all__ = [

@@ -21,7 +21,8 @@ from torch import nn
 
 from deeplightning.faults import CheckpointError, UserError
 from deeplightning.image import ImageSpec
-from deeplightning.run.finished import origin_of, trained_task
+from deeplightning.run.bundle import origin_of
+from deeplightning.run.load import trained_task
 from deeplightning.runfolder import RunFolder
 from deeplightning.text import TextSpec
 from deeplightning.words import first_line

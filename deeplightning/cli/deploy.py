@@ -54,7 +54,7 @@ def command(run: str, overrides: Sequence[str] = (), allow: Sequence[str] = ()) 
         admit(folder, allow, "serve")
         import_lazily()
         from deeplightning.export.bundle import NotExpressible
-        from deeplightning.run.finished import export_run, halve_run, quantize_run
+        from deeplightning.run.bundle import export_run, halve_run, quantize_run
 
         try:
             if not whole:

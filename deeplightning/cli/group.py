@@ -118,7 +118,7 @@ def folder_of(run: str, code: str | None = None, allow: tuple[str, ...] = ()) ->
     import_lazily()
     folder = RunFolder(resolve_run(run, None))
     if code == "run":
-        from deeplightning.run.finished import use_code
+        from deeplightning.run.load import use_code
 
         use_code(folder, allow)
     return folder

@@ -70,7 +70,7 @@ def predict(run: str, images: tuple[Path, ...], out: Path | None, allow: tuple[s
 @with_code
 def export(run: str, allow: tuple[str, ...], code: str | None) -> None:
     """Write the bundle of RUN that the server answers from."""
-    from deeplightning.run.finished import export_run
+    from deeplightning.run.bundle import export_run
 
     streams.outlive_reader()
     click.echo(export_run(folder_of(run, code, allow), allow))

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from deeplightning.faults import CheckpointError, Fault, SetupError
 from deeplightning.image import EXTENSIONS, ImageError, files_below
-from deeplightning.run.finished import trained_task
+from deeplightning.run.load import trained_task
 from deeplightning.runfolder import RunFolder
 
 BATCH = 32

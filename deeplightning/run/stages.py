@@ -18,17 +18,11 @@ from deeplightning.process import supervisor
 from deeplightning.process.agreement import all_ended, together
 from deeplightning.process.identity import own_rank
 from deeplightning.run.assemble import init_module, init_trainer
+from deeplightning.run.bundle import export_run, keep_samples, takes_pictures_or_texts
 from deeplightning.run.errors import run_stage
-from deeplightning.run.finished import (
-    agreement,
-    checkpoint_of,
-    export_run,
-    find_checkpoint,
-    keep_samples,
-    load_run,
-    resumption,
-    takes_pictures_or_texts,
-)
+from deeplightning.run.find import checkpoint_of, find_checkpoint
+from deeplightning.run.load import load_run
+from deeplightning.run.resume import agreement, resumption
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.store import DATABASE
 

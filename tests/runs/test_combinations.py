@@ -10,7 +10,7 @@ import yaml
 from deeplightning.checks.combinations import ENGINES, RULES, SETTINGS, Setting, engines, refusal, table
 from deeplightning.checks.examine import examine, load_config
 from deeplightning.config.schema import Engine, Optimizer, keys
-from deeplightning.run.finished import TO_ANSWER
+from deeplightning.run.load import TO_ANSWER
 
 SLOW = pytest.mark.slow  # with ddp and one process other tests train; the stages differ little
 ANYWHERE = {"a schedule by steps", "a schedule by a metric", "`precision: 16`", "`compile`", "`deterministic`"}

@@ -19,7 +19,7 @@ from deeplightning.checks.examine import load_config
 from deeplightning.image import ImageSpec
 from deeplightning.model.vqvae import DiscreteVAE
 from deeplightning.run.assemble import init_module
-from deeplightning.run.finished import trained_task
+from deeplightning.run.load import trained_task
 from deeplightning.runfolder import RunFolder
 from deeplightning.task.errors import MisfitError
 from deeplightning.task.img_recon import ImageReconstruction, perplexity

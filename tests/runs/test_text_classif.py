@@ -269,7 +269,7 @@ def test_a_checkpoint_answers_as_its_bundle(trained, tmp_path):
     import numpy as np
 
     from deeplightning.export.bundle import export
-    from deeplightning.run.finished import trained_task
+    from deeplightning.run.load import trained_task
     from deeplightning.runfolder import RunFolder
     from deeplightning.torch_server import Checkpoint
     from serve.bundle import Bundle

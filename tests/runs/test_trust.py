@@ -20,7 +20,7 @@ from deeplightning.config.tree import dump, plain
 from deeplightning.faults import CheckpointError
 from deeplightning.launch import ray, slurm
 from deeplightning.reproduce.past import _stores_around
-from deeplightning.run.finished import trained_task
+from deeplightning.run.load import trained_task
 from deeplightning.runfolder import RunFolder
 from deeplightning.torch_server import Checkpoint
 

@@ -202,7 +202,7 @@ def test_a_gpu_that_is_not_there_is_told_by_index():
 def test_a_folder_of_checkpoints_without_best_and_last(tmp_path):
     """The note lists the checkpoints that are there."""
     from deeplightning.faults import CheckpointError
-    from deeplightning.run.finished import checkpoint_of
+    from deeplightning.run.find import checkpoint_of
     from deeplightning.runfolder import RunFolder
 
     for name in ("epoch=1.ckpt", "epoch=2.ckpt"):

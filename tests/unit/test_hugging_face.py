@@ -104,7 +104,7 @@ def test_its_tokenizer_says_what_tokens_are(folder):
 def test_a_run_is_fine_tuned_exported_and_served(folder, command, tmp_path, store):
     """From YAML with the folder's tokens to a bundle whose answers are the network's, prepared by the same file."""
     from deeplightning.export.bundle import export
-    from deeplightning.run.finished import trained_task
+    from deeplightning.run.load import trained_task
     from deeplightning.runfolder import RunFolder
     from serve.bundle import Bundle
 

@@ -1,0 +1,168 @@
+"""Makes the bundle of a run, from which a server answers: ONNX in float32, int8 and fp16, with golden samples."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from deeplightning.checks.trust import admit
+from deeplightning.faults import CheckpointError
+from deeplightning.run.assemble import init_module
+from deeplightning.run.load import TO_ANSWER, load_run, trained_task
+from deeplightning.runfolder import RunFolder, permissions_of
+from deeplightning.version import __version__
+
+log = logging.getLogger("deeplightning")
+SAMPLES = 16  # validation images kept in the run folder, to prove an export with
+
+
+def halve_run(folder: RunFolder) -> str:
+    """Adds to the bundle of a run a model that computes in fp16, for `serve.precision: fp16`; a line with the figure.
+
+    Raises:
+        CheckpointError: there is no complete bundle, or fp16 would not be as right.
+        SetupError: the bundle cannot be written.
+    """
+    from deeplightning.export.fp16 import halve
+
+    difference = halve(folder)
+    return (
+        f"fp16: answers to the golden samples differ by up to {difference:.3g} from those in float32; kept as "
+        f"{folder.bundle_fp16}"
+    )
+
+
+def keep_samples(data: Any, folder: RunFolder) -> None:
+    """Keeps some validation samples in the run's folder, or training samples where there are none: images as they reach
+    the network, uint8 (N, C, H, W), or of a data module that has `example_texts` texts, (N,).
+
+    Raises:
+        CheckpointError: there are no samples at all.
+    """
+    import numpy as np
+
+    if hasattr(data, "example_texts"):
+        with permissions_of(folder.path):
+            np.savez_compressed(folder.samples, texts=np.array(data.example_texts(SAMPLES), np.str_))
+        return
+    batches = itertools.chain(_batches(data.val_dataloader), _batches(data.train_dataloader))
+    batch = next(batches, None)
+    if batch is None:
+        raise CheckpointError(f"{folder.path}: a bundle is proved on samples, and the data module gives none")
+    with permissions_of(folder.path):
+        np.savez_compressed(folder.samples, images=batch["image"][:SAMPLES].cpu().numpy())
+
+
+def _batches(dataloader: Callable[[], Any]) -> Iterator[Any]:
+    """The batches of a hook of the data module, of all its loaders; none where it has none."""
+    from pytorch_lightning.utilities.exceptions import MisconfigurationException
+
+    try:
+        loaders = dataloader()
+    except MisconfigurationException:  # Lightning's word for: the module has none
+        return
+    for loader in loaders if isinstance(loaders, list | tuple) else [loaders]:
+        yield from () if loader is None else loader
+
+
+def origin_of(folder: RunFolder, checkpoint: Path) -> dict[str, Any]:
+    """Where a model comes from, in words: run, folder, checkpoint, time, version."""
+    from deeplightning.engine.checkpoint_io import read_checkpoint
+
+    return {
+        "id": (read_checkpoint(checkpoint).get("run") or {}).get("id"),
+        "folder_name": folder.path.name,
+        "checkpoint": checkpoint.name,
+        "created": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": {"deeplightning": __version__},
+    }
+
+
+def takes_pictures_or_texts(task: Any) -> bool:
+    """Whether a task says how pictures or texts are prepared for it; what serves a run needs that."""
+    return (getattr(task, "image_spec", None) or getattr(task, "text_spec", None)) is not None
+
+
+def export_run(folder: RunFolder, allow: Sequence[str] = (), verb: str = "export") -> Path:
+    """Writes the bundle of a run: its best weights as ONNX, compared with the checkpoint on real samples; and an MLflow
+    model of it, where the config wants one.
+
+    Args:
+        allow, verb: as of `trained_task`.
+
+    Raises:
+        CheckpointError: there are no weights or no samples, the exported model answers differently, the task is of
+            neither pictures nor texts, or the run is foreign and its config names what may not be built.
+    """
+    import numpy as np
+
+    from deeplightning.export.bundle import export
+
+    task, cfg, path = trained_task(folder, allow, verb)
+    if not takes_pictures_or_texts(task):
+        raise CheckpointError(
+            f"{folder.path}: a server takes pictures or texts, and {cfg.model.module.type} has neither an image_spec "
+            "nor a text_spec; `deeplightning predict RUN` answers for its test set"
+        )
+    if not folder.samples.is_file():  # the run ended before it could keep some
+        data = init_module(cfg, "data")
+        data.prepare_data()
+        data.setup("validate")
+        keep_samples(data, folder)
+    with np.load(folder.samples, allow_pickle=False) as file:
+        samples = file["texts" if "texts" in file else "images"]
+    bundle = export(task, folder, samples, origin_of(folder, path))
+    log.info("bundle     %s", bundle)
+    if cfg.logger.log_model and task.kind == "text_classification":
+        log.warning("model      none: an MLflow model is made of a run with pictures only, so far")
+    elif cfg.logger.log_model:
+        from deeplightning.tracking.flavour import write_model
+
+        with permissions_of(folder.path):
+            model = write_model(folder)
+        log.info("model      %s", model)
+    return bundle
+
+
+def quantize_run(folder: RunFolder, allow: Sequence[str] = ()) -> str:
+    """Adds to the bundle of a run a model that computes in int8, for `serve.precision: int8`; a line with the figures.
+
+    Args:
+        allow: as of `trained_task`.
+
+    Raises:
+        CheckpointError: there is no whole bundle, the data have no validation images with classes, or int8 would not be
+            as right.
+        SetupError: the bundle cannot be written.
+    """
+    from deeplightning.export.int8 import quantize
+
+    cfg = load_run(folder, [*admit(folder, allow, "serve"), *TO_ANSWER], "serve", needed=("data.module",))
+    data = init_module(cfg, "data")
+    data.prepare_data()
+    data.setup("validate")
+    if next(_batches(data.val_dataloader), None) is None:
+        raise CheckpointError(
+            f"{folder.path}: whether int8 is as right is judged on validation images, and the data module gives none; "
+            "serve it with serve.precision=fp32"
+        )
+
+    def validation() -> Iterator[tuple[Any, Any]]:
+        for batch in _batches(data.val_dataloader):
+            if not {"image", "label"} <= batch.keys():
+                raise CheckpointError(
+                    f"{folder.path}: its accuracy in int8 needs validation batches with 'image' and 'label'; these "
+                    f"have {', '.join(batch)}; serve it with serve.precision=fp32"
+                )
+            counts = batch["index"] >= 0 if "index" in batch else slice(None)  # the others fill up a batch
+            yield batch["image"][counts].numpy(), batch["label"][counts].numpy()
+
+    figures = quantize(folder, validation)
+    return (
+        f"int8: accuracy {figures['accuracy']:.2f} %, in float32 {figures['accuracy_fp32']:.2f} %, on "
+        f"{figures['images']} validation images; kept as {folder.bundle_int8}"
+    )

@@ -1,0 +1,83 @@
+"""Finds runs and checkpoints: those of an experiment, and the file that a config or a command line names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from deeplightning.config.schema import Config
+from deeplightning.config.source import read
+from deeplightning.config.tree import plain
+from deeplightning.faults import CheckpointError, ConfigError
+from deeplightning.runfolder import RunFolder
+from deeplightning.tracking import resolve_run
+from deeplightning.tracking.build import experiment_of
+from deeplightning.tracking.store import Store, locate
+
+
+def find_checkpoint(name: str | None, cfg: Config, to_go_on: bool = False) -> Path | None:
+    """The checkpoint file that a config names: a path, RUN, or `last`, `best` of the experiment's newest run.
+
+    Of a RUN it is the best, or the last where training is `to_go_on`.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    if name is None:
+        return None
+    if name in ("auto", "last", "best"):
+        file = "best.ckpt" if name == "best" else "last.ckpt"
+        for folder in runs_of(cfg):
+            if (folder.path / file).is_file():
+                return folder.path / file
+        raise CheckpointError(f"{name}: no run of this experiment in {store_of(cfg).shown} has a {file}")
+    path = Path(name).expanduser()
+    if path.is_file() or path.suffix == ".ckpt":
+        if not path.exists():
+            raise CheckpointError(f"{path}: there is no such checkpoint")
+        return path.absolute()
+    folder = RunFolder(resolve_run(name, cfg.logger.params.get("tracking_uri")))
+    return folder.last if to_go_on and folder.last.exists() else checkpoint_of(folder)
+
+
+def runs_of(cfg: Config, wanted: Callable[[Path], bool] = lambda folder: True) -> list[RunFolder]:
+    """The runs of the config's experiment and store that have a config, the one that began last first.
+
+    Args:
+        wanted: looks at a run's folder, before its config is read.
+    """
+    root = store_of(cfg).artifact_root
+    # Runs that a server keeps have their folders where the launch was.
+    paths = root.glob("*/*/artifacts/cfg.yaml") if root else Path("runs").glob("*/cfg.yaml")
+    # By the start of the run: a resumed one begins with the checkpoints of its forerunner.
+    begun = sorted(((path.stat().st_mtime_ns, path) for path in paths), reverse=True)
+    ours = experiment_of(cfg.logger.type, cfg.logger.params)
+    return [RunFolder(path.parent) for _, path in begun if wanted(path.parent) and _experiment(path) == ours]
+
+
+def store_of(cfg: Config) -> Store:
+    return locate(cfg.logger.params.get("tracking_uri"))
+
+
+def _experiment(config: Path) -> str | None:
+    try:
+        logger = plain(read(config).root)["logger"]
+        return experiment_of(logger["type"], logger["params"])
+    except (ConfigError, KeyError, TypeError):  # not ours, or damaged
+        return None
+
+
+MANY = 10  # files that a note lists
+
+
+def checkpoint_of(folder: RunFolder) -> Path:
+    """The best checkpoint of a run, else the last."""
+    for path in (folder.best, folder.last):
+        if path.exists():
+            return path
+    others = sorted(path.name for path in folder.path.glob("*.ckpt"))
+    more = f" and {len(others) - MANY} more" if len(others) > MANY else ""
+    there = f"; it holds {', '.join(others[:MANY])}{more}: name one of these files" if others else ""
+    raise CheckpointError(
+        f"{folder.path}: there is neither {folder.best.name} nor {folder.last.name} in this folder{there}"
+    )

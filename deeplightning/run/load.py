@@ -1,0 +1,157 @@
+"""Loads a finished run: its config, its task with the best weights, the code that it kept."""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import shutil
+import tempfile
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from deeplightning.checks.examine import load_config
+from deeplightning.checks.trust import admit, is_own_code
+from deeplightning.config.schema import Config, Engine, defaults
+from deeplightning.config.source import read
+from deeplightning.config.tree import line
+from deeplightning.faults import CheckpointError, ConfigError, Fault
+from deeplightning.own_code import add_import_roots
+from deeplightning.run.assemble import init_module
+from deeplightning.run.find import checkpoint_of
+from deeplightning.runfolder import RunFolder
+from deeplightning.tracking.code import read_code, restored, unpack
+
+log = logging.getLogger("deeplightning")
+
+TO_ANSWER = [
+    *(f"engine.{name}={line(value)}" for name, value in defaults(Engine)),
+    *("stages=[predict]", "test.ckpt=last"),  # what training needs, such as a fused optimizer, may be missing here
+]
+"""Overrides with which one CPU process uses the weights of a run.
+
+They reset every key of the engine, so that a key added later is reset too: what the run needed (GPUs, processes) may
+be missing here, and a compiler, a hook or environment variables could run code that a copied run brings.
+"""
+
+
+_SPARE = {
+    "data.module": "{type: deeplightning.data.digits.Digits}",
+    "model.loss": "{type: torch.nn.Module}",
+    "model.optimizer": "{type: torch.optim.SGD, params: {lr: 0.1}}",
+    "model.scheduler": "null",
+    "train.callbacks": "[]",
+    "logger.extra": "[]",
+    "tune": "null",
+}
+"""Sections that some uses of the weights do not need, and what replaces one in the config if it is gone."""
+
+
+def trained_task(folder: RunFolder, allow: Sequence[str] = (), verb: str = "use") -> tuple[Any, Config, Path]:
+    """The task of a run with its best weights, on the CPU, its config, and the checkpoint's path.
+
+    Args:
+        allow: modules that the config of a foreign run may name, as `deeplightning.checks.trust.admit` takes them.
+        verb: what the run is asked for.
+
+    Raises:
+        CheckpointError: there are no weights, or the run is foreign and its config names what may not be built.
+    """
+    from deeplightning.engine.checkpoint_io import load_weights, read_checkpoint
+
+    admitted = admit(folder, allow, verb)
+    path = checkpoint_of(folder)
+    checkpoint = read_checkpoint(path)
+    cfg = load_run(folder, [*admitted, *TO_ANSWER], verb)
+    task = init_module(cfg, "model")
+    task.on_load_checkpoint(checkpoint)
+    task.configure_model()
+    own = task.state_dict()  # without the weights of a loss that is gone
+    checkpoint["state_dict"] = {
+        name: value for name, value in checkpoint["state_dict"].items() if name in own or not name.startswith("losses.")
+    }
+    load_weights(task, checkpoint, path)
+    return task.eval(), cfg, path
+
+
+def load_run(folder: RunFolder, overrides: Sequence[str], verb: str, needed: Collection[str] = ()) -> Config:
+    """The config of a run, for a use of its weights.
+
+    A key that this version does not know, and a part that is not needed and cannot be imported, are left out with a
+    warning.
+
+    Args:
+        verb: what the run is asked for.
+        needed: which of `_SPARE` this use builds.
+
+    Raises:
+        ConfigError: with every other fault.
+    """
+    left_out: list[str] = []
+    while True:
+        try:
+            return load_config(folder.config, [*overrides, *left_out], beside=False)
+        except ConfigError as error:
+            instead = [_instead(fault, needed) for fault in error.faults]
+            if None in instead or not set(instead).isdisjoint(left_out):
+                raise ConfigError([_with_hint(fault, folder, verb) for fault in error.faults]) from error
+            for fault, override in zip(error.faults, instead, strict=True):
+                log.warning("%s: %s; %s does without", fault.key, fault.message.partition(". ")[0], verb)
+                left_out.append(str(override))
+
+
+def _instead(fault: Fault, needed: Collection[str]) -> str | None:
+    """The override with which a use of the weights does without what is at fault in a run's config; None: it cannot."""
+    key = fault.key or ""
+    if (fault.place or "").startswith("override"):
+        return None
+    if fault.message.startswith("unknown key."):
+        return f"~{key}"
+    spare = next((name for name in _SPARE if f"{key}.".startswith(f"{name}.")), None)
+    if spare is None or spare in needed or not _is_gone(fault):
+        return None
+    return f"{spare if _SPARE[spare] in ('null', '[]') else key.removesuffix('.type')}={_SPARE[spare]}"
+
+
+def _is_gone(fault: Fault) -> bool:
+    """Whether a module is not there, cannot be imported, or is another one of the same name."""
+    return fault.message.startswith(("there is no module ", "importing ")) or "` was read from " in fault.message
+
+
+def _with_hint(fault: Fault, folder: RunFolder, verb: str) -> Fault:
+    if not folder.code.is_file() or not _is_gone(fault):
+        return fault
+    verb = verb if verb in ("test", "predict") else "export"
+    return replace(
+        fault, message=f"{fault.message} The run kept its code: deeplightning {verb} {folder.path} --code run uses it"
+    )
+
+
+def use_code(folder: RunFolder, allow: Sequence[str] = ()) -> None:
+    """Lets names come first from the code that a run kept.
+
+    Args:
+        allow: modules that a foreign run may execute.
+
+    Raises:
+        CheckpointError: it kept none, or the run is foreign and not all of its modules are allowed.
+    """
+    if not folder.code.is_file():
+        raise CheckpointError(f"{folder.path}: this run kept no code ({folder.code.name})")
+    code = read_code(folder.code)
+    names = ", ".join(sorted(code.names()))
+    tops = {path.partition("/")[0].removesuffix(".py") for _, path in code.files}
+    if not is_own_code(folder) and (asked := sorted(tops.difference(allow))):
+        options = " ".join(f"--allow {top}" for top in asked)
+        raise CheckpointError(
+            f"{folder.code}: you did not make this code, as it is now, on this machine, and it would be executed: "
+            f"{names}. If you trust it: {options}"
+        )
+    into = Path(tempfile.mkdtemp(prefix="deeplightning-code-"))
+    atexit.register(shutil.rmtree, into, ignore_errors=True)
+    secrets = read(folder.config).secrets.values
+    add_import_roots(*unpack(code, into, lambda content: restored(content, {n: value for value, n in secrets.items()})))
+    log.warning("the run's own code is used, from %s: %s", folder.code, names or "none")
+    for where in code.concealed:
+        log.warning("at %s a secret was left out of the kept code; *** stands there", where)

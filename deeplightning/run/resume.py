@@ -1,0 +1,319 @@
+"""Where training resumes: from which checkpoint, in which run, and whether the end will be the same bit for bit."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deeplightning.config.schema import Config
+from deeplightning.config.source import read
+from deeplightning.config.tree import as_written, dump
+from deeplightning.faults import CheckpointError
+from deeplightning.process.decisions import decided
+from deeplightning.process.identity import own_rank, place
+from deeplightning.process.supervisor import restarts
+from deeplightning.run.find import find_checkpoint, runs_of, store_of
+from deeplightning.runfolder import RunFolder
+
+if TYPE_CHECKING:
+    from deeplightning.callbacks.record import Resumption
+
+
+log = logging.getLogger("deeplightning")
+
+
+def resumption(cfg: Config) -> Resumption:
+    """Where `train.resume_ckpt` says that training goes on, and whether in the same run.
+
+    Rank 0 decides, and processes that it starts are told the checkpoint; others find it themselves. Which run goes on
+    concerns rank 0 alone.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it is damaged; `auto` takes another instead.
+        SetupError: the tracking store cannot be asked.
+    """
+    from deeplightning.callbacks.record import Resumption
+
+    found: dict[str, Resumption] = {}
+
+    def decide() -> str | None:
+        found["ours"] = _decide(cfg)
+        return str(found["ours"].checkpoint) if found["ours"].checkpoint else None
+
+    path = decided("train.resume_ckpt", decide)
+    return found.get("ours") or Resumption(checkpoint=Path(path) if path else None)
+
+
+def _decide(cfg: Config) -> Resumption:
+    from deeplightning.callbacks.record import Resumption
+    from deeplightning.engine.checkpoint_io import read_checkpoint
+
+    name = cfg.train.resume_ckpt
+    if (found := _of_launch(cfg)) is not None:
+        return found
+    if name is None:
+        return Resumption()
+    if name == "auto":
+        return _newest_whole(cfg)
+    path = find_checkpoint(name, cfg, to_go_on=True)
+    assert path is not None
+    try:
+        checkpoint = read_checkpoint(path)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}. The newest whole checkpoint: train.resume_ckpt=auto") from None
+    return _from(path, checkpoint, cfg)
+
+
+def _newest_whole(cfg: Config) -> Resumption:
+    """What `auto` means: the newest checkpoint that can be read; a run that ended before its first begins again."""
+    from deeplightning.callbacks.record import Resumption
+    from deeplightning.engine.checkpoint_io import read_checkpoint
+
+    empty = None
+    for folder in runs_of(cfg):
+        for path in folder.checkpoints():
+            try:
+                checkpoint = read_checkpoint(path)
+            except CheckpointError as error:
+                log.warning("resumes    not this one: %s", error)
+            else:
+                return _from(path, checkpoint, cfg)
+        if empty is None and not folder.checkpoints() and _is_same(cfg, folder):
+            empty = folder
+    if own_rank() == 0 and empty is not None and (hold := empty.hold()) is not None:
+        run_id = empty.path.parent.name
+        if not _refusal(cfg, run_id, empty.path):
+            note = f"resumes    nothing: the run {run_id} ended before its first checkpoint, and begins again"
+            return Resumption(run_id=run_id, folder=empty.path, hold=hold, notes=[note])
+        hold.release()
+    return Resumption(notes=[f"resumes    nothing: there is no run of this experiment in {store_of(cfg).shown} yet"])
+
+
+def _of_launch(cfg: Config) -> Resumption | None:
+    """Where a launch that has been started again goes on: in its run, from the newest whole checkpoint.
+
+    None: it has opened no run yet, or is new, or it cannot be known.
+    """
+    from deeplightning.callbacks.record import Resumption
+    from deeplightning.engine.checkpoint_io import read_checkpoint
+
+    here = place()
+    if here is None or here.launch is None or not here.goes_on:
+        return None
+    words = f'"launch": {json.dumps(here.launch)}'
+    folder = next((f for f in runs_of(cfg, lambda path: words in _text(RunFolder(path).environment))), None)
+    if folder is None or (restarts() == 0 and _has_finished(cfg, folder)):
+        return None  # a finished job's id is used for another
+    for path in folder.checkpoints():
+        try:
+            return replace(_from(path, read_checkpoint(path), cfg), over="")  # the stages after training remain
+        except CheckpointError as error:
+            log.warning("resumes    not this one: %s", error)
+    hold = folder.hold() if own_rank() == 0 else None
+    return Resumption(
+        run_id=folder.path.parent.name,
+        folder=folder.path,
+        hold=hold,
+        notes=[f"resumes    {folder.path}, from the start"],
+    )
+
+
+def _has_finished(cfg: Config, folder: RunFolder) -> bool:
+    from deeplightning.tracking.open import open_tracker
+
+    run_id = folder.path.parent.name
+    tracker = open_tracker(store_of(cfg), run_id)
+    try:
+        run = tracker.run(run_id)
+    finally:
+        tracker.close()
+    return run is not None and run.status == "FINISHED"
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError):
+        return ""
+
+
+def _from(path: Path, checkpoint: Mapping[str, Any], cfg: Config) -> Resumption:
+    """Training goes on from a checkpoint: in its run where that is possible.
+
+    Raises:
+        CheckpointError: the checkpoint is of another optimizer, whose state says nothing to the config's; or what it
+            says of its run is damaged.
+    """
+    from deeplightning.callbacks.record import Resumption
+    from deeplightning.engine.checkpoint_io import read_checkpoint
+
+    _raise_for_oddities(path, checkpoint)
+    theirs = ((checkpoint.get("config") or {}).get("model") or {}).get("optimizer")
+    ours = cfg.public()["model"]["optimizer"]
+    if theirs is not None and _types(theirs) != _types(ours):
+        raise CheckpointError(
+            f"{path}: of another optimizer: model.optimizer.type was {_types(theirs)} and is {_types(ours)}; "
+            f"go on with that, or start again from the weights: model.init_from='{path}'"
+        )
+    moved = (checkpoint.get("run") or {}).get("folder") != str(path.parent)
+    over = _over(checkpoint, cfg) if moved else ""
+    if own_rank() != 0:
+        return Resumption(path, over=over)
+    folder, run_id = RunFolder(path.parent), (checkpoint.get("run") or {}).get("id")
+    position = f"step {checkpoint['global_step']}, epoch {checkpoint['epoch'] + 1}"
+    why, hold = None, None
+    if run_id is None:
+        why = "the checkpoint names no run"
+    elif path.name not in [known.name for known in folder.checkpoints()]:
+        why = f"{path.name} is no name of a checkpoint of ours"
+    elif path != folder.last and folder.last.is_file():
+        try:
+            if read_checkpoint(folder.last)["global_step"] > checkpoint["global_step"]:
+                why = f"{folder.last.name} goes further"
+        except CheckpointError:
+            pass  # then this is how far the run has come
+    why = why or _refusal(cfg, str(run_id), path.parent)
+    if why is None and (hold := folder.hold()) is None:
+        why = f"a process is at work on the run {run_id}"
+    notes = [f"resumes    {path} ({position})", f"run        {f'its own: {why}' if why else f'{run_id} goes on'}"]
+    inexact = _inexact(checkpoint, cfg)
+    if why:
+        if over:
+            stages = " and ".join(stage for stage in cfg.stages if stage != "train")
+            notes.append(f"training   has finished: {over}; only {stages} will run")
+            inexact = ""  # no training is left to differ
+        return Resumption(path, notes=notes, inexact=inexact, over=over)
+    owed = checkpoint.get("points") or []
+    return Resumption(path, run_id, path.parent, owed, hold, notes, inexact)
+
+
+def _over(checkpoint: Mapping[str, Any], cfg: Config) -> str:
+    """Why the training that a config asks for has nothing to add to a checkpoint; "": it has."""
+    train, loops = cfg.train, checkpoint.get("loops") or {}
+    epochs = ((loops.get("fit_loop") or {}).get("epoch_progress") or {}).get("current", {}).get("processed", 0)
+    steps = checkpoint["global_step"]
+    if train.num_epochs is not None and epochs >= train.num_epochs:
+        return f"it has seen {epochs} epochs, and train.num_epochs is {train.num_epochs}"
+    if train.max_steps is not None and steps >= train.max_steps:
+        return f"it has taken {steps} steps, and train.max_steps is {train.max_steps}"
+    if (stop := train.early_stop) is None:
+        return ""
+    for key, state in (checkpoint.get("callbacks") or {}).items():
+        if key.startswith(f"EarlyStopping{{'monitor': {stop.metric!r},") and state["wait_count"] >= stop.patience:
+            return f"{stop.metric} has got no better {state['wait_count']} times, which ended its training"
+    return ""
+
+
+def _types(optimizers: Any) -> str:
+    """The class of the optimizer that a config names, or of each."""
+    named = optimizers if isinstance(optimizers, Mapping) else {}
+    if "type" in named:
+        return str(named["type"])
+    return ", ".join(str(o.get("type")) if isinstance(o, Mapping) else str(o) for o in named.values()) or "none"
+
+
+def _raise_for_oddities(path: Path, checkpoint: Mapping[str, Any]) -> None:
+    """Checks what training needs of a checkpoint in order to resume.
+
+    Raises:
+        CheckpointError: names the first key that is missing or wrong.
+    """
+    odd = next((key for key in ("global_step", "epoch") if not isinstance(checkpoint.get(key), int)), None)
+    config = checkpoint.get("config") or {}
+    odd = odd or next((f"config.{k}" for k in ("data", "model", "train") if not _is_dict(config.get(k, {}))), None)
+    run_id = (checkpoint.get("run") or {}).get("id")
+    if not isinstance(run_id, str | None):
+        odd = odd or "run.id"
+    if not all(_is_point(point) for point in checkpoint.get("points") or ()):
+        odd = odd or "points"
+    if odd is not None:
+        raise CheckpointError(
+            f"{path}: damaged, or not written by Deep Lightning: `{odd}` is missing or no value that it may have; "
+            f"take another checkpoint, or start again from the weights: model.init_from='{path}'"
+        )
+
+
+def _is_dict(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_point(point: Any) -> bool:
+    """Whether it is (name, value, time, step)."""
+    if not isinstance(point, list | tuple) or len(point) != 4:
+        return False
+    name, value, moment, step = point
+    return (
+        isinstance(name, str) and isinstance(value, int | float) and isinstance(moment, int) and isinstance(step, int)
+    )
+
+
+def _refusal(cfg: Config, run_id: str, folder: Path) -> str | None:
+    from deeplightning.tracking.build import refusal
+
+    return refusal(cfg.logger.type, cfg.logger.params, run_id, folder)
+
+
+def _is_same(cfg: Config, folder: RunFolder) -> bool:
+    """Whether a run was started with the same config, but for what it goes on from and its stages."""
+    theirs, ours = as_written(read(folder.config).root), cfg.public()
+    if theirs["train"]["resume_ckpt"] is not None:
+        return False
+    ours["train"]["resume_ckpt"] = None
+    return dump(theirs | {"stages": None}) == dump(ours | {"stages": None})
+
+
+def _inexact(checkpoint: Mapping[str, Any], cfg: Config) -> str:
+    """Why a run that goes on from a checkpoint will not end bit for bit like an uninterrupted one; "": it will."""
+    from deeplightning.callbacks.record import engine_of, versions
+
+    reasons = []
+    for section, ours, why in (
+        ("engine", engine_of(cfg), "numbers are added in another order or rounded otherwise"),
+        ("versions", versions(), "other code computes"),
+    ):
+        theirs = checkpoint.get(section, ours)
+        changed = [f"{name} {theirs.get(name)} → {value}" for name, value in ours.items() if theirs.get(name) != value]
+        reasons += [f"{section} {', '.join(changed)} ({why})"] if changed else []
+    theirs, ours = dict(_learning(checkpoint.get("config") or cfg.public())), dict(_learning(cfg.public()))
+    changed = [
+        f"{key} {theirs.get(key)} → {ours.get(key)}" for key in {**theirs, **ours} if theirs.get(key) != ours.get(key)
+    ]
+    if changed:
+        more = f" and {len(changed) - 3} more" if len(changed) > 3 else ""
+        reasons.append(f"{', '.join(changed[:3])}{more} (something else is learned)")
+    if checkpoint.get("accumulating"):
+        reasons.append("the checkpoint is of the middle of an accumulation (its gradients are lost)")
+    if cfg.engine.gpus is not None and not cfg.engine.deterministic:
+        reasons.append("engine.deterministic is false (kernels of a GPU add in any order)")
+    return "; ".join(reasons)
+
+
+def _learning(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What of a config decides over each step, by its key."""
+    train = {
+        key: settings.get("train", {}).get(key) for key in ("accumulator_epoch", "accumulator_factor", "gradient_clip")
+    }
+    for section, values in {
+        "data": settings.get("data", {}),
+        "model": settings.get("model", {}),
+        "train": train,
+    }.items():
+        for key, value in values.items():
+            if (section, key) not in (("data", "num_workers"), ("data", "root")):
+                yield f"{section}.{key}", value
+    yield "seed", settings.get("seed")
+
+
+def agreement(cfg: Config, goes_on: Resumption | None) -> dict[str, str]:
+    """What of a run must be the same on all of its machines, by key: what decides over each step, the engine, and the
+    checkpoint that training goes on from."""
+    from deeplightning.callbacks.record import engine_of
+
+    settings = dict(_learning(cfg.public())) | {f"engine.{name}": value for name, value in engine_of(cfg).items()}
+    settings |= {"stages": cfg.stages, "the checkpoint to go on from": goes_on and goes_on.named}
+    del settings["engine.processes"]  # those of one machine are compared
+    return {key: str(value) for key, value in settings.items()}
