@@ -16,7 +16,7 @@ from deeplightning.callbacks.checkpoints import Checkpoints
 from deeplightning.callbacks.order import OWN
 from deeplightning.callbacks.record import Record, Redacting, rank_shown
 from deeplightning.callbacks.watch import batch_loss
-from deeplightning.checks.combinations import proposals
+from deeplightning.checks.hints import proposals
 from deeplightning.config.schema import Config, Target
 from deeplightning.engine.compute import matmul_hint
 from deeplightning.engine.plan import effective_batch

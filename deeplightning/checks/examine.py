@@ -8,7 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from deeplightning.checks import sections
-from deeplightning.checks.combinations import conflicts, hints
+from deeplightning.checks.conflicts import conflicts
+from deeplightning.checks.hints import hints
 from deeplightning.checks.report import Report
 from deeplightning.checks.space import misfits, space_of
 from deeplightning.config.schema import Config, backend_of

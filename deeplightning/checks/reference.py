@@ -11,7 +11,7 @@ from dataclasses import MISSING, Field, is_dataclass
 from pathlib import Path
 from typing import Any
 
-from deeplightning.checks import combinations
+from deeplightning.checks.combination_tables import engines, table
 from deeplightning.config import schema
 from deeplightning.config.tree import dump
 
@@ -40,8 +40,8 @@ def reference() -> str:
             name = f"{path}.{field.name}".lstrip(".")
             cells = (f"`{name}`", _type(hint, field, name), _default(field), _meaning(field))
             parts[-1] += "\n| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-    parts += ["## Settings that do not go together", COMBINATIONS, combinations.table()]
-    parts += ["## Settings with each engine", ON_CPU, combinations.engines(), ON_GPUS, combinations.engines(gpus=2)]
+    parts += ["## Settings that do not go together", COMBINATIONS, table()]
+    parts += ["## Settings with each engine", ON_CPU, engines(), ON_GPUS, engines(gpus=2)]
     return "\n\n".join(parts) + "\n"
 
 

@@ -1,0 +1,123 @@
+"""The manual's tables: all rules, and what each engine answers to each setting."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from deeplightning.checks.combinations import RULES, Rule
+from deeplightning.config.schema import (
+    Backend,
+    Call,
+    Clip,
+    Config,
+    Data,
+    Engine,
+    Model,
+    Optimizer,
+    Scheduler,
+    Target,
+    Train,
+    plain,
+)
+from deeplightning.config.tree import line
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A row of the table of engines.
+
+    Attributes:
+        words: what is set, for people.
+        values: keys of the config and their values.
+    """
+
+    words: str
+    values: dict[str, Any]
+
+    def overrides(self) -> list[str]:
+        """The same as a command line says it."""
+        return [f"{key}={line(plain(value))}" for key, value in self.values.items()]
+
+
+ENGINES: dict[str, Backend | None] = {
+    "one process": None,
+    "ddp": "ddp",
+    "fsdp": "fsdp",
+    "ZeRO 1": "deepspeed_stage_1",
+    "ZeRO 2": "deepspeed_stage_2",
+    "ZeRO 3": "deepspeed_stage_3",
+}
+
+_SGD = "torch.optim.SGD"
+_SCHEDULES = "torch.optim.lr_scheduler"
+
+SETTINGS = [
+    *(
+        Setting(f"`precision: {word}`", {"engine.precision": word})
+        for word in (32, 16, "16-true", "bf16", "bf16-true", 64)
+    ),
+    Setting("clip by norm", {"train.gradient_clip": Clip(value=0.5)}),
+    Setting("clip by another norm", {"train.gradient_clip": Clip(value=0.5, norm_type=1.0)}),
+    Setting("clip by value", {"train.gradient_clip": Clip(value=0.5, algorithm="value")}),
+    Setting("accumulation", {"train.accumulator_factor": 2}),
+    Setting("accumulation that begins later", {"train.accumulator_factor": 2, "train.accumulator_epoch": 1}),
+    Setting(
+        "parameter groups",
+        {"model.optimizer": Optimizer(type=_SGD, params={"lr": 0.1}, groups=[{"match": "bias", "weight_decay": 0}])},
+    ),
+    Setting("only the head learns", {"model.trainable": "head"}),
+    Setting("LBFGS", {"model.optimizer": Optimizer(type="torch.optim.LBFGS", params={"lr": 0.1})}),
+    Setting(
+        "a schedule by steps",
+        {
+            "model.scheduler": Scheduler(
+                type=f"{_SCHEDULES}.OneCycleLR",
+                params={"max_lr": 0.1, "total_steps": "auto"},
+                call=Call(interval="step"),
+            )
+        },
+    ),
+    Setting(
+        "a schedule by a metric",
+        {"model.scheduler": Scheduler(type=f"{_SCHEDULES}.ReduceLROnPlateau", call=Call(monitor="val_loss"))},
+    ),
+    Setting("`activation_checkpointing`", {"engine.activation_checkpointing": ["ReLU"]}),
+    Setting("`compile`", {"engine.compile": True}),
+    Setting("`deterministic`", {"engine.deterministic": True}),
+    Setting("`sync_batchnorm`", {"engine.sync_batchnorm": True}),
+]
+
+
+def refusal(setting: Setting, backend: Backend | None, gpus: int | None = None) -> Rule | None:
+    """The rule that a setting breaks with a backend over two processes: of the CPU, or with a GPU each."""
+    task = Target(type="own.Task")
+    cfg = Config(
+        data=Data(module=task, batch_size=1),
+        model=Model(module=task, optimizer=Optimizer(type=_SGD, params={"lr": 0.1})),
+        engine=Engine(backend=backend, gpus=gpus, processes=1 if gpus or backend is None else 2),
+        train=Train(num_epochs=2),
+    )
+    for key, value in setting.values.items():
+        section, _, name = key.rpartition(".")
+        setattr(getattr(cfg, section), name, value)
+    return next((rule for rule in RULES if rule.broken(cfg, cfg.engine)), None)
+
+
+def engines(gpus: int | None = None) -> str:
+    """Each setting with each engine as a Markdown table, for the manual."""
+    rows = [f"| | {' | '.join(ENGINES)} |", "|---" * (len(ENGINES) + 1) + "|"]
+    for setting in SETTINGS:
+        on_cpu = gpus is None and setting.values.get("engine.precision") == 16
+        runs = "as bf16" if on_cpu else "yes"
+        cells = [f"no ({rule.exit_code})" if (rule := refusal(setting, b, gpus)) else runs for b in ENGINES.values()]
+        rows.append(f"| {setting.words} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def table() -> str:
+    """All rules as a Markdown table, for the manual."""
+    codes = {2: "refused (2)", 3: "refused (3)", 4: "refused (4)"}
+    rows = ["| Together | Keys | Answer | Because | Instead |", "|---|---|---|---|---|"]
+    for rule in RULES:
+        answer = "`check` warns, `train` refuses (3)" if rule.at_start else codes[rule.exit_code]
+        rows.append(f"| {rule.when} | `{rule.key}`, `{rule.other}` | {answer} | {rule.why} | {rule.remedy} |")
+    return "\n".join(rows)

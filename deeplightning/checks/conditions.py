@@ -1,0 +1,120 @@
+"""Questions about a config that the rules and hints of combinations ask: which engine, optimizer, clipping it uses."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from deeplightning.checks import strategy
+from deeplightning.checks.compare import Meanings
+from deeplightning.config.schema import Config, Engine, Optimizer, Target
+from deeplightning.static.signature import Undecided
+
+
+def uses_deepspeed(asked: Engine) -> bool:
+    return (asked.backend or "").startswith("deepspeed")
+
+
+def is_sharded(asked: Engine) -> bool:
+    return uses_deepspeed(asked) or asked.backend == "fsdp"
+
+
+def optimizers_of(cfg: Config) -> list[Target]:
+    found = cfg.model.optimizer
+    return [o for o in (found.values() if isinstance(found, dict) else [found]) if o is not None]
+
+
+def uses_optimizer(cfg: Config, *names: str) -> bool:
+    return any(o.type is not None and o.type.rpartition(".")[2] in names for o in optimizers_of(cfg))
+
+
+def lacks_fused_kernel(cfg: Config) -> bool:
+    """Whether an optimizer is one of torch's that has no fused kernel."""
+    names = [o.type.rpartition(".") for o in optimizers_of(cfg) if isinstance(o.type, str)]
+    return any(
+        module.startswith("torch.optim") and name not in ("Adam", "AdamW", "Adagrad", "SGD")
+        for module, _, name in names
+    )
+
+
+def clips_by(cfg: Config, algorithm: str) -> bool:
+    clip = cfg.train.gradient_clip
+    return clip is not None and clip.algorithm == algorithm
+
+
+def clips_by_other_norm(cfg: Config) -> bool:
+    clip = cfg.train.gradient_clip
+    return clip is not None and clip.algorithm == "norm" and clip.norm_type != 2
+
+
+def communication_hook(cfg: Config) -> str:
+    hook = cfg.engine.params.get("ddp_comm_hook")
+    return str(hook.get("ref", "")) if isinstance(hook, Mapping) else str(hook or "")
+
+
+def names_another_stage(cfg: Config, asked: Engine) -> bool:
+    stage = cfg.engine.params.get("stage")
+    return uses_deepspeed(asked) and stage is not None and not str(asked.backend).startswith(f"deepspeed_stage_{stage}")
+
+
+def lacks_nvme_folder(cfg: Config) -> bool:
+    """Whether an NVMe disk would be used that is not there."""
+    runs = cfg.engine.backend
+    path = strategy.nvme_path(runs, cfg.engine.params) if (runs or "").startswith("deepspeed") else None
+    return path is not None and not Path(path).is_dir()
+
+
+def steps_itself(cfg: Config) -> bool:
+    """Whether the task steps its optimizers itself, as far as its source tells."""
+    name: Any = cfg.model.module and cfg.model.module.type  # where it is missing or no target, a fault says so
+    try:
+        task: Any = Meanings().of(name) if isinstance(name, str) else None
+    except (ValueError, Undecided):
+        return False
+    return task is not None and task.steps_itself()
+
+
+LEAST_EPS = 1e-7
+"""Below it `eps` vanishes in half precision, whose smallest number is 6e-8."""
+
+
+_OWN_32_BITS = ("apex.", "bitsandbytes.")  # their optimizers compute in 32 bits whatever the parameters have
+
+
+def loses_eps(cfg: Config) -> bool:
+    """Whether an optimizer divides by an `eps` that half precision rounds to 0."""
+    for optimizer in optimizers_of(cfg):
+        if not isinstance(optimizer.type, str) or optimizer.type.startswith(_OWN_32_BITS):
+            continue
+        groups = optimizer.groups if isinstance(optimizer, Optimizer) else []
+        given = [group["eps"] for group in groups if isinstance(group, Mapping) and "eps" in group]
+        given.append(optimizer.params["eps"] if "eps" in (optimizer.params or {}) else _default(optimizer.type, "eps"))
+        if any(isinstance(eps, int | float) and eps < LEAST_EPS for eps in given):
+            return True
+    return False
+
+
+def _default(name: str, param: str) -> Any:
+    """What a target takes for a parameter that is not given; None where it has none or its source does not say."""
+    try:
+        return next((p.default for p in Meanings().signature(name).parameters if p.name == param), None)
+    except (ValueError, Undecided):
+        return None
+
+
+def lacks_weights(cfg: Config) -> bool:
+    return "train" not in cfg.stages and bool(cfg.stages) and cfg.test.ckpt is None
+
+
+def has_convolutions(cfg: Config) -> bool:
+    """Whether the source of a network speaks of convolutions of pictures."""
+    found = cfg.model.network
+    for target in found.values() if isinstance(found, dict) else [found]:
+        name: Any = target and target.type
+        try:
+            meaning: Any = Meanings().of(name) if isinstance(name, str) else None  # read from source, not imported
+            file = getattr(meaning, "file", None)
+            if file is not None and any(word in Path(file).read_bytes() for word in (b"Conv2d", b"ConvTranspose2d")):
+                return True
+        except (ValueError, Undecided, OSError):
+            continue
+    return False
