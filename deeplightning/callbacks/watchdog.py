@@ -5,7 +5,7 @@ from typing import Any
 
 import pytorch_lightning as pl
 
-from deeplightning.process import supervisor
+from deeplightning.process import ranks, supervisor
 
 
 class Watchdog(pl.Callback):
@@ -35,7 +35,7 @@ class Watchdog(pl.Callback):
         self._over = threading.Event()
         threading.Thread(target=self._watch, args=(group, self._over), name="watchdog", daemon=True).start()
 
-    def _watch(self, group: supervisor.Ranks, over: threading.Event) -> None:
+    def _watch(self, group: ranks.Ranks, over: threading.Event) -> None:
         # Looks are counted, not seconds: a machine that slept, or a process that was stopped, has missed them too.
         pause, looks, seen = min(1.0, self.seconds / 10), 0, self._progress
         while not over.wait(pause):

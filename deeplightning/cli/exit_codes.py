@@ -64,7 +64,7 @@ def report(error: BaseException, redact: Callable[[str], str] = str) -> int:
     """
     from deeplightning.config.target import needs
     from deeplightning.engine.gpus import unusable
-    from deeplightning.process import supervisor
+    from deeplightning.process import failure, supervisor
 
     code = getattr(error, "exit_code", None)
     notes = [str(fault) for fault in error.faults] if isinstance(error, UserError) else [str(error)]
@@ -81,12 +81,12 @@ def report(error: BaseException, redact: Callable[[str], str] = str) -> int:
         code, notes = 3, [f"the run {lacks}"]
     rank, place = f" [rank {own_rank()}]" if own_rank() else "", ""
     if (group := supervisor.here()) is not None:
-        reason = supervisor.reason_of(error) if code is None else "; ".join(notes)
+        reason = failure.reason_of(error) if code is None else "; ".join(notes)
         cause, is_ours_to_tell = group.verdict(error, reason, 1 if code is None else code)
         if not is_ours_to_tell:
             return cause.exit_code
-        rank, place = f" [{cause.whose}]" if cause.whose else "", f"{supervisor.place_of(error)}: "
-        if isinstance(error, supervisor.RankError) or cause.rank != group.rank or supervisor.is_lost(error):
+        rank, place = f" [{cause.whose}]" if cause.whose else "", f"{failure.place_of(error)}: "
+        if isinstance(error, failure.RankError) or cause.rank != group.rank or failure.is_lost(error):
             code, notes = cause.exit_code, [cause.reason + (group.kept() if cause.lost else "")]
     if code is None or os.environ.get("DEEPLIGHTNING_DEBUG") == "1":
         print(redact("".join(traceback.format_exception(error))), file=sys.stderr)

@@ -2,7 +2,7 @@
 
 It starts the processes of a machine, each as a command, watches them, and restarts all of them after one was lost. Ours
 differs in the moment: it restarts only after a loss that neither code nor data caused (see `Cause.lost`), and only when
-all processes have ended by themselves, as a process does that has lost a peer (`deeplightning.process.supervisor`).
+all processes have ended by themselves, as a process does that has lost a peer (`deeplightning.process.ranks`).
 Torch's agent sends SIGTERM, which a run understands as a person's request to stop.
 
 What is overridden are the methods that torch 2.15 documents for the purpose, `_start_workers`, `_monitor_workers` and
@@ -32,12 +32,12 @@ from torch.distributed.elastic.multiprocessing import LogsDest, LogsSpecs
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
 from deeplightning.faults import SetupError
-from deeplightning.process import supervisor
+from deeplightning.process import failure, ranks, shared_folder, supervisor
 from deeplightning.process.agreement import enough_memory
 from deeplightning.runfolder import RunFolder
 
 LOOK = 0.1  # seconds between two looks at the processes
-GRACE = supervisor.LATE + 2 * supervisor.SOON  # seconds that they have to end by themselves when one of them has failed
+GRACE = ranks.LATE + 2 * ranks.SOON  # seconds that they have to end by themselves when one of them has failed
 
 
 def attend(
@@ -76,18 +76,18 @@ def attend(
         monitor_interval=LOOK,
     )
     agent = Agent(spec, pauses, tell)
-    before = {number: signal.signal(number, agent.hear) for number in supervisor.INTERRUPTED}
+    before = {number: signal.signal(number, agent.hear) for number in failure.INTERRUPTED}
     try:
         result = agent.run()
     except _Interrupted:
-        return supervisor.INTERRUPTED[agent.heard[0]], agent
+        return failure.INTERRUPTED[agent.heard[0]], agent
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
     if result.state == WorkerState.SUCCEEDED:
         return 0, agent
     assert agent.cause is not None
-    return supervisor.INTERRUPTED[agent.heard[0]] if agent.heard else agent.cause.exit_code, agent
+    return failure.INTERRUPTED[agent.heard[0]] if agent.heard else agent.cause.exit_code, agent
 
 
 class _Interrupted(Exception):
@@ -108,7 +108,7 @@ class Agent(LocalElasticAgent):
     def __init__(self, spec: WorkerSpec, pauses: Iterable[float], tell: Callable[[str], None]):
         super().__init__(spec, _NoLogs())
         self.heard: list[signal.Signals] = []
-        self.cause: supervisor.Cause | None = None
+        self.cause: failure.Cause | None = None
         self.restarts = 0
         self.told = self.lost_first = False
         self._pauses, self._tell = pauses, tell
@@ -127,7 +127,7 @@ class Agent(LocalElasticAgent):
     @property
     def newest(self) -> Path | None:
         """The newest checkpoint that is whole."""
-        return supervisor.newest_of(self.run_folder)
+        return failure.newest_of(self.run_folder)
 
     # ---- signals
 
@@ -155,7 +155,7 @@ class Agent(LocalElasticAgent):
             if self.heard:
                 raise _Interrupted
             self._pcontext, self._until, self.lost_first = None, None, False
-            self._folder = Path(tempfile.mkdtemp(prefix=supervisor.PREFIX))
+            self._folder = Path(tempfile.mkdtemp(prefix=shared_folder.PREFIX))
             os.environ |= {supervisor.FOLDER: str(self._folder), supervisor.AGENT: str(os.getpid())}
             try:
                 enough_memory(worker_group.spec.local_world_size)
@@ -183,11 +183,11 @@ class Agent(LocalElasticAgent):
         pairs = zip(worker_group.workers, self._processes(), strict=True)
         codes = {worker.global_rank: process.poll() for worker, process in pairs}
         failed = sorted((rank for rank, code in codes.items() if code), key=lambda rank: codes[rank] > 0)
-        cause = supervisor.first_of(self._folder)
+        cause = failure.first_of(self._folder)
         if cause is None and failed:
-            ended = supervisor.end_of(failed[0], codes[failed[0]])
-            supervisor.claim_in(self._folder, ended)
-            cause = supervisor.first_of(self._folder) or ended
+            ended = failure.end_of(failed[0], codes[failed[0]])
+            failure.claim_in(self._folder, ended)
+            cause = failure.first_of(self._folder) or ended
         if None in codes.values():
             if cause is not None:
                 self._end_late_ones(cause)
@@ -210,10 +210,10 @@ class Agent(LocalElasticAgent):
 
     # ---- the end of the processes
 
-    def _end_late_ones(self, cause: supervisor.Cause) -> None:
+    def _end_late_ones(self, cause: failure.Cause) -> None:
         """Kills the processes that have not ended in time; a person's wish to end is heeded as long as it takes."""
         if self._until is None:
-            if cause.exit_code in supervisor.INTERRUPTED.values():
+            if cause.exit_code in failure.INTERRUPTED.values():
                 return
             self._until = time.monotonic() + GRACE
         if time.monotonic() > self._until:
@@ -221,7 +221,7 @@ class Agent(LocalElasticAgent):
                 if process.poll() is None:
                     process.kill()
 
-    def _tell_of_restart(self, cause: supervisor.Cause) -> None:
+    def _tell_of_restart(self, cause: failure.Cause) -> None:
         self.restarts += 1
         newest = self.newest
         how = f"resumes from {newest}" if newest else "starts again, there is no checkpoint yet"

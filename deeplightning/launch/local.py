@@ -83,14 +83,14 @@ class Local:
 
     def _tell_end(self, job: Job, agent: Any, tell: Callable[[str], None]) -> None:
         """Says why the processes have ended, where none of them has."""
-        from deeplightning.process import supervisor
+        from deeplightning.process import failure
 
         restarts, redact, cause = job.cfg.engine.max_restarts, job.cfg.redact, agent.cause
         assert cause is not None
         word = f"error [{cause.whose}]" if cause.whose else "error"
         if cause.lost and not agent.heard:
             used = {0: "", 1: "; the restart is used up"}.get(restarts, f"; the {restarts} restarts are used up")
-            tell(f"{word}: {cause.reason}{used}{supervisor.kept_of(agent.newest)}")
+            tell(f"{word}: {cause.reason}{used}{failure.kept_of(agent.newest)}")
         elif not agent.told:
             tell(f"{word}: {cause.reason}")
         if agent.lost_first and agent.run_folder is not None:  # else the process has said it

@@ -37,14 +37,14 @@ from deeplightning.launch.ray_cluster import Connection, connect
 from deeplightning.launch.storage import POOL
 from deeplightning.own_code import INSTALLED, roots
 from deeplightning.private.messages import Sentence, says
-from deeplightning.process import supervisor
+from deeplightning.process import failure, ranks
 from deeplightning.process.identity import ATTEMPT, LAUNCH
 from deeplightning.version import __version__
 
 LOOK = 1.0  # seconds that one question to a worker may take
 SETTLE = 5.0  # seconds in which Ray finds the room that it has told of
 BEGIN = 60.0  # seconds in which a worker's process has to be there
-GRACE = supervisor.LATE + 2 * supervisor.SOON  # seconds that the others have to end by themselves when one has failed
+GRACE = ranks.LATE + 2 * ranks.SOON  # seconds that the others have to end by themselves when one has failed
 MAKES_ROOM = 75  # as deeplightning.callbacks.pool has it, which imports torch
 
 _CARRIED = (
@@ -245,7 +245,7 @@ class _Launch:
         """Starts workers until the run has ended. Returns the exit code."""
         self._has_gpus()
         of = self.cfg.engine.max_restarts
-        before = {number: signal.signal(number, self._hear) for number in supervisor.INTERRUPTED}
+        before = {number: signal.signal(number, self._hear) for number in failure.INTERRUPTED}
         try:
             while True:
                 self._gather()
@@ -256,7 +256,7 @@ class _Launch:
                     self._dismiss()
                     continue
                 if code == 0 or self.heard or cause is None:
-                    return supervisor.INTERRUPTED[signal.Signals(self.heard[0])] if self.heard and code else code
+                    return failure.INTERRUPTED[signal.Signals(self.heard[0])] if self.heard and code else code
                 if cause.lost and self.restarts < of:
                     self.restarts += 1
                     goes_on = (
@@ -268,7 +268,7 @@ class _Launch:
                 self._say_end(cause, told)
                 return code
         except _Interrupted:
-            return supervisor.INTERRUPTED[signal.Signals(self.heard[0])]
+            return failure.INTERRUPTED[signal.Signals(self.heard[0])]
         finally:
             self._dismiss()
             for number, handler in before.items():
@@ -276,7 +276,7 @@ class _Launch:
             if self.folder is not None:
                 print(f"Artifact storage path: {self.folder}", flush=True)
 
-    def _say_end(self, cause: supervisor.Cause, told: bool) -> None:
+    def _say_end(self, cause: failure.Cause, told: bool) -> None:
         word = f"error [{cause.whose}]" if cause.whose else "error"
         if cause.lost:
             of = self.cfg.engine.max_restarts
@@ -404,14 +404,14 @@ class _Launch:
 
     # ---- one start
 
-    def _train(self) -> tuple[int, supervisor.Cause | None, bool]:
+    def _train(self) -> tuple[int, failure.Cause | None, bool]:
         """Has the workers train. Returns exit code, cause, and whether a worker has said it."""
         self._begin()
         began, asked_at, looked = time.monotonic(), None, time.monotonic()
         until: float | None = None
         sent = 0
         heard = {worker.agent.hear.remote(LOOK): number for number, worker in enumerate(self.workers)}
-        ended: dict[int, supervisor.Cause | None] = {}
+        ended: dict[int, failure.Cause | None] = {}
         while heard:
             done, _ = self.ray.wait(list(heard), num_returns=1, timeout=0.2)
             for ref in done:
@@ -420,7 +420,7 @@ class _Launch:
                 try:
                     worker.heard = found = self.ray.get(ref)
                 except self.ray.exceptions.RayError:  # of whatever kind: it does not answer
-                    ended[number] = supervisor.Cause(
+                    ended[number] = failure.Cause(
                         number, "a worker was lost: its machine or its CPU is gone", 5, lost=True
                     )
                     continue
@@ -430,7 +430,7 @@ class _Launch:
                 if found.code is None:
                     heard[worker.agent.hear.remote(LOOK)] = number
                 else:
-                    ended[number] = found.cause or (supervisor.end_of(number, found.code) if found.code else None)
+                    ended[number] = found.cause or (failure.end_of(number, found.code) if found.code else None)
             for signal_number in self.heard[sent:]:
                 self._send(signal_number)
                 sent += 1
@@ -452,7 +452,7 @@ class _Launch:
                     self.workers[0].agent.make_room.remote()
         return self._verdict(ended)
 
-    def _verdict(self, ended: Mapping[int, supervisor.Cause | None]) -> tuple[int, supervisor.Cause | None, bool]:
+    def _verdict(self, ended: Mapping[int, failure.Cause | None]) -> tuple[int, failure.Cause | None, bool]:
         codes = {number: self.workers[number].heard.code for number in ended}
         told = any(self.workers[number].heard.told for number in ended)
         left = set(codes.values())  # who comes late to the end of the others ends as if by a signal
@@ -466,7 +466,7 @@ class _Launch:
             return 0, None, False
         # A fault of the run comes before losses, which may follow from it; who was killed before who missed it.
         ordered = sorted(causes.values(), key=lambda c: (c.lost, (codes.get(c.rank) or 0) > 0))
-        hangs = supervisor.Cause(0, "a worker was lost: it does not answer", 5, lost=True)
+        hangs = failure.Cause(0, "a worker was lost: it does not answer", 5, lost=True)
         cause = ordered[0] if ordered else hangs
         return cause.exit_code, cause, told
 

@@ -24,7 +24,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
-from deeplightning.process import supervisor
+from deeplightning.process import failure, shared_folder, supervisor
 from deeplightning.runfolder import RunFolder
 from deeplightning.version import __version__
 
@@ -53,7 +53,7 @@ class Heard:
     code: int | None = None
     run: str | None = None
     newest: str | None = None
-    cause: supervisor.Cause | None = None
+    cause: failure.Cause | None = None
     told: bool = False
 
 
@@ -103,14 +103,14 @@ class Agent:
             order: what it is to do, for its standard input.
             environment: variables for it, beside those of this machine.
             folder: its working directory, made if it is not there.
-            meeting: the name of the folder that the processes of a machine share, see `process.supervisor`.
+            meeting: the name of the folder that the processes of a machine share, see `process.shared_folder`.
 
         Returns:
             Why it could not be started; None: it was.
         """
         kept = {n: v for n, v in os.environ.items() if not n.startswith(_OF_OTHERS) and n not in _PLACES}
         self._folder, self._rank = (
-            Path(tempfile.gettempdir()) / f"{supervisor.PREFIX}{meeting}",
+            Path(tempfile.gettempdir()) / f"{shared_folder.PREFIX}{meeting}",
             int(environment["RANK"]),
         )
         kept |= {**environment, supervisor.AGENT: str(os.getpid()), supervisor.FOLDER: str(self._folder)}
@@ -166,13 +166,13 @@ class Agent:
         assert self._child is not None
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._child.pid, signal.SIGKILL)  # what it has started and left behind
-        if code and supervisor.first_of(self._folder) is None:
-            supervisor.claim_in(self._folder, supervisor.end_of(self._rank, code))
+        if code and failure.first_of(self._folder) is None:
+            failure.claim_in(self._folder, failure.end_of(self._rank, code))
         run = self._run()
         kept = RunFolder(run).checkpoints() if run else []
         newest = next((str(path) for path in kept if zipfile.is_zipfile(path)), None)
         told = (self._folder / "told").exists()
-        return Heard(parts, code, run, newest, supervisor.first_of(self._folder), told)
+        return Heard(parts, code, run, newest, failure.first_of(self._folder), told)
 
     def leave(self) -> None:
         """Removes what the process and this have left."""

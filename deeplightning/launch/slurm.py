@@ -28,7 +28,7 @@ from deeplightning.engine.plan import local_size
 from deeplightning.faults import ConfigError, Fault, RunError, SetupError
 from deeplightning.launch.job import Job, Start
 from deeplightning.own_code import ROOTS, roots
-from deeplightning.process import supervisor
+from deeplightning.process import failure
 from deeplightning.process.decisions import DECIDED
 from deeplightning.process.identity import LAUNCH, slurm_step
 from deeplightning.runfolder import make_private, permissions_of
@@ -416,7 +416,7 @@ class _Following:
         where = f"its logs are in {self.folder}"
         if state == "FAILED" and int(code):
             _say(f"job {self.number} failed with exit code {code}; {where}")
-            killed = int(code) > 128 and int(code) not in supervisor.INTERRUPTED.values()
+            killed = int(code) > 128 and int(code) not in failure.INTERRUPTED.values()
             return 5 if killed else int(code)
         why = f" (signal {number})" if number not in ("", "0", "15") else ""
         raise RunError(f"job {self.number} ended as {state}{why}, after {found.get('RunTime', 'some time')}; {where}")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from deeplightning.faults import Fault, SetupError
 from deeplightning.private.lightning import set_launcher, share_threads, subprocess_launcher
-from deeplightning.process import supervisor
+from deeplightning.process import failure, supervisor
 from deeplightning.process.identity import place
 from deeplightning.process.rendezvous import meet
 from deeplightning.process.streams import Interrupted, Terminated
@@ -54,7 +54,7 @@ def all_ended() -> None:
         group.end_children()
         if (cause := group.dead_child()) is not None:
             group.claim(cause)
-            raise supervisor.RankError(group.first() or cause)
+            raise failure.RankError(group.first() or cause)
 
 
 def _launcher(
@@ -65,7 +65,7 @@ def _launcher(
     alike: Mapping[str, str],
 ) -> Any:
     def told(error: BaseException) -> BaseException:
-        if isinstance(error, supervisor.RankError) and error.exit_code in supervisor.INTERRUPTED.values():
+        if isinstance(error, failure.RankError) and error.exit_code in failure.INTERRUPTED.values():
             return Interrupted(error.cause.reason.removeprefix("interrupted by "), error.exit_code, at_once=True)
         return error
 

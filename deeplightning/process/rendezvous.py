@@ -21,7 +21,7 @@ from typing import Any
 
 from deeplightning.faults import SetupError
 from deeplightning.private.messages import Sentence, says
-from deeplightning.process import supervisor
+from deeplightning.process import ranks, supervisor
 from deeplightning.process.identity import place
 from deeplightning.words import first_line
 
@@ -314,7 +314,7 @@ def _heed(store: Any, member: Member) -> None:
 def _end(store: Any, member: Member, fault: str) -> None:
     """Rank 0 tells all who wait why nothing begins, and ends with it; its store stays until they have heard."""
     store.set(f"{KEY}/fault", fault)
-    until = time.monotonic() + supervisor.SOON
+    until = time.monotonic() + ranks.SOON
     waiting = sum(store.check([f"{KEY}/is/{number}"]) for number in range(1, member.of))
     while store.add(f"{KEY}/heard", 0) < waiting and time.monotonic() < until:
         time.sleep(STEP)

@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 from commands import LONGEST, environment
 
-from deeplightning.process import supervisor
-from deeplightning.process.supervisor import Cause, claim_in, first_of, meeting_place
+from deeplightning.process import shared_folder
+from deeplightning.process.failure import Cause, claim_in, first_of
+from deeplightning.process.shared_folder import meeting_place
 
 FAULTY = '''\
 """A user's own code."""
@@ -309,12 +310,12 @@ def test_a_fault_of_all_is_told_once_by_whoever_comes_late(jobs, tiny, here):
 
 def test_two_that_come_at_once_both_stay(monkeypatch, tmp_path):
     """The first clears the folder of a former launch, and not of the second, which comes in that moment."""
-    monkeypatch.setattr(supervisor.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(shared_folder.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setenv("MASTER_PORT", "29400")
-    found = supervisor._meet(0)
+    found = shared_folder.enter(0)
     (found / "0.pid").write_text("")  # it was killed
-    second = threading.Thread(target=supervisor._meet, args=(1,))
-    members = supervisor._members
+    second = threading.Thread(target=shared_folder.enter, args=(1,))
+    members = shared_folder.members
 
     def slowly(folder):
         there = members(folder)
@@ -323,8 +324,8 @@ def test_two_that_come_at_once_both_stay(monkeypatch, tmp_path):
             second.join(0.3)
         return there
 
-    monkeypatch.setattr(supervisor, "_members", slowly)
-    assert supervisor._meet(2) == found
+    monkeypatch.setattr(shared_folder, "members", slowly)
+    assert shared_folder.enter(2) == found
     second.join()
     assert {path.name for path in found.glob("*.pid")} == {"1.pid", "2.pid"}
 

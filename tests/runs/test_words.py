@@ -248,14 +248,14 @@ def test_a_lost_process_names_what_is_left(tmp_path):
     """The note of a killed process has the newest complete checkpoint and how to go on from it."""
     import zipfile
 
-    from deeplightning.process import supervisor
+    from deeplightning.process import failure
     from deeplightning.runfolder import RunFolder
 
     run = RunFolder(tmp_path)
-    assert supervisor.kept_of(supervisor.newest_of(run)) == "; there is no checkpoint yet"
+    assert failure.kept_of(failure.newest_of(run)) == "; there is no checkpoint yet"
     with zipfile.ZipFile(run.last, "w") as archive:
         archive.writestr("a", "b")
-    assert supervisor.kept_of(supervisor.newest_of(run)) == (
+    assert failure.kept_of(failure.newest_of(run)) == (
         f"; the last checkpoint is {run.last}, and train.resume_ckpt=auto resumes from it"
     )
 

@@ -6,7 +6,7 @@ import pytest
 
 from deeplightning.faults import SetupError
 from deeplightning.process.identity import doubt, own_rank, place, port_of
-from deeplightning.process.supervisor import meeting_place
+from deeplightning.process.shared_folder import meeting_place
 
 
 def numbers(of):

@@ -1,0 +1,147 @@
+"""The cause of a failed launch: the first thing that went wrong, in whichever process, and how it is shared."""
+
+import dataclasses
+import json
+import os
+import re
+import signal
+import tempfile
+import traceback
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+
+from deeplightning.faults import UserError
+from deeplightning.own_code import is_theirs, short
+from deeplightning.runfolder import RunFolder
+
+INTERRUPTED = {signal.SIGINT: 130, signal.SIGTERM: 143}
+
+# What gloo, nccl and torch's store say when another process is gone, or does not answer.
+_LOST = re.compile(r"gloo/|NCCL|c10d|TCPStore|Connection (closed|reset) by peer|Broken pipe|Socket Timeout|\bstore\b")
+
+
+@dataclasses.dataclass(frozen=True)
+class Cause:
+    """Why a launch ends: the first thing that went wrong, in whichever process.
+
+    Attributes:
+        rank: of the process.
+        reason: what happened there, with file and line of the code.
+        exit_code: of the whole launch.
+        lost: whether it lies in no code and no data: a process was killed, hangs, or is not to be reached. Started
+            again, the same may go well.
+    """
+
+    rank: int
+    reason: str
+    exit_code: int
+    lost: bool = False
+
+    @property
+    def whose(self) -> str:
+        """The process, for a note; a signal is nobody's fault."""
+        return "" if self.exit_code in INTERRUPTED.values() else f"rank {self.rank}"
+
+    def __str__(self) -> str:
+        return f"{self.whose}: {self.reason}".removeprefix(": ")
+
+
+class RankError(UserError):
+    """Another process failed, and this one with it."""
+
+    def __init__(self, cause: Cause):
+        super().__init__(str(cause))
+        self.cause, self.exit_code = cause, cause.exit_code
+
+
+def is_lost(error: BaseException) -> bool:
+    """Whether an error only says that another process is gone or does not answer."""
+    return isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
+
+
+def place_in(frames: Iterable[tuple[str, int]]) -> str | None:
+    """`file:line` of the innermost code that is neither a library's nor ours, else of the innermost at all."""
+    known = [(name, line) for name, line in frames if name != "<string>"]
+    theirs = [frame for frame in known if is_theirs(frame[0])] or known
+    return f"{short(theirs[-1][0])}:{theirs[-1][1]}" if theirs else None
+
+
+def place_of(error: BaseException) -> str | None:
+    """Where the code stands that raised an error."""
+    return place_in((frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__))
+
+
+def reason_of(error: BaseException) -> str:
+    """An error in a line: its notes where a user can mend it, else type, message and place."""
+    if getattr(error, "exit_code", None) is not None:
+        return str(error).replace("\n", "; ")
+    words = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+    return f"{words} ({found})" if (found := place_of(error)) else words
+
+
+def how_it_ended(code: int) -> str:
+    """What the exit code of a process that said nothing means."""
+    if code >= 0:
+        return f"the process ended with exit code {code} and said nothing"
+    number = -code
+    name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+    hint = {
+        int(signal.SIGKILL): "; where nobody did that by hand, the memory was short: the system log says so",
+        int(signal.SIGBUS): "; shared memory (/dev/shm) may be too small for the loader's workers",
+    }.get(number, "")
+    return f"a worker was lost: the process was killed by {name}{hint}"
+
+
+def newest_of(run: RunFolder | None) -> Path | None:
+    """The newest checkpoint of a run that is whole."""
+    return next((path for path in run.checkpoints() if zipfile.is_zipfile(path)), None) if run is not None else None
+
+
+def kept_of(newest: Path | None) -> str:
+    """The checkpoint from which a run that lost a process resumes, as the end of a note."""
+    if newest is None:
+        return "; there is no checkpoint yet"
+    return f"; the last checkpoint is {newest}, and train.resume_ckpt=auto resumes from it"
+
+
+def end_of(rank: int, code: int) -> Cause:
+    """What the exit code of a process says that said nothing itself; negative, as of `subprocess`, where a signal has
+    killed it."""
+    if code < 0 and -code in INTERRUPTED:
+        number = signal.Signals(-code)
+        return Cause(rank, f"interrupted by {number.name}", INTERRUPTED[number])
+    return Cause(rank, how_it_ended(code), code if 0 < code <= 5 else 5, lost=code < 0)
+
+
+def first_of(folder: Path) -> Cause | None:
+    """The first cause of the processes that share a folder, if anything went wrong."""
+    try:
+        return Cause(**json.loads((folder / "first").read_text()))
+    except (OSError, ValueError):
+        return None
+
+
+def claim_in(folder: Path, cause: Cause, by: int | None = None) -> bool:
+    """Makes this the first cause, unless there is one; what a process has claimed before, it may say better.
+
+    Args:
+        by: the rank of the process that claims it; None: whoever has started them.
+    """
+    try:
+        # A file of its own for each word: whoever reads, reads a whole one, also while it is said better.
+        with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".words", delete=False) as file:
+            file.write(json.dumps(dataclasses.asdict(cause)))
+        beside = Path(file.name)
+        try:
+            os.link(beside, folder / "first")
+        except FileExistsError:
+            if (first := first_of(folder)) is None or first.rank == by:
+                beside.replace(folder / "first")  # the same, better known
+                return True
+            return False
+        finally:
+            beside.unlink(missing_ok=True)
+    except OSError:  # the folder is gone, and the others with it
+        pass
+    return True
