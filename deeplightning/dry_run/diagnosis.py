@@ -1,0 +1,193 @@
+"""An exception becomes faults of the config: whose code it comes from, by the objects on its stack."""
+
+from __future__ import annotations
+
+import re
+import sys
+import traceback
+from collections.abc import Mapping
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from pytorch_lightning.utilities.exceptions import MisconfigurationException
+from torch import nn
+from torchmetrics import Metric
+
+from deeplightning import own_code
+from deeplightning.config.schema import Target
+from deeplightning.config.target import find, needs
+from deeplightning.dry_run.attempt import Attempt
+from deeplightning.faults import Fault, UserError
+from deeplightning.private.messages import Sentence, says
+from deeplightning.words import first_line
+
+
+def faults_of(attempt: Attempt, error: BaseException, building: Target | None = None) -> list[Fault]:
+    """The faults that an exception stands for; `building`: while this target was built."""
+    if isinstance(error, UserError):
+        return error.faults
+    if hasattr(error, "exit_code"):
+        key, message = _leading_key(str(error))
+        known = getattr(error, "key", None) or key
+        where = known or (building.name if building else "model.module")
+        return [Fault(message, where, exit_code=getattr(error, "exit_code", 2))]
+    if isinstance(error, MisconfigurationException):
+        return [_misconfigured(attempt, error, building)]
+    lacks = needs(error)
+    reason = lacks or f"{error_in_words(error)}{own_code.line_of(error)}"
+    code = 3 if lacks else 2
+    if isinstance(error, KeyError) and isinstance(attempt.batch, Mapping) and error.args[0] not in attempt.batch:
+        reason += f"; a batch has {', '.join(map(str, attempt.batch))}"
+    if building is not None:  # a slip of ours, or what `build` did not translate
+        return [Fault(f"{building.type} cannot be built: {reason}", building.name, exit_code=code)]
+    owner, taken = _owner(attempt, error)
+    if code == 2 and own_code.lines_of(error) and (owner is None or _is_own(owner)):
+        code = 1  # a training ends with its traceback
+    if owner is None:
+        if says(error, Sentence.NO_GRADIENT):
+            return [Fault(UNCONNECTED, "model.loss" if attempt.cfg.model.loss else "model.module")]
+        message = f"{attempt.cfg.model.module.type} fails {attempt.stage}: {reason}"
+        fault = Fault(message, "model.module", exit_code=code)
+        if attempt.batch is None:  # it may need what the data module says when it has its data
+            attempt.untried.append(fault)
+            return []
+        return [fault]
+    key = str(owner.name)
+    if key == "data.module" and "augment" in owner.params and taken == "augment":
+        key, taken = "data.module.params.augment", ""
+    given = f" given {taken}" if taken else ""
+    message = f"{owner.type}{given} fails {attempt.stage}: {reason}.{_advice(key, taken)}"
+    return [Fault(message, key, exit_code=code)]
+
+
+def _misconfigured(attempt: Attempt, error: BaseException, building: Target | None) -> Fault:
+    """What Lightning says of a config, in the config's words where it says it in its own."""
+    words, scheduler = " ".join(str(error).split()), attempt.cfg.model.scheduler
+    if "ReduceLROnPlateau" in words:
+        if isinstance(scheduler, Target) and "ReduceLROnPlateau" in scheduler.type:
+            message = "ReduceLROnPlateau needs a metric to follow, for example val_loss"
+            return Fault(message, f"{scheduler.name}.call.monitor")
+        wanted = '{"scheduler": …, "monitor": "val_loss"}'
+        message = f"{attempt.cfg.model.module.type}.configure_optimizers gives a ReduceLROnPlateau no metric to follow;"
+        return Fault(f"{message} as `lr_scheduler` return {wanted}", "model.module")
+    if building is None and attempt.trainer is None and attempt.callbacks:
+        return Fault(f"Lightning refuses them: {words}", "train.callbacks")
+    owner = building or _owner(attempt, error)[0]
+    return Fault(f"{owner.type}: {words}" if owner else words, str(owner.name) if owner else "model.module")
+
+
+def _owner(attempt: Attempt, error: BaseException) -> tuple[Target | None, str]:
+    """Whose code an exception comes from: the innermost part of the config on the stack, and what it was given."""
+    within = False  # inside of Lightning, which an optimizer's step calls for the loss
+    for frame, _ in reversed(list(traceback.walk_tb(error.__traceback__))):
+        value, code = frame.f_locals.get("self"), frame.f_code
+        within = within or "pytorch_lightning" in code.co_filename
+        if code.co_name == "__getattr__":  # of a module, for whoever asked it for what it has not
+            continue
+        if value is not None and value is attempt.task:
+            break
+        if within and isinstance(value, torch.optim.Optimizer):
+            continue
+        owner = _part(attempt, value)
+        if owner is not None:
+            if owner is attempt.cfg.data.module:
+                return owner, "augment" if code.co_name == "on_after_batch_transfer" else ""
+            given = {name: frame.f_locals.get(name) for name in code.co_varnames[1 : code.co_argcount]}
+            tensors = [f"{name} {tensor_in_words(v)}" for name, v in given.items() if isinstance(v, torch.Tensor)]
+            return owner, ", ".join(tensors)
+    return None, ""
+
+
+def _part(attempt: Attempt, value: Any) -> Target | None:
+    """The target that an object was made from."""
+    model = attempt.cfg.model
+    if value is not None and value is attempt.data:
+        return attempt.cfg.data.module
+    if isinstance(value, pl.Callback):
+        return next((target for target, callback in attempt.callbacks if callback is value), None)
+    if isinstance(value, torch.optim.Optimizer):
+        return _of_class(value, model.optimizer)
+    if isinstance(value, torch.optim.lr_scheduler.LRScheduler):
+        return _of_class(value, model.scheduler)
+    if isinstance(value, nn.Module) and isinstance(attempt.task, nn.Module):
+        path = next((name for name, module in attempt.task.named_modules() if module is value), None)
+        return target_at(attempt, path) if path else None
+    return None
+
+
+def target_at(attempt: Attempt, path: str) -> Target | None:
+    """The target that the module at a path inside the task belongs to."""
+    model, names = attempt.cfg.model, path.split(".")
+    for depth in range(1, len(names) + 1):
+        module, name = attempt.task.get_submodule(".".join(names[:depth])), names[depth - 1]
+        sections: tuple[Any, ...] = (model.metrics,) if isinstance(module, Metric) else (model.network, model.loss)
+        for section in sections:
+            found = [t for t in targets_of(section) if _is_of(module, t)]
+            named = [t for t in found if str(t.name).endswith(f".{name}")]
+            if found:
+                return (named or found)[0]
+    for name in names:  # what a function made has no class to know it by
+        for section, words in ((model.network, ("network", "net", "model")), (model.loss, ("loss", "losses"))):
+            if isinstance(section, dict) and name in section:
+                return section[name]
+            if isinstance(section, Target) and name in words:
+                return section
+    return None
+
+
+UNCONNECTED = "the loss depends on no parameter that learns, so no gradient reaches the network; is it detached?"
+
+
+def targets_of(section: Any) -> list[Any]:
+    """The targets of a section that holds one, several by name, or none."""
+    return [] if section is None else list(section.values()) if isinstance(section, dict) else [section]
+
+
+def _is_of(value: Any, target: Target) -> bool:
+    """Whether an object is an instance of the class that a target names."""
+    try:
+        found = find(target.type)
+    except ValueError:
+        return False
+    return isinstance(found, type) and isinstance(value, found)
+
+
+def _is_own(target: Target) -> bool:
+    """Whether the class or function that a target names is the user's own."""
+    module = sys.modules.get(find(target.type).__module__)
+    return own_code.is_theirs(getattr(module, "__file__", None) or "<")
+
+
+def _of_class(value: Any, section: Any) -> Target | None:
+    targets = targets_of(section)
+    return next((t for t in targets if _is_of(value, t)), targets[0] if targets else None)
+
+
+def _leading_key(message: str) -> tuple[str | None, str]:
+    """A message that begins with the config key it is about, divided."""
+    match = re.match(r"((?:data|model|train|engine)\.[\w.]*\w):? (.*)", message, re.DOTALL)
+    return (match[1], match[2]) if match else (None, message)
+
+
+def error_in_words(error: BaseException) -> str:
+    name, line = type(error).__name__, first_line(error)
+    return name if line == name else f"{name}: {line.rstrip('.')}"
+
+
+def tensor_in_words(value: torch.Tensor) -> str:
+    return f"{str(value.dtype).removeprefix('torch.')} {tuple(value.shape)}"
+
+
+def _advice(key: str, taken: str) -> str:
+    """The next step, where the shapes tell one."""
+    floats, labels = re.search(r"float\d+ \(\d+, (\d+)\)", taken), re.search(r"int64 \(\d+,\)", taken)
+    if not (floats and labels):
+        return ""
+    if key.startswith("model.loss"):
+        return " Labels of classes go with torch.nn.CrossEntropyLoss"
+    if key.startswith("model.metrics"):
+        return (
+            f" For labels of classes take one of torchmetrics.classification.Multiclass…, with num_classes: {floats[1]}"
+        )
+    return ""

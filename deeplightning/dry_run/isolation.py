@@ -1,0 +1,100 @@
+"""Keeps a trial from the machine: one CPU process, no network, no messages, no files that stay."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import logging
+import socket
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from pytorch_lightning.loggers.logger import DummyLogger
+
+from deeplightning.config.schema import Config
+
+
+class _Offline(OSError):
+    """Something wanted the network."""
+
+
+OF_WORKERS = ("prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout")
+"""Settings of a loader's processes, of which a dry run has none."""
+
+
+def on_one_cpu(cfg: Config) -> Config:
+    """A copy of a config that runs in this process, on the CPU."""
+    mine = copy.deepcopy(cfg)
+    engine = mine.engine
+    if engine.gpus is not None:  # half precision on CPU is bf16, see `deeplightning.engine.plan.settle`
+        words = {16: "bf16-mixed", "16-mixed": "bf16-mixed", "16-true": "bf16-true"}
+        engine.precision = words.get(engine.precision, engine.precision)  # type: ignore[arg-type, assignment]
+    engine.gpus, engine.backend, engine.params, engine.profiler = None, None, {}, None
+    engine.processes = engine.num_nodes = 1
+    engine.compile = engine.sync_batchnorm = engine.deterministic = engine.keep_memory = False
+    engine.threads = None
+    mine.data.num_workers = 0
+    for name in OF_WORKERS:
+        mine.data.loader.pop(name, None)
+    mine.model.init_from = mine.train.resume_ckpt = None
+    return mine
+
+
+class Nowhere(DummyLogger):
+    """Takes everything and keeps nothing; files that a callback puts beside a run's go to a folder that is removed."""
+
+    def __init__(self, folder: Path):
+        super().__init__()
+        self.artifact_folder = folder
+
+    @property
+    def save_dir(self) -> str:
+        return str(self.artifact_folder)
+
+    @property
+    def log_dir(self) -> str:
+        return str(self.artifact_folder)
+
+
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """Nothing but the result is said: no news of Lightning's, no warnings; what others print goes to stderr."""
+    loggers = [logging.getLogger(name) for name in ("pytorch_lightning", "lightning_fabric", "deeplightning")]
+    levels = [logger.level for logger in loggers]
+    with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):
+        warnings.simplefilter("ignore")
+        # torch only warns where it spreads labels (B,) against answers (B, 1) to (B, B): a loss of something else.
+        warnings.filterwarnings("error", message="Using a target size")
+        for logger in loggers:
+            logger.setLevel(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            for logger, level in zip(loggers, levels, strict=True):
+                logger.setLevel(level)
+
+
+@contextlib.contextmanager
+def offline() -> Iterator[None]:
+    """Whoever asks for a host gets an `_Offline`."""
+    known = socket.getaddrinfo
+
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise _Offline("a dry run uses no network")
+
+    socket.getaddrinfo = refuse
+    try:
+        yield
+    finally:
+        socket.getaddrinfo = known
+
+
+def wants_network(error: BaseException | None) -> bool:
+    while error is not None:
+        if isinstance(error, _Offline) or isinstance(getattr(error, "reason", None), _Offline):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

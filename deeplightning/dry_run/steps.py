@@ -1,0 +1,234 @@
+"""Builds what a config describes, and takes one made-up batch through its steps."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytorch_lightning as pl
+from lightning_fabric.plugins.environments import LightningEnvironment
+from pytorch_lightning.callbacks import Checkpoint, EarlyStopping
+from pytorch_lightning.utilities.model_helpers import is_overridden
+from torch.utils.data import DataLoader
+
+from deeplightning import own_code
+from deeplightning.callbacks.recompute import Recompute
+from deeplightning.callbacks.steps import LogSteps, Seeds
+from deeplightning.config.target import build, needs
+from deeplightning.dry_run.attempt import Attempt
+from deeplightning.dry_run.diagnosis import error_in_words, faults_of, targets_of
+from deeplightning.dry_run.isolation import Nowhere, wants_network
+from deeplightning.dry_run.observer import Observer, check_numbers
+from deeplightning.engine.plan import trainer_arguments
+from deeplightning.faults import Fault, nearest
+from deeplightning.run.assemble import init_module
+
+SAMPLES = 5
+"""Of the made-up batch: enough for batch norm, few enough for a large network; odd, so that shapes are rarely equal by
+chance."""
+
+
+STEPS = 1000  # the length of a training whose data are not looked at
+
+# Hooks that Lightning has given up, and what stands for them today.
+_RETIRED = {
+    "training_epoch_end": "on_train_epoch_end(self)",
+    "validation_epoch_end": "on_validation_epoch_end(self)",
+    "test_epoch_end": "on_test_epoch_end(self)",
+    "predict_epoch_end": "on_predict_epoch_end(self)",
+    "training_step_end": "training_step(self, batch, batch_idx)",
+    "validation_step_end": "validation_step(self, batch, batch_idx)",
+    "test_step_end": "test_step(self, batch, batch_idx)",
+    "on_epoch_start": "on_train_epoch_start(self)",
+    "on_epoch_end": "on_train_epoch_end(self)",
+    "on_batch_start": "on_train_batch_start(self, batch, batch_idx)",
+    "on_batch_end": "on_train_batch_end(self, outputs, batch, batch_idx)",
+    "on_pretrain_routine_start": "on_fit_start(self)",
+    "on_pretrain_routine_end": "on_fit_start(self)",
+    "configure_sharded_model": "configure_model(self)",
+}
+
+
+def take_steps(attempt: Attempt) -> None:
+    """Goes through the stages of a config, and notes in `attempt` what is wrong.
+
+    Raises:
+        Exception: whatever a part raises; `faults_of` makes faults of it.
+    """
+    attempt.batch = _example(attempt)
+    try:
+        task = attempt.task = init_module(attempt.cfg, "model")
+    except Exception as error:
+        if wants_network(error):
+            raise
+        attempt.faults += faults_of(attempt, error, attempt.cfg.model.module)
+        return
+    _inspect(attempt, task)
+    if attempt.faults:
+        return
+    for target in attempt.cfg.train.callbacks:
+        try:
+            attempt.callbacks.append((target, build(target)))
+        except Exception as error:
+            attempt.faults += faults_of(attempt, error, target)
+    if attempt.faults:
+        return
+    look = Observer(attempt)
+    stages, epochs = attempt.cfg.stages, attempt.cfg.train.num_epochs
+    trainer = attempt.trainer = _make_trainer(attempt, look)
+    source: dict[str, Any] = {"datamodule": attempt.data}
+    if attempt.data is None:
+        source = {"train_dataloaders": _loader(None)}
+    if "train" in stages and epochs != 0:
+        trainer.fit(task, **source)
+        attempt.logged["epoch"] = set(trainer.callback_metrics)
+        _judge(attempt, look)
+    if attempt.batch is None:
+        return
+    for stage in ("validate", "test", "predict"):
+        if stage in stages or (stage == "validate" and "train" in stages and epochs == 0):
+            attempt.stage = {"validate": "in the validation step"}.get(stage, f"in the {stage} step")
+            getattr(trainer, stage)(task, datamodule=attempt.data, **({} if stage == "predict" else {"verbose": False}))
+            check_numbers(attempt)
+
+
+def _example(attempt: Attempt) -> Any:
+    """A batch of the data module, which from here on gives that and nothing else; None where there is none."""
+    target = attempt.cfg.data.module
+    try:
+        data = init_module(attempt.cfg, "data")
+    except Exception as error:
+        attempt.faults += faults_of(attempt, error, target)
+        attempt.untried.append(Fault("without data no step was tried", "data.module"))
+        return None
+    try:
+        make = getattr(data, "example_batch", None)
+        batch = make(SAMPLES) if make is not None else None
+    except Exception as error:
+        lacks = needs(error)
+        reason = f"{target.type}.example_batch {lacks or f'fails: {error_in_words(error)}{own_code.line_of(error)}'}"
+        code = 3 if lacks else getattr(error, "exit_code", 2)
+        attempt.faults.append(Fault(reason, "data.module", exit_code=code))
+        batch = None
+    attempt.data = data
+    if attempt.faults:
+        attempt.untried.append(Fault("without an example no step was tried", "data.module"))
+    elif batch is None:
+        message = f"{target.type} offers no example_batch(size), so no step was tried"
+        attempt.untried.append(Fault(message, "data.module"))
+    elif getattr(data, "image_spec", None) is not None and not getattr(data, "class_names", None):
+        message = "its classes are not known yet; whether the network has an output for each was not tried"
+        attempt.untried.append(Fault(message, "data.module"))
+    loader = _loader(batch)
+    for hook in ("prepare_data", "setup", "teardown"):
+        setattr(data, hook, lambda *_, **__: None)
+    for hook in ("train", "val", "test", "predict"):
+        setattr(data, f"{hook}_dataloader", lambda: loader)
+    return batch
+
+
+def _inspect(attempt: Attempt, task: Any) -> None:
+    """What a task lacks, and what of it Lightning has given up."""
+    cls, stages, train = type(task), attempt.cfg.stages, attempt.cfg.train
+    needed = {}
+    if "train" in stages and train.num_epochs != 0:
+        needed = {"training_step": "(self, batch, batch_idx), which returns the loss"}
+        needed["configure_optimizers"] = "(self), which returns the optimizer"
+    judged = train.limit_batches is None or train.limit_batches.val != 0
+    if ("train" in stages and judged) or "validate" in stages:
+        needed["validation_step"] = "(self, batch, batch_idx), which logs what is judged by, such as val_loss"
+    if "test" in stages:
+        needed["test_step"] = "(self, batch, batch_idx), which logs what is judged by, such as test_loss"
+    name = attempt.cfg.model.module.type
+    for method, words in needed.items():
+        if not is_overridden(method, task):
+            near = nearest(method, [n for n in vars(cls) if not n.startswith("__")])
+            attempt.fault(f"{name} lacks {method}{words}.{near}", "model.module")
+    for old, new in _RETIRED.items():
+        if callable(getattr(cls, old, None)) and not hasattr(pl.LightningModule, old):
+            attempt.fault(
+                f"{name} has {old}, which Lightning calls no more (since 2.0); today it is {new}", "model.module"
+            )
+    if "optimizer_idx" in inspect.signature(task.training_step).parameters:
+        attempt.fault(
+            f"{name}: Lightning gives training_step no optimizer_idx any more (since 2.0); set "
+            "`self.automatic_optimization = False` and step `self.optimizers()` in training_step",
+            "model.module",
+        )
+    if not task.automatic_optimization:
+        if train.gradient_clip is not None:
+            message = (
+                f"{name} steps its optimizers itself, so Lightning cannot clip; call `self.clip_gradients` in its "
+                "training_step and set this to null"
+            )
+            attempt.fault(message, "train.gradient_clip")
+        if train.accumulator_factor > 1:
+            message = f"{name} steps its optimizers itself, so Lightning cannot accumulate; set this to 1"
+            attempt.fault(message, "train.accumulator_factor")
+
+
+def _make_trainer(attempt: Attempt, look: Observer) -> pl.Trainer:
+    train, clip = attempt.cfg.train, attempt.cfg.train.gradient_clip
+    assert attempt.cfg.seed is not None, "load_config draws one"
+    kept: list[pl.Callback] = [Seeds(attempt.cfg.seed), LogSteps(1)]
+    if attempt.cfg.engine.activation_checkpointing:
+        kept.append(Recompute(attempt.cfg.engine.activation_checkpointing))
+    for _, callback in attempt.callbacks:
+        if not isinstance(callback, Checkpoint | EarlyStopping):  # they write, and end what misses a name
+            kept.append(callback)
+    trainer = _Trainer(
+        **trainer_arguments(attempt.cfg),
+        max_epochs=-1 if train.num_epochs is None else train.num_epochs,
+        max_steps=-1 if train.max_steps is None else train.max_steps,
+        accumulate_grad_batches=train.accumulator_factor,
+        gradient_clip_val=clip.value if clip else None,
+        gradient_clip_algorithm=clip.algorithm if clip else None,
+        limit_val_batches=0 if train.limit_batches and train.limit_batches.val == 0 else 1.0,
+        callbacks=[*kept, look],
+        plugins=[LightningEnvironment()],  # also under Slurm and torchrun there is this process only
+        logger=Nowhere(attempt.folder),
+        default_root_dir=attempt.folder,
+        log_every_n_steps=1,
+        num_sanity_val_steps=0,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    # How long an epoch is, only the data know: a schedule of a fixed length is taken to fit.
+    lengths = [target.params.get("total_steps") for target in targets_of(attempt.cfg.model.scheduler)]
+    trainer.length = min([STEPS, *(n for n in lengths if isinstance(n, int)), train.max_steps or STEPS])
+    return trainer
+
+
+def _judge(attempt: Attempt, look: Observer) -> None:
+    """What a training that came to its end says."""
+    check_numbers(attempt)
+    if attempt.batch is None or attempt.faults:
+        return
+    name, task = attempt.cfg.model.module.type, attempt.task
+    if not look.learned and task.automatic_optimization:
+        attempt.fault(f"{name}.training_step returned no loss, so there was no optimizer step", "model.module")
+    params = attempt.asked.engine.params
+    waits = attempt.asked.engine.backend == "ddp" and not (
+        params.get("find_unused_parameters") or params.get("static_graph")
+    )
+    if waits and look.unused and task.automatic_optimization:
+        names = ", ".join(look.unused[:3]) + (f" and {len(look.unused) - 3} more" if len(look.unused) > 3 else "")
+        message = f"{names} got no gradient, and ddp waits for one of each parameter; set this to true"
+        attempt.fault(message, "engine.params.find_unused_parameters")
+
+
+class _Trainer(pl.Trainer):
+    """A Trainer of one batch an epoch that gives schedules a usual length."""
+
+    length = STEPS
+
+    @property
+    def estimated_stepping_batches(self) -> int:
+        return self.length
+
+
+def _loader(batch: Any) -> DataLoader:
+    """Gives one batch, or none."""
+    batches: Any = [] if batch is None else [batch]
+    return DataLoader(batches, batch_size=None)
