@@ -81,7 +81,7 @@ class Running:
             if time.monotonic() > end:
                 told = "\n".join(f"{rank._read('out')}\n{rank._read('err')}" for rank in self.ranks)
                 self._kill()
-                raise AssertionError(f"waited in vain for {what}:\n{told}")
+                raise AssertionError(f"timed out after {what}:\n{told}")
             time.sleep(PAUSE)
         return found
 

@@ -83,7 +83,7 @@ def reason_of(error: BaseException) -> str:
 def how_it_ended(code: int) -> str:
     """What the exit code of a process that said nothing means."""
     if code >= 0:
-        return f"the process ended with exit code {code} and said nothing"
+        return f"the process ended with exit code {code} without a message"
     number = -code
     name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
     hint = {

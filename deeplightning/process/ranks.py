@@ -173,7 +173,7 @@ class Ranks:
         return first
 
     def dead_child(self) -> Cause | None:
-        """Which of the processes that were started here has failed and said nothing."""
+        """Which of the processes that were started here has failed without a message."""
         for number, child in enumerate(self.children, start=self.rank + 1):
             if child.poll():
                 return Cause(number, how_it_ended(child.returncode), 5, lost=child.returncode < 0)
@@ -186,7 +186,7 @@ class Ranks:
             reason = f"a worker was lost: the connection to another process is gone ({line})"
             cause = self._wait_for_first() or Cause(self.rank, reason, 5, lost=True)
             return cause if self.claim(cause) else self.first() or cause
-        waited = f"waited in vain for {int(limit[1]) / 1000:g} s, as long as engine.params.timeout allows"
+        waited = f"timed out after {int(limit[1]) / 1000:g} s (engine.params.timeout)"
         # At once: it closes connections to processes that also wait.
         if not self.claim(Cause(self.rank, waited, 5, lost=True)):
             return self.first() or Cause(self.rank, waited, 5, lost=True)

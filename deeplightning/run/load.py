@@ -154,4 +154,4 @@ def use_code(folder: RunFolder, allow: Sequence[str] = ()) -> None:
     add_import_roots(*unpack(code, into, lambda content: restored(content, {n: value for value, n in secrets.items()})))
     log.warning("the run's own code is used, from %s: %s", folder.code, names or "none")
     for where in code.concealed:
-        log.warning("at %s a secret was left out of the kept code; *** stands there", where)
+        log.warning("at %s a secret was left out of the kept code; *** replaces it", where)

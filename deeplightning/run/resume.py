@@ -142,7 +142,7 @@ def _text(path: Path) -> str:
 
 
 def _from(path: Path, checkpoint: Mapping[str, Any], cfg: Config) -> Resumption:
-    """Training goes on from a checkpoint: in its run where that is possible.
+    """Training resumes from a checkpoint: in its run where that is possible.
 
     Raises:
         CheckpointError: the checkpoint is of another optimizer, whose state says nothing to the config's; or what it
@@ -179,7 +179,7 @@ def _from(path: Path, checkpoint: Mapping[str, Any], cfg: Config) -> Resumption:
     why = why or _refusal(cfg, str(run_id), path.parent)
     if why is None and (hold := folder.hold()) is None:
         why = f"a process is at work on the run {run_id}"
-    notes = [f"resumes    {path} ({position})", f"run        {f'its own: {why}' if why else f'{run_id} goes on'}"]
+    notes = [f"resumes    {path} ({position})", f"run        {f'its own: {why}' if why else f'{run_id} continues'}"]
     inexact = _inexact(checkpoint, cfg)
     if why:
         if over:
@@ -258,7 +258,7 @@ def _refusal(cfg: Config, run_id: str, folder: Path) -> str | None:
 
 
 def _is_same(cfg: Config, folder: RunFolder) -> bool:
-    """Whether a run was started with the same config, but for what it goes on from and its stages."""
+    """Whether a run was started with the same config, but for what it resumes from and its stages."""
     theirs, ours = as_written(read(folder.config).root), cfg.public()
     if theirs["train"]["resume_ckpt"] is not None:
         return False
@@ -267,7 +267,7 @@ def _is_same(cfg: Config, folder: RunFolder) -> bool:
 
 
 def _inexact(checkpoint: Mapping[str, Any], cfg: Config) -> str:
-    """Why a run that goes on from a checkpoint will not end bit for bit like an uninterrupted one; "": it will."""
+    """Why a run that resumes from a checkpoint will not end bit for bit like an uninterrupted one; "": it will."""
     from deeplightning.callbacks.record import engine_of, versions
 
     reasons = []
@@ -310,10 +310,10 @@ def _learning(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def agreement(cfg: Config, goes_on: Resumption | None) -> dict[str, str]:
     """What of a run must be the same on all of its machines, by key: what decides over each step, the engine, and the
-    checkpoint that training goes on from."""
+    checkpoint that training resumes from."""
     from deeplightning.callbacks.record import engine_of
 
     settings = dict(_learning(cfg.public())) | {f"engine.{name}": value for name, value in engine_of(cfg).items()}
-    settings |= {"stages": cfg.stages, "the checkpoint to go on from": goes_on and goes_on.named}
+    settings |= {"stages": cfg.stages, "the checkpoint to resume from": goes_on and goes_on.named}
     del settings["engine.processes"]  # those of one machine are compared
     return {key: str(value) for key, value in settings.items()}

@@ -148,7 +148,7 @@ def epochs(folder):
 def until(happened, what):
     end = time.monotonic() + commands.LONGEST
     while not (found := happened()):
-        assert time.monotonic() < end, f"waited in vain for {what}"
+        assert time.monotonic() < end, f"timed out after {what}"
         time.sleep(0.05)
     return found
 

@@ -68,7 +68,7 @@ def test_a_run_resumed_at_an_epochs_edge_ends_bit_for_bit_like_an_uninterrupted_
     half = train(*RANDOM, "train.num_epochs=2")
     resumed = train(*RANDOM, f"train.resume_ckpt='{half.folder}'")
     assert resumed.folder == half.folder
-    assert f"run        {half.folder.parent.name} goes on" in resumed.out
+    assert f"run        {half.folder.parent.name} continues" in resumed.out
     assert "will not end bit for bit" not in resumed.err
     assert_ends_like(resumed, whole, tracked)
     config, former = (yaml.safe_load((half.folder / name).read_text()) for name in ("cfg.yaml", "cfg.1.yaml"))

@@ -196,7 +196,7 @@ LONG = 4 * LONGEST  # seconds; processes that Slurm starts import all they need,
 def wait_for(happened, what, longest=LONG):
     until = time.monotonic() + longest
     while not (found := happened()):
-        assert time.monotonic() < until, f"waited in vain for {what}"
+        assert time.monotonic() < until, f"timed out after {what}"
         time.sleep(0.05)
     return found
 
