@@ -7,7 +7,7 @@ import secrets
 from dataclasses import replace
 from pathlib import Path
 
-from deeplightning.checks import sections
+from deeplightning.checks import check
 from deeplightning.checks.conflicts import conflicts
 from deeplightning.checks.hints import hints
 from deeplightning.checks.report import Report
@@ -27,7 +27,7 @@ def examine(
         importing: import what the config names, which decides what its source cannot.
         beside: let names come from the config's folder too.
     """
-    report = sections.examine(path, overrides, importing=importing, beside=beside)
+    report = check.examine(path, overrides, importing=importing, beside=beside)
     cfg = report.config
     if cfg is None or None in (cfg.engine, cfg.data, cfg.model, cfg.train, cfg.logger):
         return report  # a section is no mapping: there is nothing to settle

@@ -8,9 +8,9 @@ from dataclasses import MISSING, Field, is_dataclass
 from typing import Any
 
 from deeplightning.checks import strategy
+from deeplightning.checks.allowed import describe
 from deeplightning.checks.compare import Meanings
 from deeplightning.checks.report import Report
-from deeplightning.checks.sections import describe
 from deeplightning.config import schema
 from deeplightning.config.schema import Config
 from deeplightning.config.tree import Entry, KeyPath, kind, line

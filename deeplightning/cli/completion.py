@@ -212,7 +212,7 @@ def _as_written(word: Any) -> str:
 
 def _spot(ctx: click.Context, way: list[str]) -> _Spot | None:
     """The place that a dotted key leads to, in the config that stands before it on the command line."""
-    from deeplightning.checks.sections import GIVEN
+    from deeplightning.checks.targets import GIVEN
     from deeplightning.config import schema
 
     spot: _Spot | None = _Spot((schema.Config,), _values(ctx))

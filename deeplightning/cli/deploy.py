@@ -12,8 +12,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from deeplightning.checks.check import section
 from deeplightning.checks.conflicts import server_conflicts
-from deeplightning.checks.sections import section
 from deeplightning.checks.trust import ENVIRONMENT, admit, entry, is_own, variables
 from deeplightning.config.schema import Serve, keys
 from deeplightning.config.source import Source, read

@@ -21,8 +21,8 @@ from optuna.distributions import BaseDistribution, CategoricalDistribution, Floa
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from deeplightning.checks.sections import is_grid
 from deeplightning.checks.space import Dimension, size
+from deeplightning.checks.targets import is_grid
 from deeplightning.config.schema import Target, Tune
 from deeplightning.config.target import build
 from deeplightning.config.tree import line

@@ -23,7 +23,7 @@ import torch
 from PIL import Image
 
 from deeplightning.callbacks import steps
-from deeplightning.checks.sections import load
+from deeplightning.checks.check import load
 from deeplightning.config.target import find
 from deeplightning.data.samplers import BatchIndices
 from deeplightning.data.splits import deal

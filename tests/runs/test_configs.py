@@ -17,7 +17,7 @@ from conftest import digest
 from PIL import Image
 from sklearn.datasets import load_digits
 
-from deeplightning.checks.sections import load
+from deeplightning.checks.check import load
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIGS = sorted([*ROOT.glob("configs/*.yaml"), *ROOT.glob("examples/**/*.yaml")])

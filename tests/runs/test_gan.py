@@ -11,8 +11,8 @@ import torch
 from conftest import digest, weights
 from PIL import Image
 
+from deeplightning.checks.check import examine
 from deeplightning.checks.examine import load_config
-from deeplightning.checks.sections import examine
 from deeplightning.run.assemble import init_module
 from deeplightning.task.gan import InceptionScore
 

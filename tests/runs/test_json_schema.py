@@ -11,9 +11,9 @@ import pytest
 from click.testing import CliRunner
 from jsonschema import Draft7Validator, Draft202012Validator
 
+from deeplightning.checks.check import load
 from deeplightning.checks.json_schema import json_schema
 from deeplightning.checks.reference import default, options, sections
-from deeplightning.checks.sections import load
 from deeplightning.cli import cli
 from deeplightning.config import schema
 from deeplightning.config.tree import dump, parse, plain

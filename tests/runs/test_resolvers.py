@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from test_config import SMALL
 
-from deeplightning.checks.sections import examine
+from deeplightning.checks.check import examine
 from deeplightning.config.tree import dump
 
 OWN = """

@@ -1,4 +1,4 @@
-"""All that is wrong with a config is told at once, each fault with its place: `deeplightning.checks.sections`."""
+"""All that is wrong with a config is told at once, each fault with its place: `deeplightning.checks.check`."""
 
 import json
 import subprocess
@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from deeplightning.checks import strategy
+from deeplightning.checks.check import load
 from deeplightning.checks.examine import examine
-from deeplightning.checks.sections import load
 
 GOOD = """\
 data:

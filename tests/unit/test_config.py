@@ -13,7 +13,7 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from deeplightning.checks.sections import load
+from deeplightning.checks.check import load
 from deeplightning.config import schema
 from deeplightning.config.source import read
 from deeplightning.config.tree import dump, plain

@@ -1,0 +1,98 @@
+"""What a key of the schema takes, in words, and what a value that does not fit may mean."""
+
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import MISSING, is_dataclass
+from typing import Any
+
+from deeplightning.checks.findings import Findings
+from deeplightning.config import other_tools, schema
+from deeplightning.config.kinds import role_of
+from deeplightning.config.schema import Config, Target
+from deeplightning.faults import MAX_WORD, upwards
+
+
+def known_elsewhere(findings: Findings, key: str, section: str | None = None) -> str:
+    """What a key of another tool is here, as a sentence; `section` is where it stands, if not in a known one."""
+    found = other_tools.ours(key, section)
+    mean = other_tools.key_of(found) if found is not None else None
+    findings.meant |= {above for above in upwards(mean or "") if "." in above}
+    same = mean is not None and mean.rpartition(".")[2] == key.rpartition(".")[2] and ".params." not in mean
+    return f" Did you mean {mean}?" if same else other_tools.hint(found)
+
+
+def key_elsewhere(name: str, cls: type = Config, path: str = "") -> str:
+    """` Did you mean …?` with the whole key, where a word is a key of another section."""
+    hints = typing.get_type_hints(cls)
+    for f in schema.keys(cls):
+        here = f"{path}{f.name}"
+        if f.name == name and path:
+            return f" Did you mean {here}?"
+        for option in options_of(hints[f.name]):
+            if is_dataclass(option) and option is not Target:
+                found = key_elsewhere(name, typing.cast(type, option), f"{here}.")
+                if found:
+                    return found
+    return ""
+
+
+def suggestion(key: str, given: Any, options: list[Any]) -> str:
+    """` Did you mean …?` for a value that other tools have here, or one that lacks the mapping around it."""
+    role = role_of(key)
+    found = other_tools.value(key, given)
+    if found is None and given is not None:
+        for option in options:
+            if isinstance(option, type) and issubclass(option, Target):
+                name = other_tools.class_of(role, given) or (given if isinstance(given, str) and "." in given else None)
+                found = f"{{type: {name}}}" if name and len(name) < MAX_WORD else None
+            elif typing.get_origin(option) is list and key == "train.callbacks":
+                found = "[{type: MODULE.CLASS}]"
+            elif is_dataclass(option) and not isinstance(given, dict | list):
+                found = _wrapped(typing.cast(type, option), given)
+    return f" Did you mean {found}?" if found else ""
+
+
+def _wrapped(cls: type, given: str | float) -> str | None:
+    """A value inside the mapping that a section is: as its first key where it fits there."""
+    first, *others = schema.keys(cls)
+    options = options_of(typing.get_type_hints(cls)[first.name])
+    fits = type(given) in options or (type(given) is int and float in options) or given in literals_of(options)
+    required = [f for f in others if f.default is MISSING and f.default_factory is MISSING]
+    if len(str(given)) > MAX_WORD or not (fits or first.metadata["example"]):
+        return None
+    items = [f"{first.name}: {given if fits else first.metadata['example']}"]
+    return "{" + ", ".join([*items, *(f"{f.name}: {f.metadata['example']}" for f in required)]) + "}"
+
+
+def literals_of(options: list[Any]) -> list[Any]:
+    return [word for o in options if typing.get_origin(o) is typing.Literal for word in typing.get_args(o)]
+
+
+def _words(option: Any) -> str:
+    """What a type allows, in words."""
+    simple = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", type(None): "null"}
+    if option in simple:
+        return simple[option]
+    origin = typing.get_origin(option)
+    if origin is typing.Literal:
+        return "one of " + ", ".join(map(str, typing.get_args(option)))
+    if origin is list:
+        return "a list"
+    if origin is dict:
+        return "a mapping of names" if typing.get_args(option)[1] is not Any else "a mapping"
+    if isinstance(option, type) and issubclass(option, Target):
+        return "a target {type: MODULE.CLASS, params: {…}}"
+    return "a mapping of " + ", ".join(f.name for f in schema.keys(option))
+
+
+def describe(hint: Any, metadata: Mapping[str, Any] = types.MappingProxyType({})) -> str:
+    """What a key takes, in words."""
+    words = " or ".join(dict.fromkeys(_words(option) for option in options_of(hint)))
+    bounds = {"at least": metadata.get("low"), "at most": metadata.get("high")}
+    return ", ".join([words, *(f"{word} {bound}" for word, bound in bounds.items() if bound is not None)])
+
+
+def options_of(hint: Any) -> list[Any]:
+    union = typing.get_origin(hint) in (types.UnionType, typing.Union)
+    return list(typing.get_args(hint)) if union else [hint]

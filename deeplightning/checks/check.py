@@ -1,0 +1,151 @@
+"""A tree of values becomes a checked `Config`, or all that is wrong with it at once, each fault with its place."""
+
+import contextlib
+import os
+import typing
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from deeplightning.checks.compare import Meanings
+from deeplightning.checks.contradictions import contradictions
+from deeplightning.checks.findings import Findings
+from deeplightning.checks.metrics import check_monitors, settle_modes
+from deeplightning.checks.report import Report, in_order
+from deeplightning.checks.sections import read_section
+from deeplightning.checks.targets import compare
+from deeplightning.config.schema import Config
+from deeplightning.config.source import Source, compose
+from deeplightning.config.target import find_function
+from deeplightning.config.tree import Entry
+from deeplightning.faults import ConfigError, Fault, upwards
+from deeplightning.own_code import added_roots, roots, use_import_roots
+
+
+def examine(
+    path: str | Path, overrides: list[str] | None = None, *, importing: bool = False, beside: bool = True
+) -> Report:
+    """Checks the config of a file and its overrides.
+
+    Args:
+        importing: import what the config names, which decides what its source cannot; only once the text is in order.
+            Else nothing is imported, and no code executed.
+        beside: let names come from the config's folder too.
+    """
+    report = Report()
+    try:
+        source = compose(path, overrides)
+        _find_own_code(source, beside)
+        functions = {}
+        if importing and source.resolvers():
+            before = examine(path, overrides, beside=beside)
+            if before.faults or before.config is None:
+                return before
+            functions = _resolvers(source, before)
+        source.resolve(functions)
+        report.source = source
+        _examine(report, source, importing)
+    except ConfigError as error:  # there is no going on
+        report.config = None
+        report.faults = error.faults if report.source is None else in_order(error.faults, report.source)
+    return report
+
+
+def section(name: str, source: Source) -> Any:
+    """One section of a config by itself, whatever the others hold.
+
+    Raises:
+        ConfigError: with every fault of this section and of the overrides.
+    """
+    findings = Findings(source.faults, source.secrets, source.root)
+    entry = source.root.value.get(name) or Entry(None, source.root.place)
+    made = read_section(findings, typing.get_type_hints(Config)[name], entry, name, (name,))
+    faults = [fault for fault in source.faults if name in upwards(fault.key or name)]
+    if faults:
+        raise ConfigError(in_order(faults, source))
+    return made
+
+
+def _resolvers(source: Source, before: Report) -> dict[str, Callable[..., Any]]:
+    """The user's resolvers, imported.
+
+    Args:
+        before: what a check without importing came to.
+
+    Raises:
+        ConfigError: one is no function that may be called.
+    """
+    unknown = {fault.key for fault in before.unchecked}
+    env = before.config.engine.env if before.config is not None else {}
+    known = {name: text for name, text in env.items() if unknown.isdisjoint(upwards(f"engine.env.{name}"))}
+    functions, faults = {}, []
+    with _variables(known):
+        for name, entry in source.resolvers().items():
+            try:
+                functions[name] = find_function(entry.value)
+            except ValueError as error:
+                code = getattr(error, "exit_code", 2)
+                faults.append(Fault(str(error), f"resolvers.{name}", entry.place, found=entry.value, exit_code=code))
+    if faults:
+        raise ConfigError(faults)
+    return functions
+
+
+@contextlib.contextmanager
+def _variables(variables: Mapping[str, str]) -> Iterator[None]:
+    """Sets variables of the environment for a while."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, text in before.items():
+            if text is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = text
+
+
+def _examine(report: Report, source: Source, importing: bool) -> None:
+    findings = Findings(source.faults, source.secrets, source.root)
+    for fault in source.unchecked:
+        findings.answered.add(fault.key)
+        findings.leave(str(fault.key), fault.message)
+    report.places = findings.places
+    report.config = config = read_section(findings, Config, source.root, "", ())
+    if config is not None:
+        config.secrets, config.notices, config.roots = source.secrets, source.notices or None, roots()
+        contradictions(findings, config)
+        findings.meanings = Meanings(importing and not source.faults)
+        with _variables(config.engine.env if findings.meanings.importing else {}):  # libraries read them when imported
+            compare(findings, config)
+            if config.model is not None and config.train is not None and "train" in config.stages:
+                check_monitors(findings, config)
+                settle_modes(findings, config)
+    meant = findings.meant
+    source.faults[:] = [f for f in source.faults if f.key not in meant or not f.message.startswith("missing: ")]
+    if any("mean _base_?" in fault.message for fault in source.faults):  # what is missing stands in the base
+        source.faults[:] = [fault for fault in source.faults if not fault.message.startswith("missing: ")]
+    report.unchecked = in_order(findings.unchecked, source)
+    report.faults = in_order(source.faults, source)
+
+
+def _find_own_code(source: Source, beside: bool) -> None:
+    """Names come from the working directory and the folders of the files that the user named; from a run folder never,
+    not even where it is the working directory."""
+    here = Path.cwd()
+    if beside:
+        use_import_roots(here, *source.folders, *added_roots())
+    elif here.is_relative_to(source.folders[0].resolve()):
+        use_import_roots(*added_roots())
+    else:
+        use_import_roots(*added_roots(), here)  # the code that the run kept comes first, where it is asked for
+
+
+def load(path: str | Path, overrides: list[str] | None = None) -> Config:
+    """The config of a file and its overrides, checked, with everything imported that it names.
+
+    Raises:
+        ConfigError: with every fault that was found.
+    """
+    return examine(path, overrides, importing=True).checked()

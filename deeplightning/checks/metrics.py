@@ -1,0 +1,165 @@
+"""The metrics that decide something: whether they are logged, and which way is better."""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from deeplightning.checks.compare import Meanings
+from deeplightning.checks.findings import Findings
+from deeplightning.checks.targets import with_keys
+from deeplightning.config import schema
+from deeplightning.config.schema import Config, Mode, Model, Target
+from deeplightning.faults import Notice, nearest, upwards
+from deeplightning.static.signature import Undecided
+
+_MIN = "loss error err mae mse rmse mape msle nll perplexity ppl wer cer fid lpips"
+_MAX = (
+    "acc accuracy top1 top3 top5 f1 fbeta precision recall sensitivity specificity auc auroc auprc ap map iou miou "
+    "jaccard dice kappa mcc r2 psnr ssim bleu rouge"
+)
+WORDS: dict[str, Mode] = dict.fromkeys(_MIN.split(), "min") | dict.fromkeys(_MAX.split(), "max")  # type: ignore[assignment]
+"""Words in the names of metrics, and which way of them is better."""
+
+
+def check_monitors(findings: Findings, config: Config) -> None:
+    """Compares the metrics that decide something with those that the task and the callbacks log."""
+    stop, schedulers = config.train.early_stop, with_keys(config.model.scheduler, "model.scheduler")
+    all_ = {"train.checkpoint.monitor": config.train.checkpoint.monitor}
+    all_ |= {"train.early_stop.metric": stop.metric} if stop is not None else {}
+    all_ |= {"tune.metric": config.tune.metric} if isinstance(config.tune, schema.Tune) else {}
+    all_ |= {f"{key}.call.monitor": scheduler.call.monitor for key, scheduler in schedulers if scheduler.call}
+    targets = (config.model.module, *config.train.callbacks)
+    all_ |= {f"{target.name}.params.monitor": target.params.get("monitor") for target in targets[1:] if target}
+    asked = {key: metric for key, metric in all_.items() if isinstance(metric, str)}
+    if not asked or any(target is None or target.type is None for target in targets):  # a fault speaks of them
+        return
+    if any(str(key).startswith("model.module") for key in findings.answered):
+        return
+    names, vague = _logged(findings, config)
+    for key, metric in asked.items():
+        rate = re.fullmatch(r"lr-(.+)", metric)  # of tasks with several optimizers
+        several = config.model.optimizer if isinstance(config.model.optimizer, dict) else {}
+        if metric in names or (rate and (rate[1].isdigit() or rate[1] in several)):
+            continue
+        if vague is None:
+            known = ", ".join(sorted(names))
+            message = f"no metric `{metric}` is logged.{nearest(metric, names)} There are: {known}"
+            findings.fault(message, key, found=metric, allowed=known)
+        else:
+            findings.leave(key, f"whether `{metric}` is logged: {vague} computes names", "--dry-run")
+
+
+def settle_modes(findings: Findings, config: Config) -> None:
+    """Decides which way is better of each metric that something is judged by, where the config does not say."""
+    train, tune = config.train, config.tune
+    sections = [("train.checkpoint", train.checkpoint, "monitor"), ("train.early_stop", train.early_stop, "metric")]
+    for key, section, name in [*sections, ("tune", tune, "metric")]:
+        if section is not None and section.mode is None:
+            section.mode = _mode(findings, config, getattr(section, name), f"{key}.{name}", f"{key}.mode")
+    for key, scheduler in with_keys(config.model.scheduler, "model.scheduler"):
+        metric = scheduler.call.monitor if scheduler.call else None
+        _own_mode(findings, config, scheduler, metric, f"{key}.call.monitor")
+    for callback in train.callbacks or ():
+        if callback is not None and isinstance(callback.params, dict):
+            _own_mode(findings, config, callback, callback.params.get("monitor"), f"{callback.name}.params.monitor")
+
+
+def _own_mode(findings: Findings, config: Config, target: Target, metric: Any, asked: str) -> None:
+    """The same for a class of torch's or Lightning's with a parameter `mode`, whose default is `min` whatever the
+    metric; a user's own class keeps the default of its author."""
+    params = target.params
+    if not isinstance(target.type, str):
+        return
+    try:
+        found: Any = Meanings().of(target.type)
+        home = found.path.partition(".")[0]
+    except (ValueError, Undecided):
+        return
+    is_theirs = home in ("torch", "pytorch_lightning") and "mode" in findings.names(target.type)
+    if is_theirs and isinstance(params, dict) and params.get("mode") is None:
+        mode = _mode(findings, config, metric, asked, f"{target.name}.params.mode")
+        if mode is not None:
+            params["mode"] = mode
+
+
+def _mode(findings: Findings, config: Config, metric: Any, asked: str, key: str) -> Mode | None:
+    """What a `mode` becomes that is not given; a notice says why, or a fault asks for it.
+
+    Args:
+        asked: the key that names the metric.
+        key: that of the mode.
+    """
+    if not isinstance(metric, str) or not findings.answered.isdisjoint([*upwards(asked), *upwards(key)]):
+        return None
+    try:
+        try:
+            mode, why = _mode_of(metric, config.model, Meanings())
+        except Undecided:
+            mode, why = _mode_of(metric, config.model, findings.meanings)
+    except Undecided as undecided:
+        findings.leave(key, f"which way of {metric} is better: {undecided}")
+        return None
+    if mode is None:
+        findings.fault(f"missing: {why}; set `mode: max` or `mode: min`", key, allowed="min, max")
+    else:
+        config.notices = [*(config.notices or []), Notice(f"{key}: null → {mode} ({why})", False, key)]
+    return mode
+
+
+def _logged(findings: Findings, config: Config) -> tuple[set[str], str | None]:
+    """The metrics that a training logs, by the source of task and callbacks; and which of them may log others."""
+    found, vague, sources, usual = {"lr"}, None, Meanings(), set[str]()
+    for target in (config.model.module, *config.train.callbacks):
+        try:
+            definition: Any = sources.of(target.type)
+            names, all_of_them = definition.logged_names()
+        except (ValueError, Undecided):
+            return found, str(target.type)
+        found, vague = found | names, vague if all_of_them else target.type
+        usual |= definition.usual_metrics()
+    metrics = usual if config.model.metrics is None else set(config.model.metrics)
+    losses = list(config.model.loss) if isinstance(config.model.loss, dict) and len(config.model.loss) > 1 else []
+    for placeholder, words in (("{stage}", ["train", "val"]), ("{metric}", metrics), ("{loss}", losses)):
+        split = [name.replace(placeholder, word) for name in found if placeholder in name for word in words]
+        found = {name for name in found if placeholder not in name} | set(split)
+    return {name for name in found if not name.startswith("test_")}, vague
+
+
+def _mode_of(metric: str, model: Model | None, meanings: Meanings) -> tuple[Mode | None, str]:
+    """Which way of a logged metric is better, and how that is known; None: that it is not known, and why.
+
+    Raises:
+        Undecided: only importing the metric's class can tell.
+    """
+    name = re.sub(r"^(train|val|test)_|_epoch$", "", metric)
+    named: Any = model.loss if model is not None else None
+    if isinstance(named, dict) and not isinstance(named, Target) and name in named:
+        return "min", f"`{name}` is a loss of model.loss"
+    target = (model.metrics or {}).get(name) if model is not None else None
+    if name != "loss" and isinstance(target, Target) and isinstance(target.type, str):
+        higher, of = _higher_is_better(target, meanings)
+        if higher is not None:
+            return ("max" if higher else "min"), f"higher_is_better of {of}"
+    words = re.findall(r"[a-z]+\d*", name.lower())
+    found = {WORDS[word] for word in words if word in WORDS}
+    if words and words[-1] == "loss":
+        found = {"min"}
+    if len(found) == 1:
+        return found.pop(), f"by the name {metric}"
+    return None, f"neither its name nor a `higher_is_better` shows whether less or more of {metric} is better"
+
+
+def _higher_is_better(target: Target, meanings: Meanings) -> tuple[bool | None, str]:
+    """`higher_is_better` of a metric's class, and that class; a wrapper of torchmetrics means that of its task."""
+    names = [target.type]
+    task = target.params.get("task") if isinstance(target.params, Mapping) else None
+    if target.type.startswith("torchmetrics.") and isinstance(task, str):
+        names.append(f"torchmetrics.classification.{task.capitalize()}{target.type.rpartition('.')[2]}")
+    for name in names:
+        try:
+            found = meanings.of(name).constant("higher_is_better")
+        except ValueError:  # a fault of the target, which is reported as that
+            continue
+        if isinstance(found, bool):
+            return found, name
+    return None, target.type

@@ -1,0 +1,256 @@
+"""What a config names, at any depth, and what it gives to that, is compared with what is there."""
+
+import contextlib
+import re
+from typing import Any
+
+from deeplightning.checks import strategy
+from deeplightning.checks.allowed import known_elsewhere
+from deeplightning.checks.compare import Meanings, Verdict, judge
+from deeplightning.checks.findings import Findings
+from deeplightning.config import schema
+from deeplightning.config.kinds import HOOK, no_part, role_of
+from deeplightning.config.schema import Config, Target
+from deeplightning.config.target import is_reference, is_target
+from deeplightning.config.tree import Entry, KeyPath, plain
+from deeplightning.faults import nearest, upwards
+from deeplightning.static.signature import UNKNOWN, Undecided
+
+# Positional arguments that we hand to a target: the config to task and data, parameters to an optimizer, an optimizer
+# to a scheduler, the training set to a sampler; and what we hand to one by name.
+GIVEN = {"data.module": 1, "data.sampler": 1, "model.module": 1, "model.optimizer": 1, "model.scheduler": 1}
+GIVEN_BY_NAME = {"data.sampler": {"batch_size": 1, "num_replicas": 1, "rank": 0, "seed": 0}}
+AUTO = ("total_steps", "steps_per_epoch", "epochs", "T_max")
+"""Params of a scheduler that may be `auto`."""
+
+
+_RESOLVER = re.compile(r"[A-Za-z_][\w-]*(\.[A-Za-z_][\w-]*)*", re.ASCII)  # as OmegaConf's grammar has it
+_LOADER = "torch.utils.data.DataLoader"
+_LOADER_GIVEN = {"dataset": "data.module", "batch_size": "data.batch_size", "num_workers": "data.num_workers"}
+
+
+def note_target(findings: Findings, name: str, entry: Entry, key: str, path: KeyPath) -> None:
+    """Puts a target, and those inside its params, on the list of what is compared with what they name."""
+    place = entry.value["type"].place if "type" in entry.value else entry.place
+    params = entry.value.get("params") or Entry({}, place)
+    items = params.value if isinstance(params.value, dict) else {}
+    findings.places.setdefault(f"{key}.type", place)
+    role = role_of(key)
+
+    def compare() -> None:
+        values = {p: plain(item) for p, item in items.items()}
+        auto = [p for p, value in values.items() if value == "auto"] if role == "model.scheduler" else []
+        values |= dict.fromkeys(auto)  # it becomes a number when the run knows it
+        hidden = {p: text for p in items if (text := findings.secrets.text_of((*path, "params", p))) is not None}
+        given = GIVEN.get(role or key, 0)
+        values = GIVEN_BY_NAME.get(key, {}) | values
+        if key == "tune.sampler" and is_grid(name):
+            values.setdefault("search_space", {})  # made from tune.space
+        called_with = findings.loss_arguments if role == "model.loss" else None
+        verdict = judge(
+            findings.meanings, name, values, key, role=role, given=given, hidden=hidden, called_with=called_with
+        )
+        findings.take(verdict)
+        for p in set(auto) - set(AUTO):
+            message = f"`auto` is known for {', '.join(AUTO)}; give `{p}` a value"
+            findings.fault(message, f"{key}.params.{p}", found="auto")
+
+    findings.targets.append(compare)
+    for param, item in items.items():
+        note_inside(findings, item, f"{key}.params.{param}", (*path, "params", param))
+
+
+def note_inside(findings: Findings, entry: Entry, key: str, path: KeyPath) -> None:
+    """Targets and references inside params, at any depth."""
+    if isinstance(entry.value, dict):
+        if is_target(plain(entry)):
+            note_target(findings, entry.value["type"].value, entry, key, path)
+            return
+        if is_reference(plain(entry)):
+            _note_reference(findings, entry.value["ref"], key)
+            return
+        for name in {"_target_", "class_path"} & set(entry.value):  # it would stay a mapping
+            if "." in str(entry.value[name].value):
+                findings.fault(f"unknown key.{known_elsewhere(findings, f'{key}.{name}')}", f"{key}.{name}", found=name)
+        for name, item in entry.value.items():
+            note_inside(findings, item, f"{key}.{name}", (*path, name))
+    elif isinstance(entry.value, list):
+        for number, item in enumerate(entry.value):
+            note_inside(findings, item, f"{key}.{number}", (*path, number))
+
+
+def _note_reference(findings: Findings, entry: Entry, key: str) -> None:
+    def compare() -> None:
+        try:
+            findings.meanings.of(entry.value)
+        except ValueError as error:
+            code = getattr(error, "exit_code", 2)
+            findings.fault(str(error), f"{key}.ref", entry.place, found=entry.value, exit_code=code)
+        except Undecided as why:
+            findings.leave(f"{key}.ref", f"{entry.value}: {why}")
+
+    findings.targets.append(compare)
+
+
+def compare(findings: Findings, config: Config) -> None:
+    """Compares what the config names with what is there."""
+    task: Any = config.model and config.model.module and config.model.module.type
+    with contextlib.suppress(ValueError, Undecided):
+        definition: Any = Meanings().of(str(task))
+        findings.loss_arguments = len(definition.loss_arguments()) or None
+    for compare in findings.targets:
+        compare()
+    _resolvers(findings, config.resolvers or {})
+    if config.engine is not None:
+        _strategy(findings, config.engine)
+        _hook(findings, config.engine.setup_hook)
+    if config.data is not None:
+        _loader(findings, config.data.loader)
+    if config.model is not None:
+        _networks(findings, config.model)
+        _groups(findings, config.model)
+        if config.train is not None and "train" in config.stages:
+            _rates(findings, config.model)
+
+
+def _strategy(findings: Findings, engine: schema.Engine) -> None:
+    """Compares `engine.params` with what the backend's strategy takes."""
+    backend = schema.backend_of(engine) or ("ddp" if engine.processes > 1 else None)  # as it will be settled
+    classes = strategy.classes_of(backend)
+    for wrong in strategy.misfits(backend, engine.params) if backend is not None else ():
+        findings.fault(wrong.message, f"engine.params.{wrong.key}", found=wrong.found, allowed=wrong.allowed)
+    for param, value in engine.params.items() if classes else ():
+        name, given = classes[0], 0
+        if len(classes) > 1 and param not in findings.names(name):
+            name, given = classes[1], 1
+        findings.param(name, param, value, "engine", f"engine.params.{param}", given)
+
+
+def _resolvers(findings: Findings, functions: dict[str, str]) -> None:
+    """Looks for the functions that references may call."""
+    for name, target in functions.items():
+        key = f"resolvers.{name}"
+        if not _RESOLVER.fullmatch(name) or name.startswith("oc."):
+            rule = "letters, digits, `_`, `-` and dots; names that begin with `oc.` are OmegaConf's"
+            findings.fault(f"a resolver's name consists of {rule}", key, found=name)
+        elif refusal := no_part(target, None):
+            findings.fault(refusal, key, found=target)
+        else:
+            try:
+                meaning = findings.meanings.of(target)
+                if refusal := no_part(meaning.path, None):
+                    findings.fault(refusal, key, found=target)
+                elif meaning.kind not in ("function", "class"):
+                    findings.fault(f"`{target}` is no function", key, found=target)
+            except ValueError as error:
+                findings.fault(str(error), key, found=target, exit_code=getattr(error, "exit_code", 2))
+            except Undecided as why:
+                findings.leave(key, f"{target}: {why}")
+
+
+def _hook(findings: Findings, name: str | None) -> None:
+    """Looks for `engine.setup_hook`, which is called without arguments."""
+    verdict = judge(findings.meanings, name, {}, HOOK, role=HOOK) if name is not None else Verdict()
+    for f in verdict.faults:
+        called = "; it is called without arguments" if f.key == "engine.setup_hook.params" else ""
+        findings.fault(f"{f.message}{called}", "engine.setup_hook", found=name, exit_code=f.exit_code)
+    for why, settled_by in verdict.undecided.values():
+        findings.leave("engine.setup_hook", why, settled_by)
+
+
+def _loader(findings: Findings, options: dict[str, Any]) -> None:
+    """Compares `data.loader` with the signature of torch's DataLoader."""
+    for name, value in options.items():
+        key = f"data.loader.{name}"
+        if name in _LOADER_GIVEN:
+            findings.fault(f"{_LOADER} gets `{name}` from {_LOADER_GIVEN[name]}; remove it", key, found=name)
+        else:
+            findings.param(_LOADER, name, value, "data.loader", key)
+
+
+def _networks(findings: Findings, model: schema.Model) -> None:
+    """Compares the names of several networks, optimizers and schedulers with those that the task needs, and with
+    one another."""
+    task, needed = model.module and model.module.type, None
+    with contextlib.suppress(ValueError, Undecided):
+        definition: Any = (Meanings() if findings.meanings.importing else findings.meanings).of(str(task))
+        needed = definition.network_names()
+    for section in ("network", "optimizer", "scheduler"):
+        key, given = f"model.{section}", getattr(model, section)
+        if isinstance(given, dict) and needed == set():
+            findings.fault(f"{task} takes one {section}, not several by name", key)
+        elif needed and section != "scheduler":
+            all_ = {*needed, *(model.network if isinstance(model.network, dict) else ())}
+            words, absent = ", ".join(sorted(all_)), sorted(all_ - set(given if isinstance(given, dict) else ()))
+            if not isinstance(given, dict):
+                findings.fault(f"{task} needs several by name, a map of {words}", key)
+            elif absent:
+                findings.fault(f"there is none for `{absent[0]}`; {task} needs one for each of {words}", key)
+        if isinstance(given, dict) and isinstance(model.network, dict) and "model.network" not in findings.answered:
+            for name in [name for name in given if name not in model.network]:
+                known = ", ".join(model.network)
+                message = f"no network is called `{name}`.{nearest(name, model.network)} There are: {known}"
+                findings.fault(message, f"{key}.{name}", found=name, allowed=known)
+
+
+def _groups(findings: Findings, model: schema.Model) -> None:
+    """Compares parameter groups with the optimizer's signature; patterns must be regular expressions."""
+    for key, optimizer in with_keys(model.optimizer, "model.optimizer"):
+        for number, group in enumerate(optimizer.groups):
+            here = f"{key}.groups.{number}"
+            misspelt = [name for name in group if "match" not in group and nearest(name, ["match"])]
+            for name in misspelt:
+                findings.fault("unknown key. Did you mean match?", f"{here}.{name}", found=name, allowed="match")
+            if "match" not in group and not misspelt:
+                message = "missing: which parameters, a regular expression, for example `match: 'bias|norm'`"
+                findings.fault(message, f"{here}.match")
+            for name, value in group.items():
+                if name == "match":
+                    _pattern(findings, value, f"{here}.match")
+                else:
+                    findings.param(optimizer.type, name, value, key, f"{here}.{name}", 1)
+    if model.trainable == []:
+        findings.fault("names no parameter, so nothing would learn; `all` trains what there is", "model.trainable")
+    elif isinstance(model.trainable, list):
+        for number, pattern in enumerate(model.trainable):
+            _pattern(findings, pattern, f"model.trainable.{number}")
+
+
+def _rates(findings: Findings, model: schema.Model) -> None:
+    """Asks for the learning rate where an optimizer would take its own default for it."""
+    for key, optimizer in with_keys(model.optimizer, "model.optimizer"):
+        if not isinstance(optimizer.type, str) or not isinstance(optimizer.params, dict):
+            continue
+        misspelt = any("mean lr?" in f.message and f"{key}.params" in upwards(str(f.key)) for f in findings.faults)
+        if "lr" in optimizer.params or misspelt:
+            continue
+        try:
+            taken = {p.name: p.default for p in findings.meanings.signature(optimizer.type).parameters if p.keyword}
+        except ValueError:  # reported as a fault of the target
+            continue
+        except Undecided as why:
+            findings.leave(f"{key}.params", f"{optimizer.type}: whether it takes a learning rate: {why}")
+            continue
+        if "lr" in taken:
+            own = "" if taken["lr"] is UNKNOWN else f" ({optimizer.type} would take {taken['lr']})"
+            message = f"missing: the learning rate, which has no silent default{own}; for example `lr: 0.01`"
+            findings.fault(message, f"{key}.params.lr")
+
+
+def _pattern(findings: Findings, text: Any, key: str) -> None:
+    try:
+        re.compile(text)
+    except (re.error, TypeError, RecursionError, OverflowError) as error:
+        findings.fault(f"must be a regular expression, not {text!r:.60}: {error}", key, found=repr(text)[:60])
+
+
+def is_grid(sampler: Any) -> bool:
+    """Whether a sampler goes through a grid, which it must be given."""
+    return isinstance(sampler, str) and sampler.startswith("optuna.") and sampler.endswith(".GridSampler")
+
+
+def with_keys(targets: Any, key: str) -> list[tuple[str, Any]]:
+    """The targets of a key that takes one or several by name, each with its own key."""
+    if isinstance(targets, dict):
+        return [(f"{key}.{name}", target) for name, target in targets.items() if isinstance(target, Target)]
+    return [(key, targets)] if isinstance(targets, Target) else []
