@@ -13,8 +13,8 @@ from pytorch_lightning.callbacks import Checkpoint as LightningCheckpoint
 from deeplightning.callbacks.checkpoints import Checkpoints
 from deeplightning.callbacks.record import Record
 from deeplightning.config.schema import Config
-from deeplightning.launch.storage import Storage, told
-from deeplightning.process.identity import own_rank, place
+from deeplightning.launch.storage import Storage, stored
+from deeplightning.process.identity import identity, own_rank
 from deeplightning.process.streams import Interrupted
 from deeplightning.tracking.build import experiment_of
 from deeplightning.tracking.store import locate
@@ -27,7 +27,7 @@ _STDIN = 0
 
 def storage_of(cfg: Config) -> Storage | None:
     """The storage that a launcher tells this process of; None: there is none."""
-    found = told()
+    found = stored()
     if not found.get("storage"):
         return None
     root = locate(cfg.logger.params.get("tracking_uri")).artifact_root or Path.cwd()
@@ -37,7 +37,7 @@ def storage_of(cfg: Config) -> Storage | None:
 
 def fetch(cfg: Config) -> None:
     """Brings what training resumes from to this machine, if a storage has it: the run of this launch, or of `auto`."""
-    here = place()
+    here = identity()
     goes_on = here is not None and here.goes_on
     if (goes_on or cfg.train.resume_ckpt == "auto") and (storage := storage_of(cfg)) is not None:
         storage.fetch(None if goes_on else "newest")

@@ -27,7 +27,7 @@ from deeplightning.config.source import read
 from deeplightning.config.tree import dump, plain
 from deeplightning.engine.plan import launches_by, world_size
 from deeplightning.faults import ConfigError, SetupError
-from deeplightning.launch.storage import told
+from deeplightning.launch.storage import stored
 from deeplightning.private.lightning import add_logged_steps, logged_steps, values_to_log
 from deeplightning.process import supervisor
 from deeplightning.process.identity import own_rank
@@ -67,7 +67,7 @@ class Resumption:
     @property
     def named(self) -> str | None:
         """The checkpoint by what all processes know of it: its path, or size and time where each has its own copy."""
-        if self.checkpoint is None or not told().get("storage"):
+        if self.checkpoint is None or not stored().get("storage"):
             return str(self.checkpoint) if self.checkpoint else None
         stat = self.checkpoint.stat()
         return f"{self.checkpoint.name} of {stat.st_size} bytes, written at {stat.st_mtime_ns} ns"

@@ -7,7 +7,7 @@ from deeplightning.cli import of_configs, of_runs  # noqa: F401 (its verbs join 
 from deeplightning.cli.exit_codes import interrupted, run_verb
 from deeplightning.cli.group import cli
 from deeplightning.process import streams
-from deeplightning.process.identity import TOLD
+from deeplightning.process.identity import RANK_VARIABLES
 
 
 def main() -> None:
@@ -17,7 +17,7 @@ def main() -> None:
     # ran 9 to 23 times slower than one (November 2026).
     os.environ.setdefault("GOMP_SPINCOUNT", "0")
     try:
-        if any(name in os.environ for name in TOLD):  # perhaps one of several processes
+        if any(name in os.environ for name in RANK_VARIABLES):  # perhaps one of several processes
             from deeplightning.process import supervisor
 
             supervisor.follow()

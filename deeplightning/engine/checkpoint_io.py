@@ -92,7 +92,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
         return read_checkpoint(path)
 
 
-def save_in_pieces(checkpoint: dict[str, Any], path: str | Path) -> None:
+def save_sharded(checkpoint: dict[str, Any], path: str | Path) -> None:
     """Saves a checkpoint that holds a `Piece` of each tensor that is shared; to be called on every process.
 
     The former checkpoint of that name stays until the new one is whole.
@@ -105,10 +105,10 @@ def save_in_pieces(checkpoint: dict[str, Any], path: str | Path) -> None:
     distributed.broadcast_object_list(token, 0)
     index, own = shards.split(checkpoint)
     index["pieces"] = {"token": token[0], "processes": world}
-    _on_all(lambda: _write({"pieces": own}, _pieces_of(path, token[0], rank)))
+    _on_all(lambda: _write({"pieces": own}, _shards_of(path, token[0], rank)))
     _on_all(lambda: _write(index, path) if rank == 0 else None)
     if rank == 0:
-        _remove_pieces(path, but=token[0])
+        _remove_shards(path, but=token[0])
 
 
 def _on_all(write: Callable[[], None]) -> None:
@@ -213,10 +213,10 @@ def _shared_files(path: Path, said: Any) -> list[Path]:
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
         raise _damaged(path, f"`pieces` is of {described(number)} processes, and has to be of 1 or more")
     there = {file.name for file in _folder_of(path).glob(f"{token}-*.pt") if file.is_file()}
-    found = sum(_pieces_of(path, token, rank).name in there for rank in range(min(number, len(there))))
+    found = sum(_shards_of(path, token, rank).name in there for rank in range(min(number, len(there))))
     if found == number:
-        return [_pieces_of(path, token, rank) for rank in range(number)]
-    missing = (_pieces_of(path, token, rank) for rank in range(number))
+        return [_shards_of(path, token, rank) for rank in range(number)]
+    missing = (_shards_of(path, token, rank) for rank in range(number))
     first = list(itertools.islice((file for file in missing if file.name not in there), _SHOWN))
     names = ", ".join(f"{file.parent.name}/{file.name}" for file in first)
     count = number - sum(_rank_of(name) < number for name in there)
@@ -267,13 +267,13 @@ def copy_checkpoint(source: Path, target: Path) -> None:
         (folder := _folder_of(target)).mkdir(exist_ok=True)
         _link(file, folder / file.name)
     _link(source, target)
-    _remove_pieces(target, but=token)
+    _remove_shards(target, but=token)
 
 
 def remove_checkpoint(path: Path) -> None:
     """Removes a checkpoint and its pieces, where there are any."""
     path.unlink(missing_ok=True)
-    _remove_pieces(path)
+    _remove_shards(path)
 
 
 def _link(source: Path, target: Path) -> None:
@@ -291,7 +291,7 @@ def _folder_of(path: Path) -> Path:
     return path.with_suffix(".pieces")
 
 
-def _pieces_of(path: Path, token: str, rank: int) -> Path:
+def _shards_of(path: Path, token: str, rank: int) -> Path:
     return _folder_of(path) / f"{token}-{rank}.pt"
 
 
@@ -305,7 +305,7 @@ def _token(path: Path) -> str | None:
     return token if isinstance(token, str) and _TOKEN.fullmatch(token) else None
 
 
-def _remove_pieces(path: Path, but: str | None = None) -> None:
+def _remove_shards(path: Path, but: str | None = None) -> None:
     folder = _folder_of(path)
     for file in folder.glob("*"):
         if but is None or but not in file.name:

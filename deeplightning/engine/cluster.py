@@ -8,7 +8,7 @@ import warnings
 from lightning_fabric.plugins.environments import ClusterEnvironment, LightningEnvironment
 from lightning_fabric.utilities.rank_zero import rank_zero_only
 
-from deeplightning.process.identity import Place, place
+from deeplightning.process.identity import Identity, identity
 
 
 def cluster() -> ClusterEnvironment:
@@ -18,7 +18,7 @@ def cluster() -> ClusterEnvironment:
     """
     # Where Slurm is installed, Lightning thinks that it should be used.
     warnings.filterwarnings("ignore", "The `srun` command is available")
-    found = place()
+    found = identity()
     return Own() if found is None or not found.is_binding else Cluster(found)
 
 
@@ -32,7 +32,7 @@ class Own(LightningEnvironment):
 class Cluster(ClusterEnvironment):
     """The processes of a launch, all started by somebody else; see `deeplightning.process.identity`."""
 
-    def __init__(self, place: Place):
+    def __init__(self, place: Identity):
         self.place = place
         rank_zero_only.rank = place.rank  # type: ignore[attr-defined]
 
@@ -50,7 +50,7 @@ class Cluster(ClusterEnvironment):
 
     @staticmethod
     def detect() -> bool:
-        return place() is not None
+        return identity() is not None
 
     def world_size(self) -> int:
         return self.place.world

@@ -14,7 +14,7 @@ from deeplightning.config.target import build_inside, is_installed
 from deeplightning.engine.devices import cpu_computes_bf16
 from deeplightning.engine.gpus import indexes, settle_gpus, taken
 from deeplightning.faults import ConfigError, Fault, Notice, SetupError
-from deeplightning.process.identity import Place, doubt, place, slurm_step
+from deeplightning.process.identity import Identity, contradiction, identity, slurm_step
 from deeplightning.process.supervisor import restarts
 
 _BY_HAND = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
@@ -43,14 +43,14 @@ def settle(cfg: Config) -> tuple[list[Notice], list[Fault]]:
         more = "; 16-true is nearer to O2" if engine.precision == "apex_O2" else ""
         change("precision", PRECISIONS[engine.precision], f"{engine.precision} is its older name{more}")
     missing, here = None, _here(faults)
-    if (told_twice := doubt()) is not None:
+    if (told_twice := contradiction()) is not None:
         notices.append(Notice(told_twice))
     if here is not None and here.is_binding:
         missing = settle_gpus(engine, change)
         faults += _settle_size(engine, here, change)
     elif not is_elsewhere(engine):
         missing = settle_gpus(engine, change)
-        faults += _lacks_to_meet(engine)
+        faults += _lacks_address(engine)
     if missing:
         faults.append(Fault(missing, "engine.gpus", exit_code=3))
     world = world_size(engine)
@@ -102,8 +102,8 @@ def address_of(engine: Engine) -> dict[str, str]:
         names = {"master_addr": "MASTER_ADDR", "master_port": "MASTER_PORT"}
         params = engine.launcher.params
         return {name: str(params[key]) for key, name in names.items() if params.get(key) is not None}
-    here = place()
-    is_one_of_several = here is not None and (here.is_binding or here.is_lightnings)
+    here = identity()
+    is_one_of_several = here is not None and (here.is_binding or here.is_of_lightning)
     return by_hand(engine) if engine.num_nodes > 1 and not is_elsewhere(engine) and not is_one_of_several else {}
 
 
@@ -114,15 +114,15 @@ def by_hand(engine: Engine) -> dict[str, str]:
     return {name: str(value) for name, value in told.items() if value not in (None, "")}
 
 
-def _here(faults: list[Fault]) -> Place | None:
+def _here(faults: list[Fault]) -> Identity | None:
     try:
-        return place()
+        return identity()
     except SetupError as error:
         faults.append(Fault(str(error), exit_code=3))
         return None
 
 
-def _settle_size(engine: Engine, here: Place, change: Callable[[str, Any, str], None]) -> list[Fault]:
+def _settle_size(engine: Engine, here: Identity, change: Callable[[str, Any, str], None]) -> list[Fault]:
     """Takes the sizes of a launch over; what is asked for otherwise is a fault."""
     faults = []
     hint = "; LOCAL_RANK and LOCAL_WORLD_SIZE tell which and how many are on each machine" if here.by == "RANK" else ""
@@ -152,7 +152,7 @@ def _settle_size(engine: Engine, here: Place, change: Callable[[str, Any, str], 
     return faults
 
 
-def _lacks_to_meet(engine: Engine) -> list[Fault]:
+def _lacks_address(engine: Engine) -> list[Fault]:
     """What several machines that are started by hand need to find each other, and nobody has told."""
     told = by_hand(engine)
     number = told.get("NODE_RANK", "0")
@@ -219,9 +219,9 @@ def occupied(engine: Engine) -> list[Fault]:
     """
     here = None
     with contextlib.suppress(SetupError):  # `settle` reports it
-        here = place()
+        here = identity()
     if here is None or not here.is_binding:
-        is_first = (here is None or not here.is_lightnings) and not is_elsewhere(engine)
+        is_first = (here is None or not here.is_of_lightning) and not is_elsewhere(engine)
         return taken(engine, None) if is_first else []
     return taken(engine, here.local_rank) if restarts() == 0 else []
 

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from deeplightning.engine.checkpoint_io import raise_for_misfits, read_checkpoint, save_in_pieces
-from deeplightning.engine.shards import Piece, part_of, whole_of
+from deeplightning.engine.checkpoint_io import raise_for_misfits, read_checkpoint, save_sharded
+from deeplightning.engine.shards import Shard, part_of, whole_of
 from deeplightning.faults import CheckpointError, ConfigError, Fault
 
 
@@ -39,8 +39,8 @@ class Share:
     def stop(self) -> int:
         return self.start + self.values.numel()
 
-    def piece(self, values: Tensor) -> Piece:
-        return Piece(self.shape, self.start, values)
+    def piece(self, values: Tensor) -> Shard:
+        return Shard(self.shape, self.start, values)
 
 
 class Sharded(ABC):
@@ -148,7 +148,7 @@ class Sharded(ABC):
         return {"state": state, "param_groups": groups}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        save_in_pieces(checkpoint, self.broadcast(filepath))  # type: ignore[attr-defined]
+        save_sharded(checkpoint, self.broadcast(filepath))  # type: ignore[attr-defined]
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         self.path = self.broadcast(checkpoint_path)  # type: ignore[attr-defined]

@@ -15,7 +15,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Piece:
+class Shard:
     """A process' part of a tensor of `shape`: `values` (n,) stand from `start` on in the flattened tensor."""
 
     shape: tuple[int, ...]
@@ -68,11 +68,11 @@ def split(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """
     own: dict[str, Any] = {}
 
-    def note(piece: Piece, key: str) -> dict[str, Any]:
+    def note(piece: Shard, key: str) -> dict[str, Any]:
         own[key] = {"start": piece.start, "values": piece.values.detach().cpu().clone()}
         return {"scattered": key, "shape": list(piece.shape), "dtype": str(piece.values.dtype).removeprefix("torch.")}
 
-    return _replaced(checkpoint, Piece, note), own
+    return _replaced(checkpoint, Shard, note), own
 
 
 def joined(checkpoint: dict[str, Any], of_processes: list[Mapping[str, Any]]) -> dict[str, Any]:

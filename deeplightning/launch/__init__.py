@@ -16,15 +16,15 @@ from deeplightning.launch.job import Job, Launcher, Start
 from deeplightning.launch.local import Local
 from deeplightning.launch.ray import Ray
 from deeplightning.launch.slurm import Slurm
-from deeplightning.process.identity import place
+from deeplightning.process.identity import identity
 
 __all__ = ["Job", "Launcher", "Local", "Ray", "Slurm", "Start", "launcher_of", "plan_of"]
 
 
 def launcher_of(cfg: Config) -> Launcher | None:
     """What starts the processes of a run; None: this process is one of them, and starts any others itself."""
-    here = place()
-    if here is not None and (here.is_binding or here.is_lightnings):
+    here = identity()
+    if here is not None and (here.is_binding or here.is_of_lightning):
         return None
     if cfg.engine.num_nodes > 1 and not is_elsewhere(cfg.engine):  # by hand: `Local` on each of them is this command
         return None
@@ -47,7 +47,7 @@ def plan_of(job: Job) -> list[dict[str, Any]]:
 
 
 def _plan_here(job: Job) -> list[Start]:
-    here, local = place(), local_size(job.cfg.engine)
+    here, local = identity(), local_size(job.cfg.engine)
     if here is not None:
         variables = {"RANK": str(here.rank), "WORLD_SIZE": str(here.world), "LOCAL_RANK": str(here.local_rank)}
         variables |= {"LOCAL_WORLD_SIZE": str(here.local_world), "NODE_RANK": str(here.node)}

@@ -22,7 +22,7 @@ POOL = "DEEPLIGHTNING_POOL"
 CARD = "run.json"
 
 
-def told() -> dict[str, Any]:
+def stored() -> dict[str, Any]:
     """What a launcher tells this process in that variable; {}: nothing."""
     return json.loads(os.environ.get(POOL) or "{}")
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any
 from deeplightning.faults import Fault, SetupError
 from deeplightning.private.lightning import set_launcher, share_threads, subprocess_launcher
 from deeplightning.process import failure, supervisor
-from deeplightning.process.identity import place
-from deeplightning.process.rendezvous import meet
+from deeplightning.process.identity import identity
+from deeplightning.process.rendezvous import join
 from deeplightning.process.streams import Interrupted, Terminated
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 LEAST_MEMORY = 300 * 2**20  # bytes of a process that has imported torch and Lightning and trains a small network (2026)
 
 
-def together(
+def connect(
     trainer: pl.Trainer,
     redact: Callable[[str], str],
     end: Callable[[BaseException], None],
@@ -79,7 +79,7 @@ def _launcher(
             environment = self.cluster_environment
             starts_others = not environment.creates_processes_externally
             rank = environment.node_rank() * self.num_processes + environment.local_rank()
-            if (here := place()) is not None and here.is_binding:
+            if (here := identity()) is not None and here.is_binding:
                 rank = here.rank  # its machines may have different numbers of processes
             group = supervisor.begin(rank, starts_others and self.num_processes > 1)
             group.redact, group.end = redact, lambda error: end(told(error))
@@ -90,7 +90,7 @@ def _launcher(
                     if starts_others:
                         enough_memory(self.num_processes)
                     size = (self.num_processes, self.num_nodes)
-                    self._met = (meet(environment, rank, *size, alike, self._start_others),)
+                    self._met = (join(environment, rank, *size, alike, self._start_others),)
                 share_threads(self.num_processes)
                 return function(*args, **kwargs)
             except KeyboardInterrupt as error:  # Lightning would end with exit code 1

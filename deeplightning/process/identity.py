@@ -18,12 +18,12 @@ from deeplightning.faults import SetupError
 LAUNCH, ATTEMPT = "DEEPLIGHTNING_LAUNCH", "DEEPLIGHTNING_ATTEMPT"
 """Variables by which a launcher of ours gives its processes the name of their launch, and how often it has started."""
 
-TOLD = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "MPI_LOCALRANKID")
+RANK_VARIABLES = ("RANK", "LOCAL_RANK", "SLURM_PROCID", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "MPI_LOCALRANKID")
 """Without one of these a process has no identity of its own."""
 
 
 @dataclass(frozen=True)
-class Place:
+class Identity:
     """The identity of a process among those of its launch.
 
     Attributes:
@@ -34,7 +34,7 @@ class Place:
         address, port: where rank 0 listens; None: unknown.
         launch: the name of the launch, the same for all processes and after a restart; None: it has none.
         goes_on: whether the launch may have a run already, which it then continues.
-        is_asked_for: whether a launcher of ours started it, in the number that the config asks for.
+        is_of_launcher: whether a launcher of ours started it, in the number that the config asks for.
     """
 
     by: str
@@ -48,20 +48,20 @@ class Place:
     port: str | None = None
     launch: str | None = None
     goes_on: bool = False
-    is_asked_for: bool = False
+    is_of_launcher: bool = False
 
     @property
-    def is_lightnings(self) -> bool:
+    def is_of_lightning(self) -> bool:
         """Whether Lightning starts the processes of a machine from its first, in this process or in the one before."""
         return self.by == "LOCAL_RANK"
 
     @property
     def is_binding(self) -> bool:
         """Whether its numbers are those of the run. A single task of Slurm may start as many processes as it likes."""
-        return not self.is_lightnings and not (self.by == "Slurm" and self.world == 1 and not self.is_asked_for)
+        return not self.is_of_lightning and not (self.by == "Slurm" and self.world == 1 and not self.is_of_launcher)
 
 
-def place(environment: Mapping[str, str] | None = None) -> Place | None:
+def identity(environment: Mapping[str, str] | None = None) -> Identity | None:
     """The identity that an environment gives, by default this process's; None: no launcher started the process.
 
     torchrun's variables come first, then RANK, then mpirun's, then Slurm's: processes that torchrun or mpirun start
@@ -101,13 +101,13 @@ def own_rank() -> int:
     The first process on a machine that a person has numbered (NODE_RANK) has some number above 0, but on the first.
     """
     with contextlib.suppress(SetupError):
-        if (found := place()) is not None:
+        if (found := identity()) is not None:
             return found.rank
     words = (os.environ.get(name, "") for name in ("RANK", "SLURM_PROCID", "LOCAL_RANK", "NODE_RANK"))
     return next((int(word) for word in words if word.isdecimal()), 0)
 
 
-def doubt(environment: Mapping[str, str] | None = None) -> str | None:
+def contradiction(environment: Mapping[str, str] | None = None) -> str | None:
     """A warning where RANK and SLURM_PROCID disagree; None: they agree, or torchrun or a launcher of ours set them."""
     variables = _Variables(os.environ if environment is None else environment)
     rank, task = variables.text("RANK"), variables.text("SLURM_PROCID")
@@ -144,12 +144,12 @@ class _Variables:
         return int(value)
 
     def _beside(self) -> str:
-        known = ("TORCHELASTIC_RUN_ID", "WORLD_SIZE", "LOCAL_WORLD_SIZE", *TOLD)
+        known = ("TORCHELASTIC_RUN_ID", "WORLD_SIZE", "LOCAL_WORLD_SIZE", *RANK_VARIABLES)
         there = ", ".join(f"{name}={self.environment[name]}" for name in known if name in self)
         return f"with {there} it has to be: set it, or unset these to start the processes from here"
 
 
-def _of_torchrun(variables: _Variables) -> Place:
+def _of_torchrun(variables: _Variables) -> Identity:
     run_id, attempt = variables.text("TORCHELASTIC_RUN_ID"), variables.number("TORCHELASTIC_RESTART_COUNT", default=0)
     world, local_world = variables.number("WORLD_SIZE"), variables.number("LOCAL_WORLD_SIZE")
     nodes = variables.number("GROUP_WORLD_SIZE", default=max(1, world // max(1, local_world)))
@@ -160,7 +160,7 @@ def _of_torchrun(variables: _Variables) -> Place:
         launch = f"torchrun-{socket.gethostname()}-{os.getppid()}"
     else:
         launch = f"torchrun-{address}-{port}"
-    return Place(
+    return Identity(
         "torchrun",
         *(
             variables.number("RANK"),
@@ -173,7 +173,7 @@ def _of_torchrun(variables: _Variables) -> Place:
     )
 
 
-def _of_hand(variables: _Variables) -> Place:
+def _of_hand(variables: _Variables) -> Identity:
     """Of a process whose rank a person, a script or Kubernetes has set."""
     rank, world = variables.number("RANK"), variables.number("WORLD_SIZE", "SLURM_NTASKS", "SLURM_NPROCS")
     address, port, size = variables.text("MASTER_ADDR"), variables.text("MASTER_PORT"), variables.text(*_LOCAL_SIZE)
@@ -194,7 +194,7 @@ def _of_hand(variables: _Variables) -> Place:
     local_rank = variables.number("LOCAL_RANK", *_LOCAL_RANK, default=local_rank)
     node = slurm.node if slurm is not None else _node(rank, local_rank, world, local_world)
     node, nodes = variables.number("NODE_RANK", "GROUP_RANK", default=node), max(1, -(-world // max(1, local_world)))
-    return Place("RANK", rank, world, local_rank, local_world, node, nodes, address, port, *_of_ours(variables))
+    return Identity("RANK", rank, world, local_rank, local_world, node, nodes, address, port, *_of_ours(variables))
 
 
 def _is_here(address: str | None) -> bool:
@@ -210,7 +210,7 @@ def _node(rank: int, local_rank: int, world: int, local_world: int) -> int:
     return by_machine if by_machine * local_world + local_rank == rank or not 0 <= dealt < nodes else dealt
 
 
-def _of_lightning(variables: _Variables) -> Place:
+def _of_lightning(variables: _Variables) -> Identity:
     """Of a process that Lightning starts, or who takes its place."""
     world, local_rank, node = (
         variables.number("WORLD_SIZE"),
@@ -218,7 +218,7 @@ def _of_lightning(variables: _Variables) -> Place:
         variables.number("NODE_RANK", default=0),
     )
     local_world = variables.number("LOCAL_WORLD_SIZE", default=world)
-    return Place(
+    return Identity(
         "LOCAL_RANK",
         *(node * local_world + local_rank, world, local_rank, local_world, node, max(1, world // max(1, local_world))),
         *(variables.text("MASTER_ADDR"), variables.text("MASTER_PORT"), *_of_ours(variables)),
@@ -242,7 +242,7 @@ def slurm_step(environment: Mapping[str, str]) -> str | None:
     return f"slurm-{job}.{step}"
 
 
-def _of_slurm(variables: _Variables) -> Place:
+def _of_slurm(variables: _Variables) -> Identity:
     """Of a task of a job step; https://slurm.schedmd.com/srun.html names the variables."""
     world = variables.number(*_SLURM_SIZE)
     nodes = variables.number("SLURM_STEP_NUM_NODES", "SLURM_NNODES", "SLURM_JOB_NUM_NODES", default=1)
@@ -255,7 +255,7 @@ def _of_slurm(variables: _Variables) -> Place:
     address = variables.text("MASTER_ADDR") or next(iter(names), "127.0.0.1")
     launch, goes_on = _of_ours(variables)
     assert launch is not None, "there is a step"
-    return Place(
+    return Identity(
         "Slurm",
         *(
             variables.number("SLURM_PROCID"),
@@ -280,7 +280,7 @@ _LOCAL_RANK = (_OPEN_MPI[2], _HYDRA[2])
 _LOCAL_SIZE = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", _OPEN_MPI[3], _HYDRA[3])  # LOCAL_SIZE is of DeepSpeed's launcher
 
 
-def _of_mpi(variables: _Variables, names: tuple[str, ...]) -> Place:
+def _of_mpi(variables: _Variables, names: tuple[str, ...]) -> Identity:
     rank, world = variables.number(names[0]), variables.number(names[1])
     local_rank, local_world = variables.number(names[2], default=rank), variables.number(names[3], default=world)
     nodes = max(1, -(-world // max(1, local_world)))
@@ -294,7 +294,7 @@ def _of_mpi(variables: _Variables, names: tuple[str, ...]) -> Place:
         )
     port = port or port_of(job or str(os.getppid()))
     node = _node(rank, local_rank, world, local_world)
-    return Place(
+    return Identity(
         "MPI", rank, world, local_rank, local_world, node, nodes, address or "127.0.0.1", port, *_of_ours(variables)
     )
 

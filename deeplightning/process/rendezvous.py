@@ -22,7 +22,7 @@ from typing import Any
 from deeplightning.faults import SetupError
 from deeplightning.private.messages import Sentence, says
 from deeplightning.process import ranks, supervisor
-from deeplightning.process.identity import place
+from deeplightning.process.identity import identity
 from deeplightning.words import first_line
 
 PATIENCE = "DEEPLIGHTNING_MEET_SECONDS"
@@ -68,7 +68,7 @@ class Member:
     variable: str
 
 
-def meet(
+def join(
     environment: Any, rank: int, processes: int, nodes: int, alike: Mapping[str, str], start_others: Callable[[], None]
 ) -> Any:
     """Lets the processes find each other.
@@ -110,7 +110,7 @@ def meet(
         else:
             member = Member(rank, processes * nodes, "rank", "RANK")
         sizes = {"engine.num_nodes": str(nodes), "engine.processes": str(processes)}
-        _gather(_of_meeting(store, next(_meetings)), member, sizes | dict(alike), environment.node_rank(), address)
+        _gather(_of_rendezvous(store, next(_meetings)), member, sizes | dict(alike), environment.node_rank(), address)
     elif nodes > 1 and not is_child:
         _go_by(interface(address), loopback=environment.node_rank() != 0)
     if launches:
@@ -134,7 +134,7 @@ def _port(environment: Any, any_port: bool) -> int:
 _meetings = itertools.count()
 
 
-def _of_meeting(store: Any, number: int) -> Any:
+def _of_rendezvous(store: Any, number: int) -> Any:
     """A store of one meeting: the same processes may meet again, for a second training, at the same store."""
     from torch.distributed import PrefixStore
 
@@ -159,7 +159,7 @@ def _listen(address: str, port: int, world: int, member: Member | None) -> Any:
         hint = "set MASTER_PORT to another"
         if os.environ.get("MASTER_PORT") is None:
             hint = "set MASTER_PORT to one that is free"
-        elif place() is None or member is None:
+        elif identity() is None or member is None:
             hint += ", or leave it away and a free one is taken"
         raise SetupError(f"MASTER_PORT: port {port} is in use by another program; {hint}") from error
 
@@ -210,7 +210,7 @@ def _join(address: str, port: int, world: int) -> Any:
 def _is_taken_by_ours(address: str, port: int, world: int, member: Member) -> str | None:
     """Whether it is another process with the same number that listens at a port; it is told so, if it still waits."""
     try:
-        store = _of_meeting(_join(address, port, world), 0)
+        store = _of_rendezvous(_join(address, port, world), 0)
         if not store.check([f"{KEY}/come/{member.number}"]):
             return None
         return _twice(store, member)

@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from deeplightning.process.identity import ATTEMPT, LAUNCH, place
+from deeplightning.process.identity import ATTEMPT, LAUNCH, identity
 
 try:
     import fcntl
@@ -29,12 +29,12 @@ def is_there(folder: Path, rank: int) -> bool:
         return False
 
 
-def meeting_place(environment: Mapping[str, str]) -> Path:
+def shared_folder(environment: Mapping[str, str]) -> Path:
     """The folder of processes that somebody else has started, and that know only the address at which they meet."""
     names = ["MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT", LAUNCH, ATTEMPT]
     names += ["SLURM_JOB_ID", "SLURM_STEP_ID", "SLURM_RESTART_COUNT"]
     address = " ".join(environment.get(name, "") for name in names)
-    if (found := place(environment)) is not None and found.by == "MPI":
+    if (found := identity(environment)) is not None and found.by == "MPI":
         address += f" {found.address} {found.port}"
     digest = hashlib.sha256(f"{os.getuid()} {address}".encode()).hexdigest()[:16]
     return Path(tempfile.gettempdir()) / f"{PREFIX}{digest}"
@@ -42,7 +42,7 @@ def meeting_place(environment: Mapping[str, str]) -> Path:
 
 def enter(rank: int) -> Path:
     """Comes to the folder of processes that somebody else has started, and makes it where nobody has."""
-    folder = meeting_place(os.environ)
+    folder = shared_folder(os.environ)
     while True:
         folder.mkdir(mode=0o700, exist_ok=True)
         if folder.is_symlink() or folder.stat().st_uid != os.getuid():

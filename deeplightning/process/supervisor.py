@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from deeplightning.faults import SetupError
-from deeplightning.process.identity import ATTEMPT, place
+from deeplightning.process.identity import ATTEMPT, identity
 from deeplightning.process.ranks import Ranks
 from deeplightning.process.shared_folder import PREFIX, enter, is_alive, sweep
 
@@ -52,7 +52,7 @@ def follow() -> None:
     """
     parent, agent = int(os.environ.get(PARENT, 0)), int(os.environ.get(AGENT, 0))
     try:
-        found = place()
+        found = identity()
     except SetupError:  # the verb will say so, if it needs the others
         return
     if found is None:

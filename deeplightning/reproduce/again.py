@@ -23,7 +23,7 @@ from deeplightning.config.source import read
 from deeplightning.config.tree import line, plain
 from deeplightning.faults import CheckpointError, RunError, SetupError
 from deeplightning.own_code import ROOTS
-from deeplightning.process.identity import place
+from deeplightning.process.identity import identity
 from deeplightning.reproduce.compare import compare, reasons
 from deeplightning.reproduce.differences import PATHS
 from deeplightning.reproduce.past import PastRun, flat, past_run
@@ -92,7 +92,7 @@ def reproduce(
         RunError: the new run came out differently; names the first difference.
         SystemExit: the new run did not come to its end; with its exit code.
     """
-    if (found := place()) is not None and found.world > 1:
+    if (found := identity()) is not None and found.world > 1:
         raise SetupError(
             f"reproduce starts the processes of the run by itself, and this is one of {found.world} that "
             f"{found.by} has started. Start it once"

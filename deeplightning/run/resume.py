@@ -14,7 +14,7 @@ from deeplightning.config.source import read
 from deeplightning.config.tree import as_written, dump
 from deeplightning.faults import CheckpointError
 from deeplightning.process.decisions import decided
-from deeplightning.process.identity import own_rank, place
+from deeplightning.process.identity import identity, own_rank
 from deeplightning.process.supervisor import restarts
 from deeplightning.run.find import find_checkpoint, runs_of, store_of
 from deeplightning.runfolder import RunFolder
@@ -101,7 +101,7 @@ def _of_launch(cfg: Config) -> Resumption | None:
     from deeplightning.callbacks.record import Resumption
     from deeplightning.engine.checkpoint_io import read_checkpoint
 
-    here = place()
+    here = identity()
     if here is None or here.launch is None or not here.goes_on:
         return None
     words = f'"launch": {json.dumps(here.launch)}'

@@ -15,7 +15,7 @@ from deeplightning.config.tree import dump
 from deeplightning.faults import CheckpointError
 from deeplightning.launch.environment import apply_environment
 from deeplightning.process import supervisor
-from deeplightning.process.agreement import all_ended, together
+from deeplightning.process.agreement import all_ended, connect
 from deeplightning.process.identity import own_rank
 from deeplightning.run.assemble import init_module, init_trainer
 from deeplightning.run.bundle import export_run, keep_samples, takes_pictures_or_texts
@@ -66,7 +66,7 @@ def launch(cfg: Config) -> RunFolder:
     trainer = init_trainer(cfg)
     record = callback_of(trainer, Record)
     record.resumption = goes_on
-    together(trainer, cfg.redact_message, lambda error: _end(record, trainer, error), agreement(cfg, goes_on))
+    connect(trainer, cfg.redact_message, lambda error: _end(record, trainer, error), agreement(cfg, goes_on))
     try:
         if "train" in cfg.stages:
             _train(cfg, trainer, task, data, goes_on.checkpoint if goes_on else None)

@@ -18,7 +18,7 @@ from typing import Any
 
 from deeplightning.config.secret_scan import conceal_diff
 from deeplightning.faults import SetupError
-from deeplightning.process.identity import place
+from deeplightning.process.identity import identity
 from deeplightning.tracking.git import SECONDS, run_git
 
 MAX_DIFF = 2_000_000
@@ -83,7 +83,7 @@ def describe(redact: Callable[[str], str] = str) -> dict[str, Any]:
 def _launch() -> str | None:
     """What the processes of this launch have in common, also after they were started again."""
     try:
-        found = place()
+        found = identity()
     except SetupError:
         return None
     return found.launch if found else None

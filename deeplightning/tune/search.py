@@ -32,7 +32,7 @@ from deeplightning.faults import CheckpointError, ConfigError, Fault, RunError, 
 from deeplightning.launch.environment import apply_environment
 from deeplightning.own_code import is_theirs
 from deeplightning.process.decisions import DECIDED
-from deeplightning.process.identity import place
+from deeplightning.process.identity import identity
 from deeplightning.runfolder import Hold, RunFolder, make_private, permissions_of, write_whole
 from deeplightning.tune.parent import Parent
 from deeplightning.tune.worker import Forked, Line, Train, own_address
@@ -70,7 +70,7 @@ def search(path: Path, overrides: Sequence[str], train: Train) -> Path:
     """
     if not is_installed("optuna"):
         raise SetupError("a search needs Optuna, which is not installed here: pip install 'deeplightning[tune]'")
-    if (here := place()) is not None and here.world > 1:
+    if (here := identity()) is not None and here.world > 1:
         raise SetupError(
             f"{here.by} has started this as one of {here.world} processes; a search is one process, which starts "
             "those of its trials itself: give `deeplightning tune` by itself"

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 from commands import LONGEST, environment
 
-from deeplightning.process import shared_folder
+from deeplightning.process import shared_folder as folders
 from deeplightning.process.failure import Cause, claim_in, first_of
-from deeplightning.process.shared_folder import meeting_place
+from deeplightning.process.shared_folder import shared_folder
 
 FAULTY = '''\
 """A user's own code."""
@@ -106,7 +106,7 @@ def start(jobs, tiny, here):
         with socket.socket() as made:
             made.bind(("127.0.0.1", 0))
             address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(made.getsockname()[1])} | variables
-        folders.append(meeting_place(address))
+        folders.append(shared_folder(address))
         engine = (f"engine.processes={ranks}", "engine.backend=ddp")
         return jobs.start("train", tiny, *engine, *overrides, cwd=here, ranks=ranks, **address)
 
@@ -305,17 +305,17 @@ def test_a_fault_of_all_is_told_once_by_whoever_comes_late(jobs, tiny, here):
     ended = [each.end() for each in both]
     assert [each.code for each in ended] == [3, 3], ended
     assert [each.err.count("is no port") for each in ended] == [1, 0], ended
-    assert not meeting_place(told_port).exists()
+    assert not shared_folder(told_port).exists()
 
 
 def test_two_that_come_at_once_both_stay(monkeypatch, tmp_path):
     """The first clears the folder of a former launch, and not of the second, which comes in that moment."""
-    monkeypatch.setattr(shared_folder.tempfile, "gettempdir", lambda: str(tmp_path))
+    monkeypatch.setattr(folders.tempfile, "gettempdir", lambda: str(tmp_path))
     monkeypatch.setenv("MASTER_PORT", "29400")
-    found = shared_folder.enter(0)
+    found = folders.enter(0)
     (found / "0.pid").write_text("")  # it was killed
-    second = threading.Thread(target=shared_folder.enter, args=(1,))
-    members = shared_folder.members
+    second = threading.Thread(target=folders.enter, args=(1,))
+    members = folders.members
 
     def slowly(folder):
         there = members(folder)
@@ -324,8 +324,8 @@ def test_two_that_come_at_once_both_stay(monkeypatch, tmp_path):
             second.join(0.3)
         return there
 
-    monkeypatch.setattr(shared_folder, "members", slowly)
-    assert shared_folder.enter(2) == found
+    monkeypatch.setattr(folders, "members", slowly)
+    assert folders.enter(2) == found
     second.join()
     assert {path.name for path in found.glob("*.pid")} == {"1.pid", "2.pid"}
 

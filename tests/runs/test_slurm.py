@@ -23,7 +23,7 @@ from conftest import digest
 
 from deeplightning.launch import Slurm
 from deeplightning.launch import slurm as module
-from deeplightning.process.identity import hosts, place, slurm_step, tasks_per_node
+from deeplightning.process.identity import hosts, identity, slurm_step, tasks_per_node
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((ROOT / "examples" / "slurm").glob("*.sh"))
@@ -295,28 +295,28 @@ OLD = {
 @pytest.mark.parametrize("variables", [STEP, OLD], ids=["new names", "old names"])
 def test_a_task_knows_its_place(variables):
     """Rank, world, local rank, nodes and the first node as rank 0's, from Slurm's variables, of old Slurms as well."""
-    found = place(variables)
+    found = identity(variables)
     assert found is not None
     assert (found.by, found.rank, found.world, found.local_rank, found.local_world) == ("Slurm", 3, 4, 1, 2)
     assert (found.node, found.nodes, found.address, found.launch) == (1, 2, "n03", "slurm-7.0")
     assert found.is_binding
     assert not found.goes_on
-    assert place(variables | {"SLURM_RESTART_COUNT": "1"}).goes_on
+    assert identity(variables | {"SLURM_RESTART_COUNT": "1"}).goes_on
 
 
 def test_an_address_that_is_set_wins():
     """MASTER_ADDR and MASTER_PORT come before the first node and the port that the job's number gives."""
-    found = place(STEP | {"MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "4711"})
+    found = identity(STEP | {"MASTER_ADDR": "10.0.0.9", "MASTER_PORT": "4711"})
     assert (found.address, found.port) == ("10.0.0.9", "4711")
-    assert place(STEP).port == place(STEP | {"SLURM_PROCID": "0", "SLURM_NODEID": "0"}).port
-    assert place(STEP).port != place(STEP | {"SLURM_JOB_ID": "8"}).port
+    assert identity(STEP).port == identity(STEP | {"SLURM_PROCID": "0", "SLURM_NODEID": "0"}).port
+    assert identity(STEP).port != identity(STEP | {"SLURM_JOB_ID": "8"}).port
 
 
 def test_what_is_no_task_has_no_place():
     """A batch script has a rank but no step, a shell of salloc neither, or a step of Slurm's own."""
     batch = {name: value for name, value in STEP.items() if name != "SLURM_STEP_ID"}
-    assert place(batch) is None
-    assert place({name: value for name, value in batch.items() if name != "SLURM_PROCID"}) is None
+    assert identity(batch) is None
+    assert identity({name: value for name, value in batch.items() if name != "SLURM_PROCID"}) is None
     assert slurm_step(STEP | {"SLURM_STEP_ID": "4294967290"}) is None
 
 
@@ -324,8 +324,8 @@ def test_a_single_task_may_start_processes_itself():
     """`srun --pty bash` gives a shell: what it starts has no rank yet. A task that our launcher asked for has."""
     single = STEP | {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_NODEID": "0", "SLURM_STEP_NUM_TASKS": "1"}
     single |= {"SLURM_STEP_NUM_NODES": "1", "SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_STEP_NODELIST": "n03"}
-    assert not place(single).is_binding
-    assert place(single | {"DEEPLIGHTNING_LAUNCH": "slurm-7"}).is_binding
+    assert not identity(single).is_binding
+    assert identity(single | {"DEEPLIGHTNING_LAUNCH": "slurm-7"}).is_binding
 
 
 def test_short_forms_are_spread():

@@ -5,8 +5,8 @@ import socket
 import pytest
 
 from deeplightning.faults import SetupError
-from deeplightning.process.identity import doubt, own_rank, place, port_of
-from deeplightning.process.shared_folder import meeting_place
+from deeplightning.process.identity import contradiction, identity, own_rank, port_of
+from deeplightning.process.shared_folder import shared_folder
 
 
 def numbers(of):
@@ -111,14 +111,14 @@ ADDRESS = {"MASTER_ADDR": "one", "MASTER_PORT": "2000"}
 )
 def test_whoever_starts_a_process_its_numbers_are_right(variables, by, found):
     """World, rank, local rank, machine: of torchrun, Kubernetes, Lightning, MPI, Slurm, also one inside another."""
-    here = place(variables)
+    here = identity(variables)
     assert (here.by, numbers(here)) == (by, found)
 
 
 @pytest.mark.parametrize("variables", [{}, {"MASTER_ADDR": "one", "NODE_RANK": "1"}, {"SLURM_PROCID": "0"}])
 def test_a_process_that_nobody_has_numbered_has_no_place(variables):
     """Neither a person's several machines nor a batch script of Slurm number processes."""
-    assert place(variables) is None
+    assert identity(variables) is None
 
 
 def without(variables, *names):
@@ -151,7 +151,7 @@ def without(variables, *names):
 def test_a_variable_that_is_missing_or_wrong_is_named(variables, note):
     """Exit 3, with its name, and its value or what else is set."""
     with pytest.raises(SetupError) as raised:
-        place(variables)
+        identity(variables)
     assert note in str(raised.value)
     assert raised.value.exit_code == 3
 
@@ -159,11 +159,14 @@ def test_a_variable_that_is_missing_or_wrong_is_named(variables, note):
 def test_rank_comes_before_slurms_number():
     """RANK=3 with SLURM_PROCID=5 is rank 3, and both are named; not where torchrun or a launcher explains them."""
     both = {"RANK": "3", "WORLD_SIZE": "8", "SLURM_PROCID": "5"}
-    assert place(both).rank == 3
-    assert doubt(both) == "RANK=3 and SLURM_PROCID=5 are both set: this process is rank 3; unset RANK to go by Slurm"
-    assert doubt(RANK | STEP) is None
-    assert doubt(TORCHRUN | {"SLURM_PROCID": "0"}) is None
-    assert doubt(both | {"DEEPLIGHTNING_LAUNCH": "a"}) is None
+    assert identity(both).rank == 3
+    assert (
+        contradiction(both)
+        == "RANK=3 and SLURM_PROCID=5 are both set: this process is rank 3; unset RANK to go by Slurm"
+    )
+    assert contradiction(RANK | STEP) is None
+    assert contradiction(TORCHRUN | {"SLURM_PROCID": "0"}) is None
+    assert contradiction(both | {"DEEPLIGHTNING_LAUNCH": "a"}) is None
 
 
 @pytest.mark.parametrize(
@@ -193,9 +196,9 @@ def test_the_number_is_rank_else_slurms_else_nought(variables, rank, monkeypatch
 )
 def test_processes_without_a_port_agree_on_one(one, other):
     """It follows from what tells their launch; the processes of a machine meet in the same folder as well."""
-    assert place(one).port == place(other).port
-    assert meeting_place(one) == meeting_place(other)
-    assert 20000 <= int(place(one).port) < 30000
+    assert identity(one).port == identity(other).port
+    assert shared_folder(one) == shared_folder(other)
+    assert 20000 <= int(identity(one).port) < 30000
     assert port_of("one launch") != port_of("another")
 
 
@@ -214,11 +217,11 @@ def test_processes_without_a_port_agree_on_one(one, other):
 )
 def test_a_launch_is_known_again_after_a_restart(variables, launch, goes_on):
     """All of its processes have the same name for it, which does not change when it starts again."""
-    here = place(variables)
+    here = identity(variables)
     assert (here.launch, here.goes_on) == (launch, goes_on)
 
 
 def test_torchrun_on_one_machine_is_known_by_its_process():
     """Without an id of the rendezvous the agent that restarts the processes is what stays."""
     alone = TORCHRUN | {"RANK": "1", "WORLD_SIZE": "2", "GROUP_RANK": "0", "GROUP_WORLD_SIZE": "1"}
-    assert place(alone).launch.startswith(f"torchrun-{socket.gethostname()}-")
+    assert identity(alone).launch.startswith(f"torchrun-{socket.gethostname()}-")
