@@ -16,6 +16,7 @@ from deeplightning.config.schema import BACKENDS, PRECISIONS
 from deeplightning.engine import devices, plan
 from deeplightning.engine.plan import effective_batch, trainer_arguments
 from deeplightning.faults import ConfigError, SetupError
+from deeplightning.launch.environment import apply_environment
 from deeplightning.process.identity import own_rank
 from deeplightning.runfolder import RunFolder
 
@@ -172,9 +173,11 @@ def test_the_effective_batch_multiplies(settled):
 
 
 def test_variables_of_the_config_are_set(settled, monkeypatch):
-    """`engine.env` reaches the process."""
+    """`engine.env` reaches the process when the run begins, and not before."""
     monkeypatch.delenv("MY_SWITCH", raising=False)
-    settled("engine.env.MY_SWITCH=on")
+    cfg = settled("engine.env.MY_SWITCH=on")
+    assert "MY_SWITCH" not in os.environ
+    apply_environment(cfg)
     assert os.environ["MY_SWITCH"] == "on"
     monkeypatch.setenv("MY_SWITCH", "")  # so that it is gone afterwards
 
