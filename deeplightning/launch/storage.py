@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -119,13 +121,9 @@ class Storage:
         try:
             if is_local:
                 system.create_dir(target.rpartition("/")[0], recursive=True)
-            with system.open_output_stream(beside) as stream:
-                if isinstance(source, bytes):
-                    stream.write(source)
-                else:
-                    with source.open("rb") as opened_source:
-                        while part := opened_source.read(1 << 22):
-                            stream.write(part)
+            content = BytesIO(source) if isinstance(source, bytes) else source.open("rb")
+            with content, system.open_output_stream(beside) as stream:
+                shutil.copyfileobj(content, stream, 1 << 22)
             if is_local:
                 system.move(beside, target)
         except (ArrowException, OSError) as error:
@@ -208,7 +206,6 @@ def _copy(system: Any, source: str, target: Path, changed: int) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     beside = target.with_name(f".{target.name}.{os.getpid()}")
     with system.open_input_stream(source) as stream, beside.open("wb") as file:
-        while part := stream.read(1 << 22):
-            file.write(part)
+        shutil.copyfileobj(stream, file, 1 << 22)
     os.utime(beside, ns=(changed, changed))
     beside.replace(target)
