@@ -6,17 +6,10 @@ from dataclasses import replace
 from typing import Any
 
 from deeplightning.static.bindings import Broken, Imported, Module
-from deeplightning.static.names import (
-    UNKNOWABLE,
-    Absent,
-    Failing,
-    Frame,
-    Names,
-    Thing,
-    is_type_variable,
-    nominal,
-)
+from deeplightning.static.names import Names
 from deeplightning.static.signature import COLLECTIONS, UNKNOWN, Options, Undecided, collection, instance
+from deeplightning.static.syntax import is_type_variable, nominal
+from deeplightning.static.thing import UNKNOWABLE, Absent, Failing, Frame, Thing
 
 
 def plain(names: Names, node: ast.expr, frame: Frame) -> Any:

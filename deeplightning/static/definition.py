@@ -22,8 +22,9 @@ from deeplightning.static.from_source import Signatures
 from deeplightning.static.logged import constant, logged_names, loss_arguments, network_names, usual_metrics
 from deeplightning.static.made import Made, instance
 from deeplightning.static.manual import steps_itself
-from deeplightning.static.names import Absent, Failing, Kind, Lacking, Names, Thing
+from deeplightning.static.names import Names
 from deeplightning.static.signature import Instance, Signature, Undecided
+from deeplightning.static.thing import Absent, Failing, Kind, Lacking, Thing
 
 
 def look_up(name: str, names: Names | None = None) -> "Definition":

@@ -2,7 +2,9 @@
 
 import ast
 
-from deeplightning.static.names import Functions, Names, Thing, first_argument
+from deeplightning.static.names import Names
+from deeplightning.static.syntax import first_argument
+from deeplightning.static.thing import Functions, Thing
 
 
 def steps_itself(names: Names, thing: Thing) -> bool:

@@ -5,24 +5,23 @@ Modules of the standard library that this process holds anyway (`_HELD`) are ask
 
 import ast
 import builtins
-import importlib.util
 import re
 import sys
 import types
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
+from typing import Any, Generic, TypeVar
 
 from deeplightning import own_code
-from deeplightning.faults import install
 from deeplightning.static import bindings
 from deeplightning.static.bindings import Assigned, Binding, Broken, Defined, Imported, Module, Scope
+from deeplightning.static.failing_imports import lacking, missing_packages, raised_by
 from deeplightning.static.signature import Undecided
+from deeplightning.static.syntax import is_type_variable, is_unbound, local_binding, nominal, with_body
+from deeplightning.static.thing import UNKNOWABLE, Absent, Failing, Frame, Kind, Thing, live_class
 
 T = TypeVar("T")
-
-Kind = Literal["class", "function", "value", "module"]
 
 _HELD = (
     "abc", "builtins", "collections", "collections.abc", "contextlib", "dataclasses", "enum", "functools", "itertools",
@@ -37,97 +36,6 @@ KEEPING = {
     "typing_extensions.overload", "typing_extensions.override", "typing_extensions.runtime_checkable",
     "warnings.deprecated",
 }  # fmt: skip
-
-Functions = ast.FunctionDef | ast.AsyncFunctionDef
-
-
-class Absent(Exception):
-    """There is certainly no such name: its owner, the name, the names that are there."""
-
-    def __init__(self, name: str, known: list[str]):
-        super().__init__(name)
-        self.name, self.known = name, known
-
-
-class Failing(Exception):
-    """Importing would certainly fail; the text says how, behind "importing … (for …) "."""
-
-
-class Lacking(Failing):
-    """It would fail for something that this machine does not have."""
-
-
-UNKNOWABLE = (Undecided, Absent, Failing, Broken)
-"""What is raised where a name or an expression does not lead to a thing."""
-
-
-@dataclass(frozen=True)
-class Thing:
-    """A module, class, function or value, where it is defined.
-
-    Attributes:
-        module: that holds it.
-        name: inside its module, `Class.method`.
-        node: its source.
-        owner: the class through which a method was found.
-        live: itself, where the standard library holds it.
-    """
-
-    kind: Kind
-    module: Module | None
-    name: str
-    node: Any = None
-    owner: "Thing | None" = None
-    live: Any = None
-
-    @property
-    def path(self) -> str:
-        if self.live is not None:
-            if isinstance(self.live, types.ModuleType):
-                return self.live.__name__
-            home = getattr(self.live, "__module__", None) or (self.owner.live.__module__ if self.owner else "builtins")
-            return f"{home}.{getattr(self.live, '__qualname__', self.name)}"
-        assert self.module is not None
-        return f"{self.module.name}.{self.name}" if self.name else self.module.name
-
-    @property
-    def file(self) -> Path | None:
-        return self.module.file if self.module else None
-
-    @property
-    def key(self) -> tuple[Any, ...]:
-        return (self.path, id(self.node), self.owner.path if self.owner else None)
-
-
-@dataclass(frozen=True)
-class Frame:
-    """Where an expression stands: what its names mean.
-
-    Attributes:
-        module: the file.
-        scope: of the class around it, if it stands in a class body.
-        function: around it.
-        line: the line of ancestors of the class that a call is about, itself first.
-        complete: whether the line is whole.
-        position: in that line, of the class that holds the function.
-        static: the function gets neither an instance nor a class.
-    """
-
-    module: Module
-    scope: Scope | None = None
-    function: Functions | None = None
-    line: tuple[Thing, ...] = ()
-    complete: bool = True
-    position: int = 0
-    static: bool = False
-
-    @property
-    def first(self) -> str | None:
-        """The word for the instance or class."""
-        if self.function is None or self.static or not self.line:
-            return None
-        arguments = [*self.function.args.posonlyargs, *self.function.args.args]
-        return arguments[0].arg if arguments else None
 
 
 class Names:
@@ -176,13 +84,13 @@ class Names:
         self.changes_path = self.changes_path or b"sys.path" in module.text or b"addsitedir" in module.text
         if self.changes_path:
             return
-        for top, line in _missing(module):
-            raise _lacking(top, module.place(line))
+        for top, line in missing_packages(module):
+            raise lacking(top, module.place(line))
         for name, _ in module.scope.imports if own_code.is_own(str(module.file)) else ():
             if own_code.top_level(own_code.shown(name).partition(".")[0]) is not None:
                 self.module(name)
         if module.scope.raised is not None:
-            raise _raised(module.scope.raised, module)
+            raise raised_by(module.scope.raised, module)
 
     @staticmethod
     def of_module(module: Module) -> Thing:
@@ -390,7 +298,7 @@ class Names:
                     if words is not None:
                         if name in words and isinstance(statement.body[-1], ast.Return):
                             given = statement.body[-1].value
-                            inner = replace(frame, function=_with_body(node, statement.body))
+                            inner = replace(frame, function=with_body(node, statement.body))
                             if isinstance(given, ast.Name) and asked not in {
                                 n.id for n in ast.walk(given) if isinstance(n, ast.Name)
                             }:
@@ -451,7 +359,7 @@ class Names:
                 return False
             if found.is_open:
                 return True
-            if any(_missing(found)):
+            if any(missing_packages(found)):
                 return False
             if name is None:
                 return True
@@ -491,7 +399,7 @@ class Names:
         if source is None:
             top = option.module.partition(".")[0]
             if self.module(top) is None and not self.changes_path:
-                raise _lacking(top, frame.module.place(option.line))
+                raise lacking(top, frame.module.place(option.line))
             raise Undecided(f"{option.module}, which {frame.module.name} imports, is made when it is imported")
         if source is frame.module or source.name == frame.module.name:  # `from . import part`
             submodule = self.module(f"{source.name}.{name}")
@@ -548,7 +456,7 @@ class Names:
 
     def named(self, name: str, frame: Frame) -> Thing:
         if frame.function is not None:
-            local = _local(frame.function, name)
+            local = local_binding(frame.function, name)
             if isinstance(local, ast.ImportFrom):
                 alias = next(a for a in local.names if (a.asname or a.name) == name)
                 source = bindings.absolute(local, frame.module)
@@ -708,69 +616,6 @@ class Names:
             return None
 
 
-def _missing(module: Module) -> Iterator[tuple[str, int]]:
-    """The packages that a module certainly imports and that are not installed, with the line."""
-    for name, line in module.scope.imports:
-        top = name.partition(".")[0]
-        if top not in sys.modules and not _is_there(top):
-            yield top, line
-
-
-def _lacking(top: str, place: str) -> Lacking:
-    return Lacking(f"needs {top}, which is not installed here{place}: {install(top)}")
-
-
-def _raised(node: ast.Raise, module: Module) -> Failing:
-    """What importing a module ends with that comes to this statement."""
-    words, called = f"`{ast.unparse(node):.200}`", node.exc
-    match called:
-        case ast.Name(id=str(name)):
-            words = name
-        case ast.Call(func=ast.Name(id=str(name)) as called, args=arguments):
-            if [type(each) for each in arguments] == [ast.Constant]:
-                words = f"{name}: {arguments[0].value}"  # type: ignore[attr-defined]
-    found = getattr(builtins, called.id, None) if isinstance(called, ast.Name) else None
-    kind = Lacking if isinstance(found, type) and issubclass(found, OSError | ImportError) else Failing
-    return kind(f"failed: {words}{module.place(node.lineno)}")
-
-
-def _is_there(top: str) -> bool:
-    try:
-        return importlib.util.find_spec(top) is not None
-    except (ValueError, ImportError):
-        return True
-
-
-def is_unbound(option: Binding) -> bool:
-    return isinstance(option, bindings.Opaque) and option.what is None
-
-
-def live_class(found: type) -> Thing:
-    return Thing("class", None, found.__name__, live=found)
-
-
-def is_type_variable(value: ast.expr) -> bool:
-    return isinstance(value, ast.Call) and ast.unparse(value.func).rpartition(".")[2] in ("TypeVar", "ParamSpec")
-
-
-def nominal(node: ast.expr, module: Module) -> str | None:
-    """`typing.Optional` of what a module has imported under that or another name, without reading `typing`."""
-    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-        options = module.scope.names.get(node.value.id, ())
-        if len(options) == 1 and isinstance(options[0], Imported):
-            head = options[0].module if options[0].name is None else f"{options[0].module}.{options[0].name}"
-            if head.partition(".")[0] in _NOMINAL:
-                return f"{head}.{node.attr}"
-    if isinstance(node, ast.Name):
-        options = module.scope.names.get(node.id, ())
-        if len(options) == 1 and isinstance(options[0], Imported) and options[0].module.partition(".")[0] in _NOMINAL:
-            return f"{options[0].module}.{options[0].name}"
-    return None
-
-
-_NOMINAL = {"typing", "typing_extensions", "collections", "dataclasses", "contextlib", "functools", "abc", "warnings"}
-
-
 def _merged(lines: list[list[Thing]]) -> list[Thing] | None:
     """C3; None if the classes cannot be put in one order."""
     merged: list[Thing] = []
@@ -785,44 +630,3 @@ def _merged(lines: list[list[Thing]]) -> list[Thing] | None:
         merged.append(head)
         lines = [rest for other in lines if (rest := other[1:] if other[0].path == head.path else other)]
     return merged
-
-
-def _with_body(node: ast.FunctionDef, body: list[ast.stmt]) -> ast.FunctionDef:
-    """The same function with fewer statements, to see what is local there."""
-    fields = {name: value for name, value in ast.iter_fields(node) if name != "body"}
-    return ast.copy_location(ast.FunctionDef(body=body, **fields), node)
-
-
-def first_argument(function: Functions) -> str | None:
-    arguments = [*function.args.posonlyargs, *function.args.args]
-    return arguments[0].arg if arguments else None
-
-
-def _local(function: Functions, name: str) -> ast.AST | None:
-    """What binds a name inside a function, if anything does."""
-    arguments = function.args
-    for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg):
-        if argument is not None and argument.arg == name:
-            return argument
-    found: ast.AST | None = None
-    for node in inside(function.body):
-        match node:
-            case ast.Import() | ast.ImportFrom():
-                if name in {a.asname or (a.name.partition(".")[0] if isinstance(node, ast.Import) else a.name)
-                            for a in node.names}:  # fmt: skip
-                    found = node if found is None else arguments
-            case ast.Name(id=word, ctx=ast.Store() | ast.Del()) if word == name:
-                return node
-            case ast.FunctionDef(name=word) | ast.ClassDef(name=word) | ast.AsyncFunctionDef(name=word) if word == name:
-                return node
-    return found
-
-
-def inside(body: list[Any]) -> Iterator[ast.AST]:
-    """The nodes of a body without those of the functions and classes that are defined in it."""
-    waiting = list(body)
-    while waiting:
-        node = waiting.pop()
-        yield node
-        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
-            waiting += ast.iter_child_nodes(node)

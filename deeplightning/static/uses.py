@@ -4,7 +4,8 @@ import ast
 from dataclasses import dataclass, field
 from typing import Any
 
-from deeplightning.static.names import Functions, inside
+from deeplightning.static.syntax import inside
+from deeplightning.static.thing import Functions
 
 
 @dataclass

@@ -1,0 +1,76 @@
+"""Questions that a piece of source answers by itself: what is local, unbound, or a word of `typing`."""
+
+import ast
+from collections.abc import Iterator
+from typing import Any
+
+from deeplightning.static import bindings
+from deeplightning.static.bindings import Binding, Imported, Module
+from deeplightning.static.thing import Functions
+
+
+def is_unbound(option: Binding) -> bool:
+    return isinstance(option, bindings.Opaque) and option.what is None
+
+
+def is_type_variable(value: ast.expr) -> bool:
+    return isinstance(value, ast.Call) and ast.unparse(value.func).rpartition(".")[2] in ("TypeVar", "ParamSpec")
+
+
+def nominal(node: ast.expr, module: Module) -> str | None:
+    """`typing.Optional` of what a module has imported under that or another name, without reading `typing`."""
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        options = module.scope.names.get(node.value.id, ())
+        if len(options) == 1 and isinstance(options[0], Imported):
+            head = options[0].module if options[0].name is None else f"{options[0].module}.{options[0].name}"
+            if head.partition(".")[0] in _NOMINAL:
+                return f"{head}.{node.attr}"
+    if isinstance(node, ast.Name):
+        options = module.scope.names.get(node.id, ())
+        if len(options) == 1 and isinstance(options[0], Imported) and options[0].module.partition(".")[0] in _NOMINAL:
+            return f"{options[0].module}.{options[0].name}"
+    return None
+
+
+_NOMINAL = {"typing", "typing_extensions", "collections", "dataclasses", "contextlib", "functools", "abc", "warnings"}
+
+
+def with_body(node: ast.FunctionDef, body: list[ast.stmt]) -> ast.FunctionDef:
+    """The same function with fewer statements, to see what is local there."""
+    fields = {name: value for name, value in ast.iter_fields(node) if name != "body"}
+    return ast.copy_location(ast.FunctionDef(body=body, **fields), node)
+
+
+def first_argument(function: Functions) -> str | None:
+    arguments = [*function.args.posonlyargs, *function.args.args]
+    return arguments[0].arg if arguments else None
+
+
+def local_binding(function: Functions, name: str) -> ast.AST | None:
+    """What binds a name inside a function, if anything does."""
+    arguments = function.args
+    for argument in (*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs, arguments.vararg, arguments.kwarg):
+        if argument is not None and argument.arg == name:
+            return argument
+    found: ast.AST | None = None
+    for node in inside(function.body):
+        match node:
+            case ast.Import() | ast.ImportFrom():
+                if name in {a.asname or (a.name.partition(".")[0] if isinstance(node, ast.Import) else a.name)
+                            for a in node.names}:  # fmt: skip
+                    found = node if found is None else arguments
+            case ast.Name(id=word, ctx=ast.Store() | ast.Del()) if word == name:
+                return node
+            case ast.FunctionDef(name=word) | ast.ClassDef(name=word) | ast.AsyncFunctionDef(name=word) if word == name:
+                return node
+    return found
+
+
+def inside(body: list[Any]) -> Iterator[ast.AST]:
+    """The nodes of a body without those of the functions and classes that are defined in it."""
+    waiting = list(body)
+    while waiting:
+        node = waiting.pop()
+        yield node
+        if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda):
+            waiting += ast.iter_child_nodes(node)

@@ -1,0 +1,106 @@
+"""What a name can mean (a thing or no thing), and the frame in which an expression is read."""
+
+import ast
+import types
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from deeplightning.static.bindings import Broken, Module, Scope
+from deeplightning.static.signature import Undecided
+
+Kind = Literal["class", "function", "value", "module"]
+Functions = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+class Absent(Exception):
+    """There is certainly no such name: its owner, the name, the names that are there."""
+
+    def __init__(self, name: str, known: list[str]):
+        super().__init__(name)
+        self.name, self.known = name, known
+
+
+class Failing(Exception):
+    """Importing would certainly fail; the text says how, behind "importing … (for …) "."""
+
+
+class Lacking(Failing):
+    """It would fail for something that this machine does not have."""
+
+
+UNKNOWABLE = (Undecided, Absent, Failing, Broken)
+"""What is raised where a name or an expression does not lead to a thing."""
+
+
+@dataclass(frozen=True)
+class Thing:
+    """A module, class, function or value, where it is defined.
+
+    Attributes:
+        module: that holds it.
+        name: inside its module, `Class.method`.
+        node: its source.
+        owner: the class through which a method was found.
+        live: itself, where the standard library holds it.
+    """
+
+    kind: Kind
+    module: Module | None
+    name: str
+    node: Any = None
+    owner: "Thing | None" = None
+    live: Any = None
+
+    @property
+    def path(self) -> str:
+        if self.live is not None:
+            if isinstance(self.live, types.ModuleType):
+                return self.live.__name__
+            home = getattr(self.live, "__module__", None) or (self.owner.live.__module__ if self.owner else "builtins")
+            return f"{home}.{getattr(self.live, '__qualname__', self.name)}"
+        assert self.module is not None
+        return f"{self.module.name}.{self.name}" if self.name else self.module.name
+
+    @property
+    def file(self) -> Path | None:
+        return self.module.file if self.module else None
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        return (self.path, id(self.node), self.owner.path if self.owner else None)
+
+
+@dataclass(frozen=True)
+class Frame:
+    """Where an expression stands: what its names mean.
+
+    Attributes:
+        module: the file.
+        scope: of the class around it, if it stands in a class body.
+        function: around it.
+        line: the line of ancestors of the class that a call is about, itself first.
+        complete: whether the line is whole.
+        position: in that line, of the class that holds the function.
+        static: the function gets neither an instance nor a class.
+    """
+
+    module: Module
+    scope: Scope | None = None
+    function: Functions | None = None
+    line: tuple[Thing, ...] = ()
+    complete: bool = True
+    position: int = 0
+    static: bool = False
+
+    @property
+    def first(self) -> str | None:
+        """The word for the instance or class."""
+        if self.function is None or self.static or not self.line:
+            return None
+        arguments = [*self.function.args.posonlyargs, *self.function.args.args]
+        return arguments[0].arg if arguments else None
+
+
+def live_class(found: type) -> Thing:
+    return Thing("class", None, found.__name__, live=found)
