@@ -7,12 +7,12 @@ case on a machine with one GPU, would be run by no test.
 from typing import Any
 
 from deeplightning import cli
-from deeplightning.run import assemble
+from deeplightning.checks import examine
 
 
 def keep_backend() -> None:
     """Has configs settle as on a machine with one GPU, as far as the backend goes."""
-    settle = assemble.settle
+    settle = examine.settle
 
     def settled(cfg: Any) -> Any:
         asked = cfg.engine.backend
@@ -20,7 +20,7 @@ def keep_backend() -> None:
         cfg.engine.backend = asked
         return found
 
-    assemble.settle = settled
+    examine.settle = settled
 
 
 def main() -> None:

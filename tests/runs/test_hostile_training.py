@@ -18,7 +18,7 @@ from deeplightning.callbacks.record import Record
 from deeplightning.checks.examine import load_config
 from deeplightning.faults import CheckpointError, ConfigError, RunError
 from deeplightning.run.assemble import init_module, init_trainer
-from deeplightning.run.stages import _explained
+from deeplightning.run.errors import run_stage
 
 TRAINING = corpus("training.jsonl")
 SETTINGS = [
@@ -39,7 +39,7 @@ def resume(tiny, place, tmp_path_factory):
     def run(checkpoint: Path | None, *overrides: str) -> Path:
         cfg = load_config(tiny, [*plain, *overrides])
         task, data, trainer = init_module(cfg, "model"), init_module(cfg, "data"), init_trainer(cfg)
-        _explained(trainer.fit, task, data, ckpt_path=checkpoint)
+        run_stage(trainer.fit, task, data, ckpt_path=checkpoint)
         return callback_of(trainer, Record).folder.path
 
     with pytest.MonkeyPatch.context() as patch:

@@ -227,7 +227,7 @@ def test_points_that_the_store_does_not_take_are_known(store, logger):
         ("deeplightning.tracking.MLflowLogger", {}, None),
         ("pytorch_lightning.loggers.MLFlowLogger", {"experiment_name": "Default"}, None),
         ("pytorch_lightning.loggers.MLFlowLogger", {}, "is of the experiment 'Default'"),  # its default is another
-        ("pytorch_lightning.loggers.CSVLogger", {}, "CSVLogger cannot go on"),
+        ("pytorch_lightning.loggers.CSVLogger", {}, "CSVLogger cannot continue a run"),
         ("deeplightning.tracking.MLflowLogger", {"run_id": "abc"}, "the run abc is asked for"),
         ("deeplightning.tracking.MLflowLogger", {"experiment_name": "Other"}, "is of the experiment 'Default'"),
         ("deeplightning.tracking.MLflowLogger", {"tracking_uri": "nowhere"}, "does not have its run"),
