@@ -73,7 +73,13 @@ def test_the_process_imports_no_torch_and_leaves_cleanly(start):
         ["torch", "torchvision", "pytorch_lightning", "lightning", "mlflow", "sklearn", "matplotlib", "onnx", "yaml"]
     )
     ours = {name for name in imported if name.startswith("deeplightning")}
-    assert ours == {"deeplightning", "deeplightning.image", "deeplightning.runfolder", "deeplightning.words"}
+    assert ours == {
+        "deeplightning",
+        "deeplightning.image",
+        "deeplightning.runfolder",
+        "deeplightning.version",
+        "deeplightning.words",
+    }
 
 
 @pytest.mark.parametrize("module", ["serve.bundle", "deeplightning.export.bundle", "deeplightning.export.int8"])

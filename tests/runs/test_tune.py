@@ -410,7 +410,7 @@ IMPOSSIBLE = {
     "distribution": ("{data.batch_size: {loguniform: [8, 16]}}", "Did you mean log_uniform?"),
     "typo": ("{data.batch_size: {chioce: [8, 16]}}", "Did you mean choice?"),
     "two": ("{data.batch_size: {int: [8, 16], choice: [8]}}", "must be one of uniform, log_uniform, int, log_int"),
-    "order": ("{data.batch_size: {int: [16, 8]}}", "the wrong way round: [16, 8]; write [8, 16]"),
+    "order": ("{data.batch_size: {int: [16, 8]}}", "the ends are in the wrong order: [16, 8]; write [8, 16]"),
     "one end": ("{data.batch_size: {int: [16]}}", "must be its two ends"),
     "fraction": ("{data.batch_size: {int: [1.5, 8]}}", "must be its two ends, whole numbers"),
     "infinite": ("{model.optimizer.params.lr: {uniform: [0, .inf]}}", "must be its two ends"),
