@@ -7,11 +7,12 @@ torch, Ray and submitit only where they use them: every command that has a confi
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from deeplightning.config.schema import Config, Target
 from deeplightning.config.target import build
-from deeplightning.engine.plan import by_hand, is_elsewhere, local_size
+from deeplightning.engine.plan import address_of, by_hand, is_elsewhere, local_size
 from deeplightning.launch.job import Job, Launcher, Start
 from deeplightning.launch.local import Local
 from deeplightning.launch.ray import Ray
@@ -47,7 +48,7 @@ def plan_of(job: Job) -> list[dict[str, Any]]:
 
 
 def _plan_here(job: Job) -> list[Start]:
-    here, local = identity(), local_size(job.cfg.engine)
+    here, local = identity({**os.environ, **address_of(job.cfg.engine)}), local_size(job.cfg.engine)
     if here is not None:
         variables = {"RANK": str(here.rank), "WORLD_SIZE": str(here.world), "LOCAL_RANK": str(here.local_rank)}
         variables |= {"LOCAL_WORLD_SIZE": str(here.local_world), "NODE_RANK": str(here.node)}

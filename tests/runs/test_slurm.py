@@ -511,7 +511,7 @@ def test_a_frozen_config_has_no_secrets(submit):
 def test_a_script_without_srun_is_one_process(cluster, work):
     """A batch script, and a shell of salloc, are told from the tasks that srun starts."""
     asked = (
-        "from deeplightning.process.identity import place; found = place(); "
+        "from deeplightning.process.identity import identity; found = identity(); "
         "print(found and (found.rank, found.world, found.nodes, found.address))"
     )
     python = shlex.quote(sys.executable)
