@@ -22,7 +22,7 @@ from deeplightning.faults import ConfigError, Fault, upwards
 from deeplightning.own_code import added_roots, roots, use_import_roots
 
 
-def examine(
+def check(
     path: str | Path, overrides: list[str] | None = None, *, importing: bool = False, beside: bool = True
 ) -> Report:
     """Checks the config of a file and its overrides.
@@ -38,7 +38,7 @@ def examine(
         _find_own_code(source, beside)
         functions = {}
         if importing and source.resolvers():
-            before = examine(path, overrides, beside=beside)
+            before = check(path, overrides, beside=beside)
             if before.faults or before.config is None:
                 return before
             functions = _resolvers(source, before)
@@ -148,4 +148,4 @@ def load(path: str | Path, overrides: list[str] | None = None) -> Config:
     Raises:
         ConfigError: with every fault that was found.
     """
-    return examine(path, overrides, importing=True).checked()
+    return check(path, overrides, importing=True).checked()

@@ -27,7 +27,7 @@ def examine(
         importing: import what the config names, which decides what its source cannot.
         beside: let names come from the config's folder too.
     """
-    report = check.examine(path, overrides, importing=importing, beside=beside)
+    report = check.check(path, overrides, importing=importing, beside=beside)
     cfg = report.config
     if cfg is None or None in (cfg.engine, cfg.data, cfg.model, cfg.train, cfg.logger):
         return report  # a section is no mapping: there is nothing to settle

@@ -11,7 +11,7 @@ import torch
 from conftest import digest, weights
 from PIL import Image
 
-from deeplightning.checks.check import examine
+from deeplightning.checks.check import check
 from deeplightning.checks.examine import load_config
 from deeplightning.run.assemble import init_module
 from deeplightning.task.gan import InceptionScore
@@ -281,7 +281,7 @@ def test_names_that_do_not_fit_are_told_by_check(case, place, monkeypatch):
     """Without importing anything, one note each, which is a fault of the config."""
     monkeypatch.chdir(place)
     overrides, words = FAULTS[case]
-    faults = examine("gan.yaml", overrides).faults
+    faults = check("gan.yaml", overrides).faults
     assert [words in str(fault) for fault in faults] == [True], faults
     assert faults[0].exit_code == 2
 

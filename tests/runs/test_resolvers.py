@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from test_config import SMALL
 
-from deeplightning.checks.check import examine
+from deeplightning.checks import check as checks
 from deeplightning.config.tree import dump
 
 OWN = """
@@ -43,7 +43,7 @@ RESOLVERS = f"resolvers: {{{', '.join(f'my.{name}: own_functions.{name}' for nam
 
 def check(*overrides: str, importing: bool = True):
     Path("c.yaml").write_text(SMALL + RESOLVERS)
-    return examine("c.yaml", list(overrides), importing=importing)
+    return checks.check("c.yaml", list(overrides), importing=importing)
 
 
 def test_check_imports_no_resolver_and_says_what_it_left_unchecked():
@@ -127,7 +127,7 @@ def test_a_resolver_is_a_function_that_makes_a_part_of_a_run(entry, words):
     name, _, target = entry.partition("=")
     Path("c.yaml").write_text(f"{SMALL}resolvers: {{{name}: {target}}}\n")
     for importing in (False, True):
-        (fault,) = examine("c.yaml", importing=importing).faults
+        (fault,) = check("c.yaml", importing=importing).faults
         assert words in fault.message
         assert fault.key == f"resolvers.{name}".replace("'", "")
     assert not Path("imported").exists()
@@ -143,7 +143,7 @@ def test_what_a_resolver_makes_of_a_secret_is_one(monkeypatch):
     assert (public["data"]["batch_size"], public["resolvers"]) == (4, {"my.shouted": "own_functions.shouted"})
     assert config.redact("it is ABCD-EFGH-IJKL") == "it is ${my.shouted:${oc.env:SOME_TOKEN}}"
     Path("again.yaml").write_text(dump(public))
-    again = examine("again.yaml", importing=True).config
+    again = check("again.yaml", importing=True).config
     assert (again.to_dict() | {"resolvers": {}}) == (config.to_dict() | {"resolvers": {}})
 
 
