@@ -127,7 +127,7 @@ def test_a_resolver_is_a_function_that_makes_a_part_of_a_run(entry, words):
     name, _, target = entry.partition("=")
     Path("c.yaml").write_text(f"{SMALL}resolvers: {{{name}: {target}}}\n")
     for importing in (False, True):
-        (fault,) = check("c.yaml", importing=importing).faults
+        (fault,) = checks.check("c.yaml", importing=importing).faults
         assert words in fault.message
         assert fault.key == f"resolvers.{name}".replace("'", "")
     assert not Path("imported").exists()
@@ -143,7 +143,7 @@ def test_what_a_resolver_makes_of_a_secret_is_one(monkeypatch):
     assert (public["data"]["batch_size"], public["resolvers"]) == (4, {"my.shouted": "own_functions.shouted"})
     assert config.redact("it is ABCD-EFGH-IJKL") == "it is ${my.shouted:${oc.env:SOME_TOKEN}}"
     Path("again.yaml").write_text(dump(public))
-    again = check("again.yaml", importing=True).config
+    again = checks.check("again.yaml", importing=True).config
     assert (again.to_dict() | {"resolvers": {}}) == (config.to_dict() | {"resolvers": {}})
 
 
