@@ -64,7 +64,7 @@ def _decide(cfg: Config) -> Resumption:
     try:
         checkpoint = read_checkpoint(path)
     except CheckpointError as error:
-        raise CheckpointError(f"{error}. The newest whole checkpoint: train.resume_ckpt=auto") from None
+        raise CheckpointError(f"{error}. The latest complete checkpoint: train.resume_ckpt=auto") from None
     return _from(path, checkpoint, cfg)
 
 
@@ -94,7 +94,7 @@ def _newest_whole(cfg: Config) -> Resumption:
 
 
 def _of_launch(cfg: Config) -> Resumption | None:
-    """Where a launch that has been started again goes on: in its run, from the newest whole checkpoint.
+    """Where a launch that has been started again goes on: in its run, from the latest complete checkpoint.
 
     None: it has opened no run yet, or is new, or it cannot be known.
     """
