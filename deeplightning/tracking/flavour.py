@@ -18,7 +18,7 @@ from deeplightning.tracking.store import quiet_mlflow
 
 SOURCES = (
     *(f"serve/{name}.py" for name in ("bundle", "session", "device", "cuda", "log", "private")),
-    *("deeplightning/image.py", "deeplightning/runfolder.py", "deeplightning/words.py"),
+    *(f"deeplightning/{name}.py" for name in ("image", "runfolder", "version", "words")),
 )
 
 PACKAGES = ("mlflow", "numpy", "onnxruntime", "pillow")

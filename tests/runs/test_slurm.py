@@ -629,7 +629,7 @@ def test_a_warned_job_goes_back_into_the_queue_and_goes_on(number, submit, clust
     (tmp_path / "go").touch()
     outcome = end_of(running)
     assert cluster.about(job_of(running))["Restarts"] == "1"
-    assert outcome.err.count("goes back into the queue") == 1
+    assert outcome.err.count("returns to the queue") == 1
     goes_on(outcome, job("engine.backend=ddp").folder, tracked)
 
 
