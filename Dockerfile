@@ -26,7 +26,7 @@ RUN sed -E '/--hash/d; s/ *\\$//' requirements.lock >constraints.txt && \
         *) echo "DEVICE is $DEVICE; it can be cpu or cuda" >&2; exit 2 ;; \
     esac && \
     python -m pip install --no-cache-dir --requirement requirements.txt --constraint constraints.txt
-COPY deeplightning/__init__.py deeplightning/image.py deeplightning/runfolder.py deeplightning/text.py deeplightning/version.py deeplightning/words.py deeplightning/
+COPY deeplightning/__init__.py deeplightning/array.py deeplightning/image.py deeplightning/kinds.py deeplightning/runfolder.py deeplightning/table.py deeplightning/text.py deeplightning/version.py deeplightning/words.py deeplightning/
 COPY serve/ serve/
 ENV NVIDIA_DRIVER_CAPABILITIES=compute,utility
 USER 10001:10001

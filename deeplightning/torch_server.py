@@ -4,10 +4,11 @@ For networks that ONNX cannot express. The run's own code is imported; a foreign
 (`deeplightning.checks.trust`). Letters: N images or texts, C channels, H height, W width, L tokens, K classes.
 """
 
+import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,18 @@ import numpy as np
 import torch
 from torch import nn
 
+from deeplightning.array import ArraySpec
 from deeplightning.faults import CheckpointError, UserError
 from deeplightning.image import ImageSpec
-from deeplightning.run.bundle import origin_of
+from deeplightning.kinds import KINDS
+from deeplightning.run.bundle import SAMPLES_OF, origin_of
 from deeplightning.run.load import trained_task
 from deeplightning.runfolder import RunFolder
+from deeplightning.table import TableSpec
 from deeplightning.text import TextSpec
 from deeplightning.words import first_line
 from serve.__main__ import options_parser, serve
-from serve.bundle import GPU_TOLERANCE, TASKS, prepared
+from serve.bundle import GPU_TOLERANCE, prepared
 from serve.device import CPU, Device, DeviceError, Runtime
 
 
@@ -37,14 +41,16 @@ class Checkpoint:
 
     Attributes:
         folder: the run's folder.
-        task: what it does, one of `serve.bundle.TASKS`.
-        image_spec: how a picture is prepared for it; None: it takes texts.
+        task: what it does, one of `deeplightning.kinds.KINDS`.
+        image_spec: how a picture is prepared for it; None: it takes something else.
         labels: the K class names, in the order of the probabilities; none where it answers with pictures.
         run: where it comes from, as a bundle would say.
         samples: of the run's validation set, uint8 (N, C, H, W) or int64 (N, L), to warm up with.
         model: from uint8 (N, C, H, W) or int64 (N, L) to answers.
         precision: the numbers that it computes in.
-        text_spec: how a text is prepared for it; None: it takes pictures.
+        text_spec: how a text is prepared for it; None: it takes something else.
+        row_spec: how a row of a table, or an array, is prepared for it; None: it takes something else.
+        output, example: as of `serve.bundle.Bundle`.
         device: where it computes.
     """
 
@@ -57,6 +63,9 @@ class Checkpoint:
     model: nn.Module
     precision: str = "fp32"
     text_spec: TextSpec | None = None
+    row_spec: TableSpec | ArraySpec | None = None
+    output: dict[str, Any] = field(default_factory=dict)
+    example: object = None
     device: Device = CPU
 
     @classmethod
@@ -74,22 +83,40 @@ class Checkpoint:
         """
         torch.set_num_threads(1)
         task, _, checkpoint = trained_task(folder, allow, "serve")
-        if getattr(task, "kind", None) not in TASKS:
-            raise CheckpointError(f"{type(task).__name__} is no task that can be served: {', '.join(TASKS)}")
-        texts = task.kind == "text_classification"
-        labels = [] if task.kind == "image_reconstruction" else [str(name) for name in task.class_names]
+        if getattr(task, "kind", None) not in KINDS:
+            raise CheckpointError(f"{type(task).__name__} is no task that can be served: {', '.join(KINDS)}")
+        kind = KINDS[task.kind]
+        labels = [str(name) for name in task.class_names] if kind.has_labels else []
         try:
             with np.load(folder.samples, allow_pickle=False) as file:
-                samples = file["texts" if texts else "images"]
+                samples = file[SAMPLES_OF[kind.takes]]
         except (OSError, ValueError, KeyError) as error:
             message = f"{folder.samples} cannot be read ({error}); `deeplightning export RUN` keeps some"
             raise CheckpointError(message) from error
         model, origin = task.inference_model(), origin_of(folder, checkpoint)
-        spec = task.text_spec if texts else None
-        if spec is not None:
-            samples = spec.stack([spec.prepare(str(text)) for text in samples])
-        image_spec = None if texts else task.image_spec
-        on_cpu = cls(folder.path, task.kind, image_spec, labels, origin, samples, model, text_spec=spec)
+        specs = {name: getattr(task, name, None) for name in ("text_spec", "row_spec")}
+        example = None
+        if kind.takes != "image":
+            given = [json.loads(row) for row in samples] if kind.takes == "table" else list(samples)
+            if kind.takes != "text":
+                example = given[0] if kind.takes == "table" else given[0].tolist()
+            spec: Any = specs["text_spec"] or specs["row_spec"]
+            samples = spec.stack([spec.prepare(str(one) if kind.takes == "text" else one) for one in given])
+        image_spec = task.image_spec if kind.takes == "image" else None
+        output: dict[str, Any] = getattr(task, "answer_details", dict)()
+        on_cpu = cls(
+            folder.path,
+            task.kind,
+            image_spec,
+            labels,
+            origin,
+            samples,
+            model,
+            output=output,
+            example=example,
+            text_spec=specs["text_spec"],
+            row_spec=specs["row_spec"],
+        )
         return on_cpu.moved_to(device) if device.on_gpu else on_cpu
 
     def moved_to(self, device: Device) -> "Checkpoint":

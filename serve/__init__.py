@@ -1,4 +1,5 @@
-"""A bundle answers HTTP. Imports no torch, Lightning or MLflow; of the core only `image`, `text`, `runfolder`, `words`.
+"""A bundle answers HTTP. Imports no torch, Lightning or MLflow; of the core only `image`, `text`,
+`table`, `array`, `kinds`, `runfolder`, `words`.
 
 `create_app` is the WSGI application; importing this package alone loads nothing.
 """

@@ -1,16 +1,17 @@
 """What every response carries, and how the model's output becomes its body. Letters: C channels, H height, W width, K
-classes."""
+classes, T targets."""
 
 import base64
 import io
 import json
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
 
+from deeplightning.kinds import KINDS
 from serve.limits import Refusal
 
 DEFAULT_TOP_K = 5
@@ -46,9 +47,18 @@ def refused(refusal: Refusal) -> Answer:
     return Answer(refusal.status, JSON, body, refusal.headers)
 
 
-def encoder(task: str, labels: list[str]) -> Encoder:
-    """How the model's output becomes the body of an answer."""
-    return _pictures if task == "image_reconstruction" else _classes(labels)
+def encoder(task: str, labels: list[str], output: Mapping[str, Any] = MappingProxyType({})) -> Encoder:
+    """How the model's output becomes the body of an answer.
+
+    Args:
+        task: a name of `deeplightning.kinds.KINDS`.
+        labels: the names of the classes or targets.
+        output: what the bundle's card says of its answers.
+    """
+    gives = KINDS[task].gives
+    if gives == "regression":
+        return _numbers(labels, output.get("half_widths"))
+    return _pictures if gives == "reconstruction" else _classes(labels)
 
 
 def _classes(labels: list[str]) -> Encoder:
@@ -70,6 +80,24 @@ def _classes(labels: list[str]) -> Encoder:
 
     def answer(rows: list[np.ndarray], top_k: int, accept: str) -> tuple[str, bytes]:
         return JSON, _one_or_list([one(row, top_k) for row in rows])
+
+    return answer
+
+
+def _numbers(names: list[str], half_widths: list[float] | None) -> Encoder:
+    """Of rows float32 (T,), with an interval where there are half widths, (T,)."""
+
+    def one(row: np.ndarray) -> str:
+        values = [float(f"{value:.9g}") for value in row.tolist()]
+        predictions: list[dict[str, Any]] = [
+            {"name": name, "value": value} for name, value in zip(names, values, strict=True)
+        ]
+        for prediction, width in zip(predictions, half_widths or (), strict=False):
+            prediction |= {"low": prediction["value"] - width, "high": prediction["value"] + width}
+        return json.dumps({"predicted_value": values[0], "predictions": predictions}, ensure_ascii=False)
+
+    def answer(rows: list[np.ndarray], top_k: int, accept: str) -> tuple[str, bytes]:
+        return JSON, _one_or_list([one(row) for row in rows])
 
     return answer
 

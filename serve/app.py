@@ -10,6 +10,7 @@ import hashlib
 import re
 import threading
 from pathlib import Path
+from typing import Any
 
 from flask import Flask, Response, jsonify, request
 from flask.json.provider import DefaultJSONProvider
@@ -17,6 +18,7 @@ from werkzeug import Response as WerkzeugResponse
 from werkzeug.exceptions import BadRequest, HTTPException, MethodNotAllowed, NotFound, RequestEntityTooLarge
 
 from serve.answers import JSON, PROTECTION, Answer, refused
+from serve.batching import Model
 from serve.limits import FAULT, Limits, Refusal
 from serve.log import log_event
 from serve.openapi import describe
@@ -59,11 +61,12 @@ def application(service: Service) -> Flask:
         return jsonify(
             task=model.task,
             labels=model.labels,
-            input=(model.image_spec or model.text_spec).to_dict(),  # type: ignore[attr-defined] # one is there
+            input=_spec(model).to_dict(),
             precision=model.precision,
             run=model.run,
             limits=limits.public(model.task),
             **service.layout,
+            **({} if getattr(model, "example", None) is None else {"example": model.example}),  # type: ignore[attr-defined]
         )
 
     @app.get("/metrics")
@@ -72,7 +75,7 @@ def application(service: Service) -> Flask:
 
     @app.get("/openapi.json")
     def openapi() -> Response:
-        return jsonify(describe(model.task, model.labels, limits, service.admission.secured))
+        return jsonify(describe(model, limits, service.admission.secured))
 
     @app.get("/")
     def index() -> Response:
@@ -103,6 +106,11 @@ def application(service: Service) -> Flask:
         return _response(refused(Refusal(500, FAULT)))
 
     return app
+
+
+def _spec(model: Model) -> Any:
+    """How its inputs are prepared."""
+    return model.image_spec or getattr(model, "text_spec", None) or getattr(model, "row_spec", None)
 
 
 def _response(answer: Answer) -> Response:

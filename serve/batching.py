@@ -9,15 +9,16 @@ import math
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
 from deeplightning.image import ImageError, ImageSpec
+from deeplightning.kinds import KINDS
 from serve.answers import DEFAULT_TOP_K
 from serve.limits import Limits, Refusal
 from serve.log import log_event
@@ -43,12 +44,13 @@ class Model(Protocol):
 
     Attributes:
         folder: where it was read from.
-        task: what it does: image_classification, image_reconstruction or text_classification.
-        image_spec: how a picture is prepared for it; None where it takes texts, which its `text_spec` prepares.
-        labels: the class names, in the order of the probabilities; none for pictures.
+        task: what it does, one of `deeplightning.kinds.KINDS`.
+        image_spec: how a picture is prepared for it; None where it takes something else, which its `text_spec` or
+            `row_spec` prepares.
+        labels: the names of the classes or targets, in the order of the answer; none for pictures.
         run: where it comes from.
         precision: of its weights.
-        samples: real pictures, uint8 (N, C, H, W), or texts, int64 (N, L), to warm up with.
+        samples: real ones, prepared, (N, …), to warm up with.
     """
 
     @property
@@ -77,7 +79,7 @@ class Model(Protocol):
         ...
 
     def predict(self, images: np.ndarray) -> np.ndarray:
-        """From uint8 (N, C, H, W), or int64 (N, L), to N rows of float32."""
+        """From prepared samples (N, …) to N rows of float32."""
         ...
 
 
@@ -86,8 +88,8 @@ class Job:
     """One request's pictures, and what became of them.
 
     Attributes:
-        read: gives the encoded pictures; whatever it raises is the request's error. Called with True, it raises
-            `NotTiny` where that would take long.
+        read: gives the encoded pictures, texts, or values of rows and arrays; whatever it raises is the request's
+            error. Called with True, it raises `NotTiny` where that would take long.
         size: of the request's body, in bytes.
         finish: called once with the job, in the thread that ended it.
         top_k, accept: how many classes are named, and the Accept header.
@@ -98,7 +100,7 @@ class Job:
         batch: pictures in that forward pass.
     """
 
-    read: Callable[[bool], list[bytes]]
+    read: Callable[[bool], Sequence[Any]]
     size: int
     finish: Callable[["Job"], None]
     top_k: int = DEFAULT_TOP_K
@@ -157,6 +159,9 @@ class Batcher:
             # Texts of different lengths are filled up to one.
             self._stack, self._what, self._texts = texts.stack, "Text", texts
             self._decode = self._encode  # type: ignore[method-assign]
+        elif rows := getattr(model, "row_spec", None):
+            self._what, self._rows = KINDS[model.task].takes.replace("table", "row").capitalize(), rows
+            self._decode = self._prepare_row  # type: ignore[method-assign]
 
     def submit(self, job: Job) -> None:
         """Take a job on; it ends by `job.finish`, perhaps before this returns.
@@ -260,6 +265,14 @@ class Batcher:
         try:
             tokens: np.ndarray = self._texts.prepare(data)
             return tokens
+        except ValueError as error:
+            raise Refusal(getattr(error, "status", 400), f"{place}{error}") from error
+
+    def _prepare_row(self, job: Job, data: Any, place: str, max_pixels: int | None) -> np.ndarray:
+        """The numbers of a row of a table, float32 (F,), or of an array, float32 of its shape."""
+        try:
+            prepared: np.ndarray = self._rows.prepare(data)
+            return prepared
         except ValueError as error:
             raise Refusal(getattr(error, "status", 400), f"{place}{error}") from error
 

@@ -2,7 +2,7 @@
 
 Nothing is unpickled and nothing is imported that a bundle names, and no file outside its folder is read.
 `deeplightning.export.bundle` writes what is read here.
-Letters: N images or texts, C channels, H height, W width, L tokens, K classes.
+Letters: N samples, C channels, H height, W width, L tokens, K classes or targets.
 """
 
 import base64
@@ -13,7 +13,7 @@ import io
 import json
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from io import BufferedReader
 from os import PathLike
 from pathlib import Path
@@ -23,6 +23,7 @@ import numpy as np
 from PIL import PngImagePlugin
 
 from deeplightning.image import ImageError, ImageSpec
+from deeplightning.kinds import KINDS, Kind, row_spec
 from deeplightning.runfolder import BUNDLE_FORMAT, RunFolder, golden_digest, seal
 from deeplightning.words import first_line
 from serve.device import CPU, Device, DeviceError
@@ -31,19 +32,15 @@ from serve.private import onnxruntime
 from serve.session import TEXT_TOKENS, Bound, bound_to, open_session, tensorrt_options
 
 if TYPE_CHECKING:  # a server of pictures does without
+    from deeplightning.array import ArraySpec
+    from deeplightning.table import TableSpec
     from deeplightning.text import TextSpec
 
-TASKS = {
-    "image_classification": "probabilities",
-    "image_reconstruction": "pictures",
-    "text_classification": "probabilities",
-}
-"""What a bundle may be for, with the name of its model's output."""
-
 TOLERANCES = {"fp32": 1e-4, "int8": 0.05, "fp16": 0.02}
-"""How far an answer to a golden sample may be from that at export, possibly on another machine, by precision. Where a
-machine rounds a sum otherwise before it becomes int8, a probability may move by hundredths; where sums overflow, by
-more. fp16 has no answers of its own in a bundle: it is compared with those of fp32, on the GPU that it is served by."""
+"""How far an answer to a golden sample may be from that at export, possibly on another machine, by precision, as a
+share of the largest answer, or of 1 where that is more. Where a machine rounds a sum otherwise before it becomes int8,
+a probability may move by hundredths; where sums overflow, by more. fp16 has no answers of its own in a bundle: it is
+compared with those of fp32, on the GPU that it is served by."""
 
 GPU_TOLERANCE = 1e-3
 """The same for fp32 on a GPU, whose kernels add in another order and use quicker exponentials."""
@@ -77,14 +74,17 @@ class Bundle:
 
     Attributes:
         folder: where it was read from.
-        task: what it does, one of `TASKS`.
-        image_spec: how a picture is prepared for it; None: it takes texts.
-        labels: the K class names, in the order of the probabilities; none where it answers with pictures.
+        task: what it does, one of `deeplightning.kinds.KINDS`.
+        image_spec: how a picture is prepared for it; None: it takes something else.
+        labels: the names of the K classes or targets, in the order of the answer; none where it answers with pictures.
         run: where it comes from, as `bundle.json` says (`id`, `folder_name`, `checkpoint`, `created`, `versions`).
         precision: the numbers that its model computes in: "fp32", "int8" or "fp16".
-        samples: the golden samples, uint8 (N, C, H, W) or int64 (N, L): real ones, to warm up with.
+        samples: the golden samples, uint8 (N, C, H, W), int64 (N, L) or float32 (N, …): real ones, to warm up with.
         session: ONNX Runtime with the model, one thread per call.
-        text_spec: how a text is prepared for it; None: it takes pictures.
+        text_spec: how a text is prepared for it; None: it takes something else.
+        row_spec: how a row of a table, or an array, is prepared for it; None: it takes something else.
+        output: what the card says of the answers, such as the interval of a regression.
+        example: an input as a client sends it; only of rows and arrays.
         input: the name of the model's input.
         device: where it computes.
         bound: the session with its buffers; None on the CPU, which reads a batch where it is.
@@ -99,6 +99,9 @@ class Bundle:
     samples: np.ndarray
     session: onnxruntime.InferenceSession
     text_spec: "TextSpec | None" = None
+    row_spec: "TableSpec | ArraySpec | None" = None
+    output: dict[str, Any] = field(default_factory=dict)
+    example: object = None
     input: str = "images"
     device: Device = CPU
     bound: Bound | None = None
@@ -132,34 +135,43 @@ class Bundle:
         except (OSError, RuntimeError, ValueError) as error:  # a user's home that is unknown, a name that cannot be
             raise BundleError(f"There is no folder {str(path)!r:.200} ({first_line(error)}).") from error
         card = _read_card(folder)
-        task, labels, run = card["task"], card["labels"], card["run"]
+        task, labels, run, output = card["task"], card["labels"], card["run"], card.get("output", {})
         _expect(
-            isinstance(task, str) and task in TASKS, f"is for the task {task!r:.80}; known: {', '.join(TASKS)}", folder
+            isinstance(task, str) and task in KINDS, f"is for the task {task!r:.80}; known: {', '.join(KINDS)}", folder
         )
+        kind = KINDS[task]
         _expect(
-            labels == [] if task == "image_reconstruction" else _are_names(labels),
+            _are_names(labels) if kind.has_labels else labels == [],
             "has labels that are not what its task needs: a list of different texts, and none for pictures",
             folder,
         )
+        _expect(_are_details(output, len(labels)), "describes its answers wrongly", folder)
         _expect(_is_origin(run), "does not say in words which run it comes from", folder)
         _check_files(folder, card["files"], precision)
-        if task == "text_classification":
-            texts = _text_spec(folder, card)
-            session = _load(folder, precision, None, task, len(labels), device)
-            samples = _text_samples(folder, card["golden"], texts)
-            bound = _bound(device, session, (texts.limit or TEXT_TOKENS,), np.int64, max_batch)
-            bundle = cls(folder, task, None, labels, run, precision, samples, session, texts, "tokens", device, bound)
-        else:
-            try:
-                spec = ImageSpec.from_dict(card["input"])
-            except ValueError as error:
-                raise BundleError(f"The bundle {folder} describes its input wrongly: {error}.") from error
-            shape = (spec.channels, spec.height, spec.width)
-            options = tensorrt_options("images", shape, max_batch, precision == "fp16") if tensorrt else None
-            session = _load(folder, precision, spec, task, len(labels), device, options)
-            samples = _samples(folder, card["golden"], spec)
-            bound = _bound(device, session, shape, np.uint8, max_batch)
-            bundle = cls(folder, task, spec, labels, run, precision, samples, session, device=device, bound=bound)
+        spec = _spec(folder, card, kind)
+        dtype, shape = _DTYPES[kind.takes], _shape(spec, kind)
+        options = None
+        if tensorrt and kind.takes != "text":
+            options = tensorrt_options(kind.input, shape, max_batch, precision == "fp16")
+        session = _load(folder, precision, kind, dtype, shape, len(labels), device, options)
+        samples, example = _input(folder, card["golden"], kind, spec)
+        specs = {f"{_SPECS[kind.takes]}_spec": spec}
+        bundle = cls(
+            folder,
+            task,
+            specs.pop("image_spec", None),
+            labels,
+            run,
+            precision,
+            samples,
+            session,
+            output=output,
+            example=example,
+            input=kind.input,
+            device=device,
+            bound=_bound(device, session, shape, dtype, max_batch),
+            **specs,
+        )
         _replay(bundle, card["golden"])
         _prove(folder, card)
         _return_memory()
@@ -173,11 +185,11 @@ class Bundle:
         return cls.open(path, precision, device, max_batch, tensorrt and device.on_gpu)
 
     def predict(self, images: np.ndarray) -> np.ndarray:
-        """What the model answers to prepared images, uint8 (N, C, H, W), or texts, int64 (N, L): probabilities, float32
-        (N, K); or pictures, float32 (N, C, H, W) from 0 to 1."""
+        """What the model answers to prepared images, uint8 (N, C, H, W), texts, int64 (N, L), or rows and arrays,
+        float32 (N, …): probabilities or numbers, float32 (N, K); or pictures, float32 (N, C, H, W) from 0 to 1."""
         if self.bound is not None:
             return self.bound.predict(images)
-        rows: np.ndarray = self.session.run([TASKS[self.task]], {self.input: images})[0]
+        rows: np.ndarray = self.session.run(None, {self.input: images})[0]
         return rows
 
     def prepare(self, data: bytes, max_pixels: int) -> np.ndarray:
@@ -220,6 +232,8 @@ _MODELS = {
     "int8": _NAMES.bundle_int8.name,
     "fp16": _NAMES.bundle_fp16.name,
 }
+_DTYPES: dict[str, type] = {"image": np.uint8, "text": np.int64, "table": np.float32, "array": np.float32}
+_SPECS = {"image": "image", "text": "text", "table": "row", "array": "row"}
 _TEXT_FILES = ("vocabulary.txt", "tokenizer.json")
 _KEYS = {"format", "task", "input", "labels", "files", "run", "golden", "digest"}
 _FILE = re.compile(r"\w[\w.-]{0,99}", re.ASCII)
@@ -264,7 +278,7 @@ def _read_card(folder: Path) -> dict[str, Any]:
     except (ValueError, RecursionError) as error:
         raise BundleError(f"{file} is not JSON ({error}); {_AGAIN}.") from error
     _expect(card.get("digest") == sealed, f"is damaged: {file.name} was changed since its export; {_AGAIN}", folder)
-    keys = set(card) - {"int8"}
+    keys = set(card) - {"int8", "output"}
     _expect(keys == _KEYS, f"has other keys in {file.name} than it may ({', '.join(sorted(keys ^ _KEYS))})", folder)
     figures = card.get("int8", {})
     _expect(
@@ -282,6 +296,26 @@ def _are_names(labels: object) -> bool:
         and all(isinstance(label, str) for label in labels)
         and len(set(labels)) == len(labels)
     )
+
+
+def _are_details(output: object, targets: int) -> bool:
+    """Whether a card says nothing of its answers but the interval of a regression."""
+    if output == {}:
+        return True
+    if not isinstance(output, dict) or output.keys() != {"interval", "half_widths"}:
+        return False
+    numbers = output["half_widths"]
+    return (
+        isinstance(numbers, list)
+        and len(numbers) == targets
+        and all(_is_number(number) and number >= 0 for number in numbers)
+        and _is_number(output["interval"])
+        and 0 < output["interval"] < 1
+    )
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _is_origin(run: object) -> bool:
@@ -365,17 +399,59 @@ def _text_samples(folder: Path, golden: object, spec: "TextSpec") -> np.ndarray:
         raise BundleError(f"A golden sample of the bundle {folder} is damaged ({error}).") from error
 
 
+def _spec(folder: Path, card: dict[str, Any], kind: Kind) -> Any:
+    """How inputs are prepared."""
+    if kind.takes == "text":
+        return _text_spec(folder, card)
+    try:
+        return ImageSpec.from_dict(card["input"]) if kind.takes == "image" else row_spec(kind.takes, card["input"])
+    except ValueError as error:
+        raise BundleError(f"The bundle {folder} describes its input wrongly: {error}.") from error
+
+
+def _shape(spec: Any, kind: Kind) -> tuple[int, ...]:
+    """Of one prepared input; of a text the most that the buffers of a GPU have room for."""
+    if kind.takes == "text":
+        return (spec.limit or TEXT_TOKENS,)
+    return (spec.channels, spec.height, spec.width) if kind.takes == "image" else spec.shape
+
+
+def _input(folder: Path, golden: object, kind: Kind, spec: Any) -> tuple[np.ndarray, object]:
+    """The golden samples as the model takes them, and one as a client sends it, of rows and arrays."""
+    if kind.takes in ("image", "text"):
+        return (_samples if kind.takes == "image" else _text_samples)(folder, golden, spec), None
+    return _row_samples(folder, golden, spec, kind)
+
+
+def _row_samples(folder: Path, golden: object, spec: "TableSpec | ArraySpec", kind: Kind) -> tuple[np.ndarray, object]:
+    """The golden samples, float32 (N, …), prepared as any are, and the first as a client sends it."""
+    given = golden.get("rows" if kind.takes == "table" else "arrays") if isinstance(golden, dict) else None
+    if not isinstance(given, list) or not given:
+        raise BundleError(f"The bundle {folder} has no golden samples.")
+    try:
+        if kind.takes == "table":
+            if not all(isinstance(row, dict) for row in given):
+                raise ValueError("a row is no object")
+            return spec.stack([spec.prepare(row) for row in given]), given[0]
+        from deeplightning.array import read_npy
+
+        arrays: list[Any] = [read_npy(base64.b64decode(one, validate=True)) for one in given]
+        return spec.stack([spec.prepare(array) for array in arrays]), arrays[0].tolist()
+    except (TypeError, ValueError) as error:  # binascii.Error is of the latter kind
+        raise BundleError(f"A golden sample of the bundle {folder} is damaged ({error}).") from error
+
+
 def _load(
     folder: Path,
     precision: str,
-    spec: ImageSpec | None,
-    task: str,
-    num_classes: int,
+    kind: Kind,
+    dtype: type,
+    shape: tuple[int, ...],
+    num_labels: int,
     device: Device,
     tensorrt: dict[str, str] | None = None,
 ) -> onnxruntime.InferenceSession:
-    """The model, which ONNX Runtime keeps from reading files outside its own folder; of pictures, unless `spec` is
-    None."""
+    """The model, which ONNX Runtime keeps from reading files outside its own folder; of inputs of a dtype and shape."""
     try:
         session = open_session(folder / _MODELS[precision], device, tensorrt)
     except DeviceError:
@@ -386,21 +462,24 @@ def _load(
         ) from error
     inputs = [(node.name, node.type, node.shape[1:]) for node in session.get_inputs()]
     outputs = [(node.name, node.type, node.shape[1:]) for node in session.get_outputs()]
-    wanted: list[tuple[str, str, list[int | str]]] = [("tokens", "tensor(int64)", ["length"])]
-    if spec is not None:
-        wanted = [("images", "tensor(uint8)", [spec.channels, spec.height, spec.width])]
+    sides: list[int | str] = ["length"] if kind.takes == "text" else list(shape)
+    wanted = [(kind.input, f"tensor({_TYPES[np.dtype(dtype).name]})", sides)]
     _expect(inputs == wanted, f"has a model with the inputs {inputs}; bundle.json says {wanted}", folder)
     _expect(
-        [output[:2] for output in outputs] == [(TASKS[task], "tensor(float)")],
-        f"has a model with the outputs {outputs}, not just float {TASKS[task]}",
+        [output[:2] for output in outputs] == [(kind.output, "tensor(float)")],
+        f"has a model with the outputs {outputs}, not just float {kind.output}",
         folder,
     )
     found = outputs[0][2]
-    if task == "image_reconstruction":
-        _expect(found == wanted[0][2], f"has a model that gives pictures of {found}, not of {wanted[0][2]}", folder)
+    if kind.has_labels:
+        _expect(found == [num_labels], f"has {num_labels} labels, and its model gives {found} {kind.output}", folder)
     else:
-        _expect(found == [num_classes], f"has {num_classes} labels, and its model gives {found} probabilities", folder)
+        _expect(found == sides, f"has a model that gives pictures of {found}, not of {sides}", folder)
     return session
+
+
+_TYPES = {"uint8": "uint8", "int64": "int64", "float32": "float"}
+"""What ONNX calls a dtype of numpy's."""
 
 
 def _bound(
@@ -446,10 +525,11 @@ def _replay(bundle: Bundle, golden: dict[str, Any]) -> None:
     worst, allowed = int(differences.argmax()), TOLERANCES[bundle.precision]  # argmax finds a nan first
     if bundle.device.on_gpu:
         allowed = max(allowed, GPU_TOLERANCE)
+    allowed *= max(1.0, float(np.abs(given).max()))
     remedy = "serve it with serve.precision=fp32" if bundle.precision == "fp16" else _AGAIN
     _expect(
         bool(differences[worst] <= allowed),
-        f"answers golden sample {worst} otherwise than when it was exported: {TASKS[bundle.task]} differ by "
+        f"answers golden sample {worst} otherwise than when it was exported: {KINDS[bundle.task].output} differ by "
         f"{differences[worst]:.3g}, allowed are {allowed:g}; {remedy}",
         bundle.folder,
     )

@@ -2,6 +2,8 @@
 
 from dataclasses import asdict, dataclass
 
+from deeplightning.kinds import KINDS
+
 FAULT = "The server has a fault; its log shows which. Other requests are not affected."
 """The message of status 500."""
 
@@ -68,8 +70,9 @@ class Limits:
 
     def public(self, task: str) -> dict[str, float]:
         """Those that concern a task, by name."""
-        foreign = "max_pixels" if task == "text_classification" else "max_text"
-        return {name: value for name, value in asdict(self).items() if name != foreign}
+        own = {"image": "max_pixels", "text": "max_text"}.get(KINDS[task].takes)
+        foreign = {"max_pixels", "max_text"} - {own}
+        return {name: value for name, value in asdict(self).items() if name not in foreign}
 
     def too_large(self) -> "Refusal":
         """For a body of more than `max_bytes`."""

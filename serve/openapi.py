@@ -5,18 +5,14 @@ The document is made for one server: its task, its limits, and whether it asks f
 
 from typing import TYPE_CHECKING, Any
 
+from deeplightning.kinds import KINDS, Kind
+
 if TYPE_CHECKING:
+    from deeplightning.table import TableSpec
+    from serve.batching import Model
     from serve.limits import Limits
 
 JsonObject = dict[str, Any]
-
-TITLES = {
-    "image_classification": "Image classification",
-    "image_reconstruction": "Image reconstruction",
-    "text_classification": "Text classification",
-}
-
-CLASSIFIES = ("image_classification", "text_classification")
 
 REQUEST_ID = {
     "X-Request-ID": {
@@ -41,32 +37,39 @@ CHALLENGE = {
 }
 
 
-_PAGES = {"text_classification": "to write a text on"}
+_PAGES = {"image": "to drop an image on", "text": "to write a text on", "table": "to fill in a row"}
+_SEVERAL = {"image": "images", "text": "texts", "table": "rows", "array": "arrays"}
 
 
-def describe(task: str, labels: list[str], limits: "Limits", secured: bool) -> JsonObject:
+def describe(model: "Model", limits: "Limits", secured: bool) -> JsonObject:
     """The document at `/openapi.json`.
 
     Args:
-        task: what the bundle does, one of `TITLES`.
-        labels: the class names; none for a task without classes.
+        model: what answers.
         limits: what one request may cost.
         secured: a key is asked for.
     """
+    kind = KINDS[model.task]
     paths = {
-        "/predict": {"post": _predict(task, limits)},
+        "/predict": {"post": _predict(model, kind, limits)},
         "/health": {"get": _get("Answers while the server is alive.", _ref("Status"))},
         "/ready": {"get": _ready()},
         "/metrics": {"get": _get("Counts and times for Prometheus.", {"type": "string"}, "text/plain")},
         "/info": {"get": _get("The task, its labels, its input, its limits, and where it comes from.", _ref("Info"))},
         "/openapi.json": {"get": _get("This document.", {"type": "object"})},
-        "/": {"get": _get(f"A page {_PAGES.get(task, 'to drop an image on')}.", {"type": "string"}, "text/html")},
+        "/": {
+            "get": _get(f"A page {_PAGES.get(kind.takes, 'to paste an array on')}.", {"type": "string"}, "text/html")
+        },
     }
     document: JsonObject = {
         "openapi": "3.0.3",
-        "info": {"title": TITLES[task], "version": "1", "description": _describe(task, labels, limits)},
+        "info": {
+            "title": model.task.replace("_", " ").capitalize(),
+            "version": "1",
+            "description": _describe(model, kind, limits),
+        },
         "paths": paths,
-        "components": {"schemas": _schemas(task, labels, limits)},
+        "components": {"schemas": _schemas(model, kind, limits)},
     }
     if secured:
         document["components"]["securitySchemes"] = {
@@ -80,49 +83,111 @@ def describe(task: str, labels: list[str], limits: "Limits", secured: bool) -> J
     return document
 
 
-def _describe(task: str, labels: list[str], limits: "Limits") -> str:
-    comes = f"probabilities of {len(labels)} classes" if task in CLASSIFIES else "pictures of the same size"
-    if task == "text_classification":
-        return (
-            f"Texts go in, {comes} come out. One request carries at most {limits.max_upload_mb} MB and "
-            f"{limits.max_images} texts of at most {limits.max_text:,} bytes each."
-        )
+def _describe(model: "Model", kind: Kind, limits: "Limits") -> str:
+    comes = {
+        "classification": f"probabilities of {len(model.labels)} classes come",
+        "regression": f"{', '.join(model.labels)} comes" if len(model.labels) == 1 else "numbers come",
+    }.get(kind.gives, "pictures of the same size come")
+    what = _SEVERAL[kind.takes]
+    size = {
+        "image": f" of at most {limits.max_pixels:,} pixels each",
+        "text": f" of at most {limits.max_text:,} bytes each",
+    }
+    goes = "pictures" if kind.takes == "image" else what
     return (
-        f"Pictures go in, {comes} come out. One request carries at most {limits.max_upload_mb} MB and "
-        f"{limits.max_images} images of at most {limits.max_pixels:,} pixels each."
+        f"{goes.capitalize()} go in, {comes} out. One request carries at most {limits.max_upload_mb} MB and "
+        f"{limits.max_images} {what}{size.get(kind.takes, '')}."
     )
 
 
-def _predict(task: str, limits: "Limits") -> JsonObject:
-    texts = task == "text_classification"
-    what = "text" if texts else "image"
-    large = "The request, the number of texts, or a text is too large"
-    large = large if texts else "The request, the number of images, or an image's number of pixels is too large"
+def _predict(model: "Model", kind: Kind, limits: "Limits") -> JsonObject:
+    what = _SEVERAL[kind.takes]
+    one = what.removesuffix("s")
+    large = {"text": ", or a text", "image": ", or an image's number of pixels"}.get(kind.takes, "")
+    comma = "," if large else " or"
     operation: JsonObject = {
         "operationId": "predict",
-        "requestBody": {"required": True, "content": (_text_bodies if texts else _bodies)(limits.max_images)},
+        "requestBody": {"required": True, "content": _content(model, kind, limits.max_images)},
         "responses": {
-            "200": _success(task),
-            "400": _error(f"The {what} is missing, empty or damaged, or the request is malformed."),
+            "200": _success(kind),
+            "400": _error(f"The {one} is missing, empty or damaged, or the request is malformed."),
             "408": _error("The request came too slowly."),
-            "413": _error(f"{large}."),
-            "415": _error(f"The body or the {what} is of a kind that is not read."),
+            "413": _error(f"The request{comma} the number of {what}{large} is too large."),
+            "415": _error(f"The body or the {one} is of a kind that is not read."),
             "429": _error("More requests wait than can be answered in time.", RETRY_AFTER),
             **_faults(),
             "504": _error("The request waited too long and was not answered."),
         },
     }
-    if task == "image_reconstruction":
+    if kind.gives == "reconstruction":
         return {"summary": "The picture as the model paints it, or each of several.", **operation}
+    if kind.gives == "regression":
+        return {"summary": f"The numbers that the model predicts for the {one}, or for each of several.", **operation}
     top_k = {
         "name": "top_k",
         "in": "query",
         "description": "How many classes to name, most probable first; at most all of them.",
         "schema": {"type": "integer", "minimum": 1, "maximum": 999_999_999, "default": 5},
     }
-    summary = "Which class is the text of, or each of several?" if texts else ""
-    summary = summary or "What is in the picture, or in each of several?"
+    summary = f"Which class is the {one} of, or each of several?"
+    if kind.takes == "image":
+        summary = "What is in the picture, or in each of several?"
     return {"summary": summary, "parameters": [top_k], **operation}
+
+
+def _content(model: "Model", kind: Kind, most: int) -> JsonObject:
+    """The kinds of body that are read."""
+    spec: Any = getattr(model, "row_spec", None)
+    if kind.takes == "table":
+        return _row_bodies(spec, most)
+    if kind.takes == "array":
+        return _array_bodies(spec.shape, most)
+    return (_text_bodies if kind.takes == "text" else _bodies)(most)
+
+
+def _row_bodies(spec: "TableSpec", most: int) -> JsonObject:
+    gaps = spec.missing == "fill"
+    columns: JsonObject = {}
+    for column in spec.columns:
+        schema: JsonObject = {"type": "number" if column.kind == "number" else "string", "nullable": gaps}
+        if column.kind == "category" and spec.unknown == "refuse" and not gaps:
+            schema["enum"] = list(column.categories)
+        columns[column.name] = schema
+    row = _object(**columns)
+    return {
+        "application/json": {"schema": _one_key(rows=_list(row, 1, most), row=row)},
+        "text/csv": {"schema": {"type": "string", "minLength": 1}},
+    }
+
+
+def _array_bodies(shape: tuple[int, ...], most: int) -> JsonObject:
+    array: JsonObject = {"type": "number"}
+    for side in reversed(shape):
+        array = _list(array, side, side)
+    names = ("arrays", "array", "signals", "signal")
+    keys = {name: _list(array, 1, most) if name.endswith("s") else array for name in names}
+    binary = {"schema": {"type": "string", "format": "binary"}}
+    return {
+        "application/json": {"schema": _one_key(**keys)},
+        "application/octet-stream": binary,
+        "application/x-npy": binary,
+    }
+
+
+def _list(items: JsonObject, least: int, most: int) -> JsonObject:
+    return {"type": "array", "items": items, "minItems": least, "maxItems": most}
+
+
+def _one_key(**properties: JsonObject) -> JsonObject:
+    """An object that has one of these properties."""
+    return {
+        "type": "object",
+        "description": "One key, not several.",
+        "minProperties": 1,
+        "maxProperties": 1,
+        "additionalProperties": False,
+        "properties": properties,
+    }
 
 
 def _bodies(max_images: int) -> JsonObject:
@@ -167,11 +232,11 @@ def _text_bodies(max_texts: int) -> JsonObject:
     return {"application/json": {"schema": document}, "text/plain": {"schema": text}}
 
 
-def _success(task: str) -> JsonObject:
-    if task in CLASSIFIES:
-        what = "text" if task == "text_classification" else "image"
+def _success(kind: Kind) -> JsonObject:
+    one = _SEVERAL[kind.takes].removesuffix("s")
+    if kind.gives != "reconstruction":
         return _answer(
-            f"One {what} gets a Prediction, several get Predictions in their order.",
+            f"One {one} gets a Prediction, several get Predictions in their order.",
             {"oneOf": [_ref("Prediction"), _ref("Predictions")]},
         )
     answer = _answer(
@@ -183,40 +248,65 @@ def _success(task: str) -> JsonObject:
     return answer
 
 
-def _schemas(task: str, labels: list[str], limits: "Limits") -> JsonObject:
+def _schemas(model: "Model", kind: Kind, limits: "Limits") -> JsonObject:
     text = {"type": "string"}
-    numbers = {"type": "array", "items": {"type": "number"}}
-    side = {"type": "integer", "minimum": 1}
+    answers = {"classification": _classes, "regression": _numbers}.get(kind.gives)
     return {
-        **(_classes(labels, limits) if task in CLASSIFIES else _pictures(limits)),
+        **(_pictures(limits) if answers is None else answers(model.labels, limits)),
         "Status": _object(status=text),
         "Info": _object(
-            task={"type": "string", "enum": [task]},
+            task={"type": "string", "enum": [model.task]},
             labels={"type": "array", "items": text},
-            input=_object(
-                tokenizer={"type": "string", "enum": ["words", "hugging_face"]},
-                file=text,
-                size=side,
-                lower={"type": "boolean"},
-                max_length={**side, "nullable": True},
-                limit={**side, "nullable": True},
-            )
-            if task == "text_classification"
-            else _object(
-                height=side,
-                width=side,
-                mode={"type": "string", "enum": ["L", "RGB"]},
-                resize={"type": "string", "enum": ["stretch", "crop", "pad"]},
-                mean=numbers,
-                std=numbers,
-            ),
+            input=_input(kind),
             run={"type": "object"},
-            limits=_object(**{name: {"type": "number"} for name in limits.public(task)}),
+            limits=_object(**{name: {"type": "number"} for name in limits.public(model.task)}),
         ),
         "Error": {
             **_object(ERROR={"type": "string", "minLength": 1, "description": "What is wrong, and what to do."}),
             "additionalProperties": False,
         },
+    }
+
+
+def _input(kind: Kind) -> JsonObject:
+    """How the server describes what it takes."""
+    text = {"type": "string"}
+    numbers = {"type": "array", "items": {"type": "number"}}
+    side = {"type": "integer", "minimum": 1}
+    if kind.takes == "text":
+        return _object(
+            tokenizer={"type": "string", "enum": ["words", "hugging_face"]},
+            file=text,
+            size=side,
+            lower={"type": "boolean"},
+            max_length={**side, "nullable": True},
+            limit={**side, "nullable": True},
+        )
+    if kind.takes == "table":
+        return _object(
+            columns={"type": "array", "items": {"type": "object"}, "minItems": 1},
+            unknown={"type": "string", "enum": ["other", "refuse"]},
+            missing={"type": "string", "enum": ["fill", "refuse"]},
+        )
+    if kind.takes == "array":
+        return _object(shape={"type": "array", "items": side, "minItems": 1}, mean=numbers, std=numbers)
+    return _object(
+        height=side,
+        width=side,
+        mode={"type": "string", "enum": ["L", "RGB"]},
+        resize={"type": "string", "enum": ["stretch", "crop", "pad"]},
+        mean=numbers,
+        std=numbers,
+    )
+
+
+def _numbers(names: list[str], limits: "Limits") -> JsonObject:
+    number = {"type": "number"}
+    prediction = _object(name={"type": "string", "enum": names}, value=number)
+    prediction["properties"] |= {"low": number, "high": number}
+    return {
+        "Prediction": _object(predicted_value=number, predictions=_list(prediction, len(names), len(names))),
+        "Predictions": _object(predictions=_several(_ref("Prediction"), limits)),
     }
 
 

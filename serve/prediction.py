@@ -2,22 +2,32 @@
 (`Predictions.answer`). The fast path and the Flask application share both."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 from urllib.parse import unquote_to_bytes
 
+from deeplightning.kinds import KINDS
 from serve.answers import DEFAULT_TOP_K, Answer, encoder, refused
 from serve.batching import Job, Model, NotTiny
 from serve.limits import Limits, Refusal
 from serve.uploads import (
+    ARRAYS_USAGE,
     KINDS_OF_TEXT,
+    ROWS_USAGE,
     NotWellFormed,
+    arrays_from_json,
+    arrays_from_npy,
     from_form,
     from_json,
     from_unusual_form,
     is_picture,
     is_text,
+    rows_from_csv,
+    rows_from_json,
     texts_from_json,
 )
+
+T = TypeVar("T")
 
 JOB = "serve.job"
 """The key of the WSGI environment with a list to which Flask adds a prediction's job, for the log and the metrics."""
@@ -36,8 +46,10 @@ class Predictions:
 
     def __init__(self, model: Model, limits: Limits):
         self._limits = limits
-        self._takes_texts = model.task == "text_classification"
-        self._encode = encoder(model.task, model.labels)
+        self._shape: tuple[int, ...] = getattr(getattr(model, "row_spec", None), "shape", ())
+        readers = {"image": self._pictures, "text": self._texts, "table": self._rows, "array": self._arrays}
+        self._read = readers[KINDS[model.task].takes]
+        self._encode = encoder(model.task, model.labels, getattr(model, "output", None) or {})
 
     def job(self, query: bytes, kind: bytes, accept: bytes, body: bytes, finish: Callable[[Job], None]) -> Job:
         """The job of a request.
@@ -54,8 +66,7 @@ class Predictions:
                 body are found when the job runs.
         """
         top_k = _top_k(query)
-        read = self._texts(kind, body) if self._takes_texts else self._pictures(kind, body)
-        return Job(read, len(body), finish, top_k=top_k, accept=accept.decode("latin-1"))
+        return Job(self._read(kind, body), len(body), finish, top_k=top_k, accept=accept.decode("latin-1"))
 
     def answer(self, job: Job) -> Answer:
         """The answer of a finished job. An error that is no refusal is a fault of the server, and is raised."""
@@ -66,12 +77,12 @@ class Predictions:
         kind, body = self._encode(job.rows, job.top_k, job.accept)
         return Answer(200, kind, body)
 
-    def _pictures(self, kind: bytes, body: bytes) -> Callable[[bool], list[bytes]]:
+    def _pictures(self, kind: bytes, body: bytes) -> Callable[[bool], Sequence[Any]]:
         """How the encoded pictures are taken out of the body."""
         limits, mimetype = self._limits, _mimetype(kind)
         if mimetype == b"multipart/form-data":
 
-            def read(tiny: bool) -> list[bytes]:
+            def read(tiny: bool) -> Sequence[bytes]:
                 try:
                     pictures = from_form(kind, body)
                 except NotWellFormed:
@@ -94,7 +105,7 @@ class Predictions:
             raise Refusal(400, "The request has no body; send the image as the body, or as the form field image.")
         return lambda _: [body]
 
-    def _texts(self, kind: bytes, body: bytes) -> Callable[[bool], list[bytes]]:
+    def _texts(self, kind: bytes, body: bytes) -> Callable[[bool], Sequence[Any]]:
         """How the texts, in UTF-8, are taken out of the body."""
         mimetype = _mimetype(kind)
         if mimetype == b"application/json":
@@ -106,6 +117,30 @@ class Predictions:
         if not body:
             raise Refusal(400, f"The request has no body; send {KINDS_OF_TEXT}.")
         return lambda _: [body]
+
+    def _rows(self, kind: bytes, body: bytes) -> Callable[[bool], Sequence[Any]]:
+        """How the rows of a table are taken out of the body."""
+        mimetype, limits, (columns,) = _mimetype(kind), self._limits, self._shape
+        if not body:
+            raise Refusal(400, f"The request has no body; {ROWS_USAGE}.")
+        if mimetype == b"application/json":
+            return lambda _: _counted(rows_from_json(body, columns, limits), limits, "rows")
+        if mimetype == b"text/csv":
+            return lambda _: _counted(rows_from_csv(body, limits), limits, "rows")
+        raise Refusal(
+            415, f"A body of type {_shown(kind)} is not read: this server answers rows of a table; {ROWS_USAGE}."
+        )
+
+    def _arrays(self, kind: bytes, body: bytes) -> Callable[[bool], Sequence[Any]]:
+        """How arrays are taken out of the body."""
+        mimetype, limits, shape = _mimetype(kind), self._limits, self._shape
+        if not body:
+            raise Refusal(400, f"The request has no body; {ARRAYS_USAGE}.")
+        if mimetype == b"application/json":
+            return lambda _: _counted(arrays_from_json(body, shape, limits), limits, "arrays")
+        if mimetype in (b"", b"application/octet-stream", b"application/x-npy"):
+            return lambda _: _counted(arrays_from_npy(body, shape), limits, "arrays")
+        raise Refusal(415, f"A body of type {_shown(kind)} is not read: this server answers arrays; {ARRAYS_USAGE}.")
 
 
 def _mimetype(kind: bytes) -> bytes:
@@ -126,7 +161,7 @@ def _top_k(query: bytes) -> int:
     return int(text)
 
 
-def _counted(inputs: list[bytes], limits: Limits, what: str = "images") -> list[bytes]:
+def _counted(inputs: Sequence[T], limits: Limits, what: str = "images") -> Sequence[T]:
     if len(inputs) > limits.max_images:
         raise limits.too_many(len(inputs), what)
     return inputs

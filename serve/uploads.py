@@ -8,15 +8,24 @@ import base64
 import binascii
 import io
 import json
+import math
 import re
+from typing import TYPE_CHECKING, Any
 
 from serve.limits import Limits, Refusal
+
+if TYPE_CHECKING:
+    import numpy as np
 
 USAGE = 'send {"images": ["<base64 of an image file>", …]}'
 
 TEXT_USAGE = 'send {"texts": ["…", …]}'
 
 KINDS_OF_TEXT = 'JSON {"texts": ["…", …]} as application/json, or one text in UTF-8 as text/plain'
+
+ROWS_USAGE = 'send {"rows": [{"COLUMN": value, …}, …]} as application/json, or a table with a header as text/csv'
+
+ARRAYS_USAGE = 'send {"arrays": [nested lists of numbers, …]} as application/json, or the bytes of a .npy file'
 
 MAX_JSON_MARKS = 1000
 """Brackets, braces and commas in a JSON body; base64 has none, so 256 images need under 600. Bounds depth, memory."""
@@ -174,3 +183,84 @@ def texts_from_json(body: bytes) -> list[bytes]:
         return [text.encode() for text in texts]
     except UnicodeEncodeError:  # half of a pair, which JSON can say by its escapes
         raise Refusal(400, f"A text has half a character (a lone surrogate); {TEXT_USAGE}.") from None
+
+
+def rows_from_json(body: bytes, columns: int, limits: Limits) -> list[dict[str, object]]:
+    """The rows of `{"rows": [{column: value}, …]}`, or of `{"row": {…}}`.
+
+    Args:
+        columns: that the network takes; a body with many more values is refused before it is parsed.
+
+    Raises:
+        Refusal: the body is something else.
+    """
+    most = MAX_JSON_MARKS + limits.max_images * 4 * (columns + 1)
+    rows = _listed(body, ("rows", "row"), most, ROWS_USAGE)
+    if not all(isinstance(row, dict) for row in rows):
+        raise Refusal(400, f"rows is not a list of objects; {ROWS_USAGE}.")
+    return rows
+
+
+def rows_from_csv(body: bytes, limits: Limits) -> list[dict[str, str]]:
+    """The rows of a table whose first line names the columns, in UTF-8.
+
+    Raises:
+        Refusal: the body is something else.
+    """
+    from deeplightning.table import TableError, rows_of_csv  # imported lazily: most servers never need it
+
+    try:
+        return rows_of_csv(body.decode("utf-8-sig"), limits.max_images)
+    except UnicodeDecodeError:
+        raise Refusal(400, "The table is not in UTF-8; save it as UTF-8.") from None
+    except TableError as error:
+        raise Refusal(error.status, str(error)) from error
+
+
+def arrays_from_json(body: bytes, shape: tuple[int, ...], limits: Limits) -> list[object]:
+    """The nested lists of `{"arrays": [lists, …]}` or `{"array": lists}`, or under `signals` or `signal`.
+
+    Args:
+        shape: of an array; a body with many more numbers is refused before it is parsed.
+
+    Raises:
+        Refusal: the body is something else.
+    """
+    most = MAX_JSON_MARKS + limits.max_images * 3 * math.prod(shape)
+    return _listed(body, ("arrays", "array", "signals", "signal"), most, ARRAYS_USAGE)
+
+
+def arrays_from_npy(body: bytes, shape: tuple[int, ...]) -> "list[np.ndarray]":
+    """The array of a .npy file, or the several along its first dimension.
+
+    Raises:
+        Refusal: the body is something else.
+    """
+    from deeplightning.array import ArrayError, read_npy  # imported lazily: most servers never need it
+
+    try:
+        found = read_npy(body)
+    except ArrayError as error:
+        raise Refusal(error.status, f"{error} {ARRAYS_USAGE.capitalize()}.") from error
+    return list(found) if found.shape[1:] == shape and len(found) else [found]
+
+
+def _listed(body: bytes, keys: tuple[str, ...], most: int, usage: str) -> list[Any]:
+    """What a JSON object has under its one key; keys that end in s have a list.
+
+    Args:
+        most: brackets, braces and commas that the body may have.
+    """
+    if sum(body.count(mark) for mark in b"[]{},") > most:
+        raise Refusal(413, f"The JSON has more values than a request may have; {usage}.")
+    try:
+        document = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise Refusal(400, f"The body is not JSON ({str(error)[:200]}); {usage}.") from None
+    if not isinstance(document, dict) or len(document) != 1 or not document.keys() <= set(keys):
+        raise Refusal(400, f"The JSON is not an object with the one key {keys[0]}; {usage}.")
+    ((key, value),) = document.items()
+    values = value if key.endswith("s") else [value]
+    if not isinstance(values, list) or not values:
+        raise Refusal(400, f"{key} is not a list with one or more entries; {usage}.")
+    return values

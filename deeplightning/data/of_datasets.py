@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 from deeplightning.config.target import build
 from deeplightning.data.datasets import EndsWithItsRun
 from deeplightning.data.errors import DataConfigError, DataError
-from deeplightning.data.images import check_folds, check_loader, start_method
+from deeplightning.data.loading import check_folds, check_loader, start_method
 from deeplightning.data.samplers import BatchIndices, go_on, train_sampler
 from deeplightning.data.splits import deal
 

@@ -23,7 +23,7 @@ from torch import Generator, Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from deeplightning.data.errors import DataConfigError, DataError
-from deeplightning.data.images import check_folds, check_loader, is_whole
+from deeplightning.data.loading import check_folds, check_loader, is_whole
 from deeplightning.data.samplers import BatchIndices, go_on, train_sampler
 from deeplightning.data.splits import deal, shuffled
 from deeplightning.text import TextSpec, VocabularyError, from_lines, vocabulary

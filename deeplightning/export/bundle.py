@@ -1,8 +1,8 @@
 """A trained task becomes a bundle proved equal to it: `model.onnx`, `weights.safetensors`, `bundle.json` in a folder.
 
-Whoever serves a bundle needs no code of ours and none of the user's: the graph takes uint8 pixels, or the tokens of
-texts, and gives probabilities or pictures, `bundle.json` tells the rest (see `export`).
-Letters: N images or texts, C channels, H height, W width, L tokens of the longest text, K classes.
+Whoever serves a bundle needs no code of ours and none of the user's: the graph takes uint8 pixels, the tokens of texts,
+or prepared numbers of rows and arrays, and gives probabilities, numbers or pictures; `bundle.json` has the rest (see
+`export`). Letters: N samples, C channels, H height, W width, L tokens of the longest text, K classes or targets.
 """
 
 import base64
@@ -14,7 +14,7 @@ import os
 import secrets
 import shutil
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,23 +29,19 @@ from safetensors import SafetensorError
 from safetensors.torch import save_model
 from torch import nn
 
+from deeplightning.array import ArraySpec
 from deeplightning.faults import CheckpointError, SetupError
 from deeplightning.image import ImageSpec
+from deeplightning.kinds import KINDS, Kind
 from deeplightning.private.messages import Sentence, says
 from deeplightning.runfolder import BUNDLE_FORMAT, RunFolder, golden_digest, permissions_of, seal
+from deeplightning.table import TableSpec
 from deeplightning.text import TextError, TextSpec
 from deeplightning.words import first_line
 
-OUTPUTS = {
-    "image_classification": "probabilities",
-    "image_reconstruction": "pictures",
-    "text_classification": "probabilities",
-}
-"""The tasks that can be exported, with the name of the graph's output."""
-
 TOLERANCE = 1e-4
-"""How far an answer of ONNX Runtime, from 0 to 1, may be from the task's: float32 sums in another order, and no more.
-"""
+"""How far an answer of ONNX Runtime may be from the task's, as a share of the largest answer, or of 1 where that is
+more: float32 sums in another order, and no more."""
 
 MAX_GOLDEN = 16
 MAX_GOLDEN_BYTES = 2_000_000
@@ -66,35 +62,45 @@ class NotExpressible(CheckpointError):
 class Exportable(Protocol):
     """What a task offers to be exported."""
 
-    kind: str
+    @property
+    def kind(self) -> str:
+        """A name of `deeplightning.kinds.KINDS`."""
+        ...
+
     image_spec: ImageSpec
     """Only where pictures go in."""
     text_spec: TextSpec
     """Only where texts go in; asked when the inference model has been made."""
+    row_spec: TableSpec | ArraySpec
+    """Only where rows of a table or arrays go in."""
     class_names: list[str]
-    """Only where the answers are probabilities: one for each."""
+    """Only where the answers are no pictures: a name for each of their numbers."""
 
     def inference_model(self) -> nn.Module:
-        """From uint8 (N, C, H, W), or tokens int64 (N, L), to probabilities, float32 (N, K), or for
-        `image_reconstruction` to pictures of the same size, float32 (N, C, H, W) from 0 to 1; on the CPU, in eval
-        mode."""
+        """From uint8 (N, C, H, W), tokens int64 (N, L), or prepared rows or arrays float32 (N, …), to probabilities or
+        numbers, float32 (N, K), or for `image_reconstruction` to pictures of the same size, float32 (N, C, H, W) from 0
+        to 1; on the CPU, in eval mode. A task may also have `answer_details() -> dict`, of JSON types, which the card
+        keeps under `output`."""
         ...
 
 
 def export(task: Exportable, folder: RunFolder, samples: np.ndarray, run: dict[str, Any]) -> Path:
     """Write `folder.bundle`, or leave what was there as it was.
 
-    `bundle.json` holds `format` (2), `task`, `input` (`ImageSpec.to_dict()` or `TextSpec.to_dict()`), `labels` (one per
-    class, in order; none for pictures), `files` (name to SHA-256), `run`, `golden`, and `digest`, the seal of all this
-    (`deeplightning.runfolder.seal`). `golden` has samples under `pictures`, each a PNG (base64) that decodes to exactly
-    the model's input, or under `texts`, and under `fp32` what ONNX Runtime answered to them: float32 (N, K) or
-    (N, C, H, W), little-endian, base64. What the tokenizer of texts knows is a further file, which `input` names.
+    `bundle.json` holds `format` (2), `task`, `input` (the spec's `to_dict()`), `labels` (one per class or target, in
+    order; none for pictures), `output` (where the task has `answer_details`), `files` (name to SHA-256), `run`,
+    `golden`, and `digest`, the seal of all this (`deeplightning.runfolder.seal`). `golden` has samples: under
+    `pictures`, each a PNG (base64) that decodes to exactly the model's input; under `texts`; under `rows`, each an
+    object; or under `arrays`, each a .npy file (base64). Under `fp32` it has what ONNX Runtime answered to them:
+    float32 (N, K) or (N, C, H, W), little-endian, base64. What the tokenizer of texts knows is a further file, which
+    `input` names.
 
     Args:
         task: a trained task. Its inference model is only read.
         folder: the run's folder, which exists.
-        samples: real images as the data module prepares them, uint8 (N, C, H, W), or texts, an array of str (N,); N ≥
-            1. All are compared, the first 16 kept.
+        samples: real images as the data module prepares them, uint8 (N, C, H, W); texts, an array of str (N,); rows of
+            a table, each a JSON object, an array of str (N,); or arrays before they are prepared, (N, …). N ≥ 1. All
+            are compared, the first 16 kept.
         run: where the model comes from, of JSON types: `id`, `folder_name`, `created`, `versions`.
 
     Returns:
@@ -104,11 +110,14 @@ def export(task: Exportable, folder: RunFolder, samples: np.ndarray, run: dict[s
         CheckpointError: the network cannot be exported, or ONNX Runtime answers otherwise than it does.
         SetupError: the folder cannot be written.
     """
-    if task.kind not in OUTPUTS:
-        raise CheckpointError(f"Only {' and '.join(OUTPUTS)} can be exported so far; this task is {task.kind!r}.")
-    if task.kind == "text_classification":
+    if task.kind not in KINDS:
+        raise CheckpointError(f"Only {', '.join(KINDS)} can be exported; this task is {task.kind!r}.")
+    kind = KINDS[task.kind]
+    if kind.takes == "text":
         return _export_texts(task, folder, [str(text) for text in samples], run)
-    spec, pictures = task.image_spec, task.kind == "image_reconstruction"
+    if kind.takes in ("table", "array"):
+        return _export_rows(task, folder, samples, run)
+    spec, pictures = task.image_spec, kind.gives == "reconstruction"
     labels = [] if pictures else [str(name) for name in task.class_names]
     shape = (spec.channels, spec.height, spec.width)
     if samples.dtype != np.uint8 or samples.shape[1:] != shape or not len(samples):
@@ -120,26 +129,62 @@ def export(task: Exportable, folder: RunFolder, samples: np.ndarray, run: dict[s
     expected = _torch_answers(model, _batches(samples, 16))  # (N, K) or (N, C, H, W)
     if pictures and expected.shape != samples.shape:
         raise CheckpointError(f"The network answers pictures of {samples.shape} with {expected.shape}, not the same.")
-    _check(expected, task.kind, None if pictures else labels)
+    _check(expected, kind, labels)
     if pictures and not (expected.min() >= 0 and expected.max() <= 1):
         raise CheckpointError(
             f"The network's pictures run from {expected.min():.3g} to {expected.max():.3g}, not from 0 to 1; "
             "end inference_model() with a sigmoid or a clamp."
         )
     example = np.resize(samples, (2, *samples.shape[1:]))  # torch.export takes a batch of 1 as a constant
-    graph = _trace(model, example, "images", {0: torch.export.Dim("batch", min=1)}, OUTPUTS[task.kind])
+    graph = _trace(model, example, "images", {0: torch.export.Dim("batch", min=1)}, kind.output)
 
     def prove(file: Path) -> dict[str, Any]:
         return _golden(samples, _proved(file, samples, expected))
 
-    said = {"task": task.kind, "input": spec.to_dict(), "labels": labels}
-    return _write(folder, model, graph, said, run, prove)
+    return _write(folder, model, graph, _described(task, spec.to_dict()), run, prove)
+
+
+def _export_rows(task: Exportable, folder: RunFolder, samples: np.ndarray, run: dict[str, Any]) -> Path:
+    """`export`, of a task that takes rows of a table, or arrays."""
+    model, kind, spec = task.inference_model(), KINDS[task.kind], task.row_spec
+    if not len(samples):
+        raise CheckpointError("Export compares the network with its ONNX form on samples, and there are none.")
+    given = [json.loads(row) for row in samples] if kind.takes == "table" else list(samples)
+    try:
+        rows = spec.stack([spec.prepare(one) for one in given])  # (N, …)
+    except ValueError as error:
+        raise CheckpointError(f"A sample cannot be used to prove the export with: {error}") from error
+    expected = _torch_answers(model, _batches(rows, 16))
+    _check(expected, kind, [str(name) for name in task.class_names])
+    example = np.resize(rows, (2, *rows.shape[1:]))
+    graph = _trace(model, example, kind.input, {0: torch.export.Dim("batch", min=1)}, kind.output)
+
+    def prove(file: Path) -> dict[str, Any]:
+        answers = _proved(file, rows, expected)
+        kept = _kept([one if kind.takes == "table" else _npy(one) for one in given], answers)
+        return {"rows" if kind.takes == "table" else "arrays": kept, "fp32": packed(answers[: len(kept)])}
+
+    return _write(folder, model, graph, _described(task, spec.to_dict()), run, prove)
+
+
+def _npy(values: np.ndarray) -> str:
+    """An array as a card has it: a .npy file as base64."""
+    file = io.BytesIO()
+    np.save(file, np.ascontiguousarray(values), allow_pickle=False)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def _described(task: Exportable, input: dict[str, Any]) -> dict[str, Any]:
+    """What a card says of task, input, labels and answers."""
+    labels = [str(name) for name in task.class_names] if KINDS[task.kind].has_labels else []
+    details: dict[str, Any] = getattr(task, "answer_details", dict)()
+    return {"task": task.kind, "input": input, "labels": labels} | ({"output": details} if details else {})
 
 
 def _export_texts(task: Exportable, folder: RunFolder, texts: list[str], run: dict[str, Any]) -> Path:
     """`export`, of a task that takes texts."""
     model = task.inference_model()
-    spec, labels = task.text_spec, [str(name) for name in task.class_names]
+    spec = task.text_spec
     if not texts:
         raise CheckpointError("Export compares the network with its ONNX form on samples, and there are none.")
     try:
@@ -147,35 +192,35 @@ def _export_texts(task: Exportable, folder: RunFolder, texts: list[str], run: di
     except TextError as error:
         raise CheckpointError(f"A text of the samples cannot be used to prove the export with: {error}") from error
     expected = _torch_answers(model, [row[None] for row in rows])  # (N, K), each text alone, so without padding
-    _check(expected, task.kind, labels)
-    example = spec.stack([rows[0], rows[-1], [spec.padding] * 2])[
-        :2
-    ]  # no dimension may be 1, which would be a constant
+    kind = KINDS[task.kind]
+    _check(expected, kind, [str(name) for name in task.class_names])
+    # No dimension may be 1, which would be a constant.
+    example = spec.stack([rows[0], rows[-1], [spec.padding] * 2])[:2]
     dynamic = {0: torch.export.Dim("batch", min=1), 1: torch.export.Dim("length", min=1, max=spec.limit)}
-    graph = _trace(model, example, "tokens", dynamic, OUTPUTS[task.kind])
+    graph = _trace(model, example, kind.input, dynamic, kind.output)
 
     def prove(file: Path) -> dict[str, Any]:
         answers = _proved_texts(file, spec, rows, expected)[:MAX_GOLDEN]
         return {"texts": texts[: len(answers)], "fp32": packed(answers)}
 
-    said = {"task": task.kind, "input": spec.to_dict(), "labels": labels}
-    return _write(folder, model, graph, said, run, prove, {spec.file: spec.content})
+    return _write(folder, model, graph, _described(task, spec.to_dict()), run, prove, {spec.file: spec.content})
 
 
-def _check(expected: np.ndarray, kind: str, labels: list[str] | None) -> None:
+def _check(expected: np.ndarray, kind: Kind, labels: list[str]) -> None:
     """
     Raises:
         CheckpointError: answers are not finite, or not one for each label.
     """
-    if labels is not None and expected.shape[1:] != (len(labels),):
+    if kind.has_labels and expected.shape[1:] != (len(labels),):
         found = " x ".join(map(str, expected.shape[1:]))
+        names = "target" if kind.gives == "regression" else "class"
         raise CheckpointError(
-            f"The network gives {found} probabilities, and the data has {len(labels)} class names. "
-            "Set the network's number of classes to the data's, and train again."
+            f"The network gives {found} {kind.output}, and the data has {len(labels)} {names} names. "
+            f"Set the network's number of {names.replace('class', 'classe')}s to the data's, and train again."
         )
     if not np.isfinite(expected).all():
         raise CheckpointError(
-            f"The network's {OUTPUTS[kind]} are not finite: its weights are damaged, or training diverged."
+            f"The network's {kind.output} are not finite: its weights are damaged, or training diverged."
         )
 
 
@@ -282,16 +327,17 @@ def _proved(file: Path, samples: np.ndarray, expected: np.ndarray) -> np.ndarray
         session = session_of(file)
         answers = np.concatenate([answers_of(session, part) for part in _batches(samples, 16)])
         for size in BATCHES:
-            pictures = np.resize(samples, (size, *samples.shape[1:]))
+            batch = np.resize(samples, (size, *samples.shape[1:]))
             wanted = np.resize(expected, (size, *expected.shape[1:]))
-            worst = np.maximum(worst, np.abs(answers_of(session, pictures) - wanted).max())
+            worst = np.maximum(worst, np.abs(answers_of(session, batch) - wanted).max())
     except Exception as error:  # onnxruntime's exceptions have no common class of their own
         raise CheckpointError(f"ONNX Runtime does not take the exported network: {_reason(error)}") from error
     worst = float(np.maximum(worst, np.abs(answers - expected).max()))
-    if not worst <= TOLERANCE:  # so that nan is refused as well
+    allowed = TOLERANCE * max(1.0, float(np.abs(expected).max()))
+    if not worst <= allowed:  # so that nan is refused as well
         raise CheckpointError(
             f"The exported network answers otherwise than the checkpoint: {session.get_outputs()[0].name} differ by up "
-            f"to {worst:.3g}, allowed are {TOLERANCE:g}. No bundle was written."
+            f"to {worst:.3g}, allowed are {allowed:g}. No bundle was written."
         )
     return answers
 
@@ -335,22 +381,33 @@ def session_of(file: Path) -> onnxruntime.InferenceSession:
     return onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
 
 
-def answers_of(session: onnxruntime.InferenceSession, pictures: np.ndarray) -> np.ndarray:
-    """What a bundle's model answers to uint8 (N, C, H, W)."""
-    return session.run(None, {"images": pictures})[0]
+def answers_of(session: onnxruntime.InferenceSession, batch: np.ndarray) -> np.ndarray:
+    """What a bundle's model answers to a batch of prepared samples, (N, …)."""
+    return session.run(None, {session.get_inputs()[0].name: batch})[0]
 
 
 def _golden(samples: np.ndarray, answers: np.ndarray) -> dict[str, Any]:
-    kept: list[str] = []
+    kept = _kept(map(_png, samples), answers)
+    return {"pictures": kept, "fp32": packed(answers[: len(kept)])}
+
+
+def _png(pixels: np.ndarray) -> str:
+    """A picture, uint8 (C, H, W), as a card has it: a PNG as base64."""
+    png = io.BytesIO()
+    Image.fromarray(pixels[0] if len(pixels) == 1 else pixels.transpose(1, 2, 0)).save(png, "PNG")
+    return base64.b64encode(png.getvalue()).decode()
+
+
+def _kept(samples: Iterable[Any], answers: np.ndarray) -> list[Any]:
+    """The first samples, of JSON types, as many as a card may have with their answers."""
+    kept: list[Any] = []
     size = 0
-    for pixels, answer in zip(samples[:MAX_GOLDEN], answers, strict=False):
-        png = io.BytesIO()
-        Image.fromarray(pixels[0] if len(pixels) == 1 else pixels.transpose(1, 2, 0)).save(png, "PNG")
-        size += png.tell() + answer.nbytes
+    for sample, answer in zip(samples, answers[:MAX_GOLDEN], strict=False):
+        size += (len(sample) * 3 // 4 if isinstance(sample, str) else len(json.dumps(sample))) + answer.nbytes
         if kept and size > MAX_GOLDEN_BYTES:
             break
-        kept.append(base64.b64encode(png.getvalue()).decode())
-    return {"pictures": kept, "fp32": packed(answers[: len(kept)])}
+        kept.append(sample)
+    return kept
 
 
 def packed(answers: np.ndarray) -> str:

@@ -5,6 +5,7 @@ last one, such as a softmax, keep 32. ONNX Runtime computes such a model on the 
 (1.31), so what overflows in 16 is noticed only by the server, which compares the answers on the GPU it serves from.
 """
 
+import base64
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from onnx import TensorProto, helper, numpy_helper, shape_inference
 from deeplightning.export.bundle import digest_of, session_of
 from deeplightning.export.int8 import REFUSED, add_model, card_of, golden_samples, weighted_layers
 from deeplightning.faults import CheckpointError, SetupError
+from deeplightning.kinds import KINDS, row_spec
 from deeplightning.runfolder import RunFolder
 from deeplightning.text import TextSpec
 
@@ -69,8 +71,14 @@ def halve(folder: RunFolder) -> float:
 
 def _golden_inputs(folder: RunFolder, card: dict[str, Any]) -> dict[str, np.ndarray]:
     """The golden samples as the model takes them, by the name of its input."""
-    if card["task"] != "text_classification":
+    kind = KINDS[card["task"]]
+    if kind.takes == "image":
         return {"images": golden_samples(card)}
+    if kind.takes != "text":
+        rows = row_spec(kind.takes, card["input"])
+        given = card["golden"]["rows" if kind.takes == "table" else "arrays"]
+        values: Any = given if kind.takes == "table" else map(base64.b64decode, given)
+        return {kind.input: rows.stack([rows.prepare(one) for one in values])}
     values = card["input"]
     spec = TextSpec.from_dict(values, (folder.bundle / values["file"]).read_text(encoding="utf-8"))
     return {"tokens": spec.stack([spec.prepare(text) for text in card["golden"]["texts"]])}

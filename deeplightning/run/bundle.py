@@ -11,13 +11,17 @@ from typing import Any
 
 from deeplightning.checks.trust import admit
 from deeplightning.faults import CheckpointError
+from deeplightning.kinds import KINDS
 from deeplightning.run.assemble import init_module
 from deeplightning.run.load import TO_ANSWER, load_run, trained_task
 from deeplightning.runfolder import RunFolder, permissions_of
 from deeplightning.version import __version__
 
 log = logging.getLogger("deeplightning")
-SAMPLES = 16  # validation images kept in the run folder, to prove an export with
+SAMPLES = 16  # validation samples kept in the run folder, to prove an export with
+
+SAMPLES_OF = {"image": "images", "text": "texts", "table": "rows", "array": "arrays"}
+"""The name of the samples in their file, by what a task takes."""
 
 
 def halve_run(folder: RunFolder) -> str:
@@ -38,7 +42,8 @@ def halve_run(folder: RunFolder) -> str:
 
 def keep_samples(data: Any, folder: RunFolder) -> None:
     """Keeps some validation samples in the run's folder, or training samples where there are none: images as they reach
-    the network, uint8 (N, C, H, W), or of a data module that has `example_texts` texts, (N,).
+    the network, uint8 (N, C, H, W); or what the data module gives by `example_inputs` or `example_texts`: rows of a
+    table as JSON objects or texts, (N,), or arrays before they are prepared, (N, …).
 
     Raises:
         CheckpointError: there are no samples at all.
@@ -48,6 +53,10 @@ def keep_samples(data: Any, folder: RunFolder) -> None:
     if hasattr(data, "example_texts"):
         with permissions_of(folder.path):
             np.savez_compressed(folder.samples, texts=np.array(data.example_texts(SAMPLES), np.str_))
+        return
+    if hasattr(data, "example_inputs"):
+        with permissions_of(folder.path):
+            np.savez_compressed(folder.samples, **data.example_inputs(SAMPLES))
         return
     batches = itertools.chain(_batches(data.val_dataloader), _batches(data.train_dataloader))
     batch = next(batches, None)
@@ -82,9 +91,9 @@ def origin_of(folder: RunFolder, checkpoint: Path) -> dict[str, Any]:
     }
 
 
-def takes_pictures_or_texts(task: Any) -> bool:
-    """Whether a task says how pictures or texts are prepared for it; what serves a run needs that."""
-    return (getattr(task, "image_spec", None) or getattr(task, "text_spec", None)) is not None
+def is_servable(task: Any) -> bool:
+    """Whether a task says how its inputs are prepared; what serves a run needs that."""
+    return any(getattr(task, name, None) is not None for name in ("image_spec", "text_spec", "row_spec"))
 
 
 def export_run(folder: RunFolder, allow: Sequence[str] = (), verb: str = "export") -> Path:
@@ -95,18 +104,18 @@ def export_run(folder: RunFolder, allow: Sequence[str] = (), verb: str = "export
         allow, verb: as of `trained_task`.
 
     Raises:
-        CheckpointError: there are no weights or no samples, the exported model answers differently, the task is of
-            neither pictures nor texts, or the run is foreign and its config names what may not be built.
+        CheckpointError: there are no weights or no samples, the exported model answers differently, the task does
+            not say how its inputs are prepared, or the run is foreign and its config names what may not be built.
     """
     import numpy as np
 
     from deeplightning.export.bundle import export
 
     task, cfg, path = trained_task(folder, allow, verb)
-    if not takes_pictures_or_texts(task):
+    if not is_servable(task):
         raise CheckpointError(
-            f"{folder.path}: a server takes pictures or texts, and {cfg.model.module.type} has neither an image_spec "
-            "nor a text_spec; `deeplightning predict RUN` answers for its test set"
+            f"{folder.path}: a server must know how inputs are prepared, and {cfg.model.module.type} has neither an "
+            "image_spec nor a text_spec nor a row_spec; `deeplightning predict RUN` answers for its test set"
         )
     if not folder.samples.is_file():  # the run ended before it could keep some
         data = init_module(cfg, "data")
@@ -114,10 +123,10 @@ def export_run(folder: RunFolder, allow: Sequence[str] = (), verb: str = "export
         data.setup("validate")
         keep_samples(data, folder)
     with np.load(folder.samples, allow_pickle=False) as file:
-        samples = file["texts" if "texts" in file else "images"]
+        samples = file[SAMPLES_OF[KINDS[task.kind].takes]] if task.kind in KINDS else np.empty(0)
     bundle = export(task, folder, samples, origin_of(folder, path))
     log.info("bundle     %s", bundle)
-    if cfg.logger.log_model and task.kind == "text_classification":
+    if cfg.logger.log_model and KINDS[task.kind].takes != "image":
         log.warning("model      none: an MLflow model is made of a run with pictures only, so far")
     elif cfg.logger.log_model:
         from deeplightning.tracking.flavour import write_model

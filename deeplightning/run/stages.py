@@ -18,7 +18,7 @@ from deeplightning.process import supervisor
 from deeplightning.process.agreement import all_ended, connect
 from deeplightning.process.identity import own_rank
 from deeplightning.run.assemble import init_module, init_trainer
-from deeplightning.run.bundle import export_run, keep_samples, takes_pictures_or_texts
+from deeplightning.run.bundle import export_run, is_servable, keep_samples
 from deeplightning.run.errors import run_stage
 from deeplightning.run.find import checkpoint_of, find_checkpoint
 from deeplightning.run.load import load_run
@@ -171,8 +171,8 @@ def _export_at_the_end(cfg: Config, task: Any, data: Any, record: Any) -> None:
     """Keeps some validation images, then exports the best weights, where the task knows how."""
     if not record.has_learned and record.folder.bundle_card.exists():  # a finished run that was resumed
         return
-    if not hasattr(task, "inference_model") or not takes_pictures_or_texts(task):
-        log.info("bundle     none: the task offers no inference_model, or its data no image_spec or text_spec")
+    if not hasattr(task, "inference_model") or not is_servable(task):
+        log.info("bundle     none: the task offers no inference_model, or its data do not say how inputs are prepared")
         return
     keep_samples(data, record.folder)
     from deeplightning.export.bundle import NotExpressible

@@ -6,12 +6,24 @@ Shapes: B batch, K classes.
 from typing import Any
 
 import torch
-from torch import Tensor, bincount
+from torch import Tensor, bincount, nn
 
 from deeplightning import transfer
 from deeplightning.task.errors import LabelError, MisfitError
 from deeplightning.task.metrics import Accuracy
 from deeplightning.task.supervised import Batch, Supervised
+
+
+class Probabilities(nn.Module):
+    """What a bundle holds: inputs (B, …) to probabilities float32 (B, K)."""
+
+    def __init__(self, network: nn.Module | None):
+        super().__init__()
+        self.network = network
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        assert self.network is not None
+        return self.network(inputs).float().softmax(1)
 
 
 class Classification(Supervised):
@@ -37,6 +49,12 @@ class Classification(Supervised):
 
     def truth(self, batch: Batch) -> Tensor:
         """The labels, int64 (B,); what is no whole number stays as it is, and `check_truth` refuses it."""
+        if "label" not in batch:
+            raise LabelError(
+                f"the batches of the data have no `label`, but {', '.join(batch)}; a task that tells classes apart "
+                "needs one for each sample. Of a table, data.module.params.columns makes the target a category",
+                "data.module",
+            )
         labels = batch["label"]
         return labels if labels.is_floating_point() else labels.long()  # torch's losses take no other integers
 

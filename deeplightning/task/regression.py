@@ -3,14 +3,16 @@
 Shapes: B batch, F features, T targets.
 """
 
+import math
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torchmetrics import Metric
 
 from deeplightning.task.errors import MisfitError
-from deeplightning.task.supervised import Batch, Supervised
+from deeplightning.task.rows import RowTask, Scaled
+from deeplightning.task.supervised import Batch
 
 
 class MeanSquaredError(Metric):
@@ -43,30 +45,124 @@ class RootMeanSquaredError(MeanSquaredError):
         return (self.total / self.samples).sqrt().mean().float()
 
 
-class Regression(Supervised):
+class AbsoluteErrors(Metric):
+    """A quantile of the absolute errors of each target, over all samples and processes."""
+
+    full_state_update = False
+    errors: list[Tensor]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("errors", [], dist_reduce_fx="cat")
+
+    def update(self, outputs: Tensor, truth: Tensor) -> None:
+        """Adds a batch: outputs and truth, float (B, T)."""
+        self.errors.append((outputs.double() - truth.double()).abs())
+
+    def compute(self) -> Tensor:
+        """All errors, float64 (N, T), each column in ascending order."""
+        found = self.errors if isinstance(self.errors, Tensor) else torch.cat(self.errors)
+        return found.sort(0).values
+
+
+class Regression(RowTask):
     """Trains `model.network` on {"input": float (B, F), "target": float (B,) or (B, T), "index": int64 (B,)}.
+
+    Where the data module has `target_mean` and `target_std`, (T,), the network learns targets of mean 0 and deviation
+    1, and the loss is of these; metrics, predictions and answers are in the unit of the data.
 
     Outputs and targets of shape (B, 1) are taken as (B,): a loss would spread one against the other to (B, B).
     Metrics: `<stage>_loss`, and `<stage>_mse` and `<stage>_rmse` or those of `model.metrics`, weighted by sample.
     A batch may lack `index`, the position of each sample in its set; then there is no file of predictions.
+
+    An answer of the endpoint has an interval as well: prediction ± the `interval` quantile of the absolute errors on
+    the validation set. Of samples like these it holds the truth with that probability (split conformal prediction,
+    Lei et al. 2018, https://arxiv.org/abs/1604.04173).
+
+    Args:
+        cfg: the whole config.
+        interval: from 0 to 1; null: answers have no interval.
+
+    Attributes:
+        target_names: the name of each target; empty: the data module gives none.
 
     Raises:
         ValueError: several networks, optimizers or schedulers, or no loss: this task trains one network.
         MisfitError: (while running) the network does not take the inputs, or gives what is no number for each target.
     """
 
-    kind = "regression"
+    gives = "regression"
     metric_names = ("mse", "rmse")
+    target_mean: Tensor
+    target_std: Tensor
+
+    def __init__(self, cfg: Any, interval: float | None = 0.9):
+        super().__init__(cfg)
+        if interval is not None and not (isinstance(interval, float) and 0 < interval < 1):
+            raise ValueError(f"interval must be null or a number between 0 and 1, not {interval!r}")
+        self.interval = interval
+        self.half_widths: list[float] = []
+        self.errors = AbsoluteErrors()
+        self.target_names: list[str] = []
+        self._scale([0.0], [1.0])
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        data: Any = getattr(self.trainer, "datamodule", None)
+        if names := getattr(data, "target_names", None):
+            self.target_names = list(names)
+            self._scale(data.target_mean, data.target_std)
+
+    def _scale(self, mean: list[float], std: list[float]) -> None:
+        self.is_scaled = (mean, std) != ([0.0], [1.0])
+        for name, values in (("target_mean", mean), ("target_std", std)):
+            values = values[0] if len(values) == 1 else values  # type: ignore[assignment] # else (B,) becomes (B, 1)
+            self.register_buffer(name, torch.tensor(values, device=self.device), persistent=False)
+        # What torch's ddp reads: these are the same everywhere, and need not be sent at each step.
+        self._ddp_params_and_buffers_to_ignore = ["target_mean", "target_std"]
 
     def default_metrics(self) -> dict[str, Any]:
         return {"mse": MeanSquaredError(), "rmse": RootMeanSquaredError()}
 
     def truth(self, batch: Batch) -> Tensor:
-        """The targets, float (B,) or (B, T)."""
-        return _without_one(batch["target"])
+        """The targets as the network gives them, float (B,) or (B, T).
+
+        Raises:
+            MisfitError: the data have none.
+        """
+        if "target" not in batch:
+            raise MisfitError(
+                f"the batches of the data have no `target`, but {', '.join(batch)}; a regression needs numbers for "
+                "each sample. Of a table, data.module.params.columns makes the target a number",
+                "data.module",
+            )
+        target = _without_one(batch["target"])
+        return (target - self.target_mean) / self.target_std if self.is_scaled else target
+
+    def in_units(self, values: Any) -> Any:
+        """Numbers as the network gives them, float (B,) or (B, T), in the unit of the data."""
+        return values * self.target_std + self.target_mean if self.is_scaled else values
+
+    def _count(self, stage: str, outputs: Any, truth: Tensor, *rest: Any, **others: Any) -> dict[str, Tensor]:
+        return super()._count(stage, self.in_units(outputs), self.in_units(truth), *rest, **others)
+
+    def remember(self, inputs: Tensor, outputs: Tensor, truth: Tensor) -> None:
+        """Keeps the absolute errors of the validation, of which intervals are made."""
+        if self.interval is not None and self.row_spec is not None:
+            outputs, truth = (self.in_units(v.float()).reshape(len(v), -1) for v in (outputs, truth))
+            self.errors.update(outputs, truth)
+
+    def on_validation_epoch_end(self) -> None:
+        super().on_validation_epoch_end()
+        if self.errors.update_count:
+            found = self.errors.compute()
+            self.errors.reset()
+            if len(found) and self.interval is not None:
+                place = min(len(found), math.ceil((len(found) + 1) * self.interval)) - 1
+                self.half_widths = found[place].tolist()
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Inputs (B, F) to predictions (B,) or (B, T).
+        """Inputs (B, F) to predictions (B,) or (B, T), as the network gives them.
 
         Raises:
             MisfitError: the network takes another number of features.
@@ -96,8 +192,44 @@ class Regression(Supervised):
         """A row per sample: its index, and prediction and target, with a number behind where there are several."""
         if "index" not in batch:
             return {}
-        columns = {"index": batch["index"], **_columns("prediction", outputs.detach().float())}
-        return columns | _columns("target", self.truth(batch)) if "target" in batch else columns
+        columns = {"index": batch["index"], **_columns("prediction", self.in_units(outputs.detach().float()))}
+        return columns | _columns("target", _without_one(batch["target"])) if "target" in batch else columns
+
+    # ---- travelling
+
+    def travels(self) -> dict[str, Any]:
+        own = super().travels()
+        if not own:
+            return {}
+        mean, std = (v.reshape(-1).tolist() for v in (self.target_mean, self.target_std))
+        return own | {"names": self.target_names, "mean": mean, "std": std, "half_widths": self.half_widths}
+
+    def arrives(self, saved: dict[str, Any]) -> None:
+        super().arrives(saved)
+        if not self.target_names:
+            self.target_names = saved["names"]
+            self._scale(saved["mean"], saved["std"])
+        self.half_widths = saved["half_widths"]
+
+    # ---- export
+
+    @property
+    def class_names(self) -> list[str]:
+        """The name of each number of an answer."""
+        return self.target_names or ["target"]
+
+    def answer_details(self) -> dict[str, Any]:
+        """What a bundle says of its answers: the interval, and by how much a prediction may be off in it."""
+        return {"interval": self.interval, "half_widths": self.half_widths} if self.half_widths else {}
+
+    def inference_model(self) -> nn.Module:
+        """Prepared inputs float32 (N, …) to numbers float32 (N, T), in the unit of the data, on the CPU, in eval
+        mode."""
+        mean, std = (
+            value.detach().cpu().reshape(-1).expand(len(self.class_names)).clone()
+            for value in (self.target_mean, self.target_std)
+        )
+        return self.exported(Scaled(self.network, mean, std))
 
 
 def _without_one(values: Any) -> Any:

@@ -406,17 +406,22 @@ class Supervised(pl.LightningModule):
 
     # ---- travelling
 
+    @property
+    def saved_under(self) -> str:
+        """The key under which a checkpoint keeps what `travels` gives."""
+        return self.kind
+
     def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         if own := self.travels():
-            checkpoint[self.kind] = own
+            checkpoint[self.saved_under] = own
         epoch: Any = self.trainer.fit_loop.epoch_progress.current
         if epoch.processed < epoch.ready:  # inside an epoch
             checkpoint["train_metrics"] = {name: _state_of(metric) for name, metric in self._of("train").items()}
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
         self._counted = checkpoint.get("train_metrics", {})
-        if self.kind in checkpoint:
-            self.arrives(checkpoint[self.kind])
+        if self.saved_under in checkpoint:
+            self.arrives(checkpoint[self.saved_under])
 
 
 def rows(outputs: Any, which: Tensor | slice) -> Any:

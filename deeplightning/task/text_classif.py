@@ -8,22 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from deeplightning.task.classes import Classification
+from deeplightning.task.classes import Classification, Probabilities
 from deeplightning.task.errors import MisfitError
 from deeplightning.task.networks import try_network
 from deeplightning.task.supervised import Batch
 from deeplightning.text import TextSpec
-
-
-class Probabilities(nn.Module):
-    """What a bundle holds: tokens int64 (B, L) to probabilities float32 (B, K)."""
-
-    def __init__(self, network: nn.Module):
-        super().__init__()
-        self.network = network
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.network(tokens).float().softmax(1)
 
 
 class TextClassification(Classification):

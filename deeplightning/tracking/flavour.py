@@ -18,7 +18,7 @@ from deeplightning.tracking.store import quiet_mlflow
 
 SOURCES = (
     *(f"serve/{name}.py" for name in ("bundle", "session", "device", "cuda", "log", "private")),
-    *(f"deeplightning/{name}.py" for name in ("image", "runfolder", "version", "words")),
+    *(f"deeplightning/{name}.py" for name in ("image", "kinds", "runfolder", "version", "words")),
 )
 
 PACKAGES = ("mlflow", "numpy", "onnxruntime", "pillow")

@@ -42,6 +42,7 @@ PAGES = list(dict.fromkeys(PAGES))
 RUN = [
     README,
     KEYS,
+    ROOT / "docs" / "data.md",
     ROOT / "docs" / "migrating.md",
     ROOT / "docs" / "engines.md",
     ROOT / "docs" / "serving.md",

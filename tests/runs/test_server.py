@@ -76,6 +76,7 @@ def test_the_process_imports_no_torch_and_leaves_cleanly(start):
     assert ours == {
         "deeplightning",
         "deeplightning.image",
+        "deeplightning.kinds",
         "deeplightning.runfolder",
         "deeplightning.version",
         "deeplightning.words",

@@ -1,10 +1,10 @@
 """The rules of who may import whom, so that a network can be deleted, and the server started, without the rest.
 
 `LAYERS` lists the folders of the core from the top to the bottom: a file imports files of its own folder, and of those
-that come later in the list. Nothing imports the entry points. `serve` stands on `image`, `text`, `runfolder` and
-`words`; of the rest only `torch_server`, and what answers inside an MLflow model, use it. The parts (`data`, `task`,
-`model`, `loss`) are named in YAML, imported by nobody, and use of the core only `config.target.build`, `image`,
-`text`, `transfer` and `words`.
+that come later in the list. Nothing imports the entry points. `serve` stands on `image`, `text`, `table`, `array`,
+`kinds`, `runfolder` and `words`; of the rest only `torch_server`, and what answers inside an MLflow model, use it. The
+parts (`data`, `task`, `model`, `loss`) are named in YAML, imported by nobody, and use of the core only
+`config.target.build`, `image`, `text`, `table`, `array`, `kinds`, `transfer` and `words`.
 """
 
 import ast
@@ -22,13 +22,16 @@ LAYERS = [
     *("cli", "tune", "reproduce", "dry_run", "run", "callbacks", "export", "launch", "tracking", "checks", "engine"),
     *("config", "static", "process", "private"),
 ]
-BASE = {"faults", "hugging_face", "image", "own_code", "runfolder", "text", "transfer", "version", "words"}
+BASE = {
+    *("array", "faults", "hugging_face", "image", "kinds", "own_code", "runfolder", "table", "text", "transfer"),
+    *("version", "words"),
+}
 """Files that any folder of the core may import, and that import only each other."""
 STAND_ON_SERVE = {"deeplightning.torch_server", "deeplightning.tracking.pyfunc"}
 PARTS = {"data", "task", "model", "loss"}
 OPEN_TO_PARTS = {
     *("deeplightning.config.target.build", "deeplightning.image", "deeplightning.text", "deeplightning.transfer"),
-    "deeplightning.words",
+    *("deeplightning.words", "deeplightning.table", "deeplightning.array", "deeplightning.kinds"),
 }
 FILES = sorted([*ROOT.glob("deeplightning/**/*.py"), *ROOT.glob("serve/**/*.py")])
 
@@ -68,7 +71,7 @@ def allowed(importer: str, imported: str) -> bool:
     if importer in STAND_ON_SERVE and there == "serve":
         return True
     if here == "serve":
-        return there in {"image", "text", "runfolder", "words"}
+        return there in {"array", "image", "kinds", "runfolder", "table", "text", "words"}
     if here in ENTRIES or there in BASE:
         return there not in PARTS | {"serve"} and (there not in ENTRIES or here == "__main__")
     return here in LAYERS and there in LAYERS and LAYERS.index(here) < LAYERS.index(there)

@@ -1,0 +1,179 @@
+"""An array of numbers becomes the input of a network: `ArraySpec` takes signals, and arrays of any shape, to float32.
+
+Training and serving both call it, so they cannot disagree. numpy and the standard library only.
+Letters: N arrays, C channels, T steps of a signal.
+"""
+
+import ast
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+MAGIC = b"\x93NUMPY"
+"""The first bytes of a file in numpy's format."""
+
+MAX_HEADER = 10_000
+"""Bytes of a file's header, which numpy's own reader limits to as many."""
+
+_HEADERS = {1: 2, 2: 4, 3: 4}  # version of the format: bytes that hold the length of the header
+_KINDS = "biuf"
+
+
+class ArrayError(ValueError):
+    """An array cannot be used; the message is one sentence for people.
+
+    Attributes:
+        status: of the HTTP response: 400, or 415 where it is no array.
+    """
+
+    def __init__(self, message: str, status: int = 400):
+        super().__init__(message)
+        self.status = status
+
+
+@dataclass(frozen=True)
+class ArraySpec:
+    """How arrays are prepared for one network.
+
+    Attributes:
+        shape: of one array, for a signal (C, T).
+        mean, std: one number, or one for each entry of the first dimension; the array becomes (array - mean) / std, in
+            float64. Empty: 0 and 1.
+
+    Raises:
+        ValueError: a value is impossible.
+    """
+
+    shape: tuple[int, ...]
+    mean: tuple[float, ...] = ()
+    std: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        sides = self.shape
+        if (
+            not isinstance(sides, list | tuple)
+            or not sides
+            or not all(isinstance(side, int) and not isinstance(side, bool) and side > 0 for side in sides)
+        ):
+            raise ValueError(f"shape must be one or more whole numbers of at least 1, not {sides!r}")
+        object.__setattr__(self, "shape", tuple(sides))
+        for name, default in (("mean", 0.0), ("std", 1.0)):
+            values = getattr(self, name)
+            if (
+                not isinstance(values, list | tuple)
+                or len(values) not in (0, 1, sides[0])
+                or not all(isinstance(v, int | float) and not isinstance(v, bool) and math.isfinite(v) for v in values)
+            ):
+                raise ValueError(f"{name} must be 1 or {sides[0]} finite numbers, not {values!r}")
+            object.__setattr__(self, name, tuple(map(float, values)) or (default,))
+        if min(self.std) <= 0:
+            raise ValueError(f"std must be positive, not {self.std!r}")
+
+    @cached_property
+    def _scale(self) -> tuple[np.ndarray, np.ndarray]:
+        """Mean and std, float64, to be broadcast against one array."""
+        ones = (1,) * (len(self.shape) - 1)
+        return np.array(self.mean).reshape(-1, *ones), np.array(self.std).reshape(-1, *ones)
+
+    def prepare(self, values: Any) -> np.ndarray:
+        """One array, float32 of the shape.
+
+        Args:
+            values: an array of numbers, nested lists of them, or the bytes of a file in numpy's format.
+
+        Raises:
+            ArrayError: it has another shape, or holds what is not a finite number.
+        """
+        found = read_npy(values) if isinstance(values, bytes | bytearray | memoryview) else _array(values)
+        if found.shape != self.shape:
+            raise ArrayError(f"The array has the shape {shown(found.shape)}, not {shown(self.shape)}.")
+        return self.scaled(found)
+
+    def scaled(self, values: np.ndarray) -> np.ndarray:
+        """One or several arrays, (…, *shape), as the network takes them, float32.
+
+        Raises:
+            ArrayError: a number is not finite.
+        """
+        mean, std = self._scale
+        with np.errstate(over="ignore", invalid="ignore"):
+            prepared: np.ndarray = ((values - mean) / std).astype(np.float32)
+        if not np.isfinite(prepared).all():
+            place = np.argwhere(~np.isfinite(prepared))[0].tolist()
+            raise ArrayError(
+                f"The number at {place} is {values[tuple(place)]!s:.40}, which is not finite, or too large."
+            )
+        return prepared
+
+    def stack(self, rows: Sequence[np.ndarray]) -> np.ndarray:
+        """float32 (N, *shape)"""
+        return np.stack(rows)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types, for a checkpoint and a bundle."""
+        return {"shape": list(self.shape), "mean": list(self.mean), "std": list(self.std)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "ArraySpec":
+        """The reverse of `to_dict`.
+
+        Raises:
+            ValueError: a key is missing or unknown, or a value is impossible.
+        """
+        known = ("shape", "mean", "std")
+        if not isinstance(values, Mapping):
+            raise ValueError(f"an array spec must be a mapping, not {type(values).__name__}")
+        if faults := [key for key in known if key not in values] + [str(key) for key in values if key not in known]:
+            raise ValueError(f"an array spec has exactly the keys {', '.join(known)}; look at {', '.join(faults)}")
+        return cls(**values)
+
+
+def _array(values: Any) -> np.ndarray:
+    try:
+        found = np.asarray(values)
+    except (ValueError, OverflowError):
+        raise ArrayError("The lists of an array must be of the same length at each level.") from None
+    if found.dtype.kind not in _KINDS:
+        raise ArrayError("An array holds numbers only.")
+    return found
+
+
+def read_npy(data: bytes | bytearray | memoryview) -> np.ndarray:
+    """The array of a file in numpy's format (https://numpy.org/doc/stable/reference/generated/numpy.lib.format.html).
+    Nothing is unpickled, and no memory is taken that the file does not have.
+
+    Raises:
+        ArrayError: it is no such file, or holds something else than numbers.
+    """
+    data = bytes(data)
+    if not data.startswith(MAGIC):
+        raise ArrayError("This is not an array in numpy's format (.npy).", 415)
+    size = _HEADERS.get(data[6] if len(data) > 6 else 0)
+    if size is None:
+        raise ArrayError("This is not an array of a version of numpy's format that is known here.", 415)
+    length = int.from_bytes(data[8 : 8 + size], "little")
+    start = 8 + size + length
+    if length > MAX_HEADER or start > len(data):
+        raise ArrayError("The header of the array is cut off or too long.")
+    try:
+        header = ast.literal_eval(data[8 + size : start].decode("latin-1").strip())
+        shape, order, word = header["shape"], header["fortran_order"], header["descr"]
+        dtype = np.dtype(word) if isinstance(word, str) else np.dtype(object)
+        sides = [side for side in shape if isinstance(side, int) and not isinstance(side, bool) and side >= 0]
+        expected = math.prod(sides) * dtype.itemsize
+    except (ValueError, TypeError, KeyError, SyntaxError, RecursionError, MemoryError) as error:
+        raise ArrayError("The header of the array cannot be read.") from error
+    if dtype.kind not in _KINDS:
+        raise ArrayError(f"The array holds {dtype.name}, and not numbers.")
+    if len(sides) != len(shape) or not isinstance(shape, tuple) or expected != len(data) - start:
+        raise ArrayError(f"The array is cut off: {expected:,} bytes are announced, and {len(data) - start:,} follow.")
+    return np.frombuffer(data, dtype, offset=start).reshape(shape, order="F" if order else "C")
+
+
+def shown(shape: Sequence[int]) -> str:
+    """A shape for people: 3 x 100."""
+    return " x ".join(map(str, shape)) or "no dimension"

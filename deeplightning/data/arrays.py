@@ -1,0 +1,274 @@
+"""Arrays of numbers with a class or numbers for each, from a file of numpy's: `deeplightning.array.ArraySpec` prepares
+them.
+
+N samples, C channels, T steps of a signal; the shape of one array is any, (C, …).
+"""
+
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from deeplightning.array import ArrayError, ArraySpec
+from deeplightning.data.columns import ColumnData, Columns, ColumnSet
+from deeplightning.data.datasets import Batch, InMemory, OnDemand
+from deeplightning.data.errors import DataConfigError, DataError
+
+IN_MEMORY_LIMIT = 2**30
+"""Bytes of prepared arrays, all sets together, up to which they are held in memory: per process, 1 GiB."""
+
+_CHUNK = 4096  # arrays of which mean and deviation are summed at a time
+
+
+class Arrays(Columns):
+    """`input`, an array or a mapped file (N, C, …), with the rows that are meant, and `target` (N,) or (N, T)."""
+
+    def take(self, positions: np.ndarray) -> "Arrays":
+        columns = self.columns | {"rows": self.columns["rows"][positions], "target": self.columns["target"][positions]}
+        return Arrays(columns, self.labels[positions])
+
+    @property
+    def inputs(self) -> np.ndarray:
+        """(N, C, …), a copy."""
+        found: np.ndarray = self.columns["input"][self.columns["rows"]]
+        return found
+
+
+class ArraysOnDemand(OnDemand):
+    """Arrays that are prepared when a batch asks for them, of a file that is mapped into memory."""
+
+    def __init__(self, samples: Arrays, spec: ArraySpec, others: Batch):
+        self.samples, self._array_spec, self._others = samples, spec, others  # type: ignore[assignment]
+        self.labels = others.get("label", torch.zeros(0))
+
+    def __len__(self) -> int:
+        return len(self.samples)
+
+    def __getitem__(self, positions: Sequence[int] | np.ndarray) -> Batch:
+        index = torch.as_tensor(positions)
+        taken = np.asarray(positions) % len(self)  # the padding entry -1 stands for any sample, the last
+        chosen = self.samples.columns["rows"][taken]  # type: ignore[attr-defined]
+        inputs = self._array_spec.scaled(self.samples.columns["input"][chosen])  # type: ignore[attr-defined]
+        others = {name: values[taken] for name, values in self._others.items()}
+        return {"input": torch.from_numpy(inputs), **others, "index": index}
+
+
+class ArrayData(ColumnData):
+    """Arrays of .npz files in `data.root`, of which each has the inputs (N, C, …) and the targets (N,) or (N, T). Files
+    that are not compressed are mapped into memory. A data module of your own subclasses it and has its own `read`.
+
+    One file is divided 80/10/10; with a file for the tests, a tenth of the training samples validates, or one fold of
+    `data.num_splits`. Targets that are whole numbers or texts are classes, others are numbers that are predicted.
+    Batches have `input` float32 (B, C, …), `label` int64 (B,) or `target` float32 (B,) or (B, T), and `index`.
+
+    Args:
+        cfg: the whole config; `seed` and `data` are read.
+        train: name of the training file; it may be missing only where a subclass reads something else.
+        validation, test: names of further files; None: samples of the training file.
+        inputs, targets: the names of the arrays in the files.
+        class_names: the name of each class, in the order of the numbers; None: the numbers or texts themselves.
+        normalise: whether mean and deviation of the training samples, for each channel, make them numbers around 0.
+        limit: use at most this many training samples (validation included) and as many test samples, a seeded choice.
+
+    Attributes:
+        array_spec: how an array is prepared; there after `setup`.
+
+    Raises:
+        DataConfigError: a value of the config is impossible. It is a ValueError.
+    """
+
+    samples = "samples"
+
+    def __init__(
+        self,
+        cfg: Any,
+        train: str | None = None,
+        validation: str | None = None,
+        test: str | None = None,
+        *,
+        inputs: str = "x",
+        targets: str = "y",
+        class_names: Sequence[str] | None = None,
+        normalise: bool = True,
+        limit: int | None = None,
+    ):
+        super().__init__(cfg, limit)
+        self.array_spec: ArraySpec | None = None
+        if train is None and type(self).read is ArrayData.read:
+            raise DataConfigError("data.module.params.train must name the training file; it is null.")
+        if train is not None and cfg.data.root is None:
+            raise DataConfigError(f"data.root is null, but {type(self).__name__} needs the folder with {train}.")
+        root = Path(cfg.data.root or ".").expanduser().absolute()
+        named = {"train": train, "val": validation, "test": test}
+        self.files = {name: root / file for name, file in named.items() if file is not None}
+        self.inputs, self.targets, self.normalise = inputs, targets, normalise
+        if class_names is not None:
+            self.class_names = [str(name) for name in class_names]
+            if len(set(self.class_names)) != len(self.class_names) or not self.class_names:
+                raise DataConfigError(
+                    f"data.module.params.class_names must be a list of different texts, not {class_names!r}."
+                )
+
+    def check(self) -> None:
+        """Looks whether the files are there, without reading any.
+
+        Raises:
+            DataError: one is not.
+        """
+        for path in self.files.values():
+            if not path.exists():
+                raise DataError(
+                    f"{path} is missing. Set data.root (now {self.cfg.data.root}) to the folder that holds it, or name "
+                    "another file under data.module.params."
+                )
+
+    def read(self) -> dict[str, Any]:
+        """Finds the samples: under "train", and where there are such under "val" and "test"; or under "all".
+
+        Raises:
+            DataError: a file is not as it should be.
+        """
+        found = {name: self.samples_of(*self._arrays(path), str(path)) for name, path in self.files.items()}
+        return found if len(found) > 1 else {"all": found["train"]}
+
+    def _arrays(self, path: Path) -> tuple[np.ndarray, np.ndarray]:
+        return mapped(path, self.inputs), mapped(path, self.targets)
+
+    def samples_of(self, inputs: np.ndarray, targets: np.ndarray, source: str) -> Arrays:
+        """Samples of arrays (N, C, …) and targets (N,) or (N, T): numbers or texts.
+
+        Args:
+            source: where they are from, for messages.
+
+        Raises:
+            DataError: they do not fit together, or are not of these kinds.
+        """
+        if inputs.ndim < 2 or inputs.dtype.kind not in "biuf":
+            raise DataError(f"{source}: the inputs are {inputs.dtype} {inputs.shape}, and not numbers (N, C, …).")
+        if len(inputs) != len(targets) or not len(inputs):
+            raise DataError(f"{source}: {len(inputs)} inputs and {len(targets)} targets; there must be one for each.")
+        kind = targets.dtype.kind
+        if targets.ndim == 1 and kind in "biuUS":
+            labels = self._labels(targets, source)
+            return Arrays({"input": inputs, "rows": np.arange(len(inputs)), "target": labels}, labels)
+        if kind != "f" and not (kind in "iu" and targets.ndim == 2):
+            raise DataError(
+                f"{source}: targets of type {targets.dtype} {targets.shape} are neither classes nor numbers."
+            )
+        if not np.isfinite(targets).all():
+            raise DataError(f"{source}: target {int(np.argwhere(~np.isfinite(targets))[0][0])} is not finite.")
+        if targets.ndim not in (1, 2):
+            raise DataError(f"{source}: targets are (N,) or (N, T), not {targets.shape}.")
+        values = targets.astype(np.float64).reshape(len(targets), -1)
+        zeros = np.zeros(len(targets), np.int64)
+        return Arrays({"input": inputs, "rows": np.arange(len(inputs)), "target": values}, zeros)
+
+    def _labels(self, targets: np.ndarray, source: str) -> np.ndarray:
+        """The class of each sample, int64 (N,). Names that are not given are found in the first targets."""
+        if targets.dtype.kind in "US":
+            if not self.class_names:
+                self.class_names = [str(word) for word in np.unique(targets)]
+            numbers = {name: number for number, name in enumerate(self.class_names)}
+            labels = np.array([numbers.get(str(word), -1) for word in targets], np.int64)
+        else:
+            labels = targets.astype(np.int64)
+            if not self.class_names:
+                self.class_names = [str(number) for number in range(int(labels.max()) + 1)]
+        if ((labels < 0) | (labels >= len(self.class_names))).any():
+            place = int(((labels < 0) | (labels >= len(self.class_names))).argmax())
+            raise DataError(
+                f"{source}: target {place} is {targets[place]!s:.40}, and the {len(self.class_names)} classes are "
+                f"{', '.join(self.class_names):.200}."
+            )
+        return labels
+
+    # ---- preparing
+
+    def learn(self, train: Arrays) -> None:
+        """
+        Raises:
+            DataError: an input is not finite.
+        """
+        inputs, rows = train.columns["input"], train.columns["rows"]
+        shape = inputs.shape[1:]
+        mean: tuple[float, ...] = ()
+        std: tuple[float, ...] = ()
+        if self.normalise:
+            sums, squares = np.zeros(shape[0]), np.zeros(shape[0])
+            axes = (0, *range(2, inputs.ndim))
+            first = inputs[rows[:_CHUNK]].astype(np.float64).mean(axes)  # near the mean, so that squares stay small
+            for start in range(0, len(rows), _CHUNK):
+                part = inputs[rows[start : start + _CHUNK]].astype(np.float64)
+                part -= first.reshape(-1, *(1,) * (inputs.ndim - 2))
+                sums += part.sum(axes)
+                squares += np.square(part).sum(axes)
+            count = len(rows) * (np.prod(shape[1:]) if len(shape) > 1 else 1)
+            variance = squares / count - (sums / count) ** 2
+            if not np.isfinite(variance).all():
+                raise DataError(f"{self._describe()}: the training inputs have numbers that are not finite.")
+            mean = tuple((first + sums / count).tolist())
+            std = tuple(np.where(variance > 0, np.sqrt(np.maximum(variance, 0)), 1.0).tolist())
+        self.array_spec = ArraySpec(shape, mean, std)
+        if not self.class_names:
+            targets = train.columns["target"]
+            names = [f"target_{n}" for n in range(targets.shape[1])] if targets.shape[1] > 1 else ["target"]
+            self.learn_targets(names, targets)
+
+    def _prepare(self, samples: Arrays) -> InMemory | OnDemand:
+        spec = self.array_spec
+        assert spec is not None, "`setup` has read the samples"
+        if samples.columns["input"].shape[1:] != spec.shape:
+            found, wanted = samples.columns["input"].shape[1:], spec.shape
+            raise DataError(f"{self._describe()}: the inputs of a set are {found}, those of the training set {wanted}.")
+        target = torch.from_numpy(samples.columns["target"])
+        if self.class_names:
+            others = {"label": target}
+        else:
+            target = target.float()
+            others = {"target": target[:, 0].clone() if target.shape[1] == 1 else target}
+        if 4 * int(np.prod(spec.shape)) * sum(map(len, self._samples.values())) > IN_MEMORY_LIMIT:
+            return ArraysOnDemand(samples, spec, others)
+        try:
+            return ColumnSet(torch.from_numpy(spec.scaled(samples.inputs)), others)
+        except ArrayError as error:
+            raise DataError(f"{self._describe()}: {error}") from error
+
+    def example_inputs(self, number: int) -> dict[str, np.ndarray]:
+        """Arrays that a bundle is proved on, before they are prepared, of the validation set where there is one:
+        (n, C, …)."""
+        found = self._samples.get("val") or self._samples["train"]
+        return {"arrays": found.take(np.arange(min(number, len(found)))).inputs}
+
+
+def mapped(path: Path, key: str) -> np.ndarray:
+    """An array of an .npz file, mapped into memory where the file is not compressed. Nothing is unpickled.
+
+    Raises:
+        DataError: the file cannot be read, or has no such array.
+    """
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = [name.removesuffix(".npy") for name in archive.namelist()]
+            if key not in names:
+                raise DataError(f"{path} has no array {key!r}; it has {', '.join(names)}.")
+            entry = archive.getinfo(f"{key}.npy")
+            if entry.compress_type != zipfile.ZIP_STORED:
+                with np.load(path, allow_pickle=False) as file:
+                    found: np.ndarray = file[key]
+                    return found
+        with path.open("rb") as stream:
+            stream.seek(entry.header_offset + 26)
+            lengths = stream.read(4)  # of the name and of what is behind it, in the file's own header
+            start = entry.header_offset + 30 + sum(int.from_bytes(lengths[n : n + 2], "little") for n in (0, 2))
+            stream.seek(start)
+            version = np.lib.format.read_magic(stream)
+            read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+            shape, fortran, dtype = read(stream)
+            if dtype.hasobject:
+                raise DataError(f"{path}: array {key!r} holds Python objects, and not numbers or texts.")
+            return np.memmap(path, dtype, "r", stream.tell(), shape, "F" if fortran else "C")
+    except (OSError, ValueError, zipfile.BadZipFile, KeyError) as error:
+        raise DataError(f"{path} cannot be read as an .npz file: {error}.") from error

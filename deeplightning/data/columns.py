@@ -1,0 +1,125 @@
+"""Samples of named columns, each a tensor in memory: a batch is one indexing operation for each.
+
+N samples, B batch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from deeplightning.data.datasets import Batch, InMemory
+from deeplightning.data.errors import DataError
+from deeplightning.data.loading import DataOfSets
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Samples before they are prepared.
+
+    Attributes:
+        columns: by name, anything that `take` of a subclass divides; here arrays (N, …).
+        labels: int64 (N,), by which the samples are divided evenly.
+    """
+
+    columns: dict[str, Any]
+    labels: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def take(self, positions: np.ndarray) -> "Columns":
+        """The samples at these positions, int (n,), in this order."""
+        columns = {name: column[positions] for name, column in self.columns.items()}
+        return type(self)(columns, self.labels[positions])
+
+
+class ColumnSet(InMemory):
+    """Tensors side by side.
+
+    Args:
+        inputs: what goes into the network, (N, …); gathered for each step.
+        others: further entries of a batch by name, (N, …), such as `label` or `target`.
+    """
+
+    def __init__(self, inputs: Tensor, others: Batch):
+        self.inputs, self.others = inputs, others
+        self.rows = None
+        self.on_device: Batch = {}
+        self.labels = others.get("label", inputs.new_zeros(0))
+
+    def large(self) -> Batch:
+        return {"input": self.inputs}
+
+    def small(self) -> Batch:
+        return self.others
+
+    def __len__(self) -> int:
+        return len(self.inputs)
+
+    def __getitem__(self, positions: Sequence[int] | np.ndarray) -> Batch:
+        index = torch.as_tensor(positions)  # (B,)
+        # The padding entry -1 stands for any sample, the last; its row is marked by its index.
+        taken = index if positions[0] >= 0 else index + len(self)
+        columns = {"input": self.inputs, **self.others}
+        return {name: values.index_select(0, taken) for name, values in columns.items()} | {"index": index}
+
+
+class ColumnData(DataOfSets):
+    """Base of data modules whose samples are held in memory as columns: it says what they are in `read`, and how
+    training samples make a spec and samples become a set in `learn` and `_prepare`.
+
+    Attributes:
+        class_names: the name of each label, in order; empty where the targets are numbers.
+        target_names: the name of each number that is to be predicted; empty where there are classes.
+        target_mean, target_std: of each, over the training samples.
+    """
+
+    samples = "rows"
+
+    def __init__(self, cfg: Any, limit: int | None = None):
+        super().__init__(cfg, "auto", limit)
+        self.class_names: list[str] = []
+        self.target_names: list[str] = []
+        self.target_mean: list[float] = []
+        self.target_std: list[float] = []
+
+    def learn(self, train: Any) -> None:
+        """Finds what is computed of the training samples alone, such as means."""
+
+    def setup(self, stage: str | None = None) -> None:
+        """Reads and divides the samples once, and prepares those that the stage needs (None: all).
+
+        Raises:
+            DataError: a file is missing, or not as it should be.
+        """
+        if not self._samples:
+            try:
+                self.check()
+                found = self.read()
+            except OSError as error:
+                raise DataError(f"{self._describe()} cannot be read: {error}") from error
+            divided = self._divide(found)
+            self.learn(divided["train"])
+            self._samples = divided
+        self._ready(stage)
+
+    def learn_targets(self, names: Sequence[str], targets: np.ndarray) -> None:
+        """Mean and deviation of the numbers to be predicted, float64 (N, T)."""
+        self.target_names = list(names)
+        std = targets.std(0)
+        self.target_mean = targets.mean(0).tolist()
+        self.target_std = np.where(std > 0, std, 1.0).tolist()
+
+    def example_batch(self, size: int) -> Batch:
+        """The first training samples, to try out whether the parts of a config fit; reads the data.
+
+        Args:
+            size: samples; of a smaller set, some come more than once.
+        """
+        self.setup("fit")
+        found = self.dataset("train")
+        return found[np.arange(size) % len(found)]

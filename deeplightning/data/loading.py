@@ -1,0 +1,283 @@
+"""What data modules share whose sets are held by this process: loaders of an order that follows from the seed."""
+
+import inspect
+import multiprocessing
+import warnings
+from typing import Any, Literal
+
+import numpy as np
+import pytorch_lightning as pl
+import torch
+from torch import Generator
+from torch.utils.data import DataLoader
+
+from deeplightning.config.target import build
+from deeplightning.data.datasets import EndsWithItsRun, InMemory, OnDemand
+from deeplightning.data.errors import DataConfigError, DataError
+from deeplightning.data.loader import InMemoryLoader
+from deeplightning.data.memory import Room
+from deeplightning.data.samplers import BatchIndices, go_on, train_sampler
+from deeplightning.data.splits import deal, shuffled
+
+SPLITS = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("test",)}
+"""The sets that a stage needs."""
+
+_OWN_KEYS = {
+    "dataset": "it comes from data.module",
+    "batch_size": "set data.batch_size",
+    "num_workers": "set data.num_workers",
+    "shuffle": "the training set is shuffled, the others are not",
+    "sampler": "set data.sampler",
+    "batch_sampler": "batches come from deeplightning.data.samplers.BatchIndices",
+    "generator": "the order comes from seed",
+}
+_WORKER_KEYS = ("multiprocessing_context", "persistent_workers", "prefetch_factor", "timeout", "worker_init_fn")
+_SPLIT_TEST, _LIMIT, _SPLIT_VAL = range(3)  # purposes of the seed
+
+
+class DataOfSets(pl.LightningDataModule):
+    """Base of data modules whose sets are `InMemory` or `OnDemand`: a subclass finds the samples (`read`) and makes a
+    set of them (`_prepare`).
+
+    Validation is one fold of the training set: fold `data.fold` of `data.num_splits`, or where that is null a tenth of
+    all the training samples. It is never the test set. The splits depend on `seed` alone.
+
+    Args:
+        cfg: the whole config; `seed` and `data` are read.
+        in_memory: see `deeplightning.data.images.ImageData`.
+        limit: use at most this many training samples (validation included) and as many test samples.
+
+    Raises:
+        DataConfigError: a value of the config is impossible. It is a ValueError.
+    """
+
+    samples = "images"
+    """A word for them, in messages."""
+
+    def __init__(
+        self,
+        cfg: Any,
+        in_memory: bool | Literal["auto", "device"] | None = "auto",
+        limit: int | None = None,
+    ):
+        super().__init__()
+        self.cfg = cfg
+        if in_memory not in (None, True, False, "auto", "device"):
+            raise DataConfigError(
+                f"data.module.params.in_memory must be auto, null, true, false or device, not {in_memory!r}."
+            )
+        if limit is not None and not is_whole(limit, 1):
+            raise DataConfigError(f"data.module.params.limit must be null or a number of at least 1, not {limit!r}.")
+        self.in_memory = None if in_memory == "auto" else in_memory
+        self.limit = limit
+        self._room = Room() if in_memory == "auto" else None
+        check_folds(cfg.data.num_splits, cfg.data.fold)
+        self._loader_options = build({"type": "builtins.dict", "params": cfg.data.loader})  # refs are functions
+        self._drop_last = self._loader_options.pop("drop_last", False)
+        check_loader(self._loader_options, self._drop_last, cfg.data.num_workers)
+        self._samples: dict[str, Any] = {}  # of each split, anything with a length; there after `setup`
+        self._datasets: dict[str, InMemory | OnDemand] = {}
+        self._has_own_order = getattr(cfg.data, "sampler", None) is not None
+        self._sampler: BatchIndices | None = None
+
+    def read(self) -> dict[str, Any]:
+        """To be written by a subclass: finds the samples.
+
+        Returns:
+            Objects with a length, `labels` (int64 (N,), by which they are divided evenly) and `take(positions)`: under
+            "train", and where there are such under "val" and "test"; or under "all", to be divided 80/10/10.
+
+        Raises:
+            DataError: if the data are not there or damaged.
+        """
+        raise NotImplementedError
+
+    def check(self) -> None:
+        """Looks whether the data are there, without reading or writing any; cheap.
+
+        Raises:
+            DataError: if not.
+        """
+
+    def _prepare(self, samples: Any) -> InMemory | OnDemand:
+        """The set of some samples."""
+        raise NotImplementedError
+
+    def _describe(self) -> str:
+        return type(self).__name__
+
+    def _ready(self, stage: str | None) -> None:
+        """Prepares the sets that a stage needs; None: all. What is wrong with them shows before a run begins."""
+        for split in SPLITS[stage] if stage else ("train", "val", "test"):
+            if split in self._samples:
+                self.dataset(split)
+        if self._drop_last:
+            self._check_batches(len(self._samples["train"]))
+        if self._has_own_order and stage in ("fit", None):
+            self._train_sampler()
+
+    def dataset(self, split: str) -> InMemory | OnDemand:
+        """The set "train", "val" or "test"; call `setup` first.
+
+        Raises:
+            DataError: if there is none, or a sample is damaged.
+        """
+        if split not in self._datasets:
+            if split not in self._samples:
+                raise DataError(
+                    f"There is no {split} set: {self._describe()} has none. Leave out the stage, or add one."
+                )
+            self._datasets[split] = self._prepare(self._samples[split])
+        return self._datasets[split]
+
+    def _divide(self, found: dict[str, Any]) -> dict[str, Any]:
+        seed, num_splits, fold = self.cfg.seed, self.cfg.data.num_splits, self.cfg.data.fold
+        splits = {name: samples for name, samples in found.items() if name != "all"}
+        default_folds = 10
+        if "all" in found:
+            whole = found["all"]
+            if len(whole) < 10:
+                raise DataError(
+                    f"{self._describe()}: {len(whole)} {self.samples} are too few to divide 80/10/10: at least 10."
+                )
+            tenths = self._folds(whole, 10, _SPLIT_TEST)
+            splits["test"] = whole.take(np.flatnonzero(tenths == 0))
+            splits["train"] = whole.take(np.flatnonzero(tenths != 0))
+            default_folds = 9  # a ninth of the rest is a tenth of all
+        for name in ("train", "test"):
+            if self.limit is not None and name in splits and self.limit < len(splits[name]):
+                chosen = shuffled(len(splits[name]), seed, _LIMIT)[: self.limit]
+                splits[name] = splits[name].take(np.sort(chosen))
+        if num_splits is not None or "val" not in splits:
+            train, folds = splits["train"], num_splits or default_folds
+            if len(train) < folds:
+                raise DataError(
+                    f"{self._describe()}: {len(train)} training {self.samples} are too few to hold out one in {folds}; "
+                    "data.num_splits changes that."
+                )
+            of_fold = self._folds(train, folds, _SPLIT_VAL) == fold
+            splits["train"], splits["val"] = (train.take(np.flatnonzero(mask)) for mask in (~of_fold, of_fold))
+        return splits
+
+    def _folds(self, samples: Any, number: int, purpose: int) -> np.ndarray:
+        """The fold of each sample, int (N,), from 0 to `number` - 1."""
+        return deal(samples.labels, number, self.cfg.seed, purpose)
+
+    def _check_batches(self, samples: int) -> None:
+        world, batch_size = self.trainer.world_size if self.trainer else 1, self.cfg.data.batch_size
+        if samples < batch_size * world:
+            raise DataConfigError(
+                f"data.loader.drop_last leaves no training batch: {samples} samples are fewer than "
+                f"{batch_size} (data.batch_size) x {world} process(es)."
+            )
+
+    def train_dataloader(self) -> DataLoader:
+        return self._loader("train", training=True)
+
+    def val_dataloader(self) -> DataLoader:
+        return self._loader("val")
+
+    def test_dataloader(self) -> DataLoader:
+        return self._loader("test")
+
+    def predict_dataloader(self) -> DataLoader:
+        """The test set, in data order."""
+        return self._loader("test")
+
+    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+        """What is there already stays as it is: Lightning would look through each batch for what to move."""
+        if device.type == "cpu":
+            return batch
+        if self._room is not None and self._gpu() == device and self.trainer is not None and self.trainer.training:
+            sets = [self._datasets[name] for name in SPLITS["fit"] if name in self._datasets]
+            if self._room.settle(self.trainer.global_step, [s for s in sets if isinstance(s, InMemory)], device):
+                self._room = None
+        if isinstance(batch, dict) and all(isinstance(v, torch.Tensor) and v.device == device for v in batch.values()):
+            return batch
+        return super().transfer_batch_to_device(batch, device, dataloader_idx)
+
+    def _loader(self, split: str, training: bool = False) -> DataLoader:
+        dataset, gpu = self.dataset(split), self._gpu()
+        if self.in_memory == "device" and gpu is not None and isinstance(dataset, InMemory) and not dataset.on_device:
+            dataset.move(gpu)
+        if training:
+            sampler = self._train_sampler()
+        else:
+            world, rank = (self.trainer.world_size, self.trainer.global_rank) if self.trainer else (1, 0)
+            sampler = BatchIndices(dataset, self.cfg.data.batch_size, num_replicas=world, rank=rank)
+        options, workers = dict(self._loader_options), self.cfg.data.num_workers
+        if isinstance(dataset, InMemory):
+            workers = 0
+            options = {key: value for key, value in options.items() if key not in _WORKER_KEYS}
+            # Lightning's advice to add workers is wrong here.
+            warnings.filterwarnings("ignore", message=".*does not have many workers")
+            options.setdefault("pin_memory", gpu is not None)
+            if dataset.on_device:
+                options["pin_memory"] = False
+        elif workers > 0:
+            options.setdefault("persistent_workers", True)
+            options.setdefault("multiprocessing_context", start_method())
+            options["worker_init_fn"] = EndsWithItsRun(options.get("worker_init_fn"))
+        # Its own generator: else each epoch would draw a number from torch's global one.
+        generator = Generator().manual_seed(self.cfg.seed)
+        options |= {"batch_size": None, "sampler": sampler, "num_workers": workers, "generator": generator}
+        if not isinstance(dataset, InMemory) or "collate_fn" in options:
+            return DataLoader(dataset, **options)
+        loader = InMemoryLoader(dataset, **options)
+        if dataset.on_device or options["pin_memory"]:
+            loader.device = gpu
+        return loader
+
+    def _train_sampler(self) -> BatchIndices:
+        if self._sampler is None or not self._has_own_order:
+            self._sampler = train_sampler(self.cfg, self.dataset("train"), self.trainer, drop_last=self._drop_last)
+        elif self.trainer:
+            go_on(self._sampler, self.trainer)
+        return self._sampler
+
+    def _gpu(self) -> torch.device | None:
+        """The GPU that this process trains on."""
+        device = getattr(getattr(self.trainer, "strategy", None), "root_device", None)
+        return device if device is not None and device.type == "cuda" else None
+
+
+def is_whole(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def check_folds(num_splits: Any, fold: Any) -> None:
+    if num_splits is None:
+        if fold != 0:
+            raise DataConfigError(f"data.fold={fold!r} needs data.num_splits, the number of folds; it is null.")
+        return
+    if not is_whole(num_splits, 2):
+        raise DataConfigError(f"data.num_splits must be null or a whole number of at least 2, not {num_splits!r}.")
+    if not is_whole(fold, 0) or fold >= num_splits:
+        raise DataConfigError(
+            f"data.fold must be from 0 to {num_splits - 1}, since data.num_splits is {num_splits}, not {fold!r}."
+        )
+
+
+def check_loader(options: dict[str, Any], drop_last: Any, num_workers: int) -> None:
+    known = [name for name in inspect.signature(DataLoader).parameters if name not in _OWN_KEYS]
+    for key in options:
+        if key in _OWN_KEYS:
+            raise DataConfigError(f"data.loader.{key} cannot be given: {_OWN_KEYS[key]}.")
+        if key not in known:
+            raise DataConfigError(
+                f"data.loader.{key} is not an argument of torch's DataLoader; {', '.join(known)} are."
+            )
+    if not isinstance(drop_last, bool):
+        raise DataConfigError(f"data.loader.drop_last must be true or false, not {drop_last!r}.")
+    try:
+        DataLoader([], batch_size=None, num_workers=num_workers, **options)  # type: ignore[arg-type]
+    except (TypeError, ValueError) as error:
+        raise DataConfigError(f"data.loader is refused by torch's DataLoader: {error}") from error
+
+
+def start_method() -> str:
+    if "forkserver" not in multiprocessing.get_all_start_methods():
+        return "spawn"
+    # The server imports torch once, and each worker is a fork of it: 0.1 s instead of 3.
+    multiprocessing.set_forkserver_preload(["deeplightning.data.datasets"])
+    return "forkserver"

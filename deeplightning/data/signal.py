@@ -1,0 +1,167 @@
+"""Signals in files, one folder for each class: .npy, .csv and .wav become arrays of shape (C, T).
+
+C channels, T steps.
+"""
+
+import csv
+import wave
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from deeplightning.array import ArrayError, read_npy
+from deeplightning.data.arrays import ArrayData
+from deeplightning.data.errors import DataConfigError, DataError
+from deeplightning.image import files_below
+
+EXTENSIONS = (".npy", ".csv", ".wav")
+"""Endings, in small or capital letters, that make a file a signal."""
+
+_SPLITS = ("train", "val", "test")
+
+
+class SignalFolder(ArrayData):
+    """Signals in `data.root`, in one of two layouts; hidden files do not count.
+
+    - `CLASS/*.npy`: divided 80/10/10 within each class by the seed.
+    - `train/CLASS/*.npy`, and where there are such `val/…` and `test/…` with the same classes. Without `val`, or with
+      `data.num_splits`, a tenth or a fold of `train` validates. It is this layout when `train` holds folders.
+
+    A .npy file has a signal of shape (C, T) or (T,); a .csv file a line for each step and a column for each channel,
+    with or without a header; a .wav file samples of 8, 16, 24 or 32 bits, which become numbers from -1 to 1.
+
+    Args:
+        cfg: the whole config.
+        length: T, to which longer signals are cut at their end and shorter ones are filled up with zeros; None: all
+            must have the same.
+        normalise, limit: see `deeplightning.data.arrays.ArrayData`.
+    """
+
+    samples = "signals"
+
+    def __init__(self, cfg: Any, length: int | None = None, *, normalise: bool = True, limit: int | None = None):
+        super().__init__(cfg, normalise=normalise, limit=limit)
+        if cfg.data.root is None:
+            raise DataConfigError("data.root is null, but SignalFolder needs the folder with the signals.")
+        if length is not None and (not isinstance(length, int) or isinstance(length, bool) or length < 1):
+            raise DataConfigError(f"data.module.params.length must be null or a number of at least 1, not {length!r}.")
+        self.root, self.length = Path(cfg.data.root).expanduser().absolute(), length
+
+    def check(self) -> None:
+        """
+        Raises:
+            DataError: the folder is not there.
+        """
+        if not self.root.is_dir():
+            raise DataError(f"There is no folder {self.root}; set data.root to the one with a folder for each class.")
+
+    def read(self) -> dict[str, Any]:
+        """
+        Raises:
+            DataError: there are no classes or signals, or a file is not as it should be.
+        """
+        if not any(path.is_dir() for path in _visible(self.root / "train")):
+            self.class_names = self._classes(self.root)
+            return {"all": self._read(self.root)}
+        self.class_names = self._classes(self.root / "train")
+        found = {}
+        for split in _SPLITS:
+            if (top := self.root / split).is_dir():
+                if strange := sorted(set(self._classes(top)) - set(self.class_names)):
+                    raise DataError(f"{top} has folders that {self.root / 'train'} lacks: {', '.join(strange)}.")
+                found[split] = self._read(top)
+        return found
+
+    def _classes(self, top: Path) -> list[str]:
+        names = sorted(path.name for path in _visible(top) if path.is_dir())
+        if not names:
+            raise DataError(f"{top} has no folders; each class has one, with its signals in it.")
+        return names
+
+    def _read(self, top: Path) -> Any:
+        signals: list[np.ndarray] = []
+        labels: list[int] = []
+        for number, name in enumerate(self.class_names):
+            for path in files_below(top / name) if (top / name).is_dir() else ():
+                if path.suffix.lower() in EXTENSIONS:
+                    signals.append(self._fitted(path, signals))
+                    labels.append(number)
+        if not signals:
+            raise DataError(f"{top} has no signals; their files end in {', '.join(EXTENSIONS)}.")
+        return self.samples_of(np.stack(signals), np.array(labels, np.int64), str(top))
+
+    def _fitted(self, path: Path, others: Sequence[np.ndarray]) -> np.ndarray:
+        signal = read_signal(path)
+        if self.length is not None:
+            signal = signal[:, : self.length]
+            signal = np.pad(signal, ((0, 0), (0, self.length - signal.shape[1])))
+        if others and signal.shape != others[0].shape:
+            shapes = " and not ".join(f"{shape[0]} x {shape[1]}" for shape in (signal.shape, others[0].shape))
+            raise DataError(
+                f"{path}: the signal has channels x steps of {shapes}, as those before it; data.module.params.length "
+                "cuts or fills up the steps."
+            )
+        return signal
+
+
+def read_signal(path: Path) -> np.ndarray:
+    """The signal of a file, float32 or float64 (C, T).
+
+    Raises:
+        DataError: it cannot be read, or is of another shape.
+    """
+    try:
+        kind = path.suffix.lower()
+        signal = {".npy": _npy, ".csv": _csv, ".wav": _wav}[kind](path)
+    except (OSError, EOFError, wave.Error, ArrayError, ValueError, csv.Error) as error:
+        raise DataError(f"{path} cannot be read as a signal: {error}") from error
+    if signal.ndim == 1:
+        signal = signal[None]
+    if signal.ndim != 2 or 0 in signal.shape:
+        raise DataError(f"{path}: a signal is of shape (C, T) or (T,), not {signal.shape}.")
+    if not np.isfinite(signal).all():
+        channel, step = np.argwhere(~np.isfinite(signal))[0]
+        raise DataError(f"{path}: the number of channel {channel} at step {step} is not finite.")
+    return signal
+
+
+def _npy(path: Path) -> np.ndarray:
+    return read_npy(path.read_bytes())
+
+
+def _csv(path: Path) -> np.ndarray:
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        lines = [line for line in csv.reader(file) if line]
+    if lines and any(not _is_number(cell) for cell in lines[0]):
+        lines = lines[1:]
+    return np.array([[float(cell) for cell in line] for line in lines]).T
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return True
+
+
+def _wav(path: Path) -> np.ndarray:
+    with wave.open(str(path), "rb") as file:
+        width, channels, data = file.getsampwidth(), file.getnchannels(), file.readframes(file.getnframes())
+    values: np.ndarray
+    if width == 1:
+        values = (np.frombuffer(data, np.uint8).astype(np.float32) - 128) / 128
+    elif width == 3:
+        bytes_of = np.frombuffer(data, np.uint8).reshape(-1, 3)
+        whole = np.zeros((len(bytes_of), 4), np.uint8)
+        whole[:, 1:] = bytes_of
+        values = whole.view("<i4")[:, 0].astype(np.float32) / 2**31
+    else:
+        values = np.frombuffer(data, f"<i{width}").astype(np.float32) / float(2 ** (8 * width - 1))
+    return values.reshape(-1, channels).T
+
+
+def _visible(folder: Path) -> list[Path]:
+    return [path for path in folder.iterdir() if not path.name.startswith(".")] if folder.is_dir() else []

@@ -1,0 +1,455 @@
+"""Tables in CSV or Parquet: rows become arrays of numbers, as `deeplightning.table.TableSpec` prepares them.
+
+N rows, F columns that the network takes, T columns that it predicts.
+"""
+
+import difflib
+import json
+import logging
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import torch
+from pyarrow import csv, parquet
+
+from deeplightning.data.columns import ColumnData, Columns, ColumnSet
+from deeplightning.data.errors import DataConfigError, DataError
+from deeplightning.data.splits import deal
+from deeplightning.table import MISSING, Column, TableError, TableSpec, Words
+
+log = logging.getLogger("deeplightning.data")
+
+KINDS = ("number", "category", "ignore")
+
+MAX_CATEGORIES = 1000
+"""A column of text with more different words is no category, unless the config says so."""
+
+_NULLS = sorted(
+    {form for word in MISSING for form in (word, word.upper(), word.capitalize())} | {"NaN", "-nan", "-NaN"}
+)
+_SETS = {"train": "train", "val": "val", "validation": "val", "valid": "val", "test": "test"}
+
+
+class Rows(Columns):
+    """Rows of a table: each column float64 (N,), or `Words`."""
+
+    def take(self, positions: np.ndarray) -> "Rows":
+        columns = {
+            name: Words(column.words, column.indices[positions]) if isinstance(column, Words) else column[positions]
+            for name, column in self.columns.items()
+        }
+        return Rows(columns, self.labels[positions])
+
+
+class TableData(ColumnData):
+    """Rows of one table, or of one for each set, in `data.root`: CSV with a header, or Parquet.
+
+    One table is divided 80/10/10; with a table for the tests, a tenth of the training rows validates, or one fold of
+    `data.num_splits`. A column of numbers is standardised by mean and deviation of the training rows; of texts, or of
+    true and false, it is a category. Batches have `input` float32 (B, F), `label` int64 (B,) or `target` float32 (B,)
+    or (B, T), and `index`.
+
+    Args:
+        cfg: the whole config; `seed` and `data` are read.
+        train: name of the table; *.parquet is Parquet, any other name CSV.
+        validation, test: names of further tables; None: rows of the training table.
+        target: the column to be predicted, or several columns of numbers. A category makes it a classification, and
+            numbers a regression.
+        columns: number, category or ignore, by the name of a column: what it is to be taken for. Others are taken for
+            what they look like.
+        only: the columns that the network takes; None: all but the target and those that are ignored.
+        missing: "refuse", or "fill": the mean of a number, and a word of its own for a category.
+        unknown: "other": a category that no training row has gets the same word of its own; or "refuse".
+        split: the column that says of each row whether it is of train, val or test.
+        group: the column of which no value is in two sets, such as a customer.
+        time: the column by which the latest rows test, and the latest of the others validate.
+        limit: use at most this many training rows (validation included) and as many test rows, a seeded choice.
+
+    Attributes:
+        table_spec: how a row is prepared; there after `setup`.
+
+    Raises:
+        DataConfigError: a value of the config is impossible. It is a ValueError.
+    """
+
+    def __init__(
+        self,
+        cfg: Any,
+        train: str,
+        target: str | Sequence[str],
+        validation: str | None = None,
+        test: str | None = None,
+        *,
+        columns: Mapping[str, str] | None = None,
+        only: Sequence[str] | None = None,
+        missing: Literal["refuse", "fill"] = "refuse",
+        unknown: Literal["other", "refuse"] = "other",
+        split: str | None = None,
+        group: str | None = None,
+        time: str | None = None,
+        limit: int | None = None,
+    ):
+        super().__init__(cfg, limit)
+        self.table_spec: TableSpec | None = None
+        if cfg.data.root is None:
+            raise DataConfigError(f"data.root is null, but {type(self).__name__} needs the folder with {train}.")
+        root = Path(cfg.data.root).expanduser().absolute()
+        named = {"train": train, "val": validation, "test": test}
+        self.files = {name: root / file for name, file in named.items() if file is not None}
+        self.targets = [target] if isinstance(target, str) else list(target)
+        if not self.targets:
+            raise DataConfigError("data.module.params.target must name a column, or several; it is empty.")
+        self.kinds = dict(columns or {})
+        for name, kind in self.kinds.items():
+            if kind not in KINDS:
+                raise DataConfigError(
+                    f"data.module.params.columns.{name} must be {', '.join(KINDS[:-1])} or {KINDS[-1]}, not {kind!r}."
+                )
+        for name, value, words in (
+            ("missing", missing, ("refuse", "fill")),
+            ("unknown", unknown, ("other", "refuse")),
+        ):
+            if value not in words:
+                raise DataConfigError(f"data.module.params.{name} must be {' or '.join(words)}, not {value!r}.")
+        ways = {"split": split, "group": group, "time": time}
+        given = [name for name, column in ways.items() if column is not None]
+        if len(given) > 1:
+            raise DataConfigError(f"data.module.params.{given[0]} cannot be beside {given[1]}: one divides the rows.")
+        self.way = given[0] if given else None
+        self.divider = ways[self.way] if self.way else None
+        if self.way == "split" and (validation or test or cfg.data.num_splits is not None):
+            other = "validation" if validation else "test" if test else "data.num_splits"
+            raise DataConfigError(f"data.module.params.split cannot be beside {other}: its column names the sets.")
+        if self.way == "time" and cfg.data.num_splits is not None:
+            raise DataConfigError(
+                "data.module.params.time cannot be beside data.num_splits: the latest rows validate, and no other fold."
+            )
+        self.only = None if only is None else list(only)
+        self.missing, self.unknown = missing, unknown
+        self._order: np.ndarray | None = None
+
+    # ---- reading
+
+    def check(self) -> None:
+        """Looks whether the tables are there, without reading any.
+
+        Raises:
+            DataError: one is not.
+        """
+        for path in self.files.values():
+            if not path.exists():
+                raise DataError(
+                    f"{path} is missing. Set data.root (now {self.cfg.data.root}) to the folder that holds it, or name "
+                    "another file under data.module.params."
+                )
+
+    def read(self) -> dict[str, Any]:
+        """
+        Raises:
+            DataError: a table cannot be read, lacks a column, or has values that are not of its kind.
+        """
+        path = self.files["train"]
+        types = self._types(path)
+        found = {name: self._rows(file, types) for name, file in self.files.items()}
+        if self.way == "split":
+            return self._by_column(found["train"])
+        return found if len(found) > 1 else {"all": found["train"]}
+
+    def _types(self, path: Path) -> dict[str, str]:
+        """What each column of the training table is taken for: number, category, or word (for what divides the rows).
+
+        Raises:
+            DataError: the table cannot be read, or a column that the config names is not there.
+        """
+        schema = _schema(path)
+        for key, names in (
+            ("target", self.targets),
+            ("columns", self.kinds),
+            ("only", self.only or []),
+            (str(self.way), [] if self.divider is None else [self.divider]),
+        ):
+            for name in names:
+                if name not in schema.names:
+                    close = difflib.get_close_matches(name, schema.names, 1)
+                    near = f" Do you mean {close[0]}?" if close else ""
+                    columns = ", ".join(schema.names)
+                    raise DataConfigError(
+                        f"data.module.params.{key}: {path} has no column {name!r}.{near} Its columns: {columns:.300}."
+                    )
+        types = {}
+        for field in schema:
+            wanted = self.only is None or field.name in self.only
+            kind = self.kinds.get(field.name, "ignore" if not wanted else None)
+            if field.name in self.targets:
+                kind = self.kinds.get(field.name) or _kind_of(field.type)
+                if kind in (None, "ignore"):
+                    raise DataConfigError(
+                        f"data.module.params.target: column {field.name} is of type {field.type}, which is neither a "
+                        "number nor a category; data.module.params.columns can make it a category."
+                    )
+            elif field.name == self.divider and field.name not in self.kinds:
+                kind = "number" if self.way == "time" and _kind_of(field.type) == "number" else "word"
+            elif kind is None:
+                kind = _kind_of(field.type)
+                if kind is None:
+                    raise DataError(
+                        f"{path}, column {field.name}: values of type {field.type} are neither numbers nor categories. "
+                        f"Set data.module.params.columns.{field.name} to ignore, or to category."
+                    )
+            if kind != "ignore":
+                types[field.name] = kind
+        if len(self.targets) > 1:
+            for name in self.targets:
+                if types[name] != "number":
+                    raise DataConfigError(
+                        f"data.module.params.target: of several columns each must be of numbers; {name} is a category."
+                    )
+        return types
+
+    def _rows(self, path: Path, types: Mapping[str, str]) -> Rows:
+        table = _read(path, types)
+        columns = {name: _values(path, name, table.column(name), kind) for name, kind in types.items()}
+        target = columns[self.targets[0]]
+        if not len(target):
+            raise DataError(f"{path} has a header and no rows.")
+        for name in self.targets:
+            values = columns[name]
+            gaps = values.indices < 0 if isinstance(values, Words) else ~np.isfinite(values)
+            if gaps.any():
+                raise DataError(
+                    f"{path}, column {name}, row {int(gaps.argmax()) + 1}: the target is missing or not finite, as are "
+                    f"{int(gaps.sum())} of {len(gaps)}. Remove these rows."
+                )
+        labels = target.indices if isinstance(target, Words) else np.zeros(len(target), np.int64)
+        return Rows(columns, labels)
+
+    # ---- dividing
+
+    def _by_column(self, rows: Rows) -> dict[str, Any]:
+        words = rows.columns[str(self.divider)]
+        sets = np.array([*(_SETS.get(word.lower(), "?") for word in words.words), "?"])[words.indices]
+        if (sets == "?").any():
+            row = int((sets == "?").argmax())
+            word = "nothing" if words.indices[row] < 0 else repr(words.words[words.indices[row]])
+            raise DataError(
+                f"{self.files['train']}, column {self.divider}, row {row + 1}: {word} is no set; it must be train, val "
+                "or test."
+            )
+        found = {name: rows.take(np.flatnonzero(sets == name)) for name in ("train", "val", "test")}
+        if not len(found["train"]):
+            raise DataError(f"{self.files['train']}, column {self.divider}: no row is of train.")
+        return {name: part for name, part in found.items() if len(part)}
+
+    def _folds(self, samples: Any, number: int, purpose: int) -> np.ndarray:
+        if self.way == "group":
+            values = samples.columns[str(self.divider)]
+            codes = values.indices if isinstance(values, Words) else values
+            _, groups = np.unique(codes, return_inverse=True)
+            if groups.max() + 1 < number:
+                raise DataError(
+                    f"{self._describe()}: column {self.divider} has {groups.max() + 1} values, too few to divide them "
+                    f"by {number}."
+                )
+            of_group = deal(np.zeros(groups.max() + 1, np.int64), number, self.cfg.seed, purpose)
+            return of_group[groups]
+        if self.way == "time":
+            values = samples.columns[str(self.divider)]
+            keys = np.array([*values.words, ""], object)[values.indices] if isinstance(values, Words) else values
+            latest_first = np.argsort(keys, kind="stable")[::-1]
+            folds = np.empty(len(keys), np.int64)
+            folds[latest_first] = np.arange(len(keys)) * number // len(keys)
+            return folds
+        return super()._folds(samples, number, purpose)
+
+    # ---- preparing
+
+    def learn(self, train: Rows) -> None:
+        """
+        Raises:
+            DataError: a column has too many categories, or nothing but missing values.
+        """
+        path, columns = self.files["train"], []
+        for name, values in train.columns.items():
+            if name in self.targets or (name == self.divider and name not in self.kinds):
+                continue
+            columns.append(_column(path, name, values, name in self.kinds))
+        if not columns:
+            raise DataError(f"{path} has no column that a network could take besides the target.")
+        self.table_spec = TableSpec(tuple(columns), self.unknown, self.missing)
+        target = train.columns[self.targets[0]]
+        if isinstance(target, Words):
+            names = np.array(target.words, object)[np.unique(target.indices)]
+            self.class_names = sorted(names.tolist(), key=_natural)
+        else:
+            self.learn_targets(self.targets, np.stack([train.columns[name] for name in self.targets], 1))
+
+    def _prepare(self, samples: Rows) -> ColumnSet:
+        assert self.table_spec is not None, "`setup` has read the rows"
+        try:
+            encoded = self.table_spec.encode(samples.columns)
+        except TableError as error:
+            raise DataError(
+                f"{self._describe()}: {error}. data.module.params.missing=fill and unknown=other say what to do with "
+                "such values."
+            ) from error
+        return ColumnSet(torch.from_numpy(encoded), self._targets(samples))
+
+    def _targets(self, samples: Rows) -> dict[str, torch.Tensor]:
+        target = samples.columns[self.targets[0]]
+        if not isinstance(target, Words):
+            values = np.stack([samples.columns[name] for name in self.targets], 1).astype(np.float32)
+            return {"target": torch.from_numpy(values[:, 0].copy() if values.shape[1] == 1 else values)}
+        numbers = {name: number for number, name in enumerate(self.class_names)}
+        labels = np.array([*(numbers.get(word, -1) for word in target.words), -1])[target.indices]
+        if (labels < 0).any():
+            row = int((labels < 0).argmax())
+            raise DataError(
+                f"{self._describe()}, column {self.targets[0]}: no training row is of the class "
+                f"{target.words[target.indices[row]]!r}."
+            )
+        return {"label": torch.from_numpy(labels)}
+
+    def example_inputs(self, number: int) -> dict[str, np.ndarray]:
+        """Rows that a bundle is proved on, of the validation set where there is one: JSON objects, (n,)."""
+        assert self.table_spec is not None, "`setup` has read the rows"
+        found = self._samples.get("val") or self._samples["train"]
+        rows = []
+        for position in range(min(number, len(found))):
+            row: dict[str, Any] = {}
+            for column in self.table_spec.columns:
+                values = found.columns[column.name]
+                if isinstance(values, Words):
+                    word = int(values.indices[position])
+                    row[column.name] = None if word < 0 else values.words[word]
+                else:
+                    row[column.name] = None if math.isnan(values[position]) else float(values[position])
+            rows.append(json.dumps(row))
+        return {"rows": np.array(rows)}
+
+
+def _natural(word: str) -> tuple[int, float, str]:
+    """The order of class names: numbers by their value, then texts."""
+    try:
+        return (0, float(word), word)
+    except ValueError:
+        return (1, 0.0, word)
+
+
+def _kind_of(found: pa.DataType) -> str | None:
+    """What a column of an Arrow type is taken for; None: it must be said."""
+    types = pa.types
+    if types.is_integer(found) or types.is_floating(found) or types.is_decimal(found):
+        return "number"
+    if types.is_dictionary(found):
+        return _kind_of(found.value_type)
+    if types.is_string(found) or types.is_large_string(found) or types.is_boolean(found):
+        return "category"
+    return None
+
+
+def _is_parquet(path: Path) -> bool:
+    return path.suffix.lower() in (".parquet", ".pq")
+
+
+def _options(types: Mapping[str, str] | None = None) -> csv.ConvertOptions:
+    arrow = {name: pa.float64() if kind == "number" else pa.string() for name, kind in (types or {}).items()}
+    return csv.ConvertOptions(
+        column_types=arrow,
+        include_columns=list(arrow),
+        null_values=_NULLS,
+        strings_can_be_null=True,
+        quoted_strings_can_be_null=True,
+    )
+
+
+def _schema(path: Path) -> pa.Schema:
+    """Names and types of the columns; of CSV as its first block has them."""
+    try:
+        if _is_parquet(path):
+            return parquet.read_schema(path)
+        with csv.open_csv(path, convert_options=_options()) as reader:
+            schema = reader.schema
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path} cannot be read as a table: {_first(error)}.") from error
+    names = schema.names
+    if len(set(names)) != len(names):
+        raise DataError(f"{path}: the header has a name twice: {', '.join(names)[:300]}.")
+    return schema
+
+
+def _read(path: Path, types: Mapping[str, str]) -> pa.Table:
+    names = list(types)
+    try:
+        table = (
+            parquet.read_table(path, columns=names)
+            if _is_parquet(path)
+            else csv.read_csv(path, convert_options=_options(types))
+        )
+    except KeyError as error:
+        raise DataError(f"{path} lacks a column of the training table: {error}.") from error
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        hint = ""
+        if "conversion error" in str(error):
+            hint = " A column that is no number throughout can be made a category by data.module.params.columns."
+        raise DataError(f"{path} cannot be read as a table: {_first(error)}.{hint}") from error
+    if absent := [name for name in names if name not in table.column_names]:
+        raise DataError(f"{path} lacks columns of the training table: {', '.join(absent)}.")
+    return table
+
+
+def _values(path: Path, name: str, column: pa.ChunkedArray, kind: str) -> "np.ndarray | Words":
+    """A column as float64 (N,), NaN where it is missing, or as words."""
+    if kind == "number":
+        try:
+            return pc.cast(column, pa.float64()).to_numpy(zero_copy_only=False).astype(np.float64)
+        except pa.ArrowException as error:
+            raise DataError(f"{path}, column {name}: values of type {column.type} are not numbers: {error}.") from error
+    try:
+        texts = pc.utf8_trim_whitespace(pc.cast(column, pa.string())).combine_chunks()
+    except pa.ArrowException as error:
+        raise DataError(f"{path}, column {name}: values of type {column.type} are not words: {error}.") from error
+    encoded = pc.dictionary_encode(texts)
+    if isinstance(encoded, pa.ChunkedArray):
+        encoded = encoded.combine_chunks()
+    words = encoded.dictionary.to_pylist()
+    gone = {number for number, word in enumerate(words) if word is None or word.lower() in MISSING}
+    indices = pc.fill_null(encoded.indices, -1).to_numpy(zero_copy_only=False).astype(np.int64)
+    if gone:
+        indices = np.where(np.isin(indices, list(gone)), -1, indices)
+    return Words(["" if word is None else word for word in words], indices)
+
+
+def _column(path: Path, name: str, values: "np.ndarray | Words", is_named: bool) -> Column:
+    """How a column is prepared, of the training rows.
+
+    Raises:
+        DataError: it has no values, or more categories than `MAX_CATEGORIES` and nobody has asked for that.
+    """
+    if isinstance(values, Words):
+        words = [values.words[number] for number in np.unique(values.indices) if number >= 0]
+        if not words:
+            raise DataError(
+                f"{path}, column {name}: no training row has a value. Set data.module.params.columns.{name}=ignore."
+            )
+        if len(words) > MAX_CATEGORIES and not is_named:
+            raise DataError(
+                f"{path}, column {name}: {len(words):,} different texts in the training rows. Set "
+                f"data.module.params.columns.{name} to ignore, or to category if you mean that many."
+            )
+        return Column(name, "category", categories=tuple(sorted(words, key=_natural)))
+    there = values[np.isfinite(values)]
+    if not len(there):
+        raise DataError(
+            f"{path}, column {name}: no training row has a value. Set data.module.params.columns.{name}=ignore."
+        )
+    mean, std = float(there.mean()), float(there.std())
+    return Column(name, "number", mean, std if std > 0 and math.isfinite(std) else 1.0)
+
+
+def _first(error: Exception) -> str:
+    return str(error).split("\n")[0].rstrip(".")

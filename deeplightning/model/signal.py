@@ -1,0 +1,38 @@
+"""A network for signals: convolutions along the steps, then the mean over all of them.
+
+B batch, C channels, T steps, O outputs.
+"""
+
+from torch import Tensor, nn
+
+
+class SignalNet(nn.Module):
+    """A fully convolutional network, after Wang et al. 2017, https://arxiv.org/abs/1611.06455.
+
+    Args:
+        num_channels: C.
+        num_outputs: O.
+        width: channels of the first block; the second has twice as many.
+
+    Raises:
+        ValueError: a size is impossible.
+    """
+
+    def __init__(self, num_channels: int, num_outputs: int, width: int = 32):
+        super().__init__()
+        if min(num_channels, num_outputs, width) < 1:
+            raise ValueError("num_channels, num_outputs and width must be at least 1")
+        self.layers = nn.Sequential(
+            _block(num_channels, width, 7), _block(width, 2 * width, 5), _block(2 * width, width, 3)
+        )
+        self.last = nn.Linear(width, num_outputs)
+
+    def forward(self, signals: Tensor) -> Tensor:
+        """Signals float32 (B, C, T) to outputs (B, O)."""
+        return self.last(self.layers(signals).mean(2))
+
+
+def _block(inner: int, outer: int, kernel: int) -> nn.Module:
+    return nn.Sequential(
+        nn.Conv1d(inner, outer, kernel, padding=kernel // 2, bias=False), nn.BatchNorm1d(outer), nn.ReLU()
+    )

@@ -1,0 +1,367 @@
+"""A row of a table becomes numbers: `TableSpec` takes rows to the array that a network was trained on.
+
+Training and serving both call it, so they cannot disagree. numpy and the standard library only. Letters: N rows, F
+columns.
+
+The array is float32 (N, F), a column of the table each, first the numbers and then the categories, each in the order of
+the spec. A number is standardised in float64. A category is the number of its word in the spec's list, from 1; 0 stands
+for a word that is not in the list, and for a missing one.
+"""
+
+import csv
+import io
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+KINDS = ("number", "category")
+
+MISSING = ("", "na", "n/a", "nan", "null", "none")
+"""Words, in small or capital letters, that stand for a missing value in a file or a request."""
+
+_LARGEST = float(np.finfo(np.float32).max)
+
+MAX_SHOWN = 40
+"""Letters of a value that a message shows."""
+
+
+class TableError(ValueError):
+    """A row cannot be used; the message is one sentence for people, and names row and column.
+
+    Attributes:
+        status: of the HTTP response: 400.
+    """
+
+    status = 400
+
+
+@dataclass(frozen=True)
+class Column:
+    """How one column is prepared.
+
+    Attributes:
+        name: as the header and JSON have it.
+        kind: "number" or "category".
+        mean, std: of the training rows, in the unit of the column; of a category 0 and 1.
+        categories: the words of the training rows, of which the first has the number 1; of a number none.
+
+    Raises:
+        ValueError: a value is impossible.
+    """
+
+    name: str
+    kind: str
+    mean: float = 0.0
+    std: float = 1.0
+    categories: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name:
+            raise ValueError(f"the name of a column must be a text that is not empty, not {self.name!r}")
+        if self.kind not in KINDS:
+            raise ValueError(f"the kind of column {self.name} must be one of {', '.join(KINDS)}, not {self.kind!r}")
+        for name in ("mean", "std"):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or isinstance(value, bool) or not math.isfinite(value):
+                raise ValueError(f"{name} of column {self.name} must be a finite number, not {value!r}")
+        if self.std <= 0:
+            raise ValueError(f"std of column {self.name} must be positive, not {self.std!r}")
+        words = self.categories
+        if not isinstance(words, list | tuple) or not all(isinstance(word, str) for word in words):
+            raise ValueError(f"categories of column {self.name} must be a list of texts, not {words!r}")
+        if len(set(words)) != len(words):
+            raise ValueError(f"categories of column {self.name} must be different texts")
+        if (self.kind == "category") != bool(words):
+            raise ValueError(f"column {self.name} must have categories if it is a category, and only then")
+        object.__setattr__(self, "categories", tuple(words))
+
+    @cached_property
+    def codes(self) -> dict[str, int]:
+        """The number of each word, from 1."""
+        return {word: number for number, word in enumerate(self.categories, 1)}
+
+
+@dataclass(frozen=True)
+class Words:
+    """A column of categories.
+
+    Attributes:
+        words: those that occur.
+        indices: of each row, int64 (N,); -1 where it is missing.
+    """
+
+    words: Sequence[str]
+    indices: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+
+@dataclass(frozen=True)
+class TableSpec:
+    """How the rows of a table are prepared for one network.
+
+    Attributes:
+        columns: the columns that the network takes.
+        unknown: what becomes of a category that no training row has: "other" (the number 0), or "refuse".
+        missing: what becomes of a missing value: "fill" (the mean of a number, the number 0 of a category), or
+            "refuse".
+
+    Raises:
+        ValueError: a value is impossible.
+    """
+
+    columns: tuple[Column, ...]
+    unknown: str = "other"
+    missing: str = "refuse"
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "columns", tuple(self.columns))
+        if not self.columns:
+            raise ValueError("a table needs at least one column")
+        names = [column.name for column in self.columns]
+        if len(set(names)) != len(names):
+            raise ValueError(f"the columns must have different names, not {', '.join(names)}")
+        for name, words in (("unknown", ("other", "refuse")), ("missing", ("fill", "refuse"))):
+            if getattr(self, name) not in words:
+                raise ValueError(f"{name} must be one of {', '.join(words)}, not {getattr(self, name)!r}")
+
+    @cached_property
+    def numbers(self) -> tuple[Column, ...]:
+        """The columns of numbers, which come first in the array."""
+        return tuple(column for column in self.columns if column.kind == "number")
+
+    @cached_property
+    def categories(self) -> tuple[Column, ...]:
+        """The columns of categories, which follow."""
+        return tuple(column for column in self.columns if column.kind == "category")
+
+    @property
+    def ordered(self) -> tuple[Column, ...]:
+        """The columns in the order of the array."""
+        return self.numbers + self.categories
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """(F,)"""
+        return (len(self.columns),)
+
+    @property
+    def cardinalities(self) -> list[int]:
+        """How many numbers each category column may have: its words, and 0."""
+        return [len(column.categories) + 1 for column in self.categories]
+
+    # ---- one row, in a server
+
+    def prepare(self, row: Mapping[str, Any]) -> np.ndarray:
+        """One row, float32 (F,).
+
+        Args:
+            row: values by column: numbers, texts, true, false or None. Other columns are not looked at.
+
+        Raises:
+            TableError: a column or a value is missing, or is of another kind.
+        """
+        if absent := [column.name for column in self.columns if column.name not in row]:
+            raise TableError(
+                f"{_named('column', absent)} missing; a row has {', '.join(column.name for column in self.columns)}."
+            )
+        return np.array(
+            [
+                *(self._number(column, row[column.name]) for column in self.numbers),
+                *(self._code(column, row[column.name]) for column in self.categories),
+            ],
+            np.float32,
+        )
+
+    def stack(self, rows: Sequence[np.ndarray]) -> np.ndarray:
+        """float32 (N, F)"""
+        return np.stack(rows)
+
+    def _number(self, column: Column, value: Any) -> float:
+        try:
+            found = math.nan if is_missing(value) else as_number(value)
+        except ValueError:
+            raise TableError(f"Column {column.name}: {_shown(value)} is not a number.") from None
+        if math.isnan(found):
+            return self._gap(column)
+        if math.isinf(found):
+            raise TableError(f"Column {column.name}: {_shown(value)} is not a finite number.")
+        standardised = (found - column.mean) / column.std
+        if abs(standardised) > _LARGEST:
+            raise TableError(f"Column {column.name}: {_shown(value)} is too large.")
+        return standardised
+
+    def _code(self, column: Column, value: Any) -> float:
+        if is_missing(value):
+            return self._gap(column)
+        word = as_word(value)
+        if word is None:
+            raise TableError(f"Column {column.name}: {_shown(value)} is neither a text nor a number.")
+        code = column.codes.get(word, 0)
+        if not code and self.unknown == "refuse":
+            known = ", ".join(column.categories[:10]) + (", …" if len(column.categories) > 10 else "")
+            raise TableError(f"Column {column.name}: {_shown(value)} is not a known category; known: {known}.")
+        return code
+
+    def _gap(self, column: Column) -> float:
+        if self.missing == "refuse":
+            raise TableError(f"Column {column.name}: the value is missing.")
+        return 0.0
+
+    # ---- all rows, for training
+
+    def encode(self, columns: Mapping[str, "np.ndarray | Words"]) -> np.ndarray:
+        """Many rows, float32 (N, F); the same numbers as `prepare` gives to each.
+
+        Args:
+            columns: by name; of a number float64 (N,), NaN where it is missing; of a category its words.
+
+        Raises:
+            TableError: a value is missing, not finite or unknown, and refused; the message names column and row.
+        """
+        encoded = np.empty((len(next(iter(columns.values()))), len(self.columns)), np.float32)
+        for place, column in enumerate(self.ordered):
+            values = columns[column.name]
+            encoded[:, place] = (
+                self._codes(column, values) if isinstance(values, Words) else self._numbers(column, values)
+            )
+        return encoded
+
+    def _numbers(self, column: Column, values: np.ndarray) -> np.ndarray:
+        gaps, wrong = np.isnan(values), np.isinf(values)
+        numbers = (np.where(gaps | wrong, column.mean, values) - column.mean) / column.std
+        wrong |= np.abs(numbers) > _LARGEST
+        if wrong.any():
+            row = int(wrong.argmax())
+            raise TableError(f"column {column.name}, row {row + 1}: {values[row]} is not finite, or too large")
+        self._check_gaps(column, gaps)
+        return numbers
+
+    def _codes(self, column: Column, values: "Words") -> np.ndarray:
+        codes = np.array([*(column.codes.get(word, 0) for word in values.words), 0])[values.indices]
+        gaps = values.indices < 0
+        if self.unknown == "refuse" and (wrong := (codes == 0) & ~gaps).any():
+            row = int(wrong.argmax())
+            word = _shown(values.words[values.indices[row]])
+            raise TableError(f"column {column.name}, row {row + 1}: {word} is not a category of the training rows")
+        self._check_gaps(column, gaps)
+        return codes
+
+    def _check_gaps(self, column: Column, gaps: np.ndarray) -> None:
+        if self.missing == "refuse" and gaps.any():
+            raise TableError(
+                f"column {column.name}, row {int(gaps.argmax()) + 1}: the value is missing, as are "
+                f"{int(gaps.sum())} of {len(gaps)} in this column"
+            )
+
+    # ---- travelling
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain JSON types, for a checkpoint and a bundle."""
+        columns = [asdict(column) | {"categories": list(column.categories)} for column in self.columns]
+        return {"columns": columns, "unknown": self.unknown, "missing": self.missing}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "TableSpec":
+        """The reverse of `to_dict`.
+
+        Raises:
+            ValueError: a key is missing or unknown, or a value is impossible.
+        """
+        _has_exactly("a table spec", values, ("columns", "unknown", "missing"))
+        if not isinstance(values["columns"], list | tuple):
+            raise ValueError("the columns of a table spec must be a list")
+        columns = []
+        for column in values["columns"]:
+            _has_exactly("a column", column, ("name", "kind", "mean", "std", "categories"))
+            columns.append(Column(**column))
+        return cls(tuple(columns), values["unknown"], values["missing"])
+
+
+def _has_exactly(what: str, values: Any, known: Sequence[str]) -> None:
+    if not isinstance(values, Mapping):
+        raise ValueError(f"{what} must be a mapping, not {type(values).__name__}")
+    if faults := [key for key in known if key not in values] + [str(key) for key in values if key not in known]:
+        raise ValueError(f"{what} has exactly the keys {', '.join(known)}; look at {', '.join(faults)}")
+
+
+def is_missing(value: Any) -> bool:
+    """Whether a value of a file or a request stands for none."""
+    if isinstance(value, str):
+        return value.strip().lower() in MISSING
+    return value is None or (isinstance(value, float) and math.isnan(value))
+
+
+def as_number(value: Any) -> float:
+    """A value of a column of numbers; true is 1.
+
+    Raises:
+        ValueError: it is none.
+    """
+    if isinstance(value, str):
+        if "_" in value:  # Python reads 1_000, and no table means it
+            raise ValueError(value)
+        return float(value)
+    if isinstance(value, bool | int | float):
+        try:
+            return float(value)
+        except OverflowError:
+            return math.inf
+    raise ValueError(repr(value))
+
+
+def as_word(value: Any) -> str | None:
+    """A value of a column of categories as a word; None: it cannot be one. Numbers that are whole have no point."""
+    if isinstance(value, str):
+        return value.strip()
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return str(value) if isinstance(value, int | float) else None
+
+
+def rows_of_csv(text: str, most: int | None = None) -> list[dict[str, str]]:
+    """The rows of a table in CSV whose first line names the columns.
+
+    Args:
+        most: rows that are read; None: all.
+
+    Raises:
+        TableError: it has no rows, a row has more or fewer values than the header, or two columns have the same name.
+    """
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    try:
+        header = [name.strip() for name in next(reader, [])]
+        if not header:
+            raise TableError("The table is empty; the first line names the columns.")
+        if len(set(header)) != len(header):
+            raise TableError(f"The header has a name twice: {', '.join(header)[:200]}.")
+        rows: list[dict[str, str]] = []
+        for values in reader:
+            if not values:
+                continue
+            if len(values) != len(header):
+                raise TableError(f"Line {reader.line_num} has {len(values)} values, the header {len(header)}.")
+            rows.append(dict(zip(header, values, strict=True)))
+            if most is not None and len(rows) > most:
+                break
+    except csv.Error as error:
+        raise TableError(f"Line {reader.line_num} is not CSV: {error}.") from error
+    if not rows:
+        raise TableError("The table has a header and no rows.")
+    return rows
+
+
+def _named(what: str, names: Sequence[str]) -> str:
+    return f"The {what}{'s' if len(names) > 1 else ''} {', '.join(names)} {'are' if len(names) > 1 else 'is'}"
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 1]}…"

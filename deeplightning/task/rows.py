@@ -1,0 +1,128 @@
+"""What tasks share whose inputs are rows of a table, signals or other arrays of numbers: the spec that prepared them
+travels with the weights.
+
+Shapes: B batch; the shape of one input follows from the spec.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deeplightning.array import ArraySpec
+from deeplightning.kinds import row_spec
+from deeplightning.table import TableSpec
+from deeplightning.task.errors import MisfitError
+from deeplightning.task.networks import try_network
+from deeplightning.task.supervised import Supervised
+
+
+class RowTask(Supervised):
+    """A task whose inputs are `input` float32 (B, …) in each batch.
+
+    The data module says how they are prepared (`table_spec` or `array_spec`), which travels in the checkpoint. Without
+    one the task learns all the same, and has no endpoint.
+
+    Attributes:
+        gives: what it answers, a word of `deeplightning.kinds.OUTPUTS`.
+        row_spec: how an input is prepared; None: the data module does not say.
+    """
+
+    gives = "regression"
+
+    def __init__(self, cfg: Any):
+        super().__init__(cfg)
+        self.row_spec: TableSpec | ArraySpec | None = None
+
+    @property
+    def takes(self) -> str:
+        """What goes in: "table" or "array"."""
+        return "table" if isinstance(self.row_spec, TableSpec) else "array"
+
+    @property
+    def kind(self) -> str:  # type: ignore[override]
+        """The kind of the task, of `deeplightning.kinds.KINDS`."""
+        return f"{self.takes}_{self.gives}"
+
+    @property
+    def saved_under(self) -> str:
+        return self.gives
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        data: Any = getattr(self.trainer, "datamodule", None)
+        for name in ("table", "array"):
+            if (spec := getattr(data, f"{name}_spec", None)) is not None:
+                self.row_spec = spec
+
+    def try_out(self, network: nn.Module) -> None:
+        """Passes two inputs of zeros through.
+
+        Raises:
+            MisfitError: the network does not take the data's inputs, or gives what this task cannot use.
+        """
+        spec = self.row_spec
+        if spec is None:
+            return
+        shape = (2, *spec.shape)
+        refusal = f"{self.cfg.model.network.type} does not take the data's inputs {shape}"
+        self.check_outputs(try_network(network, torch.zeros(shape), refusal))
+
+    def travels(self) -> dict[str, Any]:
+        return {} if self.row_spec is None else {"takes": self.takes, "spec": self.row_spec.to_dict()}
+
+    def arrives(self, saved: dict[str, Any]) -> None:
+        """
+        Raises:
+            MisfitError: the weights were learned with inputs that were prepared otherwise than those of the data now.
+        """
+        spec = row_spec(saved["takes"], saved["spec"])
+        if self.row_spec is None:
+            self.row_spec = spec
+        elif self.row_spec != spec:
+            raise MisfitError(
+                "the checkpoint was trained with inputs that were prepared otherwise than those of the data now "
+                f"({_difference(spec.to_dict(), self.row_spec.to_dict())}): the training file, seed, fold or columns "
+                "changed since; give those of that run",
+                "data.module",
+            )
+
+    def exported(self, model: nn.Module) -> nn.Module:
+        """A model as a bundle holds it: on the CPU, in eval mode.
+
+        Raises:
+            MisfitError: the data module has not said how inputs are prepared.
+        """
+        if self.network is None or self.row_spec is None:
+            raise MisfitError("the data module gave no `table_spec` or `array_spec`: there is nothing to prepare by")
+        return model.cpu().float().eval()
+
+
+def _difference(then: dict[str, Any], now: dict[str, Any]) -> str:
+    names = [name for name in then if then[name] != now.get(name)]
+    if names == ["columns"]:
+        former, present = ({column["name"]: column for column in spec["columns"]} for spec in (then, now))
+        names = [f"column {name}" for name in former | present if former.get(name) != present.get(name)]
+    return ", ".join(names)[:200] or "another kind"
+
+
+class Scaled(nn.Module):
+    """A network whose numbers are brought to the unit of the targets: float32 (B, T).
+
+    Args:
+        network: gives (B,) or (B, T), of mean 0 and deviation 1.
+        mean, std: (T,)
+    """
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, network: nn.Module | None, mean: Tensor, std: Tensor):
+        super().__init__()
+        self.network = network
+        self.register_buffer("mean", mean, persistent=False)
+        self.register_buffer("std", std, persistent=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        assert self.network is not None
+        return self.network(inputs).float().reshape(-1, self.mean.shape[0]) * self.std + self.mean

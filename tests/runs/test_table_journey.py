@@ -1,0 +1,300 @@
+"""Rows of a table and signals: from files to answers over HTTP, which are those of the trained network."""
+
+import csv
+import io
+import json
+import wave
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from served import Server
+
+CONFIG = """\
+seed: 3
+stages: [train, test]
+data:
+  root: .
+  module: {{type: {data}}}
+  batch_size: 20
+model:
+  module: {{type: deeplightning.task.{task}}}
+  network: {{type: deeplightning.model.{network}}}
+  optimizer: {{type: torch.optim.AdamW, params: {{lr: 0.005}}}}
+  loss: {{type: torch.nn.{loss}}}
+train: {{num_epochs: 2}}
+logger:
+  type: deeplightning.tracking.MLflowLogger
+  params: {{experiment_name: tables, tracking_uri: '{store}', system_metrics: false}}
+"""
+
+
+def table(path, rows=400):
+    """A shop's orders: of two numbers, of which one has gaps, and two categories follow class and price."""
+    random = np.random.default_rng(0)
+    age, items = random.normal(40, 12, rows), random.integers(1, 9, rows)
+    city, new = random.choice(["Bern", "Genf", "Zug, ZG"], rows), random.random(rows) < 0.5
+    price = 3 * items + 0.1 * age + 5 * (city == "Genf") + random.normal(0, 0.5, rows)
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["age", "items", "city", "new", "order", "price", "kind"])
+        for n in range(rows):
+            gap = "" if n % 9 == 0 else f"{age[n]:.3f}"
+            kind = "large" if price[n] > 22 else "small"
+            writer.writerow([gap, items[n], city[n], str(new[n]).lower(), f"order {n}", f"{price[n]:.4f}", kind])
+    return path
+
+
+def run_of(command, store, place, name, overrides, **parts):
+    """Trains in a folder, where the config is kept under a name."""
+    path = place / f"{name}.yaml"
+    path.write_text(CONFIG.format(store=store, **parts))
+    outcome = command("train", path, *overrides, cwd=place)
+    assert outcome.code == 0, outcome
+    return outcome
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("a shop")
+    table(folder / "orders.csv")
+    return folder
+
+
+TABLE = ["data.module.params={train: orders.csv, target: %s, missing: fill, columns: {order: ignore, %s: ignore}}"]
+
+
+@pytest.fixture(scope="module")
+def sorted_orders(command, store, place):
+    """A run that tells large orders from small ones."""
+    sizes = ["model.network.params={num_numbers: 2, cardinalities: [4, 3], num_outputs: 2, width: 16, depth: 1}"]
+    return run_of(
+        command, store, place, "kind", [TABLE[0] % ("kind", "price"), *sizes],
+        data="deeplightning.data.table.TableData", task="classif.Classification", network="table.TableNet",
+        loss="CrossEntropyLoss",
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def priced_orders(command, store, place):
+    """A run that predicts prices."""
+    sizes = ["model.network.params={num_numbers: 2, cardinalities: [4, 3], num_outputs: 1, width: 16, depth: 1}"]
+    return run_of(
+        command, store, place, "price", [TABLE[0] % ("price", "kind"), *sizes],
+        data="deeplightning.data.table.TableData", task="regression.Regression", network="table.TableNet",
+        loss="MSELoss",
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def signals(command, store, tmp_path_factory):
+    """A run that tells slow waves from quick ones, of two channels; each class has files of all kinds."""
+    place, random, steps = tmp_path_factory.mktemp("signals"), np.random.default_rng(1), np.arange(40)
+    for name, speed in (("quick", 0.9), ("slow", 0.2)):
+        (place / name).mkdir()
+        for n in range(30):
+            signal = np.sin(steps * speed + random.random((2, 1)) * 6) * 0.5 + random.normal(
+                0, 0.05, (2, 40)
+            )  # (2, 40)
+            if n % 3 == 0:
+                np.save(place / name / f"{n}.npy", signal)
+            elif n % 3 == 1:
+                lines = "\n".join(",".join(f"{value:.6f}" for value in step) for step in signal.T)
+                (place / name / f"{n}.csv").write_text(f"left,right\n{lines}\n")
+            else:
+                with wave.open(str(place / name / f"{n}.wav"), "wb") as file:
+                    file.setnchannels(2)
+                    file.setsampwidth(2)
+                    file.setframerate(100)
+                    file.writeframes(np.rint(signal.T.clip(-1, 1) * 32767).astype("<i2").tobytes())
+    return run_of(
+        command, store, place, "waves",
+        ["model.network.params={num_channels: 2, num_outputs: 2, width: 4}"],
+        data="deeplightning.data.signal.SignalFolder", task="classif.Classification", network="signal.SignalNet",
+        loss="CrossEntropyLoss",
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def server(request, tmp_path_factory):
+    """A server of the run that a test names."""
+    run = request.getfixturevalue(request.param)
+    server = Server(run.folder, tmp_path_factory.mktemp("server") / "errors")
+    server.folder = run.folder
+    yield server
+    assert server.stop() == 0
+
+
+def ask(server, body, kind="application/json", path="/predict"):
+    """Status and answer to a body; what is no bytes goes as JSON."""
+    body = body if isinstance(body, bytes) else json.dumps(body)
+    return server.ask("POST", path, body, {"Content-Type": kind})
+
+
+def own_rows(folder, rows):
+    """Rows as the network takes them, float32 (N, 4), by own arithmetic on what the bundle says of the columns."""
+    spec = json.loads((folder / "bundle" / "bundle.json").read_text())["input"]["columns"]
+    by_name = {column["name"]: column for column in spec}
+    numbers = [
+        [0.0 if row[name] in ("", None) else (float(row[name]) - by_name[name]["mean"]) / by_name[name]["std"]
+         for name in ("age", "items")]
+        for row in rows
+    ]  # fmt: skip
+    words = {name: ["", *by_name[name]["categories"]] for name in ("city", "new")}
+    codes = [[words[name].index(row[name]) if row[name] in words[name] else 0 for name in words] for row in rows]
+    return np.concatenate([np.array(numbers, np.float32), np.array(codes, np.float32)], 1)
+
+
+def own_network(folder, outputs):
+    """The network of a run with the bundle's weights."""
+    from deeplightning.model.table import TableNet
+
+    network = TableNet(2, outputs, [4, 3], width=16, depth=1)
+    saved = load_file(folder / "bundle" / "weights.safetensors")
+    network.load_state_dict({name.removeprefix("network."): value for name, value in saved.items()})
+    return network.eval()
+
+
+@pytest.mark.parametrize("server", ["sorted_orders"], indirect=True)
+def test_answers_to_rows_are_those_of_the_network(server, place):
+    """200 rows in JSON and in CSV get the probabilities of plain torch, to 1e-5; gaps are filled, and an unknown
+    category is the one word that stands for all others."""
+    with (place / "orders.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))[:200]
+    rows[1] |= {"city": "Rome"}
+    expected = own_network(server.folder, 2)(torch.from_numpy(own_rows(server.folder, rows))).softmax(1)
+    status, said = ask(server, {"rows": rows}, path="/predict?top_k=2")
+    assert status == 200, said
+    answers = [
+        [next(one["probability"] for one in answer["predictions"] if one["class"] == label) for label in (0, 1)]
+        for answer in said["predictions"]
+    ]
+    np.testing.assert_allclose(answers, expected.detach().numpy(), atol=1e-5)
+    assert {answer["label"] for answer in said["predictions"]} == {"large", "small"}
+    file = io.StringIO()
+    writer = csv.DictWriter(file, list(rows[0]))
+    writer.writeheader()
+    writer.writerows(rows)
+    assert ask(server, file.getvalue().encode(), "text/csv; charset=utf-8", "/predict?top_k=2") == (status, said)
+    numbers = {"age": float(rows[2]["age"]), "items": int(rows[2]["items"]), "city": rows[2]["city"], "new": True}
+    text = numbers | {"new": "true", "age": rows[2]["age"]}
+    assert ask(server, {"row": numbers}) == ask(server, {"rows": [text]})
+
+
+@pytest.mark.parametrize("server", ["sorted_orders"], indirect=True)
+@pytest.mark.parametrize(
+    ("body", "kind", "status", "words"),
+    [
+        ({"rows": [{"age": 3}]}, "application/json", 400, "The columns items, city, new are missing"),
+        (
+            {"rows": [{"age": 3, "items": "x", "city": "", "new": ""}]},
+            "application/json",
+            400,
+            "Column items: 'x' is not",
+        ),
+        ({"rows": [1]}, "application/json", 400, "rows is not a list of objects"),
+        ({"rows": []}, "application/json", 400, "rows is not a list with one or more entries"),
+        ({"images": []}, "application/json", 400, "not an object with the one key rows"),
+        (b"{", "application/json", 400, "is not JSON"),
+        (b"[" * 100_000, "application/json", 413, "more values than a request may have"),
+        ({"rows": [{}] * 257}, "application/json", 413, "257 rows; at most 256"),
+        (b"age,items,city,new\n" + b"1,2,a,b\n" * 300, "text/csv", 413, "257 rows; at most 256"),
+        (b"age,items,city,new\n1,2\n", "text/csv", 400, "Line 2 has 2 values, the header 4"),
+        (b"age\xff", "text/csv", 400, "not in UTF-8"),
+        (b"", "text/csv", 400, "has no body"),
+        (b"x", "image/png", 415, "this server answers rows of a table; send"),
+    ],
+)
+def test_a_row_that_cannot_be_used_is_refused(server, body, kind, status, words):
+    """With what is wrong in it and what was expected; a row among several is named."""
+    found, said = ask(server, body, kind)
+    assert (found, words in said["ERROR"]) == (status, True), said
+
+
+@pytest.mark.parametrize("server", ["sorted_orders"], indirect=True)
+def test_the_server_describes_its_rows(server):
+    """`/info` and `/openapi.json` name the columns, and `/info` has a row that is answered."""
+    info = server.ask("GET", "/info")[1]
+    assert (info["task"], info["labels"]) == ("table_classification", ["large", "small"])
+    assert [column["name"] for column in info["input"]["columns"]] == ["age", "items", "city", "new"]
+    assert ask(server, {"row": info["example"]})[0] == 200
+    document = server.ask("GET", "/openapi.json")[1]
+    bodies = document["paths"]["/predict"]["post"]["requestBody"]["content"]
+    row = bodies["application/json"]["schema"]["properties"]["row"]
+    assert row["properties"]["city"] == {"type": "string", "nullable": True}
+    assert set(bodies) == {"application/json", "text/csv"}
+
+
+@pytest.mark.parametrize("server", ["priced_orders"], indirect=True)
+def test_predicted_numbers_are_in_the_unit_of_the_data(server, place, priced_orders):
+    """200 prices equal plain torch's, brought back by mean and deviation of the training prices; the interval is the
+    prediction ± the 0.9 quantile of the absolute errors on the validation rows."""
+    with (place / "orders.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))[:200]
+    status, said = ask(server, {"rows": rows})
+    assert status == 200, said
+    model = load_file(server.folder / "bundle" / "weights.safetensors")
+    assert not {"mean", "std"} & model.keys()
+    outputs = own_network(server.folder, 1)(torch.from_numpy(own_rows(server.folder, rows)))[:, 0].detach().numpy()
+    values = np.array([answer["predicted_value"] for answer in said["predictions"]])
+    # Of the line that maps the network's numbers to prices two points are enough; 198 more must lie on it.
+    slope = (values[1] - values[0]) / (outputs[1] - outputs[0])
+    np.testing.assert_allclose(values, values[0] + slope * (outputs - outputs[0]), rtol=1e-4)
+    assert 6 < slope < 9  # the deviation of the prices is 7.2
+    first = said["predictions"][0]["predictions"][0]
+    assert first["name"] == "price"
+    assert first["value"] - first["low"] == pytest.approx(first["high"] - first["value"])
+    with (server.folder / "test_predictions.csv").open(newline="") as file:
+        tested = list(csv.DictReader(file))
+    errors = [abs(float(row["prediction"]) - float(row["target"])) for row in tested]
+    half = first["high"] - first["value"]
+    assert np.mean([error <= half for error in errors]) > 0.7  # 40 rows, for 0.9 of which it is made
+    assert server.ask("GET", "/openapi.json")[1]["info"]["description"].startswith("Rows go in, price comes out.")
+
+
+@pytest.mark.parametrize("server", ["signals"], indirect=True)
+def test_answers_to_signals_are_those_of_the_network(server):
+    """In JSON and as .npy files, one or several, the probabilities of plain torch to 1e-5."""
+    from deeplightning.model.signal import SignalNet
+
+    network = SignalNet(2, 2, 4)
+    saved = load_file(server.folder / "bundle" / "weights.safetensors")
+    network.load_state_dict({name.removeprefix("network."): value for name, value in saved.items()})
+    spec = json.loads((server.folder / "bundle" / "bundle.json").read_text())["input"]
+    assert spec["shape"] == [2, 40]
+    random = np.random.default_rng(2)
+    given = random.normal(0, 0.5, (200, 2, 40))
+    mean, std = (np.array(spec[name])[:, None] for name in ("mean", "std"))
+    with torch.no_grad():
+        expected = network.eval()(torch.from_numpy(((given - mean) / std).astype(np.float32))).softmax(1).numpy()
+    file = io.BytesIO()
+    np.save(file, given)
+    status, said = ask(server, file.getvalue(), "application/octet-stream")
+    assert status == 200, said
+    best = expected.argmax(1)
+    assert [answer["predicted_class"] for answer in said["predictions"]] == [str(number) for number in best]
+    found = [float(answer["predicted_probability"]) for answer in said["predictions"]]
+    np.testing.assert_allclose(found, expected.max(1), atol=1e-5)
+    assert ask(server, {"signals": given[:3].tolist()})[1] == {"predictions": said["predictions"][:3]}
+    assert ask(server, {"array": given[0].tolist()})[1] == said["predictions"][0]
+    for body, kind, words in (
+        ({"signal": given[0, :, :30].tolist()}, "application/json", "the shape 2 x 30, not 2 x 40"),
+        (
+            {"signals": [given[0].tolist(), [[float("nan")] * 40] * 2]},
+            "application/json",
+            "Array 2 of 2: The number at",
+        ),
+        (b"hello", "application/octet-stream", "not an array in numpy's format"),
+    ):
+        status, said = ask(server, body, kind)
+        assert (status // 100, words in said["ERROR"]) == (4, True), said
+
+
+def test_a_checkpoint_of_other_rows_is_refused(command, sorted_orders, place):
+    """To resume with a column less, or another mean, would make the network see other numbers than it learned."""
+    settings = [f"train.resume_ckpt={sorted_orders.folder / 'last.ckpt'}", "train.num_epochs=3", "seed=4"]
+    sizes = ["model.network.params={num_numbers: 2, cardinalities: [4, 3], num_outputs: 2, width: 16, depth: 1}"]
+    outcome = command("train", place / "kind.yaml", TABLE[0] % ("kind", "price"), *sizes, *settings, cwd=place)
+    assert outcome.code in (2, 4), outcome
+    assert "prepared otherwise than those of the data now (column" in outcome.err

@@ -1,0 +1,88 @@
+"""An array of numbers becomes the input of a network; what is no array of the right shape is refused."""
+
+import io
+
+import numpy as np
+import pytest
+
+from deeplightning.array import ArrayError, ArraySpec, read_npy
+
+SPEC = ArraySpec((2, 3), (1.0, 10.0), (2.0, 5.0))
+
+
+def npy(array):
+    """The bytes of a .npy file."""
+    file = io.BytesIO()
+    np.save(file, array, allow_pickle=True)
+    return file.getvalue()
+
+
+def test_each_channel_is_brought_to_numbers_around_zero():
+    """Nested lists, an array and the bytes of a file give the same; mean and deviation may be one number."""
+    lists = [[1, 3, 5], [10, 15, 20]]
+    expected = [[0.0, 1.0, 2.0], [0.0, 1.0, 2.0]]
+    for given in (lists, np.array(lists), np.array(lists, np.int16), npy(np.array(lists, np.float64))):
+        prepared = SPEC.prepare(given)
+        assert (prepared.tolist(), prepared.dtype) == (expected, np.float32)
+    assert ArraySpec((3,), (1.0,), (2.0,)).prepare([1, 3, 5]).tolist() == [0.0, 1.0, 2.0]
+    assert ArraySpec((3,)).prepare([1, 3, 5]).tolist() == [1.0, 3.0, 5.0]
+    several = SPEC.scaled(np.array([lists, lists]))
+    assert several.tolist() == [expected, expected]
+
+
+@pytest.mark.parametrize(
+    ("given", "words", "status"),
+    [
+        ([[1, 2], [3, 4]], "the shape 2 x 2, not 2 x 3", 400),
+        (3, "the shape no dimension, not 2 x 3", 400),
+        ([[1, 2, 3], [4, 5]], "of the same length at each level", 400),
+        ([["a", 2, 3], [4, 5, 6]], "numbers only", 400),
+        ([[None, 2, 3], [4, 5, 6]], "numbers only", 400),
+        ([[1, 2, 3], [4, float("nan"), 6]], r"The number at \[1, 1\] is nan", 400),
+        ([[1, 2, 3], [4, 1e300, 6]], r"The number at \[1, 1\] is 1e\+300", 400),
+        (b"\x89PNG", "not an array in numpy's format", 415),
+        (npy(np.zeros((2, 3), np.complex64)), "complex64, and not numbers", 400),
+        (npy(np.array([[object()]], object)), "object, and not numbers", 400),
+        (npy(np.zeros((2, 3)))[:-1], "is cut off: 48 bytes are announced, and 47 follow", 400),
+        (npy(np.zeros((2, 3)))[:40], "cut off or too long", 400),
+    ],
+)
+def test_what_is_no_such_array_is_refused(given, words, status):
+    """In a sentence, and by the HTTP status that fits."""
+    with pytest.raises(ArrayError, match=words) as caught:
+        SPEC.prepare(given)
+    assert caught.value.status == status
+
+
+@pytest.mark.parametrize("dtype", ["<f4", ">f8", "<i2", "|u1", "|b1", "<f2"])
+@pytest.mark.parametrize("order", ["C", "F"])
+def test_a_file_is_read_as_numpy_reads_it(dtype, order):
+    """Of any byte order and layout, by a reader that unpickles nothing and takes no memory that the file lacks."""
+    array = np.asarray(np.arange(24).reshape(2, 3, 4) % 2, dtype=dtype, order=order)
+    found = read_npy(npy(array))
+    np.testing.assert_array_equal(found, array)
+    assert found.dtype == array.dtype
+
+
+def test_a_file_that_announces_more_than_it_has_takes_no_memory():
+    """A header of 128 bytes that names 10^15 numbers, or is no header at all."""
+    head = npy(np.zeros(1))[:128]
+    for text in (b"(1000000000000000,)", b"(-1,)", b"('a',)", b"[1]", b"(1.5,)", b"1"):
+        for given in (head.replace(b"(1,)", text), head.replace(b"{", b"[")):
+            with pytest.raises(ArrayError):
+                read_npy(given + b"\0" * 8)
+
+
+def test_a_spec_travels_as_plain_types():
+    """And what is no spec is refused with what is wrong."""
+    assert ArraySpec.from_dict(SPEC.to_dict()) == SPEC
+    for change, words in (
+        ({"shape": []}, "shape must be one or more whole numbers"),
+        ({"shape": [2, 0]}, "shape must be one or more whole numbers"),
+        ({"mean": [1.0, 2.0, 3.0]}, "mean must be 1 or 2 finite numbers"),
+        ({"std": [0.0]}, "std must be positive"),
+        ({"std": ["1"]}, "std must be 1 or 2 finite numbers"),
+        ({"new": 1}, "look at new"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            ArraySpec.from_dict(SPEC.to_dict() | change)

@@ -1,0 +1,127 @@
+"""A row of a table becomes the same numbers in training and in a server; what cannot be prepared is named."""
+
+import math
+
+import numpy as np
+import pytest
+
+from deeplightning.table import Column, TableError, TableSpec, Words, rows_of_csv
+
+AGE = Column("age", "number", 40.0, 10.0)
+CITY = Column("city", "category", categories=("Bern", "Genf"))
+SPEC = TableSpec((CITY, AGE), missing="fill")
+
+
+def test_numbers_come_first_and_are_standardised():
+    """A category is the number of its word from 1; 0 stands for a word that the training rows lack."""
+    assert SPEC.prepare({"age": 50, "city": "Genf", "more": "is not looked at"}).tolist() == [1.0, 2.0]
+    assert SPEC.prepare({"age": " 35 ", "city": "Paris"}).tolist() == [-0.5, 0.0]
+    assert SPEC.prepare({"age": True, "city": "Bern"}).tolist() == pytest.approx([-3.9, 1.0])
+    assert SPEC.cardinalities == [3]
+    assert SPEC.prepare({"age": 50, "city": "Genf"}).dtype == np.float32
+
+
+@pytest.mark.parametrize("gap", [None, "", "NaN", "n/a", "NULL", math.nan])
+def test_a_missing_value_is_filled_or_refused(gap):
+    """As the spec says: by the mean of a number, and the number 0 of a category."""
+    assert SPEC.prepare({"age": gap, "city": gap}).tolist() == [0.0, 0.0]
+    strict = TableSpec(SPEC.columns)
+    with pytest.raises(TableError, match="Column age: the value is missing"):
+        strict.prepare({"age": gap, "city": "Bern"})
+
+
+@pytest.mark.parametrize(
+    ("row", "words"),
+    [
+        ({"city": "Bern"}, "The column age is missing; a row has city, age"),
+        ({}, "The columns city, age are missing"),
+        ({"age": "old", "city": "Bern"}, "Column age: 'old' is not a number"),
+        ({"age": [1], "city": "Bern"}, "Column age: .1. is not a number"),
+        ({"age": "1_000", "city": "Bern"}, "Column age: '1_000' is not a number"),
+        ({"age": math.inf, "city": "Bern"}, "Column age: inf is not a finite number"),
+        ({"age": 10**400, "city": "Bern"}, "Column age: 1000.* is not a finite number"),
+        ({"age": 1e300, "city": "Bern"}, "Column age: 1e.300 is too large"),
+        ({"age": 1, "city": {}}, "Column city: .* is neither a text nor a number"),
+        ({"age": 1, "city": "x" * 99}, "Column city: 'x*… is not a known category; known: Bern, Genf"),
+    ],
+)
+def test_a_row_that_cannot_be_used_is_named(row, words):
+    """By its column, the value, shortened, and what is known."""
+    with pytest.raises(TableError, match=words) as caught:
+        TableSpec(SPEC.columns, unknown="refuse").prepare(row)
+    assert caught.value.status == 400
+
+
+def test_training_and_serving_give_the_same_bits():
+    """`encode`, of all rows at a time, gives what `prepare` gives to each."""
+    random = np.random.default_rng(0)
+    ages = random.normal(1e6, 3e5, 500)
+    ages[::7] = np.nan
+    indices = random.integers(-1, 4, 500)
+    words = ("Genf", "Paris", "Bern", "Rom")
+    spec = TableSpec((Column("age", "number", float(np.nanmean(ages)), float(np.nanstd(ages))), CITY), missing="fill")
+    encoded = spec.encode({"age": ages, "city": Words(words, indices)})
+    assert (encoded.dtype, encoded.shape) == (np.float32, (500, 2))
+    for number, row in enumerate(encoded):
+        word = None if indices[number] < 0 else words[indices[number]]
+        for age in (float(ages[number]), repr(float(ages[number]))):  # of JSON, and of CSV
+            assert spec.prepare({"age": age, "city": word}).tolist() == row.tolist()
+
+
+@pytest.mark.parametrize(
+    ("columns", "words"),
+    [
+        ({"age": np.array([1.0, np.nan, np.nan])}, "column age, row 2: the value is missing, as are 2 of 3"),
+        ({"age": np.array([1.0, 2.0, np.inf])}, "column age, row 3: inf is not finite"),
+        ({"city": Words(["Bern", "Rom"], np.array([0, 1, 0]))}, "column city, row 2: 'Rom' is not a category"),
+    ],
+)
+def test_training_rows_that_cannot_be_used_are_named(columns, words):
+    """By column and row, from 1."""
+    whole = {"age": np.ones(3), "city": Words(["Bern"], np.zeros(3, np.int64))} | columns
+    with pytest.raises(TableError, match=words):
+        TableSpec(SPEC.columns, unknown="refuse").encode(whole)
+
+
+def test_a_spec_travels_as_plain_types():
+    """And what is no spec is refused with what is wrong."""
+    assert TableSpec.from_dict(SPEC.to_dict()) == SPEC
+    for change, words in (
+        ({"missing": "guess"}, "missing must be one of fill, refuse"),
+        ({"columns": []}, "at least one column"),
+        ({"columns": [SPEC.to_dict()["columns"][0]] * 2}, "different names"),
+        ({"columns": 3}, "must be a list"),
+        ({"columns": [{}]}, "a column has exactly the keys"),
+        ({"new": 1}, "look at new"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            TableSpec.from_dict(SPEC.to_dict() | change)
+    for values, words in (
+        (("", "number"), "must be a text that is not empty"),
+        (("a", "date"), "must be one of number, category"),
+        (("a", "number", math.nan), "mean of column a must be a finite number"),
+        (("a", "number", 0.0, 0.0), "std of column a must be positive"),
+        (("a", "number", 0.0, 1.0, ("x",)), "must have categories if it is a category, and only then"),
+        (("a", "category"), "must have categories if it is a category, and only then"),
+        (("a", "category", 0.0, 1.0, ("x", "x")), "must be different texts"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            Column(*values)
+
+
+def test_a_table_in_csv_becomes_rows():
+    """The first line names the columns; quotes may hold commas and line ends; empty lines do not count."""
+    assert rows_of_csv('age, city\n31,"Bern, BE"\n\n32,"a\nb"\n') == [
+        {"age": "31", "city": "Bern, BE"},
+        {"age": "32", "city": "a\nb"},
+    ]
+    assert len(rows_of_csv("age\n" + "1\n" * 100, most=10)) == 11
+    for text, words in (
+        ("", "The table is empty"),
+        ("age\n", "a header and no rows"),
+        ("a,a\n1,2\n", "a name twice"),
+        ("a,b\n1\n", "Line 2 has 1 values, the header 2"),
+        ('a\n"1', "Line 2 is not CSV"),
+    ):
+        with pytest.raises(TableError, match=words):
+            rows_of_csv(text)
