@@ -343,11 +343,22 @@ def test_stores_of_a_scheme_are_opened_by_a_function_of_ours(tmp_path):
         "register_store('sqlite', build)\n"
         "import mlflow\nmlflow.set_tracking_uri('sqlite:///there.db')\nmlflow.search_experiments()\n"
     )
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = os.environ | {"PYTHONPATH": path}
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.stderr.strip().splitlines()[-1] == "ours: sqlite:///there.db"
+
+
+def test_torchmetrics_loads_what_draws_when_it_is_asked():
+    """`_MATPLOTLIB_AVAILABLE` decides what its module for plots defines, and a plot calls
+    `_error_on_missing_matplotlib` first: without the one start-up is slower, without the other a plot fails."""
+    from torchmetrics.utilities import imports, plot
+
+    assert isinstance(imports._MATPLOTLIB_AVAILABLE, bool)
+    assert callable(plot._error_on_missing_matplotlib)
+    assert inspect.getsource(plot).count("    _error_on_missing_matplotlib()\n") >= 3
 
 
 def test_a_database_gets_the_latest_schema(tmp_path):
