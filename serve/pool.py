@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TypedDict, cast
 
+from deeplightning.kinds import KINDS
 from serve.admission import Admission
 from serve.batching import Batcher, Model
 from serve.device import CPU, Device, DeviceError
@@ -311,7 +312,9 @@ def send_report(pipe: int, **report: object) -> None:
 
 def _words(model: Model) -> str:
     """What a model does."""
-    return f"{model.task} ({len(model.labels)} classes)" if model.labels else model.task
+    if not model.labels or KINDS[model.task].gives == "regression":
+        return f"{model.task} ({', '.join(model.labels)})" if model.labels else model.task
+    return f"{model.task} ({len(model.labels)} classes)"
 
 
 def _fault(error: Exception, device: Device, memory: int) -> Report:
