@@ -28,6 +28,9 @@ PREFIX = f"{__name__}."
 INSTALLED = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib", "purelib", "platlib"))
 
 OURS = tuple(f"{Path(__file__).parents[1] / package}{os.sep}" for package in ("deeplightning", "serve"))
+EXAMPLES = f"{Path(__file__).parent / 'examples'}{os.sep}"
+"""Where an installed Deep Lightning has its examples, whose modules are a user's own as in a clone."""
+
 _added: list[str] = json.loads(os.environ.get(ROOTS, "[]"))  # for every config of this process
 _roots: list[str] = [*_added]
 _on_path: list[str] = []  # what stands in `sys.path` for them
@@ -99,8 +102,10 @@ def is_own(file: str | None) -> bool:
     return (
         file is not None
         and any(file.startswith(f"{root.rstrip(os.sep)}{os.sep}") for root in roots())
-        and not file.startswith((*INSTALLED, *OURS))
-        and f"{os.sep}site-packages{os.sep}" not in file
+        and (
+            file.startswith(EXAMPLES)
+            or (not file.startswith((*INSTALLED, *OURS)) and f"{os.sep}site-packages{os.sep}" not in file)
+        )
     )
 
 
@@ -151,7 +156,7 @@ def lines_of(error: BaseException) -> list[tuple[str, int]]:
 
 def is_theirs(file: str) -> bool:
     """Whether the code of a file is the user's: neither ours nor installed."""
-    return not file.startswith((*INSTALLED, *OURS, "<"))
+    return file.startswith(EXAMPLES) or not file.startswith((*INSTALLED, *OURS, "<"))
 
 
 def line_of(error: BaseException) -> str:

@@ -40,7 +40,11 @@ def _quiet(complete: Complete) -> Complete:
 
 @_quiet
 def complete_config(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """YAML files, and folders to look for some in."""
+    """YAML files, and folders to look for some in; behind `pkg:` those that ship with Deep Lightning."""
+    if incomplete.startswith("pkg:"):
+        from deeplightning.config.packages import shipped
+
+        return [CompletionItem(address) for address in shipped() if address.startswith(incomplete)]
     folder, slash, start = incomplete.rpartition("/")
     names = sorted(entry.name for entry in Path(folder + slash or ".").expanduser().iterdir() if entry.is_file())
     files = [

@@ -33,6 +33,7 @@ def train(config: Path, overrides: tuple[str, ...]) -> None:
 
     The last line on stdout is the run's folder.
     """
+    from deeplightning.config.source import located
     from deeplightning.launch import Job, launcher_of
     from deeplightning.launch.environment import apply_environment
 
@@ -40,7 +41,7 @@ def train(config: Path, overrides: tuple[str, ...]) -> None:
     cfg = load(config, overrides)
     apply_environment(cfg)
     if (launcher := launcher_of(cfg)) is not None:
-        sys.exit(launcher.run(Job(cfg, config.absolute(), overrides)))
+        sys.exit(launcher.run(Job(cfg, located(config).absolute(), overrides)))
     from deeplightning.run.stages import launch
 
     launch(cfg)
@@ -68,13 +69,14 @@ def plan(config: Path, overrides: tuple[str, ...]) -> None:
     Nothing is started.
     """
     from deeplightning.checks.explain import show
+    from deeplightning.config.source import located
     from deeplightning.config.tree import dump
     from deeplightning.launch import Job, plan_of
 
     report = examine_config(config, overrides, importing=False)
     cfg = report.checked()
     show_notices(report)
-    show(dump(plan_of(Job(cfg, config.absolute(), overrides))))
+    show(dump(plan_of(Job(cfg, located(config).absolute(), overrides))))
 
 
 @cli.command(context_settings=LOOSE, epilog=OVERRIDES)
@@ -86,6 +88,7 @@ def tune(config: Path, overrides: tuple[str, ...]) -> None:
     Each trial is a run. The same command goes on with a search that was interrupted. The last line on stdout is the
     folder with best.yaml, the table of trials and pictures.
     """
+    from deeplightning.config.source import located
     from deeplightning.tune.search import search
 
     streams.outlive_reader()
@@ -94,7 +97,7 @@ def tune(config: Path, overrides: tuple[str, ...]) -> None:
         sys.argv[1:] = ["train", *words]  # Lightning starts further processes with these
         return run_verb(cli)
 
-    search(config, overrides, train_here)
+    search(located(config), overrides, train_here)
 
 
 @cli.command(context_settings=LOOSE, epilog=OVERRIDES)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from deeplightning.config import other_tools
+from deeplightning.config import other_tools, packages
 from deeplightning.config.interpolation import resolve
 from deeplightning.config.moved import present
 from deeplightning.config.secrets import Secrets
@@ -81,6 +81,8 @@ def compose(path: str | Path | None, overrides: list[str] | None = None) -> Sour
         ConfigError: when there is no tree to go on with.
     """
     faults: list[Fault] = []
+    if path is not None:
+        path = located(path)
     if (found := _URL.match(str(path or ""))) and not os.path.exists(str(path)):  # noqa: PTH110
         address = f"{found[1]}://{str(path)[found.end() :]}"  # of which a Path has kept one slash
         message = "a config is a file of this machine, not an address; download it, and name the file"
@@ -95,6 +97,17 @@ def compose(path: str | Path | None, overrides: list[str] | None = None) -> Sour
             faults += error.faults
     folders = [found.folder for found in sorted(files, key=lambda found: found.depth)]
     return Source(root, list(dict.fromkeys(folders)), faults)
+
+
+def located(path: str | Path) -> Path:
+    """The path of a config as the command line or a program gives it; a `pkg://` address becomes its file's.
+
+    Raises:
+        ConfigError: a package or its file is not there.
+    """
+    if packages.is_address(path) and not os.path.exists(path):  # noqa: PTH110  (Path's fails for a long name)
+        return packages.locate(path, Path.cwd())
+    return Path(path)
 
 
 # ---- files
@@ -138,14 +151,23 @@ def _with_bases(
     for name in names:
         if not isinstance(name.value, str):
             raise ConfigError(Fault(f"a `_base_` is the path of a file, not {kind(name)}", "_base_", name.place))
-        if _URL.match(name.value):
-            message = "a `_base_` is a file of this machine, not an address; download it first"
-            raise ConfigError(Fault(message, "_base_", name.place))
-        file = path.parent / os.path.expanduser(name.value)  # noqa: PTH111  (Path's fails for an unknown ~user)
-        if not os.path.isfile(file):  # noqa: PTH113  (Path's fails for a name that is too long)
-            raise ConfigError(Fault(f"there is no file {_short(file)} to build on", "_base_", name.place))
+        file = _base(name.value, path.parent, name.place)
         merged = _merge(merged, _with_bases(file, [*trail, here], read, faults, name.place))
     return _merge(merged, tree)
+
+
+def _base(name: str, folder: Path, place: str) -> Path:
+    """The file that a `_base_` names in a file of this folder."""
+    if packages.is_address(name):
+        return packages.locate(name, folder, "_base_", place)
+    if _URL.match(name):
+        message = "a `_base_` is a file of this machine, not an address; download it first"
+        raise ConfigError(Fault(message, "_base_", place))
+    file = folder / os.path.expanduser(name)  # noqa: PTH111  (Path's fails for an unknown ~user)
+    if not os.path.isfile(file):  # noqa: PTH113  (Path's fails for a name that is too long)
+        message = f"there is no file {_short(file)} to build on{packages.shipped_instead(name)}"
+        raise ConfigError(Fault(message, "_base_", place))
+    return file
 
 
 def _text(path: Path) -> str:
@@ -160,6 +182,7 @@ def _text(path: Path) -> str:
     except FileNotFoundError:
         near = sorted(p.name for p in path.parent.glob("*.y*ml"))[:8] if path.parent.is_dir() else []
         hint = f"; {_short(path.parent)} holds {', '.join(near)}" if near else ""
+        hint += packages.shipped_instead(path)
         raise ConfigError(Fault(f"there is no such config file{hint}", place=place)) from None
     except OSError as error:
         raise ConfigError(Fault(f"cannot be read: {error.strerror}", place=place)) from None
@@ -174,11 +197,12 @@ def _text(path: Path) -> str:
 
 
 def _short(path: Path) -> str:
-    """A path as the user would write it: relative where it lies below the working directory."""
+    """A path as the user would write it: relative where it lies below the working directory, the address of a file
+    that ships with an installed Deep Lightning."""
     try:
         return str(path.absolute().relative_to(Path.cwd()))
     except ValueError:
-        return str(path)
+        return packages.address_of(path) or str(path)
 
 
 def _merge(base: Entry, top: Entry) -> Entry:

@@ -159,9 +159,13 @@ class _Collector:
         """Whether a module is installed or built in, with all that is in it; a package of several folders is not."""
         inside = getattr(module, "__dict__", {})
         file = inside.get("__file__")
-        return file.startswith(self.installed) if isinstance(file, str) else "__path__" not in inside
+        if not isinstance(file, str):
+            return "__path__" not in inside
+        return file.startswith(self.installed) and not file.startswith(own_code.EXAMPLES)
 
     def is_installed(self, file: str) -> bool:
+        if file.startswith(own_code.EXAMPLES):
+            return False
         return file.startswith(self.installed) or f"{os.sep}site-packages{os.sep}" in file or "dist-packages" in file
 
     def module(self, name: str, module: Any, file: str) -> None:

@@ -1,0 +1,85 @@
+"""What the wheel and the source distribution hold, and that the command works from the wheel alone, without a clone."""
+
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+from hatchling.builders.sdist import SdistBuilder
+from hatchling.builders.wheel import WheelBuilder
+
+ROOT = Path(__file__).resolve().parents[2]
+DATA = [
+    *(f"configs/{path.name}" for path in ROOT.glob("configs/*")),
+    *(str(path.relative_to(ROOT)) for path in ROOT.glob("examples/*/*") if path.suffix != ".pyc" and path.is_file()),
+]
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory):
+    """A folder with both."""
+    folder = tmp_path_factory.mktemp("dist")
+    for builder in (WheelBuilder, SdistBuilder):
+        assert [*builder(str(ROOT)).build(directory=str(folder), versions=["standard"])]
+    return folder
+
+
+@pytest.fixture(scope="module")
+def installed(built, tmp_path_factory):
+    """`installed(words)` runs the command of the unpacked wheel in an empty folder; its packages are those of here."""
+    site, place = tmp_path_factory.mktemp("site"), tmp_path_factory.mktemp("an empty folder")
+    (wheel,) = built.glob("*.whl")
+    zipfile.ZipFile(wheel).extractall(site)
+
+    def run(*words: str) -> subprocess.CompletedProcess:
+        command = [sys.executable, "-P", "-m", "deeplightning", *words]
+        environment = {**os.environ, "PYTHONPATH": str(site)}
+        return subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, check=False)
+
+    return run
+
+
+def test_the_wheel_has_the_package_and_its_data(built):
+    """All modules, the page and the schemas; configs and examples of the clone below `deeplightning`, each once; and
+    nothing else of the clone."""
+    (wheel,) = built.glob("*.whl")
+    names = zipfile.ZipFile(wheel).namelist()
+    assert len(names) == len(set(names))
+    assert {f"deeplightning/{name}" for name in DATA} <= set(names)
+    modules = [path for top in ("deeplightning", "serve") for path in ROOT.glob(f"{top}/**/*.py")]
+    assert {str(path.relative_to(ROOT)) for path in modules} <= set(names)
+    assert {"serve/page.html", "deeplightning/tracking/schema.sql"} <= set(names)
+    assert {name.partition("/")[0].partition("-")[0] for name in names} == {"deeplightning", "serve"}
+    assert [name for name in names if name.endswith(".pyc") or "mlruns" in name] == []
+
+
+def test_the_source_distribution_has_what_the_wheel_is_made_from(built):
+    """Configs and examples are where they are in the clone; a wheel can be built from it, and its tests run."""
+    (path,) = built.glob("*.tar.gz")
+    with tarfile.open(path) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {*DATA, "pyproject.toml", "README.md", "LICENSE", "serve/page.html", "tests/conftest.py"} <= names
+
+
+def test_an_editable_installation_has_the_clone_alone(tmp_path):
+    """No second copy of a config that the clone has."""
+    (wheel,) = WheelBuilder(str(ROOT)).build(directory=str(tmp_path), versions=["editable"])
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if ".dist-info/" not in name]
+        assert [archive.read(name).decode().strip() for name in names] == [str(ROOT)]
+
+
+def test_shipped_configs_work_from_the_wheel(installed):
+    """Named by their address, and told by it; own modules of an example are found beside it."""
+    done = installed("explain", "pkg://deeplightning/configs/digits_ddp.yaml", "data.batch_size")
+    assert done.returncode == 0, done.stderr
+    assert "set by      pkg://deeplightning/configs/digits_ddp.yaml:" in done.stdout
+    assert "pkg://deeplightning/configs/base.yaml:" in done.stdout
+    done = installed("check", "pkg://deeplightning/examples/own_code/even_or_odd.yaml", "model.loss.params.gama=1")
+    assert "own_loss.FocalLoss has no param `gama`. Did you mean gamma?" in done.stderr
+    done = installed("check", "configs/base.yaml")
+    assert done.returncode == 2
+    assert "pkg://deeplightning/configs/base.yaml" in done.stderr

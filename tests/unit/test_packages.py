@@ -1,0 +1,118 @@
+"""`pkg://PACKAGE/PATH` wherever the path of a config is taken: `deeplightning.config.packages`."""
+
+import sys
+
+import pytest
+
+from deeplightning.checks.examine import load_config
+from deeplightning.config import packages
+from deeplightning.config.source import read
+from deeplightning.config.tree import plain
+from deeplightning.faults import ConfigError
+
+TRAPPED = "raise RuntimeError('this package is imported')\n"
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    """The working directory, with a space in its path, and an installed package `trapped` that must not be imported."""
+    installed = tmp_path / "site"
+    (installed / "trapped" / "conf" / "deep").mkdir(parents=True)
+    (installed / "trapped" / "__init__.py").write_text(TRAPPED)
+    (installed / "trapped" / "conf" / "a.yaml").write_text("_base_: deep/b.yaml\na: installed\n")
+    (installed / "trapped" / "conf" / "deep" / "b.yaml").write_text("b: 2\n")
+    (installed / "one_file.py").write_text(TRAPPED)
+    monkeypatch.syspath_prepend(installed)
+    place = tmp_path / "an empty folder"
+    place.mkdir()
+    monkeypatch.chdir(place)
+    return place
+
+
+def note(path):
+    with pytest.raises(ConfigError) as error:
+        read(path)
+    (fault,) = error.value.faults
+    return str(fault)
+
+
+def test_shipped_configs_are_reached_from_anywhere(here):
+    """As a `_base_`, as the config itself, with one slash as a Path has it, and with overrides; what they build on in
+    turn lies beside them."""
+    (here / "c.yaml").write_text("_base_: pkg://deeplightning/configs/digits_ddp.yaml\nseed: 7\n")
+    cfg = load_config("c.yaml", ["train.num_epochs=2"])
+    assert (cfg.seed, cfg.data.batch_size, cfg.train.num_epochs) == (7, 16, 2)
+    for path in ("pkg://deeplightning/configs/base.yaml", "pkg:/deeplightning/configs/base.yaml"):
+        assert load_config(path).data.batch_size == 32
+    search = read("pkg://deeplightning/examples/search/search.yaml")
+    assert {"tune", "seed"} <= search.root.value.keys()
+
+
+def test_every_shipped_config_is_readable():
+    """Each address of the list leads to a config."""
+    addresses = packages.shipped()
+    assert "pkg://deeplightning/configs/mnist.yaml" in addresses
+    assert "pkg://deeplightning/examples/own_code/even_or_odd.yaml" in addresses
+    assert [address for address in addresses if "model" not in read(address).root.value] == []
+
+
+def test_no_package_is_imported():
+    """Of a package the files are read and nothing is executed."""
+    assert plain(read("pkg://trapped/conf/a.yaml").root) == {"a": "installed", "b": 2}
+    assert "trapped" not in sys.modules
+
+
+def test_a_folder_beside_the_config_goes_first(here):
+    """Then one in the working directory, then what is installed; Deep Lightning's own name is never another's."""
+    (here / "sub" / "trapped" / "conf").mkdir(parents=True)
+    (here / "sub" / "trapped" / "conf" / "a.yaml").write_text("a: beside\n")
+    (here / "sub" / "c.yaml").write_text("_base_: pkg://trapped/conf/a.yaml\n")
+    assert plain(read("sub/c.yaml").root) == {"a": "beside"}
+    (here / "c.yaml").write_text("_base_: pkg://trapped/conf/a.yaml\n")
+    assert plain(read("c.yaml").root) == {"a": "installed", "b": 2}
+    (here / "trapped" / "conf").mkdir(parents=True)
+    assert plain(read("c.yaml").root)["a"] == "installed"  # the folder here has no such file
+    (here / "trapped" / "conf" / "a.yaml").write_text("a: here\n")
+    assert plain(read("c.yaml").root) == {"a": "here"}
+    (here / "deeplightning" / "configs").mkdir(parents=True)
+    (here / "deeplightning" / "configs" / "base.yaml").write_text("a: mine\n")
+    assert "a" not in read("pkg://deeplightning/configs/base.yaml").root.value
+
+
+@pytest.mark.parametrize(
+    ("address", "words"),
+    [
+        ("pkg://trapped/conf/aa.yaml", "the package `trapped` has no such file. Did you mean a.yaml?"),
+        ("pkg://trapped/conf/nothing-like-it", "the package `trapped` has no such file; conf holds a.yaml"),
+        ("pkg://trapped/no/a.yaml", "the package `trapped` has no such file; it has no folder no"),
+        ("pkg://trapped/conf", "the package `trapped` has no such file"),
+        ("pkg://deeplightning/configs/mnits.yaml", "Did you mean mnist.yaml?"),
+        ("pkg://deeplightnin/configs/base.yaml", "there is no package `deeplightnin` here"),
+        ("pkg://deeplightnin/configs/base.yaml", "Did you mean deeplightning?"),
+        ("pkg://no_such/a.yaml", "If it is right, install it: pip install no_such"),
+        ("pkg://one_file/a.yaml", "there is no package `one_file` here; a module that is one file has no files in it"),
+        ("pkg://trapped", "is not pkg://PACKAGE/PATH, such as pkg://deeplightning/configs/base.yaml"),
+        ("pkg://trapped/conf/../../secret.yaml", "PATH has no `..`"),
+        ("pkg://a.b/c.yaml", "is not pkg://PACKAGE/PATH"),
+        ("pkg://", "is not pkg://PACKAGE/PATH"),
+        (f"pkg://trapped/{'x' * 300}", "the package `trapped` has no such file"),
+    ],
+)
+def test_an_address_that_leads_nowhere_is_a_note(here, address, words):
+    """Package, file, what is there; behind a `_base_` with its line."""
+    assert words in note(address)
+    (here / "c.yaml").write_text(f"a: 1\n_base_: '{address}'\n")
+    found = note("c.yaml")
+    assert found.startswith("c.yaml:2:1: _base_: ")
+    assert words in found
+
+
+def test_a_missing_file_that_ships_is_named():
+    """Outside a clone `configs/base.yaml` is not there, and the note has its address; nothing else is guessed."""
+    hint = "; the one that ships with Deep Lightning is pkg://deeplightning/configs/base.yaml"
+    assert note("configs/base.yaml").endswith(hint)
+    with open("c.yaml", "w") as file:  # noqa: PTH123
+        file.write("_base_: configs/base.yaml\n")
+    assert note("c.yaml") == f"c.yaml:1:1: _base_: there is no file configs/base.yaml to build on{hint}"
+    assert "ships" not in note("configs/no.yaml")
+    assert "ships" not in note("base.yaml")
