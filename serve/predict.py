@@ -1,5 +1,5 @@
-"""`python -m serve.predict [IMAGE …]` or `--text TEXT …`: ask a server about pictures or texts, one JSON line for each.
-Standard library only."""
+"""`deeplightning ask [FILE …]` or `--text TEXT …`: ask a server about files or texts, one JSON line for each. Standard
+library only."""
 
 import argparse
 import http.client
@@ -11,7 +11,13 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 DEFAULT_URL = "http://127.0.0.1:5000/predict"
-SAMPLES = Path(__file__).parent.parent / "examples" / "digits"
+_HOME = Path(__file__).parent.parent
+SAMPLES = (_HOME / "deeplightning" / "examples" / "digits", _HOME / "examples" / "digits")
+"""The folder of the sample digits in an installed package, and in a clone."""
+
+KINDS = {".csv": "text/csv", ".json": "application/json", ".txt": "text/plain; charset=utf-8"}
+"""Content types by the ending of a file; any other file is a picture."""
+
 SECONDS = 60
 """How long the server may be silent."""
 
@@ -23,18 +29,20 @@ class PredictError(Exception):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print, for each picture or text in order, the server's answer with the key `image` (its path) or `text` in front.
+    """Print, for each text and file in order, the server's answer with the key `text`, `image` (its path) or, of a file
+    of `KINDS`, `file` in front.
 
     Returns:
         the exit code: 0, or 3 at the first one without an answer, with one note on stderr; 141 where nobody reads
         stdout any more.
     """
     parser = argparse.ArgumentParser(
-        prog="predict.sh",
-        description="Ask a server what is in pictures or texts. One JSON line is printed for each, in order.",
+        prog="deeplightning ask",
+        description="Ask a server about files or texts. One JSON line is printed for each, in order. A .json file is "
+        "sent as JSON, .csv and .txt as text, any other as a picture.",
         epilog=f"The server's address is read from PREDICT_URL; without it, {DEFAULT_URL} is asked.",
     )
-    parser.add_argument("images", metavar="IMAGE", nargs="*", type=Path, help="default: the sample digits shipped")
+    parser.add_argument("files", metavar="FILE", nargs="*", type=Path, help="default: the sample digits shipped")
     parser.add_argument("--text", metavar="TEXT", nargs="+", default=[], help="texts, for a server of texts")
     options = parser.parse_args(arguments)
     url = os.environ.get("PREDICT_URL") or DEFAULT_URL
@@ -42,8 +50,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for text in options.text:
             answer = ask(url, text.encode(errors="surrogateescape"), "The text", "text/plain; charset=utf-8")
             print(json.dumps({"text": text, **answer}), flush=True)
-        for path in options.images or (_samples() if not options.text else []):
-            print(json.dumps({"image": str(path), **ask(url, _read(path), str(path))}), flush=True)
+        for path in options.files or (_samples() if not options.text else []):
+            kind = KINDS.get(path.suffix.lower())
+            answer = ask(url, _read(path), str(path), kind or "application/octet-stream")
+            print(json.dumps({"file" if kind else "image": str(path), **answer}), flush=True)
     except PredictError as error:
         print(error, file=sys.stderr)
         return error.exit_code
@@ -72,7 +82,8 @@ def ask(url: str, picture: bytes, name: str, kind: str = "application/octet-stre
         body = response.read()
     except (OSError, http.client.HTTPException) as error:
         raise PredictError(
-            f"No server answers at {url} ({error}). Start one with: bash deploy.sh RUN, or name another in PREDICT_URL."
+            f"No server answers at {url} ({error}). Start one with: deeplightning serve last (in a clone: bash "
+            "deploy.sh RUN), or name another in PREDICT_URL."
         ) from None
     finally:
         connection.close()
@@ -88,9 +99,9 @@ def ask(url: str, picture: bytes, name: str, kind: str = "application/octet-stre
 
 
 def _samples() -> list[Path]:
-    found = sorted(SAMPLES.glob("*.png"))
+    found = sorted(path for folder in SAMPLES for path in folder.glob("*.png"))
     if not found:
-        raise PredictError(f"There are no sample images in {SAMPLES}; name image files to send.")
+        raise PredictError(f"There are no sample images in {SAMPLES[0]}; name the files to send.")
     return found
 
 

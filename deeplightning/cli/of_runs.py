@@ -98,6 +98,28 @@ def serve(run: str, overrides: tuple[str, ...], allow: tuple[str, ...], **option
     os.execve(program[0], program, environment)
 
 
+@cli.command(context_settings={"ignore_unknown_options": True, "help_option_names": []}, add_help_option=False)
+@click.argument("arguments", nargs=-1, type=click.UNPROCESSED, metavar="[FILE …] [--text TEXT …]")
+def ask(arguments: tuple[str, ...]) -> None:
+    """Ask the server that runs about FILEs: pictures, .json, .csv or .txt; or about TEXTs.
+
+    PREDICT_URL names another server than the one of this machine. `ask --help` has more.
+    """
+    os.execv(sys.executable, [sys.executable, "-P", "-m", "serve.predict", *arguments])
+
+
+@cli.command()
+@click.option("--tracking-uri", help="The store, a folder or a URI; default: MLFLOW_TRACKING_URI, else mlruns.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", type=click.IntRange(1, 65535), default=5001, show_default=True, help="Port to listen on.")
+def monitor(tracking_uri: str | None, host: str, port: int) -> None:
+    """Show the runs in the browser: MLflow's pages."""
+    from deeplightning.tracking.monitor import monitor as show
+
+    streams.outlive_reader()
+    show(tracking_uri, host, port)
+
+
 @cli.command(context_settings=LOOSE, epilog=OVERRIDES)
 @with_run
 @with_overrides

@@ -1,4 +1,4 @@
-"""`python -m deeplightning.tracking.monitor`: MLflow's own UI on the store that a config names. Two processes, no more.
+"""`deeplightning monitor`: MLflow's own UI on the store that a config names. Two processes, no more.
 
 Imports neither torch nor Lightning. A port that is taken or a store that cannot be opened: one note, exit code 3.
 """
@@ -17,8 +17,10 @@ from deeplightning.tracking.store import explain, locate
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Start the UI in the place of this process; returns an exit code only where there is nothing to start."""
-    parser = argparse.ArgumentParser(prog="monitor.sh", description="Show the tracked runs in MLflow's user interface.")
+    """`python -m deeplightning.tracking.monitor`; an exit code only where there is nothing to start."""
+    parser = argparse.ArgumentParser(
+        prog="deeplightning monitor", description="Show the tracked runs in MLflow's user interface."
+    )
     parser.add_argument(
         "--tracking-uri", help="the store: a directory or a URI (default: MLFLOW_TRACKING_URI, else mlruns)"
     )
@@ -28,18 +30,28 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--port", type=_port, default=5001, help="port to listen on (default: 5001)")
     options = parser.parse_args(arguments)
     try:
-        command = server_command(options.tracking_uri, options.host, options.port)
+        monitor(options.tracking_uri, options.host, options.port)
     except SetupError as error:
         print(error, file=sys.stderr)
         return error.exit_code
-    for line in settle_quietly(locate(options.tracking_uri)):
+    return 0
+
+
+def monitor(tracking_uri: str | None, host: str, port: int) -> None:
+    """Starts the UI in the place of this process; returns only where there is nothing to start.
+
+    Raises:
+        SetupError: the port is taken, or the store cannot be opened.
+    """
+    command = server_command(tracking_uri, host, port)
+    for line in settle_quietly(locate(tracking_uri)):
         print(line, file=sys.stderr)
     if command is None:
-        print(f"The store is a server with its own pages: {locate(options.tracking_uri).shown}")
-        return 0
-    print(f"MLflow shows {locate(options.tracking_uri).shown} at http://{options.host}:{options.port}", flush=True)
+        print(f"The store is a server with its own pages: {locate(tracking_uri).shown}")
+        return
+    print(f"MLflow shows {locate(tracking_uri).shown} at http://{host}:{port}", flush=True)
     print("Ctrl-C ends it.", flush=True)
-    return os.execv(command[0], command)
+    os.execv(command[0], command)
 
 
 def server_command(tracking_uri: str | None, host: str, port: int) -> list[str] | None:
@@ -79,7 +91,7 @@ def _check_free(host: str, port: int) -> None:
     except OSError as error:
         if error.errno == errno.EADDRINUSE:
             raise SetupError(
-                f"Port {port} on {host} is in use. Choose another: bash monitor.sh --port {port + 1}"
+                f"Port {port} on {host} is in use. Choose another: deeplightning monitor --port {port + 1}"
             ) from None
         raise SetupError(f"Cannot listen on {host}:{port}: {error}. Choose another --host or --port.") from None
 

@@ -50,7 +50,7 @@ def resolve_run(run: str | os.PathLike, tracking_uri: str | os.PathLike | None =
 
 def _of_run(run_id: str, store: Store, also: str = "") -> Path:
     def missing(why: str) -> CheckpointError:
-        return CheckpointError(f"{why} {also}The runs there: bash monitor.sh")
+        return CheckpointError(f"{why} {also}The runs there: deeplightning monitor")
 
     from deeplightning.tracking.open import open_tracker  # for a folder it is not needed
 

@@ -136,9 +136,9 @@ def test_train_passes_its_arguments_on(clone, tmp_path, arguments, expected):
 @pytest.mark.parametrize(
     ("script", "command"),
     [
-        ("monitor.sh", ["-m", "deeplightning.tracking.monitor"]),
+        ("monitor.sh", ["-m", "deeplightning", "monitor"]),
         ("deploy.sh", ["-m", "deeplightning", "serve"]),
-        ("predict.sh", ["-m", "serve.predict"]),
+        ("predict.sh", ["-m", "deeplightning", "ask"]),
     ],
 )
 def test_scripts_pass_their_arguments_on(clone, script, command):

@@ -1,6 +1,7 @@
 """The server as a process: it starts and ends cleanly, loses nothing it accepted, and outlives its worker, its bundle
 and its clients."""
 
+import base64
 import contextlib
 import http.client
 import json
@@ -480,7 +481,7 @@ def test_a_public_address_is_called_public(start):
 
 def predict(url, *arguments, cwd=ROOT):
     environment = {**os.environ, "PREDICT_URL": url, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-m", "serve.predict", *map(str, arguments)]
+    command = [sys.executable, "-m", "deeplightning", "ask", *map(str, arguments)]
     done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, timeout=60)
     return done.returncode, [json.loads(line) for line in done.stdout.splitlines()], done.stderr
 
@@ -499,6 +500,14 @@ def test_the_client_prints_one_line_per_image(start, tmp_path):
     assert (code, err) == (0, "")
     assert [Path(line["image"]).name for line in lines] == [f"{digit}.png" for digit in range(10)]
 
+    body = tmp_path / "two pictures.json"
+    body.write_text(json.dumps({"images": [base64.b64encode(picture(colour)).decode() for colour in ("blue", "red")]}))
+    code, (line,), err = predict(url, body)
+    assert (code, err, line["file"]) == (0, "", str(body))
+    assert [answer["label"] for answer in line["predictions"]] == ["blue", "red"]
+    body.write_text("{")
+    assert "the server answers 400: The body is not JSON" in predict(url, body)[2]
+
     (tmp_path / "text.png").write_text("no picture")
     code, lines, err = predict(url, paths[0], tmp_path / "text.png", paths[1])
     assert (code, len(lines), err.count("\n")) == (3, 1, 1)
@@ -512,6 +521,7 @@ def test_the_client_prints_one_line_per_image(start, tmp_path):
     ("url", "image", "words"),
     [
         ("http://127.0.0.1:9/predict", "examples/digits/1.png", "bash deploy.sh RUN"),
+        ("http://127.0.0.1:9/predict", "examples/digits/1.png", "deeplightning serve last"),
         ("http://127.0.0.1:9/predict", "no.png", "no.png cannot be read: No such file"),
         ("http://127.0.0.1:9/predict", "examples", "examples cannot be read: Is a directory"),
         ("file:///etc/hostname", "examples/digits/1.png", "PREDICT_URL is 'file:///etc/hostname'"),

@@ -738,7 +738,8 @@ def start_monitor(store, port):
     command = [
         sys.executable,
         "-m",
-        "deeplightning.tracking.monitor",
+        "deeplightning",
+        "monitor",
         "--tracking-uri",
         str(store),
         "--port",
@@ -795,7 +796,8 @@ def test_the_monitor_shows_runs_and_a_run_outlives_its_server(store, logger, cap
         taken = [
             sys.executable,
             "-m",
-            "deeplightning.tracking.monitor",
+            "deeplightning",
+            "monitor",
             "--tracking-uri",
             str(store),
             "--port",
