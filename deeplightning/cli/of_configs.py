@@ -173,3 +173,31 @@ def schema() -> None:
     from deeplightning.checks.json_schema import json_schema
 
     click.echo(json.dumps(json_schema(), indent=2, ensure_ascii=False))
+
+
+def _complete_name(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    from deeplightning.cli.shipped import names
+
+    return [name for name in names() if name.startswith(incomplete)]
+
+
+@cli.command()
+@click.argument("name", required=False, shell_complete=_complete_name)
+@click.option("--to", metavar="PATH", type=click.Path(path_type=Path), help="Write it to a new file, or into a folder.")
+def configs(name: str | None, to: Path | None) -> None:
+    """List the configs that ship with Deep Lightning; print or copy the one of NAME.
+
+    They are used where they are as pkg://deeplightning/configs/NAME.yaml, also behind `_base_`. A copy of an example
+    has its own modules beside it. Nothing is overwritten.
+    """
+    from deeplightning.cli import shipped
+
+    if to is not None and name is None:
+        raise click.UsageError("--to goes with the NAME of a config; without one they are listed")
+    if name is None:
+        click.echo("\n".join(shipped.listing()))
+    elif to is None:
+        click.echo(shipped.text_of(name, f"{Path(name).stem}.yaml").rstrip("\n"))
+    else:
+        for path in shipped.copy(name, to):
+            click.echo(path)
