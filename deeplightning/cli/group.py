@@ -35,6 +35,27 @@ def cli() -> None:
     """
 
 
+HERE = "config.yaml"
+"""The config of the working directory, which verbs that take a CONFIG use where none is named."""
+
+
+class OfConfig(click.Command):
+    """A verb that takes a CONFIG: `HERE` where none is named and that file is there."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if not ctx.resilient_parsing and os.path.isfile(HERE):  # noqa: PTH113
+            words, _, _ = self.make_parser(ctx).parse_args([*args])
+            named = words.get("config")
+            if not isinstance(named, str) or (is_override(named) and not os.path.isfile(named)):  # noqa: PTH113
+                args = [HERE, *args]
+        return super().parse_args(ctx, args)
+
+
+def is_override(word: str) -> bool:
+    """Whether a word is `key=value`, `~key` or `+list=[x]` and no path such as `~/c.yaml`."""
+    return "=" in word or (word.startswith(("~", "+")) and "/" not in word)
+
+
 with_overrides = click.argument("overrides", nargs=-1, metavar="[key=value …]", shell_complete=complete_overrides)
 with_config = click.argument("config", type=click.Path(path_type=Path), shell_complete=complete_config)
 LOOSE = {"ignore_unknown_options": True}

@@ -13,6 +13,7 @@ from deeplightning.cli.exit_codes import run_verb
 from deeplightning.cli.group import (
     LOOSE,
     OVERRIDES,
+    OfConfig,
     cli,
     examine_config,
     load,
@@ -25,13 +26,14 @@ from deeplightning.cli.group import (
 from deeplightning.process import streams
 
 
-@cli.command(context_settings=LOOSE, epilog=OVERRIDES)
+@cli.command(cls=OfConfig, context_settings=LOOSE, epilog=OVERRIDES)
 @with_config
 @with_overrides
 def train(config: Path, overrides: tuple[str, ...]) -> None:
     """Run the stages of CONFIG and export what was trained.
 
-    The last line on stdout is the run's folder.
+    Without CONFIG, here and in every verb that takes one: config.yaml of the working directory, if it is there. The
+    last line on stdout is the run's folder.
     """
     from deeplightning.config.source import located
     from deeplightning.launch import Job, launcher_of
@@ -60,7 +62,7 @@ def worker() -> None:
     sys.exit(work(cfg))
 
 
-@cli.command(context_settings=LOOSE, epilog=OVERRIDES)
+@cli.command(cls=OfConfig, context_settings=LOOSE, epilog=OVERRIDES)
 @with_config
 @with_overrides
 def plan(config: Path, overrides: tuple[str, ...]) -> None:
@@ -79,7 +81,7 @@ def plan(config: Path, overrides: tuple[str, ...]) -> None:
     show(dump(plan_of(Job(cfg, located(config).absolute(), overrides))))
 
 
-@cli.command(context_settings=LOOSE, epilog=OVERRIDES)
+@cli.command(cls=OfConfig, context_settings=LOOSE, epilog=OVERRIDES)
 @with_config
 @with_overrides
 def tune(config: Path, overrides: tuple[str, ...]) -> None:
@@ -100,7 +102,7 @@ def tune(config: Path, overrides: tuple[str, ...]) -> None:
     search(located(config), overrides, train_here)
 
 
-@cli.command(context_settings=LOOSE, epilog=OVERRIDES)
+@cli.command(cls=OfConfig, context_settings=LOOSE, epilog=OVERRIDES)
 @with_config
 @with_overrides
 @click.option("--import", "importing", is_flag=True, help="Import what CONFIG names; settles what its source cannot.")
@@ -134,7 +136,7 @@ def check(config: Path, overrides: tuple[str, ...], importing: bool, dry_run: bo
     show(dump(cfg.public()))
 
 
-@cli.command(context_settings=LOOSE, epilog=OVERRIDES)
+@cli.command(cls=OfConfig, context_settings=LOOSE, epilog=OVERRIDES)
 @with_config
 @click.argument("words", nargs=-1, metavar="[KEY …] [key=value …]", shell_complete=complete_key)
 def explain(config: Path, words: tuple[str, ...]) -> None:
@@ -151,7 +153,7 @@ def explain(config: Path, words: tuple[str, ...]) -> None:
         of.show(of.explain(report, key))
 
 
-@cli.command(context_settings=LOOSE, epilog=OVERRIDES)
+@cli.command(cls=OfConfig, context_settings=LOOSE, epilog=OVERRIDES)
 @with_config
 @with_overrides
 def stats(config: Path, overrides: tuple[str, ...]) -> None:

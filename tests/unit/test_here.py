@@ -1,0 +1,49 @@
+"""A verb without a CONFIG takes `config.yaml` of the working directory."""
+
+import pytest
+from click.testing import CliRunner
+
+from deeplightning.cli import cli
+
+CONFIG = "_base_: pkg://deeplightning/configs/base.yaml\nseed: 7\n"
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(*words):
+    return CliRunner().invoke(cli, words)
+
+
+@pytest.mark.parametrize("words", [(), ("data.batch_size=8",), ("~model.scheduler", "data.batch_size=8")])
+def test_the_config_of_the_folder_is_taken(here, words):
+    """Also where overrides or options are all that is given."""
+    (here / "config.yaml").write_text(CONFIG)
+    printed = run("explain", *words).output
+    assert "seed: 7 " in printed
+    assert ("batch_size: 8" in printed) == ("data.batch_size=8" in words)
+    assert run("check", "--format", "json", *words).exit_code == 0
+
+
+def test_a_config_that_is_named_is_taken(here):
+    """Whatever its name looks like; and one that is missing stays an error."""
+    (here / "config.yaml").write_text(CONFIG)
+    (here / "a=b.yaml").write_text(CONFIG.replace("7", "8"))
+    assert "seed: 8 " in run("explain", "a=b.yaml").output
+    (here / "sub").mkdir()
+    (here / "sub" / "c.yaml").write_text(CONFIG.replace("7", "9"))
+    assert "seed: 9 " in run("explain", "sub/c.yaml").output
+    for missing in ("no.yaml", "~/no-such-folder/c.yaml"):
+        assert "no such config file" in str(run("explain", missing).exception)
+
+
+def test_elsewhere_a_config_must_be_named():
+    """Nothing else is guessed."""
+    done = run("train")
+    assert done.exit_code == 2
+    assert "Missing argument 'CONFIG'" in done.output
+    assert "there is no such config file" in str(run("check", "data.batch_size=8").exception)
+    assert "config.yaml of the" in run("train", "--help").output
