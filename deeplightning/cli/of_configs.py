@@ -2,6 +2,7 @@
 
 import gc
 import json
+import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,6 +25,37 @@ from deeplightning.cli.group import (
     with_overrides,
 )
 from deeplightning.process import streams
+
+
+def _complete_kind(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[str]:
+    from deeplightning.cli.init import KINDS
+
+    return [kind for kind in KINDS if kind.startswith(incomplete)]
+
+
+@cli.command()
+@click.argument("folder", metavar="[DIR]", default=".", type=click.Path(path_type=Path))
+@click.option(
+    "--kind", metavar="KIND", required=True, shell_complete=_complete_kind, help="What is learned; see above."
+)
+@click.option("--data", metavar="PATH", type=click.Path(path_type=Path), help="Your data, to be looked at.")
+def init(folder: Path, kind: str, data: Path | None) -> None:
+    """Begin a project in DIR: config.yaml, modules of your own where it needs some, README.md and .gitignore.
+
+    KIND is images, text, segmentation, regression or own. Without --data the project learns from data that everybody
+    has. --data names a folder per class (images), the folders images and masks (segmentation), or a CSV file with a
+    header (text, regression): classes, channels, sizes, mean, std and columns are filled in, and what was guessed is
+    printed. Nothing is overwritten.
+    """
+    from deeplightning.cli.init import init as begin
+
+    said, paths = begin(folder, kind, data)
+    for line in said:
+        click.echo(f"guessed    {line}")
+    for path in paths:
+        click.echo(f"wrote      {path}")
+    place = "" if folder.absolute() == Path.cwd() else f"cd {shlex.quote(str(folder))} && "
+    click.echo(f"next       {place}deeplightning train")
 
 
 @cli.command(cls=OfConfig, context_settings=LOOSE, epilog=OVERRIDES)

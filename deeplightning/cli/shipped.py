@@ -71,12 +71,18 @@ def write_new(content: dict[Path, str]) -> None:
     there = [str(path) for path in content if path.exists() or path.is_symlink()]
     if there:
         raise SetupError(f"{', '.join(there)}: already there and not overwritten; remove it, or name another place")
-    for path, text in content.items():
-        try:
+    written: list[Path] = []
+    try:
+        for path, text in content.items():
             with path.open("x", encoding="utf-8") as file:
+                written.append(path)
                 file.write(text)
-        except OSError as error:
-            raise SetupError(f"{path} cannot be written: {error.strerror}") from None
+    except BaseException as error:
+        for path in written:
+            path.unlink(missing_ok=True)
+        if isinstance(error, OSError):
+            raise SetupError(f"{error.filename or path} cannot be written: {error.strerror}") from None
+        raise
 
 
 def _file(name: str) -> Path:

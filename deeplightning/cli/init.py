@@ -1,0 +1,144 @@
+"""A new project: templates and a look at the data become a config, the modules that it names, a README.md and a
+.gitignore. Nothing is overwritten.
+
+The templates of a kind are in `templates/KIND`: the files of `sample` where no data are named, those of `data` where
+they are. `$name` in a YAML file is replaced by a value.
+"""
+
+import os
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from string import Template
+
+from deeplightning.cli import guess
+from deeplightning.cli.shipped import write_new
+from deeplightning.config.packages import HOME
+from deeplightning.config.tree import line
+from deeplightning.faults import ConfigError, Fault, SetupError, nearest
+
+TEMPLATES = HOME / "templates"
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of project.
+
+    Attributes:
+        about: a sentence for README.md.
+        look: finds out what data are like; None: the kind takes none.
+        modules: of a project without data, files that ship elsewhere.
+        ask: of a project without data, what `deeplightning ask` may be given; None: it has no endpoint.
+    """
+
+    about: str
+    look: Callable[[Path], guess.Guess] | None
+    modules: tuple[str, ...] = ()
+    ask: str | None = None
+
+
+_DIGITS = "                  # the sample digits; any other picture: deeplightning ask FILE"
+
+KINDS = {
+    "images": Kind("Tells classes of pictures apart.", guess.images, ask=_DIGITS),
+    "text": Kind(
+        "Tells classes of texts apart.",
+        guess.text,
+        ("examples/sst2/reviews.py",),
+        '--text "a charming film" "its plot is dull"',
+    ),
+    "segmentation": Kind(
+        "Says of each pixel which class it is.", guess.segmentation, ("examples/segmentation/shape_masks.py",)
+    ),
+    "regression": Kind("Predicts a number from numbers.", guess.regression),
+    "own": Kind(
+        "Own data, network, loss and task.",
+        None,
+        tuple(f"examples/own_code/own_{part}.py" for part in ("data", "network", "loss")),
+        _DIGITS,
+    ),
+}
+
+_SERVED = """\
+deeplightning train                # trains, tests and exports
+deeplightning serve last           # answers at http://127.0.0.1:5000; Ctrl-C ends it
+deeplightning ask {ask}"""
+
+_PREDICTED = """\
+deeplightning train                # trains and tests
+deeplightning test last            # tests the best weights again
+deeplightning predict last         # a row for each test sample, in predictions.csv of the run's folder"""
+
+
+def init(folder: Path, kind: str, data: Path | None) -> tuple[list[str], list[Path]]:
+    """Writes a new project.
+
+    Args:
+        folder: made if it is not there.
+        kind: of `KINDS`.
+        data: what to look at; None: data that everybody has.
+
+    Returns:
+        What was guessed of the data, a line each, and the files that were written.
+
+    Raises:
+        ConfigError: there is no such kind, or it takes no data.
+        SetupError: the data are not there or something else than the kind needs, or a file is there already.
+    """
+    if kind not in KINDS:
+        raise ConfigError(
+            Fault(f"there is no kind {kind!r}.{nearest(kind, KINDS)} There are: {', '.join(KINDS)}", "--kind")
+        )
+    chosen, found = KINDS[kind], None
+    if data is not None:
+        if chosen.look is None:
+            message = f"the kind {kind} takes no data; they are read by the code of the project, in own_data.py"
+            raise ConfigError(Fault(message, "--data"))
+        if not data.exists():
+            raise SetupError(f"--data {data}: there is no such file or folder")
+        found = chosen.look(data)
+    values = {"project": folder.absolute().name or "project", **(found.values if found else {})}
+    if data is not None:
+        values["root"] = _seen_from(folder, data)
+    content = _files(kind, chosen, found is not None, {name: line(value) for name, value in values.items()})
+    ask = found.ask if found else chosen.ask
+    if isinstance(ask, Path):
+        ask = shlex.quote(_seen_from(folder, ask))
+    modules = sorted(name for name in content if name.endswith(".py"))
+    content["README.md"] = _readme(values["project"], chosen.about, ask, modules, found.said if found else [])
+    content[".gitignore"] = (TEMPLATES / "gitignore").read_text()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise SetupError(f"{folder} cannot be made: {error.strerror}") from None
+    paths = {folder / name: text for name, text in content.items()}
+    write_new(paths)
+    return (found.said if found else []), [*paths]
+
+
+def _files(kind: str, chosen: Kind, has_data: bool, values: dict[str, str]) -> dict[str, str]:
+    """The content of the config and the modules, by name."""
+    content = {}
+    for path in sorted((TEMPLATES / kind / ("data" if has_data else "sample")).iterdir()):
+        if path.suffix in (".yaml", ".py"):
+            text = path.read_text()
+            content[path.name] = Template(text).substitute(values) if path.suffix == ".yaml" else text
+    for shipped in () if has_data else chosen.modules:
+        content[Path(shipped).name] = (HOME / shipped).read_text()
+    return content
+
+
+def _readme(project: str, about: str, ask: str | None, modules: list[str], said: list[str]) -> str:
+    more = [f"- `{name}` is named in `config.yaml`, and yours to change." for name in modules]
+    more += [f"- {each[0].upper()}{each[1:]}." for each in said]
+    commands = _PREDICTED if ask is None else _SERVED.format(ask=ask)
+    values = {"project": project, "about": about, "commands": commands, "more": "\n".join(more)}
+    return Template((TEMPLATES / "README.md").read_text()).substitute(values).rstrip("\n") + "\n"
+
+
+def _seen_from(folder: Path, data: Path) -> str:
+    """The path of the data as the config has it: relative where they lie in the project or beside it."""
+    top = Path(os.path.abspath(folder))  # noqa: PTH100 (without `..`)
+    there = Path(os.path.abspath(data))  # noqa: PTH100
+    return os.path.relpath(there, top) if there.is_relative_to(top.parent) else str(there)

@@ -1,0 +1,57 @@
+"""Texts of one column of a CSV file become a data module, classes are in another; a tenth validates, a tenth tests."""
+
+import csv
+import logging
+from pathlib import Path
+
+import numpy as np
+
+from deeplightning.data.text import TextData, Texts
+
+log = logging.getLogger(__name__)
+
+
+class TextsOfColumns(TextData):
+    """The rows of a CSV file with a header.
+
+    Args:
+        cfg: the whole config; `seed` decides which rows validate and test.
+        file: its path, from the working directory.
+        text, label: names of columns.
+        delimiter: between columns.
+        class_names: the values of the column `label`, in the order of their numbers.
+        options: see `TextData`.
+
+    Raises:
+        ValueError: the file lacks a column, or has a label that is none of the classes.
+    """
+
+    def __init__(self, cfg, file, text, label, class_names, delimiter=",", **options):
+        super().__init__(cfg, class_names=class_names, **options)
+        self.file, self.columns, self.delimiter = Path(file).expanduser(), (text, label), delimiter
+
+    def read(self):
+        """The rows of each set; a row without text or label is left out."""
+        numbers = {name: number for number, name in enumerate(self.class_names)}
+        texts, labels, lines, incomplete = [], [], [], 0
+        with self.file.open(encoding="utf-8-sig", newline="") as opened:
+            rows = csv.DictReader(opened, delimiter=self.delimiter)
+            for row in rows:
+                text, label = ((row.get(column) or "").strip() for column in self.columns)
+                if not text or not label:
+                    incomplete += 1
+                elif label not in numbers:
+                    raise ValueError(f"{self.file}, line {rows.line_num}: {label!r} is none of {self.class_names}")
+                else:
+                    texts.append(text)
+                    labels.append(numbers[label])
+                    lines.append(rows.line_num)
+        if not texts:
+            raise ValueError(f"{self.file}: no row has values in the columns {self.columns}")
+        if incomplete:
+            log.warning("%s: %d rows without text or label are left out", self.file, incomplete)
+        found = Texts(texts, np.array(labels, np.int64), np.array(lines), self.file)
+        order = np.random.RandomState(self.cfg.seed).permutation(len(found))
+        tenth = max(1, len(found) // 10)
+        parts = {"val": order[:tenth], "test": order[tenth : 2 * tenth], "train": order[2 * tenth :]}
+        return {name: found.take(np.sort(positions)) for name, positions in parts.items()}

@@ -1,0 +1,97 @@
+"""`deeplightning init`: what it writes passes `check --dry-run` and trains as it is, with data and without."""
+
+import csv
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from deeplightning.cli.init import KINDS
+
+SHORT = {
+    "images": ["data.module.params.limit=60"],
+    "text": ["data.module.params.limit=60"],
+    "segmentation": ["data.module.params.limit=20"],
+    "regression": [],
+    "own": ["data.module.params.limit=60"],
+}
+"""By kind, what makes an epoch short."""
+
+SERVED = {"images", "text", "own"}
+"""Kinds whose runs have a bundle."""
+
+
+def pictures(root):
+    rng = np.random.default_rng(0)
+    for name, low in (("a dark one", 0), ("light", 128)):
+        (root / name).mkdir(parents=True)
+        for number in range(20):
+            Image.fromarray(rng.integers(low, low + 127, (16, 16), np.uint8)).save(root / name / f"{number}.png")
+
+
+def texts(path):
+    with path.open("w", newline="") as file:
+        rows = [[f"a {'good' if i % 2 else 'bad'} film, number {i}", "+" if i % 2 else "-"] for i in range(60)]
+        csv.writer(file).writerows([["review", "sentiment"], *rows])
+
+
+def masks(root):
+    rng = np.random.default_rng(0)
+    for name in ("images", "masks"):
+        (root / name).mkdir(parents=True)
+    for number in range(20):
+        values = rng.integers(0, 255, (16, 24, 3), np.uint8)
+        Image.fromarray(values).save(root / "images" / f"{number}.jpg")
+        Image.fromarray((values[..., 0] > 128).astype(np.uint8)).save(root / "masks" / f"{number}.png")
+
+
+def numbers(path):
+    rng = np.random.default_rng(0)
+    with path.open("w", newline="") as file:
+        rows = [[a, "x", b, 3 * a - b] for a, b in rng.normal(1000, 3, (60, 2)).tolist()]
+        csv.writer(file).writerows([["width", "name", "height", "price"], *rows])
+
+
+DATA = {"images": pictures, "text": texts, "segmentation": masks, "regression": numbers}
+
+
+@pytest.mark.parametrize(("kind", "data"), [(kind, None) for kind in KINDS] + [*DATA.items()])
+def test_what_is_written_passes_the_checks_and_trains(command, tmp_path, kind, data):
+    """In a folder with a space in its name, by the commands of its README.md, with one epoch."""
+    words = []
+    if data is not None:
+        data(tmp_path / "my data")
+        words = ["--data", "my data"]
+    begun = command("init", "a new project", "--kind", kind, *words, cwd=tmp_path)
+    assert begun.code == 0, begun
+    assert ("guessed " in begun.out) == (data is not None)
+    assert begun.out.endswith("next       cd 'a new project' && deeplightning train\n")
+    project = tmp_path / "a new project"
+    assert {"config.yaml", "README.md", ".gitignore"} <= {path.name for path in project.iterdir()}
+    again = command("init", "--kind", kind, cwd=project)
+    assert (again.code, again.out) == (3, "")
+    checked = command("check", "--dry-run", cwd=project)
+    assert checked.code == 0, checked
+    assert [line for line in checked.err.splitlines() if not line.startswith("engine.gpus: auto")] == []
+    trained = command("train", "train.num_epochs=1", *(SHORT[kind] if data is None else []), cwd=project)
+    assert trained.code == 0, trained
+    assert (trained.folder / "bundle" / "bundle.json").is_file() == (kind in SERVED)
+    assert trained.folder.is_relative_to(project)
+    readme = (project / "README.md").read_text()
+    assert ("deeplightning serve last" in readme) == (kind in SERVED)
+    modules = {path.name for path in project.glob("*.py")}
+    assert {name for name in modules if f"`{name}`" not in readme} == set()
+    with zipfile.ZipFile(trained.folder / "code.zip") as code:
+        assert modules <= {Path(name).name for name in code.namelist()}
+
+
+def test_every_kind_is_in_the_help(command, tmp_path):
+    """Whoever asks for help sees what there is; an unknown kind is exit code 2."""
+    said = command("init", "--help", cwd=tmp_path).out
+    assert [kind for kind in KINDS if kind not in said] == []
+    refused = command("init", "--kind", "imges", cwd=tmp_path)
+    assert refused.code == 2
+    assert "Did you mean images?" in refused.err
+    assert [*Path(tmp_path).iterdir()] == []

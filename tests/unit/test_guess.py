@@ -1,0 +1,189 @@
+"""What `deeplightning init --data` finds out about data, and how it refuses what a kind cannot use."""
+
+import csv
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from deeplightning.cli import guess
+from deeplightning.cli.init import init
+from deeplightning.config.source import read
+from deeplightning.config.tree import plain
+from deeplightning.faults import ConfigError, SetupError
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    place = tmp_path / "a place"
+    place.mkdir()
+    monkeypatch.chdir(place)
+    return place
+
+
+def picture(path, colour, size=(12, 8), mode="RGB"):
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new(mode, size, colour).save(path)
+
+
+def table(path, *rows, delimiter=","):
+    with Path(path).open("w", newline="") as file:
+        csv.writer(file, delimiter=delimiter).writerows(rows)
+
+
+def config(kind, data):
+    """The values of the config that is written into a new folder, and what was said."""
+    said, paths = init(Path("new project"), kind, Path(data))
+    return plain(read(paths[0]).root), "\n".join(said)
+
+
+def test_pictures_give_classes_size_channels_mean_and_std():
+    """Mean and std are those of the pixels; a path beside the project is relative."""
+    for number in range(3):
+        picture(f"pets/cat/{number}.png", (255, 0, 51))
+        picture(f"pets/Élan d'or/{number}.PNG", (0, 0, 51))
+    written, said = config("images", "pets")
+    params = written["data"]["module"]["params"]
+    assert written["data"]["root"] == "../pets"
+    assert (params["image_size"], params["mode"], params["on_bad_image"]) == ([8, 12], "RGB", "error")
+    assert (params["mean"], params["std"]) == ([0.5, 0.0, 0.2], [0.5, 0.01, 0.01])
+    assert written["model"]["network"]["params"] == {"num_classes": 2, "num_channels": 3, "image_size": [8, 12]}
+    assert "2 classes, the folders of pets: cat (3), Élan d'or (3)" in said
+    assert "deeplightning ask ../pets/cat/0.png" in Path("new project/README.md").read_text()
+
+
+def test_grey_large_and_damaged_pictures(here):
+    """Grey ones have one channel; of several sizes one is proposed, with a network that takes it; a damaged file is
+    counted, and left out of the training."""
+    for name in ("a", "b"):
+        picture(f"x/train/{name}/1.png", 100, (300, 200), "L")
+        picture(f"x/train/{name}/2.png", 100, (140, 150), "L")
+    Path("x/train/a/bad.png").write_bytes(b"no picture")
+    written, said = config("images", "x")
+    params = written["data"]["module"]["params"]
+    assert (params["image_size"], params["mode"], params["on_bad_image"]) == (128, "L", "skip")
+    assert params["mean"] == [round(100 / 255, 4)]
+    assert written["model"]["network"]["params"] == {"num_classes": 2, "num_channels": 1, "small_images": False}
+    assert "1 file cannot be decoded and will be left out: x/train/a/bad.png" in said
+
+
+def test_masks_give_classes(here):
+    """As many as the highest value says, without 255; sizes become multiples of 8."""
+    for number in range(3):
+        picture(f"s/images/{number}.jpg", (9, 9, 9), (33, 20))
+        mask = np.full((20, 33), 255, np.uint8)
+        mask[:5], mask[5:9] = number, 3
+        Path("s/masks").mkdir(exist_ok=True)
+        Image.fromarray(mask).save(f"s/masks/{number}.png")
+    written, said = config("segmentation", "s")
+    params = written["data"]["module"]["params"]
+    assert params["class_names"] == ["class_0", "class_1", "class_2", "class_3"]
+    assert params["image_size"] == [16, 32]
+    assert written["model"]["network"]["params"]["num_classes"] == 4
+    assert "0, 1, 2, 3; 255 does not count" in said
+
+
+def test_a_table_of_texts_gives_columns_and_classes():
+    """Whatever the order of columns, the delimiter, and the names of classes."""
+    rows = [[number, "yes" if number % 3 else "no", f"a text; with words {number}"] for number in range(30)]
+    table("t.csv", ["id", "Label", "review"], *rows, [30, "", "without a class"], delimiter=";")
+    written, said = config("text", "t.csv")
+    params = written["data"]["module"]["params"]
+    assert (params["file"], params["text"], params["label"]) == ("../t.csv", "review", "Label")
+    assert (params["delimiter"], params["class_names"]) == (";", ["no", "yes"])
+    assert "2 classes: no (10), yes (20)" in said
+    assert "missing values, whose rows are left out: Label (1)" in said
+
+
+def test_a_table_of_numbers_gives_inputs_and_target():
+    """Mean and std are numpy's; what is no number, and the number of the row, are left out and named."""
+    rng = np.random.default_rng(0)
+    rows = rng.normal((5, 1e6, -3), (2, 0.5, 1), (40, 3))
+    table(
+        "n.csv", ["id", "size", "town", "far off", "price"], *([i, a, "Bern", b, c] for i, (a, b, c) in enumerate(rows))
+    )
+    written, said = config("regression", "n.csv")
+    data, network = written["data"]["module"]["params"], written["model"]["network"]["params"]
+    assert (data["inputs"], data["target"]) == (["size", "far off"], "price")
+    found = [*network["mean"], network["target_mean"]], [*network["std"], network["target_std"]]
+    assert np.allclose(found[0], rows.mean(0), rtol=1e-4)
+    assert np.allclose(found[1], rows.std(0), rtol=1e-4)
+    assert "left out, no numbers or a mere number of the row: id, town" in said
+
+
+def test_only_the_first_rows_of_a_long_table_are_read(monkeypatch):
+    """And it says so."""
+    monkeypatch.setattr(guess, "MAX_ROWS", 20)
+    table("n.csv", ["x", "y"], *([i, i] for i in range(50)), ["no number", "at all"])
+    assert "20 rows, the first ones, of n.csv" in config("regression", "n.csv")[1]
+
+
+FEW = "x,y\n1,2\n"
+MANY = "x,y\n" + "1,2\n" * 20
+
+
+@pytest.mark.parametrize(
+    ("kind", "content", "words"),
+    [
+        ("text", {}, "d is a folder; name a CSV file with a header"),
+        ("text", {"a.csv": MANY}, "name a CSV file with a header, such as d/a.csv"),
+        ("regression", FEW, "d has 1 row below its header; at least 10 are needed"),
+        ("regression", "", "d is empty"),
+        ("regression", "1,2\n" * 20, "the first line, 1, 2, names no columns"),
+        ("regression", MANY.replace("x", "y"), "two columns are called 'y'"),
+        ("regression", MANY + "1,2,3\n", "d, line 22: 3 values for 2 columns"),
+        ("regression", "x,y\n" + "a,2\n" * 20, "there must be two columns of numbers or more"),
+        ("regression", b"x,y\n\xff,2\n", "d is not UTF-8"),
+        ("text", "x,y\n" + "".join(f"text {i},{i}\n" for i in range(20)), "no column has classes"),
+        ("images", {}, "d holds no folder; put the pictures of each class"),
+        ("images", {"cat/a.png": ""}, "d holds one folder, cat"),
+        ("images", {"cat/a.png": "", "dog/a.txt": ""}, "d/dog holds no picture"),
+        ("images", {"cat/a.png": "", "dog/a.png": ""}, "none of the pictures can be decoded: d/cat/a.png"),
+        ("images", MANY, "d is no folder"),
+        ("segmentation", MANY, "d is no folder"),
+        ("segmentation", {"img/a.png": ""}, "d holds no folder `images` (its folders: img)"),
+        ("segmentation", {"images/a.png": "", "masks/b.png": ""}, "d/masks/a.png: the mask of d/images/a.png cannot"),
+    ],
+)
+def test_data_of_another_form_are_a_note(here, kind, content, words):
+    """What was found, what is needed; nothing is written."""
+    if isinstance(content, dict):
+        Path("d").mkdir()
+        for name, text in content.items():
+            Path("d", name).parent.mkdir(exist_ok=True)
+            Path("d", name).write_text(text)
+    else:
+        Path("d").write_bytes(content.encode() if isinstance(content, str) else content)
+    with pytest.raises(SetupError) as error:
+        init(Path("new"), kind, Path("d"))
+    assert words in str(error.value)
+    assert not Path("new").exists()
+
+
+def test_words_that_are_wrong_are_notes():
+    """A kind, data that are not there, a kind without data."""
+    with pytest.raises(ConfigError, match=r"there is no kind 'image'. Did you mean images\? There are: images, text"):
+        init(Path("new"), "image", None)
+    with pytest.raises(SetupError, match=r"--data no\.csv: there is no such file or folder"):
+        init(Path("new"), "text", Path("no.csv"))
+    with pytest.raises(ConfigError, match="the kind own takes no data"):
+        init(Path("new"), "own", Path())
+
+
+def test_nothing_is_overwritten(here):
+    """A second time, or over a file of one's own, it writes nothing and names what is there."""
+    init(Path("new"), "images", None)
+    before = {path: path.stat().st_mtime_ns for path in Path("new").iterdir()}
+    with pytest.raises(SetupError, match=r"new/config.yaml, new/README.md, new/.gitignore: already there"):
+        init(Path("new"), "images", None)
+    assert {path: path.stat().st_mtime_ns for path in Path("new").iterdir()} == before
+    Path("other").mkdir()
+    Path("other/reviews.py").write_text("mine")
+    with pytest.raises(SetupError, match=r"other/reviews.py: already there"):
+        init(Path("other"), "text", None)
+    assert [path.name for path in Path("other").iterdir()] == ["reviews.py"]
+    Path("file").touch()
+    with pytest.raises(SetupError, match="file cannot be made"):
+        init(Path("file"), "images", None)
