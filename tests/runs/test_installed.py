@@ -1,0 +1,145 @@
+"""The journey of a user without a clone: the wheel in an environment of its own, an empty folder, `init`, `train`,
+`serve`, `ask`. The packages that it needs are those of the environment that runs the tests; nothing is downloaded."""
+
+import json
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+from commands import environment
+from hatchling.builders.sdist import SdistBuilder
+from hatchling.builders.wheel import WheelBuilder
+
+ROOT = Path(__file__).resolve().parents[2]
+LONGEST = 300  # seconds that a command may take on a busy machine
+SHORT = ["train.num_epochs=4", "data.module.params.limit=600"]
+JOURNEYS = {
+    "images": ([], 10),
+    "text": (["--text", "a charming film", "the plot is dull"], 2),
+    "own": ([], 10),
+}
+"""By kind of project, what its server is asked, and how many answers that gives."""
+
+pytestmark = pytest.mark.slow
+
+
+def wheel_from_sdist(folder: Path) -> Path:
+    """A wheel as an installer makes it that is given the source distribution."""
+    (path,) = SdistBuilder(str(ROOT)).build(directory=str(folder), versions=["standard"])
+    with tarfile.open(path) as archive:
+        archive.extractall(folder / "source", filter="data")
+    (source,) = (folder / "source").iterdir()
+    program = "import sys; from hatchling.build import build_wheel; print(build_wheel(sys.argv[1]))"
+    done = subprocess.run([sys.executable, "-c", program, str(folder)], cwd=source, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return folder / done.stdout.split()[-1]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    (path,) = WheelBuilder(str(ROOT)).build(directory=str(tmp_path_factory.mktemp("dist")), versions=["standard"])
+    return Path(path)
+
+
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    """`installed(words, cwd=…)` runs the installed command; `installed.start` starts it."""
+    place = tmp_path_factory.mktemp("an environment")
+    uv = shutil.which("uv", path=str(Path(sys.executable).parent)) or shutil.which("uv")
+    assert uv, "uv is among the packages of the tests"
+    python = place / "bin" / "python"
+    for words in (
+        ["venv", "--offline", "--python", sys.executable, str(place)],
+        ["pip", "install", "--offline", "--no-deps", "--python", str(python), str(wheel)],
+    ):
+        done = subprocess.run([uv, *words], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    site = place / Path(sysconfig.get_path("purelib")).relative_to(sys.prefix)
+    # A path in a .pth file is looked into last, and the .pth files in it are not read: not that of an editable clone.
+    (site / "shared.pth").write_text("\n".join({sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}))
+    env = {name: value for name, value in environment().items() if name != "PYTHONPATH"}
+
+    class Installed:
+        command = str(place / "bin" / "deeplightning")
+
+        def __call__(self, *words, cwd, **variables):
+            done = subprocess.run(
+                [self.command, *words], cwd=cwd, env=env | variables, capture_output=True, text=True, timeout=LONGEST
+            )
+            assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+            return done.stdout
+
+        def start(self, *words, cwd):
+            return subprocess.Popen(
+                [self.command, *words], cwd=cwd, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+            )
+
+    where = subprocess.run(
+        [python, "-c", "import deeplightning, serve; print(deeplightning.__file__, serve.__file__, sep='\\n')"],
+        cwd=place,
+        env=env,
+        capture_output=True,
+        text=True,
+    )
+    assert where.stdout.splitlines() == [str(site / top / "__init__.py") for top in ("deeplightning", "serve")], (
+        where.stderr
+    )
+    return Installed()
+
+
+def test_the_source_distribution_gives_the_same_wheel(wheel, tmp_path):
+    """Byte for byte: whoever builds it from source gets what we give."""
+    with zipfile.ZipFile(wheel) as ours, zipfile.ZipFile(wheel_from_sdist(tmp_path)) as theirs:
+        assert sorted(ours.namelist()) == sorted(theirs.namelist())
+        assert [name for name in ours.namelist() if ours.read(name) != theirs.read(name)] == []
+
+
+@pytest.mark.parametrize("kind", JOURNEYS)
+def test_from_nothing_to_an_answer(installed, tmp_path, kind):
+    """In an empty folder with a space in its path, by the commands that `init` writes down."""
+    asked, answers = JOURNEYS[kind]
+    place = tmp_path / "an empty folder"
+    place.mkdir()
+    installed("init", "my project", "--kind", kind, cwd=place)
+    project = place / "my project"
+    trained = installed("train", *SHORT, cwd=project)
+    assert trained.splitlines()[-1].startswith(f"Artifact storage path: {project / 'mlruns'}")
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    server = installed.start("serve", "last", "--port", str(port), cwd=project)
+    try:
+        said = [line := server.stdout.readline()]
+        while line and f"http://127.0.0.1:{port}" not in line:
+            said.append(line := server.stdout.readline())
+        assert line, said
+        url = f"http://127.0.0.1:{port}/predict"
+        lines = [json.loads(line) for line in installed("ask", *asked, cwd=project, PREDICT_URL=url).splitlines()]
+    finally:
+        server.send_signal(signal.SIGINT)
+        server.communicate(timeout=60)
+    assert len(lines) == answers
+    right = [line for line in lines if _truth(kind, line) == line["label"]]
+    assert len(right) >= 0.7 * answers, lines
+
+
+def _truth(kind, line):
+    if kind == "text":
+        return "negative" if "dull" in line["text"] else "positive"
+    digit = Path(line["image"]).stem
+    return digit if kind == "images" else ("even", "odd")[int(digit) % 2]
+
+
+def test_an_example_trains_where_it_is(installed, tmp_path):
+    """By its address; the modules beside it go into the run's code.zip, as in a clone."""
+    out = installed("train", "pkg://deeplightning/examples/own_code/even_or_odd.yaml", *SHORT, cwd=tmp_path)
+    run = Path(out.splitlines()[-1].removeprefix("Artifact storage path: "))
+    with zipfile.ZipFile(run / "code.zip") as code:
+        assert {"own_data.py", "own_network.py", "own_loss.py"} <= {Path(name).name for name in code.namelist()}
+    assert [path.name for path in tmp_path.iterdir()] == ["mlruns"]
