@@ -139,7 +139,8 @@ def _about(report: Report, path: KeyPath, value: Any) -> Iterator[str]:
     history = _history(report, path)
     for entry in history[1:]:
         rows.append(("instead of", f"{_short(report, entry, path)}  # {entry.place}"))
-    yield from (f"  {word.ljust(10)}  {text}" for word, text in rows)
+    # A file that two others build on is read twice.
+    yield from (f"  {word.ljust(10)}  {text}" for word, text in dict.fromkeys(rows))
 
 
 def _setter(report: Report, path: KeyPath) -> str:

@@ -41,39 +41,47 @@ def _quiet(complete: Complete) -> Complete:
 @_quiet
 def complete_config(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """YAML files, and folders to look for some in; behind `pkg:` those that ship with Deep Lightning."""
+    if ctx.params.get("configs") and param.name == "config":  # by option: this word may be an override
+        return complete_overrides(ctx, param, incomplete)
+    return [*_files(incomplete), *([] if incomplete.startswith("pkg:") else [CompletionItem(incomplete, type="dir")])]
+
+
+def _files(incomplete: str) -> list[CompletionItem]:
+    """The YAML files whose path begins so."""
     if incomplete.startswith("pkg:"):
         from deeplightning.config.packages import shipped
 
         return [CompletionItem(address) for address in shipped() if address.startswith(incomplete)]
     folder, slash, start = incomplete.rpartition("/")
     names = sorted(entry.name for entry in Path(folder + slash or ".").expanduser().iterdir() if entry.is_file())
-    files = [
+    return [
         CompletionItem(f"{folder}{slash}{name}")
         for name in names
         if name.endswith((".yaml", ".yml")) and name.startswith(start) and (start or not name.startswith("."))
     ]
-    return [*files, CompletionItem(incomplete, type="dir")]
 
 
 @_quiet
 def complete_overrides(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """`key=value`, `~key` of what is there, and `+key=` of lists."""
+    """`key=value`, `~key` of what is there, `+key=` of lists; and from the first letter on, further config files."""
     sign = incomplete[:1] if incomplete.startswith(_SIGNS) else ""
     name, equals, value = incomplete.removeprefix(sign).partition("=")
     *way, start = name.split(".")
     spot = _spot(ctx, [*way, start] if equals else way)
+    files = _files(incomplete) if incomplete and not equals and "config" in ctx.params else []
     if spot is None:
-        return []
+        return files
     if equals:
         words = [] if sign else [word for word in spot.words() if word.startswith(value)]
         return [CompletionItem(f"{name}={word}") for word in words if words != ["null"] or value]
     above = sign + "".join(f"{part}." for part in way)
-    return [
+    items = [
         CompletionItem(f"{above}{child}{end}", help=" ".join(inner.doc.split()) or None)
         for child, inner in spot.inside().items()
         if child.startswith(start)
         for end in _ends(sign, child, inner, spot)
     ]
+    return items + files
 
 
 @_quiet
@@ -84,12 +92,13 @@ def complete_key(ctx: click.Context, param: click.Parameter, incomplete: str) ->
     *way, start = incomplete.split(".")
     spot = _spot(ctx, way)
     above = "".join(f"{part}." for part in way)
-    return [
+    items = [
         CompletionItem(f"{above}{child}{end}", help=" ".join(inner.doc.split()) or None)
         for child, inner in (spot.inside() if spot else {}).items()
         if child.startswith(start)
         for end in (["", "."] if inner.holds_keys() else [""])
     ]
+    return items + (_files(incomplete) if incomplete else [])
 
 
 def _ends(sign: str, child: str, inner: "_Spot", spot: "_Spot") -> Iterator[str]:
@@ -230,16 +239,16 @@ def _spot(ctx: click.Context, way: list[str]) -> _Spot | None:
 
 def _values(ctx: click.Context) -> Any:
     """What the named config holds with the overrides so far; None if it cannot be read."""
-    from deeplightning.config.source import read
+    from deeplightning.config.source import is_file, read
     from deeplightning.config.tree import plain
     from deeplightning.own_code import add_import_roots
 
-    config = ctx.params.get("config")
-    if config is None:
+    given = [ctx.params.get("config"), *(ctx.params.get("overrides") or ())]
+    config, *words = [str(word) for word in (*(ctx.params.get("configs") or ()), *given) if word is not None] or [""]
+    if not config:
         return None
     try:
-        words = [word for words in ctx.params.values() if isinstance(words, tuple) for word in words]
-        source = read(config, [word for word in words if "=" in word or word.startswith(_SIGNS)])
+        source = read(config, [word for word in words if "=" in word or word.startswith(_SIGNS) or is_file(word)])
     except Exception:  # the keys of the schema are still worth something
         return None
     add_import_roots(Path.cwd(), *source.folders)

@@ -1,18 +1,21 @@
 """The group of the command's verbs, and what several of them share: arguments, the config, the notices."""
 
 import contextlib
+import functools
 import gc
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import click
 
-from deeplightning.cli.completion import complete_config, complete_overrides
+from deeplightning.cli.completion import Complete, complete_config, complete_overrides
 from deeplightning.cli.exit_codes import Session
 from deeplightning.version import __version__
+
+Verb = TypeVar("Verb", bound=Callable[..., Any])
 
 OVERRIDES = "key=value sets, ~key removes, +list=[x] appends; for example model.optimizer.params.lr=0.1"
 
@@ -39,16 +42,9 @@ HERE = "config.yaml"
 """The config of the working directory, which verbs that take a CONFIG use where none is named."""
 
 
-class OfConfig(click.Command):
-    """A verb that takes a CONFIG: `HERE` where none is named and that file is there."""
-
-    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if not ctx.resilient_parsing and os.path.isfile(HERE):  # noqa: PTH113
-            words, _, _ = self.make_parser(ctx).parse_args([*args])
-            named = words.get("config")
-            if not isinstance(named, str) or (is_override(named) and not os.path.isfile(named)):  # noqa: PTH113
-                args = [HERE, *args]
-        return super().parse_args(ctx, args)
+def _names_no_file(words: list[str]) -> bool:
+    """Whether the first word is no config: there is none, or it is an override."""
+    return not words or (is_override(words[0]) and not os.path.isfile(words[0]))  # noqa: PTH113
 
 
 def is_override(word: str) -> bool:
@@ -56,9 +52,62 @@ def is_override(word: str) -> bool:
     return "=" in word or (word.startswith(("~", "+")) and "/" not in word)
 
 
-with_overrides = click.argument("overrides", nargs=-1, metavar="[key=value …]", shell_complete=complete_overrides)
-with_config = click.argument("config", type=click.Path(path_type=Path), shell_complete=complete_config)
 LOOSE = {"ignore_unknown_options": True}
+
+
+def with_config(words: str = "[key=value …]", complete: Complete = complete_overrides) -> Callable[[Verb], Verb]:
+    """Gives a verb its `config` and its `overrides`, in which further config files come first.
+
+    Args:
+        words: what may follow CONFIG, for the help.
+        complete: what a shell offers there.
+    """
+
+    def decorate(verb: Verb) -> Verb:
+        @functools.wraps(verb)
+        def called(config: str | None, overrides: tuple[str, ...], configs: tuple[str, ...], **options: Any) -> Any:
+            from deeplightning.config.source import is_file
+
+            given = [*([] if config is None else [config]), *overrides]
+            files = [*configs]
+            if not files and os.path.isfile(HERE) and _names_no_file(given):  # noqa: PTH113
+                files = [HERE]
+            elif not files and given:
+                files = [given.pop(0)]
+            elif not files:
+                raise click.UsageError("Missing argument 'CONFIG'.", click.get_current_context())
+            for file in files[1:]:
+                if not is_file(file):
+                    raise click.UsageError(f"--config {file}: a further config file ends in .yaml or .yml")
+            return verb(config=Path(files[0]), overrides=(*files[1:], *given), **options)
+
+        more = click.argument("overrides", nargs=-1, metavar=f"[CONFIG …] {words}", shell_complete=complete)
+        option = click.option(
+            "--config",
+            "configs",
+            metavar="CONFIG",
+            multiple=True,
+            shell_complete=complete_config,
+            help="The config, instead of the first word; repeatable. Each further CONFIG lies over those before it.",
+        )
+        first = click.argument("config", metavar="CONFIG", required=False, shell_complete=complete_config)
+        return cast(Verb, first(more(option(called))))
+
+    return decorate
+
+
+def _no_files(ctx: click.Context, param: click.Parameter, words: tuple[str, ...]) -> tuple[str, ...]:
+    """Overrides of a run's config: no file lies over that."""
+    from deeplightning.config.source import is_file
+
+    if file := next((word for word in words if is_file(word)), None):
+        raise click.UsageError(f"{file}: a config file cannot be laid over that of a run; give its keys as key=value")
+    return words
+
+
+with_overrides = click.argument(
+    "overrides", nargs=-1, metavar="[key=value …]", callback=_no_files, shell_complete=complete_overrides
+)
 with_allow = click.option(
     "--allow", metavar="ROOT", multiple=True, help="A module to import for a RUN that was not made here; repeatable."
 )

@@ -14,7 +14,6 @@ from deeplightning.cli.exit_codes import run_verb
 from deeplightning.cli.group import (
     LOOSE,
     OVERRIDES,
-    OfConfig,
     cli,
     examine_config,
     load,
@@ -22,7 +21,6 @@ from deeplightning.cli.group import (
     show_notices,
     stdout_for_the_result,
     with_config,
-    with_overrides,
 )
 from deeplightning.process import streams
 
@@ -58,9 +56,8 @@ def init(folder: Path, kind: str, data: Path | None) -> None:
     click.echo(f"next       {place}deeplightning train")
 
 
-@cli.command(cls=OfConfig, context_settings=LOOSE, epilog=OVERRIDES)
-@with_config
-@with_overrides
+@cli.command(context_settings=LOOSE, epilog=OVERRIDES)
+@with_config()
 def train(config: Path, overrides: tuple[str, ...]) -> None:
     """Run the stages of CONFIG and export what was trained.
 
@@ -75,7 +72,7 @@ def train(config: Path, overrides: tuple[str, ...]) -> None:
     cfg = load(config, overrides)
     apply_environment(cfg)
     if (launcher := launcher_of(cfg)) is not None:
-        sys.exit(launcher.run(Job(cfg, located(config).absolute(), overrides)))
+        sys.exit(launcher.run(Job(cfg, located(config).absolute(), _absolute(overrides))))
     from deeplightning.run.stages import launch
 
     launch(cfg)
@@ -94,9 +91,8 @@ def worker() -> None:
     sys.exit(work(cfg))
 
 
-@cli.command(cls=OfConfig, context_settings=LOOSE, epilog=OVERRIDES)
-@with_config
-@with_overrides
+@cli.command(context_settings=LOOSE, epilog=OVERRIDES)
+@with_config()
 def plan(config: Path, overrides: tuple[str, ...]) -> None:
     """Print what `train CONFIG` would start: processes, their environment, commands.
 
@@ -110,12 +106,18 @@ def plan(config: Path, overrides: tuple[str, ...]) -> None:
     report = examine_config(config, overrides, importing=False)
     cfg = report.checked()
     show_notices(report)
-    show(dump(plan_of(Job(cfg, located(config).absolute(), overrides))))
+    show(dump(plan_of(Job(cfg, located(config).absolute(), _absolute(overrides)))))
 
 
-@cli.command(cls=OfConfig, context_settings=LOOSE, epilog=OVERRIDES)
-@with_config
-@with_overrides
+def _absolute(overrides: tuple[str, ...]) -> tuple[str, ...]:
+    """The same with absolute paths of config files."""
+    from deeplightning.config.source import is_file, located
+
+    return tuple(str(located(word).absolute()) if is_file(word) else word for word in overrides)
+
+
+@cli.command(context_settings=LOOSE, epilog=OVERRIDES)
+@with_config()
 def tune(config: Path, overrides: tuple[str, ...]) -> None:
     """Search for the best values of what CONFIG's `tune.space` names.
 
@@ -134,9 +136,8 @@ def tune(config: Path, overrides: tuple[str, ...]) -> None:
     search(located(config), overrides, train_here)
 
 
-@cli.command(cls=OfConfig, context_settings=LOOSE, epilog=OVERRIDES)
-@with_config
-@with_overrides
+@cli.command(context_settings=LOOSE, epilog=OVERRIDES)
+@with_config()
 @click.option("--import", "importing", is_flag=True, help="Import what CONFIG names; settles what its source cannot.")
 @click.option(
     "--dry-run", is_flag=True, help="Also pass one made-up batch through training and validation, on the CPU."
@@ -168,26 +169,25 @@ def check(config: Path, overrides: tuple[str, ...], importing: bool, dry_run: bo
     show(dump(cfg.public()))
 
 
-@cli.command(cls=OfConfig, context_settings=LOOSE, epilog=OVERRIDES)
-@with_config
-@click.argument("words", nargs=-1, metavar="[KEY …] [key=value …]", shell_complete=complete_key)
-def explain(config: Path, words: tuple[str, ...]) -> None:
+@cli.command(context_settings=LOOSE, epilog=OVERRIDES)
+@with_config("[KEY …] [key=value …]", complete_key)
+def explain(config: Path, overrides: tuple[str, ...]) -> None:
     """Print the complete config that CONFIG means on this machine, with who set each value.
 
     For a KEY: its value, type and meaning, who set it, and what that replaced.
     """
     from deeplightning.checks import explain as of
+    from deeplightning.config.source import is_file
 
-    keys: list[str] = [word for word in words if "=" not in word and not word.startswith(("~", "+"))]
-    report = examine_config(config, tuple(word for word in words if word not in keys), importing=False)
+    keys = [word for word in overrides if "=" not in word and not word.startswith(("~", "+")) and not is_file(word)]
+    report = examine_config(config, tuple(word for word in overrides if word not in keys), importing=False)
     report.checked()
     for key in keys or [""]:
         of.show(of.explain(report, key))
 
 
-@cli.command(cls=OfConfig, context_settings=LOOSE, epilog=OVERRIDES)
-@with_config
-@with_overrides
+@cli.command(context_settings=LOOSE, epilog=OVERRIDES)
+@with_config()
 def stats(config: Path, overrides: tuple[str, ...]) -> None:
     """Print what CONFIG's training set is like, as YAML.
 

@@ -62,9 +62,21 @@ class Source:
                 entry.value = present(entry.value)
 
 
+def is_file(word: str) -> bool:
+    """Whether a word among the overrides is a further config file: it ends in `.yaml` or `.yml` and is neither
+    `key=value`, `~key` nor `+list=[x]`."""
+    if not word.endswith((".yaml", ".yml")) or (word.startswith(("~", "+")) and not word.startswith("~/")):
+        return False
+    return "=" not in word or os.path.isfile(word)  # noqa: PTH113  (a folder may be called `lr=0.1`)
+
+
 def read(path: str | Path | None, overrides: list[str] | None = None) -> Source:
     """Reads a config file, the files it builds on, and the overrides; without a file, the overrides alone. It calls no
     resolver of the user's.
+
+    Args:
+        overrides: `key=value`, `~key` and `+list=[x]`, which come last; and further config files, each of which lies
+            over `path` and over the files before it.
 
     Raises:
         ConfigError: when there is no tree to go on with. Lesser faults stand in the result.
@@ -81,16 +93,17 @@ def compose(path: str | Path | None, overrides: list[str] | None = None) -> Sour
         ConfigError: when there is no tree to go on with.
     """
     faults: list[Fault] = []
-    if path is not None:
-        path = located(path)
-    if (found := _URL.match(str(path or ""))) and not os.path.exists(str(path)):  # noqa: PTH110
-        address = f"{found[1]}://{str(path)[found.end() :]}"  # of which a Path has kept one slash
-        message = "a config is a file of this machine, not an address; download it, and name the file"
-        raise ConfigError(Fault(message, place=address))
-    file = Path(os.path.expanduser(path or ""))  # noqa: PTH111  (Path's fails for an unknown ~user)
     files: list[_File] = []
-    root = Entry({}, "") if path is None else _with_bases(file, [], files, faults)
-    for text in overrides or []:
+    root = Entry({}, "")
+    names = [word for word in overrides or [] if is_file(word)]
+    for name in map(located, names if path is None else [path, *names]):
+        if (found := _URL.match(str(name))) and not os.path.exists(str(name)):  # noqa: PTH110
+            address = f"{found[1]}://{str(name)[found.end() :]}"  # of which a Path has kept one slash
+            message = "a config is a file of this machine, not an address; download it, and name the file"
+            raise ConfigError(Fault(message, place=address))
+        file = Path(os.path.expanduser(name))  # noqa: PTH111  (Path's fails for an unknown ~user)
+        root = _merge(root, _with_bases(file, [], files, faults))
+    for text in (word for word in overrides or [] if not is_file(word)):
         try:
             _override(root, text)
         except ConfigError as error:
@@ -244,6 +257,8 @@ def _override(root: Entry, text: str) -> None:
         raise ConfigError(Fault(f"a key is added without `++`.{_meant(name.lstrip('+'), value)}", place=place))
     if not all(parts) or (equals == "") != (sign == "~"):
         what = "there is no such option, see --help; " if text.startswith("-") else ""
+        if os.path.isfile(text):  # noqa: PTH113  (Path's fails for a name that is too long)
+            what = "the name of a further config file ends in .yaml or .yml; "
         raise ConfigError(Fault(f"{what}an override is key=value, ~key (remove), or +list=[x] (append)", place=place))
     new = None if sign == "~" else _override_value(value, name, place)
     if sign == "+" and new is not None and not isinstance(new.value, list) and other_tools.ours(name):

@@ -297,3 +297,10 @@ def test_completion_imports_nothing_heavy():
     assert "model.network.params.width=" in done.stdout
     loaded = {line.rpartition("|")[2].strip().partition(".")[0] for line in done.stderr.splitlines()}
     assert loaded & {"torch", "pytorch_lightning", "mlflow", "numpy", "torchvision"} == set()
+
+
+def test_files_and_overrides_follow_a_config(place):
+    """A further config file is offered from its first letter on; overrides also behind `--config`."""
+    assert words("c.") == ["c.yaml"]
+    assert offered("bash", "deeplightning\ntrain\n--config\nc.yaml\ndata.ro", 4) == ["plain,data.root="]
+    assert offered("bash", "deeplightning\ntrain\n--config\nc", 3) == ["plain,c.yaml", "dir,c"]
