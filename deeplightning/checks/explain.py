@@ -14,7 +14,7 @@ from deeplightning.checks.report import Report
 from deeplightning.config import schema
 from deeplightning.config.schema import Config
 from deeplightning.config.tree import Entry, KeyPath, kind, line
-from deeplightning.faults import ConfigError, Fault, nearest, printable
+from deeplightning.faults import ConfigError, Fault, nearest, printable, upwards
 from deeplightning.static.signature import UNKNOWN, Parameter, Undecided
 
 COLUMN = 56  # where the places stand beside the values, unless a line is longer
@@ -136,11 +136,21 @@ def _about(report: Report, path: KeyPath, value: Any) -> Iterator[str]:
     if path == ("engine", "backend") and value is not None:
         rows += [("means", str(strategy.meaning(value))), ("strategy", ", ".join(strategy.classes_of(value)))]
     rows.append(("set by", _setter(report, path)))
+    rows += _option(report, path)
     history = _history(report, path)
     for entry in history[1:]:
         rows.append(("instead of", f"{_short(report, entry, path)}  # {entry.place}"))
     # A file that two others build on is read twice.
     yield from (f"  {word.ljust(10)}  {text}" for word, text in dict.fromkeys(rows))
+
+
+def _option(report: Report, path: KeyPath) -> Iterator[tuple[str, str]]:
+    """The option groups around a key: what is chosen in each, and what could be."""
+    assert report.source is not None
+    for group in report.source.groups.values():
+        if group.key in upwards(".".join(map(str, path))):
+            options = ", ".join(group.options())
+            yield "option", f"{group.name}={','.join(group.chosen) or 'null'}  # {group.place}; there are: {options}"
 
 
 def _setter(report: Report, path: KeyPath) -> str:

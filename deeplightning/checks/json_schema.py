@@ -68,19 +68,31 @@ def json_schema() -> Json:
         definitions[f"{cls.__name__}.whole"] = _whole(cls)
     config = _section(schema.Config, "") | {"title": "Deep Lightning config", "type": "object"}
     del config["pattern"], config["patternErrorMessage"]
+    options: Json = {
+        "propertyNames": {"pattern": r"^[A-Za-z_][\w-]*(/[A-Za-z_][\w-]*)*$"},
+        "additionalProperties": {
+            "type": ["string", "array", "null"],
+            "items": {"type": "string"},
+        },
+    }
     base = {
         "title": "_base_",
-        "description": "a config file to build on, or several, by paths relative to this file; this file "
-        "overrides them, and a key `~name` removes one of theirs",
-        "type": ["string", "array", "null"],
-        "items": {"type": "string"},
-        "examples": ["base.yaml"],
+        "description": "a config file to build on, or several, by paths relative to this file; {GROUP: OPTION} takes "
+        "GROUP/OPTION.yaml and places it under the key GROUP. This file overrides them, and a key `~name` removes one "
+        "of theirs",
+        "type": ["string", "array", "object", "null"],
+        "items": {"type": ["string", "object"], **options},
+        **options,
+        "examples": ["base.yaml", ["base.yaml", {"model": "resnet18"}]],
     }
     return {
         "$schema": "https://json-schema.org/draft/2020-12/schema",
         **config,
         "properties": {"_base_": base, **config["properties"]},
-        "if": {"required": ["_base_"], "properties": {"_base_": {"type": ["string", "array"], "minItems": 1}}},
+        "if": {
+            "required": ["_base_"],
+            "properties": {"_base_": {"type": ["string", "array", "object"], "minItems": 1}},
+        },
         "else": {"$ref": "#/$defs/Config.whole"},
         "$defs": definitions,
     }

@@ -63,12 +63,18 @@ def _files(incomplete: str) -> list[CompletionItem]:
 
 @_quiet
 def complete_overrides(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    """`key=value`, `~key` of what is there, `+key=` of lists; and from the first letter on, further config files."""
+    """`key=value`, `~key` of what is there, `+key=` of lists, options of groups; and from the first letter on, further
+    config files."""
     sign = incomplete[:1] if incomplete.startswith(_SIGNS) else ""
     name, equals, value = incomplete.removeprefix(sign).partition("=")
     *way, start = name.split(".")
     spot = _spot(ctx, [*way, start] if equals else way)
     files = _files(incomplete) if incomplete and not equals and "config" in ctx.params else []
+    groups = {} if sign or "." in name else _groups(ctx)
+    if equals and name in groups:
+        return [CompletionItem(f"{name}={option}") for option in groups[name].options() if option.startswith(value)]
+    if not equals:
+        files = [*(CompletionItem(f"{group}=") for group in groups if group.startswith(name)), *files]
     if spot is None:
         return files
     if equals:
@@ -237,22 +243,36 @@ def _spot(ctx: click.Context, way: list[str]) -> _Spot | None:
     return spot
 
 
+def _groups(ctx: click.Context) -> Mapping[str, Any]:
+    """The option groups of the named config, by name."""
+    source = _source(ctx)
+    return source.groups if source is not None else {}
+
+
 def _values(ctx: click.Context) -> Any:
     """What the named config holds with the overrides so far; None if it cannot be read."""
-    from deeplightning.config.source import is_file, read
     from deeplightning.config.tree import plain
     from deeplightning.own_code import add_import_roots
+
+    source = _source(ctx)
+    if source is None:
+        return None
+    add_import_roots(Path.cwd(), *source.folders)
+    return plain(source.root)
+
+
+def _source(ctx: click.Context) -> Any:
+    """The named config with the overrides so far; None if it cannot be read."""
+    from deeplightning.config.source import is_file, read
 
     given = [ctx.params.get("config"), *(ctx.params.get("overrides") or ())]
     config, *words = [str(word) for word in (*(ctx.params.get("configs") or ()), *given) if word is not None] or [""]
     if not config:
         return None
     try:
-        source = read(config, [word for word in words if "=" in word or word.startswith(_SIGNS) or is_file(word)])
+        return read(config, [word for word in words if "=" in word or word.startswith(_SIGNS) or is_file(word)])
     except Exception:  # the keys of the schema are still worth something
         return None
-    add_import_roots(Path.cwd(), *source.folders)
-    return plain(source.root)
 
 
 def _is_target(value: Any) -> bool:

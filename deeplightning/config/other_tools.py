@@ -286,7 +286,7 @@ SYSTEMS: dict[str, dict[str, str]] = {
         "track_grad_norm stochastic_weight_avg": "train.callbacks",
     },
     "The Lightning-Hydra template": {
-        "defaults": "_base_ (a file, or a list of files)",
+        "defaults": "_base_ (a file, an option {model: resnet18}, or a list of these)",
         "hydra": f"{_STORE} (where runs lie; a sweep is `tune`)",
         "hydra.sweeper hparams_search": "tune",
         "hydra.launcher": "engine.launcher",

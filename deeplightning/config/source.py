@@ -5,6 +5,7 @@ Every value knows the place that set it.
 config without `${…}` saves.
 """
 
+import functools
 import os
 import re
 from collections.abc import Callable, Mapping
@@ -13,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from deeplightning.config import other_tools, packages
+from deeplightning.config.groups import Group, check_name, choices, chosen, shipped_folder
 from deeplightning.config.interpolation import resolve
 from deeplightning.config.moved import present
 from deeplightning.config.secrets import Secrets
 from deeplightning.config.tree import Entry, kind, nodes, parse
-from deeplightning.faults import ConfigError, Fault, Notice
+from deeplightning.faults import ConfigError, Fault, Notice, nearest
 
 MAX_BYTES = 1_000_000  # of a file, and of all files that build on each other
 MAX_BASES = 50
@@ -29,6 +31,7 @@ class Source:
     """A config as it was written: the merged tree, and the folders of its files, the nearest first.
 
     Attributes:
+        groups: the option groups that its files name.
         unchecked: the values that depend on a resolver of the user's that was not imported.
         notices: what its references have to say.
     """
@@ -36,6 +39,7 @@ class Source:
     root: Entry
     folders: list[Path]
     faults: list[Fault]
+    groups: dict[str, Group] = field(default_factory=dict)
     secrets: Secrets = field(default_factory=Secrets)
     unchecked: list[Fault] = field(default_factory=list)
     notices: list[Notice] = field(default_factory=list)
@@ -93,23 +97,29 @@ def compose(path: str | Path | None, overrides: list[str] | None = None) -> Sour
         ConfigError: when there is no tree to go on with.
     """
     faults: list[Fault] = []
-    files: list[_File] = []
-    root = Entry({}, "")
-    names = [word for word in overrides or [] if is_file(word)]
-    for name in map(located, names if path is None else [path, *names]):
-        if (found := _URL.match(str(name))) and not os.path.exists(str(name)):  # noqa: PTH110
+    names = [located(name) for name in [*([] if path is None else [path]), *filter(is_file, overrides or [])]]
+    words = [word for word in overrides or [] if not is_file(word)]
+    for name in names:
+        if (found := _URL.match(str(name))) and not os.path.exists(name):  # noqa: PTH110
             address = f"{found[1]}://{str(name)[found.end() :]}"  # of which a Path has kept one slash
             message = "a config is a file of this machine, not an address; download it, and name the file"
             raise ConfigError(Fault(message, place=address))
-        file = Path(os.path.expanduser(name))  # noqa: PTH111  (Path's fails for an unknown ~user)
-        root = _merge(root, _with_bases(file, [], files, faults))
-    for text in (word for word in overrides or [] if not is_file(word)):
+    tops = [Path(os.path.expanduser(name)) for name in names]  # noqa: PTH111  (Path's fails for an unknown ~user)
+    reading = _Reading(faults, choices(words), [_folder(file) for file in tops])
+    # The last file chooses before the others where several name an option group.
+    trees = [reading.tree(file, order=(number,)) for number, file in reversed([*enumerate(tops)])]
+    root = functools.reduce(_merge, reversed(trees)) if trees else Entry({}, "")
+    for text in words:
+        key = text.partition("=")[0]
+        if key in reading.words and key in reading.groups:
+            continue
         try:
+            reading.refuse_choice(key)
             _override(root, text)
         except ConfigError as error:
             faults += error.faults
-    folders = [found.folder for found in sorted(files, key=lambda found: found.depth)]
-    return Source(root, list(dict.fromkeys(folders)), faults)
+    files = sorted(reading.files, key=lambda found: (found.depth, found.order))
+    return Source(root, list(dict.fromkeys(file.folder for file in files)), faults, reading.groups)
 
 
 def located(path: str | Path) -> Path:
@@ -128,45 +138,160 @@ def located(path: str | Path) -> Path:
 
 @dataclass(frozen=True)
 class _File:
-    """A file that was read: its folder, its bytes, and how many files lead to it."""
+    """A file that was read: the folder that names may come from, its bytes, how many files lead to it, and its place
+    among those of the same depth."""
 
     folder: Path
     size: int
     depth: int
+    order: tuple[int, ...]
 
 
-def _with_bases(
-    path: Path, trail: list[Path], read: list[_File], faults: list[Fault], place: str | None = None
-) -> Entry:
-    """The tree of a file, laid over the trees of its `_base_` files. `trail` are the files that lead to it, `read` all
-    that were read, `place` is that of the `_base_` that names it."""
-    here = Path(os.path.realpath(path))  # unlike Path.resolve, without an error for links that go round
-    if here in trail:
-        chain = " → ".join(_short(p) for p in [*trail[trail.index(here) :], here])
-        message = f"these files build on each other in a circle: {chain}; remove one `_base_`"
-        raise ConfigError(Fault(message, place=place))
-    if len(read) >= MAX_BASES:
-        raise ConfigError(Fault(f"more than {MAX_BASES} files build on each other", place=_short(path)))
-    text = _text(path)
-    read.append(_File(Path(os.path.abspath(path.parent)), len(text), len(trail)))  # noqa: PTH100 (without `..`)
-    if sum(file.size for file in read) > MAX_BYTES:
-        message = f"the files that build on each other have at most {MAX_BYTES // 1000} kB together"
-        raise ConfigError(Fault(message, place=_short(path)))
-    tree = parse(text, _short(path), faults)
-    if not isinstance(tree.value, dict):
-        what = "is empty" if tree.value is None else f"holds {kind(tree)}"
-        raise ConfigError(Fault(f"this file {what}; a config is a mapping of keys such as `data:`", place=_short(path)))
-    base = tree.value.pop("_base_", None)
-    if base is None or base.value is None:
-        return tree
-    names = base.value if isinstance(base.value, list) else [base]
-    merged = Entry({}, tree.place)
-    for name in names:
-        if not isinstance(name.value, str):
-            raise ConfigError(Fault(f"a `_base_` is the path of a file, not {kind(name)}", "_base_", name.place))
-        file = _base(name.value, path.parent, name.place)
-        merged = _merge(merged, _with_bases(file, [*trail, here], read, faults, name.place))
-    return _merge(merged, tree)
+@dataclass
+class _Reading:
+    """The reading of a config's files.
+
+    Attributes:
+        words: the overrides that may choose an option, by the name of the group.
+        tops: the folders of the files that the user named.
+        files: what was read.
+        groups: the option groups that were named so far; whoever names one first has chosen.
+    """
+
+    faults: list[Fault]
+    words: dict[str, Entry]
+    tops: list[Path]
+    files: list[_File] = field(default_factory=list)
+    groups: dict[str, Group] = field(default_factory=dict)
+
+    def tree(
+        self,
+        path: Path,
+        trail: tuple[Path, ...] = (),
+        place: str | None = None,
+        *,
+        order: tuple[int, ...],
+        inside: str = "",
+        root: Path | None = None,
+        roots: tuple[Path, ...] = (),
+    ) -> Entry:
+        """The tree of a file, laid over the trees of its `_base_` files.
+
+        Args:
+            trail: the files that lead to it.
+            place: that of the `_base_` that names it.
+            order: its place among the files of the config.
+            inside: the option group that it belongs to.
+            root: the folder that holds the folder of that group; None: its own.
+            roots: the same of the files that lead to it.
+        """
+        here = Path(os.path.realpath(path))  # unlike Path.resolve, without an error for links that go round
+        if here in trail:
+            chain = " → ".join(_short(p) for p in [*trail[trail.index(here) :], here])
+            message = f"these files build on each other in a circle: {chain}; remove one `_base_`"
+            raise ConfigError(Fault(message, place=place))
+        if len(self.files) >= MAX_BASES:
+            raise ConfigError(Fault(f"more than {MAX_BASES} files build on each other", place=_short(path)))
+        text = _text(path)
+        folder = root or _folder(path)
+        self.files.append(_File(folder, len(text), len(trail), order))
+        if sum(file.size for file in self.files) > MAX_BYTES:
+            message = f"the files that build on each other have at most {MAX_BYTES // 1000} kB together"
+            raise ConfigError(Fault(message, place=_short(path)))
+        if inside and re.search(r"^#\s*@package\b", text, re.MULTILINE):
+            message = f"`@package` is Hydra's and has no effect: this file is placed under `{inside}`; remove the line"
+            raise ConfigError(Fault(message, place=_short(path)))
+        tree = parse(text, _short(path), self.faults)
+        if not isinstance(tree.value, dict):
+            what = "is empty" if tree.value is None else f"holds {kind(tree)}"
+            message = f"this file {what}; a config is a mapping of keys such as `data:`"
+            raise ConfigError(Fault(message, place=_short(path)))
+        base = tree.value.pop("_base_", None)
+        if base is None or base.value is None:
+            return tree
+        names = base.value if isinstance(base.value, list) else [base]
+        trail, roots = (*trail, here), tuple(dict.fromkeys([*roots, folder]))
+        parts: dict[int, list[Entry]] = {}
+        # Its own choices count before those of its files, those of a later file before those of an earlier one.
+        named: set[str] = set()
+        for number, name in enumerate(names):
+            if isinstance(name.value, dict):
+                parts[number] = self._options(name.value, named, trail, (*order, number), inside, roots)
+        files = {}
+        for number, name in enumerate(names):
+            if isinstance(name.value, str):
+                files[number] = _base(name.value, path.parent, name.place), name.place
+            elif number not in parts:
+                message = f"a `_base_` is the path of a file, not {kind(name)}; an option is {{GROUP: OPTION}}"
+                raise ConfigError(Fault(message, "_base_", name.place))
+        for number, (file, named_at) in reversed(files.items()):
+            parts[number] = [
+                self.tree(file, trail, named_at, order=(*order, number), inside=inside, root=root, roots=roots)
+            ]
+        laid = [part for number in sorted(parts) for part in parts[number]]
+        return functools.reduce(_merge, [*laid, tree])
+
+    def _options(
+        self,
+        items: dict[str, Entry],
+        named: set[str],
+        trail: tuple[Path, ...],
+        order: tuple[int, ...],
+        inside: str,
+        roots: tuple[Path, ...],
+    ) -> list[Entry]:
+        """The trees of the options that `{group: option}` names, each below the group's key.
+
+        Args:
+            named: the groups that the same `_base_` has named.
+        """
+        found = []
+        for name, entry in items.items():
+            check_name(name, entry.place)
+            whole = f"{inside}/{name}" if inside else name
+            if whole in named:
+                raise ConfigError(
+                    Fault(f"the option group `{whole}` is named twice; remove one", "_base_", entry.place)
+                )
+            named.add(whole)
+            if whole in self.groups:  # somebody nearer to the user has chosen
+                continue
+            choice = self.words.get(whole, entry)
+            looked = list(dict.fromkeys([*self.tops, *roots, shipped_folder()]))
+            group = Group(whole, chosen(choice), choice.place, looked)
+            self.groups[whole] = group
+            for number, option in enumerate(group.chosen):
+                root, file = group.find(option)
+                at = (*order, number)
+                tree = self.tree(file, trail, choice.place, order=at, inside=whole, root=root, roots=roots)
+                for part in reversed(name.split("/")):
+                    tree = Entry({part: tree}, tree.place)
+                found.append(tree)
+        return found
+
+    def refuse_choice(self, name: str) -> None:
+        """Refuses an override that chooses an option of a group that no file names.
+
+        Raises:
+            ConfigError: with what would name it.
+        """
+        entry = self.words.get(name)
+        if entry is None or entry.value is None:
+            return
+        options = chosen(entry)
+        roots = list(dict.fromkeys([*self.tops, shipped_folder()]))
+        is_there = all(any((root / name / f"{option}.yaml").is_file() for root in roots) for option in options)
+        if "/" not in name and not is_there:
+            return
+        known = f" Option groups here: {', '.join(self.groups)}." if self.groups else ""
+        message = f"no `_base_` of this config names an option group `{name}`.{nearest(name, self.groups)}{known}"
+        if is_there:
+            message += f" Add {{{name}: {options[0]}}} to its `_base_`"
+        raise ConfigError(Fault(message, name, entry.place))
+
+
+def _folder(path: Path) -> Path:
+    return Path(os.path.abspath(path.parent))  # noqa: PTH100 (without `..`)
 
 
 def _base(name: str, folder: Path, place: str) -> Path:

@@ -136,6 +136,7 @@ def script(page: Path, place: Path) -> str:
     ports: dict[str, int] = {}
     for number, block in enumerate(blocks(page)):
         if block.file:
+            (place / block.file).parent.mkdir(parents=True, exist_ok=True)
             (place / block.file).write_text(block.text)
         elif block.language == "python":
             (place / f"block_{number}.py").write_text(block.text)

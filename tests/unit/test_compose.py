@@ -3,8 +3,12 @@
 import sys
 from pathlib import Path
 
+import jsonschema
 import pytest
+import yaml
+from click.shell_completion import get_completion_class
 
+from deeplightning.checks.json_schema import json_schema
 from deeplightning.cli import cli
 from deeplightning.cli.exit_codes import run_verb
 from deeplightning.config.source import read
@@ -79,3 +83,133 @@ def test_a_word_that_is_no_config_is_named(answer, words, note):
     code, out, err = answer(*words)
     assert (code, out) == (2, "")
     assert note in err
+
+
+# ---- option groups
+
+
+@pytest.fixture
+def groups(place):
+    """Configs with the groups `model`, `model/optimizer` and `data`, in folders beside them."""
+    files = {
+        "base.yaml": "_base_: {model: small}\nseed: 1\n"
+        + (ROOT / "configs/base.yaml").read_text().split("seed: 42")[1],
+        "model/small.yaml": "_base_: {optimizer: adam}\nnetwork: {params: {num_channels: 1}}\n",
+        "model/wide.yaml": "_base_: small.yaml\nnetwork: {params: {num_channels: 3}}\n"
+        "loss: {params: {label_smoothing: 0.1}}\n",
+        "model/optimizer/adam.yaml": "type: torch.optim.Adam\nparams: {lr: 0.1}\n",
+        "model/optimizer/sgd.yaml": "type: torch.optim.SGD\n",
+        "data/few.yaml": "batch_size: 4\n",
+        "data/hydra.yaml": "# @package _global_\nseed: 3\n",
+        "sub/top.yaml": "_base_: [../base.yaml, {data: few}]\n",
+        "sub/data/few.yaml": "batch_size: 5\n",
+        "twice.yaml": "_base_: [base.yaml, {model: wide}]\n",
+    }
+    for name, text in files.items():
+        Path(name).parent.mkdir(parents=True, exist_ok=True)
+        Path(name).write_text(text)
+
+
+def values(path: str, *overrides: str) -> tuple:
+    """Batch size, channels, smoothing, optimizer and rate of a config."""
+    source = read(path, [*overrides])
+    assert source.faults == []
+    root = plain(source.root)
+    model = root["model"]
+    params = model["optimizer"]["params"]
+    return (
+        root["data"]["batch_size"],
+        model["network"]["params"]["num_channels"],
+        (model["loss"].get("params") or {}).get("label_smoothing"),
+        model["optimizer"]["type"].rpartition(".")[2],
+        params["lr"],
+    )
+
+
+@pytest.mark.usefixtures("groups")
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["base.yaml"], (32, 1, None, "Adam", 0.003)),  # the file lies over its options
+        (["base.yaml", "model=wide"], (32, 1, 0.1, "Adam", 0.003)),
+        (["base.yaml", "model/optimizer=sgd"], (32, 1, None, "Adam", 0.003)),
+        (["twice.yaml"], (32, 3, 0.1, "Adam", 0.1)),  # the outer file chooses, where it stands
+        (["twice.yaml", "model=small"], (32, 1, None, "Adam", 0.1)),
+        (["twice.yaml", "model/optimizer=sgd"], (32, 3, 0.1, "SGD", 0.003)),
+        (["sub/top.yaml"], (5, 1, None, "Adam", 0.003)),  # beside the config before beside its base
+        (["sub/top.yaml", "data=null"], (32, 1, None, "Adam", 0.003)),
+        (["base.yaml", "sub/top.yaml", "data.batch_size=7"], (7, 1, None, "Adam", 0.003)),
+        (["twice.yaml", "model=[wide, small]"], (32, 1, 0.1, "Adam", 0.1)),
+    ],
+)
+def test_an_option_lies_under_the_key_of_its_group(words, expected):
+    """Its content is placed under the key, over the files before it in `_base_`; the command line chooses another."""
+    assert values(*words) == expected
+
+
+@pytest.mark.usefixtures("groups")
+@pytest.mark.parametrize(
+    ("words", "note"),
+    [
+        (["model=smal"], "override model=smal: model: the group has no option `smal`. Did you mean small? There are: "
+         "round, small, wide"),
+        (["model=../twice"], "the group has no option `../twice`"),
+        (["data=few"], "override data=few: data: no `_base_` of this config names an option group `data`. Option "
+         "groups here: model, model/optimizer. Add {data: few} to its `_base_`"),
+        (["model/optimiser=sgd"], "names an option group `model/optimiser`. Did you mean model/optimizer?"),
+        (["bad.yaml"], "bad.yaml:1:10: _base_: `override model` is no option group"),
+        (["twins.yaml"], "twins.yaml:1:24: _base_: the option group `data` is named twice; remove one"),
+        (["none.yaml"], "there is no folder of this group with x.yaml in it; searched: "),
+        (["kind.yaml"], "kind.yaml:1:10: _base_: a `_base_` is the path of a file, not a mapping; one"),
+        (["hydra.yaml"], "data/hydra.yaml: `@package` is Hydra's and has no effect: this file is placed under `data`"),
+        (["circle.yaml"], "these files build on each other in a circle"),
+    ],
+)  # fmt: skip
+def test_an_option_that_is_not_there_is_named(answer, words, note):
+    """Exit code 2, with the place that chose, the nearest and the list."""
+    Path("bad.yaml").write_text("_base_: {override model: small}\n")
+    Path("twins.yaml").write_text("_base_: [{data: few}, {data: few}]\n")
+    Path("none.yaml").write_text("_base_: {nothing: x}\n")
+    Path("kind.yaml").write_text("_base_: {data: true}\n")
+    Path("hydra.yaml").write_text("_base_: [base.yaml, {data: hydra}]\n")
+    Path("model/round.yaml").write_text("_base_: ../circle.yaml\n")
+    Path("circle.yaml").write_text("_base_: {model: round}\n")
+    code, out, err = answer("check", "base.yaml", *words)
+    assert (code, out) == (2, "")
+    assert note in err
+
+
+@pytest.mark.usefixtures("groups")
+def test_options_are_explained_and_offered(answer, monkeypatch):
+    """`explain` has the file and line of a value and the group around it; a shell gets groups and options."""
+    code, out, _ = answer("explain", "base.yaml", "model=wide", "model.loss.params.label_smoothing")
+    assert code == 0
+    assert "  set by      model/wide.yaml:3:17\n" in out
+    assert "  option      model=wide  # override model=wide; there are: small, wide\n" in out
+    offered = {}
+    for last in ("mod", "model=", "model/optimizer=s"):
+        monkeypatch.setenv("COMP_WORDS", f"deeplightning\ncheck\nbase.yaml\n{last}")
+        monkeypatch.setenv("COMP_CWORD", "3")
+        found = get_completion_class("zsh")
+        offered[last] = found(cli, {}, "deeplightning", "_X").complete().splitlines()[1::3]
+    assert offered == {
+        "mod": ["model.", "model=", "model/optimizer="],
+        "model=": ["model=small", "model=wide"],
+        "model/optimizer=s": ["model/optimizer=sgd"],
+    }
+
+
+@pytest.mark.parametrize(
+    ("base", "is_right"),
+    [
+        ("{model: resnet18}", True),
+        ("[base.yaml, {model: resnet18, model/optimizer: adam}, {data: null}, {model: [a, b]}]", True),
+        ("{/model: a}", False),
+        ("{model: {a: b}}", False),
+        ("[3]", False),
+    ],
+)
+def test_an_editor_knows_groups(base, is_right):
+    """The JSON Schema takes files and groups of options."""
+    schema = jsonschema.Draft202012Validator(json_schema())
+    assert schema.is_valid(yaml.safe_load(f"_base_: {base}")) == is_right

@@ -1,0 +1,135 @@
+"""Option groups: `_base_: [{model: resnet18}]` takes one file of the folder `model`, `model=vit` on the command line
+another one."""
+
+import os
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+
+from deeplightning.config.packages import HOME
+from deeplightning.config.tree import Entry, kind, parse
+from deeplightning.faults import ConfigError, Fault, nearest
+
+SUFFIX = ".yaml"
+_NAME = re.compile(r"[A-Za-z_][\w-]*(/[A-Za-z_][\w-]*)*", re.ASCII)
+_OPTION = re.compile(r"[\w.+-]+(/[\w.+-]+)*")
+_MAX_SEEN = 10_000  # entries of a folder that are looked at for options: it may hold data
+_MAX_NAMED = 20  # options that a note lists
+
+
+def shipped_folder() -> Path:
+    """The folder of the option groups that ship with Deep Lightning."""
+    return HOME / "configs"
+
+
+@dataclass(frozen=True)
+class Group:
+    """One option group of a config, and what was chosen in it.
+
+    Attributes:
+        name: the path of its folder, `model/optimizer`.
+        chosen: the options, the later over the earlier; none where nothing is chosen.
+        place: who chose.
+        roots: the folders that may hold the group's folder, the first to be looked into first.
+    """
+
+    name: str
+    chosen: tuple[str, ...]
+    place: str
+    roots: list[Path] = field(default_factory=list)
+
+    @property
+    def key(self) -> str:
+        """The dotted key under which the options' content is placed."""
+        return self.name.replace("/", ".")
+
+    def options(self) -> list[str]:
+        """The options that there are, by name."""
+        return sorted({option for root in self.roots for option in _options(root / self.name)})
+
+    def find(self, option: str) -> tuple[Path, Path]:
+        """The file of an option, and the root that it lies in.
+
+        Raises:
+            ConfigError: there is none; with the nearest and the list.
+        """
+        if _OPTION.fullmatch(option) and ".." not in option.split("/"):
+            for root in self.roots:
+                if os.path.isfile(file := root / self.name / f"{option}{SUFFIX}"):  # noqa: PTH113  (long names)
+                    return root, file
+        options = self.options()
+        there = ", ".join(options[:_MAX_NAMED]) + (" …" if len(options) > _MAX_NAMED else "")
+        if options:
+            message = f"the group has no option `{option:.60}`.{nearest(option, options)} There are: {there}"
+        else:
+            searched = ", ".join(str(root / self.name) for root in self.roots)
+            message = f"there is no folder of this group with {option:.60}{SUFFIX} in it; searched: {searched}"
+        raise ConfigError(Fault(message, self.name, self.place, found=option, allowed=there or None))
+
+
+def _options(folder: Path) -> list[str]:
+    try:
+        with os.scandir(folder) as entries:
+            names = [entry.name for entry in islice(entries, _MAX_SEEN) if entry.name.endswith(SUFFIX)]
+    except OSError:
+        return []
+    return [name.removesuffix(SUFFIX) for name in names if not name.startswith(".")]
+
+
+def check_name(name: str, place: str) -> None:
+    """Refuses what is no name of a group.
+
+    Raises:
+        ConfigError: it has a sign of Hydra's, or of anything else.
+    """
+    if _NAME.fullmatch(name):
+        return
+    message = f"`{name:.60}` is no option group: that is the path of a folder, such as `model` or `model/optimizer`"
+    if name.startswith("override "):
+        message += "; without `override`: of several files that name a group, the outermost chooses"
+    elif "@" in name:
+        message += "; the content is placed under the key of the same path, and nowhere else"
+    raise ConfigError(Fault(message, "_base_", place))
+
+
+def chosen(entry: Entry) -> tuple[str, ...]:
+    """The options that a value names: one, several in a list, or null for none.
+
+    Raises:
+        ConfigError: it names none.
+    """
+    if entry.value is None:
+        return ()
+    items = entry.value if isinstance(entry.value, list) else [entry]
+    for item in items:
+        if not is_option(item):
+            message = "a `_base_` is the path of a file, not a mapping; one that takes an option of a group is "
+            message += f"{{GROUP: OPTION}}, and an option is the name of a file, not {kind(item)}"
+            raise ConfigError(Fault(message, "_base_", item.place))
+    return tuple(item.value for item in items)
+
+
+def is_option(entry: Entry) -> bool:
+    """Whether a value can be the name of an option."""
+    return isinstance(entry.value, str) and entry.value != ""
+
+
+def choices(overrides: Iterable[str]) -> dict[str, Entry]:
+    """The overrides that may choose an option, `model=resnet18`, `model/optimizer=adam` or `model=null`, by the name of
+    the group."""
+    found = {}
+    for text in overrides:
+        name, equals, value = text.partition("=")
+        if not equals or not _NAME.fullmatch(name):
+            continue
+        place = f"override {text}"
+        try:
+            entry = parse(value, place, [])
+        except ConfigError:  # which the override itself reports
+            continue
+        items = entry.value if isinstance(entry.value, list) else [entry]
+        if entry.value is None or (items and all(map(is_option, items))):
+            found[name] = Entry(entry.value, place)
+    return found
