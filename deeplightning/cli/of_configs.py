@@ -58,13 +58,26 @@ def init(folder: Path, kind: str, data: Path | None) -> None:
 
 @cli.command(context_settings=LOOSE, epilog=OVERRIDES)
 @with_config()
-def train(config: Path, overrides: tuple[str, ...]) -> None:
+@click.option(
+    "--multirun", "-m", is_flag=True, help="A run for each combination of values such as lr=0.1,0.01 and seed=range(3)."
+)
+@click.option("--jobs", type=click.IntRange(1), metavar="N", help="Runs of --multirun at the same time; default: 1.")
+def train(config: Path, overrides: tuple[str, ...], multirun: bool, jobs: int | None) -> None:
     """Run the stages of CONFIG and export what was trained.
 
     Without CONFIG, here and in every verb that takes one: config.yaml of the working directory, if it is there. The
     last line on stdout is the run's folder.
     """
     from deeplightning.config.source import located
+
+    if multirun:
+        from deeplightning.tune.multirun import multirun as run_grid
+
+        streams.outlive_reader()
+        run_grid(located(config), overrides, _train_here, jobs or 1)
+        return
+    if jobs is not None:
+        raise click.UsageError("--jobs goes with --multirun")
     from deeplightning.launch import Job, launcher_of
     from deeplightning.launch.environment import apply_environment
 
@@ -128,12 +141,13 @@ def tune(config: Path, overrides: tuple[str, ...]) -> None:
     from deeplightning.tune.search import search
 
     streams.outlive_reader()
+    search(located(config), overrides, _train_here)
 
-    def train_here(words: Sequence[str]) -> int:
-        sys.argv[1:] = ["train", *words]  # Lightning starts further processes with these
-        return run_verb(cli)
 
-    search(located(config), overrides, train_here)
+def _train_here(words: Sequence[str]) -> int:
+    """`deeplightning train` with these arguments, in this process; its exit code."""
+    sys.argv[1:] = ["train", *words]  # Lightning starts further processes with these
+    return run_verb(cli)
 
 
 @cli.command(context_settings=LOOSE, epilog=OVERRIDES)

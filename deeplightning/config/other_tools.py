@@ -287,7 +287,7 @@ SYSTEMS: dict[str, dict[str, str]] = {
     },
     "The Lightning-Hydra template": {
         "defaults": "_base_ (a file, an option {model: resnet18}, or a list of these)",
-        "hydra": f"{_STORE} (where runs lie; a sweep is `tune`)",
+        "hydra": f"{_STORE} (where runs lie; a sweep is `train --multirun` or `tune`)",
         "hydra.sweeper hparams_search": "tune",
         "hydra.launcher": "engine.launcher",
         "experiment": "_base_",

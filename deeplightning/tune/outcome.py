@@ -26,7 +26,6 @@ WORDS = {
     TrialState.RUNNING: "to go on",
     TrialState.WAITING: "to come",
 }
-MOST_ROWS = 30  # of the table on the terminal
 
 
 def rows(study: Study) -> list[list[str]]:
@@ -41,15 +40,6 @@ def rows(study: Study) -> list[list[str]]:
         values = [_short(point[d.key]) for d in study.space]
         table.append([place, str(trial.number), WORDS[trial.state], shown, epochs, *values])
     return table
-
-
-def text(table: Sequence[Sequence[str]]) -> str:
-    """A table in columns."""
-    left_out = len(table) - 1 - MOST_ROWS
-    shown = table[: MOST_ROWS + 1]
-    widths = [max(len(row[column]) for row in shown) for column in range(len(table[0]))]
-    lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in shown]
-    return "\n".join(lines + ([f"… and {left_out} more, in trials.csv"] if left_out > 0 else []))
 
 
 def as_csv(study: Study) -> str:

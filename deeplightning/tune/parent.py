@@ -38,10 +38,11 @@ class Parent:
     Args:
         cfg: the search's config.
         name: the search's name.
+        kind: the folder of the store that has those of all searches.
     """
 
-    def __init__(self, cfg: Config, name: str):
-        self.cfg, self.name = cfg, name
+    def __init__(self, cfg: Config, name: str, kind: str = "searches"):
+        self.cfg, self.name, self.kind = cfg, name, kind
         self.is_tracked = re.search(r"\.(MLflowLogger|MLFlowLogger)$", cfg.logger.type) is not None
         self.experiment = experiment_of(cfg.logger.type, cfg.logger.params)
         self.joined = os.environ.get("MLFLOW_RUN_ID") if self.is_tracked else None  # under `mlflow run`
@@ -63,7 +64,7 @@ class Parent:
         this machine."""
         base = self.store.folder if self.store is not None else None
         experiment, name = (re.sub(r"[^\w.-]+", "_", text) or "_" for text in (self.experiment, self.name))
-        return (base or Path("runs")).absolute() / "searches" / experiment / name
+        return (base or Path("runs")).absolute() / self.kind / experiment / name
 
     @property
     def folder(self) -> Path:

@@ -181,7 +181,7 @@ class _Search:
                 "sign": uuid.uuid4().hex,
                 "config": self._frozen(),
                 "settings": dump(self.cfg.public()),
-                "code": _own_code(),
+                "code": own_code(),
             }
             with self._told():
                 assert self.tune.mode is not None, "load_config decides it"
@@ -388,7 +388,7 @@ class _Search:
                 time.sleep(0.1)
             if hold is not None:
                 hold.release()
-            if (checkpoint := _newest(folder)) is not None:
+            if (checkpoint := newest_checkpoint(folder)) is not None:
                 return [f"train.resume_ckpt={line(str(checkpoint))}"]
         if run_id is not None:
             self.parent.delete(run_id, place)
@@ -502,9 +502,10 @@ class _Search:
     def _write(self, pictures: bool) -> None:
         from deeplightning.tune import outcome
         from deeplightning.tune.study import plain_text
+        from deeplightning.tune.table import text
 
         folder, best = self.parent.folder, self.study.best()
-        print(self.cfg.redact(outcome.text(outcome.rows(self.study))), flush=True)
+        print(self.cfg.redact(text(outcome.rows(self.study), "trials.csv")), flush=True)
         write_whole(folder / "trials.csv", self.cfg.redact(outcome.as_csv(self.study)))
         if pictures:
             outcome.draw(self.study, folder)
@@ -575,7 +576,7 @@ def _said(value: Any) -> str:
     return "absent" if value is _NONE else line(value)
 
 
-def _newest(folder: RunFolder) -> Path | None:
+def newest_checkpoint(folder: RunFolder) -> Path | None:
     """The latest complete checkpoint of a run."""
     from deeplightning.engine.checkpoint_io import read_checkpoint
 
@@ -586,7 +587,7 @@ def _newest(folder: RunFolder) -> Path | None:
     return None
 
 
-def _own_code() -> dict[str, str]:
+def own_code() -> dict[str, str]:
     """The files of modules that are neither installed nor ours, and their digests."""
     found = {}
     for name, module in list(sys.modules.items()):

@@ -1,0 +1,287 @@
+"""`deeplightning train CONFIG key=a,b --multirun`: a run for each point of a grid, and one table of their results.
+
+No study and no Optuna: a point's file says how its run ended, and the same command continues with those that have not
+finished. A point is known by the digest of its whole config, so that a larger grid runs its new points only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import hashlib
+import io
+import json
+import logging
+import re
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+from deeplightning.callbacks import TRIAL
+from deeplightning.checks.examine import examine, load_config
+from deeplightning.config.source import read
+from deeplightning.config.tree import as_written, dump, line
+from deeplightning.faults import RunError, SetupError, count, error_of
+from deeplightning.launch.environment import apply_environment
+from deeplightning.process.decisions import DECIDED
+from deeplightning.process.identity import identity
+from deeplightning.reproduce.past import PastRun
+from deeplightning.runfolder import RunFolder, make_private, permissions_of, write_whole
+from deeplightning.tune.parent import Parent
+from deeplightning.tune.search import Stopped, newest_checkpoint, own_code
+from deeplightning.tune.sweep import points
+from deeplightning.tune.worker import Forked, Line, Train, own_address
+
+log = logging.getLogger("deeplightning")
+
+MAX_CHECKED = 100  # points whose whole config is checked before the first run; of more, each value once
+FINISHED, FAILED, UNDERWAY = "finished", "failed", "under way"
+
+
+@dataclass
+class Point:
+    """One run of the grid.
+
+    Attributes:
+        words: its overrides, those that are swept alone.
+        config: its whole config, as YAML with its references unresolved.
+        file: what is known of it, as JSON.
+    """
+
+    words: list[str]
+    config: str
+    file: Path
+
+    @property
+    def known(self) -> dict[str, Any]:
+        """State, folder and id of its run, failure, and the digests of the code that it ran with."""
+        try:
+            found = json.loads(self.file.read_text())
+        except (OSError, ValueError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def note(self, **values: Any) -> None:
+        """Adds to what is known."""
+        write_whole(self.file, json.dumps(self.known | values, indent=2))
+
+    def is_finished(self, code: dict[str, str]) -> bool:
+        """Whether it has finished with this code, and its run is still there."""
+        known = self.known
+        has_run = bool(known.get("folder")) and RunFolder(Path(known["folder"])).config.is_file()
+        return known.get("state") == FINISHED and known.get("code") == code and has_run
+
+
+def multirun(path: Path, overrides: Sequence[str], train: Train, jobs: int = 1) -> Path:
+    """Runs each point of a grid that has not finished, and prints and writes the table of all.
+
+    Args:
+        train: gives `deeplightning train` in this process; called in processes forked from it.
+        jobs: runs at the same time.
+
+    Returns:
+        The folder with the table, `runs.csv`.
+
+    Raises:
+        ConfigError: an override cannot be read, or a point's config is wrong.
+        SetupError: another process is at this grid.
+        RunError: runs failed.
+        Stopped: a signal asked for the end.
+    """
+    if (here := identity()) is not None and here.world > 1:
+        message = f"{here.by} has started this as one of {here.world} processes; --multirun is one process, which "
+        raise SetupError(f"{message}starts those of its runs itself")
+    keys, grid = points(overrides)
+    cfg = load_config(path, grid[0])
+    _check(path, grid, keys)
+    apply_environment(cfg)
+    return _Grid(cfg, path, keys, grid, train, jobs).run()
+
+
+def _check(path: Path, grid: Sequence[list[str]], keys: Sequence[str]) -> None:
+    """Refuses a point whose config is wrong.
+
+    Raises:
+        ConfigError: with every fault.
+    """
+    some = grid
+    if len(grid) > MAX_CHECKED:
+        seen: set[str] = set()
+        some = []
+        for point in grid:
+            if not seen.issuperset(point):
+                some.append(point)
+                seen.update(point)
+    faults = dict.fromkeys(fault for point in some for fault in examine(path, point).faults)
+    if faults:
+        raise error_of([*faults])
+
+
+class _Grid:
+    """The runs of a grid in this process."""
+
+    def __init__(self, cfg: Any, path: Path, keys: Sequence[str], grid: Sequence[list[str]], train: Train, jobs: int):
+        from deeplightning.callbacks.console import one_line_warnings, to_terminal
+
+        to_terminal(cfg)
+        one_line_warnings()
+        self.cfg, self.path, self.keys, self.jobs = cfg, path, [*keys], jobs
+        self.parent = Parent(cfg, path.stem, "multiruns")
+        self.home = self.parent.home
+        self.line = Line("127.0.0.1" if cfg.engine.launcher is None else own_address())
+        self.workers = Forked(train, self.line)
+        self.code = own_code()
+        self.points = [self._point(words) for words in grid]
+        self._signal: int | None = None
+        self._began: dict[int, float] = {}
+
+    def _point(self, words: list[str]) -> Point:
+        tree = as_written(read(self.path, words).root)
+        config = self.cfg.redact(dump(tree))
+        name = hashlib.sha256(config.encode()).hexdigest()[:16]
+        swept = [self.cfg.redact(word) for word in words if word.partition("=")[0] in self.keys]
+        return Point(swept, config, self.home / "points" / f"{name}.json")
+
+    def run(self) -> Path:
+        """All of it."""
+        store = self.home.parents[2]
+        with contextlib.closing(self.line), permissions_of(store if store.exists() else self.home):
+            try:
+                make_private(self.home / "points", store)  # STORE/multiruns/EXPERIMENT/NAME
+                hold = RunFolder(self.home).hold()
+            except OSError as error:
+                raise SetupError(
+                    f"{self.home}: the folder of these runs cannot be written: {error.strerror}"
+                ) from error
+            if hold is None:
+                raise SetupError(f"another process is at these runs, in {self.home}; wait for it, or end it")
+            try:
+                with self._signals():
+                    self._loop()
+            except BaseException:
+                self.workers.interrupt(signal.SIGKILL)
+                raise
+            finally:
+                self._write()
+                hold.release()
+        return self.home
+
+    @contextlib.contextmanager
+    def _signals(self) -> Iterator[None]:
+        before = {number: signal.signal(number, self._hear) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        """The runs end politely, after a second signal at once."""
+        self._signal = number
+        self.workers.interrupt(signal.SIGINT)
+
+    def _loop(self) -> None:
+        waiting = [number for number, point in enumerate(self.points) if not point.is_finished(self.code)]
+        done = len(self.points) - len(waiting)
+        begun = f", {done} of them finished before" if done else ""
+        log.info("%-10s %s%s; %s", "multirun", count(len(self.points), "run"), begun, self.home)
+        while True:
+            while self._signal is None and waiting and len(self.workers) < self.jobs:
+                self._start(waiting.pop(0))
+            if not len(self.workers):
+                break
+            self.line.listen(self._answer)
+            for number, code in self.workers.ended().items():
+                self._ended(number, code)
+        over = sum(point.known.get("state") == FINISHED for point in self.points)
+        if self._signal is not None:
+            name = signal.Signals(self._signal).name
+            message = f"interrupted by {name} after {over} of {len(self.points)} runs; the same command continues"
+            raise Stopped(message, 128 + self._signal)
+        if over < len(self.points):
+            failed = [(number, point.known) for number, point in enumerate(self.points)]
+            reasons = dict.fromkeys(k.get("failure", "") for _, k in failed if k.get("state") != FINISHED)
+            shown = "; ".join([*reasons][:3]) + (f"; and {len(reasons) - 3} other reasons" if len(reasons) > 3 else "")
+            raise RunError(f"{len(self.points) - over} of {len(self.points)} runs failed: {shown}")
+
+    def _start(self, number: int) -> None:
+        """Starts a run, or continues one that was under way."""
+        point = self.points[number]
+        more = self._to_continue(point)
+        file = point.file.with_suffix(".yaml")
+        write_whole(file, point.config)
+        point.note(state=UNDERWAY, words=point.words, code=self.code, failure=None)
+        if self.parent.is_tracked and "run_name" not in self.cfg.logger.params and point.words:
+            name = " ".join(word.rpartition(".")[2] if "." in word.partition("=")[0] else word for word in point.words)
+            more = [*more, f"logger.params.run_name={line(name[:200])}"]
+        told = self.line.told(number, self.cfg.train.checkpoint.monitor or "")
+        log.info("%-10s %s%s", f"run {number}", "  ".join(point.words), "  (continues)" if len(more) > 1 else "")
+        self._began[number] = time.monotonic()
+        environment = {TRIAL: told, DECIDED: None, "MLFLOW_RUN_ID": None}
+        self.workers.start(number, [str(file), *more], point.file.with_suffix(".log"), environment)
+
+    def _to_continue(self, point: Point) -> list[str]:
+        """The override with which a run that was under way continues from its latest checkpoint."""
+        known = point.known
+        if known.get("state") != UNDERWAY or known.get("code") != self.code or not known.get("folder"):
+            return []
+        folder = RunFolder(Path(known["folder"]))
+        checkpoint = newest_checkpoint(folder) if folder.path.is_dir() else None
+        return [f"train.resume_ckpt={line(str(checkpoint))}"] if checkpoint is not None else []
+
+    def _answer(self, message: dict[str, Any]) -> dict[str, Any]:
+        """What a run reports: its folder."""
+        if "folder" in message:
+            self.points[int(message["trial"])].note(run=message.get("run"), folder=message["folder"])
+        return {}
+
+    def _ended(self, number: int, code: int) -> None:
+        """Notes how a run has ended."""
+        point, seconds = self.points[number], time.monotonic() - self._began.pop(number)
+        file = point.file.with_suffix(".log")
+        told = file.read_text(errors="replace")
+        if folders := re.findall(r"^Artifact storage path: (.+)$", told, re.MULTILINE):
+            point.note(folder=folders[-1])
+        if code == 0:
+            point.note(state=FINISHED)
+            log.info("%-10s finished in %.0f s", f"run {number}", seconds)
+        elif self._signal is not None:
+            log.info("%-10s interrupted; the same command continues it", f"run {number}")
+        else:
+            notes = re.findall(r"^(?:\x1b\[\d+m)?error(?:\x1b\[0m)?[^:]*: (.*)$", told, re.MULTILINE)
+            raised = re.findall(r"^[\w.]+(?:Error|Exception)\b.*$", told, re.MULTILINE)
+            killed = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            reason = ((raised if code == 1 else []) or notes or [killed])[-1]
+            point.note(state=FAILED, failure=self.cfg.redact(reason)[:1000])
+            log.warning("run %d failed: %s (%s)", number, reason, file)
+
+    def _table(self) -> list[list[str]]:
+        """A head and a row for each run: number, state, the values of the swept keys, the results, the folder."""
+        found = [point.known for point in self.points]
+        results = [
+            PastRun(RunFolder(Path(known["folder"])), None, None).results if known.get("state") == FINISHED else {}
+            for known in found
+        ]
+        metrics = [name for name in dict.fromkeys(n for each in results for n in each) if name != "best step"]
+        table = [["run", "state", *self.keys, *metrics, "folder"]]
+        for number, (point, known, result) in enumerate(zip(self.points, found, results, strict=True)):
+            values = dict(word.split("=", 1) for word in point.words)
+            shown = [f"{result[name]:.6g}" if isinstance(result.get(name), float) else "-" for name in metrics]
+            row = [str(number), known.get("state") or "to come", *(values[key] for key in self.keys), *shown]
+            table.append([*row, known.get("folder") or ""])
+        return table
+
+    def _write(self) -> None:
+        from deeplightning.tune.table import text
+
+        table, out = self._table(), io.StringIO()
+        csv.writer(out, lineterminator="\n").writerows(table)
+        write_whole(self.home / "runs.csv", self.cfg.redact(out.getvalue()))
+        print(self.cfg.redact(text([row[:-1] for row in table], "runs.csv")))
+        print(f"Artifact storage path: {self.home}", flush=True)
+        sys.stdout.flush()

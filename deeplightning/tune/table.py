@@ -1,0 +1,18 @@
+"""A table of runs in columns, for a terminal."""
+
+from collections.abc import Sequence
+
+MOST_ROWS = 30
+
+
+def text(table: Sequence[Sequence[str]], file: str) -> str:
+    """A table in columns.
+
+    Args:
+        file: the one that has the rows that are left out here.
+    """
+    left_out = len(table) - 1 - MOST_ROWS
+    shown = table[: MOST_ROWS + 1]
+    widths = [max(len(row[column]) for row in shown) for column in range(len(table[0]))]
+    lines = ["  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in shown]
+    return "\n".join(lines + ([f"… and {left_out} more, in {file}"] if left_out > 0 else []))

@@ -1,0 +1,144 @@
+"""`train CONFIG key=a,b --multirun`: a run for each point of a grid, one table, and the same command continues."""
+
+import csv
+import signal
+from pathlib import Path
+
+import pytest
+
+from deeplightning.faults import ConfigError
+from deeplightning.runfolder import RunFolder
+from deeplightning.tune.sweep import points, values_of
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("0.1,0.01", ["0.1", "0.01"]),
+        ("adam, sgd", ["adam", "sgd"]),
+        ("range(3)", ["0", "1", "2"]),
+        ("range(2,8,3)", ["2", "5"]),
+        ("range(0.1, 0.4, 0.1)", ["0.1", "0.2", "0.3"]),
+        ("range(3,0,-1)", ["3", "2", "1"]),
+        ("choice(a,b)", ["a", "b"]),
+        ("[1,2],[3]", ["[1,2]", "[3]"]),
+        ("[train, test]", ["[train, test]"]),
+        ("{a: 1, b: 2}", ["{a: 1, b: 2}"]),
+        ("'a,b',\"c,d\"", ["'a,b'", '"c,d"']),
+        ("plain", ["plain"]),
+        ("", [""]),
+    ],
+)
+def test_a_comma_outside_brackets_divides_values(text, values):
+    """As Hydra reads a sweep; numbers of a range are those that Python's would have, decimal ones too."""
+    assert values_of(text) == values
+
+
+def test_the_last_key_varies_first():
+    """All combinations, in the order of the words; words without several values are in each point."""
+    keys, grid = points(["c.yaml", "a=1,2", "~b", "d=x", "e=range(2)"])
+    assert keys == ["a", "e"]
+    assert [point[1] + point[4] for point in grid] == ["a=1e=0", "a=1e=1", "a=2e=0", "a=2e=1"]
+    assert grid[0] == ["c.yaml", "a=1", "~b", "d=x", "e=0"]
+
+
+@pytest.mark.parametrize(
+    ("words", "note"),
+    [
+        (["a=1,,2"], "override a=1,,2: a: there is no value between two commas, or at an end: 1,,2"),
+        (["a=choice()"], "there is no value"),
+        (["a=range(x)"], "range takes one to three numbers, range(STOP) or range(START,STOP,STEP), not range(x)"),
+        (["a=range(3,0)"], "range(3,0) has no number in it"),
+        (["a=range(9999)"], "range(9999) has more than 1000 numbers"),
+        (["a=range(100)", "b=range(100)"], "this grid has 10000 points, more than 1000; `deeplightning tune` draws"),
+    ],
+)
+def test_what_cannot_be_swept_is_named(words, note):
+    """With the override that has it."""
+    with pytest.raises(ConfigError) as caught:
+        points(words)
+    assert note in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def words(tiny):
+    """A grid of two points, of one epoch each."""
+    return ["train", tiny, "train.num_epochs=1", "stages=[train,test]", "data.batch_size=16,32", "--multirun"]
+
+
+@pytest.fixture(scope="module")
+def first(command, words, place):
+    """The first call, of which both runs go at the same time."""
+    outcome = command(*words, "--jobs", "2", cwd=place)
+    assert outcome.code == 0, outcome
+    return outcome
+
+
+def rows(outcome) -> list[dict[str, str]]:
+    with (outcome.folder / "runs.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def test_each_point_is_a_run_and_a_row(first):
+    """An ordinary run, with the point's values in its config and its results in the table."""
+    found = rows(first)
+    assert [(row["run"], row["state"], row["data.batch_size"]) for row in found] == [
+        ("0", "finished", "16"),
+        ("1", "finished", "32"),
+    ]
+    for row in found:
+        folder = RunFolder(Path(row["folder"]))
+        assert f"batch_size: {row['data.batch_size']}\n" in folder.config.read_text()
+        assert f'"test_acc": {row["test_acc"]}'[:16] in folder.results("test").read_text()
+    table = first.out.splitlines()[-4:-1]
+    assert table[0].split()[:3] == ["run", "state", "data.batch_size"]
+    assert table[2].split()[:3] == ["1", "finished", "32"]
+
+
+def test_the_same_command_repeats_nothing(first, command, words, place):
+    """A larger grid runs its new points only; a wrong value is refused before any run."""
+    before = rows(first)
+    again = command(*words, cwd=place)
+    assert again.code == 0
+    assert "2 runs, 2 of them finished before" in again.out
+    assert rows(again) == before
+    larger = command(*words[:-2], "data.batch_size=16,32,64", "--multirun", cwd=place)
+    assert larger.code == 0, larger
+    assert [row["folder"] for row in rows(larger)][:2] == [row["folder"] for row in before]
+    assert rows(larger)[2]["state"] == "finished"
+    wrong = command(*words[:-2], "data.batch_size=16,many", "--multirun", cwd=place)
+    assert wrong.code == 2
+    assert "data.batch_size: must be a whole number, not the text 'many'" in wrong.err
+    assert command(*words[:-1], cwd=place).code == 2  # without --multirun a comma is text
+
+
+def test_an_interrupted_run_continues(command, tiny, store, place, tmp_path):
+    """Ctrl-C ends the runs politely; the same command continues from their checkpoints, and begins those to come."""
+    waits = f"train.callbacks=[{{type: own.Waits, params: {{until: '{tmp_path / 'go'}'}}}}]"
+    words = ["train", tiny, waits, "seed=range(2)", "logger.params.experiment_name=Cut", "-m"]
+    running = command.start(*words, cwd=place)
+    notes = store / "multiruns" / "Cut" / "tiny" / "points"
+    running._wait(
+        lambda: any('"folder"' in file.read_text() for file in notes.glob("*.json")), "the first run's folder"
+    )
+    running.signal(signal.SIGINT)
+    (tmp_path / "go").touch()
+    cut = running.end()
+    assert cut.code == 130, cut
+    assert "interrupted by SIGINT after 0 of 2 runs; the same command continues" in cut.err
+    assert [row["state"] for row in rows(cut)] == ["under way", "to come"]
+    again = command(*words, cwd=place)
+    assert again.code == 0, again
+    assert "seed=0  (continues)" in again.out
+    assert [row["state"] for row in rows(again)] == ["finished", "finished"]
+
+
+def test_a_failed_run_is_named_and_the_others_finish(command, tiny, place):
+    """Exit code 5 with the reason; the same command runs the failed one again."""
+    rate = "model.optimizer.params.lr=1e30,0.1"
+    words = ["train", tiny, rate, "logger.params.experiment_name=Failing", "train.num_epochs=1", "--multirun"]
+    outcome = command(*words, cwd=place)
+    assert outcome.code == 5, outcome
+    assert "1 of 2 runs failed: " in outcome.err
+    assert [row["state"] for row in rows(outcome)] == ["failed", "finished"]
+    assert "2 runs, 1 of them finished before" in command(*words, cwd=place).out
