@@ -12,6 +12,7 @@ from deeplightning.checks.allowed import describe
 from deeplightning.checks.compare import Meanings
 from deeplightning.checks.report import Report
 from deeplightning.config import schema
+from deeplightning.config.automatic import source_of
 from deeplightning.config.schema import Config
 from deeplightning.config.tree import Entry, KeyPath, kind, line
 from deeplightning.faults import ConfigError, Fault, nearest, printable, upwards
@@ -62,7 +63,9 @@ def _lines(report: Report, value: Any, path: KeyPath, indent: str = "", before: 
                 yield f"{before or indent}{word}:"
                 yield from _lines(report, item, here, indent + "  ")
             else:
-                yield _beside(f"{before or indent}{word}: {line(item)}", origin(report, here) + _spread(here, item))
+                yield _beside(
+                    f"{before or indent}{word}: {line(item)}", origin(report, here) + _spread(report, here, item)
+                )
             before = ""
     elif isinstance(value, list) and value:
         for number, item in enumerate(value):
@@ -80,9 +83,10 @@ def _beside(text: str, place: str) -> str:
     return f"{text.ljust(COLUMN)}  # {printable(place)}"
 
 
-def _spread(path: KeyPath, value: Any) -> str:
-    """What the engine's word means, behind the place that set it."""
-    means = strategy.meaning(value) if path == ("engine", "backend") else None
+def _spread(report: Report, path: KeyPath, value: Any) -> str:
+    """What the engine's word or an `auto` means, behind the place that set it."""
+    assert report.config is not None
+    means = strategy.meaning(value) if path == ("engine", "backend") else source_of(path, value, report.config)
     return f"; {means}" if means else ""
 
 
@@ -114,6 +118,7 @@ def _changed(report: Report, path: KeyPath) -> str | None:
 
 
 def _about(report: Report, path: KeyPath, value: Any) -> Iterator[str]:
+    assert report.config is not None
     field, parameter, owner, words = _known(report, path)
     yield f"{'.'.join(map(str, path))}: {line(value)}"
     rows: list[tuple[str, str]] = []
@@ -135,6 +140,8 @@ def _about(report: Report, path: KeyPath, value: Any) -> Iterator[str]:
         rows.append(("taken by", str(owner)))
     if path == ("engine", "backend") and value is not None:
         rows += [("means", str(strategy.meaning(value))), ("strategy", ", ".join(strategy.classes_of(value)))]
+    if (source := source_of(path, value, report.config)) is not None:
+        rows.append(("means", source))
     rows.append(("set by", _setter(report, path)))
     rows += _option(report, path)
     history = _history(report, path)

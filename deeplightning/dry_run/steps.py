@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader
 from deeplightning import own_code
 from deeplightning.callbacks.recompute import Recompute
 from deeplightning.callbacks.steps import LogSteps, Seeds
+from deeplightning.config.automatic import unfilled
 from deeplightning.config.target import build, needs
 from deeplightning.dry_run.attempt import Attempt
 from deeplightning.dry_run.diagnosis import error_in_words, faults_of, targets_of
@@ -56,6 +57,9 @@ def take_steps(attempt: Attempt) -> None:
         Exception: whatever a part raises; `faults_of` makes faults of it.
     """
     attempt.batch = _example(attempt)
+    if attempt.data is not None and (left := [key for key, _, _ in unfilled(attempt.cfg)]):
+        attempt.untried += [Fault("is known when the data are read, so no step was tried", key) for key in left]
+        return
     try:
         task = attempt.task = init_module(attempt.cfg, "model")
     except Exception as error:
@@ -96,7 +100,7 @@ def _example(attempt: Attempt) -> Any:
     """A batch of the data module, which from here on gives that and nothing else; None where there is none."""
     target = attempt.cfg.data.module
     try:
-        data = init_module(attempt.cfg, "data")
+        data = init_module(attempt.cfg, "data", read=False)
     except Exception as error:
         attempt.faults += faults_of(attempt, error, target)
         attempt.untried.append(Fault("without data no step was tried", "data.module"))

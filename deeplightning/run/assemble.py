@@ -14,13 +14,20 @@ from deeplightning.config.schema import Config
 from deeplightning.config.target import build
 from deeplightning.engine.plan import trainer_arguments
 from deeplightning.launch.environment import apply_environment
+from deeplightning.run.automatic import fill, refuse_unfilled
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
 
 
-def init_module(cfg: Config, section: str) -> Any:
-    """The data module (`data`) or the task (`model`) of a config. What its constructor draws follows from the seed."""
+def init_module(cfg: Config, section: str, read: bool = True) -> Any:
+    """The data module (`data`) or the task (`model`) of a config. What its constructor draws follows from the seed.
+
+    With the data module, each `auto` in the params of a network becomes a number, in `cfg` itself.
+
+    Args:
+        read: read the data where such a number is not known before.
+    """
     from deeplightning.callbacks.steps import seed_all
     from deeplightning.engine.compute import lay_channels_last
     from deeplightning.engine.memory import refuse_what_does_not_fit
@@ -29,7 +36,11 @@ def init_module(cfg: Config, section: str) -> Any:
     assert cfg.seed is not None, "load_config draws one"
     apply_environment(cfg)
     seed_all(cfg.seed, 0)
+    if section == "model":
+        refuse_unfilled(cfg)
     module = build(getattr(cfg, section).module, cfg)
+    if section == "data":
+        fill(cfg, module, read)
     if section == "model":
         note_signatures(module)
         leave_out_empty_hooks(module)

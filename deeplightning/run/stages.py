@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from deeplightning.checks.explain import show
 from deeplightning.checks.trust import admit
+from deeplightning.config.automatic import unfilled
 from deeplightning.config.schema import Config
 from deeplightning.config.target import find
 from deeplightning.config.tree import dump
@@ -54,12 +55,14 @@ def launch(cfg: Config) -> RunFolder:
     if cfg.engine.setup_hook is not None:
         find(cfg.engine.setup_hook)()
         keep_format()
+    data = _data_first(cfg) if any(unfilled(cfg)) else None  # what a run resumes from is compared with the numbers
     goes_on = resumption(cfg) if "train" in cfg.stages and cfg.train.num_epochs != 0 else None
     if goes_on is not None and goes_on.checkpoint and goes_on.over and cfg.stages == ["train"]:
         log.warning("nothing to do: %s: %s; to continue training, raise that", goes_on.checkpoint, goes_on.over)
         return RunFolder(goes_on.checkpoint.parent)
     try:
-        data, task = init_module(cfg, "data"), init_module(cfg, "model")
+        data = init_module(cfg, "data") if data is None else data
+        task = init_module(cfg, "model")
     except Exception:
         keep_out(cfg)
         raise
@@ -85,6 +88,17 @@ def launch(cfg: Config) -> RunFolder:
         raise
     _end(record, trainer)
     return record.folder
+
+
+def _data_first(cfg: Config) -> Any:
+    """The data module, which fills every `auto`."""
+    from deeplightning.callbacks.provenance import keep_out
+
+    try:
+        return init_module(cfg, "data")
+    except Exception:
+        keep_out(cfg)
+        raise
 
 
 def work(cfg: Config) -> int:

@@ -1,0 +1,95 @@
+"""`auto` in the params of a network: the number comes from the data module, and the run keeps it."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+import yaml
+
+from deeplightning.checks.examine import examine, load_config
+from deeplightning.checks.explain import explain
+from deeplightning.faults import ConfigError
+from deeplightning.image import ImageSpec
+from deeplightning.run.assemble import init_module
+from deeplightning.run.automatic import fill
+
+SPEC = ImageSpec(width=6, height=4, mode="RGB")
+AUTO = "model.network.params={num_classes: auto, num_channels: auto, image_size: auto}"
+
+
+def test_a_run_keeps_the_numbers_and_resumes(train):
+    """`cfg.yaml` holds what the digits declare; a second run with `auto` knows it for the same config."""
+    first = train(AUTO, "train.num_epochs=1", "logger.params.experiment_name=Auto")
+    kept = yaml.safe_load((first.folder / "cfg.yaml").read_text())["model"]["network"]["params"]
+    assert kept == {"num_classes": 10, "num_channels": 1, "image_size": 8}
+    assert "model.network.params.num_classes: auto → 10 (class_names of deeplightning.data.digits.Digits)" in first.out
+    again = train(AUTO, "train.num_epochs=1", "logger.params.experiment_name=Auto", "train.resume_ckpt=auto")
+    assert again.folder == first.folder
+
+
+def test_check_and_explain_know_it(tiny):
+    """Nothing is imported: the text is no fault where a number is wanted, and its source is named. Another text, or
+    another param, is a fault as ever."""
+    report = examine(tiny, [AUTO])
+    assert report.faults == []
+    source = "from image_spec of deeplightning.data.digits.Digits"
+    assert "num_channels: auto" in explain(report)
+    assert explain(report).count(source) == 2
+    assert f"  means       a number when the run begins, {source}\n" in explain(
+        report, "model.network.params.image_size"
+    )
+    wrong = examine(tiny, ["model.network.params={num_classes: some, num_channels: 1, image_size: 8}"]).faults
+    assert "takes a whole number here, not the text 'some'" in str(wrong[0])
+
+
+def test_a_dry_run_fills_it(tiny, command, place):
+    """From what the data module declares before it reads."""
+    outcome = command("check", tiny, AUTO, "--dry-run", cwd=place)
+    assert outcome.code == 0, outcome
+
+
+def test_a_network_is_not_built_before_the_data(tiny):
+    """In Python the data module comes first; until then there is no number."""
+    cfg = load_config(tiny, [AUTO])
+    with pytest.raises(ConfigError, match=r"num_classes: `auto` is filled when the data module is built; call"):
+        init_module(cfg, "model")
+    init_module(cfg, "data")
+    task = init_module(cfg, "model")
+    task.configure_model()
+    assert task.network(torch.zeros(2, 1, 8, 8)).shape == (2, 10)
+
+
+@pytest.mark.parametrize(
+    ("declared", "expected"),
+    [
+        ({"class_names": ["a", "b"], "image_spec": SPEC},
+         [2, 3, [4, 6]]),
+        ({"class_names": ["a"]}, "num_channels: `auto` needs image_spec of deeplightning.data.digits.Digits, which"),
+        ({}, "num_classes: `auto` needs class_names of deeplightning.data.digits.Digits, which the data module does "
+             "not declare; set model.network.params.num_classes to a number"),
+    ],
+)  # fmt: skip
+def test_what_a_data_module_does_not_declare_is_named(tiny, declared, expected):
+    """With the key, the attribute, and what to write instead."""
+    cfg = load_config(tiny, [AUTO])
+    data = SimpleNamespace(prepare_data=lambda: None, setup=lambda stage: None, **declared)
+    if isinstance(expected, list):
+        fill(cfg, data)
+        assert list(cfg.model.network.params.values()) == expected
+    else:
+        with pytest.raises(ConfigError) as caught:
+            fill(cfg, data)
+        assert expected in str(caught.value)
+
+
+def test_a_vocabulary_is_known_when_the_texts_are_read(tiny):
+    """The data are prepared and set up where a number is not declared before; not where nothing may be read."""
+    cfg = load_config(tiny)
+    cfg.model.network.params = {"vocabulary_size": "auto", "width": 3}
+    calls = []
+    data = SimpleNamespace(prepare_data=lambda: calls.append("prepare"), text_spec=None)
+    data.setup = lambda stage: (calls.append(stage), setattr(data, "text_spec", SimpleNamespace(size=99)))
+    fill(cfg, data, read=False)
+    assert (cfg.model.network.params["vocabulary_size"], calls) == ("auto", [])
+    fill(cfg, data)
+    assert (cfg.model.network.params, calls) == ({"vocabulary_size": 99, "width": 3}, ["prepare", "fit"])
