@@ -124,6 +124,18 @@ class Normed(nn.Sequential):
         super().__init__(*layers)
 
 
+class Tied(nn.Module):
+    """A network whose two layers share their weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 10)
+        self.second.weight = self.first.weight
+
+    def forward(self, images):
+        return self.last(self.second(self.first(images.flatten(1)).relu()).relu())
+
+
 class Partitioned(pl.Callback):
     """Says whether DeepSpeed has every parameter in parts when a test begins."""
 
@@ -159,6 +171,20 @@ class Gradients(pl.Callback):
     def on_train_end(self, trainer, module):
         if trainer.is_global_zero:
             torch.save(self.seen, self.file)
+
+
+class Weights(pl.Callback):
+    """Writes down the task's weights after each optimizer step."""
+
+    def __init__(self, file):
+        self.file = file
+        self.seen = []
+
+    def on_train_batch_end(self, trainer, module, *_):
+        self.seen.append({name: value.clone() for name, value in module.state_dict().items()})
+
+    def on_train_end(self, trainer, module):
+        torch.save(self.seen, self.file)
 
 
 class Few(Digits):

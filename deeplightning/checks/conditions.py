@@ -36,6 +36,14 @@ def lacks_fused_kernel(cfg: Config) -> bool:
     )
 
 
+AVERAGES = ("deeplightning.callbacks.average.EMA", "deeplightning.callbacks.average.SWA")
+
+
+def averages_of(cfg: Config) -> list[str]:
+    """The callbacks of ours that average weights, by class name."""
+    return [c.type.rpartition(".")[2] for c in cfg.train.callbacks if isinstance(c, Target) and c.type in AVERAGES]
+
+
 def clips_by(cfg: Config, algorithm: str) -> bool:
     clip = cfg.train.gradient_clip
     return clip is not None and clip.algorithm == algorithm

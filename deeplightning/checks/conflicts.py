@@ -41,7 +41,7 @@ def _value(cfg: Config, key: str, asked: Engine) -> str:
     if isinstance(value, Mapping):
         return ", ".join(map(str, value))
     if isinstance(value, list):
-        return "[" + ", ".join(map(str, value)) + "]"
+        return "[" + ", ".join(str(v.type if isinstance(v, Target) else v) for v in value) + "]"
     return value.type if isinstance(value, Target) else line(plain(value))
 
 

@@ -10,6 +10,7 @@ from typing import Any
 from deeplightning.checks import strategy
 from deeplightning.checks.allowed import describe
 from deeplightning.checks.compare import Meanings
+from deeplightning.checks.conditions import AVERAGES
 from deeplightning.checks.report import Report
 from deeplightning.config import schema
 from deeplightning.config.automatic import source_of
@@ -84,8 +85,10 @@ def _beside(text: str, place: str) -> str:
 
 
 def _spread(report: Report, path: KeyPath, value: Any) -> str:
-    """What the engine's word or an `auto` means, behind the place that set it."""
+    """What a word means for the run, behind the place that set it."""
     assert report.config is not None
+    if path[:2] == ("train", "callbacks") and path[3:] == ("type",) and value in AVERAGES:
+        return "; best.ckpt, test, predict, export and the server use the averaged weights"
     means = strategy.meaning(value) if path == ("engine", "backend") else source_of(path, value, report.config)
     return f"; {means}" if means else ""
 

@@ -79,13 +79,17 @@ def _batches(dataloader: Callable[[], Any]) -> Iterator[Any]:
 
 
 def origin_of(folder: RunFolder, checkpoint: Path) -> dict[str, Any]:
-    """Where a model comes from, in words: run, folder, checkpoint, time, version."""
+    """Where a model comes from, in words: run, folder, checkpoint, averages if its weights are such, time, version."""
+    from deeplightning.callbacks.average import averaged
     from deeplightning.engine.checkpoint_io import read_checkpoint
 
+    content = read_checkpoint(checkpoint)
+    weights = averaged(content)
     return {
-        "id": (read_checkpoint(checkpoint).get("run") or {}).get("id"),
+        "id": (content.get("run") or {}).get("id"),
         "folder_name": folder.path.name,
         "checkpoint": checkpoint.name,
+        **({"weights": weights} if weights else {}),
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "versions": {"deeplightning": __version__},
     }

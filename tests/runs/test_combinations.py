@@ -51,6 +51,7 @@ TWO_OPTIMIZERS = "{g: {type: torch.optim.SGD, params: {lr: 1}}, d: {type: torch.
 LBFGS = "model.optimizer={type: torch.optim.LBFGS, params: {lr: 1}}"
 ADAM = "model.optimizer={type: torch.optim.Adam, params: {lr: 1}}"
 FUSED = ["model.optimizer={type: some_parts.FusedAdam, params: {lr: 1}}"]
+EMA = "{type: deeplightning.callbacks.average.EMA}"
 BREAKING = [
     ["engine.backend=deepspeed_stage_2", "train.gradient_clip={value: 1, algorithm: value}"],
     ["engine.backend=fsdp", "train.gradient_clip={value: 1, norm_type: 1}"],
@@ -77,6 +78,9 @@ BREAKING = [
     ["engine.gpus=1", "engine.params.nvme_path=absent", "engine.backend=deepspeed_stage_3_offload_nvme"],
     ["engine.backend=fsdp", "engine.processes=2", "engine.channels_last=true"],
     ["engine.backend=fsdp", "engine.processes=2", "logger.histograms=1"],
+    ["engine.backend=fsdp", "engine.processes=2", f"train.callbacks=[{EMA}]"],
+    ["engine.precision=bf16-true", f"train.callbacks=[{EMA}]"],
+    ["stages=[train]", f"train.callbacks=[{EMA}, {{type: deeplightning.callbacks.average.SWA}}]"],
     ["serve.device=cuda:1", "serve.precision=int8"],
     ["serve.device=cpu", "serve.precision=fp16"],
     ["serve.device=cpu", "serve.tensorrt=true"],
@@ -211,6 +215,7 @@ def test_deepspeed_computes_an_optimizer_in_32_bits():
         ["stages=[train, test]"],
         ["train.checkpoint={monitor: val_acc, save_top_k: 3}"],
         ["train.checkpoint.save_top_k=3"],
+        ["engine.backend=ddp", "engine.processes=2", f"train.callbacks=[{EMA}]"],
         ["model.module={type: some_parts.Manual}"],
         ["model.module={type: some_parts.Again}", "train.accumulator_factor=2", "train.gradient_clip={value: 1}"],
         ["train.accumulator_epoch=1", "train.accumulator_factor=2"],

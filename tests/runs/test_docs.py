@@ -46,6 +46,7 @@ RUN = [
     ROOT / "docs" / "migrating.md",
     ROOT / "docs" / "engines.md",
     ROOT / "docs" / "serving.md",
+    ROOT / "docs" / "training.md",
     ROOT / "examples" / "own_code" / "README.md",
 ]
 MARK = "@@ block"

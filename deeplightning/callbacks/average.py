@@ -1,0 +1,308 @@
+"""Averaged weights, as callbacks that `train.callbacks` names: `EMA` and `SWA`.
+
+The averages are what is judged and kept: validation uses them, and every checkpoint holds them as its `state_dict`, so
+that `best.ckpt`, `test`, `predict`, `export` and the server answer with them. The weights that learn are beside them in
+the checkpoint, under `averaging`, and training resumes from those.
+"""
+
+import logging
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor
+from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
+
+from deeplightning.callbacks.record import epoch_is_over
+from deeplightning.callbacks.steps import SameBuffers
+from deeplightning.engine.checkpoint_io import described, raise_for_misfits
+from deeplightning.faults import CheckpointError, ConfigError, Fault
+
+log = logging.getLogger("deeplightning")
+
+KEY = "averaging"
+"""Of a checkpoint: {"kind", "settings", "steps", "updates", "weights"}; `weights` are those that learn, {} before the
+first average."""
+
+
+class Averaging(pl.Callback):
+    """What EMA and SWA share: when averages replace the weights, and what checkpoints hold.
+
+    All parameters and buffers of the task's `state_dict` are averaged; of those that are no floating-point numbers,
+    such as the counters of batch norm, the newest values are kept.
+
+    Attributes:
+        updates: how many weights the averages are of.
+    """
+
+    def __init__(self) -> None:
+        self.updates = 0
+        self._steps = 0  # batches after which optimizers had stepped
+        self._global_step = -1  # of the last of these
+        self._own: dict[str, Tensor] = {}  # of the task that learns
+        self._held: dict[str, Tensor] = {}  # the averages; the weights that learn, while averages are in the task
+        self._shown = False  # averages are in the task
+        self._saved_settings: dict[str, Any] | None = None  # of the checkpoint
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The arguments of the constructor."""
+        raise NotImplementedError
+
+    def is_due(self, trainer: pl.Trainer, steps: int) -> bool:
+        """Whether the weights after so many steps are averaged."""
+        raise NotImplementedError
+
+    def average(self, averages: list[Tensor], weights: list[Tensor]) -> None:
+        """Adds weights to averages of `updates` weights, in place; `updates` is at least 1."""
+        raise NotImplementedError
+
+    # ---- when
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._own = _weights(pl_module)
+        if self._shown:  # of a training before this one
+            self._swap()
+        if self._saved_settings not in (None, self.settings):
+            log.warning(
+                "This run will not end bit for bit like an uninterrupted one: %s was %s and is %s",
+                *(type(self).__name__, _line(self._saved_settings or {}), _line(self.settings)),
+            )
+        self._held = {name: values.to(self._own[name].device) for name, values in self._held.items()}
+        self._global_step = trainer.global_step
+        log.info("%-10s %s: validation, checkpoints, test and export use the averaged weights", "averaging", self.words)
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        if trainer.global_step == self._global_step:
+            return
+        self._global_step = trainer.global_step
+        self._steps += 1
+        if self.is_due(trainer, self._steps):
+            self._update()
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.state.fn == "fit" and self._held and not self._shown:
+            self._swap()
+            SameBuffers().on_validation_start(trainer, pl_module)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.state.fn == "fit" and self._shown:
+            self._swap()
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._held:
+            self._swap()
+        elif trainer.is_global_zero:
+            log.warning("%s: training ended before the first average; the weights are kept as they are", self.words)
+
+    # ---- what
+
+    @torch.no_grad()
+    def _update(self) -> None:
+        own = self._own
+        if not self.updates:
+            self._held = {name: weights.detach().clone() for name, weights in own.items()}
+        else:
+            numbers = [name for name, weights in own.items() if weights.is_floating_point()]
+            self.average([self._held[name] for name in numbers], [own[name].detach() for name in numbers])
+            for name in own.keys() - set(numbers):
+                self._held[name].copy_(own[name])
+        self.updates += 1
+
+    @torch.no_grad()
+    def _swap(self) -> None:
+        """Exchanges averages and weights in place: what is compiled or recorded has their addresses."""
+        for name, weights in self._own.items():
+            former = weights.detach().clone()
+            weights.copy_(self._held[name])
+            self._held[name].copy_(former)
+        self._shown = not self._shown
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        own = {name: weights.detach() for name, weights in _weights(pl_module).items()}
+        averages, learning = (own, self._held) if self._shown else (self._held, own)
+        checkpoint[KEY] = {
+            "kind": type(self).__name__,
+            "settings": self.settings,
+            "steps": self._steps,
+            "updates": self.updates,
+            "weights": learning if self._held else {},
+        }
+        if self._held:
+            names = {id(weights): name for name, weights in _weights(pl_module).items()}
+            every = pl_module.state_dict(keep_vars=True)
+            of = {name: averages[names[id(value)]] for name, value in every.items() if id(value) in names}
+            checkpoint["state_dict"] = {**checkpoint["state_dict"], **of}
+
+    def on_load_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Lightning has loaded the averages into the task; training resumes from the weights beside them.
+
+        Raises:
+            CheckpointError: what the checkpoint has of averages is damaged.
+        """
+        if trainer.state.fn != "fit":
+            return
+        if (saved := _saved(checkpoint, trainer.ckpt_path)) is None:
+            log.info("%-10s the checkpoint holds no averages; they begin here", "averaging")
+            return
+        own = _weights(pl_module)
+        if saved["weights"]:
+            raise_for_misfits(own, saved["weights"], str(trainer.ckpt_path))
+            with torch.no_grad():
+                for name, weights in own.items():
+                    weights.copy_(saved["weights"][name])
+        if saved["kind"] != type(self).__name__:
+            kinds = (saved["kind"], type(self).__name__)
+            log.warning("the checkpoint holds averages of %s, which %s leaves out: its own begin here", *kinds)
+            return
+        self._steps, self.updates, self._saved_settings = saved["steps"], saved["updates"], saved["settings"]
+        self._held = {name: checkpoint["state_dict"][name].clone() for name in saved["weights"]}
+
+    @property
+    def words(self) -> str:
+        """The kind of average with its settings, in one line."""
+        return f"{type(self).__name__} ({_line(self.settings)})"
+
+
+class EMA(Averaging):
+    """The exponential moving average of the weights: after each step `decay · average + (1 - decay) · weights`. It
+    begins with the weights after the first step.
+
+    Polyak and Juditsky, "Acceleration of stochastic approximation by averaging", 1992.
+
+    Args:
+        decay: from 0 to below 1; the average is of about the last 1 / (1 - decay) averaged weights.
+        every_n_steps: optimizer steps from one averaged weight to the next, at least 1.
+
+    Raises:
+        ValueError: an argument is out of its range.
+    """
+
+    def __init__(self, decay: float = 0.999, every_n_steps: int = 1):
+        super().__init__()
+        if not 0 <= decay < 1:
+            raise ValueError(f"decay: must be from 0 to below 1, not {decay}")
+        _check_every(every_n_steps)
+        self.decay, self.every_n_steps = decay, every_n_steps
+        self._average = get_ema_multi_avg_fn(decay)
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {"decay": self.decay, "every_n_steps": self.every_n_steps}
+
+    def is_due(self, trainer: pl.Trainer, steps: int) -> bool:
+        return steps % self.every_n_steps == 0
+
+    def average(self, averages: list[Tensor], weights: list[Tensor]) -> None:
+        self._average(averages, weights, self.updates)
+
+
+class SWA(Averaging):
+    """Stochastic weight averaging: the plain mean of the weights from a point of the training on. Until then the
+    weights are kept as they are. The rate that belongs to it is a schedule, `torch.optim.swa_utils.SWALR` for example.
+
+    Izmailov et al., "Averaging Weights Leads to Wider Optima and Better Generalization", 2018,
+    https://arxiv.org/abs/1803.05407. Running means of batch norm are averaged like weights; the training set is not
+    passed through the network once more.
+
+    Args:
+        start: a share of the training's steps, from 0 to 1, as a fraction; or a whole number, the epochs before it.
+        every_n_steps: optimizer steps from one averaged weight to the next, at least 1; None: the end of each epoch.
+
+    Raises:
+        ValueError: an argument is out of its range.
+    """
+
+    def __init__(self, start: float | int = 0.75, every_n_steps: int | None = None):
+        super().__init__()
+        if start < 0 or (isinstance(start, float) and start > 1):
+            raise ValueError(f"start: must be a share from 0.0 to 1.0, or a whole number of epochs, not {start}")
+        if every_n_steps is not None:
+            _check_every(every_n_steps)
+        self.start, self.every_n_steps = start, every_n_steps
+        self._average = get_swa_multi_avg_fn()
+        self._first: float = math.inf  # step that may be averaged
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        return {"start": self.start, "every_n_steps": self.every_n_steps}
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """
+        Raises:
+            ConfigError: `start` is a share of a training whose length is not known.
+        """
+        total = trainer.estimated_stepping_batches
+        if isinstance(self.start, float) and not math.isfinite(total):
+            message = f"SWA: a share of {self.start} of a training without end; set train.max_steps, or whole epochs"
+            raise ConfigError(Fault(message, "train.callbacks"))
+        self._first = self.start * total if isinstance(self.start, float) else 0
+        super().on_train_start(trainer, pl_module)
+
+    def is_due(self, trainer: pl.Trainer, steps: int) -> bool:
+        if steps < self._first or (isinstance(self.start, int) and trainer.current_epoch < self.start):
+            return False
+        return epoch_is_over(trainer) if self.every_n_steps is None else steps % self.every_n_steps == 0
+
+    def average(self, averages: list[Tensor], weights: list[Tensor]) -> None:
+        self._average(averages, weights, self.updates)
+
+
+def averaged(checkpoint: Mapping[str, Any]) -> str | None:
+    """What the weights of a checkpoint are averages of, in one line; None: they are none."""
+    saved = _saved(checkpoint, None)
+    if saved is None or not saved["updates"]:
+        return None
+    return f"averaged by {saved['kind']} ({_line(saved['settings'])}), {saved['updates']} updates"
+
+
+def refuse_without(callbacks: list[Any], checkpoint: Mapping[str, Any], path: Any) -> None:
+    """
+    Raises:
+        CheckpointError: a checkpoint holds averages, and no callback of the run would restore the weights that learn.
+    """
+    saved = _saved(checkpoint, path)
+    if saved is None or any(isinstance(callback, Averaging) for callback in callbacks):
+        return
+    raise CheckpointError(
+        f"{path}: its weights are averages of {saved['kind']}; keep the callback in train.callbacks, or start again "
+        f"from the averages: model.init_from='{path}'"
+    )
+
+
+def _saved(checkpoint: Mapping[str, Any], path: Any) -> dict[str, Any] | None:
+    saved = checkpoint.get(KEY)
+    if saved is None:
+        return None
+    types = {"kind": str, "settings": dict, "steps": int, "updates": int, "weights": dict}
+    for name, wanted in types.items():
+        value = saved.get(name) if isinstance(saved, dict) else None
+        if not isinstance(value, wanted):
+            raise CheckpointError(
+                f"{path or 'the checkpoint'}: damaged: `{KEY}.{name}` is {described(value)}; take another checkpoint"
+            )
+    return dict(saved)
+
+
+def _weights(module: pl.LightningModule) -> dict[str, Tensor]:
+    """Parameters and buffers of the task's state, each once, by their first names: some networks share weights."""
+    found: dict[int, tuple[str, Tensor]] = {}
+    for name, value in module.state_dict(keep_vars=True).items():
+        if isinstance(value, Tensor):
+            found.setdefault(id(value), (name, value))
+    return dict(found.values())
+
+
+def _check_every(number: int) -> None:
+    if not isinstance(number, int) or number < 1:
+        raise ValueError(f"every_n_steps: must be a whole number, at least 1, not {number}")
+
+
+def _line(settings: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value}" for name, value in settings.items())

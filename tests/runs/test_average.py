@@ -1,0 +1,245 @@
+"""Averaged weights: what is judged, kept, tested and served are the averages, and training resumes from the weights
+that learn."""
+
+import json
+import signal
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from conftest import digest, weights
+from fitted import Fitted
+from safetensors.torch import load_file
+from test_resume import RANDOM, assert_ends_like
+
+from deeplightning.callbacks.average import EMA, SWA
+from deeplightning.checks.examine import load_config
+from deeplightning.engine.checkpoint_io import read_checkpoint
+from deeplightning.run.assemble import init_module
+from deeplightning.run.load import trained_task
+from deeplightning.runfolder import RunFolder
+
+AVERAGE = "deeplightning.callbacks.average"
+NORMED = "model.network={type: own.Normed}"
+
+
+def callbacks(kind, file=None, **params):
+    """An override: one kind of average, and a callback that writes the weights of each step into a file."""
+    given = ", ".join(f"{name}: {value}" for name, value in params.items())
+    watches = f", {{type: own.Weights, params: {{file: '{file}'}}}}" if file else ""
+    return f"train.callbacks=[{{type: {AVERAGE}.{kind}, params: {{{given}}}}}{watches}]"
+
+
+def own_ema(seen, decay):
+    """The exponential average, in plain torch, of the weights of each step."""
+    average = dict(seen[0])
+    for now in seen[1:]:
+        for name, value in now.items():
+            average[name] = torch.lerp(average[name], value, 1 - decay) if value.is_floating_point() else value
+    return average
+
+
+def own_mean(seen):
+    """The running mean, in plain torch."""
+    average = dict(seen[0])
+    for number, now in enumerate(seen[1:], 1):
+        for name, value in now.items():
+            share = 1 / (number + 1)
+            average[name] = torch.lerp(average[name], value, share) if value.is_floating_point() else value
+    return average
+
+
+def assert_equal(found, expected):
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name], value), name
+
+
+@pytest.fixture(scope="module")
+def ema(train, tmp_path_factory):
+    """A run with batch norm that averages with a decay of 0.9, tests and exports; and the weights of each step."""
+    file = tmp_path_factory.mktemp("ema") / "seen.pt"
+    settings = ["stages=[train, test]", "train.export=true", "train.checkpoint.monitor=val_loss"]
+    run = train(NORMED, callbacks("EMA", file, decay=0.9), *settings)
+    return run, torch.load(file)
+
+
+def test_checkpoints_hold_the_exponential_average_bit_for_bit(ema):
+    """`last.ckpt` has own arithmetic's average of the weights of all 18 steps as its weights, running means of batch
+    norm included, and beside it those that learn; `best.ckpt` that of its own step."""
+    run, seen = ema
+    assert len(seen) == 18
+    last = read_checkpoint(run.folder / "last.ckpt")
+    assert_equal(last["state_dict"], own_ema(seen, 0.9))
+    assert_equal(last["averaging"]["weights"], seen[-1])
+    best = json.loads((run.folder / "best.json").read_text())
+    assert_equal(weights(run.folder / "best.ckpt"), own_ema(seen[: best["step"]], 0.9))
+    assert "averaging  EMA (decay=0.9, every_n_steps=1): validation, checkpoints, test and export use" in run.out
+
+
+def test_validation_and_test_judge_the_averages(ema, tracked, place, monkeypatch):
+    """The tracked losses are those of a network with own arithmetic's averages, over the validation and test sets."""
+    run, seen = ema
+    monkeypatch.chdir(place)
+    task, _, _ = trained_task(RunFolder(run.folder))
+    data = init_module(load_config(run.folder / "cfg.yaml"), "data")
+    data.prepare_data()
+    data.setup("fit")
+    data.setup("test")
+    found = {}
+    for name, loader, steps in (("val", data.val_dataloader(), 18), ("test", data.test_dataloader(), None)):
+        best = json.loads((run.folder / "best.json").read_text())["step"]
+        task.load_state_dict(own_ema(seen[: steps or best], 0.9))
+        losses, count = 0.0, 0
+        with torch.no_grad():
+            for batch in loader:
+                keep = batch["index"] >= 0 if "index" in batch else slice(None)
+                outputs = task(task.inputs(batch))[keep]
+                losses += float(torch.nn.functional.cross_entropy(outputs, batch["label"][keep], reduction="sum"))
+                count += len(outputs)
+        found[name] = losses / count
+    assert found["val"] == pytest.approx(tracked(run.folder).series()["val_loss"][-1][1], abs=1e-6)
+    assert found["test"] == pytest.approx(
+        json.loads((run.folder / "test_results.json").read_text())["test_loss"], abs=1e-6
+    )
+
+
+def test_the_bundle_answers_by_the_averages_and_its_card_says_so(ema, place, monkeypatch):
+    """The bundle's weights are own arithmetic's bit for bit, its graph answers as a plain network with them does, and
+    the card names kind, settings and number of updates."""
+    run, seen = ema
+    monkeypatch.chdir(place)
+    folder = RunFolder(run.folder)
+    best = json.loads((run.folder / "best.json").read_text())["step"]
+    expected = own_ema(seen[:best], 0.9)
+    stored = load_file(folder.bundle_weights)
+    named = {name.removeprefix("network."): value for name, value in expected.items()}
+    shared = [name for name in stored if name.rpartition("network.")[2] in named]
+    assert len(shared) == len(named) > 0
+    for name in shared:
+        assert torch.equal(stored[name], named[name.rpartition("network.")[2]]), name
+    card = json.loads(folder.bundle_card.read_text())
+    assert card["run"]["weights"] == f"averaged by EMA (decay=0.9, every_n_steps=1), {best} updates"
+    task, _, _ = trained_task(folder)
+    task.load_state_dict(expected)
+    with np.load(folder.samples) as file:
+        images = file["images"]
+    answers = onnxruntime.InferenceSession(folder.bundle_model).run(None, {"images": images})[0]
+    with torch.no_grad():
+        plain = task.inference_model()(torch.from_numpy(images)).numpy()
+    assert np.abs(answers - plain).max() <= 1e-5
+
+
+def test_swa_is_the_mean_of_the_weights_at_the_ends_of_epochs(train, tmp_path):
+    """From the second of four epochs on, bit for bit; before, the weights are kept as they are. A share of the steps
+    means the same."""
+    for start in ("1", "0.3"):
+        run = train(callbacks("SWA", tmp_path / "seen.pt", start=start), "train.num_epochs=4")
+        seen = torch.load(tmp_path / "seen.pt")
+        assert_equal(weights(run.folder / "last.ckpt"), own_mean([seen[17], seen[26], seen[35]]))
+    short = train(callbacks("SWA", tmp_path / "seen.pt", start="1"), "train.num_epochs=1")
+    assert "training ended before the first average" in short.err
+    assert_equal(weights(short.folder / "last.ckpt"), torch.load(tmp_path / "seen.pt")[-1])
+
+
+@pytest.fixture(scope="module")
+def settings():
+    return [*RANDOM, callbacks("EMA", decay=0.8, every_n_steps=2)]
+
+
+@pytest.fixture(scope="module")
+def whole(train, settings):
+    """Four epochs of nine batches at a stretch."""
+    return train(*settings)
+
+
+def test_a_resumed_average_ends_bit_for_bit_like_an_uninterrupted_one(train, settings, whole, tracked):
+    """At an epoch's edge and inside an epoch: averages, weights that learn, and all that was tracked."""
+    for cut in ("train.num_epochs=2", "train.max_steps=23"):
+        half = train(*settings, cut)
+        resumed = train(*settings, f"train.resume_ckpt='{half.folder}'")
+        assert "will not end bit for bit" not in resumed.err
+        for name in ("last.ckpt", "best.ckpt"):
+            assert digest(resumed.folder / name) == digest(whole.folder / name)
+        ends = [read_checkpoint(run.folder / "last.ckpt")["averaging"] for run in (resumed, whole)]
+        assert_equal(ends[0].pop("weights"), ends[1].pop("weights"))
+        assert ends[0] == ends[1]
+        if cut == "train.num_epochs=2":
+            assert tracked(resumed.folder).series() == tracked(whole.folder).series()
+
+
+def test_a_run_that_is_stopped_while_it_validates_averages_resumes_from_the_weights_that_learn(
+    command, tiny, place, settings, whole, tracked, tmp_path
+):
+    """Ctrl-C in a validation, when the averages are in the network."""
+    plain = [one for one in settings if not one.startswith("train.callbacks")]
+    ema = f"{{type: {AVERAGE}.EMA, params: {{decay: 0.8, every_n_steps: 2}}}}"
+    until = tmp_path / "file"
+    waits = f"{{type: own.Waits, params: {{until: '{until}', validating: true}}}}"
+    running = command.start("train", tiny, *plain, f"train.callbacks=[{ema}, {waits}]", cwd=place)
+    running.says("waits")
+    running.signal(signal.SIGINT)
+    until.touch()
+    stopped = running.end()
+    assert stopped.code == 130, stopped
+    resumed = command("train", tiny, *settings, f"train.resume_ckpt='{stopped.folder}'", cwd=place)
+    assert resumed.code == 0, resumed
+    assert_ends_like(resumed, whole, tracked)
+
+
+def test_a_checkpoint_of_averages_resumes_only_with_them(train, settings, whole):
+    """Without the callback training would continue from the averages: exit code 4 with both ways out. Other settings
+    are reported; a checkpoint without averages begins them."""
+    plain = [one for one in settings if not one.startswith("train.callbacks")]
+    last = whole.folder / "last.ckpt"
+    refused = train(*plain, "train.num_epochs=5", f"train.resume_ckpt='{last}'", code=4)
+    assert "its weights are averages of EMA; keep the callback in train.callbacks" in refused.err
+    assert f"model.init_from='{last}'" in refused.err
+    other = train(*plain, callbacks("EMA", decay=0.5), "train.num_epochs=5", f"train.resume_ckpt='{last}'")
+    assert "EMA was decay=0.8, every_n_steps=2 and is decay=0.5, every_n_steps=1" in other.err
+    without = train(*plain, "train.num_epochs=1")
+    began = train(*settings, "train.num_epochs=2", f"train.resume_ckpt='{without.folder / 'last.ckpt'}'")
+    assert "the checkpoint holds no averages; they begin here" in began.out
+
+
+def test_two_processes_average_like_one(job):
+    """Under ddp the average is that of one process that sees the same batches, and both validate with it."""
+    of = [callbacks("EMA", decay=0.8), NORMED, "train.num_epochs=1", "data.batch_size=8"]
+    run = job(*of, "engine.backend=ddp")
+    saved = read_checkpoint(run.folder / "last.ckpt")
+    assert saved["averaging"]["updates"] == 9
+    name = "network.0.weight"
+    assert not torch.equal(saved["state_dict"][name], saved["averaging"]["weights"][name])
+
+
+def test_explain_says_what_the_averages_are_used_for(command, tiny, place):
+    """Beside the callback's line."""
+    shown = command("explain", tiny, callbacks("EMA"), "train", cwd=place)
+    assert "export and the server use the averaged weights" in shown.out
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "words"),
+    [
+        (EMA, {"decay": 1.0}, "decay: must be from 0 to below 1"),
+        (EMA, {"every_n_steps": 0}, "every_n_steps: must be a whole number, at least 1"),
+        (SWA, {"start": 1.5}, "start: must be a share from 0.0 to 1.0"),
+        (SWA, {"start": -1}, "start: must be a share"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(kind, params, words):
+    """With what is allowed."""
+    with pytest.raises(ValueError, match=words):
+        kind(**params)
+
+
+def test_networks_that_share_weights_are_averaged_once(fit):
+    """A tensor under two names is exchanged once, so that the averages are what both names hold."""
+    shared = """model.network={type: own.Tied}"""
+    done: Fitted = fit(shared, callbacks("EMA", decay=0.5), "train.num_epochs=1")
+    saved = read_checkpoint(done.folder / "last.ckpt")
+    first, second = (saved["state_dict"][f"network.{name}.weight"] for name in ("first", "second"))
+    assert torch.equal(first, second)
+    assert torch.equal(done.task.network.first.weight, first)
+    assert not torch.equal(first, saved["averaging"]["weights"]["network.first.weight"])
