@@ -173,6 +173,22 @@ class Gradients(pl.Callback):
             torch.save(self.seen, self.file)
 
 
+class Batches(pl.Callback):
+    """Writes down the positions of each batch's samples, of training and of validation."""
+
+    def __init__(self, file):
+        self.file, self.seen = file, {"train": [], "val": []}
+
+    def on_train_batch_start(self, trainer, module, batch, *_):
+        self.seen["train"].append(batch["index"])
+
+    def on_validation_batch_start(self, trainer, module, batch, *_):
+        self.seen["val"].append(batch["index"])
+
+    def on_train_end(self, trainer, module):
+        torch.save(self.seen, self.file)
+
+
 class Weights(pl.Callback):
     """Writes down the task's weights after each optimizer step."""
 

@@ -65,7 +65,9 @@ def all_of(cfg: Config) -> list[pl.Callback]:
     train, every = cfg.train, cfg.logger.log_every_n_steps
     assert cfg.seed is not None, "load_config draws one"
     record = Record(cfg, loggers, Path("runs") / time.strftime("%Y-%m-%d_%H-%M-%S"))
-    checkpoints = Checkpoints(train.checkpoint, record, background=POOL not in os.environ)  # a pool copies the files
+    checkpoints = Checkpoints(
+        train.checkpoint, record, background=POOL not in os.environ, off=train.fast
+    )  # a pool copies the files
     callbacks: list[pl.Callback] = [
         record,
         Seeds(cfg.seed),
@@ -89,7 +91,7 @@ def all_of(cfg: Config) -> list[pl.Callback]:
         callbacks.append(ShowPictures(cfg.logger.pictures, record))
     if cfg.logger.histograms is not None:
         callbacks.append(Histograms(cfg.logger.histograms, record))
-    if train.val_every_n_epoch < 1:
+    if train.val_every_n_epoch < 1 and not train.fast:
         callbacks.append(ValidateParts(train.val_every_n_epoch))
     if train.accumulator_epoch > 0 and train.accumulator_factor > 1:
         callbacks.append(AccumulateFrom(train.accumulator_epoch, train.accumulator_factor))

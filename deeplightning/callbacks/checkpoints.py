@@ -42,10 +42,11 @@ class Checkpoints(LightningCheckpoint):
 
     Args:
         background: whether checkpoints may be written while training continues.
+        off: save none; a metric that is not there is still an error.
     """
 
-    def __init__(self, settings: Checkpoint, record: Record, background: bool = True):
-        self.settings, self.record, self.background = settings, record, background
+    def __init__(self, settings: Checkpoint, record: Record, background: bool = True, off: bool = False):
+        self.settings, self.record, self.background, self.off = settings, record, background, off
         self.kept: list[dict[str, Any]] = []  # the best first: {"value", "epoch", "step", "file"}
         self._loaded: list[dict[str, Any]] | None = None
         self._arriving: dict[str, Any] | None = None  # until the optimizers are there that it is compared with
@@ -157,7 +158,7 @@ class Checkpoints(LightningCheckpoint):
         if trainer.strategy.broadcast(lacks):  # other machines may not see rank 0's files, and all save or none
             self._save_last(trainer)
             _writer(trainer).wait()
-        if self.settings.monitor is not None and not self.kept:
+        if self.settings.monitor is not None and not self.kept and not self.off:
             log.warning("there is no best.ckpt: %s had no value to judge by", self.settings.monitor)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
@@ -210,6 +211,8 @@ class Checkpoints(LightningCheckpoint):
 
     def _save_last(self, trainer: pl.Trainer) -> None:
         self._saved_step, self._due = trainer.global_step, False
+        if self.off:
+            return
         self._save(trainer, self.record.folder.last)
         if self.settings.monitor is None and self.settings.save_top_k > 1 and trainer.is_global_zero:
             named = self.record.folder.checkpoint(trainer.current_epoch, trainer.global_step)
@@ -237,6 +240,8 @@ class Checkpoints(LightningCheckpoint):
             known = ", ".join(sorted(trainer.callback_metrics))
             message = f"no metric is called {name!r}; this run has {known}"
             raise ConfigError(Fault(message, "train.checkpoint.monitor"))
+        if self.off:
+            return
         value = float(trainer.callback_metrics[name])
         if not math.isfinite(value):
             log.warning("%s is %s after epoch %d: not kept as best", name, value, trainer.current_epoch)

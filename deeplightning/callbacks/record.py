@@ -241,7 +241,8 @@ class Record(pl.Callback):
             if hasattr(logger, "log_tags"):
                 over = {"training": f"none: {self.resumption.over}"} if self.resumption and self.resumption.over else {}
                 asked = {f"asked.{key}": str(v) for key, v in (self.cfg.asked or {}).items()}
-                logger.log_tags(_tags(environment) | asked | over)
+                fast = {"fast": "true"} if self.cfg.train.fast else {}
+                logger.log_tags(_tags(environment) | asked | over | fast)
         written = folder.config.read_text() if folder.config.exists() else None
         if written is None or _but_stages(written) != _but_stages(dump(settings)):
             _replace(folder, folder.config, dump(settings))

@@ -273,6 +273,22 @@ RULES = [
         ),
     ),
     Rule(
+        "train.overfit",
+        "train.limit_batches",
+        "`overfit`, `limit_batches`",
+        "both say how many batches there are",
+        "remove one of the two",
+        lambda cfg, _: cfg.train.overfit is not None and cfg.train.limit_batches is not None,
+    ),
+    Rule(
+        "train.fast",
+        "train.resume_ckpt",
+        "`fast`, a run that resumes",
+        "its one batch would come after those of a checkpoint, and it saves none itself",
+        "set `train.resume_ckpt=null`, or `train.fast=false`",
+        lambda cfg, _: cfg.train.fast and cfg.train.resume_ckpt is not None and "train" in cfg.stages,
+    ),
+    Rule(
         "train.callbacks",
         "engine.backend",
         "averaged weights (EMA, SWA), fsdp or DeepSpeed",

@@ -365,6 +365,17 @@ class Train(Section):
     checkpoint: Checkpoint = key("what is saved when", Checkpoint)
     callbacks: list[Target] = key("Lightning callbacks of your own", list)
     limit_batches: LimitBatches | None = key("use a part of the batches", None)
+    overfit: int | None = key(
+        "train and validate on the same so many batches, the first of the training set, which a network that can learn "
+        "learns by heart",
+        None,
+        low=1,
+    )
+    fast: bool = key(
+        "one batch of each stage, without checkpoints and export, to see whether everything runs; the run has the tag "
+        "`fast`",
+        False,
+    )
     export: bool = key("write the bundle that `deploy.sh` serves when training has ended", True)
 
 

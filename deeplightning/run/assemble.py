@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from deeplightning.config.schema import Config
+from deeplightning.config.schema import Config, LimitBatches
 from deeplightning.config.target import build
 from deeplightning.engine.plan import trainer_arguments
 from deeplightning.launch.environment import apply_environment
@@ -41,6 +41,10 @@ def init_module(cfg: Config, section: str, read: bool = True) -> Any:
     module = build(getattr(cfg, section).module, cfg)
     if section == "data":
         fill(cfg, module, read)
+    if section == "data" and cfg.train.overfit is not None:
+        from deeplightning.run.overfit import overfit
+
+        overfit(module, cfg.train.overfit)
     if section == "model":
         note_signatures(module)
         leave_out_empty_hooks(module)
@@ -68,12 +72,13 @@ def init_trainer(cfg: Config) -> pl.Trainer:
     if cfg.engine.compile and "train" in cfg.stages:
         prepare_to_compile(cfg.engine)
     train, clip = cfg.train, cfg.train.gradient_clip
-    limits = train.limit_batches
-    often = train.val_every_n_epoch
+    limits = LimitBatches(train=1, val=1, test=1) if train.fast else train.limit_batches
+    often = 1 if train.fast else train.val_every_n_epoch
+    epochs = -1 if train.num_epochs is None else train.num_epochs
     from_start = train.accumulator_epoch == 0
     return pl.Trainer(
         **trainer_arguments(cfg),
-        max_epochs=-1 if train.num_epochs is None else train.num_epochs,
+        max_epochs=1 if train.fast and epochs != 0 else epochs,
         max_steps=-1 if train.max_steps is None else train.max_steps,
         check_val_every_n_epoch=max(1, int(often)),
         val_check_interval=float(often) if often < 1 else 1.0,

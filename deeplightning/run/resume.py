@@ -295,7 +295,8 @@ def _inexact(checkpoint: Mapping[str, Any], cfg: Config) -> str:
 def _learning(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     """What of a config decides over each step, by its key."""
     train = {
-        key: settings.get("train", {}).get(key) for key in ("accumulator_epoch", "accumulator_factor", "gradient_clip")
+        key: settings.get("train", {}).get(key)
+        for key in ("accumulator_epoch", "accumulator_factor", "gradient_clip", "overfit")
     }
     for section, values in {
         "data": settings.get("data", {}),

@@ -50,6 +50,8 @@ def launch(cfg: Config) -> RunFolder:
     one_line_warnings()
     if own_rank() == 0 and supervisor.restarts() == 0:
         show(dump(cfg.public()))
+        if cfg.train.fast:
+            log.info("%-10s one batch of each stage; no checkpoint and no bundle is written", "fast")
         for notice in cfg.notices or []:
             log.log(logging.WARNING if notice.unasked else logging.INFO, notice.text)
     if cfg.engine.setup_hook is not None:
@@ -78,7 +80,13 @@ def launch(cfg: Config) -> RunFolder:
                 path = _weights_for(cfg, record, trained="train" in cfg.stages)
                 quiet = {} if stage == "predict" else {"verbose": False}
                 run_stage(getattr(trainer, stage), task, data, ckpt_path=path, **quiet)
-        if "train" in cfg.stages and cfg.train.export and trainer.is_global_zero and cfg.train.num_epochs != 0:
+        if (
+            "train" in cfg.stages
+            and cfg.train.export
+            and not cfg.train.fast
+            and trainer.is_global_zero
+            and cfg.train.num_epochs != 0
+        ):
             _export_at_the_end(cfg, task, data, record)
         all_ended()
         if trainer.is_global_zero:
@@ -134,8 +142,10 @@ def _train(cfg: Config, trainer: pl.Trainer, task: Any, data: Any, weights: Path
     run_stage(trainer.fit, task, data, ckpt_path=weights)
 
 
-def _weights_for(cfg: Config, record: Any, trained: bool) -> Path:
-    """The checkpoint that validate, test and predict use."""
+def _weights_for(cfg: Config, record: Any, trained: bool) -> Path | None:
+    """The checkpoint that validate, test and predict use; None: the weights that training has left in the task."""
+    if trained and cfg.train.fast:
+        return None
     if trained and cfg.test.ckpt in (None, "best", "last"):
         folder = record.folder
         best = folder.best if cfg.test.ckpt != "last" and folder.best.exists() else folder.last

@@ -78,6 +78,8 @@ BREAKING = [
     ["engine.gpus=1", "engine.params.nvme_path=absent", "engine.backend=deepspeed_stage_3_offload_nvme"],
     ["engine.backend=fsdp", "engine.processes=2", "engine.channels_last=true"],
     ["engine.backend=fsdp", "engine.processes=2", "logger.histograms=1"],
+    ["train.overfit=1", "train.limit_batches={val: 2}"],
+    ["train.fast=true", "train.resume_ckpt=auto"],
     ["engine.backend=fsdp", "engine.processes=2", f"train.callbacks=[{EMA}]"],
     ["engine.precision=bf16-true", f"train.callbacks=[{EMA}]"],
     ["stages=[train]", f"train.callbacks=[{EMA}, {{type: deeplightning.callbacks.average.SWA}}]"],

@@ -1,0 +1,92 @@
+"""`train.overfit: N`: a data module gives the same N batches again and again, for training and for validation."""
+
+import itertools
+import logging
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+log = logging.getLogger("deeplightning")
+
+
+def overfit(data: Any, number: int) -> None:
+    """Has a data module give its first `number` training batches in each epoch, and the same for validation.
+
+    They are read once and kept in memory. What changes batches later, such as an augmentation, still does.
+    """
+    fixed = _Batches(data.train_dataloader, number)
+
+    def train_dataloader() -> _Loader:
+        return _Loader(fixed, _done(data.trainer, len(fixed)))
+
+    data.train_dataloader, data.val_dataloader = train_dataloader, lambda: _Loader(fixed)
+
+
+class _Batches:
+    """The first batches of a loader's first epoch.
+
+    Args:
+        make: makes the loader.
+    """
+
+    def __init__(self, make: Callable[[], Any], number: int):
+        self.make, self.number = make, number
+        self._loader: Any = None
+        self._kept: list[Any] | None = None
+
+    @property
+    def loader(self) -> Any:
+        if self._loader is None:
+            self._loader = self.make()
+            sampler: Any = getattr(self._loader, "sampler", None)
+            if hasattr(sampler, "set_epoch"):
+                sampler.set_epoch(0)
+                if hasattr(sampler, "start"):
+                    sampler.start = 0  # where a resumed run would go on
+        return self._loader
+
+    def __len__(self) -> int:
+        return min(self.number, len(self.loader)) if hasattr(self.loader, "__len__") else self.number
+
+    @property
+    def kept(self) -> list[Any]:
+        if self._kept is None:
+            self._kept = list(itertools.islice(self.loader, self.number))
+            more = ", which has no more" if len(self._kept) < self.number else ""
+            batches = f"{len(self._kept)} batch" + "es" * (len(self._kept) != 1)
+            log.info("%-10s %s of the training set%s, for training and validation", "overfit", batches, more)
+        return self._kept
+
+
+class _Loader:
+    """Gives batches that are kept; the first time those behind the first `start`.
+
+    Attributes:
+        sampler: has the `samples_of` of the training set's sampler, where that has one.
+        dataset: the training set.
+    """
+
+    batch_sampler = None  # Lightning asks for it where there is a sampler
+
+    def __init__(self, batches: _Batches, start: int = 0):
+        self.batches, self.start = batches, start
+        self.dataset = getattr(batches.loader, "dataset", None)
+        samples_of = getattr(getattr(batches.loader, "sampler", None), "samples_of", None)
+        self.sampler = SimpleNamespace(**({"samples_of": samples_of} if samples_of else {}))
+
+    def __len__(self) -> int:
+        return len(self.batches)
+
+    def __iter__(self) -> Iterator[Any]:
+        if not self.batches.kept:
+            return
+        *rest, last = self.batches.kept[self.start :]
+        yield from rest
+        self.start = 0  # before the last: Lightning does not ask for one more
+        yield last
+
+
+def _done(trainer: Any, length: int) -> int:
+    """The batches of the epoch that a resumed run has done; 0 where that epoch is over."""
+    done: int = trainer.fit_loop.epoch_loop.batch_progress.current.ready if trainer is not None else 0
+    return done if done < length else 0
