@@ -65,6 +65,20 @@ class Raises(ImageClassification):
         return super().training_step(batch, batch_idx)
 
 
+class Stuck(ImageClassification):
+    """Waits in its first batch until a file is there."""
+
+    def __init__(self, cfg, file):
+        super().__init__(cfg)
+        self.file = pathlib.Path(file)
+
+    def training_step(self, batch, batch_idx):
+        print("stuck", flush=True)
+        while not self.file.exists():
+            time.sleep(0.01)
+        return super().training_step(batch, batch_idx)
+
+
 class Guarded(Digits):
     """Takes a password."""
 
@@ -122,6 +136,20 @@ class Normed(nn.Sequential):
     def __init__(self):
         layers = [nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10)]
         super().__init__(*layers)
+
+
+class Hungry(nn.Module):
+    """A network that takes 8 MB for each sample; or as much as a GPU does not have, for more than so many."""
+
+    def __init__(self, most=1000):
+        super().__init__()
+        self.last, self.most = nn.Linear(64, 10), most
+
+    def forward(self, images):
+        if len(images) > self.most:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        much = torch.ones(len(images), 2_000_000)
+        return self.last(images.flatten(1)) * much[:, :1]
 
 
 class Tied(nn.Module):

@@ -3,7 +3,7 @@
 import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytorch_lightning as pl
@@ -191,3 +191,11 @@ class ProgressLines(pl.Callback):
             share = 100 * done // of
             first = (trainer.current_epoch + 1, done, of, share)
             log.info("epoch %d, batch %d of %d (%d %%): train_loss %.4f", *first, batch_loss(trainer, outputs))
+
+
+def samples_in(batch: Any) -> int:
+    """The rows of a batch: of the first tensor in it that has rows; 0 where there is none."""
+    if isinstance(batch, torch.Tensor):
+        return len(batch) if batch.ndim else 0
+    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
+    return next((rows for part in parts if (rows := samples_in(part))), 0)

@@ -50,9 +50,13 @@ _OTHER_MODULES = {"_Loss": "a loss", "Metric": "a metric", "LightningModule": "a
 _SEARCHERS = {
     "LearningRateFinder": (
         "the learning rate",
-        "tune.space: {model.optimizer.params.lr: {log_uniform: [1e-4, 0.1]}}",
+        "tune.space: {model.optimizer.params.lr: {log_uniform: [1e-4, 0.1]}}`, or find one first by `deeplightning lr "
+        "CONFIG",
     ),
-    "BatchSizeFinder": ("the batch size", "tune.space: {data.batch_size: {choice: [64, 128, 256]}}"),
+    "BatchSizeFinder": (
+        "the batch size",
+        "tune.space: {data.batch_size: {choice: [64, 128, 256]}}`, or find one first by `deeplightning batch CONFIG",
+    ),
 }
 
 # What of the standard library makes a plain value, which params may hold: `datetime.timedelta` for a callback.

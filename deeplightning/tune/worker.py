@@ -138,7 +138,7 @@ def _be_trial(
     try:
         forget_exit_functions()  # what is registered is the search's to do
         os.setpgid(0, 0)
-        _end_with(driver)
+        end_with(driver)
         for number in SIGNALS:
             signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
@@ -164,7 +164,7 @@ def _be_trial(
             os._exit(code if isinstance(code, int) else 1)
 
 
-def _end_with(driver: int) -> None:
+def end_with(driver: int) -> None:
     """This process is killed when the process that forked it ends."""
     try:
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -36,6 +36,7 @@ def test_callbacks_that_change_the_config_behind_its_back_are_refused(tiny, tmp_
         (fault,) = examine(tiny, [f"train.callbacks=[{{type: {path}}}]"], importing=importing).faults
         assert (fault.key, fault.exit_code) == ("train.callbacks.0.type", 2)
         assert words in fault.message
+        assert "find one first by `deeplightning" in fault.message
 
 
 def test_a_list_of_numbers_is_a_tensor_where_one_is_asked_for(train, tracked):

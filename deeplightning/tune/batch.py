@@ -1,0 +1,167 @@
+"""`deeplightning batch CONFIG`: the largest batch that fits into memory, and how many samples a second each size sees.
+
+Sizes are powers of two from that of the config on, up or down, then bisected. Each is tried in a process of its own.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+
+from deeplightning.callbacks.watch import samples_in
+from deeplightning.checks.examine import load_config
+from deeplightning.faults import ConfigError, RunError
+from deeplightning.tune.measure import ALONE, in_child, one_gpu, trained
+
+WARM_UP = 2
+"""Batches that are not timed: the first one makes what the later ones reuse, the optimizer's state among it."""
+
+SHORTEST = 0.5
+"""Seconds that are timed at least."""
+
+MOST = 2**20
+"""The largest batch that is tried where the size of the training set is not known."""
+
+FINE = 8
+"""Bisection ends when what fits and what does not are nearer than this part of the size."""
+
+NEARLY = 0.95
+"""A smaller batch is as fast as the fastest when it sees this share of its samples a second."""
+
+_UNITS = {"": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "kib": 2**10, "mib": 2**20, "gib": 2**30}
+
+
+def bytes_of(text: str) -> int:
+    """A size such as `8GB`, `500 MiB` or `1000000` in bytes.
+
+    Raises:
+        ValueError: it is none, or 0.
+    """
+    found = re.fullmatch(r"([\d.]+)\s*([a-z]*)", text.strip().lower())
+    number = float(found[1]) if found and found[2] in _UNITS and re.fullmatch(r"\d+(\.\d+)?", found[1]) else 0.0
+    if found is None or number <= 0:
+        raise ValueError(f"must be a size such as 8GB or 500MiB, not {text!r}")
+    return int(number * _UNITS[found[2]])
+
+
+class _Clock(pl.Callback):
+    """Times batches: so many, and more where they take less than `SHORTEST`."""
+
+    def __init__(self, batches: int):
+        self.batches = batches
+        self.samples = self.done = self.widest = 0
+        self._began = self.seconds = 0.0
+
+    def on_train_batch_end(self, trainer: Any, pl_module: pl.LightningModule, outputs: Any, batch: Any, _: int) -> None:
+        self.done += 1
+        rows = samples_in(batch)
+        self.widest = max(self.widest, rows)
+        if self.done > WARM_UP:
+            self.samples += rows
+        enough = self.done >= WARM_UP + self.batches and time.perf_counter() - self._began >= SHORTEST
+        if self.done == WARM_UP or enough:
+            if pl_module.device.type == "cuda":
+                torch.cuda.synchronize(pl_module.device)
+            self.seconds, self._began = time.perf_counter() - self._began, time.perf_counter()
+        trainer.should_stop = enough
+
+
+def search(
+    config: Path,
+    overrides: Sequence[str],
+    memory: int | None,
+    most: int | None,
+    batches: int,
+    redact: Callable[[str], str],
+) -> Iterator[str]:
+    """Finds the largest batch of one process.
+
+    Args:
+        memory: bytes that a process may hold: of its GPU, or of the main memory. None: all of the GPU's.
+        most: the largest batch to try; None: the training set.
+        batches: how many are timed.
+
+    Yields:
+        lines for a person, as sizes are tried; the last is the override with the largest batch.
+
+    Raises:
+        ConfigError: a limit is needed and there is none.
+        RunError: not even one sample fits.
+    """
+    asked = load_config(config, list(overrides))
+    on_gpu = asked.engine.gpus is not None
+    if memory is None and not on_gpu:
+        raise ConfigError(
+            "on the CPU the largest batch depends on the memory that it may take, and the system would swap before it "
+            "says no: give a limit, for example --memory 8GB"
+        )
+    fixed = [*ALONE, *one_gpu(asked)]
+    if asked.engine.backend is not None and asked.engine.backend != "ddp":
+        yield f"note       one process is measured, without {asked.engine.backend}: it holds all of the weights itself"
+    speeds: dict[int, float] = {}
+    known = {"most": most or MOST}
+
+    def fits(size: int) -> tuple[bool, str]:
+        cfg = load_config(config, [*overrides, *fixed, f"data.batch_size={size}"])
+
+        def measure() -> dict[str, Any]:
+            if on_gpu and memory is not None:
+                torch.cuda.set_per_process_memory_fraction(min(1.0, memory / torch.cuda.mem_get_info(0)[1]), 0)
+            clock = _Clock(batches)
+            trainer = trained(cfg, clock)
+            device = trainer.strategy.root_device
+            held = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
+            dataset: Any = getattr(trainer.train_dataloader, "dataset", None)
+            whole = len(dataset) if hasattr(dataset, "__len__") else None
+            return {"speed": clock.samples / clock.seconds, "memory": held, "samples": whole, "widest": clock.widest}
+
+        outcome = in_child(measure, None if on_gpu else memory, redact)
+        if outcome.found is None:
+            return False, f"{size:>10,}  does not fit"
+        found = outcome.found
+        if found["samples"] is not None:
+            known["most"] = min(known["most"], max(1, found["samples"]))
+        speeds[size] = found["speed"]
+        held = found["memory"] if found["memory"] is not None else outcome.peak
+        return True, f"{size:>10,}  {found['speed']:>12,.0f}  {held / 1e9:>8.2f} GB"
+
+    yield f"{'batch_size':>10}  {'samples/s':>12}  {'memory':>11}"
+    size = 2 ** (min(asked.data.batch_size, known["most"]).bit_length() - 1)
+    good, line = fits(size)
+    yield line
+    too_large: int | None = None
+    while not good:
+        too_large = size
+        if size == 1:
+            limit = f" of {memory / 1e9:g} GB" if memory is not None else ""
+            raise RunError(
+                f"not even a batch of one sample fits into the memory{limit}; engine.precision=bf16, "
+                "engine.activation_checkpointing or a smaller network need less"
+            )
+        size //= 2
+        good, line = fits(size)
+        yield line
+    while too_large is None and size < known["most"]:
+        tried = min(2 * size, known["most"])
+        good, line = fits(tried)
+        yield line
+        size, too_large = (tried, None) if good else (size, tried)
+    while too_large is not None and too_large - size > max(1, size // FINE):
+        middle = (size + too_large) // 2
+        good, line = fits(middle)
+        yield line
+        size, too_large = (middle, too_large) if good else (size, middle)
+    if too_large is None:
+        what = "what --max allows" if most is not None and known["most"] == most else "the whole training set"
+        yield f"largest    {size}: {what}"
+    else:
+        yield f"largest    {size}; {too_large} does not fit"
+    fastest = min(one for one, speed in speeds.items() if speed >= NEARLY * max(speeds.values()))
+    yield f"fastest    {fastest}: {speeds[fastest]:,.0f} samples/s; larger ones are no more than 5 % faster"
+    yield f"data.batch_size={size}"

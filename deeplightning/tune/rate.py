@@ -1,0 +1,202 @@
+"""`deeplightning lr CONFIG`: the learning rate grows from step to step, and the loss shows which rates train.
+
+Smith, "Cyclical Learning Rates for Training Neural Networks", 2017, https://arxiv.org/abs/1506.01186.
+"""
+
+from __future__ import annotations
+
+import csv
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytorch_lightning as pl
+
+from deeplightning.callbacks.watch import batch_loss
+from deeplightning.checks.examine import load_config
+from deeplightning.config.schema import Config, Scheduler
+from deeplightning.faults import ConfigError, Fault, RunError, SetupError, count
+from deeplightning.tune.measure import ALONE, in_child, one_gpu, trained
+
+RECENT = 0.9
+"""Weight of the past in the running mean of the losses, whose beginning is corrected as Adam's means are."""
+
+TOO_HIGH = 4
+"""The test ends when the running mean is so many times the smallest one."""
+
+WIDTH = 2.0
+"""Steps: the standard deviation of the window that smooths the curve. It is symmetric: a mean of the past alone shows a
+descent several steps too late, and proposes a rate that is too high."""
+
+MARGIN = 10
+"""What is proposed is at most the rate with the smallest loss divided by this: beyond that one training diverges."""
+
+FEWEST = 10
+"""Steps without which a curve says nothing."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """Rates in growing order, each with the loss of its step; floats, (N,)."""
+
+    rates: np.ndarray
+    losses: np.ndarray
+
+    @functools.cached_property
+    def smoothed(self) -> np.ndarray:
+        """The losses, (N,), as means over a Gaussian window; what shoots up counts as twice the first at most."""
+        steps = np.arange(len(self.losses))
+        bounded = np.minimum(self.losses, self.losses[0] + abs(self.losses[0]))
+        window = np.exp(-((steps[:, None] - steps) ** 2) / (2 * WIDTH**2))
+        return window @ bounded / window.sum(1)
+
+    @property
+    def at_minimum(self) -> float:
+        """The rate at which the smoothed loss is smallest."""
+        return float(self.rates[int(self.smoothed.argmin())])
+
+    @property
+    def proposed(self) -> float | None:
+        """The rate at which the smoothed loss falls fastest, per factor of the rate, up to the margin before its
+        smallest value; None: there are too few, or it falls by no more than the first losses differ."""
+        if len(self.rates) <= FEWEST:
+            return None
+        end, noise = int(self.smoothed.argmin()), float(self.losses[:FEWEST].std())
+        before = int((self.rates <= self.at_minimum / MARGIN).sum())
+        if before == 0 or self.smoothed[0] - self.smoothed[end] <= 2 * noise:
+            return None
+        slopes = np.gradient(self.smoothed, np.log(self.rates))[:before]
+        return float(self.rates[int(slopes.argmin())])
+
+
+class _Grows(pl.Callback):
+    """Sets the rate of each optimizer step, and notes its loss; groups keep their ratios to the first."""
+
+    def __init__(self, low: float, high: float, steps: int):
+        self.wanted = [low * (high / low) ** (step / (steps - 1)) for step in range(steps)]
+        self.rates: list[float] = []
+        self.losses: list[float] = []
+        self._means: list[float] = []
+        self._parts: list[float] = []  # losses of accumulated batches
+        self._ratios: list[float] = []
+        self._mean = 0.0
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        groups = trainer.optimizers[0].param_groups
+        first = float(groups[0]["lr"]) or 1.0
+        self._ratios = [float(group["lr"]) / first or 1.0 for group in groups]
+
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+        rate = self.wanted[len(self.rates)]
+        for group, ratio in zip(trainer.optimizers[0].param_groups, self._ratios, strict=True):
+            group["lr"] = rate * ratio
+
+    def on_train_batch_end(self, trainer: Any, pl_module: pl.LightningModule, outputs: Any, *_: Any) -> None:
+        self._parts.append(float(batch_loss(trainer, outputs)))
+        if trainer.global_step == len(self.rates):
+            return  # it accumulates
+        loss = sum(self._parts) / len(self._parts)
+        self._parts.clear()
+        if math.isfinite(loss):
+            self._mean = RECENT * self._mean + (1 - RECENT) * loss
+            self._means.append(self._mean / (1 - RECENT ** (len(self._means) + 1)))
+            self.rates.append(self.wanted[len(self.rates)])
+            self.losses.append(loss)
+        enough = len(self.rates) > FEWEST and self._means[-1] > TOO_HIGH * min(self._means)
+        trainer.should_stop = not math.isfinite(loss) or enough or len(self.rates) == len(self.wanted)
+
+
+def range_test(
+    config: Path,
+    overrides: Sequence[str],
+    low: float,
+    high: float,
+    steps: int,
+    out: Path,
+    redact: Callable[[str], str],
+) -> list[str]:
+    """Tests rates from `low` to `high` in a process of its own, and writes `NAME.lr.csv` and `NAME.lr.png` into `out`.
+
+    Returns:
+        lines for a person; the last is the override with the proposed rate.
+
+    Raises:
+        ConfigError: the config is wrong, has no optimizer or several.
+        RunError: the loss does not fall.
+        SetupError: the files cannot be written.
+    """
+    asked = load_config(config, list(overrides))
+    if asked.model.optimizer is None or isinstance(asked.model.optimizer, dict):
+        why = "there are several" if asked.model.optimizer else "the task has its own"
+        raise ConfigError(Fault(f"the range test changes the rate of one optimizer, and {why}", "model.optimizer"))
+    cfg = load_config(config, [*overrides, *ALONE, *one_gpu(asked)])
+
+    def test() -> dict[str, Any]:
+        grows = _Grows(low, high, steps)
+        trained(cfg, grows)
+        return {"rates": grows.rates, "losses": grows.losses}
+
+    found = in_child(test, None, redact).found
+    if found is None:
+        raise RunError("the device has no memory left; `deeplightning batch CONFIG` finds a batch that fits")
+    curve = Curve(*(np.array(found[name], dtype=float) for name in ("rates", "losses")))
+    table, picture = (out / f"{config.stem}.lr.{ending}" for ending in ("csv", "png"))
+    proposed = curve.proposed
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        _write_table(curve, table)
+        _draw(curve, proposed, picture)
+    except OSError as error:
+        raise SetupError(f"{out}: the curve cannot be written: {error.strerror or error}") from error
+    tested = f"{count(len(curve.rates), 'step')} of {cfg.data.batch_size} samples"
+    lines = [f"tested     rates from {low:g} to {curve.rates[-1] if len(curve.rates) else low:g}, in {tested}"]
+    lines += [f"curve      {picture}, {table}"]
+    if proposed is None:
+        raise RunError(
+            f"the loss does not fall between the rates {low:g} and {high:g} ({picture}); widen them with --from and "
+            "--to, or see with train.overfit whether the network can learn at all"
+        )
+    lines += [f"proposed   {proposed:.2g}, where the loss falls fastest; it is smallest at {curve.at_minimum:.2g}"]
+    return [*lines, " ".join(_overrides(asked, proposed))]
+
+
+def _overrides(cfg: Config, rate: float) -> list[str]:
+    """What sets the proposed rate: of the optimizer, and the peak of a schedule that has one."""
+    words = [f"model.optimizer.params.lr={rate:.2g}"]
+    schedule = cfg.model.scheduler
+    if isinstance(schedule, Scheduler) and isinstance(schedule.params.get("max_lr"), int | float):
+        words.append(f"model.scheduler.params.max_lr={rate:.2g}")
+    return words
+
+
+def _write_table(curve: Curve, path: Path) -> None:
+    rows = zip(curve.rates.tolist(), curve.losses.tolist(), curve.smoothed.tolist(), strict=True)
+    with path.open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(("lr", "loss", "smoothed_loss"))
+        writer.writerows(rows)
+
+
+def _draw(curve: Curve, proposed: float | None, path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 4.2), layout="constrained")
+    axes = figure.subplots()
+    axes.plot(curve.rates, curve.losses, color="0.75", linewidth=1, label="loss")
+    axes.plot(curve.rates, curve.smoothed, color="tab:blue", label="smoothed loss")
+    if proposed is not None:
+        axes.axvline(proposed, color="tab:red", linestyle="--", label=f"proposed: {proposed:.2g}")
+    axes.set_xscale("log")
+    if len(curve.rates):
+        top = max(curve.smoothed[0], float(np.median(curve.smoothed))) * 1.5
+        bottom = min(0.0, float(curve.smoothed.min()) * 1.1)
+        axes.set_ylim(bottom, top)
+    axes.set_xlabel("learning rate")
+    axes.set_ylabel("training loss")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path, dpi=110)

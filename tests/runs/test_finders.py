@@ -1,0 +1,165 @@
+"""`deeplightning lr` proposes a learning rate and `deeplightning batch` a batch size; nothing else is left."""
+
+import csv
+import signal
+
+import numpy as np
+import psutil
+import pytest
+from PIL import Image
+
+from deeplightning.tune.batch import bytes_of
+from deeplightning.tune.rate import Curve
+
+HUNGRY = "model.network={type: own.Hungry}"
+
+
+def test_the_proposed_rate_trains(command, tiny, place, store, tmp_path, train, tracked):
+    """The curve is a table of growing rates and a picture in a folder whose name has a space; the last line on stdout
+    is an override, with which training gets further than with a hundredth of it. No run is recorded."""
+    before = sorted(path.name for path in (store / "0").iterdir()) if (store / "0").exists() else []
+    out = tmp_path / "my curves"
+    done = command("lr", tiny, "--out", out, cwd=place)
+    assert done.code == 0, done
+    *_, proposed, override = done.out.splitlines()
+    assert proposed.startswith("proposed ")
+    key, _, rate = override.partition("=")
+    assert key == "model.optimizer.params.lr"
+    with (out / "tiny.lr.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    rates = [float(row["lr"]) for row in rows]
+    assert rates == sorted(rates)
+    assert rates[0] == pytest.approx(1e-6)
+    assert 10 < len(rows) <= 100
+    assert np.isfinite([float(row["smoothed_loss"]) for row in rows]).all()
+    with Image.open(out / "tiny.lr.png") as picture:
+        assert picture.size == (770, 462)
+        assert np.asarray(picture.convert("L")).std() > 5
+    assert sorted(path.name for path in out.iterdir()) == ["tiny.lr.csv", "tiny.lr.png"]
+    after = sorted(path.name for path in (store / "0").iterdir()) if (store / "0").exists() else []
+    assert after == before
+    losses = {}
+    for factor in (0.01, 1):
+        run = train(f"{key}={float(rate) * factor}", "train.num_epochs=5")
+        losses[factor] = tracked(run.folder).metrics["train_loss_epoch"]
+    assert losses[1] < 0.8 * losses[0.01]
+
+
+def test_a_schedules_peak_is_proposed_too_and_the_second_test_replaces_the_first(command, tiny, place, tmp_path):
+    """Of a schedule with `max_lr`; accumulated batches are one step."""
+    schedule = "model.scheduler={type: torch.optim.lr_scheduler.OneCycleLR, params: {max_lr: 0.1, total_steps: auto}}"
+    for _ in range(2):
+        done = command("lr", tiny, schedule, "train.accumulator_factor=2", "--steps", 40, "--out", tmp_path, cwd=place)
+        assert done.code == 0, done
+        first, second = done.out.splitlines()[-1].split()
+        assert first.partition("=")[2] == second.partition("=")[2]
+        assert second.startswith("model.scheduler.params.max_lr=")
+    assert len((tmp_path / "tiny.lr.csv").read_text().splitlines()) <= 41
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        (["--from", "1e-12", "--to", "1e-11"], 5, "the loss does not fall between the rates"),
+        (["--from", "1", "--to", "0.1"], 2, "must be above 0, the first below the last"),
+        (["model.optimizer.params.rl=1"], 2, "has no param `rl`"),
+        (["model.optimizer={a: {type: torch.optim.SGD, params: {lr: 1}}}"], 2, "model.optimizer"),
+        (["model.module={type: own.Raises}"], 1, "a fault of the user's"),
+        (["data.module={type: deeplightning.data.image_folder.ImageFolder}", "data.root=absent"], 3, "absent"),
+    ],
+)
+def test_what_cannot_be_tested_is_told(command, tiny, place, tmp_path, words, code, said):
+    """With the exit codes of training; the picture is written also where nothing can be proposed."""
+    done = command("lr", tiny, *words, "--out", tmp_path / "out", cwd=place)
+    assert done.code == code, done
+    assert said in done.err
+    assert done.out == ""
+    assert (tmp_path / "out" / "tiny.lr.png").exists() == (code == 5)
+
+
+def test_the_steepest_descent_is_proposed_and_at_most_a_tenth_of_the_minimum():
+    """A loss that falls fastest at 1e-3 and shoots up from 1e-1 on; one that falls fastest just before it diverges; of
+    noise alone nothing is proposed, nor of a few steps."""
+    rates = np.logspace(-6, 0, 121)
+    position = np.log10(rates)
+    falling = 2 - 1 / (1 + np.exp(-4 * (position + 3)))
+    assert Curve(rates, np.where(position < -1, falling, 1e6)).proposed == pytest.approx(1e-3, rel=0.2)
+    late = Curve(rates, np.where(position < -1, 2 - np.exp(2 * (position + 1)), 1e6))
+    assert late.at_minimum / 12 < late.proposed <= late.at_minimum / 10
+    noise = 2 + 0.1 * np.random.default_rng(0).standard_normal(121)
+    assert Curve(rates, noise).proposed is None
+    assert Curve(rates[:9], falling[:9]).proposed is None
+
+
+def test_the_largest_batch_that_fits_is_found(command, tiny, place):
+    """A network takes 8 MB for each sample, and the limit leaves room for some of the 134: powers of two from 16 on,
+    then bisected. What is proposed fits, and what is larger by an eighth does not."""
+    done = command("batch", tiny, HUNGRY, "--memory", "1.4GB", "--steps", 1, cwd=place)
+    assert done.code == 0, done
+    head, *rows = done.out.splitlines()
+    assert head.split() == ["batch_size", "samples/s", "memory"]
+    assert [row.split()[0] for row in rows[:2]] == ["16", "32"]
+    sizes = {int(row.split()[0]): "does not fit" not in row for row in rows if row.split()[0].isdecimal()}
+    largest = int(rows[-1].removeprefix("data.batch_size="))
+    assert largest == max(size for size, fits in sizes.items() if fits)
+    least = min(size for size, fits in sizes.items() if not fits)
+    assert largest < least <= largest + max(1, largest // 8)
+    assert 32 <= largest < 134
+    assert f"largest    {largest}; {least} does not fit" in done.out
+    assert "fastest    " in done.out
+
+
+def test_running_out_of_a_gpus_memory_is_no_error(command, tiny, place):
+    """As torch reports it: the next smaller size is tried, down to one sample; not even that is exit code 5."""
+    found = command("batch", tiny, "model.network={type: own.Hungry, params: {most: 20}}", "--memory", "8GB", cwd=place)
+    assert found.out.splitlines()[-1] == "data.batch_size=20", found
+    none = command("batch", tiny, "model.network={type: own.Hungry, params: {most: 0}}", "--memory", "8GB", cwd=place)
+    assert none.code == 5
+    assert "not even a batch of one sample fits into the memory of 8 GB" in none.err
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "said"),
+    [
+        ([], 2, "give a limit, for example --memory 8GB"),
+        (["--memory", "lots"], 2, "must be a size such as 8GB or 500MiB, not 'lots'"),
+        (["--memory", "8GB", "model.module={type: own.Raises}"], 1, "a fault of the user's"),
+        (["--memory", "8GB", "data.batch_sise=3"], 2, "Did you mean batch_size?"),
+    ],
+)
+def test_what_cannot_be_measured_is_told(command, tiny, place, words, code, said):
+    """With the exit codes of training."""
+    done = command("batch", tiny, *words, cwd=place)
+    assert done.code == code, done
+    assert said in done.err
+
+
+def test_ctrl_c_ends_the_process_that_measures(command, tiny, place, tmp_path):
+    """Exit code 130, and no process is left."""
+    until = tmp_path / "never"
+    slow = f"model.module={{type: own.Stuck, params: {{file: '{until}'}}}}"
+    running = command.start("batch", tiny, slow, "--memory", "8GB", cwd=place)
+    running.says("stuck", "err")
+    (pid,) = running.processes()
+    children = psutil.Process(pid).children(recursive=True)
+    assert children
+    running.signal(signal.SIGINT)
+    assert running.end().code == 130
+    _, alive = psutil.wait_procs(children, timeout=20)
+    assert alive == []
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("8GB", 8 * 10**9), ("500 MiB", 500 * 2**20), ("1.5gb", 15 * 10**8), ("1000", 1000)],
+)
+def test_sizes_are_read(text, size):
+    """With a unit of thousands or of 1024, or in bytes."""
+    assert bytes_of(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "0", "1.2.3GB", "8 apples"])
+def test_what_is_no_size_is_refused(text):
+    """With two examples."""
+    with pytest.raises(ValueError, match="such as 8GB or 500MiB"):
+        bytes_of(text)
