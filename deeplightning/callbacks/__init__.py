@@ -34,6 +34,7 @@ def all_of(cfg: Config) -> list[pl.Callback]:
     from deeplightning.callbacks.checkpoints import Checkpoints
     from deeplightning.callbacks.console import Console
     from deeplightning.callbacks.flops import Flops
+    from deeplightning.callbacks.gradients import AdaptiveClip, GradientNorm, Warmup
     from deeplightning.callbacks.histograms import Histograms
     from deeplightning.callbacks.order import in_order
     from deeplightning.callbacks.recompute import Recompute
@@ -87,6 +88,12 @@ def all_of(cfg: Config) -> list[pl.Callback]:
         callbacks.append(MeasuredThreads())
     if cfg.engine.profiler == "flops":
         callbacks.append(Flops(record))
+    if cfg.logger.gradient_norm:
+        callbacks.append(GradientNorm())
+    if train.gradient_clip is not None and train.gradient_clip.algorithm == "agc":
+        callbacks.append(AdaptiveClip(train.gradient_clip.value))
+    if shares := _warmups(cfg):
+        callbacks.append(Warmup(shares))
     if cfg.logger.pictures is not None:
         callbacks.append(ShowPictures(cfg.logger.pictures, record))
     if cfg.logger.histograms is not None:
@@ -110,3 +117,10 @@ def all_of(cfg: Config) -> list[pl.Callback]:
     callbacks = in_order(callbacks, [build(target) for target in train.callbacks])
     leave_out_empty_hooks(*callbacks)
     return callbacks
+
+
+def _warmups(cfg: Config) -> dict[str, float]:
+    """The share of warm-up of each schedule that has one, by the name of its optimizer; "": there is one schedule."""
+    schedules = cfg.model.scheduler
+    named = schedules if isinstance(schedules, dict) else {"": schedules}
+    return {name: schedule.warmup for name, schedule in named.items() if schedule is not None and schedule.warmup > 0}

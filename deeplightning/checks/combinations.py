@@ -22,6 +22,7 @@ from deeplightning.checks.conditions import (
     steps_itself,
     uses_deepspeed,
     uses_optimizer,
+    warms_up,
 )
 from deeplightning.config.schema import Config, Engine
 
@@ -61,6 +62,30 @@ RULES = [
         "DeepSpeed clips by norm only",
         "set `train.gradient_clip.algorithm=norm`",
         lambda cfg, asked: uses_deepspeed(asked) and clips_by(cfg, "value"),
+    ),
+    Rule(
+        "train.gradient_clip.algorithm",
+        "engine.backend",
+        "adaptive clipping (`agc`), fsdp or DeepSpeed",
+        "no process holds a complete weight, whose norm it needs",
+        "set `train.gradient_clip.algorithm=norm`, or use ddp",
+        lambda cfg, asked: is_sharded(asked) and clips_by(cfg, "agc"),
+    ),
+    Rule(
+        "model.scheduler",
+        "engine.backend",
+        "`warmup`, DeepSpeed",
+        "DeepSpeed steps the optimizer itself, at a rate that cannot be scaled for one step",
+        "set a schedule that warms up, such as OneCycleLR, or use fsdp or ddp",
+        lambda cfg, asked: uses_deepspeed(asked) and warms_up(cfg),
+    ),
+    Rule(
+        "logger.gradient_norm",
+        "engine.backend",
+        "`gradient_norm`, fsdp or DeepSpeed",
+        "no process holds a complete gradient",
+        "set `logger.gradient_norm=false`, or use ddp",
+        lambda cfg, asked: is_sharded(asked) and cfg.logger.gradient_norm,
     ),
     Rule(
         "train.gradient_clip.norm_type",

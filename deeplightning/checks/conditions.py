@@ -44,6 +44,11 @@ def averages_of(cfg: Config) -> list[str]:
     return [c.type.rpartition(".")[2] for c in cfg.train.callbacks if isinstance(c, Target) and c.type in AVERAGES]
 
 
+def warms_up(cfg: Config) -> bool:
+    found = cfg.model.scheduler
+    return any(getattr(s, "warmup", 0.0) for s in (found.values() if isinstance(found, dict) else [found]))
+
+
 def clips_by(cfg: Config, algorithm: str) -> bool:
     clip = cfg.train.gradient_clip
     return clip is not None and clip.algorithm == algorithm

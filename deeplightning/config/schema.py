@@ -169,6 +169,12 @@ class Scheduler(Target):
     """The learning rate's schedule; `total_steps`, `steps_per_epoch`, `epochs`, `T_max` in its params may be `auto`."""
 
     call: Call = key("when it steps", Call)
+    warmup: float = key(
+        "share of the training's steps in which the rate grows from almost 0 to what the schedule gives; 0: none",
+        0.0,
+        low=0,
+        high=1,
+    )
 
 
 @dataclass
@@ -306,8 +312,14 @@ def backend_of(engine: Engine) -> Backend | None:
 class Clip(Section):
     """Gradient clipping, before each optimizer step."""
 
-    value: float = key("the largest norm, or the largest absolute value", low=0)
-    algorithm: Literal["norm", "value"] = key("clip the `norm` of all gradients, or each `value`", "norm")
+    value: float = key(
+        "the largest norm, or the largest absolute value; of agc, the largest share of the weights' norm, such as 0.01",
+        low=0,
+    )
+    algorithm: Literal["norm", "value", "agc"] = key(
+        "clip the `norm` of all gradients, or each `value`; agc: the norm of each unit by that of its weights",
+        "norm",
+    )
     norm_type: float = key("which norm", 2.0)
 
 
@@ -409,6 +421,11 @@ class Logger(Target):
     extra: list[Target] = key("more Lightning loggers beside this one", list)
     pictures: Pictures | None = key("when pictures are made; null: none", Pictures)
     histograms: int | None = key("histograms of weights and gradients every so many epochs", None, low=1)
+    gradient_norm: bool = key(
+        "log the second norm of all gradients, before they are clipped, as `grad_norm`; of several optimizers as "
+        "`grad_norm-NAME`",
+        False,
+    )
     per_rank_files: bool = key("a log file per process, logs/rank_<r>.log", True)
     progress: Literal["auto", "bar", "lines", "off"] = key("auto: a bar on a terminal, lines elsewhere", "auto")
     ranks: list[int] = key("processes that report to the terminal", lambda: [0])

@@ -20,7 +20,7 @@ from deeplightning.dry_run.attempt import Attempt
 from deeplightning.dry_run.diagnosis import error_in_words, faults_of, targets_of
 from deeplightning.dry_run.isolation import Nowhere, wants_network
 from deeplightning.dry_run.observer import Observer, check_numbers
-from deeplightning.engine.plan import trainer_arguments
+from deeplightning.engine.plan import clip_arguments, trainer_arguments
 from deeplightning.faults import Fault, nearest
 from deeplightning.run.assemble import init_module
 
@@ -172,7 +172,7 @@ def _inspect(attempt: Attempt, task: Any) -> None:
 
 
 def _make_trainer(attempt: Attempt, look: Observer) -> pl.Trainer:
-    train, clip = attempt.cfg.train, attempt.cfg.train.gradient_clip
+    train = attempt.cfg.train
     assert attempt.cfg.seed is not None, "load_config draws one"
     kept: list[pl.Callback] = [Seeds(attempt.cfg.seed), LogSteps(1)]
     if attempt.cfg.engine.activation_checkpointing:
@@ -185,8 +185,7 @@ def _make_trainer(attempt: Attempt, look: Observer) -> pl.Trainer:
         max_epochs=-1 if train.num_epochs is None else train.num_epochs,
         max_steps=-1 if train.max_steps is None else train.max_steps,
         accumulate_grad_batches=train.accumulator_factor,
-        gradient_clip_val=clip.value if clip else None,
-        gradient_clip_algorithm=clip.algorithm if clip else None,
+        **clip_arguments(attempt.cfg),
         limit_val_batches=0 if train.limit_batches and train.limit_batches.val == 0 else 1.0,
         callbacks=[*kept, look],
         plugins=[LightningEnvironment()],  # also under Slurm and torchrun there is this process only

@@ -261,6 +261,14 @@ def trainer_arguments(cfg: Config) -> dict[str, Any]:
     }
 
 
+def clip_arguments(cfg: Config) -> dict[str, Any]:
+    """Those of them that say how Lightning clips gradients; `agc` is not its own."""
+    clip = cfg.train.gradient_clip
+    if clip is None or clip.algorithm == "agc":
+        return {}
+    return {"gradient_clip_val": clip.value, "gradient_clip_algorithm": clip.algorithm}
+
+
 def _strategy(engine: Engine) -> Any:
     if engine.backend is None:
         return "auto"

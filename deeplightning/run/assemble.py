@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from deeplightning.config.schema import Config, LimitBatches
 from deeplightning.config.target import build
-from deeplightning.engine.plan import trainer_arguments
+from deeplightning.engine.plan import clip_arguments, trainer_arguments
 from deeplightning.launch.environment import apply_environment
 from deeplightning.run.automatic import fill, refuse_unfilled
 
@@ -71,7 +71,7 @@ def init_trainer(cfg: Config) -> pl.Trainer:
     compute.prepare(cfg.engine)
     if cfg.engine.compile and "train" in cfg.stages:
         prepare_to_compile(cfg.engine)
-    train, clip = cfg.train, cfg.train.gradient_clip
+    train = cfg.train
     limits = LimitBatches(train=1, val=1, test=1) if train.fast else train.limit_batches
     often = 1 if train.fast else train.val_every_n_epoch
     epochs = -1 if train.num_epochs is None else train.num_epochs
@@ -83,8 +83,7 @@ def init_trainer(cfg: Config) -> pl.Trainer:
         check_val_every_n_epoch=max(1, int(often)),
         val_check_interval=float(often) if often < 1 else 1.0,
         accumulate_grad_batches=train.accumulator_factor if from_start else 1,
-        gradient_clip_val=clip.value if clip else None,
-        gradient_clip_algorithm=clip.algorithm if clip else None,
+        **clip_arguments(cfg),
         limit_train_batches=limits.train if limits else 1.0,
         limit_val_batches=limits.val if limits else 1.0,
         limit_test_batches=limits.test if limits else 1.0,

@@ -194,6 +194,8 @@ class Supervised(pl.LightningModule):
     ) -> None:
         """Lightning's clipping, and by norms other than the second, which it does not know."""
         clip = self.cfg.train.gradient_clip
+        if clip is not None and clip.algorithm == "agc":
+            return  # a callback's
         if clip is None or clip.algorithm != "norm" or clip.norm_type == 2:
             self.clip_gradients(optimizer, gradient_clip_val, gradient_clip_algorithm)
             return

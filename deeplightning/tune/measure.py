@@ -26,12 +26,13 @@ import torch
 from pytorch_lightning.plugins.environments import LightningEnvironment
 
 from deeplightning.callbacks.console import one_line_warnings, to_terminal
+from deeplightning.callbacks.gradients import AdaptiveClip
 from deeplightning.callbacks.recompute import Recompute
 from deeplightning.callbacks.start import StartWeights
 from deeplightning.callbacks.steps import LogSteps, SampleWeights, Seeds
 from deeplightning.config.schema import Config
 from deeplightning.engine import compute
-from deeplightning.engine.plan import trainer_arguments
+from deeplightning.engine.plan import clip_arguments, trainer_arguments
 from deeplightning.faults import CheckpointError, ConfigError, RunError, SetupError, UserError
 from deeplightning.private.python import forget_exit_functions
 from deeplightning.run.assemble import init_module
@@ -85,12 +86,13 @@ def trained(cfg: Config, *callbacks: pl.Callback) -> pl.Trainer:
     if cfg.engine.activation_checkpointing:
         ours.append(Recompute(cfg.engine.activation_checkpointing))
     clip = cfg.train.gradient_clip
+    if clip is not None and clip.algorithm == "agc":
+        ours.append(AdaptiveClip(clip.value))
     trainer = pl.Trainer(
         **trainer_arguments(cfg),
         max_epochs=-1,
         accumulate_grad_batches=cfg.train.accumulator_factor,
-        gradient_clip_val=clip.value if clip else None,
-        gradient_clip_algorithm=clip.algorithm if clip else None,
+        **clip_arguments(cfg),
         limit_val_batches=0,
         callbacks=[*ours, *callbacks],
         plugins=[LightningEnvironment()],

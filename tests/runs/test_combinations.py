@@ -54,6 +54,9 @@ FUSED = ["model.optimizer={type: some_parts.FusedAdam, params: {lr: 1}}"]
 EMA = "{type: deeplightning.callbacks.average.EMA}"
 BREAKING = [
     ["engine.backend=deepspeed_stage_2", "train.gradient_clip={value: 1, algorithm: value}"],
+    ["engine.backend=fsdp", "train.gradient_clip={value: 0.1, algorithm: agc}"],
+    ["engine.backend=deepspeed_stage_1", "model.scheduler={type: some_parts.anything, warmup: 0.1}"],
+    ["engine.backend=fsdp", "logger.gradient_norm=true"],
     ["engine.backend=fsdp", "train.gradient_clip={value: 1, norm_type: 1}"],
     ["engine.backend=deepspeed_stage_1", f"model.optimizer={TWO_OPTIMIZERS}"],
     ["engine.backend=fairscale_oss", "train.accumulator_epoch=1", "train.accumulator_factor=2"],
