@@ -216,8 +216,7 @@ def stats(config: Path, overrides: tuple[str, ...]) -> None:
 
 
 @cli.command(context_settings=LOOSE, epilog=OVERRIDES)
-@with_config
-@with_overrides
+@with_config()
 @click.option("--from", "low", type=float, default=1e-6, show_default=True, help="The first rate.")
 @click.option("--to", "high", type=float, default=1.0, show_default=True, help="The last rate.")
 @click.option("--steps", type=click.IntRange(20), default=100, show_default=True, help="Optimizer steps, one a rate.")
@@ -239,8 +238,7 @@ def lr(config: Path, overrides: tuple[str, ...], low: float, high: float, steps:
 
 
 @cli.command(context_settings=LOOSE, epilog=OVERRIDES)
-@with_config
-@with_overrides
+@with_config()
 @click.option("--memory", metavar="SIZE", help="How much may be used, such as 8GB; must be given on the CPU.")
 @click.option("--max", "most", type=click.IntRange(1), help="The largest batch to try; default: the training set.")
 @click.option("--steps", type=click.IntRange(1), default=10, show_default=True, help="Batches that are timed.")
