@@ -9,7 +9,7 @@ from deeplightning.checks.allowed import known_elsewhere
 from deeplightning.checks.compare import Meanings, Verdict, judge
 from deeplightning.checks.findings import Findings
 from deeplightning.config import schema
-from deeplightning.config.automatic import DECLARED
+from deeplightning.config.automatic import DECLARED, LISTS
 from deeplightning.config.kinds import HOOK, no_part, role_of
 from deeplightning.config.schema import Config, Target
 from deeplightning.config.target import is_reference, is_target
@@ -43,7 +43,7 @@ def note_target(findings: Findings, name: str, entry: Entry, key: str, path: Key
         auto = [p for p, value in values.items() if value == "auto"] if role == "model.scheduler" else []
         values |= dict.fromkeys(auto)  # it becomes a number when the run knows it
         if role == "model.network":
-            values |= {p: 1 for p in DECLARED if values.get(p) == "auto"}
+            values |= {p: [] if p in LISTS else 1 for p in DECLARED if values.get(p) == "auto"}
         hidden = {p: text for p in items if (text := findings.secrets.text_of((*path, "params", p))) is not None}
         given = GIVEN.get(role or key, 0)
         values = GIVEN_BY_NAME.get(key, {}) | values

@@ -6,13 +6,19 @@ from typing import Any
 from deeplightning.config.schema import Config, Target
 
 DECLARED = {
-    "num_classes": "class_names",
-    "num_channels": "image_spec",
-    "image_size": "image_spec",
-    "vocabulary": "text_spec",
-    "vocabulary_size": "text_spec",
+    "num_classes": ("class_names",),
+    "num_outputs": ("class_names", "target_names"),
+    "num_channels": ("image_spec", "array_spec"),
+    "image_size": ("image_spec",),
+    "vocabulary": ("text_spec",),
+    "vocabulary_size": ("text_spec",),
+    "num_numbers": ("table_spec",),
+    "cardinalities": ("table_spec",),
 }
-"""The params of a network that may be `auto`, and the attribute of the data module that has the number."""
+"""The params of a network that may be `auto`, and the attributes of the data module of which one has the number."""
+
+LISTS = ("cardinalities",)
+"""Those that become lists."""
 
 
 def unfilled(cfg: Config) -> Iterator[tuple[str, dict[str, Any], str]]:
@@ -31,4 +37,4 @@ def source_of(path: tuple[str | int, ...], value: Any, cfg: Config) -> str | Non
     is_param = path[:2] == ("model", "network") and len(path) in (4, 5) and path[-2] == "params"
     if value != "auto" or not is_param or path[-1] not in DECLARED:
         return None
-    return f"a number when the run begins, from {DECLARED[str(path[-1])]} of {cfg.data.module.type}"
+    return f"a number when the run begins, from {' or '.join(DECLARED[str(path[-1])])} of {cfg.data.module.type}"

@@ -36,7 +36,8 @@ def fill(cfg: Config, data: Any, read: bool = True) -> None:
             found = _declared(name, data)
         if found is None and not read:
             continue
-        source = f"{DECLARED[name]} of {cfg.data.module.type}"
+        attributes = [attribute for attribute in DECLARED[name] if getattr(data, attribute, None)] or DECLARED[name]
+        source = f"{' or '.join(attributes)} of {cfg.data.module.type}"
         if found is None:
             message = f"`auto` needs {source}, which the data module does not declare; set {key} to a number"
             raise ConfigError(Fault(message, key, found="auto"))
@@ -57,13 +58,17 @@ def refuse_unfilled(cfg: Config) -> None:
 
 def _declared(name: str, data: Any) -> int | list[int] | None:
     """What a data module declares so far for the param of a network."""
-    declared = getattr(data, DECLARED[name], None)
+    declared = next((found for name in DECLARED[name] if (found := getattr(data, name, None))), None)
     if not declared:
         return None
-    if name == "num_classes":
+    if name in ("num_classes", "num_outputs"):
         return len(declared)
     if name == "num_channels":
-        return int(declared.channels)
+        return int(declared.channels if hasattr(declared, "channels") else declared.shape[0])
+    if name == "num_numbers":
+        return len(declared.numbers)
+    if name == "cardinalities":
+        return list(declared.cardinalities)
     if name == "image_size":
         square = declared.height == declared.width
         return int(declared.height) if square else [int(declared.height), int(declared.width)]

@@ -8,6 +8,7 @@ import wave
 import numpy as np
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 from served import Server
 
@@ -79,7 +80,7 @@ def sorted_orders(command, store, place):
 @pytest.fixture(scope="module")
 def priced_orders(command, store, place):
     """A run that predicts prices."""
-    sizes = ["model.network.params={num_numbers: 2, cardinalities: [4, 3], num_outputs: 1, width: 16, depth: 1}"]
+    sizes = ["model.network.params={num_numbers: auto, cardinalities: auto, num_outputs: auto, width: 16, depth: 1}"]
     return run_of(
         command, store, place, "price", [TABLE[0] % ("price", "kind"), *sizes],
         data="deeplightning.data.table.TableData", task="regression.Regression", network="table.TableNet",
@@ -110,7 +111,7 @@ def signals(command, store, tmp_path_factory):
                     file.writeframes(np.rint(signal.T.clip(-1, 1) * 32767).astype("<i2").tobytes())
     return run_of(
         command, store, place, "waves",
-        ["model.network.params={num_channels: 2, num_outputs: 2, width: 4}"],
+        ["model.network.params={num_channels: auto, num_outputs: auto, width: 4}"],
         data="deeplightning.data.signal.SignalFolder", task="classif.Classification", network="signal.SignalNet",
         loss="CrossEntropyLoss",
     )  # fmt: skip
@@ -289,6 +290,22 @@ def test_answers_to_signals_are_those_of_the_network(server):
     ):
         status, said = ask(server, body, kind)
         assert (status // 100, words in said["ERROR"]) == (4, True), said
+
+
+def test_sizes_of_the_network_follow_from_the_data(priced_orders, signals):
+    """`auto` becomes the number of columns, categories, targets, channels and classes; the run keeps the numbers."""
+    sizes = [yaml.safe_load((run.folder / "cfg.yaml").read_text()) for run in (priced_orders, signals)]
+    assert [cfg["model"]["network"]["params"] for cfg in sizes] == [
+        {"num_numbers": 2, "cardinalities": [4, 3], "num_outputs": 1, "width": 16, "depth": 1},
+        {"num_channels": 2, "num_outputs": 2, "width": 4},
+    ]
+    for words in (
+        "num_outputs: auto → 1 (target_names of",
+        "num_numbers: auto → 2 (table_spec of",
+        "cardinalities: auto → [4, 3] (table_spec of",
+    ):
+        assert words in priced_orders.out + priced_orders.err
+    assert "num_channels: auto → 2 (array_spec of" in signals.out + signals.err
 
 
 def test_a_checkpoint_of_other_rows_is_refused(command, sorted_orders, place):
