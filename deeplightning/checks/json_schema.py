@@ -20,7 +20,7 @@ from deeplightning.config.tree import parse, plain
 Json = dict[str, Any]
 
 REFERENCE = r"\$\{"
-TARGET_NAME = r"^[^\s.]+(\.[^\s.]+)+$|" + REFERENCE
+TARGET_NAME = r"^[^\s.]+(\.[^\s.]+)*$|" + REFERENCE  # without a dot: a short name
 
 _TYPES = {int: "integer", float: "number", str: "string", bool: "boolean", type(None): "null", list: "array"}
 _WORDS = {_TYPES[kind]: words for kind, words in SIMPLE.items()} | {"null": "null", "object": "a mapping"}

@@ -16,9 +16,11 @@ from typing import Any
 from deeplightning.config import other_tools, packages
 from deeplightning.config.groups import Group, check_name, choices, chosen, shipped_folder
 from deeplightning.config.interpolation import resolve
+from deeplightning.config.kinds import role_of
 from deeplightning.config.moved import present
 from deeplightning.config.secrets import Secrets
-from deeplightning.config.tree import Entry, kind, nodes, parse
+from deeplightning.config.short_names import MODULES, full_name
+from deeplightning.config.tree import Entry, KeyPath, kind, nodes, parse
 from deeplightning.faults import ConfigError, Fault, Notice, nearest
 
 MAX_BYTES = 1_000_000  # of a file, and of all files that build on each other
@@ -64,6 +66,23 @@ class Source:
         for path, entry in nodes(self.root):
             if path and path[-1] in ("type", "ref") and isinstance(entry.value, str):
                 entry.value = present(entry.value)
+                if "." not in entry.value:
+                    self._in_full(path, entry)
+
+    def _in_full(self, path: KeyPath, entry: Entry) -> None:
+        """Puts the full name in the place of a short one, `type: Adam`."""
+        key = ".".join(map(str, path[:-1]))
+        role = role_of(key)
+        is_there = path[-1] == "type" and 3 <= len(path) <= 4 and "params" not in path
+        if not is_there or role not in MODULES or not entry.value.isidentifier():
+            return
+        try:
+            full = full_name(role, entry.value)
+        except ValueError as error:
+            self.faults.append(Fault(str(error), f"{key}.type", entry.place, found=entry.value))
+            return
+        if full is not None:
+            entry.written, entry.value = entry.written or entry.value, full
 
 
 def is_file(word: str) -> bool:

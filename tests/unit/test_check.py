@@ -177,7 +177,8 @@ def test_thousands_of_unknown_keys_are_one_note():
     [
         ("model.optimizer.type=torch.optim.SDG", "model.optimizer.type: torch.optim has no `SDG`. Did you mean"),
         ("model.optimizer.type=troch.optim.SGD", "there is no module troch to import (for `troch.optim.SGD`). Did you"),
-        ("model.optimizer.type=SGD", "model.optimizer.type: `SGD` is no MODULE.NAME such as torch.optim.SGD."),
+        ("data.module.type=Digits", "data.module.type: `Digits` is no MODULE.NAME such as torch.optim.SGD."),
+        ("model.optimizer.type=SDG", "model.optimizer.type: torch.optim has no `SDG`. Did you mean torch.optim.SGD?"),
         ("model.optimizer.params={lrr: 0.1}", "model.optimizer.params.lrr: torch.optim.SGD has no param `lrr`. Did"),
         ("model.optimizer.params.lr=fast", "torch.optim.SGD takes a number here, not the text 'fast'"),
         ("model.optimizer.params.params=[1]", "torch.optim.SGD gets `params` from us; remove it"),

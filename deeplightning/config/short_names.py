@@ -1,0 +1,66 @@
+"""`type: Adam` is `torch.optim.Adam`: names of torch, torchvision and ours without their module, found in source text.
+
+Nothing is imported. A name with a dot is none of these.
+"""
+
+import pkgutil
+from pathlib import Path
+
+from deeplightning.config import other_tools
+from deeplightning.faults import Missing
+
+_PACKAGE = Path(__file__).parents[1]
+
+MODULES = {
+    "model.optimizer": ("torch.optim",),
+    "model.scheduler": ("torch.optim.lr_scheduler",),
+    "model.loss": ("torch.nn", "deeplightning.loss.*"),
+    "model.network": ("torchvision.models", "deeplightning.model.*"),
+}
+"""Where the short name of each section's target is looked for; `*` means each module of a package."""
+
+
+def full_name(role: str, name: str) -> str | None:
+    """The name with its module; None: it is none of these, which the checks of targets report.
+
+    Raises:
+        ValueError: in words: it is the name of several things, or a misspelt one.
+    """
+    from deeplightning.static import definition
+    from deeplightning.static.names import Names
+    from deeplightning.static.signature import Undecided
+
+    names, found, misspelt = Names(), dict[str, str](), ""
+    for module in _modules(role):
+        try:
+            meaning = definition.look_up(f"{module}.{name}", names)
+        except Missing:  # the package is not installed
+            continue
+        except ValueError as error:
+            hint = "Loss?" if role == "model.loss" else "Did you mean"
+            if not module.startswith("deeplightning.") and hint in str(error):
+                misspelt = misspelt or str(error)
+            continue
+        except Undecided:
+            continue
+        is_loss = role != "model.loss" or name.endswith("Loss")
+        is_defined_there = not module.startswith("deeplightning.") or meaning.path.startswith(f"{module}.")
+        if meaning.kind in ("class", "function") and is_loss and is_defined_there:
+            found.setdefault(meaning.path, f"{module}.{name}")
+    if len(found) > 1:
+        raise ValueError(f"`{name}` is the name of several: {', '.join(found.values())}; write one of them in full")
+    if not found and misspelt and other_tools.class_of(role, name) is None:
+        raise ValueError(misspelt)
+    return next(iter(found.values()), None)
+
+
+def _modules(role: str) -> list[str]:
+    found = []
+    for module in MODULES[role]:
+        package = module.removesuffix(".*")
+        if package == module:
+            found.append(module)
+        else:
+            folder = _PACKAGE / package.rpartition(".")[2]
+            found += [f"{package}.{inner.name}" for inner in pkgutil.iter_modules([str(folder)])]
+    return found

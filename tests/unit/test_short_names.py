@@ -1,0 +1,96 @@
+"""`type: Adam` in a config is `torch.optim.Adam`: `deeplightning.config.short_names`."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deeplightning.checks.examine import examine
+from deeplightning.checks.explain import explain
+from deeplightning.config.short_names import MODULES
+from deeplightning.config.source import read
+from deeplightning.config.tree import as_written, plain
+
+BASE = Path(__file__).parents[2] / "configs" / "base.yaml"
+
+
+@pytest.mark.parametrize(
+    ("override", "full"),
+    [
+        ("model.optimizer.type=AdamW", "torch.optim.AdamW"),
+        ("model.scheduler.type=StepLR", "torch.optim.lr_scheduler.StepLR"),
+        ("model.loss.type=NLLLoss", "torch.nn.NLLLoss"),
+        ("model.network.type=resnet18", "torchvision.models.resnet18"),
+        ("model.network.type=SimpleCNN", "deeplightning.model.cnn.SimpleCNN"),
+        ("model.optimizer.type=own.Adam", "own.Adam"),
+        ("data.module.type=Digits", "Digits"),
+        ("model.loss.type=Linear", "Linear"),
+    ],
+)
+def test_a_short_name_is_that_of_a_module_of_its_section(override, full):
+    """Names with a dot, those of other sections and what is no loss stay as they are."""
+    _, section, _ = override.partition("=")[0].split(".")
+    first = override.partition(".")[0]
+    assert plain(read(BASE, [override]).root)[first][section]["type"] == full
+
+
+def test_it_holds_for_several_by_name_and_not_inside_params():
+    """`model.loss.NAME.type` is one; a target inside params has its full name."""
+    several = "model.loss={a: {type: NLLLoss}, b: {type: CrossEntropyLoss, params: {type: NLLLoss}}}"
+    losses = plain(read(BASE, [several]).root)["model"]["loss"]
+    assert [losses["a"]["type"], losses["b"]["type"]] == ["torch.nn.NLLLoss", "torch.nn.CrossEntropyLoss"]
+    assert losses["b"]["params"] == {"type": "NLLLoss"}
+
+
+def test_explain_has_both_names():
+    """And the effective config the full one; what a search freezes keeps the word, which means the same."""
+    report = examine(BASE, ["model.optimizer.type=SGD"])
+    assert report.checked().public()["model"]["optimizer"]["type"] == "torch.optim.SGD"
+    assert "type: torch.optim.SGD" in explain(report)
+    assert "override model.optimizer.type=SGD, from SGD" in explain(report)
+    assert as_written(read(BASE, ["model.optimizer.type=SGD"]).root)["model"]["optimizer"]["type"] == "SGD"
+
+
+@pytest.mark.parametrize(
+    ("override", "note"),
+    [
+        ("model.network.type=resnet18", "`resnet18` is the name of several: torchvision.models.resnet18, "
+         "torchvision.models.quantization.resnet18; write one of them in full"),
+        ("model.optimizer.type=AdmaW", "torch.optim has no `AdmaW`. Did you mean torch.optim.AdamW?"),
+        ("model.optimizer.type=adam", "`adam` is no MODULE.NAME such as torch.optim.SGD. Did you mean "
+         "torch.optim.Adam?"),
+        ("model.loss.type=Linear", "`Linear` is no MODULE.NAME such as torch.optim.SGD."),
+    ],
+)  # fmt: skip
+def test_a_name_that_is_none_or_several_is_refused(override, note, monkeypatch):
+    """One fault, with the candidates or the nearest."""
+    monkeypatch.setitem(MODULES, "model.network", ("torchvision.models", "torchvision.models.quantization"))
+    (fault,) = examine(BASE, [override]).faults
+    assert str(fault) == f"override {override}: {override.partition('=')[0]}: {note}"
+
+
+def test_nothing_is_imported_for_it():
+    """Neither torch nor torchvision."""
+    program = (
+        "import sys; from deeplightning.config.source import read; "
+        f"read({str(BASE)!r}, ['model.network.type=resnet18', 'model.optimizer.type=SGD']); "
+        "assert not {'torch', 'torchvision', 'numpy'} & set(sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_foreign_run_gains_nothing_by_a_short_name(tmp_path, monkeypatch):
+    """A run's config is judged with the full name: torchvision's networks are built without weights only."""
+    from deeplightning.checks.trust import admit
+    from deeplightning.faults import CheckpointError
+    from deeplightning.runfolder import RunFolder
+
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    foreign = BASE.read_text().replace("deeplightning.model.cnn.SimpleCNN", "resnet18")
+    weights = foreign.replace("num_channels: 1, image_size: 8", "weights: DEFAULT")
+    folder = RunFolder(tmp_path)
+    folder.config.write_text(weights)
+    with pytest.raises(CheckpointError, match=r"to use this run, torchvision\.models\.resnet18"):
+        admit(folder)
