@@ -96,7 +96,7 @@ def with_config(words: str = "[key=value …]", complete: Complete = complete_ov
     return decorate
 
 
-def _no_files(ctx: click.Context, param: click.Parameter, words: tuple[str, ...]) -> tuple[str, ...]:
+def no_files(ctx: click.Context, param: click.Parameter, words: tuple[str, ...]) -> tuple[str, ...]:
     """Overrides of a run's config: no file lies over that."""
     from deeplightning.config.source import is_file
 
@@ -106,7 +106,7 @@ def _no_files(ctx: click.Context, param: click.Parameter, words: tuple[str, ...]
 
 
 with_overrides = click.argument(
-    "overrides", nargs=-1, metavar="[key=value …]", callback=_no_files, shell_complete=complete_overrides
+    "overrides", nargs=-1, metavar="[key=value …]", callback=no_files, shell_complete=complete_overrides
 )
 with_allow = click.option(
     "--allow", metavar="ROOT", multiple=True, help="A module to import for a RUN that was not made here; repeatable."

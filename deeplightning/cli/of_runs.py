@@ -13,6 +13,7 @@ from deeplightning.cli.group import (
     cli,
     folder_of,
     newest_run,
+    no_files,
     with_allow,
     with_code,
     with_overrides,
@@ -78,7 +79,7 @@ def export(run: str, allow: tuple[str, ...], code: str | None) -> None:
 
 @cli.command(context_settings=LOOSE, epilog="serve.KEY=VALUE sets a key of the server; for example serve.max_batch=32")
 @with_run
-@click.argument("overrides", nargs=-1, metavar="[serve.key=value …]")
+@click.argument("overrides", nargs=-1, metavar="[serve.key=value …]", callback=no_files)
 @click.option("--host", help="Address to listen on; default: serve.host of the run's config.")
 @click.option("--port", help="Port to listen on; default: serve.port of the run's config.")
 @click.option("--device", help="auto, cpu, cuda or cuda:N; default: serve.device of the run's config.")

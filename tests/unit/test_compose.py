@@ -71,6 +71,7 @@ def test_every_verb_takes_several_files(answer):
         (["check", "a.yaml", "seed"], "override seed: an override is key=value, ~key (remove), or +list=[x] (append)"),
         (["check", "a.yaml", "plain"], "override plain: the name of a further config file ends in .yaml or .yml"),
         (["check", "--config", "a.yaml", "--config", "plain"], "a further config file ends in .yaml or .yml"),
+        (["serve", ".", "b.yaml"], "b.yaml: a config file cannot be laid over that of a run"),
         (
             ["test", ".", "b.yaml"],
             "b.yaml: a config file cannot be laid over that of a run; give its keys as key=value",
