@@ -15,7 +15,7 @@ from pytorch_lightning.callbacks import EarlyStopping
 from deeplightning.callbacks.checkpoints import Checkpoints
 from deeplightning.callbacks.order import OWN
 from deeplightning.callbacks.record import Record, Redacting, rank_shown
-from deeplightning.callbacks.watch import batch_loss
+from deeplightning.callbacks.watch import batch_loss, samples_in
 from deeplightning.checks.hints import proposals
 from deeplightning.config.schema import Config, Target
 from deeplightning.engine.compute import matmul_hint
@@ -94,6 +94,8 @@ class Console(pl.Callback):
         self._progress: Any = None
         self._started = self._drawn = self._spoken = self._epoch_started = 0.0
         self._told_first = False
+        self._samples = 0  # that this process has learned from in the epoch
+        self._learning = self._validating = self._validated_at = 0.0  # seconds of the epoch; when a validation began
         self._shown: Deferred | None = None
         self._epoch: int | None = None
 
@@ -149,6 +151,7 @@ class Console(pl.Callback):
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._end_epoch(trainer)
         self._epoch, self._epoch_started = trainer.current_epoch, time.monotonic()
+        self._samples, self._learning, self._validating = 0, 0.0, 0.0
         if self._progress:
             self._progress.reset(self._bar, total=trainer.num_training_batches)
 
@@ -156,6 +159,8 @@ class Console(pl.Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         now = time.monotonic()
+        self._samples += samples_in(batch)
+        self._learning = now - self._epoch_started - self._validating
         if not self._told_first:
             self._told_first = True
             log.info("first loss %.4f, %.1f s after the start", self._loss(trainer, outputs), now - self._started)
@@ -183,7 +188,9 @@ class Console(pl.Callback):
         of = f" of {self.cfg.train.num_epochs}" if self.cfg.train.num_epochs else ""
         seconds = time.monotonic() - self._epoch_started
         values = "  ".join(f"{name} {value:.4f}" for name, value in shown.items())
-        log.info("epoch %d%s  %s  (%.1f s)", self._epoch + 1, of, values, seconds)
+        speed = self._samples * trainer.world_size / self._learning if self._learning > 0 else 0.0
+        rate = f", {speed:,.{0 if speed >= 10 else 2}f} samples/s" if speed > 0 else ""
+        log.info("epoch %d%s  %s  (%.1f s%s)", self._epoch + 1, of, values, seconds, rate)
         self._epoch, self._spoken = None, time.monotonic()
 
     # ---- end
@@ -214,7 +221,11 @@ class Console(pl.Callback):
     def on_test_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._say_results(trainer, "test_")
 
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._validated_at = time.monotonic()
+
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._validating += time.monotonic() - self._validated_at
         if trainer.state.fn == "validate":
             self._say_results(trainer, "val_")
 

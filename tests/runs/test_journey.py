@@ -3,6 +3,7 @@
 import base64
 import csv
 import json
+import re
 import struct
 import urllib.request
 from contextlib import contextmanager
@@ -56,6 +57,7 @@ def test_the_start_the_epochs_and_the_end_are_told(base):
         assert text in base.out
     for text in ("epoch 1 of 2  train_acc", "epoch 2 of 2  train_acc", "best       val_acc", "duration", "results"):
         assert text in base.out
+    assert len(re.findall(r"^epoch \d of 2  .*  \(\d+\.\d s, [\d,.]+ samples/s\)$", base.out, re.M)) == 2
     assert "32 samples a step" in base.out
     assert "\x1b" not in base.out + base.err
     assert base.err == ""

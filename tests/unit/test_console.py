@@ -1,0 +1,66 @@
+"""What a line per epoch says of speed: `deeplightning.callbacks.console`."""
+
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from deeplightning.callbacks import console
+from deeplightning.callbacks.console import Console
+from deeplightning.callbacks.watch import samples_in
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A clock that stands still until it is moved."""
+    now = SimpleNamespace(seconds=100.0)
+    monkeypatch.setattr(console.time, "monotonic", lambda: now.seconds)
+    return now
+
+
+def test_an_epochs_samples_per_second_are_those_of_training_alone(clock, caplog):
+    """Of two processes, 16 and 10 samples in 2 seconds each: 26 a process, in 4 seconds; 3 seconds of a validation in
+    between and 5 of one after the last batch are left out, and so is what came before the epoch."""
+    caplog.set_level(logging.INFO, "deeplightning")
+    cfg = SimpleNamespace(logger=SimpleNamespace(progress="off"), train=SimpleNamespace(num_epochs=3))
+    shown = Console(cfg, None, SimpleNamespace(best=None))
+    trainer = SimpleNamespace(
+        current_epoch=0,
+        world_size=2,
+        callback_metrics={"train_loss": torch.tensor(0.5)},
+        accumulate_grad_batches=1,
+        callbacks=[],
+        state=SimpleNamespace(fn="fit"),
+    )
+
+    def validates(seconds):
+        shown.on_validation_start(trainer, None)
+        clock.seconds += seconds
+        shown.on_validation_end(trainer, None)
+
+    for _ in range(2):
+        shown.on_train_epoch_start(trainer, None)
+        for number, size in enumerate((16, 10)):
+            clock.seconds += 2
+            shown.on_train_batch_end(trainer, None, torch.tensor(0.5), {"image": torch.zeros(size, 1)}, number)
+            validates(3 if number == 0 else 5)
+    shown.on_train_epoch_start(trainer, None)
+    lines = [message for message in caplog.messages if message.startswith("epoch 1")]
+    assert lines == ["epoch 1 of 3  train_loss 0.5000  (12.0 s, 13 samples/s)"] * 2
+
+
+@pytest.mark.parametrize(
+    ("batch", "rows"),
+    [
+        ({"image": torch.zeros(3, 1), "index": torch.zeros(3)}, 3),
+        ((torch.zeros(4), torch.zeros(4)), 4),
+        (torch.zeros(5, 2), 5),
+        ({"name": "a", "parts": [torch.zeros(6, 2)]}, 6),
+        ({"factor": torch.tensor(1.0)}, 0),
+        ("text", 0),
+    ],
+)
+def test_the_rows_of_a_batch_are_counted(batch, rows):
+    """Of mappings, sequences and tensors; a number has none."""
+    assert samples_in(batch) == rows
