@@ -4,6 +4,7 @@ config of a new project. Files are only read. numpy and Pillow are imported wher
 from __future__ import annotations
 
 import csv
+import json
 import math
 from collections import Counter
 from collections.abc import Sequence
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 MAX_PICTURES = 300  # that are decoded, evenly from all
+MAX_SHOWN = 20_000  # numbers of a signal that is written down as an example
 MAX_ROWS = 200_000  # of a table that are read
 MAX_CLASSES = 1000  # different values of a column; one with more holds no classes
 SIDES = (32, 64, 96, 128, 224)
@@ -24,9 +26,14 @@ SIDES = (32, 64, 96, 128, 224)
 SMALL = 32
 """Pictures of at most so many pixels a side get the small network."""
 
+MAX_FEW = 20
+"""Different whole numbers that may be classes."""
+MISSING = ("", "na", "n/a", "nan", "null", "none")
+"""Words that stand for a missing value, as `deeplightning.table` has it."""
+
 LABELS = ("label", "class", "category", "sentiment", "target", "y")
 TARGETS = ("target", "y", "price", "value", "label")
-NUMBERED = ("id", "index", "no", "nr", "row", "")
+NUMBERED = ("id", "index", "no", "nr", "row")
 
 
 @dataclass
@@ -37,11 +44,13 @@ class Guess:
         values: for the template, by name.
         said: lines for the user.
         ask: what `deeplightning ask` may be given: a file, or words; None: nothing.
+        files: further ones for the project, by name.
     """
 
     values: dict[str, Any]
     said: list[str]
     ask: Path | str | None = None
+    files: dict[str, str] = field(default_factory=dict)
 
 
 # ---- pictures
@@ -252,6 +261,68 @@ def _folders(path: Path) -> list[str]:
     return sorted(entry.name for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith("."))
 
 
+# ---- signals
+
+
+def signals(data: Path) -> Guess:
+    """A folder per class with .npy, .csv or .wav files, or `train` and perhaps `val` and `test` with these.
+
+    Raises:
+        SetupError: it is something else.
+    """
+    from deeplightning.config.target import find
+    from deeplightning.image import files_below
+
+    read_signal: Any = find("deeplightning.data.signal.read_signal")
+    _need_folder(data)
+    top = data / "train" if (data / "train").is_dir() and _folders(data / "train") else data
+    classes = _folders(top)
+    if len(classes) < 2:
+        raise SetupError(
+            f"{top} must hold a folder for each of two or more classes; it has: {_some(classes) or 'none'}"
+        )
+    files, counts = list[Path](), dict[str, int]()
+    for name in classes:
+        found = sorted(path for path in files_below(top / name) if path.suffix.lower() in (".npy", ".csv", ".wav"))
+        if not found:
+            raise SetupError(f"{top / name} holds no signal (.npy, .csv or .wav); put some there, or remove the folder")
+        counts[name] = len(found)
+        files += found
+    first, shapes = None, Counter[tuple[int, int]]()
+    for path in _evenly(files):
+        try:
+            signal = read_signal(path)  # (C, T)
+        except Exception as error:
+            if getattr(error, "exit_code", None) != SetupError.exit_code:
+                raise
+            raise SetupError(str(error)) from None
+        first = signal if first is None else first
+        shapes[signal.shape] += 1
+    channels = sorted({shape[0] for shape in shapes})
+    if len(channels) > 1:
+        raise SetupError(f"the signals in {top} have {_some(channels)} channels; all must have the same number")
+    lengths = sorted(shape[1] for shape in shapes.elements())
+    length = None if lengths[0] == lengths[-1] else lengths[len(lengths) // 2]
+    values = {
+        "count": len(files),
+        "number": len(classes),
+        "classes": _some(classes),
+        "channels": channels[0],
+        "length": length,
+    }
+    said = [
+        f"{len(classes)} classes, the folders of {top}: {_some([f'{name} ({n})' for name, n in counts.items()])}",
+        f"{count(len(files), 'signal')} of {count(channels[0], 'channel')} and "
+        + (f"{lengths[0]} steps" if length is None else f"{lengths[0]} to {lengths[-1]} steps, brought to {length}"),
+    ]
+    steps = length or lengths[0]
+    if first is None or channels[0] * steps > MAX_SHOWN:
+        return Guess(values, said, files[0] if files[0].suffix.lower() == ".npy" else None)
+    rows = [[round(float(value), 6) for value in row[:steps]] for row in first]
+    body = json.dumps({"signal": [row + [0.0] * (steps - len(row)) for row in rows]})
+    return Guess(values, said, "signal.json", {"signal.json": f"{body}\n"})
+
+
 # ---- tables
 
 
@@ -270,7 +341,7 @@ class Column:
 
     def add(self, cell: str) -> None:
         cell = cell.strip()
-        if not cell:
+        if cell.lower() in MISSING:
             self.missing += 1
             return
         number = _number(cell)
@@ -298,13 +369,14 @@ class Column:
 
 @dataclass
 class Table:
-    """A CSV file: its columns by name, in their order, and how many rows were read."""
+    """A CSV file: its columns by name, in their order, how many rows were read, and the cells of the first."""
 
     path: Path
     delimiter: str
     columns: dict[str, Column]
     rows: int
     is_whole: bool
+    first: dict[str, str]
 
     def of(self) -> str:
         return f"{count(self.rows, 'row')}{'' if self.is_whole else ', the first ones,'} of {self.path}"
@@ -316,28 +388,33 @@ def table(path: Path) -> Table:
     Raises:
         SetupError: it cannot be read, or is something else.
     """
+    if path.suffix.lower() in (".parquet", ".pq"):
+        raise SetupError(
+            f"{path}: only CSV is looked at; begin with some of its rows in CSV, and name {path.name} then"
+        )
     try:
         with path.open(encoding="utf-8-sig", newline="") as file:
-            first = file.readline()
-            delimiter = max(",;\t", key=first.count)
+            delimiter = max(",;\t", key=file.readline().count)
             file.seek(0)
             reader = csv.reader(file, delimiter=delimiter)
             names = [name.strip() for name in next(reader, [])]
             _check_header(path, names)
             columns = {name: Column() for name in names}
-            rows = 0
+            rows, first = 0, dict[str, str]()
             for row in reader:
                 if not row:
                     continue
                 if rows == MAX_ROWS:
-                    return Table(path, delimiter, columns, rows, False)
+                    return Table(path, delimiter, columns, rows, False, first)
                 if len(row) > len(names):
                     raise SetupError(
                         f"{path}, line {reader.line_num}: {len(row)} values for {len(names)} columns; a value with "
                         f"{delimiter!r} in it needs quotes"
                     )
                 rows += 1
-                for name, cell in zip(names, [*row, *[""] * (len(names) - len(row))], strict=True):
+                cells = dict(zip(names, [*row, *[""] * (len(names) - len(row))], strict=True))
+                first = first or {name: cell.strip() for name, cell in cells.items()}
+                for name, cell in cells.items():
                     columns[name].add(cell)
     except OSError as error:
         raise SetupError(f"{path} cannot be read: {error.strerror}") from None
@@ -347,7 +424,7 @@ def table(path: Path) -> Table:
         raise SetupError(f"{path} is no CSV file: {error}") from None
     if rows < 10:
         raise SetupError(f"{path} has {count(rows, 'row')} below its header; at least 10 are needed to divide them")
-    return Table(path, delimiter, columns, rows, True)
+    return Table(path, delimiter, columns, rows, True, first)
 
 
 def _check_header(path: Path, names: list[str]) -> None:
@@ -396,42 +473,114 @@ def text(data: Path) -> Guess:
     return Guess(values, said, '--text "a text of yours"')
 
 
-def regression(data: Path) -> Guess:
-    """A CSV file with columns of numbers, one of which is the target.
+def rows(data: Path) -> Guess:
+    """A CSV file with a column to be predicted: classes, or numbers.
 
     Raises:
         SetupError: it is something else.
     """
     found = table(_file_of(data))
-    numbers = [name for name, column in found.columns.items() if column.is_numbers()]
+    used = {name: kind for name, kind in _kinds(found).items() if kind != "ignore"}
+    target = _named(list(used), (*LABELS, *TARGETS)) or next(reversed(used), None)
+    if target is None or len(used) < 2:
+        raise SetupError(f"{found.path}: there must be two columns or more of numbers or categories; {_columns(found)}")
+    column = found.columns[target]
+    are_classes = used[target] == "category" or (
+        2 <= len(column.values) <= min(MAX_FEW, found.rows // 5)
+        and all(float(value).is_integer() for value in column.values)
+    )
+    return _of_rows(found, target, are_classes)
+
+
+def regression(data: Path) -> Guess:
+    """The same with numbers to be predicted.
+
+    Raises:
+        SetupError: it is something else.
+    """
+    found = table(_file_of(data))
+    used = {name: kind for name, kind in _kinds(found).items() if kind != "ignore"}
+    numbers = [name for name, kind in used.items() if kind == "number"]
     target = _named(numbers, TARGETS) or (numbers[-1] if numbers else None)
-    inputs = [name for name in numbers if name != target and name.lower() not in NUMBERED]
-    if target is None or not inputs:
+    if target is None or len(used) < 2:
         raise SetupError(
-            f"{found.path}: there must be two columns of numbers or more, one of them to predict; of its columns "
-            f"({_some(list(found.columns))}) these are: {_some(numbers) or 'none'}"
+            f"{found.path}: there must be two columns or more, and one of numbers to be predicted; {_columns(found)}"
         )
-    left_out = [name for name in found.columns if name not in (*inputs, target)]
-    pairs = [found.columns[name].mean_std() for name in inputs]
-    mean, std = found.columns[target].mean_std()
+    return _of_rows(found, target, False)
+
+
+def _of_rows(found: Table, target: str, are_classes: bool) -> Guess:
+    if found.delimiter != ",":
+        raise SetupError(f"{found.path}: its columns are divided by {found.delimiter!r}; save it with commas")
+    column = found.columns[target]
+    if column.missing:
+        raise SetupError(
+            f"{found.path}: {count(column.missing, 'row')} has nothing in the column {target}, which is to be "
+            "predicted; remove such rows"
+        )
+    kinds = _kinds(found) | {target: "category" if are_classes else "number"}
+    inputs = [name for name, kind in kinds.items() if kind != "ignore" and name != target]
+    words = [len(found.columns[name].values) + 1 for name in inputs if kinds[name] == "category"]
+    ignored = [name for name, kind in kinds.items() if kind == "ignore"]
+    gaps = {name: found.columns[name].missing for name in inputs if found.columns[name].missing}
+    task = "classif.Classification" if are_classes else "regression.Regression"
     values = {
         "count": found.rows,
         "number": len(inputs),
-        "columns": inputs,
+        "file": found.path.name,
         "target": target,
-        "delimiter": found.delimiter,
-        "mean": [pair[0] for pair in pairs],
-        "std": [pair[1] for pair in pairs],
-        "target_mean": mean,
-        "target_std": std,
+        "missing": "fill" if gaps else "refuse",
+        "columns": kinds,
+        "task": f"deeplightning.task.{task}",
+        "numbers": len(inputs) - len(words),
+        "cardinalities": words,
+        "outputs": len(column.values) if are_classes else 1,
+        "loss": "torch.nn.CrossEntropyLoss" if are_classes else "torch.nn.MSELoss",
+        "monitor": "val_acc" if are_classes else "val_rmse",
+        "mode": "max" if are_classes else "min",
     }
+    classes = [f"{name} ({number})" for name, number in sorted(column.values.items())]
+    predicted = (
+        f"{len(classes)} classes: {_some(classes)}" if are_classes else "mean {}, std {}".format(*column.mean_std())
+    )
     said = [
-        f"{found.of()}: the column {target} is predicted, mean {mean}, std {std}",
-        f"{count(len(inputs), 'input')}: {_some(inputs)}",
-        *([f"left out, no numbers or a mere number of the row: {_some(left_out)}"] if left_out else []),
-        *_missing(found, [*inputs, target]),
+        f"{found.of()}: the column {target} is predicted, {predicted}",
+        *(
+            f"{kind}: {_some([name for name in inputs if kinds[name] == kind])}"
+            for kind in ("number", "category")
+            if any(kinds[name] == kind for name in inputs)
+        ),
+        *([f"ignored, different in nearly each row, or empty: {_some(ignored)}"] if ignored else []),
     ]
-    return Guess(values, said)
+    if gaps:
+        said.append(f"missing values, which are filled: {_some([f'{name} ({n})' for name, n in gaps.items()])}")
+    row = {name: _cell(found.first[name], kinds[name]) for name in inputs}
+    return Guess(values, said, "row.json", {"row.json": json.dumps({"rows": [row]}, ensure_ascii=False) + "\n"})
+
+
+def _kinds(found: Table) -> dict[str, str]:
+    """What each column is taken for: number, category or ignore."""
+    kinds = {}
+    for name, column in found.columns.items():
+        many = len(column.values) > min(MAX_CLASSES, max(MAX_FEW, found.rows // 2))
+        empty = column.filled == 0 or not name or name.lower() in NUMBERED
+        is_category = not column.is_numbers() and not many
+        kinds[name] = (
+            "ignore" if empty or (many and not column.is_numbers()) else "category" if is_category else "number"
+        )
+    return kinds
+
+
+def _columns(found: Table) -> str:
+    kinds = [f"{name} ({kind})" for name, kind in _kinds(found).items()]
+    return f"its columns: {_some(kinds)}"
+
+
+def _cell(text: str, kind: str) -> Any:
+    """The value of a cell as JSON has it."""
+    if text.lower() in MISSING:
+        return None
+    return float(text) if kind == "number" else text
 
 
 def _file_of(data: Path) -> Path:

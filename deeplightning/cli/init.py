@@ -2,17 +2,18 @@
 .gitignore. Nothing is overwritten.
 
 The templates of a kind are in `templates/KIND`: the files of `sample` where no data are named, those of `data` where
-they are. `$name` in a YAML file is replaced by a value.
+they are, or where a sample is written for the project. `$name` in a YAML file is replaced by a value.
 """
 
 import os
 import shlex
+import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from string import Template
 
-from deeplightning.cli import guess
+from deeplightning.cli import guess, sample
 from deeplightning.cli.shipped import write_new
 from deeplightning.config.packages import HOME
 from deeplightning.config.tree import line
@@ -30,12 +31,16 @@ class Kind:
         look: finds out what data are like; None: the kind takes none.
         modules: of a project without data, files that ship elsewhere.
         ask: of a project without data, what `deeplightning ask` may be given; None: it has no endpoint.
+        sample: of a project without data, the name of a table and what writes it; it is looked at like the user's.
+        template: the kind whose templates it has; None: its own.
     """
 
     about: str
     look: Callable[[Path], guess.Guess] | None
     modules: tuple[str, ...] = ()
     ask: str | None = None
+    sample: tuple[str, Callable[[], str]] | None = None
+    template: str | None = None
 
 
 _DIGITS = "                  # the sample digits; any other picture: deeplightning ask FILE"
@@ -51,7 +56,14 @@ KINDS = {
     "segmentation": Kind(
         "Says of each pixel which class it is.", guess.segmentation, ("examples/segmentation/shape_masks.py",)
     ),
-    "regression": Kind("Predicts a number from numbers.", guess.regression),
+    "table": Kind("Predicts a column of a table from the others.", guess.rows, sample=("wine.csv", sample.wine)),
+    "regression": Kind(
+        "Predicts a number from the columns of a table.",
+        guess.regression,
+        sample=("diabetes.csv", sample.diabetes),
+        template="table",
+    ),
+    "signal": Kind("Tells classes of signals apart.", guess.signals, ask="signal.json"),
     "own": Kind(
         "Own data, network, loss and task.",
         None,
@@ -90,7 +102,7 @@ def init(folder: Path, kind: str, data: Path | None) -> tuple[list[str], list[Pa
         raise ConfigError(
             Fault(f"there is no kind {kind!r}.{nearest(kind, KINDS)} There are: {', '.join(KINDS)}", "--kind")
         )
-    chosen, found = KINDS[kind], None
+    chosen, found, files = KINDS[kind], None, dict[str, str]()
     if data is not None:
         if chosen.look is None:
             message = f"the kind {kind} takes no data; they are read by the code of the project, in own_data.py"
@@ -98,14 +110,24 @@ def init(folder: Path, kind: str, data: Path | None) -> tuple[list[str], list[Pa
         if not data.exists():
             raise SetupError(f"--data {data}: there is no such file or folder")
         found = chosen.look(data)
+    elif chosen.sample is not None and chosen.look is not None:
+        name, write = chosen.sample
+        with tempfile.TemporaryDirectory() as place:
+            table = Path(place) / name
+            table.write_text(write())
+            found, files = chosen.look(table), {name: table.read_text()}
+            found = replace(found, said=[each.replace(str(table), name) for each in found.said])
     values = {"project": folder.absolute().name or "project", **(found.values if found else {})}
     if data is not None:
-        values["root"] = _seen_from(folder, data)
-    content = _files(kind, chosen, found is not None, {name: line(value) for name, value in values.items()})
+        values["root"], values["folder"] = _seen_from(folder, data), _seen_from(folder, data.parent)
+    elif files:
+        values["folder"] = "."
+    content = _files(chosen.template or kind, chosen, found is not None, {n: line(v) for n, v in values.items()})
     ask = found.ask if found else chosen.ask
     if isinstance(ask, Path):
         ask = shlex.quote(_seen_from(folder, ask))
     modules = sorted(name for name in content if name.endswith(".py"))
+    content |= files | (found.files if found else {})
     content["README.md"] = _readme(values["project"], chosen.about, ask, modules, found.said if found else [])
     content[".gitignore"] = (TEMPLATES / "gitignore").read_text()
     try:
@@ -121,7 +143,7 @@ def _files(kind: str, chosen: Kind, has_data: bool, values: dict[str, str]) -> d
     """The content of the config and the modules, by name."""
     content = {}
     for path in sorted((TEMPLATES / kind / ("data" if has_data else "sample")).iterdir()):
-        if path.suffix in (".yaml", ".py"):
+        if path.suffix in (".yaml", ".py", ".json"):
             text = path.read_text()
             content[path.name] = Template(text).substitute(values) if path.suffix == ".yaml" else text
     for shipped in () if has_data else chosen.modules:

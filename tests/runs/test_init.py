@@ -14,13 +14,18 @@ SHORT = {
     "images": ["data.module.params.limit=60"],
     "text": ["data.module.params.limit=60"],
     "segmentation": ["data.module.params.limit=20"],
+    "table": [],
     "regression": [],
+    "signal": [],
     "own": ["data.module.params.limit=60"],
 }
 """By kind, what makes an epoch short."""
 
-SERVED = {"images", "text", "own"}
-"""Kinds whose runs have a bundle."""
+TABLES = {"table", "regression"}
+"""Kinds that begin with a table, which is looked at like the user's."""
+
+UNSERVED = {"segmentation"}
+"""Kinds whose runs have no bundle."""
 
 
 def pictures(root):
@@ -54,7 +59,22 @@ def numbers(path):
         csv.writer(file).writerows([["width", "name", "height", "price"], *rows])
 
 
-DATA = {"images": pictures, "text": texts, "segmentation": masks, "regression": numbers}
+def waves(root):
+    rng = np.random.default_rng(0)
+    for name, speed in (("slow", 0.2), ("quick", 0.9)):
+        (root / name).mkdir(parents=True)
+        for number in range(20):
+            np.save(root / name / f"{number}.npy", np.sin(np.arange(32 + number % 3) * speed + rng.random()))
+
+
+DATA = {
+    "images": pictures,
+    "text": texts,
+    "segmentation": masks,
+    "table": numbers,
+    "regression": numbers,
+    "signal": waves,
+}
 
 
 @pytest.mark.parametrize(("kind", "data"), [(kind, None) for kind in KINDS] + [*DATA.items()])
@@ -66,7 +86,7 @@ def test_what_is_written_passes_the_checks_and_trains(command, tmp_path, kind, d
         words = ["--data", "my data"]
     begun = command("init", "a new project", "--kind", kind, *words, cwd=tmp_path)
     assert begun.code == 0, begun
-    assert ("guessed " in begun.out) == (data is not None)
+    assert ("guessed " in begun.out) == (data is not None or kind in TABLES)
     assert begun.out.endswith("next       cd 'a new project' && deeplightning train\n")
     project = tmp_path / "a new project"
     assert {"config.yaml", "README.md", ".gitignore"} <= {path.name for path in project.iterdir()}
@@ -77,10 +97,10 @@ def test_what_is_written_passes_the_checks_and_trains(command, tmp_path, kind, d
     assert [line for line in checked.err.splitlines() if not line.startswith("engine.gpus: auto")] == []
     trained = command("train", "train.num_epochs=1", *(SHORT[kind] if data is None else []), cwd=project)
     assert trained.code == 0, trained
-    assert (trained.folder / "bundle" / "bundle.json").is_file() == (kind in SERVED)
+    assert (trained.folder / "bundle" / "bundle.json").is_file() == (kind not in UNSERVED)
     assert trained.folder.is_relative_to(project)
     readme = (project / "README.md").read_text()
-    assert ("deeplightning serve last" in readme) == (kind in SERVED)
+    assert ("deeplightning serve last" in readme) == (kind not in UNSERVED)
     modules = {path.name for path in project.glob("*.py")}
     assert {name for name in modules if f"`{name}`" not in readme} == set()
     with zipfile.ZipFile(trained.folder / "code.zip") as code:

@@ -1,6 +1,7 @@
 """What `deeplightning init --data` finds out about data, and how it refuses what a kind cannot use."""
 
 import csv
+import json
 from pathlib import Path
 
 import numpy as np
@@ -98,19 +99,57 @@ def test_a_table_of_texts_gives_columns_and_classes():
 
 
 def test_a_table_of_numbers_gives_inputs_and_target():
-    """Mean and std are numpy's; what is no number, and the number of the row, are left out and named."""
+    """Numbers and categories are told apart; what differs in each row, and the number of the row, are ignored; an
+    example row is written."""
     rng = np.random.default_rng(0)
-    rows = rng.normal((5, 1e6, -3), (2, 0.5, 1), (40, 3))
-    table(
-        "n.csv", ["id", "size", "town", "far off", "price"], *([i, a, "Bern", b, c] for i, (a, b, c) in enumerate(rows))
-    )
+    rows = [
+        [i, f"{a:.2f}", ("Bern", "Zug, ZG")[i % 2], f"order {i}", i % 3, f"{b:.2f}"]
+        for i, (a, b) in enumerate(rng.normal(5, 2, (60, 2)))
+    ]
+    rows[1][1] = "NA"
+    table("n.csv", ["id", "size", "town", "note", "rooms", "price"], *rows)
     written, said = config("regression", "n.csv")
-    data, network = written["data"]["module"]["params"], written["model"]["network"]["params"]
-    assert (data["inputs"], data["target"]) == (["size", "far off"], "price")
-    found = [*network["mean"], network["target_mean"]], [*network["std"], network["target_std"]]
-    assert np.allclose(found[0], rows.mean(0), rtol=1e-4)
-    assert np.allclose(found[1], rows.std(0), rtol=1e-4)
-    assert "left out, no numbers or a mere number of the row: id, town" in said
+    data, network = written["data"], written["model"]["network"]["params"]
+    assert (data["root"], data["module"]["params"]["train"]) == ("..", "n.csv")
+    assert data["module"]["params"]["columns"] == {
+        "id": "ignore", "size": "number", "town": "category", "note": "ignore", "rooms": "number", "price": "number"
+    }  # fmt: skip
+    assert (data["module"]["params"]["target"], data["module"]["params"]["missing"]) == ("price", "fill")
+    assert network == {"num_numbers": 2, "cardinalities": [3], "num_outputs": 1}
+    mean, std = np.mean([float(row[5]) for row in rows]), np.std([float(row[5]) for row in rows])
+    assert f"the column price is predicted, mean {mean:.6g}, std {std:.6g}" in said
+    assert "ignored, different in nearly each row, or empty: id, note" in said
+    assert "missing values, which are filled: size (1)" in said
+    row = {"size": float(rows[0][1]), "town": "Bern", "rooms": 0.0}
+    assert json.loads(Path("new project/row.json").read_text()) == {"rows": [row]}
+
+
+@pytest.mark.parametrize(("target", "classes"), [("kind", ["a", "b"]), ("rooms", ["0", "1", "2"]), ("price", None)])
+def test_the_target_of_a_table_decides_what_is_learned(target, classes):
+    """Words and few whole numbers are classes, other numbers are predicted."""
+    rows = [[i % 5 + 0.5, ("a", "b")[i % 2], i % 3, i * 1.5] for i in range(60)]
+    names = ["size", "kind", "rooms", "price"]
+    place = names.index(target)
+    order = [*(n for n in range(4) if n != place and names[n] != "price"), place]
+    table("n.csv", [names[n] for n in order], *([row[n] for n in order] for row in rows))
+    written, _ = config("table", "n.csv")
+    task = "classif.Classification" if classes else "regression.Regression"
+    assert written["model"]["module"]["type"] == f"deeplightning.task.{task}"
+    assert written["model"]["network"]["params"]["num_outputs"] == len(classes or [1])
+    assert written["train"]["checkpoint"]["monitor"] == ("val_acc" if classes else "val_rmse")
+
+
+def test_signals_give_classes_channels_and_length():
+    """Of several lengths the one in the middle; an example is written, of the length that the network is given."""
+    for name in ("a", "b"):
+        Path("s", name).mkdir(parents=True)
+        for number, steps in enumerate((10, 12, 14)):
+            np.save(f"s/{name}/{number}.npy", np.full((2, steps), number))
+    written, said = config("signal", "s")
+    assert written["data"]["module"]["params"] == {"length": 12}
+    assert written["model"]["network"]["params"] == {"num_channels": 2, "num_outputs": 2}
+    assert "6 signals of 2 channels and 10 to 14 steps, brought to 12" in said
+    assert json.loads(Path("new project/signal.json").read_text()) == {"signal": [[0.0] * 12] * 2}
 
 
 def test_only_the_first_rows_of_a_long_table_are_read(monkeypatch):
@@ -134,7 +173,17 @@ MANY = "x,y\n" + "1,2\n" * 20
         ("regression", "1,2\n" * 20, "the first line, 1, 2, names no columns"),
         ("regression", MANY.replace("x", "y"), "two columns are called 'y'"),
         ("regression", MANY + "1,2,3\n", "d, line 22: 3 values for 2 columns"),
-        ("regression", "x,y\n" + "a,2\n" * 20, "there must be two columns of numbers or more"),
+        (
+            "regression",
+            "x,y\n" + "a,b\n" * 20,
+            "one of numbers to be predicted; its columns: x (category), y (category)",
+        ),
+        ("regression", MANY + "1,\n", "1 row has nothing in the column y, which is to be predicted"),
+        ("table", "x;y\n" + "1;2\n" * 20, "its columns are divided by ';'; save it with commas"),
+        ("table", "x\n" + "1\n" * 20, "there must be two columns or more of numbers or categories"),
+        ("signal", {"a/1.npy": ""}, "d must hold a folder for each of two or more classes; it has: a"),
+        ("signal", {"a/1.npy": "", "b/1.txt": ""}, "d/b holds no signal"),
+        ("signal", {"a/1.npy": "", "b/1.npy": ""}, "d/a/1.npy cannot be read as a signal"),
         ("regression", b"x,y\n\xff,2\n", "d is not UTF-8"),
         ("text", "x,y\n" + "".join(f"text {i},{i}\n" for i in range(20)), "no column has classes"),
         ("images", {}, "d holds no folder; put the pictures of each class"),
