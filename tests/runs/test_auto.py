@@ -65,7 +65,8 @@ def test_a_network_is_not_built_before_the_data(tiny):
     [
         ({"class_names": ["a", "b"], "image_spec": SPEC},
          [2, 3, [4, 6]]),
-        ({"class_names": ["a"]}, "num_channels: `auto` needs image_spec or array_spec of deeplightning.data.digits.Digits, which"),
+        ({"class_names": ["a"]}, "num_channels: `auto` needs image_spec or array_spec of deeplightning.data."
+         "digits.Digits, which"),
         ({}, "num_classes: `auto` needs class_names of deeplightning.data.digits.Digits, which the data module does "
              "not declare; set model.network.params.num_classes to a number"),
     ],
