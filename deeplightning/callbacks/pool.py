@@ -1,6 +1,6 @@
 """A worker of a pool that may change: it hands its checkpoints to a storage, and makes room where more workers came.
 
-What the launcher wants is told in a variable of the environment, and later through standard input.
+The launcher passes what it wants in an environment variable, and later through standard input.
 """
 
 import select
@@ -50,7 +50,7 @@ def hand_in(cfg: Config, folder: Path) -> None:
 
 
 class MakesRoom(Interrupted):
-    """The run goes on with more workers."""
+    """The run continues with more workers."""
 
     def __init__(self, epoch: int):
         super().__init__("SIGTERM", 143, at_once=True)

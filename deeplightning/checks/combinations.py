@@ -35,7 +35,7 @@ class Rule:
     """Two keys whose values contradict each other.
 
     Attributes:
-        key: the key that the fault is told at.
+        key: the key at which the fault is reported.
         other: the key that it does not go with.
         when: the two settings, in words.
         why: the reason, in words that follow a colon.

@@ -1,7 +1,7 @@
 """A target of a config against what it names: is it there, of the right kind, and does it take these params?
 
 The answer comes from the source, which costs milliseconds and executes nothing (`static`), or from the imported object.
-What the source cannot tell is said to be undecided, never guessed.
+What the source does not show is undecided, never guessed.
 """
 
 import typing
@@ -38,7 +38,7 @@ class Verdict:
 
 
 class Imported:
-    """What a name means, told by the live object: the counterpart of `definition.Definition`.
+    """What a name means, read from the live object: the counterpart of `definition.Definition`.
 
     Raises:
         ValueError: in words, when there is no such thing or its module cannot be imported.
@@ -266,7 +266,7 @@ def _call(
         else:
             verdict.undecided[here] = f"{name}: {signature.rest}", "--dry-run"
     absent = [p.name for p in free.values() if p.required and p.name not in params]
-    missing = [param for param in absent if f"mean {param}?" not in meant]  # a misspelt one is told once
+    missing = [param for param in absent if f"mean {param}?" not in meant]  # a misspelt one is reported once
     if missing:
         verdict.faults.append(Fault(f"{name} needs {', '.join(missing)}", f"{key}.params", allowed=", ".join(missing)))
     return verdict

@@ -17,7 +17,7 @@ from deeplightning.config.schema import Target
 from deeplightning.config.tree import Entry, KeyPath, kind, nodes, plain, scalar
 from deeplightning.faults import nearest
 
-MAX_UNKNOWN = 50  # unknown keys of one section that are told singly
+MAX_UNKNOWN = 50  # unknown keys of one section that are reported one by one
 
 
 def read_section(findings: Findings, cls: type, entry: Entry, key: str, path: KeyPath) -> Any:

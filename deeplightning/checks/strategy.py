@@ -16,7 +16,7 @@ DEEPSPEED = ("deeplightning.engine.zero.DeepSpeed",)
 
 
 def classes_of(backend: str | None) -> tuple[str, ...]:
-    """The classes that `engine.params` go to: what the first does not name goes on to the second, which is given the
+    """The classes that `engine.params` go to: what the first does not name is passed to the second, which is given the
     network."""
     if backend is not None and backend.startswith("deepspeed"):
         return DEEPSPEED

@@ -39,7 +39,7 @@ def _is_annotated(allowed: Options) -> bool:
 
 
 def _is_open(value: Any) -> bool:
-    """Whether what a value will be is not told by itself."""
+    """Whether a value does not show what it will be."""
     return value is None or is_target(value) or is_reference(value)
 
 

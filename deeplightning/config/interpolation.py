@@ -126,7 +126,7 @@ class _TooMuch(Exception):
 
 
 class _Unresolved(Exception):
-    """A text with references has no value; the words go on from the text."""
+    """A text with references has no value; the words continue the text."""
 
 
 class _Unchecked(_Unresolved):
@@ -292,7 +292,7 @@ class _Resolver:
         return self.find(len(words) - len(words.lstrip(".")), re.findall(r"[^.\[\]]+", words), path)
 
     def shown(self, wanted: str) -> str:
-        """A key to be told; not where it may hold a variable's value."""
+        """A key to report; not where it may hold a variable's value."""
         return "" if self.seen else wanted
 
     def hint(self, part: str, items: Any, where: KeyPath | None) -> str:

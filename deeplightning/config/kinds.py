@@ -1,4 +1,4 @@
-"""What the target of each section must be, told by the dotted paths of a class and its ancestors: nothing is imported.
+"""What the target of each section must be, judged by the dotted paths of a class and its ancestors. Imports nothing.
 
 `compare` asks it of source files and live classes, `target` of what was built, `trust` of foreign configs.
 """
@@ -84,7 +84,7 @@ def misfit(paths: Sequence[str], complete: bool, role: str) -> str | None:
         complete: whether these are all.
 
     Returns:
-        None: that cannot be told; "": it is.
+        None: it is not known; "": it is.
     """
     kind = KINDS[role]
     top, base = kind.base.partition(".")[0], kind.base.rpartition(".")[2]

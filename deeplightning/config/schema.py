@@ -538,7 +538,7 @@ class Config(Section):
         return self.secrets.redact(text) if self.secrets else text
 
     def redact_message(self, text: str) -> str:
-        """The same of what is said to people, also without what looks like a secret."""
+        """Redacts a message, and removes what looks like a secret too."""
         return self.secrets.redact_message(text) if self.secrets else text
 
 

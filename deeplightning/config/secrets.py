@@ -54,7 +54,7 @@ class Secrets:
         return redact(text, self.values)
 
     def redact_message(self, text: str) -> str:
-        """The same of what is said to people, also without what looks like a secret."""
+        """Redacts a message, and removes what looks like a secret too."""
         from deeplightning.config.secret_scan import conceal  # 10 ms
 
         return conceal(redact(text, self.values), ".txt")[0]
@@ -147,6 +147,6 @@ def escaped(text: str) -> str:
 
 
 def tells(value: str) -> bool:
-    """Whether a variable's value can be told from other words: it is not among the shortest, and no folder or file of
-    this machine, which stands in every message about it."""
+    """Whether a variable's value is distinguishable from other words: it is not among the shortest, and is no folder
+    or file of this machine, which every message about it contains."""
     return len(value) >= 4 and not os.path.exists(value)  # noqa: PTH110  (Path's fails for a text that is too long)

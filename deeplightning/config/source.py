@@ -102,7 +102,7 @@ def read(path: str | Path | None, overrides: list[str] | None = None) -> Source:
             over `path` and over the files before it.
 
     Raises:
-        ConfigError: when there is no tree to go on with. Lesser faults stand in the result.
+        ConfigError: when there is no tree. Lesser faults are in the result.
     """
     source = compose(path, overrides)
     source.resolve()
@@ -113,7 +113,7 @@ def compose(path: str | Path | None, overrides: list[str] | None = None) -> Sour
     """The same with its references as they are written.
 
     Raises:
-        ConfigError: when there is no tree to go on with.
+        ConfigError: when there is no tree.
     """
     faults: list[Fault] = []
     names = [located(name) for name in [*([] if path is None else [path]), *filter(is_file, overrides or [])]]

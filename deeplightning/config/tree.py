@@ -16,7 +16,7 @@ from deeplightning.words import first_line
 
 MAX_VALUES = 50_000  # after aliases are followed: a few lines of anchors can stand for billions of values
 MAX_DEPTH = 60
-MAX_FAULTS = 200  # that are told singly
+MAX_FAULTS = 200  # that are reported one by one
 TAG = "the tag"  # begins the fault of a value that cannot be read
 
 KeyPath = tuple[str | int, ...]

@@ -262,7 +262,7 @@ def _described() -> tuple[tuple[Gpu, ...], str | None, str | None, tuple[int, in
 
 
 def cpu_computes_bf16() -> bool:
-    """Whether the CPU has instructions for numbers of bf16; yes where its flags are not told, as outside Linux."""
+    """Whether the CPU has instructions for numbers of bf16; yes where its flags are not known, as outside Linux."""
     try:
         flags = set(CPU_INFO.read_text().split())
     except OSError:

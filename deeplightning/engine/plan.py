@@ -153,7 +153,7 @@ def _settle_size(engine: Engine, here: Identity, change: Callable[[str, Any, str
 
 
 def _lacks_address(engine: Engine) -> list[Fault]:
-    """What several machines that are started by hand need to find each other, and nobody has told."""
+    """What several machines that are started by hand need to find each other, and what is not given."""
     told = by_hand(engine)
     number = told.get("NODE_RANK", "0")
     if engine.num_nodes == 1:

@@ -2,7 +2,7 @@
 no engine.
 
 A checkpoint holds weights and the optimizer's state as one process would save them, under full names and in full
-precision, each tensor in pieces. So a run goes on under any engine with any number of processes.
+precision, each tensor in pieces. So a run resumes under any engine with any number of processes.
 """
 
 import itertools
@@ -120,7 +120,7 @@ class Sharded(ABC):
 
     def teardown(self) -> None:
         """Lightning moves the task to the CPU, which parameters that still wait for their values refuse: that would be
-        told in place of why the set-up failed."""
+        reported in place of why the set-up failed."""
         if any(parameter.is_meta for parameter in self.lightning_module.parameters()):
             self.lightning_module.to_empty(device="cpu")
         super().teardown()  # type: ignore[misc]

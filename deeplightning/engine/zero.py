@@ -64,7 +64,7 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
     def root_device(self) -> torch.device:
         assert self.parallel_devices is not None
         device = self.parallel_devices[self.local_rank]
-        # DeepSpeed is told the number of the device, and wants one for the CPU too.
+        # DeepSpeed gets the number of the device, and wants one for the CPU too.
         return torch.device("cpu", self.local_rank) if device.type == "cpu" else device
 
     @property

@@ -293,7 +293,7 @@ def _trace(
         layer = _layer(model, error)
         place = f" (in layer {layer})" if layer else ""
         raise NotExpressible(f"The network cannot be exported to ONNX{place}: {_reason(error)}") from error
-    assert graph is not None, "torch.onnx.export gives a program, unless it is told a file"
+    assert graph is not None, "torch.onnx.export gives a program, unless it gets a file"
     ClearMetadataAndDocStringPass()(graph.model)  # torch notes source lines with this machine's paths
     return graph
 

@@ -30,10 +30,10 @@ def connect(
     end: Callable[[BaseException], None],
     alike: Mapping[str, str] | None = None,
 ) -> None:
-    """Lets the processes of a trainer end together, the first cause told once, where it has several.
+    """Lets the processes of a trainer end together, and reports the first cause once, where it has several.
 
     Args:
-        redact: takes secrets out of what is told.
+        redact: takes secrets out of messages.
         end: what is to be done with the error of a run where the main thread, blocked, cannot.
         alike: what must be the same in all processes, by its name; those that are started one by one compare it.
     """
@@ -133,7 +133,7 @@ def enough_memory(processes: int) -> None:
 
 
 def free_memory() -> int | None:
-    """Bytes of memory that can still be had, by Linux's own estimate and the limit of the control group."""
+    """Bytes of memory that are still available, by Linux's own estimate and the limit of the control group."""
     found: list[int] = []
     group = Path("/sys/fs/cgroup")
     with contextlib.suppress(OSError, ValueError):

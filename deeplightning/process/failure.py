@@ -129,7 +129,7 @@ def claim_in(folder: Path, cause: Cause, by: int | None = None) -> bool:
         by: the rank of the process that claims it; None: whoever has started them.
     """
     try:
-        # A file of its own for each word: whoever reads, reads a whole one, also while it is said better.
+        # A file of its own for each word: a reader sees a complete one, also while a better one is written.
         with tempfile.NamedTemporaryFile("w", dir=folder, suffix=".words", delete=False) as file:
             file.write(json.dumps(dataclasses.asdict(cause)))
         beside = Path(file.name)

@@ -54,7 +54,7 @@ class Ranks:
         parent_tells: whether that one tells of a process that is lost; it may start all of them again.
         expected: how many processes are to come to the folder, where nobody has made it for them.
         end: called with the error when there is no time for the main thread to do it.
-        redact: takes secrets out of what is told.
+        redact: takes secrets out of messages.
 
     Attributes:
         children: what this process has started, in the order of their ranks; the first has the next rank.
@@ -120,7 +120,7 @@ class Ranks:
         return kept_of(newest_of(run))
 
     def cause_of(self, error: BaseException) -> BaseException:
-        """The error to go on with: the given one if it is the first cause, else a RankError with that."""
+        """The error to report: the given one if it is the first cause, else a RankError with that."""
         self._ends, self._until = True, time.monotonic() + LATE
         if is_lost(error):
             return RankError(self._why_lost(error))
@@ -181,7 +181,7 @@ class Ranks:
 
     def _why_lost(self, error: BaseException) -> Cause:
         """The cause of a collective that failed."""
-        line = first_line(error).split(". ")[0]  # what gloo goes on to say is advice
+        line = first_line(error).split(". ")[0]  # what follows in gloo's message is advice
         if (limit := _TIMED_OUT.search(str(error))) is None:
             reason = f"a worker was lost: the connection to another process is gone ({line})"
             cause = self._wait_for_first() or Cause(self.rank, reason, 5, lost=True)
@@ -308,8 +308,8 @@ class Ranks:
                 shutil.rmtree(self.folder, ignore_errors=True)
 
     def _wait_for_late_ones(self) -> None:
-        """Each process finds the same fault by itself, and one that is only starting is to see that it has been told:
-        the folder stays for some moments."""
+        """Each process finds the same fault by itself, and one that is only starting must see that it was reported: the
+        folder stays for some moments."""
         cause, until = self.first(), time.monotonic() + SOON
         if cause is None or cause.exit_code in INTERRUPTED.values():
             return

@@ -208,7 +208,7 @@ def _join(address: str, port: int, world: int) -> Any:
 
 
 def _is_taken_by_ours(address: str, port: int, world: int, member: Member) -> str | None:
-    """Whether it is another process with the same number that listens at a port; it is told so, if it still waits."""
+    """Whether another process with the same rank listens at a port; it is notified, if it still waits."""
     try:
         store = _of_rendezvous(_join(address, port, world), 0)
         if not store.check([f"{KEY}/come/{member.number}"]):
@@ -261,7 +261,7 @@ def _gather(store: Any, member: Member, ours: Mapping[str, str], node: int, addr
 
 
 def _all(store: Any, member: Member) -> list[dict[str, Any]]:
-    """What all members have said, once they are there; the others are told to go, or why not."""
+    """What all members have sent, once they are there; the others get the signal to start, or the reason not to."""
     limit = patience()
     until = time.monotonic() + limit
     while missing := [n for n in range(member.of) if not store.check([f"{KEY}/is/{n}"])]:
@@ -302,7 +302,7 @@ def _word_of_rank_0(store: Any, member: Member) -> list[dict[str, Any]]:
 
 
 def _heed(store: Any, member: Member) -> None:
-    """Ends with the fault that a member has told, if one has."""
+    """Ends with the fault that a member has reported, if one has."""
     if store.check([f"{KEY}/fault"]):
         fault = store.get(f"{KEY}/fault").decode()
         if member.number == 0:
@@ -322,7 +322,7 @@ def _end(store: Any, member: Member, fault: str) -> None:
 
 
 def _twice(store: Any, member: Member) -> str:
-    """Two have the same number: those who wait for others are told; a run that has begun is left alone."""
+    """Two have the same rank: those who wait for others are notified; a run that has begun is left alone."""
     here = f"{socket.gethostname()} (process {os.getpid()})"
     there = "another"
     if store.check([f"{KEY}/is/{member.number}"]):

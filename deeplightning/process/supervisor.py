@@ -10,8 +10,8 @@ from deeplightning.process.identity import ATTEMPT, identity
 from deeplightning.process.ranks import Ranks
 from deeplightning.process.shared_folder import PREFIX, enter, is_alive, sweep
 
-FOLDER, PARENT = "DEEPLIGHTNING_RANKS", "DEEPLIGHTNING_RANKS_PARENT"  # told to the processes that a launch starts
-AGENT = "DEEPLIGHTNING_RANKS_AGENT"  # told, instead of PARENT, by one that starts all of them, and trains in none
+FOLDER, PARENT = "DEEPLIGHTNING_RANKS", "DEEPLIGHTNING_RANKS_PARENT"  # passed to the processes that a launch starts
+AGENT = "DEEPLIGHTNING_RANKS_AGENT"  # passed, instead of PARENT, by one that starts all of them, and trains in none
 
 
 def restarts() -> int:

@@ -229,7 +229,7 @@ def _from_git(original: PastRun, into: Path, say: Say) -> Path | None:
     """The code of a run that kept none: its commit, with its diff, from the repository that it ran in or that this is.
 
     Returns:
-        The working directory; None: the commit is not to be had.
+        The working directory; None: the commit is not available.
     """
     commit = (original.environment.get("git") or {}).get("commit")
     for folder in (original.directory, Path.cwd()) if commit else ():
@@ -257,7 +257,7 @@ def _from_git(original: PastRun, into: Path, say: Say) -> Path | None:
 
 
 def _settings(original: PastRun, config: Mapping[str, Any], overrides: Sequence[str], top: Path) -> list[str]:
-    """What a config must be told to mean here what it meant there."""
+    """Overrides with which a config means here what it meant there."""
     found = []
     given = {re.split(r"[=~]", text.lstrip("~+"), maxsplit=1)[0] for text in overrides}
     told = config.get("data.root")
@@ -382,7 +382,7 @@ def _start(plan: Plan) -> tuple[int, Path | None]:
         for line in process.stdout:
             if line.startswith(last):
                 folder = Path(os.fsdecode(line.removeprefix(last).rstrip(b"\n")))
-                continue  # it may be moved, and is told in the end
+                continue  # it may be moved, and is reported in the end
             sys.stdout.buffer.write(line)
             sys.stdout.buffer.flush()
         code = process.wait()

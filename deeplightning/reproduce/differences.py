@@ -1,4 +1,4 @@
-"""Two runs told apart: config, code, data, environment, hardware and metrics, and nothing else."""
+"""Two runs compared: config, code, data, environment, hardware and metrics, and nothing else."""
 
 from __future__ import annotations
 

@@ -152,7 +152,7 @@ def _stores_around(folder: RunFolder) -> Iterator[Store]:
 def _config_if_any(folder: RunFolder) -> dict[str, Any]:
     try:
         return dict(flat(plain(read(folder.config).root)))
-    except Exception:  # no config, or a damaged one: that is told where it is needed
+    except Exception:  # no config, or a damaged one: that is reported where it is needed
         return {}
 
 

@@ -43,7 +43,7 @@ class Types:
         self.names, self.frame, self.around = names, frame, around
 
     def part(self, node: ast.expr | None, variables: dict[str, Options]) -> Options:
-        """What an annotation, or a part of one, allows; anything where that cannot be told."""
+        """What an annotation, or a part of one, allows; anything where that is not known."""
         try:
             return self.of(node, variables)
         except (*UNKNOWABLE, ValueError, SyntaxError, TypeError):

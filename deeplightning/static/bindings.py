@@ -243,7 +243,7 @@ class Scope:
     """The names of a module or class.
 
     Attributes:
-        exported: the parts of `__all__`; None among them: one that cannot be told.
+        exported: the parts of `__all__`; None among them: one that is not known.
         patched: attributes that are set on a name afterwards, such as `("Thing", "__init__")`.
         documents: what is set as the `__doc__` of a name.
         imports: what is certainly imported here, with the line.
@@ -280,7 +280,7 @@ class Scope:
 
 
 class _Reader:
-    """Runs the statements of one scope, as far as that can be told."""
+    """Runs the statements of one scope, as far as their effect is known."""
 
     def __init__(self, scope: Scope):
         self.scope, self.names = scope, scope.names
@@ -501,7 +501,7 @@ def _imports(body: list[ast.stmt], module: Module) -> Iterator[tuple[str, str | 
 
 
 def is_true(test: ast.expr) -> bool | None:
-    """Whether a condition holds in this Python; None if that cannot be told."""
+    """Whether a condition holds in this Python; None if that is not known."""
     match test:
         case ast.Constant(value=value):
             return bool(value)

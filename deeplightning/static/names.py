@@ -218,7 +218,7 @@ class Names:
         return True
 
     def listed(self, module: Module) -> set[str] | None:
-        """`__all__`, where a module has one that can be told."""
+        """`__all__`, where a module has one that is known statically."""
         if not module.scope.exported:
             return None
         names: set[str] = set()

@@ -113,7 +113,7 @@ def of_object(found: Any) -> Signature:
         raise Undecided("it does not tell its parameters") from None
     try:
         hints = typing.get_type_hints(found.__init__ if inspect.isclass(found) else found)
-    except Exception:  # an annotation that names something unknown: the comparison goes on without types
+    except Exception:  # an annotation that names something unknown: the comparison continues without types
         hints = {}
     known = tuple(
         Parameter(

@@ -220,7 +220,7 @@ class Gan(pl.LightningModule):
     # ---- the scorer
 
     def on_train_start(self) -> None:
-        """Lets the scorer learn, once, and goes on counting where a resumed run was inside an epoch."""
+        """Lets the scorer learn, once, and continues to count where a resumed run was inside an epoch."""
         counted, self._counted = self._counted, {}
         for name, (total, samples) in counted.items() if self.trainer.is_global_zero else ():
             mean = self._of("train")[name]

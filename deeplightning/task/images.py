@@ -68,7 +68,7 @@ class ImageTask(Supervised):
         """Pictures as the network takes them: uint8 (B, C, H, W) as floats; floats as they are.
 
         Raises:
-            MisfitError: the data module has not told how.
+            MisfitError: the data module does not say how.
         """
         if images.dtype != torch.uint8:
             return images

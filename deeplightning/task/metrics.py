@@ -67,7 +67,7 @@ class SampleMean(_Sums):
 
     def __init__(self) -> None:
         super().__init__()
-        # In 64 bits: a run that goes on inside an epoch adds up in another order, and must end with the same digits.
+        # In 64 bits: a run that resumes inside an epoch adds up in another order, and must end with the same digits.
         self.add_state("total", torch.tensor(0.0, dtype=torch.float64), dist_reduce_fx="sum")
         self.add_state("samples", torch.tensor(0), dist_reduce_fx="sum")
 

@@ -17,7 +17,7 @@ NO_CLASS = 255
 """In a batch's masks: the pixel counts in no loss and no metric."""
 
 IGNORED = -100
-"""In the truth: the same. torch's losses leave out this value unless they are told another (`ignore_index`)."""
+"""In the truth: the same. torch's losses leave out this value unless they get another (`ignore_index`)."""
 
 MOST_CLASSES = 256
 

@@ -83,7 +83,7 @@ class Supervised(pl.LightningModule):
         self._compiled_step: Any = None
         self._outlines: dict[tuple[int, ...], Any] = {}  # by the shape of inputs; see `_outline`
         self._logged_step, self._points = -1, Points()
-        self._counted: dict[str, dict[str, Any]] = {}  # of the epoch that a resumed run goes on in, over all processes
+        self._counted: dict[str, dict[str, Any]] = {}  # of the epoch in which a run resumes, over all processes
 
     def _metrics(self) -> nn.ModuleDict:
         named = self.cfg.model.metrics

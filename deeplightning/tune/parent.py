@@ -72,10 +72,10 @@ class Parent:
         return self._folder or self.home
 
     def open(self, run_id: str | None, sign: str) -> str | None:
-        """Begins the run, or goes on with it.
+        """Begins the run, or resumes it.
 
         Args:
-            run_id: of a search that goes on.
+            run_id: of a search that is resumed.
             sign: the search's own, by which its runs are known where it could not write their ids down.
 
         Returns:
@@ -130,13 +130,13 @@ class Parent:
 
     @contextmanager
     def _told(self) -> Iterator[None]:
-        """What goes wrong inside is told as a fault of the store."""
+        """What goes wrong inside is reported as a fault of the store."""
         assert self.store is not None
         try:
             yield
         except OSError as error:
             if error.errno is not None and not self.store.is_remote:
-                raise  # a full disk is told as that
+                raise  # a full disk is reported as such
             raise explain(error, self.store) from error
         except Exception as error:  # MLflow, SQLite and requests each have their own
             raise explain(error, self.store) from error
@@ -182,7 +182,7 @@ class Parent:
             return {None if number is None else int(number): run_id for number, run_id in numbers}
 
     def delete(self, run_id: str, folder: Path | None) -> None:
-        """Removes the run of a trial that left nothing to go on from."""
+        """Removes the run of a trial that left nothing to resume from."""
         if self.store is None:
             return
         with self._told():

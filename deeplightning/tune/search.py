@@ -1,6 +1,6 @@
 """The loop of a search: trials are drawn, run, judged on the way, and what was found is written down.
 
-All that a search must know to go on is in its study's file; whoever gives the same command again goes on with it.
+All that a search needs to resume is in its study's file; the same command resumes it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from deeplightning.tune.worker import Forked, Line, Train, own_address
 log = logging.getLogger("deeplightning")
 
 FREE = ("tune.num_trials", "tune.parallel", "tune.sampler", "tune.pruner", "tune.name", "seed", "serve")
-"""Sections and keys in which a search that goes on may differ from how it began."""
+"""Sections and keys in which a resumed search may differ from how it began."""
 WAIT = 10.0  # seconds that the process of a former trial may take to end
 _STOPS = {3: SetupError, 4: CheckpointError}  # exit codes of a trial after which others would fare no better
 
@@ -54,7 +54,7 @@ class Stopped(UserError):
 
 
 def search(path: Path, overrides: Sequence[str], train: Train) -> Path:
-    """Runs the search of a config to its end, or goes on with it.
+    """Runs the search of a config to its end, or resumes it.
 
     Args:
         train: gives `deeplightning train` in this process; called in processes forked from it.
@@ -63,7 +63,7 @@ def search(path: Path, overrides: Sequence[str], train: Train) -> Path:
         The folder of what was found: `best.yaml`, `trials.csv`, pictures.
 
     Raises:
-        ConfigError: the config is wrong, has no search, or is not that of the search that goes on.
+        ConfigError: the config is wrong, has no search, or is not that of the search that is resumed.
         SetupError: Optuna is not installed, another process is at this search, or a trial could not be run here.
         RunError: no trial finished.
         Stopped: a signal asked for the end.
@@ -143,7 +143,7 @@ class _Search:
 
     @contextlib.contextmanager
     def _told(self) -> Iterator[None]:
-        """A file of the search that cannot be written is told as that."""
+        """A file of the search that cannot be written is reported as such."""
         try:
             yield
         except Exception as error:
@@ -270,7 +270,7 @@ class _Search:
         raise ConfigError(faults)
 
     def _compare_code(self, began: Mapping[str, str]) -> None:
-        """Refuses to go on with other code than that with which the search began.
+        """Refuses to resume with other code than that with which the search began.
 
         Raises:
             ConfigError: names each file.
@@ -346,7 +346,7 @@ class _Search:
         return noted.get("run"), Path(noted["folder"]) if noted.get("folder") else None
 
     def _start(self, number: int, children: Mapping[int | None, str]) -> None:
-        """Starts a trial, or goes on with one that was under way."""
+        """Starts a trial, or resumes one that was under way."""
         point = self.study.point(self.study.trials()[number])
         more = self._to_go_on(number, children)
         file = self.home / "trials" / f"trial-{number}.yaml"
@@ -375,7 +375,7 @@ class _Search:
         return engine.processes > 1 or engine.num_nodes > 1 or engine.gpus is not None or engine.launcher is not None
 
     def _to_go_on(self, number: int, children: Mapping[int | None, str]) -> list[str]:
-        """Overrides with which a trial that was under way goes on in its run; one that left no checkpoint begins anew,
+        """Overrides with which a trial that was under way resumes in its run; one that left no checkpoint begins anew,
         and its run is removed."""
         run_id, place = self._run_of(number)
         run_id = run_id or children.get(number)
@@ -463,7 +463,7 @@ class _Search:
             self._fail(number, said[0] if said else killed)
 
     def _remove_if_empty(self, number: int) -> None:
-        """Removes the run of a trial that was killed before it had anything to go on from, or to show."""
+        """Removes the run of a trial that was killed before it had anything to resume from, or to show."""
         run_id, place = self._run_of(number)
         if run_id is None or self.study.trials()[number].intermediate_values:
             return

@@ -79,7 +79,7 @@ class Study:
         )
         self._study.pruner = build(tune.pruner) if tune.pruner is not None else optuna.pruners.NopPruner()
         self._distributions = {d.key: _distribution(d) for d in space}
-        self._sampler_for(0)  # so that what it refuses is told at once
+        self._sampler_for(0)  # so that what it refuses is reported at once
 
     # ---- what is known
 

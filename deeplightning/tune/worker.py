@@ -46,7 +46,7 @@ class Line:
         self.host, self.port = self._listener.getsockname()[:2]
 
     def told(self, number: int, metric: str) -> str:
-        """What a trial is told, for its environment."""
+        """What a trial gets in its environment."""
         words = {"host": self.host, "port": self.port, "token": self.token, "trial": number, "metric": metric}
         return json.dumps(words)
 
