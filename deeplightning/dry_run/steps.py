@@ -57,7 +57,7 @@ def take_steps(attempt: Attempt) -> None:
         Exception: whatever a part raises; `faults_of` makes faults of it.
     """
     attempt.batch = _example(attempt)
-    if attempt.data is not None and (left := [key for key, _, _ in unfilled(attempt.cfg)]):
+    if left := [key for key, _, _ in unfilled(attempt.cfg)]:
         attempt.untried += [Fault("is known when the data are read, so no step was tried", key) for key in left]
         return
     try:

@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from deeplightning import own_code
+from deeplightning.config.automatic import unfilled
 from deeplightning.config.schema import Config, Optimizer, Target
 from deeplightning.config.target import build
 from deeplightning.dry_run.attempt import Attempt
@@ -239,9 +240,11 @@ class _Trial:
                     faults.extend(faults_of(Attempt(self.cfg, self.asked, Path()), error, target))
                 return None
 
+        waiting = [params for _, params, _ in unfilled(self.cfg)]  # for the data
         for section in (model.network, model.loss, model.metrics):
             for target in targets_of(section):
-                attempt(target)
+                if not any(target.params is params for params in waiting):
+                    attempt(target)
         for target in targets_of(model.optimizer):
             optimizer = attempt(target, [nn.Parameter(torch.zeros(2, 2))])
         for target in targets_of(model.scheduler) if optimizer is not None else ():

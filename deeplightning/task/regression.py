@@ -117,7 +117,7 @@ class Regression(RowTask):
         self.is_scaled = (mean, std) != ([0.0], [1.0])
         for name, values in (("target_mean", mean), ("target_std", std)):
             values = values[0] if len(values) == 1 else values  # type: ignore[assignment] # else (B,) becomes (B, 1)
-            self.register_buffer(name, torch.tensor(values, device=self.device), persistent=False)
+            self.register_buffer(name, torch.tensor(values), persistent=False)
         # What torch's ddp reads: these are the same everywhere, and need not be sent at each step.
         self._ddp_params_and_buffers_to_ignore = ["target_mean", "target_std"]
 

@@ -188,7 +188,7 @@ def test_a_run_about_rows_trains_and_is_not_served(rows, command, tracked):
     for verb in ("serve", "export"):
         outcome = command(verb, folder, cwd=rows.cwd)
         assert (outcome.code, outcome.err.count("error: ")) == (4, 1), outcome
-        assert f"{folder}: a server takes pictures or texts, and deeplightning.task.classes.Classi" in outcome.err
+        assert f"{folder}: a server must know how inputs are prepared, and deeplightning.task.classes." in outcome.err
         assert "Traceback" not in outcome.err
 
 

@@ -356,7 +356,7 @@ def test_torchmetrics_loads_what_draws_when_it_is_asked():
     `_error_on_missing_matplotlib` first: without the one start-up is slower, without the other a plot fails."""
     from torchmetrics.utilities import imports, plot
 
-    assert isinstance(imports._MATPLOTLIB_AVAILABLE, bool)
+    assert imports._MATPLOTLIB_AVAILABLE
     assert callable(plot._error_on_missing_matplotlib)
     assert inspect.getsource(plot).count("    _error_on_missing_matplotlib()\n") >= 3
 

@@ -3,6 +3,7 @@
 import csv
 import io
 import json
+import re
 import wave
 
 import numpy as np
@@ -306,6 +307,32 @@ def test_sizes_of_the_network_follow_from_the_data(priced_orders, signals):
     ):
         assert words in priced_orders.out + priced_orders.err
     assert "num_channels: auto → 2 (array_spec of" in signals.out + signals.err
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("age,kind\n" + "1,a\n" * 12, None),
+        ("age,kind\n1,a\n2\n", "Expected 2 columns, got 1"),
+        ("age,age\n1,2\n", "the header has a name twice: age, age"),
+        ("", "cannot be read as a table: Empty CSV file"),
+        ("age,kind\n" + "2020-01-01,a\n" * 12, "column age: values of type date32.* neither numbers nor categories"),
+        ("age,kind\n" + "1,a\n" * 11 + ",a\n", "column age, row .*: the value is missing"),
+        ("age,kind\n" + "1,a\n" * 11 + "1,\n", "column kind, row 12: the target is missing"),
+        ("age,sort\n1,a\n", "has no column 'kind'.* Its columns: age, sort"),
+        (None, "is missing. Set data.root"),
+    ],
+)
+def test_a_table_that_cannot_be_used_is_one_note(command, sorted_orders, place, tmp_path, text, words):
+    """Of the dry run, with the file, the column and the row, and no further faults of a network that waits for it."""
+    if text is not None:
+        (tmp_path / "orders.csv").write_text(text)
+    params = "data.module.params={train: orders.csv, target: kind}"
+    sizes = "model.network.params={num_numbers: auto, cardinalities: auto, num_outputs: auto}"
+    outcome = command("check", place / "kind.yaml", "--dry-run", params, sizes, f"data.root={tmp_path}", cwd=place)
+    notes = [line for line in outcome.err.splitlines() if line.startswith("error")]
+    assert (outcome.code, len(notes)) == ((0, 0) if words is None else (outcome.code, 1)), outcome
+    assert words is None or (re.search(words, notes[0]) and outcome.code in (2, 3)), outcome
 
 
 def test_a_checkpoint_of_other_rows_is_refused(command, sorted_orders, place):
