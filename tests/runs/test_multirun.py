@@ -119,7 +119,9 @@ def test_an_interrupted_run_continues(command, tiny, store, place, tmp_path):
     running = command.start(*words, cwd=place)
     notes = store / "multiruns" / "Cut" / "tiny" / "points"
     running._wait(
-        lambda: any('"folder"' in file.read_text() for file in notes.glob("*.json")), "the first run's folder"
+        lambda: any('"folder"' in file.read_text() for file in notes.glob("*.json"))
+        and any("\nwaits\n" in file.read_text() for file in notes.glob("*.log")),
+        "the second epoch of the first run",
     )
     running.signal(signal.SIGINT)
     (tmp_path / "go").touch()
