@@ -99,30 +99,13 @@ class ArrayData(ColumnData):
         self.array_spec: ArraySpec | None = None
         if train is None and type(self).read is ArrayData.read:
             raise DataConfigError("data.module.params.train must name the training file; it is null.")
-        if train is not None and cfg.data.root is None:
-            raise DataConfigError(f"data.root is null, but {type(self).__name__} needs the folder with {train}.")
-        root = Path(cfg.data.root or ".").expanduser().absolute()
-        named = {"train": train, "val": validation, "test": test}
-        self.files = {name: root / file for name, file in named.items() if file is not None}
+        self.name_files(train, validation, test)
         self.inputs, self.targets, self.normalise = inputs, targets, normalise
         if class_names is not None:
             self.class_names = [str(name) for name in class_names]
             if len(set(self.class_names)) != len(self.class_names) or not self.class_names:
                 raise DataConfigError(
                     f"data.module.params.class_names must be a list of different texts, not {class_names!r}."
-                )
-
-    def check(self) -> None:
-        """Looks whether the files are there, without reading any.
-
-        Raises:
-            DataError: one is not.
-        """
-        for path in self.files.values():
-            if not path.exists():
-                raise DataError(
-                    f"{path} is missing. Set data.root (now {self.cfg.data.root}) to the folder that holds it, or name "
-                    "another file under data.module.params."
                 )
 
     def read(self) -> dict[str, Any]:

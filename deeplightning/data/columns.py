@@ -5,6 +5,7 @@ N samples, B batch.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor
 
 from deeplightning.data.datasets import Batch, InMemory
-from deeplightning.data.errors import DataError
+from deeplightning.data.errors import DataConfigError, DataError
 from deeplightning.data.loading import DataOfSets
 
 
@@ -82,10 +83,38 @@ class ColumnData(DataOfSets):
 
     def __init__(self, cfg: Any, limit: int | None = None):
         super().__init__(cfg, "auto", limit)
+        self.files: dict[str, Path] = {}
         self.class_names: list[str] = []
         self.target_names: list[str] = []
         self.target_mean: list[float] = []
         self.target_std: list[float] = []
+
+    def name_files(self, train: str | None, validation: str | None, test: str | None) -> None:
+        """Takes the names of the files in `data.root`; None: there is none.
+
+        Raises:
+            DataConfigError: `data.root` is null.
+        """
+        named = {"train": train, "val": validation, "test": test}
+        given = {split: name for split, name in named.items() if name is not None}
+        if given and self.cfg.data.root is None:
+            file = next(iter(given.values()))
+            raise DataConfigError(f"data.root is null, but {type(self).__name__} needs the folder with {file}.")
+        root = Path(self.cfg.data.root or ".").expanduser().absolute()
+        self.files = {split: root / name for split, name in given.items()}
+
+    def check(self) -> None:
+        """Looks whether the files are there, without reading any.
+
+        Raises:
+            DataError: one is not.
+        """
+        for path in self.files.values():
+            if not path.exists():
+                raise DataError(
+                    f"{path} is missing. Set data.root (now {self.cfg.data.root}) to the folder that holds it, or name "
+                    "another file under data.module.params."
+                )
 
     def learn(self, train: Any) -> None:
         """Finds what is computed of the training samples alone, such as means."""
@@ -97,12 +126,7 @@ class ColumnData(DataOfSets):
             DataError: a file is missing, or not as it should be.
         """
         if not self._samples:
-            try:
-                self.check()
-                found = self.read()
-            except OSError as error:
-                raise DataError(f"{self._describe()} cannot be read: {error}") from error
-            divided = self._divide(found)
+            divided = self._divide(self._found())
             self.learn(divided["train"])
             self._samples = divided
         self._ready(stage)

@@ -14,7 +14,7 @@ from torch import Generator, nn, uint8
 
 from deeplightning.data.cache import ImageCache, cache_folder
 from deeplightning.data.datasets import Batch, InMemory, OnDemand, Samples, prepare_all
-from deeplightning.data.errors import DataConfigError, DataError
+from deeplightning.data.errors import DataConfigError
 from deeplightning.data.loading import DataOfSets, is_whole
 from deeplightning.image import MAX_PIXELS, ImageSpec
 
@@ -102,12 +102,7 @@ class ImageData(DataOfSets):
     def setup(self, stage: str | None = None) -> None:
         """Reads and divides the samples once, and prepares the images that the stage needs (None: all)."""
         if not self._samples:
-            try:
-                self.check()
-                found = self.read()
-            except OSError as error:
-                raise DataError(f"{self._describe()} cannot be read: {error}") from error
-            self._samples = self._divide(found)
+            self._samples = self._divide(self._found())
             if (folder := cache_folder(self.cache)) is not None:
                 root = self.cfg.data.root
                 source = type(self).__name__ if root is None else str(Path(root).expanduser().absolute())

@@ -106,6 +106,18 @@ class DataOfSets(pl.LightningDataModule):
     def _describe(self) -> str:
         return type(self).__name__
 
+    def _found(self) -> dict[str, Any]:
+        """What `read` finds.
+
+        Raises:
+            DataError: the data are not there or damaged.
+        """
+        try:
+            self.check()
+            return self.read()
+        except OSError as error:
+            raise DataError(f"{self._describe()} cannot be read: {error}") from error
+
     def _ready(self, stage: str | None) -> None:
         """Prepares the sets that a stage needs; None: all. What is wrong with them shows before a run begins."""
         for split in SPLITS[stage] if stage else ("train", "val", "test"):

@@ -96,11 +96,7 @@ class TableData(ColumnData):
     ):
         super().__init__(cfg, limit)
         self.table_spec: TableSpec | None = None
-        if cfg.data.root is None:
-            raise DataConfigError(f"data.root is null, but {type(self).__name__} needs the folder with {train}.")
-        root = Path(cfg.data.root).expanduser().absolute()
-        named = {"train": train, "val": validation, "test": test}
-        self.files = {name: root / file for name, file in named.items() if file is not None}
+        self.name_files(train, validation, test)
         self.targets = [target] if isinstance(target, str) else list(target)
         if not self.targets:
             raise DataConfigError("data.module.params.target must name a column, or several; it is empty.")
@@ -134,19 +130,6 @@ class TableData(ColumnData):
         self._order: np.ndarray | None = None
 
     # ---- reading
-
-    def check(self) -> None:
-        """Looks whether the tables are there, without reading any.
-
-        Raises:
-            DataError: one is not.
-        """
-        for path in self.files.values():
-            if not path.exists():
-                raise DataError(
-                    f"{path} is missing. Set data.root (now {self.cfg.data.root}) to the folder that holds it, or name "
-                    "another file under data.module.params."
-                )
 
     def read(self) -> dict[str, Any]:
         """

@@ -119,8 +119,10 @@ def test_an_interrupted_run_continues(command, tiny, store, place, tmp_path):
     running = command.start(*words, cwd=place)
     notes = store / "multiruns" / "Cut" / "tiny" / "points"
     running._wait(
-        lambda: any('"folder"' in file.read_text() for file in notes.glob("*.json"))
-        and any("\nwaits\n" in file.read_text() for file in notes.glob("*.log")),
+        lambda: (
+            any('"folder"' in file.read_text() for file in notes.glob("*.json"))
+            and any("\nwaits\n" in file.read_text() for file in notes.glob("*.log"))
+        ),
         "the second epoch of the first run",
     )
     running.signal(signal.SIGINT)
