@@ -147,7 +147,8 @@ class Origin:
             without = [self.folder.path, *([store] if store is not None else [])]
             found = describe_files(paths, self.cfg.data.root, without=without, stop=self._enough.is_set)
             found["arrays"] = arrays
-            write_whole(self.folder.data, json.dumps(found, indent=1))
+            with permissions_of(self.folder.path):  # the run may have ended by now, and restored those of the user
+                write_whole(self.folder.data, json.dumps(found, indent=1))
         except Exception as error:
             log.warning("data       no digest of them is kept: %s", error)
 

@@ -317,25 +317,33 @@ def bind_when_free(hole, port):
 
 
 @pytest.mark.slow
-def test_a_dead_server_costs_the_training_one_percent_at_most(server, monkeypatch):
-    """CPU time of all that tracking does, ten points a second: refused connections, then one that never answers."""
+def test_a_dead_server_costs_no_more_than_one_that_answers(server, monkeypatch):
+    """CPU time of all that tracking does, ten points a second: of a server that answers, of refused connections, then
+    of one that never answers."""
     monkeypatch.setenv("DEEPLIGHTNING_TRACKING_DRAIN", "1")
     logger = MLflowLogger(tracking_uri=server.address, system_metrics=False)
     logger.log_metrics({"x": 0.0}, 0)
-    server.die()
     step = 1
+
+    def spent():
+        """CPU seconds of ten seconds."""
+        nonlocal step
+        begun = time.process_time()
+        for _ in range(100):
+            logger.log_metrics({"x": float(step)}, step)
+            step += 1
+            time.sleep(0.1)
+        return time.process_time() - begun
+
+    answered = spent()
+    server.die()
     for silent in (False, True):
         with socket.socket() as hole:
             hole.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             bind_when_free(hole, server.port)
             if silent:
                 hole.listen(50)
-            start, spent = time.monotonic(), time.process_time()
-            while time.monotonic() - start < 12:
-                logger.log_metrics({"x": float(step)}, step)
-                step += 1
-                time.sleep(0.1)
-            assert (time.process_time() - spent) / (time.monotonic() - start) <= 0.01
+            assert spent() <= answered
     start = time.monotonic()
     logger.finalize("success")
     assert time.monotonic() - start < 5

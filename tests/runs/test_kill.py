@@ -230,8 +230,10 @@ def assert_ends_like_whole(start, end_of, whole, processes, kills, name, **varia
             own = events[int(victims[0])]
             number = max(1, round(fraction * len(own)))
             ended = start(name, processes, f"{victims}:{number}", **variables).end()
-            assert ended.code != 0, ended
-            told.append(own[number - 1])
+            # A checkpoint in the background is left out while the one before is written: there may be fewer events.
+            is_over = ended.code == 0 and "BACKGROUND" in variables
+            assert ended.code != 0 or is_over, ended
+            told.append("not: it had ended" if is_over else own[number - 1])
     done = start(name, processes, **variables).end()
     assert done.code == 0, done
     assert end_of(name) == expected, (told, done)

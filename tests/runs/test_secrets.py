@@ -13,6 +13,7 @@ import os
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 import zipfile
 from pathlib import Path
@@ -23,10 +24,11 @@ import yaml
 from PIL import Image
 from served import Server
 
+from deeplightning.callbacks import provenance
 from deeplightning.checks.examine import examine
 from deeplightning.config.secret_scan import conceal, conceal_diff
 from deeplightning.config.secrets import Secrets
-from deeplightning.runfolder import permissions_of
+from deeplightning.runfolder import RunFolder, permissions_of
 from deeplightning.tracking.client import Client
 from deeplightning.tracking.logger import MLflowLogger
 from deeplightning.tracking.store import locate
@@ -351,6 +353,7 @@ def test_what_a_run_writes_is_its_owners_alone(planted_run):
     """Where the store is new: nobody else can enter a folder of it, or read or write a file."""
     _, store, folder, _ = planted_run
     assert {path.name for path in folder.iterdir()} >= {"cfg.yaml", "code.zip", "git.diff", "environment.json", "logs"}
+    assert [path for path in store.rglob("*") if path.stat().st_mode & 0o077] == []
     assert modes(store) == [{0o700}, {0o600}]
 
 
@@ -371,6 +374,27 @@ def test_a_thread_that_ends_leaves_the_permissions_that_others_have_asked_for(tm
             assert os.umask(0o022) == 0o022
     finally:
         os.umask(users)
+
+
+def test_a_digest_that_ends_after_the_run_is_its_owners_alone(tmp_path, monkeypatch):
+    """The data are hashed in a thread, which may write when the run has ended and the user's umask is restored."""
+    store, rest = tmp_path / "mlruns", threading.Event()
+    store.mkdir(mode=0o700)
+    folder = RunFolder(store / "artifacts")
+    folder.path.mkdir(mode=0o700)
+    (tmp_path / "data.bin").write_bytes(b"x")
+    monkeypatch.setattr(provenance, "describe_files", lambda *_, **__: rest.wait(30) and {"files": {}})
+    base = Path(__file__).parents[2] / "configs" / "base.yaml"
+    cfg = examine(base, [f"model.init_from={tmp_path / 'data.bin'}"]).config
+    origin = provenance.Origin(cfg, folder)
+    before = os.umask(0o022)
+    try:
+        origin.begin(None, None)
+        rest.set()
+        origin._digesting.join()
+    finally:
+        os.umask(before)
+    assert folder.data.stat().st_mode & 0o777 == 0o600
 
 
 @pytest.mark.parametrize("mode", [0o700, 0o750, 0o755, 0o775, 0o777, 0o2770])

@@ -171,9 +171,9 @@ class Cluster:
         assert done.returncode == 0 or not check, (command, done.stdout, done.stderr)
         return done.stdout if check else done.stdout + done.stderr
 
-    def about(self, job):
-        """What Slurm knows of a job."""
-        return dict(re.findall(r"(\w+)=(\S*)", self.ask("scontrol", "show", "job", "-o", job)))
+    def about(self, job, check=True):
+        """What Slurm knows of a job; without `check`, nothing where it knows no such job."""
+        return dict(re.findall(r"(\w+)=(\S*)", self.ask("scontrol", "show", "job", "-o", job, check=check)))
 
     def down(self):
         self.ask("scancel", "--user=root", "--full", "--signal=KILL", check=False)
@@ -679,7 +679,8 @@ srun {shlex.quote(sys.executable)} -m deeplightning train configs/tiny.yaml engi
     wait_for(lambda: said.exists() and "waits\n" in said.read_text(), "the batch")
     cluster.ask("scancel", "--signal=USR1", number)
     (tmp_path / "go").touch()
-    wait_for(lambda: cluster.about(number)["JobState"] == "COMPLETED", "its end")
+    # While it puts a job back into the queue, Slurm may say for a moment that there is no such job.
+    wait_for(lambda: cluster.about(number, check=False).get("JobState") == "COMPLETED", "its end")
     assert cluster.about(number)["Restarts"] == "1"
     paths = re.findall("^Artifact storage path: (.*)", said.read_text(), re.M)
     assert len(paths) == 2
