@@ -2,6 +2,9 @@
 
 What a program may import from here; `import deeplightning` alone loads none of it:
 
+- `train(config, overrides)`: a config becomes a `Run`, as by the command.
+- `load_run(run)`: a `Run` that was made before.
+- `Run(past)`: what both return: config, metrics, network, answers and server of a run.
 - `load_config(path, overrides)`: the config of a file, checked and settled.
 - `init_module(cfg, "data")`, `init_module(cfg, "model")`: its data module and its task.
 - `init_trainer(cfg)`: a Lightning Trainer that tracks the run.
@@ -16,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from deeplightning.version import __version__
 
 if TYPE_CHECKING:
+    from deeplightning.api import Run, load_run, train
     from deeplightning.checks.examine import load_config
     from deeplightning.config.target import build
     from deeplightning.run.assemble import init_module, init_trainer
@@ -24,23 +28,29 @@ if TYPE_CHECKING:
     from deeplightning.tracking import resolve_run
 
 _HOMES = {
+    "Run": "api",
     "build": "config.target",
     "init_module": "run.assemble",
     "init_trainer": "run.assemble",
     "load_config": "checks.examine",
+    "load_run": "api",
     "predict_files": "run.predict",
     "resolve_run": "tracking",
+    "train": "api",
     "trained_task": "run.load",
 }
 
 __all__ = [
+    "Run",
     "__version__",
     "build",
     "init_module",
     "init_trainer",
     "load_config",
+    "load_run",
     "predict_files",
     "resolve_run",
+    "train",
     "trained_task",
 ]
 

@@ -20,11 +20,30 @@ Verb = TypeVar("Verb", bound=Callable[..., Any])
 OVERRIDES = "key=value sets, ~key removes, +list=[x] appends; for example model.optimizer.params.lr=0.1"
 
 
+VERBS = "deeplightning.verbs"
+"""The group of entry points by which an installed package adds verbs: each is a `click.Command`."""
+
+
 class Verbs(click.Group):
-    """Verbs in the order of a user's journey."""
+    """Verbs in the order of a user's journey. Those that installed packages add are looked for where none of these is
+    meant, and when a shell completes: `--help` does not pay for it."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return list(self.commands)
+        if not ctx.resilient_parsing:
+            return list(self.commands)
+        from deeplightning.config.plugins import names
+
+        return [*self.commands, *(name for name in names(VERBS) if name not in self.commands)]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name in self.commands:  # an installed package replaces none of them
+            return self.commands[cmd_name]
+        from deeplightning.config.plugins import load
+
+        found = load(VERBS, cmd_name)
+        if found is not None and not isinstance(found, click.Command):
+            raise click.ClickException(f"the verb {cmd_name} of an installed package is no click.Command: {found!r}")
+        return found
 
 
 @click.group(cls=Verbs, context_settings={"help_option_names": ["-h", "--help"]})
@@ -39,11 +58,11 @@ def cli() -> None:
 
 
 HERE = "config.yaml"
-"""The config of the working directory, which verbs that take a CONFIG use where none is named."""
+"""The file in the working directory that a verb reads if the command line names no CONFIG."""
 
 
 def _names_no_file(words: list[str]) -> bool:
-    """Whether the first word is no config: there is none, or it is an override."""
+    """Whether the command line names no config file: it has no words, or the first word is an override."""
     return not words or (is_override(words[0]) and not os.path.isfile(words[0]))  # noqa: PTH113
 
 

@@ -13,19 +13,27 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from deeplightning.config import other_tools, packages
 from deeplightning.config.groups import Group, check_name, choices, chosen, shipped_folder
 from deeplightning.config.interpolation import resolve
 from deeplightning.config.kinds import role_of
 from deeplightning.config.moved import present
 from deeplightning.config.secrets import Secrets
-from deeplightning.config.short_names import MODULES, full_name
-from deeplightning.config.tree import Entry, KeyPath, kind, nodes, parse
+from deeplightning.config.short_names import full_name
+from deeplightning.config.tree import Entry, KeyPath, dump, kind, nodes, parse
 from deeplightning.faults import ConfigError, Fault, Notice, nearest
 
 MAX_BYTES = 1_000_000  # of a file, and of all files that build on each other
 MAX_BASES = 50
 _URL = re.compile(r"([a-z][a-z0-9+]+):/+")
+
+Given = Mapping[str, Any]
+"""A config that is no file: a dict, or an OmegaConf object."""
+
+GIVEN = "dict"
+"""The place of its values in messages."""
 
 
 @dataclass
@@ -74,7 +82,7 @@ class Source:
         key = ".".join(map(str, path[:-1]))
         role = role_of(key)
         is_there = path[-1] == "type" and 3 <= len(path) <= 4 and "params" not in path
-        if not is_there or role not in MODULES or not entry.value.isidentifier():
+        if not is_there or role is None or not entry.value.isidentifier():
             return
         try:
             full = full_name(role, entry.value)
@@ -93,11 +101,12 @@ def is_file(word: str) -> bool:
     return "=" not in word or os.path.isfile(word)  # noqa: PTH113  (a folder may be called `lr=0.1`)
 
 
-def read(path: str | Path | None, overrides: list[str] | None = None) -> Source:
+def read(path: str | Path | Given | None, overrides: list[str] | None = None) -> Source:
     """Reads a config file, the files it builds on, and the overrides; without a file, the overrides alone. It calls no
     resolver of the user's.
 
     Args:
+        path: the file; or its content, a dict or an OmegaConf object, as if it were a file of the working directory.
         overrides: `key=value`, `~key` and `+list=[x]`, which come last; and further config files, each of which lies
             over `path` and over the files before it.
 
@@ -109,13 +118,17 @@ def read(path: str | Path | None, overrides: list[str] | None = None) -> Source:
     return source
 
 
-def compose(path: str | Path | None, overrides: list[str] | None = None) -> Source:
+def compose(path: str | Path | Given | None, overrides: list[str] | None = None) -> Source:
     """The same with its references as they are written.
 
     Raises:
         ConfigError: when there is no tree.
     """
     faults: list[Fault] = []
+    given: dict[Path, str] = {}
+    if isinstance(path, Mapping):
+        content, path = _given_text(path), Path.cwd() / GIVEN
+        given[path] = content
     names = [located(name) for name in [*([] if path is None else [path]), *filter(is_file, overrides or [])]]
     words = [word for word in overrides or [] if not is_file(word)]
     for name in names:
@@ -124,7 +137,7 @@ def compose(path: str | Path | None, overrides: list[str] | None = None) -> Sour
             message = "a config is a file of this machine, not an address; download it, and name the file"
             raise ConfigError(Fault(message, place=address))
     tops = [Path(os.path.expanduser(name)) for name in names]  # noqa: PTH111  (Path's fails for an unknown ~user)
-    reading = _Reading(faults, choices(words), [_folder(file) for file in tops])
+    reading = _Reading(faults, choices(words), [_folder(file) for file in tops], given)
     # The last file chooses before the others where several name an option group.
     trees = [reading.tree(file, order=(number,)) for number, file in reversed([*enumerate(tops)])]
     root = functools.reduce(_merge, reversed(trees)) if trees else Entry({}, "")
@@ -173,6 +186,7 @@ class _Reading:
     Attributes:
         words: the overrides that may choose an option, by the name of the group.
         tops: the folders of the files that the user named.
+        given: the texts of what is given in place of files.
         files: what was read.
         groups: the option groups that were named so far; whoever names one first has chosen.
     """
@@ -180,6 +194,7 @@ class _Reading:
     faults: list[Fault]
     words: dict[str, Entry]
     tops: list[Path]
+    given: dict[Path, str] = field(default_factory=dict)
     files: list[_File] = field(default_factory=list)
     groups: dict[str, Group] = field(default_factory=dict)
 
@@ -211,7 +226,7 @@ class _Reading:
             raise ConfigError(Fault(message, place=place))
         if len(self.files) >= MAX_BASES:
             raise ConfigError(Fault(f"more than {MAX_BASES} files build on each other", place=_short(path)))
-        text = _text(path)
+        text = self.given[path] if path in self.given else _text(path)
         folder = root or _folder(path)
         self.files.append(_File(folder, len(text), len(trail), order))
         if sum(file.size for file in self.files) > MAX_BYTES:
@@ -221,6 +236,9 @@ class _Reading:
             message = f"`@package` is Hydra's and has no effect: this file is placed under `{inside}`; remove the line"
             raise ConfigError(Fault(message, place=_short(path)))
         tree = parse(text, _short(path), self.faults)
+        if path in self.given:  # it has no lines
+            for _, entry in nodes(tree):
+                entry.place = entry.at = GIVEN
         if not isinstance(tree.value, dict):
             what = "is empty" if tree.value is None else f"holds {kind(tree)}"
             message = f"this file {what}; a config is a mapping of keys such as `data:`"
@@ -325,6 +343,24 @@ def _base(name: str, folder: Path, place: str) -> Path:
         message = f"there is no file {_short(file)} to build on{packages.shipped_instead(name)}"
         raise ConfigError(Fault(message, "_base_", place))
     return file
+
+
+def _given_text(config: Given) -> str:
+    """A config that is no file as YAML; references of OmegaConf stay references."""
+    content: Any = config
+    if type(config).__module__.startswith("omegaconf."):
+        from omegaconf import OmegaConf
+
+        content = OmegaConf.to_container(config, resolve=False)
+    try:
+        return dump(dict(content))
+    except RecursionError:
+        raise ConfigError(Fault("a part of this config holds itself", place=GIVEN)) from None
+    except yaml.representer.RepresenterError as error:
+        value = error.args[-1]
+        what = f"not {type(value).__name__} such as {repr(value)[:80]}"
+        message = f"a config holds texts, numbers, truth values, null, lists and mappings, {what}"
+        raise ConfigError(Fault(message, place=GIVEN)) from None
 
 
 def _text(path: Path) -> str:

@@ -1,28 +1,41 @@
 """A run's bundle becomes an MLflow model, which `mlflow models serve`, `mlflow.pyfunc.load_model` and registries take.
 
-It holds no pickle: the bundle as it is, and as source what reads one (`deeplightning.tracking.pyfunc`, `serve.bundle`,
-`deeplightning.image`, `deeplightning.runfolder`). Nothing of it needs torch.
+It holds no pickle: the bundle as it is, and as source what reads one and answers (`SOURCES`,
+`deeplightning.tracking.pyfunc`). Nothing of it needs torch.
 """
 
+import base64
+import io
 import json
 import logging
+import re
 import shutil
 import tempfile
 import warnings
 from importlib.metadata import requires
 from pathlib import Path
+from typing import Any
+
+import numpy as np
 
 from deeplightning.faults import SetupError
+from deeplightning.kinds import KINDS
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.store import quiet_mlflow
 
 SOURCES = (
-    *(f"serve/{name}.py" for name in ("bundle", "session", "device", "cuda", "log", "private")),
-    *(f"deeplightning/{name}.py" for name in ("image", "kinds", "runfolder", "version", "words")),
+    *(
+        f"serve/{name}.py"
+        for name in ("answers", "bundle", "cuda", "device", "limits", "local", "log", "private", "session")
+    ),
+    *(
+        f"deeplightning/{name}.py"
+        for name in ("array", "image", "kinds", "runfolder", "table", "text", "version", "words")
+    ),
 )
 
 PACKAGES = ("mlflow", "numpy", "onnxruntime", "pillow")
-"""What these files import; MLflow brings pandas with it."""
+"""What these files import; MLflow brings pandas with it. Texts need `tokenizers` as well."""
 
 _ROOT = Path(__file__).parents[2]
 
@@ -57,25 +70,57 @@ def _save(folder: RunFolder, place: Path) -> None:
     from mlflow.types.schema import AnyType, ColSpec, Schema
 
     card = json.loads(folder.bundle_card.read_text(encoding="utf-8"))
-    pictures = card["task"] == "image_reconstruction"
-    answers = [("string", "image")] if pictures else [("long", "class"), ("string", "label"), ("double", "probability")]
+    kind, example = KINDS[card["task"]], _example(card)
     save_model(
         place / "model",
         python_model=str(Path(__file__).with_name("pyfunc.py")),
         artifacts={"bundle": str(folder.bundle)},
         code_paths=[str(package) for package in _sources(place / "code")],
         signature=ModelSignature(
-            inputs=Schema([ColSpec(AnyType(), "image")]), outputs=Schema([ColSpec(*answer) for answer in answers])
+            inputs=Schema([ColSpec("string" if name == "text" else AnyType(), name) for name in example]),
+            outputs=Schema([ColSpec(AnyType() if of is None else of, name) for name, of in _OUTPUTS[kind.gives]]),
         ),
-        input_example=pd.DataFrame({"image": card["golden"]["pictures"][:1]}),
-        pip_requirements=requirements(),
+        input_example=pd.DataFrame([example]),
+        pip_requirements=requirements(kind.takes),
     )
 
 
-def requirements() -> list[str]:
-    """What the model needs, with the floors that Deep Lightning itself has."""
-    ours = [text.partition(";")[0].strip() for text in requires("deeplightning") or [] if "extra ==" not in text]
-    return [text for text in ours if text.lower().startswith(PACKAGES)]
+_OUTPUTS: dict[str, list[tuple[str, str | None]]] = {
+    "classification": [("class", "long"), ("label", "string"), ("probability", "double")],
+    "reconstruction": [("image", "string")],
+    "regression": [("predicted_value", "double"), ("predictions", None)],
+    "multilabel": [("labels", None), ("predictions", None)],
+    "segmentation": [("mask", "string"), ("classes", None)],
+}
+"""The columns of the answers with MLflow's types, by what a task gives; None: a list."""
+
+
+def _example(card: dict[str, Any]) -> dict[str, Any]:
+    """The first golden sample of a bundle as a row of the model's input."""
+    golden = card["golden"]
+    if "rows" in golden:
+        names = [column["name"] for column in card["input"]["columns"]]
+        return {name: golden["rows"][0][name] for name in names}
+    if "arrays" in golden:
+        file = io.BytesIO(base64.b64decode(golden["arrays"][0]))
+        return {"array": np.load(file, allow_pickle=False).tolist()}
+    return {"text": golden["texts"][0]} if "texts" in golden else {"image": golden["pictures"][0]}
+
+
+def requirements(takes: str = "image") -> list[str]:
+    """What the model needs, with the floors that Deep Lightning itself has.
+
+    Args:
+        takes: what goes into the model, of `deeplightning.kinds.INPUTS`.
+    """
+    extras = ["text"] if takes == "text" else []
+    wanted = (*PACKAGES, "tokenizers") if takes == "text" else PACKAGES
+    ours = [
+        text.partition(";")[0].strip()
+        for text in requires("deeplightning") or []
+        if "extra ==" not in text or any(re.search(rf"extra == .{extra}\W", text) for extra in extras)
+    ]
+    return [text for text in ours if text.lower().startswith(wanted)]
 
 
 def _sources(place: Path) -> list[Path]:

@@ -1,29 +1,27 @@
 """Inside an MLflow model: what answers. MLflow runs this file when the model is loaded; torch is not needed.
 
-`deeplightning.tracking.flavour` puts it there with the bundle and the few files that read one. Each row of the input
-has an encoded image in its column `image`, as bytes or as base64 text.
+`deeplightning.tracking.flavour` puts it there with the bundle and the few files that read one. An input is a row: of
+pictures its column `image` has an encoded image, as bytes or as base64 text; of texts its column `text`; of arrays its
+column `array` nested lists of numbers; of a table its columns are those of the table.
 """
 
 import base64
 import binascii
-import io
 from typing import Any
 
 import mlflow
-import numpy as np
 import pandas as pd
 from mlflow.pyfunc import PythonModel, PythonModelContext
-from PIL import Image
 
-from deeplightning.image import MAX_PIXELS, ImageError
+from deeplightning.image import MAX_PIXELS
+from deeplightning.kinds import KINDS
 from serve.bundle import Bundle
+from serve.local import answers
 
-BATCH = 16
 
-
-class Pictures(PythonModel):
-    """Answers a table of images: a row with `class`, `label` and `probability` for each, as the server says them; or,
-    of a network that answers with pictures, `image`: a PNG as base64 text."""
+class Answers(PythonModel):
+    """A row for each row of the input: of classes `class`, `label` and `probability`; else what the server answers, a
+    column for each key."""
 
     def load_context(self, context: PythonModelContext) -> None:
         self.bundle = Bundle.open(context.artifacts["bundle"])
@@ -33,39 +31,32 @@ class Pictures(PythonModel):
     ) -> pd.DataFrame:
         """
         Raises:
-            ValueError: a row has no image that can be read; it is named.
+            ValueError: a row cannot be used; it is named.
         """
-        pixels = [self._pixels(number, image) for number, image in enumerate(model_input["image"])]
-        rows: list[np.ndarray] = []
-        for start in range(0, len(pixels), BATCH):
-            rows += list(self.bundle.predict(np.stack(pixels[start : start + BATCH])))
-        if self.bundle.task == "image_reconstruction":
-            return pd.DataFrame({"image": [_png(row) for row in rows]})
-        best = [int(row.argmax()) for row in rows]
+        kind = KINDS[self.bundle.task]
+        found = answers(self.bundle, self._inputs(kind.takes, model_input), MAX_PIXELS, top_k=1)
+        if kind.gives != "classification":
+            return pd.DataFrame(found)
         return pd.DataFrame(
             {
-                "class": best,
-                "label": [self.bundle.labels[number] for number in best],
-                "probability": [float(row[number]) for number, row in zip(best, rows, strict=True)],
+                "class": [int(answer["predicted_class"]) for answer in found],
+                "label": [answer["label"] for answer in found],
+                "probability": [float(answer["predicted_probability"]) for answer in found],
             }
         )
 
-    def _pixels(self, number: int, image: Any) -> np.ndarray:
+    def _inputs(self, takes: str, rows: pd.DataFrame) -> list[Any]:
+        if takes == "table":
+            return rows.astype(object).to_dict("records")
+        if takes != "image":
+            return list(rows[takes])
+        return [self._picture(number, image) for number, image in enumerate(rows["image"])]
+
+    def _picture(self, number: int, image: Any) -> bytes:
         try:
-            data = base64.b64decode(image, validate=True) if isinstance(image, str) else bytes(image)
-            return self.bundle.prepare(data, MAX_PIXELS)
-        except (ImageError, binascii.Error, TypeError) as error:
-            raise ValueError(f"Row {number}, column image: {error}") from error
+            return base64.b64decode(image, validate=True) if isinstance(image, str) else bytes(image)
+        except (binascii.Error, TypeError) as error:
+            raise ValueError(f"input {number}: {error}") from error
 
 
-def _png(row: np.ndarray) -> str:
-    """A picture, float32 (C, H, W) from 0 to 1, as base64."""
-    pixels = np.rint(row.clip(0, 1) * 255).astype(np.uint8)
-    file = io.BytesIO()
-    Image.fromarray(pixels[0] if len(pixels) == 1 else np.ascontiguousarray(pixels.transpose(1, 2, 0))).save(
-        file, "PNG"
-    )
-    return base64.b64encode(file.getvalue()).decode()
-
-
-mlflow.models.set_model(Pictures())
+mlflow.models.set_model(Answers())

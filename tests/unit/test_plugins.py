@@ -1,0 +1,113 @@
+"""Entry points of installed packages: verbs and short names, `deeplightning.config.plugins`."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from deeplightning.checks.examine import examine
+from deeplightning.config.source import read
+from deeplightning.config.tree import plain
+
+ROOT = Path(__file__).parents[2]
+BASE = ROOT / "configs" / "base.yaml"
+
+MODULE = """\
+import click
+from torch import nn
+
+@click.command()
+@click.argument("name")
+def greet(name):
+    "Greet somebody."
+    click.echo(f"hello {name}")
+
+NO_VERB = 3
+
+class Tiny(nn.Sequential):
+    def __init__(self, num_classes: int):
+        super().__init__(nn.Flatten(), nn.Linear(64, num_classes))
+"""
+
+ENTRIES = """\
+[deeplightning.verbs]
+greet = greetings:greet
+train = greetings:greet
+broken = greetings.missing:greet
+number = greetings:NO_VERB
+
+[deeplightning.targets]
+Tiny = greetings:Tiny
+SGD = greetings:Tiny
+"""
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """A folder with an installed package that adds verbs and short names."""
+    folder = tmp_path_factory.mktemp("site packages")
+    (folder / "greetings.py").write_text(MODULE)
+    info = folder / "greetings-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: greetings\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(ENTRIES)
+    return folder
+
+
+@pytest.fixture
+def command(installed, monkeypatch):
+    """`command(words)`: exit code, stdout and stderr of `deeplightning` where that package is installed."""
+    monkeypatch.setenv("PYTHONPATH", str(installed))
+
+    def run(*words, **variables):
+        done = subprocess.run(
+            [sys.executable, "-m", "deeplightning", *words],
+            capture_output=True, text=True, cwd=installed, env=os.environ | variables,
+        )  # fmt: skip
+        return done.returncode, done.stdout, done.stderr
+
+    return run
+
+
+def test_an_installed_package_adds_a_verb(command):
+    """With its help and arguments. It replaces none of ours."""
+    assert command("greet", "Ada") == (0, "hello Ada\n", "")
+    assert "Greet somebody." in command("greet", "--help")[1]
+    assert "Run the stages of CONFIG" in command("train", "--help")[1]
+    code, out, _ = command(_DEEPLIGHTNING_COMPLETE="bash_complete", COMP_WORDS="deeplightning g", COMP_CWORD="1")
+    assert (code, "greet" in out) == (0, True)
+
+
+def test_a_verb_that_cannot_be_used_names_its_package(command):
+    code, _, err = command("broken")
+    assert code == 3
+    assert "broken, which the installed package greetings adds, cannot be imported: No module named" in err
+    code, _, err = command("number")
+    assert code == 2
+    assert "the verb number of an installed package is no click.Command: 3" in err
+    code, _, err = command("unknown")
+    assert (code, "No such command 'unknown'" in err) == (2, True)
+
+
+def test_an_installed_package_adds_a_short_name(installed, monkeypatch):
+    """Which the checks know as its full name; those of torch stay torch's."""
+    monkeypatch.syspath_prepend(str(installed))
+    words = ["model.network={type: Tiny, params: {num_classes: 10}}", "model.optimizer={type: SGD, params: {lr: 0.1}}"]
+    model = plain(read(BASE, words).root)["model"]
+    assert (model["network"]["type"], model["optimizer"]["type"]) == ("greetings.Tiny", "torch.optim.SGD")
+    assert examine(BASE, words).faults == []
+    (fault,) = examine(BASE, [words[0].replace("num_classes", "classes")]).faults[:1]
+    assert "greetings.Tiny" in fault.message
+
+
+def test_two_packages_with_one_name_are_refused(installed, monkeypatch, tmp_path):
+    info = tmp_path / "others-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: others\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text("[deeplightning.targets]\nTiny = others:Tiny\n")
+    monkeypatch.syspath_prepend(str(installed))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (fault,) = read(BASE, ["model.network.type=Tiny"]).faults
+    assert "`Tiny` is the name of several: greetings.Tiny, others.Tiny" in fault.message
