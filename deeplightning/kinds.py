@@ -3,7 +3,8 @@
 A bundle keeps the kind under `task`, and export, server and page follow from it. Importing it loads nothing else.
 """
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
@@ -17,8 +18,20 @@ OUTPUTS = {
     "classification": "probabilities",
     "reconstruction": "pictures",
     "regression": "numbers",
+    "multilabel": "probabilities",
+    "segmentation": "probabilities",
 }
 """What comes out, with the name of the graph's output."""
+
+
+CLASS_COLOURS = (
+    *((40, 40, 40), (230, 75, 60), (50, 160, 240), (85, 190, 90), (250, 200, 50), (165, 90, 200)),
+    *((245, 140, 40), (70, 205, 200), (235, 120, 180), (140, 110, 80), (190, 220, 90), (110, 120, 220)),
+)
+"""Of the classes of pixels on pictures, red, green and blue of each; further classes begin anew."""
+
+MAX_COMPARED = 2**15
+"""Numbers of an answer that a bundle keeps, where it has some for each pixel."""
 
 
 class Kind(NamedTuple):
@@ -42,14 +55,26 @@ class Kind(NamedTuple):
         """Whether each number of an answer has a name."""
         return self.gives != "reconstruction"
 
+    def answer(self, labels: int, shape: Sequence[int]) -> tuple[int, ...]:
+        """The shape of one answer to a prepared input of a shape, of so many labels."""
+        return {"reconstruction": tuple(shape), "segmentation": (labels, *shape[1:])}.get(self.gives, (labels,))
+
+    def compared(self, answers: Any) -> Any:
+        """What a bundle keeps of golden answers, and a server compares: an array (N, …); of a segmentation, float
+        (N, K, H, W), each s-th row and column, so that no answer has more than `MAX_COMPARED` numbers."""
+        if self.gives != "segmentation":
+            return answers
+        step = math.ceil(max(1, math.prod(answers.shape[1:]) / MAX_COMPARED) ** 0.5)
+        return answers[..., ::step, ::step]
+
 
 KINDS = {
     f"{takes}_{gives}": Kind(takes, gives)
     for takes, all_given in {
-        "image": ("classification", "reconstruction"),
+        "image": ("classification", "reconstruction", "multilabel", "segmentation"),
         "text": ("classification",),
-        "table": ("classification", "regression"),
-        "array": ("classification", "regression"),
+        "table": ("classification", "regression", "multilabel"),
+        "array": ("classification", "regression", "multilabel"),
     }.items()
     for gives in all_given
 }

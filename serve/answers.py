@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from PIL import Image
 
-from deeplightning.kinds import KINDS
+from deeplightning.kinds import CLASS_COLOURS, KINDS
 from serve.limits import Refusal
 
 DEFAULT_TOP_K = 5
@@ -58,6 +58,10 @@ def encoder(task: str, labels: list[str], output: Mapping[str, Any] = MappingPro
     gives = KINDS[task].gives
     if gives == "regression":
         return _numbers(labels, output.get("half_widths"))
+    if gives == "multilabel":
+        return _labels(labels, output["thresholds"])
+    if gives == "segmentation":
+        return _masks(labels)
     return _pictures if gives == "reconstruction" else _classes(labels)
 
 
@@ -98,6 +102,55 @@ def _numbers(names: list[str], half_widths: list[float] | None) -> Encoder:
 
     def answer(rows: list[np.ndarray], top_k: int, accept: str) -> tuple[str, bytes]:
         return JSON, _one_or_list([one(row) for row in rows])
+
+    return answer
+
+
+def _labels(names: list[str], thresholds: list[float]) -> Encoder:
+    """Of rows float32 (K,): the labels whose probability is at least their threshold, and the probabilities of all,
+    the most probable first."""
+
+    def one(row: np.ndarray) -> str:
+        predictions = [
+            {"class": n, "label": names[n], "probability": float(f"{row[n]:.9g}"), "threshold": thresholds[n]}
+            for n in np.argsort(-row, kind="stable").tolist()
+        ]
+        chosen = [names[n] for n in np.argsort(-row, kind="stable").tolist() if float(row[n]) >= thresholds[n]]
+        return json.dumps({"labels": chosen, "predictions": predictions}, ensure_ascii=False)
+
+    def answer(rows: list[np.ndarray], top_k: int, accept: str) -> tuple[str, bytes]:
+        return JSON, _one_or_list([one(row) for row in rows])
+
+    return answer
+
+
+def _masks(names: list[str]) -> Encoder:
+    """Of rows float32 (K, H, W): a mask, a palette PNG whose values are the classes of the pixels, and how many pixels
+    each class has; the PNG itself where the client asks for one picture so."""
+    palette = [CLASS_COLOURS[n % len(CLASS_COLOURS)] for n in range(len(names))]
+    colours = ["#{:02x}{:02x}{:02x}".format(*colour) for colour in palette]
+
+    def drawn(row: np.ndarray) -> tuple[np.ndarray, bytes]:
+        mask = row.argmax(0).astype(np.uint8)  # (H, W)
+        image, file = Image.fromarray(mask), io.BytesIO()
+        image.putpalette([value for colour in palette for value in colour])
+        image.save(file, "PNG")
+        return mask, file.getvalue()
+
+    def one(mask: np.ndarray, png: bytes) -> str:
+        counts = np.bincount(mask.ravel(), minlength=len(names)).tolist()
+        classes = [
+            {"class": n, "label": name, "pixels": counts[n], "share": counts[n] / mask.size, "colour": colours[n]}
+            for n, name in enumerate(names)
+        ]
+        said = {"mask": base64.b64encode(png).decode(), "height": mask.shape[0], "width": mask.shape[1]}
+        return json.dumps({**said, "classes": classes}, ensure_ascii=False)
+
+    def answer(rows: list[np.ndarray], top_k: int, accept: str) -> tuple[str, bytes]:
+        found = [drawn(row) for row in rows]
+        if len(found) == 1 and PNG in accept:
+            return PNG, found[0][1]
+        return JSON, _one_or_list([one(mask, png) for mask, png in found])
 
     return answer
 

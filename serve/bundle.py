@@ -83,7 +83,7 @@ class Bundle:
         session: ONNX Runtime with the model, one thread per call.
         text_spec: how a text is prepared for it; None: it takes something else.
         row_spec: how a row of a table, or an array, is prepared for it; None: it takes something else.
-        output: what the card says of the answers, such as the interval of a regression.
+        output: what the card says of the answers: the interval of a regression, or each label's threshold.
         example: an input as a client sends it; only of rows and arrays.
         input: the name of the model's input.
         device: where it computes.
@@ -145,7 +145,7 @@ class Bundle:
             "has labels that are not what its task needs: a list of different texts, and none for pictures",
             folder,
         )
-        _expect(_are_details(output, len(labels)), "describes its answers wrongly", folder)
+        _expect(_are_details(output, len(labels), kind), "describes its answers wrongly", folder)
         _expect(_is_origin(run), "does not say in words which run it comes from", folder)
         _check_files(folder, card["files"], precision)
         spec = _spec(folder, card, kind)
@@ -186,7 +186,8 @@ class Bundle:
 
     def predict(self, images: np.ndarray) -> np.ndarray:
         """What the model answers to prepared images, uint8 (N, C, H, W), texts, int64 (N, L), or rows and arrays,
-        float32 (N, …): probabilities or numbers, float32 (N, K); or pictures, float32 (N, C, H, W) from 0 to 1."""
+        float32 (N, …): probabilities or numbers, float32 (N, K); of each pixel, (N, K, H, W); or pictures, float32
+        (N, C, H, W) from 0 to 1."""
         if self.bound is not None:
             return self.bound.predict(images)
         rows: np.ndarray = self.session.run(None, {self.input: images})[0]
@@ -298,8 +299,17 @@ def _are_names(labels: object) -> bool:
     )
 
 
-def _are_details(output: object, targets: int) -> bool:
-    """Whether a card says nothing of its answers but the interval of a regression."""
+def _are_details(output: object, targets: int, kind: Kind) -> bool:
+    """Whether a card says of its answers what their kind may have: the interval of a regression; each label's
+    threshold."""
+    if kind.gives == "multilabel":
+        return (
+            isinstance(output, dict)
+            and output.keys() == {"thresholds"}
+            and isinstance(output["thresholds"], list)
+            and len(output["thresholds"]) == targets
+            and all(_is_number(number) and 0 <= number <= 1 for number in output["thresholds"])
+        )
     if output == {}:
         return True
     if not isinstance(output, dict) or output.keys() != {"interval", "half_widths"}:
@@ -472,7 +482,8 @@ def _load(
     )
     found = outputs[0][2]
     if kind.has_labels:
-        _expect(found == [num_labels], f"has {num_labels} labels, and its model gives {found} {kind.output}", folder)
+        wanted_answer = list(kind.answer(num_labels, shape))
+        _expect(found == wanted_answer, f"has {num_labels} labels, and its model gives {found} {kind.output}", folder)
     else:
         _expect(found == sides, f"has a model that gives pictures of {found}, not of {sides}", folder)
     return session
@@ -511,7 +522,7 @@ def _replay(bundle: Bundle, golden: dict[str, Any]) -> None:
     """The golden samples get the answers they got at export: decoding, model, runtime and device are as they were, or
     as near as `TOLERANCES` allows."""
     known = "fp32" if bundle.precision == "fp16" else bundle.precision
-    given = _answers(bundle)
+    given = KINDS[bundle.task].compared(_answers(bundle))
     _expect(
         isinstance(given, np.ndarray) and given.ndim > 1 and len(given) == len(bundle.samples),
         f"answers {len(bundle.samples)} golden samples with {getattr(given, 'shape', type(given).__name__)}",

@@ -87,6 +87,8 @@ def _describe(model: "Model", kind: Kind, limits: "Limits") -> str:
     comes = {
         "classification": f"probabilities of {len(model.labels)} classes come",
         "regression": f"{', '.join(model.labels)} comes" if len(model.labels) == 1 else "numbers come",
+        "segmentation": f"masks of the same size come, a class of {len(model.labels)} for each pixel,",
+        "multilabel": f"those of {len(model.labels)} labels that fit, and the probabilities of all, come",
     }.get(kind.gives, "pictures of the same size come")
     what = _SEVERAL[kind.takes]
     size = {
@@ -121,8 +123,12 @@ def _predict(model: "Model", kind: Kind, limits: "Limits") -> JsonObject:
     }
     if kind.gives == "reconstruction":
         return {"summary": "The picture as the model paints it, or each of several.", **operation}
+    if kind.gives == "segmentation":
+        return {"summary": "The class of each pixel of the picture, or of each of several.", **operation}
     if kind.gives == "regression":
         return {"summary": f"The numbers that the model predicts for the {one}, or for each of several.", **operation}
+    if kind.gives == "multilabel":
+        return {"summary": f"Which labels does the {one} have, or each of several?", **operation}
     top_k = {
         "name": "top_k",
         "in": "query",
@@ -234,15 +240,16 @@ def _text_bodies(max_texts: int) -> JsonObject:
 
 def _success(kind: Kind) -> JsonObject:
     one = _SEVERAL[kind.takes].removesuffix("s")
-    if kind.gives != "reconstruction":
+    if kind.gives not in ("reconstruction", "segmentation"):
         return _answer(
             f"One {one} gets a Prediction, several get Predictions in their order.",
             {"oneOf": [_ref("Prediction"), _ref("Predictions")]},
         )
+    name = "Picture" if kind.gives == "reconstruction" else "Mask"
     answer = _answer(
-        "One image gets a Picture, or the PNG itself where Accept asks for image/png; several get Pictures in their "
+        f"One image gets a {name}, or the PNG itself where Accept asks for image/png; several get {name}s in their "
         "order.",
-        {"oneOf": [_ref("Picture"), _ref("Pictures")]},
+        {"oneOf": [_ref(name), _ref(f"{name}s")]},
     )
     answer["content"]["image/png"] = {"schema": {"type": "string", "format": "binary"}}
     return answer
@@ -250,7 +257,8 @@ def _success(kind: Kind) -> JsonObject:
 
 def _schemas(model: "Model", kind: Kind, limits: "Limits") -> JsonObject:
     text = {"type": "string"}
-    answers = {"classification": _classes, "regression": _numbers}.get(kind.gives)
+    schemas = {"classification": _classes, "regression": _numbers, "multilabel": _labels, "segmentation": _masks}
+    answers = schemas.get(kind.gives)
     return {
         **(_pictures(limits) if answers is None else answers(model.labels, limits)),
         "Status": _object(status=text),
@@ -310,6 +318,23 @@ def _numbers(names: list[str], limits: "Limits") -> JsonObject:
     }
 
 
+def _labels(labels: list[str], limits: "Limits") -> JsonObject:
+    share = {"type": "number", "minimum": 0, "maximum": 1}
+    number = {"type": "integer", "minimum": 0, "maximum": len(labels) - 1}
+    each = _object(**{"class": number}, label=_ref("Label"), probability=share, threshold=share)
+    return {
+        "Prediction": _object(
+            labels={
+                **_list(_ref("Label"), 0, len(labels)),
+                "description": "Those whose probability is at least their threshold, most probable first.",
+            },
+            predictions={**_list(each, len(labels), len(labels)), "description": "All labels, most probable first."},
+        ),
+        "Predictions": _object(predictions=_several(_ref("Prediction"), limits)),
+        "Label": {"type": "string", "enum": labels},
+    }
+
+
 def _classes(labels: list[str], limits: "Limits") -> JsonObject:
     share = {"type": "number", "minimum": 0, "maximum": 1}
     number = {"type": "integer", "minimum": 0, "maximum": len(labels) - 1}
@@ -327,6 +352,31 @@ def _classes(labels: list[str], limits: "Limits") -> JsonObject:
             },
         ),
         "Predictions": _object(predictions=_several(_ref("Prediction"), limits)),
+        "Label": {"type": "string", "enum": labels},
+    }
+
+
+def _masks(labels: list[str], limits: "Limits") -> JsonObject:
+    count = {"type": "integer", "minimum": 0}
+    each = _object(
+        **{"class": {"type": "integer", "minimum": 0, "maximum": len(labels) - 1}},
+        label=_ref("Label"),
+        pixels=count,
+        share={"type": "number", "minimum": 0, "maximum": 1},
+        colour={"type": "string", "pattern": "^#[0-9a-f]{6}$", "description": "That the PNG shows the class in."},
+    )
+    return {
+        "Mask": _object(
+            mask={
+                "type": "string",
+                "format": "byte",
+                "description": "A palette PNG as base64; the value of a pixel is the number of its class.",
+            },
+            height={"type": "integer", "minimum": 1},
+            width={"type": "integer", "minimum": 1},
+            classes=_list(each, len(labels), len(labels)),
+        ),
+        "Masks": _object(predictions=_several(_ref("Mask"), limits)),
         "Label": {"type": "string", "enum": labels},
     }
 

@@ -314,7 +314,8 @@ def _words(model: Model) -> str:
     """What a model does."""
     if not model.labels or KINDS[model.task].gives == "regression":
         return f"{model.task} ({', '.join(model.labels)})" if model.labels else model.task
-    return f"{model.task} ({len(model.labels)} classes)"
+    words = "labels" if KINDS[model.task].gives == "multilabel" else "classes"
+    return f"{model.task} ({len(model.labels)} {words})"
 
 
 def _fault(error: Exception, device: Device, memory: int) -> Report:

@@ -49,7 +49,7 @@ class ArraysOnDemand(OnDemand):
 
     def __getitem__(self, positions: Sequence[int] | np.ndarray) -> Batch:
         index = torch.as_tensor(positions)
-        taken = np.asarray(positions) % len(self)  # the padding entry -1 stands for any sample, the last
+        taken = np.asarray(positions) % len(self)  # index -1 is padding: it takes the last sample
         chosen = self.samples.columns["rows"][taken]  # type: ignore[attr-defined]
         inputs = self._array_spec.scaled(self.samples.columns["input"][chosen])  # type: ignore[attr-defined]
         others = {name: values[taken] for name, values in self._others.items()}

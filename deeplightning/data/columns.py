@@ -1,4 +1,4 @@
-"""Samples of named columns, each a tensor in memory: a batch is one indexing operation for each.
+"""Samples as named columns, each a tensor in memory. A batch takes one indexing operation per column.
 
 N samples, B batch.
 """
@@ -63,7 +63,7 @@ class ColumnSet(InMemory):
 
     def __getitem__(self, positions: Sequence[int] | np.ndarray) -> Batch:
         index = torch.as_tensor(positions)  # (B,)
-        # The padding entry -1 stands for any sample, the last; its row is marked by its index.
+        # Index -1 is padding: the row takes the last sample, and its index marks it as not counted.
         taken = index if positions[0] >= 0 else index + len(self)
         columns = {"input": self.inputs, **self.others}
         return {name: values.index_select(0, taken) for name, values in columns.items()} | {"index": index}
@@ -90,7 +90,7 @@ class ColumnData(DataOfSets):
         self.target_std: list[float] = []
 
     def name_files(self, train: str | None, validation: str | None, test: str | None) -> None:
-        """Takes the names of the files in `data.root`; None: there is none.
+        """Sets `files` to the paths below `data.root`; a set whose name is None gets no file.
 
         Raises:
             DataConfigError: `data.root` is null.
@@ -104,10 +104,10 @@ class ColumnData(DataOfSets):
         self.files = {split: root / name for split, name in given.items()}
 
     def check(self) -> None:
-        """Looks whether the files are there, without reading any.
+        """Checks that the files exist, without reading them.
 
         Raises:
-            DataError: one is not.
+            DataError: a file is missing.
         """
         for path in self.files.values():
             if not path.exists():
@@ -117,7 +117,7 @@ class ColumnData(DataOfSets):
                 )
 
     def learn(self, train: Any) -> None:
-        """Finds what is computed of the training samples alone, such as means."""
+        """Computes statistics of the training samples, such as means."""
 
     def setup(self, stage: str | None = None) -> None:
         """Reads and divides the samples once, and prepares those that the stage needs (None: all).

@@ -121,7 +121,7 @@ class InMemory(Dataset):
 
     def __getitem__(self, positions: Sequence[int] | np.ndarray) -> Batch:
         index = torch.as_tensor(positions)  # (B,)
-        # The padding entry -1 stands for any sample, the last; its row is marked by its index.
+        # Index -1 is padding: the row takes the last sample, and its index marks it as not counted.
         taken = index if positions[0] >= 0 else index + len(self)
         rows = taken if self.rows is None else self.rows.index_select(0, taken)
         # Twice as fast as `pixels[rows]`, for the same.

@@ -16,7 +16,7 @@ from deeplightning.data.datasets import EndsWithItsRun, InMemory, OnDemand
 from deeplightning.data.errors import DataConfigError, DataError
 from deeplightning.data.loader import InMemoryLoader
 from deeplightning.data.memory import Room
-from deeplightning.data.samplers import BatchIndices, go_on, train_sampler
+from deeplightning.data.samplers import BatchIndices, go_on, is_made_for, train_sampler
 from deeplightning.data.splits import deal, shuffled
 
 SPLITS = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("test",)}
@@ -93,10 +93,10 @@ class DataOfSets(pl.LightningDataModule):
         raise NotImplementedError
 
     def check(self) -> None:
-        """Looks whether the data are there, without reading or writing any; cheap.
+        """Checks that the data exist, without reading or writing any.
 
         Raises:
-            DataError: if not.
+            DataError: they do not.
         """
 
     def _prepare(self, samples: Any) -> InMemory | OnDemand:
@@ -129,10 +129,10 @@ class DataOfSets(pl.LightningDataModule):
             self._train_sampler()
 
     def dataset(self, split: str) -> InMemory | OnDemand:
-        """The set "train", "val" or "test"; call `setup` first.
+        """Returns the set "train", "val" or "test". Call `setup` first.
 
         Raises:
-            DataError: if there is none, or a sample is damaged.
+            DataError: the data have no such set, or a sample is damaged.
         """
         if split not in self._datasets:
             if split not in self._samples:
@@ -241,7 +241,7 @@ class DataOfSets(pl.LightningDataModule):
         return loader
 
     def _train_sampler(self) -> BatchIndices:
-        if self._sampler is None or not self._has_own_order:
+        if self._sampler is None or not self._has_own_order or not is_made_for(self._sampler, self.trainer):
             self._sampler = train_sampler(self.cfg, self.dataset("train"), self.trainer, drop_last=self._drop_last)
         elif self.trainer:
             go_on(self._sampler, self.trainer)

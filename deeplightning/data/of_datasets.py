@@ -17,7 +17,7 @@ from deeplightning.config.target import build
 from deeplightning.data.datasets import EndsWithItsRun
 from deeplightning.data.errors import DataConfigError, DataError
 from deeplightning.data.loading import check_folds, check_loader, start_method
-from deeplightning.data.samplers import BatchIndices, go_on, train_sampler
+from deeplightning.data.samplers import BatchIndices, go_on, is_made_for, train_sampler
 from deeplightning.data.splits import deal
 
 
@@ -103,7 +103,7 @@ class OfDatasets(pl.LightningDataModule):
         return self._loader("test")
 
     def _train_sampler(self) -> BatchIndices:
-        if self._sampler is None:
+        if self._sampler is None or not is_made_for(self._sampler, self.trainer):
             self._sampler = train_sampler(self.cfg, self.dataset("train"), self.trainer, drop_last=self._drop_last)
             if len(self._sampler) == 0:
                 raise DataConfigError("there is no training batch: the set is too small for data.loader.drop_last.")
@@ -148,7 +148,7 @@ class _Batches(Dataset):
         return getattr(self.of, name)
 
     def __getitem__(self, positions: Any) -> dict[str, Any]:
-        # The padding entry -1 stands for any sample, the last; its row is marked by its index.
+        # Index -1 is padding: the row takes the last sample, and its index marks it as not counted.
         batch = self.collate([self.of[int(position) % len(self.of)] for position in positions])
         if not isinstance(batch, Mapping):
             raise DataError(

@@ -51,6 +51,7 @@ class BatchIndices(DistributedSampler):
     Attributes:
         start: batches to leave out in this epoch, to go on in the middle of it; another epoch begins at 0. `len()` does
             not count it.
+        made_for: R and rank of the run that `train_sampler` made it for.
 
     Raises:
         ValueError: if the batch size is not positive, or the rank not one of R.
@@ -72,6 +73,7 @@ class BatchIndices(DistributedSampler):
             raise ValueError(f"batch_size must be at least 1, not {batch_size}")
         self.batch_size = batch_size
         self.start = 0
+        self.made_for = num_replicas, rank
 
     def __iter__(self) -> Iterator[list[int]]:
         return (batch.tolist() for batch in self.arrays())
@@ -117,6 +119,37 @@ class BatchIndices(DistributedSampler):
         size = self.batch_size * self.num_replicas
         batch = order[step * size + self.rank : (step + 1) * size : self.num_replicas]
         return batch.copy() if len(batch) else np.array([PADDING])
+
+
+class BalancedBatches(BatchIndices):
+    """Batches of an epoch in which each class occurs equally often: `data.sampler: balanced`.
+
+    An epoch has N positions, as without it. Each of K classes has N / K of them, or one more where that is no whole
+    number. A class with more samples gives a part of them, another one in each epoch; one with fewer repeats them, each
+    as often as the others or once more. The order is shuffled.
+
+    Args:
+        labels: the class of each sample, whole numbers (N,).
+        batch_size, num_replicas, rank, seed, drop_last: as of `BatchIndices`.
+
+    Attributes:
+        by_class: the positions of the samples of each class that occurs, int64, K arrays.
+    """
+
+    def __init__(self, labels: np.ndarray, batch_size: int, **options: Any):
+        super().__init__(labels, batch_size, shuffle=True, **options)
+        self.by_class = [np.flatnonzero(labels == label) for label in np.unique(labels)]
+
+    def _order(self) -> np.ndarray:
+        random, classes = _stream(self.seed, self.epoch, purpose=3), len(self.by_class)
+        each, rest = divmod(len(self.dataset), classes)  # type: ignore[arg-type]
+        shares = np.full(classes, each)
+        shares[random.permutation(classes)[:rest]] += 1
+        drawn = [
+            np.concatenate([random.permutation(members) for _ in range(-(-share // len(members)))] or [members[:0]])
+            for members, share in zip(self.by_class, shares.tolist(), strict=True)
+        ]
+        return random.permutation(np.concatenate([d[:share] for d, share in zip(drawn, shares, strict=True)]))
 
 
 class SampledBatches(BatchIndices):
@@ -420,16 +453,33 @@ def train_sampler(cfg: Any, dataset: Any, trainer: Any = None, *, drop_last: boo
         DataConfigError: `data.sampler` gives no sampler, or is given what the run gives. It is a ValueError.
         ConfigError: it refuses its arguments.
     """
-    world, rank = (trainer.world_size, trainer.global_rank) if trainer else (1, 0)
-    spread = {"num_replicas": world, "rank": rank, "seed": cfg.seed}
-    if getattr(cfg.data, "sampler", None) is None:
+    world, rank = _place(trainer)
+    spread: dict[str, Any] = {"num_replicas": world, "rank": rank, "seed": cfg.seed}
+    asked = getattr(cfg.data, "sampler", None)
+    if asked is None:
         sampler = BatchIndices(dataset, cfg.data.batch_size, shuffle=True, drop_last=drop_last, **spread)
+    elif asked == "balanced":
+        sampler = BalancedBatches(_labels(dataset, trainer), cfg.data.batch_size, drop_last=drop_last, **spread)
+        if rank == 0:
+            _say_shares(sampler)
     else:
         made = _build_sampler(cfg, dataset, trainer, spread)
         sampler = SampledBatches(made, cfg.data.batch_size, drop_last=drop_last, **spread)
+    sampler.made_for = world, rank
     if trainer:
         go_on(sampler, trainer)
     return sampler
+
+
+def is_made_for(sampler: BatchIndices, trainer: Any) -> bool:
+    """Whether a sampler is of `train_sampler` for this trainer's process: a data module that is set up before there is
+    a trainer makes one for a single process."""
+    return sampler.made_for == _place(trainer)
+
+
+def _place(trainer: Any) -> tuple[int, int]:
+    """R and the rank; without a trainer those of one process."""
+    return (trainer.world_size, trainer.global_rank) if trainer else (1, 0)
 
 
 def go_on(sampler: BatchIndices, trainer: Any) -> None:
@@ -445,6 +495,46 @@ def go_on(sampler: BatchIndices, trainer: Any) -> None:
     ended = done >= length and epoch.processed < epoch.ready  # saved after the last batch, not counted yet
     sampler.set_epoch(epoch.processed + ended)
     sampler.start = done if done < length else 0
+
+
+def _labels(dataset: Any, trainer: Any) -> np.ndarray:
+    """The class of each sample, int64 (N,): the set's attribute `labels`, or the entry `label` of its samples.
+
+    Raises:
+        DataConfigError: the set has no length, or no classes of samples.
+    """
+    hint = "leave data.sampler out, or name a sampler of your own"
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__"):
+        raise DataConfigError(
+            f"data.sampler=balanced needs a set of known length, not {type(dataset).__name__}; {hint}."
+        )
+    column: Any = getattr(dataset, "labels", None)
+
+    def read() -> np.ndarray:
+        try:
+            return sort_values(dataset, "label", batched=True)
+        except ValueError as error:
+            raise ValueError(
+                f"the training set ({type(dataset).__name__}) has no class for each sample; {hint}"
+            ) from error
+
+    if hasattr(column, "__len__") and len(column) == len(dataset):
+        found = np.asarray(column)
+    else:
+        found = _of_rank_0(read, trainer, "data.sampler=balanced: ")
+    if found.ndim != 1 or found.dtype.kind not in "iub" or not len(found):
+        words = f"{found.dtype} {found.shape}"
+        raise DataConfigError(f"data.sampler=balanced needs one class for each sample, not labels {words}; {hint}.")
+    return found.astype(np.int64)
+
+
+def _say_shares(sampler: BalancedBatches) -> None:
+    sizes = [len(members) for members in sampler.by_class]
+    each = len(sampler.dataset) / len(sizes)  # type: ignore[arg-type]
+    log.info(
+        "%-10s balanced: %.0f samples of each of %d classes an epoch; the smallest class has %d, the largest %d",
+        *("sampler", each, len(sizes), min(sizes), max(sizes)),
+    )
 
 
 def _build_sampler(cfg: Any, dataset: Any, trainer: Any, spread: dict[str, Any]) -> Any:
@@ -474,14 +564,14 @@ def _build_sampler(cfg: Any, dataset: Any, trainer: Any, spread: dict[str, Any])
     return made
 
 
-def _of_rank_0(find: Callable[[], np.ndarray], trainer: Any) -> np.ndarray:
+def _of_rank_0(find: Callable[[], np.ndarray], trainer: Any, before: str = "data.sampler.params.") -> np.ndarray:
     """What one process finds, on all; what it fails with, too."""
     found: Any = None
     if trainer is None or trainer.is_global_zero:
         try:
             found = find()
         except ValueError as error:
-            found = f"data.sampler.params.{error}"
+            found = f"{before}{error}"
     if trainer is not None and trainer.world_size > 1:
         found = trainer.strategy.broadcast(found, 0)
     if isinstance(found, str):

@@ -27,7 +27,7 @@ log = logging.getLogger("deeplightning.data")
 KINDS = ("number", "category", "ignore")
 
 MAX_CATEGORIES = 1000
-"""A column of text with more different words is no category, unless the config says so."""
+"""The most different words of a text column that is a category by default; `columns` in the config allows more."""
 
 _NULLS = sorted(
     {form for word in MISSING for form in (word, word.upper(), word.capitalize())} | {"NaN", "-nan", "-NaN"}

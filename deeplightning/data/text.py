@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, Dataset
 
 from deeplightning.data.errors import DataConfigError, DataError
 from deeplightning.data.loading import check_folds, check_loader, is_whole
-from deeplightning.data.samplers import BatchIndices, go_on, train_sampler
+from deeplightning.data.samplers import BatchIndices, go_on, is_made_for, train_sampler
 from deeplightning.data.splits import deal, shuffled
 from deeplightning.text import TextSpec, VocabularyError, from_lines, vocabulary
 
@@ -423,7 +423,7 @@ class TextData(pl.LightningDataModule):
         return DataLoader(dataset, batch_size=None, sampler=sampler, generator=generator, **options)
 
     def _train_sampler(self) -> BatchIndices:
-        if self._sampler is None or self.cfg.data.sampler is None:
+        if self._sampler is None or self.cfg.data.sampler is None or not is_made_for(self._sampler, self.trainer):
             self._sampler = train_sampler(self.cfg, self.dataset("train"), self.trainer, drop_last=self._drop_last)
         elif self.trainer:
             go_on(self._sampler, self.trainer)

@@ -190,8 +190,8 @@ class _Trial:
 
     def unlogged(self, attempt: Attempt) -> list[Fault]:
         """Names that something waits for and nobody logs."""
-        if "train" not in self.asked.stages or self.asked.train.num_epochs == 0:
-            return []
+        if "train" not in self.asked.stages or self.asked.train.num_epochs == 0 or not attempt.logged:
+            return []  # no step was taken
         faults = []
         for key, name, when in self.monitors(attempt):
             there, late = attempt.logged[when], attempt.logged["epoch"]

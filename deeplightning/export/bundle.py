@@ -78,9 +78,9 @@ class Exportable(Protocol):
 
     def inference_model(self) -> nn.Module:
         """From uint8 (N, C, H, W), tokens int64 (N, L), or prepared rows or arrays float32 (N, …), to probabilities or
-        numbers, float32 (N, K), or for `image_reconstruction` to pictures of the same size, float32 (N, C, H, W) from 0
-        to 1; on the CPU, in eval mode. A task may also have `answer_details() -> dict`, of JSON types, which the card
-        keeps under `output`."""
+        numbers, float32 (N, K); for `image_segmentation` to probabilities float32 (N, K, H, W); or for
+        `image_reconstruction` to pictures of the same size, float32 (N, C, H, W) from 0 to 1; on the CPU, in eval mode.
+        A task may also have `answer_details() -> dict`, of JSON types, which the card keeps under `output`."""
         ...
 
 
@@ -92,8 +92,8 @@ def export(task: Exportable, folder: RunFolder, samples: np.ndarray, run: dict[s
     `golden`, and `digest`, the seal of all this (`deeplightning.runfolder.seal`). `golden` has samples: under
     `pictures`, each a PNG (base64) that decodes to exactly the model's input; under `texts`; under `rows`, each an
     object; or under `arrays`, each a .npy file (base64). Under `fp32` it has what ONNX Runtime answered to them:
-    float32 (N, K) or (N, C, H, W), little-endian, base64. What the tokenizer of texts knows is a further file, which
-    `input` names.
+    float32 (N, K) or (N, C, H, W), little-endian, base64; of a segmentation each s-th pixel (`Kind.compared`). What
+    the tokenizer of texts knows is a further file, which `input` names.
 
     Args:
         task: a trained task. Its inference model is only read.
@@ -129,7 +129,7 @@ def export(task: Exportable, folder: RunFolder, samples: np.ndarray, run: dict[s
     expected = _torch_answers(model, _batches(samples, 16))  # (N, K) or (N, C, H, W)
     if pictures and expected.shape != samples.shape:
         raise CheckpointError(f"The network answers pictures of {samples.shape} with {expected.shape}, not the same.")
-    _check(expected, kind, labels)
+    _check(expected, kind, labels, shape)
     if pictures and not (expected.min() >= 0 and expected.max() <= 1):
         raise CheckpointError(
             f"The network's pictures run from {expected.min():.3g} to {expected.max():.3g}, not from 0 to 1; "
@@ -139,7 +139,7 @@ def export(task: Exportable, folder: RunFolder, samples: np.ndarray, run: dict[s
     graph = _trace(model, example, "images", {0: torch.export.Dim("batch", min=1)}, kind.output)
 
     def prove(file: Path) -> dict[str, Any]:
-        return _golden(samples, _proved(file, samples, expected))
+        return _golden(samples, kind.compared(_proved(file, samples, expected)))
 
     return _write(folder, model, graph, _described(task, spec.to_dict()), run, prove)
 
@@ -155,7 +155,7 @@ def _export_rows(task: Exportable, folder: RunFolder, samples: np.ndarray, run: 
     except ValueError as error:
         raise CheckpointError(f"A sample cannot be used to prove the export with: {error}") from error
     expected = _torch_answers(model, _batches(rows, 16))
-    _check(expected, kind, [str(name) for name in task.class_names])
+    _check(expected, kind, [str(name) for name in task.class_names], spec.shape)
     example = np.resize(rows, (2, *rows.shape[1:]))
     graph = _trace(model, example, kind.input, {0: torch.export.Dim("batch", min=1)}, kind.output)
 
@@ -193,7 +193,7 @@ def _export_texts(task: Exportable, folder: RunFolder, texts: list[str], run: di
         raise CheckpointError(f"A text of the samples cannot be used to prove the export with: {error}") from error
     expected = _torch_answers(model, [row[None] for row in rows])  # (N, K), each text alone, so without padding
     kind = KINDS[task.kind]
-    _check(expected, kind, [str(name) for name in task.class_names])
+    _check(expected, kind, [str(name) for name in task.class_names], ())
     # No dimension may be 1, which would be a constant.
     example = spec.stack([rows[0], rows[-1], [spec.padding] * 2])[:2]
     dynamic = {0: torch.export.Dim("batch", min=1), 1: torch.export.Dim("length", min=1, max=spec.limit)}
@@ -206,14 +206,17 @@ def _export_texts(task: Exportable, folder: RunFolder, texts: list[str], run: di
     return _write(folder, model, graph, _described(task, spec.to_dict()), run, prove, {spec.file: spec.content})
 
 
-def _check(expected: np.ndarray, kind: Kind, labels: list[str]) -> None:
+def _check(expected: np.ndarray, kind: Kind, labels: list[str], shape: tuple[int, ...]) -> None:
     """
+    Args:
+        shape: of a prepared input.
+
     Raises:
         CheckpointError: answers are not finite, or not one for each label.
     """
-    if kind.has_labels and expected.shape[1:] != (len(labels),):
+    if kind.has_labels and expected.shape[1:] != kind.answer(len(labels), shape):
         found = " x ".join(map(str, expected.shape[1:]))
-        names = "target" if kind.gives == "regression" else "class"
+        names = {"regression": "target", "multilabel": "label"}.get(kind.gives, "class")
         raise CheckpointError(
             f"The network gives {found} {kind.output}, and the data has {len(labels)} {names} names. "
             f"Set the network's number of {names.replace('class', 'classe')}s to the data's, and train again."

@@ -1,38 +1,42 @@
-"""`auto` in the params of a network becomes the number that the data module declares."""
+"""`auto` in the params of a network becomes the number that the data module declares, and `weight: balanced` in the
+params of a loss the weights of the classes of the training set."""
 
 from __future__ import annotations
 
 import logging
 from typing import Any
 
-from deeplightning.config.automatic import DECLARED, unfilled
+from deeplightning.config.automatic import BALANCED, DECLARED, WEIGHT, unfilled
 from deeplightning.config.schema import Config
 from deeplightning.engine.plan import world_size
 from deeplightning.faults import ConfigError, Fault
+from deeplightning.run.classes import class_counts, class_weights
 
 log = logging.getLogger("deeplightning")
 
 
 def fill(cfg: Config, data: Any, read: bool = True) -> None:
-    """Replaces each `auto` in the params of networks, in place.
+    """Replaces each `auto` in the params of networks, and each `balanced` weight of a loss, in place.
 
     Args:
         data: the data module.
         read: prepare and set up the data where the data module does not declare a number before; where False, such an
-            `auto` stays.
+            `auto` stays, and so does `balanced`.
 
     Raises:
-        ConfigError: the data module declares no such number.
+        ConfigError: the data module declares no such number, or the training set has no classes.
     """
     for key, params, name in unfilled(cfg):
+        if name == WEIGHT:
+            if read:
+                params[name] = {"type": "torch.tensor", "params": {"data": _weights(cfg, data, key)}}
+            continue
         found = _declared(name, data)
         if found is None and hasattr(data, "example_batch"):
             data.example_batch(1)  # an image folder knows its classes from here on
             found = _declared(name, data)
         if found is None and read:
-            if world_size(cfg.engine) == 1:  # else the first process alone may download
-                data.prepare_data()
-            data.setup("fit")
+            _read(cfg, data)
             found = _declared(name, data)
         if found is None and not read:
             continue
@@ -51,9 +55,29 @@ def refuse_unfilled(cfg: Config) -> None:
     Raises:
         ConfigError: with each `auto` that is left.
     """
-    message = "`auto` is filled when the data module is built; call init_module(cfg, 'data') before, or give a number"
-    if faults := [Fault(message, key, found="auto") for key, _, _ in unfilled(cfg)]:
+    message = "is filled when the data module is built; call init_module(cfg, 'data') before, or give a number"
+    if faults := [Fault(f"`{p[name]}` {message}", key, found=p[name]) for key, p, name in unfilled(cfg)]:
         raise ConfigError(faults)
+
+
+def _read(cfg: Config, data: Any) -> None:
+    """Prepares and sets up the training data."""
+    if world_size(cfg.engine) == 1:  # else the first process alone may download
+        data.prepare_data()
+    data.setup("fit")
+
+
+def _weights(cfg: Config, data: Any, key: str) -> list[float]:
+    """The weight of each class, logged beside the name of the class."""
+    _read(cfg, data)
+    names = [str(name) for name in getattr(data, "class_names", None) or []]
+    counts = class_counts(data, len(names))
+    if counts is None or not counts.any():
+        message = f"`{BALANCED}` needs classes, and the training set of {cfg.data.module.type} has no `label` or `mask`"
+        raise ConfigError(Fault(f"{message} of whole numbers; remove it, or give a tensor", key, found=BALANCED))
+    weights = class_weights(counts)
+    log.info("%s: balanced → %s (the classes of the training set have %s samples)", key, weights, counts.tolist())
+    return weights
 
 
 def _declared(name: str, data: Any) -> int | list[int] | None:

@@ -130,9 +130,7 @@ def export_run(folder: RunFolder, allow: Sequence[str] = (), verb: str = "export
         samples = file[SAMPLES_OF[KINDS[task.kind].takes]] if task.kind in KINDS else np.empty(0)
     bundle = export(task, folder, samples, origin_of(folder, path))
     log.info("bundle     %s", bundle)
-    if cfg.logger.log_model and KINDS[task.kind].takes != "image":
-        log.warning("model      none: an MLflow model is made of a run with pictures only, so far")
-    elif cfg.logger.log_model:
+    if cfg.logger.log_model:
         from deeplightning.tracking.flavour import write_model
 
         with permissions_of(folder.path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("deeplightning")
 
+PRINTS_CONFIG = "DEEPLIGHTNING_PRINT_CONFIG"
+"""The environment variable that keeps a run from printing its config first, where it is 0."""
+
 
 def launch(cfg: Config) -> RunFolder:
     """Runs the stages of a config in their order, and exports what was trained.
@@ -49,7 +53,8 @@ def launch(cfg: Config) -> RunFolder:
     to_terminal(cfg)
     one_line_warnings()
     if own_rank() == 0 and supervisor.restarts() == 0:
-        show(dump(cfg.public()))
+        if os.environ.get(PRINTS_CONFIG) != "0":
+            show(dump(cfg.public()))
         if cfg.train.fast:
             log.info("%-10s one batch of each stage; no checkpoint and no bundle is written", "fast")
         for notice in cfg.notices or []:

@@ -11,6 +11,7 @@ from torch import Tensor, bincount, nn
 from deeplightning import transfer
 from deeplightning.task.errors import LabelError, MisfitError
 from deeplightning.task.metrics import Accuracy
+from deeplightning.task.outputs import refusal
 from deeplightning.task.supervised import Batch, Supervised
 
 
@@ -67,9 +68,7 @@ class Classification(Supervised):
             MisfitError: they are no logits (B, K), or there are not as many as classes in the data.
         """
         if not isinstance(outputs, Tensor) or outputs.ndim != 2:
-            found = tuple(outputs.shape) if isinstance(outputs, Tensor) else f"a {type(outputs).__name__}"
-            message = f"{self.cfg.model.network.type} gives {found}, not (B, K): one row per {self.sample}"
-            raise MisfitError(message, "model.network")
+            raise refusal(self.cfg.model.network.type, outputs, f"(B, K): one row per {self.sample}")
         if self.class_names and outputs.shape[1] != len(self.class_names):
             raise MisfitError(
                 f"the data has {len(self.class_names)} classes (labels 0 to {len(self.class_names) - 1}), the network "

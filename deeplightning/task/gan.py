@@ -146,6 +146,8 @@ class Gan(pl.LightningModule):
         if model.loss is None or (isinstance(model.loss, dict) and set(model.loss) != set(self.network_names)):
             example = "for example {type: torch.nn.BCEWithLogitsLoss}, or a map of generator and discriminator"
             raise MisfitError(f"model.loss: this task needs one, {example}")
+        if model.output is not None:
+            raise MisfitError("model.output: with several networks it is not clear whose; have each give a tensor")
         if model.trainable == "head":
             raise MisfitError("model.trainable: with several networks `head` is not clear; give patterns, or all")
         if cfg.engine.backend not in (None, "ddp"):

@@ -13,7 +13,8 @@ from deeplightning.task.images import ImageTask
 
 
 class Classifier(nn.Module):
-    """What a bundle holds: uint8 pictures (B, C, H, W) to probabilities float32 (B, K)."""
+    """What a bundle holds: uint8 pictures (B, C, H, W) to probabilities float32 (B, K), or (B, K, H, W) of a
+    segmentation."""
 
     def __init__(self, normalise: nn.Module, network: nn.Module):
         super().__init__()

@@ -13,6 +13,7 @@ from torchmetrics.regression import MeanSquaredError
 
 from deeplightning.task.errors import MisfitError
 from deeplightning.task.images import ImageTask, Normalise
+from deeplightning.task.outputs import refusal
 from deeplightning.task.sheets import epoch_suffix, sheet
 from deeplightning.task.supervised import Batch
 
@@ -73,12 +74,8 @@ class ImageReconstruction(ImageTask):
         found = outputs.get("reconstruction") if isinstance(outputs, dict) else outputs
         if isinstance(found, Tensor) and found.ndim == 4:
             return
-        words = f"{tuple(found.shape)}" if isinstance(found, Tensor) else f"a {type(outputs).__name__}"
-        if isinstance(outputs, dict):
-            words = f"{words} with {', '.join(map(str, outputs)) or 'nothing'}"
-        name = self.cfg.model.network.type
-        message = f"{name} gives {words}, not pictures (B, C, H, W), or {{'reconstruction': such}}"
-        raise MisfitError(message, "model.network")
+        wanted = "pictures (B, C, H, W), or {'reconstruction': such}"
+        raise refusal(self.cfg.model.network.type, outputs if found is None else found, wanted)
 
     def check_truth(self, outputs: Any, truth: Tensor) -> None:
         found = reconstruction(outputs).shape

@@ -74,6 +74,8 @@ def try_network(network: nn.Module, example: Tensor, refusal: str, name: str | N
     try:
         with torch.no_grad():
             return network(example.to(device_of(network)))
+    except MisfitError:  # of an output
+        raise
     except (RuntimeError, ValueError, IndexError) as error:
         raise _misfit(f"{refusal}: {first_line(error)}", name) from error
     finally:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from deeplightning.task.errors import MisfitError
+from deeplightning.task.outputs import refusal
 from deeplightning.task.rows import RowTask, Scaled
 from deeplightning.task.supervised import Batch
 
@@ -178,9 +179,7 @@ class Regression(RowTask):
 
     def check_outputs(self, outputs: Any) -> None:
         if not isinstance(outputs, Tensor) or outputs.ndim not in (1, 2):
-            found = tuple(outputs.shape) if isinstance(outputs, Tensor) else f"a {type(outputs).__name__}"
-            message = f"{self.cfg.model.network.type} gives {found}, not (B, T): a number for each target of a sample"
-            raise MisfitError(message, "model.network")
+            raise refusal(self.cfg.model.network.type, outputs, "(B, T): a number for each target of a sample")
 
     def check_truth(self, outputs: Tensor, truth: Tensor) -> None:
         if outputs.shape != truth.shape:

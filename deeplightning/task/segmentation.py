@@ -9,8 +9,11 @@ import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
+from deeplightning.kinds import CLASS_COLOURS
 from deeplightning.task.errors import LabelError, MisfitError
 from deeplightning.task.images import ImageTask
+from deeplightning.task.img_classif import Classifier
+from deeplightning.task.outputs import refusal
 from deeplightning.task.supervised import Batch
 
 NO_CLASS = 255
@@ -21,13 +24,7 @@ IGNORED = -100
 
 MOST_CLASSES = 256
 
-COLOURS = torch.tensor(
-    [
-        *((40, 40, 40), (230, 75, 60), (50, 160, 240), (85, 190, 90), (250, 200, 50), (165, 90, 200)),
-        *((245, 140, 40), (70, 205, 200), (235, 120, 180), (140, 110, 80), (190, 220, 90), (110, 120, 220)),
-    ],
-    dtype=torch.uint8,
-)
+COLOURS = torch.tensor(CLASS_COLOURS, dtype=torch.uint8)
 """Of the classes on pictures, (12, 3); further classes begin anew."""
 
 
@@ -50,6 +47,7 @@ class Segmentation(ImageTask):
     def __init__(self, cfg: Any):
         super().__init__(cfg)
         self._sheet: list[Tensor] = []
+        self._classes = 0  # of the network
 
     def truth(self, batch: Batch) -> Tensor:
         mask = batch["mask"].long()
@@ -61,8 +59,7 @@ class Segmentation(ImageTask):
     def check_outputs(self, outputs: Any) -> None:
         name = self.cfg.model.network.type
         if not isinstance(outputs, Tensor) or outputs.ndim != 4:
-            found = tuple(outputs.shape) if isinstance(outputs, Tensor) else f"a {type(outputs).__name__}"
-            raise MisfitError(f"{name} gives {found}, not (B, K, H, W): a number per class and pixel", "model.network")
+            raise refusal(name, outputs, "(B, K, H, W): a number per class and pixel")
         if (spec := self.image_spec) is not None and outputs.shape[2:] != (spec.height, spec.width):
             raise MisfitError(
                 f"{name} gives {outputs.shape[2]}x{outputs.shape[3]} pixels for pictures of "
@@ -75,6 +72,7 @@ class Segmentation(ImageTask):
                 f"model.network.params.num_classes={len(self.class_names)}",
                 "model.network",
             )
+        self._classes = outputs.shape[1]
 
     def check_truth(self, outputs: Any, truth: Tensor) -> None:
         if truth.shape != (len(outputs), *outputs.shape[2:]):
@@ -113,6 +111,21 @@ class Segmentation(ImageTask):
         if stage != "val" or not self._sheet or not self.trainer.is_global_zero:
             return {}
         return {"val_segmentation": sheet(*self._sheet)}
+
+    # ---- export
+
+    def travels(self) -> dict[str, Any]:
+        own = super().travels()
+        if own and not own["class_names"]:  # the data module gives none; a server calls them by their numbers
+            own["class_names"] = [str(number) for number in range(self._classes)]
+        return own
+
+    def inference_model(self) -> nn.Module:
+        """uint8 (N, C, H, W) to the probability of each class for each pixel, float32 (N, K, H, W), on the CPU, in eval
+        mode."""
+        if self.network is None or self.normalise is None:
+            raise MisfitError("the data module gave no `image_spec`: there is nothing to prepare pictures by")
+        return Classifier(self.normalise, self.network).cpu().float().eval()
 
 
 def sheet(images: Tensor, truth: Tensor, answered: Tensor) -> Tensor:

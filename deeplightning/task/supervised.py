@@ -17,6 +17,7 @@ from deeplightning.task.errors import MisfitError
 from deeplightning.task.metrics import InOwnPrecision, SampleMean
 from deeplightning.task.networks import build_loss, on_cpu
 from deeplightning.task.optimize import freeze, optimizers
+from deeplightning.task.outputs import Picked
 from deeplightning.task.points import Points
 
 Batch = dict[str, Tensor]
@@ -163,6 +164,8 @@ class Supervised(pl.LightningModule):
             return
         self.network = network = build(self.cfg.model.network)
         freeze(network, self.cfg.model.trainable)
+        if self.cfg.model.output is not None:
+            network.register_forward_hook(Picked(self.cfg.model.output, self.cfg.model.network.type))
         # A tensor with `ds_id` is in parts, by DeepSpeed.
         incomplete = any(p.is_meta or hasattr(p, "ds_id") for p in network.parameters())
         if not incomplete:

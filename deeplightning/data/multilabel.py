@@ -1,0 +1,290 @@
+"""Pictures with several labels each, or none: a file names the labels of each picture; split, resized and batched.
+
+B batch, N pictures, K labels.
+"""
+
+import csv
+import difflib
+import json
+import logging
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import torch
+from torch import Generator, nn
+
+from deeplightning.data.datasets import Batch, Samples
+from deeplightning.data.errors import DataConfigError, DataError
+from deeplightning.data.image_folder import STATISTICS
+from deeplightning.data.images import ImageData, height_width
+from deeplightning.data.splits import deal
+from deeplightning.image import MAX_PIXELS, ImageSpec
+
+log = logging.getLogger(__name__)
+
+SETS = {"train": "train", "val": "val", "validation": "val", "valid": "val", "test": "test"}
+
+
+class Line(NamedTuple):
+    """What a file of labels says of a picture: where, which, what it has, and the set that it is of (None: no word of
+    it)."""
+
+    number: int
+    name: str
+    labels: list[str]
+    split: str | None
+
+
+@dataclass(frozen=True)
+class LabelFile:
+    """A file of labels: CSV with a header, or JSON lines (.jsonl).
+
+    Attributes:
+        path: of the file.
+        separator, file_column, labels_column: as of `LabelledImages`.
+    """
+
+    path: Path
+    separator: str = "|"
+    file_column: str = "file"
+    labels_column: str = "labels"
+
+    def lines(self) -> Iterator[Line]:
+        """One for each picture.
+
+        Raises:
+            DataError: a line is not as it should be.
+        """
+        seen: str | None = None
+        for first, (number, name, labels, split) in enumerate(self._given()):
+            if not isinstance(name, str) or not name:
+                raise DataError(f"{self.path}, line {number}: {self.file_column} must name a picture, not {name!r}.")
+            if isinstance(labels, str):
+                labels = [label.strip() for label in labels.split(self.separator) if label.strip()]
+            if not isinstance(labels, list) or not all(isinstance(label, str) and label for label in labels):
+                raise DataError(
+                    f"{self.path}, line {number}: {self.labels_column} must be a list of names, not {labels!r:.100}."
+                )
+            word = SETS.get(str(split).strip().lower()) if split is not None else None
+            if (split is not None and word is None) or (first and (word is None) != (seen is None)):
+                raise DataError(
+                    f"{self.path}, line {number}: the split must be train, val or test in each line, or in none, not "
+                    f"{split!r:.100}."
+                )
+            seen = word
+            yield Line(number, name, labels, word)
+
+    def _given(self) -> Iterator[tuple[int, Any, Any, Any]]:
+        """Of each line its number, file, labels and split, as they are written."""
+        try:
+            with self.path.open(encoding="utf-8-sig", newline="") as stream:
+                if self.path.suffix.lower() == ".jsonl":
+                    yield from self._given_as_json(stream)
+                else:
+                    yield from self._given_as_csv(stream)
+        except UnicodeDecodeError as error:
+            raise DataError(f"{self.path} is not in UTF-8 ({error}); save it as UTF-8.") from error
+
+    def _given_as_csv(self, stream: Any) -> Iterator[tuple[int, Any, Any, Any]]:
+        reader = csv.DictReader(stream, strict=True)
+        try:
+            columns = reader.fieldnames or []
+            self._require(columns, "column", "header")
+            for row in reader:
+                if None in row or None in row.values():
+                    raise DataError(
+                        f"{self.path}, line {reader.line_num}: this line has another number of columns than the "
+                        f"header. Labels are divided by {self.separator!r}, or a comma in them is in quotes."
+                    )
+                yield reader.line_num, row[self.file_column], row[self.labels_column], row.get("split")
+        except csv.Error as error:
+            raise DataError(f"{self.path}, line {reader.line_num}: cannot be read as CSV: {error}.") from error
+
+    def _given_as_json(self, stream: Any) -> Iterator[tuple[int, Any, Any, Any]]:
+        for number, text in enumerate(stream, 1):
+            if not text.strip():
+                continue
+            try:
+                row = json.loads(text)
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{self.path}, line {number}: this is not JSON: {error}.") from error
+            if not isinstance(row, dict):
+                raise DataError(f"{self.path}, line {number}: this is no JSON object, as {{...}}.")
+            self._require(list(row), "key", f"line {number}")
+            yield number, row[self.file_column], row[self.labels_column], row.get("split")
+
+    def _require(self, names: Sequence[str], what: str, where: str) -> None:
+        for key, name in (("file_column", self.file_column), ("labels_column", self.labels_column)):
+            if name not in names:
+                raise DataError(
+                    f"{self.path}, {where}: there is no {what} {name!r}.{_near(name, names)} There are: "
+                    f"{', '.join(map(str, names)) or 'none'}. data.module.params.{key} names another."
+                )
+
+
+class LabelledImages(ImageData):
+    """Pictures in `data.root` whose labels are in a file there:
+
+    - CSV with a header (`.csv`): a column `file`, and a column `labels`, as `cat|dog`; empty: the picture has none.
+    - JSON lines (`.jsonl`): `{"file": "1.jpg", "labels": ["cat", "dog"]}` in each line.
+
+    A further column or key `split` says of each picture whether it is of train, val or test. Without it they are
+    divided 80/10/10 by the seed, such that rare labels get into each set: a picture counts as of its rarest label.
+
+    A batch is {"image": uint8 (B, C, H, W), "label": float32 (B, K) of 0 and 1, "index": int64 (B,)}.
+
+    Args:
+        cfg: the whole config.
+        labels: the file, in `data.root`.
+        images: the folder in `data.root` that the names of the pictures begin in.
+        class_names: the labels, in order; None: all that occur, sorted.
+        separator: between the labels of a picture in a CSV file.
+        file_column, labels_column: what these columns, or keys, are called.
+        image_size: pixels, one number for a square or [height, width].
+        mode: "RGB" or "L" (grey).
+        resize: "crop", "stretch" or "pad", see `deeplightning.image.ImageSpec`.
+        mean: per channel, on the scale 0 to 1; None: ImageNet's.
+        std: per channel, on the scale 0 to 1; None: ImageNet's.
+        max_pixels: largest picture that is decoded.
+        augment, in_memory, limit, cache: see `deeplightning.data.images.ImageData`.
+
+    Raises:
+        DataConfigError: a value of the config is impossible. It is a ValueError.
+    """
+
+    def __init__(
+        self,
+        cfg: Any,
+        labels: str = "labels.csv",
+        images: str = ".",
+        class_names: Sequence[str] | None = None,
+        separator: str = "|",
+        file_column: str = "file",
+        labels_column: str = "labels",
+        image_size: int | Sequence[int] = 64,
+        mode: Literal["RGB", "L"] = "RGB",
+        resize: Literal["crop", "stretch", "pad"] = "crop",
+        mean: Sequence[float] | None = None,
+        std: Sequence[float] | None = None,
+        max_pixels: int = MAX_PIXELS,
+        augment: Sequence[nn.Module] = (),
+        in_memory: bool | Literal["auto", "device"] | None = "auto",
+        limit: int | None = None,
+        cache: bool | str = True,
+    ):
+        usual = STATISTICS.get(mode, ((), ()))
+        spec = ImageSpec(
+            *height_width(image_size),
+            mode=mode,
+            resize=resize,
+            mean=usual[0] if mean is None else tuple(mean),
+            std=usual[1] if std is None else tuple(std),
+        )
+        super().__init__(
+            cfg, spec, augment=augment, in_memory=in_memory, limit=limit, max_pixels=max_pixels, cache=cache
+        )
+        if cfg.data.root is None:
+            raise DataConfigError(f"data.root is null, but LabelledImages needs a folder: the one that holds {labels}.")
+        if Path(labels).suffix.lower() not in (".csv", ".jsonl"):
+            raise DataConfigError(f"data.module.params.labels must be a file *.csv or *.jsonl, not {labels!r}.")
+        if not isinstance(separator, str) or not separator:
+            raise DataConfigError(f"data.module.params.separator must be one or more signs, not {separator!r}.")
+        names = None if class_names is None else list(class_names)
+        if names is not None and (
+            not names
+            or isinstance(class_names, str)
+            or len(set(names)) < len(names)
+            or not all(isinstance(name, str) for name in names)
+        ):
+            raise DataConfigError(
+                f"data.module.params.class_names must be a list of different names, or null, not {class_names!r}."
+            )
+        self.root = Path(cfg.data.root).expanduser().absolute()
+        self.file = self.root / labels
+        self.folder = self.root / images
+        self.named = names
+        self.label_file = LabelFile(self.file, separator, file_column, labels_column)
+        self.class_names = names or []
+
+    def check(self) -> None:
+        for path, key in ((self.file, "labels"), (self.folder, "images")):
+            if not path.exists():
+                raise DataError(
+                    f"{path} is missing. Set data.root (now {self.cfg.data.root}) to the folder that holds it, or name "
+                    f"another in data.module.params.{key}."
+                )
+
+    def example_batch(self, size: int) -> Batch:
+        """As of every `ImageData`; each label is one of the first row's, and then of every other's. Reads the labels
+        where `class_names` does not give them.
+
+        Raises:
+            DataError: the file of labels is missing, or not as it should be.
+        """
+        if not self.class_names:
+            self.check()
+            self._name_classes(list(self.label_file.lines()))
+        labels = torch.randint(2, (size, len(self.class_names)), generator=Generator().manual_seed(1)).float()
+        labels[0] = 1
+        return {**super().example_batch(size), "label": labels}
+
+    def read(self) -> dict[str, Samples]:
+        lines = list(self.label_file.lines())
+        if not lines:
+            raise DataError(f"{self.file} names no picture.")
+        self._name_classes(lines)
+        numbers = {name: number for number, name in enumerate(self.class_names)}
+        labels, paths = np.zeros((len(lines), len(numbers)), np.float32), dict[str, int]()
+        for row, line in enumerate(lines):
+            path = str(self.folder / line.name)
+            if path in paths:
+                raise DataError(f"{self.file}, line {line.number}: {line.name} is in line {paths[path]} already.")
+            paths[path] = line.number
+            for label in line.labels:
+                if label not in numbers:
+                    raise DataError(
+                        f"{self.file}, line {line.number}: {label!r} is none of data.module.params.class_names."
+                        f"{_near(label, numbers)} There are: {', '.join(numbers):.300}."
+                    )
+                labels[row, numbers[label]] = 1
+        missing = [path for path in paths if not Path(path).is_file()]
+        if missing:
+            more = f" So are {len(missing) - 1} more." if len(missing) > 1 else ""
+            raise DataError(
+                f"{self.file}, line {paths[missing[0]]}: the picture {missing[0]} is missing.{more} "
+                "data.module.params.images names the folder that the names begin in."
+            )
+        without = [name for name, count in zip(self.class_names, labels.sum(0), strict=True) if not count]
+        if without:
+            log.warning("No picture in %s has the label %s", self.file, ", ".join(without[:20]))
+        whole = Samples([*paths], labels)
+        if all(line.split is None for line in lines):
+            return {"all": whole}
+        sets = np.array([line.split for line in lines])
+        found = {name: whole.take(np.flatnonzero(sets == name)) for name in ("train", "val", "test")}
+        if not len(found["train"]):
+            raise DataError(f"{self.file}: no picture is of train.")
+        return {name: samples for name, samples in found.items() if len(samples)}
+
+    def _name_classes(self, lines: list[Line]) -> None:
+        self.class_names = self.named or sorted({label for line in lines for label in line.labels})
+        if not self.class_names:
+            raise DataError(f"{self.file} names no label at all in its {self.label_file.labels_column}.")
+
+    def _folds(self, samples: Any, number: int, purpose: int) -> np.ndarray:
+        """Evenly by the rarest label of each picture, so that each set gets its part of it."""
+        counts = samples.labels.sum(0)  # (K,)
+        rarity = np.where(samples.labels > 0, counts, np.inf)  # (N, K)
+        rarest = np.where(samples.labels.any(1), rarity.argmin(1), samples.labels.shape[1])
+        return deal(rarest, number, self.cfg.seed, purpose)
+
+    def _describe(self) -> str:
+        return f"LabelledImages of {self.file}"
+
+
+def _near(word: str, words: Iterable[str]) -> str:
+    close = difflib.get_close_matches(word, list(words), 1)
+    return f" Do you mean {close[0]}?" if close else ""

@@ -1,0 +1,79 @@
+"""How often a training set has each class, and what weights make the classes count alike.
+
+N samples, K classes.
+"""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+COLUMNS = ("label", "mask")
+"""The entries of a batch that have classes: of samples, int64 (B,), or of pixels, int64 (B, H, W)."""
+
+_BATCH = 256
+
+
+def counted(labels: np.ndarray, counts: np.ndarray) -> np.ndarray:
+    """Adds labels to counts.
+
+    Args:
+        labels: whole numbers, any shape; negative ones, which losses leave out, do not count.
+        counts: int64 (K,), so far.
+
+    Returns:
+        int64 (K',), at least as long as `counts`.
+    """
+    found = np.bincount(labels[labels >= 0].ravel(), minlength=len(counts))
+    found[: len(counts)] += counts
+    return found
+
+
+def class_counts(data: Any, num_classes: int = 0) -> np.ndarray | None:
+    """How many samples, or pixels, of each class the training set has.
+
+    A set with `labels` is not read. Of another data module's own set each sample is read once, whatever `data.sampler`
+    is; of one without `dataset` the batches of its `train_dataloader`.
+
+    Args:
+        data: a data module that is set up.
+        num_classes: K; 0: the largest label and one more.
+
+    Returns:
+        int64 (K,), without labels that are none of the classes; None: the set has no labels that are whole numbers.
+    """
+    counts, is_found = np.zeros(num_classes, np.int64), False
+    for labels in _labels(data):
+        if labels.dtype.kind not in "iub":
+            return None
+        counts, is_found = counted(labels.astype(np.int64), counts), True
+    if not is_found:
+        return None
+    return counts[:num_classes] if num_classes else counts
+
+
+def class_weights(counts: np.ndarray) -> list[float]:
+    """n / (k * count) of each class, for n samples and k classes that occur, to 8 digits; 0 of a class without samples.
+
+    Args:
+        counts: int64 (K,).
+    """
+    occurring = max(1, int((counts > 0).sum()))
+    return [float(f"{counts.sum() / (occurring * count):.8g}") if count else 0.0 for count in counts]
+
+
+def _labels(data: Any) -> Iterator[np.ndarray]:
+    """The labels of the training set, in parts."""
+    dataset: Any = data.dataset("train") if callable(getattr(data, "dataset", None)) else None
+    size = len(dataset) if hasattr(dataset, "__len__") else 0
+    column: Any = getattr(dataset, "labels", None)
+    if size and hasattr(column, "__len__") and len(column) == size:
+        yield np.asarray(column)
+        return
+    batches = (dataset[list(range(n, min(size, n + _BATCH)))] for n in range(0, size, _BATCH))
+    for batch in batches if size else data.train_dataloader():
+        name = next((name for name in COLUMNS if isinstance(batch, Mapping) and name in batch), None)
+        if name is None:
+            return
+        labels = np.asarray(batch[name])
+        yield labels[np.asarray(batch["index"]) >= 0] if "index" in batch else labels

@@ -1,0 +1,304 @@
+"""Several labels for one sample, or none: a network learns the probability of each label by itself.
+
+Shapes: B batch, N samples, K labels.
+"""
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torchmetrics import Metric
+from torchmetrics.functional.classification import multilabel_average_precision, multilabel_f1_score
+
+from deeplightning.task.errors import LabelError, MisfitError
+from deeplightning.task.images import ImageTask
+from deeplightning.task.outputs import refusal
+from deeplightning.task.rows import RowTask
+from deeplightning.task.supervised import Batch, Supervised
+
+
+class Sigmoid(nn.Module):
+    """What a bundle holds: inputs (B, …) to the probability of each label, float32 (B, K).
+
+    Args:
+        network: gives logits (B, K).
+        prepare: what inputs go through before; None: nothing.
+    """
+
+    def __init__(self, network: nn.Module | None, prepare: nn.Module | None = None):
+        super().__init__()
+        self.prepare, self.network = prepare or nn.Identity(), network
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        assert self.network is not None
+        return self.network(self.prepare(inputs)).float().sigmoid()
+
+
+class Collected(Metric):
+    """The probabilities and labels of all samples and processes; derived metrics compute a number of them."""
+
+    full_state_update = False
+    scores: list[Tensor]
+    truth: list[Tensor]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("scores", [], dist_reduce_fx="cat")
+        self.add_state("truth", [], dist_reduce_fx="cat")
+
+    def update(self, scores: Tensor, truth: Tensor) -> None:
+        """Adds a batch: probabilities float (B, K), labels (B, K) of 0 and 1."""
+        self.scores.append(scores.float())
+        self.truth.append(truth.long())
+
+    def all(self) -> tuple[Tensor, Tensor]:
+        """Probabilities float32 (N, K), labels int64 (N, K)."""
+        scores, truth = (v if isinstance(v, Tensor) else torch.cat(v) for v in (self.scores, self.truth))
+        return scores, truth
+
+    def compute(self) -> Any:
+        return self.all()
+
+
+class MeanAveragePrecision(Collected):
+    """The mean of the labels' average precisions, in [0, 1]; a label that no sample has is left out. nan: none has any.
+    scikit-learn's `average_precision_score` of the labels that occur."""
+
+    def compute(self) -> Tensor:
+        scores, truth = self.all()
+        occurs = truth.any(0)
+        if not occurs.any():
+            return scores.new_tensor(torch.nan)
+        scores, truth = scores[:, occurs], truth[:, occurs]
+        found: Tensor = multilabel_average_precision(scores, truth, scores.shape[1], "none", validate_args=False)
+        return found.mean()
+
+
+class F1(Collected):
+    """The mean of the labels' F1 scores, in [0, 1], where a sample has the labels whose probability is at least their
+    threshold; a label that is neither true nor answered counts as 0. scikit-learn's `f1_score(average="macro")`.
+
+    Attributes:
+        thresholds: of each label; empty: 0.5 each.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.thresholds: list[float] = []
+
+    def compute(self) -> Tensor:
+        scores, truth = self.all()
+        answered = chosen(scores, self.thresholds or [0.5] * scores.shape[1]).float()
+        return multilabel_f1_score(answered, truth, scores.shape[1], average="macro", validate_args=False)
+
+
+class Labels(Supervised):
+    """What both tasks of this file share: logits (B, K) against labels (B, K) of 0 and 1.
+
+    At the end of each validation a threshold is chosen for each label: the one with the best F1 score on the validation
+    set, half-way between the two probabilities that it divides. It travels in the checkpoint and the bundle, and an
+    answer has the labels whose probability is at least their threshold.
+
+    Attributes:
+        class_names: the name of each label, in order.
+        thresholds: of each label; empty: 0.5 each, no validation has ended yet.
+    """
+
+    metric_names = ("map", "f1")
+    class_names: list[str]
+
+    def __init__(self, cfg: Any):
+        super().__init__(cfg)
+        self.thresholds: list[float] = []
+        self.collected = Collected()
+
+    def default_metrics(self) -> dict[str, Any]:
+        return {"map": MeanAveragePrecision(), "f1": F1()}
+
+    def measured(self, outputs: Any) -> Tensor:
+        """Metrics are given probabilities: torchmetrics would take logits between 0 and 1 for such."""
+        return outputs.detach().float().sigmoid()
+
+    def truth(self, batch: Batch) -> Tensor:
+        """The labels, float (B, K)."""
+        labels = batch.get("label", batch.get("target"))
+        if labels is None or (labels.ndim != 2 and "label" in batch):
+            found = ", ".join(batch) if labels is None else f"`label` {tuple(labels.shape)}"
+            raise LabelError(
+                f"the batches of the data have {found}; a task with several labels needs `label` (B, K), 0 or 1 for "
+                "each label of a sample. Of a table, data.module.params.target names a column of 0 and 1 for each",
+                "data.module",
+            )
+        return (labels if labels.ndim == 2 else labels[:, None]).float()
+
+    def check_outputs(self, outputs: Any) -> None:
+        """
+        Raises:
+            MisfitError: they are no logits (B, K), or there are not as many as labels in the data.
+        """
+        if not isinstance(outputs, Tensor) or outputs.ndim != 2:
+            raise refusal(self.cfg.model.network.type, outputs, "(B, K): a number for each label")
+        if self.class_names and outputs.shape[1] != len(self.class_names):
+            raise MisfitError(
+                f"the data has {len(self.class_names)} labels, the network {outputs.shape[1]} outputs; set "
+                f"model.network.params.num_classes={len(self.class_names)}, or whatever it calls them",
+                "model.network",
+            )
+
+    def check_truth(self, outputs: Tensor, truth: Tensor) -> None:
+        """
+        Raises:
+            MisfitError: there is another number of labels than of outputs.
+            LabelError: a value is neither 0 nor 1. On a GPU a look at a batch would stall it, after the first epoch.
+        """
+        if outputs.shape != truth.shape:
+            given, wanted = outputs.shape[1], truth.shape[1]
+            message = f"{self.cfg.model.network.type} gives {given} number(s) for each sample, the data {wanted} labels"
+            raise MisfitError(message, "model.network")
+        looks = self.current_epoch == 0 or truth.device.type == "cpu"
+        if looks and bool((wrong := (truth != 0) & (truth != 1)).any()):
+            row, column = wrong.nonzero()[0].tolist()
+            names = self.class_names
+            raise LabelError(
+                f"the data hold {truth[row, column].item():g} for the label "
+                f"{names[column] if names else column}; a label is 1 where a sample has it, else 0",
+                "data.module",
+            )
+
+    # ---- thresholds
+
+    def remember(self, inputs: Tensor, outputs: Tensor, truth: Tensor) -> None:
+        """Keeps probabilities and labels of the validation, by which thresholds are chosen."""
+        self.collected.update(self.measured(outputs), truth)
+
+    def on_validation_epoch_end(self) -> None:
+        if self.collected.update_count:
+            scores, truth = self.collected.compute()
+            self.collected.reset()
+            if len(scores) and not self.trainer.sanity_checking:
+                self._use(best_thresholds(scores.cpu().numpy(), truth.cpu().numpy()))
+        super().on_validation_epoch_end()
+
+    def _use(self, thresholds: list[float]) -> None:
+        self.thresholds = thresholds
+        for metric in self.metrics.modules():
+            if isinstance(metric, F1):
+                metric.thresholds = thresholds
+
+    def answers(self, batch: Batch, outputs: Tensor) -> dict[str, Any]:
+        """A row per sample: its index, the labels of the answer and the true ones, divided by |, and the probability of
+        each label."""
+        scores = self.measured(outputs)
+        names = self.class_names or [str(number) for number in range(scores.shape[1])]
+        columns: dict[str, Any] = {"index": batch["index"]} if "index" in batch else {}
+        columns["predicted_labels"] = _joined(names, chosen(scores, self.thresholds or [0.5] * len(names)))
+        if "label" in batch or "target" in batch:
+            columns["labels"] = _joined(names, self.truth(batch) == 1)
+        return columns | {f"probability_{name}": scores[:, number] for number, name in enumerate(names)}
+
+    def answer_details(self) -> dict[str, Any]:
+        """What a bundle says of its answers: the threshold of each label."""
+        return {"thresholds": self.thresholds or [0.5] * len(self.class_names)}
+
+    # ---- travelling
+
+    def travels(self) -> dict[str, Any]:
+        return {**super().travels(), "thresholds": self.thresholds}
+
+    def arrives(self, saved: dict[str, Any]) -> None:
+        self._use(saved["thresholds"])
+        if len(saved) > 1:  # else the data module said nothing of its inputs
+            super().arrives(saved)
+
+
+class ImageMultilabel(Labels, ImageTask):
+    """Trains `model.network` on {"image": uint8 (B, C, H, W), "label": (B, K) of 0 and 1, "index": int64 (B,)}.
+
+    The data module says how its pixels are normalised (`image_spec`) and what the labels are called (`class_names`);
+    both travel in the checkpoint. Rows with index -1 fill up a batch and are not counted.
+
+    Metrics: `<stage>_loss` and `<stage>_<name>` for each of `model.metrics`; by default `map`, the mean average
+    precision, and `f1`, the mean F1 score of the labels by their thresholds. Those of a validation are chosen on it, so
+    `val_f1` is the best that can be had there, and `test_f1` what to expect.
+
+    Raises:
+        ValueError: several networks, optimizers or schedulers, or no loss: this task trains one network.
+    """
+
+    kind = "image_multilabel"
+
+    def inference_model(self) -> nn.Module:
+        """uint8 (N, C, H, W) to probabilities float32 (N, K), on the CPU, in eval mode."""
+        if self.network is None or self.normalise is None:
+            raise MisfitError("the data module gave no `image_spec`: there is nothing to prepare pictures by")
+        return Sigmoid(self.network, self.normalise).cpu().float().eval()
+
+
+class Multilabel(Labels, RowTask):
+    """The same for rows of a table, signals and arrays: batches of {"input": float32 (B, …), "label" or "target":
+    (B, K) of 0 and 1, "index": int64 (B,)}.
+
+    The labels are called as the data module says (`class_names`, or the columns of a table: `target_names`). Metrics
+    are those of `ImageMultilabel`.
+
+    Raises:
+        ValueError: several networks, optimizers or schedulers, or no loss: this task trains one network.
+    """
+
+    gives = "multilabel"
+
+    def __init__(self, cfg: Any):
+        super().__init__(cfg)
+        self.class_names: list[str] = []
+
+    def setup(self, stage: str) -> None:
+        super().setup(stage)
+        data: Any = getattr(self.trainer, "datamodule", None)
+        names = getattr(data, "class_names", None) or getattr(data, "target_names", None)
+        self.class_names = list(names or self.class_names)
+
+    def travels(self) -> dict[str, Any]:
+        return {**super().travels(), **({"class_names": self.class_names} if self.row_spec is not None else {})}
+
+    def arrives(self, saved: dict[str, Any]) -> None:
+        super().arrives(saved)
+        self.class_names = self.class_names or saved.get("class_names", [])
+
+    def inference_model(self) -> nn.Module:
+        """Prepared inputs float32 (N, …) to probabilities float32 (N, K), on the CPU, in eval mode."""
+        return self.exported(Sigmoid(self.network))
+
+
+def chosen(scores: Tensor, thresholds: list[float]) -> Tensor:
+    """Which labels an answer has: probabilities (B, K) and a threshold for each label to bool (B, K)."""
+    # In 64 bits, as the thresholds are: rounded to 32, one may be the probability above or below it.
+    return scores.double() >= torch.tensor(thresholds, dtype=torch.float64, device=scores.device)
+
+
+def best_thresholds(scores: np.ndarray, truth: np.ndarray) -> list[float]:
+    """For each label the threshold with the best F1 score, of equals the highest; half-way between the least
+    probability that it lets through and the next.
+
+    Args:
+        scores: probabilities, float (N, K), N ≥ 1.
+        truth: (N, K) of 0 and 1.
+
+    Returns:
+        K numbers from 0 to 1; 0.5 for a label that no sample has.
+    """
+    found = []
+    for label in range(scores.shape[1]):
+        order = np.argsort(-scores[:, label], kind="stable")
+        ranked, right = scores[order, label].astype(np.float64), np.cumsum(truth[order, label])  # (N,)
+        f1 = 2 * right / (np.arange(1, len(ranked) + 1) + max(1, right[-1]))
+        below = np.append(ranked[1:], 0.0)
+        f1[:-1][ranked[:-1] == ranked[1:]] = -1  # equal probabilities are not divided
+        best = int(f1.argmax())
+        found.append(float((ranked[best] + below[best]) / 2) if right[-1] else 0.5)
+    return found
+
+
+def _joined(names: list[str], which: Tensor) -> list[str]:
+    """The names of each row's labels, bool (B, K), divided by |."""
+    return ["|".join(name for name, has in zip(names, row, strict=True) if has) for row in which.tolist()]

@@ -1,0 +1,109 @@
+"""Classes of unequal size: `model.loss.params.weight: balanced` and `data.sampler: balanced`, in runs."""
+
+import json
+from collections import Counter
+
+import pytest
+import yaml
+from conftest import digest
+
+from deeplightning.checks.examine import examine, load_config
+from deeplightning.checks.explain import explain
+from deeplightning.run.assemble import init_module
+
+WEIGHT = "model.loss.params={weight: balanced}"
+SAMPLER = "data.sampler=balanced"
+KEY = "model.loss.params.weight"
+
+
+def test_a_run_keeps_the_weights_that_stats_prints(train, tiny, command, place):
+    """`cfg.yaml` holds the numbers; the loss multiplies by them, the test of the finished run as well; and a config
+    with these numbers written out is the same run."""
+    said = yaml.safe_load(command("stats", tiny, cwd=place).out)["class_weights"]
+    run = train(WEIGHT, "train.num_epochs=1")
+    assert f"{KEY}: balanced → {said} (" in run.out
+    kept = yaml.safe_load((run.folder / "cfg.yaml").read_text())["model"]["loss"]["params"]["weight"]
+    assert kept == {"type": "torch.tensor", "params": {"data": said}}
+    cfg = load_config(tiny, [WEIGHT])
+    init_module(cfg, "data")
+    assert init_module(cfg, "model").losses["loss"].weight.tolist() == pytest.approx(said)
+    again = train(f"{KEY}={{type: torch.tensor, params: {{data: {said}}}}}", "train.num_epochs=1")
+    assert digest(again.folder / "last.ckpt") == digest(run.folder / "last.ckpt")
+    assert command("test", run.folder, cwd=place).code == 0
+
+
+def test_check_explain_and_a_dry_run_know_the_word(tiny, command, place):
+    """Nothing is imported: `balanced` is no fault where a tensor is wanted, and its source is named. A misspelt word,
+    and a loss that takes no weight, are faults."""
+    report = examine(tiny, [WEIGHT])
+    assert report.faults == []
+    source = "numbers when the run begins, from the classes of the training set of deeplightning.data.digits.Digits"
+    assert source in explain(report)
+    assert f"  means       {source}\n" in explain(report, KEY)
+    tried = command("check", tiny, WEIGHT, SAMPLER, "--dry-run", cwd=place)
+    assert (tried.code, "the loss was tried without them" in tried.out + tried.err) == (0, True)
+    assert "each makes the classes count alike" in tried.out + tried.err
+    wrong = command("check", tiny, "model.loss={type: torch.nn.MSELoss, params: {weight: balanced}}", cwd=place)
+    assert wrong.code == 2
+    assert "torch.nn.MSELoss has no param `weight`" in wrong.err
+    wrong = command("check", tiny, "model.loss.params={weight: balance}", "data.sampler=balance", cwd=place)
+    assert wrong.code == 2
+    assert f"{KEY}: " in wrong.err
+    assert "Did you mean balanced?" in wrong.err
+
+
+def test_targets_that_are_numbers_have_no_weights(command, place, store):
+    """Exit code 2, with the key; no run begins."""
+    config = place.parent / "line.yaml"
+    config.write_text(
+        "_base_: pkg://deeplightning/examples/linear_regression/linear_regression.yaml\n"
+        f"logger: {{params: {{tracking_uri: '{store}'}}}}\n"
+    )
+    loss = "model.loss={type: torch.nn.CrossEntropyLoss, params: {weight: balanced}}"
+    for override, words in (
+        (loss, f"{KEY}: `balanced` needs classes"),
+        (SAMPLER, "data.sampler=balanced: the training"),
+    ):
+        refused = command("train", config, override, cwd=place)
+        assert (refused.code, words in refused.err) == (2, True), refused
+
+
+SAW = """
+import json
+import pytorch_lightning as pl
+
+
+class Saw(pl.Callback):
+    def __init__(self, folder):
+        self.folder, self.seen = folder, []
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        self.seen.append([trainer.current_epoch, batch["label"].tolist()])
+
+    def on_train_end(self, trainer, module):
+        with open(f"{self.folder}/{trainer.global_rank}.json", "w") as file:
+            json.dump(self.seen, file)
+"""
+
+
+def test_processes_share_balanced_batches(command, tiny, tmp_path):
+    """Two processes, with weights that are counted before there is a trainer: each label equally often over both."""
+    (tmp_path / "saw.py").write_text(SAW)
+    saw = f"train.callbacks=[{{type: saw.Saw, params: {{folder: '{tmp_path}'}}}}]"
+    overrides = ["engine.processes=2", "data.batch_size=8", SAMPLER, WEIGHT, saw]
+    outcome = command("train", tiny, *overrides, cwd=tmp_path, ranks=2)
+    assert {rank.code for rank in outcome.ranks} == {0}, outcome
+    assert "sampler    balanced: 13 samples of each of 10 classes an epoch" in outcome.ranks[0].out
+    seen = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    for epoch in range(2):
+        labels = Counter(label for of in seen for e, batch in of if e == epoch for label in batch)
+        assert sorted(labels.values()) == [13] * 6 + [14] * 4
+
+
+def test_a_run_with_balanced_batches_resumes_bit_for_bit(train):
+    """Stopped inside the first epoch and resumed: the weights of a run that was not stopped."""
+    settings = [SAMPLER, "logger.log_every_n_steps=100"]
+    whole = train(*settings).folder
+    first = train(*settings, "~train.num_epochs", "train.max_steps=4").folder
+    resumed = train(*settings, f"train.resume_ckpt='{first}'").folder
+    assert digest(resumed / "last.ckpt") == digest(whole / "last.ckpt")

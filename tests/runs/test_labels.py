@@ -1,0 +1,244 @@
+"""Several labels for one sample, from files to answers over HTTP: of pictures, and of rows with columns of 0 and 1."""
+
+import csv
+import io
+import json
+import re
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from jsonschema import Draft202012Validator
+from PIL import Image
+from safetensors.torch import load_file
+from sklearn.metrics import average_precision_score, f1_score
+
+import deeplightning as dl
+from deeplightning.model.cnn import SimpleCNN
+from deeplightning.model.table import TableNet
+from deeplightning.runfolder import golden_digest, seal
+from serve.app import application
+from serve.bundle import Bundle, BundleError
+from serve.service import Service
+
+CONFIG = """\
+seed: 3
+stages: [train, test, predict]
+data:
+  root: .
+  module: {{type: {data}}}
+  batch_size: 20
+model:
+  module: {{type: deeplightning.task.multilabel.{task}}}
+  network: {{type: {network}}}
+  optimizer: {{type: torch.optim.AdamW, params: {{lr: 0.01}}}}
+  loss: {{type: torch.nn.BCEWithLogitsLoss}}
+train: {{num_epochs: 4, checkpoint: {{monitor: val_map}}}}
+logger:
+  type: deeplightning.tracking.MLflowLogger
+  params: {{experiment_name: labels, tracking_uri: '{store}', system_metrics: false}}
+"""
+COLOURS = ["blue", "green", "red"]  # the labels, sorted
+
+
+def run_of(command, store, place, overrides, **parts):
+    (place / "labels.yaml").write_text(CONFIG.format(store=store, **parts))
+    outcome = command("train", "labels.yaml", *overrides, cwd=place)
+    assert outcome.code == 0, outcome
+    return Run(outcome.out + outcome.err, outcome.folder, place)
+
+
+class Run(NamedTuple):
+    """A training: what it said, its folder, and where its config is."""
+
+    out: str
+    folder: Path
+    place: Path
+
+
+@pytest.fixture(scope="module")
+def pictures(command, store, tmp_path_factory):
+    """A run that learns which of three colours are in a picture; one that few have has none of the others."""
+    place, random = tmp_path_factory.mktemp("many colours"), np.random.default_rng(0)
+    lines = []
+    for number in range(160):
+        has = random.random(3) < [0.2, 0.5, 0.5]
+        pixels = random.integers(0, 60, (8, 8, 3))
+        pixels[..., ::-1] += has * random.integers(60, 190, (8, 8, 3))  # blue is the last channel
+        Image.fromarray(pixels.astype(np.uint8)).save(place / f"{number}.png")
+        lines.append(f"{number}.png,{'|'.join(c for c, h in zip(COLOURS, has, strict=True) if h)}")
+    (place / "labels.csv").write_text("\n".join(["file,labels", *lines]))
+    params = "model.network.params={num_classes: auto, num_channels: 3, image_size: 8}"
+    return run_of(
+        command, store, place, ["data.module.params={image_size: 8, cache: false}", params],
+        data="deeplightning.data.multilabel.LabelledImages", task="ImageMultilabel",
+        network="deeplightning.model.cnn.SimpleCNN",
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def rows(command, store, tmp_path_factory):
+    """A run that learns two columns of 0 and 1 of a table."""
+    place, random = tmp_path_factory.mktemp("rows"), np.random.default_rng(1)
+    with (place / "orders.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(["age", "items", "gift", "late"])
+        for _ in range(300):
+            age, items = random.normal(40, 12), random.integers(1, 9)
+            writer.writerow([f"{age:.3f}", items, int(age > 45), int(items + random.normal() > 6)])
+    sizes = "model.network.params={num_numbers: auto, cardinalities: auto, num_outputs: auto, width: 16, depth: 1}"
+    return run_of(
+        command, store, place, ["data.module.params={train: orders.csv, target: [gift, late]}", sizes],
+        data="deeplightning.data.table.TableData", task="Multilabel", network="deeplightning.model.table.TableNet",
+    )  # fmt: skip
+
+
+def card_of(run):
+    return json.loads((run.folder / "bundle" / "bundle.json").read_text())
+
+
+def weights_of(run):
+    """Of the network alone."""
+    saved = load_file(run.folder / "bundle" / "weights.safetensors")
+    return {name.removeprefix("network."): value for name, value in saved.items() if name.startswith("network.")}
+
+
+def predictions(run):
+    with (run.folder / "predictions.csv").open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+@pytest.mark.parametrize(("name", "labels"), [("pictures", COLOURS), ("rows", ["gift", "late"])])
+def test_a_run_has_metrics_and_thresholds_of_its_labels(name, labels, request):
+    """Test metrics are scikit-learn's of the file of predictions, by the thresholds that travel in the best checkpoint
+    and stand in the bundle."""
+    run = request.getfixturevalue(name)
+    card = card_of(run)
+    thresholds = card["output"]["thresholds"]
+    assert (card["labels"], len(thresholds)) == (labels, len(labels))
+    saved = torch.load(run.folder / "best.ckpt", weights_only=True)
+    key = "image_multilabel" if name == "pictures" else "multilabel"
+    assert saved[key]["thresholds"] == thresholds
+    found = predictions(run)
+    scores = np.array([[float(row[f"probability_{label}"]) for label in labels] for row in found])
+    truth, answered = (
+        np.array([[label in row[column].split("|") for label in labels] for row in found])
+        for column in ("labels", "predicted_labels")
+    )
+    np.testing.assert_array_equal(answered, scores >= thresholds)
+    said = re.search(r"results +test_f1 (\S+) +test_loss \S+ +test_map (\S+)", run.out)
+    assert said is not None, run.out
+    assert float(said[1]) == pytest.approx(f1_score(truth, answered, average="macro"), abs=1e-4)
+    assert float(said[2]) == pytest.approx(average_precision_score(truth, scores), abs=1e-4)
+    assert float(said[1]) > 0.8
+    assert re.search(r"epoch 4 of 4 .*train_f1 .*train_map .*val_f1 .*val_map", run.out)
+
+
+def test_answers_to_pictures_are_those_of_the_network(pictures):
+    """200 pictures get the probabilities of plain torch to 1e-5 and the labels above their thresholds; the document of
+    the server describes them."""
+    bundle = Bundle.open(pictures.folder)
+    client = application(Service(bundle)).test_client()
+    random, card = np.random.default_rng(5), card_of(pictures)
+    pixels = random.integers(0, 256, (200, 8, 8, 3)).astype(np.uint8)
+    network = SimpleCNN(num_classes=3, num_channels=3, image_size=8)
+    network.load_state_dict(weights_of(pictures))
+    mean, std = (torch.tensor(card["input"][name]).view(-1, 1, 1) for name in ("mean", "std"))
+    given = (torch.from_numpy(pixels).permute(0, 3, 1, 2) / 255 - mean) / std
+    expected = network.eval()(given).sigmoid().detach().numpy()
+    for array, probabilities in zip(pixels, expected, strict=True):
+        file = io.BytesIO()
+        Image.fromarray(array).save(file, "PNG")
+        said = client.post("/predict", data=file.getvalue()).json
+        by_class = {one["class"]: one["probability"] for one in said["predictions"]}
+        np.testing.assert_allclose([by_class[n] for n in range(3)], probabilities, atol=1e-5)
+        wanted = {c for c, p, t in zip(COLOURS, probabilities, card["output"]["thresholds"], strict=True) if p >= t}
+        assert set(said["labels"]) == wanted
+    document = client.get("/openapi.json").json
+    schema = document["paths"]["/predict"]["post"]["responses"]["200"]["content"]["application/json"]["schema"]
+    Draft202012Validator(schema | {"components": document["components"]}).validate(said)
+    info = client.get("/info").json
+    assert (info["task"], info["labels"]) == ("image_multilabel", COLOURS)
+
+
+def test_python_gives_the_answers_of_the_endpoint(pictures):
+    """`load_run(...).predict`, as any other kind."""
+    files = [pictures.place / f"{number}.png" for number in range(3)]
+    client = application(Service(Bundle.open(pictures.folder))).test_client()
+    said = [client.post("/predict", data=path.read_bytes()).json for path in files]
+    assert dl.load_run(pictures.folder).predict(files) == said
+
+
+def test_several_processes_choose_the_same_thresholds(command, pictures):
+    """Two processes with half the batch each see the samples of one, and choose by those of both."""
+    overrides = ["data.module.params={image_size: 8, cache: false}", "engine.processes=2", "data.batch_size=10"]
+    sizes = "model.network.params={num_classes: 3, num_channels: 3, image_size: 8}"
+    outcome = command("train", "labels.yaml", *overrides, sizes, cwd=pictures.place, ranks=2)
+    assert outcome.code == 0, outcome
+    assert card_of(outcome)["output"]["thresholds"] == pytest.approx(
+        card_of(pictures)["output"]["thresholds"], abs=1e-4
+    )
+
+
+def test_answers_to_rows_are_those_of_the_network(rows):
+    """Rows in CSV, as the file of the run has them, get the predictions of the run."""
+    client = application(Service(Bundle.open(rows.folder))).test_client()
+    network = TableNet(2, 2, [], width=16, depth=1)
+    network.load_state_dict(weights_of(rows))
+    columns = card_of(rows)["input"]["columns"]
+    random = np.random.default_rng(5)
+    given = np.stack([random.normal(40, 12, 200), random.integers(1, 9, 200)], 1)
+    prepared = np.stack([(given[:, n] - c["mean"]) / c["std"] for n, c in enumerate(columns)], 1)
+    expected = network.eval()(torch.from_numpy(prepared.astype(np.float32))).sigmoid().detach().numpy()
+    body = {"rows": [{"age": age, "items": items} for age, items in given.tolist()]}
+    said = client.post("/predict", json=body).json["predictions"]
+    found = [[next(p["probability"] for p in one["predictions"] if p["class"] == n) for n in (0, 1)] for one in said]
+    np.testing.assert_allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("output", [{}, {"thresholds": [0.5, 0.5]}, {"thresholds": [0.5, 2, 0.5]}, {"interval": 0.9}])
+def test_a_bundle_without_sound_thresholds_is_refused(pictures, tmp_path, output):
+    """One for each label, from 0 to 1: exit code 4."""
+    shutil.copytree(pictures.folder / "bundle", tmp_path / "bundle")
+    path = tmp_path / "bundle" / "bundle.json"
+    card = json.loads(path.read_text()) | {"output": output}
+    card["golden"]["digest"] = golden_digest(card)
+    path.write_text(json.dumps(card | {"digest": seal(card)}))
+    with pytest.raises(BundleError, match="describes its answers wrongly"):
+        Bundle.open(tmp_path / "bundle")
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "code", "words"),
+    [
+        ("pictures", ["model.network.params.num_classes=5"], 2, "the data has 3 labels, the network 5 outputs"),
+        ("pictures", ["data.module.params.labels=lables.csv"], 3, "lables.csv is missing. Set data.root"),
+        ("pictures", ["data.module.params.class_names=[red, green]"], 0, ""),
+        (
+            "rows",
+            ["data.module.params={train: orders.csv, target: [items, late]}"],
+            3,
+            "the data hold .* for the label it",
+        ),
+        (
+            "rows",
+            ["data.module.type=deeplightning.data.digits.Digits", "data.module.params={}"],
+            0,
+            "is known when the data are read, so no step was tried",
+        ),
+    ],
+)
+def test_what_does_not_fit_is_one_note(command, request, name, overrides, code, words):
+    """Of the dry run, before a step is spent: labels that are neither 0 nor 1, another number of outputs."""
+    place = request.getfixturevalue(name).place
+    sizes = {
+        "pictures": "model.network.params={num_classes: auto, num_channels: 3, image_size: 8}",
+        "rows": "model.network.params={num_numbers: auto, cardinalities: auto, num_outputs: auto}",
+    }[name]
+    params = ["data.module.params={image_size: 8, cache: false}"] if name == "pictures" else []
+    outcome = command("check", "labels.yaml", "--dry-run", *params, sizes, *overrides, cwd=place)
+    assert (outcome.code, outcome.err.count("error: ")) == (code, int(code > 0)), outcome
+    assert re.search(words, outcome.err)

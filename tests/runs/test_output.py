@@ -1,0 +1,139 @@
+"""A network may give a dataclass, a dict or a tuple: `model.output` names what the task takes, in training, in
+validation and in the export."""
+
+import dataclasses
+import sys
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import deeplightning as dl
+from deeplightning.task.errors import MisfitError
+from deeplightning.task.outputs import Picked, names_in
+from serve.bundle import Bundle
+
+NETWORKS = '''
+import dataclasses
+
+import torch
+from torch import nn
+
+
+@dataclasses.dataclass
+class Found:
+    hidden: torch.Tensor
+    logits: torch.Tensor
+
+
+class Base(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(64, 16), nn.Linear(16, 10)
+
+    def found(self, images):
+        hidden = self.first(images.flatten(1)).relu()
+        return hidden, self.last(hidden)
+
+
+class OfDataclass(Base):
+    def forward(self, images):
+        return Found(*self.found(images))
+
+
+class OfDict(Base):
+    def forward(self, images):
+        return dict(zip(("hidden", "logits"), self.found(images)))
+
+
+class OfTuple(Base):
+    def forward(self, images):
+        return self.found(images)
+
+
+class InTraining(Base):
+    """As torchvision's inception: several in training alone."""
+
+    def forward(self, images):
+        hidden, logits = self.found(images)
+        return (logits, hidden) if self.training else logits
+
+
+class OfText(Base):
+    def forward(self, images):
+        return "logits"
+'''
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("networks")
+    (folder / "networks.py").write_text(NETWORKS)
+    return folder
+
+
+def settings(network, *more):
+    return [f"model.network={{type: networks.{network}}}", *more]
+
+
+def test_a_run_learns_and_answers_by_one_output(command, tiny, place, monkeypatch):
+    """Trained, judged and exported; the bundle's graph gives the tensor alone, equal to plain torch."""
+    outcome = command("train", tiny, *settings("OfDataclass", "model.output=logits", "train.export=true"), cwd=place)
+    assert outcome.code == 0, outcome
+    monkeypatch.syspath_prepend(place)
+    import networks
+
+    bundle = Bundle.open(outcome.folder)
+    network = networks.OfDataclass()
+    saved = load_file(outcome.folder / "bundle" / "weights.safetensors")
+    network.load_state_dict({name.removeprefix("network."): v for name, v in saved.items() if "network" in name})
+    pixels = np.random.default_rng(0).integers(0, 256, (20, 1, 8, 8)).astype(np.uint8)
+    spec = bundle.image_spec
+    given = (torch.from_numpy(pixels) / 255 - torch.tensor(spec.mean)) / torch.tensor(spec.std)
+    expected = network.eval()(given).logits.softmax(1).detach().numpy()
+    np.testing.assert_allclose(bundle.predict(pixels), expected, atol=1e-5)
+    network = dl.load_run(outcome.folder).network()
+    torch.testing.assert_close(network(given).softmax(1), torch.from_numpy(expected))
+    sys.modules.pop("networks")
+
+
+@pytest.mark.parametrize(
+    ("network", "output", "words"),
+    [
+        ("OfDict", "logits", ""),
+        ("OfTuple", "1", ""),
+        ("InTraining", "0", ""),
+        ("OfDict", "logit", "model.output: networks.OfDict gives a dict without 'logit'. Do you mean logits? It"),
+        ("OfTuple", "2", "model.output: networks.OfTuple gives a tuple without 2. It has 0, 1"),
+        ("OfDataclass", "__class__", "networks.OfDataclass gives a Found without '__class__'. It has hidden, logits"),
+        ("OfText", "logits", "model.output: networks.OfText gives a str, which has no outputs by name"),
+        ("OfDict", "hidden", "the data has 10 classes (labels 0 to 9), the network 16 outputs"),
+        ("OfDict", "null", "gives a dict, not (B, K): one row per picture. Set model.output to one"),
+        ("OfTuple", "null", "one row per picture. Set model.output to one of what it has: 0, 1;"),
+        ("OfDataclass", "null", "for example model.output=hidden"),
+    ],
+)  # fmt: skip
+def test_a_dry_run_says_what_a_network_gives(command, tiny, place, network, output, words):
+    """One note, exit code 2, where the name is missing or is none of the network's."""
+    outcome = command("check", tiny, "--dry-run", *settings(network, f"model.output={output}"), cwd=place)
+    assert (outcome.code, outcome.err.count("error: ")) == ((2, 1) if words else (0, 0)), outcome
+    assert words in outcome.err
+
+
+def test_names_of_all_kinds_of_outputs():
+    """Of Hugging Face's outputs too, and of named tuples; a tensor has none, and stays what it is."""
+    from transformers.modeling_outputs import SequenceClassifierOutput
+
+    logits = torch.ones(2, 3)
+    output = SequenceClassifierOutput(logits=logits, hidden_states=(logits,))
+    assert names_in(output) == ["logits", "hidden_states"]
+    assert Picked("logits", "network")(None, (), output) is logits
+    top = torch.topk(logits, 1)
+    assert names_in(logits) == names_in(None) == []
+    assert Picked("logits", "network")(None, (), logits) is logits
+    pair = dataclasses.make_dataclass("Pair", ["a", "b"])
+    assert Picked("b", "network")(None, (), pair(1, 2)) == 2
+    assert Picked(0, "network")(None, (), top) is top.values
+    with pytest.raises(MisfitError, match="without 'a'"):
+        Picked("a", "network")(None, (), {"b": logits})

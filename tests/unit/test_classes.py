@@ -1,0 +1,106 @@
+"""Balanced batches: each class equally often in an epoch; and the weights of classes, counted from any training set."""
+
+from collections import Counter
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import DataLoader, IterableDataset
+
+from deeplightning.data.errors import DataConfigError
+from deeplightning.data.samplers import PADDING, BalancedBatches, train_sampler
+from deeplightning.run.classes import class_counts, class_weights
+
+LABELS = np.array([5] * 90 + [2] * 9 + [0] * 2)  # three classes, of which numbers are left out
+
+
+def positions(world=1, batch_size=8, epoch=0, **options):
+    """The positions of an epoch, in order: those of all ranks at each step."""
+    made = [BalancedBatches(LABELS, batch_size // world, num_replicas=world, rank=r, **options) for r in range(world)]
+    for sampler in made:
+        sampler.set_epoch(epoch)
+    steps = zip(*made, strict=True)
+    found = [[batch[n] for n in range(len(step[0])) for batch in step if n < len(batch)] for step in steps]
+    return [position for step in found for position in step if position != PADDING]
+
+
+def test_each_class_has_its_share_of_an_epoch():
+    """As many positions as samples; a rare class repeats each sample as often as the others, or once more, and no
+    sample of a frequent class comes twice. Every epoch has a share of the remainder for another class."""
+    for epoch in range(4):
+        found = positions(epoch=epoch)
+        assert len(found) == len(LABELS)
+        shares = Counter(LABELS[found].tolist())
+        assert sorted(shares.values()) == [33, 34, 34]
+        times = Counter(found)
+        assert {times[p] for p in range(90)} <= {0, 1}
+        assert {times[p] for p in range(90, 99)} <= {3, 4}
+        assert {times[p] for p in range(99, 101)} <= {16, 17}
+    assert len({Counter(LABELS[positions(epoch=e)].tolist())[5] for e in range(4)}) == 2
+
+
+def test_the_order_follows_from_seed_and_epoch():
+    """The same again, another in the next epoch and for another seed; classes are mixed; over two processes what one
+    sees; and a resumed epoch continues behind the batches that are done."""
+    first = positions(seed=3)
+    assert first == positions(seed=3) == positions(seed=3, world=2)
+    assert first not in (positions(seed=3, epoch=1), positions(seed=4))
+    assert len(set(LABELS[first[:20]])) == 3
+    sampler = BalancedBatches(LABELS, 8, seed=3)
+    sampler.start = 5
+    assert [p for batch in sampler for p in batch] == first[40:]
+
+
+class Labelled:
+    """A set without a column of labels, whose batches have `label`."""
+
+    def __len__(self):
+        return len(LABELS)
+
+    def __getitem__(self, rows):
+        return {"label": torch.from_numpy(LABELS[rows])}
+
+
+class Numbers(Labelled):
+    """One whose targets are numbers."""
+
+    def __getitem__(self, rows):
+        return {"target": torch.zeros(len(rows))}
+
+
+class Endless(IterableDataset):
+    def __iter__(self):
+        return iter(())
+
+
+def test_labels_come_from_a_column_or_from_the_samples():
+    """Both give the same order; sets without classes are refused with what to do."""
+    cfg = SimpleNamespace(seed=1, data=SimpleNamespace(batch_size=4, sampler="balanced"))
+    column = type("Column", (), {"labels": torch.from_numpy(LABELS), "__len__": lambda self: len(LABELS)})()
+    assert list(train_sampler(cfg, column)) == list(train_sampler(cfg, Labelled()))
+    with pytest.raises(
+        DataConfigError, match=r"balanced: the training set \(Numbers\) has no class for each sample; leave"
+    ):
+        train_sampler(cfg, Numbers())
+    with pytest.raises(DataConfigError, match="needs a set of known length, not Endless"):
+        train_sampler(cfg, Endless())
+    masks = type("Masks", (), {"labels": torch.zeros(3, 2, 2, dtype=torch.int64), "__len__": lambda self: 3})()
+    with pytest.raises(DataConfigError, match=r"one class for each sample, not labels int64 \(3, 2, 2\)"):
+        train_sampler(cfg, masks)
+
+
+def test_classes_are_counted_however_the_data_module_has_them():
+    """Of a set, by its column or its samples; of a plain loader by its batches; of pixels those of a class alone."""
+    expected = [2, 0, 9, 0, 0, 90]
+    of_set = SimpleNamespace(dataset=lambda split: Labelled())
+    rows = [{"label": int(label), "index": -1 if n == 0 else n} for n, label in enumerate([5, *LABELS])]
+    of_loader = SimpleNamespace(train_dataloader=lambda: DataLoader(rows, batch_size=7))
+    assert class_counts(of_set).tolist() == class_counts(of_loader).tolist() == expected
+    assert class_counts(of_set, 7).tolist() == [*expected, 0]
+    masks = [{"mask": torch.tensor([[0, 1], [1, 255]])}, {"mask": torch.tensor([[-1, 1], [1, 1]])}]
+    assert class_counts(SimpleNamespace(train_dataloader=lambda: masks), 3).tolist() == [1, 5, 0]
+    for none in ([{"target": torch.ones(3)}], [{"label": torch.ones(3)}], [(1, 2)], []):
+        assert class_counts(SimpleNamespace(train_dataloader=lambda none=none: none)) is None
+    weights = class_weights(np.array([1, 0, 3]))
+    assert weights == [2.0, 0.0, 0.66666667]

@@ -1,0 +1,184 @@
+"""Several labels for one sample: thresholds and metrics are those that a search and scikit-learn find, and a file of
+labels that cannot be used is one note with its line."""
+
+import json
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from sklearn.metrics import average_precision_score, f1_score
+
+from deeplightning.data.errors import DataConfigError, DataError
+from deeplightning.data.multilabel import LabelledImages
+from deeplightning.task.multilabel import F1, MeanAveragePrecision, best_thresholds
+from serve.answers import encoder
+
+
+def some(seed=0, samples=200, labels=5):
+    """Probabilities, of which some are equal, and labels that they tell something of."""
+    random = np.random.default_rng(seed)
+    scores = np.round(random.random((samples, labels)), 2).astype(np.float32)
+    return scores, (scores + random.normal(0, 0.3, scores.shape) > 0.7).astype(np.int64)
+
+
+def test_thresholds_have_the_best_f1_of_all():
+    """For each label no threshold does better, and it lies between two probabilities; of a label without samples it is
+    0.5."""
+    scores, truth = some()
+    truth[:, 3] = 0
+    truth[:, 4] = 1
+    found = best_thresholds(scores, truth)
+    assert found[3] == 0.5
+    for label in (0, 1, 2, 4):
+        mine = f1_score(truth[:, label], scores[:, label] >= found[label])
+        tried = [f1_score(truth[:, label], scores[:, label] >= at) for at in np.unique(scores[:, label])]
+        assert mine == max(tried)
+        assert label == 4 or np.abs(scores[:, label] - found[label]).min() > 0.004
+    assert best_thresholds(np.array([[0.9], [0.1]]), np.array([[1], [0]])) == [0.5]
+
+
+def test_metrics_are_those_of_scikit_learn():
+    """Over batches of any size; a label that no sample has is left out of the mean average precision."""
+    scores, truth = some(1)
+    truth[:, 2] = 0
+    precision, f1 = MeanAveragePrecision(), F1()
+    f1.thresholds = [0.2, 0.4, 0.6, 0.8, 0.5]
+    for part in np.split(np.arange(200), [3, 50, 51]):
+        for metric in (precision, f1):
+            metric.update(torch.from_numpy(scores[part]), torch.from_numpy(truth[part]))
+    occurring = [0, 1, 3, 4]
+    assert precision.compute().item() == pytest.approx(
+        average_precision_score(truth[:, occurring], scores[:, occurring])
+    )
+    answered = scores >= np.array(f1.thresholds)
+    assert f1.compute().item() == pytest.approx(f1_score(truth, answered, average="macro", zero_division=0))
+    assert MeanAveragePrecision()(torch.ones(2, 3), torch.zeros(2, 3)).isnan()
+
+
+def test_an_answer_has_the_labels_above_their_thresholds():
+    """Most probable first, with the probabilities of all; where none fits, an empty list."""
+    encode = encoder("image_multilabel", ["a", 'b"', "c"], {"thresholds": [0.5, 0.9, 0.25]})
+    kind, body = encode([np.array([0.5, 0.6, 0.7], np.float32)], 5, "")
+    said = json.loads(body)
+    assert (kind, said["labels"]) == ("application/json", ["c", "a"])
+    assert [(one["class"], one["label"], one["threshold"]) for one in said["predictions"]] == [
+        (2, "c", 0.25),
+        (1, 'b"', 0.9),
+        (0, "a", 0.5),
+    ]
+    assert np.float32(said["predictions"][1]["probability"]) == np.float32(0.6)
+    several = json.loads(encode([np.zeros(3, np.float32)] * 2, 5, "")[1])["predictions"]
+    assert [one["labels"] for one in several] == [[], []]
+
+
+# ---- files of labels
+
+
+def config(root, **data):
+    """What a data module reads of a config."""
+    fields = {"num_splits": None, "fold": 0, "loader": {}, "num_workers": 0, "batch_size": 4, "sampler": None}
+    return SimpleNamespace(seed=7, data=SimpleNamespace(root=str(root), **fields | data))
+
+
+@pytest.fixture
+def root(tmp_path):
+    """Forty pictures without labels."""
+    for number in range(40):
+        Image.new("RGB", (8, 8), (number, 0, 0)).save(tmp_path / f"{number}.png")
+    return tmp_path
+
+
+def sets(root, **params):
+    data = LabelledImages(config(root), image_size=8, cache=False, **params)
+    data.setup()
+    return data, {name: data.dataset(name) for name in ("train", "val", "test")}
+
+
+def test_labels_become_columns_of_0_and_1(root):
+    """From CSV or JSON lines, alike; a rare label gets into each set; a batch has pictures and labels."""
+    own = {n: ["even"] * (n % 2 == 0) + ["fifth"] * (n % 10 == 5) for n in range(40)}
+    lines = [f"{n}.png,{' | '.join(labels)}" for n, labels in own.items()]
+    (root / "labels.csv").write_text("\n".join(["file,labels", *lines, ""]))
+    (root / "more.jsonl").write_text("".join(json.dumps({"file": f"{n}.png", "labels": own[n]}) + "\n\n" for n in own))
+    data, found = sets(root)
+    assert data.class_names == ["even", "fifth"]
+    assert [len(dataset) for dataset in found.values()] == [32, 4, 4]
+    for name, other in sets(root, labels="more.jsonl")[1].items():
+        batch, same = (dataset[np.arange(len(dataset))] for dataset in (found[name], other))
+        assert {key: (value.dtype, value.ndim) for key, value in batch.items()} == {
+            "image": (torch.uint8, 4),
+            "label": (torch.float32, 2),
+            "index": (torch.int64, 1),
+        }
+        assert all(torch.equal(batch[key], same[key]) for key in batch)
+        numbers = batch["image"][:, 0, 0, 0].tolist()
+        assert batch["label"].tolist() == [[float(n % 2 == 0), float(n % 10 == 5)] for n in numbers]
+    assert [dataset.labels[:, 0].sum().item() for dataset in found.values()] == [16, 2, 2]
+    assert sets(root, class_names=["fifth", "even", "odd"])[1]["train"].labels.sum(0)[1:].tolist() == [16, 0]
+
+
+def test_a_column_names_the_sets(root):
+    """Other names of columns, another separator, a folder of pictures and the split are as the config says."""
+    (root / "pictures").mkdir()
+    for path in root.glob("*.png"):
+        path.rename(root / "pictures" / path.name)
+    lines = [f"{n}.png,{'valid' if n < 4 else 'test' if n < 10 else 'train'},a b" for n in range(40)]
+    (root / "tags.csv").write_text("\n".join(["picture,split,tags", *lines]))
+    names = {"file_column": "picture", "labels_column": "tags", "separator": " ", "images": "pictures"}
+    data, found = sets(root, labels="tags.csv", **names)
+    assert [len(dataset) for dataset in found.values()] == [30, 4, 6]
+    assert data.class_names == ["a", "b"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "words"),
+    [
+        ("labels.csv", None, r"labels.csv is missing. Set data.root"),
+        ("labels.csv", "files,labels\n", r"header: there is no column 'file'. Do you mean files\?"),
+        ("labels.csv", "file,labels\n1.png,a\n2.png\n", "line 3: this line has another number of columns than"),
+        ("labels.csv", 'file,labels\n1.png,"a\n', "line .: cannot be read as CSV"),
+        ("labels.csv", "file,labels\n1.png,a\n1.png,b\n", "line 3: 1.png is in line 2 already"),
+        ("labels.csv", "file,labels\n1.png,a\nx.png,b\ny.png,b\n", r"line 3: the picture .*x.png is missing. So are 1"),
+        ("labels.csv", "file,labels\n1.png,\n", "names no label at all in its labels"),
+        ("labels.csv", "file,labels\n,a\n", "line 2: file must name a picture, not ''"),
+        ("labels.csv", "file,labels,split\n1.png,a,dev\n", "line 2: the split must be train, val or test in each l"),
+        ("labels.jsonl", '{"file": "1.png", "labels": ["a"]}\nx\n', "line 2: this is not JSON"),
+        ("labels.jsonl", '[1]\n', "line 1: this is no JSON object"),
+        ("labels.jsonl", '{"file": "1.png", "label": ["a"]}\n', "line 1: there is no key 'labels'"),
+        ("labels.jsonl", '{"file": "1.png", "labels": [1]}\n', "line 1: labels must be a list of names, not"),
+        ("labels.jsonl", b'{"file": "\xff"}\n', "is not in UTF-8"),
+    ],
+)  # fmt: skip
+def test_a_file_that_cannot_be_used_is_one_note(root, name, text, words):
+    """With the file, the line and what to do; exit code 3."""
+    if text is not None:
+        (root / name).write_bytes(text.encode() if isinstance(text, str) else text)
+    with pytest.raises(DataError, match=words) as caught:
+        sets(root, labels=name)
+    assert str(root / name) in str(caught.value)
+
+
+def test_a_label_that_is_none_of_the_classes(root):
+    """It is refused with its line and the nearest class."""
+    (root / "labels.csv").write_text("file,labels\n1.png,dgo\n")
+    with pytest.raises(
+        DataError, match=r"line 2: 'dgo' is none of .*class_names. Do you mean dog\? There are: cat, dog"
+    ):
+        sets(root, class_names=["cat", "dog"])
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ({"labels": "labels.txt"}, "labels must be a file"),
+        ({"separator": ""}, "separator must be"),
+        ({"class_names": ["a", "a"]}, "class_names must be a list of different names"),
+        ({"class_names": "ab"}, "class_names must be a list"),
+    ],
+)
+def test_impossible_params(root, params, words):
+    """They are a fault of the config, exit code 2."""
+    with pytest.raises(DataConfigError, match=words):
+        LabelledImages(config(root), **params)
