@@ -12,9 +12,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-# One thread for each pass, set before torch is imported: workers are forked when the model stands, and OpenMP's threads
-# do not come along.
-os.environ["OMP_NUM_THREADS"] = "1"
+if __name__ == "__main__":
+    # One thread for each pass, set before torch is imported: workers are forked when the model is loaded, without the
+    # threads of OpenMP.
+    os.environ["OMP_NUM_THREADS"] = "1"
 
 import numpy as np
 import torch
@@ -81,7 +82,6 @@ class Checkpoint:
             UserError: the config names foreign code or is wrong, or there are no weights or samples to be read.
             DeviceError: the GPU cannot be used, or answers otherwise than the CPU.
         """
-        torch.set_num_threads(1)
         task, _, checkpoint = trained_task(folder, allow, "serve")
         if getattr(task, "kind", None) not in KINDS:
             raise CheckpointError(f"{type(task).__name__} is no task that can be served: {', '.join(KINDS)}")
@@ -178,6 +178,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--allow", metavar="ROOT", action="append", default=[], help="a module to import; repeatable")
     options = parser.parse_args(arguments)
     folder = options.run
+    torch.set_num_threads(1)
     try:
         return serve(
             lambda device: Checkpoint.open(folder, options.allow, device),

@@ -19,13 +19,18 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from commands import environment
 from PIL import Image
 
 from deeplightning.image import ImageSpec
 from deeplightning.runfolder import RunFolder
+from deeplightning.tracking.flavour import write_model
 
 ROOT = Path(__file__).resolve().parents[1]
 COLOURS = {"red": (200, 30, 10), "green": (20, 180, 40), "blue": (10, 20, 220)}
+
+
+THRESHOLDS = {"red": 0.5, "green": 0.0, "blue": 0.5}
 
 
 def colour_run(path: Path, labels: tuple[str, ...] = tuple(COLOURS)) -> RunFolder:
@@ -36,6 +41,16 @@ def colour_run(path: Path, labels: tuple[str, ...] = tuple(COLOURS)) -> RunFolde
 def negative_run(path: Path) -> RunFolder:
     """The run of a network that answers a picture with its negative."""
     return _written(path, _exported("image_reconstruction", ()))
+
+
+def labelled_run(path: Path) -> RunFolder:
+    """The run of a network that gives a picture labels by the same numbers; `green` fits each picture."""
+    return _written(path, _exported("image_multilabel", tuple(COLOURS)))
+
+
+def masked_run(path: Path) -> RunFolder:
+    """The run of a network that says of each pixel which of its channels is the largest."""
+    return _written(path, _exported("image_segmentation", tuple(COLOURS)))
 
 
 def _written(path: Path, bundle: dict[str, bytes]) -> RunFolder:
@@ -61,9 +76,16 @@ def _exported(kind: str, labels: tuple[str, ...]) -> dict[str, bytes]:
         def forward(self, images):  # uint8 (N, 3, 8, 8)
             return 1 - images.float() / 255  # (N, 3, 8, 8)
 
-    model = (MeanColour() if labels else Negative()).eval()
+    class Largest(torch.nn.Module):
+        def forward(self, images):  # uint8 (N, 3, 8, 8)
+            return torch.softmax(images.float() / 32, dim=1)  # (N, 3, 8, 8)
+
+    models = {"image_reconstruction": Negative, "image_segmentation": Largest}
+    model = models.get(kind, MeanColour)().eval()
     spec = ImageSpec(8, 8, "RGB")
     task: Any = SimpleNamespace(kind=kind, image_spec=spec, class_names=[*labels], inference_model=lambda: model)
+    if kind == "image_multilabel":
+        task.answer_details = lambda: {"thresholds": [THRESHOLDS[label] for label in labels]}
     samples = np.random.default_rng(0).integers(0, 256, (4, 3, 8, 8), dtype=np.uint8)
     run = {"id": "abc", "folder_name": "a run", "created": "now", "versions": {}}
     with tempfile.TemporaryDirectory() as name:
@@ -152,6 +174,35 @@ class Server:
         """Ends it; gives its exit code."""
         self.process.send_signal(sign)
         return self.process.wait(timeout=15)
+
+
+LOGGED = """\
+import sys
+
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.partition(".")[0] in ("torch", "torchvision", "pytorch_lightning"):
+            raise AssertionError(f"{name} was imported")
+
+sys.meta_path.insert(0, Refuse())
+import json
+import mlflow.pyfunc, pandas
+
+rows = pandas.DataFrame(json.load(sys.stdin))
+print(mlflow.pyfunc.load_model(sys.argv[1]).predict(rows).to_json(orient="records", double_precision=15))
+"""
+
+
+def logged_answers(folder: RunFolder, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """What the MLflow model of a bundle answers to rows, in a process that has no torch."""
+    write_model(folder)
+    done = subprocess.run(
+        [sys.executable, "-c", LOGGED, folder.model],
+        input=json.dumps(rows), env=environment(), capture_output=True, text=True,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    answers: list[dict[str, Any]] = json.loads(done.stdout.splitlines()[-1])
+    return answers
 
 
 GUNICORN = ("-m", "gunicorn", "--worker-class", "gthread", "--threads", "4", "--bind", "127.0.0.1:{port}")

@@ -194,7 +194,7 @@ class ProgressLines(pl.Callback):
 
 
 def samples_in(batch: Any) -> int:
-    """The rows of a batch: of the first tensor in it that has rows; 0 where there is none."""
+    """The number of rows in a batch, which is the length of its first tensor that has rows; 0 if there is none."""
     if isinstance(batch, torch.Tensor):
         return len(batch) if batch.ndim else 0
     parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()

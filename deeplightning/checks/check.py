@@ -15,7 +15,7 @@ from deeplightning.checks.report import Report, in_order
 from deeplightning.checks.sections import read_section
 from deeplightning.checks.targets import compare
 from deeplightning.config.schema import Config
-from deeplightning.config.source import Source, compose
+from deeplightning.config.source import Given, Source, compose
 from deeplightning.config.target import find_function
 from deeplightning.config.tree import Entry
 from deeplightning.faults import ConfigError, Fault, upwards
@@ -23,7 +23,7 @@ from deeplightning.own_code import added_roots, roots, use_import_roots
 
 
 def check(
-    path: str | Path, overrides: list[str] | None = None, *, importing: bool = False, beside: bool = True
+    path: str | Path | Given, overrides: list[str] | None = None, *, importing: bool = False, beside: bool = True
 ) -> Report:
     """Checks the config of a file and its overrides.
 
@@ -142,7 +142,7 @@ def _find_own_code(source: Source, beside: bool) -> None:
         use_import_roots(*added_roots(), here)  # the code that the run kept comes first, where it is asked for
 
 
-def load(path: str | Path, overrides: list[str] | None = None) -> Config:
+def load(path: str | Path | Given, overrides: list[str] | None = None) -> Config:
     """The config of a file and its overrides, checked, with everything imported that it names.
 
     Raises:

@@ -13,13 +13,14 @@ from deeplightning.checks.hints import hints
 from deeplightning.checks.report import Report
 from deeplightning.checks.space import misfits, space_of
 from deeplightning.config.schema import Config, backend_of
+from deeplightning.config.source import Given
 from deeplightning.engine.plan import occupied, settle
 from deeplightning.faults import Notice, place_of
 from deeplightning.process.decisions import decision
 
 
 def examine(
-    path: str | Path, overrides: list[str] | None = None, *, importing: bool = False, beside: bool = True
+    path: str | Path | Given, overrides: list[str] | None = None, *, importing: bool = False, beside: bool = True
 ) -> Report:
     """All that is wrong with a config here, and the config as it would run.
 
@@ -56,8 +57,9 @@ def examine(
     return report
 
 
-def load_config(path: str | Path, overrides: list[str] | None = None, *, beside: bool = True) -> Config:
-    """The config of a file with its overrides, checked and settled: what runs is what it says.
+def load_config(path: str | Path | Given, overrides: list[str] | None = None, *, beside: bool = True) -> Config:
+    """The config of a file, a dict or an OmegaConf object with its overrides, checked and settled: what runs is what it
+    says.
 
     The environment of the process stays as it is: `deeplightning.launch.environment` changes it when a run begins.
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping
 
 from deeplightning.checks.conditions import has_convolutions, is_sharded, optimizers_of, uses_deepspeed
+from deeplightning.config.automatic import BALANCED, WEIGHT, unfilled
 from deeplightning.config.schema import Config, Engine
 from deeplightning.faults import Notice
 
@@ -20,6 +21,11 @@ _NULL = "null 823 samples/s and 15.9 GiB"
 def hints(cfg: Config, asked: Engine) -> Iterator[Notice]:
     """What is right and could be better."""
     yield from _hints_for_one_gpu(cfg.engine)
+    if cfg.data.sampler == BALANCED:
+        for key, _, name in unfilled(cfg):
+            if name == WEIGHT:
+                text = f"{key} and data.sampler: each makes the classes count alike; both together favour rare classes"
+                yield Notice(f"{text}. Remove one of them", unasked=False, key=key)
     runs_on_cpu = uses_deepspeed(cfg.engine) and cfg.engine.gpus is None  # where DeepSpeed's own have nothing to gain
     if uses_deepspeed(asked) and not runs_on_cpu:
         for optimizer in optimizers_of(cfg):

@@ -148,8 +148,9 @@ def _value(hint: Any, bounds: Json) -> Json:
             "patternProperties": {"^~": {}},
         }
         return {"if": _is_named(section), "then": several, "else": one} if section else several
-    others = [option for option in found if option not in (section, type(None))]
-    return {"if": {"type": "object"}, "then": one, "else": _simple(others, bounds)} if others else one
+    others = [option for option in found if option is not section]
+    has_others = any(option is not type(None) for option in others)
+    return {"if": {"type": "object"}, "then": one, "else": _simple(others, bounds)} if has_others else one
 
 
 def _sections_in(found: typing.Iterable[Any]) -> tuple[type | None, type | None]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import csv
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -45,19 +46,22 @@ class Guess:
         said: lines for the user.
         ask: what `deeplightning ask` may be given: a file, or words; None: nothing.
         files: further ones for the project, by name.
+        template: the folder in that of the kind whose templates it has.
     """
 
     values: dict[str, Any]
     said: list[str]
     ask: Path | str | None = None
     files: dict[str, str] = field(default_factory=dict)
+    template: str = "data"
 
 
 # ---- pictures
 
 
 def images(data: Path) -> Guess:
-    """A folder per class, or `train` and perhaps `val` and `test` with these.
+    """A folder per class, or `train` and perhaps `val` and `test` with these; or a file `labels.csv` or `labels.jsonl`
+    that names the labels of each picture.
 
     Raises:
         SetupError: it is something else.
@@ -65,6 +69,9 @@ def images(data: Path) -> Guess:
     from deeplightning.image import EXTENSIONS, files_below
 
     _need_folder(data)
+    for name in ("labels.csv", "labels.jsonl"):
+        if (data / name).is_file() and _names_labels(data / name):
+            return _labelled(data, name)
     top = data / "train" if _is_divided(data) else data
     classes = _folders(top)
     if not classes:
@@ -80,10 +87,7 @@ def images(data: Path) -> Guess:
         counts[name] = len(found)
         files += found
     look = _look_at(files)
-    small = max(look.sides) <= SMALL
-    network = "deeplightning.model.cnn.SimpleCNN" if small else "deeplightning.model.resnet.ResNet18"
-    params: dict[str, Any] = {"num_classes": len(classes), "num_channels": look.channels}
-    params |= {"image_size": look.size} if small else {"small_images": max(look.sides) <= 64}
+    network, params = _network_for(look, len(classes))
     values = {
         "count": len(files),
         "number": len(classes),
@@ -99,6 +103,59 @@ def images(data: Path) -> Guess:
         f"a network for them: {network.rpartition('.')[2]}",
     ]
     return Guess(values, said, files[0])
+
+
+def _names_labels(path: Path) -> bool:
+    """Whether a file is one of labels, and not just so called beside a folder per class."""
+    with path.open(encoding="utf-8-sig", errors="replace") as stream:
+        first = stream.readline(10_000)
+    return {"file", "labels"} <= set(re.findall(r"\w+", first)) or len(_folders(path.parent)) < 2
+
+
+def _labelled(data: Path, name: str) -> Guess:
+    """Pictures whose labels are in a file of the folder.
+
+    Raises:
+        SetupError: the file is not as it should be, or names a picture that is not there.
+    """
+    from deeplightning.config.target import find
+
+    read: Any = find("deeplightning.data.multilabel.LabelFile")
+    try:
+        lines = list(read(data / name).lines())
+    except Exception as error:
+        if getattr(error, "exit_code", None) != SetupError.exit_code:
+            raise
+        raise SetupError(str(error)) from None
+    counts = Counter(label for line in lines for label in line.labels)
+    if not counts:
+        raise SetupError(f"{data / name} gives no picture a label; as in `1.jpg,cat|dog`")
+    below = next((folder for folder in (".", "images") if (data / folder / lines[0].name).is_file()), ".")
+    files = [data / below / line.name for line in lines]
+    for line, path in zip(lines, files, strict=True):
+        if not path.is_file():
+            raise SetupError(f"{data / name}, line {line.number}: the picture {path} is missing")
+    look = _look_at(files)
+    if look.bad:
+        raise SetupError(f"{data / name} names pictures that cannot be decoded: {_some(look.bad)}; leave them out")
+    classes = sorted(counts)
+    network, params = _network_for(look, len(classes))
+    values = {"count": len(files), "classes": _some(classes), "labels": name, "images": below, **look.values()}
+    said = [
+        f"{len(classes)} labels, by {data / name}: {_some([f'{label} ({counts[label]})' for label in classes])}; "
+        f"{sum(not line.labels for line in lines)} of the pictures have none",
+        *look.said(),
+        f"a network for them: {network.rpartition('.')[2]}",
+    ]
+    return Guess({**values, "network": network, "params": params}, said, files[0], template="labels")
+
+
+def _network_for(look: _Look, outputs: int) -> tuple[str, dict[str, Any]]:
+    """A network for pictures, by its name, and its params."""
+    small = max(look.sides) <= SMALL
+    params: dict[str, Any] = {"num_classes": outputs, "num_channels": look.channels}
+    params |= {"image_size": look.size} if small else {"small_images": max(look.sides) <= 64}
+    return "deeplightning.model.cnn.SimpleCNN" if small else "deeplightning.model.resnet.ResNet18", params
 
 
 def segmentation(data: Path) -> Guess:
@@ -153,7 +210,7 @@ def segmentation(data: Path) -> Guess:
         "their names are for you to write: data.module.params.class_names",
         *look.said(),
     ]
-    return Guess(values, said)
+    return Guess(values, said, files[0])
 
 
 @dataclass

@@ -2,7 +2,8 @@
 .gitignore. Nothing is overwritten.
 
 The templates of a kind are in `templates/KIND`: the files of `sample` where no data are named, those of `data` where
-they are, or where a sample is written for the project. `$name` in a YAML file is replaced by a value.
+they are, or where a sample is written for the project; of pictures with several labels, `labels`. `$name` in a YAML
+file is replaced by a value.
 """
 
 import os
@@ -54,7 +55,10 @@ KINDS = {
         '--text "a charming film" "its plot is dull"',
     ),
     "segmentation": Kind(
-        "Says of each pixel which class it is.", guess.segmentation, ("examples/segmentation/shape_masks.py",)
+        "Says of each pixel which class it is.",
+        guess.segmentation,
+        ("examples/segmentation/shape_masks.py",),
+        "shapes/images/0000.jpg",
     ),
     "table": Kind("Predicts a column of a table from the others.", guess.rows, sample=("wine.csv", sample.wine)),
     "regression": Kind(
@@ -122,7 +126,8 @@ def init(folder: Path, kind: str, data: Path | None) -> tuple[list[str], list[Pa
         values["root"], values["folder"] = _seen_from(folder, data), _seen_from(folder, data.parent)
     elif files:
         values["folder"] = "."
-    content = _files(chosen.template or kind, chosen, found is not None, {n: line(v) for n, v in values.items()})
+    templates = TEMPLATES / (chosen.template or kind) / (found.template if found else "sample")
+    content = _files(templates, chosen, found is not None, {n: line(v) for n, v in values.items()})
     ask = found.ask if found else chosen.ask
     if isinstance(ask, Path):
         ask = shlex.quote(_seen_from(folder, ask))
@@ -139,10 +144,10 @@ def init(folder: Path, kind: str, data: Path | None) -> tuple[list[str], list[Pa
     return (found.said if found else []), [*paths]
 
 
-def _files(kind: str, chosen: Kind, has_data: bool, values: dict[str, str]) -> dict[str, str]:
+def _files(templates: Path, chosen: Kind, has_data: bool, values: dict[str, str]) -> dict[str, str]:
     """The content of the config and the modules, by name."""
     content = {}
-    for path in sorted((TEMPLATES / kind / ("data" if has_data else "sample")).iterdir()):
+    for path in sorted(templates.iterdir()):
         if path.suffix in (".yaml", ".py", ".json"):
             text = path.read_text()
             content[path.name] = Template(text).substitute(values) if path.suffix == ".yaml" else text

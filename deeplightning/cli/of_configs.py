@@ -41,9 +41,9 @@ def init(folder: Path, kind: str, data: Path | None) -> None:
     """Begin a project in DIR: config.yaml, modules of your own where it needs some, README.md and .gitignore.
 
     KIND is images, table, signal, text, segmentation, regression or own. Without --data the project learns from data
-    that everybody has. --data names a folder per class (images, signal), the folders images and masks (segmentation),
-    or a CSV file with a header (table, text, regression): classes, channels, sizes, mean, std and columns are filled
-    in, and what was guessed is printed. Nothing is overwritten.
+    that everybody has. --data names a folder per class (images, signal), a folder with labels.csv (images), the folders
+    images and masks (segmentation), or a CSV file with a header (table, text, regression): classes, channels, sizes,
+    mean, std and columns are filled in, and what was guessed is printed. Nothing is overwritten.
     """
     from deeplightning.cli.init import init as begin
 

@@ -1,5 +1,5 @@
-"""Tables that come with scikit-learn become text in CSV, for a project that has no data yet. scikit-learn is imported
-where a table is asked for: that takes a second."""
+"""Writes tables of scikit-learn as CSV text, for a project without data. Each function imports scikit-learn when it is
+called, which takes a second."""
 
 import csv
 import io
@@ -17,7 +17,7 @@ def wine() -> str:
 
 
 def diabetes() -> str:
-    """442 patients: 10 measurements, and how the disease goes on in a year in the column `progression`."""
+    """442 patients: 10 measurements, and the progression of the disease after a year in the column `progression`."""
     from sklearn.datasets import load_diabetes
 
     found: Any = load_diabetes(scaled=False)

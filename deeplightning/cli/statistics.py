@@ -13,6 +13,7 @@ from deeplightning.config.schema import Config
 from deeplightning.config.tree import line
 from deeplightning.faults import ConfigError, Fault
 from deeplightning.run.assemble import init_module
+from deeplightning.run.classes import class_weights, counted
 
 MAX_COLUMNS = 64
 """Of inputs with more numbers each, one mean and one spread are told, over all of them."""
@@ -116,24 +117,20 @@ class _Labels:
         """A batch, of whole numbers, (B,) or (B, H, W)."""
         self.of_pixels = values.ndim > 1
         self.ignored += int((values < 0).sum())
-        found = np.bincount(values[values >= 0].ravel(), minlength=len(self.counts))
-        found[: len(self.counts)] += self.counts
-        self.counts = found
+        self.counts = counted(values, self.counts)
 
     def lines(self, name: str, class_names: list[str]) -> list[str]:
         names = class_names or [str(label) for label in range(len(self.counts))]
         counts = np.pad(self.counts, (0, max(0, len(names) - len(self.counts))))
         ignored = self.ignored + int(counts[len(names) :].sum())  # 255 is none of the classes of a mask
         counts = counts[: len(names)]
-        occurring = max(1, int((counts > 0).sum()))
-        weights = [_short(counts.sum() / (occurring * n)) if n else 0.0 for n in counts]
         of = "pixels" if self.of_pixels else "samples"
         return [
             f"# how many {of} each class has",
             f"classes: {line({n: int(count) for n, count in zip(names, counts, strict=True)})}",
             *([f"without_class: {ignored}"] if ignored else []),
-            "# of a loss that weighs each class alike: params: {weight: {type: torch.tensor, params: {data: […]}}}",
-            f"class_weights: {line(weights)}",
+            "# of a loss that weighs each class alike, as model.loss.params.weight=balanced has them",
+            f"class_weights: {line(class_weights(counts))}",
         ]
 
 

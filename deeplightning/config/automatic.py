@@ -1,4 +1,5 @@
-"""Params of a network that may be `auto`: their numbers come from what the data module declares."""
+"""Values that follow from the data: `auto` in the params of a network comes from what the data module declares,
+`weight: balanced` in the params of a loss from how often the training set has each class."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -20,21 +21,30 @@ DECLARED = {
 LISTS = ("cardinalities",)
 """Those that become lists."""
 
+WEIGHT = "weight"
+"""The param of a loss that may be `balanced`."""
+
+BALANCED = "balanced"
+
 
 def unfilled(cfg: Config) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Each param of a network that is still `auto`: its key, the params that it is one of, and its name."""
-    network = cfg.model.network
-    named = network if isinstance(network, dict) else {"": network}
-    for name, target in named.items():
-        if isinstance(target, Target):
-            for param in DECLARED:
-                if target.params.get(param) == "auto":
-                    yield ".".join(filter(None, ("model.network", name, "params", param))), target.params, param
+    """Each param of a network that is still `auto`, and each weight of a loss that is still `balanced`: its key, the
+    params that it is one of, and its name."""
+    for section, names, word in (("network", DECLARED, "auto"), ("loss", (WEIGHT,), BALANCED)):
+        found = getattr(cfg.model, section)
+        named = found if isinstance(found, dict) else {"": found}
+        for name, target in named.items():
+            for param in names if isinstance(target, Target) else ():
+                if target.params.get(param) == word:
+                    yield ".".join(filter(None, (f"model.{section}", name, "params", param))), target.params, param
 
 
 def source_of(path: tuple[str | int, ...], value: Any, cfg: Config) -> str | None:
-    """Where the number of the value at a path comes from, in words; None: it is not `auto`."""
-    is_param = path[:2] == ("model", "network") and len(path) in (4, 5) and path[-2] == "params"
-    if value != "auto" or not is_param or path[-1] not in DECLARED:
+    """Where the number of the value at a path comes from, in words; None: it is neither `auto` nor `balanced`."""
+    if len(path) not in (4, 5) or path[0] != "model" or path[-2] != "params":
+        return None
+    if path[1] == "loss" and path[-1] == WEIGHT and value == BALANCED:
+        return f"numbers when the run begins, from the classes of the training set of {cfg.data.module.type}"
+    if path[1] != "network" or value != "auto" or path[-1] not in DECLARED:
         return None
     return f"a number when the run begins, from {' or '.join(DECLARED[str(path[-1])])} of {cfg.data.module.type}"

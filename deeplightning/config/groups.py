@@ -46,14 +46,14 @@ class Group:
         return self.name.replace("/", ".")
 
     def options(self) -> list[str]:
-        """The options that there are, by name."""
+        """The names of the available options, sorted."""
         return sorted({option for root in self.roots for option in _options(root / self.name)})
 
     def find(self, option: str) -> tuple[Path, Path]:
-        """The file of an option, and the root that it lies in.
+        """The file of an option, and the root folder that contains it.
 
         Raises:
-            ConfigError: there is none; with the nearest and the list.
+            ConfigError: the group has no such option; the message has the most similar name and all names.
         """
         if _OPTION.fullmatch(option) and ".." not in option.split("/"):
             for root in self.roots:

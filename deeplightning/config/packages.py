@@ -30,10 +30,10 @@ def is_address(path: str | Path) -> bool:
 
 
 def locate(address: str | Path, beside: Path, key: str | None = None, place: str | None = None) -> Path:
-    """The file that a `pkg://` address means.
+    """The file that a `pkg://` address refers to.
 
-    A folder with the name of the package goes first where it lies in `beside` or in the working directory, as own
-    modules do; names of `deeplightning.own_code.LIBRARIES` always mean what is installed.
+    A folder in `beside` or in the working directory takes precedence over the installed package of the same name, as
+    own modules do. The names in `deeplightning.own_code.LIBRARIES` always refer to the installed package.
 
     Args:
         beside: the folder of the file that has the address; of the command line, the working directory.

@@ -199,9 +199,10 @@ class Data(Section):
         "validation is one of so many parts of the training set; null: the module's split", None
     )
     fold: int = key("which of the `num_splits` parts validates", 0, low=0)
-    sampler: Target | None = key(
-        "the order of training, for data modules that heed it, as ours do: called with the training set, and "
-        "batch_size, num_replicas, rank and seed by name; null: shuffled",
+    sampler: Target | Literal["balanced"] | None = key(
+        "the order of training, for data modules that heed it, as ours do; balanced: each class equally often in an "
+        "epoch; a target is called with the training set, and batch_size, num_replicas, rank and seed by name; null: "
+        "shuffled",
         None,
         example="{type: own.Sampler, params: {size: 8}}",
     )
@@ -217,6 +218,12 @@ class Model(Section):
         example="{type: deeplightning.task.img_classif.ImageClassification}",
     )
     network: Target | dict[str, Target] | None = key("the network, or several by name", None)
+    output: str | int | None = key(
+        "what the task takes of a network's output that is no tensor: an attribute, a key, or a position from 0; null: "
+        "all of it",
+        None,
+        example="logits",
+    )
     optimizer: Optimizer | dict[str, Optimizer] | None = key("the optimizer, or one per network; null: the task's own")
     scheduler: Scheduler | dict[str, Scheduler] | None = key("the schedule of the learning rate", None)
     loss: Loss | dict[str, Loss] | None = key("the loss, or several by name, added by weight", None)

@@ -1,4 +1,5 @@
-"""`type: Adam` is `torch.optim.Adam`: names of torch, torchvision and ours without their module, found in source text.
+"""`type: Adam` is `torch.optim.Adam`: names of torch, torchvision and ours without their module, found in source text,
+and names that installed packages add.
 
 Nothing is imported. A name with a dot is none of these.
 """
@@ -20,8 +21,17 @@ MODULES = {
 """Where the short name of each section's target is looked for; `*` means each module of a package."""
 
 
+TARGETS = "deeplightning.targets"
+"""The group of entry points by which an installed package adds short names, of any section. It replaces none that is
+found in `MODULES`."""
+
+
 def full_name(role: str, name: str) -> str | None:
     """The name with its module; None: it is none of these, which the checks of targets report.
+
+    Args:
+        role: the key of a target, such as `model.optimizer`.
+        name: without a dot.
 
     Raises:
         ValueError: in words: it is the name of several things, or a misspelt one.
@@ -47,6 +57,10 @@ def full_name(role: str, name: str) -> str | None:
         is_defined_there = not module.startswith("deeplightning.") or meaning.path.startswith(f"{module}.")
         if meaning.kind in ("class", "function") and is_loss and is_defined_there:
             found.setdefault(meaning.path, f"{module}.{name}")
+    if not found:
+        from deeplightning.config.plugins import full_names  # imported lazily: nearly every name is found before
+
+        found = {full: full for full in full_names(TARGETS, name)}
     if len(found) > 1:
         raise ValueError(f"`{name}` is the name of several: {', '.join(found.values())}; write one of them in full")
     if not found and misspelt and other_tools.class_of(role, name) is None:
@@ -56,7 +70,7 @@ def full_name(role: str, name: str) -> str | None:
 
 def _modules(role: str) -> list[str]:
     found = []
-    for module in MODULES[role]:
+    for module in MODULES.get(role, ()):
         package = module.removesuffix(".*")
         if package == module:
             found.append(module)

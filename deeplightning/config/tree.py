@@ -6,6 +6,7 @@ The grammar of scalars is YAML 1.2's (`off` is a word, `1e-3` a number), with `_
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import PurePath
 from typing import Any
 
 import yaml
@@ -78,6 +79,7 @@ def _write_text(dumper: yaml.SafeDumper, text: str) -> ScalarNode:
 
 
 _Dumper.add_representer(str, _write_text)
+_Dumper.add_multi_representer(PurePath, lambda dumper, path: _write_text(dumper, str(path)))
 
 
 def dump(plain: Any) -> str:

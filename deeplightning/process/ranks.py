@@ -180,7 +180,7 @@ class Ranks:
         return None
 
     def _why_lost(self, error: BaseException) -> Cause:
-        """The cause of a collective that failed."""
+        """The cause of failure of a collective operation that raised `error`."""
         line = first_line(error).split(". ")[0]  # what follows in gloo's message is advice
         if (limit := _TIMED_OUT.search(str(error))) is None:
             reason = f"a worker was lost: the connection to another process is gone ({line})"

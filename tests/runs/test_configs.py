@@ -8,6 +8,8 @@ import json
 import pickle
 import re
 import struct
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -81,7 +83,13 @@ def pictures(folder: Path) -> list[str]:
     return ["data.root=pictures", "model.network.params.num_classes=3"]
 
 
-FILES = {"MNIST": mnist, "CIFAR10": cifar, "ImageFolder": pictures}
+def tables(folder: Path) -> list[str]:
+    script = ROOT / "examples" / "tables" / "write.py"
+    subprocess.run([sys.executable, script, folder / "tables"], check=True, timeout=60)
+    return []
+
+
+FILES = {"MNIST": mnist, "CIFAR10": cifar, "ImageFolder": pictures, "TableData": tables}
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=NAMES)

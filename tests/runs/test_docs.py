@@ -42,9 +42,11 @@ PAGES = list(dict.fromkeys(PAGES))
 RUN = [
     README,
     KEYS,
+    ROOT / "docs" / "coming_from.md",
     ROOT / "docs" / "data.md",
     ROOT / "docs" / "migrating.md",
     ROOT / "docs" / "engines.md",
+    ROOT / "docs" / "python.md",
     ROOT / "docs" / "serving.md",
     ROOT / "docs" / "training.md",
     ROOT / "examples" / "own_code" / "README.md",
@@ -148,8 +150,13 @@ def script(page: Path, place: Path) -> str:
                 command = re.sub(r"\bbash train\.sh (?=\S+\.yaml)", "deeplightning train ", line)
                 command = re.sub(r"\bbash (\w+\.sh)", rf"bash '{ROOT}/\1'", command)
                 command = re.sub(r"^gunicorn\b", f"'{sys.executable}' -m gunicorn", command)
+                for verb, name_of in (
+                    ("serve", "deploy"),
+                    ("ask", "predict"),
+                ):  # in the shell, whose variables they need
+                    command = re.sub(rf"^deeplightning {verb}\b", f"bash '{ROOT}/{name_of}.sh'", command)
                 if "# keeps running" in line:
-                    default = "5000" if "deploy.sh" in line else "8000" if "gunicorn" in line else "5001"
+                    default = "5000" if "deploy.sh" in command else "8000" if "gunicorn" in line else "5001"
                     ports[default] = free_port()
                     started = command.partition("#")[0]
                     started += "" if "--bind" in line else f"--port {ports[default]}"

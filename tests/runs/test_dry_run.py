@@ -1,5 +1,6 @@
 """What does not fit is named before anything is spent: `deeplightning.dry_run.trial`."""
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -260,10 +261,19 @@ def test_options_of_loader_processes_are_no_fault():
     assert tried("data.num_workers=1", loader)[0] == []
 
 
+@pytest.fixture(scope="module")
+def tables(tmp_path_factory):
+    """The tables of the example, whose columns its configs take from the data."""
+    folder = tmp_path_factory.mktemp("tables")
+    subprocess.run([sys.executable, ROOT / "examples" / "tables" / "write.py", folder], check=True, timeout=60)
+    return folder
+
+
 @pytest.mark.parametrize("path", CONFIGS, ids=[str(path.relative_to(ROOT)) for path in CONFIGS])
-def test_a_shipped_config_has_no_faults(path):
-    """Without its data, wherever it runs."""
-    faults, untried = tried("engine.gpus=null", path=path)
+def test_a_shipped_config_has_no_faults(path, request):
+    """Without its data, wherever it runs; with them where sizes of the network follow from them."""
+    own = [f"data.root={request.getfixturevalue('tables')}"] if path.parent.name == "tables" else []
+    faults, untried = tried("engine.gpus=null", *own, path=path)
     assert faults == []
     said = [sentence for sentence in untried if UNTRIED not in sentence]  # other tests of this process train
     assert [sentence.partition(":")[0] for sentence in said] == ["data.module"] * ("folder" in path.name)

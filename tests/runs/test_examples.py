@@ -90,6 +90,19 @@ EXAMPLES = {
         {"test_acc": (0.5, 1)},
     ),
     "own_loop": Example("own_loop/own_loop.yaml", ["train.num_epochs=3"], {"test_acc": (0.7, 1)}),
+    "wine": Example(
+        "tables/wine.yaml",
+        ["train.num_epochs=10"],
+        {"test_acc": (0.8, 1)},
+        ["bundle/model.onnx"],
+        ["tables/write.py", "tables"],
+    ),
+    "diabetes": Example(
+        "tables/diabetes.yaml",
+        ["train.num_epochs=10", "train.export=false"],
+        {"test_mae": (30, 55), "test_rmse": (35, 70)},  # the deviation is 77
+        before=["tables/write.py", "tables"],
+    ),
     "vqvae": Example(
         "vqvae/vqvae.yaml",
         ["train.num_epochs=3", "data.module.params.limit=700", "train.export=false"],

@@ -24,9 +24,6 @@ SHORT = {
 TABLES = {"table", "regression"}
 """Kinds that begin with a table, which is looked at like the user's."""
 
-UNSERVED = {"segmentation"}
-"""Kinds whose runs have no bundle."""
-
 
 def pictures(root):
     rng = np.random.default_rng(0)
@@ -67,6 +64,18 @@ def waves(root):
             np.save(root / name / f"{number}.npy", np.sin(np.arange(32 + number % 3) * speed + rng.random()))
 
 
+def labelled(root):
+    rng = np.random.default_rng(0)
+    root.mkdir()
+    lines = ["file,labels"]
+    for number in range(30):
+        has = rng.random(2) < 0.5
+        pixels = rng.integers(0, 90, (8, 8, 3)) + 150 * np.append(has, False)
+        Image.fromarray(pixels.astype(np.uint8)).save(root / f"{number}.png")
+        lines.append(f"{number}.png,{'|'.join(name for name, each in zip(('red', 'green'), has, strict=True) if each)}")
+    (root / "labels.csv").write_text("\n".join(lines))
+
+
 DATA = {
     "images": pictures,
     "text": texts,
@@ -77,7 +86,7 @@ DATA = {
 }
 
 
-@pytest.mark.parametrize(("kind", "data"), [(kind, None) for kind in KINDS] + [*DATA.items()])
+@pytest.mark.parametrize(("kind", "data"), [(kind, None) for kind in KINDS] + [*DATA.items(), ("images", labelled)])
 def test_what_is_written_passes_the_checks_and_trains(command, tmp_path, kind, data):
     """In a folder with a space in its name, by the commands of its README.md, with one epoch."""
     words = []
@@ -97,10 +106,10 @@ def test_what_is_written_passes_the_checks_and_trains(command, tmp_path, kind, d
     assert [line for line in checked.err.splitlines() if not line.startswith("engine.gpus: auto")] == []
     trained = command("train", "train.num_epochs=1", *(SHORT[kind] if data is None else []), cwd=project)
     assert trained.code == 0, trained
-    assert (trained.folder / "bundle" / "bundle.json").is_file() == (kind not in UNSERVED)
+    assert (trained.folder / "bundle" / "bundle.json").is_file()
     assert trained.folder.is_relative_to(project)
     readme = (project / "README.md").read_text()
-    assert ("deeplightning serve last" in readme) == (kind not in UNSERVED)
+    assert "deeplightning serve last" in readme
     modules = {path.name for path in project.glob("*.py")}
     assert {name for name in modules if f"`{name}`" not in readme} == set()
     with zipfile.ZipFile(trained.folder / "code.zip") as code:

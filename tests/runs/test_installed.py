@@ -27,6 +27,7 @@ JOURNEYS = {
     "table": (["row.json"], 1),
     "signal": (["signal.json"], 1),
     "regression": (["row.json"], 1),
+    "segmentation": (["shapes/images/0000.jpg"], 1),
 }
 """By kind of project, what its server is asked, and how many answers that gives."""
 
@@ -129,6 +130,10 @@ def test_from_nothing_to_an_answer(installed, tmp_path, kind):
         server.communicate(timeout=60)
     assert len(lines) == answers
     if kind == "regression":
+        return
+    if kind == "segmentation":
+        assert [one["label"] for one in lines[0]["classes"]] == ["ground", "disc", "square", "triangle"]
+        assert sum(one["pixels"] for one in lines[0]["classes"]) == 32 * 32
         return
     right = [line for line in lines if _truth(kind, line) == line["label"]]
     assert len(right) >= 0.7 * answers, lines

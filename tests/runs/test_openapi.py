@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from jsonschema import Draft202012Validator
-from served import Server, colour_run, encoded, negative_run, picture
+from served import Server, colour_run, encoded, labelled_run, masked_run, negative_run, picture
 
 from serve.admission import Admission
 from serve.app import application
@@ -28,11 +28,15 @@ def runs(tmp_path_factory):
     return {
         "image_classification": colour_run(tmp_path_factory.mktemp("colours")).path,
         "image_reconstruction": negative_run(tmp_path_factory.mktemp("negatives")).path,
+        "image_multilabel": labelled_run(tmp_path_factory.mktemp("labels")).path,
+        "image_segmentation": masked_run(tmp_path_factory.mktemp("masks")).path,
     }
 
 
 @pytest.mark.parametrize("secured", [False, True], ids=["open", "secured"])
-@pytest.mark.parametrize("task", ["image_classification", "image_reconstruction"])
+@pytest.mark.parametrize(
+    "task", ["image_classification", "image_reconstruction", "image_multilabel", "image_segmentation"]
+)
 def test_it_describes_what_is_there(runs, task, secured):
     """Exactly the application's addresses and methods; every reference leads somewhere; answers are as it says."""
     app = application(Service(Bundle.open(runs[task]), admission=Admission("key" if secured else None)))
@@ -92,9 +96,16 @@ def test_drawn_requests_meet_what_it_says(runs, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("task", "key"), [("image_classification", None), ("image_reconstruction", None), ("image_classification", "a-key")]
+    ("task", "key"),
+    [
+        ("image_classification", None),
+        ("image_reconstruction", None),
+        ("image_multilabel", None),
+        ("image_segmentation", None),
+        ("image_classification", "a-key"),
+    ],
 )
 def test_many_drawn_requests_meet_it(runs, tmp_path, task, key):
-    """The same with hundreds of each kind, for both tasks, and with a key."""
+    """The same with hundreds of each kind, for each task, and with a key."""
     code, said = fuzzed(runs[task], tmp_path, 300, key)
     assert code == 0, said

@@ -19,7 +19,9 @@ from typing import Any
 import numpy as np
 import pytest
 from PIL import Image
-from served import COLOURS, ROOT, Server, colour_run, negative_run, picture
+from served import COLOURS, ROOT, Server, colour_run, labelled_run, masked_run, negative_run, picture
+
+from deeplightning.kinds import CLASS_COLOURS
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
@@ -472,6 +474,41 @@ def test_a_picture_is_answered_with_a_picture(open_page: Any, place: Path, tmp_p
     seen = page.shot(tmp_path / "page.png")
     for colour in (COLOURS["red"], [255 - value for value in COLOURS["red"]]):
         assert np.all(np.abs(seen.astype(int) - colour) <= 1, axis=2).sum() > 10_000
+    server.stop()
+
+
+def test_a_picture_gets_several_labels(open_page: Any, place: Path) -> None:
+    """Those that fit are the title, and bold in the list of all."""
+    server = Server(labelled_run(place / "labelled").path, place / "labelled-errors")
+    page = open_page(server.url)
+    page.give("drop", ("red.png", "image/png", picture("red")))
+    (answer,) = page.answers()
+    assert answer["title"] == "red, green"
+    assert answer["rows"] == expected_rows(server, picture("red"))
+    weights = page.evaluate("[...document.querySelectorAll('tbody th')].map((one) => getComputedStyle(one).fontWeight)")
+    bold = {row[0] for row, weight in zip(answer["rows"], weights, strict=True) if weight == "600"}
+    assert bold == {"red", "green"}
+    page.evaluate("until(() => document.querySelector('#classes summary').textContent)")
+    assert page.evaluate("document.querySelector('#classes summary').textContent") == "3 labels"
+    server.stop()
+
+
+def test_a_picture_gets_its_mask(open_page: Any, place: Path, tmp_path: Path) -> None:
+    """The mask stands beside what was given, and a list says how much each class has, in the colour of the mask."""
+    server = Server(masked_run(place / "masked").path, place / "masked-errors")
+    page = open_page(server.url)
+    page.give("drop", ("green.png", "image/png", picture("green")))
+    (answer,) = page.answers()
+    assert (answer["title"], answer["names"]) == ("green", ["green.png", "The model's mask"])
+    assert answer["rows"] == [["green", "100.0 %"], ["red", "0.0 %"], ["blue", "0.0 %"]]
+    said = server.ask("POST", "/predict", picture("green"))[1]
+    page.evaluate("Promise.all([...document.images].map((image) => image.decode()))")
+    assert page.evaluate("document.images[1].src") == f"data:image/png;base64,{said['mask']}"
+    shown = page.evaluate("getComputedStyle(document.querySelector('.bar i')).backgroundColor")
+    red, green, blue = CLASS_COLOURS[1]
+    assert (said["classes"][1]["colour"], shown) == (f"#{red:02x}{green:02x}{blue:02x}", f"rgb({red}, {green}, {blue})")
+    seen = page.shot(tmp_path / "page.png")
+    assert np.all(np.abs(seen.astype(int) - CLASS_COLOURS[1]) <= 1, axis=2).sum() > 5_000
     server.stop()
 
 

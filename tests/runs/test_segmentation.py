@@ -1,6 +1,8 @@
 """Segmentation: masks that fit their pictures, metrics that are those of all pixels, and a run from end to end."""
 
+import base64
 import csv
+import io
 import json
 import sys
 import warnings
@@ -13,13 +15,18 @@ from conftest import weights
 from PIL import Image
 from sklearn.metrics import accuracy_score, jaccard_score
 
+import deeplightning as dl
 from deeplightning.checks.examine import load_config
 from deeplightning.data.errors import DataConfigError, DataError
 from deeplightning.data.masked import resized
 from deeplightning.image import ImageSpec
+from deeplightning.kinds import KINDS, MAX_COMPARED
 from deeplightning.model.unet import UNet
 from deeplightning.run.assemble import init_module
 from deeplightning.task.segmentation import COLOURS, IoU, PixelAccuracy, sheet
+from serve.app import application
+from serve.bundle import Bundle
+from serve.service import Service
 
 CLASSES = ["ground", "low", "high"]
 
@@ -313,9 +320,9 @@ def results(folder: Path, stage: str) -> dict[str, float]:
     return json.loads((folder / f"{stage}_results.json").read_text())
 
 
-def test_a_run_learns_shows_and_says_that_there_is_no_bundle(run):
+def test_a_run_learns_and_shows(run):
     """Loss falls, IoU and accuracy rise above chance, a sheet of pictures is there, each picture has a row of
-    predictions, and `train.export: true` ends with one plain notice."""
+    predictions."""
     found = results(run.folder, "val")
     assert found["val_iou"] > 0.4
     assert found["val_acc"] > 0.6
@@ -327,15 +334,50 @@ def test_a_run_learns_shows_and_says_that_there_is_no_bundle(run):
     shares = [sum(float(row[f"share_{name}"]) for name in CLASSES) for row in rows]
     assert shares == pytest.approx([1, 1], abs=1e-5)
     assert np.mean([float(row["acc"]) for row in rows]) == pytest.approx(results(run.folder, "test")["test_acc"])
-    assert sum("bundle" in line for line in (run.out + run.err).splitlines()) == 1
-    assert not (run.folder / "bundle").exists()
 
 
-def test_what_is_exported_is_refused_in_words(run, command, tmp_path):
-    """`deeplightning export RUN` says what kind of task it is, exit 4."""
-    outcome = command("export", run.folder, cwd=tmp_path)
-    assert outcome.code == 4, outcome
-    assert outcome.err.count("error: ") == 1
+def test_masks_over_http_are_those_of_the_network(run, root):
+    """Of each picture the classes of plain torch, as a PNG or in base64 beside the pixels of each class; at another
+    size it is resized as in training; nothing is there of another kind."""
+    bundle = Bundle.open(run.folder)
+    client = application(Service(bundle)).test_client()
+    network = UNet(3, width=4, depth=2)
+    network.load_state_dict({name.removeprefix("network."): t for name, t in weights(run.folder / "best.ckpt").items()})
+    assert client.get("/info").json["labels"] == CLASSES
+    for path in sorted((root / "images").iterdir()):
+        spec = bundle.image_spec
+        pixels = torch.from_numpy(spec.decode(path).copy()).permute(2, 0, 1)[None]
+        with torch.no_grad():
+            expected = network.eval()((pixels / 255 - 0.5) / 0.5)[0].argmax(0).numpy()
+        said = client.post("/predict", data=path.read_bytes()).json
+        mask = Image.open(io.BytesIO(base64.b64decode(said["mask"])))
+        assert (mask.mode, mask.size, said["width"], said["height"]) == ("P", (16, 16), 16, 16)
+        np.testing.assert_array_equal(np.asarray(mask), expected)
+        assert [tuple(mask.getpalette()[3 * n : 3 * n + 3]) for n in range(3)] == list(map(tuple, COLOURS[:3].tolist()))
+        counts = np.bincount(expected.ravel(), minlength=3).tolist()
+        assert [(one["label"], one["pixels"], one["share"]) for one in said["classes"]] == [
+            (name, count, count / 256) for name, count in zip(CLASSES, counts, strict=True)
+        ]
+        alone = client.post("/predict", data=path.read_bytes(), headers={"Accept": "image/png"})
+        assert alone.mimetype == "image/png"
+        assert alone.data == base64.b64decode(said["mask"])
+    assert dl.load_run(run.folder).predict([path]) == [said]
+    both = {"images": [base64.b64encode(path.read_bytes()).decode()] * 2}
+    assert client.post("/predict", json=both).json == {"predictions": [said, said]}
+    refused = client.post("/predict", data=b"no picture")
+    assert (refused.status_code, list(refused.json)) == (415, ["ERROR"])
+
+
+def test_golden_answers_of_large_masks_are_of_some_pixels():
+    """A bundle keeps each s-th pixel of large answers: as few numbers as of any other kind, and the same of a small
+    one."""
+    kind = KINDS["image_segmentation"]
+    small, large = np.zeros((2, 3, 16, 16)), np.random.default_rng(0).random((1, 21, 512, 480))
+    assert kind.compared(small).shape == small.shape
+    kept = kind.compared(large)
+    assert MAX_COMPARED / 4 < kept[0].size <= 1.2 * MAX_COMPARED
+    np.testing.assert_array_equal(kept[0, :, 1, 2], large[0, :, 13, 26])
+    assert KINDS["image_reconstruction"].compared(large) is large
 
 
 def judge() -> None:

@@ -7,11 +7,15 @@ import re
 import wave
 
 import numpy as np
+import pandas as pd
 import pytest
 import torch
 import yaml
 from safetensors.torch import load_file
-from served import Server
+from served import Server, logged_answers
+
+import deeplightning as dl
+from deeplightning.runfolder import RunFolder
 
 CONFIG = """\
 seed: 3
@@ -174,6 +178,10 @@ def test_answers_to_rows_are_those_of_the_network(server, place):
     ]
     np.testing.assert_allclose(answers, expected.detach().numpy(), atol=1e-5)
     assert {answer["label"] for answer in said["predictions"]} == {"large", "small"}
+    assert dl.load_run(server.folder).predict(rows, top_k=2) == said["predictions"]
+    assert dl.load_run(server.folder).predict(pd.DataFrame(rows), top_k=2) == said["predictions"]
+    logged = logged_answers(RunFolder(server.folder), rows[:20])
+    assert [answer["label"] for answer in logged] == [answer["label"] for answer in said["predictions"][:20]]
     file = io.StringIO()
     writer = csv.DictWriter(file, list(rows[0]))
     writer.writeheader()
@@ -240,6 +248,8 @@ def test_predicted_numbers_are_in_the_unit_of_the_data(server, place, priced_ord
     assert not {"mean", "std"} & model.keys()
     outputs = own_network(server.folder, 1)(torch.from_numpy(own_rows(server.folder, rows)))[:, 0].detach().numpy()
     values = np.array([answer["predicted_value"] for answer in said["predictions"]])
+    assert dl.load_run(server.folder).predict(rows) == said["predictions"]
+    assert logged_answers(RunFolder(server.folder), rows[:20]) == said["predictions"][:20]
     # Of the line that maps the network's numbers to prices two points are enough; 198 more must lie on it.
     slope = (values[1] - values[0]) / (outputs[1] - outputs[0])
     np.testing.assert_allclose(values, values[0] + slope * (outputs - outputs[0]), rtol=1e-4)

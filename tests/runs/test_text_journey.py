@@ -4,7 +4,10 @@ import json
 import shutil
 
 import pytest
-from served import ROOT, Server
+from served import ROOT, Server, logged_answers
+
+import deeplightning as dl
+from deeplightning.runfolder import RunFolder
 
 
 @pytest.fixture(scope="module")
@@ -20,13 +23,20 @@ def run(command, store, tmp_path_factory):
 
 
 def test_a_run_of_texts_deploys_and_answers_json(run, tmp_path):
-    """The training leaves a bundle, which answers as it stands; it says that it makes no MLflow model of texts."""
-    assert "an MLflow model is made of a run with pictures only" in run.out + run.err
+    """The training leaves a bundle, which answers as it stands; so it does in Python and as an MLflow model."""
     server = Server(run.folder, tmp_path / "errors")
     try:
-        asked = json.dumps({"texts": ["the film is wise .", "the plot is not wise ."]})
-        status, said = server.ask("POST", "/predict", asked, {"Content-Type": "application/json"})
+        texts = ["the film is wise .", "the plot is not wise ."]
+        status, said = server.ask(
+            "POST", "/predict", json.dumps({"texts": texts}), {"Content-Type": "application/json"}
+        )
         assert status == 200
+        assert dl.load_run(run.folder).predict(texts) == said["predictions"]
+        assert (run.folder / "model" / "MLmodel").is_file()
+        logged = logged_answers(RunFolder(run.folder), [{"text": text} for text in texts])
+        for one, other in zip(said["predictions"], logged, strict=True):
+            assert one["label"] == other["label"]
+            assert float(one["predicted_probability"]) == pytest.approx(other["probability"], abs=1e-6)
         assert {one["label"] for one in said["predictions"]} <= {"negative", "positive"}
         info = server.ask("GET", "/info")[1]
         assert (info["task"], info["labels"]) == ("text_classification", ["negative", "positive"])

@@ -42,6 +42,8 @@ def config(kind, data):
 
 def test_pictures_give_classes_size_channels_mean_and_std():
     """Mean and std are those of the pixels; a path beside the project is relative."""
+    Path("pets").mkdir()
+    table("pets/labels.csv", ["name", "weight"])  # of something else
     for number in range(3):
         picture(f"pets/cat/{number}.png", (255, 0, 51))
         picture(f"pets/Élan d'or/{number}.PNG", (0, 0, 51))
@@ -53,6 +55,20 @@ def test_pictures_give_classes_size_channels_mean_and_std():
     assert written["model"]["network"]["params"] == {"num_classes": 2, "num_channels": 3, "image_size": [8, 12]}
     assert "2 classes, the folders of pets: cat (3), Élan d'or (3)" in said
     assert "deeplightning ask ../pets/cat/0.png" in Path("new project/README.md").read_text()
+
+
+def test_a_file_of_labels_gives_several_labels():
+    """Beside the pictures, or with these in a folder `images`; labels are counted."""
+    for number in range(4):
+        picture(f"many/images/{number}.png", (number, 0, 0))
+    table("many/labels.csv", ["file", "labels"], ["0.png", "a|b"], ["1.png", "a"], ["2.png", ""], ["3.png", "c"])
+    written, said = config("images", "many")
+    data, model = written["data"]["module"], written["model"]
+    assert (data["type"], data["params"]["images"]) == ("deeplightning.data.multilabel.LabelledImages", "images")
+    assert (data["params"]["labels"], data["params"]["image_size"]) == ("labels.csv", [8, 12])
+    assert model["module"]["type"] == "deeplightning.task.multilabel.ImageMultilabel"
+    assert (model["network"]["params"]["num_classes"], model["loss"]["type"]) == (3, "torch.nn.BCEWithLogitsLoss")
+    assert "3 labels, by many/labels.csv: a (2), b (1), c (1); 1 of the pictures have none" in said
 
 
 def test_grey_large_and_damaged_pictures(here):
@@ -190,6 +206,14 @@ MANY = "x,y\n" + "1,2\n" * 20
         ("images", {"cat/a.png": ""}, "d holds one folder, cat"),
         ("images", {"cat/a.png": "", "dog/a.txt": ""}, "d/dog holds no picture"),
         ("images", {"cat/a.png": "", "dog/a.png": ""}, "none of the pictures can be decoded: d/cat/a.png"),
+        ("images", {"labels.csv": "file,labels\na.png,x\n"}, "d/labels.csv, line 2: the picture d/a.png is missing"),
+        ("images", {"labels.csv": "file,tags\n"}, "d/labels.csv, header: there is no column 'labels'"),
+        ("images", {"labels.jsonl": '{"file": "a.png", "labels": []}'}, "gives no picture a label"),
+        (
+            "images",
+            {"labels.csv": "file,labels\na.png,x\n", "a.png": ""},
+            "none of the pictures can be decoded: d/a.png",
+        ),
         ("images", MANY, "d is no folder"),
         ("segmentation", MANY, "d is no folder"),
         ("segmentation", {"img/a.png": ""}, "d holds no folder `images` (its folders: img)"),
