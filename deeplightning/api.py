@@ -13,24 +13,18 @@ and GPUs work as they do there, and neither an error nor an interruption harms t
 from __future__ import annotations
 
 import base64
-import builtins
 import contextlib
 import html
 import io
 import json
 import os
-import queue
-import re
-import signal
-import subprocess
 import sys
 import tempfile
-import threading
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -38,9 +32,10 @@ from deeplightning.cli.listing import newest
 from deeplightning.config.schema import Config
 from deeplightning.config.source import GIVEN, Given, compose, read
 from deeplightning.config.tree import as_written, dump
-from deeplightning.faults import CheckpointError, ConfigError, RunError, SetupError, UserError
+from deeplightning.faults import RunError
 from deeplightning.kinds import KINDS
 from deeplightning.own_code import ROOTS, added_roots
+from deeplightning.process.child import Child
 from deeplightning.reproduce.past import PastRun, past_run
 from deeplightning.run.stages import PRINTS_CONFIG
 
@@ -57,13 +52,8 @@ RUN_FOLDER = "Artifact storage path: "
 SERVING = "Serving "
 """Begins the line that a server prints when it answers."""
 
-LAST_LINES = 40
-"""Lines on stderr that are kept for the message of an error."""
-
 MAX_PIXELS = 178_956_970
 """Of a picture, width x height: what Pillow decodes without a warning. The file is the caller's own."""
-
-_ERRORS = {kind.exit_code: kind for kind in (UserError, ConfigError, SetupError, CheckpointError, RunError)}
 
 
 def train(config: str | Path | Given | Config, overrides: Sequence[str] = ()) -> Run:
@@ -88,9 +78,9 @@ def train(config: str | Path | Given | Config, overrides: Sequence[str] = ()) ->
     """
     with _as_file(config, overrides) as (words, environment):
         command = [sys.executable, "-P", "-m", "deeplightning", "train", *words]
-        child = _Child(command, environment | {PRINTS_CONFIG: "0"}, None if words[0] == str(config) else words[0])
-        with child:
-            folder = child.watch()
+        temporary = None if words[0] == str(config) else words[0]
+        with Child(command, environment | {PRINTS_CONFIG: "0"}, temporary, GIVEN) as child:
+            folder = child.watch(RUN_FOLDER)
     if folder is None:
         raise RunError("the command has printed no run folder; its lines above say why")
     return load_run(folder)
@@ -281,7 +271,7 @@ class Server:
     """
 
     def __init__(self, command: list[str]):
-        self._child = _Child(command, {})
+        self._child = Child(command, {})
         try:
             line = self._child.first_line(SERVING)
         except BaseException:
@@ -366,9 +356,6 @@ def _chart(metrics: pd.DataFrame) -> str:
     return f'<img alt="{" and ".join(names)} by optimizer step" src="data:image/png;base64,{text}">'
 
 
-# ---- processes
-
-
 @contextlib.contextmanager
 def _as_file(
     config: str | Path | Given | Config, overrides: Sequence[str]
@@ -390,113 +377,3 @@ def _as_file(
         file = Path(folder) / "config.yaml"
         file.write_text(dump(content), encoding="utf-8")
         yield [str(file), *overrides], {**secrets, ROOTS: json.dumps([*roots])}
-
-
-class _Child:
-    """A command in a session of its own, so that Ctrl-C reaches it once, through this process; it ends with this
-    process (`deeplightning.process.leash`).
-
-    Args:
-        environment: variables beside those of this process.
-        file: the path of a config that the user has not written; messages have `dict` in its place.
-    """
-
-    def __init__(self, command: list[str], environment: Mapping[str, str], file: str | None = None):
-        leash = [sys.executable, "-P", "-m", "deeplightning.process.leash", *command]
-        self._process = subprocess.Popen(
-            leash,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **environment},
-            start_new_session=True,
-        )
-        self._lines: queue.Queue[tuple[str, str] | None] = queue.Queue()
-        self._open = 2
-        self._file = re.compile(rf"{re.escape(file)}(:\d+:\d+)?") if file else None
-        self._last: list[str] = []
-        for name in ("stdout", "stderr"):
-            threading.Thread(target=self._read, args=(name, getattr(self._process, name)), daemon=True).start()
-
-    def _read(self, name: str, stream: IO[bytes]) -> None:
-        with stream:
-            for line in stream:
-                text = line.decode("utf-8", "replace").rstrip("\n")
-                self._lines.put((name, self._file.sub(GIVEN, text) if self._file else text))
-        self._lines.put(None)
-
-    def __enter__(self) -> _Child:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.stop()
-
-    def _both(self) -> Iterator[tuple[str, str]]:
-        """The lines of stdout and stderr, each with the name of its stream, until both end."""
-        while self._open:
-            item = self._lines.get()
-            if item is None:
-                self._open -= 1
-            else:
-                yield item
-
-    def watch(self) -> str | None:
-        """Shows what the command prints until it ends; the run folder that it names.
-
-        Raises:
-            UserError: it failed.
-            KeyboardInterrupt: this process was interrupted; the command has ended.
-        """
-        folder, code, interrupted = None, None, False
-        errors: Any = sys.stdout if hasattr(builtins, "__IPYTHON__") else sys.stderr  # it is red in a notebook
-        while code is None:
-            try:
-                for name, line in self._both():
-                    if name == "stdout" and line.startswith(RUN_FOLDER):
-                        folder = line.removeprefix(RUN_FOLDER)
-                    elif name == "stdout" or self._note(line):
-                        print(line, file=sys.stdout if name == "stdout" else errors, flush=True)
-                code = self._process.wait()
-            except KeyboardInterrupt:
-                interrupted = True
-                self._send(signal.SIGINT)
-        if interrupted:
-            raise KeyboardInterrupt
-        if code != 0:
-            raise self._error(code)
-        return folder
-
-    def first_line(self, beginning: str) -> str:
-        """The first line on stdout that begins so.
-
-        Raises:
-            UserError: the command ends before.
-        """
-        for name, line in self._both():
-            if name == "stdout" and line.startswith(beginning):
-                return line
-            if name == "stderr":
-                self._note(line)
-        raise self._error(self._process.wait())
-
-    def _note(self, line: str) -> bool:
-        """Keeps a line of stderr; False: it is part of an error, which is raised in the end."""
-        self._last = [*self._last[-LAST_LINES + 1 :], line]
-        return not line.startswith("error: ")
-
-    def _error(self, code: int) -> Exception:
-        notes = [line.removeprefix("error: ") for line in self._last if line.startswith("error")]
-        text = "\n".join(notes or self._last[-1:] or [f"it ended with exit code {code}"])
-        return _ERRORS.get(code, RunError)(text)
-
-    def _send(self, number: int) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(number)
-
-    def stop(self) -> None:
-        """Ends the command by SIGTERM, and waits for it."""
-        if self._process.poll() is None:
-            self._send(signal.SIGTERM)
-            self._process.wait()
-        if self._process.stdin is not None:
-            self._process.stdin.close()

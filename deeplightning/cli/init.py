@@ -14,7 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from string import Template
 
-from deeplightning.cli import guess, sample
+from deeplightning.cli import guess_pictures, guess_signals, guess_tables, sample
+from deeplightning.cli.guess import Guess
 from deeplightning.cli.shipped import write_new
 from deeplightning.config.packages import HOME
 from deeplightning.config.tree import line
@@ -37,7 +38,7 @@ class Kind:
     """
 
     about: str
-    look: Callable[[Path], guess.Guess] | None
+    look: Callable[[Path], Guess] | None
     modules: tuple[str, ...] = ()
     ask: str | None = None
     sample: tuple[str, Callable[[], str]] | None = None
@@ -47,27 +48,27 @@ class Kind:
 _DIGITS = "                  # the sample digits; any other picture: deeplightning ask FILE"
 
 KINDS = {
-    "images": Kind("Tells classes of pictures apart.", guess.images, ask=_DIGITS),
+    "images": Kind("Tells classes of pictures apart.", guess_pictures.images, ask=_DIGITS),
     "text": Kind(
         "Tells classes of texts apart.",
-        guess.text,
+        guess_tables.text,
         ("examples/sst2/reviews.py",),
         '--text "a charming film" "its plot is dull"',
     ),
     "segmentation": Kind(
         "Says of each pixel which class it is.",
-        guess.segmentation,
+        guess_pictures.segmentation,
         ("examples/segmentation/shape_masks.py",),
         "shapes/images/0000.jpg",
     ),
-    "table": Kind("Predicts a column of a table from the others.", guess.rows, sample=("wine.csv", sample.wine)),
+    "table": Kind("Predicts a column of a table from the others.", guess_tables.rows, sample=("wine.csv", sample.wine)),
     "regression": Kind(
         "Predicts a number from the columns of a table.",
-        guess.regression,
+        guess_tables.regression,
         sample=("diabetes.csv", sample.diabetes),
         template="table",
     ),
-    "signal": Kind("Tells classes of signals apart.", guess.signals, ask="signal.json"),
+    "signal": Kind("Tells classes of signals apart.", guess_signals.signals, ask="signal.json"),
     "own": Kind(
         "Own data, network, loss and task.",
         None,
@@ -120,7 +121,7 @@ def init(folder: Path, kind: str, data: Path | None) -> tuple[list[str], list[Pa
             table = Path(place) / name
             table.write_text(write())
             found, files = chosen.look(table), {name: table.read_text()}
-            found = replace(found, said=[each.replace(str(table), name) for each in found.said])
+            found = replace(found, notes=[each.replace(str(table), name) for each in found.notes])
     values = {"project": folder.absolute().name or "project", **(found.values if found else {})}
     if data is not None:
         values["root"], values["folder"] = _seen_from(folder, data), _seen_from(folder, data.parent)
@@ -133,7 +134,7 @@ def init(folder: Path, kind: str, data: Path | None) -> tuple[list[str], list[Pa
         ask = shlex.quote(_seen_from(folder, ask))
     modules = sorted(name for name in content if name.endswith(".py"))
     content |= files | (found.files if found else {})
-    content["README.md"] = _readme(values["project"], chosen.about, ask, modules, found.said if found else [])
+    content["README.md"] = _readme(values["project"], chosen.about, ask, modules, found.notes if found else [])
     content[".gitignore"] = (TEMPLATES / "gitignore").read_text()
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -141,7 +142,7 @@ def init(folder: Path, kind: str, data: Path | None) -> tuple[list[str], list[Pa
         raise SetupError(f"{folder} cannot be made: {error.strerror}") from None
     paths = {folder / name: text for name, text in content.items()}
     write_new(paths)
-    return (found.said if found else []), [*paths]
+    return (found.notes if found else []), [*paths]
 
 
 def _files(templates: Path, chosen: Kind, has_data: bool, values: dict[str, str]) -> dict[str, str]:
@@ -156,9 +157,9 @@ def _files(templates: Path, chosen: Kind, has_data: bool, values: dict[str, str]
     return content
 
 
-def _readme(project: str, about: str, ask: str | None, modules: list[str], said: list[str]) -> str:
+def _readme(project: str, about: str, ask: str | None, modules: list[str], notes: list[str]) -> str:
     more = [f"- `{name}` is named in `config.yaml`, and yours to change." for name in modules]
-    more += [f"- {each[0].upper()}{each[1:]}." for each in said]
+    more += [f"- {each[0].upper()}{each[1:]}." for each in notes]
     commands = _PREDICTED if ask is None else _SERVED.format(ask=ask)
     values = {"project": project, "about": about, "commands": commands, "more": "\n".join(more)}
     return Template((TEMPLATES / "README.md").read_text()).substitute(values).rstrip("\n") + "\n"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from deeplightning.cli import guess
+from deeplightning.cli import guess_tables
 from deeplightning.cli.init import init
 from deeplightning.config.source import read
 from deeplightning.config.tree import plain
@@ -35,9 +35,9 @@ def table(path, *rows, delimiter=","):
 
 
 def config(kind, data):
-    """The values of the config that is written into a new folder, and what was said."""
-    said, paths = init(Path("new project"), kind, Path(data))
-    return plain(read(paths[0]).root), "\n".join(said)
+    """The values of the config that is written into a new folder, and what was notes."""
+    notes, paths = init(Path("new project"), kind, Path(data))
+    return plain(read(paths[0]).root), "\n".join(notes)
 
 
 def test_pictures_give_classes_size_channels_mean_and_std():
@@ -47,13 +47,13 @@ def test_pictures_give_classes_size_channels_mean_and_std():
     for number in range(3):
         picture(f"pets/cat/{number}.png", (255, 0, 51))
         picture(f"pets/Élan d'or/{number}.PNG", (0, 0, 51))
-    written, said = config("images", "pets")
+    written, notes = config("images", "pets")
     params = written["data"]["module"]["params"]
     assert written["data"]["root"] == "../pets"
     assert (params["image_size"], params["mode"], params["on_bad_image"]) == ([8, 12], "RGB", "error")
     assert (params["mean"], params["std"]) == ([0.5, 0.0, 0.2], [0.5, 0.01, 0.01])
     assert written["model"]["network"]["params"] == {"num_classes": 2, "num_channels": 3, "image_size": [8, 12]}
-    assert "2 classes, the folders of pets: cat (3), Élan d'or (3)" in said
+    assert "2 classes, the folders of pets: cat (3), Élan d'or (3)" in notes
     assert "deeplightning ask ../pets/cat/0.png" in Path("new project/README.md").read_text()
 
 
@@ -62,13 +62,13 @@ def test_a_file_of_labels_gives_several_labels():
     for number in range(4):
         picture(f"many/images/{number}.png", (number, 0, 0))
     table("many/labels.csv", ["file", "labels"], ["0.png", "a|b"], ["1.png", "a"], ["2.png", ""], ["3.png", "c"])
-    written, said = config("images", "many")
+    written, notes = config("images", "many")
     data, model = written["data"]["module"], written["model"]
     assert (data["type"], data["params"]["images"]) == ("deeplightning.data.multilabel.LabelledImages", "images")
     assert (data["params"]["labels"], data["params"]["image_size"]) == ("labels.csv", [8, 12])
     assert model["module"]["type"] == "deeplightning.task.multilabel.ImageMultilabel"
     assert (model["network"]["params"]["num_classes"], model["loss"]["type"]) == (3, "torch.nn.BCEWithLogitsLoss")
-    assert "3 labels, by many/labels.csv: a (2), b (1), c (1); 1 of the pictures have none" in said
+    assert "3 labels, by many/labels.csv: a (2), b (1), c (1); 1 of the pictures have none" in notes
 
 
 def test_grey_large_and_damaged_pictures(here):
@@ -78,12 +78,12 @@ def test_grey_large_and_damaged_pictures(here):
         picture(f"x/train/{name}/1.png", 100, (300, 200), "L")
         picture(f"x/train/{name}/2.png", 100, (140, 150), "L")
     Path("x/train/a/bad.png").write_bytes(b"no picture")
-    written, said = config("images", "x")
+    written, notes = config("images", "x")
     params = written["data"]["module"]["params"]
     assert (params["image_size"], params["mode"], params["on_bad_image"]) == (128, "L", "skip")
     assert params["mean"] == [round(100 / 255, 4)]
     assert written["model"]["network"]["params"] == {"num_classes": 2, "num_channels": 1, "small_images": False}
-    assert "1 file cannot be decoded and will be left out: x/train/a/bad.png" in said
+    assert "1 file cannot be decoded and will be left out: x/train/a/bad.png" in notes
 
 
 def test_masks_give_classes(here):
@@ -94,24 +94,24 @@ def test_masks_give_classes(here):
         mask[:5], mask[5:9] = number, 3
         Path("s/masks").mkdir(exist_ok=True)
         Image.fromarray(mask).save(f"s/masks/{number}.png")
-    written, said = config("segmentation", "s")
+    written, notes = config("segmentation", "s")
     params = written["data"]["module"]["params"]
     assert params["class_names"] == ["class_0", "class_1", "class_2", "class_3"]
     assert params["image_size"] == [16, 32]
     assert written["model"]["network"]["params"]["num_classes"] == 4
-    assert "0, 1, 2, 3; 255 does not count" in said
+    assert "0, 1, 2, 3; 255 does not count" in notes
 
 
 def test_a_table_of_texts_gives_columns_and_classes():
     """Whatever the order of columns, the delimiter, and the names of classes."""
     rows = [[number, "yes" if number % 3 else "no", f"a text; with words {number}"] for number in range(30)]
     table("t.csv", ["id", "Label", "review"], *rows, [30, "", "without a class"], delimiter=";")
-    written, said = config("text", "t.csv")
+    written, notes = config("text", "t.csv")
     params = written["data"]["module"]["params"]
     assert (params["file"], params["text"], params["label"]) == ("../t.csv", "review", "Label")
     assert (params["delimiter"], params["class_names"]) == (";", ["no", "yes"])
-    assert "2 classes: no (10), yes (20)" in said
-    assert "missing values, whose rows are left out: Label (1)" in said
+    assert "2 classes: no (10), yes (20)" in notes
+    assert "missing values, whose rows are left out: Label (1)" in notes
 
 
 def test_a_table_of_numbers_gives_inputs_and_target():
@@ -124,7 +124,7 @@ def test_a_table_of_numbers_gives_inputs_and_target():
     ]
     rows[1][1] = "NA"
     table("n.csv", ["id", "size", "town", "note", "rooms", "price"], *rows)
-    written, said = config("regression", "n.csv")
+    written, notes = config("regression", "n.csv")
     data, network = written["data"], written["model"]["network"]["params"]
     assert (data["root"], data["module"]["params"]["train"]) == ("..", "n.csv")
     assert data["module"]["params"]["columns"] == {
@@ -133,9 +133,9 @@ def test_a_table_of_numbers_gives_inputs_and_target():
     assert (data["module"]["params"]["target"], data["module"]["params"]["missing"]) == ("price", "fill")
     assert network == {"num_numbers": 2, "cardinalities": [3], "num_outputs": 1}
     mean, std = np.mean([float(row[5]) for row in rows]), np.std([float(row[5]) for row in rows])
-    assert f"the column price is predicted, mean {mean:.6g}, std {std:.6g}" in said
-    assert "ignored, different in nearly each row, or empty: id, note" in said
-    assert "missing values, which are filled: size (1)" in said
+    assert f"the column price is predicted, mean {mean:.6g}, std {std:.6g}" in notes
+    assert "ignored, different in nearly each row, or empty: id, note" in notes
+    assert "missing values, which are filled: size (1)" in notes
     row = {"size": float(rows[0][1]), "town": "Bern", "rooms": 0.0}
     assert json.loads(Path("new project/row.json").read_text()) == {"rows": [row]}
 
@@ -161,16 +161,16 @@ def test_signals_give_classes_channels_and_length():
         Path("s", name).mkdir(parents=True)
         for number, steps in enumerate((10, 12, 14)):
             np.save(f"s/{name}/{number}.npy", np.full((2, steps), number))
-    written, said = config("signal", "s")
+    written, notes = config("signal", "s")
     assert written["data"]["module"]["params"] == {"length": 12}
     assert written["model"]["network"]["params"] == {"num_channels": 2, "num_outputs": 2}
-    assert "6 signals of 2 channels and 10 to 14 steps, brought to 12" in said
+    assert "6 signals of 2 channels and 10 to 14 steps, brought to 12" in notes
     assert json.loads(Path("new project/signal.json").read_text()) == {"signal": [[0.0] * 12] * 2}
 
 
 def test_only_the_first_rows_of_a_long_table_are_read(monkeypatch):
     """And it says so."""
-    monkeypatch.setattr(guess, "MAX_ROWS", 20)
+    monkeypatch.setattr(guess_tables, "MAX_ROWS", 20)
     table("n.csv", ["x", "y"], *([i, i] for i in range(50)), ["no number", "at all"])
     assert "20 rows, the first ones, of n.csv" in config("regression", "n.csv")[1]
 
@@ -214,8 +214,8 @@ MANY = "x,y\n" + "1,2\n" * 20
             {"labels.csv": "file,labels\na.png,x\n", "a.png": ""},
             "none of the pictures can be decoded: d/a.png",
         ),
-        ("images", MANY, "d is no folder"),
-        ("segmentation", MANY, "d is no folder"),
+        ("images", MANY, "d is not a folder"),
+        ("segmentation", MANY, "d is not a folder"),
         ("segmentation", {"img/a.png": ""}, "d holds no folder `images` (its folders: img)"),
         ("segmentation", {"images/a.png": "", "masks/b.png": ""}, "d/masks/a.png: the mask of d/images/a.png cannot"),
     ],

@@ -1,0 +1,267 @@
+"""What pictures look like, with a folder per class, a file of labels or masks: classes, channels, sizes, mean and std,
+for the config of a new project. numpy and Pillow are imported where pictures are looked at."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deeplightning.cli.guess import Guess, evenly, folders, need_folder, some
+from deeplightning.faults import SetupError, count
+
+if TYPE_CHECKING:
+    import numpy as np
+
+SIDES = (32, 64, 96, 128, 224)
+"""Sizes that are proposed where pictures differ in theirs."""
+SMALL = 32
+"""Pictures of at most so many pixels a side get the small network."""
+
+
+def images(data: Path) -> Guess:
+    """A folder per class, or `train` and perhaps `val` and `test` with these; or a file `labels.csv` or `labels.jsonl`
+    that names the labels of each picture.
+
+    Raises:
+        SetupError: it is something else.
+    """
+    from deeplightning.image import EXTENSIONS, files_below
+
+    need_folder(data)
+    for name in ("labels.csv", "labels.jsonl"):
+        if (data / name).is_file() and _names_labels(data / name):
+            return _labelled(data, name)
+    top = data / "train" if _is_divided(data) else data
+    classes = folders(top)
+    if not classes:
+        raise SetupError(f"{top} holds no folder; put the pictures of each class into a folder of the class's name")
+    if len(classes) == 1:
+        raise SetupError(f"{top} holds one folder, {classes[0]}; there must be one for each of two or more classes")
+    files: list[Path] = []
+    counts = {}
+    for name in classes:
+        found = sorted(path for path in files_below(top / name) if path.name.lower().endswith(EXTENSIONS))
+        if not found:
+            raise SetupError(f"{top / name} holds no picture; put some there, or remove the folder")
+        counts[name] = len(found)
+        files += found
+    look = _look_at(files)
+    network, params = _network_for(look, len(classes))
+    values = {
+        "count": len(files),
+        "number": len(classes),
+        "classes": some(classes),
+        "network": network,
+        "params": params,
+        "on_bad": "skip" if look.bad else "error",
+        **look.values(),
+    }
+    notes = [
+        f"{len(classes)} classes, the folders of {top}: {some([f'{name} ({n})' for name, n in counts.items()])}",
+        *look.notes(),
+        f"a network for them: {network.rpartition('.')[2]}",
+    ]
+    return Guess(values, notes, files[0])
+
+
+def _names_labels(path: Path) -> bool:
+    """Whether a file is one of labels, and not just so called beside a folder per class."""
+    with path.open(encoding="utf-8-sig", errors="replace") as stream:
+        first = stream.readline(10_000)
+    return {"file", "labels"} <= set(re.findall(r"\w+", first)) or len(folders(path.parent)) < 2
+
+
+def _labelled(data: Path, name: str) -> Guess:
+    """Pictures whose labels are in a file of the folder.
+
+    Raises:
+        SetupError: the file is not as it should be, or names a picture that is not there.
+    """
+    from deeplightning.config.target import find
+
+    read: Any = find("deeplightning.data.multilabel.LabelFile")
+    try:
+        lines = list(read(data / name).lines())
+    except Exception as error:
+        if getattr(error, "exit_code", None) != SetupError.exit_code:
+            raise
+        raise SetupError(str(error)) from None
+    counts = Counter(label for line in lines for label in line.labels)
+    if not counts:
+        raise SetupError(f"{data / name} gives no picture a label; as in `1.jpg,cat|dog`")
+    below = next((folder for folder in (".", "images") if (data / folder / lines[0].name).is_file()), ".")
+    files = [data / below / line.name for line in lines]
+    for line, path in zip(lines, files, strict=True):
+        if not path.is_file():
+            raise SetupError(f"{data / name}, line {line.number}: the picture {path} is missing")
+    look = _look_at(files)
+    if look.bad:
+        raise SetupError(f"{data / name} names pictures that cannot be decoded: {some(look.bad)}; leave them out")
+    classes = sorted(counts)
+    network, params = _network_for(look, len(classes))
+    values = {"count": len(files), "classes": some(classes), "labels": name, "images": below, **look.values()}
+    notes = [
+        f"{len(classes)} labels, by {data / name}: {some([f'{label} ({counts[label]})' for label in classes])}; "
+        f"{sum(not line.labels for line in lines)} of the pictures have none",
+        *look.notes(),
+        f"a network for them: {network.rpartition('.')[2]}",
+    ]
+    return Guess({**values, "network": network, "params": params}, notes, files[0], template="labels")
+
+
+def _network_for(look: _Look, outputs: int) -> tuple[str, dict[str, Any]]:
+    """A network for pictures, by its name, and its params."""
+    small = max(look.sides) <= SMALL
+    params: dict[str, Any] = {"num_classes": outputs, "num_channels": look.channels}
+    params |= {"image_size": look.size} if small else {"small_images": max(look.sides) <= 64}
+    return "deeplightning.model.cnn.SimpleCNN" if small else "deeplightning.model.resnet.ResNet18", params
+
+
+def segmentation(data: Path) -> Guess:
+    """The folders `images` and `masks`, or `train` and perhaps `val` and `test` with these.
+
+    Raises:
+        SetupError: it is something else.
+    """
+    import numpy as np
+    from PIL import Image
+
+    from deeplightning.image import EXTENSIONS, files_below
+
+    need_folder(data)
+    top = data / "train" if (data / "train" / "images").is_dir() else data
+    for name in ("images", "masks"):
+        if not (top / name).is_dir():
+            there = ", ".join(folders(top)[:8]) or "none"
+            raise SetupError(
+                f"{top} holds no folder `{name}` (its folders: {there}); put the pictures into `images`, and the "
+                "masks, PNG files of the same names whose values are the classes, into `masks`"
+            )
+    files = sorted(path for path in files_below(top / "images") if path.name.lower().endswith(EXTENSIONS))
+    if not files:
+        raise SetupError(f"{top / 'images'} holds no picture")
+    seen: Counter[int] = Counter()
+    for path in evenly(files):
+        mask = (top / "masks" / path.relative_to(top / "images")).with_suffix(".png")
+        try:
+            with Image.open(mask) as opened:
+                if opened.mode not in ("L", "P", "1"):
+                    raise SetupError(
+                        f"{mask}: a mask of mode {opened.mode}; it must be a grey or palette PNG (mode L or P) whose "
+                        "values are the classes 0, 1, 2 …"
+                    )
+                seen.update(np.unique(np.asarray(opened.convert("L") if opened.mode == "1" else opened)).tolist())
+        except (OSError, ValueError, Image.DecompressionBombError) as error:
+            raise SetupError(f"{mask}: the mask of {path} cannot be read: {error}") from None
+    kinds = sorted(seen.keys() - {255})
+    number = max(kinds, default=0) + 1
+    if number > max(2 * len(kinds), 16):
+        raise SetupError(
+            f"the masks in {top / 'masks'} have the values {some(kinds)}; they must be the classes, counted from 0, "
+            "and 255 where a pixel does not count"
+        )
+    look = _look_at(files, multiple=8)
+    names = [f"class_{value}" for value in range(max(number, 2))]
+    values = {"count": len(files), "number": len(names), "names": names, **look.values()}
+    notes = [
+        f"{len(names)} classes, by the values in {top / 'masks'}: {some(kinds)}"
+        + ("; 255 does not count" if 255 in seen else ""),
+        "their names are for you to write: data.module.params.class_names",
+        *look.notes(),
+    ]
+    return Guess(values, notes, files[0])
+
+
+@dataclass
+class _Look:
+    """What pictures are like: `sides` is [height, width] to which they are brought, mean and std are per channel on the
+    scale 0 to 1."""
+
+    files: int
+    looked: int
+    bad: list[str]
+    grey: bool
+    sides: tuple[int, int]
+    alike: bool
+    mean: list[float]
+    std: list[float]
+
+    @property
+    def channels(self) -> int:
+        return 1 if self.grey else 3
+
+    @property
+    def size(self) -> int | list[int]:
+        return self.sides[0] if self.sides[0] == self.sides[1] else [*self.sides]
+
+    def values(self) -> dict[str, Any]:
+        mode = "L" if self.grey else "RGB"
+        return {"size": self.size, "mode": mode, "channels": self.channels, "mean": self.mean, "std": self.std}
+
+    def notes(self) -> list[str]:
+        found = "all of this size" if self.alike else "of several sizes; brought to one"
+        lines = [
+            f"{count(self.files, 'picture')}, {'grey' if self.grey else 'RGB'}, {self.sides[0]} x {self.sides[1]} "
+            f"pixels ({found}), by {self.looked} of them",
+            f"mean {self.mean}, std {self.std}",
+        ]
+        if self.bad:
+            lines.append(f"{count(len(self.bad), 'file')} cannot be decoded and will be left out: {some(self.bad)}")
+        return lines
+
+
+def _look_at(files: Sequence[Path], multiple: int = 1) -> _Look:
+    """Decodes some pictures; their size is brought to a multiple of so many pixels."""
+    import numpy as np
+    from PIL import Image
+
+    from deeplightning.image import ImageError, ImageSpec
+
+    sizes, modes, bad, good = Counter[tuple[int, int]](), Counter[str](), list[str](), list[Path]()
+    upright = ImageSpec(8, 8)
+    for path in evenly(files):
+        try:
+            upright.decode(path)
+            with Image.open(path) as opened:
+                turned = opened.getexif().get(0x0112, 1) >= 5  # its camera lay on its side
+                width, height = opened.size[::-1] if turned else opened.size
+                modes[opened.mode] += 1
+        except (ImageError, OSError) as error:
+            bad.append(f"{path} ({str(error).rstrip('.')})")
+        else:
+            sizes[height, width] += 1
+            good.append(path)
+    if not good:
+        raise SetupError(f"none of the pictures can be decoded: {some(bad)}")
+    grey = not modes.keys() - {"L", "1", "I;16", "LA", "I", "F"}
+    alike = len(sizes) == 1 and max(next(iter(sizes))) <= SIDES[-1]
+    if alike:
+        sides = next(iter(sizes))
+    else:
+        middle = sorted(min(size) for size in sizes.elements())[sum(sizes.values()) // 2]
+        sides = (max(side for side in SIDES if side <= max(middle, SIDES[0])),) * 2
+    height, width = (max(multiple, side // multiple * multiple, 4) for side in sides)
+    alike = alike and (height, width) == sides
+    spec = ImageSpec(height, width, mode="L" if grey else "RGB", resize="crop")
+    total, squares, pixels = np.zeros(spec.channels), np.zeros(spec.channels), 0
+    for path in good:
+        values: np.ndarray = spec.decode(path).reshape(-1, spec.channels) / 255  # (H W, C)
+        total, squares, pixels = total + values.sum(0), squares + (values**2).sum(0), pixels + len(values)
+    mean = total / pixels
+    std = np.maximum(np.sqrt(np.maximum(squares / pixels - mean**2, 0)), 0.01)  # of one colour: nothing to divide by
+    rounded = [[round(float(value), 4) for value in found] for found in (mean, std)]
+    return _Look(len(files), len(good) + len(bad), bad, grey, (height, width), alike, *rounded)
+
+
+def _is_divided(top: Path) -> bool:
+    """Whether there is a folder `train` that holds folders and no picture, as `data.image_folder` has it."""
+    from deeplightning.image import EXTENSIONS
+
+    train = top / "train"
+    if not train.is_dir() or not folders(train):
+        return False
+    return not any(path.is_file() and path.name.lower().endswith(EXTENSIONS) for path in train.iterdir())
