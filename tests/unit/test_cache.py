@@ -20,6 +20,7 @@ import torch
 from PIL import Image
 
 from deeplightning.data import cache as cache_module
+from deeplightning.data import cache_files
 from deeplightning.data.cache import ImageCache, cache_folder
 from deeplightning.data.datasets import InMemory, OnDemand, Samples
 from deeplightning.data.errors import DataConfigError, DataError
@@ -378,8 +379,8 @@ def poison(folder: Path) -> None:
     """Inverts all pixels, with check sums that are right."""
     pixels = ~np.fromfile(folder / "pixels", np.uint8)
     pixels.tofile(folder / "pixels")
-    rows = np.fromfile(folder / "rows", cache_module._ROW)
-    rows["sum"] = cache_module._sums(pixels.reshape(-1, ROW))[rows["row"].astype(int)]
+    rows = np.fromfile(folder / "rows", cache_files.ROW)
+    rows["sum"] = cache_files.sums(pixels.reshape(-1, ROW))[rows["row"].astype(int)]
     rows.tofile(folder / "rows")
 
 
@@ -443,7 +444,7 @@ def test_any_flipped_bit_changes_the_sum():
         for bit in range(8 * length):
             other = row.copy()
             other[0, bit // 8] ^= 1 << bit % 8
-            assert cache_module._sums(row) != cache_module._sums(other)
+            assert cache_files.sums(row) != cache_files.sums(other)
 
 
 # What goes wrong while it is made
@@ -452,7 +453,7 @@ def test_any_flipped_bit_changes_the_sum():
 @pytest.fixture
 def in_commits(monkeypatch):
     """Rows count in chunks of four."""
-    monkeypatch.setattr(cache_module, "_COMMIT", 4 * ROW)
+    monkeypatch.setattr(cache_files, "_COMMIT", 4 * ROW)
     monkeypatch.setattr(cache_module, "_CHUNK", 4 * ROW)
     monkeypatch.setattr(cache_module, "threads", lambda: 1)
 
@@ -478,17 +479,17 @@ def test_interrupted(root, decoded, monkeypatch, in_commits):
 
 def test_killed(root, decoded, in_commits, monkeypatch):
     """What a process had made when it was killed counts as far as it was whole."""
-    add = cache_module._Folder.add
+    add = cache_files.CacheFolder.add
 
     def dies(self, *args):
         add(self, *args)
         if self._records == 12:
-            os.pwrite(self._rows, b"half a record", 12 * cache_module._ROW.itemsize)
+            os.pwrite(self._rows, b"half a record", 12 * cache_files.ROW.itemsize)
             os._exit(9)
 
     if (child := os.fork()) == 0:
         with contextlib.suppress(BaseException):
-            monkeypatch.setattr(cache_module._Folder, "add", dies)
+            monkeypatch.setattr(cache_files.CacheFolder, "add", dies)
             ready(root)
         os._exit(0)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 9
@@ -616,7 +617,7 @@ def test_threads_at_once(root, decoded):
 
 def test_a_process_that_hangs(root, cache, monkeypatch, caplog):
     """It is waited for as long as it shows signs of life, then the others go on without the cache."""
-    monkeypatch.setattr(cache_module, "STALLED", 1.0)
+    monkeypatch.setattr(cache_files, "STALLED", 1.0)
     ready(root)
     draw(root / "a" / "more.bmp", 500)
     with (only(cache) / "lock").open() as lock:
@@ -675,7 +676,7 @@ def folders(cache: Path) -> set[str]:
 
 
 def per_row(size: int) -> int:
-    return 3 * size * size + cache_module._ROW.itemsize + cache_module._FILE.itemsize
+    return 3 * size * size + cache_files.ROW.itemsize + cache_files.FILE.itemsize
 
 
 def test_the_longest_unused_is_removed(root, cache, monkeypatch, caplog):
@@ -847,7 +848,7 @@ def test_without_a_cache(root, cache, monkeypatch, caplog):
     """`cache: false` and a system without flock write nothing."""
     ready(root, cache=False)
     assert caplog.messages == []
-    monkeypatch.setattr(cache_module, "fcntl", None)
+    monkeypatch.setattr(cache_files, "fcntl", None)
     assert pictures(ready(root)) == right(root)
     assert "this system has no flock" in caplog.text
     assert not cache.exists()
