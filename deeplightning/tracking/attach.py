@@ -8,6 +8,7 @@ import sqlite3
 import tempfile
 import threading
 from pathlib import Path
+from typing import Any
 
 from deeplightning.faults import SetupError
 from deeplightning.private.mlflow import latest_schema, register_store, upgrade_database
@@ -130,3 +131,26 @@ def _migrate(store: Store, uri: str) -> None:
             f"{store.database} was made by another version of MLflow and cannot be migrated ({str(error)[:200]}). "
             f"Install that version, or set another logger.params.tracking_uri. A copy is in {copy}."
         ) from error
+
+
+class LazyClient:
+    """MLflow's client on a store, made when an attribute is used: Lightning reads `experiment` of all loggers."""
+
+    def __init__(self, store: Store):
+        self.__dict__["_store"] = store
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._made(), name)
+
+    @property  # type: ignore[misc]
+    def __class__(self) -> Any:
+        """For `isinstance`."""
+        return type(self._made())
+
+    def _made(self) -> Any:
+        if "_client" not in self.__dict__:
+            uri = attach(self.__dict__["_store"])
+            from mlflow.tracking import MlflowClient
+
+            self.__dict__["_client"] = MlflowClient(uri)
+        return self.__dict__["_client"]

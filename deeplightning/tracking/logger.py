@@ -1,21 +1,16 @@
-"""`deeplightning.tracking.MLflowLogger`: what Lightning, the callbacks and a user's code say goes into one MLflow run.
+"""`deeplightning.tracking.MLflowLogger` tracks what Lightning, the callbacks and a user's code log, in one MLflow run.
 
 Making the logger does nothing. The first use in a hook, on rank 0, opens or joins a run; on others nothing happens.
 """
 
 import atexit
-import contextlib
 import json
 import logging
 import os
-import re
-import shutil
 import sys
-import tempfile
 import time
 from argparse import Namespace
 from collections.abc import Iterable, Mapping, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +19,13 @@ from pytorch_lightning.loggers.logger import Logger, rank_zero_experiment
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 from deeplightning.faults import SetupError, count
-from deeplightning.runfolder import make_private, permissions_of
-from deeplightning.tracking.attach import attach
+from deeplightning.runfolder import make_private
+from deeplightning.tracking.artifacts import Artifacts, LocalArtifacts, RemoteArtifacts
+from deeplightning.tracking.attach import LazyClient
 from deeplightning.tracking.context import run_tags
 from deeplightning.tracking.environment import git_state
 from deeplightning.tracking.journal import replay
+from deeplightning.tracking.names import MAX_REASON, MAX_TAG, clean, flatten
 from deeplightning.tracking.open import open_tracker
 from deeplightning.tracking.store import Store, explain, local_path, locate
 from deeplightning.tracking.tracker import SYSTEM, Batch, Point, Run, Tracker
@@ -38,8 +35,6 @@ log = logging.getLogger("deeplightning.tracking")
 
 SAMPLE_SECONDS = 10.0
 """The pause between two system metrics; MLflow's variable MLFLOW_SYSTEM_METRICS_SAMPLING_INTERVAL overrides it."""
-MAX_NAME, MAX_PARAM, MAX_TAG, MAX_REASON = 250, 6000, 5000, 1000
-"""Characters that MLflow takes in a name, a parameter and a tag; and what we keep of the reason of a failure."""
 
 _STATUS = {
     "success": "FINISHED",
@@ -83,10 +78,11 @@ class MLflowLogger(Logger):
         self._system_metrics = system_metrics
         self._experiment_id: str | None = None
         self._artifact_folder: Path | None = None
+        self._artifacts: Artifacts | None = None  # of an open run
         self._last_step = 0
         self._latest: dict[str, tuple[int, float]] = {}  # the last point of each metric
-        self._there: dict[str, set[int]] = {}  # steps that the store has of a run that goes on
-        self._goes_on = False
+        self._there: dict[str, set[int]] = {}  # steps that the store has of a continued run
+        self._continues = False
         self._owed: list[Point] = []
         self._status: str | None = None  # None: no run is open in this process
         self._store: Store | None = None
@@ -99,9 +95,9 @@ class MLflowLogger(Logger):
 
     def __getstate__(self) -> dict[str, Any]:
         """A copy sent to another process leaves the open run behind, and would continue it."""
-        return self.__dict__ | {"_tracker": None, "_writer": None, "_status": None, "_opened_in": 0}
+        return self.__dict__ | {"_tracker": None, "_writer": None, "_artifacts": None, "_status": None, "_opened_in": 0}
 
-    # What the run is
+    # The identity of the run
 
     @property
     @rank_zero_experiment
@@ -109,7 +105,7 @@ class MLflowLogger(Logger):
         """MLflow's `MlflowClient` on the run's store; opens the run. MLflow is imported when the client is used."""
         self._open()
         assert self._store is not None
-        return _LateClient(self._store)
+        return LazyClient(self._store)
 
     @property
     def run_id(self) -> str | None:
@@ -145,7 +141,7 @@ class MLflowLogger(Logger):
         """Whether a run has been opened in this process; opens nothing."""
         return self._status is not None
 
-    # What goes on
+    # Continuing a run
 
     def go_on(self, run_id: str, owed: Iterable[Sequence[Any]]) -> None:
         """Continue a run from an earlier point of it; to be called before the first use.
@@ -155,9 +151,9 @@ class MLflowLogger(Logger):
 
         Args:
             run_id: the run.
-            owed: points (see `Point`) that the run has said, and that may not have reached the store.
+            owed: points (see `Point`) that the run has logged, and that may not have reached the store.
         """
-        self._run_id, self._goes_on = run_id, True
+        self._run_id, self._continues = run_id, True
         self._owed = [Point(str(name), float(value), int(time), int(step)) for name, value, time, step in owed]
 
     @rank_zero_only
@@ -166,7 +162,7 @@ class MLflowLogger(Logger):
         waiting = self._writer.waiting() if self._writer is not None else []
         return [tuple(point) for point in waiting if not point.name.startswith(SYSTEM)]
 
-    # What is said about it
+    # What is tracked
 
     @rank_zero_only
     def log_hyperparams(self, params: dict[str, Any] | Namespace | None, *args: Any, **kwargs: Any) -> None:
@@ -195,14 +191,14 @@ class MLflowLogger(Logger):
         Args:
             metrics: numbers, or tensors and arrays of one element. NaN and infinities are tracked, for they tell a
                 story (MLflow stores an infinity as the largest float).
-            step: the step of the points; None: the last one said.
+            step: the step of the points; None: the last one given.
         """
         step = self._last_step if step is None else int(step)
         self._last_step = step
         values: dict[str, float] = {}
         for name, value in metrics.items():
             try:
-                values[_clean(name)] = float(value)
+                values[clean(name)] = float(value)
             except (TypeError, ValueError):
                 log.warning("%s is not tracked: %r is not a number.", name, value)
         if values:
@@ -221,7 +217,7 @@ class MLflowLogger(Logger):
     @rank_zero_only
     def log_tags(self, tags: Mapping[str, Any]) -> None:
         """Set tags of the run; a value is cut at 5,000 characters."""
-        self._running().say(("tags", {_clean(name): str(value)[:MAX_TAG] for name, value in tags.items()}))
+        self._running().say(("tags", {clean(name): str(value)[:MAX_TAG] for name, value in tags.items()}))
 
     @rank_zero_only
     def log_artifact(self, path: str | Path, folder: str | None = None) -> None:
@@ -235,23 +231,7 @@ class MLflowLogger(Logger):
         source = Path(path).expanduser().absolute()
         if not source.exists():
             raise FileNotFoundError(f"There is no file {source} to put into the run's artifacts.")
-        inside = _inside(folder or ".")
-        self._open()
-        if self._artifact_folder is None:
-            target = inside / source.name if source.is_dir() else inside
-            self._upload(source, None if target == Path() else target.as_posix())
-            return
-        destination = self._artifact_folder / inside / source.name
-        if destination.exists() and destination.samefile(source):
-            return
-        with self._surviving(source.name):
-            destination.parent.mkdir(parents=True, exist_ok=True)
-            if source.is_dir():
-                shutil.copytree(source, destination, dirs_exist_ok=True, copy_function=shutil.copyfile)
-            else:
-                partial = destination.with_name(f".{destination.name}.partial")
-                shutil.copyfile(source, partial)  # with the permissions of the run, not those of the source
-                partial.replace(destination)
+        self._stored().put(source, folder)
 
     @rank_zero_only
     def log_picture(self, name: str, image: Any) -> None:
@@ -267,7 +247,7 @@ class MLflowLogger(Logger):
         """
         from deeplightning.tracking import picture
 
-        self._save(name if name.endswith(".png") else f"{name}.png", picture.to_png(image))
+        self._stored().save(name if name.endswith(".png") else f"{name}.png", picture.to_png(image))
 
     @rank_zero_only
     def log(self, name: str, value: Any, step: int | None = None, kind: str | None = None) -> None:
@@ -299,12 +279,12 @@ class MLflowLogger(Logger):
             text = (
                 json.dumps(value, indent=2) if as_json else yaml.safe_dump(value, sort_keys=False, allow_unicode=True)
             )
-            self._save(f"{stem}{dot or '.'}{ending or 'yaml'}", text.encode())
+            self._stored().save(f"{stem}{dot or '.'}{ending or 'yaml'}", text.encode())
         elif kind in ("image", "figure"):
             self.log_picture(stem, value)
         elif kind == "histogram":
             counts, edges = picture.histogram(value)
-            self._save(f"{stem}.json", json.dumps({"counts": counts, "edges": edges}).encode())
+            self._stored().save(f"{stem}.json", json.dumps({"counts": counts, "edges": edges}).encode())
             self.log_picture(stem, picture.histogram_figure(stem, counts, edges))
         elif kind == "file":
             self.log_artifact(value)
@@ -335,7 +315,7 @@ class MLflowLogger(Logger):
         if writer.stop() and self._tracker is not None:
             self._tracker.close()
 
-    # How it is done
+    # Opening and ending
 
     def _locate(self) -> tuple[Store, str | None]:
         """The store and the run to join: under `mlflow run` MLflow's, else ours."""
@@ -377,14 +357,15 @@ class MLflowLogger(Logger):
         self._status = "RUNNING"
         self._opened_in = os.getpid()
         atexit.register(self._at_exit)
-        self._writing()
+        writer = self._writing()
+        self._artifacts = RemoteArtifacts(writer, tracker, run.id) if folder is None else LocalArtifacts(folder)
         owed, self._owed = self._owed, []
         for point in owed:
             self._add({point.name: point.value}, point.time, point.step)
 
     def _replay(self, store: Store, tracker: Tracker, run_id: str | None) -> None:
-        """What ended processes could not write is written first: a run that goes on has its points then."""
-        for found in replay(store, tracker, continuing=run_id if self._goes_on else None):
+        """What ended processes could not write is written first: a continued run then has its points."""
+        for found in replay(store, tracker, continuing=run_id if self._continues else None):
             if found.problem:
                 log.warning(
                     "The journal of the run %s could not be written (%s); it stays in %s.",
@@ -415,7 +396,7 @@ class MLflowLogger(Logger):
                 f"The run {run_id!r} {state} in the tracking store {store.shown}. Give the id of a run there, or leave "
                 "it out (logger.params.run_id, the variable MLFLOW_RUN_ID) to start a new one."
             )
-        if self._goes_on:
+        if self._continues:
             self._there = {}
             for point in tracker.history(run_id):
                 self._there.setdefault(point.name, set()).add(point.step)
@@ -441,6 +422,12 @@ class MLflowLogger(Logger):
             self._writer = Writer(self._tracker, self._store, self._run_id, sample, pause)
         return self._writer
 
+    def _stored(self) -> Artifacts:
+        """The run's artifacts; opens the run."""
+        self._open()
+        assert self._artifacts is not None
+        return self._artifacts
+
     def _running(self) -> Writer:
         """The writer, with the run's status RUNNING."""
         if self._status == "RUNNING" and self._writer is not None:
@@ -450,50 +437,6 @@ class MLflowLogger(Logger):
             self._ended_as, self._status = self._status, "RUNNING"
             writer.say(("status", "RUNNING", None))
         return writer
-
-    def _upload(self, source: Path, folder: str | None) -> None:
-        """Sends a file or folder to where the artifacts are, in the background."""
-        writer, tracker, run_id = self._writing(), self._tracker, self._run_id
-        assert tracker is not None
-        assert run_id is not None
-        writer.do(
-            f"the artifact {source.name}",
-            lambda: tracker.upload(run_id, source, folder),
-            ("artifact", str(source), folder),
-        )
-
-    def _save(self, name: str, content: bytes) -> None:
-        """Write a file of the run: at once where the artifacts are local, else in the background."""
-        inside = _inside(name)
-        self._open()
-        if self._artifact_folder is not None:
-            with self._surviving(name):
-                target = self._artifact_folder / inside
-                target.parent.mkdir(parents=True, exist_ok=True)
-                partial = target.with_name(f".{target.name}.partial")
-                partial.write_bytes(content)
-                partial.replace(target)
-            return
-        writer, tracker, run_id = self._writing(), self._tracker, self._run_id
-        assert tracker is not None
-        assert run_id is not None
-
-        def upload() -> None:
-            with tempfile.TemporaryDirectory() as folder:
-                (Path(folder) / inside.name).write_bytes(content)
-                parent = None if inside.parent == Path() else inside.parent.as_posix()
-                tracker.upload(run_id, Path(folder) / inside.name, parent)
-
-        writer.do(f"the artifact {name}", upload)
-
-    @contextlib.contextmanager
-    def _surviving(self, name: str):
-        """A full disk costs a picture, not the run."""
-        try:
-            with permissions_of(self._artifact_folder):
-                yield
-        except OSError as error:
-            log.warning("Not tracked in %s: %s (%s)", self._artifact_folder, name, error)
 
     def _at_exit(self) -> None:
         """A process that ends without `finalize` leaves no run RUNNING, and no point unwritten."""
@@ -515,67 +458,3 @@ def _same(point: tuple[int, float], other: tuple[int, float] | None) -> bool:
     return other is not None and (
         point == other or (point[0] == other[0] and point[1] != point[1] and other[1] != other[1])
     )
-
-
-class _LateClient:
-    """MLflow's client on a store, made when something of it is asked for: Lightning asks each logger for its own."""
-
-    def __init__(self, store: Store):
-        self.__dict__["_store"] = store
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._made(), name)
-
-    @property  # type: ignore[misc]
-    def __class__(self) -> Any:
-        """For `isinstance`."""
-        return type(self._made())
-
-    def _made(self) -> Any:
-        if "_client" not in self.__dict__:
-            uri = attach(self.__dict__["_store"])
-            from mlflow.tracking import MlflowClient
-
-            self.__dict__["_client"] = MlflowClient(uri)
-        return self.__dict__["_client"]
-
-
-def flatten(params: Mapping[str, Any]) -> dict[str, str]:
-    """Nested mappings and lists as one flat mapping of text, keys joined with `/`, in what MLflow takes."""
-    flat: dict[str, str] = {}
-
-    def visit(path: tuple[str, ...], value: Any) -> None:
-        items = (
-            value.items()
-            if isinstance(value, Mapping)
-            else enumerate(value)
-            if isinstance(value, list | tuple)
-            else None
-        )
-        if items is None or (not value and path):
-            flat[_clean("/".join(path))] = str(value)[:MAX_PARAM]
-            return
-        for key, inner in items:
-            visit((*path, str(key)), inner)
-
-    visit((), params)
-    return flat
-
-
-@lru_cache(maxsize=4096)
-def _clean(name: str) -> str:
-    """A name that MLflow takes: letters, digits and `_-. :/`, no empty or dotted part, at most 250 characters."""
-    parts = re.sub(r"[^\w.\- :/]", "_", str(name)).split("/")
-    return "/".join("_" if part in ("", ".", "..") else part for part in parts)[:MAX_NAME]
-
-
-def _inside(name: str) -> Path:
-    """A path below the run's artifacts.
-
-    Raises:
-        ValueError: it would lead out of them.
-    """
-    path = Path(name)
-    if path.is_absolute() or ".." in path.parts:
-        raise ValueError(f"{name!r} is not a name inside the run's artifacts: write a relative path without '..'.")
-    return path

@@ -20,7 +20,7 @@ from deeplightning.tracking.attach import attach
 from deeplightning.tracking.build import experiment_of
 from deeplightning.tracking.context import run_tags
 from deeplightning.tracking.environment import git_state
-from deeplightning.tracking.logger import MAX_TAG, flatten
+from deeplightning.tracking.names import MAX_TAG, flatten
 from deeplightning.tracking.open import open_tracker
 from deeplightning.tracking.store import Store, explain, local_path, locate, remove_files
 from deeplightning.tracking.tracker import Batch, Point, Tracker

@@ -6,11 +6,9 @@ All that a search needs to resume is in its study's file; the same command resum
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 import re
 import signal
-import sys
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,17 +28,15 @@ from deeplightning.config.target import import_again, is_installed
 from deeplightning.config.tree import as_written, dump, line
 from deeplightning.faults import CheckpointError, ConfigError, Fault, RunError, SetupError, UserError, count
 from deeplightning.launch.environment import apply_environment
-from deeplightning.own_code import is_theirs
 from deeplightning.process.decisions import DECIDED
 from deeplightning.process.identity import identity
 from deeplightning.runfolder import Hold, RunFolder, make_private, permissions_of, write_whole
 from deeplightning.tune.parent import Parent
+from deeplightning.tune.unchanged import changed_code, changed_settings, own_code
 from deeplightning.tune.worker import Forked, Line, Train, own_address
 
 log = logging.getLogger("deeplightning")
 
-FREE = ("tune.num_trials", "tune.parallel", "tune.sampler", "tune.pruner", "tune.name", "seed", "serve")
-"""Sections and keys in which a resumed search may differ from how it began."""
 WAIT = 10.0  # seconds that the process of a former trial may take to end
 _STOPS = {3: SetupError, 4: CheckpointError}  # exit codes of a trial after which others would fare no better
 
@@ -131,7 +127,7 @@ class _Search:
         log.info("%-10s %s", "search", self._words())
         with self._signals():
             try:
-                with self._told():
+                with self._database_errors():
                     self._loop()
                     self._conclude()
             except BaseException as error:
@@ -142,7 +138,7 @@ class _Search:
         return self.parent.folder
 
     @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
+    def _database_errors(self) -> Iterator[None]:
         """A file of the search that cannot be written is reported as such."""
         try:
             yield
@@ -183,16 +179,16 @@ class _Search:
                 "settings": dump(self.cfg.public()),
                 "code": own_code(),
             }
-            with self._told():
+            with self._database_errors():
                 assert self.tune.mode is not None, "load_config decides it"
                 study.begin(self.database, self.tune.mode, notes)
         self.study = self._study()
         notes = self.study.notes
         self.sign = notes["sign"]
-        self._compare(yaml.safe_load(notes["settings"]))
-        self._compare_code(notes["code"])
         self.config = self.home / "search.yaml"
         write_whole(self.config, notes["config"])
+        self._compare(yaml.safe_load(notes["settings"]))
+        self._refuse(changed_code(notes["code"], self.name))
         run_id = notes.get("run") or (None if is_new else self.parent.known(self.sign).get(None))
         opened = self.parent.open(run_id, self.sign)
         if opened != notes.get("run"):
@@ -235,57 +231,22 @@ class _Search:
         return dump(tree)
 
     def _compare(self, began: Mapping[str, Any]) -> None:
-        """Refuses another config than that with which the search began."""
-        before, now = dict(_flat(began)), dict(_flat(self.cfg.public()))
-        if before.get("seed") != now.get("seed"):
-            asked = now["seed"]
-            self.cfg.seed = self.study.seed = began["seed"]
+        """Takes the seed with which the search began.
+
+        Raises:
+            ConfigError: another setting has changed.
+        """
+        if began["seed"] != self.cfg.seed:
+            asked, self.cfg.seed = self.cfg.seed, began["seed"]
+            self.study.seed = began["seed"]
             log.info(
                 "%-10s %s, with which the search began, not %s: its trials are compared", "seed", began["seed"], asked
             )
-        changed = [
-            key
-            for key in sorted(before | now)
-            if not f"{key}.".startswith(tuple(f"{free}." for free in FREE))
-            and before.get(key, _NONE) != now.get(key, _NONE)
-            and (key in before or key.startswith("tune.space."))
-        ]
-        if not changed:
-            return
-        remedy = (
-            f"To continue it, restore this, or give `deeplightning tune {self.home / 'search.yaml'}`; for another "
-            "search: tune.name=NEW"
-        )
-        faults = [
-            Fault(
-                f"was {_said(before.get(key, _NONE))} when the search {self.name} began, and is "
-                f"{_said(now.get(key, _NONE))}; trials of both cannot be compared. {remedy}",
-                key,
-                found=_said(now.get(key, _NONE)),
-                allowed=_said(before.get(key, _NONE)),
-            )
-            for key in changed[:5]
-        ]
-        write_whole(self.home / "search.yaml", self.study.notes["config"])
-        raise ConfigError(faults)
+        self._refuse(changed_settings(began, self.cfg.public(), self.name, self.config))
 
-    def _compare_code(self, began: Mapping[str, str]) -> None:
-        """Refuses to resume with other code than that with which the search began.
-
-        Raises:
-            ConfigError: names each file.
-        """
-        faults = []
-        for file, digest in began.items():
-            now = _digest(Path(file))
-            if now != digest:
-                what = "has changed" if now else "is gone"
-                faults.append(
-                    f"{file}: this code {what} since the search {self.name} began, and trials of both cannot be "
-                    "compared. Put it back to continue, or start another search: tune.name=NEW"
-                )
+    def _refuse(self, faults: list[Fault]) -> None:
         if faults:
-            raise ConfigError([Fault(fault) for fault in faults])
+            raise ConfigError(faults)
 
     def _words(self) -> str:
         known, total = self.study.trials(), self.study.total()
@@ -348,11 +309,11 @@ class _Search:
     def _start(self, number: int, children: Mapping[int | None, str]) -> None:
         """Starts a trial, or resumes one that was under way."""
         point = self.study.point(self.study.trials()[number])
-        more = self._to_go_on(number, children)
+        more = self._resuming(number, children)
         file = self.home / "trials" / f"trial-{number}.yaml"
         write_whole(file, self._trial_config(point, self.parent.overrides(number), is_trial=True))
         if self._spawns():
-            self._compare_code(self.study.notes["code"])
+            self._refuse(changed_code(self.study.notes["code"], self.name))
         environment: dict[str, str | None] = {
             TRIAL: self.line.told(number, self.tune.metric),
             DECIDED: None,
@@ -374,7 +335,7 @@ class _Search:
         engine = self.cfg.engine
         return engine.processes > 1 or engine.num_nodes > 1 or engine.gpus is not None or engine.launcher is not None
 
-    def _to_go_on(self, number: int, children: Mapping[int | None, str]) -> list[str]:
+    def _resuming(self, number: int, children: Mapping[int | None, str]) -> list[str]:
         """Overrides with which a trial that was under way resumes in its run; one that left no checkpoint begins anew,
         and its run is removed."""
         run_id, place = self._run_of(number)
@@ -554,26 +515,10 @@ class _Search:
             self.parent.close("KILLED" if stopped else "FAILED", self.cfg.redact(str(error)))
 
 
-_NONE = object()
-
-
 def _over() -> tuple[Any, ...]:
     from deeplightning.tune.study import OVER
 
     return OVER
-
-
-def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of a config by their keys; a distribution of the space is one."""
-    if isinstance(value, dict) and value and not name.startswith("tune.space."):
-        for key, item in value.items():
-            yield from _flat(item, f"{name}.{key}".lstrip("."))
-    else:
-        yield name, value
-
-
-def _said(value: Any) -> str:
-    return "absent" if value is _NONE else line(value)
 
 
 def newest_checkpoint(folder: RunFolder) -> Path | None:
@@ -585,22 +530,3 @@ def newest_checkpoint(folder: RunFolder) -> Path | None:
             read_checkpoint(path)
             return path
     return None
-
-
-def own_code() -> dict[str, str]:
-    """The files of modules that are neither installed nor ours, and their digests."""
-    found = {}
-    for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None)
-        if not file or name == "__main__" or not is_theirs(file) or not file.endswith(".py"):
-            continue
-        if digest := _digest(Path(file)):
-            found[str(Path(file).absolute())] = digest
-    return found
-
-
-def _digest(file: Path) -> str | None:
-    try:
-        return hashlib.sha256(file.read_bytes()).hexdigest()
-    except OSError:
-        return None

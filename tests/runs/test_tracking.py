@@ -32,7 +32,7 @@ from deeplightning.faults import CheckpointError, SetupError
 from deeplightning.tracking import MLflowLogger, resolve_run
 from deeplightning.tracking.attach import attach
 from deeplightning.tracking.build import end, prepare, refusal, run_folder
-from deeplightning.tracking.logger import flatten
+from deeplightning.tracking.names import flatten
 from deeplightning.tracking.picture import to_pixels
 from deeplightning.tracking.store import locate
 

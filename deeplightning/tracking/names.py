@@ -1,0 +1,51 @@
+"""Names and texts in the form that MLflow takes."""
+
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+MAX_NAME, MAX_PARAM, MAX_TAG, MAX_REASON = 250, 6000, 5000, 1000
+"""Characters that MLflow takes in a name, a parameter and a tag; and those kept of the reason of a failure."""
+
+
+def flatten(params: Mapping[str, Any]) -> dict[str, str]:
+    """Nested mappings and lists as one flat mapping of text, keys joined with `/`, in what MLflow takes."""
+    flat: dict[str, str] = {}
+
+    def visit(path: tuple[str, ...], value: Any) -> None:
+        items = (
+            value.items()
+            if isinstance(value, Mapping)
+            else enumerate(value)
+            if isinstance(value, list | tuple)
+            else None
+        )
+        if items is None or (not value and path):
+            flat[clean("/".join(path))] = str(value)[:MAX_PARAM]
+            return
+        for key, inner in items:
+            visit((*path, str(key)), inner)
+
+    visit((), params)
+    return flat
+
+
+@lru_cache(maxsize=4096)
+def clean(name: str) -> str:
+    """A name that MLflow takes: letters, digits and `_-. :/`, no empty or dotted part, at most 250 characters."""
+    parts = re.sub(r"[^\w.\- :/]", "_", str(name)).split("/")
+    return "/".join("_" if part in ("", ".", "..") else part for part in parts)[:MAX_NAME]
+
+
+def inside(name: str) -> Path:
+    """A path below the run's artifacts.
+
+    Raises:
+        ValueError: it would lead out of them.
+    """
+    path = Path(name)
+    if path.is_absolute() or ".." in path.parts:
+        raise ValueError(f"{name!r} is not a name inside the run's artifacts: write a relative path without '..'.")
+    return path
