@@ -16,10 +16,9 @@ import re
 import signal
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from deeplightning.callbacks import TRIAL
@@ -33,8 +32,9 @@ from deeplightning.process.identity import identity
 from deeplightning.reproduce.past import PastRun
 from deeplightning.runfolder import RunFolder, make_private, permissions_of, write_whole
 from deeplightning.tune.parent import Parent
-from deeplightning.tune.search import Stopped, newest_checkpoint, own_code
+from deeplightning.tune.search import Stopped, newest_checkpoint
 from deeplightning.tune.sweep import points
+from deeplightning.tune.unchanged import own_code
 from deeplightning.tune.worker import Forked, Line, Train, own_address
 
 log = logging.getLogger("deeplightning")
@@ -137,7 +137,6 @@ class _Grid:
         self.workers = Forked(train, self.line)
         self.code = own_code()
         self.points = [self._point(words) for words in grid]
-        self._signal: int | None = None
         self._began: dict[int, float] = {}
 
     def _point(self, words: list[str]) -> Point:
@@ -161,7 +160,7 @@ class _Grid:
             if hold is None:
                 raise SetupError(f"another process is at these runs, in {self.home}; wait for it, or end it")
             try:
-                with self._signals():
+                with self.workers.passing_signals_on():
                     self._loop()
             except BaseException:
                 self.workers.interrupt(signal.SIGKILL)
@@ -171,27 +170,13 @@ class _Grid:
                 hold.release()
         return self.home
 
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        before = {number: signal.signal(number, self._hear) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _hear(self, number: int, frame: FrameType | None) -> None:
-        """The runs end politely, after a second signal at once."""
-        self._signal = number
-        self.workers.interrupt(signal.SIGINT)
-
     def _loop(self) -> None:
         waiting = [number for number, point in enumerate(self.points) if not point.is_finished(self.code)]
         done = len(self.points) - len(waiting)
         begun = f", {done} of them finished before" if done else ""
         log.info("%-10s %s%s; %s", "multirun", count(len(self.points), "run"), begun, self.home)
         while True:
-            while self._signal is None and waiting and len(self.workers) < self.jobs:
+            while self.workers.signal is None and waiting and len(self.workers) < self.jobs:
                 self._start(waiting.pop(0))
             if not len(self.workers):
                 break
@@ -199,10 +184,10 @@ class _Grid:
             for number, code in self.workers.ended().items():
                 self._ended(number, code)
         over = sum(point.known.get("state") == FINISHED for point in self.points)
-        if self._signal is not None:
-            name = signal.Signals(self._signal).name
+        if self.workers.signal is not None:
+            name = signal.Signals(self.workers.signal).name
             message = f"interrupted by {name} after {over} of {len(self.points)} runs; the same command continues"
-            raise Stopped(message, 128 + self._signal)
+            raise Stopped(message, 128 + self.workers.signal)
         if over < len(self.points):
             failed = [(number, point.known) for number, point in enumerate(self.points)]
             reasons = dict.fromkeys(k.get("failure", "") for _, k in failed if k.get("state") != FINISHED)
@@ -250,7 +235,7 @@ class _Grid:
         if code == 0:
             point.note(state=FINISHED)
             log.info("%-10s finished in %.0f s", f"run {number}", seconds)
-        elif self._signal is not None:
+        elif self.workers.signal is not None:
             log.info("%-10s interrupted; the same command continues it", f"run {number}")
         else:
             notes = re.findall(r"^(?:\x1b\[\d+m)?error(?:\x1b\[0m)?[^:]*: (.*)$", told, re.MULTILINE)

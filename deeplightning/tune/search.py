@@ -13,7 +13,6 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import yaml
@@ -101,7 +100,6 @@ class _Search:
         self.study: Any = None
         self.sign = ""
         self._hold: Hold | None = None
-        self._signal: int | None = None
         self._pruned: dict[int, str] = {}
         self._absent: dict[int, list[str]] = {}
         self._began: dict[int, float] = {}
@@ -125,7 +123,7 @@ class _Search:
     def _run(self) -> Path:
         self._open()
         log.info("%-10s %s", "search", self._words())
-        with self._signals():
+        with self.workers.passing_signals_on():
             try:
                 with self._database_errors():
                     self._loop()
@@ -261,27 +259,13 @@ class _Search:
 
     # ---- the loop
 
-    @contextlib.contextmanager
-    def _signals(self) -> Iterator[None]:
-        before = {number: signal.signal(number, self._hear) for number in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
-
-    def _hear(self, number: int, frame: FrameType | None) -> None:
-        """The trials end politely, after a second signal at once."""
-        self._signal = number
-        self.workers.interrupt(signal.SIGINT)
-
     def _loop(self) -> None:
         waiting = [trial.number for trial in self.study.unfinished()]
         # Of a run that its trial could not write down before a kill only the tracker knows.
         is_unknown = self.parent.is_tracked and any(self._run_of(number)[0] is None for number in waiting)
         children = self.parent.known(self.sign) if is_unknown else {}
         while True:
-            while self._signal is None and self._stopping is None and len(self.workers) < self.tune.parallel:
+            while self.workers.signal is None and self._stopping is None and len(self.workers) < self.tune.parallel:
                 if waiting:
                     self._start(waiting.pop(0), children)
                 elif len(self.study.trials()) < self.study.total():
@@ -295,8 +279,8 @@ class _Search:
                 self._ended(number, code)
         if self._stopping is not None:
             raise self._stopping
-        if self._signal is not None:
-            number = signal.Signals(self._signal)
+        if self.workers.signal is not None:
+            number = signal.Signals(self.workers.signal)
             over = sum(trial.state in _over() for trial in self.study.trials())
             again = f"deeplightning tune {' '.join([str(self.path), *self.overrides])}"
             message = f"interrupted by {number.name} after {over} of {self.study.total()} trials; to continue: {again}"
@@ -408,7 +392,7 @@ class _Search:
                 if best.number == number
                 else f"; the best is trial {best.number}, {best.value:.6g}",
             )
-        elif self._signal is not None or (self._stopping is not None and code in (130, 143)):
+        elif self.workers.signal is not None or (self._stopping is not None and code in (130, 143)):
             self._remove_if_empty(number)
             log.info("%-10s interrupted; it continues where it stopped", name)
         elif code in _STOPS:

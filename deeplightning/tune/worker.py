@@ -6,6 +6,7 @@ ends with the search, however that ends.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -17,8 +18,9 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from deeplightning.private.python import forget_exit_functions, run_exit_functions
@@ -82,10 +84,15 @@ def own_address() -> str:
 
 
 class Forked:
-    """Trials as processes forked from this one."""
+    """Trials as processes forked from this one.
+
+    Attributes:
+        signal: the last that this process got while it passed them on; None: none.
+    """
 
     def __init__(self, train: Train, line: Line):
         self.train, self.line = train, line
+        self.signal: int | None = None
         self._running: dict[int, int] = {}  # trial → process
 
     def __len__(self) -> int:
@@ -124,6 +131,22 @@ class Forked:
                 codes[number] = os.waitstatus_to_exitcode(status)
                 del self._running[number]
         return codes
+
+    @contextlib.contextmanager
+    def passing_signals_on(self) -> Iterator[None]:
+        """SIGINT and SIGTERM reach the trials as SIGINT: after one they save a checkpoint and end, after a second they
+        end at once."""
+
+        def pass_on(number: int, frame: FrameType | None) -> None:
+            self.signal = number
+            self.interrupt()
+
+        before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def interrupt(self, number: int = signal.SIGINT) -> None:
         for child in self._running.values():
