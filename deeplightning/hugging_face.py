@@ -26,8 +26,8 @@ class Tokenizer:
         except Exception as error:  # they raise Exception itself
             raise ValueError(f"this is no tokenizer.json of Hugging Face ({str(error)[:200]})") from error
         known = self._theirs.get_vocab(with_added_tokens=True)
-        told = (self._theirs.padding or {}).get("pad_token")
-        found = next((name for name in (told, *PADDING) if name in known), None)
+        named = (self._theirs.padding or {}).get("pad_token")
+        found = next((name for name in (named, *PADDING) if name in known), None)
         if found is None:
             raise ValueError(f"it has no token to fill up with, none of {', '.join(PADDING)}")
         self.padding, self.size = known[found], max(known.values()) + 1

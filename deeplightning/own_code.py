@@ -33,7 +33,7 @@ EXAMPLES = f"{Path(__file__).parent / 'examples'}{os.sep}"
 
 _added: list[str] = json.loads(os.environ.get(ROOTS, "[]"))  # for every config of this process
 _roots: list[str] = [*_added]
-_on_path: list[str] = []  # what stands in `sys.path` for them
+_on_path: list[str] = []  # their entries in `sys.path`
 __path__: list[str] = [*_roots]  # with it, `PREFIX + name` can be imported, in a spawned process too
 
 

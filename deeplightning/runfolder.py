@@ -55,7 +55,7 @@ class RunFolder:
         return self.path / f"epoch={epoch}-step={step}.ckpt"
 
     def checkpoints(self) -> list[Path]:
-        """The checkpoints that are there, in the order in which one goes on with them: the last, then by steps, the
+        """The checkpoints that are there, in the order in which a run resumes from them: the last, then by steps, the
         latest first; `best.ckpt` without `best.json` comes at the end."""
         kept = {path: int(found[1]) for path in self.path.glob("*.ckpt") if (found := _KEPT.fullmatch(path.name))}
         if self.best.is_file():
@@ -90,7 +90,7 @@ class RunFolder:
         return Hold(descriptor)
 
     def log(self, rank: int) -> Path:
-        """What one process said."""
+        """The output of one process."""
         return self.path / "logs" / f"rank_{rank}.log"
 
     def results(self, stage: str) -> Path:
@@ -171,8 +171,8 @@ def seal(card: Mapping[str, Any]) -> str:
     Raises:
         ValueError: it holds a number that is not finite, which JSON does not know.
     """
-    said = {key: value for key, value in card.items() if key != "digest"}
-    text = json.dumps(said, sort_keys=True, separators=(",", ":"), allow_nan=False)
+    content = {key: value for key, value in card.items() if key != "digest"}
+    text = json.dumps(content, sort_keys=True, separators=(",", ":"), allow_nan=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
 

@@ -60,8 +60,8 @@ def all_of(cfg: Config) -> list[pl.Callback]:
     loggers = []
     for target in (cfg.logger, *cfg.logger.extra):
         # Trackers write these down; their addresses, which may hold a password, they do not.
-        told = {name: value for name, value in target.params.items() if name in ("tags", "run_name")}
-        params = prepare(target.type, target.params | redacted(told, cfg.redact))
+        names = {name: value for name, value in target.params.items() if name in ("tags", "run_name")}
+        params = prepare(target.type, target.params | redacted(names, cfg.redact))
         loggers.append(build(Target(type=target.type, params=params, place=target.place, name=target.name)))
     train, every = cfg.train, cfg.logger.log_every_n_steps
     assert cfg.seed is not None, "load_config draws one"

@@ -1,4 +1,4 @@
-"""What is kept of the weights: `last.ckpt` to go on from, `best.ckpt` by a metric, and the next best."""
+"""The checkpoints that a run keeps: `last.ckpt` to resume from, `best.ckpt` by a metric, and the next best."""
 
 import json
 import logging
@@ -162,7 +162,7 @@ class Checkpoints(LightningCheckpoint):
             log.warning("there is no best.ckpt: %s had no value to judge by", self.settings.monitor)
 
     def on_exception(self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException) -> None:
-        """An interrupted run can go on from where it was."""
+        """An interrupted run can resume where it stopped."""
         try:
             _writer(trainer).wait()
         except Exception as error:
@@ -317,7 +317,7 @@ class Checkpoints(LightningCheckpoint):
     def _still_there(self, former: RunFolder, loaded: list[dict[str, Any]], goes_on: bool) -> list[dict[str, Any]]:
         """The best k that a checkpoint knew, as far as their files are there.
 
-        Between the checkpoint and the end of the process later ones may have replaced the best. Where the run goes on,
+        Between the checkpoint and the end of the process later ones may have replaced the best. Where the run resumes,
         they are its own: it will come to them again. Elsewhere they are of another course of things.
         """
         try:

@@ -1,4 +1,4 @@
-"""What a person sees of a run: a table at its start, progress while it goes on, what came out at its end."""
+"""What a run prints: a table at its start, its progress, its results at the end."""
 
 import logging
 import platform
@@ -63,7 +63,7 @@ def to_terminal(cfg: Config) -> None:
         logging.getLogger(chatty).setLevel(logging.WARNING)
     # Lightning 2.6 under torch 2.15; nothing a user could do about it.
     warnings.filterwarnings("ignore", message=".*isinstance.treespec, LeafSpec", category=FutureWarning)
-    # Our image data go on mid-epoch by themselves.
+    # Our image data resume within an epoch by themselves.
     warnings.filterwarnings("ignore", message=".*resuming from a checkpoint that ended before the epoch ended")
     # `engine.gpus: null` is a choice.
     warnings.filterwarnings("ignore", message=r"GPU available but not used\.", category=PossibleUserWarning)
@@ -118,7 +118,7 @@ class Console(pl.Callback):
             self._progress.start()
             self._bar = self._progress.add_task("", total=trainer.num_training_batches)
         if 0 < trainer.fit_loop.epoch_loop.batch_progress.current.ready < trainer.num_training_batches:
-            self._epoch = trainer.current_epoch  # resumed inside an epoch, whose start is not told again
+            self._epoch = trainer.current_epoch  # resumed inside an epoch, whose start is not printed again
 
     def _summary(self, trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, str]:
         cfg, engine = self.cfg, self.cfg.engine

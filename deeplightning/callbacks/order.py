@@ -10,7 +10,7 @@ OWN = "train.callbacks"
 
 def in_order(callbacks: Sequence[Any], own: Sequence[Any] = ()) -> list[Any]:
     """All callbacks such that each comes after those that the names in its `after` stand for, and before those in its
-    `before`; where nothing is said, in the order given. Lightning itself moves those that save checkpoints to the end.
+    `before`; without these, in the order given. Lightning itself moves those that save checkpoints to the end.
 
     Args:
         callbacks: of ours, whose classes may have `before` and `after`, tuples of class names and `OWN`.

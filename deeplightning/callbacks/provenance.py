@@ -112,7 +112,7 @@ class Origin:
         packed, path = code.pack(self._redact), self.folder.code
         if packed == self._stored:
             return
-        if is_first and path.exists():  # a run that goes on
+        if is_first and path.exists():  # a continued run
             if path.read_bytes() == packed:
                 return
             shutil.copyfile(path, self.folder.former(path))

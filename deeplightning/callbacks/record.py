@@ -46,13 +46,13 @@ class Resumption:
 
     Attributes:
         checkpoint: absolute; None: from the start.
-        run_id: the run of the tracker that goes on; None: one of its own.
-        folder: of the run that goes on.
-        owed: points that this run has said and its store may lack: (name, value, milliseconds since 1970, step).
+        run_id: the run of the tracker that is continued; None: a new one.
+        folder: of the continued run.
+        owed: points that this run has logged and its store may lack: (name, value, milliseconds since 1970, step).
         hold: the claim on `folder`.
         notes: what a person should know, a line each.
         inexact: why the end will not be that of an uninterrupted run, bit for bit; "": it will.
-        over: why there is nothing left to learn, of a checkpoint whose run does not go on; "": there is.
+        over: why nothing is left to train, of a checkpoint whose run is complete; "": something is.
     """
 
     checkpoint: Path | None = None
@@ -181,7 +181,7 @@ class Record(pl.Callback):
             group.note_run(self._folder.path)
         self._origin = Origin(self.cfg, self._folder)
         if self._folder.config.exists() and resumption.run_id is None:
-            return  # a later stage of a run that has said all this
+            return  # a later stage of a run that has recorded all this
         try:
             self._folder.path.mkdir(parents=True, exist_ok=True)
             if "train" in self.cfg.stages:
@@ -230,7 +230,7 @@ class Record(pl.Callback):
         return folder
 
     def _describe(self, environment: dict[str, Any], diff: str | None) -> None:
-        """Says of the run what is known at its start; a run that goes on keeps what was said before."""
+        """Records what is known at the start of the run; a continued run keeps what was recorded before."""
         folder, continued = self.folder, self.resumption is not None and self.resumption.run_id is not None
         settings = self._settings(folder)
         for number, logger in enumerate(self.loggers):

@@ -1,6 +1,6 @@
 """Ctrl-C and SIGTERM are polite: the batch is finished, `last.ckpt` saved, the run marked KILLED. A second is not.
 
-In a job of Slurm SIGUSR1 and SIGUSR2 do the same, and send the job back into the queue: started again, it goes on in
+In a job of Slurm SIGUSR1 and SIGUSR2 do the same, and send the job back into the queue: started again, it continues in
 the same run. SIGTERM does so as well where Slurm takes the job's machines away for another. Elsewhere SIGUSR1 and
 SIGUSR2 are the user's own.
 """
@@ -66,7 +66,7 @@ class Signals(pl.Callback):
         self._received = number
 
     def _interrupted(self, received: int, at_once: bool = False) -> Interrupted:
-        """The error of a signal; where the job is to go on, rank 0 sees to that when it has ended."""
+        """The error of a signal; where the job is to continue, rank 0 requeues it at the end."""
         number = signal.Signals(received)
         if (
             self._job is not None
@@ -86,7 +86,7 @@ class Signals(pl.Callback):
     def _received_by_any(self, trainer: pl.Trainer) -> int:
         """The signal that a process had received when this was last asked, on all the same, or 0.
 
-        The answer is that of the last look: while it is gathered the processes go on, and none waits for another.
+        The answer is that of the last look: while it is gathered the processes continue, and none waits for another.
         """
         answer, self._asked = self._asked, torch.tensor(self._received, device=trainer.strategy.root_device)
         work, self._gathered = (

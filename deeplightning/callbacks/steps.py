@@ -119,7 +119,7 @@ class SameBuffers(pl.Callback):
 class AccumulateFrom(pl.Callback):
     """Accumulates the gradients of `factor` batches from an epoch on.
 
-    Lightning's GradientAccumulationScheduler forgets the factor where a run goes on inside an epoch (2.6.6).
+    Lightning's GradientAccumulationScheduler forgets the factor where a run resumes inside an epoch (2.6.6).
     """
 
     def __init__(self, epoch: int, factor: int):
@@ -136,9 +136,9 @@ class AccumulateFrom(pl.Callback):
 
 
 class ScheduleSteps(pl.Callback):
-    """Lets a schedule by steps go on with each, or each n-th, step that its optimizer has taken.
+    """Advances a schedule by steps with each, or each n-th, step that its optimizer has taken.
 
-    Lightning 2.6 would count batches, accumulated ones too, and go on where the scaler of precision 16 has left a step
+    Lightning 2.6 counts batches, accumulated ones too, and advances where the scaler of precision 16 has left a step
     out because its gradients were no numbers.
     """
 
@@ -189,7 +189,7 @@ class SampleWeights(pl.Callback):
         self._samples_of: Any = None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._find_sampler(trainer)  # the next hook is left out where a run goes on inside an epoch
+        self._find_sampler(trainer)  # Lightning skips the next hook where a run resumes inside an epoch
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._find_sampler(trainer)

@@ -45,8 +45,8 @@ class MeasuredThreads(pl.Callback):
         self._taken = {}
         best = min(found, key=found.__getitem__)
         torch.set_num_threads(best)
-        told = ", ".join(f"{1000 * seconds:.1f} ms a batch with {threads}" for threads, seconds in found.items())
-        log.info("threads    %d (%s)", best, told)
+        times = ", ".join(f"{1000 * seconds:.1f} ms a batch with {threads}" for threads, seconds in found.items())
+        log.info("threads    %d (%s)", best, times)
         for logger in trainer.loggers:
             if hasattr(logger, "log_tags"):
                 logger.log_tags({"threads": best})

@@ -31,13 +31,13 @@ class Trial(pl.Callback):
 
     Args:
         record: knows the run's folder.
-        told: JSON of `host` and `port` of the search, its `token`, the number of the `trial`, and the `metric`.
+        address: JSON of `host` and `port` of the search, its `token`, the number of the `trial`, and the `metric`.
     """
 
     after = ("Record", "EarlyStopping", OWN)  # it reports the metrics that they log
 
-    def __init__(self, record: Record, told: str):
-        self.record, self.search = record, json.loads(told)
+    def __init__(self, record: Record, address: str):
+        self.record, self.search = record, json.loads(address)
         self._validated = False
 
     def _ask(self, trainer: pl.Trainer, **words: Any) -> dict[str, Any]:

@@ -109,7 +109,7 @@ class Timings(pl.Callback):
         for optimizer in trainer.optimizers:  # between two optimizers of one batch there is no hook of Lightning's
             if hasattr(optimizer, "register_step_post_hook"):
                 self._hooks.append(optimizer.register_step_post_hook(lambda *_: self._add("step")))
-        self._begin()  # the next hook is left out where a run goes on inside an epoch
+        self._begin()  # Lightning skips the next hook where a run resumes inside an epoch
 
     def on_train_epoch_start(self, *_: Any) -> None:
         self._begin()

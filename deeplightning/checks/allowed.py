@@ -14,7 +14,7 @@ from deeplightning.faults import MAX_WORD, upwards
 
 
 def known_elsewhere(findings: Findings, key: str, section: str | None = None) -> str:
-    """What a key of another tool is here, as a sentence; `section` is where it stands, if not in a known one."""
+    """What a key of another tool is here, as a sentence; `section` is its section, if that is unknown."""
     found = other_tools.ours(key, section)
     mean = other_tools.key_of(found) if found is not None else None
     findings.meant |= {above for above in upwards(mean or "") if "." in above}

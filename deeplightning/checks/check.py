@@ -124,7 +124,7 @@ def _examine(report: Report, source: Source, importing: bool) -> None:
                 settle_modes(findings, config)
     meant = findings.meant
     source.faults[:] = [f for f in source.faults if f.key not in meant or not f.message.startswith("missing: ")]
-    if any("mean _base_?" in fault.message for fault in source.faults):  # what is missing stands in the base
+    if any("mean _base_?" in fault.message for fault in source.faults):  # the missing keys are in the base
         source.faults[:] = [fault for fault in source.faults if not fault.message.startswith("missing: ")]
     report.unchecked = in_order(findings.unchecked, source)
     report.faults = in_order(source.faults, source)

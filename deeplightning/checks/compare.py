@@ -204,23 +204,23 @@ def _kind(meanings: Meanings, name: str, key: str, role: str, called_with: int |
         made, is_class = meanings.makes(name), meanings.of(name).kind == "class"
     except Undecided as why:
         return Verdict(undecided={f"{key}.type": (f"{name}: whether it returns {words}: {why}", "--dry-run")})
-    said = [_misfit(each, role, called_with) for each in made]
-    if None in said or (any(said) and not all(said)):
+    mismatches = [_misfit(each, role, called_with) for each in made]
+    if None in mismatches or (any(mismatches) and not all(mismatches)):
         settled_by = "--import" if is_class else "--dry-run"
         return Verdict(undecided={f"{key}.type": (f"{name}: whether it is {words}", settled_by)})
-    if not any(said):
+    if not any(mismatches):
         return Verdict()
     returned = made[0].paths[0].removeprefix("builtins.")
     returned = "nothing" if returned == "NoneType" else f"`{returned.rpartition('.')[2]}`"
-    fault = f"{name} {said[0]}" if is_class else f"{name} returns {returned}, which {said[0]}"
+    fault = f"{name} {mismatches[0]}" if is_class else f"{name} returns {returned}, which {mismatches[0]}"
     return Verdict([Fault(fault, f"{key}.type", found=name, allowed=words)])
 
 
 def _misfit(made: Instance, role: str, called_with: int | None) -> str | None:
     """As `kinds.misfit`; a loss must take as many arguments as the task calls it with."""
-    said = misfit(made.paths, made.complete, role)
-    if said != "" or role != "model.loss" or called_with is None or (takes := made.forward()) is None:
-        return said
+    mismatch = misfit(made.paths, made.complete, role)
+    if mismatch != "" or role != "model.loss" or called_with is None or (takes := made.forward()) is None:
+        return mismatch
     if takes[0] <= called_with <= takes[1]:
         return ""
     count = takes[0] if takes[0] > called_with else takes[1]

@@ -133,7 +133,7 @@ def _about(report: Report, path: KeyPath, value: Any) -> Iterator[str]:
         default = _default(field)
         rows.append(("default", "none, it must be given" if default is MISSING else line(default)))
     elif parameter is not None:
-        rows.append(("type", parameter.annotation or "not told"))
+        rows.append(("type", parameter.annotation or "unknown"))
         if words:
             rows.append(("meaning", words))
         default = "none, it must be given" if parameter.required else parameter.default

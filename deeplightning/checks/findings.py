@@ -64,7 +64,7 @@ class Findings:
             raise ConfigError([*self.faults, replace(self.unchecked[-1], message=message)])
 
     def param(self, name: str, param: str, value: Any, section: str, key: str, given: int = 0) -> None:
-        """Compares one param, which stands at `key`, with what a class takes; the class itself is another's matter."""
+        """Compares one param, at `key`, with the parameters of a class; others check the class itself."""
         if not isinstance(name, str):
             return
         asked = f"{section}.params.{param}"

@@ -1,6 +1,6 @@
 """The schema becomes the page that people read: every key with its type, its default and its sentence.
 
-`python -m deeplightning.checks.reference FILE` rewrites FILE from the line `START` on; what stands above is kept.
+`python -m deeplightning.checks.reference FILE` rewrites FILE from the line `START` on; the lines above are kept.
 """
 
 import sys

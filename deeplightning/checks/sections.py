@@ -50,7 +50,7 @@ def read_section(findings: Findings, cls: type, entry: Entry, key: str, path: Ke
                 _foreign(findings, item, here)
             hint = hint or key_elsewhere(name)
             if not hint and issubclass(cls, Target) and "type" in entry.value:  # an argument beside `params`
-                hint = other_tools.said(f"{prefix}params.{name}") if name.isidentifier() else ""
+                hint = other_tools.sentence(f"{prefix}params.{name}") if name.isidentifier() else ""
                 findings.meant.add(f"{prefix}params")
             message = f"unknown key.{hint} Known here: {', '.join(known)}"
             if name.startswith("~"):
@@ -80,7 +80,7 @@ def _value(
     """A value of the type that the schema gives, or _BAD after a fault was noted."""
     options = options_of(hint)
     if isinstance(entry.value, str) and (str not in options or int in options) and findings.secrets.is_word(path):
-        entry = Entry(scalar(entry.value), entry.place, entry.at)  # a variable's text stands for a number too
+        entry = Entry(scalar(entry.value), entry.place, entry.at)  # a variable's text may be read as a number
     value = entry.value
     for option in options:
         fits, made = _fit(findings, option, entry, key, path, len(options) > 1)

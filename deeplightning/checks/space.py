@@ -230,7 +230,7 @@ def misfits(space: Sequence[Dimension], examine: Callable[[list[str]], Report], 
         examine: checks the config with further overrides.
         tried: what the check says of the config as it is; what it says already is no matter of the space.
     """
-    told: set[tuple[str, str]] = set()
+    seen: set[tuple[str, str]] = set()
     columns = [dimension.samples() for dimension in space]
     known = {(fault.key, fault.message) for fault in tried.faults}
     for row in range(max(map(len, columns), default=0)):
@@ -244,11 +244,11 @@ def misfits(space: Sequence[Dimension], examine: Callable[[list[str]], Report], 
                 words, key = ", ".join(f"{d.key}={line(value):.60}" for d, value in point.items()), "tune.space"
             else:
                 words, key = line(point[about]), f"tune.space.{about.key}"
-            if about is not None and about.kind != "choice" and any(where == key for where, _ in told):
+            if about is not None and about.kind != "choice" and any(where == key for where, _ in seen):
                 continue  # the other end is wrong in the same way
-            if (key, fault.message) in told:
+            if (key, fault.message) in seen:
                 continue
-            told.add((key, fault.message))
+            seen.add((key, fault.message))
             below = (fault.key or "").removeprefix(about.key if about else "").strip(".")
             if about is not None and "uniform" in about.kind and "a whole number, not" in fault.message:
                 message = f"{fault.message}; take {about.kind.replace('uniform', 'int')}"

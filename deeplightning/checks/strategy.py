@@ -1,4 +1,4 @@
-"""What `engine.backend` stands for and what `engine.params` may hold: classes by name, and DeepSpeed's own words.
+"""The meaning of `engine.backend` and the keys of `engine.params`: classes by name, and DeepSpeed's own words.
 
 Nothing is imported: classes are named, and the words of DeepSpeed's JSON are those of its version 0.19.8, in this one
 place. tests/unit/test_check.py compares them with the source of the DeepSpeed that is installed.
@@ -127,9 +127,9 @@ class Misfit(NamedTuple):
     """A param of a strategy that its signature alone does not show to be wrong.
 
     Attributes:
-        key: where it stands below `engine.params`.
+        key: its place below `engine.params`.
         message: what is wrong, and what to write instead.
-        found: what stands there.
+        found: the value there.
         allowed: what may stand there, in words.
     """
 

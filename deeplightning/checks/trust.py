@@ -62,10 +62,10 @@ class _Rule:
     def __str__(self) -> str:
         if not self.imported:
             return f"only names of {', '.join(self.modules)} are allowed"
-        told = f"only a class that derives from {self.base} and is defined in {', '.join(self.modules)} is allowed"
+        rule = f"only a class that derives from {self.base} and is defined in {', '.join(self.modules)} is allowed"
         if self.base == "torch.nn.Module":
-            told += ", or a function of deeplightning.model or torchvision.models that builds one without weights"
-        return told
+            rule += ", or a function of deeplightning.model or torchvision.models that builds one without weights"
+        return rule
 
 
 _NETWORK = _Rule(_NETWORKS)
@@ -203,7 +203,7 @@ def variables(folder: RunFolder, source: Source, section: str = "") -> list[Faul
 
 
 def entry(root: Entry, key: str) -> Entry | None:
-    """What stands at a dotted key; None: nothing."""
+    """The value at a dotted key; None: nothing."""
     found: Entry | None = root
     for part in key.split("."):
         found = found.value.get(part) if found is not None and isinstance(found.value, dict) else None
@@ -211,7 +211,7 @@ def entry(root: Entry, key: str) -> Entry | None:
 
 
 def _names(root: Entry) -> Iterator[tuple[KeyPath, Entry]]:
-    """What a config may import: the text of each `type` and `ref`, wherever it stands."""
+    """What a config may import: the text of each `type` and `ref`, at any place."""
     return (
         (path, entry)
         for path, entry in leaves(root)
@@ -220,7 +220,7 @@ def _names(root: Entry) -> Iterator[tuple[KeyPath, Entry]]:
 
 
 def _rule(path: KeyPath) -> _Rule | None:
-    """What a key may name; None: nothing at all. Whatever stands inside params is a part of a network."""
+    """What a key may name; None: nothing at all. Whatever is inside params is a part of a network."""
     if path[-1] == "ref":
         return None
     key = ".".join(map(str, path[:-1]))
@@ -237,7 +237,7 @@ def _refusal(root: Entry, path: KeyPath, entry: Entry, allow: Sequence[str], ver
     name, rule = entry.value, _rule(path)
     if _within(name, allow):
         return None
-    said = "no `ref` is allowed" if rule is None else str(rule)
+    allowed_text = "no `ref` is allowed" if rule is None else str(rule)
     public = not any(part.startswith("_") for part in name.split("."))
     if rule is not None and public and _within(name, rule.modules):
         if not rule.imported:
@@ -259,11 +259,11 @@ def _refusal(root: Entry, path: KeyPath, entry: Entry, allow: Sequence[str], ver
     what = f"{name}, which is {origin}," if origin != name else name
     return Fault(
         f"to {verb} this run, {what} would be imported, and that may run any code; of a run that was not made here by "
-        f"you, {said}, with plain values as its params. If you trust it: --allow {module}",
+        f"you, {allowed_text}, with plain values as its params. If you trust it: --allow {module}",
         ".".join(map(str, path)),
         entry.place,
         found=name,
-        allowed=said,
+        allowed=allowed_text,
         exit_code=CheckpointError.exit_code,
     )
 

@@ -15,7 +15,7 @@ class Misfit(NamedTuple):
 
     Attributes:
         at: where in the value of the parameter: nothing, or `.1` for an item of a list.
-        value: what stands there.
+        value: the value there.
         allowed: what may stand there, in words.
         hint: ` Did you mean …?`, or nothing.
     """

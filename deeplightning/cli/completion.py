@@ -155,7 +155,7 @@ class _Spot:
         return next((option for option in self.types if is_dataclass(option)), None)
 
     def named(self) -> Any:
-        """The type of what stands here by name or number; None where nothing does, Any where anything may."""
+        """The type of the value here, by name or number; None where nothing does, Any where anything may."""
         inner = [typing.get_args(o)[-1] for o in self.types if typing.get_origin(o) in (dict, list)]
         return inner[0] if inner else None
 
@@ -208,7 +208,7 @@ class _Spot:
         return any(inner.is_list() or inner.holds_lists() for inner in self.inside(signature=False).values())
 
     def words(self) -> list[str]:
-        """The values that can be told: words of an enumeration, true and false, null."""
+        """The values that can be listed: words of an enumeration, true and false, null."""
         from deeplightning.config.schema import BACKENDS, PRECISIONS
 
         found: list[Any] = []
@@ -230,7 +230,7 @@ def _as_written(word: Any) -> str:
 
 
 def _spot(ctx: click.Context, way: list[str]) -> _Spot | None:
-    """The place that a dotted key leads to, in the config that stands before it on the command line."""
+    """The place that a dotted key leads to, in the config before it on the command line."""
     from deeplightning.checks.targets import GIVEN
     from deeplightning.config import schema
 
@@ -305,7 +305,7 @@ def _params(target: str, given: int) -> list[tuple[str, tuple[Any, ...], str]]:
 
 class _Bash(shell_completion.BashComplete):
     """Bash takes `a.b=c` for three words, `a.b`, `=` and `c`, and replaces only the last; and sets a space behind a
-    single word unless it is told not to."""
+    single word unless it is set not to."""
 
     kept = ""  # the beginning of the word that bash leaves as it is
     source_template = """\
@@ -350,7 +350,7 @@ complete -o nosort -o default -F %(complete_func)s %(prog_name)s
 
 
 class _Zsh(shell_completion.ZshComplete):
-    """No space behind a key that goes on."""
+    """No space behind a key that has more parts."""
 
     source_template = """\
 #compdef %(prog_name)s

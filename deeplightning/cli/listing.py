@@ -38,7 +38,7 @@ def listing(
         statuses: only runs with one of these.
         metric: only runs that have this metric, which is their result then; or whose last value of it is so: a name,
             one of >, >=, <, <=, =, and a number.
-        name: only runs in whose name or experiment's name this is found; * stands for anything.
+        name: only runs in whose name or experiment's name this is found; * matches anything.
         experiment: only runs of the experiment of this name.
 
     Raises:
@@ -164,7 +164,7 @@ def sync(tracking_uri: str | None) -> Iterator[str]:
 
 
 class _runs:
-    """The runs of a store, to list and to delete; what goes wrong inside the block is told as a fault of the store.
+    """The runs of a store, to list and to delete; an error inside the block is reported as a fault of the store.
     MLflow is imported only where the store is not an SQLite file of the schema that we know."""
 
     def __init__(self, tracking_uri: str | None):

@@ -47,8 +47,8 @@ def init(folder: Path, kind: str, data: Path | None) -> None:
     """
     from deeplightning.cli.init import init as begin
 
-    said, paths = begin(folder, kind, data)
-    for line in said:
+    notes, paths = begin(folder, kind, data)
+    for line in notes:
         click.echo(f"guessed    {line}")
     for path in paths:
         click.echo(f"wrote      {path}")
@@ -134,7 +134,7 @@ def _absolute(overrides: tuple[str, ...]) -> tuple[str, ...]:
 def tune(config: Path, overrides: tuple[str, ...]) -> None:
     """Search for the best values of what CONFIG's `tune.space` names.
 
-    Each trial is a run. The same command goes on with a search that was interrupted. The last line on stdout is the
+    Each trial is a run. The same command resumes a search that was interrupted. The last line on stdout is the
     folder with best.yaml, the table of trials and pictures.
     """
     from deeplightning.config.source import located

@@ -201,7 +201,7 @@ def runs(
     other machines too once they were silent for a day.
 
     --last prints the folder of the newest run and nothing else: exit code 4 if there is none. Wherever a verb takes a
-    RUN, the word `last` stands for the newest one.
+    RUN, the word `last` means the newest one.
     """
     from deeplightning.cli import listing as of
 

@@ -16,7 +16,7 @@ from deeplightning.run.assemble import init_module
 from deeplightning.run.classes import class_weights, counted
 
 MAX_COLUMNS = 64
-"""Of inputs with more numbers each, one mean and one spread are told, over all of them."""
+"""Of inputs with more numbers each, one mean and one deviation are printed, over all of them."""
 
 
 def statistics(cfg: Config) -> str:

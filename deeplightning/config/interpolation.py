@@ -207,7 +207,7 @@ class _Resolver:
             return None
 
     def spend(self, value: Any) -> Any:
-        """Counts one more value that a reference stands for, or what it is made of."""
+        """Counts one more value of a reference, or of its parts."""
         self.values += 1
         if self.values > MAX_VALUES:
             raise _TooMuch(f"references expand to more than {MAX_VALUES} values, up to here; write fewer")
@@ -218,7 +218,7 @@ class _Resolver:
         return value
 
     def value(self, path: KeyPath) -> Any:
-        """What the text with references at a path stands for."""
+        """The value of the text with references at a path."""
         if self.trees[path] is None:
             raise _Unresolved(": the braces hold no reference such as ${a.b}; for a plain `${` write `\\${`")
         if path in self.open:
@@ -321,7 +321,7 @@ class _Resolver:
             self.followed.discard(where)
 
     def whole(self, found: Any, where: KeyPath | None) -> Any:
-        """All that stands at a place, without references."""
+        """The value at a place, without references."""
         if isinstance(found, Entry):
             assert where is not None
             if where in self.trees:
@@ -451,7 +451,7 @@ class _Resolver:
         return self.whole(*found)
 
     def names(self, path: KeyPath, key: Any) -> Any:
-        """The keys of a mapping; what stands under them is not looked at."""
+        """The keys of a mapping; their values are not read."""
         found: Any = key
         if not isinstance(key, dict):
             found, _ = self.behind(*self.named(key, path))

@@ -530,10 +530,10 @@ def hint(found: str | None) -> str:
     """` Today it is ….` for what `ours` gave, or nothing."""
     if found is None:
         return ""
-    return f" There is none here: {found.removeprefix('none: ')}." if found.startswith("none:") else said(found)
+    return f" There is none here: {found.removeprefix('none: ')}." if found.startswith("none:") else sentence(found)
 
 
-def said(found: str) -> str:
+def sentence(found: str) -> str:
     """The sentence that tells what something is here."""
     return f" Today it is {found}."
 

@@ -1,6 +1,6 @@
 """Every key of a config: its type, its default, and one sentence. The reference in the README is made from this file.
 
-A config is a tree of these dataclasses. What is free-form stands under some `params`; every other key is here.
+A config is a tree of these dataclasses. Free-form values are under some `params`; every other key is here.
 """
 
 # ruff: noqa: RUF009 (`key` makes a dataclass field, which the rule cannot see)

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from itertools import accumulate
 
 BLOT = "***"
-"""What stands where a secret stood."""
+"""Replaces a secret."""
 
 _CODE = re.compile(r"(?i)\.(?:pyi?|pyx|[jt]sx?|c|cc|cpp|cuh?|h|hpp|java|go|rs|jl|rb|lua|r|ipynb|tf|sql)$|^$")
 _PROSE = re.compile(r"(?i)\.(?:md|rst|txt|tex|html?|csv)$")
@@ -135,7 +135,7 @@ _SPACED = re.compile(r"[ \t]+(?P<value>[^\s=:]\S*)")  # ENV DB_PASSWORD …, and
 _ITEM = re.compile(r"[ +-]*-[ \t]+[\"']?(?P<value>[^\s\"'][^\n\"']*)[\"']?[ \t]*(?:\n|\Z)")
 _NOTE = re.compile(r"[\"']?[ \t]*[:=](?!=)[ \t]*(?P<value>[^\s\"',;(){}\[\]]+)(?=[.,;)]?[ \t]*$)", re.MULTILINE)
 _JOINED = re.compile(r"=(?P<value>[^\s\"',;(){}\[\]&]+)")  # in the middle of a sentence
-_ODD = [  # where no name of ours stands before the value
+_ODD = [  # where no name of ours precedes the value
     re.compile(
         r"(?i)\bAuthorization\\?[\"']?\s*[:=,]\s*\\?f?[\"']?(?:(?:Bearer|Basic|Token|Bot)\s+)?(?P<value>[\w.~+/=-]{8,})"
     ),

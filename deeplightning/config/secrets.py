@@ -33,7 +33,7 @@ class Secrets:
     )  # variable → path and value, written in clear
 
     def is_word(self, path: KeyPath) -> bool:
-        """Whether a text at a path stands for a number too: a variable holds nothing but text."""
+        """Whether a text at a path may be read as a number: a variable holds nothing but text."""
         return any(path[:n] in self.words for n in range(len(path), 0, -1))
 
     def text_of(self, path: KeyPath) -> str | None:

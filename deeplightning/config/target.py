@@ -198,10 +198,10 @@ def build(target: Target | Mapping[str, Any], *given: Any, **more: Any) -> Any:
         if hasattr(error, "exit_code") or os.environ.get("DEEPLIGHTNING_DEBUG") == "1" or not _is_of_config(error):
             raise
         raise _unbuilt(error, target) from error
-    said = misfit([path_of(c) or "" for c in type(made).__mro__], True, role) if role is not None else None
-    if said:
+    mismatch = misfit([path_of(c) or "" for c in type(made).__mro__], True, role) if role is not None else None
+    if mismatch:
         returned = "nothing" if made is None else f"`{type(made).__name__}`"
-        raise ConfigError(Fault(f"{target.type} returns {returned}, which {said}", target.name, target.place))
+        raise ConfigError(Fault(f"{target.type} returns {returned}, which {mismatch}", target.name, target.place))
     return made
 
 

@@ -24,7 +24,7 @@ from deeplightning.words import first_line
 
 
 def faults_of(attempt: Attempt, error: BaseException, building: Target | None = None) -> list[Fault]:
-    """The faults that an exception stands for; `building`: while this target was built."""
+    """The faults behind an exception; `building`: the target that was being built."""
     if isinstance(error, UserError):
         return error.faults
     if hasattr(error, "exit_code"):

@@ -61,7 +61,7 @@ class Nowhere(DummyLogger):
 
 @contextlib.contextmanager
 def undisturbed() -> Iterator[None]:
-    """Nothing but the result is said: no news of Lightning's, no warnings; what others print goes to stderr."""
+    """Prints nothing but the result: no messages of Lightning, no warnings; what others print goes to stderr."""
     loggers = [logging.getLogger(name) for name in ("pytorch_lightning", "lightning_fabric", "deeplightning")]
     levels = [logger.level for logger in loggers]
     with warnings.catch_warnings(), contextlib.redirect_stdout(sys.stderr):

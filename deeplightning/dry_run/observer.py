@@ -47,7 +47,7 @@ class Observer(pl.Callback):
             )
         self.attempt.stage = "in the training step"
         for config in trainer.lr_scheduler_configs:
-            config.frequency, config.strict = 1, False  # each schedule steps; a missing metric is told of later
+            config.frequency, config.strict = 1, False  # each schedule steps; a missing metric is reported later
         self._weights = {name: p.detach().clone() for name, p in pl_module.named_parameters()}
         for name, module in pl_module.named_modules():
             if name and not isinstance(module, Metric):
@@ -70,17 +70,17 @@ class Observer(pl.Callback):
             raise ConfigError(self._not_finite(pl_module, float(loss.detach())))
 
     def _not_finite(self, module: pl.LightningModule, loss: float) -> Fault:
-        said = f"the loss of the first training step is {loss}"
+        message = f"the loss of the first training step is {loss}"
         bad = [name for name, p in module.named_parameters() if not torch.isfinite(p).all()]
         path = bad[0].rpartition(".")[0] if bad else self._broken
         owner = target_at(self.attempt, path) if path else None
         key = str(owner.name) if owner else "model.loss" if self.attempt.cfg.model.loss else "model.module"
         if bad:
-            return Fault(f"{said}: {bad[0]} begins with values that are not finite", key)
+            return Fault(f"{message}: {bad[0]} begins with values that are not finite", key)
         if path:
             kind = type(module.get_submodule(path)).__name__
-            return Fault(f"{said}: {path} ({kind}) is the first module whose output is not finite", key)
-        return Fault(said, key)
+            return Fault(f"{message}: {path} ({kind}) is the first module whose output is not finite", key)
+        return Fault(message, key)
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         learning = {name: p for name, p in pl_module.named_parameters() if p.requires_grad}

@@ -100,11 +100,11 @@ class Pair:
                         events[rank].append(connection.recv())
                     except EOFError:
                         events[rank].append(Event("error", "it was killed"))
-            told = compare(*events)
-            if told is not None and _NO_FORK in told:
+            fault = compare(*events)
+            if fault is not None and _NO_FORK in fault:
                 return UNTRIED, False
-            if told is not None:
-                return told or None, True
+            if fault is not None:
+                return fault or None, True
 
 
 def compare(one: list[Event], other: list[Event]) -> str | None:

@@ -31,7 +31,7 @@ chance."""
 
 STEPS = 1000  # the length of a training whose data are not looked at
 
-# Hooks that Lightning has given up, and what stands for them today.
+# Hooks that Lightning has dropped, and what replaces them.
 _RETIRED = {
     "training_epoch_end": "on_train_epoch_end(self)",
     "validation_epoch_end": "on_validation_epoch_end(self)",

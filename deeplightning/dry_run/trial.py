@@ -54,11 +54,11 @@ def dry_run(cfg: Config) -> tuple[list[Fault], list[Fault]]:
             told_in = trial.faults if certain else trial.untried
             told_in += [Fault(difference, "model.module")] if difference else []
 
-    def told(notes: list[Fault]) -> list[Fault]:
+    def distinct(notes: list[Fault]) -> list[Fault]:
         clean = [replace(f, message=cfg.redact(f.message), place=f.place or _place(cfg, f.key)) for f in notes]
         return list(dict.fromkeys(clean))
 
-    return told(trial.faults), told(trial.untried)
+    return distinct(trial.faults), distinct(trial.untried)
 
 
 def _as_rank(cfg: Config, note: Callable[[str], None]) -> str | None:

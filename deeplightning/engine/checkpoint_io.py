@@ -118,11 +118,11 @@ def _on_all(write: Callable[[], None]) -> None:
         write()
     except SetupError as error:
         failure = error
-    said: list[Any] = [None] * distributed.get_world_size()
-    distributed.all_gather_object(said, failure and str(failure))
+    failures: list[Any] = [None] * distributed.get_world_size()
+    distributed.all_gather_object(failures, failure and str(failure))
     if failure is not None:
         raise failure
-    for text in said:
+    for text in failures:
         if text is not None:
             raise SetupError(text)
 
@@ -204,10 +204,10 @@ def _damaged(path: Path, what: str) -> CheckpointError:
     return CheckpointError(f"{path}: damaged, or not written by Deep Lightning: {what}; take another checkpoint")
 
 
-def _shared_files(path: Path, said: Any) -> list[Path]:
+def _shared_files(path: Path, manifest: Any) -> list[Path]:
     """The files of the pieces that a checkpoint names, by rank; only those that are there are counted."""
-    token = said.get("token") if isinstance(said, dict) else None
-    number = said.get("processes") if isinstance(said, dict) else None
+    token = manifest.get("token") if isinstance(manifest, dict) else None
+    number = manifest.get("processes") if isinstance(manifest, dict) else None
     if not isinstance(token, str) or not _TOKEN.fullmatch(token):
         raise _damaged(path, "`pieces` has no token of 8 hexadecimal digits")
     if not isinstance(number, int) or isinstance(number, bool) or number < 1:
@@ -298,10 +298,10 @@ def _shards_of(path: Path, token: str, rank: int) -> Path:
 def _token(path: Path) -> str | None:
     """What the names of a checkpoint's pieces begin with; None if it is in one file, or cannot be read."""
     try:
-        said = _read(path).get("pieces") if _folder_of(path).is_dir() else None
+        manifest = _read(path).get("pieces") if _folder_of(path).is_dir() else None
     except CheckpointError:
         return None
-    token = said.get("token") if isinstance(said, dict) else None
+    token = manifest.get("token") if isinstance(manifest, dict) else None
     return token if isinstance(token, str) and _TOKEN.fullmatch(token) else None
 
 

@@ -110,8 +110,8 @@ def address_of(engine: Engine) -> dict[str, str]:
 def by_hand(engine: Engine) -> dict[str, str]:
     """By what machines that are started one by one meet: parameters of `Local`, else variables of the environment."""
     params = {} if engine.launcher is None or is_elsewhere(engine) else engine.launcher.params
-    told = {name: params.get(name.lower(), os.environ.get(name)) for name in _BY_HAND}
-    return {name: str(value) for name, value in told.items() if value not in (None, "")}
+    given = {name: params.get(name.lower(), os.environ.get(name)) for name in _BY_HAND}
+    return {name: str(value) for name, value in given.items() if value not in (None, "")}
 
 
 def _here(faults: list[Fault]) -> Identity | None:
@@ -127,13 +127,13 @@ def _settle_size(engine: Engine, here: Identity, change: Callable[[str, Any, str
     faults = []
     hint = "; LOCAL_RANK and LOCAL_WORLD_SIZE tell which and how many are on each machine" if here.by == "RANK" else ""
 
-    def agree(key: str, asked: int, told: int, what: str) -> None:
-        if asked == told:
+    def agree(key: str, asked: int, started: int, what: str) -> None:
+        if asked == started:
             return
         if asked == 1 and key != "gpus":
-            change(key, told, f"{here.by} has started {told} {what}")
+            change(key, started, f"{here.by} has started {started} {what}")
         else:
-            message = f"{asked} {what} are asked for, and {here.by} has started {told}; make the two equal{hint}"
+            message = f"{asked} {what} are asked for, and {here.by} has started {started}; make the two equal{hint}"
             faults.append(Fault(message, f"engine.{key}", exit_code=3))
 
     if here.world != here.nodes * here.local_world:
@@ -154,12 +154,12 @@ def _settle_size(engine: Engine, here: Identity, change: Callable[[str, Any, str
 
 def _lacks_address(engine: Engine) -> list[Fault]:
     """What several machines that are started by hand need to find each other, and what is not given."""
-    told = by_hand(engine)
-    number = told.get("NODE_RANK", "0")
+    given = by_hand(engine)
+    number = given.get("NODE_RANK", "0")
     if engine.num_nodes == 1:
         message = f"there is 1 node, and NODE_RANK={number}; set engine.num_nodes, or unset NODE_RANK"
         return [] if number.strip().strip("0") == "" else [Fault(message, "engine.num_nodes", exit_code=3)]
-    if (job := os.environ.get("SLURM_JOB_ID")) and "NODE_RANK" not in told:
+    if (job := os.environ.get("SLURM_JOB_ID")) and "NODE_RANK" not in given:
         message = (
             f"{engine.num_nodes} machines are asked for, and this is a single process of Slurm's job {job}; "
             "`srun deeplightning train …` starts one in each of its tasks"
@@ -171,8 +171,8 @@ def _lacks_address(engine: Engine) -> list[Fault]:
             "start lost processes again on several; by hand set it to 0"
         )
         return [Fault(message, "engine.max_restarts")]
-    missing = [name for name in _BY_HAND if name not in told]
-    if not told:
+    missing = [name for name in _BY_HAND if name not in given]
+    if not given:
         message = (
             f"{engine.num_nodes} machines have to be started: by torchrun, Slurm, `engine.launcher`, or by this "
             "command on each of them with MASTER_ADDR, MASTER_PORT and NODE_RANK set"

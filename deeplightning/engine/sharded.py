@@ -187,8 +187,8 @@ class Sharded(ABC):
                 raise CheckpointError(f"{of_another} has other groups of parameters than the optimizer")
             lacks, has = ours[0].keys() - theirs[0].keys(), theirs[0].keys() - ours[0].keys()
             if lacks and has:  # a newer torch adds settings, and takes none away
-                told = f"{', '.join(sorted(has))}, the optimizer {', '.join(sorted(lacks))}"
-                raise CheckpointError(f"{of_another} has the settings {told}")
+                settings = f"{', '.join(sorted(has))}, the optimizer {', '.join(sorted(lacks))}"
+                raise CheckpointError(f"{of_another} has the settings {settings}")
             states = {
                 parameter: {name: _part(value, shares.get(parameter)) for name, value in saved["state"][number].items()}
                 for group, saved_group in zip(ours, theirs, strict=True)

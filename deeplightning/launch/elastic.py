@@ -71,7 +71,7 @@ def attend(
         local_world_size=processes,
         rdzv_handler=_OneMachine(f"local-{socket.gethostname()}-{secrets.token_hex(8)}", port),
         entrypoint=command[0],
-        args=tuple(word.replace("$", "$$") for word in command[1:]),  # torch fills in what stands behind a $
+        args=tuple(word.replace("$", "$$") for word in command[1:]),  # torch substitutes what follows a $
         max_restarts=max_restarts,
         monitor_interval=LOOK,
     )
@@ -101,7 +101,7 @@ class Agent(LocalElasticAgent):
         heard: the signals that have been passed on.
         cause: why the processes have ended the last time; None: they have not, or well.
         restarts: how often all were started again.
-        told: whether one of them has said so.
+        reported: whether one of them has printed it.
         lost_first: whether rank 0, which speaks for the run, was killed, and has not.
     """
 
@@ -110,7 +110,7 @@ class Agent(LocalElasticAgent):
         self.heard: list[signal.Signals] = []
         self.cause: failure.Cause | None = None
         self.restarts = 0
-        self.told = self.lost_first = False
+        self.reported = self.lost_first = False
         self._pauses, self._tell = pauses, tell
         self._folder: Path | None = None
         self._run: RunFolder | None = None
@@ -196,7 +196,7 @@ class Agent(LocalElasticAgent):
         if not failed or (cause is not None and cause.lost and codes.get(0) == 0):
             self._clean()
             return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(codes))
-        self.cause, self.told = cause, (self._folder / "told").exists()
+        self.cause, self.reported = cause, (self._folder / failure.REPORTED).exists()
         self.lost_first = (codes.get(0) or 0) < 0
         if cause is None or not cause.lost or self.heard:
             self._remaining_restarts = 0

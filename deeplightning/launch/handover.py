@@ -86,5 +86,5 @@ def _end_with_agent() -> None:
         return
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_SET_DEATH_SIGNAL, signal.SIGKILL)
-    if os.getppid() != agent:  # it went before that was said
+    if os.getppid() != agent:  # it ended before that took effect
         os._exit(5)

@@ -39,7 +39,7 @@ class Start:
         command: with its arguments.
         times: how often, on each machine.
         where: the machines, in words.
-        environment: variables that are set for it, beside those of the launching process; `*` stands for a number
+        environment: variables that are set for it, beside those of the launching process; `*` means a number
             that differs.
         script: what is handed to a queue, which starts the command in its time.
     """
@@ -59,7 +59,7 @@ class Launcher(Protocol):
         ...
 
     def run(self, job: Job) -> int:
-        """Starts a job and sees it through; what it has to say it has said, on stderr, when it returns.
+        """Starts a job and sees it through; all its messages are on stderr when it returns.
 
         Returns:
             The exit code.

@@ -91,15 +91,15 @@ class Local:
         if cause.lost and not agent.heard:
             used = {0: "", 1: "; the restart is used up"}.get(restarts, f"; the {restarts} restarts are used up")
             tell(f"{word}: {cause.reason}{used}{failure.kept_of(agent.newest)}")
-        elif not agent.told:
+        elif not agent.reported:
             tell(f"{word}: {cause.reason}")
-        if agent.lost_first and agent.run_folder is not None:  # else the process has said it
+        if agent.lost_first and agent.run_folder is not None:  # else the process has reported it
             tags = {"failure": redact(str(cause))[:1000], "restarts": str(agent.restarts)}
             _end_run(job, agent.run_folder, {name: value for name, value in tags.items() if value != "0"})
 
 
 def _end_run(job: Job, folder: RunFolder, tags: dict[str, str]) -> None:
-    """Says of a run that it has failed, where the process was killed that would have said so."""
+    """Marks a run as failed where the process was killed that would have done so."""
     import time
 
     from deeplightning.tracking.open import open_tracker
@@ -107,7 +107,7 @@ def _end_run(job: Job, folder: RunFolder, tags: dict[str, str]) -> None:
     from deeplightning.tracking.tracker import Batch
 
     store, run_id = locate(job.cfg.logger.params.get("tracking_uri")), folder.path.parent.name
-    with contextlib.suppress(Exception):  # whatever a store raises: this is said besides
+    with contextlib.suppress(Exception):  # whatever a store raises: this is an extra
         tracker = open_tracker(store, run_id)
         if tracker.run(run_id) is not None:
             ended = ("FAILED", time.time_ns() // 1_000_000)

@@ -48,7 +48,7 @@ from deeplightning.process.identity import ATTEMPT, LAUNCH
 from deeplightning.version import __version__
 
 LOOK = 1.0  # seconds that one question to a worker may take
-SETTLE = 5.0  # seconds in which Ray finds the room that it has told of
+SETTLE = 5.0  # seconds in which Ray finds the resources that it has announced
 BEGIN = 60.0  # seconds in which a worker's process has to be there
 GRACE = ranks.LATE + 2 * ranks.SOON  # seconds that the others have to end by themselves when one has failed
 MAKES_ROOM = 75  # as deeplightning.callbacks.pool has it, which imports torch
@@ -257,7 +257,7 @@ class _Launch:
                 self._gather()
                 if self.heard:
                     raise _Interrupted
-                code, cause, told = self._train()
+                code, cause, reported = self._train()
                 if code == MAKES_ROOM:
                     self._dismiss()
                     continue
@@ -271,7 +271,7 @@ class _Launch:
                     self.tell(f"restart {self.restarts} of {of}: {cause}; {goes_on}")
                     self._dismiss()
                     continue
-                self._say_end(cause, told)
+                self._say_end(cause, reported)
                 return code
         except _Interrupted:
             return failure.INTERRUPTED[signal.Signals(self.heard[0])]
@@ -282,7 +282,7 @@ class _Launch:
             if self.folder is not None:
                 print(f"Artifact storage path: {self.folder}", flush=True)
 
-    def _say_end(self, cause: failure.Cause, told: bool) -> None:
+    def _say_end(self, cause: failure.Cause, reported: bool) -> None:
         word = f"error [{cause.whose}]" if cause.whose else "error"
         if cause.lost:
             of = self.cfg.engine.max_restarts
@@ -290,7 +290,7 @@ class _Launch:
             kept = f"; the last checkpoint is {self.newest}" if self.newest else "; there is no checkpoint yet"
             hint = ", and train.resume_ckpt=auto resumes from it" if self.newest else ""
             self.tell(f"{word}: {cause.reason}{used}{kept}{hint}")
-        elif not told:
+        elif not reported:
             self.tell(f"{word}: {cause.reason}")
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
@@ -411,7 +411,7 @@ class _Launch:
     # ---- one start
 
     def _train(self) -> tuple[int, failure.Cause | None, bool]:
-        """Has the workers train. Returns exit code, cause, and whether a worker has said it."""
+        """Has the workers train. Returns exit code, cause, and whether a worker has printed it."""
         self._begin()
         began, asked_at, looked = time.monotonic(), None, time.monotonic()
         until: float | None = None
@@ -460,7 +460,7 @@ class _Launch:
 
     def _verdict(self, ended: Mapping[int, failure.Cause | None]) -> tuple[int, failure.Cause | None, bool]:
         codes = {number: self.workers[number].heard.code for number in ended}
-        told = any(self.workers[number].heard.told for number in ended)
+        reported = any(self.workers[number].heard.reported for number in ended)
         left = set(codes.values())  # who comes late to the end of the others ends as if by a signal
         if len(ended) == len(self.workers) and {MAKES_ROOM} <= left <= {MAKES_ROOM, 143} and not self.heard:
             return MAKES_ROOM, None, False
@@ -474,7 +474,7 @@ class _Launch:
         ordered = sorted(causes.values(), key=lambda c: (c.lost, (codes.get(c.rank) or 0) > 0))
         hangs = failure.Cause(0, "a worker was lost: it does not answer", 5, lost=True)
         cause = ordered[0] if ordered else hangs
-        return cause.exit_code, cause, told
+        return cause.exit_code, cause, reported
 
     def _begin(self) -> None:
         world, counts = len(self.workers), dict[str, int]()
@@ -534,7 +534,7 @@ class _Launch:
         return path if path is None or "://" in path else str(Path(path).expanduser().absolute())
 
     def _pass_on(self, number: int, heard: Heard) -> None:
-        """Prints what a worker has said, whole lines at a time."""
+        """Prints the output of a worker, whole lines at a time."""
         worker = self.workers[number]
         for stream, part in heard.parts:
             text = worker.rest.pop(stream, b"") + part
@@ -550,7 +550,7 @@ class _Launch:
     def _print(self, stream: int, text: bytes) -> None:
         kept = []
         for line in text.splitlines(keepends=True):
-            if stream == 1 and line.startswith(b"Artifact storage path: "):  # said once, at the end
+            if stream == 1 and line.startswith(b"Artifact storage path: "):  # printed once, at the end
                 self.folder = line.decode(errors="replace").partition(": ")[2].rstrip("\n")
                 note_launched(self.folder)
             else:

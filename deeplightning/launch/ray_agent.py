@@ -28,7 +28,7 @@ from deeplightning.process import failure, shared_folder, supervisor
 from deeplightning.runfolder import RunFolder
 from deeplightning.version import __version__
 
-LEFT = 1.0  # seconds for what a process has said to arrive after its end: its own children may hold the pipe open
+LEFT = 1.0  # seconds for the output of a process to arrive after its end: its own children may hold the pipe open
 MAX_TEXT = 64_000  # bytes; what is larger is data
 
 _OF_OTHERS = ("RAY_", "DEEPLIGHTNING_", "SLURM_", "OMPI_", "PMI", "TORCHELASTIC_")
@@ -41,12 +41,12 @@ class Heard:
     """What has become of a process.
 
     Attributes:
-        parts: what it has said since this was last asked, each with 1 (stdout) or 2 (stderr).
-        code: its exit code, below 0 the signal that killed it; None: it goes on.
+        parts: its output since the last call, each with 1 (stdout) or 2 (stderr).
+        code: its exit code, below 0 the signal that killed it; None: it runs.
         run: the run's folder; None: it has none yet.
         newest: the latest complete checkpoint there, when it has ended.
         cause: why the processes of this machine have ended, when it has; None: they have ended well.
-        told: whether one of them has said so.
+        reported: whether one of them has printed it.
     """
 
     parts: list[tuple[int, bytes]] = field(default_factory=list)
@@ -54,7 +54,7 @@ class Heard:
     run: str | None = None
     newest: str | None = None
     cause: failure.Cause | None = None
-    told: bool = False
+    reported: bool = False
 
 
 class Agent:
@@ -171,8 +171,8 @@ class Agent:
         run = self._run()
         kept = RunFolder(run).checkpoints() if run else []
         newest = next((str(path) for path in kept if zipfile.is_zipfile(path)), None)
-        told = (self._folder / "told").exists()
-        return Heard(parts, code, run, newest, failure.first_of(self._folder), told)
+        reported = (self._folder / failure.REPORTED).exists()
+        return Heard(parts, code, run, newest, failure.first_of(self._folder), reported)
 
     def leave(self) -> None:
         """Removes what the process and this have left."""

@@ -99,7 +99,7 @@ def _token() -> dict[str, str]:
 
 
 def _quiet() -> dict[str, str]:
-    """Ray sends figures of its use to its makers, unless told not to, and has its workers give way to everybody."""
+    """Ray sends figures of its use to its makers, unless disabled, and has its workers give way to everybody."""
     names = ("RAY_USAGE_STATS_ENABLED", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "RAY_worker_niceness")
     return dict.fromkeys(names, "0")
 
@@ -110,8 +110,8 @@ def _find(address: str | None) -> str | None:
         return None
     if address not in (None, "auto"):
         return address
-    if told := os.environ.get("RAY_ADDRESS"):
-        return None if told == "local" else told
+    if address := os.environ.get("RAY_ADDRESS"):
+        return None if address == "local" else address
     with contextlib.suppress(OSError, ValueError):
         noted = _noted()
         with contextlib.suppress(SetupError):  # of a cluster that has ended

@@ -52,13 +52,13 @@ LIVES = WAITS | {"CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED",
 class Slurm:
     """Submits `deeplightning train` as a job, and follows what its first process says until it ends.
 
-    Interrupted by Ctrl-C, or when the shell is closed, the job goes on. Its machines see the working directory and
+    The job continues after Ctrl-C, and when the shell is closed. Its machines see the working directory and
     `folder`. The job has as many nodes as `engine.num_nodes`, and on each a task per GPU, or `engine.processes`.
 
     Args:
         partition, account, qos, constraint: as for sbatch.
         time: minutes, or in Slurm's words (`2-12:00:00`) how long the job may run; None: what the partition allows.
-            Before that ends it saves a checkpoint, goes back into the queue, and goes on in the same run.
+            Before that ends it saves a checkpoint, goes back into the queue, and continues in the same run.
         mem: of each node, as for sbatch: `16G`.
         cpus_per_task: cores for each process and its loader's workers; None: Slurm's default, mostly one.
         gpus_per_node: None: as many as tasks, where `engine.gpus` asks for some.
@@ -422,7 +422,7 @@ class _Following:
         raise RunError(f"job {self.number} ended as {state}{why}, after {found.get('RunTime', 'some time')}; {where}")
 
     def _tell_of_others(self) -> None:
-        """What processes beside the first said of their errors."""
+        """The errors that processes beside the first have printed."""
         paths = self.folder.glob(f"{self.number}_*_log.err")
         for path in sorted(paths, key=lambda path: int(path.name.split("_")[1])):
             text = path.read_text(errors="replace")

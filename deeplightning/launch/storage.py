@@ -1,6 +1,6 @@
 """Where the checkpoints of a run are kept for workers that share no folder: a directory, or a bucket.
 
-A launch has a folder there, with what is needed to go on: config, environment, checkpoints, and `run.json`, which says
+A launch has a folder there, with what is needed to resume: config, environment, checkpoints, and `run.json`, which says
 where the run's folder was. Files are written whole or not at all, each beside its place first where that is a
 directory; a bucket's objects appear when they are whole.
 """
@@ -67,7 +67,7 @@ class Storage:
 
         Args:
             folder: the run's, absolute.
-            everything: all its files; else those that are needed to go on.
+            everything: all its files; else those that are needed to resume.
         """
         kept = RunFolder(folder)
         paths = [kept.config, kept.environment, kept.best_score, *sorted(folder.glob("*.pieces/*"))]

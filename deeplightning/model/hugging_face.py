@@ -58,7 +58,7 @@ class Encoder(nn.Module):
         except ImportError as error:
             raise ImportError(f"{error.name}, of the extra `text`: pip install 'deeplightning[text]'") from error
         known: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
-        said = logging.get_verbosity()
+        verbosity = logging.get_verbosity()
         logging.set_verbosity_error()  # it would list the head's weights, which it makes as we ask
         try:
             config = AutoConfig.from_pretrained(path, num_labels=num_classes, **(params or {}), **known)
@@ -72,7 +72,7 @@ class Encoder(nn.Module):
             reason = first_line(error)
             raise FolderError(f"{path} cannot be used as a model of Hugging Face's: {reason}") from error
         finally:
-            logging.set_verbosity(said)
+            logging.set_verbosity(verbosity)
         self.model.float()
         self.vocabulary_size: int = config.vocab_size
         self.padding: int = config.pad_token_id if config.pad_token_id is not None else 0
@@ -94,10 +94,10 @@ def _check_folder(path: Path, pretrained: bool) -> None:
     if not (path / "config.json").is_file():
         raise FolderError(f"{path} has no config.json, so it is no model of Hugging Face's")
     try:
-        said = json.loads((path / "config.json").read_text(encoding="utf-8"))
+        settings = json.loads((path / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise FolderError(f"{path / 'config.json'} cannot be read: {error}") from error
-    if isinstance(said, dict) and "auto_map" in said:
+    if isinstance(settings, dict) and "auto_map" in settings:
         raise FolderError(f"{path / 'config.json'} asks for code of its own (auto_map), which is never run here")
     if pretrained and not list(path.glob("*.safetensors")):
         raise FolderError(

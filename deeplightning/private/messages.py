@@ -1,4 +1,4 @@
-"""Sentences by which exceptions of other libraries are told apart where their type does not tell.
+"""Sentences that distinguish exceptions of other libraries where their type does not.
 
 Each is compared in `says` alone. Where a library changes one, its exception counts as unexpected: it ends with exit
 code 1 and its traceback. `tests/runs/test_messages.py` has each library say it.

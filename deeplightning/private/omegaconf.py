@@ -18,7 +18,7 @@ class Malformed(ValueError):
 
 
 def parse(text: str, argument: bool = False) -> Any:
-    """The tree of a value of a config; `\\${` stands for a plain `${`.
+    """The tree of a value of a config; `\\${` means a plain `${`.
 
     Args:
         argument: read it as an argument of a resolver: a word, a number, a quoted text, a list, a mapping, a reference.
@@ -36,7 +36,7 @@ class Evaluation:
     """What trees stand for.
 
     Args:
-        find: gives what stands at a key, from the number of dots before it (0: it counts from the top) and its parts.
+        find: gives the value at a key, from the number of dots before it (0: it counts from the top) and its parts.
         make: turns that into a value.
         call: gives what a resolver returns, from its name, its arguments, and functions that give these as written.
     """

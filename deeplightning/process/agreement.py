@@ -64,7 +64,7 @@ def _launcher(
     end: Callable[[BaseException], None],
     alike: Mapping[str, str],
 ) -> Any:
-    def told(error: BaseException) -> BaseException:
+    def ending(error: BaseException) -> BaseException:
         if isinstance(error, failure.RankError) and error.exit_code in failure.INTERRUPTED.values():
             return Interrupted(error.cause.reason.removeprefix("interrupted by "), error.exit_code, at_once=True)
         return error
@@ -82,7 +82,7 @@ def _launcher(
             if (here := identity()) is not None and here.is_binding:
                 rank = here.rank  # its machines may have different numbers of processes
             group = supervisor.begin(rank, starts_others and self.num_processes > 1)
-            group.redact, group.end = redact, lambda error: end(told(error))
+            group.redact, group.end = redact, lambda error: end(ending(error))
             group.hear_signals()
             try:
                 environment.validate_settings(num_devices=self.num_processes, num_nodes=self.num_nodes)
@@ -100,7 +100,7 @@ def _launcher(
                 cause = group.cause_of(error)
                 if cause is error:
                     raise
-                raise told(cause) from error
+                raise ending(cause) from error
 
         def _start_others(self) -> None:
             group = supervisor.here()

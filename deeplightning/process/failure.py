@@ -15,6 +15,9 @@ from deeplightning.faults import UserError
 from deeplightning.own_code import is_theirs, short
 from deeplightning.runfolder import RunFolder
 
+REPORTED = "reported"
+"""The file that a process makes in the folder of its launch when it reports the cause of failure, which one does."""
+
 INTERRUPTED = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
 # What gloo, nccl and torch's store say when another process is gone, or does not answer.
@@ -68,7 +71,7 @@ def place_in(frames: Iterable[tuple[str, int]]) -> str | None:
 
 
 def place_of(error: BaseException) -> str | None:
-    """Where the code stands that raised an error."""
+    """The file and line of the code that raised an error."""
     return place_in((frame.filename, frame.lineno or 0) for frame in traceback.extract_tb(error.__traceback__))
 
 
@@ -81,7 +84,7 @@ def reason_of(error: BaseException) -> str:
 
 
 def how_it_ended(code: int) -> str:
-    """What the exit code of a process that said nothing means."""
+    """The meaning of the exit code of a process that printed nothing."""
     if code >= 0:
         return f"the process ended with exit code {code} without a message"
     number = -code

@@ -22,6 +22,7 @@ from pathlib import Path
 
 from deeplightning.process.failure import (
     INTERRUPTED,
+    REPORTED,
     Cause,
     RankError,
     claim_in,
@@ -146,16 +147,16 @@ class Ranks:
         """Whether this process is to tell the cause: its own, or one that the process which failed did not tell."""
         if self.parent_tells and cause.lost:
             return False
-        told, until = self.folder / "told", time.monotonic() + SOON
+        reported, until = self.folder / REPORTED, time.monotonic() + SOON
         while (
             cause.rank != self.rank
             and is_there(self.folder, cause.rank)
-            and not told.exists()
+            and not reported.exists()
             and time.monotonic() < until
         ):
             time.sleep(LOOK / 5)
         try:
-            os.close(os.open(told, os.O_CREAT | os.O_EXCL))
+            os.close(os.open(reported, os.O_CREAT | os.O_EXCL))
         except FileExistsError:
             return False
         except OSError:  # the folder is gone, and the others with it
@@ -190,10 +191,10 @@ class Ranks:
         # At once: it closes connections to processes that also wait.
         if not self.claim(Cause(self.rank, waited, 5, lost=True)):
             return self.first() or Cause(self.rank, waited, 5, lost=True)
-        told = (
+        place = (
             "; ".join(where_others_are(self.folder, self.rank)) or f"which process did not answer is not known ({line})"
         )
-        cause = Cause(self.rank, f"{waited}: {told}", 5, lost=True)
+        cause = Cause(self.rank, f"{waited}: {place}", 5, lost=True)
         self.claim(cause)
         return cause
 
@@ -205,9 +206,9 @@ class Ranks:
         if not self.claim(Cause(self.rank, stood, 5, lost=True)):
             return
         own = "waits" if self._ends else where_is(self._main)
-        told = [f"rank {self.rank} {own}"] if own != "waits" else []
-        told += where_others_are(self.folder, self.rank)
-        place = "; ".join(told) or "the processes wait for each other"
+        places = [f"rank {self.rank} {own}"] if own != "waits" else []
+        places += where_others_are(self.folder, self.rank)
+        place = "; ".join(places) or "the processes wait for each other"
         self.claim(Cause(self.rank, f"{stood}: {place}", 5, lost=True))
 
     # ---- the thread that looks on

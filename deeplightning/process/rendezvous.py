@@ -152,8 +152,8 @@ def _listen(address: str, port: int, world: int, member: Member | None) -> Any:
         return TCPStore(address, port, world, timeout=timedelta(seconds=limit), **options)
     except DistError as error:
         if not says(error, Sentence.ADDRESS_IN_USE):
-            told = first_line(error)
-            raise SetupError(f"MASTER_ADDR={address}: rank 0 cannot listen at port {port} there: {told}") from error
+            reason = first_line(error)
+            raise SetupError(f"MASTER_ADDR={address}: rank 0 cannot listen at port {port} there: {reason}") from error
         if member is not None and (twice := _is_taken_by_ours(address, port, world, member)):
             raise SetupError(twice) from error
         hint = "set MASTER_PORT to another"
@@ -279,13 +279,13 @@ def _all(store: Any, member: Member) -> list[dict[str, Any]]:
     for number, card in enumerate(cards):
         other = card["alike"]
         differ = [key for key in {**first, **other} if first.get(key) != other.get(key)]
-        told = [
+        differences = [
             f"{key} is {_short(first.get(key))} on {member.word} 0, {_short(other.get(key))} on {member.word} {number}"
             for key in differ[:3]
         ]
         if differ:
             more = f", and {len(differ) - 3} more keys differ" if len(differ) > 3 else ""
-            _end(store, member, f"the configs differ: {'; '.join(told)}{more}. Give all of them the same config")
+            _end(store, member, f"the configs differ: {'; '.join(differences)}{more}. Give all of them the same config")
     _heed(store, member)
     store.set(f"{KEY}/go", "go")
     return cards

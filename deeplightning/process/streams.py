@@ -22,7 +22,7 @@ heard: int | None = None
 
 _process = 0  # that of the command; a process that is forked from it says nothing of a lost stream
 _outlives = False
-_lost: str | None = None  # what is to be said of a stream that was lost
+_lost: str | None = None  # the message about a stream that was lost
 _can_say = _said = False
 
 

@@ -29,14 +29,14 @@ def where_others_are(folder: Path, own_rank: int) -> list[str]:
         (folder / "asked").touch()
     others = {int(path.stem) for path in folder.glob("*.pid")} - {own_rank}
     until = time.monotonic() + 2 + 4 * LOOK
-    told: dict[int, str] = {}
-    while len(told) < len(others) and time.monotonic() < until:
+    answers: dict[int, str] = {}
+    while len(answers) < len(others) and time.monotonic() < until:
         time.sleep(LOOK / 5)
-        for rank in others - told.keys():
+        for rank in others - answers.keys():
             with contextlib.suppress(OSError):
-                told[rank] = (folder / f"{rank}.where").read_text()
-    said = {rank: told.get(rank, "does not answer") for rank in sorted(others)}
-    return [f"rank {rank} {words}" for rank, words in said.items() if words != "waits"]
+                answers[rank] = (folder / f"{rank}.where").read_text()
+    places = {rank: answers.get(rank, "does not answer") for rank in sorted(others)}
+    return [f"rank {rank} {words}" for rank, words in places.items() if words != "waits"]
 
 
 def answer(folder: Path, rank: int, words: str) -> None:

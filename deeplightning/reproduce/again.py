@@ -177,9 +177,11 @@ def prepare(original: PastRun, top: Path, overrides: Sequence[str], any_data: bo
 
 
 def _say_versions(original: PastRun, say: Say) -> None:
-    told, here = dict(original.environment.get("packages") or {}), packages()
+    recorded, here = dict(original.environment.get("packages") or {}), packages()
     changed = [
-        f"{name} {told[name]} → {here.get(name, 'not installed')}" for name in told if told[name] != here.get(name)
+        f"{name} {recorded[name]} → {here.get(name, 'not installed')}"
+        for name in recorded
+        if recorded[name] != here.get(name)
     ]
     python = (original.environment.get("python") or {}).get("version")
     now = ".".join(map(str, sys.version_info[:3]))
@@ -192,7 +194,7 @@ def _say_versions(original: PastRun, say: Say) -> None:
                 installed = importlib.metadata.version(name)
             except importlib.metadata.PackageNotFoundError:
                 installed = "not installed"
-            if installed != version and name not in told:
+            if installed != version and name not in recorded:
                 changed.append(f"{name} {version} → {installed}")
     if changed:
         say(f"warning: other versions than then: {', '.join(changed)}")
@@ -260,9 +262,9 @@ def _settings(original: PastRun, config: Mapping[str, Any], overrides: Sequence[
     """Overrides with which a config means here what it meant there."""
     found = []
     given = {re.split(r"[=~]", text.lstrip("~+"), maxsplit=1)[0] for text in overrides}
-    told = config.get("data.root")
-    if isinstance(told, str) and "data.root" not in given and not Path(told).expanduser().is_absolute():
-        found.append(f"data.root={_quoted(_meant(original, told))}")
+    root = config.get("data.root")
+    if isinstance(root, str) and "data.root" not in given and not Path(root).expanduser().is_absolute():
+        found.append(f"data.root={_quoted(_meant(original, root))}")
     if str(config.get("logger.type", "deeplightning.tracking.MLflowLogger")).lower().endswith("mlflowlogger"):
         if "logger.params.tracking_uri" not in given:
             found.append(f"logger.params.tracking_uri={_quoted(_address(original, config))}")
@@ -295,11 +297,11 @@ def _meant(original: PastRun, path: str) -> Path:
 def _address(original: PastRun, config: Mapping[str, Any]) -> str:
     """The store of the new run: that of the original; where it is not known, the config's, if it is the same from
     everywhere, else the one that is in use here."""
-    told = config.get("logger.params.tracking_uri")
+    recorded = config.get("logger.params.tracking_uri")
     store = original.store
     if store is None:
-        fixed = isinstance(told, str) and (Path(told).is_absolute() or re.match(r"[a-z+]+:", told))
-        store = locate(told if fixed else None)
+        fixed = isinstance(recorded, str) and (Path(recorded).is_absolute() or re.match(r"[a-z+]+:", recorded))
+        store = locate(recorded if fixed else None)
     if store.address is not None:
         return store.address
     if store.database is not None and store.database.name != "mlflow.db":

@@ -135,21 +135,26 @@ def _content(found: list[Any] | None) -> str | None:
 
 
 def _environment(run: PastRun) -> dict[str, Any]:
-    told = run.environment
-    found = {"python": (told.get("python") or {}).get("version"), "os": told.get("os"), "threads": told.get("threads")}
+    environment = run.environment
+    found = {
+        "python": (environment.get("python") or {}).get("version"),
+        "os": environment.get("os"),
+        "threads": environment.get("threads"),
+    }
     found |= run.code.packages if run.code is not None else {}
-    found |= dict(told.get("packages") or {}) | dict(told.get("variables") or {})
+    found |= dict(environment.get("packages") or {}) | dict(environment.get("variables") or {})
     return {name: value for name, value in found.items() if value is not None}
 
 
 def _hardware(run: PastRun) -> dict[str, Any]:
-    told = run.environment
-    cpu = told.get("cpu") or {}
+    environment = run.environment
+    cpu = environment.get("cpu") or {}
     gpus = [
-        f"{gpu.get('name')} ({gpu.get('memory_mib')} MiB, driver {gpu.get('driver')})" for gpu in told.get("gpus") or []
+        f"{gpu.get('name')} ({gpu.get('memory_mib')} MiB, driver {gpu.get('driver')})"
+        for gpu in environment.get("gpus") or []
     ]
-    found = {"host": told.get("host"), "cpu": cpu.get("model"), "cores": cpu.get("usable") or cpu.get("cores")}
-    found |= {"memory (GiB)": told.get("memory_gib"), "gpus": ", ".join(gpus) or None}
+    found = {"host": environment.get("host"), "cpu": cpu.get("model"), "cores": cpu.get("usable") or cpu.get("cores")}
+    found |= {"memory (GiB)": environment.get("memory_gib"), "gpus": ", ".join(gpus) or None}
     return {name: value for name, value in found.items() if value is not None}
 
 

@@ -107,8 +107,8 @@ class PastRun:
     @property
     def directory(self) -> Path | None:
         """The working directory that it ran in, if it is still there."""
-        told = self.environment.get("directory")
-        return Path(told) if told and Path(told).is_dir() else None
+        folder_name = self.environment.get("directory")
+        return Path(folder_name) if folder_name and Path(folder_name).is_dir() else None
 
 
 def past_run(run: str) -> PastRun:
@@ -120,9 +120,9 @@ def past_run(run: str) -> PastRun:
     """
     folder = RunFolder(resolve_run(run, None))
     if not (Path(run).expanduser().is_dir() or run.startswith("file:")):
-        told = run.removeprefix("runs:/").strip("/")
+        run_id = run.removeprefix("runs:/").strip("/")
         inside = folder.path.parent.name if folder.path.name == "artifacts" else folder.path.name
-        return PastRun(folder, locate(None), told if _ID.fullmatch(told) else inside)
+        return PastRun(folder, locate(None), run_id if _ID.fullmatch(run_id) else inside)
     run_id = folder.path.parent.name
     if folder.path.name != "artifacts" or not _ID.fullmatch(run_id):
         return PastRun(folder, None, None)
@@ -141,8 +141,8 @@ def _stores_around(folder: RunFolder) -> Iterator[Store]:
     if (artifact_root / "mlflow.db").is_file() or any(artifact_root.glob("*/meta.yaml")):
         yield locate(artifact_root)
     # The address in somebody else's config could be anywhere.
-    told = _config_if_any(folder).get("logger.params.tracking_uri") if is_own(folder) else None
-    for uri in (told, os.environ.get("MLFLOW_TRACKING_URI"), "mlruns"):
+    recorded = _config_if_any(folder).get("logger.params.tracking_uri") if is_own(folder) else None
+    for uri in (recorded, os.environ.get("MLFLOW_TRACKING_URI"), "mlruns"):
         if uri and "${" not in str(uri):
             store = locate(uri)
             if store.is_remote or (store.database is not None and store.database.is_file()):

@@ -42,8 +42,8 @@ def run_stage(stage: Any, *args: Any, **kwargs: Any) -> None:
             stage(*args, **kwargs)
         except Exception as error:
             trainer = stage.__self__
-            told = isinstance(error, MisconfigurationException) or says(error, *_OF_PARTS)
-            if kwargs.get("ckpt_path") is None or trainer.state.fn != "fit" or told:
+            known = isinstance(error, MisconfigurationException) or says(error, *_OF_PARTS)
+            if kwargs.get("ckpt_path") is None or trainer.state.fn != "fit" or known:
                 raise
             resumed_at = callback_of(trainer, Checkpoints).resumed_at
             if (refusal := of_checkpoint(error, trainer, resumed_at)) is None:

@@ -42,7 +42,7 @@ class _Batches:
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(0)
                 if hasattr(sampler, "start"):
-                    sampler.start = 0  # where a resumed run would go on
+                    sampler.start = 0  # where a resumed run would continue
         return self._loader
 
     def __len__(self) -> int:

@@ -27,7 +27,7 @@ log = logging.getLogger("deeplightning")
 
 
 def resumption(cfg: Config) -> Resumption:
-    """Where `train.resume_ckpt` says that training goes on, and whether in the same run.
+    """The checkpoint that training resumes from, by `train.resume_ckpt`, and whether in the same run.
 
     Rank 0 decides, and processes that it starts are told the checkpoint; others find it themselves. Which run goes on
     concerns rank 0 alone.
@@ -94,7 +94,7 @@ def _newest_whole(cfg: Config) -> Resumption:
 
 
 def _of_launch(cfg: Config) -> Resumption | None:
-    """Where a launch that has been started again goes on: in its run, from the latest complete checkpoint.
+    """Where a launch that was started again resumes: in its run, from the latest complete checkpoint.
 
     None: it has opened no run yet, or is new, or it cannot be known.
     """
@@ -157,7 +157,7 @@ def _from(path: Path, checkpoint: Mapping[str, Any], cfg: Config) -> Resumption:
     if theirs is not None and _types(theirs) != _types(ours):
         raise CheckpointError(
             f"{path}: of another optimizer: model.optimizer.type was {_types(theirs)} and is {_types(ours)}; "
-            f"go on with that, or start again from the weights: model.init_from='{path}'"
+            f"resume from that, or start again from the weights: model.init_from='{path}'"
         )
     moved = (checkpoint.get("run") or {}).get("folder") != str(path.parent)
     over = _over(checkpoint, cfg) if moved else ""

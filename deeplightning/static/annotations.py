@@ -111,7 +111,7 @@ class Types:
             return False
 
     def typing(self, node: ast.expr) -> str | None:
-        """The last word of what stands in `typing`, `collections.abc` or `builtins`."""
+        """The last word of a name in `typing`, `collections.abc` or `builtins`."""
         path = nominal(node, self.frame.module)
         if path is None:
             found = self.names.value(node, self.frame)
@@ -153,7 +153,7 @@ class Types:
         return tuple(kept)
 
     def is_of_torch(self, node: ast.expr) -> bool:
-        """Whether it is a class of torch that no plain value stands for."""
+        """Whether it is a class of torch for which no plain value can be given."""
         if not isinstance(node, ast.Name | ast.Attribute):
             return False
         if is_tensor(node, self.frame.module):

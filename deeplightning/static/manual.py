@@ -15,13 +15,13 @@ def steps_itself(names: Names, thing: Thing) -> bool:
         body = each.node.body if isinstance(each.node, ast.ClassDef) else []
         for method in body:
             if isinstance(method, Functions) and method.name == "__init__":
-                said = [_said(statement, first_argument(method)) for statement in method.body]
-                if any(value is not None for value in said):
-                    return [value for value in said if value is not None][-1] is False
+                values = [_value_set(statement, first_argument(method)) for statement in method.body]
+                if any(value is not None for value in values):
+                    return [value for value in values if value is not None][-1] is False
     return False
 
 
-def _said(statement: ast.stmt, self: str | None) -> bool | None:
+def _value_set(statement: ast.stmt, self: str | None) -> bool | None:
     """What a statement sets it to; None if it does not."""
     match statement:
         case ast.Assign(

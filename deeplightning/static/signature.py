@@ -55,7 +55,7 @@ class Parameter:
         required: whether it has no default.
         default: the default, where it is a plain value; else UNKNOWN.
         allowed: what its annotation names; None if it has none, or one that names anything else as well. A tensor
-            beside a number (`float | Tensor`) does not count: no other plain value stands for it.
+            beside a number (`float | Tensor`) does not count: no other plain value can be given for it.
         annotation: as it is written, for people.
     """
 
@@ -188,7 +188,7 @@ def collection(name: str, inner: Sequence[Any]) -> Options:
 
 
 def instance(paths: Sequence[str]) -> Options:
-    """What stands for an instance of a class, given by its own path and those of its ancestors."""
+    """An instance of a class, given by its own path and those of its ancestors."""
     if "torch.nn.modules.module.Module" in paths:
         return (Built,)
     top, _, name = paths[0].partition(".")

@@ -73,11 +73,11 @@ class Thing:
 
 @dataclass(frozen=True)
 class Frame:
-    """Where an expression stands: what its names mean.
+    """The scope of an expression: what its names mean.
 
     Attributes:
         module: the file.
-        scope: of the class around it, if it stands in a class body.
+        scope: of the class around it, if it is in a class body.
         function: around it.
         line: the line of ancestors of the class that a call is about, itself first.
         complete: whether the line is whole.

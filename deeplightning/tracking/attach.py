@@ -47,7 +47,7 @@ def attach(store: Store) -> str:
 
 
 def _sqlite_uri(database: Path) -> str:
-    """SQLAlchemy takes every character in a file name but `?`, for which there is no escape: then a link stands in."""
+    """SQLAlchemy takes every character in a file name but `?`, for which there is no escape: then a link is used."""
     if "?" not in str(database):
         return f"sqlite:///{database}"
     if database.parent not in _links:

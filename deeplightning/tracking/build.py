@@ -1,6 +1,6 @@
 """Around building loggers: Lightning's own MLflow logger gets our kind of store, and the run folder is found.
 
-A run goes on in the tracker where it can: `refusal` says whether, `go_on` has the loggers do it.
+A run continues in the tracker where it can: `refusal` says whether, `go_on` has the loggers do it.
 """
 
 import os
@@ -83,10 +83,10 @@ def refusal(type_name: str, params: Mapping[str, Any], run_id: str, folder: Path
 
 
 def go_on(loggers: Sequence[Any], run_id: str, owed: Sequence[Sequence[Any]]) -> None:
-    """Has the first logger, before its first use, go on with a run; the others begin runs of their own.
+    """Has the first logger, before its first use, continue a run; the others begin runs of their own.
 
     Args:
-        owed: points that the run has said and the store may lack; see `MLflowLogger.go_on`.
+        owed: points that the run has logged and the store may lack; see `MLflowLogger.go_on`.
     """
     logger = loggers[0]
     if hasattr(logger, "go_on"):

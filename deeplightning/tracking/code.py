@@ -328,7 +328,7 @@ def _imported_by(source: bytes) -> set[str]:
 
 
 def versions_of(names: Iterable[str]) -> dict[str, str]:
-    """The versions of installed packages, by the names of their projects, as far as these can be told from their
+    """The versions of installed packages, by the names of their projects, as far as these follow from their
     modules' names. Those of `environment.PACKAGES`, which each run records, are left out."""
     found = {}
     for name in sorted({*names} - sys.stdlib_module_names - {"deeplightning", "serve"}):

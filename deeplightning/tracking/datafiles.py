@@ -1,7 +1,7 @@
 """The files that a data module reads, by name, size and SHA-256, so that a changed one can be named later.
 
 Which they are, the data module tells (`files`), or it keeps their paths as attributes, or the config names them in its
-params; else it is all that lies in `data.root`. Of data without files the arrays that the module holds are told. Data
+params; else it is all that lies in `data.root`. Of data without files, the arrays in the module are digested. Data
 that come with a package need nothing but its version. Standard library only.
 """
 
@@ -41,11 +41,11 @@ def paths_of(data: Any, root: str | None, params: Mapping[str, Any]) -> list[Pat
         params: of the data module; texts in it that are paths count.
     """
     top = Path(root).expanduser().absolute() if root is not None else None
-    told = getattr(data, "files", None)
+    declared = getattr(data, "files", None)
     with suppress(Exception):  # a user's own, which may mean something else
-        told = told() if callable(told) else told
+        declared = declared() if callable(declared) else declared
     found = []
-    for path in _texts_and_paths(told):
+    for path in _texts_and_paths(declared):
         is_its_own = isinstance(path, Path) and path.exists()
         found.append(Path(path).absolute() if is_its_own else (top or Path.cwd()) / path)
     for name, value in list(getattr(data, "__dict__", {}).items()):
@@ -57,7 +57,7 @@ def paths_of(data: Any, root: str | None, params: Mapping[str, Any]) -> list[Pat
             with suppress(OSError, ValueError):  # a text that can be no path
                 found += [path for path in near if str(text) not in ("", ".") and path.exists()][:1]
     there = [path for path in dict.fromkeys(found) if path.exists() and path != top]
-    if told is None or not there:
+    if declared is None or not there:
         there += [top] if top is not None and top.exists() else []
     return [path for path in there if "site-packages" not in path.parts]
 
@@ -237,7 +237,7 @@ class _Known:
             self.there = there if isinstance(there, dict) else {}
 
     def digest(self, path: Path, stop: Never) -> str | None:
-        """None: it was told to stop."""
+        """None: it was asked to stop."""
         with path.open("rb", buffering=0) as file:
             status = os.fstat(file.fileno())
             mark = [status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]

@@ -94,8 +94,8 @@ def _without_drivers(folder: Path) -> dict[str, str]:
     """Variables that empty what the settings of the repository name to convert or compare files; those of the user's
     own settings stay, such as of Git LFS."""
     names = r"^(filter|diff)\..*\.(clean|smudge|process|command|textconv)$"
-    told = run_git(folder, "config", "-z", "--show-scope", "--name-only", "--get-regexp", names) or b""
-    words = [os.fsdecode(word) for word in told.split(b"\0")]
+    output = run_git(folder, "config", "-z", "--show-scope", "--name-only", "--get-regexp", names) or b""
+    words = [os.fsdecode(word) for word in output.split(b"\0")]
     programs = [name for scope, name in zip(words[::2], words[1::2], strict=False) if scope in ("local", "worktree")]
     filters = {name.rpartition(".")[0] for name in programs if name.startswith("filter.")}
     settings = dict.fromkeys(programs, "") | {f"{name}.required": "false" for name in filters}
@@ -118,7 +118,7 @@ def archive(folder: Path, commit: object, *paths: str) -> bytes | None:
         return None
     listed = run_git(folder, "ls-tree", "-r", "-z", "--full-tree", str(commit), "--", *paths, seconds=60)
     entries = [entry.partition(b"\t")[::2] for entry in (listed or b"").split(b"\0") if entry]
-    files = [(*told.split(), name) for told, name in entries]
+    files = [(*fields.split(), name) for fields, name in entries]
     files = [(mode, digest, name) for mode, kind, digest, name in files if kind == b"blob"]
     content = run_git(folder, "cat-file", "--batch", given=b"".join(d + b"\n" for _, d, _ in files), seconds=60)
     if not files or content is None:

@@ -1,6 +1,6 @@
 """What a run says and its store may not have yet, on this machine's disk: a process that is killed loses no point.
 
-A process appends each thing before it goes on, into a file of its own that it holds locked; a file whose lock is free
+A process appends each entry before it continues, into a file of its own that it holds locked; a file whose lock is free
 is of a process that has ended, and the next run on the store, `deeplightning runs` or `monitor.sh` writes what it
 says. For an SQLite store the files are beside it (`mlruns/mlflow.db.journal/`), for another one in the user's state
 folder (`~/.local/state/deeplightning/journal/`, or under XDG_STATE_HOME).
@@ -43,7 +43,7 @@ ENDED = "the process was killed"
 """The reason that a run gets which ended without a word."""
 
 Entry = tuple[Any, ...]
-"""One thing that was said: ("points", time, step, {name: value}), ("params", {name: value}), ("tags", {name: value}),
+"""One entry: ("points", time, step, {name: value}), ("params", {name: value}), ("tags", {name: value}),
 ("status", word, time of the end or None), ("artifact", path, folder or None)."""
 
 STATUSES = ("RUNNING", "FINISHED", "FAILED", "KILLED")
@@ -109,7 +109,7 @@ class Journal:
             self._length += os.write(self._descriptor, line)
 
     def forget(self) -> None:
-        """Empties it: all that was said is in the store."""
+        """Empties it: all its entries are in the store."""
         if self._descriptor is not None and self._length > self._start:
             os.ftruncate(self._descriptor, self._start)
             self._length = self._start
@@ -225,8 +225,8 @@ def replay(store: Store, tracker: Tracker, continuing: str | None = None, silent
     A run whose process ended without a word is ended as FAILED.
 
     Args:
-        continuing: the run that goes on in this process, whose status is therefore its own affair.
-        silent: seconds after which another machine's process counts as dead if it has said nothing; None: never.
+        continuing: the run that this process continues, which sets its status itself.
+        silent: seconds after which another machine's process counts as dead if it has written nothing; None: never.
     """
     done = []
     for path in left_behind(store):
@@ -303,7 +303,7 @@ def _write(
 
 
 def gather(entries: list[Entry]) -> Batch:
-    """Entries as one batch; of what was said twice the later."""
+    """Entries as one batch; of two entries for one thing, the later."""
     return _gathered(entries)[0]
 
 
@@ -329,7 +329,7 @@ def _gathered(entries: list[Entry]) -> tuple[Batch, list[tuple[Path, str | None]
 
 
 def _identities(points: Any) -> set[tuple[str, int, bool, float]]:
-    """What tells points of one run apart: not their time, since a run that went on has said them at another."""
+    """What tells points of one run apart: not their time, since a continued run has logged them at another."""
     return {(point.name, point.step, *stored(point.value)) for point in points}
 
 

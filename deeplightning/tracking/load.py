@@ -14,7 +14,7 @@ def sampler(started: int) -> Callable[[], list[Entry]] | None:
 
     Args:
         started: start of the run in milliseconds since 1970. The step of a point is the second of the run, so that a
-            continued run goes on where it was.
+            continued run continues where it was.
     """
     try:
         import psutil

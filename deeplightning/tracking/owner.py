@@ -1,6 +1,6 @@
 """Which process a journal is of: its machine, its number and its start, since a number is used again.
 
-A process of this machine can be looked for; of another machine's nothing is known but when it last said something.
+A process of this machine can be looked for; of one on another machine only the time of its last sign of life is known.
 """
 
 import functools
@@ -20,21 +20,21 @@ def this_process() -> dict[str, Any]:
     return {"process": pid, "start": started(pid), **_machine()}
 
 
-def has_ended(told: Mapping[str, Any]) -> bool | None:
+def has_ended(owner: Mapping[str, Any]) -> bool | None:
     """Whether the process that a journal tells of has ended; None: it is of another machine, which alone knows.
 
     A journal that tells no machine, of an earlier version, was left by a process that has ended: its lock is free.
     """
-    if "host" not in told:
+    if "host" not in owner:
         return True
     here = _machine()
-    if told.get("boot") != here["boot"] or (not here["boot"] and told["host"] != here["host"]):
+    if owner.get("boot") != here["boot"] or (not here["boot"] and owner["host"] != here["host"]):
         # The machine was started again, or it is another one.
-        is_this = told["host"] == here["host"] and told.get("machine") == here["machine"]
+        is_this = owner["host"] == here["host"] and owner.get("machine") == here["machine"]
         return True if is_this and here["machine"] else None
-    if told.get("space") != here["space"]:  # another container's; the kernel is the same, so the free lock is its end
+    if owner.get("space") != here["space"]:  # another container's; the kernel is the same, so the free lock is its end
         return True
-    found, start = started(told.get("process")), told.get("start")
+    found, start = started(owner.get("process")), owner.get("start")
     return found is None or (start is not None and found != start)
 
 

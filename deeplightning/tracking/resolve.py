@@ -55,7 +55,7 @@ def _of_run(run_id: str, store: Store, also: str = "") -> Path:
     from deeplightning.tracking.open import open_tracker  # for a folder it is not needed
 
     _expect(store)
-    if not re.fullmatch(_ID, run_id):  # a name of files too, and a server may have said it
+    if not re.fullmatch(_ID, run_id):  # it also names files, and it may come from a server
         raise missing(f"{run_id!r} is no run id.")
     try:
         tracker = open_tracker(store, run_id)

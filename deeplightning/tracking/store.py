@@ -104,7 +104,7 @@ def quiet_mlflow() -> None:
     with no_foreign_warnings():
         import mlflow.tracking  # noqa: F401  (configures its logging when imported; ours must come after)
     for name in ("mlflow.store", "mlflow.tracking", "mlflow.system_metrics", "alembic"):
-        # Errors come back as exceptions and are told once, by us; MLflow would print a traceback for each as well.
+        # Errors come back as exceptions and are reported once, by us; MLflow would print a traceback for each as well.
         logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
@@ -248,15 +248,15 @@ class Wait:
     """
 
     def __init__(self, what: str, seconds: float | None = None):
-        self.what, self.start, self.told = what, time.monotonic(), seconds is not None
+        self.what, self.start, self.noticed = what, time.monotonic(), seconds is not None
         self.longest = wait_seconds() if seconds is None else seconds
 
     def again(self) -> bool:
         waited = time.monotonic() - self.start
         if waited >= self.longest:
             return False
-        if waited >= min(NOTICE_SECONDS, self.longest / 2) and not self.told:
-            self.told = True
+        if waited >= min(NOTICE_SECONDS, self.longest / 2) and not self.noticed:
+            self.noticed = True
             log.warning("Waiting for %s (at most %.0f seconds).", self.what, self.longest)
         time.sleep(min(0.05, self.longest / 10))
         return True

@@ -1,4 +1,4 @@
-"""The only thread that talks to the store during a run: what is said goes into a queue; training never waits for it.
+"""The only thread that talks to the store during a run: entries go into a queue; training never waits for it.
 
 What waits is written together, once in an interval. A server that dies, or a locked database, therefore costs training
 nothing: entries stay in the queue, in order, and are written when it is back, at the latest within the bounded wait at
@@ -23,7 +23,7 @@ from deeplightning.tracking.tracker import Point, Tracker
 log = logging.getLogger("deeplightning.tracking")
 
 FLUSH_SECONDS = 1.0
-"""How long what is said may wait for more: a transaction costs 0.3 CPU-ms directly, 7 over HTTP (2026)."""
+"""Seconds that an entry may wait for more: a transaction costs 0.3 CPU-ms directly, 7 over HTTP (2026)."""
 BATCH = 1000
 """The most entries that are written together."""
 MAX_POINTS = 200_000
@@ -66,7 +66,7 @@ class Writer:
         self._queue: deque[Entry | Job] = deque()
         self._points = 0  # in the queue
         self._journal: Journal | None = None
-        self._no_journal = False  # it was tried, and said
+        self._no_journal = False  # it was tried, and reported
         self._change = threading.Condition()
         self._stopping = False
         self._ended = True  # set under the lock, so an entry never goes to a thread that is just leaving
@@ -102,7 +102,7 @@ class Writer:
         """Take a last sample, write everything, end the thread; the next entry starts it again.
 
         Returns:
-            Whether the store took everything in time; if not, a warning says so, and the thread goes on trying.
+            Whether the store took everything in time; if not, a warning says so, and the thread keeps trying.
         """
         with self._change:
             if self._ended:
@@ -312,7 +312,7 @@ class Writer:
                 self._points -= len(entry[3])
         if self._queue:
             is_all = not isinstance(head, Job) and len(head) < BATCH and not isinstance(self._queue[0], Job)
-            self._oldest = time.monotonic() if is_all else 0.0  # 0: goes on at once
+            self._oldest = time.monotonic() if is_all else 0.0  # 0: continues at once
         elif self._journal is not None and not self._dropped:
             self._journal.forget()
 

@@ -204,10 +204,10 @@ class _Grid:
         if self.parent.is_tracked and "run_name" not in self.cfg.logger.params and point.words:
             name = " ".join(word.rpartition(".")[2] if "." in word.partition("=")[0] else word for word in point.words)
             more = [*more, f"logger.params.run_name={line(name[:200])}"]
-        told = self.line.told(number, self.cfg.train.checkpoint.monitor or "")
+        address = self.line.address_for(number, self.cfg.train.checkpoint.monitor or "")
         log.info("%-10s %s%s", f"run {number}", "  ".join(point.words), "  (continues)" if len(more) > 1 else "")
         self._began[number] = time.monotonic()
-        environment = {TRIAL: told, DECIDED: None, "MLFLOW_RUN_ID": None}
+        environment = {TRIAL: address, DECIDED: None, "MLFLOW_RUN_ID": None}
         self.workers.start(number, [str(file), *more], point.file.with_suffix(".log"), environment)
 
     def _to_continue(self, point: Point) -> list[str]:
@@ -229,8 +229,8 @@ class _Grid:
         """Notes how a run has ended."""
         point, seconds = self.points[number], time.monotonic() - self._began.pop(number)
         file = point.file.with_suffix(".log")
-        told = file.read_text(errors="replace")
-        if folders := re.findall(r"^Artifact storage path: (.+)$", told, re.MULTILINE):
+        output = file.read_text(errors="replace")
+        if folders := re.findall(r"^Artifact storage path: (.+)$", output, re.MULTILINE):
             point.note(folder=folders[-1])
         if code == 0:
             point.note(state=FINISHED)
@@ -238,8 +238,8 @@ class _Grid:
         elif self.workers.signal is not None:
             log.info("%-10s interrupted; the same command continues it", f"run {number}")
         else:
-            notes = re.findall(r"^(?:\x1b\[\d+m)?error(?:\x1b\[0m)?[^:]*: (.*)$", told, re.MULTILINE)
-            raised = re.findall(r"^[\w.]+(?:Error|Exception)\b.*$", told, re.MULTILINE)
+            notes = re.findall(r"^(?:\x1b\[\d+m)?error(?:\x1b\[0m)?[^:]*: (.*)$", output, re.MULTILINE)
+            raised = re.findall(r"^[\w.]+(?:Error|Exception)\b.*$", output, re.MULTILINE)
             killed = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
             reason = ((raised if code == 1 else []) or notes or [killed])[-1]
             point.note(state=FAILED, failure=self.cfg.redact(reason)[:1000])

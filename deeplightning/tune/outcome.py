@@ -23,7 +23,7 @@ WORDS = {
     TrialState.COMPLETE: "finished",
     TrialState.PRUNED: "pruned",
     TrialState.FAIL: "failed",
-    TrialState.RUNNING: "to go on",
+    TrialState.RUNNING: "interrupted",
     TrialState.WAITING: "to come",
 }
 
@@ -122,7 +122,7 @@ def _parallel(study: Study, done: Sequence[FrozenTrial]) -> Any:
 
 
 def _height(dimension: Dimension, value: Any) -> float:
-    """Where a value stands on its axis, 0 to 1."""
+    """The position of a value on its axis, 0 to 1."""
     if dimension.kind == "choice":
         number = next(n for n, choice in enumerate(dimension.choices) if line(choice) == line(value))
         return _part(number, 0, len(dimension.choices) - 1)

@@ -17,7 +17,7 @@ from typing import Any
 
 import yaml
 
-import deeplightning.run.stages  # noqa: F401  (with all that it stands on, as it is now, whatever becomes of the files)
+import deeplightning.run.stages  # noqa: F401  (with all that it imports, now: the files may change later)
 from deeplightning.callbacks import TRIAL
 from deeplightning.checks.examine import load_config
 from deeplightning.checks.space import Dimension, space_of
@@ -103,7 +103,7 @@ class _Search:
         self._pruned: dict[int, str] = {}
         self._absent: dict[int, list[str]] = {}
         self._began: dict[int, float] = {}
-        self._to_import: list[str] | None = None  # what the first trial has imported; None: none has said
+        self._to_import: list[str] | None = None  # what the first trial has imported; None: none has causes
         self._stopping: UserError | None = None
 
     def __enter__(self) -> _Search:
@@ -299,7 +299,7 @@ class _Search:
         if self._spawns():
             self._refuse(changed_code(self.study.notes["code"], self.name))
         environment: dict[str, str | None] = {
-            TRIAL: self.line.told(number, self.tune.metric),
+            TRIAL: self.line.address_for(number, self.tune.metric),
             DECIDED: None,
             "MLFLOW_RUN_ID": None,
             **self.parent.environment(number, self.sign),
@@ -371,8 +371,8 @@ class _Search:
 
     def _ended(self, number: int, code: int) -> None:
         """Judges a trial whose process has ended."""
-        told = (self.home / "trials" / f"trial-{number}.log").read_text(errors="replace")
-        notes = re.findall(r"^(?:\x1b\[\d+m)?error(?:\x1b\[0m)?[^:]*: (.*)$", told, re.MULTILINE)
+        output = (self.home / "trials" / f"trial-{number}.log").read_text(errors="replace")
+        notes = re.findall(r"^(?:\x1b\[\d+m)?error(?:\x1b\[0m)?[^:]*: (.*)$", output, re.MULTILINE)
         seconds = time.monotonic() - self._began.pop(number)
         name = f"trial {number}"
         if number in self._pruned:
@@ -400,12 +400,12 @@ class _Search:
             self._stopping = self._stopping or _STOPS[code](f"{note} (trial {number}; the same command continues)")
             self.workers.interrupt()
         else:
-            raised = re.findall(r"^[\w.]+(?:Error|Exception)\b.*$", told, re.MULTILINE)  # a fault of somebody's code
-            said = (raised if code == 1 else notes)[-1:] or notes[-1:]
+            raised = re.findall(r"^[\w.]+(?:Error|Exception)\b.*$", output, re.MULTILINE)  # a fault of somebody's code
+            causes = (raised if code == 1 else notes)[-1:] or notes[-1:]
             if code < 0:
                 self._remove_if_empty(number)
             killed = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-            self._fail(number, said[0] if said else killed)
+            self._fail(number, causes[0] if causes else killed)
 
     def _remove_if_empty(self, number: int) -> None:
         """Removes the run of a trial that was killed before it had anything to resume from, or to show."""

@@ -47,8 +47,8 @@ class Line:
         self._listener.settimeout(LOOK)
         self.host, self.port = self._listener.getsockname()[:2]
 
-    def told(self, number: int, metric: str) -> str:
-        """What a trial gets in its environment."""
+    def address_for(self, number: int, metric: str) -> str:
+        """JSON by which a trial reaches the search, for a variable of its environment."""
         words = {"host": self.host, "port": self.port, "token": self.token, "trial": number, "metric": metric}
         return json.dumps(words)
 
