@@ -312,7 +312,7 @@ def shouted(text):
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Marks the tests that use a fixture which trains, or starts `deeplightning`: they are no unit tests."""
+    """Marks as `run` the tests that use a fixture which trains, or starts `deeplightning`."""
     for item in items:
         if {"command", "jobs", "fit"} & {*getattr(item, "fixturenames", ())}:  # `train` and `job` use the first two
             item.add_marker(pytest.mark.run)

@@ -23,6 +23,7 @@ def compared(monkeypatch, capsys, difference):
     return tables.main(), capsys.readouterr().out
 
 
+@pytest.mark.run
 @pytest.mark.parametrize(("difference", "code"), [(-0.009, 0), (-0.011, 1)])
 def test_two_of_three_tables_must_come_within_a_point(difference, code, monkeypatch, capsys):
     """Accuracy and R2 count, on the mean over all seeds."""
@@ -32,6 +33,7 @@ def test_two_of_three_tables_must_come_within_a_point(difference, code, monkeypa
     assert out.count("| yes |") == (2 if code == 0 else 0)
 
 
+@pytest.mark.run
 def test_gradient_boosting_is_tested_on_the_rows_of_the_config(tmp_path):
     """It tells wines apart, and its metrics of numbers are those of a constant answer where it gives one."""
     tables.subprocess.run([sys.executable, str(tables.EXAMPLE / "write.py"), tmp_path], check=True, timeout=60)

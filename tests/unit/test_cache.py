@@ -615,6 +615,7 @@ def test_threads_at_once(root, decoded):
     assert all(pictures(module) == pictures(modules[0]) for module in modules)
 
 
+@pytest.mark.run
 def test_a_process_that_hangs(root, cache, monkeypatch, caplog):
     """It is waited for as long as it shows signs of life, then the others go on without the cache."""
     monkeypatch.setattr(cache_files, "STALLED", 1.0)

@@ -240,6 +240,7 @@ def test_zsh_and_fish_get_the_sentence_of_a_key():
     assert answer == "plain,data.batch_size=\tsamples per step and process"
 
 
+@pytest.mark.run
 def test_a_real_bash_completes_a_line(place):
     """Typed into an interactive bash: verbs, files, keys without a space behind them, values with one."""
     typed = place / "typed"

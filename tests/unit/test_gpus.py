@@ -370,6 +370,7 @@ def test_a_lack_of_memory_ends_with_exit_code_5(capsys):
     assert "engine.precision=bf16" in told
 
 
+@pytest.mark.run
 @pytest.mark.skipif(torch.version.cuda is None, reason="torch is built without CUDA")
 def test_cuda_and_torch_still_say_these_words():
     """In the libraries that are installed: each text that an answer is found by."""

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from commands import environment
 from served import gone
 
@@ -62,6 +63,7 @@ os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 """
 
 
+@pytest.mark.run
 def test_one_failed_test_is_one_failed_test(tmp_path):
     """Started with signals ignored, as by `nohup` and scripts: programs have the default actions, also under xdist.
     What a failed test leaves is gone before the next test; a test that passes and leaves a process is an error."""

@@ -10,6 +10,7 @@ from served import ROOT, colour_run
 from serve.private import NO_MEMORY, onnxruntime, open_strictly, provider_libraries
 
 
+@pytest.mark.run
 def test_sessions_do_not_fall_back_to_the_cpu(tmp_path, monkeypatch, capsys):
     """A provider that fails raises, with nothing on stdout; without the keyword ONNX Runtime would retry on the CPU."""
     model = colour_run(tmp_path).bundle_model
