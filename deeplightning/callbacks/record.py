@@ -242,7 +242,9 @@ class Record(pl.Callback):
                 over = {"training": f"none: {self.resumption.over}"} if self.resumption and self.resumption.over else {}
                 asked = {f"asked.{key}": str(v) for key, v in (self.cfg.asked or {}).items()}
                 fast = {"fast": "true"} if self.cfg.train.fast else {}
-                logger.log_tags(_tags(environment) | asked | over | fast)
+                origins = [f"{address} {digest}" for address, digest in (self.cfg.origins or {}).items()]
+                fetched = {"config": "\n".join(origins)} if origins else {}
+                logger.log_tags(_tags(environment) | asked | over | fast | fetched)
         written = folder.config.read_text() if folder.config.exists() else None
         if written is None or _but_stages(written) != _but_stages(dump(settings)):
             _replace(folder, folder.config, dump(settings))

@@ -115,6 +115,7 @@ def _examine(report: Report, source: Source, importing: bool) -> None:
     report.config = config = read_section(findings, Config, source.root, "", ())
     if config is not None:
         config.secrets, config.notices, config.roots = source.secrets, source.notices or None, roots()
+        config.origins = source.origins or None
         contradictions(findings, config)
         findings.meanings = Meanings(importing and not source.faults)
         with _variables(config.engine.env if findings.meanings.importing else {}):  # libraries read them when imported

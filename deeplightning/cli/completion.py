@@ -263,11 +263,12 @@ def _values(ctx: click.Context) -> Any:
 
 def _source(ctx: click.Context) -> Any:
     """The named config with the overrides so far; None if it cannot be read."""
+    from deeplightning.config.addresses import is_address
     from deeplightning.config.source import is_file, read
 
     given = [ctx.params.get("config"), *(ctx.params.get("overrides") or ())]
     config, *words = [str(word) for word in (*(ctx.params.get("configs") or ()), *given) if word is not None] or [""]
-    if not config:
+    if not config or is_address(config):  # which a shell does not wait for
         return None
     try:
         return read(config, [word for word in words if "=" in word or word.startswith(_SIGNS) or is_file(word)])

@@ -68,7 +68,7 @@ def _names_no_file(words: list[str]) -> bool:
 
 def is_override(word: str) -> bool:
     """Whether a word is `key=value`, `~key` or `+list=[x]` and no path such as `~/c.yaml`."""
-    return "=" in word or (word.startswith(("~", "+")) and "/" not in word)
+    return "=" in word.partition("://")[0] or (word.startswith(("~", "+")) and "/" not in word)
 
 
 LOOSE = {"ignore_unknown_options": True}
@@ -98,6 +98,7 @@ def with_config(words: str = "[key=value …]", complete: Complete = complete_ov
             for file in files[1:]:
                 if not is_file(file):
                     raise click.UsageError(f"--config {file}: a further config file ends in .yaml or .yml")
+            files, given = [*map(_fetched, files)], [*map(_fetched, given)]
             return verb(config=Path(files[0]), overrides=(*files[1:], *given), **options)
 
         more = click.argument("overrides", nargs=-1, metavar=f"[CONFIG …] {words}", shell_complete=complete)
@@ -113,6 +114,19 @@ def with_config(words: str = "[key=value …]", complete: Complete = complete_ov
         return cast(Verb, first(more(option(called))))
 
     return decorate
+
+
+def _fetched(word: str) -> str:
+    """The local file of a config's address; any other word as it is. So all processes of this command read the same."""
+    from deeplightning.config.addresses import is_address
+    from deeplightning.config.source import located
+
+    if not is_address(word) or os.path.exists(word):  # noqa: PTH110  (Path's fails for a long name)
+        return word
+    file = str(located(word))
+    # Lightning starts further processes with these, and a run records them: without the query of an address.
+    sys.argv[:] = [file if each == word else each for each in sys.argv]
+    return file
 
 
 def no_files(ctx: click.Context, param: click.Parameter, words: tuple[str, ...]) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from deeplightning.config import other_tools, packages
+from deeplightning.config import addresses, other_tools, packages
 from deeplightning.config.groups import Group, check_name, choices, chosen, shipped_folder
 from deeplightning.config.interpolation import resolve
 from deeplightning.config.kinds import role_of
@@ -27,7 +27,6 @@ from deeplightning.faults import ConfigError, Fault, Notice, nearest
 
 MAX_BYTES = 1_000_000  # of a file, and of all files that build on each other
 MAX_BASES = 50
-_URL = re.compile(r"([a-z][a-z0-9+]+):/+")
 
 Given = Mapping[str, Any]
 """A config that is no file: a dict, or an OmegaConf object."""
@@ -44,6 +43,7 @@ class Source:
         groups: the option groups that its files name.
         unchecked: the values that depend on a resolver of the user's that was not imported.
         notices: what its references have to say.
+        origins: the SHA-256 of each file that was fetched, by its address.
     """
 
     root: Entry
@@ -53,6 +53,7 @@ class Source:
     secrets: Secrets = field(default_factory=Secrets)
     unchecked: list[Fault] = field(default_factory=list)
     notices: list[Notice] = field(default_factory=list)
+    origins: dict[str, str] = field(default_factory=dict)
 
     def resolvers(self) -> dict[str, Entry]:
         """The user's functions that references may call, by name: each a text, MODULE.FUNCTION."""
@@ -70,7 +71,8 @@ class Source:
             ConfigError: the references expand to more than a config may hold.
         """
         found = resolve(self.root, self.faults, dict.fromkeys(self.resolvers()) | dict(functions or {}))
-        self.secrets, self.unchecked, self.notices = found.secrets, found.unchecked, found.notices
+        self.secrets, self.unchecked = found.secrets, found.unchecked
+        self.notices = [*self.notices, *found.notices]
         for path, entry in nodes(self.root):
             if path and path[-1] in ("type", "ref") and isinstance(entry.value, str):
                 entry.value = present(entry.value)
@@ -131,13 +133,9 @@ def compose(path: str | Path | Given | None, overrides: list[str] | None = None)
         given[path] = content
     names = [located(name) for name in [*([] if path is None else [path]), *filter(is_file, overrides or [])]]
     words = [word for word in overrides or [] if not is_file(word)]
-    for name in names:
-        if (found := _URL.match(str(name))) and not os.path.exists(name):  # noqa: PTH110
-            address = f"{found[1]}://{str(name)[found.end() :]}"  # of which a Path has kept one slash
-            message = "a config is a file of this machine, not an address; download it, and name the file"
-            raise ConfigError(Fault(message, place=address))
     tops = [Path(os.path.expanduser(name)) for name in names]  # noqa: PTH111  (Path's fails for an unknown ~user)
-    reading = _Reading(faults, choices(words), [_folder(file) for file in tops], given)
+    local = [_folder(file) for file in tops if addresses.address_of(file) is None]
+    reading = _Reading(faults, choices(words), local, given)
     # The last file chooses before the others where several name an option group.
     trees = [reading.tree(file, order=(number,)) for number, file in reversed([*enumerate(tops)])]
     root = functools.reduce(_merge, reversed(trees)) if trees else Entry({}, "")
@@ -151,15 +149,24 @@ def compose(path: str | Path | Given | None, overrides: list[str] | None = None)
         except ConfigError as error:
             faults += error.faults
     files = sorted(reading.files, key=lambda found: (found.depth, found.order))
-    return Source(root, list(dict.fromkeys(file.folder for file in files)), faults, reading.groups)
+    folders = dict.fromkeys(file.folder for file in files if file.origin is None)
+    source = Source(root, list(folders), faults, reading.groups)
+    source.origins = {file.origin[0]: file.origin[1] for file in files if file.origin is not None}
+    source.notices = [
+        Notice(f"config: {address}, SHA-256 {digest}", unasked=False) for address, digest in source.origins.items()
+    ]
+    return source
 
 
 def located(path: str | Path) -> Path:
-    """The path of a config as the command line or a program gives it; a `pkg://` address becomes its file's.
+    """The path of a config as the command line or a program gives it; an address becomes a local file.
 
     Raises:
-        ConfigError: a package or its file is not there.
+        ConfigError: there is no such package, file or address.
+        SetupError: an address does not answer.
     """
+    if addresses.is_address(path) and not os.path.exists(path):  # noqa: PTH110
+        return addresses.fetch(path)
     if packages.is_address(path) and not os.path.exists(path):  # noqa: PTH110  (Path's fails for a long name)
         return packages.locate(path, Path.cwd())
     return Path(path)
@@ -171,12 +178,13 @@ def located(path: str | Path) -> Path:
 @dataclass(frozen=True)
 class _File:
     """A file that was read: the folder that names may come from, its bytes, how many files lead to it, and its place
-    among those of the same depth."""
+    among those of the same depth; the address and digest of one that was fetched, whose folder holds no code."""
 
     folder: Path
     size: int
     depth: int
     order: tuple[int, ...]
+    origin: tuple[str, str] | None = None
 
 
 @dataclass
@@ -228,7 +236,9 @@ class _Reading:
             raise ConfigError(Fault(f"more than {MAX_BASES} files build on each other", place=_short(path)))
         text = self.given[path] if path in self.given else _text(path)
         folder = root or _folder(path)
-        self.files.append(_File(folder, len(text), len(trail), order))
+        address = addresses.address_of(path)
+        origin = None if address is None else (address, addresses.digest_of(path))
+        self.files.append(_File(folder, len(text), len(trail), order, origin))
         if sum(file.size for file in self.files) > MAX_BYTES:
             message = f"the files that build on each other have at most {MAX_BYTES // 1000} kB together"
             raise ConfigError(Fault(message, place=_short(path)))
@@ -247,7 +257,9 @@ class _Reading:
         if base is None or base.value is None:
             return tree
         names = base.value if isinstance(base.value, list) else [base]
-        trail, roots = (*trail, here), tuple(dict.fromkeys([*roots, folder]))
+        trail = (*trail, here)
+        if origin is None:
+            roots = tuple(dict.fromkeys([*roots, folder]))
         parts: dict[int, list[Entry]] = {}
         # Its own choices count before those of its files, those of a later file before those of an earlier one.
         named: set[str] = set()
@@ -257,7 +269,7 @@ class _Reading:
         files = {}
         for number, name in enumerate(names):
             if isinstance(name.value, str):
-                files[number] = _base(name.value, path.parent, name.place), name.place
+                files[number] = _base(name.value, path, name.place), name.place
             elif number not in parts:
                 message = f"a `_base_` is the path of a file, not {kind(name)}; an option is {{GROUP: OPTION}}"
                 raise ConfigError(Fault(message, "_base_", name.place))
@@ -331,13 +343,15 @@ def _folder(path: Path) -> Path:
     return Path(os.path.abspath(path.parent))  # noqa: PTH100 (without `..`)
 
 
-def _base(name: str, folder: Path, place: str) -> Path:
-    """The file that a `_base_` names in a file of this folder."""
+def _base(name: str, path: Path, place: str) -> Path:
+    """The file that a `_base_` names in the file at this path."""
+    folder = path.parent
     if packages.is_address(name):
         return packages.locate(name, folder, "_base_", place)
-    if _URL.match(name):
-        message = "a `_base_` is a file of this machine, not an address; download it first"
-        raise ConfigError(Fault(message, "_base_", place))
+    if addresses.is_address(name):
+        return addresses.fetch(name, "_base_", place)
+    if (address := addresses.address_of(path)) is not None:
+        return addresses.fetch(addresses.beside(address, name), "_base_", place)
     file = folder / os.path.expanduser(name)  # noqa: PTH111  (Path's fails for an unknown ~user)
     if not os.path.isfile(file):  # noqa: PTH113  (Path's fails for a name that is too long)
         message = f"there is no file {_short(file)} to build on{packages.shipped_instead(name)}"
@@ -390,8 +404,10 @@ def _text(path: Path) -> str:
 
 
 def _short(path: Path) -> str:
-    """A path as the user would write it: relative where it lies below the working directory, the address of a file
-    that ships with an installed Deep Lightning."""
+    """A path as the user would write it: relative where it lies below the working directory; the address of a file
+    that was fetched, or that ships with an installed Deep Lightning."""
+    if (address := addresses.address_of(path)) is not None:
+        return address
     try:
         return str(path.absolute().relative_to(Path.cwd()))
     except ValueError:

@@ -154,15 +154,6 @@ def test_an_override_that_cannot_be_is_one_note(tmp_path, monkeypatch, overrides
     assert words in told
 
 
-def test_an_address_is_no_config(tmp_path, monkeypatch):
-    """The address stands in the note as it was written, though a path keeps one of its slashes."""
-    monkeypatch.chdir(tmp_path)
-    for path in ("https://example.com/a/b.yaml", Path("https://example.com/a/b.yaml")):
-        (fault,) = examine(path).faults
-        assert str(fault).startswith("https://example.com/a/b.yaml: a config is a file of this machine, not an address")
-    assert "_base_: a `_base_` is a file of this machine" in told_of("_base_: s3://bucket/a.yaml\n")[0]
-
-
 def test_a_circle_of_bases_has_a_line(tmp_path, monkeypatch):
     """The place is that of the `_base_` that closes the circle."""
     monkeypatch.chdir(tmp_path)
