@@ -12,6 +12,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+from deeplightning.address import is_address, shown
 from deeplightning.checks.trust import note_own
 from deeplightning.config.schema import Config
 from deeplightning.config.secret_scan import BLOT
@@ -125,11 +126,19 @@ class Origin:
     def _data_files(self, data: Any, began_from: Path | None) -> list[Path]:
         """The files and folders whose digest is kept; weights that the run began with are data too."""
         cfg = self.cfg
-        paths = paths_of(data, cfg.data.root, cfg.data.module.params)
+        paths = paths_of(data, self._root(data), cfg.data.module.params)
         for name in (began_from, cfg.model.init_from):
             if name is not None and Path(name).is_file():
                 paths.append(Path(name).absolute())
         return paths
+
+    def _root(self, data: Any) -> str | None:
+        """The folder of `data.root`; of an address, that of the copy that the data module reads."""
+        root: str | None = self.cfg.data.root
+        if root is None or not is_address(root):
+            return root
+        copy = getattr(data, "root", None)
+        return str(copy) if isinstance(copy, Path) else None
 
     def _digest(self, data: Any, paths: list[Path]) -> None:
         try:
@@ -145,8 +154,10 @@ class Origin:
                 return
             store = locate(self.cfg.logger.params.get("tracking_uri")).artifact_root
             without = [self.folder.path, *([store] if store is not None else [])]
-            found = describe_files(paths, self.cfg.data.root, without=without, stop=self._enough.is_set)
+            found = describe_files(paths, self._root(data), without=without, stop=self._enough.is_set)
             found["arrays"] = arrays
+            if (root := self.cfg.data.root) is not None and is_address(root):
+                found["address"] = shown(root)
             with permissions_of(self.folder.path):  # the run may have ended by now, and restored those of the user
                 write_whole(self.folder.data, json.dumps(found, indent=1))
         except Exception as error:

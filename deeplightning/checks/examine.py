@@ -7,15 +7,17 @@ import secrets
 from dataclasses import replace
 from pathlib import Path
 
+from deeplightning.address import is_address, shown
 from deeplightning.checks import check
 from deeplightning.checks.conflicts import conflicts
 from deeplightning.checks.hints import hints
 from deeplightning.checks.report import Report
 from deeplightning.checks.space import misfits, space_of
+from deeplightning.config.addresses import missing_library
 from deeplightning.config.schema import Config, backend_of
 from deeplightning.config.source import Given
 from deeplightning.engine.plan import occupied, settle
-from deeplightning.faults import Notice, place_of
+from deeplightning.faults import Fault, Notice, place_of
 from deeplightning.process.decisions import decision
 
 
@@ -44,6 +46,9 @@ def examine(
     if not lacking:
         places = report.places
         report.at_start += [replace(f, place=place_of(str(f.key), places)) for f in occupied(cfg.engine)]
+    if isinstance(root := cfg.data.root, str) and is_address(root) and (why := missing_library(root)) is not None:
+        place = place_of("data.root", report.places)
+        report.at_start.append(Fault(why, "data.root", place, found=shown(root), exit_code=3))
     if cfg.seed is None:
         drawn = decision("seed")
         cfg.seed = secrets.randbelow(2**31) if drawn is None else drawn

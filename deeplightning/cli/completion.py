@@ -263,7 +263,7 @@ def _values(ctx: click.Context) -> Any:
 
 def _source(ctx: click.Context) -> Any:
     """The named config with the overrides so far; None if it cannot be read."""
-    from deeplightning.config.addresses import is_address
+    from deeplightning.address import is_address
     from deeplightning.config.source import is_file, read
 
     given = [ctx.params.get("config"), *(ctx.params.get("overrides") or ())]

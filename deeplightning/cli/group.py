@@ -118,7 +118,7 @@ def with_config(words: str = "[key=value …]", complete: Complete = complete_ov
 
 def _fetched(word: str) -> str:
     """The local file of a config's address; any other word as it is. So all processes of this command read the same."""
-    from deeplightning.config.addresses import is_address
+    from deeplightning.address import is_address
     from deeplightning.config.source import located
 
     if not is_address(word) or os.path.exists(word):  # noqa: PTH110  (Path's fails for a long name)

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 from urllib.parse import urlsplit
 
-from deeplightning.config.target import find
+from deeplightning.address import shown, whole
+from deeplightning.config.target import find, is_installed
 from deeplightning.faults import ConfigError, Fault, SetupError
 
 MAX_BYTES = 1_000_000
@@ -26,21 +27,9 @@ TIMEOUT = 20.0
 FRESH = 60.0
 """Seconds in which one process does not fetch an address again: one command reads its config several times."""
 
-_ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+(.*)", re.DOTALL)  # a Path keeps one slash of two
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _NOTE = "address"  # the file beside a copy that holds its address
 _fetched: dict[str, tuple[float, Path]] = {}
-
-
-def is_address(path: str | os.PathLike[str]) -> bool:
-    """Whether a path is an address, other than `pkg://`."""
-    found = _ADDRESS.fullmatch(os.fspath(path))
-    return found is not None and found[1] != "pkg"
-
-
-def shown(address: str | os.PathLike[str]) -> str:
-    """An address for messages and records: without a query and a fragment, which may hold a signature."""
-    return _whole(address).partition("?")[0].partition("#")[0].replace("runs://", "runs:/")
 
 
 def fetch(address: str | os.PathLike[str], key: str | None = None, place: str | None = None) -> Path:
@@ -54,30 +43,46 @@ def fetch(address: str | os.PathLike[str], key: str | None = None, place: str | 
         SetupError: it does not answer, or a library for it is missing.
         CheckpointError: there is no such run.
     """
-    whole = _whole(address)
-    before = _fetched.get(whole)
+    complete = whole(address)
+    before = _fetched.get(complete)
     if before is not None and time.monotonic() - before[0] < FRESH and before[1].exists():
         return before[1]
-    scheme, _, rest = whole.partition("://")
+    scheme, _, rest = complete.partition("://")
     if "@" in rest.partition("/")[0]:
         message = "a user name or a password in an address ends up in histories and logs; leave it out"
         hint = "A store such as s3:// takes credentials from its own settings"
         raise ConfigError(Fault(f"{message}. {hint}", key, place or f"{scheme}://…@{rest.partition('@')[2]}"))
     if scheme == "runs":
-        content = _of_run(whole, key, place)
+        content = _of_run(complete, key, place)
     elif scheme in ("http", "https"):
-        content = _from_web(whole, key, place)
+        content = _from_web(complete, key, place)
     else:
-        content = _from_store(whole, key, place)
+        content = _from_store(complete, key, place)
     if len(content) > MAX_BYTES:
-        _refuse(whole, f"a config has at most {MAX_BYTES // 1000} kB; is this the right file?", key, place)
+        _refuse(complete, f"a config has at most {MAX_BYTES // 1000} kB; is this the right file?", key, place)
     if content.lstrip()[:15].lower().startswith((b"<!doctype html", b"<html")):
         _refuse(
-            whole, "this is a web page, not YAML; sites of repositories have an address of the raw file", key, place
+            complete, "this is a web page, not YAML; sites of repositories have an address of the raw file", key, place
         )
-    path = _kept(whole, content)
-    _fetched[whole] = time.monotonic(), path
+    path = _kept(complete, content)
+    _fetched[complete] = time.monotonic(), path
     return path
+
+
+def missing_library(address: str) -> str | None:
+    """Why a store cannot be read here, with the command that installs what it needs; None: it can, as far as is known
+    without an import of its library."""
+    from fsspec.registry import known_implementations
+
+    scheme = whole(address).partition("://")[0]
+    for name in scheme.split("::"):
+        known = known_implementations.get(name)
+        if known is None:
+            return f"there is no kind of store {name}://"
+        module = "aiohttp" if name in ("http", "https") else str(known["class"]).partition(".")[0]
+        if not is_installed(module):
+            return f"{name}:// needs a library that is not installed: pip install {module}"
+    return None
 
 
 def address_of(path: Path) -> str | None:
@@ -93,20 +98,6 @@ def address_of(path: Path) -> str | None:
 def digest_of(path: Path) -> str:
     """The SHA-256 of a file, in hexadecimal."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
-def beside(address: str, name: str) -> str:
-    """The address of a file that another one names, relative to its folder; `/NAME` and `~/NAME` are no paths of this
-    machine there."""
-    found = _ADDRESS.fullmatch(address)
-    assert found is not None, address
-    return f"{found[1]}://{posixpath.normpath(posixpath.join(posixpath.dirname(found[2]), name.lstrip('/')))}"
-
-
-def _whole(address: str | os.PathLike[str]) -> str:
-    found = _ADDRESS.fullmatch(os.fspath(address))
-    assert found is not None, address
-    return f"{found[1].lower()}://{found[2]}"
 
 
 def _cache() -> Path:

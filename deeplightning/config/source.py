@@ -15,6 +15,7 @@ from typing import Any
 
 import yaml
 
+from deeplightning.address import beside, is_address
 from deeplightning.config import addresses, other_tools, packages
 from deeplightning.config.groups import Group, check_name, choices, chosen, shipped_folder
 from deeplightning.config.interpolation import resolve
@@ -165,7 +166,7 @@ def located(path: str | Path) -> Path:
         ConfigError: there is no such package, file or address.
         SetupError: an address does not answer.
     """
-    if addresses.is_address(path) and not os.path.exists(path):  # noqa: PTH110
+    if is_address(path) and not os.path.exists(path):  # noqa: PTH110
         return addresses.fetch(path)
     if packages.is_address(path) and not os.path.exists(path):  # noqa: PTH110  (Path's fails for a long name)
         return packages.locate(path, Path.cwd())
@@ -348,10 +349,10 @@ def _base(name: str, path: Path, place: str) -> Path:
     folder = path.parent
     if packages.is_address(name):
         return packages.locate(name, folder, "_base_", place)
-    if addresses.is_address(name):
+    if is_address(name):
         return addresses.fetch(name, "_base_", place)
     if (address := addresses.address_of(path)) is not None:
-        return addresses.fetch(addresses.beside(address, name), "_base_", place)
+        return addresses.fetch(beside(address, name), "_base_", place)
     file = folder / os.path.expanduser(name)  # noqa: PTH111  (Path's fails for an unknown ~user)
     if not os.path.isfile(file):  # noqa: PTH113  (Path's fails for a name that is too long)
         message = f"there is no file {_short(file)} to build on{packages.shipped_instead(name)}"

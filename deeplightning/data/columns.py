@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from deeplightning.data.addresses import folder_of
 from deeplightning.data.datasets import Batch, InMemory
 from deeplightning.data.errors import DataConfigError, DataError
 from deeplightning.data.loading import DataOfSets
@@ -100,8 +101,8 @@ class ColumnData(DataOfSets):
         if given and self.cfg.data.root is None:
             file = next(iter(given.values()))
             raise DataConfigError(f"data.root is null, but {type(self).__name__} needs the folder with {file}.")
-        root = Path(self.cfg.data.root or ".").expanduser().absolute()
-        self.files = {split: root / name for split, name in given.items()}
+        self.root = folder_of(self.cfg.data.root or ".", [*given.values()])
+        self.files = {split: self.root / name for split, name in given.items()}
 
     def check(self) -> None:
         """Checks that the files exist, without reading them.

@@ -1,9 +1,9 @@
 """What MNIST and CIFAR-10 share: data files under `data.root` that torchvision can fetch, once per machine."""
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
+from deeplightning.data.addresses import folder_of
 from deeplightning.data.errors import DataConfigError, DataError
 from deeplightning.data.images import ImageData
 from deeplightning.image import ImageSpec
@@ -29,7 +29,7 @@ class DownloadedImages(ImageData):
                 f"data.root is null, but {type(self).__name__} needs a folder: the one that holds "
                 f"{self.files()[0]}, or where data.module.params.download=true puts it."
             )
-        self.root = Path(cfg.data.root).expanduser().absolute()
+        self.root = folder_of(cfg.data.root)
         self.download = download
 
     def files(self) -> Sequence[str]:

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from torch import nn
 
+from deeplightning.data.addresses import folder_of
 from deeplightning.data.datasets import Batch, Samples, threads
 from deeplightning.data.errors import DataConfigError, DataError
 from deeplightning.data.images import ImageData, height_width
@@ -80,7 +81,7 @@ class ImageFolder(ImageData):
             raise DataConfigError(f"data.module.params.on_bad_image must be error or skip, not {on_bad_image!r}.")
         if cfg.data.root is None:
             raise DataConfigError("data.root is null, but ImageFolder needs a folder: the one that holds the images.")
-        self.root = Path(cfg.data.root).expanduser().absolute()
+        self.root = folder_of(cfg.data.root)
         self.extensions = tuple(end.lower() for end in extensions)
         self.on_bad_image = on_bad_image
 

@@ -5,13 +5,13 @@ A data module of your own subclasses `ImageData` and says in `read` which sample
 
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Generator, nn, uint8
 
+from deeplightning.data.addresses import folder_of
 from deeplightning.data.cache import ImageCache, cache_folder
 from deeplightning.data.datasets import Batch, InMemory, OnDemand, Samples, prepare_all
 from deeplightning.data.errors import DataConfigError
@@ -105,7 +105,7 @@ class ImageData(DataOfSets):
             self._samples = self._divide(self._found())
             if (folder := cache_folder(self.cache)) is not None:
                 root = self.cfg.data.root
-                source = type(self).__name__ if root is None else str(Path(root).expanduser().absolute())
+                source = type(self).__name__ if root is None else str(folder_of(root))
                 self._cache = ImageCache(folder, source, self.image_spec, self.max_pixels, self._size())
         self._ready(stage)
 

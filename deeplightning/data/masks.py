@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Generator, nn, uint8
 
+from deeplightning.data.addresses import folder_of
 from deeplightning.data.datasets import Batch, InMemory, OnDemand, Samples, threads
 from deeplightning.data.errors import DataConfigError, DataError
 from deeplightning.data.image_folder import STATISTICS
@@ -103,7 +104,7 @@ class MaskFolder(ImageData):
                 f"data.root is null, but {type(self).__name__} needs a folder: the one that holds images and masks."
             )
         self.class_names = names
-        self.root = Path(cfg.data.root).expanduser().absolute()
+        self.root = folder_of(cfg.data.root)
         self.extensions = tuple(end.lower() for end in extensions)
         self.masks = Masks(spec, max_pixels, len(names), ignore)
 

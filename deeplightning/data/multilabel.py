@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from torch import Generator, nn
 
+from deeplightning.data.addresses import folder_of
 from deeplightning.data.datasets import Batch, Samples
 from deeplightning.data.errors import DataConfigError, DataError
 from deeplightning.data.image_folder import STATISTICS
@@ -202,7 +203,7 @@ class LabelledImages(ImageData):
             raise DataConfigError(
                 f"data.module.params.class_names must be a list of different names, or null, not {class_names!r}."
             )
-        self.root = Path(cfg.data.root).expanduser().absolute()
+        self.root = folder_of(cfg.data.root)
         self.file = self.root / labels
         self.folder = self.root / images
         self.named = names

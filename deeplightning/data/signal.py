@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from deeplightning.array import ArrayError, read_npy
+from deeplightning.data.addresses import folder_of
 from deeplightning.data.arrays import ArrayData
 from deeplightning.data.errors import DataConfigError, DataError
 from deeplightning.image import files_below
@@ -47,7 +48,7 @@ class SignalFolder(ArrayData):
             raise DataConfigError("data.root is null, but SignalFolder needs the folder with the signals.")
         if length is not None and (not isinstance(length, int) or isinstance(length, bool) or length < 1):
             raise DataConfigError(f"data.module.params.length must be null or a number of at least 1, not {length!r}.")
-        self.root, self.length = Path(cfg.data.root).expanduser().absolute(), length
+        self.root, self.length = folder_of(cfg.data.root), length
 
     def check(self) -> None:
         """

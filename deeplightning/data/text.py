@@ -22,6 +22,7 @@ import torch
 from torch import Generator, Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from deeplightning.data.addresses import folder_of
 from deeplightning.data.errors import DataConfigError, DataError
 from deeplightning.data.loading import check_folds, check_loader, is_whole
 from deeplightning.data.samplers import BatchIndices, go_on, is_made_for, train_sampler
@@ -208,7 +209,7 @@ class TextData(pl.LightningDataModule):
         if given and cfg.data.root is None:
             file, name = next(iter(given.values())), type(self).__name__
             raise DataConfigError(f"data.root is null, but {name} needs a folder: the one with {file}.")
-        root = Path(cfg.data.root or ".").expanduser().absolute()
+        self.root = root = folder_of(cfg.data.root or ".", [*given.values()])
         self.files = {split: root / name for split, name in given.items() if split in ("train", "val", "test")}
         self.vocabulary = None if vocabulary is None else root / vocabulary
         self.tokenizer = None if tokenizer is None else root / tokenizer

@@ -18,8 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deeplightning.address import is_address
 from deeplightning.checks.trust import is_own_code
 from deeplightning.config.source import read
+from deeplightning.config.target import find
 from deeplightning.config.tree import line, plain
 from deeplightning.faults import CheckpointError, RunError, SetupError
 from deeplightning.own_code import ROOTS
@@ -263,8 +265,8 @@ def _settings(original: PastRun, config: Mapping[str, Any], overrides: Sequence[
     found = []
     given = {re.split(r"[=~]", text.lstrip("~+"), maxsplit=1)[0] for text in overrides}
     root = config.get("data.root")
-    if isinstance(root, str) and "data.root" not in given and not Path(root).expanduser().is_absolute():
-        found.append(f"data.root={_quoted(_meant(original, root))}")
+    if isinstance(root, str) and not is_address(root) and not Path(root).expanduser().is_absolute():
+        found += [] if "data.root" in given else [f"data.root={_quoted(_meant(original, root))}"]
     if str(config.get("logger.type", "deeplightning.tracking.MLflowLogger")).lower().endswith("mlflowlogger"):
         if "logger.params.tracking_uri" not in given:
             found.append(f"logger.params.tracking_uri={_quoted(_address(original, config))}")
@@ -309,10 +311,28 @@ def _address(original: PastRun, config: Mapping[str, Any]) -> str:
     return str(store.folder)
 
 
+def _copy_of(address: str, before: Mapping[str, Any]) -> str:
+    """The local copy of the data at an address.
+
+    Raises:
+        SetupError: it does not answer, or they are not there any more.
+    """
+    folder_of: Any = find("deeplightning.data.addresses.folder_of")
+    names = [name for name in before["files"] if not Path(name).is_absolute()]
+    try:
+        return str(folder_of(address, [] if before["folders"] else names))
+    except Exception as error:
+        if getattr(error, "exit_code", None) != SetupError.exit_code:
+            raise
+        raise SetupError(str(error)) from None
+
+
 def _check_data(original: PastRun, root: str | None, any_data: bool, say: Say) -> None:
     before = original.data
     if before is None:
         return
+    if root is not None and is_address(root):
+        root = _copy_of(root, before)
     changed = [f"{name}: {what}" for name, what in changes(before, describe_again(before, root)).items()]
     if before["incomplete"]:
         say(f"warning: data: {before['incomplete']}")

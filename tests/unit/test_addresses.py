@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from deeplightning.address import shown
 from deeplightning.checks.examine import examine
 from deeplightning.config import addresses
 from deeplightning.config.source import read
@@ -218,3 +219,9 @@ def test_a_full_disk_is_named(web, monkeypatch):
     monkeypatch.setattr(addresses.tempfile, "mkstemp", full)
     with pytest.raises(SetupError, match=r"a cache/deeplightning/configs: .* cannot be kept here: .*No space left"):
         read(f"{web.url}/c.yaml")
+
+
+@pytest.mark.parametrize("written", ["file:///a/b.yaml", Path("file:///a/b.yaml")])
+def test_a_file_by_its_address_has_three_slashes(written):
+    """Of which a path keeps one."""
+    assert shown(written) == "file:///a/b.yaml"

@@ -23,7 +23,19 @@ LAYERS = [
     *("config", "static", "process", "private"),
 ]
 BASE = {
-    *("array", "faults", "hugging_face", "image", "kinds", "own_code", "runfolder", "table", "text", "transfer"),
+    *(
+        "address",
+        "array",
+        "faults",
+        "hugging_face",
+        "image",
+        "kinds",
+        "own_code",
+        "runfolder",
+        "table",
+        "text",
+        "transfer",
+    ),
     *("version", "words"),
 }
 """Files that any folder of the core may import, and that import only each other."""
@@ -31,7 +43,13 @@ STAND_ON_SERVE = {"deeplightning.api", "deeplightning.torch_server", "deeplightn
 PARTS = {"data", "task", "model", "loss"}
 OPEN_TO_PARTS = {
     *("deeplightning.config.target.build", "deeplightning.image", "deeplightning.text", "deeplightning.transfer"),
-    *("deeplightning.words", "deeplightning.table", "deeplightning.array", "deeplightning.kinds"),
+    *(
+        "deeplightning.address",
+        "deeplightning.words",
+        "deeplightning.table",
+        "deeplightning.array",
+        "deeplightning.kinds",
+    ),
 }
 FILES = sorted([*ROOT.glob("deeplightning/**/*.py"), *ROOT.glob("serve/**/*.py")])
 

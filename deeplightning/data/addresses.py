@@ -1,0 +1,132 @@
+"""`data.root` as an address, such as `s3://BUCKET/FOLDER`: its files are copied into the user's cache, once, and data
+modules read the copy.
+
+A folder of the cache is named by the address and by what the store tells of its files: names, sizes, dates, checksums.
+Where one of them changes, all are copied again, into another folder; the former one stays for the runs that read it.
+Deleting a folder is safe when no run uses it.
+"""
+
+import hashlib
+import json
+import logging
+import os
+import posixpath
+import re
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from deeplightning.address import is_address, shown
+from deeplightning.data.errors import DataConfigError, DataError
+
+VERSIONS = {
+    *("etag", "md5", "md5hash", "content-md5", "checksum", "crc32c", "digest", "sha256", "blob_id", "generation"),
+    *("mtime", "modified", "last_modified", "last-modified", "lastmodified", "created", "updated"),
+}
+"""Lower-case names under which fsspec's file systems give the version of a file."""
+
+_PARTIAL = ".partial-"
+
+log = logging.getLogger("deeplightning")
+
+
+def folder_of(root: str, files: Sequence[str] = ()) -> Path:
+    """The local folder of `data.root`, absolute.
+
+    Args:
+        root: a path, or an address.
+        files: those that are needed, relative to it; of an address no others are copied. None: all.
+
+    Raises:
+        DataConfigError: the address is wrong.
+        DataError: it does not answer, has no such files, a library is missing, or the disk is full.
+    """
+    return _copied(root, tuple(sorted(files))) if is_address(root) else Path(root).expanduser().absolute()
+
+
+@lru_cache
+def _copied(root: str, files: tuple[str, ...]) -> Path:
+    from filelock import FileLock
+
+    for name in files:
+        if name.startswith(("/", "~")) or ".." in name.split("/"):
+            raise DataConfigError(f"{name} is not inside data.root: {shown(root)}")
+    if re.match(r"[^/]+://[^/@]*:[^/@]*@", root):
+        raise DataConfigError("data.root has a password, which a run would keep; give it by the store's own settings.")
+    system, found = _listed(root, files)
+    manifest = {name: [size, version] for name, (_, size, version) in sorted(found.items())}
+    top = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deeplightning" / "data"
+    folder = top / _short(root) / _short(json.dumps(manifest))
+    try:
+        folder.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with FileLock(folder.parent / "lock"):
+            if not folder.is_dir():
+                _copy(system, root, found, folder)
+    except OSError as error:
+        raise DataError(f"{shown(root)} cannot be copied to {folder.parent}: {error.strerror or error}") from error
+    return folder
+
+
+def _listed(root: str, files: tuple[str, ...]) -> tuple[Any, dict[str, tuple[str, int, str]]]:
+    """The file system, and of each file under its name: its path there, bytes, version."""
+    try:
+        from fsspec.core import url_to_fs
+
+        system, top = url_to_fs(root)
+        if files:
+            infos = {name: system.info(f"{top.rstrip('/')}/{name}") for name in files}
+        else:
+            listing: Mapping[str, Any] = system.find(top, detail=True)
+            infos = {posixpath.relpath(path, top or "."): info for path, info in listing.items()}
+    except FileNotFoundError as error:
+        raise DataError(f"{shown(root)}: there is no {error.args[-1] if error.args else 'such file'}") from None
+    except ImportError as error:
+        package = re.match(r"Install (\S+)", str(error))  # as fsspec words it
+        remedy = f"pip install {package[1]}" if package else str(error)
+        raise DataError(f"data.root: {shown(root)} needs a library that is not installed: {remedy}") from None
+    except ValueError as error:  # no such protocol
+        raise DataConfigError(f"data.root: {shown(root)}: {error}") from None
+    except Exception as error:  # each store has its own
+        words = " ".join(str(error).split())[:200] or type(error).__name__
+        raise DataError(f"data.root: {shown(root)} does not answer: {words}") from error
+    if not infos or any(name.split("/")[0] in ("..", ".") for name in infos):
+        raise DataError(f"data.root: there are no files below {shown(root)}")
+    found = {}
+    for name, info in infos.items():
+        version = {key: str(value) for key, value in sorted(info.items()) if key.lower() in VERSIONS}
+        found[name] = (info["name"], int(info.get("size") or 0), json.dumps(version))
+    if all(version == "{}" for _, _, version in found.values()):
+        log.warning(
+            "data       %s gives neither dates nor checksums: a change of the same size is not noticed", shown(root)
+        )
+    return system, found
+
+
+def _copy(system: Any, root: str, found: Mapping[str, tuple[str, int, str]], folder: Path) -> None:
+    for former in folder.parent.glob(f"{_PARTIAL}*"):  # of a process that was killed
+        shutil.rmtree(former, ignore_errors=True)
+    total = sum(size for _, size, _ in found.values())
+    free = shutil.disk_usage(folder.parent).free
+    if total > free:
+        needed = f"{total / 2**30:.3g} GiB, and {folder.parent} has {free / 2**30:.3g}"
+        raise DataError(f"{shown(root)} has {needed} free; XDG_CACHE_HOME names another folder")
+    log.info("data       copying %.3g MiB, files: %d, from %s", total / 2**20, len(found), shown(root))
+    partial = Path(tempfile.mkdtemp(prefix=_PARTIAL, dir=folder.parent))
+    try:
+        for name in found:
+            (partial / name).parent.mkdir(parents=True, exist_ok=True)
+        system.get([path for path, _, _ in found.values()], [str(partial / name) for name in found])
+        partial.rename(folder)
+    except OSError:
+        raise
+    except Exception as error:  # each store has its own
+        raise DataError(f"{shown(root)} cannot be copied: {' '.join(str(error).split())[:200]}") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _short(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
