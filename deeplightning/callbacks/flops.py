@@ -1,14 +1,31 @@
-"""`engine.profiler: flops`: how many floating-point operations a training step takes, by module."""
+"""Floating-point operations of training: by module in a step (`engine.profiler: flops`), and per second."""
 
 import logging
+import re
+from time import perf_counter
 from typing import Any
 
 import pytorch_lightning as pl
+import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from deeplightning.callbacks.record import Record
+from deeplightning.callbacks.watch import samples_in
 
 log = logging.getLogger("deeplightning")
+
+PEAKS = {
+    r"H200|H100 80GB HBM3|H100 SXM": (989.4, 494.7, 66.9),
+    r"H100 PCIe": (756.0, 378.0, 51.2),
+    r"A100": (312.0, 156.0, 19.5),
+    r"L40S": (362.0, 183.0, 91.6),
+    r"A10": (125.0, 62.5, 31.2),
+    r"L4": (121.0, 60.0, 30.3),
+    r"V100": (125.0, 15.7, 15.7),
+    r"T4": (65.0, 8.1, 8.1),
+}
+"""By a pattern in the name of a GPU, its peak in 10^12 operations per second without sparsity: in 16 bits, in 32 bits
+with TF32, and in plain 32 bits. From NVIDIA's data sheets. V100 and T4 have no TF32; their 16 bits are float16."""
 
 
 class Flops(pl.Callback):
@@ -43,3 +60,90 @@ class Flops(pl.Callback):
             path.write_text("\n".join([*rows, f"{total:>20,}  operations in all"]) + "\n")
             log.info("%-10s %s operations in a batch, by module in %s", "FLOPs", f"{total:,}", path.name)
             self._counter, self._done = None, True
+
+
+def peak(device: str, precision: str, tf32: bool) -> float | None:
+    """The operations per second that a GPU reaches at best; None: not known.
+
+    Args:
+        device: its name, as CUDA has it.
+        precision: as of Lightning, such as `bf16-mixed`.
+        tf32: whether products of float32 may use TF32.
+    """
+    found = next((row for name, row in PEAKS.items() if re.search(rf"(?<![A-Z0-9])({name})(?![0-9A-Z])", device)), None)
+    if found is None or precision.startswith("64"):
+        return None
+    is_half = precision.startswith(("16", "bf16", "transformer-engine"))
+    return 1e12 * found[0 if is_half else 1 if tf32 else 2]
+
+
+class Utilization(pl.Callback):
+    """Logs at the end of each epoch `flops_per_second` of the first process, and `mfu` (model FLOPs utilisation), its
+    share of the peak of the GPU, where that is known.
+
+    The operations are the matrix products, convolutions and attentions of the first batch, forward and backward, for
+    each sample; operations that activation checkpointing repeats count twice. The time is that of training
+    without validations and without the first batch, which is slow to count. Source of the measure: Chowdhery et al.,
+    PaLM, 2022, appendix B.
+    """
+
+    def __init__(self) -> None:
+        self._counter: FlopCounterMode | None = None
+        self._of_sample: float | None = None  # None: not counted yet
+        self._samples = 0
+        self._seconds = 0.0
+        self._since: float | None = None  # None: the clock stands
+
+    def _now(self, module: pl.LightningModule) -> float:
+        if module.device.type == "cuda":
+            torch.cuda.synchronize(module.device)
+        return perf_counter()
+
+    def _pause(self, module: pl.LightningModule) -> None:
+        if self._since is not None:
+            self._seconds += self._now(module) - self._since
+            self._since = None
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._samples, self._seconds = 0, 0.0
+        self._since = None if self._of_sample is None else self._now(pl_module)
+
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+        if self._of_sample is None:
+            self._counter = FlopCounterMode(display=False)
+            self._counter.__enter__()
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, *_: Any) -> None:
+        if self._counter is None:
+            self._samples += samples_in(batch)
+            return
+        self._counter.__exit__(None, None, None)
+        self._of_sample, self._counter = self._counter.get_total_flops() / (samples_in(batch) or 1), None
+        if self._of_sample == 0:
+            log.warning("FLOPs      the first batch has none that can be counted; compiled networks hide them")
+        self._since = self._now(pl_module)
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._pause(pl_module)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if trainer.state.fn == "fit" and not trainer.sanity_checking and self._of_sample is not None:
+            self._since = self._now(pl_module)
+
+    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._pause(pl_module)
+        if not self._of_sample or not self._samples or self._seconds <= 0:
+            return
+        speed = self._of_sample * self._samples / self._seconds
+        found = {"flops_per_second": speed}
+        if pl_module.device.type == "cuda":
+            name = torch.cuda.get_device_name(pl_module.device)
+            best = peak(name, str(trainer.precision), torch.get_float32_matmul_precision() != "highest")
+            if best is not None:
+                found["mfu"] = speed / best
+        pl_module.log_dict(found, rank_zero_only=True)
+
+    def on_exception(self, *_: Any) -> None:
+        if self._counter is not None:
+            self._counter.__exit__(None, None, None)
+            self._counter = None
