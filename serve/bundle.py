@@ -233,6 +233,7 @@ _MODELS = {
     "int8": _NAMES.bundle_int8.name,
     "fp16": _NAMES.bundle_fp16.name,
 }
+_FOR_OTHERS = {_NAMES.bundle_torchscript.name, _NAMES.bundle_pt2.name}  # no server opens them
 _DTYPES: dict[str, type] = {"image": np.uint8, "text": np.int64, "table": np.float32, "array": np.float32}
 _SPECS = {"image": "image", "text": "text", "table": "row", "array": "row"}
 _TEXT_FILES = ("vocabulary.txt", "tokenizer.json")
@@ -341,7 +342,7 @@ def _is_origin(run: object) -> bool:
 
 def _check_files(folder: Path, digests: object, precision: str) -> None:
     """Every file that is needed is here, in the folder itself, and is what was exported. The model of another precision
-    is not needed."""
+    is not needed, nor one in a format of torch."""
     listed = digests if isinstance(digests, dict) else {}
     needed = {_NAMES.bundle_model.name, _NAMES.bundle_weights.name}
     _expect(needed <= set(listed), f"does not list the digests of {' and '.join(sorted(needed))}", folder)
@@ -354,7 +355,7 @@ def _check_files(folder: Path, digests: object, precision: str) -> None:
     )
     for name, digest in listed.items():
         _expect(bool(_FILE.fullmatch(name)), f"lists {name!r:.80}, which is no file name", folder)
-        if name in _MODELS.values() and name != model:
+        if name in _FOR_OTHERS or (name in _MODELS.values() and name != model):
             continue
         with _opened(folder, name) as stream:
             found = hashlib.file_digest(stream, "sha256").hexdigest()

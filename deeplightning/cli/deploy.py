@@ -53,12 +53,14 @@ def command(run: str, overrides: Sequence[str] = (), allow: Sequence[str] = ()) 
     if not whole or (settings.precision in models and not models[settings.precision].is_file()):
         admit(folder, allow, "serve")
         import_lazily()
-        from deeplightning.export.bundle import NotExpressible
+        from deeplightning.export.bundle import FormatError, NotExpressible
         from deeplightning.run.bundle import export_run, halve_run, quantize_run
 
         try:
             if not whole:
                 export_run(folder, allow, "serve")
+        except FormatError as error:  # the server does without
+            print(f"warning: {error}", file=sys.stderr)
         except NotExpressible as error:
             key = "serve.precision" if settings.precision in models else "serve.tensorrt" if settings.tensorrt else None
             if key is not None:

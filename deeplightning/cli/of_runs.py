@@ -67,14 +67,21 @@ def predict(run: str, images: tuple[Path, ...], out: Path | None, allow: tuple[s
 
 @cli.command()
 @with_run
+@click.option(
+    "--format",
+    "formats",
+    multiple=True,
+    type=click.Choice(["onnx", "torchscript", "pt2"]),
+    help="Write the network in this format too; repeatable. ONNX is always written.",
+)
 @with_allow
 @with_code
-def export(run: str, allow: tuple[str, ...], code: str | None) -> None:
-    """Write the bundle of RUN that the server answers from."""
+def export(run: str, formats: tuple[str, ...], allow: tuple[str, ...], code: str | None) -> None:
+    """Write the bundle of RUN that the server answers from, with the formats of its train.export."""
     from deeplightning.run.bundle import export_run
 
     streams.outlive_reader()
-    click.echo(export_run(folder_of(run, code, allow), allow))
+    click.echo(export_run(folder_of(run, code, allow), allow, formats=formats))
 
 
 @cli.command(context_settings=LOOSE, epilog="serve.KEY=VALUE sets a key of the server; for example serve.max_batch=32")

@@ -63,6 +63,7 @@ ServeDevice = Literal[
 
 Mode = Literal["min", "max"]
 BETTER = "whether less (`min`) or more (`max`) is better; null: what the metric's class says, else its name"
+ExportFormat = Literal["onnx", "torchscript", "pt2"]
 Stage = Literal["train", "validate", "test", "predict"]
 
 
@@ -395,7 +396,12 @@ class Train(Section):
         "`fast`",
         False,
     )
-    export: bool = key("write the bundle that `deploy.sh` serves when training has ended", True)
+    export: bool | list[ExportFormat] = key(
+        "write the bundle that `deploy.sh` serves when training has ended; a list names the formats in it: `onnx`, "
+        "which is always there, and `torchscript` and `pt2` for programs with torch",
+        True,
+        example="[onnx, pt2]",
+    )
 
 
 @dataclass

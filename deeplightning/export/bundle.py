@@ -59,6 +59,10 @@ class NotExpressible(CheckpointError):
     """The network computes what no ONNX graph can say; torch can answer with it all the same."""
 
 
+class FormatError(CheckpointError):
+    """A format of torch cannot express the network; the bundle is complete without it."""
+
+
 class Exportable(Protocol):
     """What a task offers to be exported."""
 
@@ -295,7 +299,7 @@ def _trace(
     except Exception as error:  # whatever torch stumbles over, it is the network that cannot be exported
         layer = _layer(model, error)
         place = f" (in layer {layer})" if layer else ""
-        raise NotExpressible(f"The network cannot be exported to ONNX{place}: {_reason(error)}") from error
+        raise NotExpressible(f"The network cannot be exported to ONNX{place}: {reason(error)}") from error
     assert graph is not None, "torch.onnx.export gives a program, unless it gets a file"
     ClearMetadataAndDocStringPass()(graph.model)  # torch notes source lines with this machine's paths
     return graph
@@ -310,7 +314,7 @@ def _layer(model: nn.Module, error: BaseException) -> str | None:
     )
 
 
-def _reason(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
     """The first line of what lies at the bottom of `error`."""
     while error.__cause__ is not None:
         error = error.__cause__
@@ -334,7 +338,7 @@ def _proved(file: Path, samples: np.ndarray, expected: np.ndarray) -> np.ndarray
             wanted = np.resize(expected, (size, *expected.shape[1:]))
             worst = np.maximum(worst, np.abs(answers_of(session, batch) - wanted).max())
     except Exception as error:  # onnxruntime's exceptions have no common class of their own
-        raise CheckpointError(f"ONNX Runtime does not take the exported network: {_reason(error)}") from error
+        raise CheckpointError(f"ONNX Runtime does not take the exported network: {reason(error)}") from error
     worst = float(np.maximum(worst, np.abs(answers - expected).max()))
     allowed = TOLERANCE * max(1.0, float(np.abs(expected).max()))
     if not worst <= allowed:  # so that nan is refused as well
@@ -367,7 +371,7 @@ def _proved_texts(file: Path, spec: TextSpec, rows: list[np.ndarray], expected: 
                 if texts is rows:
                     answers[chosen] = given
     except Exception as error:  # onnxruntime's exceptions have no common class of their own
-        raise CheckpointError(f"ONNX Runtime does not take the exported network: {_reason(error)}") from error
+        raise CheckpointError(f"ONNX Runtime does not take the exported network: {reason(error)}") from error
     if not worst <= TOLERANCE:  # so that nan is refused as well
         raise CheckpointError(
             f"The exported network answers otherwise than the checkpoint: probabilities differ by up to {worst:.3g}, "

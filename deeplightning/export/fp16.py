@@ -5,21 +5,17 @@ last one, such as a softmax, keep 32. ONNX Runtime computes such a model on the 
 (1.31), so what overflows in 16 is noticed only by the server, which compares the answers on the GPU it serves from.
 """
 
-import base64
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper, shape_inference
 
+from deeplightning.export.added import REFUSED, add_model, card_of, golden_inputs, weighted_layers
 from deeplightning.export.bundle import digest_of, session_of
-from deeplightning.export.int8 import REFUSED, add_model, card_of, golden_samples, weighted_layers
 from deeplightning.faults import CheckpointError, SetupError
-from deeplightning.kinds import KINDS, row_spec
 from deeplightning.runfolder import RunFolder
-from deeplightning.text import TextSpec
 
 MAX_DIFFERENCE = 0.02
 """How far an answer of the fp16 model, from 0 to 1, may be from that of fp32; the server has the same bound."""
@@ -53,7 +49,7 @@ def halve(folder: RunFolder) -> float:
     try:
         with tempfile.TemporaryDirectory() as place:
             model = _fp16_model(folder.bundle_model, Path(place))
-            inputs = _golden_inputs(folder, card)
+            inputs = golden_inputs(folder, card)
             expected = session_of(folder.bundle_model).run(None, inputs)[0]
             difference = float(np.abs(session_of(model).run(None, inputs)[0] - expected).max())
             if not difference <= MAX_DIFFERENCE:  # so that nan is refused as well
@@ -67,21 +63,6 @@ def halve(folder: RunFolder) -> float:
     except OSError as error:
         raise SetupError(f"The bundle {folder.bundle} cannot be written: {error}.") from error
     return difference
-
-
-def _golden_inputs(folder: RunFolder, card: dict[str, Any]) -> dict[str, np.ndarray]:
-    """The golden samples as the model takes them, by the name of its input."""
-    kind = KINDS[card["task"]]
-    if kind.takes == "image":
-        return {"images": golden_samples(card)}
-    if kind.takes != "text":
-        rows = row_spec(kind.takes, card["input"])
-        given = card["golden"]["rows" if kind.takes == "table" else "arrays"]
-        values: Any = given if kind.takes == "table" else map(base64.b64decode, given)
-        return {kind.input: rows.stack([rows.prepare(one) for one in values])}
-    values = card["input"]
-    spec = TextSpec.from_dict(values, (folder.bundle / values["file"]).read_text(encoding="utf-8"))
-    return {"tokens": spec.stack([spec.prepare(text) for text in card["golden"]["texts"]])}
 
 
 def _fp16_model(model: Path, place: Path) -> Path:

@@ -11,14 +11,11 @@ with VNNI (ONNX Runtime 1.31, November 2026): float32 5.4, 3.2, 3.0; this 1.1, 0
 2.5. A network of a few small layers gains nothing. Letters: N images, C channels, H height, W width.
 """
 
-import base64
 import contextlib
-import json
 import logging
 import os
-import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +29,10 @@ import onnxruntime
 from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
 from onnxruntime.quantization.shape_inference import quant_pre_process
 
-from deeplightning.export.bundle import answers_of, digest_of, packed, sealed, session_of, swapped_in
+from deeplightning.export.added import REFUSED, add_model, card_of, golden_samples, weighted_layers
+from deeplightning.export.bundle import answers_of, digest_of, packed, session_of
 from deeplightning.faults import CheckpointError, SetupError
-from deeplightning.image import ImageSpec
-from deeplightning.runfolder import BUNDLE_FORMAT, RunFolder, golden_digest, seal
+from deeplightning.runfolder import RunFolder
 
 CALIBRATION = 256
 """How many images, drawn evenly from the validation set, the ranges of activations are found on."""
@@ -47,9 +44,6 @@ BATCH = 16
 
 Labelled = Callable[[], Iterable[tuple[np.ndarray, np.ndarray]]]
 """Gives the validation set anew at each call, in batches: uint8 (N, C, H, W) and the numbers of their classes (N,)."""
-
-HAVE_WEIGHTS = {"Conv", "ConvTranspose", "Gemm", "MatMul"}
-REFUSED = "serve it with serve.precision=fp32"
 
 
 def quantize(folder: RunFolder, validation: Labelled) -> dict[str, Any]:
@@ -100,43 +94,6 @@ def quantize(folder: RunFolder, validation: Labelled) -> dict[str, Any]:
     except OSError as error:
         raise SetupError(f"The bundle {folder.bundle} cannot be written: {error}.") from error
     return figures
-
-
-def add_model(folder: RunFolder, card: dict[str, Any], model: Path, name: str) -> None:
-    """The bundle with one more model, in the place of the bundle."""
-    with swapped_in(folder.bundle) as new:
-        for file in card["files"].keys() - {name}:
-            _same(folder.bundle / file, new / file)
-        shutil.copyfile(model, new / name)
-        (new / folder.bundle_card.name).write_text(sealed(card), encoding="utf-8")
-
-
-def weighted_layers(model: Path, nodes: Sequence[onnx.NodeProto], precision: str) -> tuple[int, int]:
-    """The first and the last layer with weights: what is before scales pixels, what follows makes probabilities.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-    found = [number for number, node in enumerate(nodes) if node.op_type in HAVE_WEIGHTS]
-    if not found:
-        raise CheckpointError(f"{model} has no layer that {precision} would make quicker; {REFUSED}.")
-    return found[0], found[-1]
-
-
-def card_of(folder: RunFolder) -> dict[str, Any]:
-    """What the bundle says, and its model is the one that it speaks of."""
-    again = "write it again with `deeplightning export RUN`"
-    try:
-        card = json.loads(folder.bundle_card.read_bytes())
-        whole = card["format"] == BUNDLE_FORMAT and card["digest"] == seal(card)
-        whole = whole and card["files"][folder.bundle_model.name] == digest_of(folder.bundle_model)
-        proof = card["golden"].get("digest")  # a bundle of before has none
-        whole = whole and proof in (None, golden_digest(card))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"The bundle {folder.bundle} cannot be read ({error}); {again}.") from error
-    if not whole:
-        raise CheckpointError(f"The bundle {folder.bundle} is damaged, or of another format; {again}.")
-    return card
 
 
 class _EvenSample:
@@ -221,18 +178,3 @@ def _quiet() -> Iterator[None]:
         yield
     finally:
         root.removeHandler(silent)
-
-
-def golden_samples(card: dict[str, Any]) -> np.ndarray:
-    """uint8 (N, C, H, W)."""
-    spec = ImageSpec.from_dict(card["input"])
-    decoded = [spec.decode(base64.b64decode(png)) for png in card["golden"]["pictures"]]
-    return np.stack(decoded).transpose(0, 3, 1, 2).copy()
-
-
-def _same(file: Path, there: Path) -> None:
-    """The same file in another folder: by a link where the file system has such, since weights are large."""
-    try:
-        os.link(file, there)
-    except OSError:
-        shutil.copy2(file, there)

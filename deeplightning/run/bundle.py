@@ -100,16 +100,18 @@ def is_servable(task: Any) -> bool:
     return any(getattr(task, name, None) is not None for name in ("image_spec", "text_spec", "row_spec"))
 
 
-def export_run(folder: RunFolder, allow: Sequence[str] = (), verb: str = "export") -> Path:
-    """Writes the bundle of a run: its best weights as ONNX, compared with the checkpoint on real samples; and an MLflow
-    model of it, where the config wants one.
+def export_run(folder: RunFolder, allow: Sequence[str] = (), verb: str = "export", formats: Sequence[str] = ()) -> Path:
+    """Writes the bundle of a run: its best weights as ONNX, compared with the checkpoint on real samples, and in the
+    further formats of `train.export`; and an MLflow model of it, where the config wants one.
 
     Args:
         allow, verb: as of `trained_task`.
+        formats: names of `train.export`, besides those of the config.
 
     Raises:
         CheckpointError: there are no weights or no samples, the exported model answers differently, the task does
             not say how its inputs are prepared, or the run is foreign and its config names what may not be built.
+        FormatError: one of the further formats cannot express the network. The bundle is there without it.
     """
     import numpy as np
 
@@ -136,7 +138,30 @@ def export_run(folder: RunFolder, allow: Sequence[str] = (), verb: str = "export
         with permissions_of(folder.path):
             model = write_model(folder)
         log.info("model      %s", model)
+    asked = [*(cfg.train.export if isinstance(cfg.train.export, list) else ()), *formats]
+    _add_formats(task, folder, [name for name in ("torchscript", "pt2") if name in asked])
     return bundle
+
+
+def _add_formats(task: Any, folder: RunFolder, names: Sequence[str]) -> None:
+    """Adds to the bundle each format that can express the network.
+
+    Raises:
+        FormatError: the first that cannot.
+    """
+    if not names:
+        return
+    from deeplightning.export.bundle import FormatError
+    from deeplightning.export.formats import add_format
+
+    failed: list[FormatError] = []
+    for name in names:
+        try:
+            log.info("bundle     %s", add_format(task, folder, name))
+        except FormatError as error:
+            failed.append(error)
+    if failed:
+        raise FormatError("\n".join(map(str, failed)))
 
 
 def quantize_run(folder: RunFolder, allow: Sequence[str] = ()) -> str:

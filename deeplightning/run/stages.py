@@ -204,9 +204,11 @@ def _export_at_the_end(cfg: Config, task: Any, data: Any, record: Any) -> None:
         log.info("bundle     none: the task offers no inference_model, or its data do not say how inputs are prepared")
         return
     keep_samples(data, record.folder)
-    from deeplightning.export.bundle import NotExpressible
+    from deeplightning.export.bundle import FormatError, NotExpressible
 
     try:
         export_run(record.folder)
+    except FormatError as error:
+        log.warning("bundle     %s", error)
     except NotExpressible as error:
         log.warning("bundle     none; deploy.sh will answer by torch, from the checkpoint: %s", error)

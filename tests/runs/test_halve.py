@@ -4,6 +4,7 @@ import collections
 import hashlib
 import json
 
+import exported as kinds
 import numpy as np
 import onnx
 import pytest
@@ -74,6 +75,15 @@ def test_texts_are_halved_too(tmp_path):
     """Attention, its mask and layer norms: the answers stay, to texts of every length."""
     folder = texts.exported(tmp_path)
     assert halve(folder) < 0.005
+    ours, theirs = Bundle.open(folder.path), Bundle.open(folder.path, "fp16")
+    np.testing.assert_allclose(theirs.predict(ours.samples), ours.predict(ours.samples), atol=0.005)
+
+
+@pytest.mark.parametrize("kind", ["table_classification", "array_classification"])
+def test_rows_and_arrays_are_halved_too(kind, tmp_path):
+    """The answers stay those of fp32, and the server opens the model."""
+    folder = kinds.exported(tmp_path / "run", kind)[1]
+    assert 0 < halve(folder) < 0.005
     ours, theirs = Bundle.open(folder.path), Bundle.open(folder.path, "fp16")
     np.testing.assert_allclose(theirs.predict(ours.samples), ours.predict(ours.samples), atol=0.005)
 

@@ -5,6 +5,8 @@ import functools
 import hashlib
 import json
 import logging
+import os
+import shutil
 import tempfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -274,7 +276,7 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(module.shutil, "copyfile", full)
+    monkeypatch.setattr(shutil, "copyfile", full)
     with pytest.raises(SetupError, match=r"bundle cannot be written: .*No space left"):
         quantize(folder, validation(32))
     assert contents(folder) == before
@@ -289,7 +291,7 @@ def test_file_systems_without_links_get_copies(tmp_path, monkeypatch):
     def none(*_):
         raise OSError(95, "Operation not supported")
 
-    monkeypatch.setattr(module.os, "link", none)
+    monkeypatch.setattr(os, "link", none)
     quantize(folder, validation(32))
     assert contents(folder)["weights.safetensors"] == before["weights.safetensors"]
     assert Bundle.open(folder.path, "int8").precision == "int8"

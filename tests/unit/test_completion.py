@@ -129,7 +129,7 @@ def words(last: str, *before: str) -> list[str]:
         ("~train.", ["~train.num_epochs", "~train.early_stop", "~train.early_stop."]),
         ("~s", ["~seed", "~stages"]),
         ("+", ["+stages=", "+model.", "+engine.", "+train.", "+logger.", "+serve."]),
-        ("+train.", ["+train.callbacks="]),
+        ("+train.", ["+train.callbacks=", "+train.export="]),
         ("+model.network.params.", ["+model.network.params.parts="]),
     ],
 )  # fmt: skip

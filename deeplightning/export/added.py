@@ -1,0 +1,92 @@
+"""What the models that join a bundle later share: its card, its golden samples as a network takes them, one more file.
+
+Letters: N samples, C channels, H height, W width.
+"""
+
+import base64
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+
+from deeplightning.export.bundle import digest_of, sealed, swapped_in
+from deeplightning.faults import CheckpointError
+from deeplightning.image import ImageSpec
+from deeplightning.kinds import KINDS, row_spec
+from deeplightning.runfolder import BUNDLE_FORMAT, RunFolder, golden_digest, seal
+from deeplightning.text import TextSpec
+
+HAVE_WEIGHTS = {"Conv", "ConvTranspose", "Gemm", "MatMul"}
+REFUSED = "serve it with serve.precision=fp32"
+
+
+def card_of(folder: RunFolder) -> dict[str, Any]:
+    """What the bundle says, and its model is the one that it speaks of."""
+    again = "write it again with `deeplightning export RUN`"
+    try:
+        card = json.loads(folder.bundle_card.read_bytes())
+        whole = card["format"] == BUNDLE_FORMAT and card["digest"] == seal(card)
+        whole = whole and card["files"][folder.bundle_model.name] == digest_of(folder.bundle_model)
+        proof = card["golden"].get("digest")  # a bundle of before has none
+        whole = whole and proof in (None, golden_digest(card))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"The bundle {folder.bundle} cannot be read ({error}); {again}.") from error
+    if not whole:
+        raise CheckpointError(f"The bundle {folder.bundle} is damaged, or of another format; {again}.")
+    return card
+
+
+def add_model(folder: RunFolder, card: dict[str, Any], model: Path, name: str) -> None:
+    """The bundle with one more model, in the place of the bundle."""
+    with swapped_in(folder.bundle) as new:
+        for file in card["files"].keys() - {name}:
+            _same(folder.bundle / file, new / file)
+        shutil.copyfile(model, new / name)
+        (new / folder.bundle_card.name).write_text(sealed(card), encoding="utf-8")
+
+
+def golden_inputs(folder: RunFolder, card: dict[str, Any]) -> dict[str, np.ndarray]:
+    """The golden samples as the model takes them, by the name of its input."""
+    kind = KINDS[card["task"]]
+    if kind.takes == "image":
+        return {"images": golden_samples(card)}
+    if kind.takes != "text":
+        rows = row_spec(kind.takes, card["input"])
+        given = card["golden"]["rows" if kind.takes == "table" else "arrays"]
+        values: Any = given if kind.takes == "table" else map(base64.b64decode, given)
+        return {kind.input: rows.stack([rows.prepare(one) for one in values])}
+    values = card["input"]
+    spec = TextSpec.from_dict(values, (folder.bundle / values["file"]).read_text(encoding="utf-8"))
+    return {"tokens": spec.stack([spec.prepare(text) for text in card["golden"]["texts"]])}
+
+
+def golden_samples(card: dict[str, Any]) -> np.ndarray:
+    """uint8 (N, C, H, W)."""
+    spec = ImageSpec.from_dict(card["input"])
+    decoded = [spec.decode(base64.b64decode(png)) for png in card["golden"]["pictures"]]
+    return np.stack(decoded).transpose(0, 3, 1, 2).copy()
+
+
+def weighted_layers(model: Path, nodes: Sequence[onnx.NodeProto], precision: str) -> tuple[int, int]:
+    """The first and the last layer with weights: what is before scales pixels, what follows makes probabilities.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    found = [number for number, node in enumerate(nodes) if node.op_type in HAVE_WEIGHTS]
+    if not found:
+        raise CheckpointError(f"{model} has no layer that {precision} would make quicker; {REFUSED}.")
+    return found[0], found[-1]
+
+
+def _same(file: Path, there: Path) -> None:
+    """The same file in another folder: by a link where the file system has such, since weights are large."""
+    try:
+        os.link(file, there)
+    except OSError:
+        shutil.copy2(file, there)

@@ -1,0 +1,138 @@
+"""A bundle gets the network in torch's own formats as well, for programs that have torch and do not want ONNX.
+
+`model.pt2` is written by `torch.export.save` and read by `torch.export.load`; `model.torchscript.pt` is made by
+`torch.jit.trace` and read by `torch.jit.load`, in C++ too. Both take what the ONNX graph takes, in batches of any size,
+and texts of any length. No server opens them: reading such a file of a stranger is not safe. Letters: N samples.
+"""
+
+import contextlib
+import io
+import tempfile
+import warnings
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from deeplightning.export.added import add_model, card_of, golden_inputs
+from deeplightning.export.bundle import BATCHES, MORE_PADDING, TOLERANCE, Exportable, FormatError, digest_of, reason
+from deeplightning.faults import SetupError
+from deeplightning.kinds import KINDS
+from deeplightning.runfolder import RunFolder
+
+Free = dict[int, Any]
+"""Dimensions of any size, by their place: each a `torch.export.Dim`."""
+
+
+def add_format(task: Exportable, folder: RunFolder, name: str) -> Path:
+    """Adds the network in one of `FORMATS` to the bundle of its task, or leaves the bundle as it was.
+
+    `bundle.json` is sealed anew; it gains the file's digest. The file is read again and answers the golden samples, in
+    batches of several sizes, as the network does, within `TOLERANCE`.
+
+    Args:
+        task: that the bundle was made from.
+        folder: of the run; it has a bundle.
+        name: a key of `FORMATS`.
+
+    Returns:
+        the file.
+
+    Raises:
+        CheckpointError: the bundle is damaged.
+        FormatError: the network cannot be expressed in this format.
+        SetupError: the folder cannot be written.
+    """
+    file_name, write, read = FORMATS[name]
+    card, model = card_of(folder), task.inference_model()
+    (samples,) = golden_inputs(folder, card).values()  # (N, …), texts (N, L)
+    free: Free = {0: torch.export.Dim("batch", min=1)}
+    longer = samples
+    if KINDS[card["task"]].takes == "text":
+        spec = task.text_spec
+        free[1] = torch.export.Dim("length", min=1, max=spec.limit)
+        length = min(samples.shape[1] + MORE_PADDING, spec.limit or samples.shape[1] + MORE_PADDING)
+        longer = np.pad(samples, ((0, 0), (0, length - samples.shape[1])), constant_values=spec.padding)
+    example = torch.from_numpy(np.resize(longer, (2, *longer.shape[1:])))
+    try:
+        with tempfile.TemporaryDirectory() as place:
+            file = Path(place) / file_name
+            try:
+                with _quiet():
+                    write(model, example, free, file)
+                    again = read(file)
+                    worst = max(
+                        _difference(model, again, batch) for inputs in (samples, longer) for batch in _sets(inputs)
+                    )
+            except OSError:
+                raise
+            except Exception as error:  # whatever torch raises, the network cannot be expressed
+                why = reason(error).rstrip(".")
+                raise FormatError(
+                    f"The network cannot be exported as {name}: {why}. The bundle {folder.bundle} has it as ONNX; "
+                    f"leave {name} out of train.export."
+                ) from error
+            with torch.inference_mode():
+                allowed = TOLERANCE * max(1.0, float(model(torch.from_numpy(samples)).abs().max()))
+            if not worst <= allowed:  # so that nan is refused as well
+                raise FormatError(
+                    f"The network exported as {name} answers otherwise than the checkpoint: answers differ by up to "
+                    f"{worst:.3g}, allowed are {allowed:g}. The bundle {folder.bundle} has it as ONNX; leave {name} "
+                    "out of train.export."
+                )
+            card["files"][file_name] = digest_of(file)
+            add_model(folder, card, file, file_name)
+    except OSError as error:
+        raise SetupError(f"The bundle {folder.bundle} cannot be written: {error}.") from error
+    return folder.bundle / file_name
+
+
+def _sets(samples: np.ndarray) -> list[np.ndarray]:
+    """Batches of all sizes that a network is tried with."""
+    return [samples, *(np.resize(samples, (size, *samples.shape[1:])) for size in BATCHES)]
+
+
+def _difference(model: nn.Module, other: Any, batch: np.ndarray) -> float:
+    """The largest, of two models' answers to a batch; infinite where their shapes differ."""
+    with torch.inference_mode():
+        expected, given = (one(torch.from_numpy(batch.copy())) for one in (model, other))
+    return float((expected - given).abs().max()) if expected.shape == given.shape else float("inf")
+
+
+@contextlib.contextmanager
+def _quiet() -> Any:
+    """Torch calls TorchScript deprecated, and warns of each value that a trace takes as a constant; the proof finds
+    those that matter."""
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _write_pt2(model: nn.Module, example: torch.Tensor, free: Free, file: Path) -> None:
+    program = torch.export.export(model, (example,), dynamic_shapes=(free,))
+    for node in program.graph.nodes:
+        node.meta.pop("stack_trace", None)  # paths of this machine
+    torch.export.save(program, file)
+
+
+def _write_torchscript(model: nn.Module, example: torch.Tensor, free: Free, file: Path) -> None:
+    """Without `debug_pkl`, which has the paths of source files on this machine; torch reads it where it is there."""
+    content = io.BytesIO()
+    torch.jit.save(torch.jit.trace(model, example), content)
+    with zipfile.ZipFile(content) as whole, zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as kept:
+        for entry in whole.infolist():
+            if not entry.filename.endswith(".debug_pkl"):
+                kept.writestr(zipfile.ZipInfo(entry.filename), whole.read(entry))
+
+
+Write = Callable[[nn.Module, torch.Tensor, Free, Path], None]
+_NAMES = RunFolder(".")
+FORMATS: dict[str, tuple[str, Write, Callable[[Path], Any]]] = {
+    "torchscript": (_NAMES.bundle_torchscript.name, _write_torchscript, torch.jit.load),
+    "pt2": (_NAMES.bundle_pt2.name, _write_pt2, lambda file: torch.export.load(file).module()),
+}
+"""What can be added to a bundle: the file's name, what writes it, and what reads it, by name."""

@@ -1,0 +1,151 @@
+"""A bundle has the network in torch's formats where `train.export` or `--format` names them, proved equal to it."""
+
+import hashlib
+import json
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from exported import exported
+from torch import nn
+
+from deeplightning.export.added import golden_inputs
+from deeplightning.export.bundle import FormatError
+from deeplightning.export.formats import FORMATS, add_format
+from deeplightning.faults import SetupError
+from deeplightning.kinds import KINDS
+from deeplightning.runfolder import RunFolder, golden_digest, seal
+from serve.bundle import Bundle
+
+
+def contents(folder):
+    return {file.name: file.read_bytes() for file in folder.bundle.iterdir()}
+
+
+def loaded(folder, name):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch calls TorchScript deprecated
+        if name == "torchscript":
+            return torch.jit.load(folder.bundle_torchscript)
+        return torch.export.load(folder.bundle_pt2).module()
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind == "table_regression" else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
+)
+def test_each_kind_is_there_in_each_format(kind, tmp_path):
+    """The file answers as the network in batches of any size; the card has its digest, and the server opens the bundle
+    as before."""
+    task, folder = exported(tmp_path / "run", kind)
+    before = contents(folder)
+    for name in FORMATS:
+        assert add_format(task, folder, name).is_file()
+    after, card = contents(folder), json.loads(folder.bundle_card.read_text())
+    files = {"model.torchscript.pt", "model.pt2"}
+    assert after.keys() == before.keys() | files
+    assert {name: card["files"][name] for name in files} == {
+        name: hashlib.sha256(after[name]).hexdigest() for name in files
+    }
+    assert card["digest"] == seal(card)
+    assert card["golden"]["digest"] == golden_digest(card)
+    (samples,) = golden_inputs(folder, card).values()
+    for name in FORMATS:
+        network = loaded(folder, name)
+        for size in (1, 2, 7):
+            batch = torch.from_numpy(np.resize(samples, (size, *samples.shape[1:])))
+            with torch.inference_mode():
+                torch.testing.assert_close(network(batch), task.inference_model()(batch), atol=1e-5, rtol=1e-5)
+    assert Bundle.open(folder.path).precision == "fp32"
+
+
+@pytest.fixture(scope="module")
+def both(tmp_path_factory):
+    """A bundle of pictures with both formats."""
+    task, folder = exported(tmp_path_factory.mktemp("run"), "image_classification")
+    for name in FORMATS:
+        add_format(task, folder, name)
+    return task, folder
+
+
+def test_nothing_of_this_machine_is_in_them(both):
+    """No path of a source file."""
+    import zipfile
+
+    for file in (both[1].bundle_torchscript, both[1].bundle_pt2):
+        with zipfile.ZipFile(file) as parts:
+            for name in parts.namelist():
+                content = parts.read(name)
+                assert b"site-packages" not in content, name
+                assert b"exported.py" not in content, name
+
+
+def test_a_server_does_without_them(both, tmp_path):
+    """It neither opens nor needs them."""
+    folder = RunFolder(tmp_path)
+    folder.bundle.mkdir()
+    for name, content in contents(both[1]).items():
+        if name not in ("model.pt2", "model.torchscript.pt"):
+            (folder.bundle / name).write_bytes(content)
+    assert Bundle.open(folder.path).precision == "fp32"
+
+
+class OtherwiseWhenTraced(nn.Module):
+    def forward(self, rows):
+        return rows.mean(1, keepdim=True).repeat(1, 3) * (1.1 if torch.jit.is_tracing() else 1)
+
+
+class RefusesTraces(nn.Module):
+    def forward(self, rows):
+        if torch.jit.is_tracing():
+            raise RuntimeError("no trace of me")
+        return rows.mean(1, keepdim=True).repeat(1, 3)
+
+
+@pytest.mark.parametrize(
+    ("network", "words"),
+    [
+        (RefusesTraces(), r"cannot be exported as torchscript: no trace of me\."),
+        (
+            OtherwiseWhenTraced(),
+            "exported as torchscript answers otherwise than the checkpoint: answers differ by up to",
+        ),
+    ],
+)
+def test_a_network_that_a_format_cannot_express_leaves_the_bundle(network, words, tmp_path):
+    """One note with the format and the next step; exit code 4."""
+    task, folder = exported(tmp_path, "table_regression", network)
+    before = contents(folder)
+    with pytest.raises(FormatError, match=words) as error:
+        add_format(task, folder, "torchscript")
+    assert "leave torchscript out of train.export" in str(error.value)
+    assert error.value.exit_code == 4
+    assert contents(folder) == before
+    assert [path.name for path in folder.path.iterdir()] == ["bundle"]
+    add_format(task, folder, "pt2")
+
+
+def test_a_full_disk_is_named(tmp_path, monkeypatch):
+    """Exit code 3, and the bundle stays as it was."""
+    task, folder = exported(tmp_path, "table_regression")
+    before = contents(folder)
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("shutil.copyfile", full)
+    with pytest.raises(SetupError, match=r"cannot be written: .*No space left"):
+        add_format(task, folder, "pt2")
+    assert contents(folder) == before
+
+
+def test_a_run_has_the_formats_of_its_config(train, command, place):
+    """`train.export: [onnx, pt2]` when training ends; `export --format` adds another one for once."""
+    run = train("train.num_epochs=1", "data.module.params.limit=100", "train.export=[onnx,pt2]")
+    folder = RunFolder(run.folder)
+    assert folder.bundle_pt2.is_file()
+    assert not folder.bundle_torchscript.exists()
+    done = command("export", str(folder.path), "--format", "torchscript", cwd=place)
+    assert done.stdout.strip() == str(folder.bundle)
+    assert folder.bundle_pt2.is_file()
+    assert folder.bundle_torchscript.is_file()
