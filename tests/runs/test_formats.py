@@ -146,6 +146,6 @@ def test_a_run_has_the_formats_of_its_config(train, command, place):
     assert folder.bundle_pt2.is_file()
     assert not folder.bundle_torchscript.exists()
     done = command("export", str(folder.path), "--format", "torchscript", cwd=place)
-    assert done.stdout.strip() == str(folder.bundle)
+    assert done.out.strip().splitlines()[-1] == str(folder.bundle)
     assert folder.bundle_pt2.is_file()
     assert folder.bundle_torchscript.is_file()
