@@ -63,7 +63,8 @@ def train(config: str | Path | Given | Config, overrides: Sequence[str] = ()) ->
     second one ends it at once.
 
     Args:
-        config: a file, `pkg://` address, dict, OmegaConf object, or what `deeplightning.load_config` returned.
+        config: a file, an address (`pkg://`, `https://` and others), a dict, an OmegaConf object, or what
+            `deeplightning.load_config` returned.
         overrides: as of the command: `key=value`, `~key`, `+list=[x]`.
 
     Returns:
