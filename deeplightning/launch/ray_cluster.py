@@ -110,8 +110,8 @@ def _find(address: str | None) -> str | None:
         return None
     if address not in (None, "auto"):
         return address
-    if address := os.environ.get("RAY_ADDRESS"):
-        return None if address == "local" else address
+    if named := os.environ.get("RAY_ADDRESS"):
+        return None if named == "local" else named
     with contextlib.suppress(OSError, ValueError):
         noted = _noted()
         with contextlib.suppress(SetupError):  # of a cluster that has ended
