@@ -20,6 +20,7 @@ from torch import distributed
 
 from deeplightning.own_code import is_theirs, short
 from deeplightning.private.torch import dispatch_mode
+from deeplightning.process.failure import says_lost
 
 LIMIT = 120.0
 """Seconds without news from either process, after which they are given up."""
@@ -141,6 +142,8 @@ def compare(one: list[Event], other: list[Event]) -> str | None:
     failed = [rank for rank in range(2) if at[rank].kind == "error"]
     if len(failed) == 2 and at[0].what == at[1].what:
         return f"with two processes it fails: {at[0].what}"
+    if len(failed) == 2:  # one may have failed only because the other has ended
+        failed = [rank for rank in failed if not says_lost(at[rank].what)] or failed
     if failed:
         return f"rank {failed[0]} fails where rank {1 - failed[0]} does not: {at[failed[0]].what}"
     if at[0].kind == at[1].kind == "end":

@@ -60,7 +60,12 @@ class RankError(UserError):
 
 def is_lost(error: BaseException) -> bool:
     """Whether an error only says that another process is gone or does not answer."""
-    return isinstance(error, RuntimeError) and _LOST.search(str(error)) is not None
+    return isinstance(error, RuntimeError) and says_lost(str(error))
+
+
+def says_lost(message: str) -> bool:
+    """Whether a message of gloo, NCCL or torch's store only says that another process is gone or does not answer."""
+    return _LOST.search(message) is not None
 
 
 def place_in(frames: Iterable[tuple[str, int]]) -> str | None:
