@@ -291,7 +291,7 @@ def _has_exactly(what: str, values: Any, known: Sequence[str]) -> None:
 
 
 def is_missing(value: Any) -> bool:
-    """Whether a value of a file or a request means that there is none."""
+    """Whether a value of a file or a request is missing."""
     if isinstance(value, str):
         return value.strip().lower() in MISSING
     return value is None or (isinstance(value, float) and math.isnan(value))

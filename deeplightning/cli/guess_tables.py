@@ -22,7 +22,7 @@ MAX_CLASSES = 1000
 MAX_FEW = 20
 """Different whole numbers that may be classes."""
 MISSING = ("", "na", "n/a", "nan", "null", "none")
-"""Words that stand for a missing value, as `deeplightning.table` has it."""
+"""Words that mean a missing value, the same as in `deeplightning.table`."""
 
 LABELS = ("label", "class", "category", "sentiment", "target", "y")
 TARGETS = ("target", "y", "price", "value", "label")

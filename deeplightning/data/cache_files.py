@@ -59,7 +59,7 @@ class CacheFolder:
         row: bytes of a row.
 
     Raises:
-        FileNotFoundError: on entering, if there is none.
+        FileNotFoundError: on entering, if the folder does not exist.
         Unusable: on entering, or when a file is opened, if another user could have written it.
     """
 
@@ -114,7 +114,7 @@ class CacheFolder:
         yield
 
     def sign(self) -> None:
-        """Shows those that wait that work goes on."""
+        """Shows the processes that wait that this one is still working."""
         os.utime(self._lock)
 
     def open(self) -> np.ndarray:

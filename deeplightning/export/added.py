@@ -26,7 +26,7 @@ REFUSED = "serve it with serve.precision=fp32"
 
 
 def card_of(folder: RunFolder) -> dict[str, Any]:
-    """What the bundle says, and its model is the one that it speaks of."""
+    """The content of `bundle.json`, after a check that it describes the files in the bundle."""
     again = "write it again with `deeplightning export RUN`"
     try:
         card = json.loads(folder.bundle_card.read_bytes())
@@ -73,10 +73,10 @@ def golden_samples(card: dict[str, Any]) -> np.ndarray:
 
 
 def weighted_layers(model: Path, nodes: Sequence[onnx.NodeProto], precision: str) -> tuple[int, int]:
-    """The first and the last layer with weights: what is before scales pixels, what follows makes probabilities.
+    """The first and the last layer with weights. Nodes before them scale pixels, those after compute probabilities.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: no layer has weights.
     """
     found = [number for number, node in enumerate(nodes) if node.op_type in HAVE_WEIGHTS]
     if not found:

@@ -1,7 +1,7 @@
 """The files that a data module reads, by name, size and SHA-256, so that a changed one can be named later.
 
 Which they are, the data module tells (`files`), or it keeps their paths as attributes, or the config names them in its
-params; else it is all that lies in `data.root`. Of data without files, the arrays in the module are digested. Data
+params; else it is all that lies in `data.root`. For data without files, the arrays in the module are hashed. Data
 that come with a package need nothing but its version. Standard library only.
 """
 
