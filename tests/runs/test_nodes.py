@@ -545,14 +545,18 @@ def test_torchrun_goes_on_in_the_same_run(by_torchrun, alone, store, tracked, tm
 
 
 @pytest.fixture(scope="module")
-def told_by_mpirun():
+def told_by_mpirun(tmp_path_factory):
     """What `mpirun -np 2` tells its two processes."""
     if shutil.which("mpirun") is None:
         pytest.skip("there is no mpirun; Debian has it in openmpi-bin")
-    program = "import json, os; print(json.dumps({n: v for n, v in os.environ.items() if n[:4] in ('OMPI', 'PMIX')}))"
-    told = mpirun(sys.executable, "-c", program, timeout=60)
+    folder = tmp_path_factory.mktemp("mpirun")
+    program = (  # a file for each process: in one pipe their lines can mix
+        "import json, os, pathlib, sys; told = {n: v for n, v in os.environ.items() if n[:4] in ('OMPI', 'PMIX')}; "
+        "pathlib.Path(sys.argv[1], told['OMPI_COMM_WORLD_RANK']).write_text(json.dumps(told))"
+    )
+    told = mpirun(sys.executable, "-c", program, str(folder), timeout=60)
     assert told.returncode == 0, told.stderr
-    return [json.loads(line) for line in told.stdout.splitlines()]
+    return [json.loads(file.read_text()) for file in sorted(folder.iterdir())]
 
 
 def mpirun(*words, **options):
