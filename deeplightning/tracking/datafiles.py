@@ -1,8 +1,8 @@
 """The files that a data module reads, by name, size and SHA-256, so that a changed one can be named later.
 
-Which they are, the data module tells (`files`), or it keeps their paths as attributes, or the config names them in its
-params; else it is all that lies in `data.root`. For data without files, the arrays in the module are hashed. Data
-that come with a package need nothing but its version. Standard library only.
+The data module names them in `files`, keeps their paths as attributes, or gets them from the config's params; else they
+are all files below `data.root`. For data without files, the arrays in the module are hashed. For data that come with a
+package, its version is enough. Standard library only.
 """
 
 import hashlib
