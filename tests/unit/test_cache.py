@@ -30,6 +30,7 @@ from deeplightning.image import ImageSpec
 
 COUNT = 36  # images in `root`
 ROW = 3 * 8 * 8  # bytes of one, prepared
+SETTLED = cache_module.SETTLED  # as other processes have it
 
 
 @pytest.fixture(autouse=True)
@@ -662,7 +663,7 @@ def test_a_run_of_two_ranks(root, cache, job):
 
     expected, none = run("off")
     changed = max(path.stat().st_ctime for path in root.rglob("*"))
-    time.sleep(max(0.0, changed + cache_module.SETTLED + 0.1 - time.time()))  # a younger file is read again
+    time.sleep(max(0.0, changed + SETTLED + 0.1 - time.time()))  # the second rank reads a younger file again
     weights, decoded = run(cache)
     assert (none, decoded) == (0, COUNT - 3)  # three are for the test, which is not run
     assert all(torch.equal(values, weights[name]) for name, values in expected.items())
