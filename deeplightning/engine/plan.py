@@ -6,6 +6,7 @@ Torch and Lightning are imported only where a machine must be asked or a strateg
 import contextlib
 import os
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -306,3 +307,42 @@ def effective_batch(cfg: Config) -> str:
     parts += [f"{factor} batches accumulated"] if factor > 1 else []
     late = f" from epoch {cfg.train.accumulator_epoch} on" if factor > 1 and cfg.train.accumulator_epoch else ""
     return f"{batch * world * factor} samples a step: {' x '.join(parts)}{late}"
+
+
+def asks_for_gpus(cfg: Config) -> bool:
+    """Whether a worker needs a GPU."""
+    return cfg.engine.gpus not in (None, 0, [])
+
+
+def sized(cfg: Config, wanted: int, local: int, nodes: int) -> Config:
+    """A config for so many workers on so many machines; where they are not those it asks for, an optimizer step sees
+    the same samples by accumulation, if the numbers divide, and a notice says which.
+
+    Args:
+        wanted: as many workers as it asks for.
+        local: workers on each machine.
+    """
+    engine = replace(cfg.engine, num_nodes=nodes)
+    if asks_for_gpus(cfg):
+        engine.gpus = local
+    else:
+        engine.processes = local
+    made = replace(cfg, engine=engine, notices=list(cfg.notices or []))
+    for name in ("num_nodes", "gpus", "processes"):
+        if getattr(engine, name) != getattr(cfg.engine, name):
+            note_asked(made, f"engine.{name}", getattr(cfg.engine, name))
+    world, factor = local * nodes, cfg.train.accumulator_factor
+    if world == wanted:
+        return made
+    from_start = cfg.train.accumulator_epoch == 0 or factor == 1
+    if from_start and (factor * wanted) % world == 0:
+        accumulates = factor * wanted // world
+        made.train = replace(cfg.train, accumulator_factor=accumulates, accumulator_epoch=0)
+        note_asked(made, "train.accumulator_factor", factor)
+        why = f"{world} workers of {wanted}; the same samples a step"
+        key, text = "train.accumulator_factor", f"train.accumulator_factor: {factor} → {accumulates} ({why})"
+    else:
+        was, is_now = cfg.data.batch_size * wanted * factor, effective_batch(made)
+        key, text = "data.batch_size", f"{was} samples a step → {is_now} ({world} workers of {wanted})"
+    made.notices.append(Notice(text, unasked=True, key=key))
+    return made

@@ -1,4 +1,4 @@
-"""What runs on each worker of a cluster: starts one process of a run there, and passes on what it says.
+"""What runs on each worker of a cluster: starts one process of a run there, and passes on its output.
 
 Standard library only: it is imported where nothing is trained. Ray makes an actor of the class.
 """
@@ -37,8 +37,8 @@ _TEXTS = (".json", ".yaml", ".yml", ".toml", ".txt")
 
 
 @dataclass(frozen=True)
-class Heard:
-    """What has become of a process.
+class Report:
+    """The state of a worker's process.
 
     Attributes:
         parts: its output since the last call, each with 1 (stdout) or 2 (stderr).
@@ -61,7 +61,7 @@ class Agent:
     """Starts one process, once."""
 
     def __init__(self) -> None:
-        self._said: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
+        self._output: queue.SimpleQueue[tuple[int, bytes]] = queue.SimpleQueue()
         self._child: subprocess.Popen | None = None
         self._readers: list[threading.Thread] = []
         self._ended: float | None = None
@@ -132,7 +132,7 @@ class Agent:
 
     def _read(self, number: int, stream: Any) -> None:
         while part := os.read(stream.fileno(), 65536):
-            self._said.put((number, part))
+            self._output.put((number, part))
 
     def _write(self, content: bytes) -> None:
         assert self._child is not None
@@ -141,28 +141,28 @@ class Agent:
             self._child.stdin.write(content)
             self._child.stdin.flush()
 
-    def hear(self, seconds: float) -> Heard:
-        """Waits until there is something to tell, not longer than that."""
+    def report(self, seconds: float) -> Report:
+        """Waits for output or the end of the process, at most so many seconds."""
         assert self._child is not None
         until, parts = time.monotonic() + seconds, list[tuple[int, bytes]]()
         while True:
             with contextlib.suppress(queue.Empty):
-                parts.append(self._said.get(timeout=0 if parts else 0.05))
+                parts.append(self._output.get(timeout=0 if parts else 0.05))
                 continue
             if self._child.poll() is not None:
                 self._ended = self._ended or time.monotonic()
-                all_read = not any(reader.is_alive() for reader in self._readers) and self._said.empty()
+                all_read = not any(reader.is_alive() for reader in self._readers) and self._output.empty()
                 if all_read or time.monotonic() > self._ended + LEFT:
-                    return self._last_words(parts, self._child.returncode)
+                    return self._final_report(parts, self._child.returncode)
             elif parts or time.monotonic() > until:
-                return Heard(parts, run=self._run())
+                return Report(parts, run=self._run())
 
     def _run(self) -> str | None:
         with contextlib.suppress(OSError):
             return (self._folder / "run").read_text()
         return None
 
-    def _last_words(self, parts: list[tuple[int, bytes]], code: int) -> Heard:
+    def _final_report(self, parts: list[tuple[int, bytes]], code: int) -> Report:
         assert self._child is not None
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self._child.pid, signal.SIGKILL)  # what it has started and left behind
@@ -172,10 +172,10 @@ class Agent:
         kept = RunFolder(run).checkpoints() if run else []
         newest = next((str(path) for path in kept if zipfile.is_zipfile(path)), None)
         reported = (self._folder / failure.REPORTED).exists()
-        return Heard(parts, code, run, newest, failure.first_of(self._folder), reported)
+        return Report(parts, code, run, newest, failure.first_of(self._folder), reported)
 
-    def leave(self) -> None:
-        """Removes what the process and this have left."""
+    def clean_up(self) -> None:
+        """Removes the files of the process and of this agent."""
         if self._folder.name:
             shutil.rmtree(self._folder, ignore_errors=True)
         if self._unpacked is not None:
@@ -187,7 +187,7 @@ class Agent:
             self._child.send_signal(signal.Signals(number))
 
     def make_room(self) -> None:
-        """Tells the process that more workers could take part; see `deeplightning.callbacks.pool`."""
+        """Notifies the process that more workers could take part; see `deeplightning.callbacks.pool`."""
         self._write(b"room")
 
 

@@ -21,9 +21,9 @@ import yaml
 from conftest import digest, weights
 
 from deeplightning.checks.examine import load_config
+from deeplightning.engine.plan import sized
 from deeplightning.faults import CheckpointError, SetupError
 from deeplightning.launch import ray_cluster
-from deeplightning.launch.ray import sized
 from deeplightning.launch.storage import CARD, Storage
 
 LAUNCHER = "engine.launcher={type: deeplightning.launch.Ray, params: {address: ADDRESS, MORE}}"
@@ -595,7 +595,7 @@ def test_own_code_travels_as_a_zip(tmp_path, monkeypatch):
     [root] = agent.unpack(pack([str(tmp_path / "code")]))
     found = {path.relative_to(root).as_posix() for path in Path(root).rglob("*") if path.is_file()}
     assert found == {"of_a_user/__init__.py", "of_a_user/inner.py", "of_a_user/labels.json", "beside.py"}
-    agent.leave()
+    agent.clean_up()
     assert not Path(root).exists()
     monkeypatch.delitem(sys.modules, "of_a_user")
     assert os.environ.get("DEEPLIGHTNING_POOL") is None

@@ -1,0 +1,204 @@
+"""The workers of a run on a Ray cluster: the room that Ray reserves for them, and an agent on each."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from deeplightning.faults import Fault, SetupError
+from deeplightning.launch.ray_agent import Agent, Report
+from deeplightning.launch.ray_cluster import Connection
+from deeplightning.own_code import INSTALLED, roots
+from deeplightning.private.messages import Sentence, says
+from deeplightning.version import __version__
+
+POLL = 1.0  # seconds that one question to a worker may take
+SETTLE = 5.0  # seconds in which Ray finds the resources that it has announced
+START = 60.0  # seconds in which an agent, and later its process, has to be there
+
+
+@dataclass
+class Worker:
+    """A worker of the cluster.
+
+    Attributes:
+        agent: the actor on it.
+        node: its machine's id in the cluster.
+        gpus: ids of its GPUs.
+        about: see `Agent.about`.
+        report: the last report on its process.
+    """
+
+    agent: Any
+    node: str = ""
+    gpus: list[str] = field(default_factory=list)
+    about: dict[str, Any] = field(default_factory=dict)
+    report: Report = field(default_factory=Report)
+    _rests: dict[int, bytes] = field(init=False, default_factory=dict)
+
+    def output(self) -> Iterator[tuple[int, bytes]]:
+        """The output of the last report in whole lines, each part with 1 (stdout) or 2 (stderr); the beginning of a
+        line waits for its end, or for the end of the process."""
+        for stream, part in self.report.parts:
+            lines, end, rest = (self._rests.pop(stream, b"") + part).rpartition(b"\n")
+            if rest:
+                self._rests[stream] = rest
+            yield stream, lines + end
+        if self.report.code is not None:
+            yield from self._rests.items()
+            self._rests = {}
+
+
+class NoRoom(Exception):
+    """The cluster has no room; the text says which it has."""
+
+
+class Workers:
+    """As many workers as a cluster has room for, within bounds.
+
+    Args:
+        cluster: to which this process is connected.
+        bundle: what Ray reserves for each worker, by the name of the resource.
+        lowest: with fewer there is no room.
+        highest: the most.
+    """
+
+    def __init__(self, cluster: Connection, bundle: Mapping[str, float], lowest: int, highest: int):
+        import ray
+
+        self.ray, self.cluster = ray, cluster
+        self.bundle, self.lowest, self.highest = dict(bundle), lowest, highest
+        self.all: list[Worker] = []
+        self._group: Any = None
+
+    def __len__(self) -> int:
+        return len(self.all)
+
+    def start(self, first: str | None) -> None:
+        """Reserves room for as many as possible, and starts an agent on each.
+
+        Args:
+            first: id of the machine whose workers come before those of others, after those of this machine.
+
+        Raises:
+            NoRoom: there are too few.
+            SetupError: one has no Deep Lightning, or another version.
+        """
+        self._reserve()
+        self._start_agents()
+        here = socket.gethostname()
+        self.all.sort(key=lambda w: (w.about["host"] != here, w.node != first, w.node))
+
+    def request_machines(self) -> None:
+        """Has a cluster that can grow do so."""
+        from ray.autoscaler.sdk import request_resources
+
+        with contextlib.suppress(Exception):  # one that cannot may say so
+            request_resources(bundles=[self.bundle] * self.highest)
+
+    def room_for_more(self) -> int:
+        """How many more workers could start now."""
+        from ray.util.placement_group import placement_group, remove_placement_group
+
+        free = min(self._fitting(self.ray.available_resources()), self.highest - len(self))
+        if free < 1:
+            return 0
+        group = placement_group([self.bundle] * free, strategy="PACK")
+        try:
+            return free if group.wait(POLL) else 0
+        finally:
+            remove_placement_group(group)
+
+    def release(self) -> None:
+        """Ends all workers and gives their room back."""
+        from ray.util.placement_group import remove_placement_group
+
+        left = [worker.agent.clean_up.remote() for worker in self.all]
+        if left:
+            with contextlib.suppress(Exception):
+                self.ray.wait(left, num_returns=len(left), timeout=POLL)
+        # Removing the group ends busy actors too, but Ray 2.60 then leaves the processes that they have started.
+        for worker in self.all:
+            with contextlib.suppress(Exception):
+                self.ray.kill(worker.agent)
+        if self._group is not None:
+            with contextlib.suppress(Exception):
+                remove_placement_group(self._group)
+        self.all, self._group = [], None
+
+    def _fitting(self, resources: Mapping[str, float]) -> int:
+        needs = [(resources.get(name, 0), much) for name, much in self.bundle.items() if much > 0]
+        return min((int(there // much) for there, much in needs), default=self.highest)
+
+    def _reserve(self) -> None:
+        """Has Ray keep room for all workers at once.
+
+        Raises:
+            NoRoom: there is not even room for the fewest.
+        """
+        from ray.util.placement_group import placement_group, remove_placement_group
+
+        there = sum(self._fitting(node["Resources"]) for node in self.ray.nodes() if node["Alive"])
+        number, waited = min(there, self.highest), False
+        while number >= self.lowest:
+            group = placement_group([self.bundle] * number, strategy="PACK")
+            if group.wait(SETTLE):
+                self._group = group
+                return
+            remove_placement_group(group)
+            free = self._fitting(self.ray.available_resources())  # what others use is not free
+            number, waited = (number - 1 if waited else min(number - 1, max(free, self.lowest))), True
+        each = f"{self.bundle['CPU']:g} CPUs" + (" and a GPU" if "GPU" in self.bundle else "")
+        asks = f"{self.lowest} worker{'s' * (self.lowest > 1)} with {each}" + " each" * (self.lowest > 1)
+        raise NoRoom(f"the Ray cluster ({self.cluster.address}) has room for {there}, and the run needs {asks}")
+
+    def _start_agents(self) -> None:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        remote = self.ray.remote(_Actor)
+        self.all = []
+        for index in range(self._group.bundle_count):
+            where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
+            options: dict[str, Any] = {"num_cpus": self.bundle["CPU"], "num_gpus": self.bundle.get("GPU", 0)}
+            self.all.append(Worker(remote.options(**options, scheduling_strategy=where, max_concurrency=4).remote()))
+        folders = {name: os.stat(name).st_ino for name in {os.getcwd(), *own_roots()}}  # noqa: PTH109, PTH116
+        asked = [worker.agent.about.remote(folders) for worker in self.all]
+        try:
+            for worker, about in zip(self.all, self.ray.get(asked, timeout=START), strict=True):
+                worker.about, worker.node, worker.gpus = about, about["node"], about["gpus"]
+        except (self.ray.exceptions.RayActorError, self.ray.exceptions.GetTimeoutError) as error:
+            if says(error, Sentence.NO_MODULE_ON_WORKER):
+                message = f"a worker of the Ray cluster has no Deep Lightning: install {__version__} there"
+                raise SetupError(Fault(message, "engine.launcher")) from error
+            raise NoRoom(f"a worker of the Ray cluster did not start: {' '.join(str(error).split())[:200]}") from error
+        others = {worker.about["version"] for worker in self.all} - {__version__}
+        if others:
+            message = f"workers of the Ray cluster have Deep Lightning {', '.join(others)}, and here is {__version__}"
+            raise SetupError(Fault(message, "engine.launcher"))
+
+
+class _Actor(Agent):
+    """An agent that knows its worker."""
+
+    def about(self, folders: Mapping[str, int]) -> dict[str, Any]:
+        """As of `Agent`, with `node`, `ip` and `gpus`."""
+        import ray
+
+        context = ray.get_runtime_context()
+        found = {"node": context.get_node_id(), "ip": ray.util.get_node_ip_address()}
+        return super().about(folders) | found | {"gpus": [str(gpu) for gpu in ray.get_gpu_ids()]}
+
+
+def own_roots() -> list[str]:
+    """The folders that this process imports from, beside what is installed, absolute."""
+    found: list[str] = []
+    for entry in [*roots(), *sys.path]:
+        path = os.path.abspath(entry)  # noqa: PTH100
+        if not f"{path}{os.sep}".startswith(INSTALLED) and os.path.isdir(path) and path not in found:  # noqa: PTH112
+            found.append(path)
+    return found
