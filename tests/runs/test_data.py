@@ -831,6 +831,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 def test_workers_end_with_a_process_that_is_killed(tmp_path):
     """SIGKILL of the process that reads leaves no loader worker behind."""
     (tmp_path / "reads.py").write_text(READS)

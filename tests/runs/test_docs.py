@@ -185,7 +185,12 @@ def fits(printed: str, said: str) -> bool:
     return re.fullmatch(pattern, masked(said)) is not None
 
 
-@pytest.mark.parametrize("page", RUN, ids=name)
+LONG = {"coming_from.md", "python.md"}  # half a minute each
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=[pytest.mark.slow] * (page.name in LONG)) for page in RUN], ids=name
+)
 def test_a_page_runs_and_answers_as_it_says(page, place):
     """Every block of the page runs in order without an error, and prints the lines that the page shows, in order."""
     (place / "script").write_text(script(page, place))

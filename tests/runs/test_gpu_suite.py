@@ -135,7 +135,8 @@ def allow(*_):
 '''
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.slow)])  # 3: on GPUs, in test_gpu.py
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", [1, 2])  # 3: on GPUs, in test_gpu.py
 def test_a_resumed_run_of_deepspeed_has_the_loss_scale_that_it_had(stage, tmp_path):
     """In half precision, with steps left out while the scale is too large: the same weights as a run that was not
     killed."""

@@ -121,6 +121,7 @@ def here(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.mark.slow
 def test_editor_and_loader_agree_on_every_key(here):
     """A value of each type at each key, a word that is not known, a number out of range, a key that is not known or
     missing: where one finds a fault, so does the other. Classes and their params are the loader's business alone."""

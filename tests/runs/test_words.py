@@ -48,6 +48,7 @@ def habits() -> Iterator[Habit]:
         yield Habit(how == "hand", tool, pairs, json.loads(text) if how == "hand" else text)
 
 
+@pytest.mark.slow
 def test_words_of_other_tools_get_ours(tmp_path, monkeypatch):
     """Of 300 configs with the habits of other tools, 60 of them whole files, none passes, and at least 95 % are told
     with our word as the suggestion of the key that holds the old one."""
