@@ -15,13 +15,14 @@ if "DEEPLIGHTNING_ROOTS" in os.environ:  # a process that a run has started, per
 
 def main() -> None:
     """Hears signals from here on, then imports and runs the command."""
-    streams.prepare()
     try:
+        streams.prepare()
         from deeplightning.cli import main as run
+
+        run()
     except KeyboardInterrupt as error:
         print(f"error: {error}" if streams.heard else "interrupted", file=sys.stderr)
         sys.exit(streams.TERMINATED_CODE if streams.heard else 130)
-    run()
 
 
 if __name__ == "__main__":

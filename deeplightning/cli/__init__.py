@@ -12,11 +12,11 @@ from deeplightning.process.identity import RANK_VARIABLES
 
 def main() -> None:
     """The command's entry: runs a verb and ends the process with its exit code."""
-    streams.prepare()
-    # Threads that wait must not spin; read when torch is imported. Two spinning OpenMP threads beside a busy neighbour
-    # ran 9 to 23 times slower than one (November 2026).
-    os.environ.setdefault("GOMP_SPINCOUNT", "0")
     try:
+        streams.prepare()
+        # Threads that wait must not spin; read when torch is imported. Two spinning OpenMP threads beside a busy
+        # neighbour ran 9 to 23 times slower than one (November 2026).
+        os.environ.setdefault("GOMP_SPINCOUNT", "0")
         if any(name in os.environ for name in RANK_VARIABLES):  # perhaps one of several processes
             from deeplightning.process import supervisor
 

@@ -122,6 +122,25 @@ def test_sigterm_in_the_first_seconds_ends_with_words(delay, tiny, place, tmp_pa
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize("calls", [1, 2], ids=["of the module", "of the command"])
+def test_sigterm_while_the_command_prepares_ends_with_words(calls, place):
+    """The module and the command it imports both prepare; a signal that comes meanwhile is one line and 143."""
+    program = (
+        "import itertools, os, signal, deeplightning.process.streams as streams\n"
+        "from deeplightning.__main__ import main\n"
+        "prepare, count = streams.prepare, itertools.count(1)\n"
+        "def prepare_and_end():\n"
+        "    prepare()\n"
+        f"    if next(count) == {calls}: os.kill(os.getpid(), signal.SIGTERM)\n"
+        "streams.prepare = prepare_and_end\n"
+        "main()\n"
+    )
+    ended = subprocess.run(
+        [sys.executable, "-c", program], cwd=place, env=environment(), capture_output=True, text=True
+    )
+    assert (ended.returncode, ended.stderr.splitlines()) == (143, [TERMINATED])
+
+
 def test_handlers_come_before_most_imports(place):
     """Before anything of ours that takes time, and not by an import: a library may import all of this."""
     program = (
