@@ -36,9 +36,8 @@ from deeplightning.faults import ConfigError, Fault, SetupError
 from deeplightning.launch.backoff import Backoff
 from deeplightning.launch.handover import Order
 from deeplightning.launch.job import Job, Start
-from deeplightning.launch.ray_agent import pack
 from deeplightning.launch.ray_cluster import Connection, connect
-from deeplightning.launch.ray_workers import POLL, START, NoRoom, Worker, Workers, own_roots
+from deeplightning.launch.ray_workers import POLL, START, NoRoom, Worker, Workers
 from deeplightning.launch.storage import POOL
 from deeplightning.process import failure, ranks
 from deeplightning.process.identity import ATTEMPT, LAUNCH
@@ -350,23 +349,16 @@ class _Launch:
         common |= {LAUNCH: self.name, ATTEMPT: str(self.starts)}
         common |= {POOL: json.dumps({"launch": self.name, "storage": self._storage()})}
         common.setdefault("OMP_NUM_THREADS", str(max(1, int(self.settings.cpus_per_worker))))
-        here, roots = os.getcwd(), own_roots()  # noqa: PTH109
-        packed: dict[tuple[str, ...], Any] = {}  # code, by the folders that a worker lacks
-        began = []
-        for number, worker in enumerate(self.workers.all):
+        here, began = os.getcwd(), []  # noqa: PTH109
+        for number, (worker, roots) in enumerate(zip(self.workers.all, self.workers.send_code(), strict=True)):
             rank = {"RANK": str(number), "LOCAL_RANK": str(number % local), "NODE_RANK": str(number // local)}
             if self.gpus:
                 beside = [w for w in self.workers.all if w.node == worker.node] if local > 1 else [worker]
                 rank["CUDA_VISIBLE_DEVICES"] = ",".join(gpu for w in beside for gpu in w.gpus)
-            theirs = [root for root in roots if root in worker.about["shared"]]
-            if missing := tuple(root for root in roots if root not in theirs):
-                if missing not in packed:
-                    packed[missing] = self.ray.put(pack(missing))
-                theirs += self.ray.get(worker.agent.unpack.remote(packed[missing]))
             folder = (self.settings.working_dir or here).replace("{node}", worker.node)
             if self.settings.working_dir is None and here not in worker.about["shared"]:
                 self._refuse_sharded_files(cfg)
-            order = Order(cfg, theirs, self.job.command[3:]).pack()
+            order = Order(cfg, roots, self.job.command[3:]).pack()
             environment = {**common, **rank, **cfg.engine.env}
             began.append(worker.agent.begin.remote(order, environment, folder, f"{self.name}-{self.starts}"))
         self.starts += 1

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deeplightning.faults import Fault, SetupError
-from deeplightning.launch.ray_agent import Agent, Report
+from deeplightning.launch.ray_agent import Agent, Report, pack
 from deeplightning.launch.ray_cluster import Connection
 from deeplightning.own_code import INSTALLED, roots
 from deeplightning.private.messages import Sentence, says
@@ -98,8 +98,25 @@ class Workers:
         """Has a cluster that can grow do so."""
         from ray.autoscaler.sdk import request_resources
 
-        with contextlib.suppress(Exception):  # one that cannot may say so
+        with contextlib.suppress(Exception):  # a cluster of a fixed size may refuse the request
             request_resources(bundles=[self.bundle] * self.highest)
+
+    def send_code(self) -> list[list[str]]:
+        """Sends each worker the code that it lacks.
+
+        Returns:
+            For each worker the folders that it imports from: those it shares with this machine, then its own.
+        """
+        wanted, found = _roots(), []
+        packed: dict[tuple[str, ...], Any] = {}  # by the folders that a worker lacks
+        for worker in self.all:
+            folders = [root for root in wanted if root in worker.about["shared"]]
+            if missing := tuple(root for root in wanted if root not in folders):
+                if missing not in packed:
+                    packed[missing] = self.ray.put(pack(missing))
+                folders += self.ray.get(worker.agent.unpack.remote(packed[missing]))
+            found.append(folders)
+        return found
 
     def room_for_more(self) -> int:
         """How many more workers could start now."""
@@ -166,7 +183,7 @@ class Workers:
             where = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=index)
             options: dict[str, Any] = {"num_cpus": self.bundle["CPU"], "num_gpus": self.bundle.get("GPU", 0)}
             self.all.append(Worker(remote.options(**options, scheduling_strategy=where, max_concurrency=4).remote()))
-        folders = {name: os.stat(name).st_ino for name in {os.getcwd(), *own_roots()}}  # noqa: PTH109, PTH116
+        folders = {name: os.stat(name).st_ino for name in {os.getcwd(), *_roots()}}  # noqa: PTH109, PTH116
         asked = [worker.agent.about.remote(folders) for worker in self.all]
         try:
             for worker, about in zip(self.all, self.ray.get(asked, timeout=START), strict=True):
@@ -194,7 +211,7 @@ class _Actor(Agent):
         return super().about(folders) | found | {"gpus": [str(gpu) for gpu in ray.get_gpu_ids()]}
 
 
-def own_roots() -> list[str]:
+def _roots() -> list[str]:
     """The folders that this process imports from, beside what is installed, absolute."""
     found: list[str] = []
     for entry in [*roots(), *sys.path]:

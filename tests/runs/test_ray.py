@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import commands
 import pytest
@@ -576,6 +577,28 @@ def test_what_listens_and_is_no_ray_is_told(command, tiny, work):
     assert done.code == 3, done
     assert address in done.err
     assert "Traceback" not in done.err
+
+
+@needs_ray
+def test_each_worker_gets_the_code_that_it_lacks(monkeypatch):
+    """Workers that lack different folders get different archives; those that lack the same folders share one."""
+    from deeplightning.launch import ray_workers
+
+    packed = []
+
+    def unpack(missing):
+        return [f"/unpacked{root}" for root in missing]
+
+    monkeypatch.setattr(ray_workers, "_roots", lambda: ["/a", "/b"])
+    monkeypatch.setattr(ray_workers, "pack", lambda missing: packed.append(missing) or missing)
+    workers = ray_workers.Workers(ray_cluster.Connection("of no one", True), {"CPU": 1}, 1, 4)
+    workers.ray = SimpleNamespace(put=lambda code: code, get=lambda found: found)
+    agent = SimpleNamespace(unpack=SimpleNamespace(remote=unpack))
+    shared = [["/b"], ["/a"], ["/a", "/b"], ["/b"]]
+    workers.all = [ray_workers.Worker(agent, about={"shared": folders}) for folders in shared]
+    of_first = ["/b", "/unpacked/a"]
+    assert workers.send_code() == [of_first, ["/a", "/unpacked/b"], ["/a", "/b"], of_first]
+    assert packed == [("/a",), ("/b",)]
 
 
 def test_own_code_travels_as_a_zip(tmp_path, monkeypatch):
