@@ -3,7 +3,7 @@
 #   --quick  format, lint, types, and the unit tests (tests/unit) but those that train: one minute
 #            and these, and the journeys (tests/journeys.txt), a test or more of each public promise: at most 6 minutes
 #   --full   every test but the slow ones: about 20 minutes; CI runs this
-#   --all    the slow ones too: about 45 minutes
+#   --all    the slow ones too, and the unit tests with the lowest releases that pyproject.toml allows: about 55 minutes
 # Where the arguments name files of tests, these run and no others.
 # bash test.sh --gpu [arguments of pytest] runs what is about GPUs instead, in at most 8 minutes: benchmarks/gpu.py.
 # Every check runs, whatever the ones before it found; the exit code is 1 when one of them failed.
@@ -52,6 +52,15 @@ check ruff format --check .
 check ruff check .
 exec 3< <("$python" -m mypy 2>&1; echo "exit code $?")  # mypy takes a minute of one core: it runs beside the tests
 check pytest -n logical --maxprocesses 4 --dist "$distribution" "${marked[@]}" "${arguments[@]}"
+if [ "$size" = all ] && [ -z "$named" ]; then
+    printf '\n$ tools/raise_bounds.sh lowest\n'
+    bash tools/raise_bounds.sh lowest 3<&-
+    case $? in
+        0) ;;
+        3) echo "Not run: the lowest releases could not be installed; the lines above say why." ;;
+        *) failed+=" lowest" ;;
+    esac
+fi
 types=$(cat <&3)
 printf '\n$ mypy\n%s\n' "${types%$'\n'*}"
 [ "${types##*$'\n'}" = "exit code 0" ] || failed+=" mypy"

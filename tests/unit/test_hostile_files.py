@@ -29,9 +29,9 @@ from deeplightning.cli.listing import sync
 from deeplightning.engine.checkpoint_io import load_weights, read_checkpoint
 from deeplightning.faults import CheckpointError
 from deeplightning.runfolder import RunFolder, golden_digest, seal
-from deeplightning.tracking import MLflowLogger, sqlite
+from deeplightning.tracking import MLflowLogger
 from deeplightning.tracking.journal import folder_of
-from deeplightning.tracking.sqlite import open_directly
+from deeplightning.tracking.open import open_tracker
 from deeplightning.tracking.store import locate
 from serve.bundle import Bundle, BundleError
 
@@ -576,7 +576,7 @@ def test_a_journal_from_elsewhere_leaves_a_finished_run_finished(tmp_path, recip
         told = list(sync(str(store)))
     assert [answer in line for line in told] == [True] * bool(answer)
     assert all("\n" not in line and "Traceback" not in line for line in told)
-    runs = open_directly(locate(store))
+    runs = open_tracker(locate(store))
     found = runs.run(run_id)
     runs.close()
     assert (found.status, found.tags.get("failure")) == ("FINISHED", None)
@@ -602,7 +602,7 @@ def test_a_journal_writes_the_run_alone_that_it_is_named_after(tmp_path):
     (line,) = sync(str(store))
     assert "refused" in line
     assert path.with_suffix(".refused").is_file()
-    runs = open_directly(locate(store))
+    runs = open_tracker(locate(store))
     assert [point.step for point in runs.history(other, {"x"})] == [0]
     assert "pwned" not in runs.run(other).tags
     runs.close()
@@ -611,7 +611,9 @@ def test_a_journal_writes_the_run_alone_that_it_is_named_after(tmp_path):
 def test_a_journal_beside_a_store_sends_files_of_own_runs_only(tmp_path, monkeypatch):
     """It may have come with the store, and the store may send files to its maker's server."""
     store, sent = tmp_path / "mlruns", []
-    monkeypatch.setattr(sqlite.Tracker, "upload", lambda self, run_id, path, folder: sent.append(path))
+    tracker = open_tracker(locate(store))
+    tracker.close()
+    monkeypatch.setattr(type(tracker), "upload", lambda self, run_id, path, folder: sent.append(path))
     monkeypatch.setattr(trust, "_noted", set())
     run_id = finished_run(store)
     folder = RunFolder(tmp_path / "run")

@@ -168,7 +168,8 @@ def test_what_is_read_is_what_is_imported(library):
             except Undecided:
                 continue
     assert wrong == []
-    assert decided >= LIBRARIES[library]
+    later = 2 * (library == "torch.optim" and not hasattr(module, "Muon"))  # torch 2.8 has two fewer
+    assert decided >= LIBRARIES[library] - later
 
 
 # ---- a name leads to its definition
