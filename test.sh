@@ -52,16 +52,16 @@ check ruff format --check .
 check ruff check .
 exec 3< <("$python" -m mypy 2>&1; echo "exit code $?")  # mypy takes a minute of one core: it runs beside the tests
 check pytest -n logical --maxprocesses 4 --dist "$distribution" "${marked[@]}" "${arguments[@]}"
+types=$(cat <&3)
+printf '\n$ mypy\n%s\n' "${types%$'\n'*}"
+[ "${types##*$'\n'}" = "exit code 0" ] || failed+=" mypy"
 if [ "$size" = all ] && [ -z "$named" ]; then
     printf '\n$ tools/raise_bounds.sh lowest\n'
-    bash tools/raise_bounds.sh lowest 3<&-
+    bash tools/raise_bounds.sh lowest
     case $? in
         0) ;;
         3) echo "Not run: the lowest releases could not be installed; the lines above say why." ;;
         *) failed+=" lowest" ;;
     esac
 fi
-types=$(cat <&3)
-printf '\n$ mypy\n%s\n' "${types%$'\n'*}"
-[ "${types##*$'\n'}" = "exit code 0" ] || failed+=" mypy"
 [ -z "$failed" ] || { printf '\nNot passed:%s\n' "$failed" >&2; exit 1; }

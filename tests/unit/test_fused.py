@@ -13,7 +13,6 @@ from deeplightning.config.schema import Optimizer
 from deeplightning.task.errors import MisfitError
 from deeplightning.task.optimize import optimizers
 
-
 # torch 2.8 makes tensors of a fake GPU only where a real one is.
 pytestmark = pytest.mark.skipif(
     torch.__version__.startswith("2.8.") and not torch.cuda.is_available(), reason="torch 2.8 has no fake GPU"
