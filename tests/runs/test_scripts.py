@@ -168,7 +168,6 @@ def test_test_runs_every_check(clone):
 def test_the_sizes_of_test(clone):
     """`--quick` runs the unit tests; without a size come the journeys; `--full` and `--all` run all files, the latter
     slow tests too. Files that are named are run, and no others."""
-    (clone.root / "tools").mkdir()
     (clone.root / "tools" / "raise_bounds.sh").write_text("true\n")
     (clone.root / "tests" / "journeys.txt").write_text("# A list.\n\ntests/runs/test_a.py  # why\n")
 
@@ -188,7 +187,6 @@ def test_the_sizes_of_test(clone):
 @pytest.mark.parametrize(("code", "passed"), [(0, True), (3, True), (1, False)])
 def test_all_tries_the_lowest_releases(clone, code, passed):
     """A failure of theirs fails `--all`; where they cannot be installed, a line says so. No other size tries them."""
-    (clone.root / "tools").mkdir()
     (clone.root / "tools" / "raise_bounds.sh").write_text(f'echo "tried $1"; exit {code}\n')
     ended, out, err = clone.run("test.sh", "--all")
     assert ("tried lowest" in out, ended == 0, "lowest" in err) == (True, passed, not passed)
