@@ -196,6 +196,8 @@ class ProgressLines(pl.Callback):
 def samples_in(batch: Any) -> int:
     """The number of rows in a batch, which is the length of its first tensor that has rows; 0 if there is none."""
     if isinstance(batch, torch.Tensor):
-        return len(batch) if batch.ndim else 0
-    parts = batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ()
-    return next((rows for part in parts if (rows := samples_in(part))), 0)
+        return batch.shape[0] if batch.ndim else 0  # `len` of a tensor takes 2 µs, in each step
+    for part in batch.values() if isinstance(batch, Mapping) else batch if isinstance(batch, list | tuple) else ():
+        if rows := samples_in(part):
+            return rows
+    return 0
