@@ -183,7 +183,7 @@ _TERMS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
 """What is kept of a batch of answers and of what is true: (N,), (N, K) or (N, 2, K)."""
 
 
-def _label_scores(kept: np.ndarray, output: dict[str, Any]) -> dict[str, np.ndarray]:
+def _label_scores(kept: np.ndarray, output: dict[str, Any]) -> dict[str, Any]:
     """As `deeplightning.task.multilabel` has them, in percent: the mean of the labels' F1 scores at their thresholds,
     and of the average precisions of those that occur.
 
@@ -207,7 +207,7 @@ def _average_precision(probabilities: np.ndarray, truth: np.ndarray) -> float:
     return float((hits / seen * np.diff(hits, prepend=0)).sum() / truth.sum())
 
 
-_SUMMARIES: dict[str, Callable[[np.ndarray, dict[str, Any]], dict[str, np.ndarray]]] = {
+_SUMMARIES: dict[str, Callable[[np.ndarray, dict[str, Any]], dict[str, Any]]] = {
     "classification": lambda right, _: {"accuracy": 100 * right.mean()},
     "regression": lambda squares, _: {"error": np.sqrt(squares.mean(0))},
     "multilabel": _label_scores,
