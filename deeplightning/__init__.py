@@ -11,7 +11,7 @@ What a program may import from here; `import deeplightning` alone loads none of 
 - `build(target)`: the object that `{type: MODULE.CLASS, params: {...}}` describes.
 - `resolve_run(name)`: the folder of a run, by its id, its path or `latest`.
 - `trained_task(folder)`: the task of a finished run with its best weights.
-- `predict_files(folder, images)`: a table of what a finished run sees in image files.
+- `predict_files(folder, files)`: a table of what a finished run answers to files of inputs.
 """
 
 from typing import TYPE_CHECKING, Any

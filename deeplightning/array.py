@@ -1,20 +1,25 @@
 """An array of numbers becomes the input of a network: `ArraySpec` takes signals, and arrays of any shape, to float32.
 
-Training and serving both call it, so they cannot disagree. numpy and the standard library only.
-Letters: N arrays, C channels, T steps of a signal.
+Training and serving both call it, so they cannot disagree. numpy and the standard library only. `read_signal` reads the
+files of signals. Letters: N arrays, C channels, T steps of a signal.
 """
 
 import ast
+import csv
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 MAGIC = b"\x93NUMPY"
 """The first bytes of a file in numpy's format."""
+
+SIGNALS = (".npy", ".csv", ".wav")
+"""Endings, in small or capital letters, that make a file a signal."""
 
 MAX_HEADER = 10_000
 """Bytes of a file's header, which numpy's own reader limits to as many."""
@@ -177,3 +182,60 @@ def read_npy(data: bytes | bytearray | memoryview) -> np.ndarray:
 def shown(shape: Sequence[int]) -> str:
     """A shape for people: 3 x 100."""
     return " x ".join(map(str, shape)) or "no dimension"
+
+
+def read_signal(path: Path) -> np.ndarray:
+    """The signal of a file that ends as one of `SIGNALS`, float32 or float64 (C, T).
+
+    A .npy file has an array (C, T) or (T,); a .csv file a line for each step and a column for each channel, with or
+    without a header; a .wav file samples of 8, 16, 24 or 32 bits, which become numbers from -1 to 1.
+
+    Raises:
+        ArrayError: it cannot be read, or is of another shape.
+        OSError: the file cannot be opened.
+    """
+    readers = {".npy": lambda file: read_npy(file.read_bytes()), ".csv": _csv, ".wav": _wav}
+    try:
+        signal = readers[path.suffix.lower()](path)
+    except (ArrayError, OSError):
+        raise
+    except Exception as error:  # of csv, wave and float, each its own
+        raise ArrayError(f"this is no signal: {error}") from error
+    signal = signal[None] if signal.ndim == 1 else signal
+    if signal.ndim != 2 or 0 in signal.shape:
+        raise ArrayError(f"a signal is of shape (C, T) or (T,), not {signal.shape}")
+    return signal
+
+
+def _csv(path: Path) -> np.ndarray:
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        lines = [line for line in csv.reader(file) if line]
+    if lines and any(not _is_number(cell) for cell in lines[0]):
+        lines = lines[1:]
+    return np.array([[float(cell) for cell in line] for line in lines]).T
+
+
+def _is_number(cell: str) -> bool:
+    try:
+        float(cell)
+    except ValueError:
+        return False
+    return True
+
+
+def _wav(path: Path) -> np.ndarray:
+    import wave  # imported lazily: a server does without
+
+    with wave.open(str(path), "rb") as file:
+        width, channels, data = file.getsampwidth(), file.getnchannels(), file.readframes(file.getnframes())
+    values: np.ndarray
+    if width == 1:
+        values = (np.frombuffer(data, np.uint8).astype(np.float32) - 128) / 128
+    elif width == 3:
+        bytes_of = np.frombuffer(data, np.uint8).reshape(-1, 3)
+        whole = np.zeros((len(bytes_of), 4), np.uint8)
+        whole[:, 1:] = bytes_of
+        values = whole.view("<i4")[:, 0].astype(np.float32) / 2**31
+    else:
+        values = np.frombuffer(data, f"<i{width}").astype(np.float32) / float(2 ** (8 * width - 1))
+    return values.reshape(-1, channels).T

@@ -10,8 +10,8 @@ from serve.batching import Batcher
 from serve.hosts import Hosts
 from serve.limits import Refusal
 
-OPEN = ("/", "/health", "/ready")
-"""Paths that need no API key: the page, which asks for it, and the probes of load balancers."""
+OPEN = ("/", "/docs", "/health", "/ready")
+"""Paths that need no API key: the pages, which ask for it, and the probes of load balancers."""
 
 LARGE = 65_536
 """Bytes of a body from which on a prediction is refused before it is read, if it would be afterwards."""

@@ -34,7 +34,7 @@ def application(service: Service) -> Flask:
     app.json.sort_keys = app.json.ensure_ascii = False
     app.config["MAX_CONTENT_LENGTH"] = limits.max_bytes
     predictions = Predictions(model, limits)
-    page, policy = _page()
+    pages = {"/": _page("page.html"), "/docs": _page("docs.html")}
 
     @app.post("/predict")
     def predict() -> Response:
@@ -78,7 +78,9 @@ def application(service: Service) -> Flask:
         return jsonify(describe(model, limits, service.admission.secured))
 
     @app.get("/")
+    @app.get("/docs")
     def index() -> Response:
+        page, policy = pages[request.path]
         response = Response(page, mimetype="text/html")
         response.headers["Content-Security-Policy"] = policy
         return response
@@ -117,9 +119,9 @@ def _response(answer: Answer) -> Response:
     return Response(answer.body, answer.status, answer.headers, content_type=answer.kind)
 
 
-def _page() -> tuple[str, str]:
-    """The page to drop an image on, and the policy that lets its own script and style run, and no other."""
-    page = (Path(__file__).parent / "page.html").read_text(encoding="utf-8")
+def _page(name: str) -> tuple[str, str]:
+    """A page, and the policy that lets its own script and style run, and no other."""
+    page = (Path(__file__).parent / name).read_text(encoding="utf-8")
 
     def own(tag: str) -> str:
         (text,) = re.findall(f"<{tag}>(.*?)</{tag}>", page, re.DOTALL)

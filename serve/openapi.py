@@ -3,6 +3,9 @@
 The document is made for one server: its task, its limits, and whether it asks for a key.
 """
 
+import csv
+import io
+import math
 from typing import TYPE_CHECKING, Any
 
 from deeplightning.kinds import KINDS, Kind
@@ -13,6 +16,9 @@ if TYPE_CHECKING:
     from serve.limits import Limits
 
 JsonObject = dict[str, Any]
+
+MAX_SHOWN = 200
+"""Numbers of an array that is shown as an example."""
 
 REQUEST_ID = {
     "X-Request-ID": {
@@ -57,6 +63,7 @@ def describe(model: "Model", limits: "Limits", secured: bool) -> JsonObject:
         "/metrics": {"get": _get("Counts and times for Prometheus.", {"type": "string"}, "text/plain")},
         "/info": {"get": _get("The task, its labels, its input, its limits, and where it comes from.", _ref("Info"))},
         "/openapi.json": {"get": _get("This document.", {"type": "object"})},
+        "/docs": {"get": _get("A page that shows this document to people.", {"type": "string"}, "text/html")},
         "/": {
             "get": _get(f"A page {_PAGES.get(kind.takes, 'to paste an array on')}.", {"type": "string"}, "text/html")
         },
@@ -144,14 +151,15 @@ def _predict(model: "Model", kind: Kind, limits: "Limits") -> JsonObject:
 def _content(model: "Model", kind: Kind, most: int) -> JsonObject:
     """The kinds of body that are read."""
     spec: Any = getattr(model, "row_spec", None)
+    example: Any = getattr(model, "example", None)
     if kind.takes == "table":
-        return _row_bodies(spec, most)
+        return _row_bodies(spec, most, example)
     if kind.takes == "array":
-        return _array_bodies(spec.shape, most)
+        return _array_bodies(spec.shape, most, example)
     return (_text_bodies if kind.takes == "text" else _bodies)(most)
 
 
-def _row_bodies(spec: "TableSpec", most: int) -> JsonObject:
+def _row_bodies(spec: "TableSpec", most: int, example: JsonObject | None) -> JsonObject:
     gaps = spec.missing == "fill"
     columns: JsonObject = {}
     for column in spec.columns:
@@ -160,24 +168,30 @@ def _row_bodies(spec: "TableSpec", most: int) -> JsonObject:
             schema["enum"] = list(column.categories)
         columns[column.name] = schema
     row = _object(**columns)
-    return {
+    bodies: JsonObject = {
         "application/json": {"schema": _one_key(rows=_list(row, 1, most), row=row)},
         "text/csv": {"schema": {"type": "string", "minLength": 1}},
     }
+    if example is not None:
+        given = {name: example[name] for name in columns}  # others are ignored
+        table = io.StringIO()
+        csv.writer(table, lineterminator="\n").writerows([given, given.values()])
+        bodies["application/json"]["example"] = {"rows": [given]}
+        bodies["text/csv"]["example"] = table.getvalue()
+    return bodies
 
 
-def _array_bodies(shape: tuple[int, ...], most: int) -> JsonObject:
+def _array_bodies(shape: tuple[int, ...], most: int, example: object) -> JsonObject:
     array: JsonObject = {"type": "number"}
     for side in reversed(shape):
         array = _list(array, side, side)
     names = ("arrays", "array", "signals", "signal")
     keys = {name: _list(array, 1, most) if name.endswith("s") else array for name in names}
     binary = {"schema": {"type": "string", "format": "binary"}}
-    return {
-        "application/json": {"schema": _one_key(**keys)},
-        "application/octet-stream": binary,
-        "application/x-npy": binary,
-    }
+    document: JsonObject = {"schema": _one_key(**keys)}
+    if example is not None and math.prod(shape) <= MAX_SHOWN:
+        document["example"] = {"arrays": [example]}
+    return {"application/json": document, "application/octet-stream": binary, "application/x-npy": binary}
 
 
 def _list(items: JsonObject, least: int, most: int) -> JsonObject:
@@ -235,7 +249,10 @@ def _text_bodies(max_texts: int) -> JsonObject:
         "additionalProperties": False,
         "properties": {"texts": {"type": "array", "items": text, "minItems": 1, "maxItems": max_texts}, "text": text},
     }
-    return {"application/json": {"schema": document}, "text/plain": {"schema": text}}
+    return {
+        "application/json": {"schema": document, "example": {"texts": ["a fine film", "dull"]}},
+        "text/plain": {"schema": text, "example": "a fine film"},
+    }
 
 
 def _success(kind: Kind) -> JsonObject:

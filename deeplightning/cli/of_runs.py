@@ -38,19 +38,21 @@ def test(run: str, overrides: tuple[str, ...], allow: tuple[str, ...], code: str
 
 @cli.command()
 @with_run
-@click.argument("images", metavar="[IMAGE|FOLDER]...", nargs=-1, type=click.Path(path_type=Path))
+@click.argument("files", metavar="[FILE|FOLDER]...", nargs=-1, type=click.Path(path_type=Path))
 @click.option("--out", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help="A .csv or .jsonl file.")
 @with_allow
 @with_code
-def predict(run: str, images: tuple[Path, ...], out: Path | None, allow: tuple[str, ...], code: str | None) -> None:
-    """Say what RUN's network sees in pictures, as CSV; of a FOLDER in those that lie in it, at any depth.
+def predict(run: str, files: tuple[Path, ...], out: Path | None, allow: tuple[str, ...], code: str | None) -> None:
+    """Say what RUN's network answers to files, as CSV; of a FOLDER to those that lie in it, at any depth.
 
-    With --out into a file: CSV, or JSON lines, as its ending says. Pictures that cannot be read are named at the end,
-    with exit code 3. Without pictures, in RUN's test set: a row per sample in predictions.csv.
+    Pictures; tables in .csv, .json, .jsonl or .parquet; texts in .txt, one a line, .csv, .tsv, .jsonl or .json; arrays
+    and signals in .npy, .csv, .wav or .json: what RUN takes. With --out into a file: CSV, or JSON lines, as its ending
+    says; masks and pictures go into a folder beside it. What cannot be read is named at the end, with exit code 3.
+    Without files, RUN's test set is answered: a row per sample in predictions.csv.
     """
-    if out is not None and not images:
-        raise click.UsageError("--out goes with pictures or folders; the test set's rows go to predictions.csv")
-    if not images:
+    if out is not None and not files:
+        raise click.UsageError("--out goes with files or folders; the test set's rows go to predictions.csv")
+    if not files:
         from deeplightning.run.stages import evaluate
 
         streams.outlive_reader()
@@ -60,9 +62,9 @@ def predict(run: str, images: tuple[Path, ...], out: Path | None, allow: tuple[s
 
     if out is not None and out.suffix.lower() not in FORMATS:
         raise click.UsageError(f"--out {out}: the ending says the format: .csv, or .jsonl for JSON lines")
-    answered = predict_files(folder_of(run, code, allow), images, out, allow)
+    answered = predict_files(folder_of(run, code, allow), files, out, allow)
     if out is not None:
-        click.echo(f"{count(answered, 'picture')} in {out}", err=True)
+        click.echo(f"{count(answered, 'answer')} in {out}", err=True)
 
 
 @cli.command()

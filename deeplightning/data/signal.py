@@ -3,22 +3,19 @@
 C channels, T steps.
 """
 
-import csv
-import wave
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from deeplightning.array import ArrayError, read_npy
+from deeplightning.array import SIGNALS as EXTENSIONS
+from deeplightning.array import ArrayError
+from deeplightning.array import read_signal as read_file
 from deeplightning.data.addresses import folder_of
 from deeplightning.data.arrays import ArrayData
 from deeplightning.data.errors import DataConfigError, DataError
 from deeplightning.image import files_below
-
-EXTENSIONS = (".npy", ".csv", ".wav")
-"""Endings, in small or capital letters, that make a file a signal."""
 
 _SPLITS = ("train", "val", "test")
 
@@ -114,54 +111,13 @@ def read_signal(path: Path) -> np.ndarray:
         DataError: it cannot be read, or is of another shape.
     """
     try:
-        kind = path.suffix.lower()
-        signal = {".npy": _npy, ".csv": _csv, ".wav": _wav}[kind](path)
-    except (OSError, EOFError, wave.Error, ArrayError, ValueError, csv.Error) as error:
+        signal = read_file(path)
+    except (OSError, ArrayError) as error:
         raise DataError(f"{path} cannot be read as a signal: {error}") from error
-    if signal.ndim == 1:
-        signal = signal[None]
-    if signal.ndim != 2 or 0 in signal.shape:
-        raise DataError(f"{path}: a signal is of shape (C, T) or (T,), not {signal.shape}.")
     if not np.isfinite(signal).all():
         channel, step = np.argwhere(~np.isfinite(signal))[0]
         raise DataError(f"{path}: the number of channel {channel} at step {step} is not finite.")
     return signal
-
-
-def _npy(path: Path) -> np.ndarray:
-    return read_npy(path.read_bytes())
-
-
-def _csv(path: Path) -> np.ndarray:
-    with path.open(encoding="utf-8-sig", newline="") as file:
-        lines = [line for line in csv.reader(file) if line]
-    if lines and any(not _is_number(cell) for cell in lines[0]):
-        lines = lines[1:]
-    return np.array([[float(cell) for cell in line] for line in lines]).T
-
-
-def _is_number(cell: str) -> bool:
-    try:
-        float(cell)
-    except ValueError:
-        return False
-    return True
-
-
-def _wav(path: Path) -> np.ndarray:
-    with wave.open(str(path), "rb") as file:
-        width, channels, data = file.getsampwidth(), file.getnchannels(), file.readframes(file.getnframes())
-    values: np.ndarray
-    if width == 1:
-        values = (np.frombuffer(data, np.uint8).astype(np.float32) - 128) / 128
-    elif width == 3:
-        bytes_of = np.frombuffer(data, np.uint8).reshape(-1, 3)
-        whole = np.zeros((len(bytes_of), 4), np.uint8)
-        whole[:, 1:] = bytes_of
-        values = whole.view("<i4")[:, 0].astype(np.float32) / 2**31
-    else:
-        values = np.frombuffer(data, f"<i{width}").astype(np.float32) / float(2 ** (8 * width - 1))
-    return values.reshape(-1, channels).T
 
 
 def _visible(folder: Path) -> list[Path]:

@@ -1,14 +1,16 @@
 """A bundle gets a second model, which computes in int8: several times quicker, and taken only where it stays as right.
 
-Static quantization by ONNX Runtime: weights int8 per channel, activations uint8, with ranges found on validation images
-(https://onnxruntime.ai/docs/performance/model-optimizations/quantization.html). The scaling of the pixels and what
-follows the last layer with weights, the softmax, stay float.
+Quantization by ONNX Runtime (https://onnxruntime.ai/docs/performance/model-optimizations/quantization.html): weights
+int8 per channel, activations uint8. It is static, with ranges of the activations found on the validation set, and what
+stands before the first layer with weights or follows the last, such as the scaling of pixels and the softmax, stays
+float. Of texts it is dynamic, the usual way of transformers: only products with weights are int8, and each batch has
+ranges of its own, so that an answer depends a little on the texts that it is computed with.
 
 Weights take 7 of their 8 bits: processors without VNNI add two products in 16 bits, where 8 would overflow unnoticed,
 and a bundle is judged here and served anywhere. That costs nothing in speed; int8 activations instead of uint8 would
 cost nearly all that is gained. CPU-ms per picture of a resnet18 at 64 x 64, one thread, batch 1, 8 and 16, by a Xeon
 with VNNI (ONNX Runtime 1.31, November 2026): float32 5.4, 3.2, 3.0; this 1.1, 0.8, 0.7; with int8 activations 4.6, 2.9,
-2.5. A network of a few small layers gains nothing. Letters: N images, C channels, H height, W width.
+2.5. A network of a few small layers gains nothing. Letters: N samples, K classes, labels or targets.
 """
 
 import contextlib
@@ -26,78 +28,120 @@ os.environ["ORT_DISABLE_TELEMETRY"] = (
 import numpy as np
 import onnx
 import onnxruntime
-from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
+from onnxruntime.quantization import (
+    CalibrationDataReader,
+    QuantFormat,
+    QuantType,
+    quantize_dynamic,
+    quantize_static,
+)
 from onnxruntime.quantization.shape_inference import quant_pre_process
 
-from deeplightning.export.added import REFUSED, add_model, card_of, golden_samples, weighted_layers
+from deeplightning.export.added import HAVE_WEIGHTS, REFUSED, add_model, card_of, golden_inputs, weighted_layers
 from deeplightning.export.bundle import answers_of, digest_of, packed, session_of
 from deeplightning.faults import CheckpointError, SetupError
+from deeplightning.kinds import KINDS, Kind
 from deeplightning.runfolder import RunFolder
 
 CALIBRATION = 256
-"""How many images, drawn evenly from the validation set, the ranges of activations are found on."""
+"""How many samples, drawn evenly from the validation set, the ranges of activations are found on."""
 
 MAX_FALL = 0.2
-"""By how many points of a hundred the accuracy may fall."""
+"""By how many points of a hundred the accuracy, or a score of several labels, may fall."""
+
+MAX_RISE = 1.0
+"""By how many percent the root mean square error of a target may rise."""
 
 BATCH = 16
 
+NOUNS = {"image": "images", "text": "texts", "table": "rows", "array": "arrays"}
+
+SCORES = {"accuracy": "accuracy", "f1": "F1 score", "map": "mean average precision", "error": "root mean square error"}
+"""The figures by which a model is judged, in words."""
+
 Labelled = Callable[[], Iterable[tuple[np.ndarray, np.ndarray]]]
-"""Gives the validation set anew at each call, in batches: uint8 (N, C, H, W) and the numbers of their classes (N,)."""
+"""Gives the validation set anew at each call, in batches: prepared samples, uint8 (N, C, H, W), int64 (N, L) or float32
+(N, …), and what is true: the numbers of their classes (N,), their labels (N, K) of 0 and 1, or their targets (N, K)."""
 
 
 def quantize(folder: RunFolder, validation: Labelled) -> dict[str, Any]:
     """Adds `model.int8.onnx` to `folder.bundle`, or leaves the bundle as it was.
 
     `bundle.json` is sealed anew. It gains the file's digest, the answers of this model to the golden samples
-    (`golden.int8`), and under `int8` the figures: `accuracy` and `accuracy_fp32` (percent of the `images` validation
-    images, each by its model in ONNX Runtime) and `calibration_images`.
+    (`golden.int8`), and under `int8` the figures, each also with `_fp32`, by its model in ONNX Runtime: of classes
+    `accuracy`; of several labels `f1` and `map`, all in percent; of numbers `error`, the root mean square error of the
+    target whose error rises most. `images`, `texts`, `rows` or `arrays` says how many samples that was, and
+    `calibration_images` and so on how many the ranges are from.
 
     Returns:
         the figures.
 
     Raises:
-        CheckpointError: the bundle is damaged, is for another task than classification, has nothing to quantize, or its
-            accuracy would fall by more than `MAX_FALL`.
+        CheckpointError: the bundle is damaged, answers with pictures or masks, has nothing to quantize, or a score
+            would fall by more than `MAX_FALL`, an error rise by more than `MAX_RISE`.
         SetupError: the folder cannot be written.
     """
     card = card_of(folder)
-    if card["task"] != "image_classification":
+    kind = KINDS[card["task"]]
+    if kind.gives not in _TERMS:
         raise CheckpointError(
-            f"The bundle {folder.bundle} is for {card['task']}; whether int8 stays as right is judged by the accuracy "
-            f"of a classification only; {REFUSED}."
+            f"The bundle {folder.bundle} is for {card['task']}; whether int8 stays as right is judged by classes, "
+            f"labels or numbers, and it answers with {kind.output} of each pixel; {REFUSED}."
         )
-    sample = _EvenSample(CALIBRATION)
-    right, images = _right_answers(session_of(folder.bundle_model), validation, sample)
-    if not images:
-        raise CheckpointError(f"There are no validation images to judge {folder.bundle} in int8 by; {REFUSED}.")
+    noun = NOUNS[kind.takes]
+    sample = None if kind.takes == "text" else _EvenSample(CALIBRATION)
+    before, number = _scores(card, kind, session_of(folder.bundle_model), validation, sample)
+    if not number:
+        raise CheckpointError(f"There are no validation {noun} to judge {folder.bundle} in int8 by; {REFUSED}.")
     try:
         with tempfile.TemporaryDirectory() as place:
-            model = _int8_model(folder.bundle_model, sample.images, Path(place))
+            model = _int8_model(folder.bundle_model, None if sample is None else sample.images, Path(place), kind.input)
             session = session_of(model)
-            still_right, _ = _right_answers(session, validation)
-            figures = {
-                "accuracy": 100 * still_right / images,
-                "accuracy_fp32": 100 * right / images,
-                "images": images,
-                "calibration_images": len(sample.images),
-            }
-            if 100 * (right - still_right) > MAX_FALL * images:
-                raise CheckpointError(
-                    f"The bundle {folder.bundle} is not served in int8: its accuracy on {images} validation images "
-                    f"would fall from {figures['accuracy_fp32']:.2f} % to {figures['accuracy']:.2f} %, and at most "
-                    f"{MAX_FALL:g} points are allowed; {REFUSED}."
-                )
+            after, _ = _scores(card, kind, session, validation)
+            figures = _judged(folder, card, before, after, f"{number} validation {noun}")
+            figures[noun] = number
+            if sample is not None:
+                figures[f"calibration_{noun}"] = len(sample.images)
             card["files"][folder.bundle_int8.name] = digest_of(model)
-            card["golden"]["int8"] = packed(answers_of(session, golden_samples(card)))
+            card["golden"]["int8"] = packed(answers_of(session, golden_inputs(folder, card)[kind.input]))
             add_model(folder, {**card, "int8": figures}, model, folder.bundle_int8.name)
     except OSError as error:
         raise SetupError(f"The bundle {folder.bundle} cannot be written: {error}.") from error
     return figures
 
 
+def _judged(
+    folder: RunFolder, card: dict[str, Any], before: dict[str, np.ndarray], after: dict[str, np.ndarray], on: str
+) -> dict[str, Any]:
+    """The figures of both models.
+
+    Raises:
+        CheckpointError: one is worse than is allowed.
+    """
+    figures: dict[str, Any] = {}
+    for name, scores in before.items():
+        ours, theirs = np.atleast_1d(scores), np.atleast_1d(after[name])
+        is_error = name == "error"
+        with np.errstate(divide="ignore", invalid="ignore"):
+            worse = (theirs / ours - 1) * 100 if is_error else ours - theirs
+        worst = int(np.where(ours == theirs, 0, np.nan_to_num(worse, nan=np.inf)).argmax())
+        old, new, unit = float(ours[worst]), float(theirs[worst]), "" if is_error else " %"
+        most = old * (1 + MAX_RISE / 100) if is_error else old - MAX_FALL
+        if not (new <= most if is_error else new >= most - 1e-9):
+            of = f" of {card['labels'][worst]}" if is_error and len(ours) > 1 else ""
+            shown = [f"{value:.4g}" if is_error else f"{value:.2f}" for value in (old, new)]
+            allowed = f"{MAX_RISE:g} % is" if is_error else f"{MAX_FALL:g} points are"
+            raise CheckpointError(
+                f"The bundle {folder.bundle} is not served in int8: its {SCORES[name]}{of} on {on} would "
+                f"{'rise' if is_error else 'fall'} from {shown[0]}{unit} to {shown[1]}{unit}, and at most {allowed} "
+                f"allowed; {REFUSED}."
+            )
+        figures |= {name: new, f"{name}_fp32": old}
+    return figures
+
+
 class _EvenSample:
-    """Keeps `size` of a stream of images, each with the same chance (Vitter 1985, algorithm R), the same each time."""
+    """Keeps `size` of a stream of samples, each with the same chance (Vitter 1985, algorithm R), the same each time."""
 
     def __init__(self, size: int):
         self.size, self.seen = size, 0
@@ -113,21 +157,69 @@ class _EvenSample:
                 self.images[place] = image.copy()
 
 
-def _right_answers(
-    session: onnxruntime.InferenceSession, validation: Labelled, sample: _EvenSample | None = None
-) -> tuple[int, int]:
-    """How many images get the right class, and of how many; `sample` sees them all."""
-    right = number = 0
-    for images, classes in validation():
-        right += int((answers_of(session, images).argmax(1) == classes).sum())
-        number += len(images)
+def _scores(
+    card: dict[str, Any],
+    kind: Kind,
+    session: onnxruntime.InferenceSession,
+    validation: Labelled,
+    sample: _EvenSample | None = None,
+) -> tuple[dict[str, np.ndarray], int]:
+    """How right a model is, by name, and on how many samples; `sample` sees them all."""
+    terms, summary = _TERMS[kind.gives], _SUMMARIES[kind.gives]
+    found, number = [], 0
+    for inputs, truth in validation():
+        found.append(terms(answers_of(session, inputs), truth))
+        number += len(inputs)
         if sample is not None:
-            sample.add(images)
-    return right, number
+            sample.add(inputs)
+    return summary(np.concatenate(found), card.get("output", {})) if number else {}, number
 
 
-def _int8_model(model: Path, images: list[np.ndarray], place: Path) -> Path:
+_TERMS: dict[str, Callable[[np.ndarray, np.ndarray], np.ndarray]] = {
+    "classification": lambda answers, truth: answers.argmax(1) == truth,
+    "regression": lambda answers, truth: (answers.astype(np.float64) - truth.reshape(answers.shape)) ** 2,
+    "multilabel": lambda answers, truth: np.stack([answers, truth.astype(answers.dtype)], 1),
+}
+"""What is kept of a batch of answers and of what is true: (N,), (N, K) or (N, 2, K)."""
+
+
+def _label_scores(kept: np.ndarray, output: dict[str, Any]) -> dict[str, Any]:
+    """As `deeplightning.task.multilabel` has them, in percent: the mean of the labels' F1 scores at their thresholds,
+    and of the average precisions of those that occur.
+
+    Args:
+        kept: probabilities and labels, (N, 2, K).
+    """
+    probabilities, truth = kept[:, 0], kept[:, 1] == 1
+    answered = probabilities >= np.array(output["thresholds"], probabilities.dtype)
+    both, either = (answered & truth).sum(0), answered.sum(0) + truth.sum(0)
+    f1 = np.where(either > 0, 2 * both / np.maximum(either, 1), 0.0)
+    precisions = [_average_precision(probabilities[:, k], truth[:, k]) for k in np.flatnonzero(truth.any(0))]
+    scores = {"f1": 100 * f1.mean()}
+    return {**scores, "map": 100 * np.mean(precisions)} if precisions else scores
+
+
+def _average_precision(probabilities: np.ndarray, truth: np.ndarray) -> float:
+    """The sum over the thresholds of precision x gain of recall; equal probabilities are one threshold."""
+    order = np.argsort(-probabilities, kind="stable")
+    last = np.append(np.diff(probabilities[order]) != 0, True)
+    hits, seen = truth[order].cumsum()[last], np.arange(1, len(order) + 1)[last]
+    return float((hits / seen * np.diff(hits, prepend=0)).sum() / truth.sum())
+
+
+_SUMMARIES: dict[str, Callable[[np.ndarray, dict[str, Any]], dict[str, Any]]] = {
+    "classification": lambda right, _: {"accuracy": 100 * right.mean()},
+    "regression": lambda squares, _: {"error": np.sqrt(squares.mean(0))},
+    "multilabel": _label_scores,
+}
+
+
+def _int8_model(model: Path, samples: list[np.ndarray] | None, place: Path, name: str) -> Path:
     """The model quantized, as a file in `place`.
+
+    Args:
+        samples: by which the ranges of activations are found; None: each batch has its own.
+        name: of the model's input.
 
     Raises:
         CheckpointError: there is nothing in it to quantize, or ONNX Runtime cannot.
@@ -137,21 +229,37 @@ def _int8_model(model: Path, images: list[np.ndarray], place: Path) -> Path:
         with _quiet():
             # It folds what can be folded, and names the shapes; without symbols there is no need of sympy.
             quant_pre_process(model, prepared, skip_symbolic_shape=True)
-            nodes = onnx.load(prepared).graph.node
+            loaded = onnx.load(prepared)
+            nodes = loaded.graph.node
             first, last = weighted_layers(model, nodes, "int8")
-            quantize_static(
-                prepared,
-                quantized,
-                _Reader(images),
-                quant_format=QuantFormat.QDQ,
-                per_channel=True,
-                reduce_range=True,
-                activation_type=QuantType.QUInt8,
-                weight_type=QuantType.QInt8,
-                nodes_to_exclude=[node.name for node in [*nodes[:first], *nodes[last + 1 :]]],
-                # What these give stays float until the next layer, or to the end: logits of 8 bits are coarse.
-                extra_options={"OpTypesToExcludeOutputQuantization": ["Gemm", "MatMul"]},
-            )
+            if samples is None:
+                # A Gemm becomes a MatMul with its weight transposed, which the named shapes would contradict.
+                loaded.graph.ClearField("value_info")
+                onnx.save(loaded, prepared)
+                quantize_dynamic(
+                    prepared,
+                    quantized,
+                    op_types_to_quantize=sorted(HAVE_WEIGHTS & {"Gemm", "MatMul"}),
+                    per_channel=True,
+                    reduce_range=True,
+                    weight_type=QuantType.QInt8,
+                )
+            else:
+                quantize_static(
+                    prepared,
+                    quantized,
+                    _Reader(samples, name),
+                    quant_format=QuantFormat.QDQ,
+                    per_channel=True,
+                    reduce_range=True,
+                    activation_type=QuantType.QUInt8,
+                    weight_type=QuantType.QInt8,
+                    nodes_to_exclude=[node.name for node in [*nodes[:first], *nodes[last + 1 :]]],
+                    # What these give stays float until the next layer, or to the end: logits of 8 bits are coarse.
+                    extra_options={"OpTypesToExcludeOutputQuantization": ["Gemm", "MatMul"]},
+                )
+            if not any(one.data_type == onnx.TensorProto.INT8 for one in onnx.load(quantized).graph.initializer):
+                raise CheckpointError(f"{model} has no layer that int8 would make quicker; {REFUSED}.")
     except CheckpointError:
         raise
     except Exception as error:  # neither onnx nor onnxruntime says which it may raise
@@ -160,10 +268,10 @@ def _int8_model(model: Path, images: list[np.ndarray], place: Path) -> Path:
 
 
 class _Reader(CalibrationDataReader):
-    """Images for the calibration, in batches."""
+    """Samples for the calibration, in batches."""
 
-    def __init__(self, images: list[np.ndarray]):
-        self._batches = iter([{"images": np.stack(images[at : at + BATCH])} for at in range(0, len(images), BATCH)])
+    def __init__(self, samples: list[np.ndarray], name: str):
+        self._batches = iter([{name: np.stack(samples[at : at + BATCH])} for at in range(0, len(samples), BATCH)])
 
     def get_next(self) -> dict[str, np.ndarray] | None:
         return next(self._batches, None)

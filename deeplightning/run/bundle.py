@@ -164,6 +164,10 @@ def _add_formats(task: Any, folder: RunFolder, names: Sequence[str]) -> None:
         raise FormatError("\n".join(map(str, failed)))
 
 
+INPUT_OF = {"image": "image", "text": "tokens", "table": "input", "array": "input"}
+"""The name of the inputs in a batch of a data module, by what a task takes."""
+
+
 def quantize_run(folder: RunFolder, allow: Sequence[str] = ()) -> str:
     """Adds to the bundle of a run a model that computes in int8, for `serve.precision: int8`; a line with the figures.
 
@@ -171,34 +175,43 @@ def quantize_run(folder: RunFolder, allow: Sequence[str] = ()) -> str:
         allow: as of `trained_task`.
 
     Raises:
-        CheckpointError: there is no whole bundle, the data have no validation images with classes, or int8 would not be
-            as right.
+        CheckpointError: there is no complete bundle, the data have no validation samples with what is true, or int8
+            would not be as right.
         SetupError: the bundle cannot be written.
     """
-    from deeplightning.export.int8 import quantize
+    from deeplightning.export.added import card_of
+    from deeplightning.export.int8 import NOUNS, SCORES, quantize
 
+    kind = KINDS[card_of(folder)["task"]]
+    noun, name, instead = NOUNS[kind.takes], INPUT_OF[kind.takes], "serve it with serve.precision=fp32"
     cfg = load_run(folder, [*admit(folder, allow, "serve"), *TO_ANSWER], "serve", needed=("data.module",))
     data = init_module(cfg, "data")
     data.prepare_data()
     data.setup("validate")
     if next(_batches(data.val_dataloader), None) is None:
         raise CheckpointError(
-            f"{folder.path}: whether int8 is as right is judged on validation images, and the data module gives none; "
-            "serve it with serve.precision=fp32"
+            f"{folder.path}: whether int8 is as right is judged on validation {noun}, and the data module gives none; "
+            f"{instead}"
         )
+    truths = ("target",) if kind.gives == "regression" else ("label", "target")  # columns of a table are targets
 
     def validation() -> Iterator[tuple[Any, Any]]:
         for batch in _batches(data.val_dataloader):
-            if not {"image", "label"} <= batch.keys():
+            truth = next((batch[one] for one in truths if one in batch), None)
+            if truth is None or name not in batch:
                 raise CheckpointError(
-                    f"{folder.path}: its accuracy in int8 needs validation batches with 'image' and 'label'; these "
-                    f"have {', '.join(batch)}; serve it with serve.precision=fp32"
+                    f"{folder.path}: how right it is in int8 needs validation batches with '{name}' and '{truths[0]}'; "
+                    f"these have {', '.join(batch)}; {instead}"
                 )
             counts = batch["index"] >= 0 if "index" in batch else slice(None)  # the others fill up a batch
-            yield batch["image"][counts].numpy(), batch["label"][counts].numpy()
+            yield batch[name][counts].numpy(), truth[counts].numpy()
 
     figures = quantize(folder, validation)
-    return (
-        f"int8: accuracy {figures['accuracy']:.2f} %, in float32 {figures['accuracy_fp32']:.2f} %, on "
-        f"{figures['images']} validation images; kept as {folder.bundle_int8}"
-    )
+    unit = "" if kind.gives == "regression" else " %"
+    told = [
+        f"{SCORES[one]} {figures[one]:.{2 if unit else 4}{'f' if unit else 'g'}}{unit}, in float32 "
+        f"{figures[f'{one}_fp32']:.{2 if unit else 4}{'f' if unit else 'g'}}{unit}"
+        for one in SCORES
+        if one in figures
+    ]
+    return f"int8: {'; '.join(told)}, on {figures[noun]} validation {noun}; kept as {folder.bundle_int8}"

@@ -30,7 +30,7 @@ SOURCES = (
     ),
     *(
         f"deeplightning/{name}.py"
-        for name in ("array", "image", "kinds", "runfolder", "table", "text", "version", "words")
+        for name in ("array", "hugging_face", "image", "kinds", "runfolder", "table", "text", "version", "words")
     ),
 )
 
@@ -90,7 +90,7 @@ _OUTPUTS: dict[str, list[tuple[str, str | None]]] = {
     "reconstruction": [("image", "string")],
     "regression": [("predicted_value", "double"), ("predictions", None)],
     "multilabel": [("labels", None), ("predictions", None)],
-    "segmentation": [("mask", "string"), ("classes", None)],
+    "segmentation": [("mask", "string"), ("height", "long"), ("width", "long"), ("classes", None)],
 }
 """The columns of the answers with MLflow's types, by what a task gives; None: a list."""
 

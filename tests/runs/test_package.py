@@ -55,7 +55,7 @@ def test_the_wheel_has_the_package_and_its_data(built):
     assert {f"deeplightning/{name}" for name in DATA} <= set(names)
     modules = [path for top in ("deeplightning", "serve") for path in ROOT.glob(f"{top}/**/*.py")]
     assert {str(path.relative_to(ROOT)) for path in modules} <= set(names)
-    assert {"serve/page.html", "deeplightning/tracking/schema.sql"} <= set(names)
+    assert {"serve/page.html", "serve/docs.html", "deeplightning/tracking/schema.sql"} <= set(names)
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"deeplightning", "serve"}
     assert [name for name in names if name.endswith(".pyc") or "mlruns" in name] == []
 
@@ -65,7 +65,15 @@ def test_the_source_distribution_has_what_the_wheel_is_made_from(built):
     (path,) = built.glob("*.tar.gz")
     with tarfile.open(path) as archive:
         names = {name.partition("/")[2] for name in archive.getnames()}
-    assert {*DATA, "pyproject.toml", "README.md", "LICENSE", "serve/page.html", "tests/conftest.py"} <= names
+    assert {
+        *DATA,
+        "pyproject.toml",
+        "README.md",
+        "LICENSE",
+        "serve/page.html",
+        "serve/docs.html",
+        "tests/conftest.py",
+    } <= names
 
 
 def test_an_editable_installation_has_the_clone_alone(tmp_path):

@@ -138,9 +138,9 @@ class Browser:
 
 
 class Page:
-    """One tab with a profile of its own, that shows `url`."""
+    """One tab with a profile of its own, that shows `url`, or a page below it."""
 
-    def __init__(self, browser: Browser, url: str, prefix: str = ""):
+    def __init__(self, browser: Browser, url: str, prefix: str = "", path: str = ""):
         self.browser, self.url = browser, url
         self.context = browser.call("Target.createBrowserContext")["browserContextId"]
         target = browser.call("Target.createTarget", url="about:blank", browserContextId=self.context)["targetId"]
@@ -151,10 +151,11 @@ class Page:
         if prefix:
             self.call("Fetch.enable", patterns=[{"urlPattern": f"{url}{prefix}/*"}])
         self.look()
-        self.call("Page.navigate", url=f"{url}{prefix}/")
+        self.call("Page.navigate", url=f"{url}{prefix}/{path}")
         self.wait("Page.loadEventFired")
         self.evaluate(
-            "until(() => document.querySelector('#model').textContent || !document.querySelector('#key').hidden)"
+            "until(() => document.querySelector('#model')?.textContent || document.querySelector('article') || "
+            "!document.querySelector('#key').hidden)"
         )
 
     def call(self, method: str, **params: Any) -> Any:
@@ -256,8 +257,8 @@ def open_page(browser: Browser) -> Iterator[Any]:
     """`open_page(url)` gives a Page."""
     pages: list[Page] = []
 
-    def opened(url: str, prefix: str = "") -> Page:
-        pages.append(Page(browser, url, prefix))
+    def opened(url: str, prefix: str = "", path: str = "") -> Page:
+        pages.append(Page(browser, url, prefix, path))
         return pages[-1]
 
     yield opened
@@ -402,7 +403,7 @@ def test_the_keyboard_is_enough(page: Page) -> None:
         )
         if stops[-1] == "metrics":
             break
-    assert stops == ["file", "3 classes", "openapi.j", "info", "metrics"]
+    assert stops == ["file", "3 classes", "docs", "openapi.j", "info", "metrics"]
 
 
 def test_it_tells_which_model_answers(page: Page, server: Server) -> None:
@@ -534,9 +535,100 @@ def test_labels_of_markup_are_shown_as_text(open_page: Any, place: Path, tmp_pat
     server.stop()
 
 
-def test_labels_are_words_and_never_markup() -> None:
+# The page of the description.
+
+COMMANDS = "[...document.querySelectorAll('figure pre')].map((one) => one.textContent)"
+
+
+@pytest.mark.parametrize(
+    "kind", ["image_classification", "table_regression", "text_classification", "array_multilabel"]
+)
+def test_the_docs_show_each_address_with_a_command_that_works(open_page: Any, place: Path, kind: str) -> None:
+    """Addresses, parameters and statuses are those of `/openapi.json`; each command, run by a shell, is answered."""
+    from exported import exported  # here, since it needs torch, and all else does without
+
+    folder = exported(place / kind, kind)[1].path
+    server = Server(folder, place / f"{kind}-errors")
+    page = open_page(server.url, path="docs")
+    described = server.ask("GET", "/openapi.json")[1]["paths"]
+    routes = [f"{method.upper()} {path}" for path, methods in described.items() for method in methods]
+    assert page.evaluate("[...document.querySelectorAll('nav a')].map((one) => one.textContent)") == routes
+    assert page.evaluate("[...document.querySelectorAll('article h2')].map((one) => one.textContent)") == routes
+    statuses = page.evaluate(
+        "[...document.querySelectorAll('article:first-child summary b')].map((b) => b.textContent)"
+    )
+    assert statuses == sorted(described["/predict"]["post"]["responses"])
+    commands = page.evaluate(COMMANDS)
+    assert len(commands) == len(described["/predict"]["post"]["requestBody"]["content"]) + len(routes) - 1
+    sent = place / "sent"
+    sent.write_bytes(picture("red", size=(5, 6)))
+    if kind.startswith("array"):
+        np.save(place / "sent.npy", np.zeros((2, 12)))
+        sent.write_bytes((place / "sent.npy").read_bytes())
+    for command in commands:
+        line = re.sub(r"\bFILE\b", str(sent), command).replace("curl -s", "curl -s -w '\n%{http_code}'")
+        done = subprocess.run(["bash", "-c", line], capture_output=True, text=True, timeout=SECONDS)
+        assert done.stdout.endswith("\n200"), (command, done.stdout)
+    server.stop()
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [360, 1280])
+def test_the_docs_can_be_read_anywhere(open_page: Any, server: Server, scheme: str, width: int, tmp_path: Path) -> None:
+    """Narrow or wide, nothing sticks out, opened or not; text stands out from paper and sheet in both schemes."""
+    page = open_page(server.url, path="docs")
+    page.look(width, scheme)
+    for _ in range(2):
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        page.evaluate("document.querySelectorAll('details').forEach((one) => one.open = true)")
+    page.shot(tmp_path / "docs.png")
+    dark = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (dark == "rgb(21, 20, 18)") == (scheme == "dark")
+
+
+def test_the_docs_work_by_keyboard_and_are_named(open_page: Any, server: Server) -> None:
+    """The page links it; each stop has a name; a command is copied, or selected where that is not allowed."""
+    page = open_page(server.url)
+    assert page.evaluate("document.querySelector('footer a').href") == f"{server.url}/docs"
+    page = open_page(server.url, path="docs")
+    page.press("Tab")
+    assert page.evaluate("document.activeElement.textContent") == "POST /predict"
+    while page.evaluate("document.activeElement.tagName") != "BUTTON":
+        page.press("Tab")
+    name = page.evaluate("document.activeElement.getAttribute('aria-label')")
+    assert name == "Copy the command: multipart/form-data"
+    page.press("Enter", "\r")
+    page.evaluate("until(() => document.querySelector('#said').textContent)")
+    assert re.match("Copied|Selected", page.evaluate("document.querySelector('#said').textContent"))
+
+
+def test_the_docs_ask_for_a_key_and_stand_behind_a_prefix(open_page: Any, place: Path, server: Server) -> None:
+    """A wrong key is refused in words; with the right one all is shown, and commands name the variable, not the key.
+    Commands have the address that the browser has."""
+    page = open_page(server.url, PREFIX, "docs")
+    assert f"{server.url}{PREFIX}/predict" in page.evaluate(COMMANDS)[0]
+    secured = Server(place / "colours", place / "docs-key", "--api-key-env", "THE_KEY", THE_KEY="a-key-to-try")
+    page = open_page(secured.url, path="docs")
+    assert page.evaluate("document.querySelectorAll('article').length") == 0
+    page.evaluate("document.querySelector('#secret').focus()")
+    for key in ("wrong", "a-key-to-try"):
+        page.call("Input.insertText", text=key)
+        page.press("Enter", "\r")
+        if key == "wrong":
+            page.evaluate("until(() => document.querySelector('#note').textContent.includes('does not take this key'))")
+    page.evaluate("until(() => document.querySelector('article'))")
+    commands = page.evaluate(COMMANDS)
+    assert "Authorization: Bearer $API_KEY" in commands[0]
+    assert not any("a-key-to-try" in command for command in commands)
+    assert page.evaluate("document.activeElement.textContent") == "POST /predict"
+    assert page.evaluate("localStorage.length + sessionStorage.length + document.cookie.length") == 0
+    secured.stop()
+
+
+@pytest.mark.parametrize("name", ["page.html", "docs.html"])
+def test_labels_are_words_and_never_markup(name: str) -> None:
     """The page sets text, and text only: nothing that is told to it can run."""
-    source = (ROOT / "serve" / "page.html").read_text()
+    source = (ROOT / "serve" / name).read_text()
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|style=|\son\w+=", source)
     assert re.findall(r"<(?:script|style)\b[^>]*>", source) == ["<style>", "<script>"]
     assert not re.search(r"(?:https?:)?//[a-z]", source)

@@ -18,6 +18,7 @@ from deeplightning.run import predict
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.sqlite import open_directly
 from deeplightning.tracking.store import local_path, locate
+from serve import local
 
 LOSING = """\
 import pytorch_lightning as pl
@@ -198,7 +199,7 @@ def test_pictures_of_a_folder_are_answered(gone, album, command, tmp_path):
 
     outcome = command("predict", gone.folder, "album", "--out", "a.jsonl", cwd=tmp_path)
     assert (outcome.code, outcome.out) == (0, ""), outcome
-    assert outcome.err.splitlines()[-1] == "75 pictures in a.jsonl"  # and no bar, since this is no terminal
+    assert outcome.err.splitlines()[-1] == "75 answers in a.jsonl"  # and no bar, since this is no terminal
     found = [json.loads(line) for line in (tmp_path / "a.jsonl").read_text().splitlines()]
     found = [{name: str(value) for name, value in row.items()} for row in found]
     assert sorted(found, key=lambda row: row["path"]) == [
@@ -209,7 +210,7 @@ def test_pictures_of_a_folder_are_answered(gone, album, command, tmp_path):
     for arguments, code, words in (
         (["empty"], 3, "error: empty: there is no picture in this folder or below it"),
         (["album", "--out", "a.txt"], 2, "the ending says the format"),
-        (["--out", "a.csv"], 2, "--out goes with pictures or folders"),
+        (["--out", "a.csv"], 2, "--out goes with files or folders"),
         (["album", "--out", "nowhere/a.csv"], 3, "nowhere/a.csv: cannot be written"),
     ):
         outcome = command("predict", gone.folder, *arguments, cwd=tmp_path)
@@ -243,10 +244,10 @@ def test_pictures_are_answered_as_they_are_read(gone, album, tmp_path, monkeypat
     terminal.isatty = lambda: True
     monkeypatch.setattr(ImageSpec, "decode", counted)
     monkeypatch.setattr(predict, "_table", noted)
-    monkeypatch.setattr(predict, "BATCH", 8)
+    monkeypatch.setattr(local, "BATCH", 8)
     monkeypatch.setattr(sys, "stderr", terminal)
     monkeypatch.setenv("TERM", "xterm")
     assert predict.predict_files(RunFolder(gone.folder), [album], tmp_path / "a.csv") == 75
     assert (decoded, written, most) == (75, 75, 8)
-    assert "pictures" in terminal.getvalue()
+    assert "files" in terminal.getvalue()
     assert "100%" in terminal.getvalue()

@@ -3,13 +3,17 @@
 import csv
 import itertools
 import json
+import shutil
 
 import pytest
 import sklearn.metrics
 import torch
 from conftest import weights
 
+from deeplightning.run.bundle import export_run, quantize_run
+from deeplightning.runfolder import RunFolder
 from deeplightning.text import TextSpec
+from serve.bundle import Bundle
 
 CONFIG = """\
 seed: 7
@@ -285,3 +289,17 @@ def test_a_checkpoint_answers_as_its_bundle(trained, tmp_path):
     rows = [by_onnx.text_spec.prepare(text.encode()) for text in ("a fine film", "never stale , never dull")]
     tokens = by_onnx.text_spec.stack(rows)
     assert by_torch.predict(tokens) == pytest.approx(by_onnx.predict(tokens), abs=1e-5)
+
+
+def test_a_run_is_quantized_on_its_own_texts(trained, tmp_path):
+    """int8 by the validation set of the run's data module, each text once; the bundle answers its golden samples."""
+    folder = RunFolder(tmp_path / "run")
+    shutil.copytree(trained.folder, folder.path)
+    export_run(folder)
+    told = quantize_run(folder)
+    figures = json.loads(folder.bundle_card.read_text())["int8"]
+    results = json.loads((trained.folder / "val_results.json").read_text())
+    assert figures["accuracy_fp32"] == pytest.approx(100 * results["val_acc"])
+    assert figures["texts"] == 33
+    assert told.startswith(f"int8: accuracy {figures['accuracy']:.2f} %")
+    assert Bundle.open(folder.path, "int8").precision == "int8"

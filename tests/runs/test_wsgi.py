@@ -41,6 +41,7 @@ def test_every_route_answers(guarded):
     key = {"Authorization": "Bearer s3cret"}
     kinds = {
         "/": "text/html",
+        "/docs": "text/html",
         "/health": "application/json",
         "/ready": "application/json",
         "/info": "application/json",
@@ -52,7 +53,7 @@ def test_every_route_answers(guarded):
         assert (status, headers.get_content_type(), bool(body)) == (200, kind, True), path
         assert (headers["X-Content-Type-Options"], headers["Cache-Control"]) == ("nosniff", "no-store")
         assert re.fullmatch("[0-9a-f]{16}", headers["X-Request-ID"])
-        assert guarded.ask("GET", path)[0] == (200 if path in ("/", "/health", "/ready") else 401)
+        assert guarded.ask("GET", path)[0] == (200 if path in ("/", "/docs", "/health", "/ready") else 401)
     status, headers, body = guarded.ask("POST", "/predict?top_k=1", picture("green"), key | {"X-Request-ID": "mine"})
     assert (status, json.loads(body)["label"], headers["X-Request-ID"]) == (200, "green", "mine")
     described = json.loads(guarded.ask("GET", "/openapi.json", headers=key)[2])

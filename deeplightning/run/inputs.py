@@ -1,0 +1,164 @@
+"""Files become the inputs of a network: rows of tables, texts, arrays and signals, one after the other.
+
+What the endpoint takes as a body is read here by the endpoint's own readers; files that no client sends (Parquet, JSON
+lines, .wav) come on top.
+"""
+
+import csv
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from deeplightning.array import read_signal
+from deeplightning.image import EXTENSIONS
+from serve.limits import Limits, Refusal
+from serve.uploads import arrays_from_json, arrays_from_npy, rows_from_csv, rows_from_json, texts_from_json
+
+ENDINGS = {
+    "image": EXTENSIONS,
+    "text": (".txt", ".csv", ".tsv", ".jsonl", ".json"),
+    "table": (".csv", ".json", ".jsonl", ".parquet", ".pq"),
+    "array": (".npy", ".csv", ".wav", ".json"),
+}
+"""How the names of files end, in small or capital letters, by what a network takes."""
+
+TEXT_COLUMNS = ("text", "sentence")
+"""Columns of texts; a table with one column needs no such name."""
+
+_ANY_NUMBER = Limits(max_images=10**9)  # a file of one's own may have more rows than a request
+
+ROWS_AT_ONCE = 1024  # of Parquet
+
+
+class Place(NamedTuple):
+    """Where an input stands: its file, and in a file with several its number, from 1."""
+
+    path: Path
+    row: int | None = None
+
+    def __str__(self) -> str:
+        return str(self.path) if self.row is None else f"{self.path}, row {self.row}"
+
+
+def expected(takes: str) -> str:
+    """The endings of files, for a message."""
+    return f"files end in {', '.join(ENDINGS[takes])}"
+
+
+def inputs_of(path: Path, takes: str, shape: tuple[int, ...] = ()) -> Iterator[tuple[Place, Any]]:
+    """The inputs of one file as a network prepares them: texts, rows (mappings), arrays; of a picture its path.
+
+    Args:
+        takes: of `deeplightning.kinds.INPUTS`.
+        shape: of a prepared row or array.
+
+    Raises:
+        ValueError: the file is of another kind, damaged, or has no inputs.
+        OSError: it cannot be read.
+    """
+    if takes == "image":
+        yield Place(path), path
+        return
+    reader = _READERS[takes].get(path.suffix.lower())
+    if reader is None:
+        path.stat()  # a file that is missing is not of a wrong kind
+        raise ValueError(f"this run takes {_TAKEN[takes]}: {expected(takes)}")
+    number = 0
+    try:
+        for number, one in enumerate(reader(path, shape), 1):
+            yield Place(path, number), one
+    except (Refusal, csv.Error, RecursionError) as error:
+        raise ValueError(str(error)) from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"not UTF-8 ({error.reason}); save the file as UTF-8") from error
+    if not number:
+        raise ValueError("there is nothing in this file")
+
+
+def _lines(path: Path) -> Iterator[str]:
+    """The lines that are not blank, one after the other."""
+    with path.open(encoding="utf-8-sig") as file:
+        yield from (text for line in file if (text := line.strip()))
+
+
+def _objects(path: Path) -> Iterator[dict[str, Any]]:
+    """JSON objects, one a line."""
+    for number, line in enumerate(_lines(path), 1):
+        try:
+            found = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"object {number} is not JSON: {error}") from error
+        if not isinstance(found, dict):
+            raise ValueError(f"object {number} is no JSON object, but a {type(found).__name__}")
+        yield found
+
+
+def _text_of(row: Mapping[str, Any]) -> str:
+    names = [name for name in TEXT_COLUMNS if name in row] or (list(row) if len(row) == 1 else [])
+    if not names:
+        raise ValueError(f"there is no column {' or '.join(TEXT_COLUMNS)}, but {', '.join(map(str, row)):.200}")
+    if not isinstance(row[names[0]], str):
+        raise ValueError(f"{names[0]} is no text, but {row[names[0]]!r:.80}")
+    return str(row[names[0]])
+
+
+def _tabbed(path: Path) -> Iterator[dict[str, str]]:
+    """Rows of a file with tabs, in which quotes are plain characters; the first line names the columns."""
+    lines = _lines(path)
+    names = [name.strip() for name in next(lines, "").split("\t")]
+    for number, line in enumerate(lines, 1):
+        cells = line.split("\t")
+        if len(cells) != len(names):
+            raise ValueError(f"row {number} has {len(cells)} columns, the header {len(names)}")
+        yield dict(zip(names, cells, strict=True))
+
+
+def _parquet(path: Path) -> Iterator[dict[str, Any]]:
+    import pyarrow as pa  # imported lazily: it takes a while
+    from pyarrow import parquet
+
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(ROWS_AT_ONCE):
+                yield from batch.to_pylist()
+    except pa.ArrowException as error:
+        raise ValueError(f"this is no Parquet file that can be read: {error}") from error
+
+
+def _arrays_of_npy(path: Path, shape: tuple[int, ...]) -> list[Any]:
+    arrays = arrays_from_npy(path.read_bytes(), shape)
+    return [array[None] if (1, *array.shape) == shape else array for array in arrays]  # (T,) of one channel
+
+
+def _signal(path: Path, shape: tuple[int, ...]) -> list[Any]:
+    signal = read_signal(path)  # (C, T)
+    return [signal[0] if signal[:1].shape == (1, *shape) else signal]
+
+
+Reader = Callable[[Path, tuple[int, ...]], "Iterator[Any] | list[Any]"]
+
+_READERS: dict[str, dict[str, Reader]] = {
+    "text": {
+        ".txt": lambda path, _: _lines(path),
+        ".csv": lambda path, _: [_text_of(row) for row in rows_from_csv(path.read_bytes(), _ANY_NUMBER)],
+        ".tsv": lambda path, _: map(_text_of, _tabbed(path)),
+        ".jsonl": lambda path, _: map(_text_of, _objects(path)),
+        ".json": lambda path, _: [text.decode() for text in texts_from_json(path.read_bytes())],
+    },
+    "table": {
+        ".csv": lambda path, _: list(rows_from_csv(path.read_bytes(), _ANY_NUMBER)),
+        ".json": lambda path, shape: list(rows_from_json(path.read_bytes(), shape[0], _ANY_NUMBER)),
+        ".jsonl": lambda path, _: _objects(path),
+        ".parquet": lambda path, _: _parquet(path),
+        ".pq": lambda path, _: _parquet(path),
+    },
+    "array": {
+        ".npy": _arrays_of_npy,
+        ".csv": _signal,
+        ".wav": _signal,
+        ".json": lambda path, shape: list(arrays_from_json(path.read_bytes(), shape, _ANY_NUMBER)),
+    },
+}
+
+_TAKEN = {"text": "texts", "table": "rows of a table", "array": "arrays or signals"}

@@ -1,0 +1,179 @@
+"""int8 of texts, tables, arrays, numbers and several labels: taken where it is as right, refused with figures or reason
+where it is not."""
+
+import json
+
+import numpy as np
+import pytest
+import sklearn.metrics
+import torch
+from exported import SHOP, SIGNAL, TEXTS, WORDS, exported
+from torch import nn
+
+from deeplightning.export import int8 as module
+from deeplightning.export.int8 import quantize
+from deeplightning.faults import CheckpointError
+from deeplightning.kinds import KINDS
+from deeplightning.run.bundle import quantize_run
+from deeplightning.runfolder import RunFolder
+from serve.bundle import Bundle
+
+NUMBER = 400
+
+
+def inputs_of(kind):
+    """Prepared inputs of a kind, of a validation set."""
+    random, takes = np.random.default_rng(3), KINDS[kind].takes
+    if takes == "image":
+        return random.integers(0, 256, (NUMBER, 3, 6, 5), dtype=np.uint8)
+    if takes == "text":
+        words = " ".join(TEXTS).split()
+        texts = [" ".join(random.choice(words, random.integers(1, 15))) for _ in range(NUMBER)]
+        return WORDS.stack([WORDS.prepare(text) for text in texts])
+    if takes == "table":
+        rows = [{"age": 20 + 60 * random.random(), "city": ("Bern", "Rome")[n % 2]} for n in range(NUMBER)]
+        return SHOP.stack([SHOP.prepare(row) for row in rows])
+    return SIGNAL.scaled(random.normal(size=(NUMBER, *SIGNAL.shape)))
+
+
+def judged(task, kind):
+    """Inputs, what is true of them, and what torch answers: those that are clear of a boundary."""
+    inputs, gives = inputs_of(kind), KINDS[kind].gives
+    with torch.inference_mode():
+        answers = task.inference_model()(torch.from_numpy(inputs)).numpy()
+    if gives == "regression":
+        noise = np.random.default_rng(4).normal(size=answers.shape) * answers.std(0)
+        return inputs, (answers + noise).astype(np.float32), answers
+    if gives == "multilabel":
+        return inputs, (answers > np.median(answers, 0)).astype(np.int64), answers
+    ordered = np.sort(answers, 1)
+    clear = ordered[:, -1] - ordered[:, -2] > np.quantile(ordered[:, -1] - ordered[:, -2], 0.3)
+    return inputs[clear], answers.argmax(1)[clear], answers[clear]
+
+
+def batches(inputs, truth):
+    return lambda: ((inputs[at : at + 64], truth[at : at + 64]) for at in range(0, len(inputs), 64))
+
+
+QUANTIZED = [kind for kind in KINDS if KINDS[kind].gives not in ("segmentation", "reconstruction")]
+
+
+@pytest.mark.parametrize("kind", QUANTIZED)
+def test_each_kind_gains_a_model_whose_figures_are_right(tmp_path, kind, monkeypatch):
+    """The figures in float32 are those of scikit-learn, or of numpy, by torch's answers. What is written is opened,
+    which replays the golden samples, answers near float32, and has weights of int8."""
+    monkeypatch.setattr(module, "MAX_FALL", 5.0)  # untrained networks of a few numbers are coarse
+    monkeypatch.setattr(module, "MAX_RISE", 20.0)
+    task, folder = exported(tmp_path, kind)
+    inputs, truth, answers = judged(task, kind)
+    figures = quantize(folder, batches(inputs, truth))
+    gives, takes = KINDS[kind].gives, KINDS[kind].takes
+    if gives == "classification":
+        assert figures["accuracy_fp32"] == 100
+    elif gives == "multilabel":
+        predicted = (answers >= 0.5).astype(int)
+        f1 = sklearn.metrics.f1_score(truth, predicted, average="macro", zero_division=0)
+        assert figures["f1_fp32"] == pytest.approx(100 * f1, abs=0.5)
+        precision = sklearn.metrics.average_precision_score(truth, answers, average="macro")
+        assert figures["map_fp32"] == pytest.approx(100 * precision, abs=0.5)
+    else:
+        errors = np.sqrt(((answers - truth) ** 2).mean(0))
+        assert min(abs(errors - figures["error_fp32"])) < 1e-4 * max(errors)
+    assert figures[{"image": "images", "text": "texts", "table": "rows", "array": "arrays"}[takes]] == len(inputs)
+    card = json.loads(folder.bundle_card.read_text())
+    assert card["int8"] == figures
+    ours, theirs = Bundle.open(folder.path), Bundle.open(folder.path, "int8")
+    expected, given = ours.predict(inputs), theirs.predict(inputs)
+    assert not np.array_equal(expected, given)
+    assert np.abs(expected - given).max() < 0.05 * max(1, np.abs(expected).max())
+
+
+@pytest.mark.parametrize("kind", ["image_segmentation", "image_reconstruction"])
+def test_masks_and_pictures_are_refused_with_the_reason(tmp_path, kind):
+    _, folder = exported(tmp_path, kind)
+    before = folder.bundle_card.read_bytes()
+    with pytest.raises(CheckpointError, match=f"is for {kind}; whether int8 stays as right is judged by classes"):
+        quantize(folder, list)
+    assert folder.bundle_card.read_bytes() == before
+
+
+class Fine(nn.Module):
+    """Numbers of which int8 loses what counts: a large one shares their range."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(2, 3), nn.Linear(3, 3)
+        self.first.weight.data, self.first.bias.data = torch.eye(3, 2), torch.tensor([0.0, 0.0, 1000.0])
+        self.last.weight.data, self.last.bias.data = torch.eye(3), torch.zeros(3)
+
+    def forward(self, rows):
+        return self.last(torch.relu(self.first(rows)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("table_regression", r"root mean square error of \w+ on 400 validation rows would rise from .* at most 1 % is"),
+        ("table_multilabel", r"(F1 score|precision) on 400 validation rows would fall from .* at most 0\.2 points are"),
+    ],
+)
+def test_what_becomes_worse_is_refused(tmp_path, kind, words):
+    """Both figures and what is allowed; the bundle stays."""
+    model = Fine() if kind == "table_regression" else nn.Sequential(Fine(), nn.Sigmoid())
+    task, folder = exported(tmp_path, kind, model)
+    inputs, _, answers = judged(task, kind)
+    truth = answers + 0.01 if kind == "table_regression" else (answers > np.quantile(answers, 0.7, 0)).astype(int)
+    before = folder.bundle_card.read_bytes()
+    with pytest.raises(CheckpointError, match=words) as caught:
+        quantize(folder, batches(inputs, truth))
+    assert str(caught.value).endswith("serve it with serve.precision=fp32.")
+    assert folder.bundle_card.read_bytes() == before
+
+
+def test_average_precision_is_that_of_scikit_learn():
+    """With equal probabilities, which are one threshold."""
+    random = np.random.default_rng(5)
+    for _ in range(20):
+        probabilities, truth = random.integers(0, 6, 50) / 6, random.random(50) < 0.3
+        truth[0] = True
+        expected = sklearn.metrics.average_precision_score(truth, probabilities)
+        assert module._average_precision(probabilities, truth) == pytest.approx(expected)
+
+
+TABLE = """\
+seed: 7
+data:
+  root: ROOT
+  module: {type: deeplightning.data.table.TableData, params: {train: a.csv, target: TARGET}}
+  batch_size: 16
+model:
+  module: {type: deeplightning.task.TASK}
+  network: {type: deeplightning.model.table.TableNet, params: {num_numbers: 2, num_outputs: 2, width: 16, depth: 1}}
+  optimizer: {type: torch.optim.AdamW, params: {lr: 0.01}}
+  loss: {type: torch.nn.MSELoss}
+train: {num_epochs: 4}
+logger: {params: {tracking_uri: STORE, system_metrics: false}}
+"""
+
+
+def test_a_run_of_a_table_is_quantized_on_its_own_rows(tmp_path, command, store, place):
+    """Rows and targets come from the run's data module; what is said has both figures."""
+    random = np.random.default_rng(6)
+    lines = [f"{a:.3f},{b:.3f},{3 * a - b:.3f},{a + b:.3f}" for a, b in random.normal(size=(300, 2))]
+    (tmp_path / "a.csv").write_text("a,b,x,y\n" + "\n".join(lines))
+    config = TABLE.replace("ROOT", str(tmp_path)).replace("STORE", f"'{store}'")
+    config = config.replace("TARGET", "[x, y]").replace("TASK", "regression.Regression")
+    (tmp_path / "table.yaml").write_text(config)
+    outcome = command("train", tmp_path / "table.yaml", cwd=place)
+    assert outcome.code == 0, outcome
+    folder = RunFolder(outcome.folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "MAX_RISE", 50.0)  # a network of 16 numbers
+        told = quantize_run(folder)
+    figures = json.loads(folder.bundle_card.read_text())["int8"]
+    assert told.startswith(f"int8: root mean square error {figures['error']:.4g}, in float32")
+    assert f"on {figures['rows']} validation rows" in told
+    assert figures["rows"] == 30
+    results = json.loads((folder.path / "bundle" / "bundle.json").read_text())
+    assert results["labels"] == ["x", "y"]
+    assert Bundle.open(folder.path, "int8").precision == "int8"
