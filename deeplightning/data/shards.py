@@ -577,12 +577,15 @@ class Shards(ImageData):
         folder = _cache() / "index"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         spec = (check.height, check.width, check.mode, check.resize) if check else None
-        found = []
+        found, read = [], 0
         with FileLock(folder / "lock"):  # of several processes one reads the headers
             for shard in source.shards:
                 rule = (code, shard.name, shard.version, self.label, spec, self.max_pixels)
                 path = folder / f"{hashlib.sha256(repr(rule).encode()).hexdigest()[:32]}.json"
                 if (index := _kept(path)) is None:
+                    if read % 100 == 0:
+                        log.info("Reading the headers of %s, one of %d shards", shard.name, len(source.shards))
+                    read += 1
                     index = index_of(source, shard, self.label, check, self.max_pixels)
                     _keep(path, index)
                 found.append(index)
@@ -605,6 +608,12 @@ class Shards(ImageData):
             world, rank = (self.trainer.world_size, self.trainer.global_rank) if self.trainer else (1, 0)
             place = {"num_replicas": world, "rank": rank, "seed": self.cfg.seed, "drop_last": self._drop_last}
             self._sampler = ShardBatches(self.dataset("train"), self.cfg.data.batch_size, self.window, **place)
+            if len(self._shards["train"]) < world and rank == 0:
+                log.warning(
+                    "There are %d shards to learn from and %d processes: each shard is read by several of them. More, "
+                    "smaller shards avoid that.",
+                    *(len(self._shards["train"]), world),
+                )
         if self.trainer:
             go_on(self._sampler, self.trainer)
         return self._sampler

@@ -176,6 +176,20 @@ def test_processes_have_parts_of_their_own(world, tars):
     assert sorted(together[together >= 0]) == [*range(200)]
 
 
+def test_fewer_shards_than_processes(tars, caplog):
+    """A warning says so, and the run trains all the same."""
+    found = ready(tars, "train-000.tar", validation="val.tar", test="test.tar")
+    found.trainer = SimpleNamespace(
+        world_size=2, global_rank=0, is_global_zero=True, limit_train_batches=1.0, training=False, strategy=None,
+        fit_loop=SimpleNamespace(
+            epoch_progress=SimpleNamespace(current=SimpleNamespace(processed=0, ready=0)),
+            epoch_loop=SimpleNamespace(batch_progress=SimpleNamespace(current=SimpleNamespace(ready=0))),
+        ),
+    )  # fmt: skip
+    assert len(seen(found.train_dataloader())) == 13
+    assert "There are 1 shards to learn from and 2 processes" in caplog.text
+
+
 # Damage
 
 
