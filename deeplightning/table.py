@@ -102,6 +102,35 @@ class Words:
 
 
 @dataclass(frozen=True)
+class Fault:
+    """What is refused in a column of many rows.
+
+    Attributes:
+        row: the first such row, from 0.
+        words: what is wrong with its value; empty: values are missing.
+        gaps: how many are missing.
+    """
+
+    row: int
+    words: str = ""
+    gaps: int = 0
+
+    def text(self, column: str, rows: int) -> str:
+        """For people; `rows`: how many there are."""
+        words = self.words or f"the value is missing, as are {self.gaps} of {rows} in this column"
+        return f"column {column}, row {self.row + 1}: {words}"
+
+    def moved(self, rows: int) -> "Fault":
+        """The same, where so many rows come before."""
+        return Fault(self.row + rows, self.words, self.gaps)
+
+    def and_then(self, later: "Fault") -> "Fault":
+        """Of two parts of the same rows: a wrong value counts before missing ones."""
+        first = later if later.words and not self.words else self
+        return Fault(first.row, first.words, self.gaps + later.gaps)
+
+
+@dataclass(frozen=True)
 class TableSpec:
     """How the rows of a table are prepared for one network.
 
@@ -224,40 +253,49 @@ class TableSpec:
         Raises:
             TableError: a value is missing, not finite or unknown, and refused; the message names column and row.
         """
-        encoded = np.empty((len(next(iter(columns.values()))), len(self.columns)), np.float32)
-        for place, column in enumerate(self.ordered):
-            values = columns[column.name]
-            encoded[:, place] = (
-                self._codes(column, values) if isinstance(values, Words) else self._numbers(column, values)
-            )
+        encoded, faults = self.encode_part(columns)
+        for column in self.ordered:
+            if (fault := faults.get(column.name)) is not None:
+                raise TableError(fault.text(column.name, len(encoded)))
         return encoded
 
-    def _numbers(self, column: Column, values: np.ndarray) -> np.ndarray:
+    def encode_part(self, columns: Mapping[str, "np.ndarray | Words"]) -> tuple[np.ndarray, dict[str, "Fault"]]:
+        """Some of many rows, float32 (n, F), and what is refused in them, by column; where there is any, the row is 0
+        in that column.
+
+        Args:
+            columns: as of `encode`.
+        """
+        encoded = np.empty((len(next(iter(columns.values()))), len(self.columns)), np.float32)
+        faults = {}
+        for place, column in enumerate(self.ordered):
+            values = columns[column.name]
+            encode = self._codes if isinstance(values, Words) else self._numbers
+            encoded[:, place], fault = encode(column, values)  # type: ignore[arg-type]
+            if fault is not None:
+                faults[column.name] = fault
+        return encoded, faults
+
+    def _numbers(self, column: Column, values: np.ndarray) -> tuple[np.ndarray, "Fault | None"]:
         gaps, wrong = np.isnan(values), np.isinf(values)
         numbers = (np.where(gaps | wrong, column.mean, values) - column.mean) / column.std
         wrong |= np.abs(numbers) > _LARGEST
         if wrong.any():
             row = int(wrong.argmax())
-            raise TableError(f"column {column.name}, row {row + 1}: {values[row]} is not finite, or too large")
-        self._check_gaps(column, gaps)
-        return numbers
+            return np.where(wrong, 0, numbers), Fault(row, f"{values[row]} is not finite, or too large")
+        return numbers, self._gaps(gaps)
 
-    def _codes(self, column: Column, values: "Words") -> np.ndarray:
+    def _codes(self, column: Column, values: "Words") -> tuple[np.ndarray, "Fault | None"]:
         codes = np.array([*(column.codes.get(word, 0) for word in values.words), 0])[values.indices]
         gaps = values.indices < 0
         if self.unknown == "refuse" and (wrong := (codes == 0) & ~gaps).any():
             row = int(wrong.argmax())
             word = _shown(values.words[values.indices[row]])
-            raise TableError(f"column {column.name}, row {row + 1}: {word} is not a category of the training rows")
-        self._check_gaps(column, gaps)
-        return codes
+            return codes, Fault(row, f"{word} is not a category of the training rows")
+        return codes, self._gaps(gaps)
 
-    def _check_gaps(self, column: Column, gaps: np.ndarray) -> None:
-        if self.missing == "refuse" and gaps.any():
-            raise TableError(
-                f"column {column.name}, row {int(gaps.argmax()) + 1}: the value is missing, as are "
-                f"{int(gaps.sum())} of {len(gaps)} in this column"
-            )
+    def _gaps(self, gaps: np.ndarray) -> "Fault | None":
+        return Fault(int(gaps.argmax()), gaps=int(gaps.sum())) if self.missing == "refuse" and gaps.any() else None
 
     # ---- travelling
 

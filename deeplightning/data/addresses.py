@@ -54,9 +54,7 @@ def _copied(root: str, files: tuple[str, ...]) -> Path:
     for name in files:
         if name.startswith(("/", "~")) or ".." in name.split("/"):
             raise DataConfigError(f"{name} is not inside data.root: {shown(root)}")
-    if re.match(r"[^/]+://[^/@]*:[^/@]*@", root):
-        raise DataConfigError("data.root has a password, which a run would keep; give it by the store's own settings.")
-    system, found = _listed(root, files)
+    system, found = files_at(root, files)
     manifest = {name: [size, version] for name, (_, size, version) in sorted(found.items())}
     top = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deeplightning" / "data"
     folder = top / _short(root) / _short(json.dumps(manifest))
@@ -70,8 +68,19 @@ def _copied(root: str, files: tuple[str, ...]) -> Path:
     return folder
 
 
-def _listed(root: str, files: tuple[str, ...]) -> tuple[Any, dict[str, tuple[str, int, str]]]:
-    """The file system, and of each file under its name: its path there, bytes, version."""
+def files_at(root: str, files: tuple[str, ...]) -> tuple[Any, dict[str, tuple[str, int, str]]]:
+    """The file system, and of each file under its name: its path there, bytes, version.
+
+    Args:
+        root: the address of a folder.
+        files: those that are needed, relative to it; none: all.
+
+    Raises:
+        DataConfigError: the address is wrong.
+        DataError: it does not answer, has no such files, or a library is missing.
+    """
+    if re.match(r"[^/]+://[^/@]*:[^/@]*@", root):
+        raise DataConfigError("data.root has a password, which a run would keep; give it by the store's own settings.")
     try:
         from fsspec.core import url_to_fs
 

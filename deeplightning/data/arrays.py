@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from deeplightning.array import ArrayError, ArraySpec
-from deeplightning.data.columns import ColumnData, Columns, ColumnSet
+from deeplightning.data.columns import ColumnData, Columns, ColumnSet, Moments
 from deeplightning.data.datasets import Batch, InMemory, OnDemand
 from deeplightning.data.errors import DataConfigError, DataError
 
@@ -198,7 +198,9 @@ class ArrayData(ColumnData):
         if not self.class_names:
             targets = train.columns["target"]
             names = [f"target_{n}" for n in range(targets.shape[1])] if targets.shape[1] > 1 else ["target"]
-            self.learn_targets(names, targets)
+            moments = Moments()
+            moments.add(targets)
+            self.learn_targets(names, moments)
 
     def _prepare(self, samples: Arrays) -> InMemory | OnDemand:
         spec = self.array_spec

@@ -100,12 +100,13 @@ class _Read(NamedTuple):
     pixels: np.ndarray | None
 
 
-def cache_folder(cache: bool | str) -> Path | None:
+def cache_folder(cache: bool | str, kind: str = "images") -> Path | None:
     """Where decoded images go; None: nowhere.
 
     Args:
         cache: a folder; false: none; true: the one that `DEEPLIGHTNING_CACHE` names ("off": none), else
             `deeplightning/images` in the user's cache folder.
+        kind: another folder in that of the user, for what is no image.
     """
     given = cache if isinstance(cache, str) else os.environ.get("DEEPLIGHTNING_CACHE", "")
     if cache is False or given.lower() == "off":
@@ -113,7 +114,7 @@ def cache_folder(cache: bool | str) -> Path | None:
     try:
         if given:
             return Path(given).expanduser().absolute()
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deeplightning" / "images"
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deeplightning" / kind
     except RuntimeError:  # a user without a home
         return None
 

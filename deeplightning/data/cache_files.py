@@ -76,7 +76,7 @@ class CacheFolder:
         self._folder = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         with contextlib.ExitStack() as opened:
             opened.callback(os.close, self._folder)
-            _refuse_foreign(self._folder, self.path)
+            refuse_foreign(self._folder, self.path)
             self._files = opened.pop_all()
         return self
 
@@ -86,7 +86,7 @@ class CacheFolder:
     def _open(self, name: str, flags: int) -> int:
         file = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600, dir_fd=self._folder)
         self._files.callback(os.close, file)
-        _refuse_foreign(file, self.path / name)
+        refuse_foreign(file, self.path / name)
         return file
 
     @contextlib.contextmanager
@@ -99,7 +99,7 @@ class CacheFolder:
         """
         lock = self._lock = self._open("lock", os.O_RDWR)
         stamp, since, logged = -1, time.monotonic(), False
-        while not _locks(lock, fcntl.LOCK_EX):
+        while not locks(lock, fcntl.LOCK_EX):
             if (now := os.fstat(lock).st_mtime_ns) != stamp:
                 stamp, since = now, time.monotonic()
             elif time.monotonic() - since > STALLED:
@@ -126,7 +126,7 @@ class CacheFolder:
         if self._pixels < 0:
             how = os.O_RDWR if self._adds else os.O_RDONLY
             self._pixels, self._rows = self._open("pixels", how), self._open("rows", how)
-        if not _locks(self._pixels, fcntl.LOCK_SH):
+        if not locks(self._pixels, fcntl.LOCK_SH):
             raise FileNotFoundError  # it is being removed
         rows, size = _array(self._rows, ROW), os.fstat(self._pixels).st_size
         self._records, self._mapped = len(rows), int(rows["row"].max()) + 1 if len(rows) else 0
@@ -201,19 +201,19 @@ class CacheFolder:
         remove_folder(self.path)
 
 
-def _refuse_foreign(file: int, path: Path) -> None:
+def refuse_foreign(file: int, path: Path) -> None:
     """A check sum is no proof of where pixels come from: whoever can write them can write it too.
 
     Raises:
         Unusable: an open file or folder is of another user than this one and root, or others may write it.
     """
     status = os.fstat(file)
-    if not _is_ours(status):
+    if not is_ours(status):
         whose = "others may write it" if status.st_uid in (os.geteuid(), 0) else "it is of another user"
         raise Unusable(f"{path} is left alone, since {whose}")
 
 
-def _is_ours(status: os.stat_result) -> bool:
+def is_ours(status: os.stat_result) -> bool:
     return status.st_uid in (os.geteuid(), 0) and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
@@ -223,27 +223,28 @@ def remove_folder(path: Path) -> None:
     shutil.rmtree(gone, ignore_errors=True)
 
 
-def remove_unused(path: Path) -> bool:
-    """Whether a folder of the cache could be removed: no process uses it or adds to it."""
+def remove_unused(path: Path, data: str = "pixels") -> bool:
+    """Whether a folder of the cache could be removed: no process uses it or adds to it. `data`: the file that those
+    who use it hold a shared lock on."""
     with contextlib.suppress(OSError, Unusable), CacheFolder(path, 1) as folder:
-        lock, pixels = folder._open("lock", os.O_RDWR), folder._open("pixels", os.O_RDWR)
-        if _locks(lock, fcntl.LOCK_EX) and _locks(pixels, fcntl.LOCK_EX):
+        lock, pixels = folder._open("lock", os.O_RDWR), folder._open(data, os.O_RDWR)
+        if locks(lock, fcntl.LOCK_EX) and locks(pixels, fcntl.LOCK_EX):
             folder.remove()
             return True
     return False
 
 
-def caches(top: Path, but: Path) -> Iterator[tuple[Path, float, int]]:
+def caches(top: Path, but: Path, names: Sequence[str] = NAMES) -> Iterator[tuple[Path, float, int]]:
     """The other folders: path, when last used, bytes. What killed processes have left of one is taken away; what other
-    users have put there is left alone."""
+    users have put there is left alone. `names`: the files of each, of which the first shows when it was used."""
     for path in top.iterdir():
         with contextlib.suppress(OSError):
-            if not _is_ours(path.lstat()):
+            if not is_ours(path.lstat()):
                 continue
             if path.name.startswith(_GONE) or (path.name.startswith(NEW) and _age(path) > 3600):
                 shutil.rmtree(path, ignore_errors=True)
             elif path != but and _OURS.fullmatch(path.name):
-                yield path, -_age(path / "pixels"), sum((path / name).stat().st_size for name in NAMES)
+                yield path, -_age(path / names[0]), sum((path / name).stat().st_size for name in names)
 
 
 def _age(path: Path) -> float:
@@ -263,7 +264,7 @@ def limit_in_bytes() -> float:
     raise DataConfigError(f"DEEPLIGHTNING_CACHE_LIMIT must be a number of GiB, not {given!r}.")
 
 
-def _locks(file: int, kind: int) -> bool:
+def locks(file: int, kind: int) -> bool:
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -39,6 +39,41 @@ class Columns:
         return type(self)(columns, self.labels[positions])
 
 
+class Moments:
+    """Mean and deviation of numbers that come in parts (Chan, Golub and LeVeque 1983); those of a single part are
+    numpy's, bit by bit.
+
+    Attributes:
+        count: numbers so far, per column.
+        mean: float64, a number or (T,).
+    """
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.mean: Any = 0.0
+        self._squares: Any = 0.0  # sum of squared distances from the mean
+
+    def add(self, values: np.ndarray) -> None:
+        """Numbers, float64 (n,) or (n, T)."""
+        size = len(values)
+        if not size:
+            return
+        mean = values.mean(0)
+        squares = np.square(values - mean).sum(0)
+        if not self.count:
+            self.count, self.mean, self._squares = size, mean, squares
+            return
+        total, distance = self.count + size, mean - self.mean
+        self.mean = self.mean + distance * (size / total)
+        self._squares = self._squares + squares + np.square(distance) * (self.count * (size / total))
+        self.count = total
+
+    @property
+    def std(self) -> Any:
+        """float64, a number or (T,)."""
+        return np.sqrt(self._squares / self.count)
+
+
 class ColumnSet(InMemory):
     """Tensors side by side.
 
@@ -132,12 +167,11 @@ class ColumnData(DataOfSets):
             self._samples = divided
         self._ready(stage)
 
-    def learn_targets(self, names: Sequence[str], targets: np.ndarray) -> None:
-        """Mean and deviation of the numbers to be predicted, float64 (N, T)."""
+    def learn_targets(self, names: Sequence[str], targets: Moments) -> None:
+        """Keeps mean and deviation of the numbers to be predicted, (T,)."""
         self.target_names = list(names)
-        std = targets.std(0)
-        self.target_mean = targets.mean(0).tolist()
-        self.target_std = np.where(std > 0, std, 1.0).tolist()
+        self.target_mean = targets.mean.tolist()
+        self.target_std = np.where(targets.std > 0, targets.std, 1.0).tolist()
 
     def example_batch(self, size: int) -> Batch:
         """The first training samples, to try out whether the parts of a config fit; reads the data.

@@ -18,9 +18,9 @@ def deal(labels: np.ndarray, num_folds: int, seed: int, purpose: int = 0) -> np.
         The fold of each sample, int (N,), from 0 to num_folds - 1.
     """
     order = shuffled(len(labels), seed, purpose)
-    by_class = order[np.argsort(labels[order], kind="stable")]
+    order = order[np.argsort(labels[order], kind="stable")]  # by class
     folds = np.empty(len(labels), dtype=np.int64)
-    folds[by_class] = num_folds - 1 - np.arange(len(labels)) % num_folds
+    folds[order] = np.resize(np.arange(num_folds)[::-1], len(labels))
     return folds
 
 

@@ -3,11 +3,13 @@
 N rows, F columns that the network takes, T columns that it predicts.
 """
 
+import contextlib
 import difflib
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,9 +19,14 @@ import pyarrow.compute as pc
 import torch
 from pyarrow import csv, parquet
 
-from deeplightning.data.columns import ColumnData, Columns, ColumnSet
+from deeplightning.data.cache_files import Unusable
+from deeplightning.data.columns import ColumnData, ColumnSet, Moments
+from deeplightning.data.datasets import InMemory, OnDemand
 from deeplightning.data.errors import DataConfigError, DataError
+from deeplightning.data.memory import free_memory
 from deeplightning.data.splits import deal
+from deeplightning.data.table_rows import CHUNK, Rows, StoredRows, StoredSet, check_parts
+from deeplightning.data.table_store import stored
 from deeplightning.table import MISSING, Column, TableError, TableSpec, Words
 
 log = logging.getLogger("deeplightning.data")
@@ -35,15 +42,8 @@ _NULLS = sorted(
 _SETS = {"train": "train", "val": "val", "validation": "val", "valid": "val", "test": "test"}
 
 
-class Rows(Columns):
-    """Rows of a table: each column float64 (N,), or `Words`."""
-
-    def take(self, positions: np.ndarray) -> "Rows":
-        columns = {
-            name: Words(column.words, column.indices[positions]) if isinstance(column, Words) else column[positions]
-            for name, column in self.columns.items()
-        }
-        return Rows(columns, self.labels[positions])
+MEMORY = 4
+"""How many times its size, in a file of CSV, a table takes in memory while it is read: 3 to 5 times, by its numbers."""
 
 
 class TableData(ColumnData):
@@ -53,6 +53,10 @@ class TableData(ColumnData):
     `data.num_splits`. A column of numbers is standardised by mean and deviation of the training rows; of texts, or of
     true and false, it is a category. Batches have `input` float32 (B, F), `label` int64 (B,) or `target` float32 (B,)
     or (B, T), and `index`.
+
+    Tables that do not fit into memory are read in parts, once, into the user's cache
+    (`deeplightning.data.table_store`), and batches are made of that. Both ways give the same. Then memory holds some
+    bytes for each row (its place, class and order) and the different words of each column.
 
     Args:
         cfg: the whole config; `seed` and `data` are read.
@@ -69,6 +73,8 @@ class TableData(ColumnData):
         group: the column of which no value is in two sets, such as a customer.
         time: the column by which the latest rows test, and the latest of the others validate.
         limit: use at most this many training rows (validation included) and as many test rows, a seeded choice.
+        in_memory: true: the tables are held in memory; false: they are read into the cache; "auto": into the cache
+            where they would take more memory than is free.
 
     Attributes:
         table_spec: how a row is prepared; there after `setup`.
@@ -93,8 +99,12 @@ class TableData(ColumnData):
         group: str | None = None,
         time: str | None = None,
         limit: int | None = None,
+        in_memory: bool | Literal["auto"] = "auto",
     ):
         super().__init__(cfg, limit)
+        if in_memory not in (True, False, "auto"):
+            raise DataConfigError(f"data.module.params.in_memory must be auto, true or false, not {in_memory!r}.")
+        self.tables_in_memory = in_memory
         self.table_spec: TableSpec | None = None
         self.name_files(train, validation, test)
         self.targets = [target] if isinstance(target, str) else list(target)
@@ -138,7 +148,9 @@ class TableData(ColumnData):
         """
         path = self.files["train"]
         types = self._types(path)
-        found = {name: self._rows(file, types) for name, file in self.files.items()}
+        found: dict[str, Any] | None = self._stored(types)
+        if found is None:
+            found = {name: self._rows(file, types) for name, file in self.files.items()}
         if self.way == "split":
             return self._by_column(found["train"])
         return found if len(found) > 1 else {"all": found["train"]}
@@ -175,7 +187,7 @@ class TableData(ColumnData):
                         f"data.module.params.target: column {field.name} is of type {field.type}, which is neither a "
                         "number nor a category; data.module.params.columns can make it a category."
                     )
-            elif field.name == self.divider and field.name not in self.kinds:
+            elif field.name == self.divider and not self._is_named(field.name):
                 kind = "number" if self.way == "time" and _kind_of(field.type) == "number" else "word"
             elif kind is None:
                 kind = _kind_of(field.type)
@@ -194,43 +206,92 @@ class TableData(ColumnData):
                     )
         return types
 
+    def _is_named(self, column: str) -> bool:
+        """Whether `columns` makes it an input."""
+        return self.kinds.get(column, "ignore") != "ignore"
+
     def _rows(self, path: Path, types: Mapping[str, str]) -> Rows:
         table = _read(path, types)
         columns = {name: _values(path, name, table.column(name), kind) for name, kind in types.items()}
-        target = columns[self.targets[0]]
+        return Rows(columns, self._labels(path, {name: columns[name] for name in self.targets}))
+
+    def _stored(self, types: Mapping[str, str]) -> dict[str, StoredRows] | None:
+        """The rows of each file, where these are kept on the disk; None: they go into memory."""
+        needed, free = sum(_memory(file, types) for file in self.files.values()), free_memory()
+        if self.trainer is not None:
+            needed *= max(1, self.trainer.world_size // max(1, self.trainer.num_nodes))
+        too_large = free is not None and needed > free
+        if self.tables_in_memory is True or (self.tables_in_memory == "auto" and not too_large):
+            return None
+        try:
+            return {name: self._stored_rows(file, types) for name, file in self.files.items()}
+        except (Unusable, OSError) as error:
+            reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+            if self.tables_in_memory is False:
+                raise DataError(
+                    f"{self._describe()} cannot be kept on the disk: {reason}. DEEPLIGHTNING_CACHE names another "
+                    "folder, and data.module.params.in_memory=true holds the table in memory."
+                ) from error
+            log.warning(
+                "%s is read into memory, of which it may need %.3g GiB, and %.3g are free. It cannot be kept on the "
+                "disk: %s.",
+                *(self._describe(), needed / 2**30, (free or 0) / 2**30, reason),
+            )
+        return None
+
+    def _stored_rows(self, path: Path, types: Mapping[str, str]) -> StoredRows:
+        bounded = [name for name, kind in types.items() if kind == "category" and name not in self.kinds]
+        times = self.divider if self.way == "time" and types[str(self.divider)] == "word" else None
+        store = stored(
+            path,
+            _parts(path, types),
+            [*types.items(), _NULLS],
+            bounded=[name for name in bounded if name not in self.targets],
+            times=times,
+            code=[Path(__file__)],
+        )
+        kind = np.int32 if len(store) < 2**31 else np.int64
+        every = np.arange(len(store), dtype=kind)
+        labels = self._labels(path, {name: store.column(name, every) for name in self.targets})
+        return StoredRows(store, every, labels.astype(kind))
+
+    def _labels(self, path: Path, targets: Mapping[str, "np.ndarray | Words"]) -> np.ndarray:
+        """The class of each row by the position of its word, int64 (N,); 0 where the targets are numbers."""
+        target = targets[self.targets[0]]
         if not len(target):
             raise DataError(f"{path} has a header and no rows.")
-        for name in self.targets:
-            values = columns[name]
+        for name, values in targets.items():
             gaps = values.indices < 0 if isinstance(values, Words) else ~np.isfinite(values)
             if gaps.any():
                 raise DataError(
                     f"{path}, column {name}, row {int(gaps.argmax()) + 1}: the target is missing or not finite, as are "
                     f"{int(gaps.sum())} of {len(gaps)}. Remove these rows."
                 )
-        labels = target.indices if isinstance(target, Words) else np.zeros(len(target), np.int64)
-        return Rows(columns, labels)
+        return target.indices if isinstance(target, Words) else np.zeros(len(target), np.int64)
 
     # ---- dividing
 
-    def _by_column(self, rows: Rows) -> dict[str, Any]:
-        words = rows.columns[str(self.divider)]
-        sets = np.array([*(_SETS.get(word.lower(), "?") for word in words.words), "?"])[words.indices]
-        if (sets == "?").any():
-            row = int((sets == "?").argmax())
+    def _by_column(self, rows: Rows | StoredRows) -> dict[str, Any]:
+        words = rows.column(str(self.divider))
+        assert isinstance(words, Words), "`_types` has taken it for words"
+        names = ("train", "val", "test", "?")
+        of_words = [names.index(_SETS.get(word.lower(), "?")) for word in words.words]
+        sets = np.array([*of_words, 3], np.int8)[words.indices]
+        if (sets == 3).any():
+            row = int((sets == 3).argmax())
             word = "nothing" if words.indices[row] < 0 else repr(words.words[words.indices[row]])
             raise DataError(
                 f"{self.files['train']}, column {self.divider}, row {row + 1}: {word} is no set; it must be train, val "
                 "or test."
             )
-        found = {name: rows.take(np.flatnonzero(sets == name)) for name in ("train", "val", "test")}
+        found = {name: rows.take(np.flatnonzero(sets == number)) for number, name in enumerate(names[:3])}
         if not len(found["train"]):
             raise DataError(f"{self.files['train']}, column {self.divider}: no row is of train.")
         return {name: part for name, part in found.items() if len(part)}
 
     def _folds(self, samples: Any, number: int, purpose: int) -> np.ndarray:
         if self.way == "group":
-            values = samples.columns[str(self.divider)]
+            values = samples.column(str(self.divider))
             codes = values.indices if isinstance(values, Words) else values
             _, groups = np.unique(codes, return_inverse=True)
             if groups.max() + 1 < number:
@@ -241,7 +302,7 @@ class TableData(ColumnData):
             of_group = deal(np.zeros(groups.max() + 1, np.int64), number, self.cfg.seed, purpose)
             return of_group[groups]
         if self.way == "time":
-            values = samples.columns[str(self.divider)]
+            values = samples.column(str(self.divider))
             keys = np.array([*values.words, ""], object)[values.indices] if isinstance(values, Words) else values
             latest_first = np.argsort(keys, kind="stable")[::-1]
             folds = np.empty(len(keys), np.int64)
@@ -251,42 +312,61 @@ class TableData(ColumnData):
 
     # ---- preparing
 
-    def learn(self, train: Rows) -> None:
+    def learn(self, train: Rows | StoredRows) -> None:
         """
         Raises:
             DataError: a column has too many categories, or nothing but missing values.
         """
-        path, columns = self.files["train"], []
-        for name, values in train.columns.items():
-            if name in self.targets or (name == self.divider and name not in self.kinds):
-                continue
-            columns.append(_column(path, name, values, name in self.kinds))
+        path, moments = self.files["train"], dict[str, Moments]()
+        words, seen = dict[str, Sequence[str]](), dict[str, np.ndarray]()
+        of_targets = Moments()
+        for part in train.parts():
+            for name, values in part.columns.items():
+                if isinstance(values, Words):
+                    words[name] = values.words
+                    seen.setdefault(name, np.zeros(len(values.words) + 1, bool))[values.indices] = True
+                elif values.dtype.kind == "f":
+                    moments.setdefault(name, Moments()).add(values[np.isfinite(values)])
+            if self.targets[0] not in words:
+                of_targets.add(np.stack([part.columns[name] for name in self.targets], 1))
+        found = {
+            name: [words[name][place] for place in np.flatnonzero(mask[:-1]).tolist()] for name, mask in seen.items()
+        }
+        columns = [
+            _column(path, name, found[name] if name in found else moments[name], name in self.kinds)
+            for name in part.columns
+            if name not in self.targets and (name != self.divider or self._is_named(name))
+        ]
         if not columns:
             raise DataError(f"{path} has no column that a network could take besides the target.")
         self.table_spec = TableSpec(tuple(columns), self.unknown, self.missing)
-        target = train.columns[self.targets[0]]
-        if isinstance(target, Words):
-            names = np.array(target.words, object)[np.unique(target.indices)]
-            self.class_names = sorted(names.tolist(), key=_natural)
+        if self.targets[0] in found:
+            self.class_names = sorted(found[self.targets[0]], key=_natural)
         else:
-            self.learn_targets(self.targets, np.stack([train.columns[name] for name in self.targets], 1))
+            self.learn_targets(self.targets, of_targets)
 
-    def _prepare(self, samples: Rows) -> ColumnSet:
-        assert self.table_spec is not None, "`setup` has read the rows"
+    def _prepare(self, samples: Rows | StoredRows) -> InMemory | OnDemand:
+        spec = self.table_spec
+        assert spec is not None, "`setup` has read the rows"
         try:
-            encoded = self.table_spec.encode(samples.columns)
+            if isinstance(samples, Rows):
+                return ColumnSet(torch.from_numpy(spec.encode(samples.columns)), self._targets(samples))
+            check_parts(spec, samples)
         except TableError as error:
             raise DataError(
                 f"{self._describe()}: {error}. data.module.params.missing=fill and unknown=other say what to do with "
                 "such values."
             ) from error
-        return ColumnSet(torch.from_numpy(encoded), self._targets(samples))
+        target = samples.column(self.targets[0])
+        labels = self._classes(target) if isinstance(target, Words) else None
+        return StoredSet(samples, spec, labels, partial(_numbers, self.targets))
 
     def _targets(self, samples: Rows) -> dict[str, torch.Tensor]:
         target = samples.columns[self.targets[0]]
-        if not isinstance(target, Words):
-            values = np.stack([samples.columns[name] for name in self.targets], 1).astype(np.float32)
-            return {"target": torch.from_numpy(values[:, 0].copy() if values.shape[1] == 1 else values)}
+        return {"label": self._classes(target)} if isinstance(target, Words) else _numbers(self.targets, samples)
+
+    def _classes(self, target: Words) -> torch.Tensor:
+        """int64 (N,)"""
         numbers = {name: number for number, name in enumerate(self.class_names)}
         labels = np.array([*(numbers.get(word, -1) for word in target.words), -1])[target.indices]
         if (labels < 0).any():
@@ -295,14 +375,14 @@ class TableData(ColumnData):
                 f"{self._describe()}, column {self.targets[0]}: no training row is of the class "
                 f"{target.words[target.indices[row]]!r}."
             )
-        return {"label": torch.from_numpy(labels)}
+        return torch.from_numpy(labels)
 
     def example_inputs(self, number: int) -> dict[str, np.ndarray]:
         """Rows that a bundle is proved on, of the validation set where there is one: JSON objects, (n,)."""
         assert self.table_spec is not None, "`setup` has read the rows"
         found = self._samples.get("val") or self._samples["train"]
-        rows = []
-        for position in range(min(number, len(found))):
+        rows, found = [], found.load(np.arange(min(number, len(found))))
+        for position in range(len(found)):
             row: dict[str, Any] = {}
             for column in self.table_spec.columns:
                 values = found.columns[column.name]
@@ -313,6 +393,12 @@ class TableData(ColumnData):
                     row[column.name] = None if math.isnan(values[position]) else float(values[position])
             rows.append(json.dumps(row))
         return {"rows": np.array(rows)}
+
+
+def _numbers(targets: Sequence[str], rows: Rows) -> dict[str, torch.Tensor]:
+    """The numbers to be predicted, float32 (N,) or (N, T)."""
+    values = np.stack([rows.columns[name] for name in targets], 1).astype(np.float32)
+    return {"target": torch.from_numpy(values[:, 0].copy() if values.shape[1] == 1 else values)}
 
 
 def _natural(word: str) -> tuple[int, float, str]:
@@ -366,23 +452,74 @@ def _schema(path: Path) -> pa.Schema:
 
 
 def _read(path: Path, types: Mapping[str, str]) -> pa.Table:
-    names = list(types)
-    try:
+    with _as_data_errors(path, types):
         table = (
-            parquet.read_table(path, columns=names)
+            parquet.read_table(path, columns=list(types))
             if _is_parquet(path)
             else csv.read_csv(path, convert_options=_options(types))
         )
+    _check_columns(path, types, table.column_names)
+    return table
+
+
+def _parts(path: Path, types: Mapping[str, str]) -> Iterator[dict[str, "np.ndarray | Words"]]:
+    """The rows of a table in parts that fit into memory, by column.
+
+    Raises:
+        DataError: as `_read` and `_values`.
+    """
+    with contextlib.ExitStack() as opened, _as_data_errors(path, types):
+        if _is_parquet(path):
+            file = opened.enter_context(parquet.ParquetFile(path))
+            _check_columns(path, types, file.schema_arrow.names)
+            batches: Iterable[pa.RecordBatch] = file.iter_batches(batch_size=CHUNK, columns=list(types))
+        else:
+            batches = opened.enter_context(csv.open_csv(path, convert_options=_options(types)))
+        for batch in batches:
+            table = pa.Table.from_batches([batch])
+            yield {name: _values(path, name, table.column(name), kind) for name, kind in types.items()}
+
+
+def _check_columns(path: Path, types: Mapping[str, str], there: Sequence[str]) -> None:
+    if absent := [name for name in types if name not in there]:
+        raise DataError(f"{path} lacks columns of the training table: {', '.join(absent)}.")
+
+
+@contextlib.contextmanager
+def _as_data_errors(path: Path, types: Mapping[str, str]) -> Iterator[None]:
+    """What pyarrow finds wrong with a table, in words for people."""
+    try:
+        yield
     except KeyError as error:
         raise DataError(f"{path} lacks a column of the training table: {error}.") from error
     except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
         hint = ""
         if "conversion error" in str(error):
             hint = " A column that is no number throughout can be made a category by data.module.params.columns."
-        raise DataError(f"{path} cannot be read as a table: {_first(error)}.{hint}") from error
-    if absent := [name for name in names if name not in table.column_names]:
-        raise DataError(f"{path} lacks columns of the training table: {', '.join(absent)}.")
-    return table
+        raise DataError(f"{path} cannot be read as a table: {_first(_with_row(path, types, error))}.{hint}") from error
+
+
+def _with_row(path: Path, types: Mapping[str, str], error: Exception) -> Exception:
+    """The same error with the number of the row, which pyarrow knows of CSV where it reads in one thread."""
+    if isinstance(error, pa.ArrowInvalid) and not _is_parquet(path) and "Row #" not in str(error):
+        try:
+            options = csv.ReadOptions(use_threads=False)
+            with csv.open_csv(path, read_options=options, convert_options=_options(types)) as reader:
+                for _ in reader:
+                    pass
+        except pa.ArrowInvalid as again:
+            return again
+    return error
+
+
+def _memory(path: Path, types: Mapping[str, str]) -> int:
+    """Bytes that a table takes in memory while it is read, about; of a folder of Parquet 0: it is read in memory."""
+    if path.is_dir():
+        return 0
+    if _is_parquet(path):
+        with _as_data_errors(path, types):
+            return parquet.read_metadata(path).num_rows * len(types) * 8 * MEMORY
+    return path.stat().st_size * MEMORY
 
 
 def _values(path: Path, name: str, column: pa.ChunkedArray, kind: str) -> "np.ndarray | Words":
@@ -407,31 +544,25 @@ def _values(path: Path, name: str, column: pa.ChunkedArray, kind: str) -> "np.nd
     return Words(["" if word is None else word for word in words], indices)
 
 
-def _column(path: Path, name: str, values: "np.ndarray | Words", is_named: bool) -> Column:
-    """How a column is prepared, of the training rows.
+def _column(path: Path, name: str, found: list[str] | Moments, is_named: bool) -> Column:
+    """How a column is prepared, by the words or the numbers of the training rows.
 
     Raises:
         DataError: it has no values, or more categories than `MAX_CATEGORIES` and nobody has asked for that.
     """
-    if isinstance(values, Words):
-        words = [values.words[number] for number in np.unique(values.indices) if number >= 0]
-        if not words:
-            raise DataError(
-                f"{path}, column {name}: no training row has a value. Set data.module.params.columns.{name}=ignore."
-            )
-        if len(words) > MAX_CATEGORIES and not is_named:
-            raise DataError(
-                f"{path}, column {name}: {len(words):,} different texts in the training rows. Set "
-                f"data.module.params.columns.{name} to ignore, or to category if you mean that many."
-            )
-        return Column(name, "category", categories=tuple(sorted(words, key=_natural)))
-    there = values[np.isfinite(values)]
-    if not len(there):
+    if not (found.count if isinstance(found, Moments) else found):
         raise DataError(
             f"{path}, column {name}: no training row has a value. Set data.module.params.columns.{name}=ignore."
         )
-    mean, std = float(there.mean()), float(there.std())
-    return Column(name, "number", mean, std if std > 0 and math.isfinite(std) else 1.0)
+    if isinstance(found, Moments):
+        mean, std = float(found.mean), float(found.std)
+        return Column(name, "number", mean, std if std > 0 and math.isfinite(std) else 1.0)
+    if len(found) > MAX_CATEGORIES and not is_named:
+        raise DataError(
+            f"{path}, column {name}: {len(found):,} different texts in the training rows. Set "
+            f"data.module.params.columns.{name} to ignore, or to category if you mean that many."
+        )
+    return Column(name, "category", categories=tuple(sorted(found, key=_natural)))
 
 
 def _first(error: Exception) -> str:

@@ -52,11 +52,11 @@ def table(path, rows=400):
     return path
 
 
-def run_of(command, store, place, name, overrides, **parts):
+def run_of(command, store, place, name, overrides, variables=None, **parts):
     """Trains in a folder, where the config is kept under a name."""
     path = place / f"{name}.yaml"
     path.write_text(CONFIG.format(store=store, **parts))
-    outcome = command("train", path, *overrides, cwd=place)
+    outcome = command("train", path, *overrides, cwd=place, **(variables or {}))
     assert outcome.code == 0, outcome
     return outcome
 
@@ -91,6 +91,22 @@ def priced_orders(command, store, place):
         data="deeplightning.data.table.TableData", task="regression.Regression", network="table.TableNet",
         loss="MSELoss",
     )  # fmt: skip
+
+
+def test_a_table_on_the_disk_gives_the_same_weights(command, store, place, priced_orders, tmp_path):
+    """A run that reads its table in parts, as one that does not fit into memory, ends with the bits of the run that
+    holds it in memory."""
+    sizes = ["model.network.params={num_numbers: auto, cardinalities: auto, num_outputs: auto, width: 16, depth: 1}"]
+    run = run_of(
+        command, store, place, "large", [TABLE[0] % ("price", "kind"), *sizes, "data.module.params.in_memory=false"],
+        data="deeplightning.data.table.TableData", task="regression.Regression", network="table.TableNet",
+        loss="MSELoss", variables={"DEEPLIGHTNING_CACHE": str(tmp_path)},
+    )  # fmt: skip
+    assert len([path for path in tmp_path.iterdir() if path.is_dir()]) == 1
+    wanted, found = (load_file(one.folder / "bundle" / "weights.safetensors") for one in (priced_orders, run))
+    assert {name: value.numpy().tobytes() for name, value in found.items()} == {
+        name: value.numpy().tobytes() for name, value in wanted.items()
+    }
 
 
 @pytest.fixture(scope="module")

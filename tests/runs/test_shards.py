@@ -1,0 +1,370 @@
+"""Pictures in tar shards: found by one pass, read shard after shard, each once in an epoch, resumed bit for bit."""
+
+import io
+import itertools
+import json
+import logging
+import pickle
+import tarfile
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from conftest import digest
+from PIL import Image
+from served import Server
+from sklearn.datasets import load_digits
+
+from deeplightning.data import shards as module
+from deeplightning.data.errors import DataConfigError, DataError
+from deeplightning.data.shards import ShardBatches, Shards, expand
+
+EACH = 25  # samples of a shard
+ROWS = 240  # samples in `tars`
+
+
+def encoded(pixels):
+    file = io.BytesIO()
+    Image.fromarray(pixels).save(file, "png")
+    return file.getvalue()
+
+
+def write(path, members):
+    """A tar file of names and contents."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(path, "w") as archive:
+        for name, content in members:
+            header = tarfile.TarInfo(name)
+            header.size = len(content)
+            archive.addfile(header, io.BytesIO(content))
+    return path
+
+
+def digits(numbers):
+    """Members of so many digits; every third label is in JSON."""
+    pictures, labels = load_digits(return_X_y=True)
+    for n in numbers:
+        yield f"{n:05}.png", encoded((pictures[n].reshape(8, 8) * 15).astype(np.uint8))
+        label = json.dumps({"label": int(labels[n])}) if n % 3 == 0 else f"{labels[n]}\n"
+        yield (f"{n:05}.json" if n % 3 == 0 else f"{n:05}.cls"), label.encode()
+
+
+@pytest.fixture(scope="module")
+def tars(tmp_path_factory):
+    """Eight shards of digits to learn from, and one each to validate and test with."""
+    folder = tmp_path_factory.mktemp("shards")
+    for shard in range(8):
+        write(folder / f"train-{shard:03}.tar", digits(range(shard * EACH, (shard + 1) * EACH)))
+    write(folder / "val.tar", digits(range(200, 220)))
+    write(folder / "test.tar", digits(range(220, ROWS)))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    folder = tmp_path_factory.mktemp("a user")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+    return folder
+
+
+TRAIN = "train-{000..007}.tar"
+
+
+def ready(root, train=TRAIN, *, workers=0, batch=8, seed=1, stage=None, **params):
+    data = {"batch_size": batch, "num_workers": workers, "num_splits": None, "fold": 0, "loader": {}}
+    cfg = SimpleNamespace(seed=seed, data=SimpleNamespace(root=str(root), **data))
+    found = Shards(cfg, train, **({"image_size": 8, "mode": "L"} | params))
+    found.setup(stage)
+    return found
+
+
+def seen(batches):
+    """Index, label and pixels of each sample, in order."""
+    return [
+        (index, label, image.numpy().tobytes())
+        for batch in batches
+        for index, label, image in zip(batch["index"].tolist(), batch["label"].tolist(), batch["image"], strict=True)
+    ]
+
+
+# Finding
+
+
+@pytest.mark.parametrize(
+    ("pattern", "names"),
+    [
+        ("a.tar", ["a.tar"]),
+        ("a-{8..11}.tar", ["a-8.tar", "a-9.tar", "a-10.tar", "a-11.tar"]),
+        ("{a,b}/{00..01}.tar", ["a/00.tar", "a/01.tar", "b/00.tar", "b/01.tar"]),
+    ],
+)
+def test_a_pattern_stands_for_names(pattern, names):
+    """Ranges keep their zeros, and several braces give each pair."""
+    assert expand(pattern) == names
+
+
+@pytest.mark.parametrize(
+    ("params", "words"),
+    [
+        ({"train": "train-{000..009}.tar"}, r"no shard train-008.tar \(data.module.params.train; 8 of its 10 names"),
+        ({"train": "x-*.tar"}, r"no shard x-\*.tar .* It has test.tar, train-000.tar, train-001.tar …"),
+        ({"validation": "valid.tar"}, r"no shard valid.tar \(data.module.params.validation"),
+        ({"validation": "train-000.tar"}, "train-000.tar is of train and of val: a shard belongs to one set"),
+        ({"train": "train-{5..2}.tar"}, "data.module.params.train: {5..2} runs backwards"),
+        ({"train": "train-{0..9999999}.tar"}, "is more than 1,000,000 names"),
+        ({"train": "train-000.tar.gz"}, "must end in .tar: shards are plain tar files"),
+        ({"train": "../train-000.tar"}, "is not inside data.root"),
+        ({"train": []}, "must be the name of a shard, a pattern or a list"),
+        ({"train": ["val.tar", "val.tar"]}, "val.tar is named twice"),
+        ({"window": 0}, "window must be a number of at least 1, not 0"),
+        ({"on_bad_sample": "ignore"}, "on_bad_sample must be error or skip, not 'ignore'"),
+        ({"class_names": ["a", "a"]}, "class_names must be different names"),
+        ({"class_names": ["nought", "one"]}, "its label '2' is no class; there are nought, one"),
+    ],
+)
+def test_what_is_typed_wrong_is_named(params, words, tars):
+    """Patterns that match nothing, sets that overlap and impossible values end with the key and what is there."""
+    with pytest.raises((DataConfigError, DataError), match=words):
+        ready(tars, **params)
+
+
+def test_samples_are_those_of_the_archives(tars):
+    """Pixels and labels of all sets, in data order, are what went into the shards; classes are in order of number."""
+    found = ready(tars, validation="val.tar", test="test.tar")
+    pictures, labels = load_digits(return_X_y=True)
+    assert found.class_names == [str(n) for n in range(10)]
+    for split, first, last in (("train", 0, 200), ("val", 200, 220), ("test", 220, 240)):
+        batch = found.dataset(split)[np.arange(last - first)]
+        np.testing.assert_array_equal(batch["label"], labels[first:last])
+        np.testing.assert_array_equal(batch["image"].numpy().reshape(-1, 64), (pictures[first:last] * 15).astype("u1"))
+    names = ready(tars, class_names=[f"digit {n}" for n in range(10)])
+    assert names.class_names[3] == "digit 3"
+    assert sum(map(len, (names.dataset(split) for split in ("train", "val", "test")))) == 200
+
+
+# Order
+
+
+def test_each_sample_once_an_epoch_in_an_order_of_seed_and_epoch(tars):
+    """Also with loader workers; samples that follow each other are of few shards."""
+    one, other = ready(tars, validation="val.tar", window=50), ready(tars, validation="val.tar", window=50, workers=1)
+    first, again = seen(one.train_dataloader()), seen(other.train_dataloader())
+    assert first == again
+    assert sorted(index for index, *_ in first) == [*range(200)]
+    sampler = one.train_dataloader().sampler
+    sampler.set_epoch(1)
+    second = np.concatenate([*sampler.arrays()])
+    assert sorted(second) == [*range(200)]
+    assert second.tolist() != [index for index, *_ in first]
+    assert all(len({*(second[at : at + 50] // EACH)}) <= 2 for at in range(0, 200, 50))
+    assert seen(ready(tars, validation="val.tar", window=50, seed=2).train_dataloader()) != first
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 16, 300])
+def test_processes_have_parts_of_their_own(world, tars):
+    """Over all processes each sample occurs once, all have equally many batches, and a process reads the shards of its
+    part alone, whether there are more processes than shards, or than samples."""
+    dataset = ready(tars, validation="val.tar").dataset("train")
+    parts = []
+    for rank in range(world):
+        sampler = ShardBatches(dataset, 4, 50, num_replicas=world, rank=rank, seed=1)
+        batches = [*sampler.arrays()]
+        assert len(batches) == len(sampler)
+        parts.append(np.concatenate(batches))
+        assert len({*(parts[-1][parts[-1] >= 0] // EACH)}) <= -(-8 // world) + 1
+    together = np.concatenate(parts)
+    assert sorted(together[together >= 0]) == [*range(200)]
+
+
+def test_fewer_shards_than_processes(tars, caplog):
+    """A warning says so, and the run trains all the same."""
+    found = ready(tars, "train-000.tar", validation="val.tar", test="test.tar")
+    found.trainer = SimpleNamespace(
+        world_size=2, global_rank=0, is_global_zero=True, limit_train_batches=1.0, training=False, strategy=None,
+        fit_loop=SimpleNamespace(
+            epoch_progress=SimpleNamespace(current=SimpleNamespace(processed=0, ready=0)),
+            epoch_loop=SimpleNamespace(batch_progress=SimpleNamespace(current=SimpleNamespace(ready=0))),
+        ),
+    )  # fmt: skip
+    assert len(seen(found.train_dataloader())) == 13
+    assert "There are 1 shards to learn from and 2 processes" in caplog.text
+
+
+# Damage
+
+
+def good(n):
+    return [(f"{n}.png", encoded(np.full((8, 8), n, np.uint8))), (f"{n}.cls", b"cat")]
+
+
+@pytest.mark.parametrize(
+    ("member", "words"),
+    [
+        ([("b.png", b"")], r"bad.tar, sample b: the label is missing: .cls or .json; it has .png"),
+        ([("b.cls", b"cat")], "sample b: no pictures"),
+        ([("b.png", b""), ("b.jpg", b""), ("b.cls", b"cat")], "sample b: 2 pictures"),
+        ([("b.png", b""), ("b.cls", b" ")], "b.cls is empty"),
+        ([("b.png", b""), ("b.json", b"{")], "b.json is not JSON"),
+        ([("b.png", b""), ("b.json", b'{"class": 3}')], "b.json has no number or word under 'label'"),
+        ([("b.png", b""), ("b.json", b"[" * 100_000)], "b.json is not JSON"),
+    ],
+)
+def test_a_sample_that_is_not_whole(member, words, tmp_path, caplog):
+    """It ends the run with shard and key (exit code 3), or is left out and counted."""
+    members = [pair for n in range(15) for pair in good(n)]
+    write(tmp_path / "bad.tar", members[:8] + member + members[8:])
+    with pytest.raises(DataError, match=words) as caught:
+        ready(tmp_path, "bad.tar")
+    assert caught.value.exit_code == 3
+    with caplog.at_level(logging.WARNING):
+        found = ready(tmp_path, "bad.tar", on_bad_sample="skip")
+    assert "Skipped 1 samples, which cannot be used: bad.tar, sample b (" in caplog.text
+    assert sum(len(found.dataset(split)) for split in ("train", "val", "test")) == 15
+
+
+def test_a_picture_that_cannot_be_decoded(tmp_path, caplog):
+    """The batch that needs it ends the run with shard and member and the remedy; `skip` leaves it out."""
+    members = [pair for n in range(15) for pair in good(n)]
+    write(tmp_path / "bad.tar", [*members, ("b.png", b"no picture"), ("b.cls", b"cat")])
+    found = ready(tmp_path, "bad.tar")
+    loaders = itertools.chain(found.train_dataloader(), found.val_dataloader(), found.test_dataloader())
+    with pytest.raises(DataError, match=r"bad.tar, member b.png: cannot be used as an image.*on_bad_sample=skip"):
+        list(loaders)
+    found = ready(tmp_path, "bad.tar", on_bad_sample="skip")
+    assert sum(len(found.dataset(split)) for split in ("train", "val", "test")) == 15
+    assert "bad.tar, sample b" in caplog.text
+
+
+@pytest.mark.parametrize("ending", module.PICKLES)
+def test_pickles_are_refused(ending, tmp_path):
+    """A member that only pickle reads ends the run before anything is decoded."""
+    members = [*good(1), (f"1.meta.{ending.upper()}", pickle.dumps({"a": 1}))]
+    write(tmp_path / "bad.tar", members)
+    with pytest.raises(DataError, match=rf"bad.tar, member 1.meta.{ending.upper()}: it could only be read by pickle"):
+        ready(tmp_path, "bad.tar", on_bad_sample="skip")
+
+
+def flip_a_header(path):
+    data = bytearray(path.read_bytes())
+    data[512 * 6 : 512 * 6 + 100] = b"\xff" * 100
+    path.write_bytes(data)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:5000])
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda path: path.write_bytes(b"no tar" * 500), "cannot be read as a plain tar file"),
+        (cut, "bad.tar"),
+        (flip_a_header, "bad.tar is damaged at byte"),
+        (lambda path: path.write_bytes(b"\0" * 10240), "hold no sample"),
+    ],
+    ids=["no tar", "cut", "header", "empty"],
+)
+def test_a_damaged_shard(damage, words, tmp_path):
+    """It is named, and never taken for a shorter one."""
+    damage(write(tmp_path / "bad.tar", [pair for n in range(15) for pair in good(n)]))
+    with pytest.raises(DataError, match=words):
+        ready(tmp_path, "bad.tar")
+
+
+def test_headers_are_read_once(tars, monkeypatch):
+    """A later start takes the index from the cache; a changed shard is read again."""
+    read, index_of = [], module.index_of
+    monkeypatch.setattr(module, "index_of", lambda *args: read.append(args[1].name) or index_of(*args))
+    first, again = ready(tars, test="test.tar"), ready(tars, test="test.tar", seed=4)
+    assert len(read) == 9
+    assert len(first.dataset("test")) == len(again.dataset("test")) == 20
+    (tars / "test.tar").touch()
+    ready(tars, test="test.tar")
+    assert read[9:] == ["test.tar"]
+
+
+def test_shards_at_an_address(tars, cache, monkeypatch):
+    """They are copied when they are needed, into a folder of limited size, and give the same batches."""
+    import fsspec
+
+    store = fsspec.filesystem("memory")
+    for path in tars.glob("*.tar"):
+        store.pipe(f"/bucket/{path.name}", path.read_bytes())
+    size = max(path.stat().st_size for path in tars.glob("*.tar"))
+    monkeypatch.setenv("DEEPLIGHTNING_CACHE_LIMIT", str(3.5 * size / 2**30))
+    found, wanted = ready("memory://bucket", validation="val.tar"), ready(tars, validation="val.tar")
+    assert seen(found.train_dataloader()) == seen(wanted.train_dataloader())
+    assert 1 <= len([*(cache / "deeplightning" / "shards" / "copies").glob("*.tar")]) <= 3
+    with pytest.raises(DataError, match=r"memory://bucket has no shard valid\.tar"):
+        ready("memory://bucket", validation="valid.tar")
+
+
+# Runs
+
+
+@pytest.fixture(scope="module")
+def settings(tars, tmp_path_factory):
+    """Overrides of the tiny config, and where its runs keep the index."""
+    params = f"image_size: 8, mode: L, window: 60, train: '{TRAIN}', validation: val.tar, test: test.tar"
+    words = [
+        "~data.module",
+        f"data.module={{type: deeplightning.data.shards.Shards, params: {{{params}}}}}",
+        f"data.root='{tars}'",
+        "data.batch_size=16",
+        "model.network.params={num_classes: auto, num_channels: auto, image_size: auto}",
+    ]
+    return words, {"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("runs"))}
+
+
+@pytest.fixture(scope="module")
+def whole(train, settings):
+    words, variables = settings
+    return train(*words, "train.num_epochs=2", "train.export=true", "stages=[train,test]", **variables)
+
+
+def test_a_run_that_stops_inside_an_epoch_resumes_bit_for_bit(whole, train, settings):
+    """13 batches an epoch; ended after 17, it reads what an uninterrupted run reads."""
+    words, variables = settings
+    words = [*words, "train.num_epochs=2", "train.export=true", "stages=[train,test]"]
+    parts = train(*words, "train.max_steps=17", **variables)
+    resumed = train(*words, f"train.resume_ckpt='{parts.folder}'", **variables)
+    assert digest(resumed.folder / "last.ckpt") == digest(whole.folder / "last.ckpt")
+
+
+@pytest.mark.slow
+def test_two_processes_resume_bit_for_bit(job, settings):
+    """Each process goes on in its own part of the shards."""
+    words, variables = settings
+    words = [*words, "train.num_epochs=2", "data.batch_size=8"]
+    expected = job(*words, **variables)
+    parts = job(*words, "train.max_steps=17", **variables)
+    resumed = job(*words, f"train.resume_ckpt='{parts.folder}'", **variables)
+    assert digest(resumed.folder / "last.ckpt") == digest(expected.folder / "last.ckpt")
+
+
+def test_the_other_verbs_take_shards(command, tiny, settings, tars, tmp_path, whole):
+    """`check`, its dry run, `stats` and `export` do with shards what they do with a folder of pictures."""
+    words, variables = settings
+    for verb in (["check"], ["check", "--dry-run"], ["stats"]):
+        outcome = command(verb[0], tiny, *verb[1:], *words, cwd=tmp_path, **variables)
+        assert outcome.code == 0, outcome
+    assert "200" in outcome.out
+    outcome = command("export", whole.folder, cwd=tmp_path, **variables)
+    assert outcome.code == 0, outcome
+    missing = command("train", tiny, *words, "data.module.params.test=tests.tar", cwd=tmp_path, **variables)
+    assert (missing.code, "has no shard tests.tar" in missing.err) == (3, True), missing
+
+
+def test_a_server_answers_as_the_network_does(whole, tars, tmp_path):
+    """The picture of a member gets the class that the trained network gives it."""
+    from deeplightning.api import load_run
+
+    server = Server(whole.folder, tmp_path / "errors")
+    try:
+        pictures = [content for name, content in digits(range(220, 228)) if name.endswith(".png")]
+        wanted = load_run(whole.folder).predict(pictures)
+        for picture, expected in zip(pictures, wanted, strict=True):
+            status, said = server.ask("POST", "/predict", picture, {"Content-Type": "image/png"})
+            assert (status, said["predictions"][0]["label"]) == (200, expected["label"]), said
+    finally:
+        assert server.stop() == 0

@@ -1,0 +1,420 @@
+"""Tables larger than memory: read in parts into the cache, they give what they give in memory, bit by bit."""
+
+import csv
+import errno
+import os
+import pickle
+import subprocess
+import sys
+import threading
+from types import SimpleNamespace
+
+import numpy as np
+import pyarrow.csv as arrow_csv
+import pytest
+from pyarrow import parquet
+
+from deeplightning.data import table, table_rows, table_store
+from deeplightning.data.columns import Moments
+from deeplightning.data.errors import DataConfigError, DataError
+from deeplightning.data.table import TableData
+from deeplightning.data.table_rows import StoredSet
+
+ROWS = 24_000  # of `place`: 1.5 MB, which pyarrow reads in two parts
+HEADER = ["age", "weight", "city", "new", "customer", "part", "day", "price", "kind"]
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path_factory, monkeypatch):
+    """The folder of the cache. Files count as settled at once: those of a test are always young."""
+    folder = tmp_path_factory.mktemp("a user") / "cache"
+    monkeypatch.setenv("DEEPLIGHTNING_CACHE", str(folder))
+    monkeypatch.setattr(table_store, "SETTLED", 0.0)
+    return folder
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Statistics are made of more than one part."""
+    monkeypatch.setattr(table_rows, "CHUNK", 5000)
+    monkeypatch.setattr(table, "CHUNK", 5000)
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """Orders, as CSV and Parquet: numbers with gaps, categories with gaps, and columns that divide the rows."""
+    folder, random = tmp_path_factory.mktemp("orders"), np.random.default_rng(0)
+    age, weight = random.normal(40, 12, ROWS), random.lognormal(3, 4, ROWS)
+    city = random.choice(["Bern", " Genf ", "Zug, ZG", "Zürich", "n/a", ""], ROWS)
+    customer, part = random.integers(0, 3000, ROWS), random.choice(["train", "Train", "valid", "test"], ROWS)
+    day = random.integers(0, 10**9, ROWS)
+    with (folder / "orders.csv").open("w", newline="") as file:
+        writer = csv.writer(file)
+        writer.writerow(HEADER)
+        for n in range(ROWS):
+            kind = ["small", "large", "10", "9"][min(3, int(random.exponential()))]
+            date = "" if n % 5000 == 7 else np.datetime64(int(day[n]), "s")
+            gap = "" if n % 9 == 0 else f"{age[n]:.3f}"
+            new = str(bool(n % 3)).lower()
+            row = [gap, weight[n], city[n], new, f"no. {customer[n]}", part[n], date, f"{weight[n] + age[n]:.4f}", kind]
+            writer.writerow(row)
+    rows = arrow_csv.read_csv(folder / "orders.csv")
+    parquet.write_table(rows, folder / "orders.parquet")
+    parquet.write_table(rows.slice(0, 9000), folder / "some.parquet")
+    parquet.write_table(rows.slice(9000, 4000), folder / "more.parquet")
+    return folder
+
+
+def ready(root, in_memory, stage=None, seed=1, train="orders.csv", target="kind", num_splits=None, fold=0, **params):
+    loader = {"batch_size": 256, "num_workers": params.pop("num_workers", 0), "loader": {}}
+    data = SimpleNamespace(root=str(root), num_splits=num_splits, fold=fold, **loader)
+    columns = params.pop("columns", {})
+    if "only" not in params:
+        columns = {"customer": "ignore", "part": "ignore", "day": "ignore"} | columns
+    options = {"missing": "fill", "columns": columns} | params
+    module = TableData(SimpleNamespace(seed=seed, data=data), train, target, in_memory=in_memory, **options)
+    module.setup(stage)
+    return module
+
+
+def batches(module, splits=("train", "val", "test")):
+    loaders = {"train": module.train_dataloader, "val": module.val_dataloader, "test": module.test_dataloader}
+    return {split: list(loaders[split]()) for split in splits}
+
+
+def as_bytes(found):
+    """Each batch as plain values; floats bit by bit."""
+    return {
+        split: [{name: (v.dtype, v.shape, v.numpy().tobytes()) for name, v in batch.items()} for batch in some]
+        for split, some in found.items()
+    }
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {},
+        {"num_splits": 4, "fold": 2, "seed": 5},
+        {"limit": 3000},
+        {"group": "customer"},
+        {"time": "day", "columns": {"day": "ignore"}},
+        {"time": "price", "target": "kind"},
+        {"split": "part"},
+        {"target": "price"},
+        {"target": ["price", "weight"], "only": ["city", "age"]},
+        {"columns": {"age": "category", "customer": "category"}},
+        {"train": "orders.parquet", "time": "day"},
+        {"train": "some.parquet", "test": "more.parquet"},
+        {"train": "some.parquet", "validation": "more.parquet", "test": "orders.parquet", "target": "price"},
+    ],
+    ids=str,
+)
+def test_both_ways_give_the_same(params, place, small):
+    """Spec, classes, statistics of targets, splits, batches and examples of a table on the disk are those of the same
+    table in memory, bit by bit, by each way to divide it."""
+    wanted, found = ready(place, True, **params), ready(place, False, **params)
+    assert not isinstance(wanted.dataset("train"), StoredSet)
+    assert isinstance(found.dataset("train"), StoredSet)
+    assert found.table_spec == wanted.table_spec
+    for name in ("class_names", "target_names", "target_mean", "target_std"):
+        assert getattr(found, name) == getattr(wanted, name)
+    assert as_bytes(batches(found)) == as_bytes(batches(wanted))
+    np.testing.assert_array_equal(found.example_inputs(20)["rows"], wanted.example_inputs(20)["rows"])
+    assert as_bytes({"": [found.example_batch(7)]}) == as_bytes({"": [wanted.example_batch(7)]})
+    assert found.dataset("val")[[-1]]["index"].tolist() == [-1]
+
+
+def test_loader_workers_map_the_same_file(place):
+    """Rows that loader workers read are those that the process reads; a worker gets the place of the file, not the
+    rows."""
+    found = ready(place, False, stage="validate", num_workers=1)
+    wanted = ready(place, True, stage="validate")
+    assert as_bytes(batches(found, ["val"])) == as_bytes(batches(wanted, ["val"]))
+    assert len(pickle.dumps(found.dataset("val").samples.store)) < 1000
+
+
+def broken(path, at, column, value, keep):
+    """Writes the first rows of a file into `broken.csv`; rows `at`, from 1, have another value."""
+    with path.open(newline="") as file:
+        rows = list(csv.reader(file))[: keep + 1]
+    for row in at if isinstance(at, list) else [at]:
+        rows[row][HEADER.index(column)] = value
+    with (path.parent / "broken.csv").open("w", newline="") as file:
+        csv.writer(file).writerows(rows)
+
+
+@pytest.mark.parametrize(
+    ("row", "column", "value", "params", "words"),
+    [
+        (23000, "weight", "heavy", {}, "conversion error to double: invalid value 'heavy'"),
+        (8000, "kind", "", {}, "column kind, row 8000: the target is missing or not finite, as are 1 of 9000"),
+        ([8000, 8100], "price", "inf", {"target": "price"}, "row 8000: the target is missing or not finite, as are 2"),
+        (8000, "weight", "inf", {"split": "part"}, r"column weight, row \d+: inf is not finite, or too large"),
+        (8000, "part", "rest", {"split": "part"}, "column part, row 8000: 'rest' is no set"),
+        (
+            [*range(1, 9001)],
+            "weight",
+            "",
+            {"columns": {"weight": "number"}},
+            "column weight: no training row has a value",
+        ),
+        (8000, "age", "", {"missing": "refuse"}, r"column age, row \d+: the value is missing, as are \d+ of"),
+        ([*range(1, 9001, 2)], "city", "", {"missing": "refuse", "only": ["city"]}, r"column city, row 1: the value"),
+        (8999, "city", "Ulm", {"unknown": "refuse", "time": "day"}, "'Ulm' is not a category of the training rows"),
+    ],
+)
+def test_the_same_errors(row, column, value, params, words, place, small):
+    """What is wrong with a table is named by the same words, with the same row."""
+    keep = ROWS if row == 23000 else 9000  # what is no number in the first part of a file makes a category
+    broken(place / "orders.csv", row, column, value, keep)
+    if "time" in params:  # the row is the latest, and tests
+        broken(place / "broken.csv", row, "day", "2999-01-01", keep)
+    errors = []
+    for in_memory in (True, False):
+        with pytest.raises((DataError, DataConfigError), match=words) as caught:
+            ready(place, in_memory, train="broken.csv", **params)
+        errors.append(str(caught.value))
+    assert errors[0] == errors[1]
+
+
+def test_a_column_of_names_is_refused_before_memory_is_full(place, monkeypatch, cache):
+    """More different texts than are held in memory end the run with the remedy, and leave nothing in the cache."""
+    monkeypatch.setattr(table_store, "MOST_WORDS", 500)
+    (place / "named.csv").write_text((place / "orders.csv").read_text().replace("customer", "name", 1))
+    with pytest.raises(DataError, match="column name: more than 500 different texts") as caught:
+        ready(place, False, train="named.csv", only=["name", "age"])
+    assert "data.module.params.columns.name to ignore" in str(caught.value)
+    assert [path.suffix for path in cache.iterdir()] == [".lock"]
+
+
+def test_mean_and_deviation_of_parts():
+    """Those of one part are numpy's, bit by bit; those of several are equal but for rounding, far from 0 too."""
+    values = np.random.default_rng(0).normal(1e6, 3.0, (50_000, 2))
+    one, many = Moments(), Moments()
+    one.add(values)
+    for part in np.array_split(values, 7):
+        many.add(part)
+    assert (one.mean.tolist(), one.std.tolist()) == (values.mean(0).tolist(), values.std(0).tolist())
+    np.testing.assert_allclose(many.mean, values.mean(0), rtol=1e-14)
+    np.testing.assert_allclose(many.std, values.std(0), rtol=1e-10)
+
+
+# The way that is taken
+
+
+@pytest.mark.parametrize(
+    ("free", "is_stored"), [(1000 * 2**30, False), (2**20, True), (None, False)], ids=["fits", "too large", "unknown"]
+)
+def test_memory_decides(free, is_stored, place, monkeypatch):
+    """A table goes to the disk where it would take more memory than is free, of all processes together."""
+    monkeypatch.setattr(table, "free_memory", lambda: free)
+    assert isinstance(ready(place, "auto", "test").dataset("test"), StoredSet) is is_stored
+
+
+def test_without_a_cache(place, monkeypatch, caplog):
+    """`auto` reads into memory what cannot be kept on the disk, with a warning; `false` ends with the reason."""
+    monkeypatch.setenv("DEEPLIGHTNING_CACHE", "off")
+    monkeypatch.setattr(table, "free_memory", lambda: 2**20)
+    assert not isinstance(ready(place, "auto", "test").dataset("test"), StoredSet)
+    assert "are free. It cannot be kept on the disk: DEEPLIGHTNING_CACHE is off" in caplog.text
+    with pytest.raises(DataError, match="cannot be kept on the disk: DEEPLIGHTNING_CACHE is off") as caught:
+        ready(place, False)
+    assert "in_memory=true" in str(caught.value)
+
+
+def test_an_impossible_way(place):
+    """`in_memory` is auto, true or false."""
+    with pytest.raises(DataConfigError, match="in_memory must be auto, true or false, not 'device'"):
+        ready(place, "device")
+
+
+# The cache
+
+
+@pytest.fixture
+def counted(monkeypatch):
+    """The files that were read."""
+    read, parts = [], table._parts
+
+    def counting(path, types):
+        read.append(path.name)
+        yield from parts(path, types)
+
+    monkeypatch.setattr(table, "_parts", counting)
+    return read
+
+
+def folders(cache):
+    return sorted(path.name for path in cache.iterdir() if path.is_dir())
+
+
+def test_read_once(place, counted, cache):
+    """Other seeds, folds, sets and stages read nothing anew; another kind of a column does."""
+    for options in ({}, {"seed": 9}, {"num_splits": 3, "fold": 1}, {"limit": 500}, {"missing": "fill"}):
+        ready(place, False, **options)
+    assert counted == ["orders.csv"]
+    ready(place, False, columns={"weight": "ignore"})
+    assert counted == ["orders.csv"] * 2
+    assert len(folders(cache)) == 2
+
+
+def test_a_changed_file_is_read_again(place, tmp_path, counted):
+    """Also where its size and its time are the same."""
+    path = tmp_path / "orders.csv"
+    text = (place / "orders.csv").read_text()
+    path.write_text(text)
+    before = path.stat()
+    first = ready(tmp_path, False)
+    path.write_text(text.replace("Bern", "Biel"))
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    second = ready(tmp_path, False)
+    assert counted == ["orders.csv"] * 2
+    assert "Bern" in first.table_spec.categories[0].categories
+    assert "Biel" in second.table_spec.categories[0].categories
+
+
+def test_a_file_that_changes_while_it_is_read(place, tmp_path, counted, cache, monkeypatch):
+    """It ends the run, and nothing of it is kept."""
+    path, parts = tmp_path / "orders.csv", table._parts
+    path.write_text((place / "orders.csv").read_text())
+
+    def changing(*args):
+        yield from parts(*args)
+        with path.open("a") as file:
+            file.write("\n")
+
+    monkeypatch.setattr(table, "_parts", changing)
+    with pytest.raises(DataError, match="was changed while it was read"):
+        ready(tmp_path, False)
+    assert folders(cache) == []
+
+
+@pytest.mark.parametrize("name", table_store.NAMES)
+def test_what_others_may_write_is_not_used(name, place, cache):
+    """A file of the cache that another user could have written ends the run with its name."""
+    ready(place, False)
+    (folder,) = folders(cache)
+    (cache / folder / name).chmod(0o666)
+    with pytest.raises(DataError, match=f"{name} is left alone, since others may write it"):
+        ready(place, False)
+
+
+def test_deleted_while_in_use(place, cache, counted):
+    """Rows that are mapped stay readable, and a later run reads the table again."""
+    wanted, found = ready(place, True), ready(place, False)
+    for path in [*cache.rglob("*")][::-1]:
+        path.rmdir() if path.is_dir() else path.unlink()
+    assert as_bytes(batches(found)) == as_bytes(batches(wanted))
+    ready(place, False)
+    assert counted == ["orders.csv"] * 2
+
+
+@pytest.mark.parametrize("lost", ["a file is cut", "a file is missing"])
+def test_damage(lost, place, cache, counted):
+    """A folder that is not whole is read again, or named."""
+    ready(place, False)
+    (folder,) = folders(cache)
+    if lost == "a file is missing":
+        (cache / folder / "codes").unlink()
+        ready(place, False)
+        assert counted == ["orders.csv"] * 2
+    else:
+        os.truncate(cache / folder / "numbers", 800)
+        with pytest.raises(DataError, match="is damaged; delete it"):
+            ready(place, False)
+
+
+def test_a_full_disk(place, cache, monkeypatch):
+    """It ends the run with the reason, and leaves nothing behind."""
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(table_store.os, "fsync", full)
+    with pytest.raises(DataError, match="cannot be kept on the disk: No space left on device"):
+        ready(place, False)
+    assert folders(cache) == []
+
+
+def test_the_longest_unused_makes_room(place, cache, monkeypatch):
+    """Where the limit does not allow another table, the one that was not used for longest goes, and none in use."""
+    first = ready(place, False, "test", only=["age"])
+    second = ready(place, False, "test", only=["weight"])
+    one, two = (module._samples["test"].store.path for module in (first, second))
+    size = sum(file.stat().st_size for file in one.iterdir())
+    monkeypatch.setenv("DEEPLIGHTNING_CACHE_LIMIT", str(2.5 * size / 2**30))
+    os.utime(one / "numbers", (1, 1))
+    with pytest.raises(DataError, match="what is in use stays"):
+        ready(place, False, "test", only=["city"])
+    del first
+    ready(place, False, "test", only=["city"])
+    assert two.name in folders(cache)
+    assert one.name not in folders(cache)
+    monkeypatch.setenv("DEEPLIGHTNING_CACHE_LIMIT", "0.0001")
+    with pytest.raises(DataError, match="GiB that DEEPLIGHTNING_CACHE_LIMIT allows"):
+        ready(place, False, "test", only=["new"])
+
+
+def test_threads_at_once(place, counted, cache):
+    """Of several that need the same table, one reads it."""
+    found = []
+    threads = [threading.Thread(target=lambda: found.append(ready(place, False, "test"))) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert (len(found), counted) == (3, ["orders.csv"])
+
+
+CHILD = """
+import resource, sys, threading, time
+from types import SimpleNamespace
+import pyarrow.csv, pyarrow.parquet, torch, pytorch_lightning
+from deeplightning.data.table import TableData
+
+def own():
+    lines = open("/proc/self/status").read().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon"))
+
+def watch():
+    while True:
+        taken.append(own())
+        time.sleep(0.005)
+
+taken = [own()]
+threading.Thread(target=watch, daemon=True).start()
+whole = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+data = SimpleNamespace(root=sys.argv[1], num_splits=None, fold=0, batch_size=512, num_workers=0, loader={})
+start = time.perf_counter()
+module = TableData(SimpleNamespace(seed=1, data=data), "large.csv", "label", in_memory=sys.argv[2] == "true")
+module.setup()
+ready = time.perf_counter() - start
+seen = sum(len(batch["index"]) for batch in module.train_dataloader())
+took = time.perf_counter() - start - ready
+print(max(taken) - taken[0], resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - whole, ready, took, seen)
+"""
+
+
+def write_large(path, size):
+    """A table of so many bytes: 18 numbers, 2 categories and a label in each row."""
+    random, lines = np.random.default_rng(0), []
+    for _ in range(2000):
+        numbers = ",".join(f"{value:.5f}" for value in random.normal(0, 100, 18))
+        lines.append(f"{numbers},{random.choice(['red', 'green'])},{random.integers(99)}x,{random.integers(4)}y\n")
+    block = "".join(lines)
+    with path.open("w") as file:
+        file.write(",".join([*(f"x{n}" for n in range(18)), "colour", "size", "label"]) + "\n")
+        for _ in range(-(-size // len(block))):
+            file.write(block)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="/proc says what memory is a process's own")
+def test_memory_stays_bounded(tmp_path, cache):
+    """A process that learns from a table of 300 MB on the disk takes two thirds of that at most beside what it takes
+    anyway, also the first time, when it reads the file; in memory the table takes three times its size."""
+    write_large(tmp_path / "large.csv", 300 * 10**6)
+    for _ in range(2):
+        command = [sys.executable, "-c", CHILD, str(tmp_path), "false"]
+        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        assert float(done.stdout.split()[0]) * 1024 < 200e6, done.stdout
