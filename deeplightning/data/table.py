@@ -213,7 +213,7 @@ class TableData(ColumnData):
 
     # ---- dividing
 
-    def _by_column(self, rows: Rows) -> dict[str, Any]:
+    def _by_column(self, rows: Rows) -> dict[str, object]:
         words = rows.columns[str(self.divider)]
         sets = np.array([*(_SETS.get(word.lower(), "?") for word in words.words), "?"])[words.indices]
         if (sets == "?").any():
@@ -303,7 +303,7 @@ class TableData(ColumnData):
         found = self._samples.get("val") or self._samples["train"]
         rows = []
         for position in range(min(number, len(found))):
-            row: dict[str, Any] = {}
+            row: dict[str, object] = {}
             for column in self.table_spec.columns:
                 values = found.columns[column.name]
                 if isinstance(values, Words):
