@@ -86,7 +86,7 @@ def _pictures(images: Sequence[Path]) -> Iterator[Path]:
 
 def _rows(
     task: Any, max_pixels: int, pictures: Iterator[Path], refuse: Callable[[Path, Exception], None]
-) -> Iterator[dict[str, Any]]:
+) -> Iterator[dict[str, object]]:
     """Yields a row for each picture that can be read, and calls `refuse` with each that cannot."""
     spec, names, model = task.image_spec, task.class_names, task.inference_model()
 
@@ -115,7 +115,7 @@ def _rows(
 
 
 @contextmanager
-def _writer(out: Path | None) -> Iterator[Callable[[dict[str, Any]], object]]:
+def _writer(out: Path | None) -> Iterator[Callable[[dict[str, object]], object]]:
     """What writes a row. A file takes its place when the block ends without an error."""
     if out is None:
         sys.stdout.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]  # names of files are bytes
@@ -137,11 +137,11 @@ def _writer(out: Path | None) -> Iterator[Callable[[dict[str, Any]], object]]:
         beside.unlink(missing_ok=True)
 
 
-def _table(out: TextIO) -> Callable[[dict[str, Any]], object]:
+def _table(out: TextIO) -> Callable[[dict[str, object]], object]:
     writer = csv.writer(out)
     is_begun = False
 
-    def write(row: dict[str, Any]) -> None:
+    def write(row: dict[str, object]) -> None:
         nonlocal is_begun
         if not is_begun:
             writer.writerow(row)
