@@ -13,7 +13,7 @@ BATCH = 16
 """Inputs in one forward pass."""
 
 
-def answers(model: Any, inputs: Iterable[Any], max_pixels: int, top_k: int = DEFAULT_TOP_K) -> list[dict[str, Any]]:
+def answers(model: Any, inputs: Iterable[object], max_pixels: int, top_k: int = DEFAULT_TOP_K) -> list[dict[str, Any]]:
     """One answer for each input.
 
     Args:
@@ -27,7 +27,7 @@ def answers(model: Any, inputs: Iterable[Any], max_pixels: int, top_k: int = DEF
     """
     encode = encoder(model.task, model.labels, getattr(model, "output", None) or {})
     spec: Any = getattr(model, "text_spec", None) or getattr(model, "row_spec", None)
-    found: list[dict[str, Any]] = []
+    found: list[dict[str, object]] = []
     prepared: list[np.ndarray] = []
 
     def run() -> None:
