@@ -14,7 +14,7 @@ What a program may import from here; `import deeplightning` alone loads none of 
 - `predict_files(folder, files)`: a table of what a finished run answers to files of inputs.
 """
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from deeplightning.version import __version__
 
@@ -55,7 +55,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from deeplightning.config.target import find

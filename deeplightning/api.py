@@ -206,7 +206,7 @@ class Run:
 
             return Checkpoint.open(self._past.folder, self._allow)
 
-    def predict(self, inputs: Any, top_k: int = 5) -> list[dict[str, Any]]:
+    def predict(self, inputs: Iterable[object], top_k: int = 5) -> list[dict[str, Any]]:
         """The answers that the endpoint gives, one for each input, computed in this process.
 
         Args:
@@ -294,7 +294,7 @@ class Server:
         return f"Server({self.url!r})"
 
 
-def _encoded(pictures: Iterable[Any]) -> Iterator[bytes]:
+def _encoded(pictures: Iterable[object]) -> Iterator[bytes]:
     """Pictures as a client sends them.
 
     Raises:
@@ -309,7 +309,7 @@ def _encoded(pictures: Iterable[Any]) -> Iterator[bytes]:
         yield file
 
 
-def _file_of(picture: Any) -> bytes:
+def _file_of(picture: object) -> bytes:
     """A picture as an image file.
 
     Raises:

@@ -84,7 +84,7 @@ class ArraySpec:
         ones = (1,) * (len(self.shape) - 1)
         return np.array(self.mean).reshape(-1, *ones), np.array(self.std).reshape(-1, *ones)
 
-    def prepare(self, values: Any) -> np.ndarray:
+    def prepare(self, values: object) -> np.ndarray:
         """One array, float32 of the shape.
 
         Args:
@@ -118,7 +118,7 @@ class ArraySpec:
         """float32 (N, *shape)"""
         return np.stack(rows)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Plain JSON types, for a checkpoint and a bundle."""
         return {"shape": list(self.shape), "mean": list(self.mean), "std": list(self.std)}
 
@@ -137,7 +137,7 @@ class ArraySpec:
         return cls(**values)
 
 
-def _array(values: Any) -> np.ndarray:
+def _array(values: object) -> np.ndarray:
     try:
         found = np.asarray(values)
     except (ValueError, OverflowError):

@@ -38,7 +38,7 @@ class Fault:
             text = f"{text[:MAX_HALF]} … {text[-MAX_HALF:]}"
         return printable(text)
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """The fault for programs: `file`, `line` and `column` or the `override` that set the value, `key`, `message`,
         and where they are known `found`, `allowed` and `suggestion`, the nearest right word."""
         place, override = self.place or "", None

@@ -189,7 +189,7 @@ class ImageSpec:
             raise ImageError(f"Pixels must have 1, 2, 3 or 4 channels, not {array.shape[2]}.", 400)
         return self._prepare(Image.fromarray(np.ascontiguousarray(array)))
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Plain JSON types, for a bundle."""
         return asdict(self) | {"mean": list(self.mean), "std": list(self.std)}
 
@@ -255,7 +255,7 @@ class ImageSpec:
         return image.resize(goal, FILTER, box=(left, top, right, bottom))
 
 
-def _are_numbers(values: Any) -> bool:
+def _are_numbers(values: object) -> bool:
     return isinstance(values, Sequence) and all(
         isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) for value in values
     )

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from deeplightning.array import ArraySpec
     from deeplightning.table import TableSpec
 
@@ -59,7 +61,7 @@ class Kind(NamedTuple):
         """The shape of one answer to a prepared input of a shape, of so many labels."""
         return {"reconstruction": tuple(shape), "segmentation": (labels, *shape[1:])}.get(self.gives, (labels,))
 
-    def compared(self, answers: Any) -> Any:
+    def compared(self, answers: "np.ndarray") -> Any:
         """What a bundle keeps of golden answers, and a server compares: an array (N, …); of a segmentation, float
         (N, K, H, W), each s-th row and column, so that no answer has more than `MAX_COMPARED` numbers."""
         if self.gives != "segmentation":
@@ -81,7 +83,7 @@ KINDS = {
 """The kinds that can be exported and served, by name."""
 
 
-def row_spec(takes: str, values: Mapping[str, Any]) -> "TableSpec | ArraySpec":
+def row_spec(takes: str, values: Mapping[str, object]) -> "TableSpec | ArraySpec":
     """How rows of a table, or arrays, are prepared, of what `to_dict` of their spec gave.
 
     Raises:

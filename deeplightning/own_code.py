@@ -16,7 +16,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 ROOTS = "DEEPLIGHTNING_ROOTS"
 """The environment variable in which the processes that a run starts get the folders, as a JSON list."""
@@ -222,8 +221,8 @@ class _Loader(SourceFileLoader):
 
 def _import(
     name: str,
-    globals: Mapping[str, Any] | None = None,
-    locals: Mapping[str, Any] | None = None,
+    globals: Mapping[str, object] | None = None,
+    locals: Mapping[str, object] | None = None,
     fromlist: Sequence[str] | None = (),
     level: int = 0,
 ) -> ModuleType:

@@ -167,7 +167,7 @@ def write_whole(path: Path, text: str) -> None:
     beside.replace(path)
 
 
-def seal(card: Mapping[str, Any]) -> str:
+def seal(card: Mapping[str, object]) -> str:
     """The digest of a bundle's card: SHA-256 of all that it says besides `digest`, so that an edit is noticed.
 
     Raises:

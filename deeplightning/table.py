@@ -186,7 +186,7 @@ class TableSpec:
 
     # ---- one row, in a server
 
-    def prepare(self, row: Mapping[str, Any]) -> np.ndarray:
+    def prepare(self, row: Mapping[str, object]) -> np.ndarray:
         """One row, float32 (F,).
 
         Args:
@@ -211,7 +211,7 @@ class TableSpec:
         """float32 (N, F)"""
         return np.stack(rows)
 
-    def _number(self, column: Column, value: Any) -> float:
+    def _number(self, column: Column, value: object) -> float:
         try:
             found = math.nan if is_missing(value) else as_number(value)
         except ValueError:
@@ -225,7 +225,7 @@ class TableSpec:
             raise TableError(f"Column {column.name}: {_shown(value)} is too large.")
         return standardised
 
-    def _code(self, column: Column, value: Any) -> float:
+    def _code(self, column: Column, value: object) -> float:
         if is_missing(value):
             return self._gap(column)
         word = as_word(value)
@@ -299,7 +299,7 @@ class TableSpec:
 
     # ---- travelling
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Plain JSON types, for a checkpoint and a bundle."""
         columns = [asdict(column) | {"categories": list(column.categories)} for column in self.columns]
         return {"columns": columns, "unknown": self.unknown, "missing": self.missing}
@@ -321,21 +321,21 @@ class TableSpec:
         return cls(tuple(columns), values["unknown"], values["missing"])
 
 
-def _has_exactly(what: str, values: Any, known: Sequence[str]) -> None:
+def _has_exactly(what: str, values: object, known: Sequence[str]) -> None:
     if not isinstance(values, Mapping):
         raise ValueError(f"{what} must be a mapping, not {type(values).__name__}")
     if faults := [key for key in known if key not in values] + [str(key) for key in values if key not in known]:
         raise ValueError(f"{what} has exactly the keys {', '.join(known)}; look at {', '.join(faults)}")
 
 
-def is_missing(value: Any) -> bool:
+def is_missing(value: object) -> bool:
     """Whether a value of a file or a request is missing."""
     if isinstance(value, str):
         return value.strip().lower() in MISSING
     return value is None or (isinstance(value, float) and math.isnan(value))
 
 
-def as_number(value: Any) -> float:
+def as_number(value: object) -> float:
     """A value of a column of numbers; true is 1.
 
     Raises:
@@ -353,7 +353,7 @@ def as_number(value: Any) -> float:
     raise ValueError(repr(value))
 
 
-def as_word(value: Any) -> str | None:
+def as_word(value: object) -> str | None:
     """A value of a column of categories as a word; None: it cannot be one. Numbers that are whole have no point."""
     if isinstance(value, str):
         return value.strip()
@@ -400,6 +400,6 @@ def _named(what: str, names: Sequence[str]) -> str:
     return f"The {what}{'s' if len(names) > 1 else ''} {', '.join(names)} {'are' if len(names) > 1 else 'is'}"
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     text = repr(value)
     return text if len(text) <= MAX_SHOWN else f"{text[: MAX_SHOWN - 1]}…"

@@ -141,7 +141,7 @@ class TextSpec:
             place[: len(row)] = row
         return filled
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """Plain JSON types, for a bundle; the content is another file of it."""
         return {
             "tokenizer": self.tokenizer,

@@ -268,7 +268,7 @@ class Batcher:
         except ValueError as error:
             raise Refusal(getattr(error, "status", 400), f"{place}{error}") from error
 
-    def _prepare_row(self, job: Job, data: Any, place: str, max_pixels: int | None) -> np.ndarray:
+    def _prepare_row(self, job: Job, data: object, place: str, max_pixels: int | None) -> np.ndarray:
         """The numbers of a row of a table, float32 (F,), or of an array, float32 of its shape."""
         try:
             prepared: np.ndarray = self._rows.prepare(data)

@@ -270,7 +270,7 @@ def _read_card(folder: Path) -> dict[str, Any]:
         with _opened(folder, file.name) as stream:
             text = stream.read(MAX_CARD_BYTES + 1)
         _expect(len(text) <= MAX_CARD_BYTES, f"has a {file.name} of more than {MAX_CARD_BYTES:,} bytes", folder)
-        card: dict[str, Any] = json.loads(text)
+        card: dict[str, object] = json.loads(text)
         _expect(isinstance(card, dict), f"has no JSON object in {file.name}; {_AGAIN}", folder)
         found = card.get("format")
         _expect(

@@ -15,7 +15,7 @@ BATCH = 16
 Name = TypeVar("Name")
 
 
-def answers(model: Any, inputs: Iterable[Any], max_pixels: int, top_k: int = DEFAULT_TOP_K) -> list[dict[str, Any]]:
+def answers(model: Any, inputs: Iterable[object], max_pixels: int, top_k: int = DEFAULT_TOP_K) -> list[dict[str, Any]]:
     """One answer for each input.
 
     Args:

@@ -3,7 +3,7 @@
 
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 from urllib.parse import unquote_to_bytes
 
 from deeplightning.kinds import KINDS
@@ -77,7 +77,7 @@ class Predictions:
         kind, body = self._encode(job.rows, job.top_k, job.accept)
         return Answer(200, kind, body)
 
-    def _pictures(self, kind: bytes, body: bytes) -> Callable[[bool], Sequence[Any]]:
+    def _pictures(self, kind: bytes, body: bytes) -> Callable[[bool], Sequence[bytes]]:
         """How the encoded pictures are taken out of the body."""
         limits, mimetype = self._limits, _mimetype(kind)
         if mimetype == b"multipart/form-data":
@@ -105,7 +105,7 @@ class Predictions:
             raise Refusal(400, "The request has no body; send the image as the body, or as the form field image.")
         return lambda _: [body]
 
-    def _texts(self, kind: bytes, body: bytes) -> Callable[[bool], Sequence[Any]]:
+    def _texts(self, kind: bytes, body: bytes) -> Callable[[bool], Sequence[object]]:
         """How the texts, in UTF-8, are taken out of the body."""
         mimetype = _mimetype(kind)
         if mimetype == b"application/json":
@@ -118,7 +118,7 @@ class Predictions:
             raise Refusal(400, f"The request has no body; send {KINDS_OF_TEXT}.")
         return lambda _: [body]
 
-    def _rows(self, kind: bytes, body: bytes) -> Callable[[bool], Sequence[Any]]:
+    def _rows(self, kind: bytes, body: bytes) -> Callable[[bool], Sequence[object]]:
         """How the rows of a table are taken out of the body."""
         mimetype, limits, (columns,) = _mimetype(kind), self._limits, self._shape
         if not body:
@@ -131,7 +131,7 @@ class Predictions:
             415, f"A body of type {_shown(kind)} is not read: this server answers rows of a table; {ROWS_USAGE}."
         )
 
-    def _arrays(self, kind: bytes, body: bytes) -> Callable[[bool], Sequence[Any]]:
+    def _arrays(self, kind: bytes, body: bytes) -> Callable[[bool], Sequence[object]]:
         """How arrays are taken out of the body."""
         mimetype, limits, shape = _mimetype(kind), self._limits, self._shape
         if not body:

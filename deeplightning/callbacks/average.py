@@ -44,7 +44,7 @@ class Averaging(pl.Callback):
         self._own: dict[str, Tensor] = {}  # of the task that learns
         self._held: dict[str, Tensor] = {}  # the averages; the weights that learn, while averages are in the task
         self._shown = False  # averages are in the task
-        self._saved_settings: dict[str, Any] | None = None  # of the checkpoint
+        self._saved_settings: dict[str, object] | None = None  # of the checkpoint
 
     @property
     def settings(self) -> dict[str, Any]:
@@ -74,7 +74,7 @@ class Averaging(pl.Callback):
         self._global_step = trainer.global_step
         log.info("%-10s %s: validation, checkpoints, test and export use the averaged weights", "averaging", self.words)
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: object) -> None:
         if trainer.global_step == self._global_step:
             return
         self._global_step = trainer.global_step
@@ -254,7 +254,7 @@ class SWA(Averaging):
         self._average(averages, weights, self.updates)
 
 
-def averaged(checkpoint: Mapping[str, Any]) -> str | None:
+def averaged(checkpoint: Mapping[str, object]) -> str | None:
     """What the weights of a checkpoint are averages of, in one line; None: they are none."""
     saved = _saved(checkpoint, None)
     if saved is None or not saved["updates"]:
@@ -262,7 +262,7 @@ def averaged(checkpoint: Mapping[str, Any]) -> str | None:
     return f"averaged by {saved['kind']} ({_line(saved['settings'])}), {saved['updates']} updates"
 
 
-def refuse_without(callbacks: list[Any], checkpoint: Mapping[str, Any], path: Any) -> None:
+def refuse_without(callbacks: list[object], checkpoint: Mapping[str, object], path: object) -> None:
     """
     Raises:
         CheckpointError: a checkpoint holds averages, and no callback of the run would restore the weights that learn.
@@ -276,7 +276,7 @@ def refuse_without(callbacks: list[Any], checkpoint: Mapping[str, Any], path: An
     )
 
 
-def _saved(checkpoint: Mapping[str, Any], path: Any) -> dict[str, Any] | None:
+def _saved(checkpoint: Mapping[str, Any], path: object) -> dict[str, Any] | None:
     saved = checkpoint.get(KEY)
     if saved is None:
         return None
@@ -304,5 +304,5 @@ def _check_every(number: int) -> None:
         raise ValueError(f"every_n_steps: must be a whole number, at least 1, not {number}")
 
 
-def _line(settings: Mapping[str, Any]) -> str:
+def _line(settings: Mapping[str, object]) -> str:
     return ", ".join(f"{name}={value}" for name, value in settings.items())

@@ -48,8 +48,8 @@ class Checkpoints(LightningCheckpoint):
     def __init__(self, settings: Checkpoint, record: Record, background: bool = True, off: bool = False):
         self.settings, self.record, self.background, self.off = settings, record, background, off
         self.kept: list[dict[str, Any]] = []  # the best first: {"value", "epoch", "step", "file"}
-        self._loaded: list[dict[str, Any]] | None = None
-        self._arriving: dict[str, Any] | None = None  # until the optimizers are there that it is compared with
+        self._loaded: list[dict[str, object]] | None = None
+        self._arriving: dict[str, object] | None = None  # until the optimizers are there that it is compared with
         self._has_arrived = False
         self._plateaus: dict[str, float] = {}
         self._due = self._validating = False
@@ -58,7 +58,7 @@ class Checkpoints(LightningCheckpoint):
         self._marks = frozenset[int]()
         name = settings.monitor or ""
         self._of_steps = name.startswith("train_") and not name.endswith("_epoch")  # the metric
-        self._former: Any = None  # its value before the batch that is under way
+        self._former: object = None  # its value before the batch that is under way
 
     @property
     def resumed_at(self) -> int:
@@ -104,7 +104,7 @@ class Checkpoints(LightningCheckpoint):
         is_part = share is not None and share < 1
         self._marks = ends_of_parts(trainer.num_training_batches, cast(float, share)) if is_part else frozenset()
 
-    def on_train_batch_start(self, trainer: Any, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Any, pl_module: pl.LightningModule, batch: object, batch_idx: int) -> None:
         """A metric of training steps is logged at the step that it judges, whichever others are logged."""
         if not self._of_steps:
             return
@@ -113,7 +113,7 @@ class Checkpoints(LightningCheckpoint):
             trainer.log_every_n_steps = 1
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         _writer(trainer).check()
         every, step = self.settings.every_n_steps, trainer.global_step
@@ -176,7 +176,7 @@ class Checkpoints(LightningCheckpoint):
     # ---- what
 
     def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, object]
     ) -> None:
         """Notes what Lightning 2.6 forgets when it resumes: a step of schedulers that follow a metric, which is to come
         after this, and a validation that was not finished. That a run was stopped early its callback's state says."""
@@ -314,7 +314,7 @@ class Checkpoints(LightningCheckpoint):
         if self.kept:
             write_whole(folder.best_score, json.dumps(self.kept[0], indent=1))
 
-    def _still_there(self, former: RunFolder, loaded: list[dict[str, Any]], goes_on: bool) -> list[dict[str, Any]]:
+    def _still_there(self, former: RunFolder, loaded: list[dict[str, Any]], goes_on: bool) -> list[dict[str, object]]:
         """The best k that a checkpoint knew, as far as their files are there.
 
         Between the checkpoint and the end of the process later ones may have replaced the best. Where the run resumes,

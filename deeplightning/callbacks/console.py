@@ -5,7 +5,7 @@ import platform
 import sys
 import time
 import warnings
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytorch_lightning as pl
 import torch
@@ -24,6 +24,9 @@ from deeplightning.faults import count
 from deeplightning.process.identity import own_rank
 from deeplightning.transfer import Deferred
 from deeplightning.version import __version__
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
 
 log = logging.getLogger("deeplightning")
 log.addHandler(logging.NullHandler())  # else Python itself prints the warnings of silent ranks
@@ -91,7 +94,7 @@ class Console(pl.Callback):
         how = cfg.logger.progress
         self.bar = how == "bar" or (how == "auto" and sys.stdout.isatty())
         self.lines = how == "lines" or (how == "auto" and not self.bar)
-        self._progress: Any = None
+        self._progress: Progress | None = None
         self._started = self._drawn = self._spoken = self._epoch_started = 0.0
         self._told_first = False
         self._samples = 0  # that this process has learned from in the epoch
@@ -156,7 +159,7 @@ class Console(pl.Callback):
             self._progress.reset(self._bar, total=trainer.num_training_batches)
 
     def on_train_batch_end(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: Any, batch: Any, batch_idx: int
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         now = time.monotonic()
         self._samples += samples_in(batch)
@@ -173,7 +176,7 @@ class Console(pl.Callback):
             done = f"batch {batch_idx + 1} of {trainer.num_training_batches}"
             log.info("epoch %d, %s: train_loss %.4f", trainer.current_epoch + 1, done, self._loss(trainer, outputs))
 
-    def _loss(self, trainer: pl.Trainer, outputs: Any) -> float:
+    def _loss(self, trainer: pl.Trainer, outputs: object) -> float:
         """The loss to show: of this batch; on a GPU the one of the last time, for which nothing has to wait."""
         now = Deferred(batch_loss(trainer, outputs))
         before, self._shown = self._shown, now
@@ -211,7 +214,7 @@ class Console(pl.Callback):
             log.info("best       %s %.4f %s", best["metric"], best["value"], where)
         log.info("duration   %s", _duration(time.monotonic() - self._started))
 
-    def on_fit_end(self, trainer: Any, pl_module: pl.LightningModule) -> None:
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if not self._started:  # Lightning does not even begin
             log.info(
                 "done       already: %s, %s",

@@ -3,7 +3,6 @@
 import logging
 import re
 from time import perf_counter
-from typing import Any
 
 import pytorch_lightning as pl
 import torch
@@ -37,12 +36,12 @@ class Flops(pl.Callback):
         self._counter: FlopCounterMode | None = None
         self._done = False
 
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: object) -> None:
         if trainer.is_global_zero and not self._done:
             self._counter = FlopCounterMode(display=False)
             self._counter.__enter__()
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: object) -> None:
         if self._counter is not None:
             self._counter.__exit__(None, None, None)
             total = self._counter.get_total_flops()
@@ -108,12 +107,14 @@ class Utilization(pl.Callback):
         self._samples, self._seconds = 0, 0.0
         self._since = None if self._of_sample is None else self._now(pl_module)
 
-    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: object) -> None:
         if self._of_sample is None:
             self._counter = FlopCounterMode(display=False)
             self._counter.__enter__()
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, *_: Any) -> None:
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: object, batch: object, *_: object
+    ) -> None:
         if self._counter is None:
             self._samples += samples_in(batch)
             return
@@ -143,7 +144,7 @@ class Utilization(pl.Callback):
                 found["mfu"] = speed / best
         pl_module.log_dict(found, rank_zero_only=True)
 
-    def on_exception(self, *_: Any) -> None:
+    def on_exception(self, *_: object) -> None:
         if self._counter is not None:
             self._counter.__exit__(None, None, None)
             self._counter = None

@@ -3,7 +3,7 @@ and the rate warms up."""
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytorch_lightning as pl
 import torch
@@ -11,6 +11,10 @@ from torch import Tensor
 
 from deeplightning.callbacks.order import OWN
 from deeplightning.faults import ConfigError, Fault
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+    from torch.utils.hooks import RemovableHandle
 
 LEAST_NORM = 1e-3
 """A unit whose weights have a smaller norm is clipped as if they had this one, or zeros would never learn."""
@@ -21,7 +25,9 @@ class GradientNorm(pl.Callback):
 
     before = ("AdaptiveClip", OWN)  # the norm before it is clipped
 
-    def on_before_optimizer_step(self, trainer: Any, pl_module: pl.LightningModule, optimizer: Any) -> None:
+    def on_before_optimizer_step(
+        self, trainer: Any, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
         if not trainer.log_every_n_steps:
             return
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -51,7 +57,9 @@ class AdaptiveClip(pl.Callback):
         self.share = share
 
     @torch.no_grad()
-    def on_before_optimizer_step(self, trainer: Any, pl_module: pl.LightningModule, optimizer: Any) -> None:
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:
@@ -81,8 +89,8 @@ class Warmup(pl.Callback):
 
     def __init__(self, shares: Mapping[str, float]):
         self.shares = shares
-        self._of: list[tuple[Any, float]] = []  # optimizers, with their number of steps
-        self._hooks: list[Any] = []
+        self._of: list[tuple[Optimizer, float]] = []  # optimizers, with their number of steps
+        self._hooks: list[RemovableHandle] = []
         self._rates: dict[int, list[float]] = {}  # of an optimizer's groups, while they are scaled
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -109,7 +117,7 @@ class Warmup(pl.Callback):
                 for group in optimizer.param_groups:
                     group["lr"] = group["lr"] * ((step + 1) / steps)
 
-    def _restore(self, optimizer: Any) -> None:
+    def _restore(self, optimizer: torch.optim.Optimizer) -> None:
         for group, rate in zip(optimizer.param_groups, self._rates.pop(id(optimizer), ()), strict=False):
             group["lr"] = rate
 
@@ -121,7 +129,7 @@ class Warmup(pl.Callback):
         for optimizer, _steps in self._of:
             self._restore(optimizer)  # a checkpoint may be saved
 
-    def on_train_end(self, *_: Any) -> None:
+    def on_train_end(self, *_: object) -> None:
         for hook in self._hooks:
             hook.remove()
         self._hooks, self._of = [], []

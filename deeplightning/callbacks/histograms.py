@@ -1,7 +1,6 @@
 """How weights and gradients are distributed: a picture and the bins of each tensor, every so many epochs."""
 
 import json
-from typing import Any
 
 import pytorch_lightning as pl
 import torch
@@ -26,7 +25,9 @@ class Histograms(pl.Callback):
     def _due(self, trainer: pl.Trainer) -> bool:
         return trainer.is_global_zero and (trainer.current_epoch + 1) % self.every_n_epochs == 0
 
-    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
         if self._due(trainer) and trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:
             found = ((n, p.grad) for n, p in pl_module.named_parameters())
             self._gradients = {f"{n}.grad": g.detach().clone() for n, g in found if g is not None}

@@ -8,7 +8,7 @@ OWN = "train.callbacks"
 """Stands for the callbacks that the config names."""
 
 
-def in_order(callbacks: Sequence[Any], own: Sequence[Any] = ()) -> list[Any]:
+def in_order(callbacks: Sequence[object], own: Sequence[object] = ()) -> list[Any]:
     """All callbacks such that each comes after those that the names in its `after` stand for, and before those in its
     `before`; without these, in the order given. Lightning itself moves those that save checkpoints to the end.
 
@@ -29,7 +29,7 @@ def in_order(callbacks: Sequence[Any], own: Sequence[Any] = ()) -> list[Any]:
             if name in getattr(callback, "before", ()):
                 earlier[other].add(number)
     TopologicalSorter(earlier).prepare()
-    placed: dict[int, Any] = {}
+    placed: dict[int, object] = {}
 
     def place(number: int) -> None:
         for other in sorted(earlier[number] - placed.keys()):

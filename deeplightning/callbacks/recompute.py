@@ -5,7 +5,6 @@ Source: https://arxiv.org/abs/1604.06174
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import pytorch_lightning as pl
 from torch.utils.checkpoint import checkpoint
@@ -36,6 +35,6 @@ class Recompute(pl.Callback):
                 message = f"no module is called, or is a, {word}.{nearest(word, known)}"
                 raise ConfigError(Fault(message, "engine.activation_checkpointing", found=word))
             for module in chosen:
-                forward: Any = module.forward
+                forward: object = module.forward
                 if not isinstance(forward, partial):  # chosen twice: by its name and by its class
                     module.forward = partial(checkpoint, forward, use_reentrant=False)

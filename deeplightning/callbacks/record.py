@@ -229,7 +229,7 @@ class Record(pl.Callback):
             )
         return folder
 
-    def _describe(self, environment: dict[str, Any], diff: str | None) -> None:
+    def _describe(self, environment: dict[str, object], diff: str | None) -> None:
         """Records what is known at the start of the run; a continued run keeps what was recorded before."""
         folder, continued = self.folder, self.resumption is not None and self.resumption.run_id is not None
         settings = self._settings(folder)
@@ -258,7 +258,7 @@ class Record(pl.Callback):
         if diff is not None and not (folder.git_diff.exists() and folder.git_diff.read_text() == diff):
             _replace(folder, folder.git_diff, diff)
 
-    def _settings(self, folder: RunFolder) -> dict[str, Any]:
+    def _settings(self, folder: RunFolder) -> dict[str, object]:
         """The config as it may be run again: it names the checkpoint that the run began from, and no other."""
         settings = self.cfg.public()
         if self.resumption is not None:
@@ -304,7 +304,7 @@ class Record(pl.Callback):
         end(self.loggers, "killed" if stopped else "failed", reason)
 
     def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, object]
     ) -> None:
         """What a checkpoint holds beside weights, states and counters, in plain types.
 
@@ -322,13 +322,13 @@ class Record(pl.Callback):
         checkpoint["accumulating"] = not between_steps(trainer)
 
 
-def _log_pending(task: Any) -> None:
+def _log_pending(task: pl.LightningModule) -> None:
     """Has a task log the points that it has put off: on a GPU those of the last logged step."""
     if callable(log_pending := getattr(task, "log_pending", None)):
         log_pending()
 
 
-def engine_of(cfg: Config) -> dict[str, Any]:
+def engine_of(cfg: Config) -> dict[str, object]:
     """What of the engine decides in which order numbers are added, and how they are rounded."""
     engine = cfg.engine
     return {
@@ -396,7 +396,7 @@ def _read(config: Path) -> dict[str, Any]:
         return {}
 
 
-def _nested(values: Mapping[str, Any]) -> dict[str, Any]:
+def _nested(values: Mapping[str, object]) -> dict[str, Any]:
     """Values by dotted keys as a config has them."""
     found: dict[str, Any] = {}
     for key, value in values.items():

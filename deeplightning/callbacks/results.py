@@ -3,7 +3,7 @@
 import csv
 import json
 import logging
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytorch_lightning as pl
@@ -11,6 +11,9 @@ import torch
 
 from deeplightning.callbacks.record import Record
 from deeplightning.config.schema import Pictures
+
+if TYPE_CHECKING:
+    from typing import BinaryIO
 
 log = logging.getLogger("deeplightning")
 
@@ -26,19 +29,19 @@ class Results(pl.Callback):
         self.record = record
         self._rows: list[dict[str, Any]] = []
 
-    def _collect(self, trainer: pl.Trainer, outputs: Any) -> None:
+    def _collect(self, trainer: pl.Trainer, outputs: object) -> None:
         if trainer.state.fn == "fit" or not isinstance(outputs, dict) or "index" not in outputs:
             return
         columns = {name: v.tolist() if isinstance(v, torch.Tensor) else list(v) for name, v in outputs.items()}
         self._rows += [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
-    def on_validation_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, *_: Any) -> None:
+    def on_validation_batch_end(self, trainer: pl.Trainer, module: object, outputs: object, *_: object) -> None:
         self._collect(trainer, outputs)
 
-    def on_test_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, *_: Any) -> None:
+    def on_test_batch_end(self, trainer: pl.Trainer, module: object, outputs: object, *_: object) -> None:
         self._collect(trainer, outputs)
 
-    def on_predict_batch_end(self, trainer: pl.Trainer, module: Any, outputs: Any, *_: Any) -> None:
+    def on_predict_batch_end(self, trainer: pl.Trainer, module: object, outputs: object, *_: object) -> None:
         self._collect(trainer, outputs)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -91,7 +94,7 @@ class ShowPictures(pl.Callback):
                     _save_image(np.asarray(picture), file)
 
 
-def _save_image(pixels: np.ndarray, file: Any) -> None:
+def _save_image(pixels: np.ndarray, file: "BinaryIO") -> None:
     """(C, H, W), uint8 or floats 0 … 1, as PNG."""
     from PIL import Image
 

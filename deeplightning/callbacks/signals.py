@@ -43,7 +43,7 @@ class Signals(pl.Callback):
         self._asked: torch.Tensor | None = None
         self._gathered: distributed.Work | None = None
 
-    def setup(self, trainer: pl.Trainer, *_: Any, **__: Any) -> None:
+    def setup(self, trainer: pl.Trainer, *_: object, **__: object) -> None:
         """Takes the signals over. Lightning 2.6 would put its own handler for SIGTERM in place after this, which talks
         to the other processes from inside the handler."""
         keep_signals(trainer)
@@ -103,40 +103,40 @@ class Signals(pl.Callback):
         self._install()
         self._under_way = True
 
-    def on_train_start(self, *_: Any) -> None:
+    def on_train_start(self, *_: object) -> None:
         self._begin()
 
-    def on_validation_start(self, *_: Any) -> None:
+    def on_validation_start(self, *_: object) -> None:
         self._begin()
 
-    def on_test_start(self, *_: Any) -> None:
+    def on_test_start(self, *_: object) -> None:
         self._begin()
 
-    def on_predict_start(self, *_: Any) -> None:
+    def on_predict_start(self, *_: object) -> None:
         self._begin()
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
         if not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:  # else the epoch is brought to its end
             self._look(trainer)
 
-    def on_train_end(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_train_end(self, trainer: pl.Trainer, *_: object) -> None:
         self._look(trainer)
         if trainer.world_size > 1:
             self._look(trainer)  # for the answer to the look before
 
-    def on_validation_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_validation_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
         self._look(trainer)
 
-    def on_test_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_test_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
         self._look(trainer)
 
-    def on_predict_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_predict_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
         self._look(trainer)
 
-    def on_exception(self, *_: Any) -> None:
+    def on_exception(self, *_: object) -> None:
         self._restore()
 
-    def teardown(self, *_: Any, **__: Any) -> None:
+    def teardown(self, *_: object, **__: object) -> None:
         self._restore()
 
     def _restore(self) -> None:

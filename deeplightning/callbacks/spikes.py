@@ -6,7 +6,7 @@ named by whoever trains long enough for single batches to spoil weights.
 
 import logging
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytorch_lightning as pl
 import torch
@@ -14,6 +14,9 @@ import torch
 from deeplightning.callbacks import callback_of
 from deeplightning.callbacks.record import Record
 from deeplightning.faults import ConfigError, Fault, count
+
+if TYPE_CHECKING:
+    from torch.amp import GradScaler
 
 log = logging.getLogger("deeplightning")
 
@@ -60,11 +63,13 @@ class LossSpikes(pl.Callback):
             raise ConfigError(Fault(message, "train.callbacks"))
 
     def on_before_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor) -> None:
-        scaler: Any = getattr(trainer.precision_plugin, "scaler", None)
+        scaler: GradScaler | None = getattr(trainer.precision_plugin, "scaler", None)
         scale = scaler.get_scale() if scaler is not None else 1.0
         self._losses.append(loss.detach() * (trainer.accumulate_grad_batches / scale))
 
-    def on_before_optimizer_step(self, trainer: Any, pl_module: pl.LightningModule, optimizer: Any) -> None:
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
         loss = torch.stack(self._losses).mean()
         self._losses.clear()
         value = float(trainer.strategy.reduce(loss, reduce_op="mean"))  # all processes decide the same
@@ -96,7 +101,7 @@ class LossSpikes(pl.Callback):
         self._mean += share * difference
         self._variance = (1 - share) * (self._variance + share * difference**2)
 
-    def _log(self, trainer: Any) -> None:
+    def _log(self, trainer: pl.Trainer) -> None:
         trainer.callback_metrics["loss_spikes"] = torch.tensor(float(self.spikes))
         for logger in trainer.loggers:
             logger.log_metrics({"loss_spikes": float(self.spikes)}, trainer.global_step)

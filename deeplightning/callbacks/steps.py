@@ -6,7 +6,7 @@ import math
 import random
 from collections.abc import Callable, Mapping
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytorch_lightning as pl
@@ -16,6 +16,10 @@ from torch import distributed
 from deeplightning import transfer
 from deeplightning.callbacks.order import OWN
 from deeplightning.faults import RunError
+
+if TYPE_CHECKING:
+    from pytorch_lightning.utilities.types import LRSchedulerConfig
+    from torch.utils.hooks import RemovableHandle
 
 _WORD = 2**64 - 1
 
@@ -60,7 +64,7 @@ def _device_module() -> Any:
     return torch.get_device_module() if torch.accelerator.is_available() else None
 
 
-def _is_initialized(module: Any) -> bool:
+def _is_initialized(module: object) -> bool:
     """Whether this process has used the device; false in a process that was forked from one that has."""
     return not hasattr(module, "is_initialized") or module.is_initialized()
 
@@ -88,7 +92,7 @@ class Seeds(pl.Callback):
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._seed_batch(trainer)
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
         self._seed_batch(trainer)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -143,9 +147,9 @@ class ScheduleSteps(pl.Callback):
     """
 
     def __init__(self) -> None:
-        self._every: list[tuple[Any, int]] = []  # schedules, with their frequency
-        self._hooks: list[Any] = []
-        self._due: list[Any] = []
+        self._every: list[tuple[LRSchedulerConfig, int]] = []  # schedules, with their frequency
+        self._hooks: list[RemovableHandle] = []
+        self._due: list[LRSchedulerConfig] = []
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._every = [(c, c.frequency) for c in trainer.lr_scheduler_configs if _by_optimizer_steps(c)]
@@ -153,12 +157,14 @@ class ScheduleSteps(pl.Callback):
             hook = functools.partial(self._taken, config)
             self._hooks.append(config.scheduler.optimizer.register_step_post_hook(hook))
 
-    def on_train_batch_start(self, trainer: Any, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         self._due = [config for config, every in self._every if (trainer.global_step + 1) % every == 0]
         for config, _ in self._every:
             config.frequency = batch_idx + 2  # not after this batch, unless the optimizer steps
 
-    def _taken(self, config: Any, *_: Any) -> None:
+    def _taken(self, config: "LRSchedulerConfig", *_: object) -> None:
         if config in self._due:
             config.frequency = 1
 
@@ -170,7 +176,7 @@ class ScheduleSteps(pl.Callback):
         self._hooks, self._every = [], []
 
 
-def _by_optimizer_steps(config: Any) -> bool:
+def _by_optimizer_steps(config: "LRSchedulerConfig") -> bool:
     """Whether a schedule goes by steps, of an optimizer that tells when it has taken one."""
     optimizer = getattr(config.scheduler, "optimizer", None)
     return config.interval == "step" and isinstance(optimizer, torch.optim.Optimizer)
@@ -244,7 +250,7 @@ class ValidateParts(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._look(trainer)
 
-    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: object) -> None:
         self._look(trainer)
 
     def _look(self, trainer: pl.Trainer) -> None:
@@ -267,10 +273,10 @@ class LogSteps(pl.Callback):
         self.every = every
         self._logged = -1  # the step of the last points
 
-    def on_train_start(self, *_: Any) -> None:
+    def on_train_start(self, *_: object) -> None:
         self._logged = -1
 
-    def on_train_batch_start(self, trainer: Any, pl_module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_start(self, trainer: Any, pl_module: pl.LightningModule, batch: object, batch_idx: int) -> None:
         every = self.every
         if isinstance(every, Mapping):
             steps = trainer.num_training_batches / trainer.accumulate_grad_batches
@@ -316,10 +322,10 @@ class FiniteLoss(pl.Callback):
     def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._judge_last()
 
-    def on_save_checkpoint(self, *_: Any) -> None:
+    def on_save_checkpoint(self, *_: object) -> None:
         self._judge_last()
 
-    def on_fit_end(self, *_: Any) -> None:
+    def on_fit_end(self, *_: object) -> None:
         self._logged = self._last = None
 
     def _judge_logged(self) -> None:

@@ -3,7 +3,6 @@
 import logging
 import statistics
 import time
-from typing import Any
 
 import pytorch_lightning as pl
 import torch
@@ -25,16 +24,16 @@ class MeasuredThreads(pl.Callback):
         self._taken: dict[int, list[float]] = {}
         self._began = 0.0
 
-    def on_train_start(self, *_: Any) -> None:
+    def on_train_start(self, *_: object) -> None:
         available = torch.get_num_threads()
         self._taken = {1: [], available: []} if available > 1 else {}
 
-    def on_train_batch_start(self, *_: Any) -> None:
+    def on_train_batch_start(self, *_: object) -> None:
         if self._taken:
             torch.set_num_threads(min(self._taken, key=lambda threads: len(self._taken[threads])))
             self._began = time.perf_counter()
 
-    def on_train_batch_end(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
         if not self._taken:
             return
         self._taken[torch.get_num_threads()].append(time.perf_counter() - self._began)

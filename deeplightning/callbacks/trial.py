@@ -40,9 +40,9 @@ class Trial(pl.Callback):
         self.record, self.search = record, json.loads(address)
         self._validated = False
 
-    def _ask(self, trainer: pl.Trainer, **words: Any) -> dict[str, Any]:
+    def _ask(self, trainer: pl.Trainer, **words: object) -> dict[str, object]:
         """The search's answer to rank 0, on all ranks."""
-        answer: dict[str, Any] = {}
+        answer: dict[str, object] = {}
         if trainer.is_global_zero:
             answer = say(self.search, **words)
         return trainer.strategy.broadcast(answer) if trainer.world_size > 1 else answer
@@ -75,7 +75,7 @@ class Trial(pl.Callback):
         raise Pruned(f"pruned after epoch {epoch}: {metric} is {float(value):.6g}")
 
 
-def say(search: dict[str, Any], **words: Any) -> dict[str, Any]:
+def say(search: dict[str, Any], **words: object) -> dict[str, object]:
     """Sends the search a message and gives its answer.
 
     Raises:

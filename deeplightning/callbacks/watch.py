@@ -4,10 +4,13 @@ import logging
 import math
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytorch_lightning as pl
 import torch
+
+if TYPE_CHECKING:
+    from torch.utils.hooks import RemovableHandle
 
 log = logging.getLogger("deeplightning.watch")
 
@@ -34,7 +37,7 @@ class SyncedLoss(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._losses, self._step = [], trainer.global_step
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: object, outputs: object, *_: object) -> None:
         self._losses.append(batch_loss(trainer, outputs))
         if trainer.global_step == self._step:
             return
@@ -53,10 +56,10 @@ class SmoothedLoss(pl.Callback):
         self.weight = weight
         self._value: torch.Tensor | None = None
 
-    def on_train_epoch_start(self, *_: Any) -> None:
+    def on_train_epoch_start(self, *_: object) -> None:
         self._value = None
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: Any, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: object, *_: object) -> None:
         loss = batch_loss(trainer, outputs)
         self._value = loss if self._value is None else self.weight * loss + (1 - self.weight) * self._value
         pl_module.log("train_loss_ema", self._value)
@@ -81,7 +84,9 @@ class GradientNorms(pl.Callback):
     def __init__(self, norm_type: float = 2.0):
         self.norm_type = norm_type
 
-    def on_before_optimizer_step(self, trainer: Any, pl_module: pl.LightningModule, optimizer: Any) -> None:
+    def on_before_optimizer_step(
+        self, trainer: Any, pl_module: pl.LightningModule, optimizer: torch.optim.Optimizer
+    ) -> None:
         if not trainer.log_every_n_steps:
             return
         found = {n: p.grad for n, p in pl_module.named_parameters() if p.grad is not None}
@@ -101,7 +106,7 @@ class Timings(pl.Callback):
     """
 
     def __init__(self) -> None:
-        self._hooks: list[Any] = []
+        self._hooks: list[RemovableHandle] = []
         self._is_on_gpu = self._waits = False
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -111,7 +116,7 @@ class Timings(pl.Callback):
                 self._hooks.append(optimizer.register_step_post_hook(lambda *_: self._add("step")))
         self._begin()  # Lightning skips the next hook where a run resumes inside an epoch
 
-    def on_train_epoch_start(self, *_: Any) -> None:
+    def on_train_epoch_start(self, *_: object) -> None:
         self._begin()
 
     def _begin(self) -> None:
@@ -127,7 +132,7 @@ class Timings(pl.Callback):
         self._spent[part] += now - self._last
         self._last = now
 
-    def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+    def on_train_batch_start(self, trainer: Any, *_: object) -> None:
         self._add("data")
         if self._is_on_gpu:
             self._waits = bool(trainer.log_every_n_steps)
@@ -136,13 +141,13 @@ class Timings(pl.Callback):
             self._last = time.perf_counter()
             self._spent |= dict.fromkeys(("forward", "backward", "step"), 0.0)
 
-    def on_before_backward(self, *_: Any) -> None:
+    def on_before_backward(self, *_: object) -> None:
         self._add("forward")
 
-    def on_after_backward(self, *_: Any) -> None:
+    def on_after_backward(self, *_: object) -> None:
         self._add("backward")
 
-    def on_train_batch_end(self, trainer: Any, pl_module: pl.LightningModule, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: pl.LightningModule, *_: object) -> None:
         self._add("step")
         self._waits = False
         self._count += 1
@@ -178,7 +183,7 @@ class ProgressLines(pl.Callback):
     def __init__(self, ranks: Sequence[int] = (0,)):
         self.ranks = tuple(ranks)
 
-    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: object, batch: object, batch_idx: int) -> None:
         done, of = batch_idx + 1, trainer.num_training_batches
         if trainer.global_rank not in self.ranks:
             return
@@ -193,7 +198,7 @@ class ProgressLines(pl.Callback):
             log.info("epoch %d, batch %d of %d (%d %%): train_loss %.4f", *first, batch_loss(trainer, outputs))
 
 
-def samples_in(batch: Any) -> int:
+def samples_in(batch: object) -> int:
     """The number of rows in a batch, which is the length of its first tensor that has rows; 0 if there is none."""
     if isinstance(batch, torch.Tensor):
         return batch.shape[0] if batch.ndim else 0  # `len` of a tensor takes 2 µs, in each step

@@ -1,7 +1,6 @@
 """A watchdog, to name under `train.callbacks`: a process that makes no progress ends the run, instead of nobody."""
 
 import threading
-from typing import Any
 
 import pytorch_lightning as pl
 
@@ -45,7 +44,7 @@ class Watchdog(pl.Callback):
                 group.stand_still(self.seconds)
                 return
 
-    def _step(self, *_: Any, **__: Any) -> None:
+    def _step(self, *_: object, **__: object) -> None:
         self._progress += 1
 
     def _end(self) -> None:
@@ -56,21 +55,21 @@ class Watchdog(pl.Callback):
     on_train_batch_start = on_validation_batch_start = on_test_batch_start = on_predict_batch_start = _step
     on_train_batch_end = on_validation_batch_end = on_test_batch_end = on_predict_batch_end = _step
 
-    def on_train_start(self, *_: Any) -> None:
+    def on_train_start(self, *_: object) -> None:
         self._begin()
 
-    def on_validation_start(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_validation_start(self, trainer: pl.Trainer, *_: object) -> None:
         if trainer.state.fn != "fit":
             self._begin()
 
-    def on_test_start(self, *_: Any) -> None:
+    def on_test_start(self, *_: object) -> None:
         self._begin()
 
-    def on_predict_start(self, *_: Any) -> None:
+    def on_predict_start(self, *_: object) -> None:
         self._begin()
 
-    def on_exception(self, *_: Any) -> None:
+    def on_exception(self, *_: object) -> None:
         self._end()
 
-    def teardown(self, *_: Any, **__: Any) -> None:
+    def teardown(self, *_: object, **__: object) -> None:
         self._end()

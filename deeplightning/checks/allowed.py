@@ -37,7 +37,7 @@ def key_elsewhere(name: str, cls: type = Config, path: str = "") -> str:
     return ""
 
 
-def suggestion(key: str, given: Any, options: list[Any]) -> str:
+def suggestion(key: str, given: Any, options: list[object]) -> str:
     """` Did you mean …?` for a value that other tools have here, or one that lacks the mapping around it."""
     role = role_of(key)
     found = other_tools.value(key, given)
@@ -65,11 +65,11 @@ def _wrapped(cls: type, given: str | float) -> str | None:
     return "{" + ", ".join([*items, *(f"{f.name}: {f.metadata['example']}" for f in required)]) + "}"
 
 
-def literals_of(options: list[Any]) -> list[Any]:
+def literals_of(options: list[object]) -> list[object]:
     return [word for o in options if typing.get_origin(o) is typing.Literal for word in typing.get_args(o)]
 
 
-def _words(option: Any) -> str:
+def _words(option: object) -> str:
     """What a type allows, in words."""
     simple = {int: "a whole number", float: "a number", str: "a text", bool: "true or false", type(None): "null"}
     if option in simple:
@@ -86,13 +86,13 @@ def _words(option: Any) -> str:
     return "a mapping of " + ", ".join(f.name for f in schema.keys(option))
 
 
-def describe(hint: Any, metadata: Mapping[str, Any] = types.MappingProxyType({})) -> str:
+def describe(hint: object, metadata: Mapping[str, object] = types.MappingProxyType({})) -> str:
     """What a key takes, in words."""
     words = " or ".join(dict.fromkeys(_words(option) for option in options_of(hint)))
     bounds = {"at least": metadata.get("low"), "at most": metadata.get("high")}
     return ", ".join([words, *(f"{word} {bound}" for word, bound in bounds.items() if bound is not None)])
 
 
-def options_of(hint: Any) -> list[Any]:
+def options_of(hint: object) -> list[object]:
     union = typing.get_origin(hint) in (types.UnionType, typing.Union)
     return list(typing.get_args(hint)) if union else [hint]

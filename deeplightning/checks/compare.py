@@ -7,7 +7,7 @@ What the source does not show is undecided, never guessed.
 import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from deeplightning import own_code
 from deeplightning.checks.values import misfits
@@ -72,7 +72,7 @@ class Imported:
         except ValueError:
             raise Undecided("it does not tell what it returns") from None
 
-    def constant(self, name: str) -> Any:
+    def constant(self, name: str) -> object:
         """An attribute of a class; None where it has none."""
         return getattr(self.thing, name, None) if self.kind == "class" else None
 
@@ -103,7 +103,7 @@ class Meanings:
 
     def __init__(self, importing: bool = False):
         self.importing = importing
-        self._found: dict[str, Any] = {}
+        self._found: dict[str, object] = {}
         self._names: Names | None = None
 
     def of(self, name: str) -> "Imported | Definition":
@@ -154,7 +154,7 @@ class Meanings:
 def judge(
     meanings: Meanings,
     name: str,
-    params: Mapping[str, Any],
+    params: Mapping[str, object],
     key: str,
     *,
     role: str | None = None,
@@ -231,7 +231,7 @@ def _misfit(made: Instance, role: str, called_with: int | None) -> str | None:
 
 
 def _call(
-    meanings: Meanings, name: str, params: Mapping[str, Any], key: str, given: int, hidden: Mapping[str, str]
+    meanings: Meanings, name: str, params: Mapping[str, object], key: str, given: int, hidden: Mapping[str, str]
 ) -> Verdict:
     """Whether it takes these params beside the arguments that we give."""
     try:
@@ -272,7 +272,7 @@ def _call(
     return verdict
 
 
-def _show(value: Any) -> str:
+def _show(value: object) -> str:
     if isinstance(value, str):
         return f"the text {value[:60]!r}" + ("…" if len(value) > 60 else "")
     if isinstance(value, Mapping):

@@ -85,7 +85,7 @@ def lacks_nvme_folder(cfg: Config) -> bool:
 
 def steps_itself(cfg: Config) -> bool:
     """Whether the task steps its optimizers itself, as far as its source tells."""
-    name: Any = cfg.model.module and cfg.model.module.type  # where it is missing or no target, a fault says so
+    name: object = cfg.model.module and cfg.model.module.type  # where it is missing or no target, a fault says so
     try:
         task: Any = Meanings().of(name) if isinstance(name, str) else None
     except (ValueError, Undecided):
@@ -113,7 +113,7 @@ def loses_eps(cfg: Config) -> bool:
     return False
 
 
-def _default(name: str, param: str) -> Any:
+def _default(name: str, param: str) -> object:
     """What a target takes for a parameter that is not given; None where it has none or its source does not say."""
     try:
         return next((p.default for p in Meanings().signature(name).parameters if p.name == param), None)
@@ -129,9 +129,9 @@ def has_convolutions(cfg: Config) -> bool:
     """Whether the source of a network speaks of convolutions of pictures."""
     found = cfg.model.network
     for target in found.values() if isinstance(found, dict) else [found]:
-        name: Any = target and target.type
+        name: object = target and target.type
         try:
-            meaning: Any = Meanings().of(name) if isinstance(name, str) else None  # read from source, not imported
+            meaning: object = Meanings().of(name) if isinstance(name, str) else None  # read from source, not imported
             file = getattr(meaning, "file", None)
             if file is not None and any(word in Path(file).read_bytes() for word in (b"Conv2d", b"ConvTranspose2d")):
                 return True

@@ -34,8 +34,8 @@ def conflicts(
 
 def _value(cfg: Config, key: str, asked: Engine) -> str:
     """A key's value in one short line; a section by the names in it."""
-    words: dict[str, Any] = {"engine.backend": asked.backend, "engine.precision": asked.precision}
-    value: Any = words.get(key, cfg)
+    words: dict[str, object] = {"engine.backend": asked.backend, "engine.precision": asked.precision}
+    value: object = words.get(key, cfg)
     for name in key.split(".") if key not in words else ():
         value = value.get(name) if isinstance(value, Mapping) else getattr(value, name, None)
     if isinstance(value, Mapping):

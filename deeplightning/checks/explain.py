@@ -55,7 +55,7 @@ def show(text: str) -> None:
 # ---- the whole
 
 
-def _lines(report: Report, value: Any, path: KeyPath, indent: str = "", before: str = "") -> Iterator[str]:
+def _lines(report: Report, value: object, path: KeyPath, indent: str = "", before: str = "") -> Iterator[str]:
     """YAML, a leaf a line, with the place that set each behind it."""
     if isinstance(value, dict) and value:
         for name, item in value.items():
@@ -187,10 +187,10 @@ def _short(report: Report, entry: Entry, path: KeyPath) -> str:
     return report.source.secrets.redact(text)
 
 
-def _known(report: Report, path: KeyPath) -> tuple[Field[Any] | None, Parameter | None, Any, str | None]:
+def _known(report: Report, path: KeyPath) -> tuple[Field[object] | None, Parameter | None, object, str | None]:
     """What is known of a key: its field and section, or its parameter and the target that takes it."""
-    cls: Any = Config
-    value: Any = report.config
+    cls: object = Config
+    value: object = report.config
     for depth, name in enumerate(path):
         if is_dataclass(value):
             cls = type(value)
@@ -211,9 +211,9 @@ def _of_strategy(engine: schema.Engine, path: KeyPath) -> tuple[None, Parameter 
     return next((known for known in found if known[1] is not None), (None, None, None, None))
 
 
-def _parameter(name: str, params: Any, path: KeyPath) -> tuple[None, Parameter | None, str | None, str | None]:
+def _parameter(name: str, params: object, path: KeyPath) -> tuple[None, Parameter | None, str | None, str | None]:
     """The parameter that a path inside the params of a target ends at; targets inside are followed."""
-    value: Any = params
+    value: object = params
     for depth, step in enumerate(path):
         if depth and isinstance(value, dict) and step == "params" and isinstance(value.get("type"), str):
             return _parameter(value["type"], value.get("params"), path[depth + 1 :])
@@ -228,7 +228,7 @@ def _parameter(name: str, params: Any, path: KeyPath) -> tuple[None, Parameter |
     return None, parameter, name, found.documentation(path[0]) if parameter else None
 
 
-def _default(field: Field[Any]) -> Any:
+def _default(field: Field[object]) -> object:
     if field.default_factory is not MISSING:
         return schema.plain(field.default_factory())
     return field.default
@@ -237,7 +237,7 @@ def _default(field: Field[Any]) -> Any:
 # ---- paths
 
 
-def _step(value: Any, name: str | int) -> Any:
+def _step(value: object, name: str | int) -> object:
     if is_dataclass(value):
         return getattr(value, str(name), None)
     if isinstance(value, dict):
@@ -274,7 +274,7 @@ def _path(key: str, shown: Any) -> KeyPath:
     return path
 
 
-def _at(value: Any, path: KeyPath) -> Any:
+def _at(value: Any, path: KeyPath) -> object:
     for name in path:
         value = value[name]
     return value

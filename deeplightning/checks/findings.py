@@ -63,7 +63,7 @@ class Findings:
             message = f"more than {MAX_FAULTS} things, up to here, that cannot be checked without importing them"
             raise ConfigError([*self.faults, replace(self.unchecked[-1], message=message)])
 
-    def param(self, name: str, param: str, value: Any, section: str, key: str, given: int = 0) -> None:
+    def param(self, name: str, param: str, value: object, section: str, key: str, given: int = 0) -> None:
         """Compares one param, at `key`, with the parameters of a class; others check the class itself."""
         if not isinstance(name, str):
             return

@@ -114,7 +114,7 @@ def _section(cls: type, path: str) -> Json:
     }
 
 
-def _key(cls: type, field: Field[Any], hint: Any, path: str) -> Json:
+def _key(cls: type, field: Field[object], hint: object, path: str) -> Json:
     doc, example = field.metadata["doc"], field.metadata["example"]
     about: Json = {
         "title": f"{path}.{field.name}".lstrip("."),
@@ -134,7 +134,7 @@ def _key(cls: type, field: Field[Any], hint: Any, path: str) -> Json:
     return about | _value(hint, {name: bound for name, bound in bounds.items() if bound is not None})
 
 
-def _value(hint: Any, bounds: Json) -> Json:
+def _value(hint: object, bounds: Json) -> Json:
     found = options(hint)
     section, named = _sections_in(found)
     if section is None and named is None:
@@ -153,7 +153,7 @@ def _value(hint: Any, bounds: Json) -> Json:
     return {"if": {"type": "object"}, "then": one, "else": _simple(others, bounds)} if has_others else one
 
 
-def _sections_in(found: typing.Iterable[Any]) -> tuple[type | None, type | None]:
+def _sections_in(found: typing.Iterable[object]) -> tuple[type | None, type | None]:
     """The section among some types, and that of which there may be several by name."""
     inner = [typing.get_args(option)[1] for option in found if typing.get_origin(option) is dict]
     section, named = (
@@ -164,7 +164,7 @@ def _sections_in(found: typing.Iterable[Any]) -> tuple[type | None, type | None]
 
 def _simple(found: typing.Iterable[Any], bounds: Json) -> Json:
     """A value that is no section, and what else these types allow beside it."""
-    words: list[Any] = []
+    words: list[object] = []
     types: list[str] = []
     more: Json = {}
     for option in found:
@@ -193,7 +193,7 @@ def _reference(else_allowed: str) -> Json:
     return {"pattern": REFERENCE, "patternErrorMessage": f"must be {else_allowed}, or a reference such as ${{a.b}}"}
 
 
-def _item(hint: Any) -> Json:
+def _item(hint: object) -> Json:
     """An item of a list. It is whole in each file: a list replaces that of a base, and is not merged with it."""
     if not is_dataclass(hint):
         return _simple(options(hint), {})
@@ -201,7 +201,7 @@ def _item(hint: Any) -> Json:
     return {"allOf": [{"$ref": f"#/$defs/{name}"}, {"$ref": f"#/$defs/{name}.whole"}], "type": ["object", "string"]}
 
 
-def _is_named(section: Any) -> Json:
+def _is_named(section: object) -> Json:
     """Whether a mapping holds several targets by name rather than being one: the rule of the loader, where a reference
     may stand for a mapping."""
     return {
@@ -227,7 +227,7 @@ def _whole(cls: type) -> Json:
     }
 
 
-def _whole_value(hint: Any) -> Json:
+def _whole_value(hint: object) -> Json:
     found = options(hint)
     section, named = _sections_in(found)
     one: Json = {}

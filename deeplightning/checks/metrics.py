@@ -64,7 +64,7 @@ def settle_modes(findings: Findings, config: Config) -> None:
             _own_mode(findings, config, callback, callback.params.get("monitor"), f"{callback.name}.params.monitor")
 
 
-def _own_mode(findings: Findings, config: Config, target: Target, metric: Any, asked: str) -> None:
+def _own_mode(findings: Findings, config: Config, target: Target, metric: object, asked: str) -> None:
     """The same for a class of torch's or Lightning's with a parameter `mode`, whose default is `min` whatever the
     metric; a user's own class keeps the default of its author."""
     params = target.params
@@ -82,7 +82,7 @@ def _own_mode(findings: Findings, config: Config, target: Target, metric: Any, a
             params["mode"] = mode
 
 
-def _mode(findings: Findings, config: Config, metric: Any, asked: str, key: str) -> Mode | None:
+def _mode(findings: Findings, config: Config, metric: object, asked: str, key: str) -> Mode | None:
     """What a `mode` becomes that is not given; a notice says why, or a fault asks for it.
 
     Args:
@@ -132,7 +132,7 @@ def _mode_of(metric: str, model: Model | None, meanings: Meanings) -> tuple[Mode
         Undecided: only importing the metric's class can tell.
     """
     name = re.sub(r"^(train|val|test)_|_epoch$", "", metric)
-    named: Any = model.loss if model is not None else None
+    named: object = model.loss if model is not None else None
     if isinstance(named, dict) and not isinstance(named, Target) and name in named:
         return "min", f"`{name}` is a loss of model.loss"
     target = (model.metrics or {}).get(name) if model is not None else None

@@ -55,18 +55,18 @@ def sections(cls: type, path: str = "") -> Iterator[tuple[str, type]]:
                 yield from sections(typing.cast(type, option), f"{path}.{field.name}".lstrip("."))
 
 
-def options(hint: Any) -> tuple[Any, ...]:
+def options(hint: object) -> tuple[object, ...]:
     """The types that a hint names: those of a union, else the hint itself."""
     union = typing.get_origin(hint) in (types.UnionType, typing.Union)
     return typing.get_args(hint) if union else (hint,)
 
 
-def default(field: Field[Any]) -> Any:
+def default(field: Field[object]) -> Any:
     """The default of a key; MISSING if it is required."""
     return field.default if field.default_factory is MISSING else field.default_factory()
 
 
-def _type(hint: Any, field: Field[Any], path: str) -> str:
+def _type(hint: object, field: Field[object], path: str) -> str:
     low = field.metadata["low"]
     words = " or ".join(_word(option, path) for option in options(hint))
     return words + (f", at least {low}" if low is not None else "")
@@ -100,14 +100,14 @@ def _word(option: Any, path: str) -> str:
     return f"[{kind}](#{path.replace('.', '')})"  # as GitHub names the heading
 
 
-def _default(field: Field[Any]) -> str:
+def _default(field: Field[object]) -> str:
     value = default(field)
     if value is MISSING:
         return "required"
     return "see there" if is_dataclass(value) else f"`{_flow(value)}`"
 
 
-def _flow(value: Any) -> str:
+def _flow(value: object) -> str:
     """A value as one would write it in a line of YAML."""
     if isinstance(value, list):
         return "[" + ", ".join(map(_flow, value)) + "]"
@@ -116,7 +116,7 @@ def _flow(value: Any) -> str:
     return dump(value).removesuffix("...\n").strip()
 
 
-def _meaning(field: Field[Any]) -> str:
+def _meaning(field: Field[object]) -> str:
     text: str = field.metadata["doc"]
     if field.metadata["example"]:
         text += f"; for example `{field.metadata['example']}`"

@@ -56,7 +56,7 @@ class Report:
         """Text without the values that came from the environment."""
         return self.source.secrets.redact_message(text) if self.source is not None else text
 
-    def to_dict(self) -> dict[str, Any]:
+    def to_dict(self) -> dict[str, object]:
         """The report for programs; the config only where nothing is wrong with it."""
         right = not self.faults and self.config is not None
         return {

@@ -31,7 +31,7 @@ def read_section(findings: Findings, cls: type, entry: Entry, key: str, path: Ke
     known = {f.name: f for f in schema.keys(cls)}
     hints = typing.get_type_hints(cls)
     prefix = f"{key}." if key else ""
-    values: dict[str, Any] = {}
+    values: dict[str, object] = {}
     unknown = [name for name in entry.value if name not in known]
     if len(unknown) > MAX_UNKNOWN:
         message = f"{len(unknown)} unknown keys, such as {unknown[0]}; is this a config? Known here: {', '.join(known)}"
@@ -75,8 +75,8 @@ def read_section(findings: Findings, cls: type, entry: Entry, key: str, path: Ke
 
 
 def _value(
-    findings: Findings, hint: Any, entry: Entry, key: str, path: KeyPath, metadata: Mapping[str, Any] = {}
-) -> Any:
+    findings: Findings, hint: object, entry: Entry, key: str, path: KeyPath, metadata: Mapping[str, object] = {}
+) -> object:
     """A value of the type that the schema gives, or _BAD after a fault was noted."""
     options = options_of(hint)
     if isinstance(entry.value, str) and (str not in options or int in options) and findings.secrets.is_word(path):
@@ -113,7 +113,7 @@ def _foreign(findings: Findings, entry: Entry, key: str) -> None:
 
 
 def _in_range(
-    findings: Findings, value: Any, entry: Entry, key: str, path: KeyPath, metadata: Mapping[str, Any]
+    findings: Findings, value: object, entry: Entry, key: str, path: KeyPath, metadata: Mapping[str, Any]
 ) -> bool:
     low, high = metadata.get("low"), metadata.get("high")
     if not isinstance(value, int | float) or isinstance(value, bool):
@@ -130,8 +130,8 @@ def _in_range(
 
 
 def _fit(
-    findings: Findings, option: Any, entry: Entry, key: str, path: KeyPath, one_of_several: bool
-) -> tuple[bool, Any]:
+    findings: Findings, option: object, entry: Entry, key: str, path: KeyPath, one_of_several: bool
+) -> tuple[bool, object]:
     """Whether this is the option that the value is meant for, and what it makes of it."""
     value, origin = entry.value, typing.get_origin(option)
     if option is Any:
@@ -166,7 +166,7 @@ def _fit(
     return True, read_section(findings, option, entry, key, path)
 
 
-def _mapping(findings: Findings, option: Any, entry: Entry, key: str, path: KeyPath) -> tuple[bool, Any]:
+def _mapping(findings: Findings, option: object, entry: Entry, key: str, path: KeyPath) -> tuple[bool, object]:
     _, inner = typing.get_args(option)
     if entry.value is None and inner is Any:
         return True, {}
@@ -176,7 +176,7 @@ def _mapping(findings: Findings, option: Any, entry: Entry, key: str, path: KeyP
     return True, _BAD if any(item is _BAD for item in items.values()) else items
 
 
-_BAD: Any = object()
+_BAD: object = object()
 
 
 def _are_named(entry: Entry, cls: type) -> bool:

@@ -60,7 +60,7 @@ class Dimension:
     low: float = 0
     high: float = 0
     step: float | None = None
-    choices: tuple[Any, ...] = ()
+    choices: tuple[object, ...] = ()
 
     @property
     def is_log(self) -> bool:
@@ -114,7 +114,7 @@ def size(space: Sequence[Dimension]) -> int | None:
     return product
 
 
-def dimensions(space: Mapping[str, Any]) -> Iterator[tuple[str, Dimension | Misfit]]:
+def dimensions(space: Mapping[str, object]) -> Iterator[tuple[str, Dimension | Misfit]]:
     """Each key of a space, and what it says or what is wrong with it. Keys may be nested instead of dotted."""
     for name, given in space.items():
         if isinstance(given, Mapping) and given and all(isinstance(item, Mapping) for item in given.values()):
@@ -130,12 +130,12 @@ def dimensions(space: Mapping[str, Any]) -> Iterator[tuple[str, Dimension | Misf
             yield name, misfit
 
 
-def space_of(space: Mapping[str, Any]) -> list[Dimension]:
+def space_of(space: Mapping[str, object]) -> list[Dimension]:
     """The dimensions of a space that was checked."""
     return [found for _, found in dimensions(space) if isinstance(found, Dimension)]
 
 
-def faults(space: Mapping[str, Any], needs_grid: bool) -> Iterator[tuple[str, str]]:
+def faults(space: Mapping[str, object], needs_grid: bool) -> Iterator[tuple[str, str]]:
     """What is wrong with a space by itself: (key of the space, words).
 
     Args:
@@ -164,7 +164,7 @@ def faults(space: Mapping[str, Any], needs_grid: bool) -> Iterator[tuple[str, st
         yield "", f"this grid has {size(dims)} points; optuna.samplers.TPESampler draws some of them"
 
 
-def _dimension(key: str, given: Any) -> Dimension:
+def _dimension(key: str, given: object) -> Dimension:
     known = f"one of {', '.join(KINDS)}"
     if not isinstance(given, Mapping):
         words = f"{{choice: {line(given)}}}" if isinstance(given, list) else f"{{choice: [{line(given)}]}}"
@@ -184,7 +184,7 @@ def _dimension(key: str, given: Any) -> Dimension:
     return _range(key, kind, given[kind], step)
 
 
-def _choices(given: Any) -> tuple[Any, ...]:
+def _choices(given: object) -> tuple[object, ...]:
     if not isinstance(given, list) or not given:
         raise Misfit(f"choice must be a list of values, such as [16, 32], not {line(given):.60}")
     if len(given) > MAX_TRIED:
@@ -197,7 +197,7 @@ def _choices(given: Any) -> tuple[Any, ...]:
     return tuple(given)
 
 
-def _range(key: str, kind: str, given: Any, step: Any) -> Dimension:
+def _range(key: str, kind: str, given: object, step: float | None) -> Dimension:
     whole = kind in ("int", "log_int")
     allowed = f"{kind} must be its two ends, {'whole ' * whole}numbers, such as {'[1, 9]' if whole else '[0.1, 0.5]'}"
     if not isinstance(given, list) or len(given) != 2 or not all(_is_number(end, whole) for end in given):
@@ -215,7 +215,7 @@ def _range(key: str, kind: str, given: Any, step: Any) -> Dimension:
     return Dimension(key, kind, low, high, step)
 
 
-def _is_number(value: Any, whole: bool) -> bool:
+def _is_number(value: object, whole: bool) -> bool:
     if isinstance(value, bool) or not isinstance(value, int if whole else int | float):
         return False
     return math.isfinite(value) and abs(value) < 2**53  # beyond which floats are no whole numbers any more
@@ -258,7 +258,7 @@ def misfits(space: Sequence[Dimension], examine: Callable[[list[str]], Report], 
             yield replace(fault, key=key, message=message, place=None)
 
 
-def _speaks_of(fault: Fault, dimension: Dimension, value: Any) -> bool:
+def _speaks_of(fault: Fault, dimension: Dimension, value: object) -> bool:
     key = fault.key or ""
     return (
         f"{key}.".startswith(f"{dimension.key}.")

@@ -166,7 +166,7 @@ def misfits(backend: str, params: Mapping[str, Any]) -> Iterator[Misfit]:
         yield from _json_misfits(config)
 
 
-def _json_misfits(config: Mapping[str, Any]) -> Iterator[Misfit]:
+def _json_misfits(config: Mapping[str, object]) -> Iterator[Misfit]:
     for word in config:
         if word in _DECIDED_JSON:
             yield Misfit(f"config.{word}", f"{_DECIDED_JSON[word]} decides it; remove it", word)

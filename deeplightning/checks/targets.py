@@ -102,7 +102,7 @@ def _note_reference(findings: Findings, entry: Entry, key: str) -> None:
 
 def compare(findings: Findings, config: Config) -> None:
     """Compares what the config names with what is there."""
-    task: Any = config.model and config.model.module and config.model.module.type
+    task: object = config.model and config.model.module and config.model.module.type
     with contextlib.suppress(ValueError, Undecided):
         definition: Any = Meanings().of(str(task))
         findings.loss_arguments = len(definition.loss_arguments()) or None
@@ -166,7 +166,7 @@ def _hook(findings: Findings, name: str | None) -> None:
         findings.leave("engine.setup_hook", why, settled_by)
 
 
-def _loader(findings: Findings, options: dict[str, Any]) -> None:
+def _loader(findings: Findings, options: dict[str, object]) -> None:
     """Compares `data.loader` with the signature of torch's DataLoader."""
     for name, value in options.items():
         key = f"data.loader.{name}"
@@ -245,19 +245,19 @@ def _rates(findings: Findings, model: schema.Model) -> None:
             findings.fault(message, f"{key}.params.lr")
 
 
-def _pattern(findings: Findings, text: Any, key: str) -> None:
+def _pattern(findings: Findings, text: str, key: str) -> None:
     try:
         re.compile(text)
     except (re.error, TypeError, RecursionError, OverflowError) as error:
         findings.fault(f"must be a regular expression, not {text!r:.60}: {error}", key, found=repr(text)[:60])
 
 
-def is_grid(sampler: Any) -> bool:
+def is_grid(sampler: object) -> bool:
     """Whether a sampler goes through a grid, which it must be given."""
     return isinstance(sampler, str) and sampler.startswith("optuna.") and sampler.endswith(".GridSampler")
 
 
-def with_keys(targets: Any, key: str) -> list[tuple[str, Any]]:
+def with_keys(targets: object, key: str) -> list[tuple[str, Any]]:
     """The targets of a key that takes one or several by name, each with its own key."""
     if isinstance(targets, dict):
         return [(f"{key}.{name}", target) for name, target in targets.items() if isinstance(target, Target)]

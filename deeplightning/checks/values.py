@@ -26,7 +26,7 @@ class Misfit(NamedTuple):
     hint: str
 
 
-def misfits(value: Any, parameter: Parameter) -> list[Misfit]:
+def misfits(value: object, parameter: Parameter) -> list[Misfit]:
     """What of a plain value certainly is not allowed. Doubt counts as right."""
     if not _is_annotated(parameter.allowed):
         allowed = None if _is_open(value) else _unlike_default(value, parameter)
@@ -38,12 +38,12 @@ def _is_annotated(allowed: Options) -> bool:
     return allowed not in (None, (type(None),))  # some annotations of torch's come to nothing when they are live
 
 
-def _is_open(value: Any) -> bool:
+def _is_open(value: object) -> bool:
     """Whether a value does not show what it will be."""
     return value is None or is_target(value) or is_reference(value)
 
 
-def _unlike_default(value: Any, parameter: Parameter) -> str | None:
+def _unlike_default(value: object, parameter: Parameter) -> str | None:
     """What is allowed where only a default tells, if the value certainly is not."""
     default = parameter.default
     if parameter.annotation is not None:  # it says something that is not understood
@@ -53,7 +53,7 @@ def _unlike_default(value: Any, parameter: Parameter) -> str | None:
     return SIMPLE[float] if isinstance(default, int | float) and isinstance(value, str) else None
 
 
-def _compared(value: Any, allowed: Options, at: str) -> list[Misfit]:
+def _compared(value: object, allowed: Options, at: str) -> list[Misfit]:
     if _is_open(value) or not _is_annotated(allowed):
         return []
     inside: list[list[Misfit]] = []  # for each kind of list that may stand here, what is wrong with the items
@@ -70,7 +70,7 @@ def _compared(value: Any, allowed: Options, at: str) -> list[Misfit]:
     return [Misfit(at, value, " or ".join(dict.fromkeys(words)), _hint(value, allowed or ()))]
 
 
-def _fits(value: Any, option: Any) -> bool:
+def _fits(value: object, option: object) -> bool:
     """Whether a value is of that kind, whatever its items are."""
     if isinstance(option, ListOf):
         right = isinstance(value, list) and (not option.fixed or len(value) == len(option.items))
@@ -89,7 +89,7 @@ def _words(option: Any) -> str:
     return (SIMPLE | more).get(option) or repr(option)
 
 
-def _hint(value: Any, allowed: tuple[Any, ...]) -> str:
+def _hint(value: object, allowed: tuple[object, ...]) -> str:
     """The word that was meant: one of the literal words, or a key of a target."""
     if isinstance(value, str):
         return nearest(value, [option for option in allowed if isinstance(option, str)])

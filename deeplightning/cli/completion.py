@@ -154,7 +154,7 @@ class _Spot:
     def section(self) -> Any:
         return next((option for option in self.types if is_dataclass(option)), None)
 
-    def named(self) -> Any:
+    def named(self) -> object:
         """The type of the value here, by name or number; None where nothing does, Any where anything may."""
         inner = [typing.get_args(o)[-1] for o in self.types if typing.get_origin(o) in (dict, list)]
         return inner[0] if inner else None
@@ -211,7 +211,7 @@ class _Spot:
         """The values that can be listed: words of an enumeration, true and false, null."""
         from deeplightning.config.schema import BACKENDS, PRECISIONS
 
-        found: list[Any] = []
+        found: list[object] = []
         for option in self.types:
             if typing.get_origin(option) is typing.Literal:
                 found += [word for word in typing.get_args(option) if word not in {**BACKENDS, **PRECISIONS}]
@@ -222,7 +222,7 @@ class _Spot:
         return [_as_written(word) for word in found]
 
 
-def _as_written(word: Any) -> str:
+def _as_written(word: object) -> str:
     """A value as an override gives it. The dumper alone would quote more words than need it, such as `off`."""
     from deeplightning.config.tree import dump, scalar
 
@@ -249,7 +249,7 @@ def _groups(ctx: click.Context) -> Mapping[str, Any]:
     return source.groups if source is not None else {}
 
 
-def _values(ctx: click.Context) -> Any:
+def _values(ctx: click.Context) -> object:
     """What the named config holds with the overrides so far; None if it cannot be read."""
     from deeplightning.config.tree import plain
     from deeplightning.own_code import add_import_roots
@@ -276,7 +276,7 @@ def _source(ctx: click.Context) -> Any:
         return None
 
 
-def _is_target(value: Any) -> bool:
+def _is_target(value: object) -> bool:
     return isinstance(value, Mapping) and isinstance(value.get("type"), str) and set(value) <= {"type", "params"}
 
 

@@ -10,7 +10,6 @@ import os
 import re
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 from deeplightning.checks.check import section
 from deeplightning.checks.conflicts import server_conflicts
@@ -77,14 +76,14 @@ def command(run: str, overrides: Sequence[str] = (), allow: Sequence[str] = ()) 
     return [sys.executable, "-P", "-m", "serve", str(folder.bundle), *flags]
 
 
-def _flag(name: str, value: Any) -> str:
+def _flag(name: str, value: object) -> str:
     option = f"--{name.replace('_', '-')}"
     if isinstance(value, list):
         value = ",".join(value)
     return option if value is True else f"{option}={value}"
 
 
-def _changed(settings: Serve) -> Iterator[tuple[str, Any]]:
+def _changed(settings: Serve) -> Iterator[tuple[str, object]]:
     """What differs from the defaults, which the server has as well."""
     values = ((field, getattr(settings, field.name)) for field in keys(Serve))
     server = Serve()

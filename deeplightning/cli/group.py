@@ -7,13 +7,17 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
 from deeplightning.cli.completion import Complete, complete_config, complete_overrides
 from deeplightning.cli.exit_codes import Session
 from deeplightning.version import __version__
+
+if TYPE_CHECKING:
+    from deeplightning.checks.report import Report
+    from deeplightning.runfolder import RunFolder
 
 Verb = TypeVar("Verb", bound=Callable[..., Any])
 
@@ -84,7 +88,7 @@ def with_config(words: str = "[key=value …]", complete: Complete = complete_ov
 
     def decorate(verb: Verb) -> Verb:
         @functools.wraps(verb)
-        def called(config: str | None, overrides: tuple[str, ...], configs: tuple[str, ...], **options: Any) -> Any:
+        def called(config: str | None, overrides: tuple[str, ...], configs: tuple[str, ...], **options: object) -> Any:
             from deeplightning.config.source import is_file
 
             given = [*([] if config is None else [config]), *overrides]
@@ -202,7 +206,7 @@ def stdout_for_the_result() -> Iterator[None]:
         os.close(stdout)
 
 
-def show_notices(report: Any) -> None:
+def show_notices(report: "Report") -> None:
     """What a report holds beside faults, on stderr."""
     redact = session().redact
     for notice in report.notices:
@@ -213,7 +217,7 @@ def show_notices(report: Any) -> None:
         click.echo(f"unchecked: {redact(str(fault))}", err=True)
 
 
-def folder_of(run: str, code: str | None = None, allow: tuple[str, ...] = ()) -> Any:
+def folder_of(run: str, code: str | None = None, allow: tuple[str, ...] = ()) -> "RunFolder":
     from deeplightning.private.lazy_imports import import_lazily
     from deeplightning.runfolder import RunFolder
     from deeplightning.tracking import resolve_run

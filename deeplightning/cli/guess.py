@@ -47,7 +47,7 @@ def folders(path: Path) -> list[str]:
     return sorted(entry.name for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith("."))
 
 
-def some(words: Sequence[Any]) -> str:
+def some(words: Sequence[object]) -> str:
     """The first of them, for a line."""
     listed = ", ".join(printable(str(word)) for word in words[:8])
     return f"{listed}, … ({len(words)})" if len(words) > 8 else listed

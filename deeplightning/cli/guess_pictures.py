@@ -113,10 +113,10 @@ def _labelled(data: Path, name: str) -> Guess:
     return Guess({**values, "network": network, "params": params}, notes, files[0], template="labels")
 
 
-def _network_for(look: _Look, outputs: int) -> tuple[str, dict[str, Any]]:
+def _network_for(look: _Look, outputs: int) -> tuple[str, dict[str, object]]:
     """A network for pictures, by its name, and its params."""
     small = max(look.sides) <= SMALL
-    params: dict[str, Any] = {"num_classes": outputs, "num_channels": look.channels}
+    params: dict[str, object] = {"num_classes": outputs, "num_channels": look.channels}
     params |= {"image_size": look.size} if small else {"small_images": max(look.sides) <= 64}
     return "deeplightning.model.cnn.SimpleCNN" if small else "deeplightning.model.resnet.ResNet18", params
 

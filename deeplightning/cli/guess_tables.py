@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from deeplightning.cli.guess import Guess, some
 from deeplightning.faults import SetupError, count, printable
@@ -279,7 +278,7 @@ def _columns(found: Table) -> str:
     return f"its columns: {some(kinds)}"
 
 
-def _cell(text: str, kind: str) -> Any:
+def _cell(text: str, kind: str) -> object:
     """The value of a cell as JSON has it."""
     if text.lower() in MISSING:
         return None

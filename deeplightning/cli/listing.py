@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deeplightning.faults import CheckpointError, SetupError
 from deeplightning.tracking.attach import attach
@@ -15,6 +15,9 @@ from deeplightning.tracking.journal import dead, settle, settle_quietly
 from deeplightning.tracking.owner import AGE
 from deeplightning.tracking.sqlite import PRUNED, Listed, open_directly
 from deeplightning.tracking.store import explain, local_path, locate, remove_files
+
+if TYPE_CHECKING:
+    from types import TracebackType
 
 UNFINISHED = ("FAILED", "KILLED")
 REMOVABLE = (*UNFINISHED, "FINISHED", "PRUNED")
@@ -178,7 +181,7 @@ class _runs:
             self.opened = open_directly(self.store)
         return self.opened or _ByMLflow(attach(self.store))
 
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
+    def __exit__(self, kind: object, error: object, trace: "TracebackType | None") -> None:
         if self.opened is not None:
             self.opened.close()
         if isinstance(error, Exception) and not hasattr(error, "exit_code"):

@@ -25,7 +25,7 @@ def diabetes() -> str:
     return _csv([*found.feature_names, "progression"], ([*row, value] for row, value in rows))
 
 
-def _csv(names: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+def _csv(names: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(names)

@@ -44,7 +44,7 @@ def statistics(cfg: Config) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _counted(cfg: Config, batches: Iterable[Any]) -> tuple[int, dict[str, Any]]:
+def _counted(cfg: Config, batches: Iterable[object]) -> tuple[int, dict[str, Any]]:
     samples, columns = 0, dict[str, Any]()
     for batch in batches:
         if not isinstance(batch, Mapping):
@@ -62,7 +62,7 @@ def _counted(cfg: Config, batches: Iterable[Any]) -> tuple[int, dict[str, Any]]:
     return samples, {name: column for name, column in columns.items() if column.lines}
 
 
-def _kind(name: str, values: np.ndarray) -> Any:
+def _kind(name: str, values: np.ndarray) -> object:
     if values.dtype == np.uint8 and values.ndim == 4:
         return _Pixels(values.shape[1])
     if values.dtype.kind == "f" and values.ndim <= 2:

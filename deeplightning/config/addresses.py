@@ -13,12 +13,17 @@ import re
 import tempfile
 import time
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 from urllib.parse import urlsplit
 
 from deeplightning.address import shown, whole
 from deeplightning.config.target import find, is_installed
 from deeplightning.faults import ConfigError, Fault, SetupError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from http.client import HTTPMessage
+    from urllib import request
 
 MAX_BYTES = 1_000_000
 """Of a config."""
@@ -109,7 +114,7 @@ def _of_run(address: str, key: str | None, place: str | None) -> bytes:
     run_id = address.removeprefix("runs://").strip("/")
     if not run_id or "/" in run_id:
         _refuse(address, "the config of a run is runs:/ID", key, place)
-    resolve_run: Any = find("deeplightning.tracking.resolve.resolve_run")  # above this layer
+    resolve_run: Callable[..., Path] = find("deeplightning.tracking.resolve.resolve_run")  # above this layer
     folder: Path = resolve_run(f"runs:/{run_id}")
     try:
         return (folder / "cfg.yaml").read_bytes()
@@ -123,7 +128,9 @@ def _from_web(address: str, key: str | None, place: str | None) -> bytes:
     import urllib.request
 
     class Redirects(urllib.request.HTTPRedirectHandler):
-        def redirect_request(self, req: Any, fp: Any, code: int, msg: str, headers: Any, newurl: str) -> Any:
+        def redirect_request(
+            self, req: "request.Request", fp: Any, code: int, msg: str, headers: "HTTPMessage", newurl: str
+        ) -> "request.Request | None":
             try:
                 _refuse_plain(newurl, key, place or shown(address))
             except ConfigError:

@@ -39,7 +39,7 @@ def unfilled(cfg: Config) -> Iterator[tuple[str, dict[str, Any], str]]:
                     yield ".".join(filter(None, (f"model.{section}", name, "params", param))), target.params, param
 
 
-def source_of(path: tuple[str | int, ...], value: Any, cfg: Config) -> str | None:
+def source_of(path: tuple[str | int, ...], value: object, cfg: Config) -> str | None:
     """Where the number of the value at a path comes from, in words; None: it is neither `auto` nor `balanced`."""
     if len(path) not in (4, 5) or path[0] != "model" or path[-2] != "params":
         return None

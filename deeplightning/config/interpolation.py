@@ -11,11 +11,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import islice
 from string import Template
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deeplightning.config.secrets import Secrets, note_literals, tells
 from deeplightning.config.tree import MAX_DEPTH, MAX_FAULTS, MAX_VALUES, Entry, KeyPath, leaves, line
 from deeplightning.faults import ConfigError, Fault, Notice, nearest
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 MAX_CHARACTERS = 1_000_000  # of the texts that references make
 MAX_PARTS = 20_000  # words and signs of the texts that hold references: OmegaConf reads 30,000 a second
@@ -40,7 +43,7 @@ class Resolved:
 
 
 def resolve(
-    root: Entry, faults: list[Fault], resolvers: Mapping[str, Callable[..., Any] | None] | None = None
+    root: Entry, faults: list[Fault], resolvers: Mapping[str, Callable[..., object] | None] | None = None
 ) -> Resolved:
     """Resolves every `${…}` in place, and notes which values read the environment, directly or through others.
 
@@ -63,10 +66,10 @@ def _resolve(
     waiting: list[tuple[KeyPath, Entry]],
     faults: list[Fault],
     done: Resolved,
-    resolvers: Mapping[str, Callable[..., Any] | None],
+    resolvers: Mapping[str, Callable[..., object] | None],
 ) -> None:
     resolver = _Resolver(root, resolvers)
-    results: list[tuple[Entry, Any]] = []
+    results: list[tuple[Entry, object]] = []
     broken: list[Fault] = []
     path, entry = waiting[0]
     try:
@@ -93,7 +96,7 @@ def _resolve(
     done.notices += resolver.notices
 
 
-def _entries(value: Any, place: str, depth: int) -> Any:
+def _entries(value: object, place: str, depth: int) -> object:
     if depth > MAX_DEPTH:
         raise _Unresolved(f" expands to values that are nested more than {MAX_DEPTH} deep")
     if isinstance(value, dict):
@@ -103,7 +106,7 @@ def _entries(value: Any, place: str, depth: int) -> Any:
     return value
 
 
-def _plain(value: Any) -> Any:
+def _plain(value: object) -> object:
     """A value that OmegaConf's grammar made, with the keys and texts that YAML would give: its keys may be numbers, and
     it has a kind of text of its own."""
     if isinstance(value, dict):
@@ -151,7 +154,7 @@ def _message(text: str, error: _Unresolved) -> str:
     return f"{_quoted(text)} refers to a key that is not there{which}{error.hint and f'.{error.hint}'}"
 
 
-_MISSING: Any = object()
+_MISSING: object = object()
 
 
 class _Resolver:
@@ -164,12 +167,12 @@ class _Resolver:
         derived: what a resolver of the user's made of them, and how that was written.
     """
 
-    def __init__(self, root: Entry, resolvers: Mapping[str, Callable[..., Any] | None]):
+    def __init__(self, root: Entry, resolvers: Mapping[str, Callable[..., object] | None]):
         from deeplightning.private import omegaconf as omega  # 0.1 CPU s
 
         self.root, self.resolvers, self.omega = root, resolvers, omega
         self.texts: dict[KeyPath, str] = {}
-        self.trees: dict[KeyPath, Any] = {}
+        self.trees: dict[KeyPath, object] = {}
         self.seen: dict[str, str | None] = {}
         self.derived: dict[str, str] = {}
         self.notices: list[Notice] = []
@@ -191,7 +194,7 @@ class _Resolver:
         """Takes a text with references in."""
         self.texts[path], self.trees[path] = text, self.parse(text)
 
-    def parse(self, text: str, argument: bool = False) -> Any:
+    def parse(self, text: str, argument: bool = False) -> object:
         """The tree of a text; None where it is no such text."""
         self.parts += sum(1 for _ in islice(_PART.finditer(text), MAX_PARTS + 1))
         if self.parts > MAX_PARTS:
@@ -206,7 +209,7 @@ class _Resolver:
         except self.omega.Malformed:
             return None
 
-    def spend(self, value: Any) -> Any:
+    def spend(self, value: object) -> object:
         """Counts one more value of a reference, or of its parts."""
         self.values += 1
         if self.values > MAX_VALUES:
@@ -241,7 +244,7 @@ class _Resolver:
             raise result
         return result
 
-    def evaluate(self, tree: Any, path: KeyPath) -> Any:
+    def evaluate(self, tree: object, path: KeyPath) -> object:
         """What a tree means in the value at a path."""
         with self:
             try:
@@ -264,7 +267,7 @@ class _Resolver:
 
     # ---- keys
 
-    def find(self, dots: int, parts: Any, path: KeyPath) -> tuple[Any, KeyPath | None]:
+    def find(self, dots: int, parts: "Sequence[str]", path: KeyPath) -> tuple[Any, KeyPath | None]:
         """The entry that a key in the value at a path names, and its path; in what a call has made, the plain value and
         None."""
         wanted = "." * dots + ".".join(parts)
@@ -275,7 +278,7 @@ class _Resolver:
         for part in (*path[: len(path) - dots if dots else 0], *parts):
             found, where = self.behind(found, where)
             items = found.value if isinstance(found, Entry) else found
-            index: Any = part
+            index: str | int = part
             if isinstance(items, list) and re.fullmatch("-?[0-9]{1,9}", str(part)):
                 index = int(part) + len(items) * (int(part) < 0)
                 there = 0 <= index < len(items)
@@ -286,7 +289,7 @@ class _Resolver:
             found, where = items[index], None if where is None else (*where, index)
         return found, where
 
-    def named(self, key: Any, path: KeyPath) -> tuple[Any, KeyPath | None]:
+    def named(self, key: object, path: KeyPath) -> tuple[object, KeyPath | None]:
         """The same of a key that is a text, `.a.b[0]`."""
         words = str(key)
         return self.find(len(words) - len(words.lstrip(".")), re.findall(r"[^.\[\]]+", words), path)
@@ -295,14 +298,14 @@ class _Resolver:
         """A key to report; not where it may hold a variable's value."""
         return "" if self.seen else wanted
 
-    def hint(self, part: str, items: Any, where: KeyPath | None) -> str:
+    def hint(self, part: str, items: object, where: KeyPath | None) -> str:
         """The nearest of the keys that are there; not where the word may hold a variable's value."""
         if self.seen or not isinstance(items, dict) or where is None:
             return ""
         found = nearest(part, items)
         return found.replace("mean ", f"mean {_dotted(where)}.", 1) if where else found
 
-    def behind(self, found: Any, where: KeyPath | None) -> tuple[Any, KeyPath | None]:
+    def behind(self, found: object, where: KeyPath | None) -> tuple[Any, KeyPath | None]:
         """Follows an entry that is one reference to where it leads, without making the value there."""
         tree = self.trees.get(where) if where is not None else None
         if where is None or tree is None:
@@ -320,7 +323,7 @@ class _Resolver:
         finally:
             self.followed.discard(where)
 
-    def whole(self, found: Any, where: KeyPath | None) -> Any:
+    def whole(self, found: object, where: KeyPath | None) -> Any:
         """The value at a place, without references."""
         if isinstance(found, Entry):
             assert where is not None
@@ -339,12 +342,12 @@ class _Resolver:
 
     # ---- calls
 
-    def call(self, name: str, values: tuple[Any, ...], texts: tuple[Callable[[], str], ...], path: KeyPath) -> Any:
+    def call(self, name: str, values: tuple[object, ...], texts: tuple[Callable[[], str], ...], path: KeyPath) -> Any:
         """What a resolver returns for arguments; `texts` give them as they are written."""
         values = tuple(map(_plain, values))
         if name in self.resolvers:
             return self.own(name, values, path)
-        known: dict[str, tuple[Callable[..., Any], int]] = {
+        known: dict[str, tuple[Callable[..., object], int]] = {
             "oc.env": (self.variable, 2),
             "oc.decode": (self.decode, 1),
             "oc.select": (self.select, 2),
@@ -379,7 +382,7 @@ class _Resolver:
             raise _Unresolved(f": the resolver `{name}` failed: {reason(error.with_traceback(inside))}") from error
         return self.returned(value, name, path, 0)
 
-    def returned(self, value: Any, name: str, path: KeyPath, depth: int) -> Any:
+    def returned(self, value: object, name: str, path: KeyPath, depth: int) -> object:
         """The same as a config holds it."""
         from omegaconf import OmegaConf
 
@@ -404,7 +407,7 @@ class _Resolver:
         what = f"a `{type(value).__name__}`; a config holds texts, numbers, lists and mappings"
         raise _Unresolved(f": the resolver `{name}` returned {what}")
 
-    def variable(self, path: KeyPath, name: Any, default: Any = _MISSING) -> Any:
+    def variable(self, path: KeyPath, name: object, default: object = _MISSING) -> Any:
         name = str(name)
         try:
             value = os.environ.get(name)
@@ -418,7 +421,7 @@ class _Resolver:
             return default if default is None else self.spend(str(default))
         return self.spend(value)
 
-    def decode(self, path: KeyPath, text: Any) -> Any:
+    def decode(self, path: KeyPath, text: object) -> Any:
         if text is None:
             return None
         if not isinstance(text, str):
@@ -429,7 +432,7 @@ class _Resolver:
             raise _Unresolved(f" cannot be resolved{words}")
         return _plain(self.evaluate(tree, path))
 
-    def select(self, path: KeyPath, key: Any, default: Any = None) -> Any:
+    def select(self, path: KeyPath, key: object, default: object = None) -> object:
         """The value of a key, or a default where it is not there."""
         try:
             found = self.named(key, path)
@@ -437,13 +440,13 @@ class _Resolver:
             return default
         return self.whole(*found)
 
-    def create(self, path: KeyPath, value: Any) -> Any:
+    def create(self, path: KeyPath, value: object) -> Any:
         """A mapping or list as it is."""
         if not isinstance(value, dict | list):
             raise _Unresolved(" cannot be resolved: oc.create takes a mapping or a list")
         return value
 
-    def deprecated(self, path: KeyPath, key: Any, message: Any = DEPRECATED) -> Any:
+    def deprecated(self, path: KeyPath, key: object, message: object = DEPRECATED) -> object:
         """The value of the key that has replaced this one, with a notice."""
         found = self.named(key, path)
         text = Template(str(message)).safe_substitute(OLD_KEY=_dotted(path), NEW_KEY=self.shown(str(key)))
@@ -452,7 +455,7 @@ class _Resolver:
 
     def names(self, path: KeyPath, key: Any) -> Any:
         """The keys of a mapping; their values are not read."""
-        found: Any = key
+        found: object = key
         if not isinstance(key, dict):
             found, _ = self.behind(*self.named(key, path))
             found = found.value if isinstance(found, Entry) else found
@@ -464,7 +467,7 @@ class _Resolver:
         return list(_mapping(found).values())
 
 
-def _mapping(value: Any) -> dict[str, Any]:
+def _mapping(value: object) -> dict[str, object]:
     if not isinstance(value, dict):
         raise _Unresolved(" cannot be resolved: oc.dict takes a mapping")
     return value

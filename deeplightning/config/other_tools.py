@@ -9,7 +9,6 @@ no such key.
 import re
 import sys
 from pathlib import Path
-from typing import Any
 
 _LR = "model.optimizer.params.lr"
 _PER_PROCESS = "data.batch_size (it counts per process)"
@@ -538,7 +537,7 @@ def sentence(found: str) -> str:
     return f" Today it is {found}."
 
 
-def value(key: str, given: Any) -> str | None:
+def value(key: str, given: object) -> str | None:
     """What a value of another tool is here, at a key of ours; None: not known."""
     key = re.sub(r"\.[0-9]+(?=\.|$)", "", key)
     text = str(given).lower() if isinstance(given, str | int | float) else ""
@@ -552,7 +551,7 @@ def value(key: str, given: Any) -> str | None:
     return known.get("*") if isinstance(given, str) else None
 
 
-def class_of(role: str | None, given: Any) -> str | None:
+def class_of(role: str | None, given: object) -> str | None:
     """The class that another tool has a short name for; None: not known."""
     return CLASSES.get(str(role), {}).get(str(given).lower())
 

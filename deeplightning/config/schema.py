@@ -89,7 +89,7 @@ def hidden() -> Any:
     return field(default=None, repr=False, compare=False, kw_only=True, metadata={"hidden": True})
 
 
-def keys(section: Any) -> Iterator[Field[Any]]:
+def keys(section: Any) -> Iterator[Field[object]]:
     """The fields of a section (a class or an instance) that are keys of the config."""
     return (f for f in fields(section) if not f.metadata.get("hidden"))
 
@@ -100,12 +100,12 @@ class Section:
     OmegaConf's functions take `cfg.to_omegaconf()`.
     """
 
-    def __getitem__(self, name: str) -> Any:
+    def __getitem__(self, name: str) -> object:
         if name not in self:
             raise KeyError(name)
         return getattr(self, name)
 
-    def get(self, name: str, default: Any = None) -> Any:
+    def get(self, name: str, default: object = None) -> Any:
         """The value of a key, or the default where there is no such key."""
         return getattr(self, name) if name in self else default
 
@@ -127,7 +127,7 @@ class Section:
     def __iter__(self) -> Iterator[str]:
         return iter(self.keys())
 
-    def to_omegaconf(self) -> Any:
+    def to_omegaconf(self) -> object:
         """A copy as a `DictConfig` of OmegaConf's, params and all."""
         from omegaconf import OmegaConf  # 0.1 CPU s
 
@@ -302,7 +302,7 @@ class Engine(Section):
     env: dict[str, str] = key("environment variables of every worker", dict)
 
 
-def defaults(cls: type) -> Iterator[tuple[str, Any]]:
+def defaults(cls: type) -> Iterator[tuple[str, object]]:
     """Each key of a section that has a default, with it."""
     for f in keys(cls):
         if f.default is not MISSING:
@@ -543,7 +543,7 @@ class Config(Section):
         (`${oc.env:NAME}`, or a reference to such a value). Loads again to an equal config, but for the resolvers that
         nothing in it calls any more, which it leaves out."""
         texts = self.secrets.texts if self.secrets else {}
-        made: dict[str, Any] = _public(self.to_dict(), (), texts)
+        made: dict[str, object] = _public(self.to_dict(), (), texts)
         called = {name: own for name, own in self.resolvers.items() if any(f"{name}:" in t for t in texts.values())}
         return made | {"resolvers": called}
 
@@ -556,7 +556,7 @@ class Config(Section):
         return self.secrets.redact_message(text) if self.secrets else text
 
 
-def plain(value: Any) -> Any:
+def plain(value: object) -> Any:
     """A section as plain mappings, lists and scalars."""
     if is_dataclass(value) and not isinstance(value, type):
         return {f.name: plain(getattr(value, f.name)) for f in keys(value)}
@@ -567,7 +567,7 @@ def plain(value: Any) -> Any:
     return value
 
 
-def _public(value: Any, path: tuple[str | int, ...], texts: dict[tuple[str | int, ...], str]) -> Any:
+def _public(value: object, path: tuple[str | int, ...], texts: dict[tuple[str | int, ...], str]) -> Any:
     if path in texts:
         return texts[path]
     if isinstance(value, dict):
@@ -581,7 +581,7 @@ def _public(value: Any, path: tuple[str | int, ...], texts: dict[tuple[str | int
     return value
 
 
-def _literal(value: Any) -> Any:
+def _literal(value: object) -> Any:
     """Plain values as OmegaConf reads them: a `${` or `???` in them is text."""
     from deeplightning.config.secrets import escaped
 

@@ -62,7 +62,7 @@ class Source:
         items = section.value if section is not None and isinstance(section.value, dict) else {}
         return {name: entry for name, entry in items.items() if isinstance(entry.value, str)}
 
-    def resolve(self, functions: Mapping[str, Callable[..., Any]] | None = None) -> None:
+    def resolve(self, functions: Mapping[str, Callable[..., object]] | None = None) -> None:
         """Resolves the references in place.
 
         Args:

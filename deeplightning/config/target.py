@@ -40,7 +40,7 @@ def is_installed(package: str) -> bool:
     return importlib.util.find_spec(package) is not None
 
 
-def is_target(value: Any) -> bool:
+def is_target(value: object) -> bool:
     """Whether a mapping inside params is a target: just `type` (with a dot) and perhaps `params`."""
     return (
         isinstance(value, Mapping)
@@ -51,7 +51,7 @@ def is_target(value: Any) -> bool:
     )
 
 
-def is_reference(value: Any) -> bool:
+def is_reference(value: object) -> bool:
     """Whether a mapping inside params names something without calling it: just `{ref: MODULE.NAME}`."""
     return (
         isinstance(value, Mapping) and set(value) == {"ref"} and isinstance(value["ref"], str) and "." in value["ref"]
@@ -68,7 +68,7 @@ def find(name: str) -> Any:
     parts = name.split(".")
     if len(parts) < 2 or not all(p.isidentifier() and not keyword.iskeyword(p) for p in parts):
         raise ValueError(f"`{name}` is no MODULE.NAME such as torch.optim.SGD.")
-    found: Any = None
+    found: object = None
     depth = 0
     for depth in range(len(parts) - 1, 0, -1):
         found = _module(".".join(parts[:depth]), name, parts[depth : depth + 1])
@@ -139,7 +139,7 @@ def needs(error: BaseException) -> str | None:
     return f"needs {name}, which is not installed here{own_code.line_of(error)}: {install(name)}"
 
 
-def path_of(found: Any) -> str | None:
+def path_of(found: object) -> str | None:
     """Where a live class or function is defined, `posix.system` of `os.system`; None: it does not tell."""
     if not isinstance(found, type | types.FunctionType | types.BuiltinFunctionType) or not found.__module__:
         return None
@@ -164,14 +164,14 @@ def reason(error: BaseException) -> str:
     return f"{words}{own_code.line_of(error)}"
 
 
-def _public_names(owner: Any) -> list[str]:
+def _public_names(owner: object) -> list[str]:
     names = [n for n in dir(owner) if not n.startswith("_")]
     if hasattr(owner, "__path__"):
         names += [m.name for m in pkgutil.iter_modules(owner.__path__)]
     return names
 
 
-def build(target: Target | Mapping[str, Any], *given: Any, **more: Any) -> Any:
+def build(target: Target | Mapping[str, Any], *given: object, **more: Any) -> Any:
     """The object that a target describes, called with `given`, its params and `more`, which wins over params.
 
     Targets and references inside the params, at any depth, are built first.
@@ -234,7 +234,7 @@ def _is_of_config(error: Exception) -> bool:
     return not (is_slip and own_code.raiser(error).startswith(own_code.OURS))
 
 
-def _with_tensors(found: Any, params: dict[str, Any]) -> dict[str, Any]:
+def _with_tensors(found: object, params: dict[str, object]) -> dict[str, object]:
     """Params with a tensor, float32, for each list of numbers whose argument is annotated `Tensor`, or that or None.
 
     Raises:
@@ -253,7 +253,7 @@ def _with_tensors(found: Any, params: dict[str, Any]) -> dict[str, Any]:
     return params | {name: torch.tensor(params[name], dtype=torch.float32) for name in asked}
 
 
-def _is_numbers(value: Any) -> bool:
+def _is_numbers(value: object) -> bool:
     """Whether a value is a number, or a list of such at any depth."""
     if isinstance(value, list):
         return all(map(_is_numbers, value))

@@ -7,13 +7,16 @@ import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import PurePath
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from yaml.nodes import MappingNode, Node, ScalarNode, SequenceNode
 
 from deeplightning.faults import ConfigError, Fault
 from deeplightning.words import first_line
+
+if TYPE_CHECKING:
+    pass
 
 MAX_VALUES = 50_000  # after aliases are followed: a few lines of anchors can stand for billions of values
 MAX_DEPTH = 60
@@ -24,7 +27,7 @@ KeyPath = tuple[str | int, ...]
 _Loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _INT = re.compile(r"[-+]?[0-9]+(_[0-9]+)*")
 _FLOAT = re.compile(r"[-+]?([0-9]+(_[0-9]+)*(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
-_WORDS: dict[str, Any] = {
+_WORDS: dict[str, object] = {
     **dict.fromkeys(("", "~", "null", "Null", "NULL"), None),
     **dict.fromkeys(("true", "True", "TRUE"), True),
     **dict.fromkeys(("false", "False", "FALSE"), False),
@@ -67,7 +70,7 @@ def scalar(text: str) -> Any:
 class _Dumper(yaml.SafeDumper):
     """Writes what `scalar` reads back as the same value; never an alias."""
 
-    def ignore_aliases(self, data: Any) -> bool:
+    def ignore_aliases(self, data: object) -> bool:
         return True
 
 
@@ -82,12 +85,12 @@ _Dumper.add_representer(str, _write_text)
 _Dumper.add_multi_representer(PurePath, lambda dumper, path: _write_text(dumper, str(path)))
 
 
-def dump(plain: Any) -> str:
+def dump(plain: object) -> str:
     """Plain values as YAML text that `read` turns into the same values."""
     return yaml.dump(plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=120)
 
 
-def line(plain: Any) -> str:
+def line(plain: object) -> str:
     """A value as YAML in one line."""
     text = yaml.dump(
         plain, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=float("inf"), default_flow_style=True
@@ -125,7 +128,7 @@ def leaves(entry: Entry) -> Iterator[tuple[KeyPath, Entry]]:
     return ((path, item) for path, item in nodes(entry) if not isinstance(item.value, dict | list))
 
 
-def plain(entry: Entry, change: Callable[[Any], Any] = lambda value: value) -> Any:
+def plain(entry: Entry, change: Callable[[object], object] = lambda value: value) -> Any:
     """A tree without its places."""
     if isinstance(entry.value, dict):
         return {name: plain(item, change) for name, item in entry.value.items()}
@@ -182,7 +185,7 @@ def _beyond_bounds(text: str) -> tuple[str, Any] | None:
     return None
 
 
-def _syntax(error: yaml.MarkedYAMLError, text: str, mark: Any) -> str:
+def _syntax(error: yaml.MarkedYAMLError, text: str, mark: yaml.Mark | None) -> str:
     lines = text.splitlines()
     line = lines[mark.line] if mark and mark.line < len(lines) else ""
     if "\t" in line[: len(line) - len(line.lstrip())] or "'\\t'" in str(error.problem):

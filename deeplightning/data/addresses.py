@@ -17,10 +17,13 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from deeplightning.address import is_address, shown
 from deeplightning.data.errors import DataConfigError, DataError
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
 
 VERSIONS = {
     *("etag", "md5", "md5hash", "content-md5", "checksum", "crc32c", "digest", "sha256", "blob_id", "generation"),
@@ -68,7 +71,7 @@ def _copied(root: str, files: tuple[str, ...]) -> Path:
     return folder
 
 
-def files_at(root: str, files: tuple[str, ...]) -> tuple[Any, dict[str, tuple[str, int, str]]]:
+def files_at(root: str, files: tuple[str, ...]) -> tuple[object, dict[str, tuple[str, int, str]]]:
     """The file system, and of each file under its name: its path there, bytes, version.
 
     Args:
@@ -88,7 +91,7 @@ def files_at(root: str, files: tuple[str, ...]) -> tuple[Any, dict[str, tuple[st
         if files:
             infos = {name: system.info(f"{top.rstrip('/')}/{name}") for name in files}
         else:
-            listing: Mapping[str, Any] = system.find(top, detail=True)
+            listing: Mapping[str, object] = system.find(top, detail=True)
             infos = {posixpath.relpath(path, top or "."): info for path, info in listing.items()}
     except FileNotFoundError as error:
         raise DataError(f"{shown(root)}: there is no {error.args[-1] if error.args else 'such file'}") from None
@@ -114,7 +117,7 @@ def files_at(root: str, files: tuple[str, ...]) -> tuple[Any, dict[str, tuple[st
     return system, found
 
 
-def _copy(system: Any, root: str, found: Mapping[str, tuple[str, int, str]], folder: Path) -> None:
+def _copy(system: "AbstractFileSystem", root: str, found: Mapping[str, tuple[str, int, str]], folder: Path) -> None:
     for former in folder.parent.glob(f"{_PARTIAL}*"):  # of a process that was killed
         shutil.rmtree(former, ignore_errors=True)
     total = sum(size for _, size, _ in found.values())

@@ -5,7 +5,7 @@ A data module of your own subclasses `ImageData` and says in `read` which sample
 
 import warnings
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -17,6 +17,11 @@ from deeplightning.data.datasets import Batch, InMemory, OnDemand, Samples, prep
 from deeplightning.data.errors import DataConfigError
 from deeplightning.data.loading import DataOfSets, is_whole
 from deeplightning.image import MAX_PIXELS, ImageSpec
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
 
 IN_MEMORY_LIMIT = 2**30
 """Bytes of prepared images, all splits together, up to which they are held in memory: per process, 1 GiB."""
@@ -129,7 +134,7 @@ class ImageData(DataOfSets):
         """Samples of all sets."""
         return sum(map(len, self._samples.values()))
 
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+    def on_after_batch_transfer(self, batch: "Mapping[str, Tensor]", dataloader_idx: int) -> object:
         """Changes training images at random, on the device."""
         if len(self._augment) == 0 or self.trainer is None or not self.trainer.training:
             return batch

@@ -106,7 +106,7 @@ class DataOfSets(pl.LightningDataModule):
     def _describe(self) -> str:
         return type(self).__name__
 
-    def _found(self) -> dict[str, Any]:
+    def _found(self) -> dict[str, object]:
         """What `read` finds.
 
         Raises:
@@ -196,7 +196,7 @@ class DataOfSets(pl.LightningDataModule):
         """The test set, in data order."""
         return self._loader("test")
 
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+    def transfer_batch_to_device(self, batch: object, device: torch.device, dataloader_idx: int) -> object:
         """What is there already stays as it is: Lightning would look through each batch for what to move."""
         if device.type == "cpu":
             return batch
@@ -257,7 +257,7 @@ def is_whole(value: object, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def check_folds(num_splits: Any, fold: Any) -> None:
+def check_folds(num_splits: Any, fold: object) -> None:
     if num_splits is None:
         if fold != 0:
             raise DataConfigError(f"data.fold={fold!r} needs data.num_splits, the number of folds; it is null.")
@@ -270,7 +270,7 @@ def check_folds(num_splits: Any, fold: Any) -> None:
         )
 
 
-def check_loader(options: dict[str, Any], drop_last: Any, num_workers: int) -> None:
+def check_loader(options: dict[str, object], drop_last: object, num_workers: int) -> None:
     known = [name for name in inspect.signature(DataLoader).parameters if name not in _OWN_KEYS]
     for key in options:
         if key in _OWN_KEYS:

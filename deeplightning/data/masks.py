@@ -6,7 +6,7 @@ B batch, C channels, H height, W width of the prepared picture, K classes.
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -19,6 +19,11 @@ from deeplightning.data.image_folder import STATISTICS
 from deeplightning.data.images import IN_MEMORY_LIMIT, ImageData, height_width
 from deeplightning.data.masked import NO_CLASS, MaskedInMemory, MaskedOnDemand, MaskedSamples, Masks, prepare_masked
 from deeplightning.image import EXTENSIONS, MAX_PIXELS, ImageSpec, files_below
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from torch import Tensor
 
 log = logging.getLogger(__name__)
 
@@ -172,7 +177,7 @@ class MaskFolder(ImageData):
             return MaskedInMemory(samples, *prepare_masked(samples, range(len(samples)), self.masks, threads()))
         return MaskedOnDemand(samples, self.masks)
 
-    def on_after_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+    def on_after_batch_transfer(self, batch: "Mapping[str, Tensor]", dataloader_idx: int) -> object:
         """Moves the pixels of training pictures and their masks at random, on the device."""
         if len(self._augment) == 0 or self.trainer is None or not self.trainer.training:
             return batch

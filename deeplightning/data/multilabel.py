@@ -10,7 +10,7 @@ import logging
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -23,6 +23,9 @@ from deeplightning.data.image_folder import STATISTICS
 from deeplightning.data.images import ImageData, height_width
 from deeplightning.data.splits import deal
 from deeplightning.image import MAX_PIXELS, ImageSpec
+
+if TYPE_CHECKING:
+    from typing import TextIO
 
 log = logging.getLogger(__name__)
 
@@ -78,7 +81,7 @@ class LabelFile:
             seen = word
             yield Line(number, name, labels, word)
 
-    def _given(self) -> Iterator[tuple[int, Any, Any, Any]]:
+    def _given(self) -> Iterator[tuple[int, object, object, object]]:
         """Of each line its number, file, labels and split, as they are written."""
         try:
             with self.path.open(encoding="utf-8-sig", newline="") as stream:
@@ -89,7 +92,7 @@ class LabelFile:
         except UnicodeDecodeError as error:
             raise DataError(f"{self.path} is not in UTF-8 ({error}); save it as UTF-8.") from error
 
-    def _given_as_csv(self, stream: Any) -> Iterator[tuple[int, Any, Any, Any]]:
+    def _given_as_csv(self, stream: "TextIO") -> Iterator[tuple[int, object, object, object]]:
         reader = csv.DictReader(stream, strict=True)
         try:
             columns = reader.fieldnames or []
@@ -104,7 +107,7 @@ class LabelFile:
         except csv.Error as error:
             raise DataError(f"{self.path}, line {reader.line_num}: cannot be read as CSV: {error}.") from error
 
-    def _given_as_json(self, stream: Any) -> Iterator[tuple[int, Any, Any, Any]]:
+    def _given_as_json(self, stream: "TextIO") -> Iterator[tuple[int, object, object, object]]:
         for number, text in enumerate(stream, 1):
             if not text.strip():
                 continue

@@ -5,7 +5,7 @@ B batch. What a sample is, is the datasets' own matter; tasks understand a mappi
 
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytorch_lightning as pl
@@ -19,6 +19,9 @@ from deeplightning.data.errors import DataConfigError, DataError
 from deeplightning.data.loading import check_folds, check_loader, start_method
 from deeplightning.data.samplers import BatchIndices, go_on, is_made_for, train_sampler
 from deeplightning.data.splits import deal
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 class OfDatasets(pl.LightningDataModule):
@@ -135,7 +138,7 @@ class OfDatasets(pl.LightningDataModule):
 class _Batches(Dataset):
     """A dataset that is asked for whole batches, and says of each row where it comes from: `index`, int64 (B,)."""
 
-    def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]):
+    def __init__(self, dataset: Any, collate: Callable[[list[object]], object]):
         self.of, self.collate = dataset, collate
 
     def __len__(self) -> int:
@@ -147,7 +150,7 @@ class _Batches(Dataset):
             raise AttributeError(name)
         return getattr(self.of, name)
 
-    def __getitem__(self, positions: Any) -> dict[str, Any]:
+    def __getitem__(self, positions: "Sequence[int]") -> dict[str, Any]:
         # Index -1 is padding: the row takes the last sample, and its index marks it as not counted.
         batch = self.collate([self.of[int(position) % len(self.of)] for position in positions])
         if not isinstance(batch, Mapping):

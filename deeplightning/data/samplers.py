@@ -9,7 +9,7 @@ import hashlib
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Sequence, Sized
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -18,6 +18,9 @@ from torch.utils.data import DistributedSampler, IterableDataset
 
 from deeplightning.config.target import build
 from deeplightning.data.errors import DataConfigError
+
+if TYPE_CHECKING:
+    import pytorch_lightning as pl
 
 log = logging.getLogger("deeplightning.data")
 
@@ -383,7 +386,7 @@ class BucketedDistributedSampler(DistributedSampler):
             )
 
 
-def sort_values(dataset: Any, sort_key: str | Callable[[Any], Any], batched: bool = False) -> np.ndarray:
+def sort_values(dataset: Any, sort_key: str | Callable[[object], object], batched: bool = False) -> np.ndarray:
     """What the samples of a set are sorted by, numbers (N,).
 
     Args:
@@ -426,7 +429,7 @@ def sort_values(dataset: Any, sort_key: str | Callable[[Any], Any], batched: boo
     return values
 
 
-def _size(value: Any, sort_key: Any) -> float:
+def _size(value: Any, sort_key: object) -> float:
     if isinstance(value, torch.Tensor | np.ndarray):
         return value.item() if value.ndim == 0 else len(value)
     if isinstance(value, int | float | np.number):
@@ -436,7 +439,7 @@ def _size(value: Any, sort_key: Any) -> float:
     raise ValueError(f"sort_key {sort_key!r} gives {value!r:.60}, which is no number and has no length")
 
 
-def train_sampler(cfg: Any, dataset: Any, trainer: Any = None, *, drop_last: bool = False) -> BatchIndices:
+def train_sampler(cfg: Any, dataset: Any, trainer: object = None, *, drop_last: bool = False) -> BatchIndices:
     """The batches of a training: `BatchIndices`, shuffled, or those of `data.sampler`. They begin where a resumed run
     goes on.
 
@@ -497,7 +500,7 @@ def go_on(sampler: BatchIndices, trainer: Any) -> None:
     sampler.start = done if done < length else 0
 
 
-def _labels(dataset: Any, trainer: Any) -> np.ndarray:
+def _labels(dataset: object, trainer: Any) -> np.ndarray:
     """The class of each sample, int64 (N,): the set's attribute `labels`, or the entry `label` of its samples.
 
     Raises:
@@ -508,7 +511,7 @@ def _labels(dataset: Any, trainer: Any) -> np.ndarray:
         raise DataConfigError(
             f"data.sampler=balanced needs a set of known length, not {type(dataset).__name__}; {hint}."
         )
-    column: Any = getattr(dataset, "labels", None)
+    column: object = getattr(dataset, "labels", None)
 
     def read() -> np.ndarray:
         try:
@@ -537,7 +540,7 @@ def _say_shares(sampler: BalancedBatches) -> None:
     )
 
 
-def _build_sampler(cfg: Any, dataset: Any, trainer: Any, spread: dict[str, Any]) -> Any:
+def _build_sampler(cfg: Any, dataset: object, trainer: Any, spread: dict[str, object]) -> object:
     target = cfg.data.sampler
     for name, instead in (("batch_size", "data.batch_size"), ("num_replicas", "engine"), ("rank", "engine")):
         if name in target.params:
@@ -564,7 +567,9 @@ def _build_sampler(cfg: Any, dataset: Any, trainer: Any, spread: dict[str, Any])
     return made
 
 
-def _of_rank_0(find: Callable[[], np.ndarray], trainer: Any, before: str = "data.sampler.params.") -> np.ndarray:
+def _of_rank_0(
+    find: Callable[[], np.ndarray], trainer: "pl.Trainer", before: str = "data.sampler.params."
+) -> np.ndarray:
     """What one process finds, on all; what it fails with, too."""
     found: Any = None
     if trainer is None or trainer.is_global_zero:
@@ -593,7 +598,7 @@ def _divided(number: int, by: int, down: bool) -> int:
     return number // by if down else -(-number // by)
 
 
-def _permutation(order: Any, size: int) -> np.ndarray:
+def _permutation(order: object, size: int) -> np.ndarray:
     """Sorted positions, int64 (N,).
 
     Raises:

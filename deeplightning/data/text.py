@@ -384,7 +384,7 @@ class TextData(pl.LightningDataModule):
     def train_dataloader(self) -> DataLoader:
         return self._loader("train", training=True)
 
-    def val_dataloader(self) -> Any:
+    def val_dataloader(self) -> object:
         """No loader where there is no validation."""
         return self._loader("val") if "val" in self._texts else []
 
@@ -403,7 +403,7 @@ class TextData(pl.LightningDataModule):
         """The test set, in data order."""
         return self._loader("test")
 
-    def transfer_batch_to_device(self, batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+    def transfer_batch_to_device(self, batch: object, device: torch.device, dataloader_idx: int) -> object:
         """What is there already stays as it is: Lightning would look through each batch for what to move."""
         return batch if device.type == "cpu" else super().transfer_batch_to_device(batch, device, dataloader_idx)
 
@@ -438,7 +438,7 @@ def _text_of(path: Path) -> str:
         raise DataError(f"{path} cannot be read: {error}.") from error
 
 
-def _are_names(names: Any) -> bool:
+def _are_names(names: object) -> bool:
     return (
         isinstance(names, Sequence)
         and not isinstance(names, str)

@@ -99,7 +99,7 @@ def _owner(attempt: Attempt, error: BaseException) -> tuple[Target | None, str]:
     return None, ""
 
 
-def _part(attempt: Attempt, value: Any) -> Target | None:
+def _part(attempt: Attempt, value: object) -> Target | None:
     """The target that an object was made from."""
     model = attempt.cfg.model
     if value is not None and value is attempt.data:
@@ -121,7 +121,7 @@ def target_at(attempt: Attempt, path: str) -> Target | None:
     model, names = attempt.cfg.model, path.split(".")
     for depth in range(1, len(names) + 1):
         module, name = attempt.task.get_submodule(".".join(names[:depth])), names[depth - 1]
-        sections: tuple[Any, ...] = (model.metrics,) if isinstance(module, Metric) else (model.network, model.loss)
+        sections: tuple[object, ...] = (model.metrics,) if isinstance(module, Metric) else (model.network, model.loss)
         for section in sections:
             found = [t for t in targets_of(section) if _is_of(module, t)]
             named = [t for t in found if str(t.name).endswith(f".{name}")]
@@ -139,12 +139,12 @@ def target_at(attempt: Attempt, path: str) -> Target | None:
 UNCONNECTED = "the loss depends on no parameter that learns, so no gradient reaches the network; is it detached?"
 
 
-def targets_of(section: Any) -> list[Any]:
+def targets_of(section: object) -> list[Any]:
     """The targets of a section that holds one, several by name, or none."""
     return [] if section is None else list(section.values()) if isinstance(section, dict) else [section]
 
 
-def _is_of(value: Any, target: Target) -> bool:
+def _is_of(value: object, target: Target) -> bool:
     """Whether an object is an instance of the class that a target names."""
     try:
         found = find(target.type)
@@ -159,7 +159,7 @@ def _is_own(target: Target) -> bool:
     return own_code.is_theirs(getattr(module, "__file__", None) or "<")
 
 
-def _of_class(value: Any, section: Any) -> Target | None:
+def _of_class(value: object, section: object) -> Target | None:
     targets = targets_of(section)
     return next((t for t in targets if _is_of(value, t)), targets[0] if targets else None)
 

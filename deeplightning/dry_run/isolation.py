@@ -82,7 +82,7 @@ def offline() -> Iterator[None]:
     """Whoever asks for a host gets an `_Offline`."""
     known = socket.getaddrinfo
 
-    def refuse(*_: Any, **__: Any) -> Any:
+    def refuse(*_: object, **__: object) -> Any:
         raise _Offline("a dry run uses no network")
 
     socket.getaddrinfo = refuse

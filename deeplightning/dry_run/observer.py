@@ -53,8 +53,8 @@ class Observer(pl.Callback):
             if name and not isinstance(module, Metric):
                 module.register_forward_hook(self._watch(name))
 
-    def _watch(self, name: str) -> Any:
-        def hook(_: nn.Module, __: Any, output: Any) -> None:
+    def _watch(self, name: str) -> object:
+        def hook(_: nn.Module, __: object, output: Any) -> None:
             numbers = isinstance(output, torch.Tensor) and output.is_floating_point()
             if self._broken is None and numbers and not torch.isfinite(output).all():
                 self._broken = name
@@ -88,7 +88,7 @@ class Observer(pl.Callback):
         if len(self.unused) == len(learning):
             raise ConfigError(Fault(UNCONNECTED, "model.loss" if self.attempt.cfg.model.loss else "model.module"))
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule, *_: object) -> None:
         self.attempt.logged["step"] = set(trainer.callback_metrics)
         self.attempt.stage = "in the validation step"
         trainer.should_stop = True

@@ -206,7 +206,7 @@ class _Collectives(dispatch_mode()):  # type: ignore[misc]
         super().__init__()
         self.connection = connection
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
         namespace, _, name = func.name().partition("::")
         if namespace in ("c10d", "_c10d_functional") and name not in _PAIRED and "wait" not in name:
             words = {"allreduce_": "all_reduce", "allgather_": "all_gather"}.get(name, name.strip("_"))

@@ -100,7 +100,7 @@ def take_steps(attempt: Attempt) -> None:
             check_numbers(attempt)
 
 
-def _example(attempt: Attempt) -> Any:
+def _example(attempt: Attempt) -> object:
     """A batch of the data module, which from here on gives that and nothing else; None where there is none."""
     target = attempt.cfg.data.module
     try:
@@ -135,7 +135,7 @@ def _example(attempt: Attempt) -> Any:
     return batch
 
 
-def _inspect(attempt: Attempt, task: Any) -> None:
+def _inspect(attempt: Attempt, task: pl.LightningModule) -> None:
     """What a task lacks, and what of it Lightning has given up."""
     cls, stages, train = type(task), attempt.cfg.stages, attempt.cfg.train
     needed = {}
@@ -235,7 +235,7 @@ class _Trainer(pl.Trainer):
         return self.length
 
 
-def _loader(batch: Any) -> DataLoader:
+def _loader(batch: object) -> DataLoader:
     """Gives one batch, or none."""
     batches: Any = [] if batch is None else [batch]
     return DataLoader(batches, batch_size=None)

@@ -46,7 +46,9 @@ def dry_run(cfg: Config) -> tuple[list[Fault], list[Fault]]:
         What is wrong, and what could not be tried.
     """
     trial = _Trial(cfg)
-    pair: Any = Pair(lambda note: _as_rank(cfg, note)) if world_size(cfg.engine) > 1 else contextlib.nullcontext()
+    pair: contextlib.AbstractContextManager[object] = (
+        Pair(lambda note: _as_rank(cfg, note)) if world_size(cfg.engine) > 1 else contextlib.nullcontext()
+    )
     with undisturbed(), offline(), tempfile.TemporaryDirectory() as folder, pair:
         trial.run(Path(folder))
         if isinstance(pair, Pair) and trial.is_through and not trial.faults:
@@ -230,9 +232,9 @@ class _Trial:
     def parts(self) -> list[Fault]:
         """What is wrong with single parts, each built alone: their users did not come so far."""
         model, faults = self.cfg.model, []
-        optimizer: Any = None
+        optimizer: object = None
 
-        def attempt(target: Target, *given: Any, **more: Any) -> Any:
+        def attempt(target: Target, *given: object, **more: object) -> Any:
             try:
                 return build(target, *given, **more)
             except Exception as error:

@@ -75,7 +75,7 @@ class Writer:
                 self._error = error
 
 
-def gains(checkpoint: dict[str, Any]) -> bool:
+def gains(checkpoint: dict[str, object]) -> bool:
     """Whether to write a checkpoint in the background: much of it is on GPUs, and there is memory for its copy.
 
     Where the CPU trains, the thread takes the cores that training needs: the run took half as much CPU time again and
@@ -93,7 +93,7 @@ class Snapshot:
     tensors, training continues at once; else its next kernel waits for the copy, and the process does not.
     """
 
-    def __init__(self, checkpoint: dict[str, Any]) -> None:
+    def __init__(self, checkpoint: dict[str, object]) -> None:
         self._copied: list[torch.cuda.Event] = []
         self._kept: list[Tensor] = []  # on a GPU, until the copy is done
         copies: dict[int, Tensor] = {}  # of storages, as bytes
@@ -107,7 +107,7 @@ class Snapshot:
                     on_gpus.setdefault(tensor.device, []).append((whole, copies[key]))
         for device, pairs in on_gpus.items():
             self._copy(device, *map(list, zip(*pairs, strict=True)))
-        memo: dict[int, Any] = {id(tensor): _like(tensor, copies[storage_id(tensor)]) for tensor in tensors}
+        memo: dict[int, object] = {id(tensor): _like(tensor, copies[storage_id(tensor)]) for tensor in tensors}
         self.checkpoint: dict[str, Any] = copy.deepcopy(checkpoint, memo)
 
     def _copy(self, device: torch.device, sources: list[Tensor], targets: list[Tensor]) -> None:
@@ -125,7 +125,7 @@ class Snapshot:
         if not room:
             training.wait_stream(beside)
 
-    def finished(self) -> dict[str, Any]:
+    def finished(self) -> dict[str, object]:
         """The copy, when all of it has arrived."""
         for event in self._copied:
             event.synchronize()
@@ -142,7 +142,7 @@ def _stream(device: torch.device) -> torch.cuda.Stream:
     return _streams[device]
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
+def _tensors(value: object) -> Iterator[Tensor]:
     """The tensors in nested containers that have values in memory of their own."""
     if isinstance(value, Tensor):
         if type(value) in (Tensor, torch.nn.Parameter) and value.layout == torch.strided and not value.is_meta:

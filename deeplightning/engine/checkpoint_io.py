@@ -26,7 +26,7 @@ from deeplightning.engine.background import Snapshot, Writer, gains
 from deeplightning.faults import FREE_SOME, CheckpointError, SetupError, is_full, megabytes, no_room
 from deeplightning.words import first_line
 
-_TYPES: dict[str, Any] = {
+_TYPES: dict[str, type] = {
     "state_dict": dict,
     "epoch": int,
     "global_step": int,
@@ -70,7 +70,7 @@ class SafeCheckpointIO(TorchCheckpointIO):
         finally:
             self._in_background = False
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, object], path: str | Path, storage_options: object = None) -> None:
         """Saves atomically, after the checkpoint that is being written.
 
         Raises:
@@ -87,12 +87,14 @@ class SafeCheckpointIO(TorchCheckpointIO):
         """Waits for the checkpoint that is being written."""
         self.writer.close()
 
-    def load_checkpoint(self, path: Any, map_location: Any = "cpu", weights_only: bool | None = True) -> dict[str, Any]:
+    def load_checkpoint(
+        self, path: str | Path, map_location: object = "cpu", weights_only: bool | None = True
+    ) -> dict[str, object]:
         """Loads with `weights_only=True`, whatever is asked."""
         return read_checkpoint(path)
 
 
-def save_sharded(checkpoint: dict[str, Any], path: str | Path) -> None:
+def save_sharded(checkpoint: dict[str, object], path: str | Path) -> None:
     """Saves a checkpoint that holds a `Piece` of each tensor that is shared; to be called on every process.
 
     The former checkpoint of that name stays until the new one is whole.
@@ -127,7 +129,7 @@ def _on_all(write: Callable[[], None]) -> None:
             raise SetupError(text)
 
 
-def _write(content: dict[str, Any], target: Path) -> None:
+def _write(content: dict[str, object], target: Path) -> None:
     beside = target.with_name(f".{target.name}.{os.getpid()}")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -195,7 +197,7 @@ def read_checkpoint(path: str | Path, whole: bool = True) -> dict[str, Any]:
 _NAMES = {dict: "a dict", int: "a whole number", list: "a list"}
 
 
-def described(value: Any) -> str:
+def described(value: object) -> str:
     """A value and its type, short."""
     return f"{type(value).__name__} {value!r:.40}" if isinstance(value, str | int | float) else type(value).__name__
 
@@ -204,7 +206,7 @@ def _damaged(path: Path, what: str) -> CheckpointError:
     return CheckpointError(f"{path}: damaged, or not written by Deep Lightning: {what}; take another checkpoint")
 
 
-def _shared_files(path: Path, manifest: Any) -> list[Path]:
+def _shared_files(path: Path, manifest: object) -> list[Path]:
     """The files of the pieces that a checkpoint names, by rank; only those that are there are counted."""
     token = manifest.get("token") if isinstance(manifest, dict) else None
     number = manifest.get("processes") if isinstance(manifest, dict) else None
@@ -232,7 +234,7 @@ def _rank_of(name: str) -> float:
     return int(rank) if rank.isdecimal() and str(int(rank)) == rank else float("inf")
 
 
-def _shares(file: Path) -> dict[str, Any]:
+def _shares(file: Path) -> dict[str, object]:
     """What one process wrote: {key: {"start", "values"}}."""
     own = _read(file).get("pieces")
     if not isinstance(own, dict) or not all(

@@ -70,7 +70,7 @@ def lay_channels_last(task: Any) -> None:
     task.configure_model = configure_model
 
 
-def _channels_last(module: torch.nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+def _channels_last(module: torch.nn.Module, inputs: tuple[object, ...]) -> tuple[object, ...]:
     """Inputs of one channel, (N, 1, H, W), with the strides of the order that the weights have.
 
     With one channel both orders are the same bytes, and cuDNN takes the strides' word: it would give the gradient the

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 CPU_INFO = Path("/proc/cpuinfo")
 VISIBLE = "CUDA_VISIBLE_DEVICES"
@@ -193,23 +193,23 @@ class _Process(ctypes.Structure):
 class _Nvml:
     """NVML's functions: each gives a value through a pointer, or is skipped where this driver refuses or lacks it."""
 
-    def __init__(self, library: Any):
+    def __init__(self, library: object):
         self._library = library
 
-    def call(self, name: str, *arguments: Any) -> int:
+    def call(self, name: str, *arguments: object) -> int:
         """The function's return code; 999 where there is no such function."""
         function = getattr(self._library, name, None)
         return 999 if function is None else function(*arguments)
 
-    def number(self, name: str, *arguments: Any) -> int | None:
+    def number(self, name: str, *arguments: object) -> int | None:
         value = ctypes.c_uint(0)
         return value.value if self.call(name, *arguments, ctypes.byref(value)) == 0 else None
 
-    def text(self, name: str, *arguments: Any) -> str:
+    def text(self, name: str, *arguments: object) -> str:
         buffer = ctypes.create_string_buffer(96)
         return buffer.value.decode() if self.call(name, *arguments, buffer, 96) == 0 else ""
 
-    def handles(self, count: int, name: str, *arguments: Any) -> Iterator[ctypes.c_void_p]:
+    def handles(self, count: int, name: str, *arguments: object) -> Iterator[ctypes.c_void_p]:
         for index in range(count):
             handle = ctypes.c_void_p()
             if self.call(name, *arguments, index, ctypes.byref(handle)) == 0:

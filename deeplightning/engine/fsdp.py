@@ -150,15 +150,15 @@ class Fsdp(Sharded, ModelParallelStrategy):
         sharded = (p for p in self.lightning_module.parameters() if isinstance(p.data, DTensor))
         return {parameter: _share(parameter) for parameter in sharded}
 
-    def groups_of(self, optimizer: Any) -> list[dict[str, Any]]:
+    def groups_of(self, optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:
         return optimizer.param_groups
 
-    def state_of(self, optimizer: Any, parameter: nn.Parameter) -> dict[str, Any]:
+    def state_of(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, object]:
         kept = optimizer.state.get(parameter, {})
         return {name: v.to_local().view(-1) if isinstance(v, DTensor) else v for name, v in kept.items()}
 
     def take_state(
-        self, optimizer: Any, groups: list[dict[str, Any]], states: dict[nn.Parameter, dict[str, Any]]
+        self, optimizer: Any, groups: list[dict[str, object]], states: dict[nn.Parameter, dict[str, Any]]
     ) -> None:
         ordered = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         numbers = {parameter: number for number, parameter in enumerate(ordered)}
@@ -199,7 +199,7 @@ def _share(parameter: Any) -> Share:
     return Share(tuple(parameter.shape), first * (parameter.numel() // rows), values)
 
 
-def _is_part(value: Any, parameter: Any) -> bool:
+def _is_part(value: object, parameter: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.shape == (parameter.to_local().numel(),)
 
 

@@ -30,7 +30,7 @@ _replaced: tuple[str | None, str] | None = None
 """The value of CUDA_VISIBLE_DEVICES before `show_gpus` replaced it, and the value that it set."""
 
 
-def settle_gpus(engine: Engine, change: Callable[[str, Any, str], None]) -> str | None:
+def settle_gpus(engine: Engine, change: Callable[[str, object, str], None]) -> str | None:
     """Settles `engine.gpus` in place; what the machine lacks is returned in words.
 
     Ids (`GPU-…`, `MIG-…`) stay as they are; `show_gpus` makes CUDA_VISIBLE_DEVICES of them.
@@ -103,7 +103,7 @@ def _too_late(engine: Engine, here: Machine) -> str | None:
     )
 
 
-def indexes(gpus: Any) -> Any:
+def indexes(gpus: object) -> object:
     """What Lightning gets for `engine.gpus`: ids are counted, as CUDA_VISIBLE_DEVICES lists them in this order."""
     if isinstance(gpus, list):
         return [number if isinstance(entry, str) else entry for number, entry in enumerate(gpus)]
@@ -130,7 +130,7 @@ def _hidden(here: Machine) -> str:
     return f"{VISIBLE}={here.visible} shows {len(shown) or 'none'}"
 
 
-def _not_there(asked: Any, here: Machine) -> str | None:
+def _not_there(asked: object, here: Machine) -> str | None:
     entries = asked if isinstance(asked, list) else []
     if not here.is_built:
         has = f", and this machine has {_count(len(here.gpus))}" if here.gpus else ""
@@ -212,7 +212,7 @@ def _range(number: int) -> str:
 # ---- whether this build of torch can use them
 
 
-def _unsupported(asked: Any, here: Machine) -> str | None:
+def _unsupported(asked: object, here: Machine) -> str | None:
     if here.supports and here.built_for and here.supports[0] < here.built_for[0]:
         newest, release = (f"{major}.{minor}" for major, minor in (here.supports, here.built_for))
         least = _DRIVERS.get(here.built_for[0])

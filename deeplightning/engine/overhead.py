@@ -23,7 +23,7 @@ JUDGE_HOOKS = tuple(
 )
 """Those of callbacks alone: of a task it looks through their signatures, whether they can be called or not."""
 
-_NOTHING: Any = contextlib.nullcontext()
+_NOTHING: object = contextlib.nullcontext()
 
 
 class NoProfiler(Profiler):
@@ -49,7 +49,7 @@ def leave_out_empty_hooks(*parts: pl.Callback | pl.LightningModule) -> None:
                 setattr(part, name, None)
 
 
-def note_signatures(task: Any) -> None:
+def note_signatures(task: pl.LightningModule) -> None:
     """Leaves at the steps of a task what `inspect` finds out about them."""
     for name in ("training_step", "validation_step", "test_step", "predict_step"):
         step = getattr(type(task), name, None)

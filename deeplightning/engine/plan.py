@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deeplightning.config.schema import BACKENDS, PRECISIONS, Config, Engine
 from deeplightning.config.target import build_inside, is_installed
@@ -17,6 +17,9 @@ from deeplightning.engine.gpus import indexes, settle_gpus, taken
 from deeplightning.faults import ConfigError, Fault, Notice, SetupError
 from deeplightning.process.identity import Identity, contradiction, identity, slurm_step
 from deeplightning.process.supervisor import restarts
+
+if TYPE_CHECKING:
+    from pytorch_lightning.strategies import Strategy
 
 _BY_HAND = ("MASTER_ADDR", "MASTER_PORT", "NODE_RANK")
 _WORDS = {16: "16-mixed", 32: "32-true", 64: "64-true", "bf16": "bf16-mixed"}
@@ -30,7 +33,7 @@ def settle(cfg: Config) -> tuple[list[Notice], list[Fault]]:
     """
     engine, notices, faults = cfg.engine, list[Notice](), list[Fault]()
 
-    def change(key: str, value: Any, why: str) -> None:
+    def change(key: str, value: object, why: str) -> None:
         before = getattr(engine, key)
         words = ("null" if v is None else v for v in (before, value))
         text = "engine.{}: {} → {} ({})".format(key, *words, why)
@@ -76,7 +79,7 @@ def settle(cfg: Config) -> tuple[list[Notice], list[Fault]]:
     return notices, faults
 
 
-def note_asked(cfg: Config, key: str, value: Any) -> None:
+def note_asked(cfg: Config, key: str, value: object) -> None:
     """Notes what a config asked for where another value takes its place; null asks for nothing."""
     if value is not None:
         cfg.asked = {key: value} | (cfg.asked or {})  # of several changes the first knows what was asked
@@ -123,7 +126,7 @@ def _here(faults: list[Fault]) -> Identity | None:
         return None
 
 
-def _settle_size(engine: Engine, here: Identity, change: Callable[[str, Any, str], None]) -> list[Fault]:
+def _settle_size(engine: Engine, here: Identity, change: Callable[[str, object, str], None]) -> list[Fault]:
     """Takes the sizes of a launch over; what is asked for otherwise is a fault."""
     faults = []
     hint = "; LOCAL_RANK and LOCAL_WORLD_SIZE tell which and how many are on each machine" if here.by == "RANK" else ""
@@ -270,7 +273,7 @@ def clip_arguments(cfg: Config) -> dict[str, Any]:
     return {"gradient_clip_val": clip.value, "gradient_clip_algorithm": clip.algorithm}
 
 
-def _strategy(engine: Engine) -> Any:
+def _strategy(engine: Engine) -> "str | Strategy":
     if engine.backend is None:
         return "auto"
     try:
@@ -291,7 +294,7 @@ def _strategy(engine: Engine) -> Any:
         from deeplightning.engine.zero import DeepSpeed
 
         stage, _, offload = engine.backend.removeprefix("deepspeed_stage_").partition("_")
-        moved: dict[str, Any] = {"offload_optimizer": True, "offload_parameters": stage == "3"} if offload else {}
+        moved: dict[str, object] = {"offload_optimizer": True, "offload_parameters": stage == "3"} if offload else {}
         if offload == "offload_nvme":
             moved |= {"offload_optimizer_device": "nvme", "offload_params_device": "nvme"}
         return DeepSpeed(**{"stage": int(stage), **moved, **params})

@@ -38,7 +38,7 @@ def check_counters(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
         raise _refusal(trainer.ckpt_path, fault)
 
 
-def check_optimizers(trainer: pl.Trainer, checkpoint: Mapping[str, Any]) -> None:
+def check_optimizers(trainer: pl.Trainer, checkpoint: Mapping[str, object]) -> None:
     """Compares how many optimizers and schedules a checkpoint has with those of a trainer that is set up.
 
     Raises:
@@ -69,14 +69,14 @@ def of_checkpoint(error: Exception, trainer: pl.Trainer, resumed_at: int) -> Che
     return _refusal(trainer.ckpt_path, f"{type(error).__name__}: {first_line(error)}")
 
 
-def _refusal(path: Any, fault: str) -> CheckpointError:
+def _refusal(path: object, fault: str) -> CheckpointError:
     return CheckpointError(
         f"{path}: its training state is damaged, or of another optimizer, schedule or version: {fault}; resume from "
         f"another checkpoint, or start again from its weights: model.init_from='{path}'"
     )
 
 
-def _misfits(ours: Any, theirs: Any, key: str) -> Iterator[str]:
+def _misfits(ours: object, theirs: object, key: str) -> Iterator[str]:
     """What of a tree of counters is missing, or is no count."""
     if isinstance(ours, Mapping):
         if not isinstance(theirs, Mapping):

@@ -10,7 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,10 @@ from torchmetrics import Metric
 from deeplightning.engine.checkpoint_io import raise_for_misfits, read_checkpoint, save_sharded
 from deeplightning.engine.shards import Shard, part_of, whole_of
 from deeplightning.faults import CheckpointError, ConfigError, Fault
+
+if TYPE_CHECKING:
+    import pytorch_lightning as pl
+    from torch.optim import Optimizer
 
 
 @dataclass
@@ -48,7 +52,7 @@ class Sharded(ABC):
 
     # Of the strategy that it is mixed into.
     lightning_module: Any
-    optimizers: list[Any]
+    optimizers: list["Optimizer"]
     global_rank: int
 
     restore_checkpoint_after_setup = True
@@ -63,16 +67,19 @@ class Sharded(ABC):
         """This process' part of each parameter that is shared."""
 
     @abstractmethod
-    def groups_of(self, optimizer: Any) -> list[dict[str, Any]]:
+    def groups_of(self, optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
         """An optimizer's groups: settings, and under `params` the parameters in the order of `configure_optimizers`."""
 
     @abstractmethod
-    def state_of(self, optimizer: Any, parameter: nn.Parameter) -> dict[str, Any]:
+    def state_of(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, object]:
         """What an optimizer keeps of a parameter: tensors like `Share.values`, and values that stand for the whole."""
 
     @abstractmethod
     def take_state(
-        self, optimizer: Any, groups: list[dict[str, Any]], states: dict[nn.Parameter, dict[str, Any]]
+        self,
+        optimizer: torch.optim.Optimizer,
+        groups: list[dict[str, object]],
+        states: dict[nn.Parameter, dict[str, object]],
     ) -> None:
         """Gives an optimizer the settings of its groups, without `params`, and such a state of each parameter."""
 
@@ -99,7 +106,7 @@ class Sharded(ABC):
             remedy = "make them of shape (1,), or use `engine.backend=ddp`"
             raise ConfigError(Fault(f"{message}: {', '.join(scalars[:3])}; {remedy}", "engine.backend"))
 
-    def synchronise_batch_norm(self, trainer: Any) -> None:
+    def synchronise_batch_norm(self, trainer: "pl.Trainer") -> None:
         """Makes batch norm see all processes, if `engine.sync_batchnorm` says so; before parameters are shared."""
         layers = self._layer_sync  # type: ignore[attr-defined]  # private in Lightning 2.6, which does it for ddp alone
         if layers is not None and trainer.state.fn == "fit":
@@ -127,7 +134,7 @@ class Sharded(ABC):
 
     # ---- checkpoints
 
-    def lightning_module_state_dict(self) -> dict[str, Any]:
+    def lightning_module_state_dict(self) -> dict[str, object]:
         shares, parameters = self.shares(), dict(self.lightning_module.named_parameters(remove_duplicate=False))
         found = self.lightning_module.state_dict()
         for name in found.keys() & parameters.keys():
@@ -147,10 +154,10 @@ class Sharded(ABC):
                     state[number] = {n: _piece(v, shares.get(parameter)) for n, v in kept.items()}
         return {"state": state, "param_groups": groups}
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+    def save_checkpoint(self, checkpoint: dict[str, object], filepath: object, storage_options: object = None) -> None:
         save_sharded(checkpoint, self.broadcast(filepath))  # type: ignore[attr-defined]
 
-    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+    def load_checkpoint(self, checkpoint_path: object, weights_only: bool | None = None) -> dict[str, object]:
         self.path = self.broadcast(checkpoint_path)  # type: ignore[attr-defined]
         return read_checkpoint(self.path, whole=False)
 
@@ -198,7 +205,7 @@ class Sharded(ABC):
             self.take_state(optimizer, [{n: v for n, v in g.items() if n != "params"} for g in theirs], states)
 
 
-def _piece(value: Any, share: Share | None) -> Any:
+def _piece(value: Any, share: Share | None) -> object:
     if share is None:  # whole on every process, as at stage 0
         return value
     is_like = isinstance(value, Tensor) and value.ndim == 1 and value.shape == share.values.shape
@@ -208,7 +215,7 @@ def _piece(value: Any, share: Share | None) -> Any:
     return value.clone() if isinstance(value, Tensor) else value
 
 
-def _part(value: Any, share: Share | None) -> Any:
+def _part(value: object, share: Share | None) -> Any:
     if share is None or not share.shape or tuple(getattr(value, "shape", ())) != share.shape:
         return whole_of(value)
     return part_of(value, share.start, share.stop)

@@ -54,28 +54,28 @@ def part_of(tensor: Any, start: int, stop: int) -> Tensor:
     return tensor.part(start, stop) if isinstance(tensor, Scattered) else tensor.reshape(-1)[start:stop]
 
 
-def whole_of(value: Any) -> Any:
+def whole_of(value: object) -> Any:
     """A value of a checkpoint with each scattered tensor put together."""
     return _replaced(value, Scattered, lambda scattered, _: scattered.whole())
 
 
-def split(checkpoint: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+def split(checkpoint: dict[str, object]) -> tuple[dict[str, object], dict[str, Any]]:
     """Takes the pieces out of a checkpoint.
 
     Returns:
         The checkpoint with a note {"scattered": key, "shape", "dtype"} in the place of each piece; and the pieces,
         {key: {"start", "values"}}.
     """
-    own: dict[str, Any] = {}
+    own: dict[str, object] = {}
 
-    def note(piece: Shard, key: str) -> dict[str, Any]:
+    def note(piece: Shard, key: str) -> dict[str, object]:
         own[key] = {"start": piece.start, "values": piece.values.detach().cpu().clone()}
         return {"scattered": key, "shape": list(piece.shape), "dtype": str(piece.values.dtype).removeprefix("torch.")}
 
     return _replaced(checkpoint, Shard, note), own
 
 
-def joined(checkpoint: dict[str, Any], of_processes: list[Mapping[str, Any]]) -> dict[str, Any]:
+def joined(checkpoint: dict[str, object], of_processes: list[Mapping[str, Any]]) -> dict[str, Any]:
     """Puts scattered tensors where `split` has left its notes.
 
     Args:
@@ -109,11 +109,11 @@ def joined(checkpoint: dict[str, Any], of_processes: list[Mapping[str, Any]]) ->
     return _replaced(checkpoint, _is_note, find)
 
 
-def _is_note(value: Any) -> bool:
+def _is_note(value: object) -> bool:
     return isinstance(value, dict) and value.keys() == {"scattered", "shape", "dtype"}
 
 
-def _replaced(value: Any, wanted: type | Callable[[Any], bool], replace: Callable[[Any, str], Any]) -> Any:
+def _replaced(value: object, wanted: type | Callable[[object], bool], replace: Callable[[Any, str], Any]) -> Any:
     """A tree of dicts and lists with some leaves replaced; `replace` gets the path, `state_dict/weight`.
 
     A dict or list that is in several places is visited once, and shared in the result as well.
@@ -121,10 +121,10 @@ def _replaced(value: Any, wanted: type | Callable[[Any], bool], replace: Callabl
     Raises:
         ValueError: a value contains itself.
     """
-    known: dict[int, Any] = {}
+    known: dict[int, object] = {}
     inside = object()
 
-    def visit(value: Any, at: str) -> Any:
+    def visit(value: object, at: str) -> object:
         if isinstance(value, wanted) if isinstance(wanted, type) else wanted(value):
             return replace(value, at)
         if not isinstance(value, dict | list | tuple):
@@ -135,7 +135,7 @@ def _replaced(value: Any, wanted: type | Callable[[Any], bool], replace: Callabl
             return known[id(value)]
         known[id(value)] = inside
         if isinstance(value, dict):
-            made: Any = {name: visit(item, f"{at}/{name}" if at else str(name)) for name, item in value.items()}
+            made: object = {name: visit(item, f"{at}/{name}" if at else str(name)) for name, item in value.items()}
         else:
             made = type(value)([visit(item, f"{at}/{number}") for number, item in enumerate(value)])
         known[id(value)] = made

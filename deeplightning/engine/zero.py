@@ -48,7 +48,7 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
         self.config["managed_gradient_accumulation"] = False
         zero = (config or {}).get("zero_optimization") or {}
         self._given = {name for name in sizes(0, 0, 3) if name in params or name in zero}
-        self._groups: list[dict[str, Any]] = []
+        self._groups: list[dict[str, object]] = []
         self.shares_parameters = self.stage == 3
 
     @property
@@ -219,20 +219,20 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
             part = zero.get_local_fp32_param(parameter)
         return Share(tuple(parameter.ds_shape), start, part.detach().view(-1)[:size])
 
-    def groups_of(self, optimizer: Any) -> list[dict[str, Any]]:
+    def groups_of(self, optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:
         return [
             {**{name: value for name, value in now.items() if name in group}, "params": group["params"]}
             for group, now in zip(self._groups, optimizer.param_groups, strict=True)
         ]
 
-    def state_of(self, optimizer: Any, parameter: nn.Parameter) -> dict[str, Any]:
+    def state_of(self, optimizer: torch.optim.Optimizer, parameter: nn.Parameter) -> dict[str, object]:
         if not self.stage:
             return optimizer.state.get(parameter, {})
         flat, start, size = self._place(parameter)
         kept = self._zero.optimizer.state.get(flat, {})
         return {name: v[start : start + size] if _is_flat(v, flat) else v for name, v in kept.items()}
 
-    def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
         """Also holds the loss scale of half precision and the counters that it follows; other engines ignore them."""
         found = super().optimizer_state(optimizer)
         if (scaler := self._scaler) is not None:
@@ -248,14 +248,14 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
                     setattr(scaler, name, saved[_SCALE][name])
 
     @property
-    def _scaler(self) -> Any:
+    def _scaler(self) -> object:
         """What holds the loss scale of half precision; None in other precisions."""
         optimizer = self.deepspeed_engine.optimizer
         scaler = getattr(optimizer, "loss_scaler", None) or getattr(optimizer, "loss_scale_config", None)
         return scaler if self.deepspeed_engine.fp16_enabled() else None
 
     def take_state(
-        self, optimizer: Any, groups: list[dict[str, Any]], states: dict[nn.Parameter, dict[str, Any]]
+        self, optimizer: Any, groups: list[dict[str, object]], states: dict[nn.Parameter, dict[str, Any]]
     ) -> None:
         for now, saved in zip(optimizer.param_groups, groups, strict=True):
             now.update(saved)
@@ -271,7 +271,7 @@ class DeepSpeed(Sharded, DeepSpeedStrategy):
                 else:
                     kept[flat][name] = value
 
-    def _place(self, parameter: Any) -> tuple[Tensor, int, int]:
+    def _place(self, parameter: object) -> tuple[Tensor, int, int]:
         """The flat tensor of this process that a parameter's part lies in, where it begins in it, and its size."""
         zero = self._zero
         if self.stage == 3:
@@ -339,13 +339,13 @@ def sizes(parameters: int, trainable: int, stage: int) -> dict[str, int]:
     }
 
 
-def _cast_inputs(module: nn.Module, *inputs: Any) -> Any:
+def _cast_inputs(module: nn.Module, *inputs: object) -> object:
     """DeepSpeed computes in the precision of its parameters, and casts what the task is given, not what it makes."""
     dtype = next(module.parameters()).dtype
     return apply_to_collection(inputs, Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t)
 
 
-def _share_of_2(parameter: Any, group: int, zero: Any) -> Share:
+def _share_of_2(parameter: Tensor, group: int, zero: Any) -> Share:
     flat, fragment = zero.single_partition_of_fp32_groups[group].detach(), fragment_of(parameter)
     if fragment is None:  # of another process
         return Share(tuple(parameter.shape), 0, flat[:0])
@@ -355,11 +355,11 @@ def _share_of_2(parameter: Any, group: int, zero: Any) -> Share:
     )
 
 
-def _is_flat(value: Any, flat: Tensor) -> bool:
+def _is_flat(value: object, flat: Tensor) -> bool:
     return isinstance(value, Tensor) and value.shape == flat.shape
 
 
-def _lay_over(under: dict[str, Any], over: Mapping[str, Any]) -> None:
+def _lay_over(under: dict[str, Any], over: Mapping[str, object]) -> None:
     for name, value in over.items():
         if isinstance(value, Mapping) and isinstance(under.get(name), dict):
             _lay_over(under[name], value)

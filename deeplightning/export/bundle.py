@@ -88,7 +88,7 @@ class Exportable(Protocol):
         ...
 
 
-def export(task: Exportable, folder: RunFolder, samples: np.ndarray, run: dict[str, Any]) -> Path:
+def export(task: Exportable, folder: RunFolder, samples: np.ndarray, run: dict[str, object]) -> Path:
     """Write `folder.bundle`, or leave what was there as it was.
 
     `bundle.json` holds `format` (2), `task`, `input` (the spec's `to_dict()`), `labels` (one per class or target, in
@@ -142,13 +142,13 @@ def export(task: Exportable, folder: RunFolder, samples: np.ndarray, run: dict[s
     example = np.resize(samples, (2, *samples.shape[1:]))  # torch.export takes a batch of 1 as a constant
     graph = _trace(model, example, "images", {0: torch.export.Dim("batch", min=1)}, kind.output)
 
-    def prove(file: Path) -> dict[str, Any]:
+    def prove(file: Path) -> dict[str, object]:
         return _golden(samples, kind.compared(_proved(file, samples, expected)))
 
     return _write(folder, model, graph, _described(task, spec.to_dict()), run, prove)
 
 
-def _export_rows(task: Exportable, folder: RunFolder, samples: np.ndarray, run: dict[str, Any]) -> Path:
+def _export_rows(task: Exportable, folder: RunFolder, samples: np.ndarray, run: dict[str, object]) -> Path:
     """`export`, of a task that takes rows of a table, or arrays."""
     model, kind, spec = task.inference_model(), KINDS[task.kind], task.row_spec
     if not len(samples):
@@ -163,7 +163,7 @@ def _export_rows(task: Exportable, folder: RunFolder, samples: np.ndarray, run: 
     example = np.resize(rows, (2, *rows.shape[1:]))
     graph = _trace(model, example, kind.input, {0: torch.export.Dim("batch", min=1)}, kind.output)
 
-    def prove(file: Path) -> dict[str, Any]:
+    def prove(file: Path) -> dict[str, object]:
         answers = _proved(file, rows, expected)
         kept = _kept([one if kind.takes == "table" else _npy(one) for one in given], answers)
         return {"rows" if kind.takes == "table" else "arrays": kept, "fp32": packed(answers[: len(kept)])}
@@ -178,10 +178,10 @@ def _npy(values: np.ndarray) -> str:
     return base64.b64encode(file.getvalue()).decode()
 
 
-def _described(task: Exportable, input: dict[str, Any]) -> dict[str, Any]:
+def _described(task: Exportable, input: dict[str, object]) -> dict[str, Any]:
     """What a card says of task, input, labels and answers."""
     labels = [str(name) for name in task.class_names] if KINDS[task.kind].has_labels else []
-    details: dict[str, Any] = getattr(task, "answer_details", dict)()
+    details: dict[str, object] = getattr(task, "answer_details", dict)()
     return {"task": task.kind, "input": input, "labels": labels} | ({"output": details} if details else {})
 
 
@@ -235,9 +235,9 @@ def _write(
     folder: RunFolder,
     model: nn.Module,
     graph: torch.onnx.ONNXProgram,
-    said: dict[str, Any],
-    run: dict[str, Any],
-    prove: Callable[[Path], dict[str, Any]],
+    said: dict[str, object],
+    run: dict[str, object],
+    prove: Callable[[Path], dict[str, object]],
     more: Mapping[str, str] | None = None,
 ) -> Path:
     """The bundle, of a graph that is proved before it is there.
@@ -393,7 +393,7 @@ def answers_of(session: onnxruntime.InferenceSession, batch: np.ndarray) -> np.n
     return session.run(None, {session.get_inputs()[0].name: batch})[0]
 
 
-def _golden(samples: np.ndarray, answers: np.ndarray) -> dict[str, Any]:
+def _golden(samples: np.ndarray, answers: np.ndarray) -> dict[str, object]:
     kept = _kept(map(_png, samples), answers)
     return {"pictures": kept, "fp32": packed(answers[: len(kept)])}
 
@@ -405,9 +405,9 @@ def _png(pixels: np.ndarray) -> str:
     return base64.b64encode(png.getvalue()).decode()
 
 
-def _kept(samples: Iterable[Any], answers: np.ndarray) -> list[Any]:
+def _kept(samples: Iterable[object], answers: np.ndarray) -> list[object]:
     """The first samples, of JSON types, as many as a card may have with their answers."""
-    kept: list[Any] = []
+    kept: list[object] = []
     size = 0
     for sample, answer in zip(samples, answers[:MAX_GOLDEN], strict=False):
         size += (len(sample) * 3 // 4 if isinstance(sample, str) else len(json.dumps(sample))) + answer.nbytes

@@ -12,7 +12,7 @@ import warnings
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -23,6 +23,9 @@ from deeplightning.export.bundle import BATCHES, MORE_PADDING, TOLERANCE, Export
 from deeplightning.faults import SetupError
 from deeplightning.kinds import KINDS
 from deeplightning.runfolder import RunFolder
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 Free = dict[int, Any]
 """Dimensions of any size, by their place: each a `torch.export.Dim`."""
@@ -104,7 +107,7 @@ def _difference(model: nn.Module, other: Any, batch: np.ndarray) -> float:
 
 
 @contextlib.contextmanager
-def _quiet() -> Any:
+def _quiet() -> "Iterator[None]":
     """Torch calls TorchScript deprecated, and warns of each value that a trace takes as a constant; the proof finds
     those that matter."""
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):

@@ -8,7 +8,6 @@ torch, Ray and submitit only where they use them: every command that has a confi
 from __future__ import annotations
 
 import os
-from typing import Any
 
 from deeplightning.config.schema import Config, Target
 from deeplightning.config.target import build
@@ -36,7 +35,7 @@ def launcher_of(cfg: Config) -> Launcher | None:
     return None
 
 
-def plan_of(job: Job) -> list[dict[str, Any]]:
+def plan_of(job: Job) -> list[dict[str, object]]:
     """What `deeplightning train` would start, in plain types."""
     launcher = launcher_of(job.cfg)
     starts = _plan_here(job) if launcher is None else launcher.plan(job)

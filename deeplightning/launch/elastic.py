@@ -149,7 +149,7 @@ class Agent(LocalElasticAgent):
 
     # ---- what torch calls
 
-    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, object]:
         pauses, running = iter(self._pauses), set(psutil.Process().children())
         while True:
             if self.heard:

@@ -43,7 +43,7 @@ class Connection:
 
 
 @contextlib.contextmanager
-def connect(address: str | None = None, timeout_s: float = 10, **own: Any) -> Iterator[Connection]:
+def connect(address: str | None = None, timeout_s: float = 10, **own: object) -> Iterator[Connection]:
     """Makes this process a driver of a cluster, for as long as the context lasts; one that it is of already stays.
 
     Args:

@@ -171,7 +171,7 @@ class Slurm:
         python = shlex.split(self.python) if self.python else [sys.executable]
         return [*python, "-m", "deeplightning", "train", str(folder / "config.yaml")]
 
-    def _executor(self, job: Job, folder: Path) -> tuple[Any, str]:
+    def _executor(self, job: Job, folder: Path) -> tuple[object, str]:
         """Submitit's executor of this job, and the batch script that it makes.
 
         Raises:
@@ -203,7 +203,7 @@ class Slurm:
         executor = Executor(folder)
         engine, tasks = job.cfg.engine, self._tasks(job)
         gpus = tasks if self.gpus_per_node is None and engine.gpus is not None else self.gpus_per_node
-        more: dict[str, Any] = {"signal": f"USR1@{self.warning}", "requeue": True}
+        more: dict[str, object] = {"signal": f"USR1@{self.warning}", "requeue": True}
         more |= {option.replace("_", "-"): value for option, value in self.sbatch.items()}
         cpus = [f"--cpus-per-task={self.cpus_per_task}"] if self.cpus_per_task else []  # srun forgets sbatch's
         executor.update_parameters(

@@ -13,10 +13,13 @@ import os
 import shutil
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deeplightning.faults import CheckpointError, Fault, SetupError
 from deeplightning.runfolder import RunFolder
+
+if TYPE_CHECKING:
+    from fsspec import AbstractFileSystem
 
 POOL = "DEEPLIGHTNING_POOL"
 """The variable in which a launcher tells a worker of a pool of `launch`, and of `storage`, an address or null; JSON."""
@@ -113,7 +116,7 @@ class Storage:
         card = {"experiment": self.experiment, "inside": inside, "files": self._put}
         return json.dumps(card, indent=1).encode()
 
-    def _write(self, system: Any, target: str, source: Path | bytes) -> None:
+    def _write(self, system: AbstractFileSystem, target: str, source: Path | bytes) -> None:
         from pyarrow import ArrowException, fs
 
         is_local = isinstance(system, fs.LocalFileSystem)
@@ -164,7 +167,7 @@ class Storage:
             raise SetupError(Fault(message, "engine.launcher.params.storage_path")) from error
         return folder
 
-    def _card_of(self, system: Any, folder: str) -> tuple[str, dict[str, Any]] | None:
+    def _card_of(self, system: AbstractFileSystem, folder: str) -> tuple[str, dict[str, Any]] | None:
         if not system.get_file_info(f"{folder}/{CARD}").is_file:
             return None
         try:
@@ -174,7 +177,7 @@ class Storage:
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{self.uri}: {folder}/{CARD} is damaged: {error}") from error
 
-    def _newest(self, system: Any, base: str) -> tuple[str, dict[str, Any]] | None:
+    def _newest(self, system: AbstractFileSystem, base: str) -> tuple[str, dict[str, Any]] | None:
         from pyarrow import fs
 
         if system.get_file_info(base).type == fs.FileType.NotFound:
@@ -202,7 +205,7 @@ def _is_same(path: Path, size: int, changed: int) -> bool:
     return (stat.st_size, stat.st_mtime_ns) == (size, changed)
 
 
-def _copy(system: Any, source: str, target: Path, changed: int) -> None:
+def _copy(system: AbstractFileSystem, source: str, target: Path, changed: int) -> None:
     target.parent.mkdir(parents=True, exist_ok=True)
     beside = target.with_name(f".{target.name}.{os.getpid()}")
     with system.open_input_stream(source) as stream, beside.open("wb") as file:

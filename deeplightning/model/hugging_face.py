@@ -7,12 +7,15 @@ B batch, L tokens, K classes.
 import json
 import os
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from deeplightning.words import first_line
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 class FolderError(ValueError):
@@ -57,7 +60,7 @@ class Encoder(nn.Module):
             from transformers.utils import logging
         except ImportError as error:
             raise ImportError(f"{error.name}, of the extra `text`: pip install 'deeplightning[text]'") from error
-        known: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+        known: dict[str, object] = {"local_files_only": True, "trust_remote_code": False}
         verbosity = logging.get_verbosity()
         logging.set_verbosity_error()  # it would list the head's weights, which it makes as we ask
         try:
@@ -106,7 +109,7 @@ def _check_folder(path: Path, pretrained: bool) -> None:
         )
 
 
-def _most(config: Any) -> int | None:
+def _most(config: "PretrainedConfig") -> int | None:
     """Of tokens in a text. RoBERTa and its kin number positions from behind the padding's number on."""
     most = getattr(config, "max_position_embeddings", None)
     if most is None or most < 1:

@@ -50,7 +50,7 @@ _before_lightning = _BeforeLightning()
 class _Package(ModuleType):
     """A package with its submodules, whose own `__init__` runs when it is asked for a name that it has not yet."""
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name.startswith("__"):
             raise AttributeError(f"module {self.__name__!r} has no attribute {name!r}")
         _run_init(self)
@@ -115,7 +115,7 @@ def _load_plots(plot: ModuleType) -> None:
 
 
 class _IsCompiled(type):
-    def __instancecheck__(cls, instance: Any) -> bool:
+    def __instancecheck__(cls, instance: object) -> bool:
         real = sys.modules.get(_DYNAMO)
         return not isinstance(real, _Dynamo | None) and isinstance(instance, real.OptimizedModule)
 
@@ -129,17 +129,17 @@ class _Dynamo(ModuleType):
 
     OptimizedModule = _OptimizedModule
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         if name.startswith("__"):
             raise AttributeError(f"module {_DYNAMO!r} has no attribute {name!r}")
         return getattr(_load_dynamo(), name)
 
     @staticmethod
-    def graph_break(*args: Any, **kwargs: Any) -> None:
+    def graph_break(*args: object, **kwargs: object) -> None:
         """Nothing is being traced."""
 
     @staticmethod
-    def disable(fn: Any = None, recursive: bool = True, **options: Any) -> Any:
+    def disable(fn: object = None, recursive: bool = True, **options: Any) -> object:
         """`fn` as it is, until there is a compiler that must be kept from it."""
         if fn is not None and not isinstance(fn, FunctionType):
             return _load_dynamo().disable(fn, recursive, **options)  # type: ignore[attr-defined]
@@ -148,11 +148,11 @@ class _Dynamo(ModuleType):
         )
 
 
-def _kept_from(fn: Callable[..., Any], recursive: bool = True, **options: Any) -> Callable[..., Any]:
-    disabled: Callable[..., Any] | None = None
+def _kept_from(fn: Callable[..., object], recursive: bool = True, **options: object) -> Callable[..., object]:
+    disabled: Callable[..., object] | None = None
 
     @functools.wraps(fn)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: object, **kwargs: object) -> Any:
         nonlocal disabled
         if disabled is None:
             real = sys.modules.get(_DYNAMO)
@@ -209,7 +209,7 @@ def _load_dynamo() -> ModuleType:
 
 
 class _IsKernel(type):
-    def __instancecheck__(cls, instance: Any) -> bool:
+    def __instancecheck__(cls, instance: object) -> bool:
         real = getattr(sys.modules.get(f"{_TRITON}.runtime.jit"), "JITFunction", cls)
         return real is not cls and isinstance(instance, real)
 

@@ -1,6 +1,9 @@
 """Private names of Lightning 2.6."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pytorch_lightning as pl
 
 INHERITED = {
     # They set up the model that DDP wraps. Where a name has moved, `Ddp` fails when a stage begins.
@@ -23,13 +26,13 @@ INHERITED = {
 }
 
 
-def forget_train_loader(trainer: Any) -> None:
+def forget_train_loader(trainer: "pl.Trainer") -> None:
     """Has Lightning make the training loader again. Where the name has moved, a run that resumes with a schedule of
     `auto` length repeats the first batches of its epoch, without an error."""
     trainer.fit_loop._combined_loader = None
 
 
-def restart_validation(trainer: Any) -> None:
+def restart_validation(trainer: "pl.Trainer") -> None:
     """Has a resumed run repeat the validation that was interrupted. Where the name has moved, the run leaves that
     validation out, without an error."""
     validation = trainer.fit_loop.epoch_loop.val_loop
@@ -37,17 +40,17 @@ def restart_validation(trainer: Any) -> None:
     validation.batch_progress.reset()
 
 
-def logged_steps(trainer: Any) -> int:
+def logged_steps(trainer: "pl.Trainer") -> int:
     """The step that Lightning gives the next logged values of a training."""
     return int(trainer.fit_loop.epoch_loop._batches_that_stepped)
 
 
-def add_logged_steps(trainer: Any, number: int) -> None:
+def add_logged_steps(trainer: "pl.Trainer", number: int) -> None:
     """Moves that step on. Where the name has moved, `logged_steps` fails first."""
     trainer.fit_loop.epoch_loop._batches_that_stepped += number
 
 
-def values_to_log(trainer: Any, now: bool) -> dict[str, Any] | None:
+def values_to_log(trainer: "pl.Trainer", now: bool) -> dict[str, Any] | None:
     """What Lightning is about to log in a training; None if it is not due.
 
     Args:
@@ -63,13 +66,13 @@ def keep_signals(trainer: Any) -> None:
     trainer._signal_connector.register_signal_handlers = lambda: None
 
 
-def set_launcher(strategy: Any, launcher: Any) -> None:
+def set_launcher(strategy: Any, launcher: object) -> None:
     """Replaces what starts the processes of a strategy, which the trainer's constructor has chosen. Where the name has
     moved, Lightning's own observer ends a run of several processes before it can say why."""
     strategy._launcher = launcher
 
 
-def subprocess_launcher() -> Any:
+def subprocess_launcher() -> object:
     """The class that starts the same command once more per process."""
     from pytorch_lightning.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
 
@@ -89,7 +92,7 @@ def resume_run(logger: Any, run_id: str) -> None:
     logger._run_id = run_id
 
 
-def has_run(logger: Any) -> bool:
+def has_run(logger: object) -> bool:
     """Whether Lightning's MLFlowLogger has begun a run: to ask for its id would begin one. Where the name has moved, a
     run that fails at once leaves an empty MLflow run, without an error."""
     return bool(getattr(logger, "_initialized", True))

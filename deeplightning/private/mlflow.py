@@ -1,10 +1,9 @@
 """Private names of MLflow 3.17."""
 
 from collections.abc import Callable
-from typing import Any
 
 
-def register_store(scheme: str, build: Callable[..., Any]) -> None:
+def register_store(scheme: str, build: Callable[..., object]) -> None:
     """Has MLflow open the stores of a scheme, in this process, by a function of ours. The public way is an entry point
     of an installed package for a scheme of its own, and other tools could then not open the same store. Where the name
     has moved, a run fails when it opens its store."""

@@ -17,7 +17,7 @@ class Malformed(ValueError):
     """The braces hold no reference."""
 
 
-def parse(text: str, argument: bool = False) -> Any:
+def parse(text: str, argument: bool = False) -> object:
     """The tree of a value of a config; `\\${` means a plain `${`.
 
     Args:
@@ -43,13 +43,13 @@ class Evaluation:
 
     def __init__(
         self,
-        find: Callable[[int, tuple[str, ...]], Any],
-        make: Callable[[Any], Any],
-        call: Callable[[str, tuple[Any, ...], tuple[Callable[[], str], ...]], Any],
+        find: Callable[[int, tuple[str, ...]], object],
+        make: Callable[[Any], object],
+        call: Callable[[str, tuple[object, ...], tuple[Callable[[], str], ...]], Any],
     ):
         self._visitor = _Visitor(find, make, call)
 
-    def value(self, tree: Any) -> Any:
+    def value(self, tree: object) -> Any:
         """The value of a whole text.
 
         Raises:
@@ -74,7 +74,7 @@ class Evaluation:
 
 
 class _Visitor(GrammarVisitor):
-    def __init__(self, find: Callable[..., Any], make: Callable[[Any], Any], call: Callable[..., Any]):
+    def __init__(self, find: Callable[..., Any], make: Callable[[object], object], call: Callable[..., object]):
         super().__init__(
             node_interpolation_callback=lambda key, memo: find(key.relative_dots, key.parts),
             resolver_interpolation_callback=lambda name, args, args_str: call(name, args, args_str),
@@ -82,12 +82,12 @@ class _Visitor(GrammarVisitor):
         )
         self.make = make
 
-    def visitInterpolation(self, ctx: Any) -> Any:
+    def visitInterpolation(self, ctx: Any) -> object:
         """Each reference inside a text, a key, a name or an argument."""
         inner, found = ctx.getChild(0), super().visitInterpolation(ctx)
         return self.make(found) if isinstance(inner, OmegaConfGrammarParser.InterpolationNodeContext) else found
 
-    def visitElement(self, ctx: Any) -> Any:
+    def visitElement(self, ctx: Any) -> object:
         """An argument, or an item of a list or mapping; `???` is a text."""
         return self.visit(ctx.getChild(0))
 

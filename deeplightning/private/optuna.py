@@ -1,9 +1,12 @@
 """Private names of Optuna 5: a study and its storage know each other's ids, which no public name gives."""
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import optuna
 
 
-def storage_and_id(study: Any) -> tuple[Any, int]:
+def storage_and_id(study: "optuna.Study") -> tuple[object, int]:
     """A study's storage, and its id there. Where a name has moved, `tune` fails at its first trial."""
     return study._storage, study._study_id
 

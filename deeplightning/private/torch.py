@@ -1,7 +1,7 @@
 """Private names of torch 2.15 and torchmetrics 1.9; `deeplightning.private.lazy_imports` has those of their imports."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch import Tensor, nn
@@ -32,7 +32,7 @@ def apply(module: "nn.Module", function: "Callable[[Tensor], Tensor]") -> None:
     module._apply(function)
 
 
-def dispatch_mode() -> Any:
+def dispatch_mode() -> object:
     """The class whose instances see each operator before it runs; torch's own counters of collectives use it too."""
     from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -63,7 +63,7 @@ def _launcher(
     redact: Callable[[str], str],
     end: Callable[[BaseException], None],
     alike: Mapping[str, str],
-) -> Any:
+) -> object:
     def ending(error: BaseException) -> BaseException:
         if isinstance(error, failure.RankError) and error.exit_code in failure.INTERRUPTED.values():
             return Interrupted(error.cause.reason.removeprefix("interrupted by "), error.exit_code, at_once=True)
@@ -72,9 +72,9 @@ def _launcher(
     class Launcher(subprocess_launcher()):  # type: ignore[misc]
         """Lightning's, whose own observer kills the main process when another has failed, before that can say so."""
 
-        _met: tuple[Any] | None = None  # keeps torch's store alive
+        _met: tuple[object] | None = None  # keeps torch's store alive
 
-        def launch(self, function: Any, *args: Any, trainer: Any = None, **kwargs: Any) -> Any:
+        def launch(self, function: Any, *args: object, trainer: Any = None, **kwargs: Any) -> Any:
             """Calls the function in all processes; what it raises has been traced to its first cause."""
             environment = self.cluster_environment
             starts_others = not environment.creates_processes_externally

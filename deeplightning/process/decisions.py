@@ -16,7 +16,7 @@ def decision(what: str) -> Any:
     return None if own_rank() == 0 else _known().get(what)
 
 
-def decided(what: str, decide: Callable[[], Any]) -> Any:
+def decided(what: str, decide: Callable[[], object]) -> Any:
     """What one process must decide for all, a plain value: rank 0 decides, and the processes that it starts take that.
 
     Processes that somebody else starts (torchrun, Slurm) decide each for themselves; a run whose processes disagree
@@ -27,11 +27,11 @@ def decided(what: str, decide: Callable[[], Any]) -> Any:
     return _known()[what]
 
 
-def hand_on(what: str, value: Any) -> None:
+def hand_on(what: str, value: object) -> None:
     """Tells the processes that this one starts what it has decided, a plain value."""
     os.environ[DECIDED] = json.dumps(_known() | {what: value})
 
 
-def _known() -> dict[str, Any]:
-    found: dict[str, Any] = json.loads(os.environ.get(DECIDED, "{}"))
+def _known() -> dict[str, object]:
+    found: dict[str, object] = json.loads(os.environ.get(DECIDED, "{}"))
     return found

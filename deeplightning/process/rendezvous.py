@@ -17,13 +17,17 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deeplightning.faults import SetupError
 from deeplightning.private.messages import Sentence, says
 from deeplightning.process import ranks, supervisor
 from deeplightning.process.identity import identity
 from deeplightning.words import first_line
+
+if TYPE_CHECKING:
+    from lightning_fabric.plugins.environments import ClusterEnvironment
+    from torch.distributed import Store
 
 PATIENCE = "DEEPLIGHTNING_MEET_SECONDS"
 """The variable that says how long a process waits for the others."""
@@ -118,7 +122,7 @@ def join(
     return store
 
 
-def _port(environment: Any, any_port: bool) -> int:
+def _port(environment: ClusterEnvironment, any_port: bool) -> int:
     """The port at which the processes meet; 0, any that is free, where it is ours to choose."""
     given = os.environ.get("MASTER_PORT")
     if given is None:
@@ -134,7 +138,7 @@ def _port(environment: Any, any_port: bool) -> int:
 _meetings = itertools.count()
 
 
-def _of_rendezvous(store: Any, number: int) -> Any:
+def _of_rendezvous(store: Store, number: int) -> Any:
     """A store of one meeting: the same processes may meet again, for a second training, at the same store."""
     from torch.distributed import PrefixStore
 
@@ -164,7 +168,7 @@ def _listen(address: str, port: int, world: int, member: Member | None) -> Any:
         raise SetupError(f"MASTER_PORT: port {port} is in use by another program; {hint}") from error
 
 
-def _anew(address: str, port: int, rank: int, world: int) -> Any:
+def _anew(address: str, port: int, rank: int, world: int) -> object:
     """A store for processes that torchrun has started again.
 
     In torchrun's own, which outlives them, there is still where the former ones were, and with torch 2.15 they would
@@ -242,7 +246,7 @@ def _reach(address: str, port: int | None) -> None:
 # ---- what they say to each other
 
 
-def _gather(store: Any, member: Member, ours: Mapping[str, str], node: int, address: str) -> None:
+def _gather(store: Store, member: Member, ours: Mapping[str, str], node: int, address: str) -> None:
     """Waits until all members are there, and sees that they agree."""
     own = interface(address)
     card = {"host": socket.gethostname(), "pid": os.getpid(), "node": node, "alike": ours, "address": own and own[1]}
@@ -260,7 +264,7 @@ def _gather(store: Any, member: Member, ours: Mapping[str, str], node: int, addr
         _go_by(own, loopback=True)
 
 
-def _all(store: Any, member: Member) -> list[dict[str, Any]]:
+def _all(store: Store, member: Member) -> list[dict[str, Any]]:
     """What all members have sent, once they are there; the others get the signal to start, or the reason not to."""
     limit = patience()
     until = time.monotonic() + limit
@@ -291,7 +295,7 @@ def _all(store: Any, member: Member) -> list[dict[str, Any]]:
     return cards
 
 
-def _word_of_rank_0(store: Any, member: Member) -> list[dict[str, Any]]:
+def _word_of_rank_0(store: Store, member: Member) -> list[dict[str, Any]]:
     until = time.monotonic() + patience() + ANSWER  # rank 0 says it who is missing
     while not store.check([f"{KEY}/go"]):
         _heed(store, member)
@@ -301,7 +305,7 @@ def _word_of_rank_0(store: Any, member: Member) -> list[dict[str, Any]]:
     return [json.loads(store.get(f"{KEY}/is/{n}")) for n in (0, member.number)]
 
 
-def _heed(store: Any, member: Member) -> None:
+def _heed(store: Store, member: Member) -> None:
     """Ends with the fault that a member has reported, if one has."""
     if store.check([f"{KEY}/fault"]):
         fault = store.get(f"{KEY}/fault").decode()
@@ -311,7 +315,7 @@ def _heed(store: Any, member: Member) -> None:
         raise SetupError(fault)
 
 
-def _end(store: Any, member: Member, fault: str) -> None:
+def _end(store: Store, member: Member, fault: str) -> None:
     """Rank 0 tells all who wait why nothing begins, and ends with it; its store stays until they have heard."""
     store.set(f"{KEY}/fault", fault)
     until = time.monotonic() + ranks.SOON
@@ -321,7 +325,7 @@ def _end(store: Any, member: Member, fault: str) -> None:
     raise SetupError(fault)
 
 
-def _twice(store: Any, member: Member) -> str:
+def _twice(store: Store, member: Member) -> str:
     """Two have the same rank: those who wait for others are notified; a run that has begun is left alone."""
     here = f"{socket.gethostname()} (process {os.getpid()})"
     there = "another"

@@ -125,7 +125,7 @@ class _Stream(io.FileIO):
 
 
 def _guard(name: str, descriptor: int) -> None:
-    former: Any = getattr(sys, name)
+    former: object = getattr(sys, name)
     if former is not getattr(sys, f"__{name}__"):  # somebody's own
         return
     raw = getattr(getattr(former, "buffer", None), "raw", getattr(former, "buffer", None))

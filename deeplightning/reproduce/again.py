@@ -260,7 +260,7 @@ def _from_git(original: PastRun, into: Path, say: Say) -> Path | None:
     return None
 
 
-def _settings(original: PastRun, config: Mapping[str, Any], overrides: Sequence[str], top: Path) -> list[str]:
+def _settings(original: PastRun, config: Mapping[str, object], overrides: Sequence[str], top: Path) -> list[str]:
     """Overrides with which a config means here what it meant there."""
     found = []
     given = {re.split(r"[=~]", text.lstrip("~+"), maxsplit=1)[0] for text in overrides}
@@ -317,7 +317,7 @@ def _copy_of(address: str, before: Mapping[str, Any]) -> str:
     Raises:
         SetupError: it does not answer, or they are not there any more.
     """
-    folder_of: Any = find("deeplightning.data.addresses.folder_of")
+    folder_of: Callable[..., Path] = find("deeplightning.data.addresses.folder_of")
     names = [name for name in before["files"] if not Path(name).is_absolute()]
     try:
         return str(folder_of(address, [] if before["folders"] else names))
@@ -348,7 +348,7 @@ def _check_data(original: PastRun, root: str | None, any_data: bool, say: Say) -
     say(f"warning: {note}")
 
 
-def _link(original: PastRun, config: Mapping[str, Any], directory: Path) -> None:
+def _link(original: PastRun, config: Mapping[str, object], directory: Path) -> None:
     """Files that params name by a relative path are found from the new working directory too."""
     for key, value in config.items():
         if ".params." not in key or not isinstance(value, str) or not 0 < len(value) < 256 or key in PATHS:

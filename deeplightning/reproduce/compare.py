@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING
 
 from deeplightning.reproduce.differences import PATHS, between, differences, shown
 from deeplightning.reproduce.past import PastRun
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.series import is_repeatable, parted
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def compare(original: PastRun, again: PastRun, say: Callable[[str], None]) -> list[str]:
@@ -66,7 +69,7 @@ def _weights_apart(one: RunFolder, two: RunFolder, say: Callable[[str], None]) -
     return [f"the tensor {name}, by up to {most:.3g} ({len(differ)} of {len(a)} tensors differ)"]
 
 
-def _bytes(tensor: Any) -> bytes:
+def _bytes(tensor: Tensor) -> bytes:
     import torch
 
     return tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()

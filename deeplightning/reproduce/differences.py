@@ -21,7 +21,7 @@ PATHS = ("data.root", "logger.params.tracking_uri")
 GROUPS = ("config", "code", "data", "environment", "hardware", "metrics")
 
 
-def differences(first: PastRun, second: PastRun, patch: bool = False) -> dict[str, list[tuple[str, Any, Any]]]:
+def differences(first: PastRun, second: PastRun, patch: bool = False) -> dict[str, list[tuple[str, object, object]]]:
     """Where two runs differ, by group (`GROUPS`): name, value in the first, value in the second. Plain types; None:
     there is none. What cannot be the same twice, such as times, ids and folders, is no difference.
 
@@ -41,7 +41,7 @@ def differences(first: PastRun, second: PastRun, patch: bool = False) -> dict[st
     }
 
 
-def as_text(found: Mapping[str, list[tuple[str, Any, Any]]]) -> str:
+def as_text(found: Mapping[str, list[tuple[str, object, object]]]) -> str:
     """Differences for people, grouped; "" where there are none."""
     lines = []
     for group, items in found.items():
@@ -55,11 +55,11 @@ def as_text(found: Mapping[str, list[tuple[str, Any, Any]]]) -> str:
 
 
 def between(
-    one: Mapping[str, Any],
-    two: Mapping[str, Any],
-    shown_one: Mapping[str, Any] | None = None,
-    shown_two: Mapping[str, Any] | None = None,
-) -> Iterator[tuple[str, Any, Any]]:
+    one: Mapping[str, object],
+    two: Mapping[str, object],
+    shown_one: Mapping[str, object] | None = None,
+    shown_two: Mapping[str, object] | None = None,
+) -> Iterator[tuple[str, object, Any]]:
     """Each name whose values differ, with both, None where there is none.
 
     Args:
@@ -70,7 +70,7 @@ def between(
             yield name, (shown_one or one).get(name), (shown_two or two).get(name)
 
 
-def _placed(run: PastRun) -> dict[str, Any]:
+def _placed(run: PastRun) -> dict[str, object]:
     """The config, its relative paths as they were meant."""
     config, directory = {"logger.params.tracking_uri": "mlruns"} | run.config, run.environment.get("directory") or "/"
     if config.get("logger.params") == {}:  # it has the address now
@@ -82,7 +82,7 @@ def _placed(run: PastRun) -> dict[str, Any]:
     return config
 
 
-def _code_between(first: PastRun, second: PastRun, patch: bool) -> Iterator[tuple[str, Any, Any]]:
+def _code_between(first: PastRun, second: PastRun, patch: bool) -> Iterator[tuple[str, object, object]]:
     one, two = first.code, second.code
     if one is None or two is None:
         a, b = ((run.environment.get("git") or {}) for run in (first, second))
@@ -115,7 +115,7 @@ def _size(text: bytes | None) -> str | None:
     return None if text is None else f"{len(text.splitlines())} lines, {hashlib.sha256(text).hexdigest()[:8]}"
 
 
-def _data_between(first: PastRun, second: PastRun) -> Iterator[tuple[str, Any, Any]]:
+def _data_between(first: PastRun, second: PastRun) -> Iterator[tuple[str, object, object]]:
     one, two = first.data, second.data
     if one is None or two is None:
         if one is not two:
@@ -130,11 +130,11 @@ def _listed(data: dict[str, Any] | None) -> str | None:
     return None if data is None else f"{len(data['files'])} files"
 
 
-def _content(found: list[Any] | None) -> str | None:
+def _content(found: list[object] | None) -> str | None:
     return None if found is None else f"{found[0]:,} bytes, {str(found[1])[:8]}"
 
 
-def _environment(run: PastRun) -> dict[str, Any]:
+def _environment(run: PastRun) -> dict[str, object]:
     environment = run.environment
     found = {
         "python": (environment.get("python") or {}).get("version"),
@@ -146,7 +146,7 @@ def _environment(run: PastRun) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _hardware(run: PastRun) -> dict[str, Any]:
+def _hardware(run: PastRun) -> dict[str, object]:
     environment = run.environment
     cpu = environment.get("cpu") or {}
     gpus = [
@@ -158,7 +158,7 @@ def _hardware(run: PastRun) -> dict[str, Any]:
     return {name: value for name, value in found.items() if value is not None}
 
 
-def _metrics_between(first: PastRun, second: PastRun) -> Iterator[tuple[str, Any, Any]]:
+def _metrics_between(first: PastRun, second: PastRun) -> Iterator[tuple[str, object, object]]:
     one, two = first.series, second.series
     known: set[str] = set()
     if one is not None and two is not None:
@@ -173,10 +173,10 @@ def _metrics_between(first: PastRun, second: PastRun) -> Iterator[tuple[str, Any
     yield from between(a, b)
 
 
-def _some(values: Mapping[str, Any], *names: str) -> dict[str, Any]:
+def _some(values: Mapping[str, object], *names: str) -> dict[str, object]:
     return {f"git {name}": values[name] for name in names if values.get(name) is not None}
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """A value as a note has it."""
     return "none" if value is None else str(value)

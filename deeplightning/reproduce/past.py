@@ -96,7 +96,7 @@ class PastRun:
     @cached_property
     def results(self) -> dict[str, Any]:
         """What came out: the best value and the metrics of each evaluation that was made."""
-        found: dict[str, Any] = {}
+        found: dict[str, object] = {}
         best = _json(self.folder.best_score)
         if {"metric", "value", "step"} <= best.keys():
             found |= {f"best {best['metric']}": best["value"], "best step": best["step"]}
@@ -156,7 +156,7 @@ def _config_if_any(folder: RunFolder) -> dict[str, Any]:
         return {}
 
 
-def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+def flat(value: object, name: str = "") -> Iterator[tuple[str, object]]:
     """Each leaf of a config with its dotted key; an empty block is one."""
     if isinstance(value, dict) and value:
         for key, item in value.items():
@@ -165,7 +165,7 @@ def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _json(path: Path) -> dict[str, object]:
     """A file of the run; {} where there is none that can be read."""
     try:
         found = json.loads(path.read_text())

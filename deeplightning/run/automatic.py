@@ -15,7 +15,7 @@ from deeplightning.run.classes import class_counts, class_weights
 log = logging.getLogger("deeplightning")
 
 
-def fill(cfg: Config, data: Any, read: bool = True) -> None:
+def fill(cfg: Config, data: object, read: bool = True) -> None:
     """Replaces each `auto` in the params of networks, and each `balanced` weight of a loss, in place.
 
     Args:
@@ -80,7 +80,7 @@ def _weights(cfg: Config, data: Any, key: str) -> list[float]:
     return weights
 
 
-def _declared(name: str, data: Any) -> int | list[int] | None:
+def _declared(name: str, data: object) -> int | list[int] | None:
     """What a data module declares so far for the param of a network."""
     declared = next((found for name in DECLARED[name] if (found := getattr(data, name, None))), None)
     if not declared:

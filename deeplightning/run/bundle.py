@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deeplightning.checks.trust import admit
 from deeplightning.faults import CheckpointError
@@ -16,6 +16,11 @@ from deeplightning.run.assemble import init_module
 from deeplightning.run.load import TO_ANSWER, load_run, trained_task
 from deeplightning.runfolder import RunFolder, permissions_of
 from deeplightning.version import __version__
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    import pytorch_lightning as pl
 
 log = logging.getLogger("deeplightning")
 SAMPLES = 16  # validation samples kept in the run folder, to prove an export with
@@ -66,7 +71,7 @@ def keep_samples(data: Any, folder: RunFolder) -> None:
         np.savez_compressed(folder.samples, images=batch["image"][:SAMPLES].cpu().numpy())
 
 
-def _batches(dataloader: Callable[[], Any]) -> Iterator[Any]:
+def _batches(dataloader: Callable[[], Iterable[object]]) -> Iterator[Any]:
     """The batches of a hook of the data module, of all its loaders; none where it has none."""
     from pytorch_lightning.utilities.exceptions import MisconfigurationException
 
@@ -95,7 +100,7 @@ def origin_of(folder: RunFolder, checkpoint: Path) -> dict[str, Any]:
     }
 
 
-def is_servable(task: Any) -> bool:
+def is_servable(task: pl.LightningModule) -> bool:
     """Whether a task says how its inputs are prepared; what serves a run needs that."""
     return any(getattr(task, name, None) is not None for name in ("image_spec", "text_spec", "row_spec"))
 

@@ -4,9 +4,12 @@ N samples, K classes.
 """
 
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+
+if TYPE_CHECKING:
+    import pytorch_lightning as pl
 
 COLUMNS = ("label", "mask")
 """The entries of a batch that have classes: of samples, int64 (B,), or of pixels, int64 (B, H, W)."""
@@ -29,7 +32,7 @@ def counted(labels: np.ndarray, counts: np.ndarray) -> np.ndarray:
     return found
 
 
-def class_counts(data: Any, num_classes: int = 0) -> np.ndarray | None:
+def class_counts(data: "pl.LightningDataModule", num_classes: int = 0) -> np.ndarray | None:
     """How many samples, or pixels, of each class the training set has.
 
     A set with `labels` is not read. Of another data module's own set each sample is read once, whatever `data.sampler`
@@ -66,7 +69,7 @@ def _labels(data: Any) -> Iterator[np.ndarray]:
     """The labels of the training set, in parts."""
     dataset: Any = data.dataset("train") if callable(getattr(data, "dataset", None)) else None
     size = len(dataset) if hasattr(dataset, "__len__") else 0
-    column: Any = getattr(dataset, "labels", None)
+    column: object = getattr(dataset, "labels", None)
     if size and hasattr(column, "__len__") and len(column) == size:
         yield np.asarray(column)
         return

@@ -11,6 +11,7 @@ from deeplightning.private.messages import Sentence, says
 from deeplightning.words import first_line
 
 if TYPE_CHECKING:
+    import pytorch_lightning as pl
     from torch import Tensor
 
 _OF_PARTS = (Sentence.OTHER_NETWORK, Sentence.OTHER_OPTIMIZER, Sentence.NO_METRIC)
@@ -81,7 +82,7 @@ def run_stage(stage: Any, *args: Any, **kwargs: Any) -> None:
         raise
 
 
-def _of_part(error: Exception, task: Any) -> Fault | None:
+def _of_part(error: Exception, task: pl.LightningModule) -> Fault | None:
     """The fault, where a loss of torch's, a metric of torchmetrics' or a change of pictures of torchvision's does not
     take what it is called with; a part of the user's own may be wrong itself."""
     if type(error) not in (RuntimeError, ValueError, IndexError, TypeError):  # one of no memory, or of ours

@@ -4,7 +4,10 @@ import itertools
 import logging
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pytorch_lightning as pl
 
 log = logging.getLogger("deeplightning")
 
@@ -29,16 +32,16 @@ class _Batches:
         make: makes the loader.
     """
 
-    def __init__(self, make: Callable[[], Any], number: int):
+    def __init__(self, make: Callable[[], object], number: int):
         self.make, self.number = make, number
-        self._loader: Any = None
-        self._kept: list[Any] | None = None
+        self._loader: object = None
+        self._kept: list[object] | None = None
 
     @property
     def loader(self) -> Any:
         if self._loader is None:
             self._loader = self.make()
-            sampler: Any = getattr(self._loader, "sampler", None)
+            sampler: object = getattr(self._loader, "sampler", None)
             if hasattr(sampler, "set_epoch"):
                 sampler.set_epoch(0)
                 if hasattr(sampler, "start"):
@@ -49,7 +52,7 @@ class _Batches:
         return min(self.number, len(self.loader)) if hasattr(self.loader, "__len__") else self.number
 
     @property
-    def kept(self) -> list[Any]:
+    def kept(self) -> list[object]:
         if self._kept is None:
             self._kept = list(itertools.islice(self.loader, self.number))
             more = ", which has no more" if len(self._kept) < self.number else ""
@@ -86,7 +89,7 @@ class _Loader:
         yield last
 
 
-def _done(trainer: Any, length: int) -> int:
+def _done(trainer: "pl.Trainer", length: int) -> int:
     """The batches of the epoch that a resumed run has done; 0 where that epoch is over."""
     done: int = trainer.fit_loop.epoch_loop.batch_progress.current.ready if trainer is not None else 0
     return done if done < length else 0

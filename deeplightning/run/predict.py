@@ -222,7 +222,7 @@ def _pictures(into: Path, key: str) -> Callable[[Place, dict[str, Any]], dict[st
 
 
 @contextmanager
-def _writer(out: Path | None) -> Iterator[Callable[[dict[str, Any]], object]]:
+def _writer(out: Path | None) -> Iterator[Callable[[dict[str, object]], object]]:
     """What writes a row. A file takes its place when the block ends without an error."""
     if out is None:
         sys.stdout.reconfigure(errors="surrogateescape")  # type: ignore[union-attr]  # names of files are bytes
@@ -244,11 +244,11 @@ def _writer(out: Path | None) -> Iterator[Callable[[dict[str, Any]], object]]:
         beside.unlink(missing_ok=True)
 
 
-def _table(out: TextIO) -> Callable[[dict[str, Any]], object]:
+def _table(out: TextIO) -> Callable[[dict[str, object]], object]:
     writer = csv.writer(out)
     is_begun = False
 
-    def write(row: dict[str, Any]) -> None:
+    def write(row: dict[str, object]) -> None:
         nonlocal is_begun
         if not is_begun:
             writer.writerow(row)

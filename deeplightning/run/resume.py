@@ -208,7 +208,7 @@ def _over(checkpoint: Mapping[str, Any], cfg: Config) -> str:
     return ""
 
 
-def _types(optimizers: Any) -> str:
+def _types(optimizers: object) -> str:
     """The class of the optimizer that a config names, or of each."""
     named = optimizers if isinstance(optimizers, Mapping) else {}
     if "type" in named:
@@ -237,11 +237,11 @@ def _raise_for_oddities(path: Path, checkpoint: Mapping[str, Any]) -> None:
         )
 
 
-def _is_dict(value: Any) -> bool:
+def _is_dict(value: object) -> bool:
     return isinstance(value, dict)
 
 
-def _is_point(point: Any) -> bool:
+def _is_point(point: object) -> bool:
     """Whether it is (name, value, time, step)."""
     if not isinstance(point, list | tuple) or len(point) != 4:
         return False
@@ -292,7 +292,7 @@ def _inexact(checkpoint: Mapping[str, Any], cfg: Config) -> str:
     return "; ".join(reasons)
 
 
-def _learning(settings: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+def _learning(settings: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
     """What of a config decides over each step, by its key."""
     train = {
         key: settings.get("train", {}).get(key)

@@ -31,6 +31,8 @@ from deeplightning.tracking.store import DATABASE
 if TYPE_CHECKING:
     import pytorch_lightning as pl
 
+    from deeplightning.callbacks.record import Record
+
 log = logging.getLogger("deeplightning")
 
 PRINTS_CONFIG = "DEEPLIGHTNING_PRINT_CONFIG"
@@ -103,7 +105,7 @@ def launch(cfg: Config) -> RunFolder:
     return record.folder
 
 
-def _data_first(cfg: Config) -> Any:
+def _data_first(cfg: Config) -> object:
     """The data module, which fills every `auto`."""
     from deeplightning.callbacks.provenance import keep_out
 
@@ -131,7 +133,7 @@ def work(cfg: Config) -> int:
     return 0
 
 
-def _end(record: Any, trainer: pl.Trainer, error: BaseException | None = None) -> None:
+def _end(record: Record, trainer: pl.Trainer, error: BaseException | None = None) -> None:
     """The last words of a run."""
     if error is not None:
         record.fail(error)
@@ -140,14 +142,14 @@ def _end(record: Any, trainer: pl.Trainer, error: BaseException | None = None) -
     record.close()
 
 
-def _train(cfg: Config, trainer: pl.Trainer, task: Any, data: Any, weights: Path | None) -> None:
+def _train(cfg: Config, trainer: pl.Trainer, task: object, data: object, weights: Path | None) -> None:
     if cfg.train.num_epochs == 0:
         run_stage(trainer.validate, task, data, verbose=False)
         return
     run_stage(trainer.fit, task, data, ckpt_path=weights)
 
 
-def _weights_for(cfg: Config, record: Any, trained: bool) -> Path | None:
+def _weights_for(cfg: Config, record: Record, trained: bool) -> Path | None:
     """The checkpoint that validate, test and predict use; None: the weights that training has left in the task."""
     if trained and cfg.train.fast:
         return None
@@ -196,7 +198,7 @@ def _quoted(path: Path) -> str:
     return "'" + str(path).replace("'", "''") + "'"
 
 
-def _export_at_the_end(cfg: Config, task: Any, data: Any, record: Any) -> None:
+def _export_at_the_end(cfg: Config, task: Any, data: object, record: Any) -> None:
     """Keeps some validation images, then exports the best weights, where the task knows how."""
     if not record.has_learned and record.folder.bundle_card.exists():  # a finished run that was resumed
         return

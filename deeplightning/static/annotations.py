@@ -39,7 +39,7 @@ class Types:
         around: the aliases whose meaning is being found out, one inside the other.
     """
 
-    def __init__(self, names: Names, frame: Frame, around: frozenset[Any] = frozenset()):
+    def __init__(self, names: Names, frame: Frame, around: frozenset[object] = frozenset()):
         self.names, self.frame, self.around = names, frame, around
 
     def part(self, node: ast.expr | None, variables: dict[str, Options]) -> Options:
@@ -143,7 +143,7 @@ class Types:
                 part = ast.parse(part.value.strip(), mode="eval").body
             options.append((part, self.part(part, variables)))
         numbers = any(option and {int, float} & set(option) for _, option in options)
-        kept: list[Any] = []
+        kept: list[object] = []
         for part, option in options:
             if option is None:
                 if numbers and self.is_of_torch(part):

@@ -126,7 +126,7 @@ def module(name: str) -> Module | None:
     return Module(name, Path(file), inside, spec.loader)
 
 
-def _spec(name: str, folders: Sequence[str] | None) -> Any:
+def _spec(name: str, folders: Sequence[str] | None) -> object:
     if folders is None:
         try:
             spec = importlib.util.find_spec(name)
@@ -288,7 +288,7 @@ class _Reader:
         self.certain = True
         self.guards: tuple[tuple[str, str | None], ...] = ()
 
-    def bind(self, name: str, kind: type[Binding], line: int, *more: Any) -> None:
+    def bind(self, name: str, kind: type[Binding], line: int, *more: object) -> None:
         self.order += 1
         self.names[name] = (kind(self.order, line, self.guards, *more),)
 
@@ -524,7 +524,7 @@ def is_true(test: ast.expr) -> bool | None:
 
 
 def _compared(left: ast.expr, op: ast.cmpop, right: ast.expr) -> bool | None:
-    here: dict[str, Any] = {
+    here: dict[str, object] = {
         "sys.version_info": tuple(sys.version_info),
         "sys.platform": sys.platform,
         "os.name": os.name,

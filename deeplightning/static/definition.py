@@ -12,7 +12,6 @@ import keyword
 import pkgutil
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from deeplightning import own_code
 from deeplightning.faults import Missing, nearest, no_module
@@ -182,7 +181,7 @@ class Definition:
         several by name. None: it does not say."""
         return network_names(self._names, self._thing) if self.kind == "class" else None
 
-    def constant(self, name: str) -> Any:
+    def constant(self, name: str) -> object:
         """A plain value that a class or an ancestor gives an attribute; None where none does.
 
         Raises:

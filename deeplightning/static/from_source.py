@@ -192,7 +192,7 @@ class Signatures:
             for d in thing.node.decorator_list
         )
 
-    def of_field(self, statement: ast.AnnAssign, frame: Frame) -> tuple[bool, Any, bool | None] | None:
+    def of_field(self, statement: ast.AnnAssign, frame: Frame) -> tuple[bool, object, bool | None] | None:
         """Whether a field is required, its default, and whether it is given by name only; None: not at all."""
         value = statement.value
         if value is None:
@@ -218,7 +218,7 @@ class Signatures:
                 return False, UNKNOWN, None
         return False, plain(self.names, value, frame), None
 
-    def returned_field(self, function: Thing) -> tuple[bool, Any, bool | None] | None:
+    def returned_field(self, function: Thing) -> tuple[bool, object, bool | None] | None:
         """A function that returns `field(…)`: whether that is required shows only there."""
         if not isinstance(function.node, Functions):
             raise Undecided(f"{function.path} makes one of its fields")

@@ -1,7 +1,6 @@
 """The names of the metrics that a task logs."""
 
 import ast
-from typing import Any
 
 from deeplightning.static.annotations import plain
 from deeplightning.static.bindings import Assigned
@@ -42,7 +41,7 @@ def loss_arguments(names: Names, thing: Thing) -> set[str]:
     return _declared(names, own, "loss_arguments")[0] or set()
 
 
-def constant(names: Names, thing: Thing, attribute: str) -> Any:
+def constant(names: Names, thing: Thing, attribute: str) -> object:
     """The plain value of an attribute of a class, its own or the next ancestor's; None where none has it.
 
     Raises:
@@ -146,7 +145,7 @@ class Logged:
                 return self.of_class(name)
         return None
 
-    def product(self, parts: list[Any], each: Thing, method: Functions) -> set[str] | None:
+    def product(self, parts: list[ast.expr], each: Thing, method: Functions) -> set[str] | None:
         whole = {""}
         for part in parts:
             texts = self.text(part, each, method)

@@ -4,7 +4,6 @@ import ast
 import types
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 from deeplightning.static.annotations import Types, is_tensor, sides
 from deeplightning.static.decorators import keeps
@@ -243,5 +242,5 @@ def _bound(function: Functions, name: str) -> list[ast.expr] | None:
     return found
 
 
-def _is(node: Any, name: str) -> bool:
+def _is(node: object, name: str) -> bool:
     return isinstance(node, ast.Name) and node.id == name

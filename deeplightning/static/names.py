@@ -43,10 +43,10 @@ class Names:
 
     def __init__(self) -> None:
         self.modules: dict[str, Module | None] = {}
-        self.lines: dict[Any, tuple[list[Thing], bool]] = {}
+        self.lines: dict[object, tuple[list[Thing], bool]] = {}
         self.scopes: dict[int, Scope] = {}
         self.found: dict[Any, Thing] = {}
-        self.active: set[Any] = set()
+        self.active: set[object] = set()
         self.changes_path = False  # whether own code may add folders to import from
 
     def guarded(self, ask: Callable[[], T]) -> T:
@@ -57,7 +57,7 @@ class Names:
         except RecursionError:
             raise Undecided("its source is nested too deeply") from None
 
-    def enter(self, key: Any) -> None:
+    def enter(self, key: object) -> None:
         if key in self.active or len(self.active) > 150:
             raise Undecided("its definition goes round in a circle")
         self.active.add(key)
@@ -111,7 +111,7 @@ class Names:
             return self.attribute(owner, name)
         raise Undecided(f"what `{name}` of a {owner.kind} is shows only when it is imported")
 
-    def live(self, owner: Any, name: str, through: Thing | None = None) -> Thing:
+    def live(self, owner: object, name: str, through: Thing | None = None) -> Thing:
         try:
             found = getattr(owner, name)
         except AttributeError:

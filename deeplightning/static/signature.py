@@ -101,7 +101,7 @@ class Undecided(Exception):
     """What a name means cannot be known without importing it; the text says why."""
 
 
-def of_object(found: Any) -> Signature:
+def of_object(found: Callable[..., object]) -> Signature:
     """The signature of a live class or function.
 
     Raises:
@@ -146,7 +146,7 @@ def positional(owner: type, method: str) -> tuple[int, float] | None:
     return sum(p.default is p.empty for p in taken), float("inf") if more else len(taken)
 
 
-def allowed_by(hint: Any) -> Options:
+def allowed_by(hint: object) -> Options:
     """What a live annotation allows."""
     hint = _BY_NAME.get(hint, hint) if isinstance(hint, str) else hint  # where not all annotations could be resolved
     if hint in (int, float, bool, str, type(None)):
@@ -196,5 +196,5 @@ def instance(paths: Sequence[str]) -> Options:
     return (str,) if is_path else None
 
 
-def _is_tensor(hint: Any) -> bool:
+def _is_tensor(hint: object) -> bool:
     return isinstance(hint, type) and (hint.__module__.partition(".")[0], hint.__name__) == ("torch", "Tensor")

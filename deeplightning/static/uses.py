@@ -2,7 +2,6 @@
 
 import ast
 from dataclasses import dataclass, field
-from typing import Any
 
 from deeplightning.static.syntax import inside
 from deeplightning.static.thing import Functions
@@ -119,7 +118,7 @@ def _look(node: ast.AST, name: str, uses: Uses, certain: bool) -> None:
         _look(child, name, uses, inside)
 
 
-def _listed(value: Any) -> list[Any]:
+def _listed(value: object) -> list[object]:
     return value if isinstance(value, list) else [value]
 
 

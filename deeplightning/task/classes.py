@@ -42,7 +42,7 @@ class Classification(Supervised):
         super().__init__(cfg)
         self.class_names: list[str] = []
         self._confusion: Tensor | None = None
-        self._ranges: dict[Any, tuple[int, int] | None] = {}  # of each stage, the least and the largest label
+        self._ranges: dict[object, tuple[int, int] | None] = {}  # of each stage, the least and the largest label
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
@@ -59,10 +59,10 @@ class Classification(Supervised):
         labels = batch["label"]
         return labels if labels.is_floating_point() else labels.long()  # torch's losses take no other integers
 
-    def default_metrics(self) -> dict[str, Any]:
+    def default_metrics(self) -> dict[str, object]:
         return {"acc": Accuracy()}
 
-    def check_outputs(self, outputs: Any) -> None:
+    def check_outputs(self, outputs: object) -> None:
         """
         Raises:
             MisfitError: they are no logits (B, K), or there are not as many as classes in the data.
@@ -116,14 +116,14 @@ class Classification(Supervised):
         """All labels of the set that the stage goes through, where it has them on the CPU."""
         trainer = self.trainer
         judged = trainer.test_dataloaders if trainer.testing else trainer.val_dataloaders
-        loader: Any = trainer.train_dataloader if trainer.training else judged
+        loader: object = trainer.train_dataloader if trainer.training else judged
         labels = getattr(getattr(loader, "dataset", None), "labels", None)
         is_column = isinstance(labels, Tensor) and labels.device.type == "cpu" and labels.ndim == 1 and len(labels) > 0
         return labels if is_column else None
 
     def answers(self, batch: Batch, outputs: Tensor) -> dict[str, Any]:
         probability, predicted = outputs.float().softmax(1).max(1)
-        columns: dict[str, Any] = {name: batch[name] for name in ("index", "label") if name in batch}
+        columns: dict[str, object] = {name: batch[name] for name in ("index", "label") if name in batch}
         names = self.class_names
         return columns | {
             "predicted_class": predicted,
@@ -142,7 +142,7 @@ class Classification(Supervised):
         pairs = bincount(labels * classes + logits.argmax(1), minlength=classes * classes).view(classes, classes)
         self._confusion = pairs if self._confusion is None else self._confusion + pairs
 
-    def pictures(self, stage: str) -> dict[str, Any]:
+    def pictures(self, stage: str) -> dict[str, object]:
         """The confusion matrix of the last validation, over all processes.
 
         Called on every process, since it is summed over them; only rank 0 gets a figure.

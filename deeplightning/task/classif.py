@@ -27,7 +27,7 @@ class Classification(classes.Classification, RowTask):
     gives = "classification"
     sample = "sample"
 
-    def travels(self) -> dict[str, Any]:
+    def travels(self) -> dict[str, object]:
         own = super().travels()
         return own and own | {"class_names": self.class_names}
 

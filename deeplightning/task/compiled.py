@@ -40,7 +40,7 @@ class Compiled:
         self._shapes: list[tuple[int, ...]] | None = None
         self._said = False
 
-    def compile(self, function: Callable[..., Any], owner: nn.Module) -> Callable[..., Any]:
+    def compile(self, function: Callable[..., object], owner: nn.Module) -> Callable[..., Any]:
         """A function of tensors, to be called with batches that `takes` accepts.
 
         Args:
@@ -79,7 +79,7 @@ class Compiled:
         if self.graphs and self.mode != "graphs" and device.type == "cuda":
             torch.compiler.cudagraph_mark_step_begin()
 
-    def own(self, values: Any) -> Any:
+    def own(self, values: object) -> Any:
         """Values that stay what they are: detached from the step and, where it uses CUDA graphs, cloned."""
         if isinstance(values, dict):
             return {name: self.own(value) for name, value in values.items()}

@@ -1,12 +1,10 @@
 """Figures of what a classifier sees and answers. Matplotlib's figures only, no window and no global state."""
 
-from typing import Any
-
 from matplotlib.figure import Figure
 from torch import Tensor
 
 
-def confusion_matrix(counts: Tensor, names: list[str]) -> Any:
+def confusion_matrix(counts: Tensor, names: list[str]) -> object:
     """A figure of counts (K, K): rows are labels, columns answers."""
     size = min(4 + 0.25 * len(names), 20)
     figure = Figure(figsize=(size, size), layout="constrained")
@@ -25,7 +23,7 @@ def confusion_matrix(counts: Tensor, names: list[str]) -> Any:
     return figure
 
 
-def sheet(samples: dict[str, Tensor], names: list[str]) -> Any:
+def sheet(samples: dict[str, Tensor], names: list[str]) -> object:
     """A figure of up to 16 pictures with what the network says of each, red where it is wrong."""
     figure = Figure(figsize=(7, 7.5), layout="constrained")
     grid = figure.subplots(4, 4, squeeze=False).flatten()

@@ -322,7 +322,7 @@ class Gan(pl.LightningModule):
         taken_for = self.networks["discriminator"](made)
         return self.losses["generator"](taken_for, torch.ones_like(taken_for))
 
-    def _step(self, optimizer: Any, loss: Tensor, samples: int) -> None:
+    def _step(self, optimizer: torch.optim.Optimizer, loss: Tensor, samples: int) -> None:
         """One step by the mean of the loss over the samples of all processes."""
         optimizer.zero_grad()
         with self._alone():
@@ -335,7 +335,7 @@ class Gan(pl.LightningModule):
         strategy = self.trainer.strategy
         return strategy.block_backward_sync() if isinstance(strategy, ParallelStrategy) else contextlib.nullcontext()
 
-    def _average(self, optimizer: Any, samples: int) -> None:
+    def _average(self, optimizer: torch.optim.Optimizer, samples: int) -> None:
         """Makes an optimizer's gradients the means over the samples of all processes; each has `samples` of them."""
         if self.trainer.world_size == 1:
             return
@@ -439,7 +439,7 @@ class Gan(pl.LightningModule):
         drawn = Generator().manual_seed((self.cfg.seed << 31) + number)
         return torch.randn(count, self._latent_size, generator=drawn)
 
-    def pictures(self, stage: str) -> dict[str, Any]:
+    def pictures(self, stage: str) -> dict[str, object]:
         """`samples_<epoch>`: 64 made pictures, of the same noise in each epoch, uint8 (C, 8 s H, 8 s W)."""
         if stage != "val" or self.trainer.sanity_checking or not self.trainer.is_global_zero:
             return {}
@@ -453,7 +453,7 @@ class Gan(pl.LightningModule):
 
     # ---- travelling
 
-    def on_save_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+    def on_save_checkpoint(self, checkpoint: dict[str, object]) -> None:
         if self.image_spec is not None:
             checkpoint[self.kind] = {"image_spec": self.image_spec.to_dict(), "class_names": self.class_names}
         epoch: Any = self.trainer.fit_loop.epoch_progress.current

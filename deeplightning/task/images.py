@@ -60,7 +60,7 @@ class ImageTask(Supervised):
     def inputs(self, batch: Batch) -> Tensor:
         return batch["image"]
 
-    def forward(self, images: Tensor) -> Any:
+    def forward(self, images: Tensor) -> object:
         """What the network gives to pictures, uint8 (B, C, H, W), or float as the network takes them."""
         return super().forward(self.normalised(images))
 
@@ -89,7 +89,7 @@ class ImageTask(Supervised):
         refusal = f"{self.cfg.model.network.type} does not take the data's pictures {shape}"
         self.check_outputs(try_network(network, torch.zeros(shape), refusal))
 
-    def travels(self) -> dict[str, Any]:
+    def travels(self) -> dict[str, object]:
         if self.image_spec is None:
             return {}
         return {"image_spec": self.image_spec.to_dict(), "class_names": self.class_names}

@@ -60,13 +60,13 @@ class ImageReconstruction(ImageTask):
     def truth(self, batch: Batch) -> Tensor:
         return self.normalised(batch["image"])
 
-    def default_metrics(self) -> dict[str, Any]:
+    def default_metrics(self) -> dict[str, object]:
         return {"rmse": MeanSquaredError(squared=False)}
 
-    def measured(self, outputs: Any) -> Tensor:
+    def measured(self, outputs: Tensor | tuple[Tensor, ...]) -> Tensor:
         return reconstruction(outputs).detach().float().contiguous()
 
-    def check_outputs(self, outputs: Any) -> None:
+    def check_outputs(self, outputs: object) -> None:
         """
         Raises:
             MisfitError: there are no pictures among them.
@@ -77,7 +77,7 @@ class ImageReconstruction(ImageTask):
         wanted = "pictures (B, C, H, W), or {'reconstruction': such}"
         raise refusal(self.cfg.model.network.type, outputs if found is None else found, wanted)
 
-    def check_truth(self, outputs: Any, truth: Tensor) -> None:
+    def check_truth(self, outputs: Tensor | tuple[Tensor, ...], truth: Tensor) -> None:
         found = reconstruction(outputs).shape
         if found[1:] != truth.shape[1:]:
             raise MisfitError(
@@ -92,7 +92,7 @@ class ImageReconstruction(ImageTask):
         self._tokens = None
         self._shown.pop("val", None)
 
-    def remember(self, inputs: Tensor, outputs: Any, truth: Tensor) -> None:
+    def remember(self, inputs: Tensor, outputs: Tensor | tuple[Tensor, ...], truth: Tensor) -> None:
         """Counts the tokens of each validation sample, and keeps the first pictures."""
         if "val" not in self._shown:
             self._shown["val"] = inputs[:SHOWN]
@@ -124,7 +124,7 @@ class ImageReconstruction(ImageTask):
         if "train" not in self._shown:
             self._shown["train"] = batch["image"][:SHOWN]
 
-    def pictures(self, stage: str) -> dict[str, Any]:
+    def pictures(self, stage: str) -> dict[str, object]:
         """`<stage>_original_<epoch>` and `<stage>_reconstruction_<epoch>` of training and validation, each a sheet,
         uint8 (C, H, W); in a validation by itself `val_original` and `val_reconstruction`.
 

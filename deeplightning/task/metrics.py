@@ -1,7 +1,6 @@
 """Means that are true over batches of any size and over processes. B batch, K classes."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +22,7 @@ class _Sums(Metric):
 
     full_state_update = False
 
-    def __setattr__(self, name: str, value: Any) -> None:
+    def __setattr__(self, name: str, value: object) -> None:
         if name in ("_computed", "_update_count"):  # torchmetrics', set at each update; torch looks for parameters
             self.__dict__[name] = value
         else:

@@ -113,7 +113,7 @@ class Labels(Supervised):
         self.thresholds: list[float] = []
         self.collected = Collected()
 
-    def default_metrics(self) -> dict[str, Any]:
+    def default_metrics(self) -> dict[str, object]:
         return {"map": MeanAveragePrecision(), "f1": F1()}
 
     def measured(self, outputs: Any) -> Tensor:
@@ -132,7 +132,7 @@ class Labels(Supervised):
             )
         return (labels if labels.ndim == 2 else labels[:, None]).float()
 
-    def check_outputs(self, outputs: Any) -> None:
+    def check_outputs(self, outputs: object) -> None:
         """
         Raises:
             MisfitError: they are no logits (B, K), or there are not as many as labels in the data.
@@ -191,7 +191,7 @@ class Labels(Supervised):
         each label."""
         scores = self.measured(outputs)
         names = self.class_names or [str(number) for number in range(scores.shape[1])]
-        columns: dict[str, Any] = {"index": batch["index"]} if "index" in batch else {}
+        columns: dict[str, object] = {"index": batch["index"]} if "index" in batch else {}
         columns["predicted_labels"] = _joined(names, chosen(scores, self.thresholds or [0.5] * len(names)))
         if "label" in batch or "target" in batch:
             columns["labels"] = _joined(names, self.truth(batch) == 1)
@@ -203,7 +203,7 @@ class Labels(Supervised):
 
     # ---- travelling
 
-    def travels(self) -> dict[str, Any]:
+    def travels(self) -> dict[str, object]:
         return {**super().travels(), "thresholds": self.thresholds}
 
     def arrives(self, saved: dict[str, Any]) -> None:
@@ -258,7 +258,7 @@ class Multilabel(Labels, RowTask):
         names = getattr(data, "class_names", None) or getattr(data, "target_names", None)
         self.class_names = list(names or self.class_names)
 
-    def travels(self) -> dict[str, Any]:
+    def travels(self) -> dict[str, object]:
         return {**super().travels(), **({"class_names": self.class_names} if self.row_spec is not None else {})}
 
     def arrives(self, saved: dict[str, Any]) -> None:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from functools import wraps
 from inspect import signature
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +11,9 @@ from torch import Tensor, nn
 from deeplightning.config.target import build
 from deeplightning.task.errors import MisfitError
 from deeplightning.words import first_line
+
+if TYPE_CHECKING:
+    import pytorch_lightning as pl
 
 
 def on_cpu(configure_model: Callable[[Any], None]) -> Callable[[Any], None]:
@@ -21,7 +24,7 @@ def on_cpu(configure_model: Callable[[Any], None]) -> Callable[[Any], None]:
     """
 
     @wraps(configure_model)
-    def configured(task: Any) -> None:
+    def configured(task: "pl.LightningModule") -> None:
         with torch.device("cpu"):
             configure_model(task)
 

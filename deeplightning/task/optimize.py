@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from inspect import signature
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import pytorch_lightning as pl
 import torch
@@ -11,6 +11,9 @@ from torch import nn
 
 from deeplightning.config.target import build
 from deeplightning.task.errors import MisfitError
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
 
 
 def freeze(network: nn.Module, wanted: str | list[str]) -> None:
@@ -63,7 +66,7 @@ def optimizers(network: nn.Module, model: Any, trainer: pl.Trainer, fused: bool 
 
 def optimizers_by_name(
     networks: Mapping[str, nn.Module], model: Any, trainer: pl.Trainer, fused: bool | Literal["auto"] = "auto"
-) -> tuple[dict[str, torch.optim.Optimizer], dict[str, Any]]:
+) -> tuple[dict[str, torch.optim.Optimizer], dict[str, object]]:
     """The optimizers of several networks, and the schedules of those that have one, by name and in the networks' order.
 
     For tasks that step them themselves. The learning rate of each is logged as `lr-NAME`: its first group of parameters
@@ -142,7 +145,7 @@ def _fused(
     parameters = [p for p in network.parameters() if p.requires_grad]
     if wanted == "auto" and not all(p.device.type == "cuda" and not hasattr(p, "placements") for p in parameters):
         return {}  # on the CPU, or DTensors
-    kind: Any = build({"type": "builtins.dict", "params": {"kind": {"ref": target.type}}})["kind"]
+    kind: type[Optimizer] = build({"type": "builtins.dict", "params": {"kind": {"ref": target.type}}})["kind"]
     # The argument of another library's optimizer may mean something else.
     is_torchs = (getattr(kind, "__module__", None) or "").startswith("torch.optim")
     has_kernel = is_torchs and "fused" in signature(kind).parameters
@@ -159,7 +162,7 @@ def _fused(
     return {"fused": True}
 
 
-def _keep_kernel(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, Any] | None:
+def _keep_kernel(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dict[str, object] | None:
     """The state of a checkpoint, with this run's choice of kernel: the checkpoint may be from another device."""
     saved, own = state["param_groups"], optimizer.param_groups
     if len(saved) != len(own):
@@ -168,14 +171,14 @@ def _keep_kernel(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> dic
     return {**state, "param_groups": groups}
 
 
-def _schedule(optimizer: torch.optim.Optimizer, target: Any, key: str, trainer: pl.Trainer) -> Any:
+def _schedule(optimizer: torch.optim.Optimizer, target: Any, key: str, trainer: pl.Trainer) -> object:
     built = build(target, optimizer, **_run_time_numbers(target.params, trainer, key))
     if target.call.monitor is None and isinstance(built, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise MisfitError(f"{key}.call.monitor: ReduceLROnPlateau needs a metric, for example val_loss")
     return built
 
 
-def _groups(network: nn.Module, groups: list[dict[str, Any]], key: str) -> Iterator[dict[str, Any]]:
+def _groups(network: nn.Module, groups: list[dict[str, Any]], key: str) -> Iterator[dict[str, object]]:
     """Parameters that learn, in groups: those that match a pattern with its values, then the others."""
     left = {name: p for name, p in network.named_parameters() if p.requires_grad}
     for group in groups:
@@ -200,7 +203,7 @@ def _matching(pattern: str, names: Iterable[str], key: str) -> list[str]:
     return found
 
 
-def _run_time_numbers(params: dict[str, Any], trainer: pl.Trainer, key: str) -> dict[str, Any]:
+def _run_time_numbers(params: dict[str, object], trainer: pl.Trainer, key: str) -> dict[str, object]:
     """Values for the scheduler's arguments that say `auto`."""
     asked = {name for name, value in params.items() if value == "auto"}
     if not asked:

@@ -25,7 +25,7 @@ class Picked:
     def __init__(self, name: str | int, network: str):
         self.name, self.network = name, network
 
-    def __call__(self, module: nn.Module, inputs: Any, outputs: Any) -> Any:
+    def __call__(self, module: nn.Module, inputs: object, outputs: Any) -> Any:
         """
         Raises:
             MisfitError: there is no such output.
@@ -49,7 +49,7 @@ class Picked:
         return getattr(outputs, str(self.name)) if is_attribute else outputs[self.name]
 
 
-def names_in(outputs: Any) -> list[str | int]:
+def names_in(outputs: object) -> list[str | int]:
     """What `model.output` may be for such outputs; empty: they are a tensor, or of a kind that has no names."""
     if isinstance(outputs, Mapping):  # a ModelOutput of Hugging Face's is one
         return list(outputs)
@@ -60,7 +60,7 @@ def names_in(outputs: Any) -> list[str | int]:
     return []
 
 
-def refusal(network: str, outputs: Any, wanted: str) -> MisfitError:
+def refusal(network: str, outputs: object, wanted: str) -> MisfitError:
     """The error of a network whose outputs are not what its task wants, and what to do about outputs with names."""
     found = f"{tuple(outputs.shape)}" if isinstance(outputs, Tensor) else _kind(outputs)
     message = f"{network} gives {found}, not {wanted}"
@@ -70,5 +70,5 @@ def refusal(network: str, outputs: Any, wanted: str) -> MisfitError:
     return MisfitError(message, "model.network")
 
 
-def _kind(outputs: Any) -> str:
+def _kind(outputs: object) -> str:
     return f"a {type(outputs).__name__}"

@@ -50,7 +50,7 @@ class Recorded:
         self._replay: _Replay | None = None
         self._state: Any = None  # of the owner, as it was recorded
 
-    def __call__(self, *inputs: Tensor) -> Any:
+    def __call__(self, *inputs: Tensor) -> object:
         """
         Raises:
             MisfitError: the function cannot be recorded.
@@ -79,7 +79,7 @@ class _Replay:
         learns: names of the parameters that it gives gradients to.
     """
 
-    def __init__(self, function: Callable[..., Any], owner: nn.Module, inputs: tuple[Tensor, ...]):
+    def __init__(self, function: Callable[..., object], owner: nn.Module, inputs: tuple[Tensor, ...]):
         self.inputs = [given.detach().clone().requires_grad_(given.requires_grad) for given in inputs]
         self.parameters = _learning(owner)
         part = _Part(function, owner)
@@ -147,11 +147,11 @@ class _Replay:
 class _Part(nn.Module):
     """A function with the modules that it computes with, whose parameters `functional_call` replaces."""
 
-    def __init__(self, function: Callable[..., Any], owner: nn.Module):
+    def __init__(self, function: Callable[..., object], owner: nn.Module):
         super().__init__()
         self.function, self.owner = function, owner
 
-    def forward(self, *inputs: Tensor) -> Any:
+    def forward(self, *inputs: Tensor) -> object:
         return self.function(*inputs)
 
 
@@ -161,7 +161,7 @@ def _last(given: Any) -> Tensor:
     return last
 
 
-def _detached(given: Any) -> Any:
+def _detached(given: object) -> Any:
     """The same without gradients, in tuples and dicts."""
     if isinstance(given, dict):
         return {name: _detached(value) for name, value in given.items()}
@@ -225,7 +225,7 @@ def _named_parts(owner: nn.Module) -> dict[str, nn.Module]:
     return {name: m for name, m in owner.named_modules() if m is not owner and not isinstance(m, Metric)}
 
 
-def watched(function: Callable[..., Any], owner: nn.Module, inputs: tuple[Tensor, ...]) -> set[str]:
+def watched(function: Callable[..., object], owner: nn.Module, inputs: tuple[Tensor, ...]) -> set[str]:
     """Calls a function once and looks at what it does beside computing with tensors.
 
     Returns:
@@ -248,7 +248,7 @@ def watched(function: Callable[..., Any], owner: nn.Module, inputs: tuple[Tensor
     return {name for name, gradient in zip(parameters, found, strict=True) if gradient is not None}
 
 
-def _cpu_generators() -> tuple[Any, ...]:
+def _cpu_generators() -> tuple[object, ...]:
     state: Any = np.random.get_state()
     kind, keys, *position = state
     return random.getstate(), (kind, keys.tobytes(), *position), torch.get_rng_state().numpy().tobytes()

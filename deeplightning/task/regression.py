@@ -122,7 +122,7 @@ class Regression(RowTask):
         # What torch's ddp reads: these are the same everywhere, and need not be sent at each step.
         self._ddp_params_and_buffers_to_ignore = ["target_mean", "target_std"]
 
-    def default_metrics(self) -> dict[str, Any]:
+    def default_metrics(self) -> dict[str, object]:
         return {"mse": MeanSquaredError(), "rmse": RootMeanSquaredError()}
 
     def truth(self, batch: Batch) -> Tensor:
@@ -144,7 +144,7 @@ class Regression(RowTask):
         """Numbers as the network gives them, float (B,) or (B, T), in the unit of the data."""
         return values * self.target_std + self.target_mean if self.is_scaled else values
 
-    def _count(self, stage: str, outputs: Any, truth: Tensor, *rest: Any, **others: Any) -> dict[str, Tensor]:
+    def _count(self, stage: str, outputs: object, truth: Tensor, *rest: Any, **others: Any) -> dict[str, Tensor]:
         return super()._count(stage, self.in_units(outputs), self.in_units(truth), *rest, **others)
 
     def remember(self, inputs: Tensor, outputs: Tensor, truth: Tensor) -> None:
@@ -177,7 +177,7 @@ class Regression(RowTask):
             message = f"{self.cfg.model.network.type} does not take the data's inputs {shape}: {error}"
             raise MisfitError(message, "model.network") from error
 
-    def check_outputs(self, outputs: Any) -> None:
+    def check_outputs(self, outputs: object) -> None:
         if not isinstance(outputs, Tensor) or outputs.ndim not in (1, 2):
             raise refusal(self.cfg.model.network.type, outputs, "(B, T): a number for each target of a sample")
 
@@ -196,7 +196,7 @@ class Regression(RowTask):
 
     # ---- travelling
 
-    def travels(self) -> dict[str, Any]:
+    def travels(self) -> dict[str, object]:
         own = super().travels()
         if not own:
             return {}
@@ -217,7 +217,7 @@ class Regression(RowTask):
         """The name of each number of an answer."""
         return self.target_names or ["target"]
 
-    def answer_details(self) -> dict[str, Any]:
+    def answer_details(self) -> dict[str, object]:
         """What a bundle says of its answers: the interval, and by how much a prediction may be off in it."""
         return {"interval": self.interval, "half_widths": self.half_widths} if self.half_widths else {}
 
@@ -231,7 +231,7 @@ class Regression(RowTask):
         return self.exported(Scaled(self.network, mean, std))
 
 
-def _without_one(values: Any) -> Any:
+def _without_one(values: object) -> Any:
     """(B, 1) as (B,); anything else as it is."""
     return values.squeeze(1) if isinstance(values, Tensor) and values.ndim == 2 and values.shape[1] == 1 else values
 

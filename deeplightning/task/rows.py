@@ -50,7 +50,7 @@ class RowTask(Supervised):
 
     def setup(self, stage: str) -> None:
         super().setup(stage)
-        data: Any = getattr(self.trainer, "datamodule", None)
+        data: object = getattr(self.trainer, "datamodule", None)
         for name in ("table", "array"):
             if (spec := getattr(data, f"{name}_spec", None)) is not None:
                 self.row_spec = spec
@@ -68,7 +68,7 @@ class RowTask(Supervised):
         refusal = f"{self.cfg.model.network.type} does not take the data's inputs {shape}"
         self.check_outputs(try_network(network, torch.zeros(shape), refusal))
 
-    def travels(self) -> dict[str, Any]:
+    def travels(self) -> dict[str, object]:
         return {} if self.row_spec is None else {"takes": self.takes, "spec": self.row_spec.to_dict()}
 
     def arrives(self, saved: dict[str, Any]) -> None:

@@ -53,10 +53,10 @@ class Segmentation(ImageTask):
         mask = batch["mask"].long()
         return mask.masked_fill_(mask == NO_CLASS, IGNORED)
 
-    def default_metrics(self) -> dict[str, Any]:
+    def default_metrics(self) -> dict[str, object]:
         return {"iou": IoU(), "acc": PixelAccuracy()}
 
-    def check_outputs(self, outputs: Any) -> None:
+    def check_outputs(self, outputs: object) -> None:
         name = self.cfg.model.network.type
         if not isinstance(outputs, Tensor) or outputs.ndim != 4:
             raise refusal(name, outputs, "(B, K, H, W): a number per class and pixel")
@@ -87,7 +87,7 @@ class Segmentation(ImageTask):
 
     def answers(self, batch: Batch, outputs: Tensor) -> dict[str, Any]:
         """A row per picture: the share of each class in the answer; with a mask, how right it is."""
-        columns: dict[str, Any] = {"index": batch["index"]} if "index" in batch else {}
+        columns: dict[str, object] = {"index": batch["index"]} if "index" in batch else {}
         answered = outputs.argmax(1)  # (B, H, W)
         if "mask" in batch:
             counts = counts_of(answered, self.truth(batch))
@@ -114,7 +114,7 @@ class Segmentation(ImageTask):
 
     # ---- export
 
-    def travels(self) -> dict[str, Any]:
+    def travels(self) -> dict[str, object]:
         own = super().travels()
         if own and not own["class_names"]:  # the data module gives none; a server calls them by their numbers
             own["class_names"] = [str(number) for number in range(self._classes)]

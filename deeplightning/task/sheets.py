@@ -1,9 +1,12 @@
 """Many pictures become one, for people to look at. C channels, H height, W width."""
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    import pytorch_lightning as pl
 
 LARGE = 64
 """Pixels that the longer side of each picture should have on a sheet."""
@@ -19,7 +22,7 @@ def sheet(images: Tensor, columns: int = 4) -> Tensor:
     return torch.cat([torch.cat(list(row), dim=2) for row in images.split(columns)], dim=1)
 
 
-def epoch_suffix(task: Any) -> str:
+def epoch_suffix(task: "pl.LightningModule") -> str:
     """`_E` for the names of an epoch's pictures, E padded to the width of the epoch count; "" outside a training."""
     if task.trainer.state.fn != "fit":
         return ""

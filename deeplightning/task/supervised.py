@@ -4,7 +4,7 @@ over samples, on however many processes.
 B batch; what follows depends on the task.
 """
 
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import pytorch_lightning as pl
 import torch
@@ -19,6 +19,9 @@ from deeplightning.task.networks import build_loss, on_cpu
 from deeplightning.task.optimize import freeze, optimizers
 from deeplightning.task.outputs import Picked
 from deeplightning.task.points import Points
+
+if TYPE_CHECKING:
+    from pytorch_lightning.utilities.types import OptimizerLRScheduler
 
 Batch = dict[str, Tensor]
 Outputs = Tensor | dict[str, Tensor]
@@ -82,9 +85,9 @@ class Supervised(pl.LightningModule):
         self.metrics = InOwnPrecision({f"{stage}_stage": self._metrics() for stage in ("train", "val", "test")})
         self._compiled: Compiled | None = None
         self._compiled_step: Any = None
-        self._outlines: dict[tuple[int, ...], Any] = {}  # by the shape of inputs; see `_outline`
+        self._outlines: dict[tuple[int, ...], object] = {}  # by the shape of inputs; see `_outline`
         self._logged_step, self._points = -1, Points()
-        self._counted: dict[str, dict[str, Any]] = {}  # of the epoch in which a run resumes, over all processes
+        self._counted: dict[str, dict[str, object]] = {}  # of the epoch in which a run resumes, over all processes
 
     def _metrics(self) -> nn.ModuleDict:
         named = self.cfg.model.metrics
@@ -112,7 +115,7 @@ class Supervised(pl.LightningModule):
         """What losses and metrics compare its outputs with, (B, …)."""
         return batch["target"]
 
-    def default_metrics(self) -> dict[str, Any]:
+    def default_metrics(self) -> dict[str, object]:
         """Where `model.metrics` is null: a torchmetrics Metric for each of `metric_names`."""
         return {}
 
@@ -120,7 +123,7 @@ class Supervised(pl.LightningModule):
         """What metrics are given of the outputs, (B, …)."""
         return outputs.detach().float()
 
-    def check_outputs(self, outputs: Any) -> None:
+    def check_outputs(self, outputs: object) -> None:
         """
         Raises:
             MisfitError: the network gives something that this task cannot use.
@@ -145,11 +148,11 @@ class Supervised(pl.LightningModule):
     def remember(self, inputs: Tensor, outputs: Any, truth: Tensor) -> None:
         """Is handed the samples of each validation batch, on a process that has none too."""
 
-    def travels(self) -> dict[str, Any]:
+    def travels(self) -> dict[str, object]:
         """What goes along in a checkpoint, of plain types."""
         return {}
 
-    def arrives(self, saved: dict[str, Any]) -> None:
+    def arrives(self, saved: dict[str, object]) -> None:
         """Takes from a checkpoint what `travels` gave."""
 
     # ---- assembling
@@ -185,13 +188,13 @@ class Supervised(pl.LightningModule):
         unsharded = self.cfg.engine.backend in (None, "ddp")
         return unsharded and type(self).training_step is Supervised.training_step
 
-    def configure_optimizers(self) -> Any:
+    def configure_optimizers(self) -> "OptimizerLRScheduler":
         assert self.network is not None
         return optimizers(self.network, self.cfg.model, self.trainer, self.cfg.engine.fused)
 
     def configure_gradient_clipping(
         self,
-        optimizer: Any,
+        optimizer: torch.optim.Optimizer,
         gradient_clip_val: float | None = None,
         gradient_clip_algorithm: str | None = None,
     ) -> None:
@@ -225,12 +228,12 @@ class Supervised(pl.LightningModule):
                     "run keeps the schedule that it began with, and so its train.num_epochs"
                 )
 
-    def forward(self, inputs: Tensor) -> Any:
+    def forward(self, inputs: Tensor) -> object:
         """What the network gives to inputs (B, …)."""
         assert self.network is not None
         return self.network(inputs)
 
-    def _outputs(self, inputs: Tensor) -> Any:
+    def _outputs(self, inputs: Tensor) -> object:
         outputs = self.forward(inputs)  # `self(inputs)` would start DeepSpeed's timers of the step a second time
         self.check_outputs(outputs)
         return outputs
@@ -272,12 +275,12 @@ class Supervised(pl.LightningModule):
         self._log_step(self._count("train", outputs, truth, own, own["loss"], wanted=self._due()), len(truth))
         return cast(Tensor, loss)
 
-    def _compute(self, inputs: Tensor, truth: Tensor) -> tuple[Any, dict[str, Tensor], Tensor]:
+    def _compute(self, inputs: Tensor, truth: Tensor) -> tuple[object, dict[str, Tensor], Tensor]:
         """What is compiled: outputs, each loss, and their weighted sum."""
         outputs = self._outputs(inputs)
         return outputs, *self._weighted(outputs, truth)
 
-    def _outline(self, inputs: Tensor) -> Any:
+    def _outline(self, inputs: Tensor) -> object:
         """What the network gives to such inputs, without values: tensors on the device `meta`. Found by one row."""
         shape = tuple(inputs.shape)
         if shape not in self._outlines:
@@ -319,12 +322,12 @@ class Supervised(pl.LightningModule):
         self.log_pending()
         self._log_epoch("train", suffix="_epoch")
 
-    def _loss(self, outputs: Any, truth: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    def _loss(self, outputs: object, truth: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         """Each loss, and their weighted sum."""
         self.check_truth(outputs, truth)
         return self._weighted(outputs, truth)
 
-    def _weighted(self, outputs: Any, truth: Tensor) -> tuple[dict[str, Tensor], Tensor]:
+    def _weighted(self, outputs: object, truth: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         parts = {name: loss(outputs, truth) for name, loss in self.losses.items()}
         for name, part in parts.items():
             if not isinstance(part, Tensor) or part.ndim != 0:
@@ -368,22 +371,22 @@ class Supervised(pl.LightningModule):
 
     # ---- judging
 
-    def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+    def validation_step(self, batch: Batch, batch_idx: int) -> dict[str, object]:
         return self._judge("val", batch)
 
     def on_validation_epoch_end(self) -> None:
         self._log_epoch("val")
 
-    def test_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+    def test_step(self, batch: Batch, batch_idx: int) -> dict[str, object]:
         return self._judge("test", batch)
 
     def on_test_epoch_end(self) -> None:
         self._log_epoch("test")
 
-    def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, Any]:
+    def predict_step(self, batch: Batch, batch_idx: int) -> dict[str, object]:
         return self.answers(batch, self._judged(self.inputs(batch)))
 
-    def _judged(self, inputs: Tensor) -> Any:
+    def _judged(self, inputs: Tensor) -> object:
         """Outputs for a batch that is not learned from.
 
         Where they go to a file, a short batch is filled up: a kernel rounds as the number of rows wants it, and which
@@ -396,7 +399,7 @@ class Supervised(pl.LightningModule):
         filled = torch.cat([inputs, inputs.new_zeros((missing, *inputs.shape[1:]))])
         return rows(self._outputs(filled), slice(len(inputs)))
 
-    def _judge(self, stage: str, batch: Batch) -> dict[str, Any]:
+    def _judge(self, stage: str, batch: Batch) -> dict[str, object]:
         inputs, truth = self.inputs(batch), self.truth(batch)
         index = batch.get("index")
         keep = index >= 0 if index is not None else torch.ones(len(truth), dtype=torch.bool, device=truth.device)
@@ -436,7 +439,7 @@ def rows(outputs: Any, which: Tensor | slice) -> Any:
     return outputs[which]
 
 
-def _on_meta(outputs: Any, rows: int) -> Any:
+def _on_meta(outputs: object, rows: int) -> object:
     """Outputs for one row as those for several, on the device `meta`."""
     if isinstance(outputs, dict):
         return {name: _on_meta(value, rows) for name, value in outputs.items()}
@@ -446,7 +449,7 @@ def _on_meta(outputs: Any, rows: int) -> Any:
     return torch.empty(shape, dtype=outputs.dtype, device="meta")
 
 
-def _state_of(metric: Metric) -> dict[str, Any]:
+def _state_of(metric: Metric) -> dict[str, object]:
     """What a metric has counted over all processes; asked on each."""
     with metric.sync_context(should_sync=torch.distributed.is_available() and torch.distributed.is_initialized()):
         return {name: [*v] if isinstance(v, list) else v.clone() for name, v in metric.metric_state.items()}

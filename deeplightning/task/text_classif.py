@@ -82,7 +82,7 @@ class TextClassification(Classification):
 
     # ---- travelling
 
-    def travels(self) -> dict[str, Any]:
+    def travels(self) -> dict[str, object]:
         if self.text_spec is None:
             return {}
         spec = self.text_spec

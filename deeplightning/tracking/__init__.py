@@ -1,6 +1,6 @@
 """Where a run is recorded: MLflow, its store on disk, and the machine that it ran on. Importing it is cheap."""
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from deeplightning.tracking.logger import MLflowLogger
@@ -9,7 +9,7 @@ if TYPE_CHECKING:
 __all__ = ["MLflowLogger", "resolve_run"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """Fetch a public name when it is asked for: MLflow costs 1.2 CPU seconds, Lightning and torch twice that."""
     if name == "MLflowLogger":
         from deeplightning.tracking.logger import MLflowLogger

@@ -139,7 +139,7 @@ class LazyClient:
     def __init__(self, store: Store):
         self.__dict__["_store"] = store
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._made(), name)
 
     @property  # type: ignore[misc]
@@ -147,7 +147,7 @@ class LazyClient:
         """For `isinstance`."""
         return type(self._made())
 
-    def _made(self) -> Any:
+    def _made(self) -> object:
         if "_client" not in self.__dict__:
             uri = attach(self.__dict__["_store"])
             from mlflow.tracking import MlflowClient

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deeplightning.private.lightning import has_run, resume_run
 from deeplightning.tracking.attach import attach
@@ -15,11 +15,15 @@ from deeplightning.tracking.open import open_tracker
 from deeplightning.tracking.store import explain, local_path, locate
 from deeplightning.tracking.tracker import SYSTEM
 
+if TYPE_CHECKING:
+    import mlflow
+    from mlflow import MlflowClient
+
 _OURS = re.compile(r"deeplightning\.tracking(\.logger)?\.MLflowLogger")
 _LIGHTNINGS = re.compile(r"(pytorch_lightning|lightning\.pytorch)\.loggers(\.mlflow)?\.MLFlowLogger")
 
 
-def prepare(type_name: str, params: dict[str, Any]) -> dict[str, Any]:
+def prepare(type_name: str, params: dict[str, Any]) -> dict[str, object]:
     """The arguments to build a logger with.
 
     Those of Lightning's own `MLFlowLogger` are translated: a directory as `tracking_uri` means the same store as with
@@ -99,7 +103,7 @@ def go_on(loggers: Sequence[Any], run_id: str, owed: Sequence[Sequence[Any]]) ->
         logger.experiment.delete_tag(run_id, "failure")
     there, write = _steps_there(logger.experiment, run), logger.log_metrics
 
-    def log_metrics(metrics: Mapping[str, Any], step: int | None = None) -> None:
+    def log_metrics(metrics: Mapping[str, object], step: int | None = None) -> None:
         if new := {name: value for name, value in metrics.items() if (step or 0) not in there.get(name, ())}:
             write(new, step)
 
@@ -108,13 +112,13 @@ def go_on(loggers: Sequence[Any], run_id: str, owed: Sequence[Sequence[Any]]) ->
         log_metrics({name: value}, step)
 
 
-def _steps_there(client: Any, run: Any) -> dict[str, set[int]]:
+def _steps_there(client: "MlflowClient", run: "mlflow.entities.Run") -> dict[str, set[int]]:
     """The steps of each metric of an MLflow run, but for the load of the machine."""
     names = [name for name in run.data.metrics if not name.startswith(SYSTEM)]
     return {name: {point.step for point in client.get_metric_history(run.info.run_id, name)} for name in names}
 
 
-def run_folder(loggers: Iterable[Any], fallback: str | os.PathLike) -> Path:
+def run_folder(loggers: Iterable[object], fallback: str | os.PathLike) -> Path:
     """Where the files of the run go, absolute; ask on rank 0, for it opens the run.
 
     It is the local artifact folder of the first MLflow logger that has one, else the folder of the first logger that

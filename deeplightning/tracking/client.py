@@ -6,7 +6,7 @@ import os
 import random
 from collections.abc import Collection, Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlflow.entities import Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
@@ -15,6 +15,9 @@ from mlflow.tracking import MlflowClient
 from deeplightning.tracking.attach import attach
 from deeplightning.tracking.store import Store, check_writable
 from deeplightning.tracking.tracker import SYSTEM, Batch, Experiment, Point, Run
+
+if TYPE_CHECKING:
+    import mlflow
 
 MAX_ENTRIES, MAX_OTHERS = 1000, 100
 """The most that MLflow takes at once, of all, and of parameters or tags."""
@@ -118,7 +121,7 @@ class Client:
         pass
 
 
-def _run(run: Any) -> Run:
+def _run(run: "mlflow.entities.Run") -> Run:
     info, data = run.info, run.data
     is_active = info.lifecycle_stage == "active"
     return Run(

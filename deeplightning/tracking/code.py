@@ -20,7 +20,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from importlib.machinery import PathFinder
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from deeplightning import own_code
 from deeplightning.config.secret_scan import conceal
@@ -110,7 +109,7 @@ class Code:
 def collect(
     redact: Callable[[str], str] = str,
     before: Code | None = None,
-    modules: Mapping[str, Any] | None = None,
+    modules: Mapping[str, object] | None = None,
 ) -> Code:
     """The code of this process's run.
 
@@ -127,7 +126,7 @@ def collect(
 class _Collector:
     """Gathers files by their root and path."""
 
-    def __init__(self, redact: Callable[[str], str], before: Code, modules: Mapping[str, Any]):
+    def __init__(self, redact: Callable[[str], str], before: Code, modules: Mapping[str, object]):
         self.redact, self.modules = redact, modules
         self.path = list(dict.fromkeys(os.path.abspath(entry) for entry in sys.path))  # noqa: PTH100 (of `.` too)
         self.installed = (*(*own_code.INSTALLED, *own_code.OURS), *_installed_into(self.path))
@@ -155,7 +154,7 @@ class _Collector:
                 asked.add(top)
                 self.follow(top)
 
-    def is_foreign(self, module: Any) -> bool:
+    def is_foreign(self, module: object) -> bool:
         """Whether a module is installed or built in, with all that is in it; a package of several folders is not."""
         inside = getattr(module, "__dict__", {})
         file = inside.get("__file__")
@@ -168,7 +167,7 @@ class _Collector:
             return False
         return file.startswith(self.installed) or f"{os.sep}site-packages{os.sep}" in file or "dist-packages" in file
 
-    def module(self, name: str, module: Any, file: str) -> None:
+    def module(self, name: str, module: object, file: str) -> None:
         """Keeps an imported module, with the folder of its package."""
         if name == "__main__":
             spec = getattr(module, "__spec__", None)

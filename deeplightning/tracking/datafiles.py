@@ -13,7 +13,10 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import pytorch_lightning as pl
 
 MAX_FILES = 20_000
 """Files that are listed."""
@@ -32,7 +35,7 @@ _NO_DATA = (".py", ".pyc", ".ckpt", ".lock")
 Never = Callable[[], bool]
 
 
-def paths_of(data: Any, root: str | None, params: Mapping[str, Any]) -> list[Path]:
+def paths_of(data: "pl.LightningDataModule", root: str | None, params: Mapping[str, object]) -> list[Path]:
     """The files and folders that a data module reads, absolute; [] where nobody can tell.
 
     Args:
@@ -62,7 +65,7 @@ def paths_of(data: Any, root: str | None, params: Mapping[str, Any]) -> list[Pat
     return [path for path in there if "site-packages" not in path.parts]
 
 
-def _texts_and_paths(value: Any, depth: int = 0) -> Iterator[str | Path]:
+def _texts_and_paths(value: object, depth: int = 0) -> Iterator[str | Path]:
     if isinstance(value, str | Path):
         yield value
     elif isinstance(value, Mapping | list | tuple) and len(value) <= MAX_FILES and depth < 4:
@@ -108,7 +111,7 @@ def describe_files(
         else:
             files[_name(path, top)] = path
     known = _Known(top or Path("/"), remember)
-    listed: dict[str, list[Any]] = {}
+    listed: dict[str, list[object]] = {}
     unread = 0
     for name in sorted(files):
         size, digest = 0, None
@@ -124,15 +127,15 @@ def describe_files(
     return {"root": str(top) if top else None, "folders": folders, "files": listed, "incomplete": incomplete}
 
 
-def describe_arrays(data: Any) -> dict[str, list[Any]]:
+def describe_arrays(data: object) -> dict[str, list[Any]]:
     """[bytes, SHA-256] of the numpy arrays and tensors on the CPU that a data module or its datasets hold, by where."""
-    found: dict[str, list[Any]] = {}
+    found: dict[str, list[object]] = {}
     left = MAX_ARRAYS
 
-    def visit(value: Any, name: str, depth: int) -> None:
+    def visit(value: object, name: str, depth: int) -> None:
         nonlocal left
         kind = type(value).__module__.partition(".")[0], type(value).__name__
-        inside: Iterable[tuple[Any, Any]] = ()
+        inside: Iterable[tuple[object, object]] = ()
         if kind == ("numpy", "ndarray") or kind == ("torch", "Tensor"):
             if (content := _bytes_of(value)) is not None and content.nbytes <= left:
                 left -= content.nbytes

@@ -53,7 +53,7 @@ REPRODUCES = "DEEPLIGHTNING_REPRODUCES"
 """The variable that names the run which this one makes again; the tag `reproduces` of this one."""
 
 
-def describe(redact: Callable[[str], str] = str) -> dict[str, Any]:
+def describe(redact: Callable[[str], str] = str) -> dict[str, object]:
     """The surroundings of this process, as plain JSON types; what cannot be found out is None.
 
     Args:
@@ -148,7 +148,7 @@ def _directory() -> str:
     return str(Path(__file__).resolve().parents[2])
 
 
-def _cpu() -> dict[str, Any]:
+def _cpu() -> dict[str, object]:
     model = None
     if (info := Path("/proc/cpuinfo")).exists():
         lines = (_quietly(info.read_text) or "").splitlines()
@@ -165,7 +165,7 @@ def _memory() -> float | None:
     return round(psutil.virtual_memory().total / 2**30, 1)
 
 
-def _gpus() -> list[dict[str, Any]]:
+def _gpus() -> list[dict[str, object]]:
     """The GPUs, asked of nvidia-smi: torch would have to start CUDA in this process, which forbids forking."""
     smi = shutil.which("nvidia-smi")
     if smi is not None:
@@ -200,7 +200,7 @@ def packages() -> dict[str, str]:
     return versions
 
 
-def redacted(value: Any, redact: Callable[[str], str]) -> Any:
+def redacted(value: object, redact: Callable[[str], str]) -> Any:
     """`redact` applied to every text in nested mappings and lists."""
     if isinstance(value, dict):
         return {key: redacted(inner, redact) for key, inner in value.items()}

@@ -95,7 +95,7 @@ _OUTPUTS: dict[str, list[tuple[str, str | None]]] = {
 """The columns of the answers with MLflow's types, by what a task gives; None: a list."""
 
 
-def _example(card: dict[str, Any]) -> dict[str, Any]:
+def _example(card: dict[str, Any]) -> dict[str, object]:
     """The first golden sample of a bundle as a row of the model's input."""
     golden = card["golden"]
     if "rows" in golden:

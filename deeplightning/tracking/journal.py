@@ -378,7 +378,7 @@ def _hold(descriptor: int) -> bool:
     return True
 
 
-def _read(descriptor: int) -> tuple[dict[str, Any], list[Entry]]:
+def _read(descriptor: int) -> tuple[dict[str, object], list[Entry]]:
     """What a journal tells of its run and process, and its entries, without unfinished or damaged lines."""
     size = os.fstat(descriptor).st_size
     if size > MAX_BYTES:

@@ -3,10 +3,13 @@
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any
+from typing import TYPE_CHECKING
 
 from deeplightning.tracking.journal import Entry
 from deeplightning.tracking.tracker import SYSTEM
+
+if TYPE_CHECKING:
+    from types import ModuleType
 
 
 def sampler(started: int) -> Callable[[], list[Entry]] | None:
@@ -56,15 +59,15 @@ def _gpus() -> Callable[[], dict[str, float]]:
     return read
 
 
-def _memory(nvml: Any, handle: Any) -> dict[str, float]:
+def _memory(nvml: "ModuleType", handle: object) -> dict[str, float]:
     memory = nvml.nvmlDeviceGetMemoryInfo(handle)
     return {"memory_usage_percentage": memory.used / memory.total * 100, "memory_usage_megabytes": memory.used / 1e6}
 
 
-def _busy(nvml: Any, handle: Any) -> dict[str, float]:
+def _busy(nvml: "ModuleType", handle: object) -> dict[str, float]:
     return {"utilization_percentage": nvml.nvmlDeviceGetUtilizationRates(handle).gpu}
 
 
-def _power(nvml: Any, handle: Any) -> dict[str, float]:
+def _power(nvml: "ModuleType", handle: object) -> dict[str, float]:
     used, most = nvml.nvmlDeviceGetPowerUsage(handle), nvml.nvmlDeviceGetEnforcedPowerLimit(handle)  # milliwatts
     return {"power_usage_watts": used / 1000, "power_usage_percentage": used / most * 100}

@@ -93,7 +93,7 @@ class MLflowLogger(Logger):
         self._started = 0  # milliseconds since 1970
         self._ended_as: str | None = None  # the status before it was opened again
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         """A copy sent to another process leaves the open run behind, and would continue it."""
         return self.__dict__ | {"_tracker": None, "_writer": None, "_artifacts": None, "_status": None, "_opened_in": 0}
 
@@ -157,7 +157,7 @@ class MLflowLogger(Logger):
         self._owed = [Point(str(name), float(value), int(time), int(step)) for name, value, time, step in owed]
 
     @rank_zero_only
-    def unwritten(self) -> list[tuple[Any, ...]]:
+    def unwritten(self) -> list[tuple[object, ...]]:
         """Points (see `Point`) that may not be in the store yet, plain tuples for a checkpoint; opens nothing."""
         waiting = self._writer.waiting() if self._writer is not None else []
         return [tuple(point) for point in waiting if not point.name.startswith(SYSTEM)]
@@ -165,7 +165,7 @@ class MLflowLogger(Logger):
     # What is tracked
 
     @rank_zero_only
-    def log_hyperparams(self, params: dict[str, Any] | Namespace | None, *args: Any, **kwargs: Any) -> None:
+    def log_hyperparams(self, params: dict[str, object] | Namespace | None, *args: object, **kwargs: object) -> None:
         """Track parameters under their path (`model/optimizer/params/lr`).
 
         On a continued run a parameter keeps its first value, as MLflow wants it; others are named in a notice.
@@ -215,7 +215,7 @@ class MLflowLogger(Logger):
             writer.say(("points", moment, step, new))
 
     @rank_zero_only
-    def log_tags(self, tags: Mapping[str, Any]) -> None:
+    def log_tags(self, tags: Mapping[str, object]) -> None:
         """Set tags of the run; a value is cut at 5,000 characters."""
         self._running().say(("tags", {clean(name): str(value)[:MAX_TAG] for name, value in tags.items()}))
 
@@ -234,7 +234,7 @@ class MLflowLogger(Logger):
         self._stored().put(source, folder)
 
     @rank_zero_only
-    def log_picture(self, name: str, image: Any) -> None:
+    def log_picture(self, name: str, image: object) -> None:
         """Put a picture into the run's artifacts as a PNG.
 
         Args:

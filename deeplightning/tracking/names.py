@@ -4,17 +4,16 @@ import re
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any
 
 MAX_NAME, MAX_PARAM, MAX_TAG, MAX_REASON = 250, 6000, 5000, 1000
 """Characters that MLflow takes in a name, a parameter and a tag; and those kept of the reason of a failure."""
 
 
-def flatten(params: Mapping[str, Any]) -> dict[str, str]:
+def flatten(params: Mapping[str, object]) -> dict[str, str]:
     """Nested mappings and lists as one flat mapping of text, keys joined with `/`, in what MLflow takes."""
     flat: dict[str, str] = {}
 
-    def visit(path: tuple[str, ...], value: Any) -> None:
+    def visit(path: tuple[str, ...], value: object) -> None:
         items = (
             value.items()
             if isinstance(value, Mapping)

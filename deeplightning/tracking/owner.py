@@ -8,19 +8,18 @@ import os
 import socket
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 AGE = 24 * 3600.0
 """Seconds of silence after which `runs --sync` takes another machine's process for dead."""
 
 
-def this_process() -> dict[str, Any]:
+def this_process() -> dict[str, object]:
     """What a journal says of the process that writes it, plain values."""
     pid = os.getpid()
     return {"process": pid, "start": started(pid), **_machine()}
 
 
-def has_ended(owner: Mapping[str, Any]) -> bool | None:
+def has_ended(owner: Mapping[str, object]) -> bool | None:
     """Whether the process that a journal tells of has ended; None: it is of another machine, which alone knows.
 
     A journal that tells no machine, of an earlier version, was left by a process that has ended: its lock is free.
@@ -38,7 +37,7 @@ def has_ended(owner: Mapping[str, Any]) -> bool | None:
     return found is None or (start is not None and found != start)
 
 
-def started(pid: Any) -> int | None:
+def started(pid: object) -> int | None:
     """When a process of this machine started, in ticks since the machine did; None: it has ended, or nothing tells."""
     if not isinstance(pid, int):
         return None

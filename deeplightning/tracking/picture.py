@@ -4,16 +4,19 @@ import io
 import math
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from PIL import Image
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 BINS = 64
 CHANNELS = (1, 3, 4)
 
 
-def to_png(image: Any) -> bytes:
+def to_png(image: object) -> bytes:
     """A matplotlib figure, a Pillow image, or an array or tensor (see `to_pixels`) as a PNG.
 
     Raises:
@@ -69,7 +72,7 @@ def to_pixels(image: Any) -> np.ndarray:
     return np.ascontiguousarray(array, dtype=np.uint8)
 
 
-def histogram(values: Any) -> tuple[list[int], list[float]]:
+def histogram(values: object) -> tuple[list[int], list[float]]:
     """Counts and the edges (one more) of 64 equal bins over the finite ones of `values`, of any shape."""
     if hasattr(values, "detach"):
         values = values.detach().cpu().double().numpy()
@@ -79,7 +82,7 @@ def histogram(values: Any) -> tuple[list[int], list[float]]:
     return counts.tolist(), edges.tolist()
 
 
-def histogram_figure(title: str, counts: list[int], edges: list[float]) -> Any:
+def histogram_figure(title: str, counts: list[int], edges: list[float]) -> "Figure":
     """A matplotlib figure of a histogram; made without pyplot, so nothing stays open."""
     from matplotlib.figure import Figure
 
@@ -91,7 +94,7 @@ def histogram_figure(title: str, counts: list[int], edges: list[float]) -> Any:
     return figure
 
 
-def kind_of(value: Any) -> str:
+def kind_of(value: object) -> str:
     """The kind of thing a value is tracked as; its type's name where it is none."""
     if hasattr(value, "savefig"):
         return "figure"

@@ -7,7 +7,6 @@ column `array` nested lists of numbers; of a table its columns are those of the 
 
 import base64
 import binascii
-from typing import Any
 
 import mlflow
 import pandas as pd
@@ -27,7 +26,7 @@ class Answers(PythonModel):
         self.bundle = Bundle.open(context.artifacts["bundle"])
 
     def predict(
-        self, context: PythonModelContext, model_input: pd.DataFrame, params: dict[str, Any] | None = None
+        self, context: PythonModelContext, model_input: pd.DataFrame, params: dict[str, object] | None = None
     ) -> pd.DataFrame:
         """
         Raises:
@@ -45,14 +44,14 @@ class Answers(PythonModel):
             }
         )
 
-    def _inputs(self, takes: str, rows: pd.DataFrame) -> list[Any]:
+    def _inputs(self, takes: str, rows: pd.DataFrame) -> list[object]:
         if takes == "table":
             return rows.astype(object).to_dict("records")
         if takes != "image":
             return list(rows[takes])
         return [self._picture(number, image) for number, image in enumerate(rows["image"])]
 
-    def _picture(self, number: int, image: Any) -> bytes:
+    def _picture(self, number: int, image: bytes | str) -> bytes:
         try:
             return base64.b64decode(image, validate=True) if isinstance(image, str) else bytes(image)
         except (binascii.Error, TypeError) as error:

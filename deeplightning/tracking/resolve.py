@@ -5,10 +5,13 @@ import re
 import shutil
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deeplightning.faults import CheckpointError, SetupError
 from deeplightning.tracking.store import Store, explain, local_path, locate
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
 
 _ID = r"[A-Za-z0-9][\w-]*"
 
@@ -119,7 +122,7 @@ def _client(store: Store) -> Any:
     return MlflowClient(uri)
 
 
-def _download(client: Any, run_id: str, store: Store) -> Path:
+def _download(client: "MlflowClient", run_id: str, store: Store) -> Path:
     """A server's artifacts, fetched anew each time (the run may have gone on) into the user's cache."""
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "deeplightning" / "runs"
     target = cache / run_id

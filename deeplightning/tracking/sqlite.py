@@ -278,7 +278,7 @@ class Tracker:
                 self._connection.close()
             self._connection = None  # the next use opens it again
 
-    def _find(self, statement: str, *values: Any) -> list[Any]:
+    def _find(self, statement: str, *values: object) -> list[Any]:
         return self._patiently(lambda connection: connection.execute(statement, values).fetchall())
 
     def _change(self, do: Callable[[sqlite3.Connection], object]) -> None:
@@ -341,7 +341,7 @@ def _add_params(connection: sqlite3.Connection, run_id: str, params: dict[str, s
 
 def _add_points(connection: sqlite3.Connection, run_id: str, points: Iterable[Point]) -> None:
     """Adds points, and remembers of each metric the last by step, time and value, as MLflow does."""
-    rows: list[tuple[Any, ...]] = []
+    rows: list[tuple[object, ...]] = []
     latest: dict[str, tuple[int, int, float, bool]] = {}
     for name, value, moment, step in points:
         is_nan, number = stored(value)

@@ -9,7 +9,6 @@ import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytorch_lightning as pl
 import torch
@@ -58,7 +57,9 @@ class _Clock(pl.Callback):
         self.samples = self.done = self.widest = 0
         self._began = self.seconds = 0.0
 
-    def on_train_batch_end(self, trainer: Any, pl_module: pl.LightningModule, outputs: Any, batch: Any, _: int) -> None:
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: object, batch: object, _: int
+    ) -> None:
         self.done += 1
         rows = samples_in(batch)
         self.widest = max(self.widest, rows)
@@ -110,14 +111,14 @@ def search(
     def fits(size: int) -> tuple[bool, str]:
         cfg = load_config(config, [*overrides, *fixed, f"data.batch_size={size}"])
 
-        def measure() -> dict[str, Any]:
+        def measure() -> dict[str, object]:
             if on_gpu and memory is not None:
                 torch.cuda.set_per_process_memory_fraction(min(1.0, memory / torch.cuda.mem_get_info(0)[1]), 0)
             clock = _Clock(batches)
             trainer = trained(cfg, clock)
             device = trainer.strategy.root_device
             held = torch.cuda.max_memory_reserved(device) if device.type == "cuda" else None
-            dataset: Any = getattr(trainer.train_dataloader, "dataset", None)
+            dataset: object = getattr(trainer.train_dataloader, "dataset", None)
             whole = len(dataset) if hasattr(dataset, "__len__") else None
             return {"speed": clock.samples / clock.seconds, "memory": held, "samples": whole, "widest": clock.widest}
 

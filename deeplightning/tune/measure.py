@@ -107,7 +107,7 @@ def trained(cfg: Config, *callbacks: pl.Callback) -> pl.Trainer:
     return trainer
 
 
-def in_child(work: Callable[[], dict[str, Any]], limit: int | None, redact: Callable[[str], str]) -> Outcome:
+def in_child(work: Callable[[], dict[str, object]], limit: int | None, redact: Callable[[str], str]) -> Outcome:
     """Calls a function in a forked process, which is killed when it holds more main memory than it may.
 
     Args:
@@ -167,7 +167,7 @@ def _watch(child: int, limit: int | None) -> tuple[int, int]:
         time.sleep(LOOK)
 
 
-def _be_child(work: Callable[[], dict[str, Any]], file: Path, parent: int, redact: Callable[[str], str]) -> None:
+def _be_child(work: Callable[[], dict[str, object]], file: Path, parent: int, redact: Callable[[str], str]) -> None:
     """The whole life of a forked process."""
     code, content = 1, dict[str, Any]()
     try:
@@ -192,7 +192,7 @@ def _be_child(work: Callable[[], dict[str, Any]], file: Path, parent: int, redac
         os._exit(code)
 
 
-def _told(error: BaseException, redact: Callable[[str], str]) -> dict[str, Any]:
+def _told(error: BaseException, redact: Callable[[str], str]) -> dict[str, object]:
     """What a child sends of an error."""
     if lacks_memory(error):
         return {"lacks_memory": True}

@@ -19,7 +19,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deeplightning.callbacks import TRIAL
 from deeplightning.checks.examine import examine, load_config
@@ -36,6 +36,9 @@ from deeplightning.tune.search import Stopped, newest_checkpoint
 from deeplightning.tune.sweep import points
 from deeplightning.tune.unchanged import own_code
 from deeplightning.tune.worker import Forked, Line, Train, own_address
+
+if TYPE_CHECKING:
+    from deeplightning.config.schema import Config
 
 log = logging.getLogger("deeplightning")
 
@@ -66,7 +69,7 @@ class Point:
             return {}
         return found if isinstance(found, dict) else {}
 
-    def note(self, **values: Any) -> None:
+    def note(self, **values: object) -> None:
         """Adds to what is known."""
         write_whole(self.file, json.dumps(self.known | values, indent=2))
 
@@ -125,7 +128,9 @@ def _check(path: Path, grid: Sequence[list[str]], keys: Sequence[str]) -> None:
 class _Grid:
     """The runs of a grid in this process."""
 
-    def __init__(self, cfg: Any, path: Path, keys: Sequence[str], grid: Sequence[list[str]], train: Train, jobs: int):
+    def __init__(
+        self, cfg: Config, path: Path, keys: Sequence[str], grid: Sequence[list[str]], train: Train, jobs: int
+    ):
         from deeplightning.callbacks.console import one_line_warnings, to_terminal
 
         to_terminal(cfg)
@@ -219,7 +224,7 @@ class _Grid:
         checkpoint = newest_checkpoint(folder) if folder.path.is_dir() else None
         return [f"train.resume_ckpt={line(str(checkpoint))}"] if checkpoint is not None else []
 
-    def _answer(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _answer(self, message: dict[str, Any]) -> dict[str, object]:
         """What a run reports: its folder."""
         if "folder" in message:
             self.points[int(message["trial"])].note(run=message.get("run"), folder=message["folder"])

@@ -68,7 +68,7 @@ def draw(study: Study, folder: Path) -> list[Path]:
     from deeplightning.tracking import picture
 
     made = []
-    figures: dict[str, Any] = {"parallel_coordinates.png": _parallel(study, done)}
+    figures: dict[str, object] = {"parallel_coordinates.png": _parallel(study, done)}
     if importances := study.importances():
         figures["importances.png"] = _bars(importances, study.tune.metric)
     for name, figure in figures.items():
@@ -80,7 +80,7 @@ def draw(study: Study, folder: Path) -> list[Path]:
     return made
 
 
-def _parallel(study: Study, done: Sequence[FrozenTrial]) -> Any:
+def _parallel(study: Study, done: Sequence[FrozenTrial]) -> object:
     """Parallel coordinates: an axis for each key and one for the metric, a line for each finished trial.
 
     Inselberg: The plane with parallel coordinates. The Visual Computer 1, 1985.
@@ -142,7 +142,7 @@ def _part(value: float, low: float, high: float) -> float:
     return 0.5 if high <= low else (value - low) / (high - low)
 
 
-def _bars(importances: dict[str, float], metric: str) -> Any:
+def _bars(importances: dict[str, float], metric: str) -> object:
     from matplotlib.figure import Figure
 
     names = sorted(importances, key=lambda name: importances[name])
@@ -161,6 +161,6 @@ def _label(key: str) -> str:
     return ".".join(part for part in key.split(".") if part != "params")[-28:]
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     words = f"{value:.4g}" if isinstance(value, float) else line(value)
     return words if len(words) <= 40 else f"{words[:39]}…"

@@ -90,12 +90,12 @@ class _Grows(pl.Callback):
         first = float(groups[0]["lr"]) or 1.0
         self._ratios = [float(group["lr"]) / first or 1.0 for group in groups]
 
-    def on_train_batch_start(self, trainer: pl.Trainer, *_: Any) -> None:
+    def on_train_batch_start(self, trainer: pl.Trainer, *_: object) -> None:
         rate = self.wanted[len(self.rates)]
         for group, ratio in zip(trainer.optimizers[0].param_groups, self._ratios, strict=True):
             group["lr"] = rate * ratio
 
-    def on_train_batch_end(self, trainer: Any, pl_module: pl.LightningModule, outputs: Any, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: Any, pl_module: pl.LightningModule, outputs: object, *_: object) -> None:
         self._parts.append(float(batch_loss(trainer, outputs)))
         if trainer.global_step == len(self.rates):
             return  # it accumulates

@@ -13,7 +13,7 @@ import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import yaml
 
@@ -33,6 +33,9 @@ from deeplightning.runfolder import Hold, RunFolder, make_private, permissions_o
 from deeplightning.tune.parent import Parent
 from deeplightning.tune.unchanged import changed_code, changed_settings, own_code
 from deeplightning.tune.worker import Forked, Line, Train, own_address
+
+if TYPE_CHECKING:
+    import optuna
 
 log = logging.getLogger("deeplightning")
 
@@ -341,7 +344,7 @@ class _Search:
             self.study.attribute(number, run=None, folder=None)
         return []
 
-    def _trial_config(self, point: Mapping[str, Any], more: Sequence[str], is_trial: bool) -> str:
+    def _trial_config(self, point: Mapping[str, object], more: Sequence[str], is_trial: bool) -> str:
         """The search's config with the values of a point, as `deeplightning train` takes it."""
         values = [d.override(point[d.key]) for d in self.space]
         # A bundle takes longer than many a trial; `deeplightning export` makes one of the run that is chosen.
@@ -349,7 +352,7 @@ class _Search:
         # What a choice took from the environment is written as it was.
         return self.cfg.redact(dump(as_written(read(self.config, ["~tune", *values, *own]).root)))
 
-    def _answer(self, message: dict[str, Any]) -> dict[str, Any]:
+    def _answer(self, message: dict[str, Any]) -> dict[str, object]:
         """What a trial says: where its run is, its metric, or that there is no such metric."""
         number = int(message["trial"])
         if "folder" in message:
@@ -467,7 +470,7 @@ class _Search:
             log.info("%-10s deeplightning train %s", "again", folder / "best.yaml")
         self.parent.log(self._points(), tags)
 
-    def _best_config(self, best: Any, point: Mapping[str, Any]) -> str:
+    def _best_config(self, best: optuna.trial.FrozenTrial, point: Mapping[str, object]) -> str:
         head = f"# The best of {len(self.study.trials())} trials of the search {self.name}: trial {best.number}, "
         return f"{head}{self.tune.metric} {best.value:.6g}.\n{self._trial_config(point, (), is_trial=False)}"
 

@@ -87,7 +87,7 @@ class Study:
     def notes(self) -> dict[str, Any]:
         return self._study.user_attrs
 
-    def note(self, name: str, value: Any) -> None:
+    def note(self, name: str, value: object) -> None:
         self._study.set_user_attr(name, value)
 
     def trials(self) -> list[FrozenTrial]:
@@ -207,7 +207,7 @@ class Study:
             trial = self._trial(number)
         return bool(self._study.pruner.prune(self._study, trial))
 
-    def attribute(self, number: int, **values: Any) -> None:
+    def attribute(self, number: int, **values: object) -> None:
         for name, value in values.items():
             self._storage.set_trial_user_attr(trial_id(self._trial(number)), name, value)
 
@@ -247,7 +247,7 @@ class Study:
     def _same(self, one: Point, other: Point) -> bool:
         return all(d.same(one[d.key], other[d.key]) for d in self.space)
 
-    def _sampler_for(self, number: int, attempt: int = 0) -> Any:
+    def _sampler_for(self, number: int, attempt: int = 0) -> object:
         """The sampler that draws the trial of a number."""
         target = self.tune.sampler
         name, params = (target.type, dict(target.params)) if target else ("optuna.samplers.TPESampler", {})
@@ -280,12 +280,12 @@ def _distribution(dimension: Dimension) -> BaseDistribution:
     return FloatDistribution(d.low, d.high, log=d.is_log, step=d.step)
 
 
-def _written(dimension: Dimension, value: Any) -> Any:
+def _written(dimension: Dimension, value: object) -> Any:
     """A value as Optuna keeps it: choices as text, since it knows no lists and mappings, and takes 1 for true."""
     return line(value) if dimension.kind == "choice" else value
 
 
-def _meant(dimension: Dimension, written: Any) -> Any:
+def _meant(dimension: Dimension, written: Any) -> object:
     if dimension.kind == "choice":
         return next(value for value in dimension.choices if line(value) == written)
     return int(written) if dimension.is_whole else float(written)
@@ -296,5 +296,5 @@ def plain_text(point: Point) -> str:
     return "  ".join(f"{key}={_short(value)}" for key, value in point.items())
 
 
-def _short(value: Any) -> str:
+def _short(value: object) -> str:
     return f"{value:.4g}" if isinstance(value, float) else line(value)

@@ -4,7 +4,6 @@ import hashlib
 import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
 
 from deeplightning.config.tree import line
 from deeplightning.faults import Fault
@@ -16,7 +15,7 @@ FREE = ("tune.num_trials", "tune.parallel", "tune.sampler", "tune.pruner", "tune
 _NONE = object()
 
 
-def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any], name: str, config: Path) -> list[Fault]:
+def changed_settings(before: Mapping[str, object], now: Mapping[str, object], name: str, config: Path) -> list[Fault]:
     """The settings whose change makes trials of before and after incomparable; at most five.
 
     Args:
@@ -82,7 +81,7 @@ def _digest(file: Path) -> str | None:
         return None
 
 
-def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+def _flat(value: object, name: str = "") -> Iterator[tuple[str, object]]:
     """The leaves of a config by their keys; a distribution of the space is one."""
     if isinstance(value, dict) and value and not name.startswith("tune.space."):
         for key, item in value.items():
@@ -91,5 +90,5 @@ def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def _shown(value: Any) -> str:
+def _shown(value: object) -> str:
     return "absent" if value is _NONE else line(value)

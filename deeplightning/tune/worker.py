@@ -21,7 +21,6 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
 
 from deeplightning.private.python import forget_exit_functions, run_exit_functions
 
@@ -52,7 +51,7 @@ class Line:
         words = {"host": self.host, "port": self.port, "token": self.token, "trial": number, "metric": metric}
         return json.dumps(words)
 
-    def listen(self, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    def listen(self, answer: Callable[[dict[str, object]], dict[str, object]]) -> None:
         """Answers one message, if one comes in a moment."""
         try:
             connection, _ = self._listener.accept()
@@ -157,7 +156,7 @@ def _be_trial(
     train: Train, arguments: Sequence[str], log: Path, environment: Mapping[str, str | None], driver: int
 ) -> None:
     """The whole life of a forked process."""
-    code: Any = 1
+    code: object = 1
     try:
         forget_exit_functions()  # what is registered is the search's to do
         os.setpgid(0, 0)
