@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 from deeplightning import own_code
 from deeplightning.callbacks.recompute import Recompute
 from deeplightning.callbacks.steps import LogSteps, Seeds
-from deeplightning.config.automatic import WEIGHT, unfilled
+from deeplightning.config.automatic import WEIGHTS, unfilled
 from deeplightning.config.target import build, needs
 from deeplightning.dry_run.attempt import Attempt
 from deeplightning.dry_run.diagnosis import error_in_words, faults_of, targets_of
@@ -58,7 +58,7 @@ def take_steps(attempt: Attempt) -> None:
     """
     attempt.batch = _example(attempt)
     for key, params, name in [*unfilled(attempt.cfg)]:
-        if name == WEIGHT:
+        if name in WEIGHTS:
             del params[name]
             attempt.untried.append(Fault("the weights follow from the data; the loss was tried without them", key))
     if left := [key for key, _, _ in unfilled(attempt.cfg)]:
