@@ -233,7 +233,7 @@ def test_what_goes_together_passes(overrides):
 
 
 def test_a_task_that_accumulates_itself_may_be_told_how_often():
-    """The GAN task heeds the factor, and a subclass that keeps its `training_step`; one with its own does not say so."""
+    """The GAN task heeds the factor, as does a subclass that keeps its `training_step`; one with its own does not."""
     Path("kin.py").write_text(
         "from deeplightning.task.gan import Gan\n\n\nclass Kept(Gan): ...\n\n\n"
         "class Own(Gan):\n    def training_step(self, batch, batch_idx): ...\n"
