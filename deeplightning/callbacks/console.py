@@ -15,7 +15,7 @@ from pytorch_lightning.callbacks import EarlyStopping
 from deeplightning.callbacks.checkpoints import Checkpoints
 from deeplightning.callbacks.order import OWN
 from deeplightning.callbacks.record import Record, Redacting, rank_shown
-from deeplightning.callbacks.watch import batch_loss, samples_in
+from deeplightning.callbacks.watch import batch_loss, has_loss, samples_in
 from deeplightning.checks.hints import proposals
 from deeplightning.config.schema import Config, Target
 from deeplightning.engine.compute import matmul_hint
@@ -164,7 +164,7 @@ class Console(pl.Callback):
         now = time.monotonic()
         self._samples += samples_in(batch)
         self._learning = now - self._epoch_started - self._validating
-        if not self._told_first:
+        if not self._told_first and has_loss(outputs):
             self._told_first = True
             log.info("first loss %.4f, %.1f s after the start", self._loss(trainer, outputs), now - self._started)
         if self._progress and now - self._drawn > DRAW_SECONDS:

@@ -123,11 +123,15 @@ class SameBuffers(pl.Callback):
 class AccumulateFrom(pl.Callback):
     """Accumulates the gradients of `factor` batches from an epoch on.
 
-    Lightning's GradientAccumulationScheduler forgets the factor where a run resumes inside an epoch (2.6.6).
+    Lightning's GradientAccumulationScheduler forgets the factor where a run resumes inside an epoch, and a Trainer that
+    is made with a factor refuses each task that steps its optimizers itself, also one that heeds the factor (2.6.6).
     """
 
     def __init__(self, epoch: int, factor: int):
         self.epoch, self.factor = epoch, factor
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self._set(trainer)  # schedules ask how many steps there are
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._set(trainer)

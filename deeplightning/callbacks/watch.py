@@ -15,10 +15,19 @@ if TYPE_CHECKING:
 log = logging.getLogger("deeplightning.watch")
 
 
+def has_loss(outputs: Any) -> bool:
+    """Whether a batch came with a loss; a task that steps itself may have none, or one only where it takes a step."""
+    return (outputs.get("loss") if isinstance(outputs, dict) else outputs) is not None
+
+
 def batch_loss(trainer: Any, outputs: Any) -> torch.Tensor:
-    """The loss of one batch from what `on_train_batch_end` is handed: Lightning has divided it by the accumulation."""
-    loss = outputs.get("loss") if isinstance(outputs, dict) else outputs  # a task that steps itself may return none
-    return loss.detach() * trainer.accumulate_grad_batches if loss is not None else torch.tensor(float("nan"))
+    """The loss of one batch from what `on_train_batch_end` is handed; nan: there is none. Lightning has divided it by
+    the accumulation, but not that of a task that steps itself."""
+    if not has_loss(outputs):
+        return torch.tensor(float("nan"))
+    loss: torch.Tensor = outputs["loss"] if isinstance(outputs, dict) else outputs
+    divided_by = trainer.accumulate_grad_batches if trainer.lightning_module.automatic_optimization else 1
+    return loss.detach() * divided_by
 
 
 class SyncedLoss(pl.Callback):
@@ -37,11 +46,15 @@ class SyncedLoss(pl.Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._losses, self._step = [], trainer.global_step
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: object, outputs: object, *_: object) -> None:
-        self._losses.append(batch_loss(trainer, outputs))
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: object, *_: object
+    ) -> None:
+        if has_loss(outputs):
+            self._losses.append(batch_loss(trainer, outputs))
         if trainer.global_step == self._step:
             return
-        mean = trainer.strategy.reduce(torch.stack(self._losses).mean(), reduce_op="mean")
+        losses = self._losses or [batch_loss(trainer, None)]
+        mean = trainer.strategy.reduce(torch.stack(losses).mean(), reduce_op="mean")
         if trainer.global_rank in self.ranks:
             log.info("%s step %d: %.6f", self.prefix, self._step, mean)
         self._losses, self._step = [], trainer.global_step
@@ -59,7 +72,11 @@ class SmoothedLoss(pl.Callback):
     def on_train_epoch_start(self, *_: object) -> None:
         self._value = None
 
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: object, *_: object) -> None:
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: object, *_: object
+    ) -> None:
+        if not has_loss(outputs):
+            return
         loss = batch_loss(trainer, outputs)
         self._value = loss if self._value is None else self.weight * loss + (1 - self.weight) * self._value
         pl_module.log("train_loss_ema", self._value)

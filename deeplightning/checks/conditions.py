@@ -85,12 +85,24 @@ def lacks_nvme_folder(cfg: Config) -> bool:
 
 def steps_itself(cfg: Config) -> bool:
     """Whether the task steps its optimizers itself, as far as its source tells."""
-    name: object = cfg.model.module and cfg.model.module.type  # where it is missing or no target, a fault says so
-    try:
-        task: Any = Meanings().of(name) if isinstance(name, str) else None
-    except (ValueError, Undecided):
-        return False
+    task = _task(cfg)
     return task is not None and task.steps_itself()
+
+
+def accumulates_itself(cfg: Config) -> bool:
+    """Whether there is something to accumulate, and the task, which steps its optimizers itself, does so, as far as its
+    source tells."""
+    task = _task(cfg) if cfg.train.accumulator_factor > 1 else None
+    return task is not None and task.steps_itself() and task.accumulates()
+
+
+def _task(cfg: Config) -> Any:
+    """What the source says of the task; None: it is missing, or cannot be read."""
+    name: Any = cfg.model.module and cfg.model.module.type  # where it is missing or no target, a fault says so
+    try:
+        return Meanings().of(name) if isinstance(name, str) else None
+    except (ValueError, Undecided):
+        return None
 
 
 LEAST_EPS = 1e-7

@@ -9,7 +9,7 @@ from deeplightning.checks.allowed import known_elsewhere
 from deeplightning.checks.compare import Meanings, Verdict, judge
 from deeplightning.checks.findings import Findings
 from deeplightning.config import schema
-from deeplightning.config.automatic import BALANCED, DECLARED, LISTS, WEIGHT
+from deeplightning.config.automatic import BALANCED, DECLARED, LISTS, WEIGHTS
 from deeplightning.config.kinds import HOOK, no_part, role_of
 from deeplightning.config.schema import Config, Target
 from deeplightning.config.target import is_reference, is_target
@@ -44,11 +44,12 @@ def note_target(findings: Findings, name: str, entry: Entry, key: str, path: Key
         values |= dict.fromkeys(auto)  # it becomes a number when the run knows it
         if role == "model.network":
             values |= {p: [] if p in LISTS else 1 for p in DECLARED if values.get(p) == "auto"}
-        if role == "model.loss" and values.get(WEIGHT) == BALANCED:
-            values[WEIGHT] = {"type": "torch.tensor", "params": {"data": []}}  # the run fills in the numbers
-        elif role == "model.loss" and (meant := nearest(str(values.get(WEIGHT)), [BALANCED])):
-            message = f"must be a tensor or {BALANCED}, not the text {values[WEIGHT]!r:.40}.{meant}"
-            findings.fault(message, f"{key}.params.{WEIGHT}", found=values[WEIGHT])
+        for p in WEIGHTS if role == "model.loss" else ():
+            if values.get(p) == BALANCED:
+                values[p] = {"type": "torch.tensor", "params": {"data": []}}  # the run fills in the numbers
+            elif meant := nearest(str(values.get(p)), [BALANCED]):
+                message = f"must be a tensor or {BALANCED}, not the text {values[p]!r:.40}.{meant}"
+                findings.fault(message, f"{key}.params.{p}", found=values[p])
         hidden = {p: text for p in items if (text := findings.secrets.text_of((*path, "params", p))) is not None}
         given = GIVEN.get(role or key, 0)
         values = GIVEN_BY_NAME.get(key, {}) | values

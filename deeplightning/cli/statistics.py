@@ -13,7 +13,7 @@ from deeplightning.config.schema import Config
 from deeplightning.config.tree import line
 from deeplightning.faults import ConfigError, Fault
 from deeplightning.run.assemble import init_module
-from deeplightning.run.classes import class_weights, counted
+from deeplightning.run.classes import LABELS, class_weights, counted, positive_weights
 
 MAX_COLUMNS = 64
 """Of inputs with more numbers each, one mean and one deviation are printed, over all of them."""
@@ -24,8 +24,9 @@ def statistics(cfg: Config) -> str:
 
     Of pictures, uint8 (B, C, H, W): `mean` and `std` per channel on the scale 0 to 1, as an image folder takes them. Of
     labels, int64 (B,) or of each pixel (B, H, W): `classes`, how many there are of each, and `class_weights`, N / (K n)
-    for K classes that occur and n of one. Of floats, (B,) or (B, F): mean and std of each column. Stds are those of all
-    numbers (divided by N). Training pictures are taken as they are before `augment`.
+    for K classes that occur and n of one. Of several labels of a sample, float (B, K) of 0 and 1: `labels`, how many
+    samples have each, and `pos_weight`, (N - n) / n. Of other floats, (B,) or (B, F): mean and std of each column. Stds
+    are those of all numbers (divided by N). Training pictures are taken as they are before `augment`.
 
     Raises:
         DataError: the data are not there or damaged.
@@ -37,7 +38,7 @@ def statistics(cfg: Config) -> str:
     data.prepare_data()
     data.setup("fit")
     samples, columns = _counted(cfg, data.train_dataloader())
-    names = [str(name) for name in getattr(data, "class_names", None) or []]
+    names = [str(name) for name in getattr(data, "class_names", None) or getattr(data, "target_names", None) or []]
     lines = [f"# the training set of {cfg.data.module.type}", f"samples: {samples}"]
     for name, column in columns.items():
         lines += column.lines(name, names)
@@ -66,7 +67,7 @@ def _kind(name: str, values: np.ndarray) -> object:
     if values.dtype == np.uint8 and values.ndim == 4:
         return _Pixels(values.shape[1])
     if values.dtype.kind == "f" and values.ndim <= 2:
-        return _Numbers()
+        return _SeveralLabels() if name in LABELS and values.ndim == 2 else _Numbers()
     if values.dtype.kind in "iu" and name in ("label", "target", "mask"):
         return _Labels()
     return _Other()
@@ -157,6 +158,33 @@ class _Numbers:
         mean, std = self.offset + rest, np.sqrt(np.maximum(0, self.squares / self.count - rest**2))
         columns = [[_short(value) for value in np.atleast_1d(found)] for found in (mean, std)]
         return [f"{name}: {line(dict(zip(('mean', 'std'), columns, strict=True)))}"]
+
+
+class _SeveralLabels(_Numbers):
+    """How many samples have each label; where a value is neither 0 nor 1, they are numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.are_labels, self.positives = True, np.zeros((), np.int64)
+        self.samples = 0
+
+    def add(self, values: np.ndarray) -> None:
+        """A batch of floats, (B, K)."""
+        super().add(values)
+        self.are_labels &= bool(((values == 0) | (values == 1)).all())
+        self.positives, self.samples = self.positives + (values == 1).sum(0), self.samples + len(values)
+
+    def lines(self, name: str, class_names: list[str]) -> list[str]:
+        if not self.are_labels:
+            return super().lines(name, class_names)
+        counts = [int(count) for count in self.positives]
+        names = class_names or [str(label) for label in range(len(counts))]
+        return [
+            "# how many samples have each label",
+            f"labels: {line(dict(zip(names, counts, strict=True)))}",
+            "# of a loss that weighs both answers of a label alike, as model.loss.params.pos_weight=balanced has them",
+            f"pos_weight: {line(positive_weights(self.positives, self.samples))}",
+        ]
 
 
 def _short(value: float) -> float:

@@ -1,5 +1,6 @@
 """Values that follow from the data: `auto` in the params of a network comes from what the data module declares,
-`weight: balanced` in the params of a loss from how often the training set has each class."""
+`weight: balanced` and `pos_weight: balanced` in the params of a loss from how often the training set has each class or
+label."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -21,8 +22,11 @@ DECLARED = {
 LISTS = ("cardinalities",)
 """Those that become lists."""
 
-WEIGHT = "weight"
-"""The param of a loss that may be `balanced`."""
+WEIGHT, POS_WEIGHT = "weight", "pos_weight"
+"""The params of a loss that may be `balanced`: a number per class, or per label where a sample may have several."""
+
+WEIGHTS = {WEIGHT: "classes", POS_WEIGHT: "labels"}
+"""Them, and what of the training set decides them."""
 
 BALANCED = "balanced"
 
@@ -30,7 +34,7 @@ BALANCED = "balanced"
 def unfilled(cfg: Config) -> Iterator[tuple[str, dict[str, Any], str]]:
     """Each param of a network that is still `auto`, and each weight of a loss that is still `balanced`: its key, the
     params that it is one of, and its name."""
-    for section, names, word in (("network", DECLARED, "auto"), ("loss", (WEIGHT,), BALANCED)):
+    for section, names, word in (("network", DECLARED, "auto"), ("loss", WEIGHTS, BALANCED)):
         found = getattr(cfg.model, section)
         named = found if isinstance(found, dict) else {"": found}
         for name, target in named.items():
@@ -43,8 +47,9 @@ def source_of(path: tuple[str | int, ...], value: object, cfg: Config) -> str | 
     """Where the number of the value at a path comes from, in words; None: it is neither `auto` nor `balanced`."""
     if len(path) not in (4, 5) or path[0] != "model" or path[-2] != "params":
         return None
-    if path[1] == "loss" and path[-1] == WEIGHT and value == BALANCED:
-        return f"numbers when the run begins, from the classes of the training set of {cfg.data.module.type}"
+    if path[1] == "loss" and path[-1] in WEIGHTS and value == BALANCED:
+        counted = WEIGHTS[str(path[-1])]
+        return f"numbers when the run begins, from the {counted} of the training set of {cfg.data.module.type}"
     if path[1] != "network" or value != "auto" or path[-1] not in DECLARED:
         return None
     return f"a number when the run begins, from {' or '.join(DECLARED[str(path[-1])])} of {cfg.data.module.type}"

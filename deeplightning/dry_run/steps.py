@@ -14,7 +14,8 @@ from torch.utils.data import DataLoader
 from deeplightning import own_code
 from deeplightning.callbacks.recompute import Recompute
 from deeplightning.callbacks.steps import LogSteps, Seeds
-from deeplightning.config.automatic import WEIGHT, unfilled
+from deeplightning.checks.conditions import accumulates_itself
+from deeplightning.config.automatic import WEIGHTS, unfilled
 from deeplightning.config.target import build, needs
 from deeplightning.dry_run.attempt import Attempt
 from deeplightning.dry_run.diagnosis import error_in_words, faults_of, targets_of
@@ -58,7 +59,7 @@ def take_steps(attempt: Attempt) -> None:
     """
     attempt.batch = _example(attempt)
     for key, params, name in [*unfilled(attempt.cfg)]:
-        if name == WEIGHT:
+        if name in WEIGHTS:
             del params[name]
             attempt.untried.append(Fault("the weights follow from the data; the loss was tried without them", key))
     if left := [key for key, _, _ in unfilled(attempt.cfg)]:
@@ -170,7 +171,7 @@ def _inspect(attempt: Attempt, task: pl.LightningModule) -> None:
                 "training_step and set this to null"
             )
             attempt.fault(message, "train.gradient_clip")
-        if train.accumulator_factor > 1:
+        if train.accumulator_factor > 1 and not accumulates_itself(attempt.cfg):
             message = f"{name} steps its optimizers itself, so Lightning cannot accumulate; set this to 1"
             attempt.fault(message, "train.accumulator_factor")
 
@@ -188,7 +189,7 @@ def _make_trainer(attempt: Attempt, look: Observer) -> pl.Trainer:
         **trainer_arguments(attempt.cfg),
         max_epochs=-1 if train.num_epochs is None else train.num_epochs,
         max_steps=-1 if train.max_steps is None else train.max_steps,
-        accumulate_grad_batches=train.accumulator_factor,
+        accumulate_grad_batches=1 if accumulates_itself(attempt.cfg) else train.accumulator_factor,
         **clip_arguments(attempt.cfg),
         limit_val_batches=0 if train.limit_batches and train.limit_batches.val == 0 else 1.0,
         callbacks=[*kept, look],

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from deeplightning.checks.conditions import accumulates_itself
 from deeplightning.config.schema import Config, LimitBatches
 from deeplightning.config.target import build
 from deeplightning.engine.plan import clip_arguments, trainer_arguments
@@ -75,7 +76,7 @@ def init_trainer(cfg: Config) -> pl.Trainer:
     limits = LimitBatches(train=1, val=1, test=1) if train.fast else train.limit_batches
     often = 1 if train.fast else train.val_every_n_epoch
     epochs = -1 if train.num_epochs is None else train.num_epochs
-    from_start = train.accumulator_epoch == 0
+    from_start = train.accumulator_epoch == 0 and not accumulates_itself(cfg)  # else a callback sets it
     return pl.Trainer(
         **trainer_arguments(cfg),
         max_epochs=1 if train.fast and epochs != 0 else epochs,

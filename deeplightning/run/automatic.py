@@ -1,16 +1,16 @@
-"""`auto` in the params of a network becomes the number that the data module declares, and `weight: balanced` in the
-params of a loss the weights of the classes of the training set."""
+"""`auto` in the params of a network becomes the number that the data module declares; `weight: balanced` in the params
+of a loss becomes the weights of the classes of the training set, and `pos_weight: balanced` those of its labels."""
 
 from __future__ import annotations
 
 import logging
 from typing import Any
 
-from deeplightning.config.automatic import BALANCED, DECLARED, WEIGHT, unfilled
+from deeplightning.config.automatic import BALANCED, DECLARED, WEIGHT, WEIGHTS, unfilled
 from deeplightning.config.schema import Config
 from deeplightning.engine.plan import world_size
 from deeplightning.faults import ConfigError, Fault
-from deeplightning.run.classes import class_counts, class_weights
+from deeplightning.run.classes import class_counts, class_weights, label_counts, positive_weights
 
 log = logging.getLogger("deeplightning")
 
@@ -24,12 +24,14 @@ def fill(cfg: Config, data: object, read: bool = True) -> None:
             `auto` stays, and so does `balanced`.
 
     Raises:
-        ConfigError: the data module declares no such number, or the training set has no classes.
+        ConfigError: the data module declares no such number, the training set has no classes or labels, or a label has
+            no weight.
     """
     for key, params, name in unfilled(cfg):
-        if name == WEIGHT:
+        if name in WEIGHTS:
             if read:
-                params[name] = {"type": "torch.tensor", "params": {"data": _weights(cfg, data, key)}}
+                weights = _weights(cfg, data, key) if name == WEIGHT else _positive_weights(cfg, data, key)
+                params[name] = {"type": "torch.tensor", "params": {"data": weights}}
             continue
         found = _declared(name, data)
         if found is None and hasattr(data, "example_batch"):
@@ -80,7 +82,32 @@ def _weights(cfg: Config, data: Any, key: str) -> list[float]:
     return weights
 
 
-def _declared(name: str, data: object) -> int | list[int] | None:
+def _positive_weights(cfg: Config, data: Any, key: str) -> list[float]:
+    """The weight of each label's positive samples, logged beside how many these are."""
+    _read(cfg, data)
+    counted = label_counts(data)
+    if counted is None:
+        message = (
+            f"`{BALANCED}` needs labels (B, K) of 0 and 1, and the training set of {cfg.data.module.type} has none"
+        )
+        raise ConfigError(Fault(f"{message}; remove it, or give a tensor", key, found=BALANCED))
+    positives, samples = counted
+    names = [str(name) for name in getattr(data, "class_names", None) or getattr(data, "target_names", None) or []]
+    for number, count in enumerate(positives.tolist()):
+        if count in (0, samples):
+            name, has = names[number] if names else number, "no" if count == 0 else "each"
+            message = (
+                f"{has} sample of the training set ({samples}) has the label {name}, so there is nothing to balance"
+            )
+            raise ConfigError(
+                Fault(f"{message}; leave the label out, add samples, or give a tensor", key, found=BALANCED)
+            )
+    weights = positive_weights(positives, samples)
+    log.info("%s: balanced → %s (of %d samples, %s have the label)", key, weights, samples, positives.tolist())
+    return weights
+
+
+def _declared(name: str, data: Any) -> int | list[int] | None:
     """What a data module declares so far for the param of a network."""
     declared = next((found for name in DECLARED[name] if (found := getattr(data, name, None))), None)
     if not declared:

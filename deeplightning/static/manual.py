@@ -1,4 +1,4 @@
-"""Whether a task steps its optimizers itself."""
+"""Whether a task steps its optimizers itself, and whether it accumulates gradients itself."""
 
 import ast
 
@@ -18,6 +18,24 @@ def steps_itself(names: Names, thing: Thing) -> bool:
                 values = [_value_set(statement, first_argument(method)) for statement in method.body]
                 if any(value is not None for value in values):
                     return [value for value in values if value is not None][-1] is False
+    return False
+
+
+def accumulates(names: Names, thing: Thing) -> bool:
+    """Whether the nearest class that defines `training_step` has `accumulates = True` beside it: a step of one's own in
+    a subclass may not heed what its ancestor's does."""
+    line, _ = names.line(thing)
+    for each in line:
+        body = each.node.body if isinstance(each.node, ast.ClassDef) else []
+        if any(isinstance(method, Functions) and method.name == "training_step" for method in body):
+            return any(_says_so(statement) for statement in body)
+    return False
+
+
+def _says_so(statement: ast.stmt) -> bool:
+    match statement:
+        case ast.Assign(targets=[ast.Name(id="accumulates")], value=ast.Constant(value=True)):
+            return True
     return False
 
 

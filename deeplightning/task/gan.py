@@ -7,8 +7,8 @@ Shapes: B batch, Z numbers of noise, C channels, H height, W width, K classes.
 
 import contextlib
 import logging
-from collections.abc import Callable
-from typing import Any, cast
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, cast
 
 import pytorch_lightning as pl
 import torch
@@ -68,6 +68,22 @@ class InceptionScore(Metric):
         return (self.certainty / self.pictures + torch.special.entr(mean).sum()).exp().float()
 
 
+class Batched(NamedTuple):
+    """What the step of the generator needs of a batch of an accumulation.
+
+    Attributes:
+        noise: float (B, Z).
+        samples: how many of the pictures count.
+        parts: the generator and the two losses, compiled or not.
+        loss_d: of the discriminator, detached.
+    """
+
+    noise: Tensor
+    samples: int
+    parts: list[Callable[..., Tensor]]
+    loss_d: Tensor
+
+
 class Gan(pl.LightningModule):
     """Trains `model.network.generator` and `model.network.discriminator` against each other, on batches of {"image":
     uint8 (B, C, H, W), "index": int64 (B,)}; `label`, int64 (B,), is needed by a scorer alone.
@@ -84,7 +100,13 @@ class Gan(pl.LightningModule):
     the training set's labels before the first step, by `model.optimizer.scorer`, and then stays as it is; its weights
     travel in the checkpoints. Scores of different scorers cannot be compared.
 
-    Under ddp gradients are means over the samples of all processes. Other engines cannot train two networks in turn.
+    With `train.accumulator_factor=N` the discriminator accumulates the gradients of N batches and takes its step; then
+    the generator does, by the same N batches, whose pictures it makes once more from the same noise. So each network
+    learns what it would from one batch of N times the size. Batch norm and dropout still see single batches, and those
+    of the generator see N - 1 of them twice.
+
+    Under ddp gradients are means over the samples of all processes, added up before a step only. Other engines cannot
+    train two networks in turn.
 
     Args:
         cfg: the whole config.
@@ -101,6 +123,9 @@ class Gan(pl.LightningModule):
 
     loss_arguments = ("logits", "truth")
     """What each loss is called with; read from the source by `deeplightning check`."""
+
+    accumulates = True
+    """Its `training_step` heeds `trainer.accumulate_grad_batches`; read from the source by `deeplightning check`."""
 
     # Also "lr" and "lr-NAME" of each optimizer, which are logged beside each task.
     logged_metrics = (
@@ -125,6 +150,7 @@ class Gan(pl.LightningModule):
         self.image_spec: ImageSpec | None = None
         self.class_names: list[str] = []
         self._logged_step, self._points = -1, Points()
+        self._waiting: list[Batched] = []  # batches of this accumulation
         self._counted: dict[str, list[float]] = {}
         self._compiled: Compiled | None = None
         self._compiled_parts: list[Callable[..., Tensor]] = []
@@ -278,25 +304,68 @@ class Gan(pl.LightningModule):
         dtype = next(self.networks["discriminator"].parameters()).dtype
         return images.to(dtype).div(127.5).sub(1), samples
 
-    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor]:
+    def on_train_epoch_start(self) -> None:
+        self._waiting = []
+
+    def training_step(self, batch: Batch, batch_idx: int) -> dict[str, Tensor] | None:
         real, samples = self._real(batch, look=self.trainer.is_last_batch)
         optimizers = dict(zip(self.network_names, cast(list[Any], self.optimizers()), strict=True))
         step = self.global_step
-        generate, compute_d, compute_g = self._parts(real, batch_idx)
-        made = generate(self._like(real, torch.randn(len(real), self._latent_size)))
+        if self._waiting and self._compiled is not None:
+            self._compiled.own_gradients(self.networks)
+        generate, compute_d, compute_g = parts = self._parts(real, batch_idx)
+        noise = self._like(real, torch.randn(len(real), self._latent_size))
+        made = generate(noise)
         loss_d = compute_d(real, made.detach())
-        self._step(optimizers["discriminator"], loss_d, samples)
+        self._learn(optimizers["discriminator"], loss_d, samples, [of.samples for of in self._waiting])
+        self._waiting.append(Batched(noise, samples, parts, self._own(loss_d)))
+        if (batch_idx + 1) % self.trainer.accumulate_grad_batches and not self._is_last(batch_idx):
+            return None
+        *others, last = self._waiting
+        self._waiting = []
+        total = last.samples + sum(of.samples for of in others)
+        self._step(optimizers["discriminator"], total)
         self.toggle_optimizer(optimizers["generator"])  # the discriminator's gradients of this are not wanted
         loss_g = compute_g(made)
-        self._step(optimizers["generator"], loss_g, samples)
+        self._learn(optimizers["generator"], loss_g, samples, [])
+        done, losses_g = [last], [self._own(loss_g)]
+        for of in others:
+            loss_g = self._learn_again(optimizers["generator"], of, [before.samples for before in done])
+            done, losses_g = [*done, of], [*losses_g, loss_g]
+        self._step(optimizers["generator"], total)
         self.untoggle_optimizer(optimizers["generator"])
-        self._move_rates("step", self.trainer.fit_loop.epoch_loop.total_batch_idx + 1)
-        losses = {"loss_d": loss_d.detach(), "loss_g": loss_g.detach()}
-        if self._compiled is not None:
-            losses = self._compiled.own(losses)
-        self._count("train", losses, samples)
-        self._log_step(step, losses, samples)
+        self._move_rates("step", self.global_step // len(self.network_names))
+        for of, loss in zip(done, losses_g, strict=True):
+            self._count("train", {"loss_d": of.loss_d, "loss_g": loss}, of.samples)
+        counts = [of.samples for of in done]
+        losses = {"loss_d": _mean([of.loss_d for of in done], counts), "loss_g": _mean(losses_g, counts)}
+        self._log_step(step, losses, total)
         return {"loss": losses["loss_d"] + losses["loss_g"]}
+
+    def _is_last(self, batch_idx: int) -> bool:
+        """Whether a batch is the last one of its epoch."""
+        return bool(self.trainer.is_last_batch or batch_idx + 1 >= self.trainer.num_training_batches)
+
+    def _own(self, loss: Tensor) -> Tensor:
+        """A loss that stays what it is, detached."""
+        return cast(Tensor, self._compiled.own(loss)) if self._compiled is not None else loss.detach()
+
+    def _learn_again(self, optimizer: Any, of: Batched, before: Sequence[int]) -> Tensor:
+        """Lets the generator learn from an earlier batch of the accumulation.
+
+        Args:
+            before: how many samples each batch has whose gradients are there already.
+
+        Returns:
+            Its loss, detached.
+        """
+        if self._compiled is not None:
+            self._compiled.own_gradients(self.networks)
+            self._compiled.begin_step(of.noise.device)
+        generate, _, compute_g = of.parts
+        loss = compute_g(generate(of.noise))
+        self._learn(optimizer, loss, of.samples, before)
+        return self._own(loss)
 
     def _parts(self, real: Tensor, batch_idx: int) -> list[Callable[..., Tensor]]:
         """The generator and the two losses: compiled, if this batch is."""
@@ -322,11 +391,27 @@ class Gan(pl.LightningModule):
         taken_for = self.networks["discriminator"](made)
         return self.losses["generator"](taken_for, torch.ones_like(taken_for))
 
-    def _step(self, optimizer: torch.optim.Optimizer, loss: Tensor, samples: int) -> None:
-        """One step by the mean of the loss over the samples of all processes."""
-        optimizer.zero_grad()
+    def _learn(self, optimizer: torch.optim.Optimizer, loss: Tensor, samples: int, before: Sequence[int]) -> None:
+        """Makes an optimizer's gradients those of the mean over the samples so far.
+
+        Args:
+            loss: mean over a batch.
+            samples: how many the batch has.
+            before: how many each batch of this accumulation has whose gradients are there already.
+        """
+        if not before:
+            optimizer.zero_grad()
+        elif total := samples + sum(before):
+            for group in optimizer.param_groups:
+                for parameter in group["params"]:
+                    if parameter.grad is not None:
+                        parameter.grad.mul_(sum(before) / total)
+            loss = loss * (samples / total)
         with self._alone():
             self.manual_backward(loss)
+
+    def _step(self, optimizer: torch.optim.Optimizer, samples: int) -> None:
+        """One step by the mean over the samples of all processes, of which this one has so many."""
         self._average(optimizer, samples)
         optimizer.step()
 
@@ -467,6 +552,14 @@ class Gan(pl.LightningModule):
         if self.image_spec is None and self.kind in checkpoint:
             saved = checkpoint[self.kind]
             self.image_spec, self.class_names = ImageSpec.from_dict(saved["image_spec"]), saved["class_names"]
+
+
+def _mean(losses: list[Tensor], samples: Sequence[int]) -> Tensor:
+    """The mean over the samples of batches: of each batch its mean loss, and how many samples it has."""
+    if len(losses) == 1:
+        return losses[0]
+    weights = losses[0].new_tensor(samples if sum(samples) else [1] * len(samples))
+    return torch.stack(losses) @ weights / weights.sum()
 
 
 def _means() -> nn.ModuleDict:

@@ -1,4 +1,5 @@
-"""Classes of unequal size: `model.loss.params.weight: balanced` and `data.sampler: balanced`, in runs."""
+"""Classes and labels of unequal size: `weight: balanced` and `pos_weight: balanced` in the params of a loss, and
+`data.sampler: balanced`, in runs."""
 
 import json
 from collections import Counter
@@ -107,3 +108,84 @@ def test_a_run_with_balanced_batches_resumes_bit_for_bit(train):
     first = train(*settings, "~train.num_epochs", "train.max_steps=4").folder
     resumed = train(*settings, f"train.resume_ckpt='{first}'").folder
     assert digest(resumed / "last.ckpt") == digest(whole / "last.ckpt")
+
+
+# ---- several labels for each sample
+
+LABELS = """\
+seed: 3
+stages: [train, test]
+data:
+  root: .
+  module: {{type: deeplightning.data.table.TableData, params: {{train: orders.csv, target: [gift, late]}}}}
+  batch_size: 20
+model:
+  module: {{type: deeplightning.task.multilabel.Multilabel}}
+  network:
+    type: deeplightning.model.table.TableNet
+    params: {{num_numbers: auto, cardinalities: auto, num_outputs: auto, width: 4, depth: 1}}
+  optimizer: {{type: torch.optim.SGD, params: {{lr: 0.01}}}}
+  loss: {{type: torch.nn.BCEWithLogitsLoss, params: {{pos_weight: balanced}}}}
+train: {{num_epochs: 1, export: false, checkpoint: {{monitor: val_map}}}}
+logger: {{params: {{tracking_uri: '{store}', system_metrics: false}}}}
+"""
+POSITIVE = "model.loss.params.pos_weight"
+
+
+@pytest.fixture
+def orders(tmp_path, store):
+    """A config whose labels few samples have; `late` is written anew by tests."""
+    (tmp_path / "labels.yaml").write_text(LABELS.format(store=store))
+    rows = [f"{n},{int(n % 4 == 0)},{int(n % 10 == 0)}" for n in range(200)]
+    (tmp_path / "orders.csv").write_text("\n".join(["age,gift,late", *rows, ""]))
+    return tmp_path
+
+
+def test_a_run_keeps_the_positive_weights_that_stats_prints(command, orders):
+    """`cfg.yaml` holds negatives / positives of each label in the training set, and the loss multiplies by them; the
+    finished run is tested again with them."""
+    printed = yaml.safe_load(command("stats", "labels.yaml", cwd=orders).out)
+    assert printed["samples"] == 160
+    expected = [(160 - count) / count for count in printed["labels"].values()]
+    assert printed["pos_weight"] == pytest.approx(expected)
+    assert list(printed["labels"]) == ["gift", "late"]
+    run = command("train", "labels.yaml", cwd=orders)
+    assert run.code == 0, run
+    assert f"{POSITIVE}: balanced → {printed['pos_weight']} (of 160 samples, " in run.out
+    kept = yaml.safe_load((run.folder / "cfg.yaml").read_text())["model"]["loss"]["params"]["pos_weight"]
+    assert kept == {"type": "torch.tensor", "params": {"data": printed["pos_weight"]}}
+    assert command("test", run.folder, cwd=orders).code == 0
+    cfg = load_config(orders / "labels.yaml", [f"data.root='{orders}'"])
+    init_module(cfg, "data")
+    assert init_module(cfg, "model").losses["loss"].pos_weight.tolist() == pytest.approx(expected)
+
+
+def test_explain_and_a_dry_run_know_the_positive_weights(command, orders):
+    """The source is named and nothing is read; a misspelt word is a fault."""
+    outcome = command("explain", "labels.yaml", POSITIVE, cwd=orders)
+    source = "numbers when the run begins, from the labels of the training set of deeplightning.data.table.TableData"
+    assert f"  means       {source}\n" in outcome.out
+    tried = command("check", "labels.yaml", "--dry-run", cwd=orders)
+    assert (tried.code, "the loss was tried without them" in tried.out + tried.err) == (0, True), tried
+    wrong = command("check", "labels.yaml", f"{POSITIVE}=balance", cwd=orders)
+    assert (wrong.code, "Did you mean balanced?" in wrong.err) == (2, True), wrong
+
+
+@pytest.mark.parametrize(
+    ("late", "words"),
+    [
+        ("0", "no sample of the training set (160) has the label late, so there is nothing to balance"),
+        ("1", "each sample of the training set (160) has the label late, so there is nothing to balance"),
+        (
+            "0.5",
+            "`balanced` needs labels (B, K) of 0 and 1, and the training set of deeplightning.data.table.TableData",
+        ),
+    ],
+)
+def test_labels_that_cannot_be_balanced(late, words, command, orders):
+    """Exit code 2, with the key, the label and what to do; no run begins."""
+    rows = [f"{n},{n % 2},{late}" for n in range(200)]
+    (orders / "orders.csv").write_text("\n".join(["age,gift,late", *rows, ""]))
+    refused = command("train", "labels.yaml", cwd=orders)
+    assert (refused.code, f"{POSITIVE}: {words}" in refused.err) == (2, True), refused
+    assert "Artifact storage path" not in refused.out

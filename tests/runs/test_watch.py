@@ -115,6 +115,7 @@ def test_progress_is_a_line_each_tenth(batches, lines, caplog):
     caplog.set_level("INFO")
     progress = watch.ProgressLines()
     trainer = SimpleNamespace(num_training_batches=batches, current_epoch=1, global_rank=0, accumulate_grad_batches=1)
+    trainer.lightning_module = SimpleNamespace(automatic_optimization=True)
     for batch in range(batches):
         progress.on_train_batch_end(trainer, None, torch.tensor(0.5), None, batch)
     assert len(caplog.messages) == lines

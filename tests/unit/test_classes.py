@@ -6,11 +6,12 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from sklearn.utils.class_weight import compute_class_weight
 from torch.utils.data import DataLoader, IterableDataset
 
 from deeplightning.data.errors import DataConfigError
 from deeplightning.data.samplers import PADDING, BalancedBatches, train_sampler
-from deeplightning.run.classes import class_counts, class_weights
+from deeplightning.run.classes import class_counts, class_weights, label_counts, positive_weights
 
 LABELS = np.array([5] * 90 + [2] * 9 + [0] * 2)  # three classes, of which numbers are left out
 
@@ -104,3 +105,25 @@ def test_classes_are_counted_however_the_data_module_has_them():
         assert class_counts(SimpleNamespace(train_dataloader=lambda none=none: none)) is None
     weights = class_weights(np.array([1, 0, 3]))
     assert weights == [2.0, 0.0, 0.66666667]
+
+
+def test_labels_of_several_are_counted_however_the_data_module_has_them():
+    """Of a set, by its column or its samples; of a plain loader by its batches, without rows that fill one up; a single
+    target of 0 and 1 is a label. The weights are those that scikit-learn gives to the two answers of each label."""
+    labels = torch.tensor([[1.0, 0, 0], [1, 1, 0], [1, 0, 1], [0, 0, 1]])
+    column = type("Column", (), {"labels": labels, "__len__": lambda self: 4})()
+    rows = [{"target": row, "index": n} for n, row in enumerate(labels)] + [{"target": labels[0], "index": -1}]
+    for data in (
+        SimpleNamespace(dataset=lambda split: column),
+        SimpleNamespace(train_dataloader=lambda: DataLoader(rows, batch_size=3)),
+    ):
+        positives, samples = label_counts(data)
+        assert (positives.tolist(), samples) == ([3, 1, 2], 4)
+    assert positive_weights(positives, samples) == pytest.approx([1 / 3, 3, 1])
+    for of_label, weight in zip(labels.T.numpy(), positive_weights(positives, samples), strict=True):
+        negative, positive = compute_class_weight("balanced", classes=np.array([0, 1]), y=of_label)
+        assert weight == pytest.approx(positive / negative)
+    single = SimpleNamespace(train_dataloader=lambda: [{"target": torch.tensor([1.0, 0, 0])}])
+    assert label_counts(single)[0].tolist() == [1]
+    for none in ([{"target": torch.full((3, 2), 0.5)}], [{"label": torch.ones(3).long()}], [(1, 2)], []):
+        assert label_counts(SimpleNamespace(train_dataloader=lambda none=none: none)) is None

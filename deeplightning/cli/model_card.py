@@ -1,0 +1,214 @@
+"""A run becomes a model card: Markdown with a YAML front matter, as Hugging Face has it. Nothing is imported for it.
+
+No secrets and no absolute paths of this machine stand in it: config and numbers are what the run's own files have, and
+what is a path keeps its last part.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from deeplightning.config.secret_scan import conceal
+from deeplightning.config.source import read
+from deeplightning.config.tree import as_written, dump
+from deeplightning.faults import count
+from deeplightning.kinds import KINDS
+from deeplightning.runfolder import RunFolder
+from deeplightning.tracking.series import from_file
+
+PIPELINES = {
+    "image_classification": "image-classification",
+    "image_multilabel": "image-classification",
+    "image_segmentation": "image-segmentation",
+    "image_reconstruction": "image-to-image",
+    "text_classification": "text-classification",
+    "table_classification": "tabular-classification",
+    "table_multilabel": "tabular-classification",
+    "table_regression": "tabular-regression",
+}
+"""Hugging Face's word for a kind of task, where it has one."""
+
+_SHOWN = ("deeplightning", "torch", "pytorch-lightning", "numpy", "onnx", "onnxruntime", "transformers", "tokenizers")
+"""The packages whose versions a card names."""
+
+_PATH = re.compile(r"(?:file:|sqlite:)/+.*|~?/(?!/).*|[A-Za-z]:[\\/].*", re.DOTALL)
+
+
+def public_config(folder: RunFolder) -> str:
+    """The config of a run as YAML that may be published: secrets concealed, of absolute paths the last part alone, and
+    without the address of the tracking store.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    tree = _without_paths(as_written(read(folder.config).root))
+    params = (tree.get("logger") or {}).get("params") or {}
+    params.pop("tracking_uri", None)
+    text, _ = conceal(dump(tree), folder.config.name)
+    return text
+
+
+def _without_paths(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _without_paths(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_without_paths(item) for item in value]
+    if isinstance(value, str) and _PATH.fullmatch(value):
+        return re.split(r"[\\/]+", value.rstrip("\\/"))[-1]
+    return value
+
+
+def model_card(folder: RunFolder, card: Mapping[str, Any], name: str, left_out: list[str]) -> str:
+    """The text of README.md.
+
+    Args:
+        folder: of a run that has a bundle.
+        card: of the bundle, as it is pushed.
+        name: of the model.
+        left_out: files of the bundle that are not pushed.
+    """
+    kind = card["task"]
+    metrics = _metrics(folder)
+    front: dict[str, Any] = {
+        "license": "unknown",
+        "library_name": "deeplightning",
+        "tags": ["deeplightning", "onnx", "safetensors", kind.replace("_", "-")],
+        "metrics": sorted({metric.partition("_")[2] for metric in metrics}),
+    }
+    if kind in PIPELINES:
+        front["pipeline_tag"] = PIPELINES[kind]
+    config = public_config(folder)
+    tree = as_written(read(folder.config).root)
+    dataset = str(tree["data"]["module"]["type"]).rpartition(".")[2]
+    if metrics:
+        words = {"type": PIPELINES.get(kind, kind.replace("_", "-"))}
+        found = [{"type": m.partition("_")[2], "name": m, "value": value} for m, value in metrics.items()]
+        result = {"task": words, "dataset": {"name": dataset, "type": dataset.lower()}, "metrics": found}
+        front["model-index"] = [{"name": name, "results": [result]}]
+    parts = [
+        f"---\n{dump(front)}---\n",
+        f"# {name}\n",
+        f"A network of the kind `{kind}`, trained with Deep Lightning {card['run']['versions']['deeplightning']}: "
+        f"`{tree['model']['network']['type']}` on `{tree['data']['module']['type']}`. {_labels(card)}\n",
+        "The licence in the head of this file is to be filled in.\n",
+        "## Metrics\n",
+        _table(("Metric", "Value"), [(f"`{m}`", f"{v:.6g}") for m, v in metrics.items()]) or "The run left none.\n",
+        "## Use\n",
+        _use(card),
+        "## Limits\n",
+        "To be filled in: what the data are and whom they leave out, which inputs are out of scope, what a wrong "
+        "answer costs, and who has checked the model for what.\n",
+        "## Files\n",
+        _files(card, left_out),
+        "## Data\n",
+        _data(folder),
+        "## Environment\n",
+        _environment(folder),
+        "## Config\n",
+        f"```yaml\n{config}```\n",
+    ]
+    return "\n".join(parts)
+
+
+def _metrics(folder: RunFolder) -> dict[str, float]:
+    """Of validation and test: what they left; of a validation during the training the values at the best step, or else
+    the last."""
+    found: dict[str, float] = {}
+    best = _json(folder.best_score)
+    try:
+        series = from_file(folder.series)
+    except ValueError:
+        series = {}
+    for name, points in sorted(series.items()):
+        if name.startswith("val_") and points:
+            found[name] = dict(points).get(best.get("step", -1), points[-1][1])
+    for stage in ("validate", "test"):
+        found |= {name: float(value) for name, value in _json(folder.results(stage)).items()}
+    return {name: value for name, value in found.items() if value == value and abs(value) != float("inf")}
+
+
+def _labels(card: Mapping[str, Any]) -> str:
+    labels = card.get("labels") or []
+    if not labels:
+        return ""
+    some = ", ".join(f"`{label}`" for label in labels[:20])
+    return f"It knows {len(labels)}: {some}{', …' if len(labels) > 20 else ''}."
+
+
+def _use(card: Mapping[str, Any]) -> str:
+    kind = KINDS[card["task"]]
+    golden = {"image": "a picture", "text": "a text", "table": "a row", "array": "an array"}[kind.takes]
+    return f"""\
+With Deep Lightning, where `DIR` is a copy of this folder (`hf download USER/NAME --local-dir DIR`):
+
+```bash
+deeplightning serve DIR        # answers HTTP; `deeplightning ask FILE` asks it
+```
+
+```python
+import deeplightning
+
+deeplightning.load_run("DIR").predict([...])  # {golden} for each answer
+```
+
+Without it, with onnxruntime alone; `bundle/bundle.json` says under `input` how {golden} is prepared:
+
+```python
+import numpy
+import onnxruntime
+
+session = onnxruntime.InferenceSession("bundle/model.onnx")
+given = session.get_inputs()[0]  # `{kind.input}`; dimensions that are words may have any size
+kinds = {{"tensor(uint8)": "uint8", "tensor(int64)": "int64", "tensor(float)": "float32"}}
+inputs = numpy.zeros([n if isinstance(n, int) else 2 for n in given.shape], kinds[given.type])
+(answers,) = session.run(None, {{given.name: inputs}})  # `{kind.output}`, a row for each input
+```
+"""
+
+
+def _files(card: Mapping[str, Any], left_out: list[str]) -> str:
+    golden = next(len(value) for value in card["golden"].values() if isinstance(value, list))
+    rows = [("`cfg.yaml`", "the config of the run; secrets and paths are left out")]
+    rows += [
+        ("`bundle/bundle.json`", f"inputs, labels and digests, and {count(golden, 'sample')} of the data as proof")
+    ]
+    rows += [(f"`bundle/{name}`", f"SHA-256 `{digest}`") for name, digest in card["files"].items()]
+    said = f"\nNot here, since it holds pickle: {', '.join(f'`{name}`' for name in left_out)}.\n" if left_out else ""
+    return _table(("File", "What"), rows) + said
+
+
+def _data(folder: RunFolder) -> str:
+    files = _json(folder.data).get("files")
+    if not isinstance(files, dict) or not files:
+        return "The run read no files.\n"
+    digest = hashlib.sha256("".join(sorted(f"{of[1]}\n" for of in files.values())).encode()).hexdigest()
+    size = sum(of[0] for of in files.values())
+    return f"{count(len(files), 'file')}, {size:,} bytes. SHA-256 of the sorted SHA-256 of each: `{digest}`.\n"
+
+
+def _environment(folder: RunFolder) -> str:
+    found = _json(folder.environment)
+    packages = found.get("packages") or {}
+    gpus = [gpu.get("name", "a GPU") if isinstance(gpu, dict) else str(gpu) for gpu in found.get("gpus") or []]
+    rows = [("Python", str((found.get("python") or {}).get("version", "unknown")))]
+    rows += [(name, str(packages[name])) for name in _SHOWN if name in packages]
+    rows += [("GPUs", ", ".join(gpus) or "none")]
+    return _table(("What", "Version"), rows)
+
+
+def _table(head: tuple[str, str], rows: list[tuple[str, str]]) -> str:
+    if not rows:
+        return ""
+    return "\n".join(f"| {a} | {b} |" for a, b in [head, ("---", "---"), *rows]) + "\n"
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """A file of the run; {} where there is none that can be read."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

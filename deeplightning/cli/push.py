@@ -1,0 +1,202 @@
+"""A run goes where others find it: its bundle, its config and a model card to Hugging Face, or into a folder; or its
+MLflow model into the registry of its tracking store.
+
+Nothing that holds pickle leaves the run, and no path or secret of this machine.
+"""
+
+import hashlib
+import importlib.util
+import json
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from deeplightning.cli.model_card import model_card, public_config
+from deeplightning.faults import CheckpointError, ConfigError, SetupError
+from deeplightning.runfolder import RunFolder
+
+FORMS = "hf://USER/NAME or mlflow://NAME"
+SAFE = (".onnx", ".data", ".safetensors", ".json")
+"""The endings of a bundle's files that hold no pickle. TorchScript and pt2 hold some."""
+
+README, NOTE = "README.md", ".push.json"
+"""The card; and the names and SHA-256 of what an earlier push has written, by which it is known."""
+
+_NAME = r"[A-Za-z0-9](?:[\w.-]{0,94}[A-Za-z0-9_])?"
+
+
+def parse(address: str) -> tuple[str, str]:
+    """The kind of an address, `hf` or `mlflow`, and the name in it.
+
+    Raises:
+        ConfigError: it is of no such form.
+    """
+    kind, _, name = address.partition("://")
+    form = {"hf": rf"{_NAME}/{_NAME}", "mlflow": r"[\w](?:[\w. -]{0,254}[\w])?"}.get(kind)
+    if form is None or not re.fullmatch(form, name) or ".." in name or "--" in name:
+        raise ConfigError(f"{address!r} is no address to push to. Write {FORMS}")
+    return kind, name
+
+
+def write(folder: RunFolder, name: str, to: Path) -> list[str]:
+    """Writes the files of a run that may be published.
+
+    A README.md that was changed since the earlier push stays, and the new one is `README.new.md`.
+
+    Args:
+        name: of the model, for its card.
+        to: a folder that is empty, or holds an earlier push.
+
+    Returns:
+        The files of the bundle that are left out, since they hold pickle.
+
+    Raises:
+        CheckpointError: the run has no bundle.
+        SetupError: the folder holds something else, or cannot be written.
+    """
+    if not folder.bundle_card.is_file():
+        raise CheckpointError(f"{folder.path}: the run has no bundle to push. Make one: deeplightning export RUN")
+    card = json.loads(folder.bundle_card.read_text(encoding="utf-8"))
+    left_out = [file for file in card["files"] if not file.endswith(SAFE)]
+    text = folder.bundle_card.read_text(encoding="utf-8")
+    if left_out:
+        from deeplightning.export.bundle import sealed
+
+        card["files"] = {file: digest for file, digest in card["files"].items() if file not in left_out}
+        text = sealed(card)
+    try:
+        before = _earlier(to)
+        contents = {"bundle/bundle.json": text, "cfg.yaml": public_config(folder)}
+        contents[README] = model_card(folder, card, name, left_out)
+        if before.get(README) not in (None, _digest(to / README)):
+            contents["README.new.md"] = contents.pop(README)
+        (to / "bundle").mkdir(parents=True, exist_ok=True)
+        for file in before:
+            if file != README:
+                (to / file).unlink(missing_ok=True)
+        for file, content in contents.items():
+            (to / file).write_text(content, encoding="utf-8")
+        for file in card["files"]:
+            shutil.copyfile(folder.bundle / file, to / "bundle" / file)
+        written = [*contents, *(f"bundle/{file}" for file in card["files"])]
+        note = {file: _digest(to / file) for file in written} | {README: before.get(README) or _digest(to / README)}
+        (to / NOTE).write_text(json.dumps(note, indent=1), encoding="utf-8")
+    except OSError as error:
+        raise SetupError(f"{to}: the files of the run cannot be written: {error}") from error
+    return left_out
+
+
+def _earlier(to: Path) -> dict[str, str | None]:
+    """What an earlier push has written there; nothing: the folder is empty or not there.
+
+    Raises:
+        SetupError: it holds something else.
+    """
+    if not to.is_dir():
+        return {}
+    try:
+        found = json.loads((to / NOTE).read_text(encoding="utf-8"))
+        names: dict[str, str | None] = {str(name): str(digest) for name, digest in found.items()}
+    except (OSError, ValueError, AttributeError):
+        if any(to.iterdir()):
+            raise SetupError(f"{to} is not empty and holds no earlier push. Name another folder with --to") from None
+        return {}
+    if any(not re.fullmatch(r"(?:bundle/)?\w[\w.-]*", name) for name in names):
+        raise SetupError(f"{to / NOTE} names files that no push writes. Name another folder with --to")
+    return names
+
+
+def _digest(path: Path) -> str | None:
+    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+
+
+# ---- Hugging Face
+
+
+def upload(folder: RunFolder, repository: str) -> tuple[str, list[str]]:
+    """Uploads a run to Hugging Face, into a repository that is private where it is new.
+
+    Returns:
+        The address of the repository, and what `write` has left out.
+
+    Raises:
+        SetupError: there is no token or no client, or the server refuses.
+        CheckpointError: as of `write`.
+    """
+    instead = "or write the files into a folder: --to DIR"
+    if not (token := os.environ.get("HF_TOKEN")):
+        raise SetupError(f"HF_TOKEN is not set. Set it to a token that may write to {repository}, {instead}")
+    if importlib.util.find_spec("huggingface_hub") is None:
+        raise SetupError(f"the package huggingface_hub is missing. Install it: pip install huggingface_hub, {instead}")
+    for name in ("HF_HUB_DISABLE_PROGRESS_BARS", "HF_HUB_DISABLE_TELEMETRY"):
+        os.environ.setdefault(name, "1")
+    from huggingface_hub import HfApi
+
+    with tempfile.TemporaryDirectory() as place:
+        left_out = write(folder, repository.partition("/")[2], Path(place))
+        (Path(place) / NOTE).unlink()
+        try:
+            api = HfApi(token=token)
+            address = str(api.create_repo(repository, private=True, exist_ok=True))
+            api.upload_folder(repo_id=repository, folder_path=place, commit_message="Push of a Deep Lightning run")
+        except Exception as error:  # the client has errors of its own, of httpx and of the system
+            said = " ".join(str(error).replace(token, "***").split())[:300]
+            raise SetupError(f"Hugging Face does not take {repository}: {said}. Look at HF_TOKEN, {instead}") from error
+    return address, left_out
+
+
+# ---- MLflow
+
+
+def register(run: str, name: str) -> str:
+    """Registers the MLflow model of a run in the registry of the store that the run is tracked in. A run that has none
+    yet gets one of its bundle, where its files lie on this machine.
+
+    Returns:
+        `models:/NAME/VERSION`.
+
+    Raises:
+        CheckpointError: the run has no bundle.
+        SetupError: no store is known that has the run, or it cannot be written.
+    """
+    from deeplightning.reproduce.past import past_run
+
+    past = past_run(run)
+    folder, store = past.folder, past.store
+    if store is None or past.run_id is None:
+        raise SetupError(
+            f"{folder.path}: no tracking store is known that has this run, so it has no registry either. "
+            "MLFLOW_TRACKING_URI names one; --to DIR writes the files into a folder"
+        )
+    from deeplightning.runfolder import permissions_of
+    from deeplightning.tracking.attach import attach
+    from deeplightning.tracking.flavour import write_model
+    from deeplightning.tracking.store import explain
+
+    if not folder.model.is_dir():
+        if not folder.bundle_card.is_file():
+            raise CheckpointError(f"{folder.path}: the run has no bundle to push. Make one: deeplightning export RUN")
+        if store.is_remote:
+            raise SetupError(
+                f"{folder.path}: the run has no MLflow model on {store.shown}. Train it with logger.log_model=true"
+            )
+        with permissions_of(folder.path):
+            write_model(folder)
+    uri = attach(store)
+    from mlflow.exceptions import MlflowException
+    from mlflow.tracking import MlflowClient
+
+    try:
+        client: Any = MlflowClient(uri)
+        try:
+            client.create_registered_model(name)
+        except MlflowException as error:
+            if error.error_code != "RESOURCE_ALREADY_EXISTS":
+                raise
+        version = client.create_model_version(name, f"runs:/{past.run_id}/{folder.model.name}", past.run_id)
+    except Exception as error:  # MLflow, SQLite and the network each have their own
+        raise explain(error, store) from error
+    return f"models:/{name}/{version.version}"

@@ -1,0 +1,202 @@
+"""`deeplightning push`: a run goes to a folder, to Hugging Face or into MLflow's registry, without pickle, secrets and
+paths of this machine."""
+
+import base64
+import json
+import shutil
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import numpy as np
+import onnxruntime
+import pytest
+import yaml
+from commands import real
+from mlflow.tracking import MlflowClient
+
+import deeplightning as dl
+from serve.bundle import Bundle
+
+TOKEN = "hf_" + "Zq8Rw2Lk7Tn4Vx9Bc1Md" * 2
+
+
+@pytest.fixture(scope="module")
+def run(train):
+    """The folder of a run with a TorchScript file, which holds pickle, and a secret and a path in its config."""
+    secret = "data.module={type: own.Guarded, params: {token: '${oc.env:PASSWORD}'}}"
+    outcome = train(
+        secret, "train.num_epochs=1", "stages=[train, test]", "train.export=[torchscript]", "serve.api_key_env=KEY",
+        "train.resume_ckpt=null", "data.root=/home/ada/pictures", PASSWORD="s3cr3t-Tq8Rw2Lk7",
+    )  # fmt: skip
+    return outcome.folder
+
+
+@pytest.fixture(scope="module")
+def written(run, command, place, tmp_path_factory):
+    """A folder that the run was pushed into."""
+    folder = tmp_path_factory.mktemp("pushed") / "model"
+    outcome = command("push", run, "hf://ada/digits", "--to", folder, cwd=place)
+    assert outcome.code == 0, outcome
+    assert "left out: model.torchscript.pt, which holds pickle" in outcome.err
+    assert outcome.out.strip() == str(folder)
+    return folder
+
+
+def test_the_folder_has_a_card_and_the_bundle(run, written):
+    """The front matter has licence, tags and metrics as Hugging Face reads them; the text has metrics of validation and
+    test, versions, config, and what is to be filled in."""
+    assert {str(path.relative_to(written)) for path in written.rglob("*") if path.is_file()} == {
+        ".push.json", "README.md", "bundle/bundle.json", "bundle/model.onnx", "bundle/weights.safetensors", "cfg.yaml",
+    }  # fmt: skip
+    _, head, text = (written / "README.md").read_text().split("---\n", 2)
+    front = yaml.safe_load(head)
+    assert (front["license"], front["pipeline_tag"]) == ("unknown", "image-classification")
+    assert {"deeplightning", "onnx"} <= set(front["tags"])
+    results = json.loads((run / "test_results.json").read_text())
+    found = {each["name"]: each["value"] for each in front["model-index"][0]["results"][0]["metrics"]}
+    assert found.items() >= results.items()
+    assert found.keys() == {"val_acc", "val_loss", "test_acc", "test_loss"}
+    for words in ("## Limits", "onnxruntime", "deeplightning serve DIR", f"`test_acc` | {results['test_acc']:.6g} |"):
+        assert words in text
+    from huggingface_hub import ModelCard  # it comes with transformers
+
+    ModelCard(f"---\n{head}---\n{text}").data.to_dict()
+
+
+def test_no_secret_and_no_path_leaves_the_machine(run, written, store, place):
+    """In no file; the last part of a path stays, since it says what the data are."""
+    texts = [path.read_bytes() for path in written.rglob("*") if path.is_file()]
+    for words in ("s3cr3t", "/home/ada", str(store), str(place), str(run.parent.parent), "PK\x03\x04"):
+        assert not any(words.encode() in text for text in texts), words
+    cfg = yaml.safe_load((written / "cfg.yaml").read_text())
+    assert (cfg["data"]["root"], cfg["data"]["module"]["params"]["token"]) == ("pictures", "${oc.env:PASSWORD}")
+    assert "tracking_uri" not in cfg["logger"]["params"]
+
+
+def test_what_was_pushed_answers_as_the_run_does(run, written, tmp_path, monkeypatch):
+    """A copy elsewhere is opened by the server, by `load_run`, and by the card's own code with onnxruntime."""
+    copy = shutil.copytree(written, tmp_path / "copy")
+    pictures = np.random.default_rng(0).integers(0, 256, (3, 8, 8)).astype(np.uint8)
+    assert Bundle.open(copy).task == "image_classification"
+    assert dl.load_run(copy).predict(list(pictures)) == dl.load_run(run).predict(list(pictures))
+    monkeypatch.chdir(copy)
+    code = (copy / "README.md").read_text().rpartition("```python\n")[2].partition("```")[0]
+    names: dict = {}
+    exec(code, names)
+    assert isinstance(names["session"], onnxruntime.InferenceSession)
+    np.testing.assert_allclose(names["answers"].sum(1), 1, atol=1e-5)
+
+
+def test_a_folder_is_written_again_and_others_are_left_alone(run, written, command, place, tmp_path):
+    """An earlier push is replaced; a card that was edited stays, and the new one lies beside it; a folder with
+    something else is refused with exit code 3."""
+    folder = shutil.copytree(written, tmp_path / "model")
+    for _ in range(2):
+        (folder / "README.md").write_text("My own words.")
+        assert command("push", run, "hf://ada/digits", "--to", folder, cwd=place).code == 0
+        assert (folder / "README.md").read_text() == "My own words."
+        assert (folder / "README.new.md").read_text() == (written / "README.md").read_text()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.txt").write_text("")
+    refused = command("push", run, "hf://ada/digits", "--to", tmp_path / "other", cwd=place)
+    assert (refused.code, "is not empty and holds no earlier push" in refused.err) == (3, True), refused
+    assert [path.name for path in (tmp_path / "other").iterdir()] == ["thesis.txt"]
+
+
+@pytest.mark.parametrize(
+    ("address", "code", "words"),
+    [
+        ("hf://digits", 2, "is no address to push to. Write hf://USER/NAME or mlflow://NAME"),
+        ("hf://a/../b", 2, "is no address to push to"),
+        ("mlflow://a/b", 2, "is no address to push to"),
+        ("s3://ada/digits", 2, "is no address to push to"),
+        ("hf://ada/digits", 3, "HF_TOKEN is not set. Set it to a token"),
+    ],
+)
+def test_what_is_missing_or_wrong_is_one_note(address, code, words, run, command, place):
+    """With the next step: exit code 2 for an address, 3 for a token."""
+    refused = command("push", run, address, cwd=place, HF_TOKEN="")
+    assert (refused.code, words in refused.err) == (code, True), refused
+
+
+class Hub(BaseHTTPRequestHandler):
+    """What the client asks of Hugging Face for small files, and what it sends, in `server.seen`."""
+
+    def do_POST(self):
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        self.server.seen.append((self.path, self.headers.get("Authorization"), body))
+        if self.server.refuses:
+            return self.answer({"error": f"no rights for {TOKEN}"}, 403)
+        if self.path.endswith("/preupload/main"):
+            files = [{"path": of["path"], "uploadMode": "regular", "shouldIgnore": False, "oid": None}
+                     for of in json.loads(body)["files"]]  # fmt: skip
+            return self.answer({"files": files})
+        url = f"http://127.0.0.1:{self.server.server_port}/ada/digits"
+        commit = {"success": True, "commitOid": "0" * 40, "commitUrl": f"{url}/commit/{'0' * 40}"}
+        return self.answer({"url": url, "name": "ada/digits", "errors": [], "warnings": [], **commit})
+
+    def answer(self, content, code=200):
+        body = json.dumps(content).encode()
+        self.send_response(code)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self):
+        self.answer({"id": "ada/digits", "_id": "1", "sha": "0" * 40, "private": True, "siblings": [], "tags": []})
+
+    def log_message(self, *_):
+        pass
+
+
+@pytest.fixture
+def hub():
+    """A server on this machine that speaks as Hugging Face does."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
+    server.seen, server.refuses = [], False
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield server
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.slow
+def test_the_files_are_uploaded_by_the_hubs_own_client(run, written, hub, place):
+    """A repository that is private where it is new; one commit with the files of the folder. A refusal is exit code 3,
+    without the token."""
+    variables = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.server_port}", "HF_TOKEN": TOKEN, "HF_HUB_OFFLINE": "0"}
+    outcome = real("push", run, "hf://ada/digits", cwd=place, **variables)
+    assert outcome.code == 0, outcome
+    assert outcome.out.strip().endswith("/ada/digits")
+    assert {authorization for _, authorization, _ in hub.seen} == {f"Bearer {TOKEN}"}
+    created = next(json.loads(body) for path, _, body in hub.seen if path == "/api/repos/create")
+    assert (created["name"], created["organization"]) == ("digits", "ada")
+    assert created.get("visibility") == "private" or created.get("private") is True  # since huggingface_hub 1.0; before
+    commit = next(body for path, _, body in hub.seen if path.endswith("/commit/main")).decode()
+    sent = [line["value"] for line in map(json.loads, commit.splitlines()) if line["key"] == "file"]
+    files = {of["path"]: base64.b64decode(of["content"]) for of in sent}
+    names = {str(path.relative_to(written)) for path in written.rglob("*") if path.is_file()} - {".push.json"}
+    assert files == {name: (written / name).read_bytes() for name in names}
+    hub.refuses = True
+    refused = real("push", run, "hf://ada/digits", cwd=place, **variables)
+    assert (refused.code, "Hugging Face does not take ada/digits" in refused.err) == (3, True), refused
+    assert TOKEN not in refused.err + refused.out
+
+
+def test_the_model_is_registered_in_the_store_of_the_run(run, command, place, store, tmp_path, monkeypatch):
+    """`mlflow://NAME` makes version 1, then 2, which `serve` and `load_run` find by name; of a run without a model one
+    is made of its bundle."""
+    assert not (run / "model").exists()
+    for version in (1, 2):
+        outcome = command("push", run, "mlflow://pushed digits", cwd=place)
+        assert (outcome.code, outcome.out.strip()) == (0, f"models:/pushed digits/{version}"), outcome
+    found = MlflowClient(f"sqlite:///{store / 'mlflow.db'}").get_model_version("pushed digits", "1")
+    assert found.run_id == run.parent.name
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", str(store))
+    assert dl.load_run("models:/pushed digits/1").folder == run
+    copy = shutil.copytree(run, tmp_path / "copied run")
+    refused = command("push", copy, "mlflow://digits", cwd=place)
+    assert (refused.code, "no tracking store is known that has this run" in refused.err) == (3, True), refused
