@@ -11,6 +11,7 @@ import os
 import posixpath
 import re
 import tempfile
+import threading
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -167,10 +168,24 @@ def _refuse_plain(address: str, key: str | None, place: str | None) -> None:
 def _from_store(address: str, key: str | None, place: str | None) -> bytes:
     import fsspec
 
+    def read() -> None:
+        try:
+            with fsspec.open(address, "rb") as file:
+                found.append(file.read(MAX_BYTES + 1))
+        except Exception as error:
+            found.append(error)
+
+    # A store's client waits for minutes, and tries again: botocore five times 60 seconds.
+    found: list[bytes | Exception] = []
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    reader.join(3 * TIMEOUT)
     try:
-        with fsspec.open(address, "rb") as file:
-            content: bytes = file.read(MAX_BYTES + 1)
-            return content
+        if not found:
+            raise TimeoutError(f"no answer in {3 * TIMEOUT:.0f} s")
+        if isinstance(found[0], Exception):
+            raise found[0]
+        return found[0]
     except (FileNotFoundError, IsADirectoryError):
         _refuse(address, "there is no such config", key, place)
     except ImportError as error:
@@ -193,10 +208,11 @@ def _refuse(address: str, message: str, key: str | None, place: str | None) -> N
 def _no_answer(address: str, error: object) -> NoReturn:
     words = " ".join(str(error).split())[:200] or type(error).__name__
     kept = sorted(_folder(address).glob("*/*.y*ml"), key=lambda path: path.stat().st_mtime)
-    remedy = "try again later, or name a file of this machine"
+    first = "set those of the store, such as ~/.aws" if "credentials" in words.lower() else "try again later"
+    remedy = f"{first}, or name a file of this machine"
     if kept:
         moment = datetime.datetime.fromtimestamp(kept[-1].stat().st_mtime).isoformat(" ", "minutes")
-        remedy = f"try again later, or name the copy of {moment}: {kept[-1]}"
+        remedy = f"{first}, or name the copy of {moment}: {kept[-1]}"
     raise SetupError(f"{shown(address)}: the config cannot be fetched ({words}); {remedy}") from None
 
 

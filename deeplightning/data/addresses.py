@@ -92,9 +92,13 @@ def files_at(root: str, files: tuple[str, ...]) -> tuple[object, dict[str, tuple
             infos = {name: system.info(f"{top.rstrip('/')}/{name}") for name in files}
         else:
             listing: Mapping[str, object] = system.find(top, detail=True)
-            infos = {posixpath.relpath(path, top or "."): info for path, info in listing.items()}
+            # S3's console makes a folder as an empty object whose name ends in a slash.
+            objects = {path: info for path, info in listing.items() if not path.endswith("/")}
+            infos = {posixpath.relpath(path, top or "."): info for path, info in objects.items()}
     except FileNotFoundError as error:
-        raise DataError(f"{shown(root)}: there is no {error.args[-1] if error.args else 'such file'}") from None
+        said = str(error.args[-1]) if error.args else "such file"  # a path, or of S3 a sentence on the bucket
+        missing = f"there is no {said}" if "/" in said or not error.args else said
+        raise DataError(f"{shown(root)}: {missing}") from None
     except ImportError as error:
         package = re.match(r"Install (\S+)", str(error))  # as fsspec words it
         remedy = f"pip install {package[1]}" if package else str(error)

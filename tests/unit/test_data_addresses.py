@@ -162,8 +162,9 @@ def test_a_missing_library_is_named_with_its_command(monkeypatch):
         folder_of("s3://bucket/x?signature=s3cret")
 
 
-def test_check_names_a_missing_library():
+def test_check_names_a_missing_library(monkeypatch):
     """`check` warns, since the config may be meant for another machine; `train` refuses."""
+    monkeypatch.setattr("deeplightning.config.addresses.is_installed", lambda module: module != "s3fs")
     report = examine(TINY, ["data.root=s3://bucket/x"])
     (fault,) = [fault for fault in report.at_start if fault.key == "data.root"]
     assert fault.message == "s3:// needs a library that is not installed: pip install s3fs"

@@ -1,0 +1,150 @@
+"""Configs and data in S3, with an S3 server on this machine: what it answers becomes files, and what it refuses becomes
+one note."""
+
+import logging
+import socket
+from pathlib import Path
+
+import pytest
+from PIL import Image
+
+from deeplightning.checks.examine import examine
+from deeplightning.config import addresses as configs
+from deeplightning.config.source import read
+from deeplightning.config.tree import plain
+from deeplightning.data import addresses
+from deeplightning.data.addresses import folder_of
+from deeplightning.data.errors import DataError
+from deeplightning.faults import ConfigError, SetupError
+
+pytest.importorskip("s3fs", reason="an S3 needs s3fs: pip install s3fs 'moto[server]'")
+moto = pytest.importorskip("moto.server", reason="an S3 on this machine needs moto: pip install 'moto[server]'")
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the server's and the client's own
+KEYS = {"AWS_ACCESS_KEY_ID": "ada", "AWS_SECRET_ACCESS_KEY": "s3cr3t-Tq8Rw2Lk7", "AWS_DEFAULT_REGION": "us-east-1"}
+
+
+@pytest.fixture(scope="module")
+def server():
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    made = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0)
+    made.start()
+    yield made
+    made.stop()
+
+
+@pytest.fixture
+def bucket(server, tmp_path, monkeypatch):
+    """`bucket(name, content)` puts an object; nothing of another test or of this user is left."""
+    import boto3
+    import s3fs
+
+    host, port = server.get_host_and_port()
+    for name, value in {**KEYS, "AWS_ENDPOINT_URL": f"http://{host}:{port}", "AWS_MAX_ATTEMPTS": "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    client = boto3.client("s3")
+    client.create_bucket(Bucket="store")
+    forget()
+    yield lambda name, content: client.put_object(Bucket="store", Key=name, Body=content)
+    for of in client.list_objects_v2(Bucket="store").get("Contents", []):
+        client.delete_object(Bucket="store", Key=of["Key"])
+    s3fs.S3FileSystem.clear_instance_cache()
+    forget()
+
+
+def forget():
+    """As another process, which has asked for nothing yet."""
+    import s3fs
+
+    s3fs.S3FileSystem.clear_instance_cache()
+    addresses._copied.cache_clear()
+    configs._fetched.clear()
+
+
+def test_a_config_and_its_base(bucket):
+    """`_base_` is relative to the object's folder; a changed object is fetched again by the next process."""
+    for name in ("digits_ddp.yaml", "base.yaml"):  # the one is the base of the other
+        bucket(f"team/{name}", (CONFIGS / name).read_bytes())
+    bucket("team/mine/cfg.yaml", "_base_: ../digits_ddp.yaml\nseed: 5\n")
+    report = examine("s3://store/team/mine/cfg.yaml", [])
+    assert report.faults == []
+    assert report.config.seed == 5
+    bucket("team/mine/cfg.yaml", "_base_: ../digits_ddp.yaml\nseed: 6\n")
+    forget()
+    assert plain(read(Path("s3://store/team/mine/cfg.yaml")).root)["seed"] == 6
+
+
+def test_a_folder_of_pictures_and_a_table(bucket, tmp_path):
+    """All objects below the folder, with their bytes; of a table the named one alone. One that has changed is copied
+    into another folder by the next process."""
+    for number in range(3):
+        Image.new("RGB", (8, 8), (number, 0, 0)).save(tmp_path / "one.png")
+        bucket(f"data/pictures/cat {number % 2}/{number}.png", (tmp_path / "one.png").read_bytes())
+    for name in ("", "cat 0/", "empty/"):
+        bucket(f"data/pictures/{name}", b"")  # as the console of S3 makes a folder
+    bucket("data/orders.csv", b"x,y\n1,2\n")
+    folder = folder_of("s3://store/data/pictures")
+    found = {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+    assert found == {"cat 0/0.png", "cat 1/1.png", "cat 0/2.png"}
+    assert Image.open(folder / "cat 0" / "2.png").getpixel((0, 0)) == (2, 0, 0)
+    table = folder_of("s3://store/data", ["orders.csv"])
+    assert [path.name for path in table.iterdir()] == ["orders.csv"]
+    bucket("data/orders.csv", b"x,y\n1,3\n")
+    assert folder_of("s3://store/data", ["orders.csv"]) == table  # one process sees one state
+    forget()
+    after = folder_of("s3://store/data", ["orders.csv"])
+    assert [(of / "orders.csv").read_text() for of in (table, after)] == ["x,y\n1,2\n", "x,y\n1,3\n"]
+
+
+def test_objects_that_are_not_there(bucket):
+    """A wrong bucket and a wrong name: one note each, with the address."""
+    bucket("data/orders.csv", b"x\n")
+    for address in ("s3://nobody/cfg.yaml", "s3://store/none.yaml"):
+        with pytest.raises(ConfigError, match="there is no such config") as caught:
+            configs.fetch(address)
+        assert address in str(caught.value)
+    for root, files, words in (
+        ("s3://nobody/data", [], "s3://nobody/data: The specified bucket does not exist"),
+        ("s3://store/none", [], "there are no files below s3://store/none"),
+        ("s3://store/data", ["none.csv"], "s3://store/data: there is no store/data/none.csv"),
+    ):
+        with pytest.raises(DataError, match=words):
+            folder_of(root, files)
+
+
+def test_a_store_without_credentials(bucket, monkeypatch):
+    """One note with what to set; exit code 3."""
+    for name in KEYS:
+        monkeypatch.delenv(name)
+    for fetched, error in ((configs.fetch, SetupError), (folder_of, DataError)):
+        forget()
+        words = "credentials.*set those of the store" if error is SetupError else "credentials"
+        with pytest.raises(error, match=words) as caught:
+            fetched("s3://store/data/cfg.yaml")
+        assert caught.value.exit_code == 3
+
+
+def test_a_server_that_does_not_answer(bucket, monkeypatch):
+    """One note, exit code 3, without the key."""
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{closed.getsockname()[1]}")
+        for fetched, error in ((configs.fetch, SetupError), (folder_of, DataError)):
+            forget()
+            with pytest.raises(error, match=r"cannot be fetched|does not answer") as caught:
+                fetched("s3://store/data/cfg.yaml")
+            assert (caught.value.exit_code, KEYS["AWS_SECRET_ACCESS_KEY"] in str(caught.value)) == (3, False)
+
+
+def test_a_server_that_is_silent(bucket, monkeypatch):
+    """It takes the connection and says nothing: the client would try again for five minutes, the config has a limit."""
+    monkeypatch.setattr(configs, "TIMEOUT", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{silent.getsockname()[1]}")
+        forget()
+        with pytest.raises(SetupError, match=r"cannot be fetched .no answer in 1 s"):
+            configs.fetch("s3://store/data/cfg.yaml")
