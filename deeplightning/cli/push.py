@@ -54,13 +54,19 @@ def write(folder: RunFolder, name: str, to: Path) -> list[str]:
         The files of the bundle that are left out, since they hold pickle.
 
     Raises:
-        CheckpointError: the run has no bundle.
+        CheckpointError: the run has no bundle, or one whose files are not those of its card.
         SetupError: the folder holds something else, or cannot be written.
     """
     if not folder.bundle_card.is_file():
         raise CheckpointError(f"{folder.path}: the run has no bundle to push. Make one: deeplightning export RUN")
     card = json.loads(folder.bundle_card.read_text(encoding="utf-8"))
     left_out = [file for file in card["files"] if not file.endswith(SAFE)]
+    for file, digest in card["files"].items():  # nothing else of this machine can be published in their place
+        if file != Path(file).name or _digest(folder.bundle / file) != digest:
+            raise CheckpointError(
+                f"{folder.bundle / file} is not the file that {folder.bundle_card.name} describes. "
+                "Make the bundle again: deeplightning export RUN"
+            )
     text = folder.bundle_card.read_text(encoding="utf-8")
     if left_out:
         from deeplightning.export.bundle import sealed
@@ -110,7 +116,10 @@ def _earlier(to: Path) -> dict[str, str | None]:
 
 
 def _digest(path: Path) -> str | None:
-    return hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
+    if not path.is_file():
+        return None
+    with path.open("rb") as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 # ---- Hugging Face

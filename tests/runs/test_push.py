@@ -2,6 +2,7 @@
 paths of this machine."""
 
 import base64
+import hashlib
 import json
 import shutil
 import threading
@@ -101,6 +102,26 @@ def test_a_folder_is_written_again_and_others_are_left_alone(run, written, comma
     refused = command("push", run, "hf://ada/digits", "--to", tmp_path / "other", cwd=place)
     assert (refused.code, "is not empty and holds no earlier push" in refused.err) == (3, True), refused
     assert [path.name for path in (tmp_path / "other").iterdir()] == ["thesis.txt"]
+
+
+@pytest.mark.parametrize("kind", ["other content", "link", "path"])
+def test_files_that_the_card_does_not_describe_are_not_published(kind, run, command, place, tmp_path):
+    """A run folder from elsewhere cannot have other files of this machine published as parts of its bundle."""
+    precious, copy = tmp_path / "precious.json", tmp_path / "run"
+    precious.write_text("precious")
+    shutil.copytree(run, copy)
+    weights = copy / "bundle" / "weights.safetensors"
+    if kind == "path":
+        card = json.loads((copy / "bundle" / "bundle.json").read_text())
+        card["files"]["../../precious.json"] = hashlib.sha256(b"precious").hexdigest()
+        (copy / "bundle" / "bundle.json").write_text(json.dumps(card))
+    else:
+        weights.unlink()
+        weights.symlink_to(precious) if kind == "link" else weights.write_text("precious")
+    outcome = command("push", copy, "hf://ada/digits", "--to", tmp_path / "pushed", cwd=place)
+    assert outcome.code == 4
+    assert "is not the file that bundle.json describes" in outcome.err
+    assert not (tmp_path / "pushed").exists()
 
 
 @pytest.mark.parametrize(
