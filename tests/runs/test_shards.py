@@ -15,9 +15,10 @@ from PIL import Image
 from served import Server
 from sklearn.datasets import load_digits
 
-from deeplightning.data import shards as module
+from deeplightning.data import shard_files as module
 from deeplightning.data.errors import DataConfigError, DataError
-from deeplightning.data.shards import ShardBatches, Shards, expand
+from deeplightning.data.shard_files import expand
+from deeplightning.data.shards import ShardBatches, Shards
 
 EACH = 25  # samples of a shard
 ROWS = 240  # samples in `tars`

@@ -124,6 +124,7 @@ def test_both_ways_give_the_same(params, place, small):
     assert found.dataset("val")[[-1]]["index"].tolist() == [-1]
 
 
+@pytest.mark.run
 def test_loader_workers_map_the_same_file(place):
     """Rows that loader workers read are those that the process reads; a worker gets the place of the file, not the
     rows."""
@@ -355,6 +356,7 @@ def test_the_longest_unused_makes_room(place, cache, monkeypatch):
         ready(place, False, "test", only=["new"])
 
 
+@pytest.mark.run
 def test_threads_at_once(place, counted, cache):
     """Of several that need the same table, one reads it."""
     found = []
