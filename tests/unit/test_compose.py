@@ -153,7 +153,7 @@ def test_an_option_lies_under_the_key_of_its_group(words, expected):
     ("words", "note"),
     [
         (["model=smal"], "override model=smal: model: the group has no option `smal`. Did you mean small? There are: "
-         "round, small, wide"),
+         "cnn, resnet18, round, small, vit, wide"),
         (["model=../twice"], "the group has no option `../twice`"),
         (["data=few"], "override data=few: data: no `_base_` of this config names an option group `data`. Option "
          "groups here: model, model/optimizer. Add {data: few} to its `_base_`"),
@@ -186,7 +186,7 @@ def test_options_are_explained_and_offered(answer, monkeypatch):
     code, out, _ = answer("explain", "base.yaml", "model=wide", "model.loss.params.label_smoothing")
     assert code == 0
     assert "  set by      model/wide.yaml:3:17\n" in out
-    assert "  option      model=wide  # override model=wide; there are: small, wide\n" in out
+    assert "  option      model=wide  # override model=wide; there are: cnn, resnet18, small, vit, wide\n" in out
     offered = {}
     for last in ("mod", "model=", "model/optimizer=s"):
         monkeypatch.setenv("COMP_WORDS", f"deeplightning\ncheck\nbase.yaml\n{last}")
@@ -195,7 +195,7 @@ def test_options_are_explained_and_offered(answer, monkeypatch):
         offered[last] = found(cli, {}, "deeplightning", "_X").complete().splitlines()[1::3]
     assert offered == {
         "mod": ["model.", "model=", "model/optimizer="],
-        "model=": ["model=small", "model=wide"],
+        "model=": ["model=cnn", "model=resnet18", "model=small", "model=vit", "model=wide"],
         "model/optimizer=s": ["model/optimizer=sgd"],
     }
 

@@ -8,7 +8,7 @@ from click.testing import CliRunner
 from deeplightning.checks.examine import examine
 from deeplightning.cli import cli
 from deeplightning.cli.shipped import names
-from deeplightning.config.packages import shipped
+from deeplightning.config.packages import HOME, shipped
 from deeplightning.config.source import read
 from deeplightning.config.tree import plain
 from deeplightning.faults import ConfigError, SetupError
@@ -86,3 +86,20 @@ def test_a_name_that_does_not_ship_is_a_note():
         with pytest.raises(ConfigError, match=r"There are: base, .* `deeplightning configs` lists all"):
             run(name)
     assert CliRunner().invoke(cli, ["configs", "--to", "x"]).exit_code == 2
+
+
+@pytest.mark.parametrize("data", ["digits", "mnist", "cifar10", "image_folder"])
+def test_the_shipped_options_of_groups_fit_each_other(here, data):
+    """Each network goes with each set of data, on the command line and in `_base_`, outside a clone."""
+    (here / "mine.yaml").write_text(
+        f"_base_: ['pkg://deeplightning/configs/images.yaml', {{model: vit}}, {{data: {data}}}]\n"
+    )
+    assert sorted(path.stem for path in (HOME / "configs" / "model").glob("*.yaml")) == ["cnn", "resnet18", "vit"]
+    for model, network in (("cnn", "SimpleCNN"), ("resnet18", "ResNet18"), ("vit", "ViT")):
+        for words in (
+            ["mine.yaml", [f"model={model}"]],
+            ["pkg://deeplightning/configs/images.yaml", [f"model={model}", f"data={data}"]],
+        ):
+            found = examine(words[0], [*words[1], "data.root=."])
+            assert found.faults == []
+            assert found.config.model.network.type.endswith(f".{network}")
