@@ -90,7 +90,7 @@ def _rows(
     """Yields a row for each picture that can be read, and calls `refuse` with each that cannot."""
     spec, names, model = task.image_spec, task.class_names, task.inference_model()
 
-    def answers(batch: list[tuple[Path, Tensor]]) -> Iterator[dict[str, Any]]:
+    def answers(batch: list[tuple[Path, Tensor]]) -> Iterator[dict[str, object]]:
         with torch.inference_mode():
             probability, predicted = model(torch.stack([pixels for _, pixels in batch])).max(1)
         for (path, _), number, p in zip(batch, predicted.tolist(), probability.tolist(), strict=True):
