@@ -7,7 +7,6 @@ import shutil
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 MAX_HALF = 1_000  # characters at either end of a note
 
@@ -95,7 +94,7 @@ def nearest(word: str, words: Collection[str]) -> str:
     if not near:
         return ""
 
-    def order(other: str) -> tuple[Any, ...]:
+    def order(other: str) -> tuple[object, ...]:
         likeness = difflib.SequenceMatcher(None, word, other).ratio()
         return _slips(word.lower(), other.lower()), sorted(word) != sorted(other), len(word) != len(other), -likeness
 

@@ -136,7 +136,7 @@ class ImageSpec:
         """
         _silence_pillow()
         if isinstance(data, bytes | bytearray | memoryview):
-            opened: contextlib.AbstractContextManager[Any] = io.BytesIO(data)
+            opened: contextlib.AbstractContextManager[BinaryIO] = io.BytesIO(data)
         elif isinstance(data, str | os.PathLike):
             opened = open(data, "rb")  # noqa: PTH123, SIM115 (a path of any kind; the `with` below closes it)
         else:

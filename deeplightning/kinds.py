@@ -5,7 +5,7 @@ A bundle keeps the kind under `task`, and export, server and page follow from it
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
     import numpy as np
@@ -61,7 +61,7 @@ class Kind(NamedTuple):
         """The shape of one answer to a prepared input of a shape, of so many labels."""
         return {"reconstruction": tuple(shape), "segmentation": (labels, *shape[1:])}.get(self.gives, (labels,))
 
-    def compared(self, answers: "np.ndarray") -> Any:
+    def compared(self, answers: "np.ndarray") -> "np.ndarray":
         """What a bundle keeps of golden answers, and a server compares: an array (N, …); of a segmentation, float
         (N, K, H, W), each s-th row and column, so that no answer has more than `MAX_COMPARED` numbers."""
         if self.gives != "segmentation":

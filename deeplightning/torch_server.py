@@ -59,13 +59,13 @@ class Checkpoint:
     task: str
     image_spec: ImageSpec | None
     labels: list[str]
-    run: dict[str, Any]
+    run: dict[str, object]
     samples: np.ndarray
     model: nn.Module
     precision: str = "fp32"
     text_spec: TextSpec | None = None
     row_spec: TableSpec | ArraySpec | None = None
-    output: dict[str, Any] = field(default_factory=dict)
+    output: dict[str, object] = field(default_factory=dict)
     example: object = None
     device: Device = CPU
 

@@ -10,7 +10,7 @@ import os
 import shutil
 import threading
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from deeplightning.address import is_address, shown
 from deeplightning.checks.trust import note_own
@@ -53,7 +53,7 @@ class Origin:
         self._stored = b""
         self._has_ended = False
 
-    def begin(self, data: Any, began_from: Path | None) -> None:
+    def begin(self, data: "pl.LightningDataModule | None", began_from: Path | None) -> None:
         """Keeps the code as it is now, and begins to hash the data.
 
         Args:
@@ -126,7 +126,7 @@ class Origin:
         note_own(path)
         self._stored = packed
 
-    def _data_files(self, data: "pl.LightningDataModule", began_from: Path | None) -> list[Path]:
+    def _data_files(self, data: "pl.LightningDataModule | None", began_from: Path | None) -> list[Path]:
         """The files and folders whose digest is kept; weights that the run began with are data too."""
         cfg = self.cfg
         paths = paths_of(data, self._root(data), cfg.data.module.params)
@@ -135,7 +135,7 @@ class Origin:
                 paths.append(Path(name).absolute())
         return paths
 
-    def _root(self, data: "pl.LightningDataModule") -> str | None:
+    def _root(self, data: "pl.LightningDataModule | None") -> str | None:
         """The folder of `data.root`; of an address, that of the copy that the data module reads."""
         root: str | None = self.cfg.data.root
         if root is None or not is_address(root):
@@ -143,7 +143,7 @@ class Origin:
         copy = getattr(data, "root", None)
         return str(copy) if isinstance(copy, Path) else None
 
-    def _digest(self, data: "pl.LightningDataModule", paths: list[Path]) -> None:
+    def _digest(self, data: "pl.LightningDataModule | None", paths: list[Path]) -> None:
         try:
             if hasattr(os, "setpriority"):  # of this thread alone, on Linux
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 5)  # at 19 it may starve

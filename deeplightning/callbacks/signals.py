@@ -8,7 +8,7 @@ SIGUSR2 are the user's own.
 import signal
 import threading
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING
 
 import pytorch_lightning as pl
 import torch
@@ -21,6 +21,9 @@ from deeplightning.private.lightning import keep_signals
 from deeplightning.process import streams
 from deeplightning.process.identity import own_rank
 from deeplightning.process.streams import Interrupted
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 AGAIN = (signal.SIGUSR1, signal.SIGUSR2)
@@ -39,7 +42,7 @@ class Signals(pl.Callback):
         self._job = job_here()
         self._received = 0
         self._under_way = False
-        self._before: dict[int, Any] = {}
+        self._before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
         self._asked: torch.Tensor | None = None
         self._gathered: distributed.Work | None = None
 

@@ -1,7 +1,6 @@
 """The manual's tables: all rules, and what each engine answers to each setting."""
 
 from dataclasses import dataclass
-from typing import Any
 
 from deeplightning.checks.combinations import RULES, Rule
 from deeplightning.config.schema import (
@@ -31,7 +30,7 @@ class Setting:
     """
 
     words: str
-    values: dict[str, Any]
+    values: dict[str, object]
 
     def overrides(self) -> list[str]:
         """The same as a command line says it."""

@@ -77,7 +77,7 @@ class Dimension:
         step = self.step or (1 if self.is_whole else None)
         return None if step is None else 1 + math.floor((self.high - self.low) / step + 1e-9)
 
-    def values(self) -> list[Any]:
+    def values(self) -> list[object]:
         """All values, of a dimension whose values can be counted."""
         if self.kind == "choice":
             return list(self.choices)
@@ -87,12 +87,12 @@ class Dimension:
             return [int(self.low + number * step) for number in range(count)]
         return [round(self.low + number * step, 12) for number in range(count)]
 
-    def samples(self) -> list[Any]:
+    def samples(self) -> list[object]:
         """What must pass the check: the ends of a range, every choice."""
         ends = self.choices if self.kind == "choice" else dict.fromkeys((self.low, self.high))
         return list(ends)
 
-    def override(self, value: Any) -> str:
+    def override(self, value: object) -> str:
         """The override that gives the key a value."""
         return f"{self.key}={line(value)}"
 

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from deeplightning.checks.report import Report
     from deeplightning.runfolder import RunFolder
 
-Verb = TypeVar("Verb", bound=Callable[..., Any])
+Verb = TypeVar("Verb", bound=Callable[..., object])
 
 OVERRIDES = "key=value sets, ~key removes, +list=[x] appends; for example model.optimizer.params.lr=0.1"
 
@@ -88,7 +88,9 @@ def with_config(words: str = "[key=value …]", complete: Complete = complete_ov
 
     def decorate(verb: Verb) -> Verb:
         @functools.wraps(verb)
-        def called(config: str | None, overrides: tuple[str, ...], configs: tuple[str, ...], **options: object) -> Any:
+        def called(
+            config: str | None, overrides: tuple[str, ...], configs: tuple[str, ...], **options: object
+        ) -> object:
             from deeplightning.config.source import is_file
 
             given = [*([] if config is None else [config]), *overrides]

@@ -198,7 +198,7 @@ class _Look:
     def size(self) -> int | list[int]:
         return self.sides[0] if self.sides[0] == self.sides[1] else [*self.sides]
 
-    def values(self) -> dict[str, Any]:
+    def values(self) -> dict[str, object]:
         mode = "L" if self.grey else "RGB"
         return {"size": self.size, "mode": mode, "channels": self.channels, "mean": self.mean, "std": self.std}
 

@@ -5,10 +5,15 @@ from __future__ import annotations
 import json
 from collections import Counter
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 from deeplightning.cli.guess import Guess, evenly, folders, need_folder, some
 from deeplightning.faults import SetupError, count
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    import numpy as np
 
 MAX_SHOWN = 20_000
 """Numbers of a signal that is written down as an example."""
@@ -23,7 +28,7 @@ def signals(data: Path) -> Guess:
     from deeplightning.config.target import find
     from deeplightning.image import files_below
 
-    read_signal: Any = find("deeplightning.data.signal.read_signal")
+    read_signal: Callable[[Path], np.ndarray] = find("deeplightning.data.signal.read_signal")
     need_folder(data)
     top = data / "train" if (data / "train").is_dir() and folders(data / "train") else data
     classes = folders(top)

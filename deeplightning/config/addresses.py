@@ -14,7 +14,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import IO, TYPE_CHECKING, NoReturn
 from urllib.parse import urlsplit
 
 from deeplightning.address import shown, whole
@@ -130,7 +130,7 @@ def _from_web(address: str, key: str | None, place: str | None) -> bytes:
 
     class Redirects(urllib.request.HTTPRedirectHandler):
         def redirect_request(
-            self, req: "request.Request", fp: Any, code: int, msg: str, headers: "HTTPMessage", newurl: str
+            self, req: "request.Request", fp: IO[bytes], code: int, msg: str, headers: "HTTPMessage", newurl: str
         ) -> "request.Request | None":
             try:
                 _refuse_plain(newurl, key, place or shown(address))

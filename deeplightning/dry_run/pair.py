@@ -13,7 +13,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import distributed
@@ -21,6 +21,9 @@ from torch import distributed
 from deeplightning.own_code import is_theirs, short
 from deeplightning.private.torch import dispatch_mode
 from deeplightning.process.failure import says_lost
+
+if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
 
 LIMIT = 120.0
 """Seconds without news from either process, after which they are given up."""
@@ -60,7 +63,7 @@ class Pair:
         self.act = act
         self.folder = tempfile.TemporaryDirectory()
         self.connections: list[Connection] = []
-        self.processes: list[Any] = []
+        self.processes: list[BaseProcess] = []
 
     def __enter__(self) -> Pair:
         forks = multiprocessing.get_context("fork")

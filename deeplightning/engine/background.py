@@ -6,7 +6,6 @@ The copy is made at once, so training may change its tensors; at most one copy e
 import copy
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -108,7 +107,7 @@ class Snapshot:
         for device, pairs in on_gpus.items():
             self._copy(device, *map(list, zip(*pairs, strict=True)))
         memo: dict[int, object] = {id(tensor): _like(tensor, copies[storage_id(tensor)]) for tensor in tensors}
-        self.checkpoint: dict[str, Any] = copy.deepcopy(checkpoint, memo)
+        self.checkpoint: dict[str, object] = copy.deepcopy(checkpoint, memo)
 
     def _copy(self, device: torch.device, sources: list[Tensor], targets: list[Tensor]) -> None:
         training, beside = torch.cuda.current_stream(device), _stream(device)

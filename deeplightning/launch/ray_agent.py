@@ -22,7 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from deeplightning.process import failure, shared_folder, supervisor
 from deeplightning.runfolder import RunFolder
@@ -130,7 +130,7 @@ class Agent:
         self._write(order)
         return None
 
-    def _read(self, number: int, stream: Any) -> None:
+    def _read(self, number: int, stream: IO[bytes]) -> None:
         while part := os.read(stream.fileno(), 65536):
             self._output.put((number, part))
 

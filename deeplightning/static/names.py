@@ -11,7 +11,7 @@ import types
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from deeplightning import own_code
 from deeplightning.static import bindings
@@ -45,7 +45,7 @@ class Names:
         self.modules: dict[str, Module | None] = {}
         self.lines: dict[object, tuple[list[Thing], bool]] = {}
         self.scopes: dict[int, Scope] = {}
-        self.found: dict[Any, Thing] = {}
+        self.found: dict[object, Thing] = {}
         self.active: set[object] = set()
         self.changes_path = False  # whether own code may add folders to import from
 

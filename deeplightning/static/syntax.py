@@ -2,11 +2,14 @@
 
 import ast
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 from deeplightning.static import bindings
 from deeplightning.static.bindings import Binding, Imported, Module
 from deeplightning.static.thing import Functions
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 
 def is_unbound(option: Binding) -> bool:
@@ -66,7 +69,7 @@ def local_binding(function: Functions, name: str) -> ast.AST | None:
     return found
 
 
-def inside(body: list[Any]) -> Iterator[ast.AST]:
+def inside(body: "Sequence[ast.AST]") -> Iterator[ast.AST]:
     """The nodes of a body without those of the functions and classes that are defined in it."""
     waiting = list(body)
     while waiting:

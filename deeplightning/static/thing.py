@@ -67,7 +67,7 @@ class Thing:
         return self.module.file if self.module else None
 
     @property
-    def key(self) -> tuple[Any, ...]:
+    def key(self) -> tuple[str, int, str | None]:
         return (self.path, id(self.node), self.owner.path if self.owner else None)
 
 

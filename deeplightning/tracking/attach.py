@@ -8,7 +8,6 @@ import sqlite3
 import tempfile
 import threading
 from pathlib import Path
-from typing import Any
 
 from deeplightning.faults import SetupError
 from deeplightning.private.mlflow import latest_schema, register_store, upgrade_database
@@ -143,7 +142,7 @@ class LazyClient:
         return getattr(self._made(), name)
 
     @property  # type: ignore[misc]
-    def __class__(self) -> Any:
+    def __class__(self) -> type:
         """For `isinstance`."""
         return type(self._made())
 

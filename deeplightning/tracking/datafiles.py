@@ -35,11 +35,11 @@ _NO_DATA = (".py", ".pyc", ".ckpt", ".lock")
 Never = Callable[[], bool]
 
 
-def paths_of(data: "pl.LightningDataModule", root: str | None, params: Mapping[str, object]) -> list[Path]:
+def paths_of(data: "pl.LightningDataModule | None", root: str | None, params: Mapping[str, object]) -> list[Path]:
     """The files and folders that a data module reads, absolute; [] where nobody can tell.
 
     Args:
-        data: the data module.
+        data: the data module; None: there is none.
         root: `data.root`.
         params: of the data module; texts in it that are paths count.
     """

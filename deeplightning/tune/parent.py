@@ -13,7 +13,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 from deeplightning.config.schema import Config
 from deeplightning.tracking.attach import attach
@@ -52,7 +51,7 @@ class Parent:
         self._folder: Path | None = None
         self._tracker: Tracker | None = None
 
-    def _address(self) -> Any:
+    def _address(self) -> str | None:
         params = self.cfg.logger.params
         if self.joined and (given := os.environ.get("MLFLOW_TRACKING_URI")):
             return given

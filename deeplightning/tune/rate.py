@@ -95,7 +95,9 @@ class _Grows(pl.Callback):
         for group, ratio in zip(trainer.optimizers[0].param_groups, self._ratios, strict=True):
             group["lr"] = rate * ratio
 
-    def on_train_batch_end(self, trainer: Any, pl_module: pl.LightningModule, outputs: object, *_: object) -> None:
+    def on_train_batch_end(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: object, *_: object
+    ) -> None:
         self._parts.append(float(batch_loss(trainer, outputs)))
         if trainer.global_step == len(self.rates):
             return  # it accumulates
