@@ -21,8 +21,8 @@ def has_loss(outputs: Any) -> bool:
 
 
 def batch_loss(trainer: Any, outputs: Any) -> torch.Tensor:
-    """The loss of one batch from what `on_train_batch_end` is handed; nan: there is none. Lightning has divided it by
-    the accumulation, but not that of a task that steps itself."""
+    """The loss of one batch, from the outputs of `on_train_batch_end`; nan where they have none. Lightning has divided
+    it by the accumulation factor, except for a task that steps its optimizers itself."""
     if not has_loss(outputs):
         return torch.tensor(float("nan"))
     loss: torch.Tensor = outputs["loss"] if isinstance(outputs, dict) else outputs

@@ -1,6 +1,6 @@
 """A run becomes a model card: Markdown with a YAML front matter, as Hugging Face has it. Nothing is imported for it.
 
-No secrets and no absolute paths of this machine stand in it: config and numbers are what the run's own files have, and
+It contains no secrets and no absolute paths of this machine: config and numbers are what the run's own files have, and
 what is a path keeps its last part.
 """
 
@@ -206,7 +206,7 @@ def _table(head: tuple[str, str], rows: list[tuple[str, str]]) -> str:
 
 
 def _json(path: Path) -> dict[str, Any]:
-    """A file of the run; {} where there is none that can be read."""
+    """A file of the run; {} where it is missing or cannot be read."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):

@@ -43,7 +43,7 @@ def test(run: str, overrides: tuple[str, ...], allow: tuple[str, ...], code: str
 @with_allow
 @with_code
 def predict(run: str, files: tuple[Path, ...], out: Path | None, allow: tuple[str, ...], code: str | None) -> None:
-    """Say what RUN's network answers to files, as CSV; of a FOLDER to those that lie in it, at any depth.
+    """Write the answers of RUN's network to files as CSV; a FOLDER stands for its files, at any depth.
 
     Pictures; tables in .csv, .json, .jsonl or .parquet; texts in .txt, one a line, .csv, .tsv, .jsonl or .json; arrays
     and signals in .npy, .csv, .wav or .json: what RUN takes. With --out into a file: CSV, or JSON lines, as its ending

@@ -36,7 +36,7 @@ PICKLES = ("pyd", "pkl", "pickle", "pth", "pt")
 """Endings of members that only pickle, which can run code, could read."""
 
 MOST_SHARDS = 1_000_000
-"""The most names that a pattern stands for."""
+"""The largest number of names that a pattern may expand to."""
 
 _LARGEST_LABEL = 2**20  # bytes of a .cls or .json
 _OPEN = 64  # shards that a process holds open
@@ -47,10 +47,10 @@ log = logging.getLogger(__name__)
 
 
 def expand(pattern: str) -> list[str]:
-    """The names that a brace pattern stands for: `{000..012}` is each number in turn, `{a,b}` each word.
+    """The names that a brace pattern expands to: `{000..012}` is each number in turn, `{a,b}` each word.
 
     Raises:
-        ValueError: there are more than `MOST_SHARDS`, or a range runs backwards.
+        ValueError: there are more than `MOST_SHARDS`, or a range is descending.
     """
     parts = _BRACES.split(pattern)
     choices: list[Sequence[str]] = []
@@ -69,7 +69,7 @@ def expand(pattern: str) -> list[str]:
             choices.append(part.split(","))
         count *= len(choices[-1])
     if count > MOST_SHARDS:
-        raise ValueError(f"it stands for more than {MOST_SHARDS:,} names")
+        raise ValueError(f"it expands to more than {MOST_SHARDS:,} names")
     return ["".join(words) for words in product(*choices)]
 
 
@@ -280,7 +280,7 @@ def _sample(
     """The member with the picture, and the label.
 
     Raises:
-        ValueError: there is none, or several, of one of them; the message says which.
+        ValueError: the picture or the label is missing, or occurs more than once; the message names it.
     """
     there = ", ".join(f".{ending}" for ending in members)
     pictures = [member for ending, member in members.items() if f".{ending}" in EXTENSIONS]
@@ -358,7 +358,7 @@ def _cache() -> Path:
 
 
 def _kept(path: Path) -> Index | None:
-    """An index that was made before; None: there is none that may be used."""
+    """An index that was made before; None where no usable one exists."""
     try:
         with path.open("rb") as file:
             refuse_foreign(file.fileno(), path)

@@ -1,9 +1,10 @@
-"""A table larger than memory: its numbers, read once in parts, lie in a file that later runs, and all processes of one,
-map into their memory.
+"""A table larger than memory: its numbers, read once in parts, are kept in files that all processes of this run and of
+later ones map into memory.
 
-Values are kept as the file has them, and not as one network takes them: other seeds, folds and sets of the same columns
-read the same copy. What a column is taken for, the file's device, inode, size and both times, and the code that
-reads it stand in the name of the copy's folder; where one changes, all is read again, into another folder. In each are:
+The copy keeps the values of the table, not the inputs of one network, so that other seeds, folds and sets of the same
+columns read the same copy. The name of its folder is a digest of the kinds of the columns, of the file's device, inode,
+size and times, and of the code that reads it; when one of them changes, the table is read again into another folder.
+Each folder contains:
 
     numbers   row after row, float64 (N, n), the columns of numbers; NaN: missing
     codes     row after row, int32 (N, c), the columns of words: the position of the row's word; -1: missing

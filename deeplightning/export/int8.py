@@ -60,8 +60,8 @@ SCORES = {"accuracy": "accuracy", "f1": "F1 score", "map": "mean average precisi
 """The figures by which a model is judged, in words."""
 
 Labelled = Callable[[], Iterable[tuple[np.ndarray, np.ndarray]]]
-"""Gives the validation set anew at each call, in batches: prepared samples, uint8 (N, C, H, W), int64 (N, L) or float32
-(N, …), and what is true: the numbers of their classes (N,), their labels (N, K) of 0 and 1, or their targets (N, K)."""
+"""Returns the validation set again at each call, in batches: prepared samples, uint8 (N, C, H, W), int64 (N, L) or
+float32 (N, …), and what is true: the numbers of their classes (N,), their labels (N, K) of 0 and 1, or their targets (N, K)."""
 
 
 def quantize(folder: RunFolder, validation: Labelled) -> dict[str, Any]:

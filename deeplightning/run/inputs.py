@@ -26,7 +26,7 @@ ENDINGS = {
 TEXT_COLUMNS = ("text", "sentence")
 """Columns of texts; a table with one column needs no such name."""
 
-_ANY_NUMBER = Limits(max_images=10**9)  # a file of one's own may have more rows than a request
+_ANY_NUMBER = Limits(max_images=10**9)  # a local file may have more rows than a request
 
 ROWS_AT_ONCE = 1024  # of Parquet
 
