@@ -61,7 +61,7 @@ SCORES = {"accuracy": "accuracy", "f1": "F1 score", "map": "mean average precisi
 
 Labelled = Callable[[], Iterable[tuple[np.ndarray, np.ndarray]]]
 """Returns the validation set again at each call, in batches: prepared samples, uint8 (N, C, H, W), int64 (N, L) or
-float32 (N, …), and what is true: the numbers of their classes (N,), their labels (N, K) of 0 and 1, or their targets (N, K)."""
+float32 (N, …), and the truth: class numbers (N,), labels (N, K) of 0 and 1, or targets (N, K)."""
 
 
 def quantize(folder: RunFolder, validation: Labelled) -> dict[str, Any]:
