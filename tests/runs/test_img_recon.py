@@ -1,5 +1,6 @@
 """Image reconstruction: what is learned, shown, counted, exported and answered, on pictures of three colours."""
 
+import csv
 import io
 import json
 import math
@@ -292,10 +293,16 @@ def test_a_sheet_has_its_places():
     assert sheet(torch.zeros(9, 3, 100, 80, dtype=torch.uint8), columns=2).shape == (3, 200, 160)
 
 
-def test_image_files_are_no_question_to_it(run, command, tmp_path):
-    """`predict RUN IMAGE` is for classes; another run says so, and where its answers are to be had."""
+def test_image_files_are_answered_with_pictures(run, command, tmp_path):
+    """`predict RUN IMAGE --out FILE.csv` writes a PNG per image; without `--out` a note says how."""
     Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
     outcome = command("predict", run.path, "a.png", cwd=tmp_path)
-    assert outcome.code == 4
-    assert "this run is of image_reconstruction" in outcome.err
-    assert "Traceback" not in outcome.err
+    assert (outcome.code, "Traceback" in outcome.err) == (3, False)
+    assert "--out FILE.csv writes them as PNG files" in outcome.err
+    outcome = command("predict", run.path, "a.png", "--out", "answers.csv", cwd=tmp_path)
+    assert outcome.code == 0, outcome
+    (row,) = csv.DictReader((tmp_path / "answers.csv").read_text().splitlines())
+    assert row["path"] == "a.png"
+    (picture,) = (tmp_path / "answers").glob("*.png")
+    with Image.open(picture) as image:
+        assert (image.size, image.mode) == ((8, 8), "RGB")
