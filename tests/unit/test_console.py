@@ -30,6 +30,7 @@ def test_an_epochs_samples_per_second_are_those_of_training_alone(clock, caplog)
         world_size=2,
         callback_metrics={"train_loss": torch.tensor(0.5)},
         accumulate_grad_batches=1,
+        lightning_module=SimpleNamespace(automatic_optimization=True),
         callbacks=[],
         state=SimpleNamespace(fn="fit"),
     )
