@@ -39,7 +39,7 @@ def paths_of(data: "pl.LightningDataModule | None", root: str | None, params: Ma
     """The files and folders that a data module reads, absolute; [] where nobody can tell.
 
     Args:
-        data: the data module; None: there is none.
+        data: the data module, or None.
         root: `data.root`.
         params: of the data module; texts in it that are paths count.
     """

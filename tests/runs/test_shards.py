@@ -178,7 +178,7 @@ def test_processes_have_parts_of_their_own(world, tars):
 
 
 def test_fewer_shards_than_processes(tars, caplog):
-    """A warning says so, and the run trains all the same."""
+    """A warning names both numbers, and the run trains."""
     found = ready(tars, "train-000.tar", validation="val.tar", test="test.tar")
     found.trainer = SimpleNamespace(
         world_size=2, global_rank=0, is_global_zero=True, limit_train_batches=1.0, training=False, strategy=None,
@@ -334,7 +334,7 @@ def test_a_run_that_stops_inside_an_epoch_resumes_bit_for_bit(whole, train, sett
 
 @pytest.mark.slow
 def test_two_processes_resume_bit_for_bit(job, settings):
-    """Each process goes on in its own part of the shards."""
+    """Each process resumes in its own part of the shards."""
     words, variables = settings
     words = [*words, "train.num_epochs=2", "data.batch_size=8"]
     expected = job(*words, **variables)
