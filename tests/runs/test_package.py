@@ -13,10 +13,9 @@ from hatchling.builders.wheel import WheelBuilder
 
 ROOT = Path(__file__).resolve().parents[2]
 DATA = [
-    *(f"configs/{path.name}" for path in ROOT.glob("configs/*")),
     *(
         str(path.relative_to(ROOT))
-        for path in [*ROOT.glob("examples/*/*"), *ROOT.glob("templates/**/*")]
+        for path in [*ROOT.glob("configs/**/*"), *ROOT.glob("examples/*/*"), *ROOT.glob("templates/**/*")]
         if path.is_file() and path.suffix != ".pyc"
     ),
 ]
