@@ -96,8 +96,9 @@ def files_at(root: str, files: tuple[str, ...]) -> tuple[object, dict[str, tuple
             objects = {path: info for path, info in listing.items() if not path.endswith("/")}
             infos = {posixpath.relpath(path, top or "."): info for path, info in objects.items()}
     except FileNotFoundError as error:
-        said = str(error.args[-1]) if error.args else "such file"  # a path, or of S3 a sentence on the bucket
-        missing = f"there is no {said}" if "/" in said or not error.args else said
+        # A store's error has a path, the system's a path as well, and that of S3 a sentence on the bucket.
+        said = str(error.filename or (error.args[-1] if error.args else "such file"))
+        missing = f"there is no {said}" if error.filename or "/" in said or not error.args else said
         raise DataError(f"{shown(root)}: {missing}") from None
     except ImportError as error:
         package = re.match(r"Install (\S+)", str(error))  # as fsspec words it
