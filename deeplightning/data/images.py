@@ -5,7 +5,7 @@ A data module of your own subclasses `ImageData` and says in `read` which sample
 
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 import torch
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from torch import Tensor
+
+    from ..config.part_config import PartConfig
 
 IN_MEMORY_LIMIT = 2**30
 """Bytes of prepared images, all splits together, up to which they are held in memory: per process, 1 GiB."""
@@ -64,7 +66,7 @@ class ImageData(DataOfSets):
 
     def __init__(
         self,
-        cfg: Any,
+        cfg: "PartConfig",
         image_spec: ImageSpec,
         *,
         augment: Sequence[nn.Module] = (),

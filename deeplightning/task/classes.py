@@ -3,7 +3,7 @@
 Shapes: B batch, K classes.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, bincount, nn
@@ -13,6 +13,9 @@ from deeplightning.task.errors import LabelError, MisfitError
 from deeplightning.task.metrics import Accuracy
 from deeplightning.task.outputs import refusal
 from deeplightning.task.supervised import Batch, Supervised
+
+if TYPE_CHECKING:
+    from ..config.part_config import PartConfig
 
 
 class Probabilities(nn.Module):
@@ -38,7 +41,7 @@ class Classification(Supervised):
     sample = "sample"
     metric_names = ("acc",)
 
-    def __init__(self, cfg: Any):
+    def __init__(self, cfg: "PartConfig"):
         super().__init__(cfg)
         self.class_names: list[str] = []
         self._confusion: Tensor | None = None

@@ -3,13 +3,16 @@
 Shapes: B batch, C channels, H height, W width, K classes.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 
 from deeplightning.task.classes import Classification
 from deeplightning.task.errors import MisfitError
 from deeplightning.task.images import ImageTask
+
+if TYPE_CHECKING:
+    from ..config.part_config import PartConfig
 
 
 class Classifier(nn.Module):
@@ -39,7 +42,7 @@ class ImageClassification(Classification, ImageTask):
     kind = "image_classification"
     sample = "picture"
 
-    def __init__(self, cfg: Any):
+    def __init__(self, cfg: "PartConfig"):
         super().__init__(cfg)
         self._sheet: dict[str, Tensor] | None = None
 

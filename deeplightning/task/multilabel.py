@@ -3,7 +3,7 @@
 Shapes: B batch, N samples, K labels.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,6 +16,9 @@ from deeplightning.task.images import ImageTask
 from deeplightning.task.outputs import refusal
 from deeplightning.task.rows import RowTask
 from deeplightning.task.supervised import Batch, Supervised
+
+if TYPE_CHECKING:
+    from ..config.part_config import PartConfig
 
 
 class Sigmoid(nn.Module):
@@ -108,7 +111,7 @@ class Labels(Supervised):
     metric_names = ("map", "f1")
     class_names: list[str]
 
-    def __init__(self, cfg: Any):
+    def __init__(self, cfg: "PartConfig"):
         super().__init__(cfg)
         self.thresholds: list[float] = []
         self.collected = Collected()
@@ -248,7 +251,7 @@ class Multilabel(Labels, RowTask):
 
     gives = "multilabel"
 
-    def __init__(self, cfg: Any):
+    def __init__(self, cfg: "PartConfig"):
         super().__init__(cfg)
         self.class_names: list[str] = []
 

@@ -3,7 +3,7 @@
 Shapes: B batch, C channels, H height, W width, K classes.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,9 @@ from deeplightning.task.images import ImageTask
 from deeplightning.task.img_classif import Classifier
 from deeplightning.task.outputs import refusal
 from deeplightning.task.supervised import Batch
+
+if TYPE_CHECKING:
+    from ..config.part_config import PartConfig
 
 NO_CLASS = 255
 """In a batch's masks: the pixel counts in no loss and no metric."""
@@ -44,7 +47,7 @@ class Segmentation(ImageTask):
 
     metric_names = ("iou", "acc")
 
-    def __init__(self, cfg: Any):
+    def __init__(self, cfg: "PartConfig"):
         super().__init__(cfg)
         self._sheet: list[Tensor] = []
         self._classes = 0  # of the network

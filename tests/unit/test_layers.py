@@ -4,8 +4,8 @@
 that come later in the list. Nothing imports the entry points. `serve` stands on `image`, `text`, `table`, `array`,
 `kinds`, `runfolder` and `words`; of the rest only `api`, `torch_server`, what answers inside an MLflow model, and
 `predict RUN FILE`, whose answers are those of the endpoint, use it. The parts (`data`, `task`, `model`, `loss`) are
-named in YAML, imported by nobody, and use of the core only `config.target.build`, `image`, `text`, `table`, `array`,
-`kinds`, `transfer` and `words`.
+named in YAML, imported by nobody, and use of the core only `config.target.build`, the types in
+`config.part_config`, `image`, `text`, `table`, `array`, `kinds`, `transfer` and `words`.
 """
 
 import ast
@@ -47,6 +47,7 @@ STAND_ON_SERVE = {
 PARTS = {"data", "task", "model", "loss"}
 OPEN_TO_PARTS = {
     *("deeplightning.config.target.build", "deeplightning.image", "deeplightning.text", "deeplightning.transfer"),
+    "deeplightning.config.part_config",
     *(
         "deeplightning.address",
         "deeplightning.words",
