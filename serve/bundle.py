@@ -17,14 +17,14 @@ from dataclasses import dataclass, field
 from io import BufferedReader
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import numpy as np
 from PIL import PngImagePlugin
 
 from deeplightning.image import ImageError, ImageSpec
 from deeplightning.kinds import KINDS, Kind, row_spec
-from deeplightning.runfolder import BUNDLE_FORMAT, RunFolder, golden_digest, seal
+from deeplightning.runfolder import BUNDLE_FORMAT, Card, RunFolder, golden_digest, seal
 from deeplightning.words import first_line
 from serve.device import CPU, Device, DeviceError
 from serve.log import log_event
@@ -263,7 +263,7 @@ def _find(path: Path) -> Path:
     )
 
 
-def _read_card(folder: Path) -> dict[str, Any]:
+def _read_card(folder: Path) -> Card:
     """What bundle.json says, all of it as it was written at export; which values make sense is not looked at."""
     file = folder / _NAMES.bundle_card.name
     try:
@@ -288,7 +288,7 @@ def _read_card(folder: Path) -> dict[str, Any]:
         "has figures of int8 that are no numbers",
         folder,
     )
-    return card
+    return cast("Card", card)
 
 
 def _are_names(labels: object) -> bool:
@@ -374,7 +374,7 @@ def _opened(folder: Path, name: str) -> BufferedReader:
         raise BundleError(f"The bundle {folder} has no readable {name} ({reason}).") from error
 
 
-def _text_spec(folder: Path, card: dict[str, Any]) -> "TextSpec":
+def _text_spec(folder: Path, card: Card) -> "TextSpec":
     """How texts are prepared, by a file of the bundle that is as it was exported."""
     from deeplightning.text import TextSpec
 
@@ -410,7 +410,7 @@ def _text_samples(folder: Path, golden: object, spec: "TextSpec") -> np.ndarray:
         raise BundleError(f"A golden sample of the bundle {folder} is damaged ({error}).") from error
 
 
-def _spec(folder: Path, card: dict[str, Any], kind: Kind) -> Any:
+def _spec(folder: Path, card: Card, kind: Kind) -> Any:
     """How inputs are prepared."""
     if kind.takes == "text":
         return _text_spec(folder, card)
@@ -567,7 +567,7 @@ def _answers(bundle: Bundle) -> np.ndarray:
         ) from error
 
 
-def _prove(folder: Path, card: dict[str, Any]) -> None:
+def _prove(folder: Path, card: Card) -> None:
     """The golden answers are of this model with these labels, task and input; a bundle of before does not say."""
     found = card["golden"].get("digest")
     if found is None:
