@@ -18,7 +18,7 @@ from deeplightning.data.datasets import Batch, InMemory, OnDemand
 from deeplightning.data.errors import DataConfigError, DataError
 
 if TYPE_CHECKING:
-    from ..config.part_config import PartConfig
+    from deeplightning.config.part_config import PartConfig
 
 IN_MEMORY_LIMIT = 2**30
 """Bytes of prepared arrays, all sets together, up to which they are held in memory: per process, 1 GiB."""

@@ -13,7 +13,7 @@ from deeplightning.data.images import height_width
 from deeplightning.image import ImageSpec
 
 if TYPE_CHECKING:
-    from ..config.part_config import PartConfig
+    from deeplightning.config.part_config import PartConfig
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 """Of the 50,000 training images per channel on the scale 0 to 1, as everybody uses them."""

@@ -18,7 +18,7 @@ from deeplightning.data.errors import DataConfigError, DataError
 from deeplightning.data.loading import DataOfSets
 
 if TYPE_CHECKING:
-    from ..config.part_config import PartConfig
+    from deeplightning.config.part_config import PartConfig
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from deeplightning.data.images import ImageData, height_width
 from deeplightning.image import ImageSpec
 
 if TYPE_CHECKING:
-    from ..config.part_config import PartConfig
+    from deeplightning.config.part_config import PartConfig
 
 MEAN, STD = 0.3053, 0.3759
 """Of all pixels of the 1,797 images on the scale 0 to 1."""

@@ -9,7 +9,7 @@ from deeplightning.data.images import ImageData
 from deeplightning.image import ImageSpec
 
 if TYPE_CHECKING:
-    from ..config.part_config import PartConfig
+    from deeplightning.config.part_config import PartConfig
 
 
 class DownloadedImages(ImageData):

@@ -16,7 +16,7 @@ from deeplightning.data.images import ImageData, height_width
 from deeplightning.image import EXTENSIONS, MAX_PIXELS, ImageError, ImageSpec, files_below
 
 if TYPE_CHECKING:
-    from ..config.part_config import PartConfig
+    from deeplightning.config.part_config import PartConfig
 
 STATISTICS = {"RGB": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), "L": ((0.449,), (0.226,))}
 """Mean and standard deviation where none are given: ImageNet's, as pretrained networks expect; grey: their averages."""

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from ..config.part_config import PartConfig
+    from deeplightning.config.part_config import PartConfig
 
 IN_MEMORY_LIMIT = 2**30
 """Bytes of prepared images, all splits together, up to which they are held in memory: per process, 1 GiB."""

@@ -20,7 +20,7 @@ from deeplightning.data.samplers import BatchIndices, go_on, is_made_for, train_
 from deeplightning.data.splits import deal, shuffled
 
 if TYPE_CHECKING:
-    from ..config.part_config import PartConfig
+    from deeplightning.config.part_config import PartConfig
 
 SPLITS = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("test",)}
 """The sets that a stage needs."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
-    from ..config.part_config import PartConfig
+    from deeplightning.config.part_config import PartConfig
 
 log = logging.getLogger(__name__)
 

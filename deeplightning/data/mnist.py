@@ -15,7 +15,7 @@ from deeplightning.data.images import height_width
 from deeplightning.image import ImageSpec
 
 if TYPE_CHECKING:
-    from ..config.part_config import PartConfig
+    from deeplightning.config.part_config import PartConfig
 
 MEAN, STD = 0.1307, 0.3081
 """Of the 60,000 training images on the scale 0 to 1, as everybody uses them."""

@@ -27,7 +27,7 @@ from deeplightning.image import MAX_PIXELS, ImageSpec
 if TYPE_CHECKING:
     from typing import TextIO
 
-    from ..config.part_config import PartConfig
+    from deeplightning.config.part_config import PartConfig
 
 log = logging.getLogger(__name__)
 

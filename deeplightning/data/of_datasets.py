@@ -23,7 +23,7 @@ from deeplightning.data.splits import deal
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from ..config.part_config import PartConfig
+    from deeplightning.config.part_config import PartConfig
 
 
 class OfDatasets(pl.LightningDataModule):

@@ -22,7 +22,7 @@ from deeplightning.data.errors import DataConfigError
 if TYPE_CHECKING:
     import pytorch_lightning as pl
 
-    from ..config.part_config import PartConfig, Target
+    from deeplightning.config.part_config import PartConfig, Target
 
 log = logging.getLogger("deeplightning.data")
 

@@ -27,7 +27,7 @@ from deeplightning.data.shard_files import Index, Shard, Source, at_address, exp
 from deeplightning.image import MAX_PIXELS, ImageError, ImageSpec
 
 if TYPE_CHECKING:
-    from ..config.part_config import PartConfig
+    from deeplightning.config.part_config import PartConfig
 
 log = logging.getLogger(__name__)
 

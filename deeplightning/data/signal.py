@@ -18,7 +18,7 @@ from deeplightning.data.errors import DataConfigError, DataError
 from deeplightning.image import files_below
 
 if TYPE_CHECKING:
-    from ..config.part_config import PartConfig
+    from deeplightning.config.part_config import PartConfig
 
 _SPLITS = ("train", "val", "test")
 

@@ -30,7 +30,7 @@ from deeplightning.data.table_store import stored
 from deeplightning.table import MISSING, Column, TableError, TableSpec, Words
 
 if TYPE_CHECKING:
-    from ..config.part_config import PartConfig
+    from deeplightning.config.part_config import PartConfig
 
 log = logging.getLogger("deeplightning.data")
 

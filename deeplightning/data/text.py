@@ -30,7 +30,7 @@ from deeplightning.data.splits import deal, shuffled
 from deeplightning.text import TextSpec, VocabularyError, from_lines, vocabulary
 
 if TYPE_CHECKING:
-    from ..config.part_config import PartConfig
+    from deeplightning.config.part_config import PartConfig
 
 Batch = dict[str, Tensor]
 """`tokens` int64 (B, L), `label` int64 (B,) where there are labels, `index` int64 (B,): position in the set, -1: row

@@ -15,7 +15,7 @@ from deeplightning.task.outputs import refusal
 from deeplightning.task.supervised import Batch, Supervised
 
 if TYPE_CHECKING:
-    from ..config.part_config import PartConfig
+    from deeplightning.config.part_config import PartConfig
 
 
 class Probabilities(nn.Module):

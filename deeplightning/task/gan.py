@@ -29,7 +29,7 @@ from deeplightning.task.sheets import epoch_suffix, sheet
 from deeplightning.transfer import to_device
 
 if TYPE_CHECKING:
-    from ..config.part_config import PartConfig, Scheduler, Target
+    from deeplightning.config.part_config import PartConfig, Scheduler, Target
 
 log = logging.getLogger("deeplightning.gan")
 

@@ -14,7 +14,7 @@ from deeplightning.task.networks import try_network
 from deeplightning.task.supervised import Batch, Supervised
 
 if TYPE_CHECKING:
-    from ..config.part_config import PartConfig
+    from deeplightning.config.part_config import PartConfig
 
 
 class Normalise(nn.Module):

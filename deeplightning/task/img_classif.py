@@ -12,7 +12,7 @@ from deeplightning.task.errors import MisfitError
 from deeplightning.task.images import ImageTask
 
 if TYPE_CHECKING:
-    from ..config.part_config import PartConfig
+    from deeplightning.config.part_config import PartConfig
 
 
 class Classifier(nn.Module):

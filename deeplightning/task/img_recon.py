@@ -18,7 +18,7 @@ from deeplightning.task.sheets import epoch_suffix, sheet
 from deeplightning.task.supervised import Batch
 
 if TYPE_CHECKING:
-    from ..config.part_config import PartConfig
+    from deeplightning.config.part_config import PartConfig
 
 SHOWN = 16
 """Pictures on a sheet."""

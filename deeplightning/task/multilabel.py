@@ -18,7 +18,7 @@ from deeplightning.task.rows import RowTask
 from deeplightning.task.supervised import Batch, Supervised
 
 if TYPE_CHECKING:
-    from ..config.part_config import PartConfig
+    from deeplightning.config.part_config import PartConfig
 
 
 class Sigmoid(nn.Module):

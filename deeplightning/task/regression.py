@@ -16,7 +16,7 @@ from deeplightning.task.rows import RowTask, Scaled
 from deeplightning.task.supervised import Batch
 
 if TYPE_CHECKING:
-    from ..config.part_config import PartConfig
+    from deeplightning.config.part_config import PartConfig
 
 
 class MeanSquaredError(Metric):

@@ -17,7 +17,7 @@ from deeplightning.task.networks import try_network
 from deeplightning.task.supervised import Supervised
 
 if TYPE_CHECKING:
-    from ..config.part_config import PartConfig
+    from deeplightning.config.part_config import PartConfig
 
 
 class RowTask(Supervised):

@@ -17,7 +17,7 @@ from deeplightning.task.outputs import refusal
 from deeplightning.task.supervised import Batch
 
 if TYPE_CHECKING:
-    from ..config.part_config import PartConfig
+    from deeplightning.config.part_config import PartConfig
 
 NO_CLASS = 255
 """In a batch's masks: the pixel counts in no loss and no metric."""

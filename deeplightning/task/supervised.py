@@ -23,7 +23,7 @@ from deeplightning.task.points import Points
 if TYPE_CHECKING:
     from pytorch_lightning.utilities.types import OptimizerLRScheduler
 
-    from ..config.part_config import PartConfig
+    from deeplightning.config.part_config import PartConfig
 
 Batch = dict[str, Tensor]
 Outputs = Tensor | dict[str, Tensor]

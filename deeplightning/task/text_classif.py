@@ -15,7 +15,7 @@ from deeplightning.task.supervised import Batch
 from deeplightning.text import TextSpec
 
 if TYPE_CHECKING:
-    from ..config.part_config import PartConfig
+    from deeplightning.config.part_config import PartConfig
 
 
 class TextClassification(Classification):
