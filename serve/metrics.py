@@ -56,7 +56,8 @@ class Metrics:
             self._places.append((width, bounds))
             width += len(bounds) + 2  # above all bounds, and the sum
         self._width = width
-        self._numbers = memoryview(mmap.mmap(-1, 8 * width * MAX_PROCESSES)).cast("d")
+        self._memory = mmap.mmap(-1, 8 * width * MAX_PROCESSES)
+        self._numbers = memoryview(self._memory).cast("d")
         self.row = 0
 
     def count(self, path: str, status: int, seconds: float) -> None:
@@ -93,7 +94,7 @@ class Metrics:
         """The families of the client library."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-        sums: list[float] = np.frombuffer(self._numbers).reshape(MAX_PROCESSES, self._width).sum(0).tolist()
+        sums: list[float] = np.frombuffer(self._memory).reshape(MAX_PROCESSES, self._width).sum(0).tolist()
         numbers, names = [sums[n : n + _CELL] for n in range(0, _WAITING, _CELL)], [*map(str, STATUSES), "other"]
         requests = CounterMetricFamily("deeplightning_requests", "Responses by HTTP status.", labels=["status"])
         for number, status in enumerate(names):
