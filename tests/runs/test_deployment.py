@@ -287,7 +287,7 @@ def get(port, path, name, body=None):
         return error.code, error.headers, error.read()
 
 
-def check_proxy(port, name, log):
+def assert_proxied(port, name, log):
     """Predictions, the page and refusals come by TLS, as the server gives them; the metrics do not."""
     wait_until(lambda: answers(port), 30)
     status, headers, body = get(port, "/predict?top_k=1", name, picture("green"))
@@ -335,7 +335,7 @@ def test_nginx_brings_tls(server, tmp_path):
     assert "syntax is ok" in run(*command, "-t")
     proxy = subprocess.Popen(command)
     try:
-        check_proxy(secure, "predict.example.org", log)
+        assert_proxied(secure, "predict.example.org", log)
         with socket.create_connection(("127.0.0.1", plain), timeout=10) as client:
             client.sendall(b"GET /docs HTTP/1.1\r\nHost: predict.example.org\r\nConnection: close\r\n\r\n")
             answer = b"".join(iter(lambda: client.recv(65_536), b"")).decode()
@@ -359,7 +359,7 @@ def test_caddy_brings_tls(server, tmp_path):
     with log.open("w") as stderr:
         proxy = subprocess.Popen(command, env=environment, stdout=stderr, stderr=stderr)
     try:
-        check_proxy(secure, f"localhost:{secure}", log)
+        assert_proxied(secure, f"localhost:{secure}", log)
     finally:
         proxy.terminate()
         proxy.wait(timeout=30)
