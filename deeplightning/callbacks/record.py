@@ -314,7 +314,8 @@ class Record(pl.Callback):
         """
         _log_pending(pl_module)
         checkpoint["config"] = self.cfg.public()
-        checkpoint["run"] = {"folder": str(self.folder.path), "id": getattr(trainer.logger, "run_id", None)}
+        run = {name: getattr(trainer.logger, f"run_{name}", None) for name in ("id", "name")}
+        checkpoint["run"] = {"folder": str(self.folder.path), **run}
         # A run that ends now logs these never again, and the store may not have them yet.
         checkpoint["points"] = [*(getattr(trainer.logger, "unwritten", list)() or ()), *_due(trainer)]
         checkpoint["engine"] = engine_of(self.cfg)

@@ -3,6 +3,7 @@
 A data module of your own subclasses `ImageData` and says in `read` which samples there are; the rest is done here.
 """
 
+import contextlib
 import warnings
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Literal
@@ -14,7 +15,7 @@ from torch import Generator, nn, uint8
 from deeplightning.data.addresses import folder_of
 from deeplightning.data.cache import ImageCache, cache_folder
 from deeplightning.data.datasets import Batch, InMemory, OnDemand, Samples, prepare_all
-from deeplightning.data.errors import DataConfigError
+from deeplightning.data.errors import DataConfigError, DataError
 from deeplightning.data.loading import DataOfSets, is_whole
 from deeplightning.image import MAX_PIXELS, ImageSpec
 
@@ -27,6 +28,9 @@ if TYPE_CHECKING:
 
 IN_MEMORY_LIMIT = 2**30
 """Bytes of prepared images, all splits together, up to which they are held in memory: per process, 1 GiB."""
+
+SIZED = 64
+"""Training pictures that are looked at for their usual size."""
 
 
 class ImageData(DataOfSets):
@@ -115,6 +119,17 @@ class ImageData(DataOfSets):
                 source = type(self).__name__ if root is None else str(folder_of(root))
                 self._cache = ImageCache(folder, source, self.image_spec, self.max_pixels, self._size())
         self._ready(stage)
+
+    def picture_size(self) -> tuple[int, int] | None:
+        """Median width and height of some training pictures before they are prepared; None where none can be read."""
+        samples, found = self._samples["train"], []
+        for position in np.unique(np.linspace(0, len(samples) - 1, SIZED).astype(int)):
+            with contextlib.suppress(OSError, DataError, ValueError):
+                found.append(samples.size_of(position))
+        if not found:
+            return None
+        width, height = np.median(found, axis=0).astype(int).tolist()
+        return width, height
 
     def _prepare(self, samples: Samples) -> InMemory | OnDemand:
         if self._cache is not None and not isinstance(samples.items, np.ndarray) and len(samples):

@@ -5,6 +5,7 @@ N samples, R processes.
 
 import contextlib
 import fnmatch
+import io
 import logging
 import os
 import tarfile
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+from PIL import Image
 from torch import nn
 
 from deeplightning.address import is_address, shown
@@ -56,6 +58,16 @@ class ShardSamples:
         """The samples at these positions, int (n,), in this order."""
         parts = (self.shards, self.offsets, self.sizes, self.labels)
         return ShardSamples(self.source, *(part[positions] for part in parts))
+
+    def size_of(self, position: int) -> tuple[int, int]:
+        """Width and height of one picture as it comes.
+
+        Raises:
+            OSError, DataError: it cannot be read as an image.
+        """
+        shard, offset, size = int(self.shards[position]), int(self.offsets[position]), int(self.sizes[position])
+        with Image.open(io.BytesIO(self.source.read(shard, offset, size))) as image:
+            return image.size
 
     def prepare(self, position: int, spec: ImageSpec, max_pixels: int) -> np.ndarray:
         """One picture, uint8 (C, H, W).

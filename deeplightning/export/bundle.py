@@ -105,7 +105,8 @@ def export(task: Exportable, folder: RunFolder, samples: np.ndarray, run: dict[s
         samples: real images as the data module prepares them, uint8 (N, C, H, W); texts, an array of str (N,); rows of
             a table, each a JSON object, an array of str (N,); or arrays before they are prepared, (N, …). N ≥ 1. All
             are compared, the first 16 kept.
-        run: where the model comes from, of JSON types: `id`, `folder_name`, `created`, `versions`.
+        run: where the model comes from, of JSON types: `id`, `name`, `folder_name`, `picture_size` (the usual width x
+            height of training pictures before they were prepared), `created`, `versions`.
 
     Returns:
         the bundle's folder.
