@@ -531,6 +531,7 @@ class Config(Section):
     notices: Any = hidden()
     asked: Any = hidden()  # dotted key → what was asked for and is otherwise in the run
     roots: Any = hidden()  # the folders that its names are imported from
+    places: Any = hidden()  # dotted key → the place that set it, for every key that is set
     origins: Any = hidden()  # address → SHA-256 of each file that was fetched
 
     def to_dict(self) -> dict[str, Any]:

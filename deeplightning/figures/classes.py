@@ -131,8 +131,8 @@ def _precision_recall(found: measures.PerClass, names: Sequence[str], words: str
     heights = np.arange(rows)
     precision, recall = found.precision[order], found.recall[order]
     axes.hlines(heights, precision, recall, color=GRID, linewidth=2.5)
-    axes.plot(precision, heights, "o", color=BLUE, markersize=4.5, label="precision")
-    axes.plot(recall, heights, "D", color=ORANGE, markersize=3.8, label="recall")
+    axes.plot(precision, heights, "o", color=BLUE, markersize=6, label="precision")
+    axes.plot(recall, heights, "D", color=ORANGE, markersize=3.2, label="recall")
     axes.set_yticks(heights, shown, fontsize=7)
     axes.set_ylim(rows - 0.4, -0.6)
     low = float(min(precision.min(), recall.min())) if rows else 0.0

@@ -34,7 +34,7 @@ COLOURS = (BLUE, ORANGE, GREEN, PURPLE, TEAL, RED)
 MAP, WHITE = "#2672b8", "#ffffff"
 """The full colour of a map, and text on it: the same on both papers."""
 
-WIDTH = 4.3
+WIDTH = 4.0
 """Inches of a picture of usual width: its text of 8 points is still read when a telephone shows it 330 pixels wide."""
 
 DPI = 144
@@ -196,8 +196,10 @@ def drawn(drawing: Drawing) -> "Figure":
         return drawing.draw()
 
 
-def save(drawing: Drawing, path: Path) -> None:
-    """Draws once, and writes `path` with the endings .svg and .png."""
+def save(drawing: Drawing, path: Path) -> str:
+    """Draws once, writes `path` with the endings .svg and .png, and gives the SVG."""
     figure = drawn(drawing)
+    text = to_svg(figure, drawing.alt)
     path.with_name(f"{path.name}.png").write_bytes(to_png(figure))
-    path.with_name(f"{path.name}.svg").write_text(to_svg(figure, drawing.alt), encoding="utf-8")
+    path.with_name(f"{path.name}.svg").write_text(text, encoding="utf-8")
+    return text
