@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from deeplightning.faults import CheckpointError, printable
-from deeplightning.figures.curves import Chart, charts
+from deeplightning.figures.curves import Chart, charts, is_logarithmic
 from deeplightning.tracking.series import Series, read_series
 from deeplightning.tracking.store import explain, locate
 
@@ -24,7 +24,7 @@ LEAST, MOST = 40, 100
 _DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
 _COLOURS = {"train": "34", "val": "33", "": "35"}
 _SIGNS = {"train": ".", "val": "o", "": "*"}
-_WORDS = {"train": "training", "val": "validation", "": ""}
+_WORDS = {"train": "train", "val": "val", "": ""}
 
 
 def plot_run(run: str, tracking_uri: str | None) -> str:
@@ -77,7 +77,7 @@ def _chart(chart: Chart, width: int, in_colour: bool, is_plain: bool) -> list[tu
     points = [point for curve in chart.curves.values() for point in curve]
     steps, values = [step for step, _ in points], [value for _, value in points]
     low, high = min(values), max(values)
-    is_log = chart.name.endswith("loss") and low > 0 and high / low > 200
+    is_log = is_logarithmic(chart.name, values)
     scale = math.log if is_log else float
     bottom, top = scale(low), scale(high)
     labels = {0: f"{high:.4g}", HEIGHT - 1: f"{low:.4g}"}

@@ -63,7 +63,7 @@ def _confusion_matrix(counts: np.ndarray, names: Sequence[str], words: str) -> "
     side = max(2.6, cell * classes)
     cell = side / max(1, classes)
     is_upright = wide < 0.95 * cell
-    left, bottom = wide + 0.42, (0.2 if is_upright else wide) + 0.38
+    left, bottom = wide + 0.42, (0.16 if is_upright else wide) + 0.32
     made = figure(side + left + 0.75, side + bottom + 0.55)
     axes = place(made, left, 0.75, 0.55, bottom)
     share = counts / np.maximum(counts.sum(1, keepdims=True), 1)

@@ -94,7 +94,7 @@ def curve(chart: Chart, best: int | None = None) -> Drawing:
     """One chart.
 
     Args:
-        best: the step of the best checkpoint, which is marked; None: there is none.
+        best: the steps done at the best checkpoint, whose validation is marked; None: there is none.
     """
     ends = ", ".join(f"{_WORD.get(stage, 'last')} {points[-1][1]:.4g}" for stage, points in chart.curves.items())
     return Drawing(lambda: _grid([chart], best, 1), f"{label(chart.name)} over the steps: {ends} at the end")
@@ -139,17 +139,26 @@ def _draw(axes: Any, chart: Chart, best: int | None) -> None:
             markersize=2.5,
         )
     axes.set_title(label(chart.name, 40))
-    values = [value for points in chart.curves.values() for _, value in points]
-    if len(values) > 2 and min(values) > 0 and max(values) / min(values) > 200 and (chart.name.endswith("loss")):
-        axes.set_yscale("log")
-        axes.minorticks_off()
-        axes.yaxis.set_major_formatter("{x:g}")
+    _scale(axes, chart.name, [value for points in chart.curves.values() for _, value in points])
     axes.set_xlabel("step")
-    if best is not None and "val" in chart.curves:
-        axes.axvline(best, color=MUTED, linewidth=1, linestyle=(0, (2, 2)), label="best")
+    judged = [step for step, _ in chart.curves.get("val", []) if best is not None and step <= best]
+    if judged:  # a checkpoint counts the steps that are done, a series from 0
+        axes.axvline(max(judged), color=MUTED, linewidth=1, linestyle=(0, (2, 2)), label="best")
     if "" not in chart.curves:
         axes.legend(loc="best", handlelength=1.4)
     lines(axes)
+
+
+def is_logarithmic(name: str, values: Sequence[float]) -> bool:
+    """Whether a metric is shown on a logarithmic scale: a loss that goes through more than two decades."""
+    return name.endswith("loss") and min(values) > 0 and max(values) / min(values) > 200
+
+
+def _scale(axes: Any, name: str, values: Sequence[float]) -> None:
+    if values and is_logarithmic(name, values):
+        axes.set_yscale("log")
+        axes.minorticks_off()
+        axes.yaxis.set_major_formatter("{x:g}")
 
 
 def compared(name: str, of_runs: Sequence[tuple[str, Sequence[tuple[int, float]]]]) -> Drawing:
@@ -175,6 +184,7 @@ def _compared(name: str, of_runs: Sequence[tuple[str, Sequence[tuple[int, float]
             )
     axes.set_title(label(name, 40))
     axes.set_xlabel("step")
+    _scale(axes, name, [value for _, points in of_runs for _, value in points if math.isfinite(value)])
     lines(axes)
     made.legend(*axes.get_legend_handles_labels(), loc="lower left", bbox_to_anchor=(0.1, 0.0), labelspacing=0.2)
     return made

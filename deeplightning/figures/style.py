@@ -171,7 +171,8 @@ def to_svg(figure: "Figure", alt: str = "") -> str:
     """A figure as SVG that follows the colours of the page; the same figure gives the same text."""
     stream = io.StringIO()
     with style():
-        figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None, "Title": label(alt, 200) or None})
+        title = {"Title": label(alt, 200)} if alt else {}
+        figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None, **title})
     text = stream.getvalue()
     for light, name in _NAMES.items():
         text = text.replace(light, f"var(--{name})")
