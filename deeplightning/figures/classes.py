@@ -151,9 +151,9 @@ def reliability(found: measures.Reliability, of: str) -> Drawing:
 
 
 def _reliability(found: measures.Reliability, words: str, of: str) -> "Figure":
-    made = figure(WIDTH, 3.9)
+    made = figure(WIDTH, 4.1)
     above, below = place(
-        made, 0.55, 0.2, 0.55, 0.45, nrows=2, sharex=True, gridspec_kw={"height_ratios": [3, 1], "hspace": 0.12}
+        made, 0.55, 0.2, 0.55, 0.66, nrows=2, sharex=True, gridspec_kw={"height_ratios": [3, 1], "hspace": 0.12}
     )
     bins = len(found.count)
     middles, there = (np.arange(bins) + 0.5) / bins, found.count > 0
@@ -164,7 +164,7 @@ def _reliability(found: measures.Reliability, words: str, of: str) -> "Figure":
     )
     above.set_ylim(0, 1.02)
     above.set_ylabel("share that is right")
-    above.legend(loc="upper left")
+    made.legend(*above.get_legend_handles_labels(), loc="lower left", ncols=2, bbox_to_anchor=(0.06, 0.0))
     below.bar(middles, found.count, 0.9 / bins, color=MUTED)
     below.set_yscale("symlog", linthresh=1)
     below.set_ylabel("samples")
