@@ -191,8 +191,11 @@ class ShowPictures(pl.Callback):
 
     def _draw(self) -> None:
         waiting, self._waiting = self._waiting, {}
-        for name, drawing in waiting.items():
-            save(drawing, self.record.folder.path / name)
+        try:
+            for name, drawing in waiting.items():
+                save(drawing, self.record.folder.path / name)
+        except Exception as error:  # a picture is not worth a run
+            log.warning("pictures   not drawn: %s", first_line(error))
         self._drawn_at = time.monotonic()
 
 

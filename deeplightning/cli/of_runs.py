@@ -225,7 +225,7 @@ def report(runs: tuple[str, ...], out: Path | None) -> None:
 
     found = []
     for run in runs:
-        past = past_run(run)
+        past = past_run(run, remote=False)
         found.append(facts(past.folder, past.series))
         found[-1].name, found[-1].status = past.name or "", past.status or ""
     if len(found) == 1 and out is None and is_own(found[0].folder):

@@ -56,7 +56,7 @@ def _confusion_matrix(counts: np.ndarray, names: Sequence[str], words: str) -> "
     classes = len(counts)
     order = measures.in_groups(counts) if classes > IN_GROUPS else np.arange(classes)
     counts = counts[np.ix_(order, order)]
-    shown = [label(names[number], 18) for number in order]
+    shown = [label(names[number], 18) for number in order.tolist()]
     size = 7.5 if classes <= 12 else 6.5 if classes <= IN_GROUPS else 5.5
     wide = room_for(shown, size)
     cell = 0.34 if classes <= 12 else 0.28 if classes <= IN_GROUPS else size * 1.25 / 72
@@ -123,7 +123,7 @@ def precision_recall(found: measures.PerClass, names: Sequence[str], of: str) ->
 
 def _precision_recall(found: measures.PerClass, names: Sequence[str], words: str, note: str) -> "Figure":
     order = np.argsort(found.f1, kind="stable")[:SHOWN] if len(names) > SHOWN else np.arange(len(names))
-    shown = [f"{label(names[n], 18)} ({found.support[n]:,})" for n in order]
+    shown = [f"{label(names[n], 18)} ({found.support[n]:,})" for n in order.tolist()]
     left = room_for(shown, 7) + 0.12
     rows = len(order)
     made = figure(max(WIDTH, left + 2.4), max(1.2, 0.19 * rows) + 1.2)
@@ -146,7 +146,7 @@ def _precision_recall(found: measures.PerClass, names: Sequence[str], words: str
 def reliability(found: measures.Reliability, of: str) -> Drawing:
     """How often answers are right, by their probability; below, how many there are."""
     words = f"Reliability: ECE {found.error:.4g}"
-    alt = f"{words}, the expected calibration error on {int(found.count.sum()):,} {of} samples"
+    alt = f"{words}, the expected calibration error on {int(found.samples.sum()):,} {of} samples"
     return Drawing(lambda: _reliability(found, words, of), alt)
 
 
@@ -155,8 +155,8 @@ def _reliability(found: measures.Reliability, words: str, of: str) -> "Figure":
     above, below = place(
         made, 0.55, 0.2, 0.55, 0.66, nrows=2, sharex=True, gridspec_kw={"height_ratios": [3, 1], "hspace": 0.12}
     )
-    bins = len(found.count)
-    middles, there = (np.arange(bins) + 0.5) / bins, found.count > 0
+    bins = len(found.samples)
+    middles, there = (np.arange(bins) + 0.5) / bins, found.samples > 0
     above.plot([0, 1], [0, 1], color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
     above.bar(middles[there], found.accuracy[there], 0.9 / bins, color=BLUE, alpha=0.85, label="share that is right")
     above.plot(
@@ -165,7 +165,7 @@ def _reliability(found: measures.Reliability, words: str, of: str) -> "Figure":
     above.set_ylim(0, 1.02)
     above.set_ylabel("share that is right")
     made.legend(*above.get_legend_handles_labels(), loc="lower left", ncols=2, bbox_to_anchor=(0.06, 0.0))
-    below.bar(middles, found.count, 0.9 / bins, color=MUTED)
+    below.bar(middles, found.samples, 0.9 / bins, color=MUTED)
     below.set_yscale("symlog", linthresh=1)
     below.set_ylabel("samples")
     below.set_xlabel("probability of the answer")
@@ -176,7 +176,7 @@ def _reliability(found: measures.Reliability, words: str, of: str) -> "Figure":
     lines(below, "y")
     for axes in (above, below):
         axes.minorticks_off()
-    title(made, words, f"{int(found.count.sum()):,} {of} samples; dashed: as sure as right")
+    title(made, words, f"{int(found.samples.sum()):,} {of} samples; dashed: as sure as right")
     return made
 
 

@@ -48,13 +48,13 @@ class Reliability(NamedTuple):
     Attributes:
         confidence: the mean probability in each bin, float (M,); 0 where it is empty.
         accuracy: the share of right answers in each, float (M,).
-        count: of samples in each, int (M,).
+        samples: in each, int (M,).
         error: the expected calibration error (ECE), in [0, 1]: the mean distance of both, weighted by samples.
     """
 
     confidence: np.ndarray
     accuracy: np.ndarray
-    count: np.ndarray
+    samples: np.ndarray
     error: float
 
 

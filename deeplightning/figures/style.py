@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from deeplightning.faults import printable
+from deeplightning.faults import SetupError, printable
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -94,21 +94,29 @@ class Drawing:
 
 @contextmanager
 def style() -> Iterator[None]:
-    """The style holds inside; what the process has set for matplotlib holds again afterwards."""
-    import matplotlib
+    """The style holds inside; what the process has set for matplotlib holds again afterwards.
+
+    Raises:
+        SetupError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise SetupError("pictures need matplotlib, which is not installed: pip install matplotlib") from error
 
     # Not `rc_context`, which copies all settings.
-    before = {name: matplotlib.rcParams[name] for name in _STYLE}
+    settings: Any = matplotlib.rcParams
+    before = {name: settings[name] for name in _STYLE}
     log = logging.getLogger("matplotlib.font_manager")
     level = log.level
     log.setLevel(logging.ERROR)
     try:
-        matplotlib.rcParams.update(_STYLE)
+        settings.update(_STYLE)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="Glyph .* missing from", category=UserWarning)
             yield
     finally:
-        matplotlib.rcParams.update(before)
+        settings.update(before)
         log.setLevel(level)
 
 

@@ -121,8 +121,11 @@ class PastRun:
         return Path(folder_name) if folder_name and Path(folder_name).is_dir() else None
 
 
-def past_run(run: str) -> PastRun:
+def past_run(run: str, remote: bool = True) -> PastRun:
     """RUN, as a person writes it, with the store that it is tracked in.
+
+    Args:
+        remote: of a run folder, ask stores on other machines too.
 
     Raises:
         CheckpointError: there is no such run.
@@ -137,6 +140,8 @@ def past_run(run: str) -> PastRun:
     if folder.path.name != "artifacts" or not _ID.fullmatch(run_id):
         return PastRun(folder, None, None)
     for store in _stores_around(folder):
+        if store.is_remote and not remote:
+            continue
         tracker = open_tracker(store, run_id)
         found = tracker.run(run_id)
         tracker.close()

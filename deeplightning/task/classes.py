@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, bincount, nn
 
 from deeplightning import transfer
-from deeplightning.figures import classes, measures
 from deeplightning.task.errors import LabelError, MisfitError
 from deeplightning.task.metrics import Accuracy
 from deeplightning.task.outputs import refusal
@@ -153,6 +152,8 @@ class Classification(Supervised):
         confusion = self.trainer.strategy.reduce(self._confusion, reduce_op="sum")
         if not self.trainer.is_global_zero:
             return {}
+        from deeplightning.figures import classes, measures  # most processes and verbs draw nothing
+
         names, counts = self.names(len(confusion)), confusion.cpu().numpy()
         return {
             "val_confusion_matrix": classes.confusion_matrix(counts, names, "validation"),

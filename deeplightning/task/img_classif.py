@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from deeplightning.figures import classes
 from deeplightning.task.classes import Classification
 from deeplightning.task.errors import MisfitError
 from deeplightning.task.images import ImageTask
@@ -74,6 +73,8 @@ class ImageClassification(Classification, ImageTask):
         found = super().pictures(stage)
         if not found or self._sheet is None or self._confusion is None:
             return found
+        from deeplightning.figures import classes  # as in `Classification`
+
         names = self.names(len(self._confusion))
         columns = [self._sheet[name].cpu() for name in ("image", "label", "predicted", "p")]
         samples = [

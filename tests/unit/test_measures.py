@@ -39,7 +39,7 @@ def test_the_calibration_error_is_that_of_torchmetrics():
     # torchmetrics turns a binary probability to that of the likelier class only where asked to; here it is as given.
     expected = binary_calibration_error(torch.tensor(probability), torch.tensor(is_right).int(), n_bins=15, norm="l1")
     assert found.error == pytest.approx(float(expected), abs=1e-6)
-    assert found.count.sum() == 503
+    assert found.samples.sum() == 503
     perfect = measures.reliability(np.ones(4), np.ones(4, bool))
     assert perfect.error == 0
 
