@@ -90,7 +90,7 @@ class Results(pl.Callback):
                 writer = csv.DictWriter(file, list(rows[0]))
                 writer.writeheader()
                 writer.writerows(rows)
-        if rows and stage != "predict":
+        if rows and stage != "predict" and self.record.cfg.logger.pictures is not None:
             self._keep_mistakes(trainer, stage, rows)
 
     def _keep_mistakes(self, trainer: Any, stage: str, rows: list[dict[str, Any]]) -> None:
@@ -149,7 +149,7 @@ def worst(rows: list[dict[str, Any]], names: list[str]) -> list[dict[str, Any]]:
 
 def _kept(sample: dict[str, Any]) -> dict[str, str]:
     """What is kept of a sample: `name`, `text`, and `image` as a PNG in base64."""
-    kept = {name: str(sample[name])[:LONGEST] for name in ("name", "text") if name in sample}
+    kept: dict[str, str] = {name: str(sample[name])[:LONGEST] for name in ("name", "text") if name in sample}
     if "image" in sample:
         stream = io.BytesIO()
         _save_image(np.asarray(sample["image"]), stream, longest=THUMBNAIL)

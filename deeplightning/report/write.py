@@ -97,7 +97,9 @@ def _kept(run: Facts, drawn_names: set[str]) -> list[str]:
         of_epoch = _OF_EPOCH.fullmatch(stem)
         name = of_epoch[1] if of_epoch else stem
         latest[name] = path, latest[name][1] + 1 if name in latest else 1
-    cards, left, size = [], [], 0
+    cards: list[str] = []
+    left: list[str] = []
+    size = 0
     for name, (path, number) in latest.items():
         content = path.read_bytes()
         size += len(content)
@@ -153,14 +155,15 @@ def _compared_metrics(runs: Sequence[Facts], names: Sequence[str]) -> str:
 
 
 def _compared_curves(runs: Sequence[Facts], names: Sequence[str]) -> list[str]:
-    cards, shown = [], []
+    cards: list[str] = []
+    shown: list[tuple[str, str, Sequence[tuple[int, float]], bool]] = []
     for run, name in zip(runs, names, strict=True):
         for chart in curves.charts(run.series):
             for stage, points in chart.curves.items():
-                shown.append((f"{stage}_{chart.name}".lstrip("_"), name, points, stage != "val", chart.name))
-    metrics = sorted({(is_late, metric) for metric, _, _, is_late, _ in shown})
+                shown.append((f"{stage}_{chart.name}".lstrip("_"), name, points, stage != "val"))
+    metrics = sorted({(is_late, metric) for metric, _, _, is_late in shown})
     for _, metric in metrics[:24]:
-        of_runs = [(name, points) for m, name, points, _, _ in shown if m == metric]
+        of_runs = [(name, points) for m, name, points, _ in shown if m == metric]
         cards.append(page.picture(metric, *_svg(curves.compared(metric, of_runs))))
     return cards
 
