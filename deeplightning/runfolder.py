@@ -66,6 +66,9 @@ class RunFolder:
         self.bundle_weights = self.bundle / "weights.safetensors"
         self.model = self.path / "model"  # an MLflow model of the bundle
         self.predictions = self.path / "predictions.csv"
+        self.places = self.path / "places.json"  # dotted key → the place in the config's files that set it
+        self.curves = self.path / "curves"  # with .svg and .png
+        self.report = self.path / "report.html"
         self.flops = self.path / "flops.txt"
 
     def checkpoint(self, epoch: int, step: int) -> Path:
@@ -118,6 +121,10 @@ class RunFolder:
     def stage_predictions(self, stage: str) -> Path:
         """One row per sample of the validation or test set, in data order."""
         return self.path / f"{_short(stage)}_predictions.csv"
+
+    def mistakes(self, stage: str) -> Path:
+        """The worst answers of the validation or test set, each with its sample."""
+        return self.path / f"{_short(stage)}_mistakes.json"
 
     def __repr__(self) -> str:
         return f"RunFolder({str(self.path)!r})"

@@ -78,7 +78,9 @@ def load_config(path: str | Path | Given, overrides: list[str] | None = None, *,
     """
     report = examine(path, overrides, importing=True, beside=beside)
     report.add(*report.at_start)
-    return report.checked()
+    cfg = report.checked()
+    cfg.places = report.places
+    return cfg
 
 
 def clear_secrets(cfg: Config) -> list[Notice]:

@@ -6,7 +6,8 @@ A data module of your own subclasses `ImageData` and says in `read` which sample
 import contextlib
 import warnings
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Literal
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import torch
@@ -146,6 +147,17 @@ class ImageData(DataOfSets):
         if self.in_memory:
             return InMemory(samples, torch.from_numpy(prepare_all(samples, self.image_spec, self.max_pixels)))
         return OnDemand(samples, self.image_spec, self.max_pixels)
+
+    def sample(self, split: str, position: int) -> dict[str, Any]:
+        """The picture as the network gets it, uint8 (C, H, W), and the name of its file below `data.root`."""
+        samples, found = self._samples[split], {"image": self.dataset(split)[[position]]["image"][0].numpy()}
+        if hasattr(samples, "named"):
+            return found | {"name": samples.named(position)}
+        if isinstance(samples.items, np.ndarray):
+            return found
+        path, root = Path(samples.items[position]), self.cfg.data.root
+        inside = root is not None and path.is_relative_to(folder_of(root))
+        return found | {"name": str(path.relative_to(folder_of(root)) if inside else path.name)}
 
     def _size(self) -> int:
         """Samples of all sets."""

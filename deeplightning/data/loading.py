@@ -145,6 +145,11 @@ class DataOfSets(pl.LightningDataModule):
             self._datasets[split] = self._prepare(self._samples[split])
         return self._datasets[split]
 
+    def sample(self, split: str, position: int) -> dict[str, Any]:
+        """What a person looks at of a sample, for pictures and reports: `image`, uint8 (C, H, W), as the network gets
+        it; `text`; `name`, of its file. What there is not is left out. Call `setup` first."""
+        return {}
+
     def _divide(self, found: dict[str, Any]) -> dict[str, Any]:
         seed, num_splits, fold = self.cfg.seed, self.cfg.data.num_splits, self.cfg.data.fold
         splits = {name: samples for name, samples in found.items() if name != "all"}

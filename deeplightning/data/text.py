@@ -367,6 +367,11 @@ class TextData(pl.LightningDataModule):
             self._sets[split] = TokenSet(rows, texts.labels, self.text_spec.padding)
         return self._sets[split]
 
+    def sample(self, split: str, position: int) -> dict[str, Any]:
+        """The text, and the file and line that it comes from."""
+        texts = self._texts[split]
+        return {"text": texts.texts[position], "name": f"{texts.path.name}, line {texts.lines[position]}"}
+
     def example_batch(self, size: int) -> Batch:
         """A batch that is made up, to try out whether the parts of a config fit; reads no data and needs no `setup`.
 

@@ -46,7 +46,7 @@ def launch(cfg: Config) -> RunFolder:
         The run's folder; its path is also the last line on stdout, whatever happens once the run has begun. Where there
         is nothing to do, that of the checkpoint.
     """
-    from deeplightning.callbacks import callback_of
+    from deeplightning.callbacks import TRIAL, callback_of
     from deeplightning.callbacks.console import one_line_warnings, to_terminal
     from deeplightning.callbacks.provenance import keep_out
     from deeplightning.callbacks.record import Record, keep_format
@@ -97,12 +97,25 @@ def launch(cfg: Config) -> RunFolder:
             _export_at_the_end(cfg, task, data, record)
         all_ended()
         if trainer.is_global_zero:
+            record.settle()
+            if cfg.logger.pictures is not None and not cfg.train.fast and TRIAL not in os.environ:
+                _report(record.folder)
             record.publish()
     except BaseException as error:
         _end(record, trainer, error)
         raise
     _end(record, trainer)
     return record.folder
+
+
+def _report(folder: RunFolder) -> None:
+    """Draws the run's numbers, and writes its report."""
+    from deeplightning.report.write import write_run
+
+    try:
+        write_run(folder)
+    except Exception as error:  # it is not worth a run
+        log.warning("report     none: %s", error)
 
 
 def _data_first(cfg: Config) -> object:

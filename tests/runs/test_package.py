@@ -54,7 +54,12 @@ def test_the_wheel_has_the_package_and_its_data(built):
     assert {f"deeplightning/{name}" for name in DATA} <= set(names)
     modules = [path for top in ("deeplightning", "serve") for path in ROOT.glob(f"{top}/**/*.py")]
     assert {str(path.relative_to(ROOT)) for path in modules} <= set(names)
-    assert {"serve/page.html", "serve/docs.html", "deeplightning/tracking/schema.sql"} <= set(names)
+    assert {
+        "serve/page.html",
+        "serve/docs.html",
+        "deeplightning/tracking/schema.sql",
+        "deeplightning/report/page.css",
+    } <= set(names)
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"deeplightning", "serve"}
     assert [name for name in names if name.endswith(".pyc") or "mlruns" in name] == []
 
