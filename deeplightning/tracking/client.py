@@ -8,13 +8,15 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlflow.entities import Metric, Param, RunTag
+from mlflow.entities import Dataset as MLflowDataset
+from mlflow.entities import DatasetInput, InputTag, Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from deeplightning.tracking.attach import attach
+from deeplightning.tracking.context import RUN_NAME, name_of
 from deeplightning.tracking.store import Store, check_writable
-from deeplightning.tracking.tracker import SYSTEM, Batch, Experiment, Point, Run
+from deeplightning.tracking.tracker import DATA_CONTEXT, SYSTEM, Batch, Experiment, Point, Run
 
 if TYPE_CHECKING:
     import mlflow
@@ -62,13 +64,16 @@ class Client:
     def name_of(self, experiment_id: str) -> str:
         return self._client.get_experiment(experiment_id).name
 
-    def create_run(self, experiment: Experiment, name: str | None, tags: dict[str, str]) -> Run:
+    def create_run(self, experiment: Experiment, name: str | None, tags: dict[str, str], stem: str = "") -> Run:
         state = random.getstate()
         random.seed()  # MLflow draws the run's name from it: with the run's seed every run would be named alike
         try:
-            return _run(self._client.create_run(experiment.id, tags=tags, run_name=name))
+            run = _run(self._client.create_run(experiment.id, tags=tags, run_name=name))
         finally:
             random.setstate(state)
+        if stem and not name and RUN_NAME not in tags:
+            self.rename(run.id, name_of(stem, run.id))
+        return run
 
     def run(self, run_id: str) -> Run | None:
         try:
@@ -101,6 +106,10 @@ class Client:
             room = MAX_ENTRIES - len(few[0]) - len(few[1])
             self._client.log_batch(run_id, points[:room], *few)
             params, tags, points = params[MAX_OTHERS:], tags[MAX_OTHERS:], points[room:]
+        if batch.datasets:
+            context = [InputTag(*DATA_CONTEXT)]
+            inputs = [DatasetInput(MLflowDataset(**dataset._asdict()), context) for dataset in batch.datasets]
+            self._client.log_inputs(run_id, inputs)
         if batch.status is not None:
             word, ended = batch.status
             if ended is None:

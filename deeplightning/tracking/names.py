@@ -13,6 +13,8 @@ NETWORK, DATA, ENGINE = "network", "data", "engine"
 """The tags that say what a run has trained, from what and on what: columns of the table of runs."""
 NOTE = "mlflow.note.content"
 """The tag that MLflow shows as the description of a run, in Markdown."""
+NOTE_DIGEST = "mlflow.note.digest"
+"""The tag by which a description is known as one of ours; MLflow's page lists no tags of this prefix."""
 
 
 def flatten(params: Mapping[str, object]) -> dict[str, str]:

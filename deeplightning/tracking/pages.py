@@ -24,6 +24,12 @@ if TYPE_CHECKING:
 MAX_RUNS = 200
 """The newest runs that are looked at for the columns of the tables."""
 
+# A description's picture or command that is wider than its column pushes the next one off the page (3.17).
+_STYLE = """<style>
+.mlflow-ui-container img[src^="get-artifact?"] { max-width: 100%; }
+.note-view-text-area pre, .note-editor-preview pre { white-space: pre-wrap; overflow-wrap: anywhere; }
+</style>"""
+
 _SCRIPT = """<script>
 (function (settings, start) {
   try {
@@ -42,7 +48,7 @@ def page() -> str:
     shown, start = {}, None
     with suppress(Exception):  # the store's own: MLflow's page reports them better
         shown, start = _looked_up(_newest_runs())
-    script = _SCRIPT % (_for_script(page_settings(shown)), _for_script(start))
+    script = _STYLE + _SCRIPT % (_for_script(page_settings(shown)), _for_script(start))
     head, found, rest = html.partition("<head>")
     return head + found + script + rest if found else script + html
 

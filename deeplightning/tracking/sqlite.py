@@ -20,9 +20,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from deeplightning.private.messages import Sentence, says
 from deeplightning.runfolder import make_private, permissions_of
-from deeplightning.tracking.context import RUN_NAME, USER, run_name
+from deeplightning.tracking.context import RUN_NAME, USER, name_of, run_name
 from deeplightning.tracking.store import Store, Wait, explain, is_locked, lock_of, locked
-from deeplightning.tracking.tracker import SYSTEM, Batch, Experiment, Point, Run, stored
+from deeplightning.tracking.tracker import DATA_CONTEXT, SYSTEM, Batch, Dataset, Experiment, Point, Run, stored
 
 REVISION = "dc11669786a5"
 """The schema that is known here, by Alembic's name: that of MLflow 3.17."""
@@ -185,9 +185,9 @@ class Tracker:
     def name_of(self, experiment_id: str) -> str:
         return self._find("SELECT name FROM experiments WHERE experiment_id = ?", int(experiment_id))[0][0]
 
-    def create_run(self, experiment: Experiment, name: str | None, tags: dict[str, str]) -> Run:
+    def create_run(self, experiment: Experiment, name: str | None, tags: dict[str, str], stem: str = "") -> Run:
         run_id, now = uuid.uuid4().hex, _now()
-        tags = tags | {RUN_NAME: name or tags.get(RUN_NAME) or run_name()}
+        tags = tags | {RUN_NAME: name or tags.get(RUN_NAME) or (name_of(stem, run_id) if stem else run_name())}
         location = f"{experiment.artifact_location.rstrip('/')}/{run_id}/artifacts"
 
         def make_it(connection: sqlite3.Connection) -> None:
@@ -259,6 +259,8 @@ class Tracker:
             _add_params(connection, run_id, batch.params)
             _add_points(connection, run_id, batch.points)
             _set_tags(connection, run_id, batch.tags)
+            for dataset in batch.datasets:
+                _add_dataset(connection, run_id, dataset)
             if batch.status is not None:
                 word, ended = batch.status
                 connection.execute(_SET_STATUS, (word, ended, run_id))
@@ -322,6 +324,14 @@ _ADD_POINT = (
     "INSERT INTO metrics (key, value, timestamp, run_uuid, step, is_nan) VALUES (?, ?, ?, ?, ?, ?)"
     " ON CONFLICT DO NOTHING"
 )
+_ADD_DATASET = (
+    "INSERT INTO datasets (dataset_uuid, experiment_id, name, digest, dataset_source_type, dataset_source,"
+    " dataset_profile) VALUES (?, ?, ?, ?, ?, ?, ?)"
+)
+_ADD_INPUT = (
+    "INSERT INTO inputs (input_uuid, source_type, source_id, destination_type, destination_id)"
+    " VALUES (?, 'DATASET', ?, 'RUN', ?) ON CONFLICT DO NOTHING"
+)
 _SET_LATEST = (
     "INSERT INTO latest_metrics (key, value, timestamp, step, is_nan, run_uuid) VALUES (?, ?, ?, ?, ?, ?)"
     " ON CONFLICT (key, run_uuid) DO UPDATE SET"
@@ -354,6 +364,18 @@ def _add_points(connection: sqlite3.Connection, run_id: str, points: Iterable[Po
         _SET_LATEST,
         [(name, number, moment, step, is_nan, run_id) for name, (step, moment, number, is_nan) in latest.items()],
     )
+
+
+def _add_dataset(connection: sqlite3.Connection, run_id: str, dataset: Dataset) -> None:
+    """Adds a dataset to the experiment, if it is not there, and the run's use of it."""
+    number = connection.execute("SELECT experiment_id FROM runs WHERE run_uuid = ?", (run_id,)).fetchone()[0]
+    asked = "SELECT dataset_uuid FROM datasets WHERE experiment_id = ? AND name = ? AND digest = ?"
+    if (found := connection.execute(asked, (number, dataset.name, dataset.digest)).fetchone()) is None:
+        found = (uuid.uuid4().hex,)
+        connection.execute(_ADD_DATASET, (*found, number, *dataset))
+    used = uuid.uuid4().hex
+    if connection.execute(_ADD_INPUT, (used, *found, run_id)).rowcount:
+        connection.execute("INSERT INTO input_tags (input_uuid, name, value) VALUES (?, ?, ?)", (used, *DATA_CONTEXT))
 
 
 def _set_tags(connection: sqlite3.Connection, run_id: str, tags: dict[str, str]) -> None:
