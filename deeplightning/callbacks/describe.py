@@ -1,5 +1,5 @@
-"""What a run is about, in words, and the description that MLflow shows of it: what was trained, how good it is, the
-commands that go on with it, and the confusion matrix."""
+"""The description that MLflow shows of a run: what was trained, how good it is, the commands that use it, and the
+confusion matrix."""
 
 from __future__ import annotations
 
@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import pytorch_lightning as pl
 
-from deeplightning.callbacks.provenance import data_name
-from deeplightning.config.schema import Config, Target
-from deeplightning.engine.plan import world_size
+from deeplightning.callbacks.about import data_name, engine_in_words, network_name
+from deeplightning.config.schema import Config
 from deeplightning.faults import count
 from deeplightning.runfolder import RunFolder
 
@@ -25,28 +24,6 @@ if TYPE_CHECKING:
 
 MAX_PICTURES = 2
 """Pictures that a description shows: the confusion matrix first, else the newest."""
-
-
-def network_name(cfg: Config) -> str:
-    """What the network of a run is called: its class or function, or the model's name that a library is given; of
-    several networks, and where the task has its own, the task's class."""
-    network = cfg.model.network
-    if not isinstance(network, Target):
-        return cfg.model.module.type.rpartition(".")[2]
-    name = network.type.rpartition(".")[2]
-    if name in ("create_model", "get_model", "from_pretrained", "load"):
-        given = (network.params.get(key) for key in ("model_name", "name", "pretrained_model_name_or_path", "model"))
-        name = next((Path(text).name for text in given if isinstance(text, str) and text), name)
-    return name
-
-
-def engine_in_words(cfg: Config) -> str:
-    """How a run is spread and in which numbers it computes, short enough for a column: `ddp, 2 GPU, bf16`."""
-    engine, size = cfg.engine, world_size(cfg.engine)
-    device = "CPU" if engine.gpus is None else "GPU"
-    precision = f"fp{engine.precision}" if str(engine.precision).isdecimal() else str(engine.precision)
-    words = (engine.backend, device if size == 1 else f"{size} {device}", precision)
-    return ", ".join(word for word in words if word)
 
 
 class Describe(pl.Callback):

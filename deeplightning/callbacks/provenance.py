@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deeplightning.address import is_address, shown
+from deeplightning.callbacks.about import data_name
 from deeplightning.checks.trust import note_own
 from deeplightning.config.schema import Config
 from deeplightning.config.secret_scan import BLOT
@@ -204,11 +205,6 @@ class Origin:
         found = read_series(store, self.folder.path.parent.name)
         if found is not None and sum(map(len, found.values())) <= MAX_POINTS:
             write_whole(self.folder.series, to_text(found))
-
-
-def data_name(cfg: Config) -> str:
-    """What the data of a run are called: `data.dataset`, else the class of the data module."""
-    return str(cfg.data.dataset or cfg.data.module.type.rpartition(".")[2])
 
 
 def keep_out(cfg: Config, code: Code | None = None) -> None:

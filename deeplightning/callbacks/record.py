@@ -19,9 +19,9 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.loggers import CSVLogger, Logger
 
-from deeplightning.callbacks.describe import engine_in_words, network_name
+from deeplightning.callbacks.about import data_name, engine_in_words, network_name
 from deeplightning.callbacks.order import OWN
-from deeplightning.callbacks.provenance import Origin, data_name, keep_out
+from deeplightning.callbacks.provenance import Origin, keep_out
 from deeplightning.checks.trust import note_own
 from deeplightning.config.schema import Config
 from deeplightning.config.source import read
@@ -291,6 +291,16 @@ class Record(pl.Callback):
         for logger in self.loggers:
             if hasattr(logger, "log_dataset"):
                 logger.log_dataset(dataset)
+
+    def log_model(self, kind: str) -> None:
+        """Has the trackers list the MLflow model of the run, if there is one; to be called on rank 0.
+
+        Args:
+            kind: of the task.
+        """
+        for logger in self.loggers if self.folder.model.is_dir() else ():
+            if hasattr(logger, "log_model"):
+                logger.log_model(self.folder.model, f"{network_name(self.cfg)}-{data_name(self.cfg)}", kind)
 
     def publish(self) -> None:
         """Hands the run's files to trackers on other machines; to be called on rank 0 when all stages are done."""

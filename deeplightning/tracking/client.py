@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlflow.entities import Dataset as MLflowDataset
-from mlflow.entities import DatasetInput, InputTag, Metric, Param, RunTag
+from mlflow.entities import DatasetInput, InputTag, LoggedModelOutput, Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from deeplightning.tracking.attach import attach
 from deeplightning.tracking.context import RUN_NAME, name_of
 from deeplightning.tracking.store import Store, check_writable
-from deeplightning.tracking.tracker import DATA_CONTEXT, SYSTEM, Batch, Experiment, Point, Run
+from deeplightning.tracking.tracker import DATA_CONTEXT, SYSTEM, TEST, Batch, Experiment, Point, Run
 
 if TYPE_CHECKING:
     import mlflow
@@ -108,7 +108,10 @@ class Client:
             params, tags, points = params[MAX_OTHERS:], tags[MAX_OTHERS:], points[room:]
         if batch.datasets:
             context = [InputTag(*DATA_CONTEXT)]
-            inputs = [DatasetInput(MLflowDataset(**dataset._asdict()), context) for dataset in batch.datasets]
+            inputs = [
+                DatasetInput(MLflowDataset(d.name, d.digest, d.source_type, d.source, profile=d.profile), context)
+                for d in batch.datasets
+            ]
             self._client.log_inputs(run_id, inputs)
         if batch.status is not None:
             word, ended = batch.status
@@ -120,6 +123,22 @@ class Client:
     def upload(self, run_id: str, path: Path, folder: str | None) -> None:
         send = self._client.log_artifacts if path.is_dir() else self._client.log_artifact
         send(run_id, os.fspath(path), folder)
+
+    def log_model(self, run_id: str, name: str, path: Path, kind: str) -> None:
+        run = self._client.get_run(run_id)
+        for former in run.outputs.model_outputs if run.outputs else ():
+            self._client.delete_logged_model(former.model_id)
+        experiment = run.info.experiment_id
+        model = self._client.create_logged_model(experiment, name=name, source_run_id=run_id, model_type=kind)
+        self._client.log_model_artifacts(model.model_id, os.fspath(path))
+        params = list(run.data.params.items())
+        for first in range(0, len(params), MAX_OTHERS):
+            self._client.log_model_params(model.model_id, dict(params[first : first + MAX_OTHERS]))
+        self._client.log_outputs(run_id, [LoggedModelOutput(model.model_id, 0)])
+        judged = {name for name in run.data.metrics if name.startswith(TEST)}
+        latest = {point.name: point for point in sorted(self.history(run_id, judged), key=lambda p: (p.step, p.time))}
+        self._client.log_batch(run_id, [Metric(*point, model_id=model.model_id) for point in latest.values()])
+        self._client.finalize_logged_model(model.model_id, "READY")
 
     def is_transient(self, error: Exception) -> bool:
         if isinstance(error, MlflowException):

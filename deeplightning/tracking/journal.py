@@ -321,8 +321,9 @@ def _gathered(entries: list[Entry]) -> tuple[Batch, list[tuple[Path, str | None]
                 batch.params |= values
             case ("tags", values):
                 batch.tags |= values
-            case ("dataset", texts):
-                if len(texts) != len(Dataset._fields) or not all(isinstance(text, str) for text in texts):
+            case ("dataset", [name, digest, kind, source, profile]):
+                texts = (name, digest, kind, source, profile)
+                if not all(isinstance(text, str) for text in texts):
                     raise ValueError(f"the data {texts!r:.40} are none")
                 batch.datasets.append(Dataset(*texts))
             case ("status", word, ended):

@@ -250,6 +250,21 @@ class MLflowLogger(Logger):
         self._writing().say(("dataset", list(dataset)))
 
     @rank_zero_only
+    def log_model(self, path: str | Path, name: str, kind: str) -> None:
+        """List an MLflow model of the run among its experiment's models, with the metrics of its test.
+
+        Args:
+            path: the model's folder, in the run's folder. A server gets a copy in the background.
+            name: what MLflow lists it under.
+            kind: of the task, such as `image_classification`.
+        """
+        source, tracker, run_id = Path(path).absolute(), self._tracker, self._run_id
+        if tracker is None or run_id is None:
+            return
+        listed = clean(name).replace("/", "_")
+        self._writing().do(f"the model {name}", lambda: tracker.log_model(run_id, listed, source, kind))
+
+    @rank_zero_only
     def rest(self) -> None:
         """Write what came after the end of the run, without opening it again."""
         if self._writer is not None and self._status != "RUNNING" and not self._writer.stop():

@@ -9,14 +9,15 @@ import os
 import socket
 import sys
 import webbrowser
+from contextlib import suppress
 from importlib.metadata import entry_points
 
 from deeplightning.faults import SetupError
 from deeplightning.process.streams import outlive_reader, prepare_streams
 from deeplightning.tracking.attach import attach
 from deeplightning.tracking.journal import settle_quietly
-from deeplightning.tracking.store import explain, locate
-from deeplightning.tracking.view import OPENS, runs_page
+from deeplightning.tracking.store import Store, explain, locate
+from deeplightning.tracking.view import OPENS, newest_runs, runs_page
 
 APPLICATION = "deeplightning"
 """MLflow's name for `deeplightning.tracking.pages`, an entry point of the group `mlflow.app`."""
@@ -60,17 +61,30 @@ def monitor(tracking_uri: str | None, host: str, port: int, opens: bool | None =
         print(line, file=sys.stderr)
     opens = has_browser() if opens is None else opens
     if command is None:
-        address = f"{store.shown.rstrip('/')}/{runs_page('0')}"
+        address = _with_newest(store, store.shown.rstrip("/"))
         print(f"The store is a server with its own pages: {address}", flush=True)
         if opens:
             webbrowser.open(address)
         return
     address = f"http://{'127.0.0.1' if host in EVERYWHERE else f'[{host}]' if ':' in host else host}:{port}"
+    if APPLICATION not in command:
+        address = _with_newest(store, address)
     print(f"MLflow shows {store.shown} at {address}", flush=True)
     print("Ctrl-C ends it.", flush=True)
     if opens:
         os.environ[OPENS] = address
     os.execv(command[0], command)
+
+
+def _with_newest(store: Store, address: str) -> str:
+    """Where a page that opens as MLflow ships it shows the experiment of the newest run; the page itself, if none can
+    be asked for."""
+    with suppress(Exception):  # of the network, or MLflow's
+        uri = attach(store)
+        from mlflow.tracking import MlflowClient
+
+        return f"{address}/{runs_page(newest_runs(MlflowClient(uri), 1)[0].info.experiment_id)}"
+    return address
 
 
 def has_browser() -> bool:

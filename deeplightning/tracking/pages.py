@@ -16,9 +16,10 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from deeplightning.private.mlflow import index_page, page_settings, server_application
-from deeplightning.tracking.view import OPENS, columns, runs_page
+from deeplightning.tracking.view import OPENS, columns, newest_runs, runs_page
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
     from mlflow.entities import Run
 
 MAX_RUNS = 200
@@ -47,18 +48,12 @@ def page() -> str:
     html = index_page().read_text(encoding="utf-8")
     shown, start = {}, None
     with suppress(Exception):  # the store's own: MLflow's page reports them better
-        shown, start = _looked_up(_newest_runs())
+        from mlflow.tracking import MlflowClient
+
+        shown, start = _looked_up(newest_runs(MlflowClient(os.environ["MLFLOW_BACKEND_STORE_URI"]), MAX_RUNS))
     script = _STYLE + _SCRIPT % (_for_script(page_settings(shown)), _for_script(start))
     head, found, rest = html.partition("<head>")
     return head + found + script + rest if found else script + html
-
-
-def _newest_runs() -> "list[Run]":
-    from mlflow.tracking import MlflowClient
-
-    client = MlflowClient(os.environ["MLFLOW_BACKEND_STORE_URI"])
-    experiments = [experiment.experiment_id for experiment in client.search_experiments(max_results=1000)]
-    return list(client.search_runs(experiments, max_results=MAX_RUNS, order_by=["attributes.start_time DESC"]))
 
 
 def _looked_up(runs: "Iterable[Run]") -> tuple[Mapping[str, list[str]], str | None]:
@@ -85,7 +80,8 @@ def _open_browser(address: str) -> None:
         time.sleep(0.2)
 
 
-def _application():
+def create_app() -> "FastAPI":
+    """MLflow's server with a page of its own at `/`; opens a browser, where the variable says so."""
     from starlette.requests import Request
     from starlette.responses import HTMLResponse
     from starlette.routing import Route
@@ -98,6 +94,3 @@ def _application():
     if address := os.environ.pop(OPENS, None):
         threading.Thread(target=_open_browser, args=(address,), name="browser", daemon=True).start()
     return application
-
-
-app = _application()

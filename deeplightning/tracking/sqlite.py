@@ -22,7 +22,7 @@ from deeplightning.private.messages import Sentence, says
 from deeplightning.runfolder import make_private, permissions_of
 from deeplightning.tracking.context import RUN_NAME, USER, name_of, run_name
 from deeplightning.tracking.store import Store, Wait, explain, is_locked, lock_of, locked
-from deeplightning.tracking.tracker import DATA_CONTEXT, SYSTEM, Batch, Dataset, Experiment, Point, Run, stored
+from deeplightning.tracking.tracker import DATA_CONTEXT, SYSTEM, TEST, Batch, Dataset, Experiment, Point, Run, stored
 
 REVISION = "dc11669786a5"
 """The schema that is known here, by Alembic's name: that of MLflow 3.17."""
@@ -242,7 +242,15 @@ class Tracker:
             f" AND lifecycle_stage = 'active' AND status IN ({marks})"
         )
         changed: list[int] = []
-        self._change(lambda c: changed.append(c.execute(statement, (_now(), run_id, *statuses)).rowcount))
+
+        def mark(connection: sqlite3.Connection) -> None:
+            changed.append(connection.execute(statement, (_now(), run_id, *statuses)).rowcount)
+            if changed[-1]:  # its files go as well
+                connection.execute(
+                    "UPDATE logged_models SET lifecycle_stage = 'deleted' WHERE source_run_id = ?", (run_id,)
+                )
+
+        self._change(mark)
         return changed[-1] > 0
 
     def history(self, run_id: str, names: Collection[str] | None = None) -> Iterator[Point]:
@@ -269,6 +277,21 @@ class Tracker:
 
     def upload(self, run_id: str, path: Path, folder: str | None) -> None:
         raise AssertionError("the artifacts of these runs are on this machine")
+
+    def log_model(self, run_id: str, name: str, path: Path, kind: str) -> None:
+        def list_it(connection: sqlite3.Connection) -> None:
+            number = connection.execute("SELECT experiment_id FROM runs WHERE run_uuid = ?", (run_id,)).fetchone()[0]
+            _drop_models(connection, run_id)
+            model, now = f"m-{uuid.uuid4().hex}", _now()
+            connection.execute(_ADD_MODEL, (model, number, name, path.as_uri(), now, now, kind, run_id))
+            connection.execute(_ADD_OUTPUT, (uuid.uuid4().hex, run_id, model))
+            connection.execute(_ADD_MODEL_PARAMS, (model, number, run_id))
+            used = connection.execute(_DATASETS_OF, (run_id,)).fetchone() or (None, None, None)
+            found = connection.execute(_LATEST_OF, (run_id,)).fetchall()
+            judged = [point for point in found if point[0].startswith(TEST)]
+            connection.executemany(_ADD_MODEL_METRIC, [(model, *point, number, run_id, *used) for point in judged])
+
+        self._change(list_it)
 
     def is_transient(self, error: Exception) -> bool:
         # OperationalError: locked, disk full, read-only for now.
@@ -324,6 +347,29 @@ _ADD_POINT = (
     "INSERT INTO metrics (key, value, timestamp, run_uuid, step, is_nan) VALUES (?, ?, ?, ?, ?, ?)"
     " ON CONFLICT DO NOTHING"
 )
+_ADD_MODEL = (
+    "INSERT INTO logged_models (model_id, experiment_id, name, artifact_location, creation_timestamp_ms,"
+    " last_updated_timestamp_ms, status, lifecycle_stage, model_type, source_run_id)"
+    " VALUES (?, ?, ?, ?, ?, ?, 2, 'active', ?, ?)"  # 2: READY
+)
+_ADD_OUTPUT = (
+    "INSERT INTO inputs (input_uuid, source_type, source_id, destination_type, destination_id)"
+    " VALUES (?, 'RUN_OUTPUT', ?, 'MODEL_OUTPUT', ?)"
+)
+_ADD_MODEL_PARAMS = (
+    "INSERT INTO logged_model_params (model_id, experiment_id, param_key, param_value)"
+    " SELECT ?, ?, key, value FROM params WHERE run_uuid = ?"
+)
+_LATEST_OF = "SELECT key, timestamp, step, value FROM latest_metrics WHERE run_uuid = ?"
+_DATASETS_OF = (
+    "SELECT d.dataset_uuid, d.name, d.digest FROM datasets d JOIN inputs i ON i.source_id = d.dataset_uuid"
+    " WHERE i.source_type = 'DATASET' AND i.destination_id = ?"
+)
+_ADD_MODEL_METRIC = (
+    "INSERT INTO logged_model_metrics (model_id, metric_name, metric_timestamp_ms, metric_step, metric_value,"
+    " experiment_id, run_id, dataset_uuid, dataset_name, dataset_digest) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+    " ON CONFLICT DO NOTHING"
+)
 _ADD_DATASET = (
     "INSERT INTO datasets (dataset_uuid, experiment_id, name, digest, dataset_source_type, dataset_source,"
     " dataset_profile) VALUES (?, ?, ?, ?, ?, ?, ?)"
@@ -376,6 +422,17 @@ def _add_dataset(connection: sqlite3.Connection, run_id: str, dataset: Dataset) 
     used = uuid.uuid4().hex
     if connection.execute(_ADD_INPUT, (used, *found, run_id)).rowcount:
         connection.execute("INSERT INTO input_tags (input_uuid, name, value) VALUES (?, ?, ?)", (used, *DATA_CONTEXT))
+
+
+def _drop_models(connection: sqlite3.Connection, run_id: str) -> None:
+    """Takes the models that a run has made off the list: their files are about to be replaced."""
+    of_run = "SELECT model_id FROM logged_models WHERE source_run_id = ?"
+    connection.execute(
+        f"DELETE FROM inputs WHERE source_type = 'RUN_OUTPUT' AND destination_id IN ({of_run})", (run_id,)
+    )
+    connection.execute(f"DELETE FROM logged_model_params WHERE model_id IN ({of_run})", (run_id,))
+    connection.execute(f"DELETE FROM logged_model_metrics WHERE model_id IN ({of_run})", (run_id,))
+    connection.execute("UPDATE logged_models SET lifecycle_stage = 'deleted' WHERE source_run_id = ?", (run_id,))
 
 
 def _set_tags(connection: sqlite3.Connection, run_id: str, tags: dict[str, str]) -> None:

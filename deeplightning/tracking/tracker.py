@@ -160,6 +160,16 @@ class Tracker(Protocol):
     def upload(self, run_id: str, path: Path, folder: str | None) -> None:
         """Puts a file or folder into the artifacts of a run whose artifacts are elsewhere."""
 
+    def log_model(self, run_id: str, name: str, path: Path, kind: str) -> None:
+        """Lists an MLflow model among those of the run's experiment, with the run's parameters and the
+        metrics of its test (those of a validation are of other weights than the best); a second time it replaces the
+        first.
+
+        Args:
+            path: the model's folder; where the artifacts of the run are on this machine, one of them.
+            kind: of the task.
+        """
+
     def is_transient(self, error: Exception) -> bool:
         """Whether the same call may succeed later."""
 

@@ -2,8 +2,13 @@
 
 from collections import Counter
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
 from deeplightning.tracking.names import DATA, ENGINE, NETWORK
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Run
 
 OPENS = "DEEPLIGHTNING_OPENS"
 """The environment variable by which the server learns the address that it is to open in a browser."""
@@ -18,6 +23,12 @@ _FIRST = ("acc", "map", "f1", "iou", "dice", "auroc", "r2", "rmse", "mae", "perp
 def runs_page(experiment_id: str) -> str:
     """Where MLflow's page shows the runs of an experiment with their charts, from `#` on."""
     return f"#/experiments/{experiment_id}/runs?workflowType=machine_learning&compareRunsMode=CHART"
+
+
+def newest_runs(client: "MlflowClient", number: int) -> "list[Run]":
+    """The newest runs of a store, the newest first."""
+    experiments = [experiment.experiment_id for experiment in client.search_experiments(max_results=1000)]
+    return list(client.search_runs(experiments, max_results=number, order_by=["attributes.start_time DESC"]))
 
 
 def columns(metrics: Iterable[str]) -> list[str]:
