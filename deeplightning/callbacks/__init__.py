@@ -34,6 +34,7 @@ def all_of(cfg: Config) -> list[pl.Callback]:
 
     from deeplightning.callbacks.checkpoints import Checkpoints
     from deeplightning.callbacks.console import Console
+    from deeplightning.callbacks.describe import Describe
     from deeplightning.callbacks.flops import Flops
     from deeplightning.callbacks.gradients import AdaptiveClip, GradientNorm, Warmup
     from deeplightning.callbacks.histograms import Histograms
@@ -80,6 +81,7 @@ def all_of(cfg: Config) -> list[pl.Callback]:
         SameBuffers(),
         Console(cfg, record, checkpoints),
         Results(record),
+        Describe(cfg, record),
     ]
     if cfg.model.init_from is not None:
         callbacks.append(StartWeights(cfg.model.init_from, cfg.logger.params.get("tracking_uri")))

@@ -4,15 +4,19 @@ All of it on rank 0, beside the run: nothing here can make it fail, and what tak
 thread of low priority while the network learns.
 """
 
+import hashlib
 import json
 import logging
 import os
 import shutil
 import threading
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from deeplightning.address import is_address, shown
+from deeplightning.callbacks.about import data_name
 from deeplightning.checks.trust import note_own
 from deeplightning.config.schema import Config
 from deeplightning.config.secret_scan import BLOT
@@ -23,6 +27,7 @@ from deeplightning.tracking.datafiles import describe_arrays, describe_files, pa
 from deeplightning.tracking.program import changed_files, describe_program
 from deeplightning.tracking.series import MAX_POINTS, read_series, to_text
 from deeplightning.tracking.store import locate
+from deeplightning.tracking.tracker import Dataset
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
@@ -39,10 +44,11 @@ class Origin:
     Args:
         cfg: the settled config.
         folder: the run's.
+        tell: called with the data, by another thread, when their digest is known.
     """
 
-    def __init__(self, cfg: Config, folder: RunFolder):
-        self.cfg, self.folder = cfg, folder
+    def __init__(self, cfg: Config, folder: RunFolder, tell: Callable[[Dataset], None] = lambda dataset: None):
+        self.cfg, self.folder, self.tell = cfg, folder, tell
         values = cfg.secrets.values if cfg.secrets else {}
         self._values = {value: instead for value, instead in values.items() if is_worth_hiding(value)}
         self._code: Code | None = None
@@ -154,6 +160,10 @@ class Origin:
             of_a_package = type(data).__module__.startswith("deeplightning.data.") or data is None
             arrays = describe_arrays(data) if not paths and not of_a_package else {}
             if not paths and not arrays:
+                if data is not None and of_a_package:  # what the data are follows from the package's version
+                    module = self.cfg.data.module
+                    settings = json.dumps([module.type, self.cfg.data.dataset, module.params], default=str)
+                    self._tell({settings: [0, version("scikit-learn")]}, {})
                 return
             store = locate(self.cfg.logger.params.get("tracking_uri")).artifact_root
             without = [self.folder.path, *([store] if store is not None else [])]
@@ -161,10 +171,31 @@ class Origin:
             found["arrays"] = arrays
             if (root := self.cfg.data.root) is not None and is_address(root):
                 found["address"] = shown(root)
+            self._tell(found["files"], arrays, found.get("address"))
             with permissions_of(self.folder.path):  # the run may have ended by now, and restored those of the user
                 write_whole(self.folder.data, json.dumps(found, indent=1))
         except Exception as error:
             log.warning("data       no digest of them is kept: %s", error)
+
+    def _tell(
+        self, files: Mapping[str, list[Any]], arrays: Mapping[str, list[Any]], address: str | None = None
+    ) -> None:
+        """Describes the data for the tracker, if anything is known of them."""
+        listed = files or arrays
+        if not listed:
+            return
+        cfg, root = self.cfg.data, self.cfg.data.root
+        content = json.dumps([dict(files), dict(arrays)], sort_keys=True)
+        if address is not None:
+            kind, source = "http", {"url": address}
+        elif root is not None:
+            kind, source = "local", {"uri": str(Path(root).expanduser().absolute())}
+        else:
+            kind, source = "code", {"tags": {"mlflow.source.name": cfg.module.type, "mlflow.source.type": "LOCAL"}}
+        size = {"files" if files else "arrays": len(listed), "bytes": sum(int(one[0]) for one in listed.values())}
+        size = size if size["bytes"] else {}
+        digest = hashlib.sha256(content.encode()).hexdigest()[:16]
+        self.tell(Dataset(data_name(self.cfg), digest, kind, self._redact(json.dumps(source)), json.dumps(size)))
 
     def _keep_metrics(self) -> None:
         """Where the store is on this machine, so that a copied folder tells all; else the store is asked."""

@@ -19,6 +19,7 @@ import pytorch_lightning as pl
 import torch
 from pytorch_lightning.loggers import CSVLogger, Logger
 
+from deeplightning.callbacks.about import data_name, engine_in_words, network_name
 from deeplightning.callbacks.order import OWN
 from deeplightning.callbacks.provenance import Origin, keep_out
 from deeplightning.checks.trust import note_own
@@ -35,6 +36,8 @@ from deeplightning.process.streams import Interrupted, say_losses
 from deeplightning.runfolder import UMASK, Hold, RunFolder, make_private, umask_of, write_whole
 from deeplightning.tracking.build import end, go_on, publish, run_folder
 from deeplightning.tracking.environment import REPRODUCES, describe, git_diff
+from deeplightning.tracking.names import DATA, ENGINE, NETWORK
+from deeplightning.tracking.tracker import Dataset
 from deeplightning.version import __version__
 
 log = logging.getLogger("deeplightning")
@@ -166,6 +169,9 @@ class Record(pl.Callback):
         if trainer.is_global_zero:
             if resumption.run_id is not None:
                 go_on(self.loggers, resumption.run_id, resumption.owed)
+            for logger in self.loggers:
+                if hasattr(logger, "suggest_name"):
+                    logger.suggest_name(f"{network_name(self.cfg)}-{data_name(self.cfg)}")
             path = run_folder(self.loggers, resumption.folder or self.fallback)
             with contextlib.suppress(OSError):  # reported below
                 make_private(path, path.parents[2 if path.name == "artifacts" else 0])  # STORE/EXPERIMENT/RUN/artifacts
@@ -181,7 +187,7 @@ class Record(pl.Callback):
             return
         if (group := supervisor.here()) is not None:
             group.note_run(self._folder.path)
-        self._origin = Origin(self.cfg, self._folder)
+        self._origin = Origin(self.cfg, self._folder, self._tell_data)
         if self._folder.config.exists() and resumption.run_id is None:
             return  # a later stage of a run that has recorded all this
         try:
@@ -246,7 +252,8 @@ class Record(pl.Callback):
                 fast = {"fast": "true"} if self.cfg.train.fast else {}
                 origins = [f"{address} {digest}" for address, digest in (self.cfg.origins or {}).items()]
                 fetched = {"config": "\n".join(origins)} if origins else {}
-                logger.log_tags(_tags(environment) | asked | over | fast | fetched)
+                about = {NETWORK: network_name(self.cfg), DATA: data_name(self.cfg), ENGINE: engine_in_words(self.cfg)}
+                logger.log_tags(_tags(environment) | about | asked | over | fast | fetched)
         written = folder.config.read_text() if folder.config.exists() else None
         if written is None or _but_stages(written) != _but_stages(dump(settings)):
             _replace(folder, folder.config, dump(settings))
@@ -278,9 +285,27 @@ class Record(pl.Callback):
         self._unrestrict()
         if self._origin is not None:
             self._origin.end(self._stopped)
+            for logger in self.loggers:
+                if hasattr(logger, "rest"):
+                    logger.rest()
         for hold in (self._hold, self.resumption.hold if self.resumption else None):
             if hold is not None:
                 hold.release()
+
+    def _tell_data(self, dataset: Dataset) -> None:
+        for logger in self.loggers:
+            if hasattr(logger, "log_dataset"):
+                logger.log_dataset(dataset)
+
+    def log_model(self, kind: str) -> None:
+        """Has the trackers list the MLflow model of the run, if there is one; to be called on rank 0.
+
+        Args:
+            kind: of the task.
+        """
+        for logger in self.loggers if self.folder.model.is_dir() else ():
+            if hasattr(logger, "log_model"):
+                logger.log_model(self.folder.model, f"{network_name(self.cfg)}-{data_name(self.cfg)}", kind)
 
     def settle(self) -> None:
         """Keeps what is known when all stages are done, metrics among it; to be called on rank 0."""

@@ -367,7 +367,7 @@ class TextData(pl.LightningDataModule):
             self._sets[split] = TokenSet(rows, texts.labels, self.text_spec.padding)
         return self._sets[split]
 
-    def sample(self, split: str, position: int) -> dict[str, Any]:
+    def sample(self, split: str, position: int) -> dict[str, str]:
         """The text, and the file and line that it comes from."""
         texts = self._texts[split]
         return {"text": texts.texts[position], "name": f"{texts.path.name}, line {texts.lines[position]}"}

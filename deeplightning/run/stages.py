@@ -223,6 +223,7 @@ def _export_at_the_end(cfg: Config, task: Any, data: object, record: Any) -> Non
 
     try:
         export_run(record.folder)
+        record.log_model(task.kind)
     except FormatError as error:
         log.warning("bundle     %s", error)
     except NotExpressible as error:

@@ -8,13 +8,15 @@ from collections.abc import Collection, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from mlflow.entities import Metric, Param, RunTag
+from mlflow.entities import Dataset as MLflowDataset
+from mlflow.entities import DatasetInput, InputTag, LoggedModelOutput, Metric, Param, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
 
 from deeplightning.tracking.attach import attach
+from deeplightning.tracking.context import RUN_NAME, name_of
 from deeplightning.tracking.store import Store, check_writable
-from deeplightning.tracking.tracker import SYSTEM, Batch, Experiment, Point, Run
+from deeplightning.tracking.tracker import DATA_CONTEXT, SYSTEM, TEST, Batch, Experiment, Point, Run
 
 if TYPE_CHECKING:
     import mlflow
@@ -62,13 +64,16 @@ class Client:
     def name_of(self, experiment_id: str) -> str:
         return self._client.get_experiment(experiment_id).name
 
-    def create_run(self, experiment: Experiment, name: str | None, tags: dict[str, str]) -> Run:
+    def create_run(self, experiment: Experiment, name: str | None, tags: dict[str, str], stem: str = "") -> Run:
         state = random.getstate()
         random.seed()  # MLflow draws the run's name from it: with the run's seed every run would be named alike
         try:
-            return _run(self._client.create_run(experiment.id, tags=tags, run_name=name))
+            run = _run(self._client.create_run(experiment.id, tags=tags, run_name=name))
         finally:
             random.setstate(state)
+        if stem and not name and RUN_NAME not in tags:
+            self.rename(run.id, name_of(stem, run.id))
+        return run
 
     def run(self, run_id: str) -> Run | None:
         try:
@@ -101,6 +106,13 @@ class Client:
             room = MAX_ENTRIES - len(few[0]) - len(few[1])
             self._client.log_batch(run_id, points[:room], *few)
             params, tags, points = params[MAX_OTHERS:], tags[MAX_OTHERS:], points[room:]
+        if batch.datasets:
+            context = [InputTag(*DATA_CONTEXT)]
+            inputs = [
+                DatasetInput(MLflowDataset(d.name, d.digest, d.source_type, d.source, profile=d.profile), context)
+                for d in batch.datasets
+            ]
+            self._client.log_inputs(run_id, inputs)
         if batch.status is not None:
             word, ended = batch.status
             if ended is None:
@@ -111,6 +123,22 @@ class Client:
     def upload(self, run_id: str, path: Path, folder: str | None) -> None:
         send = self._client.log_artifacts if path.is_dir() else self._client.log_artifact
         send(run_id, os.fspath(path), folder)
+
+    def log_model(self, run_id: str, name: str, path: Path, kind: str) -> None:
+        run = self._client.get_run(run_id)
+        for former in run.outputs.model_outputs if run.outputs else ():
+            self._client.delete_logged_model(former.model_id)
+        experiment = run.info.experiment_id
+        model = self._client.create_logged_model(experiment, name=name, source_run_id=run_id, model_type=kind)
+        self._client.log_model_artifacts(model.model_id, os.fspath(path))
+        params = list(run.data.params.items())
+        for first in range(0, len(params), MAX_OTHERS):
+            self._client.log_model_params(model.model_id, dict(params[first : first + MAX_OTHERS]))
+        self._client.log_outputs(run_id, [LoggedModelOutput(model.model_id, 0)])
+        judged = {name for name in run.data.metrics if name.startswith(TEST)}
+        latest = {point.name: point for point in sorted(self.history(run_id, judged), key=lambda p: (p.step, p.time))}
+        self._client.log_batch(run_id, [Metric(*point, model_id=model.model_id) for point in latest.values()])
+        self._client.finalize_logged_model(model.model_id, "READY")
 
     def is_transient(self, error: Exception) -> bool:
         if isinstance(error, MlflowException):

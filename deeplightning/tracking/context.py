@@ -36,6 +36,11 @@ def run_name() -> str:
     return f"{draw.choice(_MANNERS.split())}-{draw.choice(_THINGS.split())}-{draw.randrange(1000)}"
 
 
+def name_of(stem: str, run_id: str) -> str:
+    """A name that says what the run is, `SimpleCNN-Digits-a3f1`, with the first digits of its id."""
+    return f"{stem}-{run_id[:4]}"
+
+
 def run_tags() -> dict[str, str]:
     """The tags that MLflow's client resolves, but for the repository's.
 

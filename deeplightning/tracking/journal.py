@@ -30,7 +30,7 @@ from deeplightning.runfolder import RunFolder, make_private
 from deeplightning.tracking.open import open_tracker
 from deeplightning.tracking.owner import has_ended, this_process
 from deeplightning.tracking.store import Store, explain
-from deeplightning.tracking.tracker import SYSTEM, Batch, Point, Tracker, stored
+from deeplightning.tracking.tracker import SYSTEM, Batch, Dataset, Point, Tracker, stored
 
 try:
     import fcntl
@@ -44,7 +44,8 @@ ENDED = "the process was killed"
 
 Entry = tuple[Any, ...]
 """One entry: ("points", time, step, {name: value}), ("params", {name: value}), ("tags", {name: value}),
-("status", word, time of the end or None), ("artifact", path, folder or None)."""
+("dataset", the five texts of a `Dataset`), ("status", word, time of the end or None),
+("artifact", path, folder or None)."""
 
 STATUSES = ("RUNNING", "FINISHED", "FAILED", "KILLED")
 
@@ -299,7 +300,8 @@ def _write(
         if source.exists():
             tracker.upload(run.id, source, folder)
     result.points = sum(not point.name.startswith(SYSTEM) for point in batch.points)
-    result.others = len(batch.params) + len(batch.tags) + len(files) + (batch.status is not None)
+    others = (batch.params, batch.tags, batch.datasets, files)
+    result.others = sum(map(len, others)) + (batch.status is not None)
 
 
 def gather(entries: list[Entry]) -> Batch:
@@ -319,6 +321,11 @@ def _gathered(entries: list[Entry]) -> tuple[Batch, list[tuple[Path, str | None]
                 batch.params |= values
             case ("tags", values):
                 batch.tags |= values
+            case ("dataset", [name, digest, kind, source, profile]):
+                texts = (name, digest, kind, source, profile)
+                if not all(isinstance(text, str) for text in texts):
+                    raise ValueError(f"the data {texts!r:.40} are none")
+                batch.datasets.append(Dataset(*texts))
             case ("status", word, ended):
                 if word not in STATUSES or not isinstance(ended, int | None):
                     raise ValueError(f"the status {word!r:.40} at {ended!r:.40} is none")

@@ -4,6 +4,7 @@ Making the logger does nothing. The first use in a hook, on rank 0, opens or joi
 """
 
 import atexit
+import hashlib
 import json
 import logging
 import os
@@ -25,10 +26,10 @@ from deeplightning.tracking.attach import LazyClient
 from deeplightning.tracking.context import RUN_NAME, run_tags
 from deeplightning.tracking.environment import git_state
 from deeplightning.tracking.journal import replay
-from deeplightning.tracking.names import MAX_REASON, MAX_TAG, clean, flatten
+from deeplightning.tracking.names import MAX_REASON, MAX_TAG, NOTE, NOTE_DIGEST, clean, flatten
 from deeplightning.tracking.open import open_tracker
 from deeplightning.tracking.store import Store, explain, local_path, locate
-from deeplightning.tracking.tracker import SYSTEM, Batch, Point, Run, Tracker
+from deeplightning.tracking.tracker import EPOCH, SYSTEM, TEST, Batch, Dataset, Point, Run, Tracker
 from deeplightning.tracking.writer import Writer
 
 log = logging.getLogger("deeplightning.tracking")
@@ -54,7 +55,8 @@ class MLflowLogger(Logger):
         experiment_name: the experiment, made if there is none of that name.
         tracking_uri: a directory (an SQLite database in it, artifacts beside it), `sqlite:///FILE`, or the address of a
             server. None: the variable MLFLOW_TRACKING_URI, else `mlruns`.
-        run_name: the run's name; None: MLflow invents one.
+        run_name: the run's name; None: what `suggest_name` was given, with the first digits of the run's id, else a
+            random one.
         tags: tags of the run.
         run_id: an existing run to continue; None: a new one.
         system_metrics: track the load of the machine (CPU, memory; GPUs with nvidia-ml-py) every ten seconds.
@@ -73,6 +75,7 @@ class MLflowLogger(Logger):
         self._experiment_name = experiment_name
         self._tracking_uri = tracking_uri
         self._run_name = run_name
+        self._stem = ""
         self._tags = dict(tags or {})
         self._run_id = run_id
         self._system_metrics = system_metrics
@@ -85,6 +88,7 @@ class MLflowLogger(Logger):
         self._there: dict[str, set[int]] = {}  # steps that the store has of a continued run
         self._continues = False
         self._owed: list[Point] = []
+        self._is_described = NOTE in self._tags  # by somebody else
         self._status: str | None = None  # None: no run is open in this process
         self._store: Store | None = None
         self._tracker: Tracker | None = None
@@ -169,6 +173,10 @@ class MLflowLogger(Logger):
         waiting = self._writer.waiting() if self._writer is not None else []
         return [tuple(point) for point in waiting if not point.name.startswith(SYSTEM)]
 
+    def suggest_name(self, stem: str) -> None:
+        """Say what a new run is about, for its name; to be called before the first use. `run_name` wins."""
+        self._stem = stem
+
     # What is tracked
 
     @rank_zero_only
@@ -195,6 +203,8 @@ class MLflowLogger(Logger):
     def log_metrics(self, metrics: Mapping[str, Any], step: int | None = None) -> None:
         """Track points; written within about a second. What repeats the last point of its metric is left out.
 
+        `epoch`, which Lightning adds, is no metric. Metrics of a test have no step of their own: theirs is 0.
+
         Args:
             metrics: numbers, or tensors and arrays of one element. NaN and infinities are tracked, for they tell a
                 story (MLflow stores an infinity as the largest float).
@@ -204,6 +214,8 @@ class MLflowLogger(Logger):
         self._last_step = step
         values: dict[str, float] = {}
         for name, value in metrics.items():
+            if name == EPOCH:
+                continue
             try:
                 values[clean(name)] = float(value)
             except (TypeError, ValueError):
@@ -212,19 +224,60 @@ class MLflowLogger(Logger):
             self._add(values, time.time_ns() // 1_000_000, step)
 
     def _add(self, values: Mapping[str, float], moment: int, step: int) -> None:
-        writer, new = self._running(), {}
+        writer, new, tested = self._running(), {}, {}
         for name, value in values.items():
-            latest = self._latest.get(name)
-            self._latest[name] = (step, value)
-            if not _same((step, value), latest) and step not in self._there.get(name, ()):
+            latest, is_test = self._latest.get(name), name.startswith(TEST)
+            self._latest[name] = point = (0 if is_test else step, value)
+            if _same(point, latest):
+                continue
+            if is_test:  # a run may be tested again
+                tested[name] = value
+            elif step not in self._there.get(name, ()):
                 new[name] = value
         if new:
             writer.say(("points", moment, step, new))
+        if tested:
+            writer.say(("points", moment, 0, tested))
 
     @rank_zero_only
     def log_tags(self, tags: Mapping[str, object]) -> None:
         """Set tags of the run; a value is cut at 5,000 characters."""
         self._running().say(("tags", {clean(name): str(value)[:MAX_TAG] for name, value in tags.items()}))
+
+    @rank_zero_only
+    def describe(self, text: str) -> None:
+        """Set the description that MLflow shows of the run, in Markdown, unless somebody else has written one."""
+        text = text[:MAX_TAG]
+        if not self._is_described:
+            self.log_tags({NOTE: text, NOTE_DIGEST: _digest(text)})
+
+    @rank_zero_only
+    def log_dataset(self, dataset: Dataset) -> None:
+        """Say what data the run uses; MLflow shows them with their digest. Changes no status, so any thread may."""
+        self._writing().say(("dataset", list(dataset)))
+
+    @rank_zero_only
+    def log_model(self, path: str | Path, name: str, kind: str) -> None:
+        """List an MLflow model of the run among its experiment's models, with the metrics of its test.
+
+        Args:
+            path: the model's folder, in the run's folder. A server gets a copy in the background.
+            name: what MLflow lists it under.
+            kind: of the task, such as `image_classification`.
+        """
+        source, tracker, run_id = Path(path).absolute(), self._tracker, self._run_id
+        if tracker is None or run_id is None:
+            return
+        listed = clean(name).replace("/", "_")
+        self._writing().do(f"the model {name}", lambda: tracker.log_model(run_id, listed, source, kind))
+
+    @rank_zero_only
+    def rest(self) -> None:
+        """Write what came after the end of the run, without opening it again."""
+        if self._writer is not None and self._status != "RUNNING" and not self._writer.stop():
+            return
+        if self._tracker is not None and self._status != "RUNNING":
+            self._tracker.close()
 
     @rank_zero_only
     def log_artifact(self, path: str | Path, folder: str | None = None) -> None:
@@ -394,7 +447,7 @@ class MLflowLogger(Logger):
         git = git_state() or {}
         tags = run_tags() | {f"mlflow.source.git.{name}": git[name] for name in ("commit", "branch") if git.get(name)}
         tags = {name: str(value)[:MAX_TAG] for name, value in (tags | self._tags).items()}
-        return tracker.create_run(experiment, self._run_name, tags)
+        return tracker.create_run(experiment, self._run_name, tags, self._stem)
 
     def _old_run(self, tracker: Tracker, store: Store, run_id: str) -> Run:
         run = tracker.run(run_id)
@@ -410,6 +463,8 @@ class MLflowLogger(Logger):
                 self._there.setdefault(point.name, set()).add(point.step)
             if "failure" in run.tags:
                 tracker.drop_tag(run_id, "failure")
+        if (note := run.tags.get(NOTE)) is not None:
+            self._is_described = self._is_described or run.tags.get(NOTE_DIGEST) != _digest(note)
         if self._run_name:
             tracker.rename(run_id, self._run_name)
         tags = {name: str(value)[:MAX_TAG] for name, value in self._tags.items()}
@@ -459,6 +514,10 @@ class MLflowLogger(Logger):
                 self.finalize({word: key for key, word in _STATUS.items()}[self._ended_as])
         elif self._writer is not None:
             self._writer.stop()
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def _same(point: tuple[int, float], other: tuple[int, float] | None) -> bool:

@@ -8,12 +8,21 @@ import errno
 import os
 import socket
 import sys
+import webbrowser
+from contextlib import suppress
+from importlib.metadata import entry_points
 
 from deeplightning.faults import SetupError
 from deeplightning.process.streams import outlive_reader, prepare_streams
 from deeplightning.tracking.attach import attach
 from deeplightning.tracking.journal import settle_quietly
-from deeplightning.tracking.store import explain, locate
+from deeplightning.tracking.store import Store, explain, locate
+from deeplightning.tracking.view import OPENS, newest_runs, runs_page
+
+APPLICATION = "deeplightning"
+"""MLflow's name for `deeplightning.tracking.pages`, an entry point of the group `mlflow.app`."""
+EVERYWHERE = ("0.0.0.0", "::")
+"""Addresses that mean all of this machine's."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -37,21 +46,51 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def monitor(tracking_uri: str | None, host: str, port: int) -> None:
+def monitor(tracking_uri: str | None, host: str, port: int, opens: bool | None = None) -> None:
     """Starts the UI in the place of this process; returns only where there is nothing to start.
+
+    Args:
+        opens: whether the page is opened in a browser; None: where a person at this machine has started it.
 
     Raises:
         SetupError: the port is taken, or the store cannot be opened.
     """
+    store = locate(tracking_uri)
     command = server_command(tracking_uri, host, port)
-    for line in settle_quietly(locate(tracking_uri)):
+    for line in settle_quietly(store):
         print(line, file=sys.stderr)
+    opens = has_browser() if opens is None else opens
     if command is None:
-        print(f"The store is a server with its own pages: {locate(tracking_uri).shown}")
+        address = _with_newest(store, store.shown.rstrip("/"))
+        print(f"The store is a server with its own pages: {address}", flush=True)
+        if opens:
+            webbrowser.open(address)
         return
-    print(f"MLflow shows {locate(tracking_uri).shown} at http://{host}:{port}", flush=True)
+    address = f"http://{'127.0.0.1' if host in EVERYWHERE else f'[{host}]' if ':' in host else host}:{port}"
+    if APPLICATION not in command:
+        address = _with_newest(store, address)
+    print(f"MLflow shows {store.shown} at {address}", flush=True)
     print("Ctrl-C ends it.", flush=True)
+    if opens:
+        os.environ[OPENS] = address
     os.execv(command[0], command)
+
+
+def _with_newest(store: Store, address: str) -> str:
+    """Where a page that opens as MLflow ships it shows the experiment of the newest run; the page itself, if none can
+    be asked for."""
+    with suppress(Exception):  # of the network, or MLflow's
+        uri = attach(store)
+        from mlflow.tracking import MlflowClient
+
+        return f"{address}/{runs_page(newest_runs(MlflowClient(uri), 1)[0].info.experiment_id)}"
+    return address
+
+
+def has_browser() -> bool:
+    """Whether somebody at this machine reads what is printed, and has a browser in a window."""
+    shows = sys.platform in ("darwin", "win32") or any(os.environ.get(n) for n in ("DISPLAY", "WAYLAND_DISPLAY"))
+    return sys.stdout.isatty() and shows and not os.environ.get("SSH_CONNECTION")
 
 
 def server_command(tracking_uri: str | None, host: str, port: int) -> list[str] | None:
@@ -79,7 +118,9 @@ def server_command(tracking_uri: str | None, host: str, port: int) -> list[str] 
     command = [sys.executable, "-m", "mlflow", "server", "--host", host, "--port", str(port)]
     if store.artifact_root is not None:
         command += ["--default-artifact-root", store.artifact_root.as_uri(), "--no-serve-artifacts"]
-    return [*command, "--workers", "1"]
+    if entry_points(group="mlflow.app", name=APPLICATION):  # else its page opens as MLflow ships it
+        command += ["--app-name", APPLICATION]
+    return [*command, "--workers", "1", "--uvicorn-opts", "--log-level=warning"]
 
 
 def _check_free(host: str, port: int) -> None:

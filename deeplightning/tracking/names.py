@@ -9,6 +9,14 @@ MAX_NAME, MAX_PARAM, MAX_TAG, MAX_REASON = 250, 6000, 5000, 1000
 """Characters that MLflow takes in a name, a parameter and a tag; and those kept of the reason of a failure."""
 
 
+NETWORK, DATA, ENGINE = "network", "data", "engine"
+"""The tags that say what a run has trained, from what and on what: columns of the table of runs."""
+NOTE = "mlflow.note.content"
+"""The tag that MLflow shows as the description of a run, in Markdown."""
+NOTE_DIGEST = "mlflow.note.digest"
+"""The tag by which a description is known as one of ours; MLflow's page lists no tags of this prefix."""
+
+
 def flatten(params: Mapping[str, object]) -> dict[str, str]:
     """Nested mappings and lists as one flat mapping of text, keys joined with `/`, in what MLflow takes."""
     flat: dict[str, str] = {}

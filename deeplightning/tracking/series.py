@@ -1,7 +1,8 @@
 """The series of a run's metrics, read from its store or from the file that the run leaves, and compared point by point.
 
 A series is a list of (step, value), in the order of the steps. Times, speeds and the load of the machine are left out:
-no run repeats them. No torch, no numpy.
+no run repeats them; so is Lightning's `epoch`, which is no metric. Metrics of a test stand at step 0, whatever step an
+earlier version gave them. No torch, no numpy.
 """
 
 import json
@@ -13,7 +14,7 @@ from typing import NamedTuple
 
 from deeplightning.tracking.open import open_tracker
 from deeplightning.tracking.store import Store
-from deeplightning.tracking.tracker import SYSTEM, Point
+from deeplightning.tracking.tracker import EPOCH, SYSTEM, TEST, Point
 
 Series = dict[str, list[tuple[int, float]]]
 """By the metric's name."""
@@ -35,8 +36,8 @@ def series_in(points: Iterable[Point]) -> Series:
     """Points as they come from a store."""
     found: dict[str, list[tuple[int, int, float]]] = {}
     for name, value, moment, step in points:
-        if is_repeatable(name):
-            found.setdefault(name, []).append((step, moment, value))
+        if is_repeatable(name) and name != EPOCH:
+            found.setdefault(name, []).append((_step(name, step), moment, value))
     return {name: [(step, value) for step, _, value in sorted(found[name])] for name in sorted(found)}
 
 
@@ -69,9 +70,17 @@ def from_file(path: Path) -> Series:
     """
     try:
         read = json.loads(path.read_text())
-        return {str(name): [(int(s), float(v)) for s, v in points] for name, points in read.items()}
+        return {
+            str(name): [(_step(name, int(s)), float(v)) for s, v in points]
+            for name, points in read.items()
+            if name != EPOCH
+        }
     except (OSError, TypeError, AttributeError) as error:
         raise ValueError(str(error)) from error
+
+
+def _step(name: str, step: int) -> int:
+    return 0 if name.startswith(TEST) else step
 
 
 def _word(value: float) -> float | str:

@@ -20,9 +20,9 @@ from typing import Any, NamedTuple, TypeVar
 
 from deeplightning.private.messages import Sentence, says
 from deeplightning.runfolder import make_private, permissions_of
-from deeplightning.tracking.context import RUN_NAME, USER, run_name
+from deeplightning.tracking.context import RUN_NAME, USER, name_of, run_name
 from deeplightning.tracking.store import Store, Wait, explain, is_locked, lock_of, locked
-from deeplightning.tracking.tracker import SYSTEM, Batch, Experiment, Point, Run, stored
+from deeplightning.tracking.tracker import DATA_CONTEXT, SYSTEM, TEST, Batch, Dataset, Experiment, Point, Run, stored
 
 REVISION = "dc11669786a5"
 """The schema that is known here, by Alembic's name: that of MLflow 3.17."""
@@ -185,9 +185,9 @@ class Tracker:
     def name_of(self, experiment_id: str) -> str:
         return self._find("SELECT name FROM experiments WHERE experiment_id = ?", int(experiment_id))[0][0]
 
-    def create_run(self, experiment: Experiment, name: str | None, tags: dict[str, str]) -> Run:
+    def create_run(self, experiment: Experiment, name: str | None, tags: dict[str, str], stem: str = "") -> Run:
         run_id, now = uuid.uuid4().hex, _now()
-        tags = tags | {RUN_NAME: name or tags.get(RUN_NAME) or run_name()}
+        tags = tags | {RUN_NAME: name or tags.get(RUN_NAME) or (name_of(stem, run_id) if stem else run_name())}
         location = f"{experiment.artifact_location.rstrip('/')}/{run_id}/artifacts"
 
         def make_it(connection: sqlite3.Connection) -> None:
@@ -242,7 +242,15 @@ class Tracker:
             f" AND lifecycle_stage = 'active' AND status IN ({marks})"
         )
         changed: list[int] = []
-        self._change(lambda c: changed.append(c.execute(statement, (_now(), run_id, *statuses)).rowcount))
+
+        def mark(connection: sqlite3.Connection) -> None:
+            changed.append(connection.execute(statement, (_now(), run_id, *statuses)).rowcount)
+            if changed[-1]:  # its files go as well
+                connection.execute(
+                    "UPDATE logged_models SET lifecycle_stage = 'deleted' WHERE source_run_id = ?", (run_id,)
+                )
+
+        self._change(mark)
         return changed[-1] > 0
 
     def history(self, run_id: str, names: Collection[str] | None = None) -> Iterator[Point]:
@@ -259,6 +267,8 @@ class Tracker:
             _add_params(connection, run_id, batch.params)
             _add_points(connection, run_id, batch.points)
             _set_tags(connection, run_id, batch.tags)
+            for dataset in batch.datasets:
+                _add_dataset(connection, run_id, dataset)
             if batch.status is not None:
                 word, ended = batch.status
                 connection.execute(_SET_STATUS, (word, ended, run_id))
@@ -267,6 +277,21 @@ class Tracker:
 
     def upload(self, run_id: str, path: Path, folder: str | None) -> None:
         raise AssertionError("the artifacts of these runs are on this machine")
+
+    def log_model(self, run_id: str, name: str, path: Path, kind: str) -> None:
+        def list_it(connection: sqlite3.Connection) -> None:
+            number = connection.execute("SELECT experiment_id FROM runs WHERE run_uuid = ?", (run_id,)).fetchone()[0]
+            _drop_models(connection, run_id)
+            model, now = f"m-{uuid.uuid4().hex}", _now()
+            connection.execute(_ADD_MODEL, (model, number, name, path.as_uri(), now, now, kind, run_id))
+            connection.execute(_ADD_OUTPUT, (uuid.uuid4().hex, run_id, model))
+            connection.execute(_ADD_MODEL_PARAMS, (model, number, run_id))
+            used = connection.execute(_DATASETS_OF, (run_id,)).fetchone() or (None, None, None)
+            found = connection.execute(_LATEST_OF, (run_id,)).fetchall()
+            judged = [point for point in found if point[0].startswith(TEST)]
+            connection.executemany(_ADD_MODEL_METRIC, [(model, *point, number, run_id, *used) for point in judged])
+
+        self._change(list_it)
 
     def is_transient(self, error: Exception) -> bool:
         # OperationalError: locked, disk full, read-only for now.
@@ -322,6 +347,37 @@ _ADD_POINT = (
     "INSERT INTO metrics (key, value, timestamp, run_uuid, step, is_nan) VALUES (?, ?, ?, ?, ?, ?)"
     " ON CONFLICT DO NOTHING"
 )
+_ADD_MODEL = (
+    "INSERT INTO logged_models (model_id, experiment_id, name, artifact_location, creation_timestamp_ms,"
+    " last_updated_timestamp_ms, status, lifecycle_stage, model_type, source_run_id)"
+    " VALUES (?, ?, ?, ?, ?, ?, 2, 'active', ?, ?)"  # 2: READY
+)
+_ADD_OUTPUT = (
+    "INSERT INTO inputs (input_uuid, source_type, source_id, destination_type, destination_id)"
+    " VALUES (?, 'RUN_OUTPUT', ?, 'MODEL_OUTPUT', ?)"
+)
+_ADD_MODEL_PARAMS = (
+    "INSERT INTO logged_model_params (model_id, experiment_id, param_key, param_value)"
+    " SELECT ?, ?, key, value FROM params WHERE run_uuid = ?"
+)
+_LATEST_OF = "SELECT key, timestamp, step, value FROM latest_metrics WHERE run_uuid = ?"
+_DATASETS_OF = (
+    "SELECT d.dataset_uuid, d.name, d.digest FROM datasets d JOIN inputs i ON i.source_id = d.dataset_uuid"
+    " WHERE i.source_type = 'DATASET' AND i.destination_id = ?"
+)
+_ADD_MODEL_METRIC = (
+    "INSERT INTO logged_model_metrics (model_id, metric_name, metric_timestamp_ms, metric_step, metric_value,"
+    " experiment_id, run_id, dataset_uuid, dataset_name, dataset_digest) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+    " ON CONFLICT DO NOTHING"
+)
+_ADD_DATASET = (
+    "INSERT INTO datasets (dataset_uuid, experiment_id, name, digest, dataset_source_type, dataset_source,"
+    " dataset_profile) VALUES (?, ?, ?, ?, ?, ?, ?)"
+)
+_ADD_INPUT = (
+    "INSERT INTO inputs (input_uuid, source_type, source_id, destination_type, destination_id)"
+    " VALUES (?, 'DATASET', ?, 'RUN', ?) ON CONFLICT DO NOTHING"
+)
 _SET_LATEST = (
     "INSERT INTO latest_metrics (key, value, timestamp, step, is_nan, run_uuid) VALUES (?, ?, ?, ?, ?, ?)"
     " ON CONFLICT (key, run_uuid) DO UPDATE SET"
@@ -354,6 +410,29 @@ def _add_points(connection: sqlite3.Connection, run_id: str, points: Iterable[Po
         _SET_LATEST,
         [(name, number, moment, step, is_nan, run_id) for name, (step, moment, number, is_nan) in latest.items()],
     )
+
+
+def _add_dataset(connection: sqlite3.Connection, run_id: str, dataset: Dataset) -> None:
+    """Adds a dataset to the experiment, if it is not there, and the run's use of it."""
+    number = connection.execute("SELECT experiment_id FROM runs WHERE run_uuid = ?", (run_id,)).fetchone()[0]
+    asked = "SELECT dataset_uuid FROM datasets WHERE experiment_id = ? AND name = ? AND digest = ?"
+    if (found := connection.execute(asked, (number, dataset.name, dataset.digest)).fetchone()) is None:
+        found = (uuid.uuid4().hex,)
+        connection.execute(_ADD_DATASET, (*found, number, *dataset))
+    used = uuid.uuid4().hex
+    if connection.execute(_ADD_INPUT, (used, *found, run_id)).rowcount:
+        connection.execute("INSERT INTO input_tags (input_uuid, name, value) VALUES (?, ?, ?)", (used, *DATA_CONTEXT))
+
+
+def _drop_models(connection: sqlite3.Connection, run_id: str) -> None:
+    """Takes the models that a run has made off the list: their files are about to be replaced."""
+    of_run = "SELECT model_id FROM logged_models WHERE source_run_id = ?"
+    connection.execute(
+        f"DELETE FROM inputs WHERE source_type = 'RUN_OUTPUT' AND destination_id IN ({of_run})", (run_id,)
+    )
+    connection.execute(f"DELETE FROM logged_model_params WHERE model_id IN ({of_run})", (run_id,))
+    connection.execute(f"DELETE FROM logged_model_metrics WHERE model_id IN ({of_run})", (run_id,))
+    connection.execute("UPDATE logged_models SET lifecycle_stage = 'deleted' WHERE source_run_id = ?", (run_id,))
 
 
 def _set_tags(connection: sqlite3.Connection, run_id: str, tags: dict[str, str]) -> None:

@@ -94,6 +94,7 @@ def quiet_mlflow() -> None:
     """
     for name, value in {
         "MLFLOW_DISABLE_TELEMETRY": "true",
+        "DO_NOT_TRACK": "true",
         "MLFLOW_DISABLE_AGENT_HINT": "true",
         "MLFLOW_ENABLE_ARTIFACTS_PROGRESS_BAR": "false",
         "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",

@@ -15,6 +15,13 @@ from deeplightning.faults import count
 
 SYSTEM = "system/"
 """How the names of metrics of the machine's load begin."""
+EPOCH = "epoch"
+"""What Lightning adds to all that it logs; no metric."""
+TEST = "test_"
+"""How the names of metrics of a test begin. They are of a whole run and stand at step 0, where MLflow compares runs by
+bars; at a later step it draws a line of one point."""
+DATA_CONTEXT = ("mlflow.data.context", "training")
+"""The tag by which MLflow says what a run has used a dataset for."""
 
 
 class Point(NamedTuple):
@@ -31,6 +38,24 @@ class Point(NamedTuple):
     value: float
     time: int
     step: int
+
+
+class Dataset(NamedTuple):
+    """The data of a run, as MLflow's pages show and compare them.
+
+    Attributes:
+        name: of the kind of data.
+        digest: at most 36 characters; other content has another one.
+        source_type: MLflow's word for where they are: "local", "http", "code".
+        source: JSON, such as {"uri": "/data/flowers"}.
+        profile: JSON, what is known of their size.
+    """
+
+    name: str
+    digest: str
+    source_type: str
+    source: str
+    profile: str
 
 
 class Run(NamedTuple):
@@ -72,6 +97,7 @@ class Batch:
     points: list[Point] = field(default_factory=list)
     params: dict[str, str] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
+    datasets: list[Dataset] = field(default_factory=list)
     status: tuple[str, int | None] | None = None
 
     def parts(self) -> Sequence["Batch"]:
@@ -80,6 +106,7 @@ class Batch:
             Batch(params=self.params),
             Batch(tags=self.tags),
             Batch(points=self.points),
+            Batch(datasets=self.datasets),
             Batch(status=self.status),
         )
         return [part for part in parts if part != Batch()]
@@ -91,6 +118,7 @@ class Batch:
             count(len(self.params), "parameter") if self.params else "",
         ]
         words += [f"the tags {', '.join(self.tags)}" if self.tags else ""]
+        words += [f"the data {', '.join(one.name for one in self.datasets)}" if self.datasets else ""]
         words += [f"the status {self.status[0]}" if self.status else ""]
         return ", ".join(word for word in words if word)
 
@@ -107,8 +135,8 @@ class Tracker(Protocol):
     def name_of(self, experiment_id: str) -> str:
         """The name of an experiment."""
 
-    def create_run(self, experiment: Experiment, name: str | None, tags: dict[str, str]) -> Run:
-        """A new run, RUNNING; without a name it gets a random one."""
+    def create_run(self, experiment: Experiment, name: str | None, tags: dict[str, str], stem: str = "") -> Run:
+        """A new run, RUNNING; without a name it gets that of `stem` and the first digits of its id, or a random one."""
 
     def run(self, run_id: str) -> Run | None:
         """A run, deleted ones too; None: there is none."""
@@ -131,6 +159,16 @@ class Tracker(Protocol):
 
     def upload(self, run_id: str, path: Path, folder: str | None) -> None:
         """Puts a file or folder into the artifacts of a run whose artifacts are elsewhere."""
+
+    def log_model(self, run_id: str, name: str, path: Path, kind: str) -> None:
+        """Lists an MLflow model among those of the run's experiment, with the run's parameters and the
+        metrics of its test (those of a validation are of other weights than the best); a second time it replaces the
+        first.
+
+        Args:
+            path: the model's folder; where the artifacts of the run are on this machine, one of them.
+            kind: of the task.
+        """
 
     def is_transient(self, error: Exception) -> bool:
         """Whether the same call may succeed later."""

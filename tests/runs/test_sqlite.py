@@ -10,6 +10,7 @@ import time
 import zipfile
 from contextlib import closing
 from pathlib import Path
+from urllib.parse import unquote, urlsplit
 
 import mlflow
 import pytest
@@ -23,7 +24,7 @@ from deeplightning.tracking.attach import attach
 from deeplightning.tracking.client import Client
 from deeplightning.tracking.open import open_tracker
 from deeplightning.tracking.store import locate, quiet_mlflow
-from deeplightning.tracking.tracker import Batch, Point
+from deeplightning.tracking.tracker import Batch, Dataset, Point
 
 ROOT = Path(__file__).parents[2]
 POINTS = [
@@ -42,6 +43,7 @@ POINTS = [
     Point("system/cpu", 7.0, 1000, 0),
     Point("words of all kinds/a.b-c é", 0.1, 1000, 0),
 ]
+LISTED = "model_id IN (SELECT model_id FROM logged_models WHERE lifecycle_stage = 'active')"
 MORE = [Point("x", 4.0, 500, 2), Point("x", 5.0, 500, 3), Point("nan", 1.0, 1, 1), Point("tie", 2.0, 1000, 0)]
 
 
@@ -111,8 +113,16 @@ def test_what_is_written_directly_is_what_mlflow_writes(tmp_path):
         assert experiment.artifact_location == f"{store.artifact_root.as_uri()}/1"
         run = tracker.create_run(experiment, "named", {"mlflow.user": "me", "mlflow.source.name": "x", "a": "b"})
         first = Batch(points=POINTS, params={"lr": "0.1"}, tags={"a": "c", "failure": "it"}, status=("KILLED", 7))
-        for batch in (first, Batch(points=MORE, params={"lr": "0.1", "b": ""}), Batch(status=("RUNNING", None))):
+        used = Batch(datasets=[Dataset("Digits", "0a", "local", '{"uri": "/data"}', '{"files": 3}')])
+        judged = Batch(points=[Point("test_acc", 0.5, 1000, 0), Point("test_acc", 0.75, 2000, 0)])
+        second = Batch(points=MORE, params={"lr": "0.1", "b": ""})
+        for batch in (first, second, used, used, judged, Batch(status=("RUNNING", None))):
             tracker.log_batch(run.id, batch)
+        model = Path(unquote(urlsplit(run.artifact_uri).path)) / "model"
+        model.mkdir(parents=True)
+        (model / "MLmodel").write_text("flavors: {}")
+        for _ in range(2):
+            tracker.log_model(run.id, "net", model, "image_classification")
         tracker.drop_tag(run.id, "failure")
         tracker.rename(run.id, "other")
         with pytest.raises(Exception, match="param") as caught:
@@ -137,6 +147,12 @@ def test_what_is_written_directly_is_what_mlflow_writes(tmp_path):
                     " lifecycle_stage, experiment_id, deleted_time",
                 ),
                 ("experiments", "experiment_id, name, lifecycle_stage, workspace"),
+                ("datasets", "experiment_id, name, digest, dataset_source_type, dataset_source, dataset_profile"),
+                ("input_tags", "name, value"),
+                ("inputs WHERE source_type = 'DATASET'", "source_type, destination_type, step"),
+                ("logged_models WHERE lifecycle_stage = 'active'", "name, status, model_type, experiment_id"),
+                (f"logged_model_params WHERE {LISTED}", "param_key, param_value"),
+                (f"logged_model_metrics WHERE {LISTED}", "metric_name, metric_timestamp_ms, metric_step, metric_value"),
             )
         ]
         tracker.close()

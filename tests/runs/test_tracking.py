@@ -35,6 +35,7 @@ from deeplightning.tracking.build import end, prepare, refusal, run_folder
 from deeplightning.tracking.names import flatten
 from deeplightning.tracking.picture import to_pixels
 from deeplightning.tracking.store import locate
+from deeplightning.tracking.view import runs_page
 
 
 @pytest.fixture(autouse=True)
@@ -734,6 +735,69 @@ def test_a_server_that_does_not_answer_is_named():
         assert time.monotonic() - start < 15
 
 
+def test_metrics_of_a_test_stand_at_step_0_and_an_epoch_is_none(store, logger):
+    """MLflow draws bars of metrics at step 0; a second test's value is the latest, in a continued run, too."""
+    logger.log_metrics({"train_loss": 1.0, "epoch": 3}, 40)
+    logger.log_metrics({"test_acc": 0.5, "epoch": 4}, 50)
+    logger.log_metrics({"epoch": 4}, 50)
+    logger.finalize("success")
+    again = MLflowLogger(tracking_uri=store, system_metrics=False)
+    again.go_on(logger.run_id, [])
+    again.log_metrics({"test_acc": 0.25}, 60)
+    again.finalize("success")
+    client = MlflowClient(attach(locate(store)))
+    assert client.get_run(logger.run_id).data.metrics == {"train_loss": 1.0, "test_acc": 0.25}
+    points = client.get_metric_history(logger.run_id, "test_acc")
+    assert [(point.step, point.value) for point in points] == [(0, 0.5), (0, 0.25)]
+
+
+def test_a_run_has_the_name_that_it_was_given_or_one_that_says_what_it_is(store):
+    """`run_name` wins; else the suggestion, with the first digits of the id."""
+    named, suggested = MLflowLogger(tracking_uri=store, run_name="mine"), MLflowLogger(tracking_uri=store)
+    for logger in (named, suggested):
+        logger.suggest_name("Net-Data")
+        logger.log_tags({"a": "b"})
+        logger.finalize("success")
+    assert in_store(store, named.run_id).info.run_name == "mine"
+    assert in_store(store, suggested.run_id).info.run_name == f"Net-Data-{suggested.run_id[:4]}"
+
+
+def test_a_description_is_renewed_until_somebody_writes_another(store, logger):
+    """In MLflow's page, or by `logger.params.tags`."""
+    note = "mlflow.note.content"
+    for text in ("first", "second"):
+        logger.describe(text)
+    logger.finalize("success")
+    again = MLflowLogger(tracking_uri=store, run_id=logger.run_id)
+    again.describe("third")
+    again.finalize("success")
+    assert in_store(store, logger.run_id).data.tags[note] == "third"
+    MlflowClient(attach(locate(store))).set_tag(logger.run_id, note, "a person's")
+    later, own = (
+        MLflowLogger(tracking_uri=store, run_id=logger.run_id),
+        MLflowLogger(tracking_uri=store, tags={note: "x"}),
+    )
+    for each in (later, own):
+        each.describe("ours")
+        each.log_metrics({"x": 1}, 0)
+        each.finalize("success")
+    assert in_store(store, logger.run_id).data.tags[note] == "a person's"
+    assert in_store(store, own.run_id).data.tags[note] == "x"
+
+
+def test_data_that_are_known_after_the_end_leave_the_run_ended(store, logger):
+    """Their digest may come late."""
+    logger.log_metrics({"x": 1}, 0)
+    logger.finalize("success")
+    logger.log_dataset(Dataset("Digits", "0a1b", "code", "{}", "{}"))
+    logger.rest()
+    run = in_store(store, logger.run_id)
+    (used,) = run.inputs.dataset_inputs
+    assert (run.info.status, used.dataset.name, used.dataset.digest) == ("FINISHED", "Digits", "0a1b")
+    assert [(tag.key, tag.value) for tag in used.tags] == [("mlflow.data.context", "training")]
+    assert not list(store.glob("*.journal"))
+
+
 def start_monitor(store, port):
     command = [
         sys.executable,
@@ -783,7 +847,11 @@ def test_the_monitor_shows_runs_and_a_run_outlives_its_server(store, logger, cap
         port = probe.getsockname()[1]
     server = start_monitor(store, port)
     try:
-        assert b"<html" in answer(port, "/").lower()
+        page = answer(port, "/").decode()
+        assert page.lower().startswith("<!doctype html>")
+        assert '"mlflow.workflowType_v1": "machine_learning"' in page
+        assert "metrics.`val_acc`" in page
+        assert f'"{runs_page("0")}"' in page
         runs = json.loads(answer(port, "/api/2.0/mlflow/runs/search", {"experiment_ids": ["0"], "max_results": 100}))[
             "runs"
         ]
@@ -813,7 +881,8 @@ def test_the_monitor_shows_runs_and_a_run_outlives_its_server(store, logger, cap
         remote.log_metrics({"x": 0}, 0)
     finally:
         output = interrupt(server)
-    assert f"at http://127.0.0.1:{port}" in output
+    assert f"at http://127.0.0.1:{port}\n" in output
+    assert "GET /" not in output  # no line for each request
 
     start = time.monotonic()
     for step in range(1, 100):

@@ -1,0 +1,96 @@
+"""MLflow's pages as `deeplightning monitor` serves them: they open with the runs and their charts.
+
+MLflow 3.17 opens in its view for language models, where the runs of a training are hard to find. Its page keeps such
+settings in the browser, so the page that is served from here sets them at the first visit; what somebody has chosen
+there stays. `mlflow server --app-name deeplightning` finds this module by the entry point `mlflow.app`.
+"""
+
+import json
+import os
+import threading
+import time
+import urllib.request
+import webbrowser
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from deeplightning.private.mlflow import index_page, page_settings, server_application
+from deeplightning.tracking.view import OPENS, columns, newest_runs, runs_page
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+    from mlflow.entities import Run
+
+MAX_RUNS = 200
+"""The newest runs that are looked at for the columns of the tables."""
+
+# A description's picture or command that is wider than its column pushes the next one off the page (3.17).
+_STYLE = """<style>
+.mlflow-ui-container img[src^="get-artifact?"] { max-width: 100%; }
+.note-view-text-area pre, .note-editor-preview pre { white-space: pre-wrap; overflow-wrap: anywhere; }
+</style>"""
+
+_SCRIPT = """<script>
+(function (settings, start) {
+  try {
+    for (const [key, value] of Object.entries(settings)) {
+      if (localStorage.getItem(key) === null) localStorage.setItem(key, JSON.stringify(value));
+    }
+  } catch { /* a browser that keeps nothing */ }
+  if (start && (location.hash === "" || location.hash === "#/")) location.replace(start);
+})(%s, %s);
+</script>"""
+
+
+def page() -> str:
+    """MLflow's page, with a script before its own."""
+    html = index_page().read_text(encoding="utf-8")
+    shown, start = {}, None
+    with suppress(Exception):  # the store's own: MLflow's page reports them better
+        from mlflow.tracking import MlflowClient
+
+        shown, start = _looked_up(newest_runs(MlflowClient(os.environ["MLFLOW_BACKEND_STORE_URI"]), MAX_RUNS))
+    script = _STYLE + _SCRIPT % (_for_script(page_settings(shown)), _for_script(start))
+    head, found, rest = html.partition("<head>")
+    return head + found + script + rest if found else script + html
+
+
+def _looked_up(runs: "Iterable[Run]") -> tuple[Mapping[str, list[str]], str | None]:
+    """The columns of each experiment's table, and where to start: with the experiment of the newest run."""
+    metrics: dict[str, list[str]] = {}
+    for run in runs:
+        metrics.setdefault(run.info.experiment_id, []).extend(run.data.metrics)
+    return {one: columns(metrics[one]) for one in metrics}, runs_page(next(iter(metrics))) if metrics else None
+
+
+def _for_script(value: object) -> str:
+    """JSON that ends no script: a metric may have any name."""
+    return json.dumps(value).replace("<", "\\u003c")
+
+
+def _open_browser(address: str) -> None:
+    """Opens the page once it answers; gives up after a minute."""
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        with suppress(OSError):
+            urllib.request.urlopen(f"{address}/health", timeout=5).close()
+            webbrowser.open(address)
+            return
+        time.sleep(0.2)
+
+
+def create_app() -> "FastAPI":
+    """MLflow's server with a page of its own at `/`; opens a browser, where the variable says so."""
+    from starlette.requests import Request
+    from starlette.responses import HTMLResponse
+    from starlette.routing import Route
+
+    def index(request: Request) -> HTMLResponse:
+        return HTMLResponse(page(), headers={"Cache-Control": "no-store"})
+
+    application = server_application()
+    application.router.routes.insert(0, Route("/", index))
+    if address := os.environ.pop(OPENS, None):
+        threading.Thread(target=_open_browser, args=(address,), name="browser", daemon=True).start()
+    return application

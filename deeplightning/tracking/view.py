@@ -1,0 +1,49 @@
+"""What of its runs MLflow's page shows first: the address, and the columns of the table. Importing it is cheap."""
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from deeplightning.tracking.names import DATA, ENGINE, NETWORK
+
+if TYPE_CHECKING:
+    from mlflow import MlflowClient
+    from mlflow.entities import Run
+
+OPENS = "DEEPLIGHTNING_OPENS"
+"""The environment variable by which the server learns the address that it is to open in a browser."""
+
+MAX_METRICS = 4
+"""Metrics that have a column of their own by default."""
+
+_FIRST = ("acc", "map", "f1", "iou", "dice", "auroc", "r2", "rmse", "mae", "perplexity")
+"""What a metric of validation and test is called, the most telling first."""
+
+
+def runs_page(experiment_id: str) -> str:
+    """Where MLflow's page shows the runs of an experiment with their charts, from `#` on."""
+    return f"#/experiments/{experiment_id}/runs?workflowType=machine_learning&compareRunsMode=CHART"
+
+
+def newest_runs(client: "MlflowClient", number: int) -> "list[Run]":
+    """The newest runs of a store, the newest first."""
+    experiments = [experiment.experiment_id for experiment in client.search_experiments(max_results=1000)]
+    return list(client.search_runs(experiments, max_results=number, order_by=["attributes.start_time DESC"]))
+
+
+def columns(metrics: Iterable[str]) -> list[str]:
+    """The columns of a table of runs, besides name, time and duration, as MLflow's page names them.
+
+    Args:
+        metrics: the names of the metrics of the runs; those that several runs have come several times.
+    """
+    often = Counter(name for name in metrics if name.startswith(("val_", "test_")))
+    telling = [name for name in often if not name.endswith("_loss")] or list(often)
+    best = sorted(telling, key=lambda name: (_rank(name), -often[name], name.startswith("test_"), name))
+    shown = [f"metrics.`{name}`" for name in best[:MAX_METRICS]]
+    return [*shown, *(f"tags.`{name}`" for name in (NETWORK, DATA, ENGINE)), "attributes.`Duration`"]
+
+
+def _rank(name: str) -> int:
+    of = name.partition("_")[2]
+    return _FIRST.index(of) if of in _FIRST else len(_FIRST)

@@ -1,0 +1,121 @@
+"""What MLflow's page shows of the runs first: view, columns, names and descriptions."""
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from deeplightning.callbacks.about import data_name, engine_in_words, network_name
+from deeplightning.callbacks.describe import note
+from deeplightning.checks.examine import load_config
+from deeplightning.config.schema import Target
+from deeplightning.runfolder import RunFolder
+from deeplightning.tracking import monitor, pages
+from deeplightning.tracking.view import columns, runs_page
+
+BASE = Path(__file__).parents[2] / "configs" / "base.yaml"
+
+
+@pytest.fixture
+def cfg(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return load_config(BASE)
+
+
+def shown(*metrics):
+    return [re.fullmatch(r"metrics\.`(.+)`", one)[1] for one in columns(metrics) if one.startswith("metrics.")]
+
+
+def test_the_columns_are_those_that_runs_are_judged_by():
+    """Accuracy first; losses only where there is nothing else; network, data, engine and duration always."""
+    every = ["lr", "train_acc", "val_loss", "val_acc", "val_f1", "test_acc", "test_loss", "system/x"]
+    assert shown(*every) == ["val_acc", "test_acc", "val_f1"]
+    assert shown("val_loss", "test_loss", "train_loss") == ["val_loss", "test_loss"]
+    assert shown(*(f"val_{n}" for n in "abcdefg")) == ["val_a", "val_b", "val_c", "val_d"]
+    assert columns([]) == ["tags.`network`", "tags.`data`", "tags.`engine`", "attributes.`Duration`"]
+
+
+def test_the_address_names_the_view_with_charts():
+    """The view of trainings is a part of it, for pages that open otherwise."""
+    assert runs_page("7") == "#/experiments/7/runs?workflowType=machine_learning&compareRunsMode=CHART"
+
+
+def test_the_page_holds_its_settings_before_mlflows_own_script(tmp_path, monkeypatch):
+    """A name of a metric ends no script; without a store that can be read the page is there all the same."""
+    index = tmp_path / "index.html"
+    index.write_text("<html><head><script src='main.js'></script></head></html>")
+    monkeypatch.setattr(pages, "index_page", lambda: index)
+    monkeypatch.delenv("MLFLOW_BACKEND_STORE_URI", raising=False)
+    html = pages.page()
+    assert html.index("machine_learning") < html.index("main.js")
+    monkeypatch.setattr(pages, "_looked_up", lambda runs: ({"3": ["metrics.`</script>`"]}, "#/x"))
+    monkeypatch.setattr(pages, "newest_runs", lambda client, number: [])
+    monkeypatch.setenv("MLFLOW_BACKEND_STORE_URI", "http://127.0.0.1:9")
+    settings = re.search(r"\}\)\((.*), \"#/x\"\);", pages.page())[1]
+    assert "</script>" not in settings
+    table = json.loads(settings)['MLflowLocalStorage-1.1-ExperimentPage-["3"]-ReactComponentState']
+    assert table == {"selectedColumns": ["metrics.`</script>`"]}
+
+
+@pytest.mark.parametrize(
+    ("is_terminal", "variables", "expected"),
+    [
+        (True, {"DISPLAY": ":0"}, True),
+        (True, {"WAYLAND_DISPLAY": "w"}, True),
+        (True, {}, False),
+        (False, {"DISPLAY": ":0"}, False),
+        (True, {"DISPLAY": ":0", "SSH_CONNECTION": "1 2 3 4"}, False),
+    ],
+)
+def test_a_browser_is_opened_for_a_person_at_this_machine(is_terminal, variables, expected, monkeypatch):
+    """On a terminal, with a screen, and not over SSH."""
+    for name in ("DISPLAY", "WAYLAND_DISPLAY", "SSH_CONNECTION"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("sys.platform", "linux")
+    monkeypatch.setattr("sys.stdout.isatty", lambda: is_terminal)
+    assert monitor.has_browser() is expected
+
+
+def test_a_run_is_named_by_what_it_is_about(cfg):
+    """Class or function, the model's name where a library makes it, the task's class for several networks."""
+    assert (network_name(cfg), data_name(cfg), engine_in_words(cfg)) == ("SimpleCNN", "Digits", "CPU, fp32")
+    cfg.data.dataset = "MNIST"
+    assert data_name(cfg) == "MNIST"
+    cfg.model.network = Target(type="timm.create_model", params={"model_name": "resnet18", "num_classes": 3})
+    assert network_name(cfg) == "resnet18"
+    cfg.model.network = Target(type="transformers.AutoModel.from_pretrained", params={"name": "org/tiny"})
+    assert network_name(cfg) == "tiny"
+    cfg.model.network = {"a": Target(type="x.A"), "b": Target(type="x.B")}
+    assert network_name(cfg) == "ImageClassification"
+    engine = replace(cfg.engine, backend="ddp", processes=2, precision="bf16")
+    assert engine_in_words(replace(cfg, engine=engine)) == "ddp, 2 CPU, bf16"
+
+
+def test_the_description_says_what_how_good_and_what_next(cfg, tmp_path):
+    """In Markdown: best and test, commands that a shell takes, the confusion matrix; nothing of a config is markup."""
+    folder = RunFolder(tmp_path / "a run")
+    folder.path.mkdir()
+    folder.best_score.write_text(json.dumps({"metric": "val_acc", "value": 0.98765, "epoch": 2, "step": 135}))
+    folder.results("test").write_text(json.dumps({"test_loss": 0.1, "test_acc": 0.95}))
+    (folder.path / "val_confusion_matrix.png").touch()
+    (folder.path / "val_predictions.png").touch()
+    cfg.data.dataset = "a|<b>_c"
+    text = note(cfg, folder, "f" * 32, "14 parameters")
+    assert text.startswith("**SimpleCNN** on **a\\|\\<b\\>\\_c**: 15 epochs; CPU, fp32; 14 parameters.")
+    assert "| best | val_acc **0.9877** after epoch 3 (step 135) |" in text
+    assert "| test | test_acc **0.9500**, test_loss **0.1000** |" in text
+    assert f"serve '{folder.path}'" in text
+    assert text.endswith(f"![val confusion matrix](get-artifact?path=val_confusion_matrix.png&run_uuid={'f' * 32})")
+
+
+def test_the_description_names_a_run_of_the_default_store_by_its_id(cfg, tmp_path):
+    """As `deeplightning test ID` finds it in that folder; without results there are none."""
+    folder = RunFolder(tmp_path / "mlruns" / "0" / "abc" / "artifacts")
+    text = note(cfg, folder, "abc")
+    assert f"cd {tmp_path}\n" in text
+    assert re.search(r"deeplightning'? reproduce abc\n", text)
+    assert "|" not in text
