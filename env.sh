@@ -197,10 +197,11 @@ except BlockingIOError:
 
 build() {
     : 2>/dev/null >"$log"
-    say "Setting up the environment in $root/.venv: once, one to a few minutes, at most 3 GB to download and 7 GB on disk."
+    say "Setting up the environment in $root/.venv: once," \
+        "one to a few minutes, at most 3 GB to download and 7 GB on disk."
     if [ "$torch" = index ] && [[ $OSTYPE == linux* ]] && ! has_nvidia; then
-        say "No NVIDIA GPU was found. TORCH_BACKEND=cpu bash env.sh takes the CPU build from PyTorch's own index instead: less
-than half of both, but its files are not checked against the hashes of requirements.lock."
+        say "No NVIDIA GPU was found. TORCH_BACKEND=cpu bash env.sh takes the CPU build from" \
+            "PyTorch's own index: less than half of both, but not checked against the lock's hashes."
     fi
     # What pip is told about the index holds for uv too, which does not read it.
     [ -z "${PIP_INDEX_URL-}" ] || local -x UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-$PIP_INDEX_URL}
