@@ -32,6 +32,8 @@ def examine(
     """
     report = check.check(path, overrides, importing=importing, beside=beside)
     cfg = report.config
+    if cfg is not None and report.source is not None:
+        cfg.written = (report.source.names, report.source.changes())
     if cfg is None or None in (cfg.engine, cfg.data, cfg.model, cfg.train, cfg.logger):
         return report  # a section is no mapping: there is nothing to settle
     asked = replace(cfg.engine, backend=backend_of(cfg.engine))
