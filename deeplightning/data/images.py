@@ -156,8 +156,9 @@ class ImageData(DataOfSets):
         if isinstance(samples.items, np.ndarray):
             return found
         path, root = Path(samples.items[position]), self.cfg.data.root
-        inside = root is not None and path.is_relative_to(folder_of(root))
-        return found | {"name": str(path.relative_to(folder_of(root)) if inside else path.name)}
+        if root is not None and path.is_relative_to(top := folder_of(root)):
+            return found | {"name": str(path.relative_to(top))}
+        return found | {"name": path.name}
 
     def _size(self) -> int:
         """Samples of all sets."""
