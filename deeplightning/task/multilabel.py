@@ -135,6 +135,12 @@ class Labels(Supervised):
             )
         return (labels if labels.ndim == 2 else labels[:, None]).float()
 
+    def _count(self, stage: str, outputs: object, truth: Tensor, *rest: Any, **others: Any) -> dict[str, Tensor]:
+        return super()._count(stage, outputs, truth.long(), *rest, **others)  # torchmetrics refuses labels of floats
+
+    def _join(self, stage: str, outputs: object, truth: Tensor) -> None:
+        super()._join(stage, outputs, truth.long())
+
     def check_outputs(self, outputs: object) -> None:
         """
         Raises:
