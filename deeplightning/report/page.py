@@ -113,7 +113,10 @@ def table(head: Sequence[str], rows: Iterable[Sequence[object]], numbers: Sequen
         value, marked = value if isinstance(value, tuple) else (value, "")
         classes = " ".join([*(["n"] if column in numbers else []), *([marked] if marked else [])])
         scope = ' scope="col"' if tag == "th" else ""
-        return f"<{tag}{scope}{_class(classes)}>{text(value)}</{tag}>"
+        shown_ = text(value)
+        if column not in numbers:  # keys and paths break where their parts end
+            shown_ = re.sub(r"(?<=\w)([._/])(?=\w)", r"\1<wbr>", shown_)
+        return f"<{tag}{scope}{_class(classes)}>{shown_}</{tag}>"
 
     lines = [f"<tr>{''.join(cell('th', n, word) for n, word in enumerate(head))}</tr>"]
     lines += [f"<tr>{''.join(cell('td', n, value) for n, value in enumerate(one))}</tr>" for one in given]
