@@ -241,6 +241,7 @@ class MLflowLogger(Logger):
     def describe(self, text: str) -> None:
         """Set the description that MLflow shows of the run, in Markdown, unless somebody else has written one."""
         text = text[:MAX_TAG]
+        self._open()  # tells whose description the run has
         if not self._is_described:
             self.log_tags({NOTE: text, NOTE_DIGEST: _digest(text)})
 
