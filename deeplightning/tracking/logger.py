@@ -207,8 +207,6 @@ class MLflowLogger(Logger):
         self._last_step = step
         values: dict[str, float] = {}
         for name, value in metrics.items():
-            if name == EPOCH:
-                continue
             try:
                 values[clean(name)] = float(value)
             except (TypeError, ValueError):
@@ -219,6 +217,8 @@ class MLflowLogger(Logger):
     def _add(self, values: Mapping[str, float], moment: int, step: int) -> None:
         writer, new, tested = self._running(), {}, {}
         for name, value in values.items():
+            if name == EPOCH:
+                continue
             latest, is_test = self._latest.get(name), name.startswith(TEST)
             self._latest[name] = point = (0 if is_test else step, value)
             if _same(point, latest):
