@@ -2,6 +2,10 @@
 # is missing or not made from this clone's requirements. The other scripts source this file; `bash env.sh` only sets up.
 # Silent and done in milliseconds when .venv is current: no Python is started to find that out.
 #
+# On a terminal set-up shows what it does and for how long; elsewhere it prints a line every 20 seconds.
+# Python writes bytecode when it first imports a module, so a set-up compiles nothing: that took longer than all the rest,
+# for six times as many files as a run imports. Where PYTHONDONTWRITEBYTECODE forbids that, all is compiled here.
+#
 # Setting up writes to .venv and .uv only: .uv holds the log, the lock, uv and its cache (where the machine has none).
 # The new environment is built in .uv/new and moved to .venv when it is whole, so an interrupted set-up leaves no .venv.
 # TORCH_BACKEND=cpu|cu…|auto picks another build of torch; later starts keep it until another one is asked for.
@@ -24,8 +28,58 @@ is_current() {
 
 say() { printf '%s\n' "$@" >&2; }
 
+# Begins a step of the set-up, `$1`, and shows how it goes. A process of its own does that until file 8 is closed, which
+# the end of this shell does too.
+begin() {
+    finish
+    step=$1 since=$SECONDS
+    exec 8> >(show_progress)
+    progress=$!
+}
+
+# Ends the step: a terminal keeps a line with its seconds.
+finish() {
+    [ -n "$progress" ] || return 0
+    exec 8>&-
+    wait "$progress" 2>/dev/null
+    progress=
+    [ -z "$columns" ] || printf '\r\033[K  %-22s %4d s\n' "$step" $((SECONDS - since)) >&2
+}
+
+show_progress() {
+    local turn=0 frames='-\|/' line
+    exec 9>&-
+    trap '' INT
+    while :; do
+        if [ -n "$columns" ]; then
+            line="${frames:turn++ % 4:1} $(printf '%-22s %4d s' "$step" $((SECONDS - since)))  $(what_uv_does)"
+            printf '\r\033[K%s' "${line:0:columns - 1}" >&2
+        elif ((turn++)); then
+            say "  $step: $((SECONDS - since)) s  $(what_uv_does)"
+        fi
+        read -r -t "$pause"
+        [ $? -gt 128 ] || return 0 # not a time-out: file 8 is closed
+    done
+}
+
+# What uv or pip has begun and not ended, by the log.
+what_uv_does() {
+    awk '
+        $1 == "Downloading" || $1 == "Building" {
+            order[++count] = $2
+            doing[$2] = tolower($1) " " $2 (NF > 2 ? " " $3 $4 : "")
+        }
+        $1 == "Downloaded" || $1 == "Built" { delete doing[$2] }
+        $1 ~ /^(Resolved|Prepared|Installed|Successfully)$/ { stage = tolower($1) " " $2 " " $3; count = 0 }
+        END {
+            for (i = 1; i <= count; i++) if (order[i] in doing) text = text (text ? ", " : "") doing[order[i]]
+            print text ? text : stage
+        }' "$log" 2>/dev/null
+}
+
 # A note about what stopped the set-up; the lines of $log follow where there are any.
 stop() {
+    finish
     say "Cannot set up the environment of $root: $1"
     if [ -s "$log" ]; then
         tail -n 8 -- "$log" | sed 's/^/    /' >&2
@@ -37,7 +91,7 @@ stop() {
 # Runs a command with its words in the log, in the background, so that Ctrl-C and kill end it at once.
 quietly() {
     env -u UV_TORCH_BACKEND -u UV_REQUIRE_HASHES -u UV_SYSTEM_PYTHON -u PIP_USER -u PIP_TARGET -u PIP_PREFIX -u PYTHONHOME \
-        "$@" >>"$log" 2>&1 </dev/null &
+        "$@" >>"$log" 2>&1 </dev/null 8>&- &
     child=$!
     wait "$child"
 }
@@ -46,6 +100,7 @@ quietly() {
 interrupted() {
     kill "$child" 2>/dev/null
     wait "$child" 2>/dev/null
+    finish
     [ -z "$building" ] || rm -rf -- "$new"
     say "Interrupted; the next start sets up again."
     exit "$1"
@@ -77,14 +132,16 @@ find_uv() {
 # Everything of requirements.lock, each file checked against its hash. Another build of torch has other hashes and needs
 # other packages: then the lock gives the versions only.
 install_packages() {
-    local into=(pip install --python "$new/bin/python" --compile-bytecode)
+    local into=(pip install --python "$new/bin/python")
+    [ -z "${PYTHONDONTWRITEBYTECODE-}" ] || into+=(--compile-bytecode)
     if [ "$torch" = index ]; then
         quietly "$uv" --directory "$root" "${into[@]}" --require-hashes -r requirements.lock
     else
         quietly "$uv" --directory "$root" "${into[@]}" --torch-backend "$torch" --no-verify-hashes \
             -c requirements.lock -r pyproject.toml --extra dev
     fi && quietly "$uv" --directory "$root" "${into[@]}" --offline --no-deps --no-build-isolation -e . &&
-        quietly "$new/bin/python" -m compileall -q "$root/deeplightning" "$root/serve"
+        { [ -z "${PYTHONDONTWRITEBYTECODE-}" ] ||
+            quietly "$new/bin/python" -m compileall -q "$root/deeplightning" "$root/serve"; }
 }
 
 why_not() {
@@ -105,6 +162,12 @@ package index on purpose, do not go on."
 
 set_up() {
     local new=$work/new building='' child='' base='' uv='' code=0 started=$SECONDS
+    local step='' since=0 progress='' columns='' pause=${SETUP_REPORT_SECONDS:-20} # tests are less patient
+    if [ -t 2 ] && [ "${TERM:-dumb}" != dumb ]; then
+        columns=$(stty size <&2 2>/dev/null | sed 's/.* //')
+        [ "${columns:-0}" -gt 0 ] || columns=80 # it does not know its size
+        pause=1
+    fi
     case "$torch" in
         index | cpu | auto | cu[0-9]* | rocm[0-9]* | xpu) ;;
         *) log='' stop "TORCH_BACKEND=$torch is not known. It can be cpu, auto, or a CUDA release such as cu128; unset, the
@@ -134,22 +197,32 @@ except BlockingIOError:
 
 build() {
     : 2>/dev/null >"$log"
-    say "Setting up the environment in $root/.venv: once, one to a few minutes, at most 3 GB to download and 7 GB on disk."
+    say "Setting up the environment in $root/.venv: once," \
+        "one to a few minutes, at most 3 GB to download and 7 GB on disk."
+    if [ "$torch" = index ] && [[ $OSTYPE == linux* ]] && ! has_nvidia; then
+        say "No NVIDIA GPU was found. TORCH_BACKEND=cpu bash env.sh takes the CPU build from" \
+            "PyTorch's own index: less than half of both, but not checked against the lock's hashes."
+    fi
     # What pip is told about the index holds for uv too, which does not read it.
     [ -z "${PIP_INDEX_URL-}" ] || local -x UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-$PIP_INDEX_URL}
     local cache=${UV_CACHE_DIR:-${XDG_CACHE_HOME:-$HOME/.cache}/uv}
     [ -n "${UV_CACHE_DIR-}" ] || [ -w "$cache" ] || cache=$work/cache
     local -x UV_CACHE_DIR=$cache
+    begin "1/3 uv, environment"
     rm -rf -- "$new" "$work/old"
-    find_uv && quietly "$uv" venv --clear --relocatable --prompt deeplightning --python "$base" "$new" && install_packages ||
-        { why_not; return; }
-    quietly "$new/bin/python" -c 'import torchvision' || { torch_mismatch; return; }
+    find_uv && quietly "$uv" venv --clear --relocatable --prompt deeplightning --python "$base" "$new" &&
+        begin "2/3 packages" && install_packages || { why_not; return; }
+    begin "3/3 check of torch"
+    quietly env -u PYTHONDONTWRITEBYTECODE "$new/bin/python" -c 'import torchvision' || { torch_mismatch; return; }
+    finish
     made_from "$new" >"$new/made-from" || { why_not; return; }
     [ ! -e "$root/.venv" ] || mv -- "$root/.venv" "$work/old"
     mv -- "$new" "$root/.venv" || { why_not; return; }
     rm -rf -- "$work/old" "$work/uv"
     say "The environment is ready after $((SECONDS - started)) s."
 }
+
+has_nvidia() { [ -e /proc/driver/nvidia ] || [ -e /dev/dxg ] || command -v nvidia-smi >/dev/null; }
 
 torch_mismatch() {
     if grep -q 'torchvision::nms does not exist' "$log"; then

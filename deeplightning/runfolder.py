@@ -9,7 +9,7 @@ import re
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NotRequired, TypedDict
 
 try:
     import fcntl
@@ -19,6 +19,22 @@ except ImportError:  # Windows has none: nobody holds a folder there
 
 BUNDLE_FORMAT = 2
 """The number of the layout of a bundle that `deeplightning.export.bundle` describes. A reader refuses any other."""
+
+
+class Card(TypedDict):
+    """What `bundle.json` holds; `deeplightning.export.bundle.export` documents it. A card is read from a file that
+    somebody else may have written: the server checks each value before it uses one."""
+
+    format: int  # BUNDLE_FORMAT
+    task: str  # a name of `deeplightning.kinds.KINDS`
+    input: dict[str, Any]  # the `to_dict()` of the spec
+    labels: list[str]
+    output: NotRequired[dict[str, Any]]  # a task's `answer_details()`
+    files: dict[str, str]  # name → SHA-256
+    run: dict[str, Any]
+    golden: dict[str, Any]  # samples and answers by name; `digest`: `golden_digest`
+    int8: NotRequired[dict[str, float]]  # figures of the quantized model
+    digest: str  # `seal`
 
 
 class RunFolder:
@@ -50,6 +66,9 @@ class RunFolder:
         self.bundle_weights = self.bundle / "weights.safetensors"
         self.model = self.path / "model"  # an MLflow model of the bundle
         self.predictions = self.path / "predictions.csv"
+        self.places = self.path / "places.json"  # dotted key → the place in the config's files that set it
+        self.curves = self.path / "curves"  # with .svg and .png
+        self.report = self.path / "report.html"
         self.flops = self.path / "flops.txt"
 
     def checkpoint(self, epoch: int, step: int) -> Path:
@@ -102,6 +121,10 @@ class RunFolder:
     def stage_predictions(self, stage: str) -> Path:
         """One row per sample of the validation or test set, in data order."""
         return self.path / f"{_short(stage)}_predictions.csv"
+
+    def mistakes(self, stage: str) -> Path:
+        """The worst answers of the validation or test set, each with its sample."""
+        return self.path / f"{_short(stage)}_mistakes.json"
 
     def __repr__(self) -> str:
         return f"RunFolder({str(self.path)!r})"
@@ -178,7 +201,7 @@ def seal(card: Mapping[str, object]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def golden_digest(card: Mapping[str, Any]) -> str:
+def golden_digest(card: Card) -> str:
     """The digest of a bundle's golden answers and of what they mean: SHA-256 of the card without its digests, so that
     labels, task, input and files are those that the answers were given with, even if the card is sealed again. Models
     of another precision may join the bundle later."""

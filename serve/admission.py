@@ -42,6 +42,11 @@ class Admission:
         """Whether clients must send a key."""
         return self._key is not None
 
+    @property
+    def private(self) -> bool:
+        """Whether nobody but users of this machine, or clients with the key, are answered."""
+        return self.secured or self._hosts.local
+
     def check(
         self, method: str, path: str, headers: Mapping[bytes, bytes], batcher: Batcher, host: bytes = b""
     ) -> None:

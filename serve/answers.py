@@ -4,7 +4,7 @@ classes, T targets."""
 import base64
 import io
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -163,8 +163,24 @@ def _pictures(rows: list[np.ndarray], top_k: int, accept: str) -> tuple[str, byt
     return JSON, _one_or_list([f'{{"image": "{base64.b64encode(png).decode()}"}}' for png in pictures])
 
 
+def with_inputs(body: bytes, inputs: Sequence[np.ndarray]) -> bytes:
+    """An answer in JSON with each picture as the network got it, uint8 (C, H, W), as `input`: a PNG as base64."""
+    document = json.loads(body)
+    for one, pixels in zip(document["predictions"] if len(inputs) > 1 else [document], inputs, strict=True):
+        one["input"] = png_text(pixels)
+    return json.dumps(document, ensure_ascii=False).encode()
+
+
+def png_text(pixels: np.ndarray) -> str:
+    """A picture, uint8 (C, H, W), as a PNG in base64."""
+    return base64.b64encode(_saved(pixels)).decode()
+
+
 def _png(row: np.ndarray) -> bytes:
-    pixels = np.rint(row.clip(0, 1) * 255).astype(np.uint8)  # (C, H, W)
+    return _saved(np.rint(row.clip(0, 1) * 255).astype(np.uint8))
+
+
+def _saved(pixels: np.ndarray) -> bytes:
     file = io.BytesIO()
     Image.fromarray(pixels[0] if len(pixels) == 1 else np.ascontiguousarray(pixels.transpose(1, 2, 0))).save(
         file, "PNG"

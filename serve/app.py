@@ -34,6 +34,8 @@ def application(service: Service) -> Flask:
     app.json.sort_keys = app.json.ensure_ascii = False
     app.config["MAX_CONTENT_LENGTH"] = limits.max_bytes
     predictions = Predictions(model, limits)
+    # They are data of the run's, and not for everybody.
+    samples = getattr(model, "examples", []) if service.admission.private else []
     pages = {"/": _page("page.html"), "/docs": _page("docs.html")}
 
     @app.post("/predict")
@@ -65,13 +67,20 @@ def application(service: Service) -> Flask:
             precision=model.precision,
             run=model.run,
             limits=limits.public(model.task),
+            samples=len(samples),
             **service.layout,
             **({} if getattr(model, "example", None) is None else {"example": model.example}),  # type: ignore[attr-defined]
         )
 
+    @app.get("/samples")
+    def offered() -> Response:
+        return jsonify(samples=samples)
+
     @app.get("/metrics")
     def measured() -> Response:
-        return Response(service.metrics.text(), content_type="text/plain; version=0.0.4; charset=utf-8")
+        run = str(model.run.get("id") or model.run.get("name") or model.run.get("folder_name") or "unknown")
+        labels = {"run": run, "task": model.task, "precision": model.precision}
+        return Response(service.metrics.text(labels), content_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/openapi.json")
     def openapi() -> Response:

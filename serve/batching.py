@@ -93,7 +93,9 @@ class Job:
         size: of the request's body, in bytes.
         finish: called once with the job, in the thread that ended it.
         top_k, accept: how many classes are named, and the Accept header.
+        show: the answer carries the pictures as they reach the network.
         accepted: when the request was accepted (`time.perf_counter`).
+        shown: the prepared pictures, uint8 (C, H, W), where `show` asks for them.
         rows: the model's output for each picture, when all is done.
         error: what ended the request otherwise.
         queued, decoding, forward: seconds spent waiting, decoding, and in the forward pass of the last picture.
@@ -105,7 +107,9 @@ class Job:
     finish: Callable[["Job"], None]
     top_k: int = DEFAULT_TOP_K
     accept: str = ""
+    show: bool = False
     accepted: float = field(default_factory=time.perf_counter)
+    shown: Sequence[np.ndarray] = ()
     rows: list[np.ndarray] = field(default_factory=list)
     error: Exception | None = None
     queued: float = 0.0
@@ -223,6 +227,8 @@ class Batcher:
             self._end(job, error)
             return True
         job.decoding = time.perf_counter() - start
+        if job.show:
+            job.shown = pixels
         job.rows = [_NO_ROW] * len(pixels)
         job._left = len(pixels)
         with self._lock:

@@ -17,14 +17,14 @@ from dataclasses import dataclass, field
 from io import BufferedReader
 from os import PathLike
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, Self, cast
 
 import numpy as np
 from PIL import PngImagePlugin
 
 from deeplightning.image import ImageError, ImageSpec
 from deeplightning.kinds import KINDS, Kind, row_spec
-from deeplightning.runfolder import BUNDLE_FORMAT, RunFolder, golden_digest, seal
+from deeplightning.runfolder import BUNDLE_FORMAT, Card, RunFolder, golden_digest, seal
 from deeplightning.words import first_line
 from serve.device import CPU, Device, DeviceError
 from serve.log import log_event
@@ -47,6 +47,9 @@ GPU_TOLERANCE = 1e-3
 
 MAX_TOKENIZER_BYTES = 64_000_000
 """The largest known tokenizer.json has 35 MB (November 2026)."""
+
+MOST_EXAMPLES = 8
+"""Golden samples that are offered to clients."""
 
 MAX_CARD_BYTES = 32_000_000
 """bundle.json carries samples of 2 MB together, or a single larger one; more than this is none of ours."""
@@ -77,14 +80,14 @@ class Bundle:
         task: what it does, one of `deeplightning.kinds.KINDS`.
         image_spec: how a picture is prepared for it; None: it takes something else.
         labels: the names of the K classes or targets, in the order of the answer; none where it answers with pictures.
-        run: where it comes from, as `bundle.json` says (`id`, `folder_name`, `checkpoint`, `created`, `versions`).
+        run: where it comes from, as `bundle.json` says (`id`, `name`, `folder_name`, `checkpoint`, `created`, …).
         precision: the numbers that its model computes in: "fp32", "int8" or "fp16".
         samples: the golden samples, uint8 (N, C, H, W), int64 (N, L) or float32 (N, …): real ones, to warm up with.
         session: ONNX Runtime with the model, one thread per call.
         text_spec: how a text is prepared for it; None: it takes something else.
         row_spec: how a row of a table, or an array, is prepared for it; None: it takes something else.
         output: what the card says of the answers: the interval of a regression, or each label's threshold.
-        example: an input as a client sends it; only of rows and arrays.
+        examples: some of the golden samples as clients send them, of JSON types; a picture is a PNG as base64.
         input: the name of the model's input.
         device: where it computes.
         bound: the session with its buffers; None on the CPU, which reads a batch where it is.
@@ -101,7 +104,7 @@ class Bundle:
     text_spec: "TextSpec | None" = None
     row_spec: "TableSpec | ArraySpec | None" = None
     output: dict[str, Any] = field(default_factory=dict)
-    example: object = None
+    examples: list[Any] = field(default_factory=list)
     input: str = "images"
     device: Device = CPU
     bound: Bound | None = None
@@ -154,7 +157,7 @@ class Bundle:
         if tensorrt and kind.takes != "text":
             options = tensorrt_options(kind.input, shape, max_batch, precision == "fp16")
         session = _load(folder, precision, kind, dtype, shape, len(labels), device, options)
-        samples, example = _input(folder, card["golden"], kind, spec)
+        samples, examples = _input(folder, card["golden"], kind, spec)
         specs = {f"{_SPECS[kind.takes]}_spec": spec}
         bundle = cls(
             folder,
@@ -166,7 +169,7 @@ class Bundle:
             samples,
             session,
             output=output,
-            example=example,
+            examples=examples[:MOST_EXAMPLES],
             input=kind.input,
             device=device,
             bound=_bound(device, session, shape, dtype, max_batch),
@@ -176,6 +179,11 @@ class Bundle:
         _prove(folder, card)
         _return_memory()
         return bundle
+
+    @property
+    def example(self) -> Any:
+        """An input as a client sends it; only of rows and arrays."""
+        return self.examples[0] if self.row_spec is not None else None
 
     @classmethod
     def open_on(cls, device: Device, path: str | PathLike[str], precision: str, max_batch: int, tensorrt: bool) -> Self:
@@ -238,6 +246,7 @@ _DTYPES: dict[str, type] = {"image": np.uint8, "text": np.int64, "table": np.flo
 _SPECS = {"image": "image", "text": "text", "table": "row", "array": "row"}
 _TEXT_FILES = ("vocabulary.txt", "tokenizer.json")
 _KEYS = {"format", "task", "input", "labels", "files", "run", "golden", "digest"}
+_ORIGIN = {"id", "name", "folder_name", "checkpoint", "weights", "picture_size", "created", "versions"}
 _FILE = re.compile(r"\w[\w.-]{0,99}", re.ASCII)
 _AGAIN = "write it again with `deeplightning export RUN`"
 
@@ -263,7 +272,7 @@ def _find(path: Path) -> Path:
     )
 
 
-def _read_card(folder: Path) -> dict[str, Any]:
+def _read_card(folder: Path) -> Card:
     """What bundle.json says, all of it as it was written at export; which values make sense is not looked at."""
     file = folder / _NAMES.bundle_card.name
     try:
@@ -288,7 +297,7 @@ def _read_card(folder: Path) -> dict[str, Any]:
         "has figures of int8 that are no numbers",
         folder,
     )
-    return card
+    return cast("Card", card)
 
 
 def _are_names(labels: object) -> bool:
@@ -331,7 +340,7 @@ def _is_number(value: object) -> bool:
 
 def _is_origin(run: object) -> bool:
     """Whether `run` is a few texts by name; `versions` may be several."""
-    if not isinstance(run, dict) or not run.keys() <= {"id", "folder_name", "checkpoint", "created", "versions"}:
+    if not isinstance(run, dict) or not run.keys() <= _ORIGIN:
         return False
     versions = run.get("versions", {})
     texts = [value for key, value in run.items() if key != "versions"]
@@ -374,7 +383,7 @@ def _opened(folder: Path, name: str) -> BufferedReader:
         raise BundleError(f"The bundle {folder} has no readable {name} ({reason}).") from error
 
 
-def _text_spec(folder: Path, card: dict[str, Any]) -> "TextSpec":
+def _text_spec(folder: Path, card: Card) -> "TextSpec":
     """How texts are prepared, by a file of the bundle that is as it was exported."""
     from deeplightning.text import TextSpec
 
@@ -410,7 +419,7 @@ def _text_samples(folder: Path, golden: object, spec: "TextSpec") -> np.ndarray:
         raise BundleError(f"A golden sample of the bundle {folder} is damaged ({error}).") from error
 
 
-def _spec(folder: Path, card: dict[str, Any], kind: Kind) -> Any:
+def _spec(folder: Path, card: Card, kind: Kind) -> Any:
     """How inputs are prepared."""
     if kind.takes == "text":
         return _text_spec(folder, card)
@@ -427,15 +436,19 @@ def _shape(spec: Any, kind: Kind) -> tuple[int, ...]:
     return (spec.channels, spec.height, spec.width) if kind.takes == "image" else spec.shape
 
 
-def _input(folder: Path, golden: object, kind: Kind, spec: Any) -> tuple[np.ndarray, object]:
-    """The golden samples as the model takes them, and one as a client sends it, of rows and arrays."""
-    if kind.takes in ("image", "text"):
-        return (_samples if kind.takes == "image" else _text_samples)(folder, golden, spec), None
+def _input(folder: Path, golden: Any, kind: Kind, spec: Any) -> tuple[np.ndarray, list[Any]]:
+    """The golden samples as the model takes them, and as clients send them."""
+    if kind.takes == "image":
+        return _samples(folder, golden, spec), golden["pictures"]
+    if kind.takes == "text":
+        return _text_samples(folder, golden, spec), golden["texts"]
     return _row_samples(folder, golden, spec, kind)
 
 
-def _row_samples(folder: Path, golden: object, spec: "TableSpec | ArraySpec", kind: Kind) -> tuple[np.ndarray, object]:
-    """The golden samples, float32 (N, …), prepared as any are, and the first as a client sends it."""
+def _row_samples(
+    folder: Path, golden: object, spec: "TableSpec | ArraySpec", kind: Kind
+) -> tuple[np.ndarray, list[Any]]:
+    """The golden samples, float32 (N, …), prepared as any are, and as clients send them."""
     given = golden.get("rows" if kind.takes == "table" else "arrays") if isinstance(golden, dict) else None
     if not isinstance(given, list) or not given:
         raise BundleError(f"The bundle {folder} has no golden samples.")
@@ -443,11 +456,13 @@ def _row_samples(folder: Path, golden: object, spec: "TableSpec | ArraySpec", ki
         if kind.takes == "table":
             if not all(isinstance(row, dict) for row in given):
                 raise ValueError("a row is no object")
-            return spec.stack([spec.prepare(row) for row in given]), given[0]
+            return spec.stack([spec.prepare(row) for row in given]), given
         from deeplightning.array import read_npy
 
         arrays: list[Any] = [read_npy(base64.b64decode(one, validate=True)) for one in given]
-        return spec.stack([spec.prepare(array) for array in arrays]), arrays[0].tolist()
+        return spec.stack([spec.prepare(array) for array in arrays]), [
+            array.tolist() for array in arrays[:MOST_EXAMPLES]
+        ]
     except (TypeError, ValueError) as error:  # binascii.Error is of the latter kind
         raise BundleError(f"A golden sample of the bundle {folder} is damaged ({error}).") from error
 
@@ -567,7 +582,7 @@ def _answers(bundle: Bundle) -> np.ndarray:
         ) from error
 
 
-def _prove(folder: Path, card: dict[str, Any]) -> None:
+def _prove(folder: Path, card: Card) -> None:
     """The golden answers are of this model with these labels, task and input; a bundle of before does not say."""
     found = card["golden"].get("digest")
     if found is None:

@@ -132,7 +132,7 @@ class Dispatcher:
     def record(self, request: Request, status: int, job: Job | None = None) -> None:
         """Counts a request, and keeps its line for the log."""
         took = time.perf_counter() - request.begun
-        self.service.count(status, took, job)
+        self.service.count(request.path, status, took, job)
         path = '"/predict"' if request.path == "/predict" else json.dumps(request.path[:LONGEST_PATH])
         line = (
             f'"id": "{request.name.decode()}", "client": "{request.client}", "method": "{request.method}", '

@@ -23,6 +23,8 @@ class Hosts:
     def __init__(self, listening: str = "0.0.0.0", allowed: Sequence[str] = ()):
         self._names = frozenset(name.lower() for name in allowed)
         self._all = ALL in self._names or not (self._names or is_loopback(listening))
+        self.local = is_loopback(listening) and not self._names
+        """Whether only programs of this machine are answered, and no proxy that has a name of its own."""
         self._seen: set[bytes] = set()
 
     def check(self, host: bytes | None) -> None:

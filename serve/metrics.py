@@ -4,10 +4,13 @@ Each process adds to a row of its own, in its event loop only, so nothing needs 
 rows. A process that ends leaves its counts behind.
 """
 
+import itertools
 import mmap
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 if TYPE_CHECKING:
     from prometheus_client import Metric
@@ -17,6 +20,12 @@ MAX_PROCESSES = 128
 
 STATUSES = (200, 400, 401, 404, 405, 408, 413, 415, 421, 429, 431, 499, 500, 501, 503, 504)
 """Statuses that are counted by themselves; 499: the client left before the answer."""
+
+ROUTES = ("/predict", "/", "/docs", "/health", "/ready", "/info", "/samples", "/metrics", "/openapi.json")
+"""Paths that are counted by themselves: a client's own words become no label."""
+
+LONGEST_LABEL = 100
+"""Letters of a label's value."""
 
 SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 SIZES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0, 128.0)
@@ -29,7 +38,12 @@ HISTOGRAMS = {
     "batch_size": (SIZES, "Pictures in one forward pass, as requests met it."),
 }
 
-_OTHER = len(STATUSES)
+_STATUS = {status: number for number, status in enumerate(STATUSES)}
+_ROUTE = {route: number for number, route in enumerate(ROUTES)}
+_OTHER_STATUS, _OTHER_ROUTE = len(STATUSES), len(ROUTES)
+_CELL = len(SECONDS) + 2  # a histogram of seconds: its buckets, those above all bounds, and the sum
+_WAITING = (len(ROUTES) + 1) * (len(STATUSES) + 1) * _CELL
+"""The column of the length of the queue: behind a histogram for each route and status."""
 
 
 class Metrics:
@@ -37,17 +51,21 @@ class Metrics:
 
     def __init__(self) -> None:
         self._places: list[tuple[int, tuple[float, ...]]] = []
-        width = len(STATUSES) + 2  # other statuses, and the length of the queue
+        width = _WAITING + 1
         for bounds, _ in HISTOGRAMS.values():
             self._places.append((width, bounds))
             width += len(bounds) + 2  # above all bounds, and the sum
         self._width = width
-        self._numbers = memoryview(mmap.mmap(-1, 8 * width * MAX_PROCESSES)).cast("d")
+        self._memory = mmap.mmap(-1, 8 * width * MAX_PROCESSES)
+        self._numbers = memoryview(self._memory).cast("d")
         self.row = 0
 
-    def count(self, status: int) -> None:
-        """One more response."""
-        self._numbers[self._start + (STATUSES.index(status) if status in STATUSES else _OTHER)] += 1
+    def count(self, path: str, status: int, seconds: float) -> None:
+        """One more response, and how long the request took."""
+        numbers, route = self._numbers, _ROUTE.get(path, _OTHER_ROUTE)
+        cell = self._start + (route * (_OTHER_STATUS + 1) + _STATUS.get(status, _OTHER_STATUS)) * _CELL
+        numbers[cell + bisect_left(SECONDS, seconds)] += 1
+        numbers[cell + _CELL - 1] += seconds
 
     def observe(self, values: Iterable[float]) -> None:
         """One more value of each histogram, in the order of `HISTOGRAMS`."""
@@ -58,41 +76,64 @@ class Metrics:
 
     def queue(self, length: int, row: int | None = None) -> None:
         """The number of requests that wait in this process, or in that of `row`."""
-        self._numbers[(self.row if row is None else row) * self._width + _OTHER + 1] = length
+        self._numbers[(self.row if row is None else row) * self._width + _WAITING] = length
 
-    def text(self) -> bytes:
-        """Everything, as Prometheus reads it (text format 0.0.4)."""
+    def text(self, model: Mapping[str, str]) -> bytes:
+        """Everything, as Prometheus reads it (text format 0.0.4).
+
+        Args:
+            model: the labels of the model that answers: `run`, `task` and `precision`.
+        """
         from prometheus_client import CollectorRegistry, generate_latest  # only now: it takes 0.1 s
 
         registry = CollectorRegistry()
-        registry.register(self)
+        registry.register(_Collector(self, model))
         return generate_latest(registry)
 
-    def collect(self) -> "Iterator[Metric]":
-        """For the client library."""
+    def collect(self, model: Mapping[str, str]) -> "Iterator[Metric]":
+        """The families of the client library."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
-        sums = [
-            sum(self._numbers[row * self._width + column] for row in range(MAX_PROCESSES))
-            for column in range(self._width)
-        ]
+        sums: list[float] = np.frombuffer(self._memory).reshape(MAX_PROCESSES, self._width).sum(0).tolist()
+        numbers, names = [sums[n : n + _CELL] for n in range(0, _WAITING, _CELL)], [*map(str, STATUSES), "other"]
         requests = CounterMetricFamily("deeplightning_requests", "Responses by HTTP status.", labels=["status"])
-        for status, number in zip((*STATUSES, "other"), sums, strict=False):
-            requests.add_metric([str(status)], number)
+        for number, status in enumerate(names):
+            requests.add_metric([status], sum(sum(cell[:-1]) for cell in numbers[number :: len(names)]))
         yield requests
-        yield GaugeMetricFamily("deeplightning_queue_length", "Requests that wait for the model.", sums[_OTHER + 1])
+        duration = HistogramMetricFamily(
+            "deeplightning_http_request_duration_seconds",
+            "Time from the end of a request's head to its answer, by route and HTTP status.",
+            labels=["route", "status"],
+        )
+        for cell, (route, status) in zip(numbers, itertools.product((*ROUTES, "other"), names), strict=True):
+            if any(cell):  # of the others most can never be
+                duration.add_metric([route, status], *_histogram(cell, SECONDS))
+        yield duration
+        yield GaugeMetricFamily("deeplightning_queue_length", "Requests that wait for the model.", sums[_WAITING])
         for (name, (_, words)), (place, bounds) in zip(HISTOGRAMS.items(), self._places, strict=True):
             histogram = HistogramMetricFamily(f"deeplightning_{name}", words)
-            total, buckets = 0.0, []
-            for offset, bound in enumerate((*bounds, float("inf"))):
-                total += sums[place + offset]
-                buckets.append((_bound(bound), total))
-            histogram.add_metric([], buckets, sums[place + len(bounds) + 1])
+            histogram.add_metric([], *_histogram(sums[place : place + len(bounds) + 2], bounds))
             yield histogram
+        info = GaugeMetricFamily("deeplightning_model_info", "The model that answers; always 1.", labels=[*model])
+        info.add_metric([value[:LONGEST_LABEL] for value in model.values()], 1)
+        yield info
 
     @property
     def _start(self) -> int:
         return self.row * self._width
+
+
+class _Collector:
+    """What the client library asks for the numbers."""
+
+    def __init__(self, metrics: Metrics, model: Mapping[str, str]):
+        self.collect = lambda: metrics.collect(model)
+
+
+def _histogram(cell: Sequence[float], bounds: Sequence[float]) -> tuple[list[tuple[str, float]], float]:
+    """Buckets, each with those below it, and the sum."""
+    totals = itertools.accumulate(cell[:-1])
+    return [(_bound(bound), total) for bound, total in zip((*bounds, float("inf")), totals, strict=True)], cell[-1]
 
 
 def _bound(value: float) -> str:

@@ -43,6 +43,13 @@ CHALLENGE = {
 }
 
 
+SHOW = {
+    "name": "show",
+    "in": "query",
+    "description": "What each prediction has besides: the picture as it reaches the network.",
+    "schema": {"type": "string", "enum": ["input"]},
+}
+
 _PAGES = {"image": "to drop an image on", "text": "to write a text on", "table": "to fill in a row"}
 _SEVERAL = {"image": "images", "text": "texts", "table": "rows", "array": "arrays"}
 
@@ -62,6 +69,12 @@ def describe(model: "Model", limits: "Limits", secured: bool) -> JsonObject:
         "/ready": {"get": _ready()},
         "/metrics": {"get": _get("Counts and times for Prometheus.", {"type": "string"}, "text/plain")},
         "/info": {"get": _get("The task, its labels, its input, its limits, and where it comes from.", _ref("Info"))},
+        "/samples": {
+            "get": _get(
+                "Samples that are kept with the run, to try the model with; none where anybody may ask without a key.",
+                _ref("Samples"),
+            )
+        },
         "/openapi.json": {"get": _get("This document.", {"type": "object"})},
         "/docs": {"get": _get("A page that shows this document to people.", {"type": "string"}, "text/html")},
         "/": {
@@ -83,7 +96,7 @@ def describe(model: "Model", limits: "Limits", secured: bool) -> JsonObject:
             "bearer": {"type": "http", "scheme": "bearer"},
             "header": {"type": "apiKey", "in": "header", "name": "X-API-Key"},
         }
-        for path in ("/predict", "/info", "/openapi.json", "/metrics"):
+        for path in ("/predict", "/info", "/samples", "/openapi.json", "/metrics"):
             for operation in paths[path].values():
                 operation["security"] = [{"bearer": []}, {"header": []}]
                 operation["responses"]["401"] = _error("The API key is missing or wrong.", CHALLENGE)
@@ -128,6 +141,8 @@ def _predict(model: "Model", kind: Kind, limits: "Limits") -> JsonObject:
             "504": _error("The request waited too long and was not answered."),
         },
     }
+    if kind.takes == "image":
+        operation = {"parameters": [SHOW], **operation}
     if kind.gives == "reconstruction":
         return {"summary": "The picture as the model paints it, or each of several.", **operation}
     if kind.gives == "segmentation":
@@ -145,7 +160,7 @@ def _predict(model: "Model", kind: Kind, limits: "Limits") -> JsonObject:
     summary = f"Which class is the {one} of, or each of several?"
     if kind.takes == "image":
         summary = "What is in the picture, or in each of several?"
-    return {"summary": summary, "parameters": [top_k], **operation}
+    return {"summary": summary, **operation, "parameters": [top_k, *operation.get("parameters", [])]}
 
 
 def _content(model: "Model", kind: Kind, most: int) -> JsonObject:
@@ -276,8 +291,15 @@ def _schemas(model: "Model", kind: Kind, limits: "Limits") -> JsonObject:
     text = {"type": "string"}
     schemas = {"classification": _classes, "regression": _numbers, "multilabel": _labels, "segmentation": _masks}
     answers = schemas.get(kind.gives)
+    described = _pictures(limits) if answers is None else answers(model.labels, limits)
+    if kind.takes == "image":
+        one = next(name for name in ("Prediction", "Picture", "Mask") if name in described)
+        seen = {"type": "string", "format": "byte", "description": "With show=input: a PNG as base64."}
+        described[one]["properties"]["input"] = seen
+    sample: JsonObject = {"type": "string"} if kind.takes in ("image", "text") else {}
     return {
-        **(_pictures(limits) if answers is None else answers(model.labels, limits)),
+        **described,
+        "Samples": _object(samples={"type": "array", "description": "As /predict takes them.", "items": sample}),
         "Status": _object(status=text),
         "Info": _object(
             task={"type": "string", "enum": [model.task]},
@@ -285,6 +307,7 @@ def _schemas(model: "Model", kind: Kind, limits: "Limits") -> JsonObject:
             input=_input(kind),
             run={"type": "object"},
             limits=_object(**{name: {"type": "number"} for name in limits.public(model.task)}),
+            samples={"type": "integer", "minimum": 0, "description": "How many /samples has."},
         ),
         "Error": {
             **_object(ERROR={"type": "string", "minLength": 1, "description": "What is wrong, and what to do."}),

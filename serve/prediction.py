@@ -7,7 +7,7 @@ from typing import TypeVar
 from urllib.parse import unquote_to_bytes
 
 from deeplightning.kinds import KINDS
-from serve.answers import DEFAULT_TOP_K, Answer, encoder, refused
+from serve.answers import DEFAULT_TOP_K, JSON, Answer, encoder, refused, with_inputs
 from serve.batching import Job, Model, NotTiny
 from serve.limits import Limits, Refusal
 from serve.uploads import (
@@ -32,7 +32,7 @@ T = TypeVar("T")
 JOB = "serve.job"
 """The key of the WSGI environment with a list to which Flask adds a prediction's job, for the log and the metrics."""
 
-_TOP_K = re.compile(rb"(?:\A|&)top_k(?:=([^&]*))?(?=&|\Z)")
+_TOP_K, _SHOW = (re.compile(rb"(?:\A|&)%b(?:=([^&]*))?(?=&|\Z)" % name) for name in (b"top_k", b"show"))
 _COUNT = re.compile(rb"[0-9]{1,9}")
 
 
@@ -48,7 +48,8 @@ class Predictions:
         self._limits = limits
         self._shape: tuple[int, ...] = getattr(getattr(model, "row_spec", None), "shape", ())
         readers = {"image": self._pictures, "text": self._texts, "table": self._rows, "array": self._arrays}
-        self._read = readers[KINDS[model.task].takes]
+        self._takes = KINDS[model.task].takes
+        self._read = readers[self._takes]
         self._encode = encoder(model.task, model.labels, getattr(model, "output", None) or {})
 
     def job(self, query: bytes, kind: bytes, accept: bytes, body: bytes, finish: Callable[[Job], None]) -> Job:
@@ -62,11 +63,11 @@ class Predictions:
             finish: called with the finished job.
 
         Raises:
-            Refusal: top_k is not a count, or the body is missing or of a type that is not read. Other faults of the
-                body are found when the job runs.
+            Refusal: top_k is not a count, show is not `input`, or the body is missing or of a type that is not read.
+                Other faults of the body are found when the job runs.
         """
-        top_k = _top_k(query)
-        return Job(self._read(kind, body), len(body), finish, top_k=top_k, accept=accept.decode("latin-1"))
+        top_k, show = (_top_k(query), self._shows(query)) if query else (DEFAULT_TOP_K, False)
+        return Job(self._read(kind, body), len(body), finish, top_k, accept.decode("latin-1"), show)
 
     def answer(self, job: Job) -> Answer:
         """The answer of a finished job. An error that is no refusal is a fault of the server, and is raised."""
@@ -75,7 +76,16 @@ class Predictions:
         if job.error is not None:
             raise job.error
         kind, body = self._encode(job.rows, job.top_k, job.accept)
-        return Answer(200, kind, body)
+        return Answer(200, kind, with_inputs(body, job.shown) if job.show and kind == JSON else body)
+
+    def _shows(self, query: bytes) -> bool:
+        """Whether the answer is to carry the pictures as they reach the network."""
+        found = _SHOW.search(query)
+        if found is None:
+            return False
+        if self._takes != "image" or found[1] != b"input":
+            raise Refusal(400, "show can be input alone, as in /predict?show=input, where pictures go in.")
+        return True
 
     def _pictures(self, kind: bytes, body: bytes) -> Callable[[bool], Sequence[bytes]]:
         """How the encoded pictures are taken out of the body."""
@@ -152,7 +162,7 @@ def _shown(kind: bytes) -> str:
 
 
 def _top_k(query: bytes) -> int:
-    found = _TOP_K.search(query) if query else None
+    found = _TOP_K.search(query)
     if found is None:
         return DEFAULT_TOP_K
     text = unquote_to_bytes((found[1] or b"").replace(b"+", b" "))

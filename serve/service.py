@@ -38,9 +38,9 @@ class Service:
     def __post_init__(self) -> None:
         self.batcher = self.batcher or Batcher(self.model, self.limits)
 
-    def count(self, status: int, seconds: float, job: Job | None = None) -> None:
+    def count(self, path: str, status: int, seconds: float, job: Job | None = None) -> None:
         """Counts an answer in the metrics; of a prediction also where its time went."""
-        self.metrics.count(status)
+        self.metrics.count(path, status, seconds)
         self.metrics.queue(self.batcher.waiting)
         if job is not None and job.batch:
             beside = seconds - job.queued - job.decoding - job.forward

@@ -106,7 +106,8 @@ def create_app(
         response.headers["X-Request-ID"] = environ["serve.id"]
         jobs = environ.get(JOB)
         with service.counting:
-            service.count(response.status_code, time.perf_counter() - environ["serve.begun"], jobs and jobs[0])
+            took = time.perf_counter() - environ["serve.begun"]
+            service.count(request.path, response.status_code, took, jobs and jobs[0])
         return response
 
     return app

@@ -210,7 +210,7 @@ def _serve(preload: Sequence[str]) -> None:
     import torchvision.datasets  # noqa: F401
 
     import deeplightning.run.predict
-    import deeplightning.task.img_classif
+    import deeplightning.task.img_classif  # noqa: F401
     from deeplightning.data import cifar, digits, image_folder, mnist  # noqa: F401
 
     for name in _TO_EXPORT:
@@ -219,7 +219,7 @@ def _serve(preload: Sequence[str]) -> None:
     for name in preload:
         __import__(name)
     with contextlib.suppress(ImportError):  # a machine for the GPU's tests may lack matplotlib
-        import deeplightning.task.figures  # noqa: F401
+        import matplotlib.figure  # noqa: F401
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children here
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # ends with pytest, which outlives its terminal under nohup
     for line in iter(sys.stdin.buffer.readline, b""):

@@ -3,21 +3,25 @@
 import logging
 import platform
 import sys
+import textwrap
 import time
 import warnings
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytorch_lightning as pl
 import torch
 from lightning_fabric.utilities.warnings import PossibleUserWarning
 from pytorch_lightning.callbacks import EarlyStopping
 
+from deeplightning.callbacks import commands
 from deeplightning.callbacks.checkpoints import Checkpoints
 from deeplightning.callbacks.order import OWN
+from deeplightning.callbacks.progress import BEST, Bar, EpochTable, is_interactive, live, rate, styled, width
 from deeplightning.callbacks.record import Record, Redacting, rank_shown
 from deeplightning.callbacks.watch import batch_loss, has_loss, samples_in
 from deeplightning.checks.hints import proposals
 from deeplightning.config.schema import Config, Target
+from deeplightning.config.tree import line
 from deeplightning.engine.compute import matmul_hint
 from deeplightning.engine.plan import effective_batch
 from deeplightning.faults import count
@@ -25,18 +29,19 @@ from deeplightning.process.identity import own_rank
 from deeplightning.transfer import Deferred
 from deeplightning.version import __version__
 
-if TYPE_CHECKING:
-    from rich.progress import Progress
-
 log = logging.getLogger("deeplightning")
 log.addHandler(logging.NullHandler())  # else Python itself prints the warnings of silent ranks
 
 LINE_SECONDS = 30  # between two lines inside one epoch
 DRAW_SECONDS = 0.25  # between two drawings of the bar
+LABEL = 11  # columns of the word that begins a line, and of the space behind it
+MOST_CHANGES = 6  # values that the line `config` lists
+MOST_CHARACTERS = 40  # of one of them
 
 
 class _Terminal(logging.Handler):
-    """News to stdout; warnings and errors to stderr, with the word, in colour on a terminal.
+    """News to stdout; warnings and errors to stderr, with the word. A terminal shows colour, breaks lines between
+    words, and has its own form of a line where the record has one (`extra={"terminal": [...]}`).
 
     Args:
         begin: what each line starts with.
@@ -47,14 +52,22 @@ class _Terminal(logging.Handler):
         self.begin = begin
 
     def emit(self, record: logging.LogRecord) -> None:
-        text = self.format(record).replace("\n", f"\n{self.begin}")
-        if record.levelno < logging.WARNING:
-            print(f"{self.begin}{text}", flush=True)
-            return
-        word = record.levelname.lower()
-        if sys.stderr.isatty():
-            word = f"\x1b[{31 if record.levelno > logging.WARNING else 33}m{word}\x1b[0m"
-        print(f"{self.begin}{word}: {text}", file=sys.stderr, flush=True)
+        text = self.format(record)
+        is_news = record.levelno < logging.WARNING
+        stream = sys.stdout if is_news else sys.stderr
+        if not is_news:
+            word = record.levelname.lower()
+            text = f"{styled(word, 31 if record.levelno > logging.WARNING else 33, stream)}: {text}"
+        elif is_interactive(stream):
+            rows = getattr(record, "terminal", None)
+            text = "\n".join(rows or map(_wrapped, text.split("\n")))
+        print(self.begin + text.replace("\n", f"\n{self.begin}"), file=stream, flush=True)
+
+
+def _wrapped(text: str) -> str:
+    """A line broken between words, what follows under the text behind the label; paths and addresses stay whole."""
+    indent = " " * LABEL if text[LABEL - 1 : LABEL] == " " else ""
+    return textwrap.fill(text, width() - 1, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def to_terminal(cfg: Config) -> None:
@@ -92,12 +105,18 @@ class Console(pl.Callback):
     def __init__(self, cfg: Config, record: Record, checkpoints: Checkpoints):
         self.cfg, self.record, self.checkpoints = cfg, record, checkpoints
         how = cfg.logger.progress
-        self.bar = how == "bar" or (how == "auto" and sys.stdout.isatty())
+        terminal = is_interactive(sys.stdout)
+        self.bar = how == "bar" or (how == "auto" and terminal)
         self.lines = how == "lines" or (how == "auto" and not self.bar)
-        self._progress: Progress | None = None
+        self.monitor = cfg.train.checkpoint.monitor or (cfg.train.early_stop.metric if cfg.train.early_stop else None)
+        first = [name for name in (self.monitor, "val_loss", "train_loss") if name is not None]
+        self._table = EpochTable(cfg.train.num_epochs, first) if self.bar and terminal else None
+        self._live: Any = None
         self._started = self._drawn = self._spoken = self._epoch_started = 0.0
         self._told_first = False
-        self._samples = 0  # that this process has learned from in the epoch
+        self._samples = self._batches = 0  # that this process has learned from in the epoch
+        self._began_at = 0.0  # the share of training that was done when this process began
+        self._validates = False  # in this epoch
         self._learning = self._validating = self._validated_at = 0.0  # seconds of the epoch; when a validation began
         self._shown: Deferred | None = None
         self._epoch: int | None = None
@@ -108,18 +127,17 @@ class Console(pl.Callback):
         self._started = self._epoch_started = self._spoken = time.monotonic()
         if trainer.is_global_zero:
             for name, text in self._summary(trainer, pl_module).items():
-                log.info("%-10s %s", name, text)
+                _say(name, text)
+            self._say_where(trainer)
             if (hint := matmul_hint(self.cfg.engine, trainer.strategy.root_device)) is not None:
-                log.info("%-10s %s", "hint", hint)
+                _say("hint", hint)
             for notice in proposals(self.cfg, self.cfg.engine):
                 log.info("%s", notice.text)
+        self._began_at = _share_done(trainer, 0) or 0.0
         if self.bar and trainer.is_global_zero:
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-            columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-            self._progress = Progress(*columns, auto_refresh=False, transient=True)
-            self._progress.start()
-            self._bar = self._progress.add_task("", total=trainer.num_training_batches)
+            self._bar = Bar(epochs=self.cfg.train.num_epochs)
+            self._live = live(self._bar)
+            self._live.start()
         if 0 < trainer.fit_loop.epoch_loop.batch_progress.current.ready < trainer.num_training_batches:
             self._epoch = trainer.current_epoch  # resumed inside an epoch, whose start is not printed again
 
@@ -138,43 +156,66 @@ class Console(pl.Callback):
         length += [f"at most {count(cfg.train.max_steps, 'step')}"] if cfg.train.max_steps is not None else []
         clip = cfg.train.gradient_clip
         return {
+            **({"config": _origin(cfg)} if cfg.written else {}),
             "versions": f"Deep Lightning {__version__}, torch {torch.__version__}, Lightning {pl.__version__}, "
             f"Python {platform.python_version()}",
-            "network": f"{name}: {count(total, 'parameter')} ({total / 1e6:.3f} M){frozen}",
             "data": f"{cfg.data.module.type.rpartition('.')[2]}: {', '.join(sizes)} samples",
+            "network": f"{name}: {count(total, 'parameter')} ({total / 1e6:.3f} M){frozen}",
             "engine": f"{where}, {engine.backend or 'one process'}, precision {trainer.precision}",
             "batch": effective_batch(cfg),
             "length": ", ".join(length) + f"; {count(trainer.estimated_stepping_batches, 'step')}",
-            "clipping": f"{clip.algorithm} at {clip.value}" if clip else "none",
-            "run folder": str(self.record.folder.path),
+            **({"clipping": f"{clip.algorithm} at {clip.value}"} if clip else {}),
         }
+
+    def _say_where(self, trainer: pl.Trainer) -> None:
+        """Logs where the run's files are, and the page that shows it."""
+        folder, uri = self.record.folder.path, self.cfg.logger.params.get("tracking_uri")
+        _say("run folder", str(folder), [_labelled("run folder", commands.seen_from_here(folder))])
+        if (address := commands.page(trainer.loggers, uri)) is not None:
+            start = commands.monitor(uri)
+            text = f"{start}, then {address}" if start else address
+            _say("watch", text, [_labelled("watch", f"{start}, then open"), f"  {address}"] if start else None)
 
     # ---- progress
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._end_epoch(trainer)
         self._epoch, self._epoch_started = trainer.current_epoch, time.monotonic()
-        self._samples, self._learning, self._validating = 0, 0.0, 0.0
-        if self._progress:
-            self._progress.reset(self._bar, total=trainer.num_training_batches)
+        self._samples, self._batches, self._learning, self._validating, self._validates = 0, 0, 0.0, 0.0, False
 
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, outputs: object, batch: object, batch_idx: int
     ) -> None:
         now = time.monotonic()
         self._samples += samples_in(batch)
+        self._batches += 1
         self._learning = now - self._epoch_started - self._validating
         if not self._told_first and has_loss(outputs):
             self._told_first = True
             log.info("first loss %.4f, %.1f s after the start", self._loss(trainer, outputs), now - self._started)
-        if self._progress and now - self._drawn > DRAW_SECONDS:
+        if self._live and now - self._drawn > DRAW_SECONDS:
             self._drawn = now
-            text = f"epoch {trainer.current_epoch + 1}  train_loss {self._loss(trainer, outputs):.4f}"
-            self._progress.update(self._bar, completed=batch_idx + 1, description=text, refresh=True)
+            self._draw(trainer, batch_idx + 1, self._loss(trainer, outputs), now)
         elif self.lines and now - self._spoken > LINE_SECONDS:
             self._spoken = now
             done = f"batch {batch_idx + 1} of {trainer.num_training_batches}"
             log.info("epoch %d, %s: train_loss %.4f", trainer.current_epoch + 1, done, self._loss(trainer, outputs))
+
+    def _draw(self, trainer: pl.Trainer, done: int, loss: float, now: float) -> None:
+        bar, batches = self._bar, trainer.num_training_batches
+        bar.epoch, bar.step = trainer.current_epoch + 1, done
+        bar.steps = int(batches) if batches != float("inf") else None
+        bar.steps_per_second = self._batches / self._learning if self._learning > 0 else 0.0
+        bar.samples_per_second = self._speed(trainer)
+        share = _share_done(trainer, done)
+        if share is not None and share > self._began_at:
+            bar.left = (now - self._started) * (1 - share) / (share - self._began_at)
+        bar.values["loss"] = loss
+        self._live.refresh()
+
+    def _speed(self, trainer: pl.Trainer) -> float:
+        """Samples a second in this epoch, of all processes; 0: not known."""
+        return self._samples * trainer.world_size / self._learning if self._learning > 0 else 0.0
 
     def _loss(self, trainer: pl.Trainer, outputs: object) -> float:
         """The loss to show: of this batch; on a GPU the one of the last time, for which nothing has to wait."""
@@ -183,17 +224,25 @@ class Console(pl.Callback):
         return (before if before is not None and before.is_late else now).read()[0]
 
     def _end_epoch(self, trainer: pl.Trainer) -> None:
-        """Says what the last epoch brought: at the start of the next, when every hook has logged its values."""
+        """Reports the last epoch: at the start of the next, when every hook has logged its values."""
         if self._epoch is None:
             return
-        shown = {n: float(v) for n, v in sorted(trainer.callback_metrics.items()) if n.startswith(("train_", "val_"))}
+        kinds = ("train_", "val_") if self._validates else ("train_",)  # an earlier epoch's validation is no news
+        shown = {n: float(v) for n, v in sorted(trainer.callback_metrics.items()) if n.startswith(kinds)}
         shown = {n.removesuffix("_epoch"): v for n, v in shown.items() if f"{n}_epoch" not in shown}
         of = f" of {self.cfg.train.num_epochs}" if self.cfg.train.num_epochs else ""
-        seconds = time.monotonic() - self._epoch_started
-        values = "  ".join(f"{name} {value:.4f}" for name, value in shown.items())
-        speed = self._samples * trainer.world_size / self._learning if self._learning > 0 else 0.0
-        rate = f", {speed:,.{0 if speed >= 10 else 2}f} samples/s" if speed > 0 else ""
-        log.info("epoch %d%s  %s  (%.1f s%s)", self._epoch + 1, of, values, seconds, rate)
+        seconds, speed = time.monotonic() - self._epoch_started, self._speed(trainer)
+        best = self.checkpoints.best
+        is_best = best is not None and best["epoch"] == self._epoch
+        values = "  ".join(f"{name} {value:.4f}" for name, value in shown.items()) + "  best" * is_best
+        rows = None
+        if self._table is not None and trainer.is_global_zero:
+            rows = self._table.rows(self._epoch + 1, shown, seconds, speed, is_best, width())
+            rows[:-1] = [styled(header, 2, sys.stdout) for header in rows[:-1]]
+            rows[-1] = styled(rows[-1], 32, sys.stdout) if is_best else rows[-1]
+        pace = f", {rate(speed)} samples/s" if speed > 0 else ""
+        text = f"epoch {self._epoch + 1}{of}"
+        log.info("%s  %s  (%.1f s%s)", text, values, seconds, pace, extra={"terminal": rows})
         self._epoch, self._spoken = None, time.monotonic()
 
     # ---- end
@@ -201,6 +250,8 @@ class Console(pl.Callback):
     def on_train_end(self, trainer: Any, pl_module: pl.LightningModule) -> None:
         self._stop_bar()
         self._end_epoch(trainer)
+        if self._table is not None and self._table.has_best and trainer.is_global_zero:
+            print(styled(f"{BEST} the best so far, by {self.monitor}", 2, sys.stdout), flush=True)
         for callback in trainer.callbacks:
             if isinstance(callback, EarlyStopping) and callback.stopped_epoch:
                 log.info(
@@ -226,9 +277,18 @@ class Console(pl.Callback):
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._validated_at = time.monotonic()
+        if self._live:
+            self._bar.validates = True
+            self._bar.step = trainer.fit_loop.epoch_loop.batch_progress.current.ready
+            self._live.refresh()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self._validating += time.monotonic() - self._validated_at
+        self._validates = True
+        if self._live:
+            self._bar.validates = False
+            if self.monitor is not None and (value := trainer.callback_metrics.get(self.monitor)) is not None:
+                self._bar.values[self.monitor] = float(value)
         if trainer.state.fn == "validate":
             self._say_results(trainer, "val_")
 
@@ -240,9 +300,46 @@ class Console(pl.Callback):
         log.info("results    %s", "  ".join(f"{name} {value:.4f}" for name, value in found.items()))
 
     def _stop_bar(self) -> None:
-        if self._progress:
-            self._progress.stop()
-            self._progress = None
+        if self._live:
+            self._live.stop()
+            self._live = None
+
+
+def _say(label: str, text: str, terminal: list[str] | None = None) -> None:
+    """Logs a text behind a label; a terminal shows other lines where these are given."""
+    log.info("%s", _labelled(label, text), extra={"terminal": terminal})
+
+
+def _labelled(label: str, text: str) -> str:
+    return f"{label.ljust(LABEL - 1)} {text}"
+
+
+def _origin(cfg: Config) -> str:
+    """The config's file, and what the run changes in what that builds on."""
+    names, changed = cfg.written
+    shown, settings = [], cfg.public()
+    for key in changed:
+        value: Any = settings
+        for part in key.split("."):
+            value = value.get(part, ...) if isinstance(value, dict) else ...
+        shown.append(key if value is ... else f"{key}={_shorten(line(value))}")
+    more = f" and {len(shown) - MOST_CHANGES} more" if len(shown) > MOST_CHANGES else ""
+    name = ", ".join(names)
+    return f"{name} with {', '.join(shown[:MOST_CHANGES])}{more}" if shown else name
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= MOST_CHARACTERS else f"{text[: MOST_CHARACTERS - 1]}…"
+
+
+def _share_done(trainer: pl.Trainer, done: int) -> float | None:
+    """The share of training that is done, 0 to 1, after so many batches of the epoch; None: no length is known."""
+    shares = []
+    if trainer.max_epochs and trainer.max_epochs > 0:
+        shares.append((trainer.current_epoch + done / max(trainer.num_training_batches, 1)) / trainer.max_epochs)
+    if trainer.max_steps > 0:
+        shares.append(trainer.global_step / trainer.max_steps)
+    return max(shares, default=None)
 
 
 def _size(loaders: Any) -> int:

@@ -42,6 +42,8 @@ from deeplightning.version import __version__
 
 log = logging.getLogger("deeplightning")
 
+_COMMAND_LINE = "command line"
+
 
 @dataclass(frozen=True)
 class Resumption:
@@ -255,6 +257,9 @@ class Record(pl.Callback):
         written = folder.config.read_text() if folder.config.exists() else None
         if written is None or _but_stages(written) != _but_stages(dump(settings)):
             _replace(folder, folder.config, dump(settings))
+            # An override's place names its value, which may be anything.
+            places = {k: _COMMAND_LINE if p.startswith("override ") else p for k, p in (self.cfg.places or {}).items()}
+            write_whole(folder.places, self.cfg.redact_message(json.dumps(places, indent=1)))
         note_own(folder.config)
         if self.cfg.asked and _read(folder.asked) != (asked := _nested(self.cfg.asked)):
             _replace(folder, folder.asked, dump(asked))
@@ -302,10 +307,14 @@ class Record(pl.Callback):
             if hasattr(logger, "log_model"):
                 logger.log_model(self.folder.model, f"{network_name(self.cfg)}-{data_name(self.cfg)}", kind)
 
-    def publish(self) -> None:
-        """Hands the run's files to trackers on other machines; to be called on rank 0 when all stages are done."""
+    def settle(self) -> None:
+        """Keeps what is known when all stages are done, metrics among it; to be called on rank 0."""
         if self._origin is not None:
             self._origin.end(self._stopped)
+
+    def publish(self) -> None:
+        """Hands the run's files to trackers on other machines; to be called on rank 0 when all stages are done."""
+        self.settle()
         if self._folder is not None:
             publish(self.loggers, self._folder.path)
 
@@ -339,7 +348,8 @@ class Record(pl.Callback):
         """
         _log_pending(pl_module)
         checkpoint["config"] = self.cfg.public()
-        checkpoint["run"] = {"folder": str(self.folder.path), "id": getattr(trainer.logger, "run_id", None)}
+        run = {name: getattr(trainer.logger, f"run_{name}", None) for name in ("id", "name")}
+        checkpoint["run"] = {"folder": str(self.folder.path), **run}
         # A run that ends now logs these never again, and the store may not have them yet.
         checkpoint["points"] = [*(getattr(trainer.logger, "unwritten", list)() or ()), *_due(trainer)]
         checkpoint["engine"] = engine_of(self.cfg)

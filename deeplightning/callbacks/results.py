@@ -1,8 +1,11 @@
 """What validate, test and predict leave: metrics as JSON, a row per sample as CSV, and the pictures of a validation."""
 
+import base64
 import csv
+import io
 import json
 import logging
+import time
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -11,11 +14,25 @@ import torch
 
 from deeplightning.callbacks.record import Record
 from deeplightning.config.schema import Pictures
+from deeplightning.figures.style import Drawing, save
+from deeplightning.words import first_line
 
 if TYPE_CHECKING:
-    from typing import BinaryIO
+    from typing import IO
 
 log = logging.getLogger("deeplightning")
+
+PAUSE = 60.0
+"""Seconds between two drawings of the same pictures during a training."""
+
+MISTAKES = 24
+"""The worst answers of a set that are kept with their samples."""
+
+THUMBNAIL = 96
+"""Pixels of the longer side of a picture that is kept with an answer."""
+
+LONGEST = 2000
+"""Characters of a text that is kept with an answer."""
 
 
 class Results(pl.Callback):
@@ -73,13 +90,84 @@ class Results(pl.Callback):
                 writer = csv.DictWriter(file, list(rows[0]))
                 writer.writeheader()
                 writer.writerows(rows)
+        if rows and stage != "predict" and self.record.cfg.logger.pictures is not None:
+            self._keep_mistakes(trainer, stage, rows)
+
+    def _keep_mistakes(self, trainer: Any, stage: str, rows: list[dict[str, Any]]) -> None:
+        """The worst answers with their samples, where the data module shows these, for pictures and reports."""
+        data: Any = getattr(trainer, "datamodule", None)
+        names = [str(name) for name in getattr(trainer.lightning_module, "class_names", ())]
+        kept = []
+        try:
+            for row in worst(rows, names):
+                sample = (
+                    data.sample("val" if stage == "validate" else stage, row["index"])
+                    if hasattr(data, "sample")
+                    else {}
+                )
+                kept.append(row | _kept(sample))
+        except Exception as error:  # a data module of the user's own
+            log.warning("pictures   the mistakes cannot be shown: %s", first_line(error))
+        content = {"classes": names, "mistakes": kept}
+        self.record.folder.mistakes(stage).write_text(json.dumps(content, indent=1), encoding="utf-8")
+
+
+def worst(rows: list[dict[str, Any]], names: list[str]) -> list[dict[str, Any]]:
+    """The worst of the answers to a set: of classes the mistakes, the most confident first; of numbers those that are
+    furthest off; of masks those with the least that is right. Each has `index` and what is to be said of it."""
+    first = rows[0]
+    if {"label", "predicted_class", "predicted_probability"} <= first.keys():
+        wrong = [row for row in rows if row["label"] != row["predicted_class"]]
+        wrong.sort(key=lambda row: row["predicted_probability"], reverse=True)
+        return [
+            {
+                "index": row["index"],
+                "true": names[row["label"]] if row["label"] < len(names) else str(row["label"]),
+                "predicted": row["predicted_label"],
+                "probability": row["predicted_probability"],
+            }
+            for row in wrong[:MISTAKES]
+        ]
+    if {"prediction", "target"} <= first.keys():
+        far = sorted(rows, key=lambda row: abs(row["prediction"] - row["target"]), reverse=True)
+        return [{"index": r["index"], "true": r["target"], "predicted": r["prediction"]} for r in far[:MISTAKES]]
+    if {"iou", "acc"} <= first.keys():
+        least = sorted(rows, key=lambda row: row["acc"])
+        return [{"index": row["index"], "iou": row["iou"], "acc": row["acc"]} for row in least[:MISTAKES]]
+    if {"labels", "predicted_labels"} <= first.keys():
+
+        def apart(row: dict[str, Any]) -> int:
+            return len(set(row["labels"].split("|")) ^ set(row["predicted_labels"].split("|")) - {""})
+
+        far = sorted((row for row in rows if row["labels"] != row["predicted_labels"]), key=apart, reverse=True)
+        return [
+            {"index": row["index"], "true": row["labels"], "predicted": row["predicted_labels"]}
+            for row in far[:MISTAKES]
+        ]
+    return []
+
+
+def _kept(sample: dict[str, Any]) -> dict[str, str]:
+    """What is kept of a sample: `name`, `text`, and `image` as a PNG in base64."""
+    kept: dict[str, str] = {name: str(sample[name])[:LONGEST] for name in ("name", "text") if name in sample}
+    if "image" in sample:
+        stream = io.BytesIO()
+        _save_image(np.asarray(sample["image"]), stream, longest=THUMBNAIL)
+        kept["image"] = base64.b64encode(stream.getvalue()).decode()
+    return kept
 
 
 class ShowPictures(pl.Callback):
-    """Asks the task for `pictures(stage)` at the end of a validation, and stores them in run folder and tracker."""
+    """Asks the task for `pictures(stage)` at the end of a validation, and stores them in the run folder.
+
+    A `Drawing`, which has a name of its own whatever the epoch, is drawn when training ends, and in between when the
+    last time is `PAUSE` seconds ago; matplotlib takes a quarter of a second for two, more than a short epoch.
+    """
 
     def __init__(self, settings: Pictures, record: Record):
         self.settings, self.record = settings, record
+        self._waiting: dict[str, Drawing] = {}
+        self._drawn_at = time.monotonic()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: Any) -> None:
         last = trainer.max_epochs is not None and trainer.current_epoch + 1 == trainer.max_epochs
@@ -87,17 +175,37 @@ class ShowPictures(pl.Callback):
         if not hasattr(pl_module, "pictures") or not (due or last or trainer.state.fn != "fit"):
             return
         for name, picture in pl_module.pictures("val").items():
+            if isinstance(picture, Drawing):
+                self._waiting[name] = picture
+                continue
             with (self.record.folder.path / f"{name}.png").open("wb") as file:
                 if hasattr(picture, "savefig"):
                     picture.savefig(file, format="png", dpi=100)
                 else:
                     _save_image(np.asarray(picture), file)
+        if trainer.state.fn != "fit" or time.monotonic() - self._drawn_at > PAUSE:
+            self._draw()
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._draw()
+
+    def _draw(self) -> None:
+        waiting, self._waiting = self._waiting, {}
+        try:
+            for name, drawing in waiting.items():
+                save(drawing, self.record.folder.path / name)
+        except Exception as error:  # a picture is not worth a run
+            log.warning("pictures   not drawn: %s", first_line(error))
+        self._drawn_at = time.monotonic()
 
 
-def _save_image(pixels: np.ndarray, file: "BinaryIO") -> None:
-    """(C, H, W), uint8 or floats 0 … 1, as PNG."""
+def _save_image(pixels: np.ndarray, file: "IO[bytes]", longest: int | None = None) -> None:
+    """(C, H, W), uint8 or floats 0 … 1, as PNG; a larger one is brought to so many pixels."""
     from PIL import Image
 
     if pixels.dtype != np.uint8:
         pixels = (pixels.clip(0, 1) * 255).round().astype(np.uint8)
-    Image.fromarray(pixels[0] if len(pixels) == 1 else pixels.transpose(1, 2, 0)).save(file, format="PNG")
+    image = Image.fromarray(pixels.transpose(1, 2, 0) if len(pixels) in (3, 4) else pixels[0])
+    if longest is not None:
+        image.thumbnail((longest, longest))
+    image.save(file, format="PNG")

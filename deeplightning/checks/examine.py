@@ -32,6 +32,8 @@ def examine(
     """
     report = check.check(path, overrides, importing=importing, beside=beside)
     cfg = report.config
+    if cfg is not None and report.source is not None:
+        cfg.written = (report.source.names, report.source.changes())
     if cfg is None or None in (cfg.engine, cfg.data, cfg.model, cfg.train, cfg.logger):
         return report  # a section is no mapping: there is nothing to settle
     asked = replace(cfg.engine, backend=backend_of(cfg.engine))
@@ -78,7 +80,9 @@ def load_config(path: str | Path | Given, overrides: list[str] | None = None, *,
     """
     report = examine(path, overrides, importing=True, beside=beside)
     report.add(*report.at_start)
-    return report.checked()
+    cfg = report.checked()
+    cfg.places = report.places
+    return cfg
 
 
 def clear_secrets(cfg: Config) -> list[Notice]:

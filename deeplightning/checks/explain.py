@@ -8,10 +8,11 @@ from dataclasses import MISSING, Field, is_dataclass
 from typing import Any
 
 from deeplightning.checks import strategy
-from deeplightning.checks.allowed import describe
+from deeplightning.checks.allowed import describe, options_of
 from deeplightning.checks.compare import Meanings
 from deeplightning.checks.conditions import AVERAGES
 from deeplightning.checks.report import Report
+from deeplightning.checks.targets import GIVEN
 from deeplightning.config import schema
 from deeplightning.config.automatic import source_of
 from deeplightning.config.schema import Config
@@ -25,7 +26,8 @@ COLUMN = 56  # where the places stand beside the values, unless a line is longer
 def explain(report: Report, key: str = "") -> str:
     """The config with the place that set each value beside it; or of one key all that there is to know.
 
-    The whole is YAML that loads again to the same config.
+    The whole is YAML that loads again to the same config. A key that could be set and is not has its documentation and
+    default.
 
     Raises:
         ConfigError: there is no such key.
@@ -34,7 +36,12 @@ def explain(report: Report, key: str = "") -> str:
     shown = report.config.public()
     if not key:
         return "".join(f"{row}\n" for row in _lines(report, shown, ()))
-    path = _path(key, shown)
+    try:
+        path = _path(key, shown)
+    except ConfigError:
+        if (rows := _unset(report, key)) is None:
+            raise
+        return "".join(f"{row}\n" for row in rows)
     value = _at(shown, path)
     if isinstance(value, dict | list) and value:
         return "".join(f"{row}\n" for row in _lines(report, value, path))
@@ -122,8 +129,25 @@ def _changed(report: Report, path: KeyPath) -> str | None:
 
 def _about(report: Report, path: KeyPath, value: Any) -> Iterator[str]:
     assert report.config is not None
-    field, parameter, owner, words = _known(report, path)
     yield f"{'.'.join(map(str, path))}: {line(value)}"
+    rows = _documentation(*_known(report, path))
+    if path == ("engine", "backend") and value is not None:
+        rows += [("means", str(strategy.meaning(value))), ("strategy", ", ".join(strategy.classes_of(value)))]
+    if (source := source_of(path, value, report.config)) is not None:
+        rows.append(("means", source))
+    rows.append(("set by", _setter(report, path)))
+    rows += _option(report, path)
+    history = _history(report, path)
+    for entry in history[1:]:
+        rows.append(("instead of", f"{_short(report, entry, path)}  # {entry.place}"))
+    # A file that two others build on is read twice.
+    yield from (f"  {word.ljust(10)}  {text}" for word, text in dict.fromkeys(rows))
+
+
+def _documentation(
+    field: Field[object] | None, parameter: Parameter | None, owner: object, words: str | None
+) -> list[tuple[str, str]]:
+    """What is known of a key, whatever its value: what `_known` gives becomes rows."""
     rows: list[tuple[str, str]] = []
     if field is not None:
         hint = typing.get_type_hints(owner)[field.name]
@@ -141,17 +165,57 @@ def _about(report: Report, path: KeyPath, value: Any) -> Iterator[str]:
         rows.append(("taken by", str(owner)))
     elif owner:
         rows.append(("taken by", str(owner)))
-    if path == ("engine", "backend") and value is not None:
-        rows += [("means", str(strategy.meaning(value))), ("strategy", ", ".join(strategy.classes_of(value)))]
-    if (source := source_of(path, value, report.config)) is not None:
-        rows.append(("means", source))
-    rows.append(("set by", _setter(report, path)))
-    rows += _option(report, path)
-    history = _history(report, path)
-    for entry in history[1:]:
-        rows.append(("instead of", f"{_short(report, entry, path)}  # {entry.place}"))
-    # A file that two others build on is read twice.
-    yield from (f"  {word.ljust(10)}  {text}" for word, text in dict.fromkeys(rows))
+    return rows
+
+
+def _unset(report: Report, key: str) -> list[str] | None:
+    """All that there is to know of a key that could be set and is not; None: there is no such key.
+
+    Raises:
+        ConfigError: the section that the key would be in has no such key; with the nearest.
+    """
+    cls: Any = Config
+    value: object = report.config
+    null = ""  # the section around the key that is not there
+    parts: list[str | int] = [int(part) if part.isdecimal() else part for part in key.split(".")]
+    for depth, name in enumerate(parts):
+        here, rest = ".".join(map(str, parts[: depth + 1])), tuple(parts[depth + 1 :])
+        if is_dataclass(cls):
+            fields = {f.name: f for f in schema.keys(cls)}
+            if name not in fields:
+                if not null or depth == 0:
+                    return None
+                hint = nearest(str(name), fields).replace("mean ", f"mean {null}.", 1)
+                raise ConfigError(Fault(f"{null} has no key `{name}`.{hint} Known here: {', '.join(fields)}", key))
+            field = fields[str(name)]
+            if not rest:
+                return _told(key, _documentation(field, None, cls, None), null)
+            if name == "params" and isinstance(value, schema.Target | schema.Engine):
+                return _unset_param(value, here.removesuffix(".params"), key, rest)
+            options = options_of(typing.get_type_hints(cls)[field.name])
+            value = getattr(value, field.name, None)
+            cls = type(value) if is_dataclass(value) else None if value else next(filter(is_dataclass, options), None)
+            null = null or (here if value is None else "")
+        elif isinstance(value, dict | list):
+            value = _step(value, name)
+            cls = type(value) if is_dataclass(value) else None
+        else:
+            return None
+    return None
+
+
+def _unset_param(of: schema.Target | schema.Engine, role: str, key: str, rest: KeyPath) -> list[str] | None:
+    """The same for a parameter of a target or strategy, which takes it by name."""
+    known = _of_strategy(of, rest) if isinstance(of, schema.Engine) else _parameter(of.type, of.params, rest)
+    parameter = known[1]
+    if parameter is None or not parameter.keyword or (parameter.position and role in GIVEN and parameter.required):
+        return None
+    return _told(key, _documentation(*known), "")
+
+
+def _told(key: str, rows: list[tuple[str, str]], null: str) -> list[str]:
+    rows.append(("set by", f"nothing: {null} is null" if null else "nothing; the default counts"))
+    return [f"{key}: not set", *(f"  {word.ljust(10)}  {text}" for word, text in rows)]
 
 
 def _option(report: Report, path: KeyPath) -> Iterator[tuple[str, str]]:

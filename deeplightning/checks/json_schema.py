@@ -12,10 +12,11 @@ import typing
 from dataclasses import MISSING, Field, is_dataclass
 from typing import Any
 
+from deeplightning.checks.allowed import describe
 from deeplightning.checks.reference import default, options, sections
 from deeplightning.checks.values import SIMPLE
 from deeplightning.config import schema
-from deeplightning.config.tree import parse, plain
+from deeplightning.config.tree import line, parse, plain
 
 Json = dict[str, Any]
 
@@ -116,11 +117,15 @@ def _section(cls: type, path: str) -> Json:
 
 def _key(cls: type, field: Field[object], hint: object, path: str) -> Json:
     doc, example = field.metadata["doc"], field.metadata["example"]
-    about: Json = {
-        "title": f"{path}.{field.name}".lstrip("."),
-        "description": doc,
-    }
+    # Editors show title, description and examples when the mouse points at a key, and few of them type and default.
     value = default(field)
+    is_section = all(is_dataclass(option) and option is not schema.Target for option in options(hint))
+    facts = [] if is_section else [f"Type: {describe(hint, field.metadata)}"]
+    if value is MISSING:
+        facts.append("Default: none, it must be given")
+    elif not is_dataclass(value):
+        facts.append(f"Default: {line(value)}")
+    about: Json = {"title": f"{path}.{field.name}".lstrip("."), "description": "\n\n".join([doc, *facts])}
     if value is not MISSING and not is_dataclass(value):
         about["default"] = value
     if example:

@@ -1,4 +1,4 @@
-"""What a shell offers behind `deeplightning VERB`: config files, dotted keys of the config, and their values.
+"""What a shell offers behind `deeplightning VERB`: config files, dotted keys of the config, and their values; runs.
 
 The keys come from the schema and from the config that was named; those under `params` also from the signature of the
 class that they go to, found without importing it. Whatever goes wrong on the way, a shell gets fewer words, never a
@@ -7,6 +7,7 @@ message. Keys are offered one dotted level at a time.
 
 import os
 import re
+import sqlite3
 import typing
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -20,6 +21,7 @@ from click import shell_completion
 from click.shell_completion import CompletionItem
 
 _SIGNS = ("~", "+")  # of overrides that remove and append
+_MAX_RUNS = 200  # the newest ones, which are offered
 Complete = Callable[[click.Context, click.Parameter, str], list[CompletionItem]]
 
 
@@ -105,6 +107,36 @@ def complete_key(ctx: click.Context, param: click.Parameter, incomplete: str) ->
         for end in (["", "."] if inner.holds_keys() else [""])
     ]
     return items + (_files(incomplete) if incomplete else [])
+
+
+@_quiet
+def complete_run(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """`last`, the names of runs in the store that is in use here, of runs that share a name their ids, and folders."""
+    last = CompletionItem("last", help="the newest run")
+    items = [item for item in (last, *_runs()) if str(item.value).startswith(incomplete)]
+    return [*items, CompletionItem(incomplete, type="dir")]
+
+
+def _runs() -> list[CompletionItem]:
+    from collections import Counter
+    from datetime import UTC, datetime
+
+    from deeplightning.faults import SetupError
+    from deeplightning.tracking.sqlite import recent
+    from deeplightning.tracking.store import locate
+
+    try:
+        store = locate(None)
+        found = recent(store.database, _MAX_RUNS) if store.database is not None else []
+    except (SetupError, sqlite3.Error):
+        return []
+    often = Counter(name for _, name, *_ in found)
+    items = []
+    for run_id, name, status, started in found:
+        begun = datetime.fromtimestamp(started / 1000, UTC).strftime("%Y-%m-%d %H.%M")  # a colon ends a word in zsh
+        shown = name if re.fullmatch(r"[A-Za-z0-9][\w-]*", name) and often[name] == 1 else run_id
+        items.append(CompletionItem(shown, help=f"{status.lower()}, {begun} UTC"))
+    return items
 
 
 def _ends(sign: str, child: str, inner: "_Spot", spot: "_Spot") -> Iterator[str]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import click
 
-from deeplightning.cli.completion import Complete, complete_config, complete_overrides
+from deeplightning.cli.completion import Complete, complete_config, complete_overrides, complete_run
 from deeplightning.cli.exit_codes import Session
 from deeplightning.version import __version__
 
@@ -55,9 +55,9 @@ class Verbs(click.Group):
 def cli() -> None:
     """A YAML file becomes a tracked training run, and the run an HTTP endpoint.
 
-    RUN is a run folder, an MLflow run id, runs:/ID, models:/NAME/VERSION, or last, the newest. Exit codes: 0 done, 2
-    config, 3 machine, data or tracking, 4 checkpoint or bundle, 5 the run failed, 130 or 143 interrupted, 1 a fault of
-    ours.
+    RUN is a run folder, a run's name or MLflow id, runs:/ID, models:/NAME/VERSION, or last, the newest. Exit codes: 0
+    done, 2 config, 3 machine, data or tracking, 4 checkpoint or bundle, 5 the run failed, 130 or 143 interrupted, 1 a
+    fault of ours.
     """
 
 
@@ -161,7 +161,7 @@ def newest_run(ctx: click.Context, param: click.Parameter, run: str) -> str:
     return newest(None)
 
 
-with_run = click.argument("run", callback=newest_run)
+with_run = click.argument("run", callback=newest_run, shell_complete=complete_run)
 with_code = click.option(
     "--code", type=click.Choice(["run"]), help="`run`: use the code that RUN has kept, where your own is gone."
 )

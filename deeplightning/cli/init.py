@@ -7,6 +7,7 @@ file is replaced by a value.
 """
 
 import os
+import re
 import shlex
 import tempfile
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from string import Template
 
 from deeplightning.cli import guess_pictures, guess_signals, guess_tables, sample
 from deeplightning.cli.guess import Guess
-from deeplightning.cli.shipped import write_new
+from deeplightning.cli.shipped import schema_line, write_new
 from deeplightning.config.packages import HOME
 from deeplightning.config.tree import line
 from deeplightning.faults import ConfigError, Fault, SetupError, nearest
@@ -151,7 +152,10 @@ def _files(templates: Path, chosen: Kind, has_data: bool, values: dict[str, str]
     for path in sorted(templates.iterdir()):
         if path.suffix in (".yaml", ".py", ".json"):
             text = path.read_text()
-            content[path.name] = Template(text).substitute(values) if path.suffix == ".yaml" else text
+            if path.suffix == ".yaml":
+                filled = Template(text).substitute(values)
+                text = re.sub("^(?!#)", lambda _: schema_line(), filled, count=1, flags=re.MULTILINE)
+            content[path.name] = text
     for shipped in () if has_data else chosen.modules:
         content[Path(shipped).name] = (HOME / shipped).read_text()
     return content

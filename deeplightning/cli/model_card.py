@@ -16,7 +16,7 @@ from deeplightning.config.source import read
 from deeplightning.config.tree import as_written, dump
 from deeplightning.faults import count
 from deeplightning.kinds import KINDS
-from deeplightning.runfolder import RunFolder
+from deeplightning.runfolder import Card, RunFolder
 from deeplightning.tracking.series import from_file
 
 PIPELINES = {
@@ -61,7 +61,7 @@ def _without_paths(value: Any) -> Any:
     return value
 
 
-def model_card(folder: RunFolder, card: Mapping[str, Any], name: str, left_out: list[str]) -> str:
+def model_card(folder: RunFolder, card: Card, name: str, left_out: list[str]) -> str:
     """The text of README.md.
 
     Args:
@@ -130,7 +130,7 @@ def _metrics(folder: RunFolder) -> dict[str, float]:
     return {name: value for name, value in found.items() if value == value and abs(value) != float("inf")}
 
 
-def _labels(card: Mapping[str, Any]) -> str:
+def _labels(card: Card) -> str:
     labels = card.get("labels") or []
     if not labels:
         return ""
@@ -138,7 +138,7 @@ def _labels(card: Mapping[str, Any]) -> str:
     return f"It knows {len(labels)}: {some}{', …' if len(labels) > 20 else ''}."
 
 
-def _use(card: Mapping[str, Any]) -> str:
+def _use(card: Card) -> str:
     kind = KINDS[card["task"]]
     golden = {"image": "a picture", "text": "a text", "table": "a row", "array": "an array"}[kind.takes]
     return f"""\
@@ -169,7 +169,7 @@ inputs = numpy.zeros([n if isinstance(n, int) else 2 for n in given.shape], kind
 """
 
 
-def _files(card: Mapping[str, Any], left_out: list[str]) -> str:
+def _files(card: Card, left_out: list[str]) -> str:
     golden = next(len(value) for value in card["golden"].values() if isinstance(value, list))
     rows = [("`cfg.yaml`", "the config of the run; secrets and paths are left out")]
     rows += [

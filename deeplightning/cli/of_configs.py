@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 import shlex
 import sys
 from collections.abc import Sequence
@@ -62,14 +63,17 @@ def init(folder: Path, kind: str, data: Path | None) -> None:
     "--multirun", "-m", is_flag=True, help="A run for each combination of values such as lr=0.1,0.01 and seed=range(3)."
 )
 @click.option("--jobs", type=click.IntRange(1), metavar="N", help="Runs of --multirun at the same time; default: 1.")
-def train(config: Path, overrides: tuple[str, ...], multirun: bool, jobs: int | None) -> None:
+@click.option("--show-config", is_flag=True, help="Print the whole config first, also on a terminal.")
+def train(config: Path, overrides: tuple[str, ...], multirun: bool, jobs: int | None, show_config: bool) -> None:
     """Run the stages of CONFIG and export what was trained.
 
-    Without CONFIG, here and in every verb that takes one: config.yaml of the working directory, if it is there. The
-    last line on stdout is the run's folder.
+    Where stdout is no terminal the whole config is printed first. Without CONFIG, here and in every verb that takes
+    one: config.yaml of the working directory, if it is there. The last line on stdout is the run's folder.
     """
     from deeplightning.config.source import located
 
+    if show_config:
+        os.environ["DEEPLIGHTNING_PRINT_CONFIG"] = "1"  # also of the processes that a launcher starts
     if multirun:
         from deeplightning.tune.multirun import multirun as run_grid
 

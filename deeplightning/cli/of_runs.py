@@ -7,6 +7,7 @@ from pathlib import Path
 
 import click
 
+from deeplightning.cli.completion import complete_run
 from deeplightning.cli.group import (
     LOOSE,
     OVERRIDES,
@@ -179,8 +180,8 @@ def reproduce(run: str, overrides: tuple[str, ...], any_data: bool, trust: bool)
 
 
 @cli.command()
-@click.argument("first", metavar="RUN", callback=newest_run)
-@click.argument("second", metavar="RUN", callback=newest_run)
+@click.argument("first", metavar="RUN", callback=newest_run, shell_complete=complete_run)
+@click.argument("second", metavar="RUN", callback=newest_run, shell_complete=complete_run)
 @click.option("--patch", is_flag=True, help="Show what differs in files of code line by line.")
 @click.option("--format", type=click.Choice(["text", "json"]), default="text", help="The format of the output.")
 @click.option("--exit-code", is_flag=True, help="End with 1 if there are differences; else that is no fault.")
@@ -203,6 +204,41 @@ def diff(first: str, second: str, patch: bool, format: str, exit_code: bool) -> 
         sys.exit(1)
 
 
+def newest_runs(ctx: click.Context, param: click.Parameter, runs: tuple[str, ...]) -> tuple[str, ...]:
+    """Each RUN, `last` as the newest."""
+    return tuple(newest_run(ctx, param, run) for run in runs)
+
+
+@cli.command()
+@click.argument("runs", metavar="RUN...", nargs=-1, required=True, callback=newest_runs)
+@click.option("--out", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path), help="Write this file alone.")
+def report(runs: tuple[str, ...], out: Path | None) -> None:
+    """Write the report of RUN, one HTML file that needs no network; of several, their comparison.
+
+    It has the curves, the pictures of the answers, metrics, mistakes, config and environment. Without --out it is
+    report.html in RUN, beside the pictures; of a RUN that you did not make on this machine it is in the working
+    directory, and of several it is comparison.html there. Nothing of RUN is executed.
+    """
+    from deeplightning.checks.trust import is_own
+    from deeplightning.report.facts import facts
+    from deeplightning.report.write import comparison, write_report, write_run
+    from deeplightning.report.write import report as report_of
+    from deeplightning.reproduce.past import past_run
+
+    found = []
+    for run in runs:
+        past = past_run(run, remote=False)
+        found.append(facts(past.folder, past.series))
+        found[-1].name, found[-1].status = past.name or "", past.status or ""
+    if len(found) == 1 and out is None and is_own(found[0].folder):
+        click.echo(write_run(found[0].folder, found[0]))
+        return
+    content = comparison(found) if len(found) > 1 else report_of(found[0])
+    path = out or Path("comparison.html" if len(found) > 1 else found[0].folder.report.name)
+    write_report(path, content)
+    click.echo(path.absolute())
+
+
 _STATUS = click.Choice(["running", "finished", "failed", "killed", "pruned"], case_sensitive=False)
 
 
@@ -217,6 +253,7 @@ _STATUS = click.Choice(["running", "finished", "failed", "killed", "pruned"], ca
 @click.option("--clean", is_flag=True, help="Show which of them would be removed: unfinished ones, or of --status.")
 @click.option("--delete", is_flag=True, help="With --clean: remove them, and their files.")
 @click.option("--sync", is_flag=True, help="Write what killed runs and dead servers have left unwritten.")
+@click.option("--plot", is_flag=True, help="Draw the curves of the newest of them in the terminal.")
 def runs(
     tracking_uri: str | None,
     status: tuple[str, ...],
@@ -228,6 +265,7 @@ def runs(
     clean: bool,
     delete: bool,
     sync: bool,
+    plot: bool,
 ) -> None:
     """List runs, the newest first; remove those that are not wanted.
 
@@ -238,6 +276,7 @@ def runs(
     listed: the journals of runs that ended before their store had all of their points are written into it, those of
     other machines too once they were silent for a day.
 
+    --plot draws the curves of the newest run: the loss, each metric of training and validation, the learning rate.
     --last prints the folder of the newest run and nothing else: exit code 4 if there is none. Wherever a verb takes a
     RUN, the word `last` means the newest one.
     """
@@ -248,6 +287,8 @@ def runs(
         raise click.UsageError("--delete goes with --clean; --clean alone shows what would be removed")
     if last and (clean or sync):
         raise click.UsageError("--last goes with neither --clean nor --sync; it prints one folder")
+    if plot and (clean or sync or last):
+        raise click.UsageError("--plot goes with neither --clean, --sync nor --last; it draws one run")
     if clean and "RUNNING" in statuses:
         raise click.UsageError("a running run is never removed; end it first")
 
@@ -261,6 +302,11 @@ def runs(
     for line in of.settled(tracking_uri):
         click.echo(line, err=True)
     try:
+        if plot:
+            from deeplightning.cli.plot import plot_run
+
+            click.echo(plot_run(of.newest(tracking_uri, statuses, metric, name, experiment), tracking_uri), nl=False)
+            return
         if last:
             from deeplightning.tracking import resolve_run
 

@@ -54,12 +54,14 @@ def write(folder: RunFolder, name: str, to: Path) -> list[str]:
         The files of the bundle that are left out, since they hold pickle.
 
     Raises:
-        CheckpointError: the run has no bundle, or one whose files are not those of its card.
+        CheckpointError: the run has no bundle, or one that is damaged or whose files are not those of its card.
         SetupError: the folder holds something else, or cannot be written.
     """
     if not folder.bundle_card.is_file():
         raise CheckpointError(f"{folder.path}: the run has no bundle to push. Make one: deeplightning export RUN")
-    card = json.loads(folder.bundle_card.read_text(encoding="utf-8"))
+    from deeplightning.export.added import card_of  # imports ONNX
+
+    card = card_of(folder)
     left_out = [file for file in card["files"] if not file.endswith(SAFE)]
     for file, digest in card["files"].items():  # nothing else of this machine can be published in their place
         if file != Path(file).name or _digest(folder.bundle / file) != digest:

@@ -40,8 +40,14 @@ def text_of(name: str, called: str) -> str:
         base = (file.parent / found["path"]).resolve().relative_to(HOME.resolve())
         return f"_base_: {PREFIX}{base.as_posix()}"
 
-    text = _BASE.sub(address, _SCHEMA.sub("", file.read_text()))
+    text = _BASE.sub(address, _SCHEMA.sub(lambda _: schema_line(), file.read_text()))
     return _COMMAND.sub(lambda _: f"deeplightning train {called}", text)
+
+
+def schema_line() -> str:
+    """The comment by which editors complete and check a config anywhere on this machine: the address of the schema that
+    is installed."""
+    return f"# yaml-language-server: $schema={(HOME / 'configs' / 'schema.json').as_uri()}\n"
 
 
 def copy(name: str, to: Path) -> list[Path]:

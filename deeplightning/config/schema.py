@@ -422,7 +422,11 @@ class PerEpoch(Section):
 class Pictures(Section):
     """Pictures of what the task sees and answers."""
 
-    every_n_epochs: int = key("at the validation of every so many epochs, and of the last", 1, low=1)
+    every_n_epochs: int = key(
+        "at the validation of every so many epochs, and of the last; confusion matrix and sheet once a minute at most",
+        1,
+        low=1,
+    )
 
 
 @dataclass
@@ -432,7 +436,7 @@ class Logger(Target):
     type: str = key("a Lightning logger", "deeplightning.tracking.MLflowLogger")
     log_every_n_steps: int | PerEpoch = key("a point every so many steps, or {per_epoch: 10}", 10, low=1)
     extra: list[Target] = key("more Lightning loggers beside this one", list)
-    pictures: Pictures | None = key("when pictures are made; null: none", Pictures)
+    pictures: Pictures | None = key("when pictures are made; null: none, and no report.html", Pictures)
     histograms: int | None = key("histograms of weights and gradients every so many epochs", None, low=1)
     gradient_norm: bool = key(
         "log the second norm of all gradients, before they are clipped, as `grad_norm`; of several optimizers as "
@@ -531,7 +535,9 @@ class Config(Section):
     notices: Any = hidden()
     asked: Any = hidden()  # dotted key → what was asked for and is otherwise in the run
     roots: Any = hidden()  # the folders that its names are imported from
+    places: Any = hidden()  # dotted key → the place that set it, for every key that is set
     origins: Any = hidden()  # address → SHA-256 of each file that was fetched
+    written: Any = hidden()  # the names of its files, and the dotted keys that differ from what these build on
 
     def to_dict(self) -> dict[str, Any]:
         """The whole config as plain mappings, lists and scalars, with what came from the environment in clear."""

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from deeplightning.faults import ConfigError, Fault, Notice, nearest
 
 MAX_BYTES = 1_000_000  # of a file, and of all files that build on each other
 MAX_BASES = 50
+_OVERRIDE = "override "
 
 Given = Mapping[str, Any]
 """A config that is no file: a dict, or an OmegaConf object."""
@@ -45,6 +47,8 @@ class Source:
         unchecked: the values that depend on a resolver of the user's that was not imported.
         notices: what its references have to say.
         origins: the SHA-256 of each file that was fetched, by its address.
+        names: the files that the user named, as messages name them.
+        has_bases: whether one of them builds on another file, options of groups aside.
     """
 
     root: Entry
@@ -55,6 +59,26 @@ class Source:
     unchecked: list[Fault] = field(default_factory=list)
     notices: list[Notice] = field(default_factory=list)
     origins: dict[str, str] = field(default_factory=dict)
+    names: list[str] = field(default_factory=list)
+    has_bases: bool = False
+
+    def changes(self) -> list[str]:
+        """The dotted keys whose values differ from what the config builds on, `~key` for one that is removed: those of
+        overrides and of further files, and those of the first file if it has `_base_` files. A list counts whole."""
+        files = self.names if self.has_bases else self.names[1:]
+
+        def is_ours(place: str) -> bool:
+            return place.startswith(_OVERRIDE) or place.rsplit(":", 2)[0] in files
+
+        found: dict[str, None] = {}
+        for path, entry in nodes(self.root):
+            key = ".".join(str(part) for part in takewhile(lambda part: isinstance(part, str), path))
+            if is_ours(entry.place) and not isinstance(entry.value, dict | list):
+                found[key] = None
+            for name, removed in entry.gone.items():
+                if is_ours(removed.place):
+                    found[f"~{key}.{name}".replace("~.", "~")] = None
+        return list(found)
 
     def resolvers(self) -> dict[str, Entry]:
         """The user's functions that references may call, by name: each a text, MODULE.FUNCTION."""
@@ -152,6 +176,8 @@ def compose(path: str | Path | Given | None, overrides: list[str] | None = None)
     files = sorted(reading.files, key=lambda found: (found.depth, found.order))
     folders = dict.fromkeys(file.folder for file in files if file.origin is None)
     source = Source(root, list(folders), faults, reading.groups)
+    source.names = [GIVEN if file in given else _short(file) for file in tops]
+    source.has_bases = any(file.depth and not file.group for file in files)
     source.origins = {file.origin[0]: file.origin[1] for file in files if file.origin is not None}
     source.notices = [
         Notice(f"config: {address}, SHA-256 {digest}", unasked=False) for address, digest in source.origins.items()
@@ -179,13 +205,15 @@ def located(path: str | Path) -> Path:
 @dataclass(frozen=True)
 class _File:
     """A file that was read: the folder that names may come from, its bytes, how many files lead to it, and its place
-    among those of the same depth; the address and digest of one that was fetched, whose folder holds no code."""
+    among those of the same depth; the address and digest of one that was fetched, whose folder holds no code; the group
+    that it is an option of."""
 
     folder: Path
     size: int
     depth: int
     order: tuple[int, ...]
     origin: tuple[str, str] | None = None
+    group: str = ""
 
 
 @dataclass
@@ -239,7 +267,7 @@ class _Reading:
         folder = root or _folder(path)
         address = addresses.address_of(path)
         origin = None if address is None else (address, addresses.digest_of(path))
-        self.files.append(_File(folder, len(text), len(trail), order, origin))
+        self.files.append(_File(folder, len(text), len(trail), order, origin, inside))
         if sum(file.size for file in self.files) > MAX_BYTES:
             message = f"the files that build on each other have at most {MAX_BYTES // 1000} kB together"
             raise ConfigError(Fault(message, place=_short(path)))
@@ -440,7 +468,7 @@ def _laid(top: Entry, base: Entry | None) -> Entry:
 
 def _override(root: Entry, text: str) -> None:
     """Applies one override to the tree: `key=value`, `~key`, or `+list=[x]`."""
-    place = f"override {text}"
+    place = f"{_OVERRIDE}{text}"
     sign = text[:1] if text[:1] in ("~", "+") else ""
     name, equals, value = text.removeprefix(sign).partition("=")
     name = name.strip()

@@ -137,6 +137,15 @@ def plain(entry: Entry, change: Callable[[object], object] = lambda value: value
     return change(entry.value)
 
 
+def flat(value: object, name: str = "") -> Iterator[tuple[str, object]]:
+    """Each leaf of a config with its dotted key; an empty block is one."""
+    if isinstance(value, dict) and value:
+        for key, item in value.items():
+            yield from flat(item, f"{name}.{key}".lstrip("."))
+    else:
+        yield name, value
+
+
 def as_written(entry: Entry) -> Any:
     """A tree as plain values with its references as they were written."""
     if entry.written is not None:

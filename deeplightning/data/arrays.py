@@ -7,7 +7,7 @@ N samples, C channels, T steps of a signal; the shape of one array is any, (C, â
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,6 +16,9 @@ from deeplightning.array import ArrayError, ArraySpec
 from deeplightning.data.columns import ColumnData, Columns, ColumnSet, Moments
 from deeplightning.data.datasets import Batch, InMemory, OnDemand
 from deeplightning.data.errors import DataConfigError, DataError
+
+if TYPE_CHECKING:
+    from deeplightning.config.part_config import PartConfig
 
 IN_MEMORY_LIMIT = 2**30
 """Bytes of prepared arrays, all sets together, up to which they are held in memory: per process, 1 GiB."""
@@ -84,7 +87,7 @@ class ArrayData(ColumnData):
 
     def __init__(
         self,
-        cfg: Any,
+        cfg: "PartConfig",
         train: str | None = None,
         validation: str | None = None,
         test: str | None = None,

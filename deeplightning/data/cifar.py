@@ -1,7 +1,7 @@
 """CIFAR-10: torchvision's class reads its own files, all images at once."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from torch import nn
@@ -11,6 +11,9 @@ from deeplightning.data.downloaded import DownloadedImages
 from deeplightning.data.errors import DataError
 from deeplightning.data.images import height_width
 from deeplightning.image import ImageSpec
+
+if TYPE_CHECKING:
+    from deeplightning.config.part_config import PartConfig
 
 MEAN, STD = (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616)
 """Of the 50,000 training images per channel on the scale 0 to 1, as everybody uses them."""
@@ -34,7 +37,7 @@ class CIFAR10(DownloadedImages):
 
     def __init__(
         self,
-        cfg: Any,
+        cfg: "PartConfig",
         download: bool = False,
         image_size: int | Sequence[int] = 32,
         augment: Sequence[nn.Module] = (),

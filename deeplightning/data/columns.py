@@ -6,7 +6,7 @@ N samples, B batch.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,6 +16,9 @@ from deeplightning.data.addresses import folder_of
 from deeplightning.data.datasets import Batch, InMemory
 from deeplightning.data.errors import DataConfigError, DataError
 from deeplightning.data.loading import DataOfSets
+
+if TYPE_CHECKING:
+    from deeplightning.config.part_config import PartConfig
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,7 @@ class ColumnData(DataOfSets):
 
     samples = "rows"
 
-    def __init__(self, cfg: Any, limit: int | None = None):
+    def __init__(self, cfg: "PartConfig", limit: int | None = None):
         super().__init__(cfg, "auto", limit)
         self.files: dict[str, Path] = {}
         self.class_names: list[str] = []

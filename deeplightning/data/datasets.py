@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from PIL import Image
 from torch.utils.data import Dataset
 
 from deeplightning.data.errors import DataError
@@ -48,6 +49,18 @@ class Samples:
         if isinstance(self.items, np.ndarray):
             return Samples(self.items[positions], self.labels[positions])
         return Samples([self.items[position] for position in positions], self.labels[positions])
+
+    def size_of(self, position: int) -> tuple[int, int]:
+        """Width and height of one picture as it comes.
+
+        Raises:
+            OSError: if a file cannot be read as an image.
+        """
+        item = self.items[position]
+        if isinstance(item, np.ndarray):
+            return item.shape[1], item.shape[0]
+        with Image.open(item) as image:
+            return image.size
 
     def prepare(self, position: int, spec: ImageSpec, max_pixels: int) -> np.ndarray:
         """One picture, uint8 (C, H, W).

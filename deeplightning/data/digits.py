@@ -1,7 +1,7 @@
 """scikit-learn's 1,797 handwritten digits, 8x8 grey: real data that come with a dependency, ready in a second."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from torch import nn
@@ -9,6 +9,9 @@ from torch import nn
 from deeplightning.data.datasets import Samples
 from deeplightning.data.images import ImageData, height_width
 from deeplightning.image import ImageSpec
+
+if TYPE_CHECKING:
+    from deeplightning.config.part_config import PartConfig
 
 MEAN, STD = 0.3053, 0.3759
 """Of all pixels of the 1,797 images on the scale 0 to 1."""
@@ -27,7 +30,7 @@ class Digits(ImageData):
 
     def __init__(
         self,
-        cfg: Any,
+        cfg: "PartConfig",
         image_size: int | Sequence[int] = 8,
         augment: Sequence[nn.Module] = (),
         in_memory: bool | Literal["auto", "device"] | None = "auto",

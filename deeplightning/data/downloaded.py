@@ -1,12 +1,15 @@
 """What MNIST and CIFAR-10 share: data files under `data.root` that torchvision can fetch, once per machine."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deeplightning.data.addresses import folder_of
 from deeplightning.data.errors import DataConfigError, DataError
 from deeplightning.data.images import ImageData
 from deeplightning.image import ImageSpec
+
+if TYPE_CHECKING:
+    from deeplightning.config.part_config import PartConfig
 
 
 class DownloadedImages(ImageData):
@@ -22,7 +25,7 @@ class DownloadedImages(ImageData):
         DataConfigError: also if `data.root` is null.
     """
 
-    def __init__(self, cfg: Any, image_spec: ImageSpec, download: bool, **options: Any):
+    def __init__(self, cfg: "PartConfig", image_spec: ImageSpec, download: bool, **options: Any):
         super().__init__(cfg, image_spec, **options)
         if cfg.data.root is None:
             raise DataConfigError(

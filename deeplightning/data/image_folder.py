@@ -4,7 +4,7 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from torch import nn
@@ -14,6 +14,9 @@ from deeplightning.data.datasets import Batch, Samples, threads
 from deeplightning.data.errors import DataConfigError, DataError
 from deeplightning.data.images import ImageData, height_width
 from deeplightning.image import EXTENSIONS, MAX_PIXELS, ImageError, ImageSpec, files_below
+
+if TYPE_CHECKING:
+    from deeplightning.config.part_config import PartConfig
 
 STATISTICS = {"RGB": ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)), "L": ((0.449,), (0.226,))}
 """Mean and standard deviation where none are given: ImageNet's, as pretrained networks expect; grey: their averages."""
@@ -50,7 +53,7 @@ class ImageFolder(ImageData):
 
     def __init__(
         self,
-        cfg: Any,
+        cfg: "PartConfig",
         image_size: int | Sequence[int] = 64,
         mode: Literal["RGB", "L"] = "RGB",
         resize: Literal["crop", "stretch", "pad"] = "crop",

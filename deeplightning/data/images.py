@@ -3,8 +3,10 @@
 A data module of your own subclasses `ImageData` and says in `read` which samples there are; the rest is done here.
 """
 
+import contextlib
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -14,7 +16,7 @@ from torch import Generator, nn, uint8
 from deeplightning.data.addresses import folder_of
 from deeplightning.data.cache import ImageCache, cache_folder
 from deeplightning.data.datasets import Batch, InMemory, OnDemand, Samples, prepare_all
-from deeplightning.data.errors import DataConfigError
+from deeplightning.data.errors import DataConfigError, DataError
 from deeplightning.data.loading import DataOfSets, is_whole
 from deeplightning.image import MAX_PIXELS, ImageSpec
 
@@ -23,8 +25,13 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from deeplightning.config.part_config import PartConfig
+
 IN_MEMORY_LIMIT = 2**30
 """Bytes of prepared images, all splits together, up to which they are held in memory: per process, 1 GiB."""
+
+SIZED = 64
+"""Training pictures that are looked at for their usual size."""
 
 
 class ImageData(DataOfSets):
@@ -64,7 +71,7 @@ class ImageData(DataOfSets):
 
     def __init__(
         self,
-        cfg: Any,
+        cfg: "PartConfig",
         image_spec: ImageSpec,
         *,
         augment: Sequence[nn.Module] = (),
@@ -114,6 +121,17 @@ class ImageData(DataOfSets):
                 self._cache = ImageCache(folder, source, self.image_spec, self.max_pixels, self._size())
         self._ready(stage)
 
+    def picture_size(self) -> tuple[int, int] | None:
+        """Median width and height of some training pictures before they are prepared; None where none can be read."""
+        samples, found = self._samples["train"], []
+        for position in np.unique(np.linspace(0, len(samples) - 1, SIZED).astype(int)):
+            with contextlib.suppress(OSError, DataError, ValueError):
+                found.append(samples.size_of(position))
+        if not found:
+            return None
+        width, height = np.median(found, axis=0).astype(int).tolist()
+        return width, height
+
     def _prepare(self, samples: Samples) -> InMemory | OnDemand:
         if self._cache is not None and not isinstance(samples.items, np.ndarray) and len(samples):
             if (cached := self._cache.rows_of(samples.items)) is not None:
@@ -129,6 +147,18 @@ class ImageData(DataOfSets):
         if self.in_memory:
             return InMemory(samples, torch.from_numpy(prepare_all(samples, self.image_spec, self.max_pixels)))
         return OnDemand(samples, self.image_spec, self.max_pixels)
+
+    def sample(self, split: str, position: int) -> dict[str, Any]:
+        """The picture as the network gets it, uint8 (C, H, W), and the name of its file below `data.root`."""
+        samples, found = self._samples[split], {"image": self.dataset(split)[[position]]["image"][0].numpy()}
+        if hasattr(samples, "named"):
+            return found | {"name": samples.named(position)}
+        if isinstance(samples.items, np.ndarray):
+            return found
+        path, root = Path(samples.items[position]), self.cfg.data.root
+        if root is not None and path.is_relative_to(top := folder_of(root)):
+            return found | {"name": str(path.relative_to(top))}
+        return found | {"name": path.name}
 
     def _size(self) -> int:
         """Samples of all sets."""

@@ -3,7 +3,7 @@
 import inspect
 import multiprocessing
 import warnings
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pytorch_lightning as pl
@@ -18,6 +18,9 @@ from deeplightning.data.loader import InMemoryLoader
 from deeplightning.data.memory import Room
 from deeplightning.data.samplers import BatchIndices, go_on, is_made_for, train_sampler
 from deeplightning.data.splits import deal, shuffled
+
+if TYPE_CHECKING:
+    from deeplightning.config.part_config import PartConfig
 
 SPLITS = {"fit": ("train", "val"), "validate": ("val",), "test": ("test",), "predict": ("test",)}
 """The sets that a stage needs."""
@@ -56,7 +59,7 @@ class DataOfSets(pl.LightningDataModule):
 
     def __init__(
         self,
-        cfg: Any,
+        cfg: "PartConfig",
         in_memory: bool | Literal["auto", "device"] | None = "auto",
         limit: int | None = None,
     ):
@@ -141,6 +144,11 @@ class DataOfSets(pl.LightningDataModule):
                 )
             self._datasets[split] = self._prepare(self._samples[split])
         return self._datasets[split]
+
+    def sample(self, split: str, position: int) -> dict[str, Any]:
+        """What a person looks at of a sample, for pictures and reports: `image`, uint8 (C, H, W), as the network gets
+        it; `text`; `name`, of its file. What there is not is left out. Call `setup` first."""
+        return {}
 
     def _divide(self, found: dict[str, Any]) -> dict[str, Any]:
         seed, num_splits, fold = self.cfg.seed, self.cfg.data.num_splits, self.cfg.data.fold

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
     from torch import Tensor
 
+    from deeplightning.config.part_config import PartConfig
+
 log = logging.getLogger(__name__)
 
 
@@ -64,7 +66,7 @@ class MaskFolder(ImageData):
 
     def __init__(
         self,
-        cfg: Any,
+        cfg: "PartConfig",
         class_names: Sequence[str],
         ignore: int = NO_CLASS,
         image_size: int | Sequence[int] = 64,

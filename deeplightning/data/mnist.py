@@ -3,7 +3,7 @@
 import struct
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 from torch import nn
@@ -13,6 +13,9 @@ from deeplightning.data.downloaded import DownloadedImages
 from deeplightning.data.errors import DataError
 from deeplightning.data.images import height_width
 from deeplightning.image import ImageSpec
+
+if TYPE_CHECKING:
+    from deeplightning.config.part_config import PartConfig
 
 MEAN, STD = 0.1307, 0.3081
 """Of the 60,000 training images on the scale 0 to 1, as everybody uses them."""
@@ -37,7 +40,7 @@ class MNIST(DownloadedImages):
 
     def __init__(
         self,
-        cfg: Any,
+        cfg: "PartConfig",
         download: bool = False,
         image_size: int | Sequence[int] = 28,
         augment: Sequence[nn.Module] = (),

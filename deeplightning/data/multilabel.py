@@ -27,6 +27,8 @@ from deeplightning.image import MAX_PIXELS, ImageSpec
 if TYPE_CHECKING:
     from typing import TextIO
 
+    from deeplightning.config.part_config import PartConfig
+
 log = logging.getLogger(__name__)
 
 SETS = {"train": "train", "val": "val", "validation": "val", "valid": "val", "test": "test"}
@@ -161,7 +163,7 @@ class LabelledImages(ImageData):
 
     def __init__(
         self,
-        cfg: Any,
+        cfg: "PartConfig",
         labels: str = "labels.csv",
         images: str = ".",
         class_names: Sequence[str] | None = None,

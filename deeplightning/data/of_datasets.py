@@ -23,6 +23,8 @@ from deeplightning.data.splits import deal
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from deeplightning.config.part_config import PartConfig
+
 
 class OfDatasets(pl.LightningDataModule):
     """Loads batches of datasets as our other data modules do: the training set in an order that follows from the seed
@@ -42,7 +44,7 @@ class OfDatasets(pl.LightningDataModule):
 
     def __init__(
         self,
-        cfg: Any,
+        cfg: "PartConfig",
         train: Dataset | None = None,
         val: Dataset | None = None,
         test: Dataset | None = None,

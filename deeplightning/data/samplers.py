@@ -22,6 +22,8 @@ from deeplightning.data.errors import DataConfigError
 if TYPE_CHECKING:
     import pytorch_lightning as pl
 
+    from deeplightning.config.part_config import PartConfig, Target
+
 log = logging.getLogger("deeplightning.data")
 
 NOTABLE = 0.05
@@ -439,7 +441,7 @@ def _size(value: Any, sort_key: object) -> float:
     raise ValueError(f"sort_key {sort_key!r} gives {value!r:.60}, which is no number and has no length")
 
 
-def train_sampler(cfg: Any, dataset: Any, trainer: object = None, *, drop_last: bool = False) -> BatchIndices:
+def train_sampler(cfg: "PartConfig", dataset: Any, trainer: object = None, *, drop_last: bool = False) -> BatchIndices:
     """The batches of a training: `BatchIndices`, shuffled, or those of `data.sampler`. They begin where a resumed run
     goes on.
 
@@ -466,7 +468,7 @@ def train_sampler(cfg: Any, dataset: Any, trainer: object = None, *, drop_last: 
         if rank == 0:
             _say_shares(sampler)
     else:
-        made = _build_sampler(cfg, dataset, trainer, spread)
+        made = _build_sampler(asked, dataset, trainer, {"batch_size": cfg.data.batch_size, **spread})
         sampler = SampledBatches(made, cfg.data.batch_size, drop_last=drop_last, **spread)
     sampler.made_for = world, rank
     if trainer:
@@ -540,8 +542,7 @@ def _say_shares(sampler: BalancedBatches) -> None:
     )
 
 
-def _build_sampler(cfg: Any, dataset: object, trainer: Any, spread: dict[str, object]) -> object:
-    target = cfg.data.sampler
+def _build_sampler(target: "Target", dataset: object, trainer: Any, spread: dict[str, Any]) -> object:
     for name, instead in (("batch_size", "data.batch_size"), ("num_replicas", "engine"), ("rank", "engine")):
         if name in target.params:
             raise DataConfigError(f"data.sampler.params.{name} cannot be given: it comes from {instead}.")
@@ -550,7 +551,7 @@ def _build_sampler(cfg: Any, dataset: object, trainer: Any, spread: dict[str, ob
             f"data.sampler needs a training set of known length, not {type(dataset).__name__}, which can only be read "
             "in its own order; leave data.sampler out."
         )
-    given: dict[str, Any] = {"batch_size": cfg.data.batch_size, **spread}
+    given = dict(spread)
     if "seed" in target.params:
         given["seed"] = target.params["seed"]
     values = None

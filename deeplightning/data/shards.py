@@ -5,15 +5,17 @@ N samples, R processes.
 
 import contextlib
 import fnmatch
+import io
 import logging
 import os
 import tarfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+from PIL import Image
 from torch import nn
 
 from deeplightning.address import is_address, shown
@@ -25,6 +27,9 @@ from deeplightning.data.loading import is_whole
 from deeplightning.data.samplers import BatchIndices, go_on, is_made_for
 from deeplightning.data.shard_files import Index, Shard, Source, at_address, expand, in_folder, indices_of
 from deeplightning.image import MAX_PIXELS, ImageError, ImageSpec
+
+if TYPE_CHECKING:
+    from deeplightning.config.part_config import PartConfig
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +58,16 @@ class ShardSamples:
         """The samples at these positions, int (n,), in this order."""
         parts = (self.shards, self.offsets, self.sizes, self.labels)
         return ShardSamples(self.source, *(part[positions] for part in parts))
+
+    def size_of(self, position: int) -> tuple[int, int]:
+        """Width and height of one picture as it comes.
+
+        Raises:
+            OSError, DataError: it cannot be read as an image.
+        """
+        shard, offset, size = int(self.shards[position]), int(self.offsets[position]), int(self.sizes[position])
+        with Image.open(io.BytesIO(self.source.read(shard, offset, size))) as image:
+            return image.size
 
     def prepare(self, position: int, spec: ImageSpec, max_pixels: int) -> np.ndarray:
         """One picture, uint8 (C, H, W).
@@ -140,7 +155,7 @@ class Shards(ImageData):
 
     def __init__(
         self,
-        cfg: Any,
+        cfg: "PartConfig",
         train: str | Sequence[str],
         validation: str | Sequence[str] | None = None,
         test: str | Sequence[str] | None = None,
@@ -169,6 +184,7 @@ class Shards(ImageData):
         super().__init__(cfg, spec, augment=augment, in_memory=False, limit=limit, max_pixels=max_pixels, cache=False)
         if cfg.data.root is None:
             raise DataConfigError("data.root is null, but Shards needs the folder or the address of the shards.")
+        self._root = cfg.data.root
         if not is_whole(window, 1):
             raise DataConfigError(f"data.module.params.window must be a number of at least 1, not {window!r}.")
         if on_bad_sample not in ("error", "skip"):
@@ -216,7 +232,7 @@ class Shards(ImageData):
         """
         if self._shards:
             return
-        root = self.cfg.data.root
+        root = self._root
         found = at_address(root) if is_address(root) else in_folder(Path(root).expanduser().absolute())
         there = sorted(found)
         shards: dict[str, list[Shard]] = {}

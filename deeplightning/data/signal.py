@@ -5,7 +5,7 @@ C channels, T steps.
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -16,6 +16,9 @@ from deeplightning.data.addresses import folder_of
 from deeplightning.data.arrays import ArrayData
 from deeplightning.data.errors import DataConfigError, DataError
 from deeplightning.image import files_below
+
+if TYPE_CHECKING:
+    from deeplightning.config.part_config import PartConfig
 
 _SPLITS = ("train", "val", "test")
 
@@ -39,7 +42,9 @@ class SignalFolder(ArrayData):
 
     samples = "signals"
 
-    def __init__(self, cfg: Any, length: int | None = None, *, normalise: bool = True, limit: int | None = None):
+    def __init__(
+        self, cfg: "PartConfig", length: int | None = None, *, normalise: bool = True, limit: int | None = None
+    ):
         super().__init__(cfg, normalise=normalise, limit=limit)
         if cfg.data.root is None:
             raise DataConfigError("data.root is null, but SignalFolder needs the folder with the signals.")

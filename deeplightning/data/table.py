@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -28,6 +28,9 @@ from deeplightning.data.splits import deal
 from deeplightning.data.table_rows import CHUNK, Rows, StoredRows, StoredSet, check_parts
 from deeplightning.data.table_store import stored
 from deeplightning.table import MISSING, Column, TableError, TableSpec, Words
+
+if TYPE_CHECKING:
+    from deeplightning.config.part_config import PartConfig
 
 log = logging.getLogger("deeplightning.data")
 
@@ -85,7 +88,7 @@ class TableData(ColumnData):
 
     def __init__(
         self,
-        cfg: Any,
+        cfg: "PartConfig",
         train: str,
         target: str | Sequence[str],
         validation: str | None = None,

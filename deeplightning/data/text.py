@@ -14,7 +14,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import pytorch_lightning as pl
@@ -28,6 +28,9 @@ from deeplightning.data.loading import check_folds, check_loader, is_whole
 from deeplightning.data.samplers import BatchIndices, go_on, is_made_for, train_sampler
 from deeplightning.data.splits import deal, shuffled
 from deeplightning.text import TextSpec, VocabularyError, from_lines, vocabulary
+
+if TYPE_CHECKING:
+    from deeplightning.config.part_config import PartConfig
 
 Batch = dict[str, Tensor]
 """`tokens` int64 (B, L), `label` int64 (B,) where there are labels, `index` int64 (B,): position in the set, -1: row
@@ -185,7 +188,7 @@ class TextData(pl.LightningDataModule):
 
     def __init__(
         self,
-        cfg: Any,
+        cfg: "PartConfig",
         train: str | None = None,
         validation: str | None = None,
         test: str | None = None,
@@ -363,6 +366,11 @@ class TextData(pl.LightningDataModule):
             rows = self.text_spec.encode(texts.texts, most)
             self._sets[split] = TokenSet(rows, texts.labels, self.text_spec.padding)
         return self._sets[split]
+
+    def sample(self, split: str, position: int) -> dict[str, str]:
+        """The text, and the file and line that it comes from."""
+        texts = self._texts[split]
+        return {"text": texts.texts[position], "name": f"{texts.path.name}, line {texts.lines[position]}"}
 
     def example_batch(self, size: int) -> Batch:
         """A batch that is made up, to try out whether the parts of a config fit; reads no data and needs no `setup`.

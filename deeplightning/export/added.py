@@ -18,14 +18,14 @@ from deeplightning.export.bundle import digest_of, sealed, swapped_in
 from deeplightning.faults import CheckpointError
 from deeplightning.image import ImageSpec
 from deeplightning.kinds import KINDS, row_spec
-from deeplightning.runfolder import BUNDLE_FORMAT, RunFolder, golden_digest, seal
+from deeplightning.runfolder import BUNDLE_FORMAT, Card, RunFolder, golden_digest, seal
 from deeplightning.text import TextSpec
 
 HAVE_WEIGHTS = {"Conv", "ConvTranspose", "Gemm", "MatMul"}
 REFUSED = "serve it with serve.precision=fp32"
 
 
-def card_of(folder: RunFolder) -> dict[str, Any]:
+def card_of(folder: RunFolder) -> Card:
     """The content of `bundle.json`, after a check that it describes the files in the bundle."""
     again = "write it again with `deeplightning export RUN`"
     try:
@@ -41,7 +41,7 @@ def card_of(folder: RunFolder) -> dict[str, Any]:
     return card
 
 
-def add_model(folder: RunFolder, card: dict[str, Any], model: Path, name: str) -> None:
+def add_model(folder: RunFolder, card: Card, model: Path, name: str) -> None:
     """The bundle with one more model, in the place of the bundle."""
     with swapped_in(folder.bundle) as new:
         for file in card["files"].keys() - {name}:
@@ -50,7 +50,7 @@ def add_model(folder: RunFolder, card: dict[str, Any], model: Path, name: str) -
         (new / folder.bundle_card.name).write_text(sealed(card), encoding="utf-8")
 
 
-def golden_inputs(folder: RunFolder, card: dict[str, Any]) -> dict[str, np.ndarray]:
+def golden_inputs(folder: RunFolder, card: Card) -> dict[str, np.ndarray]:
     """The golden samples as the model takes them, by the name of its input."""
     kind = KINDS[card["task"]]
     if kind.takes == "image":
@@ -65,7 +65,7 @@ def golden_inputs(folder: RunFolder, card: dict[str, Any]) -> dict[str, np.ndarr
     return {"tokens": spec.stack([spec.prepare(text) for text in card["golden"]["texts"]])}
 
 
-def golden_samples(card: dict[str, Any]) -> np.ndarray:
+def golden_samples(card: Card) -> np.ndarray:
     """uint8 (N, C, H, W)."""
     spec = ImageSpec.from_dict(card["input"])
     decoded = [spec.decode(base64.b64decode(png)) for png in card["golden"]["pictures"]]

@@ -16,7 +16,7 @@ import shutil
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 os.environ["ORT_DISABLE_TELEMETRY"] = "1"  # or importing it starts a thread that reports to its makers (1.29 and newer)
 
@@ -34,7 +34,7 @@ from deeplightning.faults import CheckpointError, SetupError
 from deeplightning.image import ImageSpec
 from deeplightning.kinds import KINDS, Kind
 from deeplightning.private.messages import Sentence, says
-from deeplightning.runfolder import BUNDLE_FORMAT, RunFolder, golden_digest, permissions_of, seal
+from deeplightning.runfolder import BUNDLE_FORMAT, Card, RunFolder, golden_digest, permissions_of, seal
 from deeplightning.table import TableSpec
 from deeplightning.text import TextError, TextSpec
 from deeplightning.words import first_line
@@ -105,7 +105,8 @@ def export(task: Exportable, folder: RunFolder, samples: np.ndarray, run: dict[s
         samples: real images as the data module prepares them, uint8 (N, C, H, W); texts, an array of str (N,); rows of
             a table, each a JSON object, an array of str (N,); or arrays before they are prepared, (N, …). N ≥ 1. All
             are compared, the first 16 kept.
-        run: where the model comes from, of JSON types: `id`, `folder_name`, `created`, `versions`.
+        run: where the model comes from, of JSON types: `id`, `name`, `folder_name`, `picture_size` (the usual width x
+            height of training pictures before they were prepared), `created`, `versions`.
 
     Returns:
         the bundle's folder.
@@ -258,13 +259,13 @@ def _write(
             golden = prove(new / folder.bundle_model.name)
             files = {file.name: digest_of(file) for file in sorted(new.iterdir())}
             card = {"format": BUNDLE_FORMAT, **said, "files": files, "run": run, "golden": golden}
-            (new / folder.bundle_card.name).write_text(sealed(card), encoding="utf-8")
+            (new / folder.bundle_card.name).write_text(sealed(cast("Card", card)), encoding="utf-8")
     except (OSError, SafetensorError) as error:
         raise SetupError(f"The bundle {folder.bundle} cannot be written: {error}.") from error
     return folder.bundle
 
 
-def sealed(card: dict[str, Any]) -> str:
+def sealed(card: Card) -> str:
     """The text of a card, with its digests renewed: that of the golden answers, then that of all."""
     card = {**card, "golden": {**card["golden"], "digest": golden_digest(card)}}
     return json.dumps({**card, "digest": seal(card)}, indent=1, ensure_ascii=False)

@@ -41,7 +41,7 @@ from deeplightning.export.added import HAVE_WEIGHTS, REFUSED, add_model, card_of
 from deeplightning.export.bundle import answers_of, digest_of, packed, session_of
 from deeplightning.faults import CheckpointError, SetupError
 from deeplightning.kinds import KINDS, Kind
-from deeplightning.runfolder import RunFolder
+from deeplightning.runfolder import Card, RunFolder
 
 CALIBRATION = 256
 """How many samples, drawn evenly from the validation set, the ranges of activations are found on."""
@@ -111,7 +111,7 @@ def quantize(folder: RunFolder, validation: Labelled) -> dict[str, Any]:
 
 
 def _judged(
-    folder: RunFolder, card: dict[str, Any], before: dict[str, np.ndarray], after: dict[str, np.ndarray], on: str
+    folder: RunFolder, card: Card, before: dict[str, np.ndarray], after: dict[str, np.ndarray], on: str
 ) -> dict[str, Any]:
     """The figures of both models.
 
@@ -158,7 +158,7 @@ class _EvenSample:
 
 
 def _scores(
-    card: dict[str, Any],
+    card: Card,
     kind: Kind,
     session: onnxruntime.InferenceSession,
     validation: Labelled,

@@ -13,7 +13,7 @@ from typing import Any
 
 from deeplightning.checks.trust import is_own
 from deeplightning.config.source import read
-from deeplightning.config.tree import plain
+from deeplightning.config.tree import flat, plain
 from deeplightning.faults import CheckpointError, ConfigError
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking import resolve_run
@@ -21,6 +21,7 @@ from deeplightning.tracking.code import Code, read_code
 from deeplightning.tracking.open import open_tracker
 from deeplightning.tracking.series import Series, from_file, is_repeatable, read_series
 from deeplightning.tracking.store import Store, locate
+from deeplightning.tracking.tracker import Run
 
 _ID = re.compile(r"[0-9a-f]{32}")
 
@@ -83,15 +84,24 @@ class PastRun:
         except ValueError:
             return None
 
-    @cached_property
+    @property
     def status(self) -> str | None:
         """FINISHED, FAILED, KILLED or RUNNING, as the store has it."""
+        return self._tracked.status if self._tracked is not None else None
+
+    @property
+    def name(self) -> str | None:
+        """The name that the store has."""
+        return self._tracked.tags.get("mlflow.runName") if self._tracked is not None else None
+
+    @cached_property
+    def _tracked(self) -> Run | None:
         if self.store is None or self.run_id is None:
             return None
         tracker = open_tracker(self.store, self.run_id)
         run = tracker.run(self.run_id)
         tracker.close()
-        return run.status if run is not None else None
+        return run
 
     @cached_property
     def results(self) -> dict[str, Any]:
@@ -111,8 +121,11 @@ class PastRun:
         return Path(folder_name) if folder_name and Path(folder_name).is_dir() else None
 
 
-def past_run(run: str) -> PastRun:
+def past_run(run: str, remote: bool = True) -> PastRun:
     """RUN, as a person writes it, with the store that it is tracked in.
+
+    Args:
+        remote: of a run folder, ask stores on other machines too.
 
     Raises:
         CheckpointError: there is no such run.
@@ -127,6 +140,8 @@ def past_run(run: str) -> PastRun:
     if folder.path.name != "artifacts" or not _ID.fullmatch(run_id):
         return PastRun(folder, None, None)
     for store in _stores_around(folder):
+        if store.is_remote and not remote:
+            continue
         tracker = open_tracker(store, run_id)
         found = tracker.run(run_id)
         tracker.close()
@@ -154,15 +169,6 @@ def _config_if_any(folder: RunFolder) -> dict[str, Any]:
         return dict(flat(plain(read(folder.config).root)))
     except Exception:  # no config, or a damaged one: that is reported where it is needed
         return {}
-
-
-def flat(value: object, name: str = "") -> Iterator[tuple[str, object]]:
-    """Each leaf of a config with its dotted key; an empty block is one."""
-    if isinstance(value, dict) and value:
-        for key, item in value.items():
-            yield from flat(item, f"{name}.{key}".lstrip("."))
-    else:
-        yield name, value
 
 
 def _json(path: Path) -> dict[str, object]:

@@ -47,8 +47,9 @@ def halve_run(folder: RunFolder) -> str:
 
 def keep_samples(data: Any, folder: RunFolder) -> None:
     """Keeps some validation samples in the run's folder, or training samples where there are none: images as they reach
-    the network, uint8 (N, C, H, W); or what the data module gives by `example_inputs` or `example_texts`: rows of a
-    table as JSON objects or texts, (N,), or arrays before they are prepared, (N, …).
+    the network, uint8 (N, C, H, W), with the usual size of training pictures before they are prepared; or what the data
+    module gives by `example_inputs` or `example_texts`: rows of a table as JSON objects or texts, (N,), or arrays
+    before they are prepared, (N, …).
 
     Raises:
         CheckpointError: there are no samples at all.
@@ -67,8 +68,10 @@ def keep_samples(data: Any, folder: RunFolder) -> None:
     batch = next(batches, None)
     if batch is None:
         raise CheckpointError(f"{folder.path}: a bundle is proved on samples, and the data module gives none")
+    size = getattr(data, "picture_size", lambda: None)()
     with permissions_of(folder.path):
-        np.savez_compressed(folder.samples, images=batch["image"][:SAMPLES].cpu().numpy())
+        images = batch["image"][:SAMPLES].cpu().numpy()
+        np.savez_compressed(folder.samples, images=images, **({} if size is None else {"picture_size": size}))
 
 
 def _batches(dataloader: Callable[[], Iterable[object]]) -> Iterator[Any]:
@@ -89,9 +92,10 @@ def origin_of(folder: RunFolder, checkpoint: Path) -> dict[str, Any]:
     from deeplightning.engine.checkpoint_io import read_checkpoint
 
     content = read_checkpoint(checkpoint)
-    weights = averaged(content)
+    weights, run = averaged(content), content.get("run") or {}
     return {
-        "id": (content.get("run") or {}).get("id"),
+        "id": run.get("id"),
+        **({"name": run["name"]} if run.get("name") else {}),
         "folder_name": folder.path.name,
         "checkpoint": checkpoint.name,
         **({"weights": weights} if weights else {}),
@@ -135,7 +139,9 @@ def export_run(folder: RunFolder, allow: Sequence[str] = (), verb: str = "export
         keep_samples(data, folder)
     with np.load(folder.samples, allow_pickle=False) as file:
         samples = file[SAMPLES_OF[KINDS[task.kind].takes]] if task.kind in KINDS else np.empty(0)
-    bundle = export(task, folder, samples, origin_of(folder, path))
+        size = file["picture_size"].tolist() if "picture_size" in file else None
+    origin = origin_of(folder, path) | ({"picture_size": f"{size[0]} x {size[1]}"} if size else {})
+    bundle = export(task, folder, samples, origin)
     log.info("bundle     %s", bundle)
     if cfg.logger.log_model:
         from deeplightning.tracking.flavour import write_model

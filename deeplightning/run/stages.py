@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +37,8 @@ if TYPE_CHECKING:
 log = logging.getLogger("deeplightning")
 
 PRINTS_CONFIG = "DEEPLIGHTNING_PRINT_CONFIG"
-"""The environment variable that keeps a run from printing its config first, where it is 0."""
+"""The environment variable that has a run print its whole config first (1) or not (0); unset: where stdout is no
+terminal."""
 
 
 def launch(cfg: Config) -> RunFolder:
@@ -46,7 +48,7 @@ def launch(cfg: Config) -> RunFolder:
         The run's folder; its path is also the last line on stdout, whatever happens once the run has begun. Where there
         is nothing to do, that of the checkpoint.
     """
-    from deeplightning.callbacks import callback_of
+    from deeplightning.callbacks import TRIAL, callback_of
     from deeplightning.callbacks.console import one_line_warnings, to_terminal
     from deeplightning.callbacks.provenance import keep_out
     from deeplightning.callbacks.record import Record, keep_format
@@ -55,7 +57,7 @@ def launch(cfg: Config) -> RunFolder:
     to_terminal(cfg)
     one_line_warnings()
     if own_rank() == 0 and supervisor.restarts() == 0:
-        if os.environ.get(PRINTS_CONFIG) != "0":
+        if os.environ.get(PRINTS_CONFIG, "0" if sys.stdout.isatty() else "1") != "0":
             show(dump(cfg.public()))
         if cfg.train.fast:
             log.info("%-10s one batch of each stage; no checkpoint and no bundle is written", "fast")
@@ -97,12 +99,27 @@ def launch(cfg: Config) -> RunFolder:
             _export_at_the_end(cfg, task, data, record)
         all_ended()
         if trainer.is_global_zero:
+            record.settle()
+            if cfg.logger.pictures is not None and not cfg.train.fast and TRIAL not in os.environ:
+                _report(record.folder)
             record.publish()
+            if "train" in cfg.stages and not cfg.train.fast:
+                _say_next(cfg, task, record)
     except BaseException as error:
         _end(record, trainer, error)
         raise
     _end(record, trainer)
     return record.folder
+
+
+def _report(folder: RunFolder) -> None:
+    """Draws the run's numbers, and writes its report."""
+    from deeplightning.report.write import write_run
+
+    try:
+        write_run(folder)
+    except Exception as error:  # it is not worth a run
+        log.warning("report     none: %s", error)
 
 
 def _data_first(cfg: Config) -> object:
@@ -202,7 +219,7 @@ def _export_at_the_end(cfg: Config, task: Any, data: object, record: Any) -> Non
     """Keeps some validation images, then exports the best weights, where the task knows how."""
     if not record.has_learned and record.folder.bundle_card.exists():  # a finished run that was resumed
         return
-    if not hasattr(task, "inference_model") or not is_servable(task):
+    if not _is_served(task):
         log.info("bundle     none: the task offers no inference_model, or its data do not say how inputs are prepared")
         return
     keep_samples(data, record.folder)
@@ -215,3 +232,21 @@ def _export_at_the_end(cfg: Config, task: Any, data: object, record: Any) -> Non
         log.warning("bundle     %s", error)
     except NotExpressible as error:
         log.warning("bundle     none; deploy.sh will answer by torch, from the checkpoint: %s", error)
+
+
+def _is_served(task: Any) -> bool:
+    return hasattr(task, "inference_model") and is_servable(task)
+
+
+def _say_next(cfg: Config, task: object, record: Record) -> None:
+    """Logs the commands that a person needs now, each on a line of its own, to be pasted."""
+    from deeplightning.callbacks import TRIAL, commands
+
+    if TRIAL in os.environ:
+        return
+    uri = cfg.logger.params.get("tracking_uri")
+    found = [commands.serve(record.folder.path)] if _is_served(task) else []
+    if commands.page(record.loggers, uri) is not None and (start := commands.monitor(uri)) is not None:
+        found.append(start)
+    for text in ["next       commands to paste:", *(f"  {command}" for command in found)] if found else []:
+        log.info("%s", text, extra={"terminal": [text]})  # unbroken

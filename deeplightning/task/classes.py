@@ -3,7 +3,7 @@
 Shapes: B batch, K classes.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, bincount, nn
@@ -13,6 +13,9 @@ from deeplightning.task.errors import LabelError, MisfitError
 from deeplightning.task.metrics import Accuracy
 from deeplightning.task.outputs import refusal
 from deeplightning.task.supervised import Batch, Supervised
+
+if TYPE_CHECKING:
+    from deeplightning.config.part_config import PartConfig
 
 
 class Probabilities(nn.Module):
@@ -38,7 +41,7 @@ class Classification(Supervised):
     sample = "sample"
     metric_names = ("acc",)
 
-    def __init__(self, cfg: Any):
+    def __init__(self, cfg: "PartConfig"):
         super().__init__(cfg)
         self.class_names: list[str] = []
         self._confusion: Tensor | None = None
@@ -131,28 +134,35 @@ class Classification(Supervised):
             "predicted_probability": probability,
         }
 
-    # ---- the picture
+    # ---- pictures
 
     def on_validation_epoch_start(self) -> None:
         self._confusion = None
 
     def remember(self, inputs: Tensor, logits: Tensor, labels: Tensor) -> None:
         """Counts label and answer of each validation sample."""
-        classes = logits.shape[1]
-        pairs = bincount(labels * classes + logits.argmax(1), minlength=classes * classes).view(classes, classes)
+        number = logits.shape[1]
+        pairs = bincount(labels * number + logits.argmax(1), minlength=number * number).view(number, number)
         self._confusion = pairs if self._confusion is None else self._confusion + pairs
 
-    def pictures(self, stage: str) -> dict[str, object]:
-        """The confusion matrix of the last validation, over all processes.
+    def pictures(self, stage: str) -> dict[str, Any]:
+        """Confusion matrix, and precision and recall of each class, of the last validation over all processes.
 
-        Called on every process, since it is summed over them; only rank 0 gets a figure.
+        Called on every process, since counts are summed over them; only rank 0 gets drawings.
         """
         if stage != "val" or self._confusion is None:
             return {}
         confusion = self.trainer.strategy.reduce(self._confusion, reduce_op="sum")
         if not self.trainer.is_global_zero:
             return {}
-        from deeplightning.task import figures  # matplotlib takes half a second to import
+        from deeplightning.figures import classes, measures  # most processes and verbs draw nothing
 
-        names = self.class_names or [str(i) for i in range(len(confusion))]
-        return {"val_confusion_matrix": figures.confusion_matrix(confusion.cpu(), names)}
+        names, counts = self.names(len(confusion)), confusion.cpu().numpy()
+        return {
+            "val_confusion_matrix": classes.confusion_matrix(counts, names, "validation"),
+            "val_classes": classes.precision_recall(measures.per_class(counts), names, "validation"),
+        }
+
+    def names(self, classes: int) -> list[str]:
+        """The names of the classes; their numbers where the data tell none."""
+        return self.class_names or [str(number) for number in range(classes)]

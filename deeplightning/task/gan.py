@@ -8,7 +8,7 @@ Shapes: B batch, Z numbers of noise, C channels, H height, W width, K classes.
 import contextlib
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import pytorch_lightning as pl
 import torch
@@ -27,6 +27,9 @@ from deeplightning.task.optimize import fits, freeze, optimizers_by_name
 from deeplightning.task.points import Points
 from deeplightning.task.sheets import epoch_suffix, sheet
 from deeplightning.transfer import to_device
+
+if TYPE_CHECKING:
+    from deeplightning.config.part_config import PartConfig, Scheduler, Target
 
 log = logging.getLogger("deeplightning.gan")
 
@@ -135,11 +138,11 @@ class Gan(pl.LightningModule):
 
     scorer_trained: Tensor
 
-    def __init__(self, cfg: Any, scorer_epochs: int = 3):
+    def __init__(self, cfg: "PartConfig", scorer_epochs: int = 3):
         super().__init__()
         self.automatic_optimization = False
         self.cfg, self.scorer_epochs = cfg, scorer_epochs
-        self._check(cfg)
+        self._targets = self._checked_networks(cfg)
         loss = cfg.model.loss
         of = loss if isinstance(loss, dict) else dict.fromkeys(self.network_names, loss)
         self.losses = nn.ModuleDict({name: build_loss(of[name], self.loss_arguments) for name in self.network_names})
@@ -157,8 +160,13 @@ class Gan(pl.LightningModule):
         self._schedules: dict[str, Any] = {}
         self._scorer_optimizer: torch.optim.Optimizer | None = None
 
-    def _check(self, cfg: Any) -> None:
-        model, names = cfg.model, cfg.model.network
+    def _checked_networks(self, cfg: "PartConfig") -> "dict[str, Target]":
+        """The networks by name.
+
+        Raises:
+            MisfitError: one is missing or unknown, or another key does not suit several networks.
+        """
+        model, names = cfg.model, cast("Target | dict[str, Target] | None", cfg.model.network)
         if not isinstance(names, dict) or not set(self.network_names) <= set(names):
             found = ", ".join(names) if isinstance(names, dict) else "one network" if names else "none"
             words = " and ".join(self.network_names)
@@ -166,7 +174,7 @@ class Gan(pl.LightningModule):
         if unknown := sorted(set(names) - {*self.network_names, "scorer"}):
             known = ", ".join((*self.network_names, "scorer"))
             raise MisfitError(f"model.network.{unknown[0]}: this task has no use for it; it takes {known}")
-        fits(self._learning(), model)
+        fits([*self.network_names, *(["scorer"] if "scorer" in names else [])], model)
         if isinstance(model.scheduler, dict) and "scorer" in model.scheduler:
             raise MisfitError("model.scheduler.scorer: the scorer learns at one rate; remove it")
         if model.loss is None or (isinstance(model.loss, dict) and set(model.loss) != set(self.network_names)):
@@ -181,9 +189,10 @@ class Gan(pl.LightningModule):
             raise MisfitError(f"engine.backend: {why}, not {cfg.engine.backend}")
         if not isinstance(self.scorer_epochs, int) or self.scorer_epochs < 1:
             raise MisfitError(f"model.module.params.scorer_epochs: must be at least 1, not {self.scorer_epochs!r}")
+        return names
 
     def _learning(self) -> list[str]:
-        return [*self.network_names, *(["scorer"] if "scorer" in self.cfg.model.network else [])]
+        return [*self.network_names, *(["scorer"] if "scorer" in self._targets else [])]
 
     # ---- assembling
 
@@ -202,7 +211,7 @@ class Gan(pl.LightningModule):
         if self.networks:
             return
         for name in self._learning():
-            self.networks[name] = build(self.cfg.model.network[name])
+            self.networks[name] = build(self._targets[name])
         freeze(self.networks, self.cfg.model.trainable)
         if not isinstance(getattr(self.networks["generator"], "latent_size", None), int):
             raise MisfitError("model.network.generator: it has no attribute `latent_size`, how many numbers it takes")
@@ -229,7 +238,7 @@ class Gan(pl.LightningModule):
             self._compiled_parts = [self._compiled.compile(part, self.networks) for part in self._eager_parts]
 
     def _try_out(self, name: str, inputs: Tensor, expected: tuple[int, ...]) -> None:
-        kind = self.cfg.model.network[name].type
+        kind = self._targets[name].type
         outputs = try_network(self.networks[name], inputs, f"{kind} does not take {tuple(inputs.shape)}", name)
         if (found := tuple(outputs.shape)) != expected:
             message = f"model.network.{name}: {kind} gives {found} for {tuple(inputs.shape)}, and {expected} is needed"
@@ -433,7 +442,7 @@ class Gan(pl.LightningModule):
     def _move_rates(self, interval: str, done: int) -> None:
         """Lets the schedules step that are due after so many batches (`step`) or epochs."""
         for name, schedule in self._schedules.items():
-            call = self.cfg.model.scheduler[name].call
+            call = cast("dict[str, Scheduler]", self.cfg.model.scheduler)[name].call
             if call.interval != interval or done % call.frequency:
                 continue
             if not isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):

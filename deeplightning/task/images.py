@@ -3,7 +3,7 @@
 Shapes: B batch, C channels, H height, W width.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -12,6 +12,9 @@ from deeplightning.image import ImageSpec
 from deeplightning.task.errors import MisfitError
 from deeplightning.task.networks import try_network
 from deeplightning.task.supervised import Batch, Supervised
+
+if TYPE_CHECKING:
+    from deeplightning.config.part_config import PartConfig
 
 
 class Normalise(nn.Module):
@@ -40,7 +43,7 @@ class ImageTask(Supervised):
     where it has such); both travel in the checkpoint.
     """
 
-    def __init__(self, cfg: Any):
+    def __init__(self, cfg: "PartConfig"):
         super().__init__(cfg)
         self.normalise: nn.Module | None = None
         self.image_spec: ImageSpec | None = None

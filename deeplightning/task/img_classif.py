@@ -3,13 +3,21 @@
 Shapes: B batch, C channels, H height, W width, K classes.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import torch
 from torch import Tensor, nn
 
 from deeplightning.task.classes import Classification
 from deeplightning.task.errors import MisfitError
 from deeplightning.task.images import ImageTask
+
+if TYPE_CHECKING:
+    from deeplightning.config.part_config import PartConfig
+
+SHOWN = 16
+"""Pictures on the sheet of a validation."""
 
 
 class Classifier(nn.Module):
@@ -39,7 +47,7 @@ class ImageClassification(Classification, ImageTask):
     kind = "image_classification"
     sample = "picture"
 
-    def __init__(self, cfg: Any):
+    def __init__(self, cfg: "PartConfig"):
         super().__init__(cfg)
         self._sheet: dict[str, Tensor] | None = None
 
@@ -50,25 +58,41 @@ class ImageClassification(Classification, ImageTask):
         self._sheet = None
 
     def remember(self, images: Tensor, logits: Tensor, labels: Tensor) -> None:
-        """Counts label and answer of each validation sample, and keeps the first pictures."""
+        """Counts label and answer of each validation sample, and keeps the pictures of this process that are worth a
+        look: the most confident mistakes, then the right answers that are least confident."""
         super().remember(images, logits, labels)
-        if self._sheet is None:
-            first = slice(0, 16)
-            probability, predicted = logits[first].float().softmax(1).max(1)
-            self._sheet = {"image": images[first], "label": labels[first], "predicted": predicted, "p": probability}
+        probability, predicted = logits.float().softmax(1).max(1)
+        worth = torch.where(predicted == labels, 1 - probability, 1 + probability)  # (B,)
+        found = {"image": images, "label": labels, "predicted": predicted, "p": probability, "worth": worth}
+        for kept in (None, self._sheet):
+            if kept is not None:
+                found = {name: torch.cat([kept[name], column]) for name, column in found.items()}
+            best = found["worth"].topk(min(SHOWN, len(found["worth"]))).indices
+            found = {name: column[best] for name, column in found.items()}
+        self._sheet = found
 
     def pictures(self, stage: str) -> dict[str, Any]:
-        """Figures of the last validation: the confusion matrix over all processes, and a sheet of samples.
-
-        Called on every process, since the matrix is summed over them; only rank 0 gets figures.
-        """
+        """Those of every classification, and a sheet of samples."""
         found = super().pictures(stage)
         if not found or self._sheet is None or self._confusion is None:
             return found
-        from deeplightning.task import figures  # matplotlib takes half a second to import
+        from deeplightning.figures import classes  # as in `Classification`
 
-        names = self.class_names or [str(i) for i in range(len(self._confusion))]
-        return found | {"val_predictions": figures.sheet({n: v.cpu() for n, v in self._sheet.items()}, names)}
+        names = self.names(len(self._confusion))
+        columns = [self._sheet[name].cpu() for name in ("image", "label", "predicted", "p")]
+        samples = [
+            classes.Sample(
+                _pixels(image),
+                *classes.answer(names[label], names[predicted], float(p)),
+                bool(label == predicted),
+            )
+            for image, label, predicted, p in zip(*columns, strict=True)
+        ]
+        wrong = sum(not sample.is_right for sample in samples)
+        words = f"Validation samples: {wrong or 'no'} mistake{'' if wrong == 1 else 's'}{' first' if wrong else ''}"
+        return found | {
+            "val_predictions": classes.sheet(samples, words, "then the right answers that are least confident")
+        }
 
     # ---- export
 
@@ -77,3 +101,13 @@ class ImageClassification(Classification, ImageTask):
         if self.network is None or self.normalise is None:
             raise MisfitError("the data module gave no `image_spec`: there is nothing to prepare pictures by")
         return Classifier(self.normalise, self.network).cpu().float().eval()
+
+
+def _pixels(image: Tensor) -> np.ndarray:
+    """A picture (C, H, W) of the CPU as uint8 (H, W, 3), or (H, W) of its first channel where there are not three;
+    floats are spread from black to white."""
+    if image.is_floating_point():
+        low, high = torch.aminmax(image)
+        image = ((image - low) / (high - low).clamp(min=1e-9) * 255).byte()
+    found: np.ndarray = (image.permute(1, 2, 0) if len(image) == 3 else image[0]).numpy()
+    return found

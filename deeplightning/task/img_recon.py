@@ -5,7 +5,7 @@ Shapes: B batch, C channels, H height, W width, K tokens of a codebook, h and w 
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +16,9 @@ from deeplightning.task.images import ImageTask, Normalise
 from deeplightning.task.outputs import refusal
 from deeplightning.task.sheets import epoch_suffix, sheet
 from deeplightning.task.supervised import Batch
+
+if TYPE_CHECKING:
+    from deeplightning.config.part_config import PartConfig
 
 SHOWN = 16
 """Pictures on a sheet."""
@@ -52,7 +55,7 @@ class ImageReconstruction(ImageTask):
     kind = "image_reconstruction"
     metric_names = ("rmse",)
 
-    def __init__(self, cfg: Any):
+    def __init__(self, cfg: "PartConfig"):
         super().__init__(cfg)
         self._shown: dict[str, Tensor] = {}  # by stage: uint8 (n, C, H, W)
         self._tokens: Tensor | None = None  # int64 (K,): how often each was used in the last validation

@@ -3,7 +3,7 @@
 Shapes: B batch, N samples, K labels.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -16,6 +16,9 @@ from deeplightning.task.images import ImageTask
 from deeplightning.task.outputs import refusal
 from deeplightning.task.rows import RowTask
 from deeplightning.task.supervised import Batch, Supervised
+
+if TYPE_CHECKING:
+    from deeplightning.config.part_config import PartConfig
 
 
 class Sigmoid(nn.Module):
@@ -108,7 +111,7 @@ class Labels(Supervised):
     metric_names = ("map", "f1")
     class_names: list[str]
 
-    def __init__(self, cfg: Any):
+    def __init__(self, cfg: "PartConfig"):
         super().__init__(cfg)
         self.thresholds: list[float] = []
         self.collected = Collected()
@@ -131,6 +134,12 @@ class Labels(Supervised):
                 "data.module",
             )
         return (labels if labels.ndim == 2 else labels[:, None]).float()
+
+    def _count(self, stage: str, outputs: object, truth: Tensor, *rest: Any, **others: Any) -> dict[str, Tensor]:
+        return super()._count(stage, outputs, truth.long(), *rest, **others)  # torchmetrics refuses labels of floats
+
+    def _join(self, stage: str, outputs: object, truth: Tensor) -> None:
+        super()._join(stage, outputs, truth.long())
 
     def check_outputs(self, outputs: object) -> None:
         """
@@ -248,7 +257,7 @@ class Multilabel(Labels, RowTask):
 
     gives = "multilabel"
 
-    def __init__(self, cfg: Any):
+    def __init__(self, cfg: "PartConfig"):
         super().__init__(cfg)
         self.class_names: list[str] = []
 

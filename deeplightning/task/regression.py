@@ -4,7 +4,7 @@ Shapes: B batch, F features, T targets.
 """
 
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,9 @@ from deeplightning.task.errors import MisfitError
 from deeplightning.task.outputs import refusal
 from deeplightning.task.rows import RowTask, Scaled
 from deeplightning.task.supervised import Batch
+
+if TYPE_CHECKING:
+    from deeplightning.config.part_config import PartConfig
 
 
 class MeanSquaredError(Metric):
@@ -97,7 +100,7 @@ class Regression(RowTask):
     target_mean: Tensor
     target_std: Tensor
 
-    def __init__(self, cfg: Any, interval: float | None = 0.9):
+    def __init__(self, cfg: "PartConfig", interval: float | None = 0.9):
         super().__init__(cfg)
         if interval is not None and not (isinstance(interval, float) and 0 < interval < 1):
             raise ValueError(f"interval must be null or a number between 0 and 1, not {interval!r}")

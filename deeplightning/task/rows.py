@@ -4,7 +4,7 @@ travels with the weights.
 Shapes: B batch; the shape of one input follows from the spec.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,9 @@ from deeplightning.table import TableSpec
 from deeplightning.task.errors import MisfitError
 from deeplightning.task.networks import try_network
 from deeplightning.task.supervised import Supervised
+
+if TYPE_CHECKING:
+    from deeplightning.config.part_config import PartConfig
 
 
 class RowTask(Supervised):
@@ -30,7 +33,7 @@ class RowTask(Supervised):
 
     gives = "regression"
 
-    def __init__(self, cfg: Any):
+    def __init__(self, cfg: "PartConfig"):
         super().__init__(cfg)
         self.row_spec: TableSpec | ArraySpec | None = None
 

@@ -3,18 +3,20 @@
 Shapes: B batch, C channels, H height, W width, K classes.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torchmetrics import Metric
 
-from deeplightning.kinds import CLASS_COLOURS
 from deeplightning.task.errors import LabelError, MisfitError
 from deeplightning.task.images import ImageTask
 from deeplightning.task.img_classif import Classifier
 from deeplightning.task.outputs import refusal
 from deeplightning.task.supervised import Batch
+
+if TYPE_CHECKING:
+    from deeplightning.config.part_config import PartConfig
 
 NO_CLASS = 255
 """In a batch's masks: the pixel counts in no loss and no metric."""
@@ -24,8 +26,8 @@ IGNORED = -100
 
 MOST_CLASSES = 256
 
-COLOURS = torch.tensor(CLASS_COLOURS, dtype=torch.uint8)
-"""Of the classes on pictures, (12, 3); further classes begin anew."""
+SHOWN = 8
+"""Pictures of a validation that are shown."""
 
 
 class Segmentation(ImageTask):
@@ -44,7 +46,7 @@ class Segmentation(ImageTask):
 
     metric_names = ("iou", "acc")
 
-    def __init__(self, cfg: Any):
+    def __init__(self, cfg: "PartConfig"):
         super().__init__(cfg)
         self._sheet: list[Tensor] = []
         self._classes = 0  # of the network
@@ -103,14 +105,27 @@ class Segmentation(ImageTask):
         self._sheet = []
 
     def remember(self, inputs: Tensor, outputs: Tensor, truth: Tensor) -> None:
-        if not self._sheet and len(inputs):
-            self._sheet = [inputs[:8].cpu(), truth[:8].cpu(), outputs[:8].argmax(1).cpu()]
+        """Keeps the pictures of this process with the smallest share of right pixels."""
+        answered = outputs.argmax(1)
+        counts = truth >= 0
+        right = ((answered == truth) & counts).flatten(1).sum(1) / counts.flatten(1).sum(1).clamp(min=1)  # (B,)
+        found = [right, inputs, truth, answered]
+        for kept in ([], self._sheet):
+            found = [torch.cat([old, new]) for old, new in zip(kept, found, strict=True)] if kept else found
+            worst = found[0].topk(min(SHOWN, len(found[0])), largest=False).indices
+            found = [column[worst] for column in found]
+        self._sheet = found
 
     def pictures(self, stage: str) -> dict[str, Any]:
-        """A sheet of up to eight samples of the last validation: picture, truth, answer side by side."""
-        if stage != "val" or not self._sheet or not self.trainer.is_global_zero:
+        """Up to eight pictures of the last validation, the least right first: as they are, with their true classes laid
+        over them, with the predicted ones."""
+        if stage != "val" or not self._sheet or not len(self._sheet[0]) or not self.trainer.is_global_zero:
             return {}
-        return {"val_segmentation": sheet(*self._sheet)}
+        from deeplightning.figures import masks  # most processes and verbs draw nothing
+
+        right, images, truth, answered = (column.cpu().numpy() for column in self._sheet)
+        names = self.class_names or [str(number) for number in range(self._classes)]
+        return {"val_segmentation": masks.overlays(images.transpose(0, 2, 3, 1), truth, answered, names, right)}
 
     # ---- export
 
@@ -126,29 +141,6 @@ class Segmentation(ImageTask):
         if self.network is None or self.normalise is None:
             raise MisfitError("the data module gave no `image_spec`: there is nothing to prepare pictures by")
         return Classifier(self.normalise, self.network).cpu().float().eval()
-
-
-def sheet(images: Tensor, truth: Tensor, answered: Tensor) -> Tensor:
-    """Pictures, truths and answers in three columns; pixels that do not count are white in the truth.
-
-    Args:
-        images: uint8 (B, C, H, W).
-        truth: int64 (B, H, W); -100 does not count.
-        answered: int64 (B, H, W).
-
-    Returns:
-        uint8 (3, rows, columns), small pictures enlarged to some 96 pixels.
-    """
-    pictures = images.expand(-1, 3, -1, -1) if images.shape[1] == 1 else images
-    painted = [COLOURS[classes.clamp(min=0) % len(COLOURS)].permute(0, 3, 1, 2) for classes in (truth, answered)]
-    painted[0] = torch.where((truth < 0)[:, None], torch.tensor(255, dtype=torch.uint8), painted[0])
-    factor = max(1, 96 // max(images.shape[2:]))
-    framed = []
-    for column in (pictures, *painted):
-        large = column.repeat_interleave(factor, 2).repeat_interleave(factor, 3)
-        framed.append(nn.functional.pad(large, [2, 2, 2, 2], value=255))  # (B, 3, h, w)
-    rows = torch.cat(framed, dim=3)  # (B, 3, h, 3 w)
-    return torch.cat(list(rows), dim=1)  # (3, B h, 3 w)
 
 
 # ---- metrics

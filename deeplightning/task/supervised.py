@@ -23,6 +23,8 @@ from deeplightning.task.points import Points
 if TYPE_CHECKING:
     from pytorch_lightning.utilities.types import OptimizerLRScheduler
 
+    from deeplightning.config.part_config import PartConfig
+
 Batch = dict[str, Tensor]
 Outputs = Tensor | dict[str, Tensor]
 """What a network gives: a tensor (B, …), or several by name."""
@@ -66,7 +68,7 @@ class Supervised(pl.LightningModule):
         "lr",
     )
 
-    def __init__(self, cfg: Any):
+    def __init__(self, cfg: "PartConfig"):
         super().__init__()
         model = cfg.model
         for name in ("network", "optimizer", "scheduler"):

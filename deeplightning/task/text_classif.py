@@ -3,7 +3,7 @@
 Shapes: B batch, L tokens of the longest text, K classes.
 """
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,9 @@ from deeplightning.task.errors import MisfitError
 from deeplightning.task.networks import try_network
 from deeplightning.task.supervised import Batch
 from deeplightning.text import TextSpec
+
+if TYPE_CHECKING:
+    from deeplightning.config.part_config import PartConfig
 
 
 class TextClassification(Classification):
@@ -31,7 +34,7 @@ class TextClassification(Classification):
     kind = "text_classification"
     sample = "text"
 
-    def __init__(self, cfg: Any):
+    def __init__(self, cfg: "PartConfig"):
         super().__init__(cfg)
         self.text_spec: TextSpec | None = None
 

@@ -14,13 +14,12 @@ import tempfile
 import warnings
 from importlib.metadata import requires
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from deeplightning.faults import SetupError
 from deeplightning.kinds import KINDS
-from deeplightning.runfolder import RunFolder
+from deeplightning.runfolder import Card, RunFolder
 from deeplightning.tracking.store import quiet_mlflow
 
 SOURCES = (
@@ -95,7 +94,7 @@ _OUTPUTS: dict[str, list[tuple[str, str | None]]] = {
 """The columns of the answers with MLflow's types, by what a task gives; None: a list."""
 
 
-def _example(card: dict[str, Any]) -> dict[str, object]:
+def _example(card: Card) -> dict[str, object]:
     """The first golden sample of a bundle as a row of the model's input."""
     golden = card["golden"]
     if "rows" in golden:

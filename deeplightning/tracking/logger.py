@@ -23,7 +23,7 @@ from deeplightning.faults import SetupError, count
 from deeplightning.runfolder import make_private
 from deeplightning.tracking.artifacts import Artifacts, LocalArtifacts, RemoteArtifacts
 from deeplightning.tracking.attach import LazyClient
-from deeplightning.tracking.context import run_tags
+from deeplightning.tracking.context import RUN_NAME, run_tags
 from deeplightning.tracking.environment import git_state
 from deeplightning.tracking.journal import replay
 from deeplightning.tracking.names import MAX_REASON, MAX_TAG, NOTE, NOTE_DIGEST, clean, flatten
@@ -80,6 +80,7 @@ class MLflowLogger(Logger):
         self._run_id = run_id
         self._system_metrics = system_metrics
         self._experiment_id: str | None = None
+        self._name: str | None = None  # as the store has it
         self._artifact_folder: Path | None = None
         self._artifacts: Artifacts | None = None  # of an open run
         self._last_step = 0
@@ -116,6 +117,12 @@ class MLflowLogger(Logger):
         """The run's id; opens the run. None on other ranks than 0, unless it was given."""
         self._open()
         return self._run_id
+
+    @property
+    def run_name(self) -> str | None:
+        """The run's name as the store has it; opens the run. None on other ranks than 0."""
+        self._open()
+        return self._name
 
     @property
     def version(self) -> str | None:
@@ -406,6 +413,7 @@ class MLflowLogger(Logger):
             raise explain(error, store) from error
         self._store, self._tracker = store, tracker
         self._run_id, self._experiment_id = run.id, run.experiment_id
+        self._name = self._run_name or run.tags.get(RUN_NAME)
         self._artifact_folder = folder
         self._started, self._params = run.started, dict(run.params)
         self._status = "RUNNING"

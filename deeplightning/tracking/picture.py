@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from PIL import Image
 
+from deeplightning.figures.style import BLUE, figure, label, lines, place, style
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -83,15 +85,15 @@ def histogram(values: object) -> tuple[list[int], list[float]]:
 
 
 def histogram_figure(title: str, counts: list[int], edges: list[float]) -> "Figure":
-    """A matplotlib figure of a histogram; made without pyplot, so nothing stays open."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(5, 3))
-    axes = figure.add_subplot()
-    axes.stairs(counts, edges, fill=True)
-    axes.set_title(title)
-    axes.set_ylabel("count")
-    return figure
+    """A matplotlib figure of a histogram."""
+    with style():
+        made = figure(height=2.55)
+        axes = place(made, 0.62, 0.18, 0.36, 0.44)
+        axes.stairs(counts, edges, fill=True, color=BLUE)
+        axes.set_title(label(title, 40))
+        axes.set_ylabel("count")
+        lines(axes, "y")
+    return made
 
 
 def kind_of(value: object) -> str:

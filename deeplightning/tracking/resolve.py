@@ -1,4 +1,4 @@
-"""RUN, as a person writes it (a folder, a run id, `runs:/ID`, a registered model), becomes a local folder."""
+"""RUN, as a person writes it (a folder, a run's id or name, `runs:/ID`, a registered model), becomes a local folder."""
 
 import os
 import re
@@ -14,18 +14,19 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
 
 _ID = r"[A-Za-z0-9][\w-]*"
+_MAX_NAMED = 5  # runs of one name that a note lists
 
 
 def resolve_run(run: str | os.PathLike, tracking_uri: str | os.PathLike | None = None) -> Path:
     """The absolute local folder of a run's artifacts.
 
     Args:
-        run: the folder itself (then nothing of MLflow is imported), an MLflow run id, `runs:/ID`,
+        run: the folder itself (then nothing of MLflow is imported), an MLflow run id, a run's name, `runs:/ID`,
             `models:/NAME/VERSION` or `models:/NAME@ALIAS` (the run that the registered version came from).
         tracking_uri: the store in which an id or a name is looked up, as of `locate`.
 
     Raises:
-        CheckpointError: there is no such run, or its artifacts are gone.
+        CheckpointError: there is no such run, several have this name, or its artifacts are gone.
         SetupError: the store cannot be opened.
     """
     text = os.fspath(run)
@@ -63,9 +64,18 @@ def _of_run(run_id: str, store: Store, also: str = "") -> Path:
     try:
         tracker = open_tracker(store, run_id)
         found = tracker.run(run_id)
+        named = _named(run_id, tracker, store) if found is None else []
         tracker.close()
     except Exception as error:  # MLflow, SQLite and the network each have their own
         raise explain(error, store) from error
+    if len(named) == 1:
+        return _of_run(named[0], store)
+    if named:
+        more = f" and {len(named) - _MAX_NAMED} more" if len(named) > _MAX_NAMED else ""
+        raise CheckpointError(
+            f"{len(named)} runs are called {run_id!r}. Name one by its id, the newest first: "
+            f"{', '.join(named[:_MAX_NAMED])}{more}"
+        )
     if found is None:
         raise missing(f"There is no run {run_id!r} in the tracking store {store.shown}.")
     folder = local_path(found.artifact_uri)
@@ -78,6 +88,16 @@ def _of_run(run_id: str, store: Store, also: str = "") -> Path:
         if moved.is_dir():
             return moved
     raise missing(f"The run {run_id} is in the tracking store {store.shown}, but its folder {folder} is gone.")
+
+
+def _named(name: str, tracker: Any, store: Store) -> list[str]:
+    """The ids of the runs of a name, the newest first."""
+    if hasattr(tracker, "listing"):
+        return [run.id for run in tracker.listing() if run.name == name]
+    client = _client(store)
+    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
+    query, order = f"attributes.run_name = '{name}'", ["start_time DESC"]  # the name has letters, digits, _ and - only
+    return [run.info.run_id for run in client.search_runs(experiments, query, order_by=order)] if experiments else []
 
 
 def _of_model(uri: str, store: Store) -> Path:

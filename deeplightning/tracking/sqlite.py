@@ -101,6 +101,21 @@ def mlflow_is_known() -> bool:
     return False
 
 
+def recent(database: Path, limit: int) -> list[tuple[str, str, str, int]]:
+    """Id, name, status and start (milliseconds since 1970) of the newest runs, for a shell that completes a word: it
+    waits for nobody, and writes nothing.
+
+    Raises:
+        sqlite3.Error: there is no database, or another process holds it.
+    """
+    with closing(sqlite3.connect(f"{database.as_uri()}?mode=ro", uri=True, timeout=_SHORT)) as connection:
+        return connection.execute(
+            "SELECT run_uuid, coalesce(name, ''), status, coalesce(start_time, 0) FROM runs"
+            " WHERE lifecycle_stage = 'active' ORDER BY start_time DESC LIMIT ?",
+            (limit,),
+        ).fetchall()
+
+
 def is_empty(database: Path) -> bool:
     """Whether there is no database, or nothing in it."""
     return not database.exists() or database.stat().st_size == 0

@@ -65,16 +65,19 @@ def draw(study: Study, folder: Path) -> list[Path]:
     if not is_installed("matplotlib"):
         log.warning("pictures   none: matplotlib is not installed; pip install matplotlib")
         return []
+    from deeplightning.figures.style import style
     from deeplightning.tracking import picture
 
     made = []
-    figures: dict[str, object] = {"parallel_coordinates.png": _parallel(study, done)}
-    if importances := study.importances():
-        figures["importances.png"] = _bars(importances, study.tune.metric)
-    for name, figure in figures.items():
+    with style():
+        figures: dict[str, object] = {"parallel_coordinates.png": _parallel(study, done)}
+        if importances := study.importances():
+            figures["importances.png"] = _bars(importances, study.tune.metric)
+        contents = {name: picture.to_png(figure) for name, figure in figures.items()}
+    for name, content in contents.items():
         path = folder / name
         beside = path.with_name(f".{name}.partial")
-        beside.write_bytes(picture.to_png(figure))
+        beside.write_bytes(content)
         beside.replace(path)
         made.append(path)
     return made
@@ -145,10 +148,12 @@ def _part(value: float, low: float, high: float) -> float:
 def _bars(importances: dict[str, float], metric: str) -> object:
     from matplotlib.figure import Figure
 
+    from deeplightning.figures.style import BLUE
+
     names = sorted(importances, key=lambda name: importances[name])
     figure = Figure(figsize=(6, 1.2 + 0.4 * len(names)), layout="constrained")
     axes = figure.add_subplot()
-    bars = axes.barh(range(len(names)), [importances[name] for name in names], color="tab:blue")
+    bars = axes.barh(range(len(names)), [importances[name] for name in names], color=BLUE)
     axes.bar_label(bars, fmt="%.2f", padding=3, fontsize=8)
     axes.set_yticks(range(len(names)), [_label(name) for name in names], fontsize=8)
     axes.set_xlim(0, 1.1)

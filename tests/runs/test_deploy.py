@@ -110,6 +110,13 @@ def test_a_run_deploys_in_any_spelling(run, store, tracked, tmp_path, monkeypatc
             command_of(missing)
 
 
+def test_a_bundle_has_the_name_of_its_run(run, tracked):
+    """That of the tracker, with its id, and the size that the pictures had before they were prepared."""
+    tracker, origin = tracked(run.path), json.loads(run.bundle_card.read_text())["run"]
+    assert (origin["id"], origin["name"]) == (tracker.id, tracker.client.get_run(tracker.id).info.run_name)
+    assert origin["picture_size"] == "8 x 8"
+
+
 def test_a_run_without_a_bundle_is_exported_first(run, tmp_path):
     """A copy without its bundle gets one, with the same weights."""
     copy = RunFolder(shutil.copytree(run.path, tmp_path / "copy", ignore=shutil.ignore_patterns("bundle")))

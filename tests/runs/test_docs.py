@@ -37,6 +37,7 @@ PAGES = [
     *sorted(ROOT.glob("*.md")),
     *sorted(ROOT.glob("docs/*.md")),
     *sorted(ROOT.glob("examples/*/*.md")),
+    *sorted(ROOT.glob("deploy/*.md")),
 ]
 PAGES = list(dict.fromkeys(PAGES))
 RUN = [

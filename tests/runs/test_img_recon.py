@@ -127,7 +127,7 @@ def test_pictures_of_each_epoch(run):
     """Two epochs leave eight pictures at the folder's top, originals and reconstructions of training and validation;
     a validation by itself two more, without a number."""
     names = [f"{s}_{w}_{e}.png" for s in ("train", "val") for w in ("original", "reconstruction") for e in (0, 1)]
-    found = {path.name for path in run.path.glob("*.png")}
+    found = {path.name for path in run.path.glob("*_*.png")}
     assert found == {*names, "val_original.png", "val_reconstruction.png"}
 
 

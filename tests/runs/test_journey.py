@@ -33,6 +33,12 @@ def base(store, place):
     return outcome
 
 
+PICTURES = [
+    *("curves", "val_confusion_matrix", "val_classes", "val_predictions"),
+    *("test_confusion_matrix", "test_classes", "test_reliability"),
+]
+
+
 def rows(path):
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
@@ -46,7 +52,8 @@ def test_everything_a_run_leaves_lies_in_the_folder_of_the_last_line(base, store
     assert left == {
         *("cfg.yaml", "environment.json", "code.zip", "metrics.json"),
         *("last.ckpt", "best.ckpt", "best.json", "logs/rank_0.log", "samples.npz"),
-        *("val_confusion_matrix.png", "val_predictions.png", "test_results.json", "test_predictions.csv"),
+        *("test_results.json", "test_predictions.csv", "test_mistakes.json", "places.json", "report.html"),
+        *(f"{name}.{ending}" for name in PICTURES for ending in ("svg", "png")),
         *("bundle/model.onnx", "bundle/weights.safetensors", "bundle/bundle.json"),
     } | (left & {"git.diff"})
 

@@ -16,7 +16,7 @@ from deeplightning.checks.json_schema import json_schema
 from deeplightning.checks.reference import default, options, sections
 from deeplightning.cli import cli
 from deeplightning.config import schema
-from deeplightning.config.tree import dump, parse, plain
+from deeplightning.config.tree import dump, line, parse, plain
 from deeplightning.faults import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -239,18 +239,36 @@ def test_the_schema_is_one_in_the_drafts_that_editors_read():
 
 
 def test_every_key_tells_what_it_is():
-    """Title and sentence at every key; the default where it has one; examples and defaults are themselves valid."""
+    """Title and sentence at every key, with type and default in the text that editors show, beside which they show
+    examples; examples and defaults are themselves valid."""
     for path, cls in sections(schema.Config):
         section = SCHEMA if cls is schema.Config else SCHEMA["$defs"][cls.__name__]
         for field in schema.keys(cls):
             key, told = f"{path}.{field.name}".lstrip("."), section["properties"][field.name]
             assert (told["title"], told["description"].startswith(field.metadata["doc"])) == (key, True)
             value = default(field)
+            facts = dict(part.split(": ", 1) for part in told["description"].split("\n\n")[1:])
+            assert ("examples" in told) == bool(field.metadata["example"])
             if value is not MISSING and not is_dataclass(value):
                 assert told["default"] == value
+                assert (facts["Default"], "Type" in facts) == (line(value), True)
+            elif value is MISSING:
+                assert facts["Default"] == "none, it must be given"
             for value in [*told.get("examples", []), *([told["default"]] if "default" in told else [])]:
                 found = Draft202012Validator({**told, "$defs": SCHEMA["$defs"]}).iter_errors(value)
                 assert [error.message for error in found] == [], key
+
+
+@pytest.mark.parametrize(
+    "path", sorted(ROOT.glob("configs/*/*.yaml")), ids=lambda path: f"{path.parent.name}/{path.stem}"
+)
+def test_an_option_of_a_group_is_right_in_the_editor(path):
+    """Its modeline names the part of the schema that is its section's, and that finds nothing wrong."""
+    (modeline,) = re.findall(r"^# yaml-language-server: \$schema=(\S+)$", path.read_text(), re.MULTILINE)
+    file, _, name = modeline.partition("#/$defs/")
+    assert ((path.parent / file).resolve(), name) == (ROOT / "configs" / "schema.json", path.parent.name.capitalize())
+    judge = Draft202012Validator({"$ref": f"#/$defs/{name}", "$defs": SCHEMA["$defs"]})
+    assert list(judge.iter_errors(read(path.read_text()))) == []
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=NAMES)

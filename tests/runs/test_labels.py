@@ -14,7 +14,7 @@ import torch
 from jsonschema import Draft202012Validator
 from PIL import Image
 from safetensors.torch import load_file
-from sklearn.metrics import average_precision_score, f1_score
+from sklearn.metrics import average_precision_score, f1_score, roc_auc_score
 
 import deeplightning as dl
 from deeplightning.model.cnn import SimpleCNN
@@ -90,8 +90,11 @@ def rows(command, store, tmp_path_factory):
             age, items = random.normal(40, 12), random.integers(1, 9)
             writer.writerow([f"{age:.3f}", items, int(age > 45), int(items + random.normal() > 6)])
     sizes = "model.network.params={num_numbers: auto, cardinalities: auto, num_outputs: auto, width: 16, depth: 1}"
+    area = "{type: torchmetrics.classification.MultilabelAUROC, params: {num_labels: 2}}"
+    own = "{type: deeplightning.task.multilabel.MeanAveragePrecision}, f1: {type: deeplightning.task.multilabel.F1}"
+    metrics = f"model.metrics={{area: {area}, map: {own}}}"
     return run_of(
-        command, store, place, ["data.module.params={train: orders.csv, target: [gift, late]}", sizes],
+        command, store, place, ["data.module.params={train: orders.csv, target: [gift, late]}", sizes, metrics],
         data="deeplightning.data.table.TableData", task="Multilabel", network="deeplightning.model.table.TableNet",
     )  # fmt: skip
 
@@ -113,8 +116,8 @@ def predictions(run):
 
 @pytest.mark.parametrize(("name", "labels"), [("pictures", COLOURS), ("rows", ["gift", "late"])])
 def test_a_run_has_metrics_and_thresholds_of_its_labels(name, labels, request):
-    """Test metrics are scikit-learn's of the file of predictions, by the thresholds that travel in the best checkpoint
-    and stand in the bundle."""
+    """Test metrics, one of torchmetrics' among them, are scikit-learn's of the file of predictions, by the thresholds
+    that travel in the best checkpoint and stand in the bundle."""
     run = request.getfixturevalue(name)
     card = card_of(run)
     thresholds = card["output"]["thresholds"]
@@ -129,8 +132,11 @@ def test_a_run_has_metrics_and_thresholds_of_its_labels(name, labels, request):
         for column in ("labels", "predicted_labels")
     )
     np.testing.assert_array_equal(answered, scores >= thresholds)
-    said = re.search(r"results +test_f1 (\S+) +test_loss \S+ +test_map (\S+)", run.out)
+    said = re.search(r"results .*test_f1 (\S+) +test_loss \S+ +test_map (\S+)", run.out)
     assert said is not None, run.out
+    if name == "rows":
+        area = float(re.search(r"results +test_area (\S+)", run.out)[1])
+        assert area == pytest.approx(roc_auc_score(truth, scores), abs=1e-4)
     assert float(said[1]) == pytest.approx(f1_score(truth, answered, average="macro"), abs=1e-4)
     assert float(said[2]) == pytest.approx(average_precision_score(truth, scores), abs=1e-4)
     assert float(said[1]) > 0.8

@@ -1,6 +1,8 @@
 """What the wheel and the source distribution hold, and that the command works from the wheel alone, without a clone."""
 
 import os
+import posixpath
+import re
 import subprocess
 import sys
 import tarfile
@@ -54,9 +56,26 @@ def test_the_wheel_has_the_package_and_its_data(built):
     assert {f"deeplightning/{name}" for name in DATA} <= set(names)
     modules = [path for top in ("deeplightning", "serve") for path in ROOT.glob(f"{top}/**/*.py")]
     assert {str(path.relative_to(ROOT)) for path in modules} <= set(names)
-    assert {"serve/page.html", "serve/docs.html", "deeplightning/tracking/schema.sql"} <= set(names)
+    assert {
+        "serve/page.html",
+        "serve/docs.html",
+        "deeplightning/tracking/schema.sql",
+        "deeplightning/report/page.css",
+    } <= set(names)
     assert {name.partition("/")[0].partition("-")[0] for name in names} == {"deeplightning", "serve"}
     assert [name for name in names if name.endswith(".pyc") or "mlruns" in name] == []
+
+
+def test_the_schema_that_a_shipped_config_names_is_in_the_wheel(built):
+    """Each names it by a path relative to itself, and finds it where the wheel was installed."""
+    (wheel,) = built.glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        configs = [n for n in archive.namelist() if n.endswith(".yaml") and "/templates/" not in n]
+        for name in configs:
+            text = archive.read(name).decode()
+            (address,) = re.findall(r"^# yaml-language-server: \$schema=([^#\s]+)\S*$", text, re.MULTILINE)
+            assert posixpath.normpath(posixpath.join(name, "..", address)) == "deeplightning/configs/schema.json"
+    assert len(configs) > 20
 
 
 def test_the_source_distribution_has_what_the_wheel_is_made_from(built):

@@ -16,6 +16,7 @@ from commands import real
 from mlflow.tracking import MlflowClient
 
 import deeplightning as dl
+from deeplightning.export.bundle import sealed
 from serve.bundle import Bundle
 
 TOKEN = "hf_" + "Zq8Rw2Lk7Tn4Vx9Bc1Md" * 2
@@ -114,13 +115,26 @@ def test_files_that_the_card_does_not_describe_are_not_published(kind, run, comm
     if kind == "path":
         card = json.loads((copy / "bundle" / "bundle.json").read_text())
         card["files"]["../../precious.json"] = hashlib.sha256(b"precious").hexdigest()
-        (copy / "bundle" / "bundle.json").write_text(json.dumps(card))
+        (copy / "bundle" / "bundle.json").write_text(sealed(card))
     else:
         weights.unlink()
         weights.symlink_to(precious) if kind == "link" else weights.write_text("precious")
     outcome = command("push", copy, "hf://ada/digits", "--to", tmp_path / "pushed", cwd=place)
     assert outcome.code == 4
     assert "is not the file that bundle.json describes" in outcome.err
+    assert not (tmp_path / "pushed").exists()
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}"])
+def test_a_damaged_card_is_not_published(text, run, command, place, tmp_path):
+    """The note names the bundle and the command that writes it again."""
+    copy = tmp_path / "run"
+    shutil.copytree(run, copy)
+    (copy / "bundle" / "bundle.json").write_text(text)
+    outcome = command("push", copy, "hf://ada/digits", "--to", tmp_path / "pushed", cwd=place)
+    assert outcome.code == 4
+    assert "bundle cannot be read" in outcome.err
+    assert "deeplightning export RUN" in outcome.err
     assert not (tmp_path / "pushed").exists()
 
 

@@ -4,6 +4,7 @@ A clone in a folder with a space holds the real scripts; its Python and its uv a
 they were asked. What uv really does with requirements.lock, CI shows: it begins with a fresh clone.
 """
 
+import contextlib
 import os
 import re
 import shutil
@@ -241,9 +242,64 @@ def test_set_up_installs_the_lock_with_its_hashes(bare):
     assert err.splitlines()[0].startswith(f"Setting up the environment in {bare.root}/.venv: once,")
     venv, packages, project = bare.uv_calls()
     assert venv.startswith("venv ")
-    assert packages.endswith("--compile-bytecode --require-hashes -r requirements.lock")
+    assert packages.endswith("bin/python --require-hashes -r requirements.lock")
     assert project.endswith("--offline --no-deps --no-build-isolation -e .")
     assert set(bare.root.iterdir()) - before == {bare.root / ".uv", bare.root / ".venv"}
+
+
+def test_bytecode_is_compiled_where_python_may_not_write_it_later(bare):
+    """With PYTHONDONTWRITEBYTECODE a set-up compiles every package; else Python does it for what it imports."""
+    assert bare.run("env.sh", PYTHONDONTWRITEBYTECODE="1")[0] == 0
+    assert all("--compile-bytecode" in call for call in bare.uv_calls()[1:])
+
+
+def test_a_set_up_reports_while_it_goes_on(bare):
+    """The step, its seconds and what uv does; nothing is left running when it ends."""
+    bare.environment["SETUP_REPORT_SECONDS"] = "1"
+    process = bare.start_hanging("env.sh")
+    (bare.root / ".uv/log").write_text(
+        "Resolved 9 packages in 1s\nDownloading torch (527.9MiB)\nDownloading numpy (15.0MiB)\n Downloaded numpy\n"
+    )
+    while "downloading torch" not in (line := process.stderr.readline()):
+        assert line
+    assert re.fullmatch(r"  2/3 packages: \d+ s  downloading torch \(527.9MiB\)\n", line)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=20)  # no process holds its stderr
+    assert process.returncode == 143
+
+
+def test_a_set_up_shows_its_steps_on_a_terminal(bare):
+    """A line that changes, of the terminal's width at most, and one that stays for each step."""
+    leader, follower = os.openpty()
+    process = subprocess.Popen(
+        ["bash", str(bare.root / "env.sh")],
+        env=bare.environment | {"TERM": "xterm"}, stdin=subprocess.DEVNULL, stdout=follower, stderr=follower,
+        start_new_session=True,
+    )  # fmt: skip
+    os.close(follower)
+    shown = b""
+    with contextlib.suppress(OSError):  # the terminal's end on Linux
+        while part := os.read(leader, 10_000):
+            shown += part
+    os.close(leader)
+    assert process.wait(20) == 0
+    text = shown.decode()
+    steps = ["1/3 uv, environment", "2/3 packages", "3/3 check of torch"]
+    assert re.findall(r"\r\x1b\[K  (\d/3 .*?) +\d+ s\r\n", text) == steps
+    assert "The environment is ready after" in text
+    assert max(len(part.partition("\r\n")[0]) for part in text.split("\r\x1b[K")[1:]) < 80
+
+
+def test_a_smaller_download_is_named_where_there_is_no_gpu(bare):
+    """One note, with its price; not on a machine with NVIDIA's tools, and not where a build is asked for."""
+    named = "TORCH_BACKEND=cpu bash env.sh takes the CPU build"
+    if not (Path("/proc/driver/nvidia").exists() or Path("/dev/dxg").exists()):
+        assert named in bare.run("env.sh")[2]
+    shutil.rmtree(bare.root / ".venv", ignore_errors=True)
+    (bare.bin / "nvidia-smi").symlink_to("/bin/true")
+    assert named not in bare.run("env.sh")[2]
+    (bare.bin / "nvidia-smi").unlink()
+    assert named not in bare.run("env.sh", TORCH_BACKEND="cpu")[2]
 
 
 def test_another_torch_build_is_kept(clone):

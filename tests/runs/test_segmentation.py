@@ -19,11 +19,12 @@ import deeplightning as dl
 from deeplightning.checks.examine import load_config
 from deeplightning.data.errors import DataConfigError, DataError
 from deeplightning.data.masked import resized
+from deeplightning.figures.masks import OPACITY, overlay
 from deeplightning.image import ImageSpec
-from deeplightning.kinds import KINDS, MAX_COMPARED
+from deeplightning.kinds import CLASS_COLOURS, KINDS, MAX_COMPARED
 from deeplightning.model.unet import UNet
 from deeplightning.run.assemble import init_module
-from deeplightning.task.segmentation import COLOURS, IoU, PixelAccuracy, sheet
+from deeplightning.task.segmentation import IoU, PixelAccuracy, Segmentation
 from serve.app import application
 from serve.bundle import Bundle
 from serve.service import Service
@@ -294,16 +295,30 @@ def test_metrics_equal_scikit_learns():
         IoU(of=-1)
 
 
-def test_a_sheet():
-    """Picture, truth and answer side by side, a row each; what does not count is white."""
-    images = torch.full((2, 1, 48, 48), 77, dtype=torch.uint8)
-    truth = torch.full((2, 48, 48), -100)
-    truth[1] = 1
-    shown = sheet(images, truth, torch.full((2, 48, 48), 14))
-    assert shown.shape == (3, 2 * 100, 3 * 100)
-    middle = [[tuple(shown[:, row, column].tolist()) for column in (50, 150, 250)] for row in (50, 150)]
-    red, third = tuple(COLOURS[1].tolist()), tuple(COLOURS[2].tolist())
-    assert middle == [[(77, 77, 77), (255, 255, 255), third], [(77, 77, 77), red, third]]
+def test_the_least_right_pictures_are_kept():
+    """Of all batches those with the smallest share of right pixels among those that count, the worst first."""
+    task = Segmentation.__new__(Segmentation)
+    task.__dict__["_sheet"] = []
+    truth = torch.zeros(12, 4, 4, dtype=torch.int64)
+    truth[:, 0] = -100
+    outputs = torch.zeros(12, 2, 4, 4)
+    for number in range(12):
+        outputs[number, 1].view(-1)[4 : 4 + number] = 1  # as many pixels are wrong
+    images = torch.arange(12, dtype=torch.uint8).view(12, 1, 1, 1).expand(12, 3, 4, 4)
+    for part in (slice(0, 5), slice(5, 5), slice(5, 12)):
+        task.remember(images[part], outputs[part], truth[part])
+    right, kept, *_ = task.__dict__["_sheet"]
+    assert kept[:, 0, 0, 0].tolist() == [11, 10, 9, 8, 7, 6, 5, 4]
+    assert right.tolist() == pytest.approx([1 - number / 12 for number in range(11, 3, -1)])
+
+
+def test_classes_lie_over_the_picture():
+    """Half of the colour of a class and half of the picture; what does not count is nearly white."""
+    classes = np.array([[[1, -100], [13, 0]]])
+    shown = overlay(np.full((1, 2, 2, 1), 100, np.uint8), classes)
+    expected = [[OPACITY * part + (1 - OPACITY) * 100 for part in CLASS_COLOURS[n]] for n in (1, 1, 0)]
+    assert np.abs(shown[0, [0, 1, 1], [0, 0, 1]] - expected).max() <= 0.5
+    assert shown[0, 0, 1].min() > 220
 
 
 # ---- runs
@@ -327,7 +342,8 @@ def test_a_run_learns_and_shows(run):
     assert found["val_iou"] > 0.4
     assert found["val_acc"] > 0.6
     with Image.open(run.folder / "val_segmentation.png") as shown:
-        assert shown.size == (3 * 100, 2 * 100)
+        assert shown.width > 500
+    assert (run.folder / "val_segmentation.svg").read_text().count("<image") == 3 * 2
     with (run.folder / "test_predictions.csv").open() as file:
         rows = list(csv.DictReader(file))
     assert len(rows) == 2
@@ -353,7 +369,7 @@ def test_masks_over_http_are_those_of_the_network(run, root):
         mask = Image.open(io.BytesIO(base64.b64decode(said["mask"])))
         assert (mask.mode, mask.size, said["width"], said["height"]) == ("P", (16, 16), 16, 16)
         np.testing.assert_array_equal(np.asarray(mask), expected)
-        assert [tuple(mask.getpalette()[3 * n : 3 * n + 3]) for n in range(3)] == list(map(tuple, COLOURS[:3].tolist()))
+        assert [tuple(mask.getpalette()[3 * n : 3 * n + 3]) for n in range(3)] == [*CLASS_COLOURS[:3]]
         counts = np.bincount(expected.ravel(), minlength=3).tolist()
         assert [(one["label"], one["pixels"], one["share"]) for one in said["classes"]] == [
             (name, count, count / 256) for name, count in zip(CLASSES, counts, strict=True)

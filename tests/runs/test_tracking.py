@@ -661,13 +661,18 @@ def test_the_load_of_the_machine_is_tracked(store, monkeypatch):
 
 
 def test_a_run_is_found_in_any_spelling(store, logger):
-    """Folder, id, `runs:/ID`, `models:/NAME/VERSION`: the same absolute folder, also after the store was moved."""
+    """Folder, id, name, `runs:/ID`, `models:/NAME/VERSION`: the same absolute folder, also after the store was moved. A
+    name that two runs have is a note with their ids."""
     folder, run_id = logger.artifact_folder, logger.run_id
     logger.finalize("success")
     logger.experiment.create_registered_model("digits")
     logger.experiment.create_model_version("digits", str(folder), run_id)
-    spellings = [str(folder), folder, folder.as_uri(), run_id, f"runs:/{run_id}", "models:/digits/1"]
+    name = logger.experiment.get_run(run_id).info.run_name
+    spellings = [str(folder), folder, folder.as_uri(), run_id, name, f"runs:/{run_id}", "models:/digits/1"]
     assert {resolve_run(run, store) for run in spellings} == {folder}
+    logger.experiment.create_run("0", run_name=name)
+    with pytest.raises(CheckpointError, match=rf"2 runs are called '{name}'. Name one by its id, .*{run_id}"):
+        resolve_run(name, store)
     moved = store.with_name("moved runs")
     store.rename(moved)
     try:

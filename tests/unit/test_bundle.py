@@ -11,7 +11,7 @@ import pytest
 from served import COLOURS, colour_run, negative_run, picture
 
 from deeplightning.image import ImageSpec
-from deeplightning.runfolder import seal
+from deeplightning.runfolder import RunFolder, seal
 from serve.bundle import Bundle, BundleError
 
 SAMPLES = np.random.default_rng(0).integers(0, 256, (4, 3, 8, 8), dtype=np.uint8)
@@ -48,6 +48,21 @@ def test_a_bundle_answers(run_folder):
     prepared = bundle.prepare(picture(size=(20, 10)), 200)
     np.testing.assert_array_equal(prepared[:, 0, 0], COLOURS["red"])
     assert (prepared.dtype, prepared.shape, prepared.flags.c_contiguous) == (np.uint8, (3, 8, 8), True)
+
+
+def test_a_bundle_says_which_run_it_comes_from(run_folder, tmp_path):
+    """By all that an export writes: also the run's name, of what its weights are averages, the usual size of training
+    pictures. Some golden samples are kept as clients send them."""
+    from deeplightning.export.bundle import sealed  # here, since it imports torch
+
+    copy = RunFolder(tmp_path)
+    shutil.copytree(run_folder.bundle, copy.bundle)
+    card = json.loads(copy.bundle_card.read_text())
+    more = {"name": "quiet-harbour-417", "weights": "averaged by EMA (decay=0.9)", "picture_size": "640 x 480"}
+    copy.bundle_card.write_text(sealed({**card, "run": card["run"] | more}))
+    bundle = Bundle.open(tmp_path)
+    assert bundle.run == RUN | more
+    assert bundle.examples == card["golden"]["pictures"]
 
 
 def test_a_bundle_answers_with_pictures(negative_folder):

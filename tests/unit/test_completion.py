@@ -11,6 +11,8 @@ import pytest
 from click.shell_completion import get_completion_class
 
 from deeplightning.cli import cli
+from deeplightning.tracking.sqlite import open_directly
+from deeplightning.tracking.store import locate
 
 ROOT = Path(__file__).resolve().parents[2]
 VARIABLE = "_DEEPLIGHTNING_COMPLETE"
@@ -209,6 +211,32 @@ def test_keys_alone_are_offered_where_no_value_follows():
     assert found("train.export=t") == ["plain,train.export=true"]
     assert found("~se") == ["plain,~seed"]
     assert found("nothing.") == []
+
+
+def test_runs_are_offered_by_name(place, monkeypatch):
+    """`last`, and each run's name, the newest first; its id where others have the same name. Without a store, and with
+    one that is damaged, `last` and folders; a store is never made."""
+
+    def found(verb, last=""):
+        return offered("bash", f"deeplightning\n{verb}\n{last}", 2)
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", str(place / "a store"))
+    assert found("test") == ["plain,last", "dir,"]
+    assert not (place / "a store").exists()
+    store = locate(place / "a store")
+    tracker = open_directly(store)
+    names = ["SimpleCNN-a3f1", "twice", "twice", "a name; rm"]
+    ids = [tracker.create_run(tracker.experiment("e"), name, {}).id for name in names]
+    tracker.close()
+    words = found("serve")
+    assert words[0] == "plain,last"
+    assert sorted(words[1:-1]) == sorted(["plain,SimpleCNN-a3f1", *(f"plain,{run}" for run in ids[1:])])
+    for verb in ("predict", "export", "reproduce", "push", "diff"):
+        assert found(verb, "Simple") == ["plain,SimpleCNN-a3f1", "dir,Simple"]
+    assert offered("bash", "deeplightning\ndiff\nlast\nSimple", 3)[0] == "plain,SimpleCNN-a3f1"
+    assert offered("zsh", "deeplightning test Simple", 2)[2].startswith("running, 20")
+    store.database.write_text("damaged")
+    assert found("test") == ["plain,last", "dir,"]
 
 
 # ---- shells

@@ -23,7 +23,8 @@ def test_an_epochs_samples_per_second_are_those_of_training_alone(clock, caplog)
     """Of two processes, 16 and 10 samples in 2 seconds each: 26 a process, in 4 seconds; 3 seconds of a validation in
     between and 5 of one after the last batch are left out, and so is what came before the epoch."""
     caplog.set_level(logging.INFO, "deeplightning")
-    cfg = SimpleNamespace(logger=SimpleNamespace(progress="off"), train=SimpleNamespace(num_epochs=3))
+    train = SimpleNamespace(num_epochs=3, checkpoint=SimpleNamespace(monitor=None), early_stop=None)
+    cfg = SimpleNamespace(logger=SimpleNamespace(progress="off"), train=train)
     shown = Console(cfg, None, SimpleNamespace(best=None))
     trainer = SimpleNamespace(
         current_epoch=0,

@@ -218,6 +218,47 @@ def test_a_whole_section_that_is_replaced_shadows_what_was_in_it(layered):
     assert [row.split("  ")[-1] for row in rows[-2:]] == ["# middle.yaml:9:7", "# ground.yaml:10:47"]
 
 
+UNSET = {
+    "train.gradient_clip.value": """\
+train.gradient_clip.value: not set
+  type        a number, at least 0
+  meaning     .*
+  default     none, it must be given
+  set by      nothing: train.gradient_clip is null
+""",
+    "tune.num_trials": """\
+tune.num_trials: not set
+  type        a whole number, at least 1
+  meaning     trials in all, those of an interrupted search included
+  default     20
+  set by      nothing: tune is null
+""",
+    "model.optimizer.params.dampening": """\
+model.optimizer.params.dampening: not set
+  type        float
+  meaning     dampening for momentum .*
+  default     0
+  taken by    torch.optim.SGD
+  set by      nothing; the default counts
+""",
+    "train.callbacks.0.params.duration": """\
+train.callbacks.0.params.duration: not set
+  type        .*
+(  meaning .*
+)?  default     null
+  taken by    pytorch_lightning.callbacks.Timer
+  set by      nothing; the default counts
+""",
+}
+
+
+@pytest.mark.parametrize("key", UNSET)
+def test_a_key_that_could_be_set_has_its_documentation_and_default(key, layered):
+    """In a section that is null, and of a class that takes it."""
+    told = explain(layered, key)
+    assert re.fullmatch(UNSET[key], told), told
+
+
 @pytest.mark.parametrize(
     ("key", "words"),
     [
@@ -225,7 +266,11 @@ def test_a_whole_section_that_is_replaced_shadows_what_was_in_it(layered):
         ("dta", "there is no key `dta`. Did you mean data?"),
         ("seed.x", "seed has no key `x`."),
         ("train.callbacks.7.type", "train.callbacks has no key `7`."),
-        ("train.gradient_clip.value", "train.gradient_clip is null; set it, and `value` counts"),
+        ("train.gradient_clip.valu", "train.gradient_clip has no key `valu`. Did you mean train.gradient_clip.value?"),
+        ("model.optimizer.params.momentm", "model.optimizer.params has no key `momentm`. Did you mean"),
+        ("model.optimizer.params.params", "model.optimizer.params has no key `params`."),
+        ("model.scheduler.params.gamma", "model.scheduler is null; set it, and `params.gamma` counts"),
+        ("engine.env.COLOR", "engine.env has no key `COLOR`."),
         ("..", "there is no key ``."),
     ],
 )

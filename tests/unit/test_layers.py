@@ -4,8 +4,8 @@
 that come later in the list. Nothing imports the entry points. `serve` stands on `image`, `text`, `table`, `array`,
 `kinds`, `runfolder` and `words`; of the rest only `api`, `torch_server`, what answers inside an MLflow model, and
 `predict RUN FILE`, whose answers are those of the endpoint, use it. The parts (`data`, `task`, `model`, `loss`) are
-named in YAML, imported by nobody, and use of the core only `config.target.build`, `image`, `text`, `table`, `array`,
-`kinds`, `transfer` and `words`.
+named in YAML, imported by nobody, and use of the core only `config.target.build`, the types in `config.part_config`,
+`figures`, `image`, `text`, `table`, `array`, `kinds`, `transfer` and `words`.
 """
 
 import ast
@@ -20,8 +20,21 @@ ROOT = Path(__file__).resolve().parents[2]
 ENTRIES = {"deeplightning", "__main__", "api", "configure", "torch_server"}
 """What a user imports or starts: it may use everything, and only another one imports it."""
 LAYERS = [
-    *("cli", "tune", "reproduce", "dry_run", "run", "callbacks", "export", "launch", "tracking", "checks", "engine"),
-    *("config", "static", "process", "private"),
+    *(
+        "cli",
+        "tune",
+        "reproduce",
+        "dry_run",
+        "run",
+        "report",
+        "callbacks",
+        "export",
+        "launch",
+        "tracking",
+        "checks",
+        "engine",
+    ),
+    *("config", "static", "process", "private", "figures"),
 ]
 BASE = {
     *(
@@ -47,8 +60,10 @@ STAND_ON_SERVE = {
 PARTS = {"data", "task", "model", "loss"}
 OPEN_TO_PARTS = {
     *("deeplightning.config.target.build", "deeplightning.image", "deeplightning.text", "deeplightning.transfer"),
+    "deeplightning.config.part_config",
     *(
         "deeplightning.address",
+        "deeplightning.figures",
         "deeplightning.words",
         "deeplightning.table",
         "deeplightning.array",

@@ -22,6 +22,7 @@ from serve.admission import Admission
 from serve.app import application
 from serve.bundle import Bundle
 from serve.dispatch import Dispatcher, Request, refused
+from serve.hosts import Hosts
 from serve.limits import Limits, Refusal
 from serve.log import Log
 from serve.service import Service
@@ -377,7 +378,43 @@ def test_info_tells_the_model(client, run_folder):
             "max_queue": 256,
             "max_wait": 5.0,
         },
+        "samples": 0,
     }
+
+
+@pytest.mark.parametrize(
+    ("admission", "offered"),
+    [
+        (Admission(), 0),
+        (Admission("key"), 4),
+        (Admission(None, Hosts("127.0.0.1")), 4),
+        (Admission(None, Hosts("127.0.0.1", ["predict.example.org"])), 0),
+        (Admission(None, Hosts("10.0.0.1")), 0),
+    ],
+    ids=["anybody", "key", "this machine", "a proxy on this machine", "a network"],
+)
+def test_samples_are_not_for_everybody(run_folder, admission, offered):
+    """Golden samples are data of the run: they are offered on this machine, or to those who have the key. Each is
+    answered by /predict."""
+    client = application(Service(Bundle.open(run_folder.bundle), admission=admission)).test_client()
+    samples = client.get("/samples").json["samples"]
+    assert (len(samples), client.get("/info").json["samples"]) == (offered, offered)
+    if samples:
+        assert len(client.post("/predict", json={"images": samples}).json["predictions"]) == offered
+
+
+def test_an_answer_shows_what_the_network_gets(client):
+    """show=input adds the prepared picture to each prediction, and to nothing else; another word is refused."""
+    wide = picture("blue", size=(40, 20))
+    plain, shown = (client.post(f"/predict{query}", data=wide).json for query in ("", "?show=input"))
+    png = Image.open(io.BytesIO(base64.b64decode(shown.pop("input"))))
+    assert shown == plain
+    assert (png.size, png.mode, png.getpixel((0, 0))) == ((8, 8), "RGB", COLOURS["blue"])
+    several = client.post("/predict?top_k=1&show=input", **form(wide, picture("red"))).json["predictions"]
+    keys = {"input", "label", "predicted_class", "predicted_probability", "predictions"}
+    assert [set(one) for one in several] == [keys, keys]
+    refused = client.post("/predict?show=output", data=wide)
+    assert (refused.status_code, "show can be input" in refused.json["ERROR"]) == (400, True)
 
 
 def test_answers_may_not_be_guessed_at_or_framed(client):
@@ -434,7 +471,8 @@ def guarded(run_folder):
     ids=str,
 )
 @pytest.mark.parametrize(
-    ("method", "path"), [("POST", "/predict"), ("GET", "/info"), ("GET", "/metrics"), ("GET", "/openapi.json")]
+    ("method", "path"),
+    [("POST", "/predict"), *(("GET", f"/{name}") for name in ("info", "samples", "metrics", "openapi.json"))],
 )
 def test_without_the_key_there_is_no_answer(guarded, method, path, headers):
     """401 with the way to send it; nothing has been read."""
@@ -502,6 +540,12 @@ def test_requests_are_counted_and_logged(run_folder, tmp_path, monkeypatch, serv
         assert numbers[f"deeplightning_{name}_count"] == 1
         assert numbers[f"deeplightning_{name}_sum"] > 0
     assert numbers["deeplightning_queue_length"] == 0
+    families = {family.name: family for family in text_string_to_metric_families(metrics.text)}
+    duration = families["deeplightning_http_request_duration_seconds"]
+    cells = {tuple(one.labels.values()): one.value for one in duration.samples if one.name.endswith("_count")}
+    assert cells == {("/predict", "200"): 1, ("/predict", "415"): 1, ("other", "404"): 1}
+    (info,) = families["deeplightning_model_info"].samples
+    assert (info.labels, info.value) == ({"run": "abc", "task": "image_classification", "precision": "fp32"}, 1)
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert [(line["id"], line["method"], line["path"], line["status"]) for line in lines[:3]] == [
         ("two", "POST", "/predict", 200),

@@ -51,6 +51,7 @@ def test_a_copy_means_what_the_original_means(here):
         text = written[0].read_text()
         assert "train.sh" not in text
         assert "../" not in text
+        assert text.count(f"\n# yaml-language-server: $schema={(HOME / 'configs' / 'schema.json').as_uri()}\n") == 1
         assert text.startswith(("# deeplightning train ", "# deeplightning tune ")) or "search" in name, text
     assert examine("copies/examples/own_code/even_or_odd/even_or_odd.yaml", []).faults == []
 

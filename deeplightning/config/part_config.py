@@ -1,0 +1,22 @@
+"""The type of the config that a part (data, task) gets, for annotations alone: a part imports it under `TYPE_CHECKING`.
+
+It is the `Config` of the schema, narrowed to what loading and the checks have made sure of: the seed is drawn, and
+there is one network. A task with several networks checks that it has a mapping, and keeps that.
+"""
+
+from deeplightning.config.schema import Config, Model, Scheduler, Target
+
+__all__ = ["PartConfig", "Scheduler", "Target"]
+
+
+class PartModel(Model):
+    """The section `model` of a task with one network."""
+
+    network: Target
+
+
+class PartConfig(Config):
+    """The whole config, as it is passed to a data module and a task."""
+
+    seed: int
+    model: PartModel

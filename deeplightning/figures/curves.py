@@ -1,0 +1,247 @@
+"""Curves of a run's metrics over its steps, and numbers against their truth. N samples, T targets."""
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from deeplightning.figures.style import (
+    BLUE,
+    COLOURS,
+    GRID,
+    INK,
+    MUTED,
+    ORANGE,
+    WIDTH,
+    Drawing,
+    figure,
+    label,
+    lines,
+    place,
+)
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+Series = Mapping[str, Sequence[tuple[int, float]]]
+"""By the metric's name: (step, value), in the order of the steps."""
+
+POINTS = 600
+"""Points of a curve that are drawn; of more, every n-th and the last."""
+
+_OF_STAGE = re.compile(r"(train|val)_(.+?)(_epoch)?")
+_COLOUR = {"train": BLUE, "val": ORANGE}
+_WORD = {"train": "training", "val": "validation"}
+
+
+class Chart:
+    """What is drawn together: a metric of training and validation, or another series.
+
+    Attributes:
+        name: of the metric, without its stage.
+        curves: the points by the stage's word; "": of a series that belongs to none.
+    """
+
+    def __init__(self, name: str):
+        self.name = name
+        self.curves: dict[str, list[tuple[int, float]]] = {}
+
+
+def charts(series: Series) -> list[Chart]:
+    """Which series go together: losses first, then metrics, then learning rates and others by name. Of the training the
+    means over epochs where they are there; a series of one point is no curve."""
+    found: dict[str, Chart] = {}
+    for name, given in series.items():
+        of = _OF_STAGE.fullmatch(name)
+        points = [(step, value) for step, value in given if math.isfinite(value)]
+        if name == "epoch" or name.startswith("test_") or len(points) < 2:
+            continue
+        if of is None:
+            found.setdefault(name, Chart(name)).curves[""] = points
+            continue
+        stage, metric, is_epoch = of[1], of[2], of[3] is not None
+        chart = found.setdefault(metric, Chart(metric))
+        if is_epoch or stage not in chart.curves:
+            chart.curves[stage] = points
+    return sorted(found.values(), key=lambda chart: (_rank(chart), chart.name))
+
+
+def _rank(chart: Chart) -> int:
+    of_stage = "" not in chart.curves
+    if chart.name == "loss":
+        return 0
+    if of_stage:
+        return 1 if chart.name.endswith("loss") else 2
+    return 3 if is_rate(chart.name) else 4
+
+
+def is_rate(name: str) -> bool:
+    """Whether a series is of a learning rate."""
+    return re.fullmatch(r"lr([-_/].*)?", name) is not None
+
+
+def thinned(points: Sequence[tuple[int, float]], most: int = POINTS) -> Sequence[tuple[int, float]]:
+    """At most so many points, the last among them."""
+    if len(points) <= most:
+        return points
+    every = math.ceil(len(points) / most)
+    return [*points[::every], *([points[-1]] if (len(points) - 1) % every else [])]
+
+
+def curve(chart: Chart, best: int | None = None) -> Drawing:
+    """One chart.
+
+    Args:
+        best: the steps done at the best checkpoint, whose validation is marked; None: there is none.
+    """
+    ends = ", ".join(f"{_WORD.get(stage, 'last')} {points[-1][1]:.4g}" for stage, points in chart.curves.items())
+    return Drawing(lambda: _grid([chart], best, 1), f"{label(chart.name)} over the steps: {ends} at the end")
+
+
+def curves(series: Series, best: int | None = None) -> Drawing | None:
+    """All charts in one picture; None: there is no curve."""
+    found = charts(series)[:12]
+    if not found:
+        return None
+    names = ", ".join(label(chart.name) for chart in found)
+    return Drawing(lambda: _grid(found, best, min(2, len(found))), f"Curves of {names}")
+
+
+def _grid(found: Sequence[Chart], best: int | None, columns: int) -> "Figure":
+    rows = -(-len(found) // columns)
+    made = figure(WIDTH * columns, 2.55 * rows)
+    grid = place(
+        made,
+        *(0.62, 0.18, 0.36, 0.44),
+        nrows=rows,
+        ncols=columns,
+        squeeze=False,
+        gridspec_kw={"wspace": 0.24, "hspace": 0.46},
+    ).flatten()
+    for axes in grid[len(found) :]:
+        axes.set_axis_off()
+    for axes, chart in zip(grid, found, strict=False):
+        _draw(axes, chart, best)
+    return made
+
+
+def _draw(axes: Any, chart: Chart, best: int | None) -> None:
+    for stage, points in chart.curves.items():
+        steps, values = zip(*thinned(points), strict=True)
+        marker = "o" if len(steps) <= 30 else None
+        axes.plot(
+            *(steps, values),
+            color=_COLOUR.get(stage, COLOURS[3]),
+            label=_WORD.get(stage),
+            marker=marker,
+            markersize=2.5,
+        )
+    axes.set_title(label(chart.name, 40))
+    _scale(axes, chart.name, [value for points in chart.curves.values() for _, value in points])
+    axes.set_xlabel("step")
+    judged = [step for step, _ in chart.curves.get("val", []) if best is not None and step <= best]
+    if judged:  # a checkpoint counts the steps that are done, a series from 0
+        axes.axvline(max(judged), color=MUTED, linewidth=1, linestyle=(0, (2, 2)), label="best")
+    if "" not in chart.curves:
+        axes.legend(loc="best", handlelength=1.4)
+    lines(axes)
+
+
+def is_logarithmic(name: str, values: Sequence[float]) -> bool:
+    """Whether a metric is shown on a logarithmic scale: a loss that goes through more than two decades."""
+    return name.endswith("loss") and min(values) > 0 and max(values) / min(values) > 200
+
+
+def _scale(axes: Any, name: str, values: Sequence[float]) -> None:
+    if values and is_logarithmic(name, values):
+        axes.set_yscale("log")
+        axes.minorticks_off()
+        axes.yaxis.set_major_formatter("{x:g}")
+
+
+def compared(name: str, of_runs: Sequence[tuple[str, Sequence[tuple[int, float]]]]) -> Drawing:
+    """One metric of several runs.
+
+    Args:
+        name: of the metric.
+        of_runs: each run's name, and the points that it has of it.
+    """
+    return Drawing(lambda: _compared(name, of_runs), f"{label(name)} of {len(of_runs)} runs over the steps")
+
+
+def _compared(name: str, of_runs: Sequence[tuple[str, Sequence[tuple[int, float]]]]) -> "Figure":
+    made = figure(WIDTH, 2.55 + 0.15 * len(of_runs))
+    axes = place(made, 0.62, 0.18, 0.36, 0.46 + 0.15 * len(of_runs))
+    styles = ("-", (0, (4, 2)), (0, (1, 1.5)))
+    for number, (run, points) in enumerate(of_runs):
+        kept = [(step, value) for step, value in thinned(points) if math.isfinite(value)]
+        if kept:
+            dash = styles[number // len(COLOURS) % len(styles)]
+            axes.plot(
+                *zip(*kept, strict=True), color=COLOURS[number % len(COLOURS)], linestyle=dash, label=label(run, 40)
+            )
+    axes.set_title(label(name, 40))
+    axes.set_xlabel("step")
+    _scale(axes, name, [value for _, points in of_runs for _, value in points if math.isfinite(value)])
+    lines(axes)
+    made.legend(*axes.get_legend_handles_labels(), loc="lower left", bbox_to_anchor=(0.1, 0.0), labelspacing=0.2)
+    return made
+
+
+MOST_DOTS = 3000
+"""Dots of a picture of truth against prediction; of more samples, as many that are evenly spread."""
+
+
+def truth_against_prediction(truth: np.ndarray, predicted: np.ndarray, names: Sequence[str], of: str) -> Drawing:
+    """A dot for each sample and target, float (N, T) each; at most six targets."""
+    errors = (predicted - truth)[:, :6]
+    parts = [
+        f"{label(name)}: RMSE {np.sqrt(np.mean(errors[:, n] ** 2)):.4g}, R² {_r2(truth[:, n], errors[:, n]):.4g}"
+        for n, name in enumerate(names[:6])
+    ]
+    return Drawing(
+        lambda: _truth(truth[:, :6], predicted[:, :6], parts, of),
+        f"Truth against prediction on {len(truth):,} {of} samples. {'; '.join(parts)}",
+    )
+
+
+def _r2(truth: np.ndarray, errors: np.ndarray) -> float:
+    spread = float(np.sum((truth - truth.mean()) ** 2))
+    return 1 - float(np.sum(errors**2)) / spread if spread else float("nan")
+
+
+def _truth(truth: np.ndarray, predicted: np.ndarray, parts: Sequence[str], of: str) -> "Figure":
+    columns = min(2, len(parts))
+    rows = -(-len(parts) // columns)
+    made = figure(WIDTH * columns, 3.9 * rows)
+    grid = place(
+        made,
+        0.62,
+        0.2,
+        0.5,
+        0.46,
+        nrows=rows,
+        ncols=columns,
+        squeeze=False,
+        gridspec_kw={"wspace": 0.24, "hspace": 0.34},
+    ).flatten()
+    for axes in grid[len(parts) :]:
+        axes.set_axis_off()
+    some = np.linspace(0, len(truth) - 1, min(len(truth), MOST_DOTS)).astype(int)
+    for number, words in enumerate(parts):
+        axes, name, numbers = grid[number], *words.rsplit(": ", 1)
+        x, y = truth[some, number], predicted[some, number]
+        low, high = float(min(x.min(), y.min())), float(max(x.max(), y.max()))
+        axes.plot([low, high], [low, high], color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
+        alpha = 0.8 if len(some) < 300 else 0.4
+        axes.plot(x, y, "o", color=BLUE, markersize=3, alpha=alpha, markeredgewidth=0, rasterized=len(some) > 500)
+        axes.set_title(f"{name}\n", color=INK)
+        axes.text(0, 1.03, f"{numbers}; {len(truth):,} {of} samples", transform=axes.transAxes, fontsize=7, color=MUTED)
+        axes.set_xlabel("truth")
+        axes.set_ylabel("prediction")
+        axes.set_aspect("equal", adjustable="datalim")
+        lines(axes)
+        axes.grid(True, color=GRID)
+    return made

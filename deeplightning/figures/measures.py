@@ -1,0 +1,129 @@
+"""Numbers that judge answers: per class, by confidence, and of two classes. numpy only, which imports at once;
+`tests/unit/test_measures.py` compares them with scikit-learn and torchmetrics.
+
+N samples, K classes, M bins.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+
+BINS = 15
+"""Bins of confidence, as in Guo et al. 2017, https://arxiv.org/abs/1706.04599, and in torchmetrics."""
+
+
+class PerClass(NamedTuple):
+    """Of each class, float (K,) from 0 to 1, 0 where it is not defined; `support` is int (K,), the samples of it."""
+
+    precision: np.ndarray
+    recall: np.ndarray
+    f1: np.ndarray
+    support: np.ndarray
+
+
+def confusion(labels: np.ndarray, predicted: np.ndarray, classes: int) -> np.ndarray:
+    """How often each class was answered for each, int (K, K): rows are true, columns predicted; both int (N,)."""
+    return np.bincount(labels * classes + predicted, minlength=classes * classes).reshape(classes, classes)
+
+
+def per_class(counts: np.ndarray) -> PerClass:
+    """Precision, recall and F1 of a confusion matrix, int (K, K)."""
+    right, predicted, true = np.diag(counts), counts.sum(0), counts.sum(1)
+    return from_counts(right, predicted, true)
+
+
+def from_counts(right: np.ndarray, predicted: np.ndarray, true: np.ndarray) -> PerClass:
+    """The same of the samples that are right, were predicted and are true, int (K,) each."""
+    return PerClass(_share(right, predicted), _share(right, true), _share(2 * right, predicted + true), true)
+
+
+def _share(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
+    found: np.ndarray = np.where(whole > 0, part / np.maximum(whole, 1), 0.0)
+    return found
+
+
+class Reliability(NamedTuple):
+    """How often answers are right, by how sure they are.
+
+    Attributes:
+        confidence: the mean probability in each bin, float (M,); 0 where it is empty.
+        accuracy: the share of right answers in each, float (M,).
+        samples: in each, int (M,).
+        error: the expected calibration error (ECE), in [0, 1]: the mean distance of both, weighted by samples.
+    """
+
+    confidence: np.ndarray
+    accuracy: np.ndarray
+    samples: np.ndarray
+    error: float
+
+
+def reliability(probability: np.ndarray, is_right: np.ndarray, bins: int = BINS) -> Reliability:
+    """Of the probability of each answer, float (N,), and whether it is right, bool (N,)."""
+    edges = np.linspace(0, 1, bins + 1)
+    which = np.clip(np.searchsorted(edges, probability, side="right") - 1, 0, bins - 1)
+    count = np.bincount(which, minlength=bins)
+    confidence = np.bincount(which, probability, bins) / np.maximum(count, 1)
+    accuracy = np.bincount(which, is_right, bins) / np.maximum(count, 1)
+    error = float((np.abs(confidence - accuracy) * count).sum() / max(1, len(probability)))
+    return Reliability(confidence, accuracy, count, error)
+
+
+class TwoClasses(NamedTuple):
+    """The curves of two classes: one point for each different score, the highest first, float (P,) each.
+
+    Attributes:
+        false_positives: share of the negative samples whose score is at least so high.
+        recall: of the positive samples, which is the rate of true positives.
+        precision: of those that are found.
+        auc: the area under the ROC curve.
+        average_precision: the mean precision, weighted by the steps of recall.
+    """
+
+    false_positives: np.ndarray
+    recall: np.ndarray
+    precision: np.ndarray
+    auc: float
+    average_precision: float
+
+
+def two_classes(score: np.ndarray, is_positive: np.ndarray) -> TwoClasses | None:
+    """Of the scores of samples, float (N,), and which are positive, bool (N,); None: all are, or none is."""
+    positives = int(is_positive.sum())
+    negatives = len(is_positive) - positives
+    if positives == 0 or negatives == 0:
+        return None
+    order = np.argsort(-score, kind="stable")
+    ranked, positive = score[order], is_positive[order]
+    ends = np.append(np.flatnonzero(np.diff(ranked)), len(ranked) - 1)  # equal scores are found together
+    right = np.cumsum(positive)[ends]
+    found = ends + 1
+    recall, false = right / positives, (found - right) / negatives
+    precision = right / found
+    steps = np.diff(recall, prepend=0.0)
+    area = float(np.trapezoid(np.append(0.0, recall), np.append(0.0, false)))
+    return TwoClasses(false, recall, precision, area, float((precision * steps).sum()))
+
+
+def in_groups(counts: np.ndarray) -> np.ndarray:
+    """An order of classes in which those that are confused are neighbours, int (K,): leaves of an average-linkage
+    clustering by how often two are taken for each other."""
+    from scipy.cluster.hierarchy import leaves_list, linkage  # 0.2 CPU seconds
+    from scipy.spatial.distance import squareform
+
+    share = counts / np.maximum(counts.sum(1, keepdims=True), 1)
+    distance = 1 - np.minimum((share + share.T) / 2, 1.0)
+    np.fill_diagonal(distance, 0.0)
+    order: np.ndarray = leaves_list(linkage(squareform(distance, checks=False), "average"))
+    return order
+
+
+def most_confused(counts: np.ndarray, most: int = 10) -> list[tuple[int, int, int]]:
+    """The pairs of a true and a predicted class that are confused most often, with how often."""
+    wrong = counts.copy()
+    np.fill_diagonal(wrong, 0)
+    order = np.argsort(-wrong, axis=None, kind="stable")[:most]
+    pairs = zip(*np.unravel_index(order, wrong.shape), strict=True)
+    return [
+        (int(true), int(predicted), int(wrong[true, predicted])) for true, predicted in pairs if wrong[true, predicted]
+    ]

@@ -1,0 +1,214 @@
+"""The one style of all pictures, and how a picture becomes SVG or PNG.
+
+A figure is drawn once, with the colours of a light page. In SVG the colours of text, lines and paper are CSS variables
+with a second value for `prefers-color-scheme: dark`; the other colours are readable on both. A PNG has the light paper.
+Text from outside, such as names of classes, is never read as mathematics.
+"""
+
+import io
+import logging
+import re
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from deeplightning.faults import SetupError, printable
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+INK, MUTED, GRID, PAPER = "#1b1f25", "#59636f", "#d9dee5", "#fefefe"
+DARK = {INK: "#e6eaef", MUTED: "#9aa5b1", GRID: "#363d46", PAPER: "#15191e"}
+"""The colours that a dark page has instead."""
+
+BLUE, ORANGE, GREEN, RED, PURPLE, TEAL = "#2f7fc8", "#d2721a", "#2f9a63", "#d64545", "#8a6bd1", "#1c9aa6"
+COLOURS = (BLUE, ORANGE, GREEN, PURPLE, TEAL, RED)
+"""Of lines: each has a contrast of 3 or more on both papers."""
+
+MAP, WHITE = "#2672b8", "#ffffff"
+"""The full colour of a map, and text on it: the same on both papers."""
+
+WIDTH = 4.0
+"""Inches of a picture of usual width: its text of 8 points is still read when a telephone shows it 330 pixels wide."""
+
+DPI = 144
+LONGEST = 24
+"""Characters that a label shows."""
+
+_NAMES = {INK: "ink", MUTED: "muted", GRID: "grid", PAPER: "paper"}
+_STYLE = {
+    "font.family": "sans-serif",
+    "font.sans-serif": ["DejaVu Sans"],
+    "font.size": 8,
+    "axes.titlesize": 9,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.titlecolor": INK,
+    "axes.labelcolor": MUTED,
+    "axes.labelsize": 8,
+    "axes.edgecolor": GRID,
+    "axes.facecolor": "none",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "axes.grid": False,
+    "grid.color": GRID,
+    "grid.linewidth": 0.6,
+    "text.color": INK,
+    "text.parse_math": False,
+    "text.usetex": False,
+    "xtick.color": GRID,
+    "ytick.color": GRID,
+    "xtick.labelcolor": MUTED,
+    "ytick.labelcolor": MUTED,
+    "xtick.labelsize": 7.5,
+    "ytick.labelsize": 7.5,
+    "figure.facecolor": PAPER,
+    "savefig.facecolor": PAPER,
+    "legend.frameon": False,
+    "legend.fontsize": 7.5,
+    "lines.linewidth": 1.5,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "deeplightning",
+}
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """A picture that is not drawn yet: whoever needs it calls `draw`.
+
+    Attributes:
+        draw: gives the figure.
+        alt: what it shows, in a sentence, for people who do not see it.
+    """
+
+    draw: "Callable[[], Figure]"
+    alt: str = ""
+
+
+@contextmanager
+def style() -> Iterator[None]:
+    """The style holds inside; what the process has set for matplotlib holds again afterwards.
+
+    Raises:
+        SetupError: matplotlib is not installed.
+    """
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise SetupError("pictures need matplotlib, which is not installed: pip install matplotlib") from error
+
+    # Not `rc_context`, which copies all settings.
+    settings: Any = matplotlib.rcParams
+    before = {name: settings[name] for name in _STYLE}
+    log = logging.getLogger("matplotlib.font_manager")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        settings.update(_STYLE)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Glyph .* missing from", category=UserWarning)
+            yield
+    finally:
+        settings.update(before)
+        log.setLevel(level)
+
+
+def figure(width: float = WIDTH, height: float = 3.2) -> "Figure":
+    """An empty figure, in inches; made without pyplot, so nothing stays open."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height))
+
+
+def place(figure: "Figure", left: float, right: float, top: float, bottom: float, **grid: Any) -> Any:
+    """Axes with these margins, in inches: matplotlib's own layouts draw a picture twice."""
+    width, height = figure.get_size_inches()
+    axes = figure.subplots(**grid)
+    figure.subplots_adjust(left / width, bottom / height, 1 - right / width, 1 - top / height)
+    return axes
+
+
+def title(figure: "Figure", words: str, note: str = "", left: float = 0.12) -> None:
+    """A title at the top, `left` inches from the edge, and a line below it."""
+    width, height = figure.get_size_inches()
+    figure.text(left / width, 1 - 0.18 / height, words, weight="bold", fontsize=9, va="center")
+    figure.text(left / width, 1 - 0.37 / height, note, color=MUTED, fontsize=7, va="center")
+
+
+def lines(axes: "Axes", which: str = "both") -> None:
+    """Thin lines behind the data, and no ticks."""
+    axes.grid(True, axis=which)  # type: ignore[arg-type]
+    axes.tick_params(length=0)
+
+
+def label(text: object, longest: int = LONGEST) -> str:
+    """A name as a picture shows it: on one line, without control characters, its middle left out where it is longer."""
+    name = printable(str(text)).encode("utf-8", "replace").decode()
+    name = re.sub("[\ufffe\uffff]", "?", name)  # not of XML
+    if len(name) <= longest:
+        return name
+    end = longest // 3
+    return f"{name[: longest - end - 1]}…{name[-end:]}"
+
+
+def room_for(names: Sequence[str], size: float) -> float:
+    """The inches that the widest of some labels needs at a font size in points."""
+    return max((sum(1.05 if ord(c) > 0x2E7F else 0.62 for c in name) for name in names), default=0) * size / 72
+
+
+def on_map(share: np.ndarray, least: float = 0.06) -> np.ndarray:
+    """Shares from 0 to 1, (R, C), as a picture (R, C, 4) that shows the paper where nothing is.
+
+    Args:
+        least: the opacity of the smallest share.
+    """
+    pixels = np.empty((*share.shape, 4))
+    pixels[..., :3] = [int(MAP[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    pixels[..., 3] = np.where(share > 0, least + (1 - least) * share, 0.0)
+    return pixels
+
+
+def to_svg(figure: "Figure", alt: str = "") -> str:
+    """A figure as SVG that follows the colours of the page; the same figure gives the same text."""
+    stream = io.StringIO()
+    with style():
+        title = {"Title": label(alt, 200)} if alt else {}
+        figure.savefig(stream, format="svg", metadata={"Date": None, "Creator": None, **title})
+    text = stream.getvalue()
+    for light, name in _NAMES.items():
+        text = text.replace(light, f"var(--{name})")
+    light_values = "".join(f"--{name}:{value};" for value, name in _NAMES.items())
+    dark_values = "".join(f"--{name}:{DARK[value]};" for value, name in _NAMES.items())
+    css = f"svg{{{light_values}}}@media(prefers-color-scheme:dark){{svg{{{dark_values}}}}}"
+    text = text.replace("<defs>", f"<style>{css}</style>\n <defs>", 1)
+    return text[text.index("<svg") :]
+
+
+def to_png(figure: "Figure") -> bytes:
+    """A figure as PNG on light paper."""
+    stream = io.BytesIO()
+    with style():
+        figure.savefig(stream, format="png", dpi=DPI, metadata={"Software": None})
+    return stream.getvalue()
+
+
+def drawn(drawing: Drawing) -> "Figure":
+    """The figure, in the style."""
+    with style():
+        return drawing.draw()
+
+
+def save(drawing: Drawing, path: Path) -> str:
+    """Draws once, writes `path` with the endings .svg and .png, and gives the SVG."""
+    figure = drawn(drawing)
+    text = to_svg(figure, drawing.alt)
+    path.with_name(f"{path.name}.png").write_bytes(to_png(figure))
+    path.with_name(f"{path.name}.svg").write_text(text, encoding="utf-8")
+    return text

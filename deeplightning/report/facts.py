@@ -1,0 +1,231 @@
+"""What a run folder tells, as plain values. The folder may be a stranger's: nothing is unpickled or imported, no link
+leads out of it, and whatever has another shape than a run writes is left out.
+"""
+
+import base64
+import binascii
+import json
+import math
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from deeplightning.config.secret_scan import BLOT, conceal, secrets_in_value
+from deeplightning.config.tree import flat, line, parse, plain
+from deeplightning.faults import CheckpointError, Fault
+from deeplightning.runfolder import RunFolder
+from deeplightning.tracking.series import Series, from_file
+from deeplightning.words import first_line
+
+LARGEST = 64 * 2**20
+"""Bytes of a file of the run that is read; a larger one is left out."""
+
+STAGES = {"test": "test", "validate": "validation"}
+"""The stages that leave results, with the word for their set; the first that a run has is the one whose pictures are
+drawn."""
+
+PNG, SVG = b"\x89PNG\r\n\x1a\n", b"<svg"
+
+
+@dataclass
+class Mistake:
+    """A sample that was answered badly: what is said of it, and what it is.
+
+    Attributes:
+        words: name and text of each thing that is said.
+        name, text: of the sample; "": there is none.
+        image: a PNG; empty: there is none.
+    """
+
+    words: dict[str, str]
+    name: str = ""
+    text: str = ""
+    image: bytes = b""
+
+
+@dataclass
+class Facts:
+    """What is known of a run.
+
+    Attributes:
+        folder: of the run.
+        run_id: "": its folder does not tell.
+        name: of the run in its store; "": not known.
+        status: FINISHED, FAILED, KILLED or RUNNING, as its store has it; "": not known.
+        config: dotted keys with their values, secrets concealed.
+        places: dotted key → where it was set; a key that is not there has its default.
+        environment: of the machine.
+        results: metrics of the evaluations.
+        best: metric, value and step of the best checkpoint; {}: none is monitored.
+        series: of the metrics; {}: they are not known.
+        classes: their names, as a stage noted them.
+        mistakes: by stage.
+    """
+
+    folder: RunFolder
+    run_id: str = ""
+    name: str = ""
+    status: str = ""
+    config: dict[str, Any] = field(default_factory=dict)
+    places: dict[str, str] = field(default_factory=dict)
+    environment: dict[str, Any] = field(default_factory=dict)
+    results: dict[str, dict[str, float]] = field(default_factory=dict)
+    best: dict[str, Any] = field(default_factory=dict)
+    series: Series = field(default_factory=dict)
+    classes: list[str] = field(default_factory=list)
+    mistakes: dict[str, list[Mistake]] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        """What it is, in a few words: the name that its store has, else network and data."""
+        if self.name:
+            return self.name
+        network, data = (str(self.config.get(f"{key}.type") or "") for key in ("model.network", "data.module"))
+        words = " on ".join(part.rpartition(".")[2] for part in (network, data) if part)
+        return words or self.folder.path.name
+
+    @property
+    def label(self) -> str:
+        """The title, told from that of other runs."""
+        return f"{self.title} {self.run_id[:6] or self.folder.path.name}"
+
+    @property
+    def stage(self) -> str | None:
+        """The stage whose answers are there; None: none are."""
+        return next((stage for stage in STAGES if self.folder.stage_predictions(stage).is_file()), None)
+
+    @property
+    def best_step(self) -> int | None:
+        step = self.best.get("step")
+        return step if isinstance(step, int) else None
+
+
+def facts(folder: RunFolder, series: Series | None = None) -> Facts:
+    """What a run folder tells.
+
+    Args:
+        series: as its store has them; None: those of the folder.
+
+    Raises:
+        CheckpointError: this is no run folder.
+    """
+    if not folder.config.is_file():
+        raise CheckpointError(f"{folder.path}: this is no run folder, there is no {folder.config.name}")
+    found = Facts(folder)
+    inside = folder.path.parent.name if folder.path.name == "artifacts" else folder.path.name
+    found.run_id = inside if re.fullmatch("[0-9a-f]{32}", inside) else ""
+    try:
+        faults: list[Fault] = []
+        # Not `read`, which follows `_base_` to other files.
+        root = parse(folder.config.read_text(encoding="utf-8"), str(folder.config), faults)
+        found.config = {key: _without_secrets(key, value) for key, value in flat(plain(root))}
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder.config}: cannot be read: {first_line(error)}") from error
+    if faults:
+        raise CheckpointError(f"{folder.config}: cannot be read: {faults[0].message}")
+    found.places = {str(k): without_secrets(str(v)) for k, v in _mapping(folder, folder.places).items()}
+    found.environment = _mapping(folder, folder.environment)
+    for stage in STAGES:
+        if numbers := _numbers(_mapping(folder, folder.results(stage))):
+            found.results[stage] = numbers
+        content = _mapping(folder, folder.mistakes(stage))
+        if (given := content.get("mistakes")) and isinstance(given, list):
+            found.mistakes[stage] = [_mistake(one) for one in given[:100] if isinstance(one, dict)]
+        names = content.get("classes")
+        if isinstance(names, list) and not found.classes:
+            found.classes = [str(name) for name in names]
+    best = _mapping(folder, folder.best_score)
+    if {"metric", "value", "step"} <= best.keys() and isinstance(best["value"], int | float):
+        found.best = best
+    found.series = series if series is not None else _series(folder)
+    return found
+
+
+def without_secrets(text: str) -> str:
+    """Text without what looks like a secret."""
+    return conceal(text, ".txt")[0]
+
+
+def _without_secrets(key: str, value: Any) -> Any:
+    if isinstance(value, list):
+        return [_without_secrets(key, item) for item in value]
+    if isinstance(value, dict):
+        return {name: _without_secrets(f"{key}.{name}", item) for name, item in value.items()}
+    if not isinstance(value, str):
+        return value
+    for start, end in reversed(secrets_in_value(key.rpartition(".")[2], value)):
+        value = value[:start] + BLOT + value[end:]
+    return value
+
+
+def shown(value: object) -> str:
+    """A value of the config as YAML on a line."""
+    return line(value)
+
+
+def is_inside(folder: RunFolder, path: Path, largest: int = LARGEST) -> bool:
+    """Whether a file is there, is not too large, and is no link out of the folder."""
+    try:
+        real = path.resolve(strict=True)
+        return real.is_file() and real.is_relative_to(folder.path.resolve()) and real.stat().st_size <= largest
+    except OSError:
+        return False
+
+
+def _mapping(folder: RunFolder, path: Path) -> dict[str, Any]:
+    """A JSON file of the run; {} where it is missing or something else."""
+    if not is_inside(folder, path):
+        return {}
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _series(folder: RunFolder) -> Series:
+    if not is_inside(folder, folder.series):
+        return {}
+    try:
+        return from_file(folder.series)
+    except (ValueError, RecursionError):
+        return {}
+
+
+def _numbers(content: Mapping[str, Any]) -> dict[str, float]:
+    kept = {name: value for name, value in content.items() if isinstance(value, int | float)}
+    return {name: float(value) for name, value in kept.items()}
+
+
+def _mistake(given: Mapping[str, Any]) -> Mistake:
+    found = Mistake({}, name=str(given.get("name") or ""), text=str(given.get("text") or ""))
+    for name, value in given.items():
+        if name in ("name", "text", "image"):
+            continue
+        is_share = name in ("probability", "acc", "iou") and isinstance(value, float) and math.isfinite(value)
+        words = f"{value:.1%}" if is_share else f"{value:.6g}" if isinstance(value, float) else str(value)
+        found.words[str(name)] = words
+    try:
+        image = base64.b64decode(str(given.get("image") or ""), validate=True)
+    except (binascii.Error, ValueError):
+        return found
+    if image.startswith(PNG):
+        found.image = image
+    return found
+
+
+def files(folder: RunFolder, is_picture: Callable[[bytes], bool]) -> list[Path]:
+    """The pictures that lie in the folder itself, by name."""
+    found = []
+    for path in sorted(folder.path.glob("*")):
+        if path.suffix in (".png", ".svg") and is_inside(folder, path, MOST_OF_A_PICTURE):
+            with path.open("rb") as file:
+                if is_picture(file.read(len(PNG))):
+                    found.append(path)
+    return found
+
+
+MOST_OF_A_PICTURE = 4 * 2**20
+"""Bytes of a picture that a report takes."""

@@ -1,0 +1,111 @@
+"""The answers to a set become pictures and tables: what a stage wrote into its CSV file, read back. N samples."""
+
+import csv
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from deeplightning.figures import classes, curves, measures
+from deeplightning.figures.style import Drawing
+from deeplightning.report.facts import STAGES, Facts, is_inside
+
+LARGEST = 512 * 2**20
+"""Bytes of a file of answers that is read."""
+
+MOST_CLASSES = 2000
+
+
+@dataclass
+class Judged:
+    """What the answers to a set come to.
+
+    Attributes:
+        of: the word for the set.
+        drawings: by the name of the picture's file.
+        per_class: name, precision, recall, F1 and samples of each class; []: the answers are no classes.
+        confused: true class, predicted class and how often, the most frequent first.
+    """
+
+    of: str
+    drawings: dict[str, Drawing] = field(default_factory=dict)
+    per_class: list[tuple[str, float, float, float, int]] = field(default_factory=list)
+    confused: list[tuple[str, str, int]] = field(default_factory=list)
+
+
+def judged(run: Facts) -> Judged | None:
+    """The answers of the run to its test set, else to its validation set; None: there are none that can be read."""
+    stage = run.stage
+    if stage is None or not is_inside(run.folder, path := run.folder.stage_predictions(stage), LARGEST):
+        return None
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = csv.reader(file)
+            names = next(rows, [])
+            columns = dict(zip(names, zip(*rows, strict=True), strict=True))
+        return _judged(run, stage, columns)
+    except (OSError, ValueError, KeyError, csv.Error, OverflowError, MemoryError):
+        return None
+
+
+def _judged(run: Facts, stage: str, columns: dict[str, Any]) -> Judged | None:
+    found = Judged(STAGES[stage])
+    prefix = run.folder.results(stage).name.partition("_")[0]
+    if {"label", "predicted_class", "predicted_label"} <= columns.keys():
+        _of_classes(run, columns, prefix, found)
+    elif {"labels", "predicted_labels"} <= columns.keys():
+        _of_labels(columns, prefix, found)
+    elif targets := [name for name in columns if name.startswith("target")]:
+        predictions = [f"prediction{name.removeprefix('target')}" for name in targets]
+        truth, predicted = (
+            np.stack([np.array(columns[name], float) for name in of], 1) for of in (targets, predictions)
+        )
+        kept = np.isfinite(truth).all(1) & np.isfinite(predicted).all(1)
+        names = run.classes if len(run.classes) == len(targets) else targets
+        if kept.any():
+            drawing = curves.truth_against_prediction(truth[kept], predicted[kept], names, found.of)
+            found.drawings[f"{prefix}_truth"] = drawing
+    return found
+
+
+def _of_classes(run: Facts, columns: dict[str, Any], prefix: str, found: Judged) -> None:
+    labels, predicted = (np.array(columns[name], np.int64) for name in ("label", "predicted_class"))
+    number = max(int(labels.max()), int(predicted.max())) + 1
+    if min(labels.min(), predicted.min()) < 0 or number > MOST_CLASSES:
+        raise ValueError("no classes")
+    names = {int(p): name for p, name in zip(predicted, columns["predicted_label"], strict=True)}
+    names |= dict(enumerate(run.classes[:MOST_CLASSES]))
+    number = max(number, len(run.classes[:MOST_CLASSES]))
+    classes_ = [names.get(n, str(n)) for n in range(number)]
+    counts = measures.confusion(labels, predicted, number)
+    each = measures.per_class(counts)
+    found.per_class = [
+        (name, float(each.precision[n]), float(each.recall[n]), float(each.f1[n]), int(each.support[n]))
+        for n, name in enumerate(classes_)
+    ]
+    found.confused = [(classes_[t], classes_[p], often) for t, p, often in measures.most_confused(counts)]
+    found.drawings[f"{prefix}_confusion_matrix"] = classes.confusion_matrix(counts, classes_, found.of)
+    found.drawings[f"{prefix}_classes"] = classes.precision_recall(each, classes_, found.of)
+    probability = np.array(columns.get("predicted_probability", []), float)
+    if not len(probability) or not np.isfinite(probability).all():
+        return
+    reliability = measures.reliability(probability, labels == predicted)
+    found.drawings[f"{prefix}_reliability"] = classes.reliability(reliability, found.of)
+    if number == 2:
+        score = np.where(predicted == 1, probability, 1 - probability)
+        if (two := measures.two_classes(score, labels == 1)) is not None:
+            found.drawings[f"{prefix}_roc"] = classes.two_classes(two, classes_[1], found.of)
+
+
+def _of_labels(columns: dict[str, Any], prefix: str, found: Judged) -> None:
+    names = [name.removeprefix("probability_") for name in columns if name.startswith("probability_")]
+    true, answered = (
+        np.array([[name in row for name in names] for row in (set(text.split("|")) for text in columns[column])])
+        for column in ("labels", "predicted_labels")
+    )
+    each = measures.from_counts((true & answered).sum(0), answered.sum(0), true.sum(0))
+    found.per_class = [
+        (name, float(each.precision[n]), float(each.recall[n]), float(each.f1[n]), int(each.support[n]))
+        for n, name in enumerate(names)
+    ]
+    found.drawings[f"{prefix}_classes"] = classes.precision_recall(each, names, found.of)

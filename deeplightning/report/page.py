@@ -1,0 +1,238 @@
+"""The HTML of a report: one file, no script, no network. Everything from a run is escaped and without secrets; pictures
+are data in `<img>`, where a picture cannot run anything either, and a policy in the page forbids all else.
+"""
+
+import base64
+import re
+import shlex
+import struct
+from collections.abc import Iterable, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from deeplightning.figures.style import DARK, GRID, INK, MUTED, PAPER, RED
+from deeplightning.report.facts import PNG, Facts, Mistake, shown, without_secrets
+from deeplightning.version import __version__
+
+GENERATOR = f"Deep Lightning {__version__}"
+MARK = '<meta name="generator" content="Deep Lightning'
+"""How a report is told from other files."""
+
+WIDE = 620
+"""CSS pixels from which on a picture keeps its size and is scrolled on a narrow page."""
+
+POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
+
+_SVG_WIDTH = re.compile(rb'<svg[^>]*?\swidth="([\d.]+)pt"')
+
+
+def _style() -> str:
+    """The style of the page: colours for light and dark, then what `page.css` says."""
+
+    def values(colours: dict[str, str], more: str) -> str:
+        names = {"ink": INK, "muted": MUTED, "line": GRID, "paper": PAPER}
+        return "".join(f"--{name}: {colours.get(value, value)}; " for name, value in names.items()) + more
+
+    light = values({}, f"--back: #f3f5f8; --accent: #1f6fb5; --bad: {RED};")
+    dark = values(DARK, "--back: #0e1116; --accent: #6fb1ec; --bad: #ee7272;")
+    colours = f":root {{ color-scheme: light dark; {light} }}\n"
+    colours += f"@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n"
+    return colours + Path(__file__).with_name("page.css").read_text(encoding="utf-8")
+
+
+def text(value: object) -> str:
+    """Text from a run, without secrets, for HTML."""
+    found = without_secrets(str(value)).encode("utf-8", "replace").decode()
+    return escape(re.sub(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f\ufffe\uffff]", "\ufffd", found))
+
+
+def document(title: str, subtitle: str, sections: Iterable[str]) -> str:
+    """The whole page; `title` and `subtitle` are text of a run, `sections` are HTML."""
+    body = "\n".join(section for section in sections if section)
+    return f"""\
+<!doctype html>
+<html lang="en">
+<head>
+<meta charset="utf-8">
+<meta http-equiv="Content-Security-Policy" content="{POLICY}">
+<meta name="viewport" content="width=device-width, initial-scale=1">
+<meta name="generator" content="{GENERATOR}">
+<title>{text(title)}</title>
+<style>
+{_style()}</style>
+</head>
+<body>
+<header>
+<h1>{text(title)}</h1>
+<p class="muted">{text(subtitle)}</p>
+</header>
+<main>
+{body}
+</main>
+<footer>Made by {GENERATOR}. This file needs no network and holds no script.</footer>
+</body>
+</html>
+"""
+
+
+def section(title: str, *parts: str) -> str:
+    """A section with a heading, of HTML; "" where it has nothing."""
+    content = "\n".join(part for part in parts if part)
+    return f"<section>\n<h2>{escape(title)}</h2>\n{content}\n</section>" if content else ""
+
+
+def row(parts: Iterable[str]) -> str:
+    """Cards side by side."""
+    content = "\n".join(part for part in parts if part)
+    return f'<div class="row">\n{content}\n</div>' if content else ""
+
+
+def details(summary: str, content: str, is_open: bool = False) -> str:
+    """A card that opens."""
+    return (
+        f'<details class="card"{" open" if is_open else ""}><summary>{escape(summary)}</summary>\n{content}\n</details>'
+        if content
+        else ""
+    )
+
+
+def tiles(values: Sequence[tuple[str, str]]) -> str:
+    """Numbers that matter, large; each with its name and text of a run."""
+    return row(f'<div class="card tile">{text(name)}<b>{text(value)}</b></div>' for name, value in values)
+
+
+def table(head: Sequence[str], rows: Iterable[Sequence[object]], numbers: Sequence[int] = ()) -> str:
+    """A table of text of a run; `numbers` are the columns that stand at the right. A cell may be a pair of text and
+    class."""
+    given = list(rows)
+    if not given:
+        return ""
+
+    def cell(tag: str, column: int, value: object) -> str:
+        value, marked = value if isinstance(value, tuple) else (value, "")
+        classes = " ".join([*(["n"] if column in numbers else []), *([marked] if marked else [])])
+        scope = ' scope="col"' if tag == "th" else ""
+        return f"<{tag}{scope}{_class(classes)}>{text(value)}</{tag}>"
+
+    lines = [f"<tr>{''.join(cell('th', n, word) for n, word in enumerate(head))}</tr>"]
+    lines += [f"<tr>{''.join(cell('td', n, value) for n, value in enumerate(one))}</tr>" for one in given]
+    content = "\n".join(lines)
+    return f'<div class="scroll" tabindex="0">\n<table>\n{content}\n</table>\n</div>'
+
+
+def _class(names: str) -> str:
+    return f' class="{names}"' if names else ""
+
+
+def picture(name: str, content: bytes, alt: str = "", caption: str = "") -> str:
+    """A PNG or SVG as a card; "" where it is neither."""
+    is_png = content.startswith(PNG)
+    if is_png:
+        width = struct.unpack(">I", content[16:20])[0] if len(content) > 24 else 0
+    elif (found := _SVG_WIDTH.search(content[:2000])) is not None:
+        width = round(float(found[1]) * 4 / 3)
+    else:
+        return ""
+    kind = "wide" if not is_png and width > WIDE else "small" if is_png and width < 300 else ""
+    size = f' width="{width}"' if not is_png else f' width="{max(width, 96)}"' if kind == "small" else ""
+    data, mime = base64.b64encode(content).decode(), "png" if is_png else "svg+xml"
+    said = text(alt or name.replace("_", " "))
+    image = f'<img{_class(kind)}{size} alt="{said}" src="data:image/{mime};base64,{data}">'
+    if kind == "wide":
+        image = f'<div class="scroll" tabindex="0">{image}</div>'
+    below = f"<figcaption>{text(caption)}</figcaption>" if caption else ""
+    return f'<figure class="card">{image}{below}</figure>'
+
+
+def mistakes(found: Sequence[Mistake]) -> str:
+    """The worst answers: pictures side by side, texts and others as a table."""
+    if not found:
+        return ""
+    if any(one.image for one in found):
+        figures = "\n".join(_mistake(one) for one in found)
+        return f'<div class="card mistakes">\n{figures}\n</div>'
+    names = list(dict.fromkeys(name for one in found for name in one.words))
+    head = [*(["text"] if any(one.text for one in found) else []), *names, "sample"]
+    rows = [
+        [*([one.text] if "text" in head else []), *(one.words.get(name, "") for name in names), one.name]
+        for one in found
+    ]
+    if not any(one.name for one in found):
+        head, rows = head[:-1], [line[:-1] for line in rows]
+    return f'<div class="card">{table(head, rows)}</div>'
+
+
+def _mistake(one: Mistake) -> str:
+    said = ", ".join(f"{name} <b>{text(value)}</b>" for name, value in _escaped(one.words).items())
+    name = one.name or f"sample {one.words.get('index', '')}"
+    image = base64.b64encode(one.image).decode()
+    shown_ = f'<img alt="{text(name)}" src="data:image/png;base64,{image}">' if one.image else ""
+    return f"<figure>{shown_}<figcaption>{said}<br>{text(name)}</figcaption></figure>"
+
+
+def _escaped(words: dict[str, str]) -> dict[str, str]:
+    return {text(name): value for name, value in words.items() if name != "index"}
+
+
+def config(run: Facts) -> str:
+    """The config, with the place that set each value; what has its default is listed after that."""
+    if not run.config:
+        return ""
+    if not run.places:
+        rows = [(key, _value(value)) for key, value in run.config.items()]
+        return details(f"{len(rows)} keys", table(("key", "value"), rows), True)
+
+    def place(key: str) -> str | None:
+        return run.places.get(key) or next((p for k, p in run.places.items() if k.startswith(f"{key}.")), None)
+
+    placed = [(key, value, place(key)) for key, value in run.config.items()]
+    set_ = [(key, _value(value), where) for key, value, where in placed if where]
+    defaults = [(key, _value(value)) for key, value, where in placed if not where]
+    return "\n".join(
+        [
+            details(f"{len(set_)} keys that were set, and where", table(("key", "value", "set by"), set_), True),
+            details(f"{len(defaults)} keys with their default", table(("key", "value"), defaults)),
+        ]
+    )
+
+
+def _value(value: object) -> str:
+    found = shown(value)
+    return found if len(found) <= 400 else f"{found[:399]}…"
+
+
+def environment(found: dict[str, Any]) -> str:
+    """Machine, code and packages."""
+    git, python = found.get("git"), found.get("python")
+    rows: list[tuple[str, object]] = [("started", found.get("started")), ("command", found.get("command"))]
+    rows += [("directory", found.get("directory")), ("host", found.get("host")), ("system", found.get("os"))]
+    cpu = found.get("cpu")
+    if isinstance(cpu, dict):
+        rows.append(("CPU", f"{cpu.get('model', '')}, {cpu.get('cores', '?')} cores"))
+    rows.append(("memory", f"{found['memory_gib']} GiB" if found.get("memory_gib") else None))
+    gpus = found.get("gpus")
+    if isinstance(gpus, list):
+        named = [str(gpu.get("name", "a GPU")) if isinstance(gpu, dict) else str(gpu) for gpu in gpus]
+        rows.append(("GPUs", ", ".join(named) or "none"))
+    if isinstance(git, dict) and git.get("commit"):
+        dirty = ", with changes that are not committed (git.diff)" if git.get("dirty") else ""
+        rows.append(("git", f"{git['commit']} ({git.get('branch') or 'no branch'}){dirty}"))
+    rows.append(("Python", python.get("version") if isinstance(python, dict) else None))
+    packages = found.get("packages")
+    if isinstance(packages, dict):
+        rows += [(str(name), version) for name, version in packages.items()]
+    return table(("what", "value"), [(name, value) for name, value in rows if value not in (None, "")])
+
+
+def reproduce(run: Facts) -> str:
+    """The commands that make the run again, test it and serve it."""
+    path = shlex.quote(str(run.folder.path))
+    commands = [
+        ("run it again and compare weights and results", f"deeplightning reproduce {path}"),
+        ("train with the same config", f"deeplightning train {shlex.quote(str(run.folder.config))}"),
+        ("test the best weights", f"deeplightning test {path}"),
+        ("answer HTTP from it", f"deeplightning serve {path}"),
+    ]
+    lines = "".join(f"# {escape(words)}\n{text(command)}\n" for words, command in commands)
+    return f'<div class="card"><pre>{lines}</pre></div>'

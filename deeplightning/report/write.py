@@ -1,0 +1,236 @@
+"""The report of one run, and of several side by side, as HTML; with the pictures that are drawn of a run's numbers."""
+
+import math
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from deeplightning.faults import SetupError
+from deeplightning.figures import curves
+from deeplightning.figures.style import Drawing, drawn, save, to_svg
+from deeplightning.report import page
+from deeplightning.report.facts import PNG, STAGES, SVG, Facts, facts, files
+from deeplightning.report.judged import Judged, judged
+from deeplightning.runfolder import RunFolder, permissions_of, write_whole
+
+MOST_PICTURES = 40
+MOST_BYTES = 24 * 2**20
+"""Of pictures in a report; of more, the rest is named."""
+
+
+def report(run: Facts, into: Path | None = None) -> str:
+    """The report of a run.
+
+    Args:
+        into: a folder that gets the pictures of its numbers as SVG and PNG; None: nothing is written.
+    """
+    found = judged(run)
+    drawings = found.drawings if found is not None else {}
+    charts = [curves.curve(chart, run.best_step) for chart in curves.charts(run.series)]
+    if into is not None and (every := curves.curves(run.series, run.best_step)) is not None:
+        save(every, into / run.folder.curves.name)
+    of = f"{found.of} set" if found is not None else ""
+    mistakes = next((run.mistakes[stage] for stage in STAGES if run.mistakes.get(stage)), [])
+    is_sure = bool(mistakes) and "probability" in mistakes[0].words
+    sections = [
+        page.tiles(_headline(run)),
+        page.section("Curves", page.row(page.picture("curve", *_svg(drawing)) for drawing in charts)),
+        page.section(f"Answers to the {of}", page.row(page.picture(n, *_svg(d, into, n)) for n, d in drawings.items())),
+        page.section("Metrics", _metrics(run, found)),
+        page.section("Most confident mistakes" if is_sure else "Worst answers", page.mistakes(mistakes)),
+        page.section("Pictures of the run", *_kept(run, {*drawings, run.folder.curves.name})),
+        page.section("Config", page.config(run)),
+        page.section("Environment", page.details("machine, code and packages", page.environment(run.environment))),
+        page.section("How to reproduce", page.reproduce(run)),
+    ]
+    started = run.environment.get("started")
+    words = [f"run {run.run_id}" if run.run_id else str(run.folder.path), run.status.lower()]
+    words += [f"started {started}" if started else ""]
+    return page.document(run.title, ", ".join(word for word in words if word), sections)
+
+
+def _svg(drawing: Drawing, into: Path | None = None, name: str = "") -> tuple[bytes, str]:
+    """A drawing as SVG with what it shows; also saved into a folder under a name."""
+    if into is not None:
+        return save(drawing, into / name).encode(), drawing.alt
+    return to_svg(drawn(drawing), drawing.alt).encode(), drawing.alt
+
+
+def _headline(run: Facts) -> list[tuple[str, str]]:
+    values = []
+    if run.best:
+        values.append((f"best {run.best['metric']}", f"{run.best['value']:.4g}"))
+    for stage in STAGES:
+        values += [(name, f"{value:.4g}") for name, value in run.results.get(stage, {}).items()]
+    if not values:
+        values = [(name, f"{points[-1][1]:.4g}") for name, points in run.series.items() if name.startswith("val_")]
+    return values[:8]
+
+
+def _metrics(run: Facts, found: Judged | None) -> str:
+    rows = [
+        (name, STAGES[stage], f"{value:.6g}") for stage in STAGES for name, value in run.results.get(stage, {}).items()
+    ]
+    parts = [f'<div class="card">{page.table(("metric", "set", "value"), rows, [2])}</div>' if rows else ""]
+    if found is not None and found.per_class:
+        each = [(n, f"{p:.4f}", f"{r:.4f}", f"{f:.4f}", f"{s:,}") for n, p, r, f, s in found.per_class]
+        head = ("class", "precision", "recall", "F1", "samples")
+        parts.append(page.details(f"{len(each)} classes", page.table(head, each, [1, 2, 3, 4]), len(each) <= 12))
+    if found is not None and found.confused:
+        often = [(true, predicted, f"{n:,}") for true, predicted, n in found.confused]
+        table = page.table(("true", "predicted", "samples"), often, [2])
+        parts.append(f'<div class="card"><h3>Most frequent confusions</h3>{table}</div>')
+    return page.row(parts)
+
+
+_OF_EPOCH = re.compile(r"(.+)_\d+")
+
+
+def _kept(run: Facts, drawn_names: set[str]) -> list[str]:
+    """The other pictures in the folder; of one that each epoch has, the last."""
+    by_name: dict[str, Path] = {}
+    for path in files(run.folder, lambda head: head.startswith((PNG, SVG))):
+        if path.stem not in drawn_names and (path.suffix == ".svg" or path.stem not in by_name):
+            by_name[path.stem] = path
+    latest: dict[str, tuple[Path, int]] = {}
+    for stem, path in by_name.items():
+        of_epoch = _OF_EPOCH.fullmatch(stem)
+        name = of_epoch[1] if of_epoch else stem
+        latest[name] = path, latest[name][1] + 1 if name in latest else 1
+    cards: list[str] = []
+    left: list[str] = []
+    size = 0
+    for name, (path, number) in latest.items():
+        content = path.read_bytes()
+        size += len(content)
+        if len(cards) >= MOST_PICTURES or size > MOST_BYTES:
+            left.append(path.name)
+            continue
+        caption = f"{path.stem}, the last of {number}" if number > 1 else path.stem
+        cards.append(page.picture(name, content, caption=caption))
+    parts = [page.row(cards)]
+    if left:
+        names = ", ".join(left)
+        parts.append(f'<p class="muted">Left out: {page.text(names)}</p>')
+    return parts
+
+
+# ---- several runs
+
+_LESS = re.compile(r"(.*_)?(loss|mse|rmse|mae|error|fid|perplexity)(_.*)?")
+
+
+def comparison(runs: Sequence[Facts]) -> str:
+    """Several runs side by side: metrics, curves, and what differs in config and environment."""
+    names = [run.label for run in runs]
+    sections = [
+        page.section("Metrics", f'<div class="card">{_compared_metrics(runs, names)}</div>'),
+        page.section("Curves", page.row(_compared_curves(runs, names))),
+        page.section("Config: what differs", _differing("key", [run.config for run in runs], names)),
+        page.section("Environment: what differs", _differing("what", [_environment(run) for run in runs], names)),
+        page.section("How to reproduce", *(page.reproduce(run) for run in runs)),
+    ]
+    return page.document(f"Comparison of {len(runs)} runs", ", ".join(names), sections)
+
+
+def _compared_metrics(runs: Sequence[Facts], names: Sequence[str]) -> str:
+    found: list[dict[str, float]] = []
+    for run in runs:
+        own = {f"best {run.best['metric']}": float(run.best["value"])} if run.best else {}
+        own |= {name: value for stage in STAGES for name, value in run.results.get(stage, {}).items()}
+        last = {name: points[-1][1] for name, points in run.series.items() if name.startswith("val_") and points}
+        found.append(own | {f"last {name}": value for name, value in last.items()})
+    metrics = list(dict.fromkeys(name for own in found for name in own))
+    rows = []
+    for index, own in enumerate(found):
+        cells: list[object] = [names[index]]
+        for name in metrics:
+            values = [o[name] for o in found if name in o and math.isfinite(o[name])]
+            best = (min if _LESS.fullmatch(name.rpartition(" ")[2]) else max)(values, default=None)
+            value = own.get(name)
+            word = "" if value is None else f"{value:.5g}"
+            cells.append((word, "best") if value is not None and value == best and len(values) > 1 else word)
+        rows.append(cells)
+    return page.table(["run", *metrics], rows, range(1, len(metrics) + 1))
+
+
+def _compared_curves(runs: Sequence[Facts], names: Sequence[str]) -> list[str]:
+    cards: list[str] = []
+    shown: list[tuple[str, str, Sequence[tuple[int, float]], bool]] = []
+    for run, name in zip(runs, names, strict=True):
+        for chart in curves.charts(run.series):
+            for stage, points in chart.curves.items():
+                shown.append((f"{stage}_{chart.name}".lstrip("_"), name, points, stage != "val"))
+    metrics = sorted({(is_late, metric) for metric, _, _, is_late in shown})
+    for _, metric in metrics[:24]:
+        of_runs = [(name, points) for m, name, points, _ in shown if m == metric]
+        cards.append(page.picture(metric, *_svg(curves.compared(metric, of_runs))))
+    return cards
+
+
+def _environment(run: Facts) -> dict[str, object]:
+    found = dict(run.environment)
+    for name in ("started", "variables", "launch"):
+        found.pop(name, None)
+    flat: dict[str, object] = {}
+    for name, value in found.items():
+        if isinstance(value, dict):
+            flat |= {f"{name}.{key}": item for key, item in value.items()}
+        else:
+            flat[name] = value
+    return flat
+
+
+def _differing(head: str, found: Sequence[dict[str, object]], names: Sequence[str]) -> str:
+    keys = list(dict.fromkeys(key for own in found for key in own))
+    rows = [
+        (key, *("not there" if key not in own else page.shown(own[key]) for own in found))
+        for key in keys
+        if any(key not in own or own[key] != found[0].get(key) for own in found)
+    ]
+    if not rows:
+        return '<p class="muted">Nothing.</p>'
+    return f'<div class="card">{page.table((head, *names), rows)}</div>'
+
+
+# ---- into a file
+
+
+def write_run(folder: RunFolder, run: Facts | None = None) -> Path:
+    """Draws the numbers of a run into its folder, as SVG and PNG, and writes its report there.
+
+    Args:
+        run: what is known of it; None: what its folder tells.
+
+    Returns:
+        The report.
+
+    Raises:
+        CheckpointError: this is no run folder.
+        SetupError: the folder cannot be written.
+    """
+    with permissions_of(folder.path):
+        try:
+            content = report(run or facts(folder), folder.path)
+        except OSError as error:
+            raise SetupError(f"{folder.path}: cannot be written: {error.strerror}; --out FILE names a place") from error
+    write_report(folder.report, content, folder)
+    return folder.report
+
+
+def write_report(path: Path, content: str, folder: RunFolder | None = None) -> None:
+    """Writes a report, whole or not at all; over an earlier one, and over no other file.
+
+    Args:
+        folder: of the run that it lies in, whose permissions it gets; None: it lies elsewhere.
+
+    Raises:
+        SetupError: the file is something else, or cannot be written.
+    """
+    try:
+        if path.exists() and page.MARK not in path.read_text(encoding="utf-8", errors="replace")[:2000]:
+            raise SetupError(f"{path}: is there, and is no report of ours; name another file with --out")
+        with permissions_of(folder.path if folder is not None else None):
+            write_whole(path, content)
+    except OSError as error:
+        raise SetupError(f"{path}: cannot be written: {error.strerror}; --out FILE names another place") from error

@@ -1,0 +1,124 @@
+"""What a training leaves to look at, and the verbs that show runs: `report`, and `runs --plot`."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from deeplightning.runfolder import RunFolder
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A working directory with a blank in its name, and some pictures of two classes."""
+    folder = tmp_path_factory.mktemp("a place")
+    random = np.random.default_rng(0)
+    for name, low in (("<b>dark", 0), ("light", 60)):
+        (folder / "data" / name).mkdir(parents=True)
+        for number in range(40):
+            pixels = random.integers(low, low + 150, (8, 8), np.uint8)
+            Image.fromarray(pixels).save(folder / "data" / name / f"{number:02}.png")
+    return folder
+
+
+CONFIG = """\
+seed: 1
+stages: [train, test]
+data:
+  root: data
+  module: {type: deeplightning.data.image_folder.ImageFolder, params: {image_size: 8, mode: L, cache: false}}
+  batch_size: 16
+model:
+  module: {type: deeplightning.task.img_classif.ImageClassification}
+  network: {type: deeplightning.model.cnn.SimpleCNN, params: {num_classes: 2, num_channels: 1, image_size: 8}}
+  optimizer: {type: torch.optim.SGD, params: {lr: 0.01}}
+  loss: {type: torch.nn.CrossEntropyLoss}
+train: {num_epochs: 3, export: false, checkpoint: {monitor: val_loss, mode: min}}
+logger: {params: {tracking_uri: STORE, system_metrics: false}, log_every_n_steps: 2}
+"""
+
+
+@pytest.fixture(scope="module")
+def run(command, place):
+    (place / "c.yaml").write_text(CONFIG.replace("STORE", str(place / "runs")))
+    outcome = command("train", "c.yaml", "model.optimizer.params.momentum=0.5", cwd=place)
+    assert outcome.code == 0, outcome
+    return outcome
+
+
+def test_a_run_leaves_its_pictures_and_its_report(run):
+    """As SVG and PNG: curves, and of validation and test what there is for two classes; the mistakes with the names of
+    their files; and the places of the config."""
+    folder = RunFolder(run.folder)
+    names = ["curves", "val_confusion_matrix", "val_classes", "val_predictions"]
+    names += [f"test_{name}" for name in ("confusion_matrix", "classes", "reliability", "roc")]
+    assert [n for n in names for ending in (".svg", ".png") if not (folder.path / f"{n}{ending}").is_file()] == []
+    kept = json.loads(folder.mistakes("test").read_text())
+    assert kept["classes"] == ["<b>dark", "light"]
+    sure = [one["probability"] for one in kept["mistakes"]]
+    assert sure == sorted(sure, reverse=True)
+    assert [one["name"] for one in kept["mistakes"] if not one["name"].endswith(".png")] == []
+    places = json.loads(folder.places.read_text())
+    assert places["model.optimizer.params.momentum"] == "command line"
+    assert places["seed"] == "c.yaml:1:1"
+    content = folder.report.read_text()
+    assert "<b>dark" not in content
+    assert "&lt;b&gt;dark" in content
+    assert "c.yaml:1:1" in content
+
+
+def test_the_report_is_made_again(run, command, place):
+    """`report RUN` writes it, `--out` writes that file alone, and `last` is the newest run."""
+    done = command("report", run.folder, cwd=place)
+    assert (done.code, done.out.splitlines()[-1]) == (0, str(RunFolder(run.folder).report))
+    done = command("report", "last", "--out", "own report.html", cwd=place, MLFLOW_TRACKING_URI=str(place / "runs"))
+    assert (done.code, done.out.splitlines()[-1]) == (0, str(place / "own report.html"))
+    assert "finished" in (place / "own report.html").read_text()
+
+
+def test_a_foreign_run_is_left_as_it_is(run, command, place, tmp_path):
+    """Its report is written into the working directory, and nothing into its folder."""
+    shutil.copytree(run.folder, tmp_path / "theirs")
+    config = tmp_path / "theirs" / "cfg.yaml"
+    config.write_text(config.read_text() + "\n# from elsewhere\n")
+    (tmp_path / "theirs" / "report.html").unlink()
+    before = sorted(tmp_path.rglob("theirs/*"))
+    (tmp_path / "here").mkdir()
+    done = command("report", tmp_path / "theirs", cwd=tmp_path / "here")
+    assert (done.code, done.out.splitlines()[-1]) == (0, str(tmp_path / "here" / "report.html")), done
+    assert sorted(tmp_path.rglob("theirs/*")) == before
+
+
+def test_several_runs_become_a_comparison(run, command, tmp_path):
+    """In the working directory; a file of that name that is no report is kept, with exit code 3."""
+    done = command("report", run.folder, run.folder, cwd=tmp_path)
+    assert (done.code, done.out.splitlines()[-1]) == (0, str(tmp_path / "comparison.html")), done
+    (tmp_path / "comparison.html").write_text("mine")
+    done = command("report", run.folder, run.folder, cwd=tmp_path)
+    assert done.code == 3
+    assert "is no report of ours" in done.err
+    assert (tmp_path / "comparison.html").read_text() == "mine"
+
+
+def test_curves_in_the_terminal(run, command, place):
+    """Of the newest run that is meant, eighty columns where there is no terminal, without colours."""
+    done = command("runs", "--plot", "--tracking-uri", place / "runs", cwd=place)
+    assert done.code == 0, done
+    assert done.out.startswith("run ")
+    assert any(line.startswith("loss") for line in done.out.splitlines())
+    assert max(map(len, done.out.splitlines())) <= 80
+    done = command("runs", "--plot", "--name", "nobody", "--tracking-uri", place / "runs", cwd=place)
+    assert (done.code, "there is no such run" in done.err) == (4, True)
+    done = command("runs", "--plot", "--last", "--tracking-uri", place / "runs", cwd=place)
+    assert (done.code, "--plot goes with neither" in done.err) == (2, True)
+
+
+def test_without_pictures_there_is_no_report(run, command, place):
+    """`logger.pictures=null` draws nothing; `report` draws it later, from what the run has left."""
+    done = command("train", "c.yaml", "logger.pictures=null", "train.num_epochs=2", cwd=place)
+    assert done.code == 0, done
+    assert [path.name for path in done.folder.iterdir() if path.suffix in (".png", ".svg", ".html")] == []
+    assert command("report", done.folder, cwd=place).code == 0
+    assert (done.folder / "test_confusion_matrix.png").is_file()

@@ -1,0 +1,79 @@
+"""The numbers of pictures and reports are those of scikit-learn and torchmetrics."""
+
+import numpy as np
+import pytest
+import torch
+from sklearn.metrics import (
+    average_precision_score,
+    confusion_matrix,
+    precision_recall_curve,
+    precision_recall_fscore_support,
+    roc_auc_score,
+    roc_curve,
+)
+from torchmetrics.functional.classification import binary_calibration_error
+
+from deeplightning.figures import measures
+
+
+@pytest.mark.parametrize("classes", [2, 3, 17])
+def test_precision_recall_and_f1_are_those_of_scikit_learn(classes):
+    """Of each class, with one that is never answered and one that no sample has."""
+    random = np.random.default_rng(classes)
+    labels, predicted = random.integers(0, classes, (2, 200))
+    predicted[predicted == 0] = 1
+    labels[labels == classes - 1] = 0
+    counts = measures.confusion(labels, predicted, classes)
+    assert counts.tolist() == confusion_matrix(labels, predicted, labels=range(classes)).tolist()
+    expected = precision_recall_fscore_support(labels, predicted, labels=range(classes), zero_division=0)
+    for ours, theirs in zip(measures.per_class(counts), expected, strict=True):
+        np.testing.assert_allclose(ours, theirs)
+
+
+def test_the_calibration_error_is_that_of_torchmetrics():
+    """Fifteen bins of equal width, probabilities of 0 and 1 among them."""
+    random = np.random.default_rng(1)
+    probability = np.append(random.random(500), [0.0, 1.0, 1.0])
+    is_right = random.random(503) < probability**2
+    found = measures.reliability(probability, is_right)
+    # torchmetrics turns a binary probability to that of the likelier class only where asked to; here it is as given.
+    expected = binary_calibration_error(torch.tensor(probability), torch.tensor(is_right).int(), n_bins=15, norm="l1")
+    assert found.error == pytest.approx(float(expected), abs=1e-6)
+    assert found.samples.sum() == 503
+    perfect = measures.reliability(np.ones(4), np.ones(4, bool))
+    assert perfect.error == 0
+
+
+@pytest.mark.parametrize("decimals", [1, 8])
+def test_roc_and_precision_against_recall_are_those_of_scikit_learn(decimals):
+    """Areas and points, also where many scores are equal."""
+    random = np.random.default_rng(decimals)
+    score = random.random(300).round(decimals)
+    is_positive = random.random(300) < score
+    found = measures.two_classes(score, is_positive)
+    assert found.auc == pytest.approx(roc_auc_score(is_positive, score))
+    assert found.average_precision == pytest.approx(average_precision_score(is_positive, score))
+    false, true, _ = roc_curve(is_positive, score, drop_intermediate=False)
+    np.testing.assert_allclose(np.append(0, found.false_positives), false)
+    np.testing.assert_allclose(np.append(0, found.recall), true)
+    precision, recall, _ = precision_recall_curve(is_positive, score)
+    np.testing.assert_allclose(found.precision, precision[::-1][1:])
+    np.testing.assert_allclose(found.recall, recall[::-1][1:])
+
+
+def test_one_class_alone_has_no_curve():
+    """Neither where all samples are positive nor where none is."""
+    for value in (True, False):
+        assert measures.two_classes(np.array([0.1, 0.9]), np.array([value, value])) is None
+
+
+def test_confused_classes_become_neighbours():
+    """Two groups of three classes that are only confused among themselves, in a mixed order."""
+    counts = np.diag([50] * 6)
+    for group in ((0, 2, 4), (1, 3, 5)):
+        for one in group:
+            for other in group:
+                counts[one, other] += 9
+    order = measures.in_groups(counts).tolist()
+    assert {frozenset(order[:3]), frozenset(order[3:])} == {frozenset({0, 2, 4}), frozenset({1, 3, 5})}
+    assert measures.most_confused(np.array([[5, 2], [0, 5]])) == [(0, 1, 2)]

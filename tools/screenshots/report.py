@@ -1,0 +1,107 @@
+"""Takes pictures of the report of a run, of a comparison and of `runs --plot`, narrow and wide, light and dark:
+
+    .venv/bin/python tools/screenshots/report.py OUT
+
+Two networks learn scikit-learn's digits (a minute), and answers of a made-up classifier of 100 classes are drawn. OUT
+gets a file `report-STATE-WIDTH-SCHEME.png` of each, and `report-plot-COLUMNS.svg`. It needs Chromium, and no network.
+"""
+
+import io
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+from rich.console import Console
+from rich.text import Text
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT)]
+from deeplightning.cli.plot import plotted  # noqa: E402
+from deeplightning.figures import classes, measures  # noqa: E402
+from deeplightning.figures.style import drawn, to_svg  # noqa: E402
+from deeplightning.report import page  # noqa: E402
+from deeplightning.runfolder import RunFolder  # noqa: E402
+from deeplightning.tracking.series import from_file  # noqa: E402
+
+WIDTHS, SCHEMES = (360, 1280), {"light": "1", "dark": "0"}  # Blink's numbers of the schemes
+TALLEST = 9000
+
+
+def command(*words: object, cwd: Path) -> list[str]:
+    """What a verb prints, by lines; ends this program where it fails."""
+    started = [sys.executable, "-m", "deeplightning", *map(str, words)]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "DEEPLIGHTNING_PRINT_CONFIG": "0"}
+    done = subprocess.run(started, cwd=cwd, env=env, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(done.stderr)
+    return done.stdout.splitlines()
+
+
+def trained(folder: Path, *words: str) -> RunFolder:
+    """A run of `configs/base.yaml`."""
+    lines = command("train", ROOT / "configs/base.yaml", "logger.params.tracking_uri=mlruns", *words, cwd=folder)
+    return RunFolder(lines[-1].removeprefix("Artifact storage path: "))
+
+
+def hundred_classes() -> str:
+    """A page with the pictures of a classifier of 100 classes that confuses those of a group of five."""
+    random = np.random.default_rng(0)
+    names = [f"species {number:03}" for number in random.permutation(100)]
+    true = random.integers(0, 100, 5000)
+    near = true // 5 * 5 + random.integers(0, 5, 5000)
+    predicted = np.where(random.random(5000) < 0.8, true, near)
+    shuffled = random.permutation(100)
+    counts = measures.confusion(shuffled[true], shuffled[predicted], 100)
+    found = measures.reliability(random.beta(8, 2, 5000), true == predicted)
+    drawings = (
+        classes.confusion_matrix(counts, names, "test"),
+        classes.precision_recall(measures.per_class(counts), names, "test"),
+        classes.reliability(found, "test"),
+    )
+    cards = [page.picture("picture", to_svg(drawn(d), d.alt).encode(), d.alt) for d in drawings]
+    return page.document("100 classes", "made up", [page.section("Answers to the test set", page.row(cards))])
+
+
+def take(file: Path, out: Path, width: int, scheme: str) -> None:
+    """A picture of a whole page, without what is empty below it."""
+    browser = next(
+        (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), ""
+    )
+    if not browser:
+        sys.exit("Chromium is not installed: apt-get install chromium")
+    words = [browser, "--headless=new", "--no-sandbox", "--hide-scrollbars", f"--window-size={width},{TALLEST}"]
+    words += [f"--blink-settings=preferredColorScheme={SCHEMES[scheme]}", f"--screenshot={out}", file.as_uri()]
+    subprocess.run(words, check=True, capture_output=True, timeout=120)
+    pixels = np.asarray(Image.open(out).convert("RGB"))
+    used = np.flatnonzero((pixels != pixels[-1, -1]).any((1, 2)))
+    Image.fromarray(pixels[: int(used.max()) + 24]).save(out)
+
+
+def main(out: Path) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        one, other = trained(folder), trained(folder, "train.num_epochs=5", "model.optimizer.params.lr=0.01")
+        command("report", one.path, other.path, "--out", "comparison.html", cwd=folder)
+        (folder / "hundred.html").write_text(hundred_classes())
+        pages = {"run": one.report, "comparison": folder / "comparison.html", "hundred": folder / "hundred.html"}
+        for state, file in pages.items():
+            for width in WIDTHS:
+                for scheme in SCHEMES:
+                    take(file, out / f"report-{state}-{width}-{scheme}.png", width, scheme)
+        series = from_file(one.series)
+        for columns in (80, 200):
+            console = Console(record=True, width=columns, file=io.StringIO())
+            console.print(Text.from_ansi(plotted(series, columns, in_colour=True)))
+            console.save_svg(str(out / f"report-plot-{columns}.svg"), title="deeplightning runs --plot")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit(__doc__)
+    main(Path(sys.argv[1]))
