@@ -49,7 +49,8 @@ class Describe(pl.Callback):
             self._tell(trainer)
 
     def _tell(self, trainer: pl.Trainer) -> None:
-        for logger in trainer.loggers:
+        loggers: list[Any] = trainer.loggers
+        for logger in loggers:
             if hasattr(logger, "describe"):
                 logger.describe(note(self.cfg, self.record.folder, logger.run_id, self._learned))
 
@@ -68,8 +69,8 @@ def note(cfg: Config, folder: RunFolder, run_id: str | None, learned: str = "") 
     if figures := list(_figures(folder)):
         lines += ["| | |", "|---|---|", *(f"| {name} | {text} |" for name, text in figures), ""]
     here = Path.cwd()
-    is_found = run_id is not None and folder.path.is_relative_to(here / "mlruns")
-    run, program = shlex.quote(run_id if is_found else str(folder.path)), _program(here)
+    found = run_id if folder.path.is_relative_to(here / "mlruns") else None
+    run, program = shlex.quote(found or str(folder.path)), _program(here)
     commands = [f"{program} {verb} {run}" for verb in ("test", "reproduce", "serve")]
     lines += ["Test it, train it again, or serve it over HTTP:", ""]
     lines += ["```bash", f"cd {shlex.quote(str(here))}", *commands, "```"]

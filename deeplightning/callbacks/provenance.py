@@ -186,6 +186,7 @@ class Origin:
             return
         cfg, root = self.cfg.data, self.cfg.data.root
         content = json.dumps([dict(files), dict(arrays)], sort_keys=True)
+        source: dict[str, object]
         if address is not None:
             kind, source = "http", {"url": address}
         elif root is not None:

@@ -214,8 +214,6 @@ class MLflowLogger(Logger):
         self._last_step = step
         values: dict[str, float] = {}
         for name, value in metrics.items():
-            if name == EPOCH:
-                continue
             try:
                 values[clean(name)] = float(value)
             except (TypeError, ValueError):
@@ -226,6 +224,8 @@ class MLflowLogger(Logger):
     def _add(self, values: Mapping[str, float], moment: int, step: int) -> None:
         writer, new, tested = self._running(), {}, {}
         for name, value in values.items():
+            if name == EPOCH:
+                continue
             latest, is_test = self._latest.get(name), name.startswith(TEST)
             self._latest[name] = point = (0 if is_test else step, value)
             if _same(point, latest):
@@ -248,6 +248,7 @@ class MLflowLogger(Logger):
     def describe(self, text: str) -> None:
         """Set the description that MLflow shows of the run, in Markdown, unless somebody else has written one."""
         text = text[:MAX_TAG]
+        self._open()  # tells whose description the run has
         if not self._is_described:
             self.log_tags({NOTE: text, NOTE_DIGEST: _digest(text)})
 

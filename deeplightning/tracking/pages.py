@@ -46,7 +46,8 @@ _SCRIPT = """<script>
 def page() -> str:
     """MLflow's page, with a script before its own."""
     html = index_page().read_text(encoding="utf-8")
-    shown, start = {}, None
+    shown: Mapping[str, list[str]] = {}
+    start: str | None = None
     with suppress(Exception):  # the store's own: MLflow's page reports them better
         from mlflow.tracking import MlflowClient
 

@@ -35,6 +35,7 @@ from deeplightning.tracking.build import end, prepare, refusal, run_folder
 from deeplightning.tracking.names import flatten
 from deeplightning.tracking.picture import to_pixels
 from deeplightning.tracking.store import locate
+from deeplightning.tracking.tracker import Dataset
 from deeplightning.tracking.view import runs_page
 
 

@@ -3,13 +3,13 @@
     .venv/bin/python tools/screenshots/mlflow.py OUT
 
 Three networks are trained on scikit-learn's digits (a minute). OUT gets a file `mlflow-PAGE-SCHEME.png` of each page:
-the start, the table of runs, a run with its charts, the comparison of runs, and a logged model. It needs Chromium
-(CHROMIUM names another one), and no network; without Chromium it says so and takes none.
+the start, the table of runs, a run with its charts, the comparison of runs, and a logged model. It needs Chromium and
+no network; without Chromium it says so and takes none.
 """
 
+import base64
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -23,18 +23,26 @@ from pathlib import Path
 from urllib.parse import quote
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "tests"))
+from browser import CHROMIUM, Browser  # noqa: E402
+
 SEEDS = (1, 2, 3)
-SIZE = (1280, 900)
-SCHEMES = {"dark": 0, "light": 1}
-"""As Chromium numbers what a page learns of the colours that are preferred."""
-NO_TOUCH = "primaryHoverType=2,availableHoverTypes=2,primaryPointerType=4,availablePointerTypes=4"
-"""A mouse: else each chart shows its tools."""
+SIZE = {"width": 1280, "height": 900, "deviceScaleFactor": 1, "mobile": False}
+SCHEMES = ("light", "dark")
+NO_TOOLS = "document.documentElement.insertAdjacentHTML('beforeend', '<style>.modebar { display: none }</style>')"
+"""Without a mouse, each chart shows its tools."""
 
-
-def chromium() -> str | None:
-    """The browser's program; None: there is none."""
-    names = (os.environ.get("CHROMIUM"), "chromium", "chromium-browser", "google-chrome")
-    return next((found for name in names if name and (found := shutil.which(name))), None)
+DRAWN = """new Promise((done) => {
+  let calm = 0, before = "";
+  const look = () => {
+    const now = document.querySelector("#root")?.innerHTML ?? "", busy = document.querySelector("[class*=skeleton i]");
+    calm = now.length > 20000 && now === before && !busy ? calm + 1 : 0;
+    before = now;
+    if (calm >= 6) done(true); else setTimeout(look, 500);
+  };
+  look();
+})"""
+"""Holds once nothing has changed on the page for three seconds: MLflow's page marks no end of its work."""
 
 
 def train(folder: Path, seed: int) -> Path:
@@ -94,21 +102,28 @@ def pages(address: str, runs: list[Path]) -> dict[str, str]:
     }
 
 
-def take(browser: str, profile: Path, address: str, scheme: str, file: Path) -> None:
-    """One picture; the profile remembers what MLflow's page has kept at earlier ones."""
-    command = [browser, "--headless=new", "--no-sandbox", "--hide-scrollbars", f"--user-data-dir={profile}"]
-    command += [f"--window-size={SIZE[0]},{SIZE[1]}", "--virtual-time-budget=60000", f"--screenshot={file}"]
-    command += [f"--blink-settings=preferredColorScheme={SCHEMES[scheme]},{NO_TOUCH}", address]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
-    if not file.exists():
-        sys.exit(f"{browser} took no picture of {address}: {done.stderr[-500:]}")
+def take(browser: Browser, shown: dict[str, str], scheme: str, out: Path) -> None:
+    """All pictures in one tab, which remembers what MLflow's page keeps."""
+    context = browser.call("Target.createBrowserContext")["browserContextId"]
+    target = browser.call("Target.createTarget", url="about:blank", browserContextId=context)["targetId"]
+    session = browser.call("Target.attachToTarget", targetId=target, flatten=True)["sessionId"]
+    browser.call("Emulation.setDeviceMetricsOverride", session, **SIZE)
+    browser.call("Emulation.setEmulatedMedia", session, features=[{"name": "prefers-color-scheme", "value": scheme}])
+    for name, address in shown.items():
+        browser.call("Page.navigate", session, url="about:blank")  # else only what is behind # changes
+        browser.call("Page.navigate", session, url=address)
+        browser.call("Runtime.evaluate", session, expression=NO_TOOLS)
+        browser.call("Runtime.evaluate", session, expression=DRAWN, awaitPromise=True)
+        data = browser.call("Page.captureScreenshot", session)["data"]
+        (out / f"mlflow-{name}-{scheme}.png").write_bytes(base64.b64decode(data))
+    browser.call("Target.disposeBrowserContext", browserContextId=context)
 
 
 def main() -> None:
     if len(sys.argv) != 2:
         sys.exit(__doc__)
-    browser, out = chromium(), Path(sys.argv[1]).resolve()
-    if browser is None:
+    out = Path(sys.argv[1]).resolve()
+    if CHROMIUM is None:
         print("skipped: there is no Chromium for pictures of MLflow's pages; apt-get install chromium", file=sys.stderr)
         return
     out.mkdir(parents=True, exist_ok=True)
@@ -116,9 +131,12 @@ def main() -> None:
         folder = Path(place)
         runs = [train(folder, seed) for seed in SEEDS]
         with monitor(folder) as address:
-            for scheme in SCHEMES:
-                for name, page in pages(address, runs).items():
-                    take(browser, folder / f"profile-{scheme}", page, scheme, out / f"mlflow-{name}-{scheme}.png")
+            browser = Browser(folder)
+            try:
+                for scheme in SCHEMES:
+                    take(browser, pages(address, runs), scheme, out)
+            finally:
+                browser.close()
 
 
 if __name__ == "__main__":
