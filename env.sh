@@ -200,8 +200,8 @@ build() {
     say "Setting up the environment in $root/.venv: once," \
         "one to a few minutes, at most 3 GB to download and 7 GB on disk."
     if [ "$torch" = index ] && [[ $OSTYPE == linux* ]] && ! has_nvidia; then
-        say "No NVIDIA GPU was found. TORCH_BACKEND=cpu bash env.sh takes the CPU build from" \
-            "PyTorch's own index: less than half of both, but not checked against the lock's hashes."
+        say "No NVIDIA GPU was found. TORCH_BACKEND=cpu bash env.sh takes the CPU build of" \
+            "PyTorch's own index: less than half of both, without the hashes of the lock."
     fi
     # What pip is told about the index holds for uv too, which does not read it.
     [ -z "${PIP_INDEX_URL-}" ] || local -x UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-$PIP_INDEX_URL}

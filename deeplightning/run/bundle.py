@@ -9,6 +9,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from deeplightning.callbacks.commands import seen_from_here
 from deeplightning.checks.trust import admit
 from deeplightning.faults import CheckpointError
 from deeplightning.kinds import KINDS
@@ -136,7 +137,7 @@ def export_run(folder: RunFolder, allow: Sequence[str] = (), verb: str = "export
     with np.load(folder.samples, allow_pickle=False) as file:
         samples = file[SAMPLES_OF[KINDS[task.kind].takes]] if task.kind in KINDS else np.empty(0)
     bundle = export(task, folder, samples, origin_of(folder, path))
-    log.info("bundle     %s", bundle)
+    log.info("bundle     %s", bundle, extra={"terminal": [f"bundle     {seen_from_here(bundle)}"]})
     if cfg.logger.log_model:
         from deeplightning.tracking.flavour import write_model
 
