@@ -32,7 +32,7 @@ say() { printf '%s\n' "$@" >&2; }
 # the end of this shell does too.
 begin() {
     finish
-    step=$1 since=$SECONDS
+    step=$1 since=$SECONDS from=$(grep -c '' "$log")
     exec 8> >(show_progress)
     progress=$!
 }
@@ -62,18 +62,31 @@ show_progress() {
     done
 }
 
-# What uv or pip has begun and not ended, by the log.
+# What uv or pip has begun in this step and not ended, by the log: the three largest files.
 what_uv_does() {
-    awk '
+    awk -v from="$from" '
+        NR <= from { next }
         $1 == "Downloading" || $1 == "Building" {
-            order[++count] = $2
-            doing[$2] = tolower($1) " " $2 (NF > 2 ? " " $3 $4 : "")
+            verb[$2] = tolower($1)
+            size[$2] = NF > 2 ? " " $3 $4 : ""
+            weight[$2] = substr($3, 2) * ($3 $4 ~ /G/ ? 1000 : $3 $4 ~ /M/ ? 1 : 0)
         }
-        $1 == "Downloaded" || $1 == "Built" { delete doing[$2] }
-        $1 ~ /^(Resolved|Prepared|Installed|Successfully)$/ { stage = tolower($1) " " $2 " " $3; count = 0 }
+        $1 == "Downloaded" || $1 == "Built" { delete verb[$2] }
+        $1 ~ /^(Resolved|Prepared|Installed|Successfully)$/ {
+            stage = tolower($1) " " $2 " " $3
+            for (name in verb) delete verb[name]
+        }
         END {
-            for (i = 1; i <= count; i++) if (order[i] in doing) text = text (text ? ", " : "") doing[order[i]]
-            print text ? text : stage
+            for (shown = 0; shown < 3; shown++) {
+                best = ""
+                for (name in verb) if (best == "" || weight[name] > weight[best]) best = name
+                if (best == "") break
+                text = text (text ? ", " : "") (verb[best] == last ? "" : verb[best] " ") best size[best]
+                last = verb[best]
+                delete verb[best]
+            }
+            for (name in verb) more++
+            print text ? text (more ? " and " more " more" : "") : stage
         }' "$log" 2>/dev/null
 }
 
@@ -162,7 +175,7 @@ package index on purpose, do not go on."
 
 set_up() {
     local new=$work/new building='' child='' base='' uv='' code=0 started=$SECONDS
-    local step='' since=0 progress='' columns='' pause=${SETUP_REPORT_SECONDS:-20} # tests are less patient
+    local step='' since=0 from=0 progress='' columns='' pause=${SETUP_REPORT_SECONDS:-20} # tests are less patient
     if [ -t 2 ] && [ "${TERM:-dumb}" != dumb ]; then
         columns=$(stty size <&2 2>/dev/null | sed 's/.* //')
         [ "${columns:-0}" -gt 0 ] || columns=80 # it does not know its size
@@ -198,10 +211,10 @@ except BlockingIOError:
 build() {
     : 2>/dev/null >"$log"
     say "Setting up the environment in $root/.venv: once," \
-        "one to a few minutes, at most 3 GB to download and 7 GB on disk."
+        "one to a few minutes, at most 3.5 GB to download and 7 GB on disk."
     if [ "$torch" = index ] && [[ $OSTYPE == linux* ]] && ! has_nvidia; then
-        say "No NVIDIA GPU was found. TORCH_BACKEND=cpu bash env.sh takes the CPU build from" \
-            "PyTorch's own index: less than half of both, but not checked against the lock's hashes."
+        say "No NVIDIA GPU was found. TORCH_BACKEND=cpu bash env.sh takes the CPU build of" \
+            "PyTorch's own index: less than half of both, without the hashes of the lock."
     fi
     # What pip is told about the index holds for uv too, which does not read it.
     [ -z "${PIP_INDEX_URL-}" ] || local -x UV_DEFAULT_INDEX=${UV_DEFAULT_INDEX:-$PIP_INDEX_URL}

@@ -3,7 +3,6 @@
 import logging
 import platform
 import sys
-import textwrap
 import time
 import warnings
 from typing import Any
@@ -16,7 +15,7 @@ from pytorch_lightning.callbacks import EarlyStopping
 from deeplightning.callbacks import commands
 from deeplightning.callbacks.checkpoints import Checkpoints
 from deeplightning.callbacks.order import OWN
-from deeplightning.callbacks.progress import BEST, Bar, EpochTable, is_interactive, live, rate, styled, width
+from deeplightning.callbacks.progress import BEST, Bar, EpochTable, live, rate
 from deeplightning.callbacks.record import Record, Redacting, rank_shown
 from deeplightning.callbacks.watch import batch_loss, has_loss, samples_in
 from deeplightning.checks.hints import proposals
@@ -26,6 +25,7 @@ from deeplightning.engine.compute import matmul_hint
 from deeplightning.engine.plan import effective_batch
 from deeplightning.faults import count
 from deeplightning.process.identity import own_rank
+from deeplightning.process.terminal import is_interactive, styled, width, wrapped
 from deeplightning.transfer import Deferred
 from deeplightning.version import __version__
 
@@ -60,14 +60,9 @@ class _Terminal(logging.Handler):
             text = f"{styled(word, 31 if record.levelno > logging.WARNING else 33, stream)}: {text}"
         elif is_interactive(stream):
             rows = getattr(record, "terminal", None)
-            text = "\n".join(rows or map(_wrapped, text.split("\n")))
+            lines = text.split("\n")
+            text = "\n".join(rows or (wrapped(t, LABEL if t[LABEL - 1 : LABEL] == " " else 0) for t in lines))
         print(self.begin + text.replace("\n", f"\n{self.begin}"), file=stream, flush=True)
-
-
-def _wrapped(text: str) -> str:
-    """A line broken between words, what follows under the text behind the label; paths and addresses stay whole."""
-    indent = " " * LABEL if text[LABEL - 1 : LABEL] == " " else ""
-    return textwrap.fill(text, width() - 1, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def to_terminal(cfg: Config) -> None:

@@ -5,12 +5,10 @@ Plain numbers go in, lines of text come out; nothing here knows a Trainer. rich 
 
 from __future__ import annotations
 
-import os
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -20,26 +18,6 @@ MAX_BAR = 80
 GAP = "  "  # between two numbers, and between two columns of the table
 BEST = "*"
 """Marks the rows of the table whose epoch was the best so far."""
-
-
-def is_interactive(stream: TextIO) -> bool:
-    """Whether a stream is a terminal that can move its cursor."""
-    return stream.isatty() and os.environ.get("TERM") != "dumb"
-
-
-def has_colour(stream: TextIO) -> bool:
-    """Whether a stream is a terminal that shows colour, and the user has not refused it (https://no-color.org)."""
-    return is_interactive(stream) and not os.environ.get("NO_COLOR")
-
-
-def styled(text: str, code: int, stream: TextIO) -> str:
-    """Text with an ANSI style, such as 31 for red, where the stream shows colour."""
-    return f"\x1b[{code}m{text}\x1b[0m" if has_colour(stream) else text
-
-
-def width() -> int:
-    """Columns of the terminal."""
-    return shutil.get_terminal_size().columns
 
 
 def number(value: float) -> str:

@@ -18,8 +18,10 @@ from deeplightning.config.automatic import source_of
 from deeplightning.config.schema import Config
 from deeplightning.config.tree import Entry, KeyPath, kind, line
 from deeplightning.faults import ConfigError, Fault, nearest, printable, upwards
+from deeplightning.process.terminal import wrapped
 from deeplightning.static.signature import UNKNOWN, Parameter, Undecided
 
+ABOUT = 14  # columns before what is said of a key
 COLUMN = 56  # where the places stand beside the values, unless a line is longer
 
 
@@ -48,13 +50,19 @@ def explain(report: Report, key: str = "") -> str:
     return "".join(f"{row}\n" for row in _about(report, path, value))
 
 
-def show(text: str) -> None:
-    """Prints YAML, in colour on a terminal."""
+def show(text: str, indent: int | None = None) -> None:
+    """Prints YAML; on a terminal in colour, with lines that are too long broken.
+
+    Args:
+        indent: columns by which the rest of a broken line is indented; None: it is YAML that may be copied.
+    """
     if sys.stdout.isatty():
         from rich.console import Console
         from rich.syntax import Syntax
 
-        Console().print(Syntax(text, "yaml", background_color="default"))
+        if indent is not None:
+            text = "\n".join(wrapped(row, indent) for row in text.splitlines())
+        Console().print(Syntax(text.rstrip("\n"), "yaml", background_color="default", word_wrap=True))
     else:
         print(text, end="", flush=True)
 
@@ -141,7 +149,7 @@ def _about(report: Report, path: KeyPath, value: Any) -> Iterator[str]:
     for entry in history[1:]:
         rows.append(("instead of", f"{_short(report, entry, path)}  # {entry.place}"))
     # A file that two others build on is read twice.
-    yield from (f"  {word.ljust(10)}  {text}" for word, text in dict.fromkeys(rows))
+    yield from (f"  {word.ljust(ABOUT - 4)}  {text}" for word, text in dict.fromkeys(rows))
 
 
 def _documentation(
@@ -215,7 +223,7 @@ def _unset_param(of: schema.Target | schema.Engine, role: str, key: str, rest: K
 
 def _told(key: str, rows: list[tuple[str, str]], null: str) -> list[str]:
     rows.append(("set by", f"nothing: {null} is null" if null else "nothing; the default counts"))
-    return [f"{key}: not set", *(f"  {word.ljust(10)}  {text}" for word, text in rows)]
+    return [f"{key}: not set", *(f"  {word.ljust(ABOUT - 4)}  {text}" for word, text in rows)]
 
 
 def _option(report: Report, path: KeyPath) -> Iterator[tuple[str, str]]:

@@ -12,6 +12,7 @@ import click
 from deeplightning.faults import FREE_SOME, UserError, is_full, no_room
 from deeplightning.process import streams
 from deeplightning.process.identity import own_rank
+from deeplightning.process.terminal import is_interactive, styled, wrapped
 from deeplightning.words import first_line
 
 
@@ -90,12 +91,14 @@ def report(error: BaseException, redact: Callable[[str], str] = str) -> int:
             code, notes = cause.exit_code, [cause.reason + (group.kept() if cause.lost else "")]
     if code is None or os.environ.get("DEEPLIGHTNING_DEBUG") == "1":
         print(redact("".join(traceback.format_exception(error))), file=sys.stderr)
-    word = ("\x1b[31merror\x1b[0m" if sys.stderr.isatty() else "error") + rank
+    word = styled("error", 31, sys.stderr) + rank
     if code is None:
         print(
             f"{word}: {place}a fault of Deep Lightning or of your own code; the lines above say where", file=sys.stderr
         )
         return 1
     for note in notes:
-        print(f"{word}: {redact(note)}", file=sys.stderr)
+        text = f"error{rank}: {redact(note)}"
+        text = wrapped(text, 2) if is_interactive(sys.stderr) else text
+        print(word + text.removeprefix(f"error{rank}"), file=sys.stderr)
     return code

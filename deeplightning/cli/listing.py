@@ -3,6 +3,7 @@ has left unwritten. To make one again, or to tell two apart: `deeplightning.repr
 
 import operator
 import re
+import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import UTC, datetime
 from fnmatch import fnmatchcase
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deeplightning.faults import CheckpointError, SetupError
+from deeplightning.process.terminal import styled
 from deeplightning.tracking.attach import attach
 from deeplightning.tracking.journal import dead, settle, settle_quietly
 from deeplightning.tracking.owner import AGE
@@ -66,6 +68,25 @@ def listing(
             if run.status == "RUNNING" and run.id in killed:
                 rows[-1]["status"] = "DEAD"
     return rows
+
+
+def lines(rows: Sequence[dict[str, str]], columns: int | None) -> Iterator[str]:
+    """The rows of `listing` as text.
+
+    Args:
+        columns: of a terminal, which shows a table: without folder, experiment and id, in this order, where there is no
+            room for all, and with the id where the name does not tell the runs apart; None: everything, unaligned.
+    """
+    if columns is None or not rows:
+        yield from ("  ".join(row.values()) for row in rows)
+        return
+    widths = {name: max(len(name), *(len(row[name]) for row in rows)) for name in rows[0]}
+    names = {row["name"] for row in rows}
+    for name in ("folder", "experiment", *(["id"] if len(names) == len(rows) and "" not in names else [])):
+        if sum(widths.values()) + 2 * (len(widths) - 1) >= columns:
+            del widths[name]
+    yield styled("  ".join(name.ljust(size) for name, size in widths.items()).rstrip(), 2, sys.stdout)
+    yield from ("  ".join(row[name].ljust(size) for name, size in widths.items()).rstrip() for row in rows)
 
 
 def newest(tracking_uri: str | None, *filters: Any) -> str:

@@ -201,7 +201,7 @@ def explain(config: Path, overrides: tuple[str, ...]) -> None:
     report = examine_config(config, tuple(word for word in overrides if word not in keys), importing=False)
     report.checked()
     for key in keys or [""]:
-        of.show(of.explain(report, key))
+        of.show(of.explain(report, key), of.ABOUT if key else None)
 
 
 @cli.command(context_settings=LOOSE, epilog=OVERRIDES)

@@ -22,6 +22,7 @@ from deeplightning.cli.group import (
 )
 from deeplightning.faults import count
 from deeplightning.process import streams
+from deeplightning.process.terminal import is_interactive, width
 
 
 @cli.command(context_settings=LOOSE, epilog=OVERRIDES)
@@ -269,7 +270,8 @@ def runs(
 ) -> None:
     """List runs, the newest first; remove those that are not wanted.
 
-    A line has id, status, start (UTC), experiment, name, result and folder. A trial that its search has given up is
+    A line has id, status, start (UTC), experiment, name, result and folder; a terminal shows a table, without the last
+    of what has no room. A trial that its search has given up is
     PRUNED, which is an end as good as any: --clean alone leaves it. Running ones are never removed, and nothing
     is without --delete; files only of runs that this store keeps on this machine. A run whose process was killed on
     this machine is written as FAILED first, or shown as DEAD where the store cannot be written. With --sync nothing is
@@ -316,8 +318,8 @@ def runs(
         rows = of.listing(tracking_uri, statuses, metric, name, experiment)
     except ValueError as error:
         raise click.UsageError(str(error)) from error
-    for row in rows:
-        click.echo("  ".join(row.values()))
+    for line in of.lines(rows, width() if is_interactive(sys.stdout) else None):
+        click.echo(line)
     if clean and not delete:
         click.echo(f"{len(rows)} runs and their files would be removed; --delete does it", err=True)
     if delete:

@@ -8,11 +8,14 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from deeplightning.callbacks import commands, console, progress
+from deeplightning.callbacks import commands, console
 from deeplightning.callbacks.console import Console
-from deeplightning.callbacks.progress import Bar, EpochTable, clock, has_colour, number
+from deeplightning.callbacks.progress import Bar, EpochTable, clock, number
+from deeplightning.cli import listing
 from deeplightning.config.packages import HOME
 from deeplightning.config.source import read
+from deeplightning.process import terminal as of_terminal
+from deeplightning.process.terminal import has_colour, wrapped
 
 
 def drawn(bar, columns):
@@ -94,7 +97,7 @@ def terminal(monkeypatch):
     """A stdout of 80 columns that says it is a terminal."""
     stream = Terminal()
     monkeypatch.setattr(console, "sys", SimpleNamespace(stdout=stream, stderr=stream))
-    monkeypatch.setattr(progress.shutil, "get_terminal_size", lambda: os.terminal_size((80, 24)))
+    monkeypatch.setattr(of_terminal.shutil, "get_terminal_size", lambda: os.terminal_size((80, 24)))
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
     return stream
@@ -121,13 +124,15 @@ def handled(*records):
 
 
 def test_a_terminal_breaks_lines_between_words(terminal, monkeypatch):
-    """Under the label, and never inside a path; a file has one line."""
-    text = f"engine     {'words ' * 12}{'/a' * 50}"
+    """Under the label; a line with a path that is too long stays whole; a file has one line."""
+    text = f"engine     {'words ' * 20}end"
     handled((logging.INFO, text, {}))
     lines = terminal.getvalue().splitlines()
-    assert lines[0].startswith("engine     words")
-    assert [line[:11].strip() for line in lines[1:]] == [""] * (len(lines) - 1)
-    assert lines[-1].strip() == "/a" * 50
+    assert [line[:12] for line in lines] == ["engine     w", "           w"]
+    assert max(map(len, lines)) < 80
+    assert " ".join(lines).split() == text.split()
+    path = f"bundle     {'/a' * 50}"
+    assert wrapped(path, 11) == path
     file = io.StringIO()
     monkeypatch.setattr(console, "sys", SimpleNamespace(stdout=file, stderr=file))
     handled((logging.INFO, text, {"terminal": ["something else"]}))
@@ -212,3 +217,28 @@ def test_the_page_of_a_run_is_named():
         "https://***@tracker/#/experiments/3/runs/abc"
     )
     assert commands.page([object()], "mlruns") is None
+
+
+@pytest.mark.parametrize(
+    ("columns", "shown"),
+    [
+        (None, None),
+        (60, "status name result"),
+        (75, "id status name result"),
+        (200, "id status experiment name result folder"),
+    ],
+)
+def test_the_table_of_runs_fits_the_terminal(columns, shown):
+    """Columns that have no room are left out, the least needed first; elsewhere a line has everything."""
+    row = {"id": "0" * 32, "status": "FINISHED", "experiment": "Default", "name": "one", "result": "test_acc 0.9777"}
+    rows = [row | {"folder": "/runs" * 12}, row | {"name": "two", "result": "", "folder": "/b"}]
+    found = list(listing.lines(rows, columns))
+    if columns is None:
+        assert found == ["  ".join(row.values()) for row in rows]
+        return
+    assert found[0].split() == shown.split()
+    assert max(map(len, found)) < columns
+    assert len({line.find("one" if "one" in line else "two") for line in found[1:]}) == 1
+    same = [row | {"name": "one"} for row in rows]
+    assert all("0" * 32 in line for line in listing.lines(same, 40) if "one" in line)
+    assert list(listing.lines([], columns)) == []

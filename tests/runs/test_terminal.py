@@ -1,0 +1,73 @@
+"""`train` on a real terminal of 80 columns: what its user sees."""
+
+import contextlib
+import fcntl
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+from pathlib import Path
+
+import pytest
+from commands import environment
+
+ROOT = Path(__file__).parents[2]
+COLUMNS = 80
+
+pytestmark = pytest.mark.slow
+
+
+def on_a_terminal(*words: str, cwd: Path, **variables: str) -> str:
+    """All that `deeplightning` writes to a terminal, and how it ended."""
+    leader, follower = pty.openpty()
+    fcntl.ioctl(follower, termios.TIOCSWINSZ, struct.pack("HHHH", 40, COLUMNS, 0, 0))
+    env = {**environment(), "TERM": "xterm", **variables}
+    for name in ("COLUMNS", "LINES", *(["NO_COLOR"] if "NO_COLOR" not in variables else [])):
+        env.pop(name, None)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "deeplightning", *words], cwd=cwd, env=env,
+        stdin=subprocess.DEVNULL, stdout=follower, stderr=follower, start_new_session=True,
+    )  # fmt: skip
+    os.close(follower)
+    shown = b""
+    with contextlib.suppress(OSError):  # the terminal's end on Linux
+        while part := os.read(leader, 10_000):
+            shown += part
+    os.close(leader)
+    assert process.wait(60) == 0, shown.decode()
+    return shown.decode()
+
+
+def test_a_terminal_shows_ten_lines_a_bar_and_a_table(tmp_path):
+    """No config; what differs from the base, the page to watch; a row per epoch; commands that can be pasted."""
+    config = str(ROOT / "configs" / "base.yaml")
+    text = on_a_terminal("train", config, "train.num_epochs=2", "data.batch_size=8", cwd=tmp_path)
+    plain = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text)
+    lines = [line.rpartition("\r")[2] for line in plain.replace("\r\n", "\n").split("\n")[:-1]]
+    start = next(number for number, line in enumerate(lines) if line.startswith("first loss"))
+    assert 8 <= start <= 14, plain
+    assert "model:" not in plain
+    assert f"{config} with data.batch_size=8, train.num_epochs=2" in " ".join(plain.split())
+    page = re.compile(r"  http://127.0.0.1:5001/#/experiments/0/runs/[0-9a-f]{32}")
+    assert len([line for line in lines if page.fullmatch(line)]) == 1
+    rows = [line for line in lines if re.match(r" +\d/2 |epoch  train", line)]
+    assert [len(row.removesuffix(" *")) for row in rows] == [len(rows[0])] * 3
+    assert "\x1b[" in text
+    assert "samples/s  loss" in plain  # the bar
+    run = Path(lines[-1].removeprefix("Artifact storage path: "))
+    commands = lines[lines.index("next       commands to paste:") + 1 : -1]
+    assert commands == [
+        f"  bash {ROOT}/deploy.sh {run.relative_to(tmp_path)}",
+        f"  bash {ROOT}/monitor.sh",
+    ]
+
+
+def test_the_config_is_shown_where_it_is_asked_for(tmp_path):
+    """`--show-config` prints it on a terminal; NO_COLOR keeps colour out."""
+    words = ("train", "--show-config", str(ROOT / "configs" / "base.yaml"), "train.fast=true", "train.export=false")
+    text = on_a_terminal(*words, cwd=tmp_path, NO_COLOR="1")
+    assert "total_steps: auto" in text
+    assert not re.search(r"\x1b\[[0-9;]*3\d", text)
