@@ -29,7 +29,7 @@ MAX_PICTURES = 2
 class Describe(pl.Callback):
     """Keeps the description of the run up to date, on rank 0: at its start and after each stage."""
 
-    after = ("Record", "Checkpoints", "Results")
+    after = ("Record", "Results")
 
     def __init__(self, cfg: Config, record: Record):
         self.cfg, self.record = cfg, record
