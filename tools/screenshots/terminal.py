@@ -9,7 +9,6 @@ from uv's cache and is left out where there is none.
 
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import sys
@@ -26,7 +25,8 @@ WIDTHS = (80, 200)  # columns
 ROWS = 60
 LONGEST = 600  # seconds that a command may take
 PROMPT = "$ "
-ALTERED = {"COLUMNS", "LINES", "NO_COLOR", "PYTHONDONTWRITEBYTECODE", "PYTHONPATH", "TERM", "VIRTUAL_ENV"}
+ALTERED = {"COLUMNS", "DEEPLIGHTNING_PYTHON", "LINES", "MLFLOW_TRACKING_URI", "NO_COLOR", "PYTHONDONTWRITEBYTECODE"}
+ALTERED |= {"PYTHONPATH", "TERM", "TMUX", "VIRTUAL_ENV"}
 """Variables of this process that the terminal's shell does not get."""
 SHORT = ["train.num_epochs=4", "data.batch_size=8"]  # seconds, and some epochs to look at
 
@@ -37,7 +37,7 @@ class Terminal:
     Args:
         columns: of the terminal.
         folder: working directory of the shell.
-        socket: of tmux's server.
+        socket: of a tmux server that is not there yet.
         variables: of the shell's environment.
     """
 
@@ -47,14 +47,14 @@ class Terminal:
             **{name: value for name, value in os.environ.items() if name not in ALTERED},
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "OMP_NUM_THREADS": "1",
-            "PS1": PROMPT,
             "ENV": "",
             **variables,
         }
-        words = [f"{name}={value}" for name, value in environment.items()]
-        shell = shlex.join(["env", "-i", *words, "TERM=tmux-256color", "bash", "--norc", "--noprofile", "-i"])
+        shell = f"exec env TERM=tmux-256color 'PS1={PROMPT}' bash --norc --noprofile -i"
         size = ["-x", str(columns), "-y", str(ROWS)]
-        self.tmux("-f", "/dev/null", "new-session", "-d", "-s", "terminal", *size, "-c", str(folder), shell)
+        # A server of its own, which has the environment of this call.
+        command = ["tmux", "-S", str(socket), "-f", "/dev/null", "new-session", "-d", "-s", "terminal", *size]
+        subprocess.run([*command, "-c", str(folder), shell], env=environment, check=True)
         self.wait(lambda screen: screen.rstrip().endswith(PROMPT.strip()))
 
     def tmux(self, *words: str) -> str:
@@ -146,7 +146,7 @@ def set_up(out: Path, place: Path) -> None:
     for columns in WIDTHS:
         clone = place / f"clone{columns}" / "deeplightning"
         subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
-        terminal = Terminal(columns, clone, place / "socket")
+        terminal = Terminal(columns, clone, place / f"socket-set-up-{columns}")
         try:
             terminal.type("bash env.sh")
             terminal.wait(lambda screen: "2/3 packages" in screen)
@@ -174,7 +174,7 @@ def main(out: Path) -> int:
         for columns in WIDTHS:
             for suffix, variables in ((f"{columns}", {}), (f"{columns}-plain", {"NO_COLOR": "1"})):
                 own = {"DEEPLIGHTNING_PYTHON": sys.executable, "PYTHONPATH": str(clone), **variables}
-                terminal = Terminal(columns, clone, place / "socket", **own)
+                terminal = Terminal(columns, clone, place / f"socket-{suffix}", **own)
                 try:
                     commands(terminal, out, suffix)
                 finally:
