@@ -29,7 +29,9 @@ from browser import CHROMIUM, Browser  # noqa: E402
 SEEDS = (1, 2, 3)
 SIZE = {"width": 1280, "height": 900, "deviceScaleFactor": 1, "mobile": False}
 SCHEMES = ("light", "dark")
-NO_TOOLS = "document.documentElement.insertAdjacentHTML('beforeend', '<style>.modebar { display: none }</style>')"
+NO_TOOLS = (
+    "document.documentElement.insertAdjacentHTML('beforeend', '<style>.modebar { display: none !important }</style>')"
+)
 """Without a mouse, each chart shows its tools."""
 
 DRAWN = """new Promise((done) => {
@@ -112,8 +114,8 @@ def take(browser: Browser, shown: dict[str, str], scheme: str, out: Path) -> Non
     for name, address in shown.items():
         browser.call("Page.navigate", session, url="about:blank")  # else only what is behind # changes
         browser.call("Page.navigate", session, url=address)
-        browser.call("Runtime.evaluate", session, expression=NO_TOOLS)
         browser.call("Runtime.evaluate", session, expression=DRAWN, awaitPromise=True)
+        browser.call("Runtime.evaluate", session, expression=NO_TOOLS)
         data = browser.call("Page.captureScreenshot", session)["data"]
         (out / f"mlflow-{name}-{scheme}.png").write_bytes(base64.b64decode(data))
     browser.call("Target.disposeBrowserContext", browserContextId=context)
