@@ -9,9 +9,7 @@ from typing import Any
 
 from deeplightning.config.packages import HOME
 from deeplightning.tracking.store import locate
-
-PORT = 5001
-"""Where `deeplightning monitor` listens by default."""
+from deeplightning.tracking.view import PORT
 
 
 def command(verb: str, script: str, *words: str) -> str:

@@ -17,7 +17,7 @@ from deeplightning.process.streams import outlive_reader, prepare_streams
 from deeplightning.tracking.attach import attach
 from deeplightning.tracking.journal import settle_quietly
 from deeplightning.tracking.store import Store, explain, locate
-from deeplightning.tracking.view import OPENS, newest_runs, runs_page
+from deeplightning.tracking.view import OPENS, PORT, newest_runs, runs_page
 
 APPLICATION = "deeplightning"
 """MLflow's name for `deeplightning.tracking.pages`, an entry point of the group `mlflow.app`."""
@@ -36,7 +36,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--host", default="127.0.0.1", help="address to listen on (default: 127.0.0.1, this machine only)"
     )
-    parser.add_argument("--port", type=_port, default=5001, help="port to listen on (default: 5001)")
+    parser.add_argument("--port", type=_port, default=PORT, help=f"port to listen on (default: {PORT})")
     options = parser.parse_args(arguments)
     try:
         monitor(options.tracking_uri, options.host, options.port)

@@ -10,6 +10,9 @@ if TYPE_CHECKING:
     from mlflow import MlflowClient
     from mlflow.entities import Run
 
+PORT = 5001
+"""Where `deeplightning monitor` listens by default."""
+
 OPENS = "DEEPLIGHTNING_OPENS"
 """The environment variable by which the server learns the address that it is to open in a browser."""
 
