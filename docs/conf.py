@@ -19,6 +19,7 @@ include_patterns = ["*.md", "docs/**.md", "examples/*/README.md", "benchmarks/*.
 exclude_patterns = ["docs/_*"]
 extensions = ["myst_parser"]
 myst_heading_anchors = 4
+smartquotes = False  # `--option` stays two dashes
 nitpicky = True
 linkcheck_ignore = [r"http://127\.0\.0\.1", r"https://example\.com"]
 html_theme = "furo"
