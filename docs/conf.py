@@ -27,6 +27,7 @@ html_title = project
 html_show_copyright = False
 html_show_sourcelink = False
 html_copy_source = False
+html_show_search_summary = False  # a page that is read as a file may not fetch others
 html_theme_options = {"navigation_with_keys": True}
 pygments_style, pygments_dark_style = "friendly", "github-dark"
 
@@ -56,9 +57,9 @@ def index_keys(app: Any, tree: nodes.document) -> None:
 
 
 def orphaned(app: Any, page: str, source: list[str]) -> None:
-    """Pages beside the manual, such as the examples', are reached by links, not by the navigation."""
+    """Pages beside the manual, such as the examples', are reached by links, not by navigation or search."""
     if not page.startswith("docs/"):
-        source[0] = f"---\norphan: true\n---\n{source[0]}"
+        source[0] = f"---\norphan: true\nnosearch: true\n---\n{source[0]}"
 
 
 def begin_at_the_root(app: Any, error: Exception | None) -> None:

@@ -57,9 +57,10 @@ def idea(folder: str) -> str:
 def picture() -> str:
     """The graph as SVG: a folder stands above all that it imports; colours follow the reader's light or dark mode."""
     arrows = needed(imports())
+    heights = {name: _height(name, arrows) for name in imports()}
     rows: dict[int, list[str]] = {}
-    for name in imports():
-        rows.setdefault(_depth(name, arrows), []).append(name)
+    for name, above in heights.items():
+        rows.setdefault(max(heights.values()) - above, []).append(name)
     at = {
         name: (WIDTH * (place + 1) // (len(row) + 1), STEP * depth + STEP // 2)
         for depth, row in rows.items()
@@ -87,9 +88,9 @@ def picture() -> str:
     return "\n".join([*lines, "</svg>", ""])
 
 
-def _depth(name: str, arrows: list[tuple[str, str]]) -> int:
-    """The row of a folder: below every folder that imports it."""
-    return max((1 + _depth(here, arrows) for here, there in arrows if there == name), default=0)
+def _height(name: str, arrows: list[tuple[str, str]]) -> int:
+    """How many rows a folder stands above the last one: just above what it imports."""
+    return max((1 + _height(there, arrows) for here, there in arrows if here == name), default=0)
 
 
 def page() -> str:
