@@ -115,7 +115,7 @@ def _default(field: Field[object]) -> str:
     value = default(field)
     if value is MISSING:
         return "required"
-    return "–" if is_dataclass(value) else f"`{_flow(value)}`"
+    return "" if is_dataclass(value) else f"`{_flow(value)}`"
 
 
 def _flow(value: object) -> str:
