@@ -214,6 +214,15 @@ def _literal(node: ast.ClassDef, name: str) -> object:
 # ---- HTTP
 
 
+SUMMARIES = {
+    "/": "A page to try the model on.",
+    "/predict": "The answers to one input or several.",
+    "/openapi.json": "The addresses, bodies and answers of this server for programs, as OpenAPI 3.0.",
+    "/docs": "The same for people, on a page.",
+}
+"""Where the server's own words are of one kind of run, or of the document that they stand in."""
+
+
 def http() -> str:
     """The addresses of the server, its answers by status, and the bodies that each kind of run takes and gives."""
     specs: dict[str, Any] = {
@@ -226,7 +235,7 @@ def http() -> str:
     documents = {task: describe(model, Limits(), secured=True) for task, model in models.items()}
     first = documents["image_classification"]
     addresses = [
-        (f"`{method.upper()} {path}`", operation["summary"] if method == "get" else "Answers inputs; see below.")
+        (f"`{method.upper()} {path}`", SUMMARIES.get(path, operation["summary"]))
         for path, methods in first["paths"].items()
         for method, operation in methods.items()
     ]
