@@ -103,7 +103,7 @@ def refusal(setting: Setting, backend: Backend | None, gpus: int | None = None) 
 
 def engines(gpus: int | None = None) -> str:
     """Each setting with each engine as a Markdown table, for the manual."""
-    rows = [f"| | {' | '.join(ENGINES)} |", "|---" * (len(ENGINES) + 1) + "|"]
+    rows = [f"| Setting | {' | '.join(ENGINES)} |", "|---" * (len(ENGINES) + 1) + "|"]
     for setting in SETTINGS:
         on_cpu = gpus is None and setting.values.get("engine.precision") == 16
         runs = "as bf16" if on_cpu else "yes"

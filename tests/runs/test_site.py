@@ -50,3 +50,14 @@ def test_a_page_loads_nothing_from_elsewhere(site):
         assert (page.name, loaded) == (page.name, [])
     for style in site.rglob("*.css"):
         assert re.findall(r"""(?:url\(|@import )["']?(?:https?:|//)""", style.read_text()) == []
+
+
+def test_a_page_can_be_used_by_keyboard_and_screen_reader(site):
+    """Its two columns have names, and what scrolls can have the focus: the theme's words that docs/conf.py completes."""
+    page = (site / "docs" / "reference" / "config-files.html").read_text()
+    assert page.count('aria-label="Pages"') == page.count('aria-label="Sections of this page"') == 1
+    scrolled = re.findall(r"<(?:pre|div class=\"table-wrapper)[^>]*>", page)
+    assert [tag for tag in scrolled if 'tabindex="0"' not in tag] == []
+    assert '<pre tabindex="0">' in page
+    assert 'tabindex="0" class="table-wrapper' in page
+    assert "<h1>Search</h1>" in (site / "search.html").read_text()
