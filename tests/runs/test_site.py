@@ -53,7 +53,7 @@ def test_a_page_loads_nothing_from_elsewhere(site):
 
 
 def test_a_page_can_be_used_by_keyboard_and_screen_reader(site):
-    """Its two columns have names, and what scrolls can have the focus: the theme's words that docs/conf.py completes."""
+    """Its two columns have names, and what scrolls can have the focus: docs/conf.py completes the theme."""
     page = (site / "docs" / "reference" / "config-files.html").read_text()
     assert page.count('aria-label="Pages"') == page.count('aria-label="Sections of this page"') == 1
     scrolled = re.findall(r"<(?:pre|div class=\"table-wrapper)[^>]*>", page)
