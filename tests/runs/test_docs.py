@@ -4,7 +4,8 @@ How a page is run: every `yaml` and `python` block that opens with a comment tha
 The `bash` and other `python` blocks run in order, in one shell, in a folder that looks like a clone. A line with the
 comment "keeps running" is a server: it gets a free port, and the page goes on when it has said where it is. A `text`
 block is the output of the block before it; numbers with a point, run ids, ports and the best step may differ, and `…`
-stands for anything.
+stands for anything. A `console` block holds commands that need a cluster, a GPU or the network: it is shown and not
+run, but its verbs and options of `deeplightning` must exist.
 
 `bash train.sh` without a config is what a person would start; to save the imports of ten processes, `deeplightning` and
 `bash train.sh CONFIG`, which is the same as `deeplightning train CONFIG`, hand their arguments to `commands.Commands`.
@@ -31,11 +32,13 @@ from deeplightning.config import schema
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
 KEYS = ROOT / "docs" / "config.md"
+STEPS = [*sorted(ROOT.glob("docs/tutorial/*.md")), *sorted(ROOT.glob("docs/how-to/*.md"))]
 PAGES = [
     README,
     KEYS,
     *sorted(ROOT.glob("*.md")),
     *sorted(ROOT.glob("docs/*.md")),
+    *STEPS,
     *sorted(ROOT.glob("examples/*/*.md")),
 ]
 PAGES = list(dict.fromkeys(PAGES))
@@ -50,6 +53,7 @@ RUN = [
     ROOT / "docs" / "serving.md",
     ROOT / "docs" / "training.md",
     ROOT / "examples" / "own_code" / "README.md",
+    *STEPS,
 ]
 MARK = "@@ block"
 
@@ -186,10 +190,15 @@ def fits(printed: str, said: str) -> bool:
 
 
 LONG = {"coming_from.md", "python.md"}  # half a minute each
+QUICK = {"index.md"}  # pages of docs/tutorial and docs/how-to that train nothing; the others are slow
+
+
+def is_slow(page: Path) -> bool:
+    return page.name not in QUICK if page in STEPS else page.name in LONG
 
 
 @pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=[pytest.mark.slow] * (page.name in LONG)) for page in RUN], ids=name
+    "page", [pytest.param(page, marks=[pytest.mark.slow] * is_slow(page)) for page in RUN], ids=name
 )
 def test_a_page_runs_and_answers_as_it_says(page, place):
     """Every block of the page runs in order without an error, and prints the lines that the page shows, in order."""
@@ -225,7 +234,23 @@ def every_file_of_a_run_is_named(place: Path) -> None:
 def test_blocks_are_of_kinds_that_are_looked_at():
     """No block escapes by its name; tests/unit/test_architecture.py compares the picture with the imports."""
     found = {block.language for page in PAGES for block in blocks(page)}
-    assert found == {"bash", "python", "yaml", "text", "mermaid"}
+    assert found - {"console"} == {"bash", "python", "yaml", "text", "mermaid"}
+
+
+@pytest.mark.parametrize("page", STEPS, ids=name)
+def test_commands_that_are_only_shown_exist(page):
+    """Each `deeplightning VERB` of a console block is a verb, and each of its options one of that verb's."""
+    shown = [block.text for block in blocks(page) if block.language == "console"]
+    for verb, words in re.findall(r"\bdeeplightning ([a-z]+)\b((?:[^\n#\\]|\\\n)*)", "\n".join(shown)):
+        assert verb in cli.commands, verb
+        known = {option for p in cli.commands[verb].params for option in (*p.opts, *p.secondary_opts)}
+        assert set(re.findall(r"(?<=\s)--[a-z-]+", words)) <= known | {"--help"}, f"{verb}{words}"
+
+
+@pytest.mark.parametrize("page", STEPS, ids=name)
+def test_a_page_of_steps_is_short(page):
+    """Steps are read while something else is open: at most 1,500 words, blocks included."""
+    assert len(page.read_text().split()) <= 1500
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
