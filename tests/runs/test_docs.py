@@ -190,7 +190,7 @@ def fits(printed: str, said: str) -> bool:
 
 
 LONG = {"coming_from.md", "python.md"}  # half a minute each
-QUICK = {"index.md"}  # pages of docs/tutorial and docs/how-to that train nothing; the others are slow
+QUICK = {"index.md", "gpu-machine.md", "kubernetes.md", "ray.md", "slurm.md"}  # pages of steps that train nothing
 
 
 def is_slow(page: Path) -> bool:
