@@ -171,7 +171,8 @@ def runs(page: Path) -> bool:
 
 
 RUN = [README, *filter(runs, MANUAL), ROOT / "examples" / "own_code" / "README.md"]
-QUICK = {README, *ROOT.glob("docs/reference/*.md"), RUN[-1]}  # the others take minutes together
+CHECKED = [ROOT / "docs" / "how-to" / f"{topic}.md" for topic in ("gpu-machine", "kubernetes", "ray", "slurm")]
+QUICK = {README, *ROOT.glob("docs/reference/*.md"), *CHECKED, RUN[-1]}  # the others train: minutes together
 
 
 @pytest.mark.parametrize(
