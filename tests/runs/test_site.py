@@ -36,7 +36,11 @@ def test_every_key_is_found_by_its_name(site):
     """The search index of the site has each key of a config, with its row on a page."""
     found = re.fullmatch(r"Search\.setIndex\((.*)\)", (site / "searchindex.js").read_text(), re.DOTALL)
     index = json.loads(found[1])
-    named = {entry[-1]: index["docnames"][entry[0]] for entries in index["objects"].values() for entry in entries}
+    named = {
+        f"{prefix}.{entry[-1]}".lstrip("."): index["docnames"][entry[0]]
+        for prefix, entries in index["objects"].items()
+        for entry in entries
+    }
     keys = [f"{path}.{f.name}".lstrip(".") for path, cls in reference.sections(schema.Config) for f in schema.keys(cls)]
     assert [key for key in keys if key not in named] == []
     for key in keys:
