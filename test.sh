@@ -55,14 +55,15 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 
 # Sphinx has an environment of its own, so that nobody who trains needs it.
 sphinx() {
-    local sphinx=$root/.uv/docs
-    if ! cmp -s docs/requirements.lock "$sphinx/made-from"; then
+    local own=$root/.uv/docs lock
+    lock=$(<docs/requirements.lock)
+    if [ ! -f "$own/made-from" ] || [ "$(<"$own/made-from")" != "$lock" ]; then
         echo "Installing Sphinx into .uv/docs"
-        "$python" -m uv venv --quiet --clear --python "$python" "$sphinx" &&
-            "$python" -m uv pip install --quiet --python "$sphinx/bin/python" --require-hashes -r docs/requirements.lock &&
-            cp docs/requirements.lock "$sphinx/made-from" || return
+        "$python" -m uv venv --quiet --clear --python "$python" "$own" &&
+            "$python" -m uv pip install --quiet --python "$own/bin/python" --require-hashes -r docs/requirements.lock &&
+            mkdir -p "$own" && printf '%s\n' "$lock" >"$own/made-from" || return
     fi
-    [ -z "$links" ] || "$sphinx/bin/python" -m sphinx --quiet -b linkcheck -c docs . dist/links
+    [ -z "$links" ] || "$own/bin/python" -m sphinx --quiet -b linkcheck -c docs . dist/links
 }
 
 if [ "$size" = docs ]; then
