@@ -24,6 +24,7 @@ nitpicky = True
 linkcheck_ignore = [r"http://127\.0\.0\.1", r"https://example\.com"]
 html_theme = "furo"
 html_title = project
+html_static_path, html_css_files = ["_static"], ["site.css"]
 html_show_copyright = False
 html_show_sourcelink = False
 html_copy_source = False
@@ -32,6 +33,7 @@ html_theme_options = {"navigation_with_keys": True}
 pygments_style, pygments_dark_style = "a11y-high-contrast-light", "a11y-high-contrast-dark"
 
 LINK = re.compile(r"\]\(((?!\w+:|#)[^)\s#]+\.md)\)")
+DOTTED = re.compile(r'(?<=<span class="pre">)[\w.]+\.\w+')
 KEY = re.compile(r"[a-z_]+(\.[a-z_]+)*")
 
 
@@ -79,7 +81,7 @@ def finish(app: Any, error: Exception | None) -> None:
             text = file.read_text()
             for theirs, ours in ACCESS.items():
                 text = text.replace(theirs, ours)
-            file.write_text(text)
+            file.write_text(DOTTED.sub(lambda key: key[0].replace(".", ".<wbr>"), text))
         page = f'<!doctype html><title>{project}</title><meta http-equiv="refresh" content="0; url={root_doc}.html">'
         (Path(app.outdir) / "index.html").write_text(page)
 
