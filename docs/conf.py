@@ -15,7 +15,7 @@ from docutils import nodes
 project = "Deep Lightning"
 author = "the authors of Deep Lightning"
 root_doc = "docs/index"
-include_patterns = ["*.md", "docs/**.md", "examples/*/README.md", "benchmarks/*.md"]
+include_patterns = ["*.md", "docs/**.md", "examples/*/README.md", "benchmarks/*.md", "deploy/*.md"]
 exclude_patterns = ["docs/_*"]
 extensions = ["myst_parser"]
 myst_heading_anchors = 4

@@ -30,7 +30,7 @@ README = ROOT / "README.md"
 FILES = ROOT / "docs" / "reference" / "files.md"
 MANUAL = sorted(ROOT.glob("docs/**/*.md"))
 PAGES = [README, *(page for page in sorted(ROOT.glob("*.md")) if page != README), *MANUAL]
-PAGES += [*sorted(ROOT.glob("examples/*/*.md")), *sorted(ROOT.glob("benchmarks/*.md"))]
+PAGES += [page for folder in ("examples/*", "benchmarks", "deploy") for page in sorted(ROOT.glob(f"{folder}/*.md"))]
 MARK = "@@ block"
 
 
