@@ -147,11 +147,12 @@ def settings_with_engines() -> str:
 # ---- verbs
 
 
-def verbs(module: str) -> str:
-    """Each verb of a module of `deeplightning.cli`, with its usage, its help and its options."""
+def verbs(of_configs: bool) -> str:
+    """Each verb that takes a config, or each other one, with its usage, its help and its options."""
     parts = []
     for name, command in cli.commands.items():
-        if command.hidden or command.callback is None or command.callback.__module__ != f"deeplightning.cli.{module}":
+        takes_config = getattr(command.callback, "__module__", "") == "deeplightning.cli.of_configs"
+        if command.hidden or takes_config != of_configs:
             continue
         usage = " ".join(command.collect_usage_pieces(click.Context(command, info_name=name)))
         usage = usage.replace("[OPTIONS] ", "").replace("[OPTIONS]", "").strip()
@@ -363,8 +364,8 @@ PAGES: dict[str, Callable[[], str]] = {
     **{name: (lambda name=name: keys(name)) for name in PAGES_OF_KEYS},
     "conflicts": table,
     "engines": settings_with_engines,
-    "verbs-of-configs": lambda: verbs("of_configs"),
-    "verbs-of-runs": lambda: verbs("of_runs"),
+    "verbs-of-configs": lambda: verbs(of_configs=True),
+    "verbs-of-runs": lambda: verbs(of_configs=False),
     "metrics": metrics,
     "http": http,
     "python": python,
