@@ -195,13 +195,19 @@ def metrics() -> str:
                 found.append((f"`deeplightning.task.{file.stem}.{node.name}`", ", ".join(f"`{n}`" for n in names)))
     counts = [
         (f"`{family.name}{'_total' if family.type == 'counter' else ''}`", family.type, family.documentation)
-        for family in Metrics().collect()
+        for family in families(Metrics())
     ]
     return (
         "## Metrics of each task\n\nWhere `model.metrics` is `null`; a subclass has those of its parent.\n\n"
         f"{rows('Task, METRIC', found)}\n\n## The server\n\n`GET /metrics` answers in Prometheus' text format.\n\n"
         f"{rows('Metric, Kind, Meaning', counts)}"
     )
+
+
+def families(counted: Any) -> Iterator[Any]:
+    """The metrics of a server that has answered nothing, as the Prometheus client has them."""
+    labels = {"run": "", "task": "", "precision": ""}
+    yield from counted.collect(labels) if inspect.signature(counted.collect).parameters else counted.collect()
 
 
 def _literal(node: ast.ClassDef, name: str) -> object:
