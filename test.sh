@@ -6,16 +6,20 @@
 #   --all    the slow ones too, and the unit tests with the lowest releases that pyproject.toml allows: about 55 minutes
 # Where the arguments name files of tests, these run and no others.
 # bash test.sh --gpu [arguments of pytest] runs what is about GPUs instead, in at most 8 minutes: benchmarks/gpu.py.
+# bash test.sh --docs builds the site of the manual in dist/site and runs the tests of the manual, in 1 minute. The first
+#   time it installs Sphinx into .uv/docs. With --links it asks every address on the web that a page names, too.
 # Every check runs, whatever the ones before it found; the exit code is 1 when one of them failed.
 
 source "$(dirname -- "${BASH_SOURCE[0]}")/env.sh" || exit
 cd -- "$root" || exit
 size=default
 named=
+links=
 arguments=()
 for argument in "$@"; do
     case "$argument" in
-        --quick | --full | --all | --gpu) size=${argument#--} ;;
+        --quick | --full | --all | --gpu | --docs) size=${argument#--} ;;
+        --links) links=yes ;;
         *) arguments+=("$argument") ;;
     esac
     case "$argument" in tests/* | *.py | *.py::*) named=yes ;; esac
@@ -48,6 +52,29 @@ check() {
 # One thread each: workers that spin for the same cores slow one another down tenfold.
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 [ "$size" != gpu ] || exec "$python" benchmarks/gpu.py --suite "${arguments[@]}"
+
+# Sphinx has an environment of its own, so that nobody who trains needs it.
+sphinx() {
+    local own=$root/.uv/docs lock
+    lock=$(<docs/requirements.lock)
+    if [ ! -f "$own/made-from" ] || [ "$(<"$own/made-from")" != "$lock" ]; then
+        echo "Installing Sphinx into .uv/docs"
+        "$python" -m uv venv --quiet --clear --python "$python" "$own" &&
+            "$python" -m uv pip install --quiet --python "$own/bin/python" --require-hashes -r docs/requirements.lock &&
+            mkdir -p "$own" && printf '%s\n' "$lock" >"$own/made-from" || return
+    fi
+    [ -z "$links" ] || "$own/bin/python" -m sphinx --quiet -b linkcheck -c docs . dist/links
+}
+
+if [ "$size" = docs ]; then
+    printf '\n$ sphinx\n'
+    sphinx || failed+=" sphinx"
+    check pytest -n 0 tests/runs/test_site.py tests/unit/test_manual.py tests/unit/test_architecture.py \
+        tests/runs/test_docs.py -k "not answers_as_it_says" "${arguments[@]}"
+    [ -z "$failed" ] || { printf '\nNot passed:%s\n' "$failed" >&2; exit 1; }
+    echo "The site: $root/dist/site/index.html"
+    exit
+fi
 check ruff format --check .
 check ruff check .
 exec 3< <("$python" -m mypy 2>&1; echo "exit code $?")  # mypy takes a minute of one core: it runs beside the tests

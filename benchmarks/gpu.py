@@ -1,7 +1,7 @@
 """What a machine with GPUs shows: the tests that need one, a table of engines and precisions, memory and speed.
 
     bash test.sh --gpu [arguments of pytest]        in at most 8 minutes, to see whether all is well
-    .venv/bin/python benchmarks/gpu.py --write      all of it, into docs/gpu.md
+    .venv/bin/python benchmarks/gpu.py --write      all of it, into benchmarks/gpu.md
 
 Without a GPU it prints one line and runs the tests that are about GPUs and need none. Each run is a fresh process.
 Speed is measured beside a script as a user would write it and beside a loop with the data on the GPU, one program at a
@@ -31,7 +31,7 @@ from typing import Any
 from gpu_rows import ENGINES, FULL, TINY, Bench, compile_graphs, memory, speed
 from side_by_side import ROOT, table
 
-PAGE = ROOT / "docs" / "gpu.md"
+PAGE = ROOT / "benchmarks" / "gpu.md"
 BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
 
 SUITE = 480.0  # seconds of `bash test.sh --gpu`
@@ -204,7 +204,7 @@ def main() -> None:
     words.add_argument("--suite", action="store_true", help="as test.sh --gpu: 8 minutes, and bounds are only reported")
     words.add_argument("--only", nargs="+", choices=PARTS, help="only these parts")
     words.add_argument("--rounds", type=int, default=1, help="of the rows of speed; default 1")
-    words.add_argument("--write", action="store_true", help="replace the measured part of docs/gpu.md")
+    words.add_argument("--write", action="store_true", help="replace the measured part of benchmarks/gpu.md")
     words.add_argument(
         "--device", choices=["cuda", "cpu"], default="cuda", help="cpu: with --tiny, to try this program"
     )

@@ -93,7 +93,11 @@ def open_session(
 
 
 def _unusable(device: Device, provider: str, reason: str) -> DeviceError:
-    remedy = "install TensorRT 10, or set serve.tensorrt=false" if provider == TENSORRT else "see docs/serving.md, GPUs"
+    remedy = (
+        "install TensorRT 10, or set serve.tensorrt=false"
+        if provider == TENSORRT
+        else "see docs/explanation/server.md, GPUs"
+    )
     version = onnxruntime.__version__
     return DeviceError(f"{device} ({device.name}) cannot be used by onnxruntime-gpu {version}: {reason}; {remedy}.")
 

@@ -1,17 +1,19 @@
-"""The generated part of docs/architecture.md: which folder imports which, and what each is for.
+"""The generated part of docs/explanation/architecture.md, and its picture: which folder imports which, and why.
 
-`python tests/architecture_page.py docs/architecture.md` renews it; the prose around it is written by hand.
+`python tests/architecture_page.py` renews both; the prose around them is written by hand.
 """
 
 import ast
-import sys
-from pathlib import Path
 
 from test_layers import BASE, ENTRIES, FILES, LAYERS, PARTS, ROOT, imported_by, name_of, room
 
-START = "<!-- From here: python tests/architecture_page.py docs/architecture.md -->"
+PAGE = ROOT / "docs" / "explanation" / "architecture.md"
+PICTURE = ROOT / "docs" / "pictures" / "architecture.svg"
+START = "<!-- From here: python tests/architecture_page.py -->"
 END = "<!-- To here. -->"
 BASE_NAME = "base files"
+WIDTH, STEP, BOX = 720, 62, (104, 30)
+"""Of the picture, of a row and of a box, in pixels."""
 
 
 def imports() -> dict[str, set[str]]:
@@ -52,16 +54,51 @@ def idea(folder: str) -> str:
     return " ".join(text.split("\n\n")[0].split())
 
 
+def picture() -> str:
+    """The graph as SVG: a folder stands above all that it imports; colours follow the reader's light or dark mode."""
+    arrows = needed(imports())
+    heights = {name: _height(name, arrows) for name in imports()}
+    rows: dict[int, list[str]] = {}
+    for name, above in heights.items():
+        rows.setdefault(max(heights.values()) - above, []).append(name)
+    at = {
+        name: (WIDTH * (place + 1) // (len(row) + 1), STEP * depth + STEP // 2)
+        for depth, row in rows.items()
+        for place, name in enumerate(row)
+    }
+    width, height = BOX
+    lines = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {STEP * len(rows)}" role="img">',
+        "<title>Which folder imports which</title>",
+        "<style>path{fill:none;stroke:#888}rect{fill:#f4f6fa;stroke:#5b7db1}text{fill:#1c2733;font:13px sans-serif;"
+        "text-anchor:middle}marker path{fill:#888}@media(prefers-color-scheme:dark){rect{fill:#1d2733;stroke:#7fa3d8}"
+        "text{fill:#e4e9f0}}</style>",
+        '<marker id="tip" viewBox="0 0 6 6" refX="6" refY="3" markerWidth="7" markerHeight="7" orient="auto">'
+        '<path d="M0 0 6 3 0 6z"/></marker>',
+    ]
+    for here, there in arrows:
+        (x, y), (to_x, to_y) = at[here], at[there]
+        start, end = y + height // 2, to_y - height // 2
+        middle = (start + end) // 2
+        curve = f"M{x} {start}C{x} {middle} {to_x} {middle} {to_x} {end}"
+        lines.append(f'<path d="{curve}" marker-end="url(#tip)"><title>{here} imports {there}</title></path>')
+    for name, (x, y) in at.items():
+        lines.append(f'<rect x="{x - width // 2}" y="{y - height // 2}" width="{width}" height="{height}" rx="6"/>')
+        lines.append(f'<text x="{x}" y="{y + 5}">{name}</text>')
+    return "\n".join([*lines, "</svg>", ""])
+
+
+def _height(name: str, arrows: list[tuple[str, str]]) -> int:
+    """How many rows a folder stands above the last one: just above what it imports."""
+    return max((1 + _height(there, arrows) for here, there in arrows if here == name), default=0)
+
+
 def page() -> str:
     """The part of the page, from its first to its last comment."""
-    arrows = needed(imports())
-    names = {name: name.replace(" ", "_") for name in imports()}
-    lines = [START, "", "```mermaid", "flowchart TD"]
-    lines += [f'    {names[name]}["{name}"]' for name in imports()]
-    lines += [f"    {names[here]} --> {names[there]}" for here, there in arrows]
-    lines += ["```", "", "| Folder | Idea |", "|---|---|"]
-    lines += [f"| [`{name}`](../deeplightning/{name}) | {idea(name)} |" for name in [*LAYERS, *sorted(PARTS)]]
-    lines += [f"| [`serve`](../serve) | {idea('serve')} |", "", END]
+    lines = [START, "", "![Which folder imports which](../pictures/architecture.svg)", ""]
+    lines += ["| Folder | Idea |", "|---|---|"]
+    lines += [f"| `deeplightning/{name}` | {idea(name)} |" for name in [*LAYERS, *sorted(PARTS)]]
+    lines += [f"| `serve` | {idea('serve')} |", "", END]
     return "\n".join(lines)
 
 
@@ -71,5 +108,5 @@ def renewed(text: str) -> str:
 
 
 if __name__ == "__main__":
-    target = Path(sys.argv[1])
-    target.write_text(renewed(target.read_text()))
+    PAGE.write_text(renewed(PAGE.read_text()))
+    PICTURE.write_text(picture())

@@ -1,7 +1,7 @@
-"""Which test shows what Deep Lightning can do: reads `coverage.txt` and the tests' sources, writes docs/coverage.md.
+"""Which test shows what Deep Lightning can do: reads `coverage.txt` and the tests' sources, writes coverage.md.
 
-`python tests/coverage_page.py docs/coverage.md` renews the page. It ends with 1, and writes nothing, where a row of the
-table has neither a test nor a reason for having none, or names a test that is not there.
+`python tests/coverage_page.py tests/coverage.md` renews the page. It ends with 1, and writes nothing, where a row of
+the table has neither a test nor a reason for having none, or names a test that is not there.
 """
 
 import ast
@@ -30,8 +30,7 @@ has no id: the rules of the bucketed sampler, and what was decided where the fiv
 - **to come**: there is no key for it yet, or one that this version refuses.
 - **missing**: it may well work, but no test shows it.
 
-Made by `.venv/bin/python tests/coverage_page.py docs/coverage.md` from [tests/coverage.txt](../tests/coverage.txt); the tests
-stand in [tests](../tests).
+Made by `.venv/bin/python tests/coverage_page.py tests/coverage.md` from `tests/coverage.txt`.
 
 """  # noqa: E501
 

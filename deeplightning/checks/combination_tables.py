@@ -103,7 +103,7 @@ def refusal(setting: Setting, backend: Backend | None, gpus: int | None = None) 
 
 def engines(gpus: int | None = None) -> str:
     """Each setting with each engine as a Markdown table, for the manual."""
-    rows = [f"| | {' | '.join(ENGINES)} |", "|---" * (len(ENGINES) + 1) + "|"]
+    rows = [f"| Setting | {' | '.join(ENGINES)} |", "|---" * (len(ENGINES) + 1) + "|"]
     for setting in SETTINGS:
         on_cpu = gpus is None and setting.values.get("engine.precision") == 16
         runs = "as bf16" if on_cpu else "yes"
@@ -114,9 +114,8 @@ def engines(gpus: int | None = None) -> str:
 
 def table() -> str:
     """All rules as a Markdown table, for the manual."""
-    codes = {2: "refused (2)", 3: "refused (3)", 4: "refused (4)"}
-    rows = ["| Together | Keys | Answer | Because | Instead |", "|---|---|---|---|---|"]
+    rows = ["| Together | Keys | Exit code | Because | Instead |", "|---|---|---|---|---|"]
     for rule in RULES:
-        answer = "`check` warns, `train` refuses (3)" if rule.at_start else codes[rule.exit_code]
+        answer = "3; `check` warns" if rule.at_start else rule.exit_code
         rows.append(f"| {rule.when} | `{rule.key}`, `{rule.other}` | {answer} | {rule.why} | {rule.remedy} |")
     return "\n".join(rows)

@@ -7,7 +7,7 @@ from deeplightning.config.automatic import BALANCED, WEIGHT, unfilled
 from deeplightning.config.schema import Config, Engine
 from deeplightning.faults import Notice
 
-# A ViT-L/16 in bf16 with batches of 64 on one NVIDIA H100 80GB; docs/gpu.md has the table.
+# A ViT-L/16 in bf16 with batches of 64 on one NVIDIA H100 80GB; benchmarks/gpu.md has the table.
 _WHERE = "Measured on one H100 on 23 November 2026, ViT-L, bf16"
 _MEASURED = {
     "fsdp": "fsdp 371 samples/s and 16.0 GiB",

@@ -1,4 +1,4 @@
-"""What keys and values of other tools are called here: one table for the messages of `check` and docs/migrating.md.
+"""What keys and values of other tools are called here: one table for the messages of `check` and the manual.
 
 A row has old words and ours. An old word is a key wherever it is written; with dots, one below these keys
 (`model._target_`); with a slash in front, one of the top level. Ours is a key, with a comment after it; `*` means
@@ -7,8 +7,6 @@ no such key.
 """
 
 import re
-import sys
-from pathlib import Path
 
 _LR = "model.optimizer.params.lr"
 _PER_PROCESS = "data.batch_size (it counts per process)"
@@ -554,44 +552,3 @@ def value(key: str, given: object) -> str | None:
 def class_of(role: str | None, given: object) -> str | None:
     """The class that another tool has a short name for; None: not known."""
     return CLASSES.get(str(role), {}).get(str(given).lower())
-
-
-# ---- the manual
-
-START, END = "<!-- rows of deeplightning/config/other_tools.py: {} -->", "<!-- end of rows -->"
-
-
-def table(system: str) -> str:
-    """The rows of a system as a Markdown table."""
-    lines = [f"| {system.removeprefix('The ')} | here |", "|---|---|"]
-    for old, new in SYSTEMS[system].items():
-        words = ", ".join(f"`{word.lstrip('/')}`" for word in old.split())
-        lines.append(f"| {words} | {_cell(new)} |")
-    return "\n".join(lines)
-
-
-def _cell(new: str) -> str:
-    if new.startswith("none:"):
-        return new
-    key, _, remark = new.partition(" ")
-    key, same = (key.removesuffix(".*"), "the same in ") if key.endswith(".*") else (key.lstrip("."), "")
-    return f"{same}`{key}`" + (f" {remark}" if remark else "")
-
-
-def renewed(page: str) -> str:
-    """The page with its tables regenerated."""
-    for system in SYSTEMS:
-        start = START.format(system)
-        before, found, after = page.partition(start)
-        if found:
-            page = f"{before}{start}\n{table(system)}\n{END}{after.partition(END)[2]}"
-    return page
-
-
-def main(path: Path) -> None:
-    """Regenerates the tables of a page."""
-    path.write_text(renewed(path.read_text()))
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

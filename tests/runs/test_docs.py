@@ -1,16 +1,16 @@
-"""The manual says what is so: its blocks run and answer as printed, its links lead somewhere, and nothing is left out.
+"""The manual says what is so: its blocks run and answer as printed, and its links lead somewhere.
 
 How a page is run: every `yaml` and `python` block that opens with a comment that is a file's name becomes that file.
 The `bash` and other `python` blocks run in order, in one shell, in a folder that looks like a clone. A line with the
 comment "keeps running" is a server: it gets a free port, and the page goes on when it has said where it is. A `text`
 block is the output of the block before it; numbers with a point, run ids, ports and the best step may differ, and `…`
-stands for anything.
+stands for anything. A `console` block holds commands that need a cluster, a GPU or the network: it is shown and not
+run, but its verbs and options of `deeplightning` must exist.
 
 `bash train.sh` without a config is what a person would start; to save the imports of ten processes, `deeplightning` and
 `bash train.sh CONFIG`, which is the same as `deeplightning train CONFIG`, hand their arguments to `commands.Commands`.
 """
 
-import inspect
 import json
 import os
 import re
@@ -23,35 +23,14 @@ from pathlib import Path
 
 import pytest
 
-from deeplightning import faults
-from deeplightning.checks import reference
 from deeplightning.cli import cli
-from deeplightning.config import schema
 
 ROOT = Path(__file__).resolve().parents[2]
 README = ROOT / "README.md"
-KEYS = ROOT / "docs" / "config.md"
-PAGES = [
-    README,
-    KEYS,
-    *sorted(ROOT.glob("*.md")),
-    *sorted(ROOT.glob("docs/*.md")),
-    *sorted(ROOT.glob("examples/*/*.md")),
-    *sorted(ROOT.glob("deploy/*.md")),
-]
-PAGES = list(dict.fromkeys(PAGES))
-RUN = [
-    README,
-    KEYS,
-    ROOT / "docs" / "coming_from.md",
-    ROOT / "docs" / "data.md",
-    ROOT / "docs" / "migrating.md",
-    ROOT / "docs" / "engines.md",
-    ROOT / "docs" / "python.md",
-    ROOT / "docs" / "serving.md",
-    ROOT / "docs" / "training.md",
-    ROOT / "examples" / "own_code" / "README.md",
-]
+FILES = ROOT / "docs" / "reference" / "files.md"
+MANUAL = sorted(ROOT.glob("docs/**/*.md"))
+PAGES = [README, *(page for page in sorted(ROOT.glob("*.md")) if page != README), *MANUAL]
+PAGES += [page for folder in ("examples/*", "benchmarks", "deploy") for page in sorted(ROOT.glob(f"{folder}/*.md"))]
 MARK = "@@ block"
 
 
@@ -186,11 +165,18 @@ def fits(printed: str, said: str) -> bool:
     return re.fullmatch(pattern, masked(said)) is not None
 
 
-LONG = {"coming_from.md", "python.md"}  # half a minute each
+def runs(page: Path) -> bool:
+    """Whether a page has a block that is run."""
+    return any(block.language in ("bash", "python") and not block.file for block in blocks(page))
+
+
+RUN = [README, *filter(runs, MANUAL), ROOT / "examples" / "own_code" / "README.md"]
+CHECKED = [ROOT / "docs" / "how-to" / f"{topic}.md" for topic in ("gpu-machine", "kubernetes", "ray", "slurm")]
+QUICK = {README, *ROOT.glob("docs/reference/*.md"), *CHECKED, RUN[-1]}  # the others train: minutes together
 
 
 @pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=[pytest.mark.slow] * (page.name in LONG)) for page in RUN], ids=name
+    "page", [pytest.param(page, marks=[pytest.mark.slow] * (page not in QUICK)) for page in RUN], ids=name
 )
 def test_a_page_runs_and_answers_as_it_says(page, place):
     """Every block of the page runs in order without an error, and prints the lines that the page shows, in order."""
@@ -218,15 +204,26 @@ def test_a_page_runs_and_answers_as_it_says(page, place):
 
 
 def every_file_of_a_run_is_named(place: Path) -> None:
-    """What lies in a run's folder stands in the README's table."""
+    """What lies in a run's folder stands in the table of its files; a picture stands there without its ending."""
     left = {file.relative_to(run) for run in place.glob("mlruns/0/*/artifacts") for file in run.rglob("*")}
-    assert {path.name for path in left if path.name not in README.read_text()} <= {"logs"}
+    text = FILES.read_text()
+    assert {path.name for path in left if path.name not in text and f"`{path.stem}`" not in text} <= {"logs"}
 
 
 def test_blocks_are_of_kinds_that_are_looked_at():
-    """No block escapes by its name; tests/unit/test_architecture.py compares the picture with the imports."""
+    """No block escapes by its name."""
     found = {block.language for page in PAGES for block in blocks(page)}
-    assert found == {"bash", "python", "yaml", "text", "mermaid"}
+    assert found <= {"bash", "console", "python", "yaml", "text"}
+
+
+@pytest.mark.parametrize("page", MANUAL, ids=name)
+def test_commands_that_are_only_shown_exist(page):
+    """Each `deeplightning VERB` of a console block is a verb, and each of its options one of that verb's."""
+    shown = [block.text for block in blocks(page) if block.language == "console"]
+    for verb, words in re.findall(r"\bdeeplightning ([a-z]+)\b((?:[^\n#\\]|\\\n)*)", "\n".join(shown)):
+        assert verb in cli.commands, verb
+        known = {option for p in cli.commands[verb].params for option in (*p.opts, *p.secondary_opts)}
+        assert set(re.findall(r"(?<=\s)--[a-z-]+", words)) <= known | {"--help"}, f"{verb}{words}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=name)
@@ -251,51 +248,3 @@ def headings(page: Path) -> set[str]:
     """The names by which GitHub links to a page's headings."""
     titles = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
-
-
-def test_the_readme_names_every_verb_and_every_script():
-    """Nobody has to read the code to learn what there is to call."""
-    text = README.read_text()
-    assert [
-        verb for verb, found in cli.commands.items() if not (found.hidden or re.search(rf"`{verb}[` ]", text))
-    ] == []
-    assert [file.name for file in ROOT.glob("*.sh") if f"{file.name}" not in text] == []
-    assert [file.name for file in ROOT.glob("configs/*.yaml") if f"configs/{file.name}" not in text] == []
-
-
-def test_the_readme_explains_every_exit_code():
-    """Each code that an error of ours ends with has its row."""
-    codes = {c.exit_code for _, c in inspect.getmembers(faults, inspect.isclass) if hasattr(c, "exit_code")}
-    rows = re.findall(r"^\| ([\d, ]+) \|", README.read_text(), re.MULTILINE)
-    assert codes | {0, 1, 130, 143} == {int(code) for row in rows for code in row.split(",")}
-
-
-def test_every_key_is_documented():
-    """The page holds the schema as it is now: `python -m deeplightning.checks.reference docs/config.md` renews it."""
-    _, start, made = KEYS.read_text().partition(reference.START)
-    assert start + made == reference.reference()
-    keys = [f"{path}.{f.name}".lstrip(".") for path, cls in reference.sections(schema.Config) for f in schema.keys(cls)]
-    assert len(keys) > 80
-    assert [key for key in keys if f"| `{key}` |" not in made] == []
-    assert [
-        f.name for _, cls in reference.sections(schema.Config) for f in schema.keys(cls) if not f.metadata["doc"]
-    ] == []
-
-
-def test_the_reference_is_renewed_below_what_people_wrote(tmp_path):
-    """The command rewrites the tables and keeps the text above them."""
-    page = tmp_path / "page.md"
-    page.write_text(f"# Mine\n\n{reference.START}\nold")
-    reference.main(page)
-    assert page.read_text() == f"# Mine\n\n{reference.reference()}"
-
-
-def test_every_key_that_is_named_for_those_who_come_is_there():
-    """The right column of docs/migrating.md holds keys of the schema, or params of what takes them."""
-    keys = {f"{path}.{f.name}".lstrip(".") for path, cls in reference.sections(schema.Config) for f in schema.keys(cls)}
-    rows = re.findall(r"^\|.*\|(.*)\|$", (ROOT / "docs" / "migrating.md").read_text(), re.MULTILINE)
-    named = {key for row in rows for key in re.findall(r"`((?:data|model|engine|train|logger)\.[\w.]+)", row)}
-    assert len(named) > 30
-    keys |= {f"{key}.{name}" for key in keys for name in ("type", "params")}
-    fixed = {key.partition(".params.")[0] for key in named if not key.startswith("data.loader.")}
-    assert sorted(fixed - keys) == []

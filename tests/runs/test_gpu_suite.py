@@ -1,6 +1,7 @@
 """`bash test.sh --gpu` without a GPU: what it says and runs, and the programs that it starts where there is one.
 
-The runs that it makes on GPUs are made here over CPU processes, and their figures become the tables of docs/gpu.md.
+The runs that it makes on GPUs are made here over CPU processes, and their figures become the tables of
+benchmarks/gpu.md.
 """
 
 import json

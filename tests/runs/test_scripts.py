@@ -202,6 +202,21 @@ def test_test_gpu_is_one_program(clone):
     assert out.splitlines() == ["benchmarks/gpu.py", "--suite", "-k", "a b"]
 
 
+def test_test_docs_installs_sphinx_once(clone):
+    """`--docs` runs the tests of the manual alone. Sphinx is installed by hash, and again when the lock has changed."""
+    lock = clone.root / "docs" / "requirements.lock"
+    lock.parent.mkdir()
+    lock.write_text("sphinx==9.0.4\n")
+    code, out, err = clone.run("test.sh", "--docs", "-x")
+    assert (code, err) == (0, "")
+    assert out.splitlines().count("--require-hashes") == 1
+    assert {"tests/runs/test_site.py", "-x"} <= set(out.splitlines())
+    assert "--require-hashes" not in clone.run("test.sh", "--docs")[1]
+    lock.write_text("sphinx==9.1.1\n")
+    assert "--require-hashes" in clone.run("test.sh", "--docs")[1]
+    assert clone.run("test.sh", "--docs", STUB_FAILS="pytest")[0] == 1
+
+
 def test_a_python_that_is_named_is_used_as_it_is(bare, tmp_path):
     """DEEPLIGHTNING_PYTHON is a command or a path, also one that is relative: nothing is set up."""
     (bare.bin / "own python").symlink_to(tmp_path / "stub")

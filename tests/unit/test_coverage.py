@@ -2,13 +2,12 @@
 
 import re
 from collections import Counter
-from pathlib import Path
 
 import coverage_page
 import pytest
 from coverage_page import TABLE, TESTS, faults, functions, page, read
 
-PAGE = Path(__file__).parents[2] / "docs" / "coverage.md"
+PAGE = TESTS / "coverage.md"
 
 
 def test_every_row_has_a_test_that_is_there_or_a_reason():
@@ -26,7 +25,7 @@ def test_no_row_is_left_out():
 
 
 def test_the_page_is_that_of_the_table():
-    """`.venv/bin/python tests/coverage_page.py docs/coverage.md` renews it."""
+    """`.venv/bin/python tests/coverage_page.py tests/coverage.md` renews it."""
     assert PAGE.read_text() == page(read(TABLE.read_text()))
 
 

@@ -76,7 +76,7 @@ def test_params_of_an_engine_are_no_list(tiny):
     assert "must be a mapping, not a list" in fault.message
 
 
-# ---- the settings of older systems, by the name of the table in docs/engines.md
+# ---- the settings of older systems, by the name of the table in the manual
 
 OLD_SETTINGS = {
     "AMP and Apex": "init_scale growth_factor backoff_factor growth_interval cast_model_outputs max_loss_scale "
@@ -107,10 +107,9 @@ OLD_SETTINGS = {
 @pytest.mark.parametrize("system", OLD_SETTINGS)
 def test_every_old_setting_has_its_row(system):
     """The manual says of each what it is today, or that there is none."""
-    text = (ROOT / "docs" / "engines.md").read_text()
-    section = text.partition(f"\n### {system}\n")[2].partition("\n### ")[0]
-    rows = re.findall(r"^\|(.+)\|(.+)\|$", section, re.MULTILINE)
-    named = {name for old, today in rows for name in re.findall(r"`(\w+)`", old) if today.strip()}
+    text = (ROOT / "docs" / "reference" / "words-of-older-systems.md").read_text()
+    rows = re.findall(r"^\|(.+)\|(.+)\|$", text, re.MULTILINE)
+    named = {name for old, today in rows for name in re.findall(r"[`.](\w+)`", old) if today.strip()}
     assert sorted(set(OLD_SETTINGS[system].split()) - named) == []
 
 
@@ -137,7 +136,7 @@ def test_what_the_tables_name_is_taken(tiny):
 
 def table(page, start):
     """The rows of the first table of a page whose head begins so: each the cells by the names of their columns."""
-    lines = (ROOT / "docs" / page).read_text().splitlines()
+    lines = (ROOT / "benchmarks" / page).read_text().splitlines()
     at = next(number for number, line in enumerate(lines) if line.startswith(f"| {start} |"))
     rows = itertools.takewhile(lambda line: line.startswith("|"), (lines[at], *lines[at + 2 :]))
     head, *cells = ([cell.strip(" `*") for cell in row.strip("|").split("|")] for row in rows)
@@ -147,7 +146,7 @@ def table(page, start):
 @pytest.mark.parametrize(
     ("page", "start", "columns", "among"),
     [
-        ("benchmarks.md", "program | CPU s", ("CPU s", "wall s", "MiB"), {"deeplightning", "raw PyTorch"}),
+        ("RESULTS.md", "program | CPU s", ("CPU s", "wall s", "MiB"), {"deeplightning", "raw PyTorch"}),
         ("engines.md", "engine", ("CPU s", "wall s", "parameters, KiB", "state, KiB"), {"null", *ENGINES}),
     ],
 )

@@ -1,0 +1,114 @@
+"""The manual as text: its reference is that of the code, no page is long, and every page is found."""
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import reference_pages
+
+from deeplightning import faults
+from deeplightning.checks import reference
+from deeplightning.cli import cli
+from deeplightning.config import schema
+from deeplightning.runfolder import RunFolder
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+REFERENCE = DOCS / "reference"
+PAGES = sorted(DOCS.rglob("*.md"))
+README = ROOT / "README.md"
+
+
+def words(text: str) -> int:
+    """How many words a reader sees: what has a letter or a digit."""
+    return len(re.findall(r"\S*\w\S*", text))
+
+
+def rows(page: str) -> list[str]:
+    """The first cells of the rows of the tables of a page of the reference."""
+    return re.findall(r"^\| ([^|]+) \|", (REFERENCE / f"{page}.md").read_text(), re.MULTILINE)
+
+
+@pytest.mark.parametrize("name", reference_pages.PAGES)
+def test_the_reference_is_that_of_the_code(name):
+    """`.venv/bin/python tools/reference_pages.py` renews it."""
+    assert (REFERENCE / f"{name}.md").read_text() == reference_pages.renewed(name)
+
+
+def test_every_key_is_documented():
+    """Each key of a config has its row and its sentence."""
+    made = "".join((REFERENCE / f"{page}.md").read_text() for page in reference_pages.PAGES_OF_KEYS)
+    fields = [(path, f) for path, cls in reference.sections(schema.Config) for f in schema.keys(cls)]
+    keys = [f"{path}.{field.name}".lstrip(".") for path, field in fields]
+    assert len(keys) > 80
+    assert [key for key in keys if f"| `{key}` |" not in made] == []
+    assert [field.name for _, field in fields if not field.metadata["doc"]] == []
+
+
+def test_the_head_of_a_page_is_kept(tmp_path, monkeypatch):
+    """The command renews what stands below a page's line and keeps what people wrote above it."""
+    monkeypatch.setattr(reference_pages, "FOLDER", tmp_path)
+    (tmp_path / "conflicts.md").write_text(f"# Mine\n\n{reference_pages.START}\nold")
+    renewed = reference_pages.renewed("conflicts")
+    assert renewed.startswith(f"# Mine\n\n{reference_pages.START}\n\n| Together |")
+    assert "old" not in renewed.split()
+
+
+def test_every_verb_has_its_heading():
+    """But hidden ones, which Deep Lightning calls itself."""
+    made = "".join((REFERENCE / f"verbs-of-{of}.md").read_text() for of in ("configs", "runs"))
+    verbs = [verb for verb, found in cli.commands.items() if not found.hidden]
+    assert sorted(re.findall(r"^## (.+)$", made, re.MULTILINE)) == sorted(verbs)
+
+
+def test_every_exit_code_is_explained():
+    """Each code that an error of ours ends with has its row."""
+    codes = {c.exit_code for _, c in inspect.getmembers(faults, inspect.isclass) if hasattr(c, "exit_code")}
+    found = {int(cell.strip("`")) for cell in rows("exit-codes") if cell.strip("`").isdigit()}
+    assert codes | {0, 1, 130, 141, 143} == found
+
+
+def test_every_file_of_a_run_is_named():
+    """What `RunFolder` has a name for."""
+    text = (REFERENCE / "files.md").read_text()
+    files = [path.name for path in vars(RunFolder("/run")).values() if path.name != "run"]
+    assert len(files) > 20
+    assert [name for name in files if name not in text] == []
+
+
+def test_every_variable_of_ours_is_named():
+    """Each `DEEPLIGHTNING_…` that the code or a script reads or sets."""
+    sources = [*(ROOT / "deeplightning").rglob("*.py"), *(ROOT / "serve").rglob("*.py"), *ROOT.glob("*.sh")]
+    found = {name for file in sources for name in re.findall(r"\bDEEPLIGHTNING_[A-Z_]*[A-Z]\b", file.read_text())}
+    text = (REFERENCE / "environment.md").read_text()
+    assert len(found) > 10
+    assert sorted(name for name in found if f"`{name}" not in text) == []
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_page_is_long(page):
+    """At most 1,500 words, blocks and tables included."""
+    assert words(page.read_text()) <= 1500
+
+
+def test_the_readme_is_short():
+    """At most 1,200 words and lines of 100 columns; the first answer comes within the first screen of text."""
+    text = README.read_text()
+    assert words(text) <= 1200
+    assert [line for line in text.splitlines() if len(line) > 100] == []
+
+
+@pytest.mark.parametrize("index", sorted(DOCS.rglob("index.md")), ids=lambda page: str(page.relative_to(ROOT)))
+def test_an_index_links_to_every_page_of_its_folder(index):
+    """The list is the navigation of the site."""
+    linked = {(index.parent / link).resolve() for link in re.findall(r"\]\(([^)#\s]+\.md)", index.read_text())}
+    beside = {page for page in PAGES if page.parent == index.parent} | set(index.parent.glob("*/index.md"))
+    assert sorted(page.name for page in beside - linked - {index}) == []
+
+
+def test_the_scripts_and_configs_are_named():
+    """The README names every script; the page of config files has every shipped config."""
+    assert [file.name for file in ROOT.glob("*.sh") if file.name not in README.read_text()] == []
+    text = (REFERENCE / "config-files.md").read_text()
+    assert [file.name for file in ROOT.glob("configs/*.yaml") if f"configs/{file.name}" not in text] == []

@@ -1,0 +1,393 @@
+"""The reference part of the manual, made from the code.
+
+`.venv/bin/python tools/reference_pages.py` renews the pages of docs/reference. Each has a head that people write, and
+below the line `START` what is made here. The tests compare the pages with what this file makes now, so a new key, verb
+or metric cannot be left out.
+"""
+
+import ast
+import inspect
+import types
+import typing
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import MISSING, Field, asdict, is_dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import click
+import griffe
+
+from deeplightning import faults
+from deeplightning.checks.combination_tables import engines, table
+from deeplightning.checks.reference import default, options, sections
+from deeplightning.cli import cli
+from deeplightning.config import other_tools, schema
+from deeplightning.config.tree import dump
+from deeplightning.kinds import KINDS
+from serve.limits import Limits
+from serve.metrics import Metrics
+from serve.openapi import describe
+
+ROOT = Path(__file__).resolve().parents[1]
+FOLDER = ROOT / "docs" / "reference"
+START = "<!-- The rest of this page is made by `tools/reference_pages.py`. -->"
+
+
+def rows(head: str, cells: Iterable[Iterable[str]]) -> str:
+    """A Markdown table; its head is written `One, Two`."""
+    names = head.split(", ")
+    lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
+    lines += [f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in row)} |" for row in cells]
+    return "\n".join(lines)
+
+
+def plain(text: str) -> str:
+    """Text of a docstring in one line."""
+    return " ".join(inspect.cleandoc(text).split())
+
+
+# ---- keys
+
+PAGES_OF_KEYS = {
+    "keys": ("", "data", "model", "test", "logger"),
+    "keys-of-training": ("engine", "train"),
+    "keys-of-tune-and-serve": ("tune", "serve"),
+}
+
+
+def keys(page: str) -> str:
+    """The tables of the sections of a page: every key with its type, its default and its sentence."""
+    parts = []
+    for path, cls in sections(schema.Config):
+        if _page_of(path) != page:
+            continue
+        found = []
+        for field in schema.keys(cls):
+            hint = typing.get_type_hints(cls)[field.name]
+            name = f"{path}.{field.name}".lstrip(".")
+            found.append((f"`{name}`", _type(hint, field, name, page), _default(field), _meaning(field)))
+        parts += [f"## {path or 'Top level'}", plain(cls.__doc__ or ""), rows("Key, Value, Default, Meaning", found)]
+    return "\n\n".join(parts)
+
+
+def _page_of(path: str) -> str:
+    section = path.partition(".")[0]
+    return next(page for page, names in PAGES_OF_KEYS.items() if section in names)
+
+
+def _type(hint: object, field: Field[object], path: str, page: str) -> str:
+    low = field.metadata["low"]
+    words = " or ".join(_word(option, path, page) for option in options(hint))
+    return words + (f", at least {low}" if low is not None else "")
+
+
+def _word(option: Any, path: str, page: str) -> str:
+    simple = {
+        int: "whole number",
+        float: "number",
+        str: "text",
+        bool: "true or false",
+        type(None): "`null`",
+        Any: "any",
+    }
+    if option in simple:
+        return simple[option]
+    origin, inner = typing.get_origin(option), typing.get_args(option)
+    if origin is types.UnionType:
+        return " or ".join(_word(one, path, page) for one in inner)
+    if origin is typing.Literal:
+        return " or ".join(f"`{word}`" for word in inner)
+    if origin is list:
+        return f"list ({_word(inner[0], path, page)})"
+    if origin is dict:
+        if inner[1] in (Any, str):
+            return "mapping"
+        return f"{_word(inner[1], path, page).replace('target]', 'targets]')} by name"
+    if option is schema.Target:
+        return "[target](targets.md)"
+    kind = "target" if issubclass(option, schema.Target) and path != "logger" else "section"
+    there = "" if _page_of(path) == page else f"{_page_of(path)}.md"
+    return f"[{kind}]({there}#{path.replace('.', '')})"  # as GitHub names the heading
+
+
+def _default(field: Field[object]) -> str:
+    value = default(field)
+    if value is MISSING:
+        return "required"
+    return "" if is_dataclass(value) else f"`{_flow(value)}`"
+
+
+def _flow(value: object) -> str:
+    """A value as one would write it in a line of YAML."""
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_flow, value)) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{name}: {_flow(item)}" for name, item in value.items()) + "}"
+    return dump(value).removesuffix("...\n").strip()
+
+
+def _meaning(field: Field[object]) -> str:
+    text: str = field.metadata["doc"]
+    example = field.metadata["example"]
+    return f"{text}; for example `{example}`" if example else text
+
+
+# ---- engines
+
+ON_CPU = "Over CPU processes, as the tests run each cell. `check` refuses a cell with a number, which is the exit code:"
+ON_GPUS = "On GPUs, by the same rules:"
+
+
+def settings_with_engines() -> str:
+    """What each engine answers to each setting."""
+    return f"## Settings with each engine\n\n{ON_CPU}\n\n{engines()}\n\n{ON_GPUS}\n\n{engines(gpus=2)}"
+
+
+# ---- verbs
+
+
+def verbs(of_configs: bool) -> str:
+    """Each verb that takes a config, or each other one, with its usage, its help and its options."""
+    parts = []
+    for name, command in cli.commands.items():
+        takes_config = getattr(command.callback, "__module__", "") == "deeplightning.cli.of_configs"
+        if command.hidden or takes_config != of_configs:
+            continue
+        usage = " ".join(command.collect_usage_pieces(click.Context(command, info_name=name)))
+        usage = usage.replace("[OPTIONS] ", "").replace("[OPTIONS]", "").strip()
+        parts += [f"## {name}", f"`deeplightning {name} {usage}`".replace(" `", "`"), plain(command.help or "")]
+        found = [(_names(param), param.help or "") for param in _options_of(command)]
+        if found:
+            parts.append(rows("Option, Meaning", found))
+    return "\n\n".join(parts)
+
+
+SHARED = ("configs", "allow", "code")
+"""Options of many verbs; the head of the page describes them."""
+
+
+def _options_of(command: click.Command) -> Iterator[click.Option]:
+    for param in command.params:
+        if isinstance(param, click.Option) and not param.hidden and param.name not in SHARED:
+            yield param
+
+
+def _names(option: click.Option) -> str:
+    value = ""
+    if not (option.is_flag or option.count):
+        kinds = {"integer range": "N", "float": "NUMBER"}
+        value = " " + (option.metavar or kinds.get(option.type.name, option.type.name.upper()))
+        if isinstance(option.type, click.Choice):
+            value = " " + "|".join(option.type.choices)
+    return ", ".join(f"`{name}{value}`" for name in option.opts)
+
+
+# ---- metrics
+
+
+def metrics() -> str:
+    """What a task logs by default, and what the server counts."""
+    found = []
+    for file in sorted((ROOT / "deeplightning" / "task").glob("*.py")):
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ClassDef) and (names := _literal(node, "metric_names")):
+                found.append((f"`deeplightning.task.{file.stem}.{node.name}`", ", ".join(f"`{n}`" for n in names)))
+    counts = [
+        (f"`{family.name}{'_total' if family.type == 'counter' else ''}`", family.type, family.documentation)
+        for family in families(Metrics())
+    ]
+    return (
+        "## Metrics of each task\n\nWhere `model.metrics` is `null`; a subclass has those of its parent.\n\n"
+        f"{rows('Task, METRIC', found)}\n\n## The server\n\n`GET /metrics` answers in Prometheus' text format.\n\n"
+        f"{rows('Metric, Kind, Meaning', counts)}"
+    )
+
+
+def families(counted: Any) -> Iterator[Any]:
+    """The metrics of a server that has answered nothing, as the Prometheus client has them."""
+    labels = {"run": "", "task": "", "precision": ""}
+    yield from counted.collect(labels) if inspect.signature(counted.collect).parameters else counted.collect()
+
+
+def _literal(node: ast.ClassDef, name: str) -> object:
+    for statement in node.body:
+        target = statement.targets[0] if isinstance(statement, ast.Assign) else getattr(statement, "target", None)
+        if isinstance(target, ast.Name) and target.id == name:
+            return ast.literal_eval(statement.value)  # type: ignore[attr-defined]
+    return None
+
+
+# ---- HTTP
+
+
+SUMMARIES = {
+    "/": "A page to try the model on.",
+    "/predict": "The answers to one input or several.",
+    "/openapi.json": "The addresses, bodies and answers of this server for programs, as OpenAPI 3.0.",
+    "/docs": "The same for people, on a page.",
+}
+"""Where the server's own words are of one kind of run, or of the document that they stand in."""
+
+
+def http() -> str:
+    """The addresses of the server, its answers by status, and the bodies that each kind of run takes and gives."""
+    specs: dict[str, Any] = {
+        "table": SimpleNamespace(columns=[], missing="fill", unknown="other"),
+        "array": SimpleNamespace(shape=(1, 1)),
+    }
+    models: dict[str, Any] = {
+        task: SimpleNamespace(task=task, labels=["a"], row_spec=specs.get(kind.takes)) for task, kind in KINDS.items()
+    }
+    documents = {task: describe(model, Limits(), secured=True) for task, model in models.items()}
+    first = documents["image_classification"]
+    addresses = [
+        (f"`{method.upper()} {path}`", SUMMARIES.get(path, operation["summary"]))
+        for path, methods in first["paths"].items()
+        for method, operation in methods.items()
+    ]
+    answers = first["paths"]["/predict"]["post"]["responses"]
+    statuses = [(f"`{status}`", answer["description"]) for status, answer in sorted(answers.items()) if status != "200"]
+    bodies = []
+    for task, document in documents.items():
+        operation = document["paths"]["/predict"]["post"]
+        taken = ", ".join(f"`{kind}`" for kind in operation["requestBody"]["content"])
+        schemas = document["components"]["schemas"]
+        answer = next(schemas[name] for name in ("Prediction", "Picture", "Mask") if name in schemas)
+        bodies.append((f"`{task}`", taken, ", ".join(f"`{name}`" for name in answer["properties"])))
+    limits = [(f"`{name}`", f"{value:,}") for name, value in asdict(Limits()).items()]
+    return "\n\n".join(
+        [
+            f"## Addresses\n\n{rows('Address, Answers', addresses)}",
+            f"## Statuses of `POST /predict`\n\n{rows('Status, When', statuses)}",
+            f"## Bodies\n\n{rows('Kind of run, Takes, Answer of one input has', bodies)}",
+            f"## Limits\n\n`GET /info` has those of a server.\n\n{rows('Limit, Default', limits)}",
+        ]
+    )
+
+
+# ---- Python
+
+
+def python() -> str:
+    """What `import deeplightning` offers, from the docstrings."""
+    import deeplightning
+
+    package = griffe.load("deeplightning", search_paths=[ROOT], docstring_parser="google")
+    parts = []
+    for name in sorted(deeplightning.__all__, key=lambda name: (name == "Run", name.lower())):
+        if name == "__version__":
+            continue
+        found: Any = package[deeplightning._HOMES[name]][name]
+        found = found.final_target if found.is_alias else found
+        parts += [f"## {name}", *_described(found)]
+        if found.is_class:
+            for member in found.members.values():
+                if not member.name.startswith("_") and (member.is_function or member.is_attribute) and member.docstring:
+                    parts += [f"### {name}.{member.name}", *_described(member)]
+    return "\n\n".join(parts)
+
+
+def _described(found: Any) -> list[str]:
+    signature = f"`{found.name}{_arguments(found)}`"
+    parts = [] if found.is_attribute else [signature]
+    for section in found.docstring.parsed if found.docstring else []:
+        if section.kind.value == "text":
+            parts += [text if text.startswith("- ") else plain(text) for text in section.value.split("\n\n")]
+        elif section.kind.value in ("parameters", "raises", "attributes"):
+            word = {"raises": "Raises"}.get(section.kind.value, "Arguments" if found.is_function else "Attributes")
+            names = [getattr(item, "name", None) or item.annotation for item in section.value]
+            lines = [f"- `{name}`: {plain(item.description)}" for name, item in zip(names, section.value, strict=True)]
+            parts += [f"{word}:", "\n".join(lines)]
+        elif section.kind.value == "returns":
+            parts += [f"Returns: {' '.join(plain(item.description) for item in section.value)}"]
+    return parts
+
+
+def _arguments(found: Any) -> str:
+    if not found.is_function:
+        return ""
+    words = []
+    for parameter in found.parameters:
+        if parameter.name == "self":
+            continue
+        word = f"{parameter.name}: {parameter.annotation}" if parameter.annotation is not None else parameter.name
+        words.append(f"{word} = {parameter.default}" if parameter.default is not None else word)
+    returned = f" -> {found.returns}" if found.returns is not None else ""
+    return f"({', '.join(words)}){returned}".replace(" | ", " or ")
+
+
+# ---- exit codes
+
+
+OTHER_CODES = {
+    0: "Done.",
+    1: "A fault of ours or of your own code, with its traceback.",
+    130: "Interrupted by Ctrl-C.",
+    141: "The reader of a result left first, as in `deeplightning explain mine.yaml | head`. A training continues.",
+    143: "Ended by SIGTERM.",
+}
+
+
+def exit_codes() -> str:
+    """Each code, with the Python exception where a command ends with an error of ours."""
+    found = {code: (f"`{code}`", meaning, "") for code, meaning in OTHER_CODES.items()}
+    for name, error in inspect.getmembers(faults, inspect.isclass):
+        if issubclass(error, faults.UserError) and error is not faults.UserError:
+            found[error.exit_code] = (f"`{error.exit_code}`", plain(error.__doc__ or ""), f"`{name}`")
+    return rows("Exit code, Meaning, Exception of `deeplightning.faults`", [found[code] for code in sorted(found)])
+
+
+# ---- words of other tools
+
+FRAMEWORKS = ("LightningCLI", "The Lightning-Hydra template", "Ludwig", "Ultralytics", "MMEngine")
+
+
+def words_of(systems: Iterable[str]) -> str:
+    """What keys of other systems are called here."""
+    return "\n\n".join(
+        f"## {system}\n\n"
+        + rows(
+            "There, Here",
+            (
+                (", ".join(f"`{word.lstrip('/')}`" for word in old.split()), _ours(new))
+                for old, new in other_tools.SYSTEMS[system].items()
+            ),
+        )
+        for system in systems
+    )
+
+
+def _ours(new: str) -> str:
+    if new.startswith("none:"):
+        return new
+    key, _, remark = new.partition(" ")
+    key, same = (key.removesuffix(".*"), "the same in ") if key.endswith(".*") else (key.lstrip("."), "")
+    return f"{same}`{key}`" + (f" {remark}" if remark else "")
+
+
+PAGES: dict[str, Callable[[], str]] = {
+    **{name: (lambda name=name: keys(name)) for name in PAGES_OF_KEYS},
+    "conflicts": table,
+    "engines": settings_with_engines,
+    "verbs-of-configs": lambda: verbs(of_configs=True),
+    "verbs-of-runs": lambda: verbs(of_configs=False),
+    "metrics": metrics,
+    "http": http,
+    "python": python,
+    "exit-codes": exit_codes,
+    "words-of-frameworks": lambda: words_of(FRAMEWORKS),
+    "words-of-older-systems": lambda: words_of(s for s in other_tools.SYSTEMS if s not in FRAMEWORKS),
+}
+"""By the name of a page, what makes the rest of it."""
+
+
+def renewed(name: str) -> str:
+    """A page with its made part as the code is now."""
+    head = (FOLDER / f"{name}.md").read_text().partition(START)[0]
+    return f"{head.rstrip()}\n\n{START}\n\n{PAGES[name]()}\n"
+
+
+if __name__ == "__main__":
+    for page in PAGES:
+        (FOLDER / f"{page}.md").write_text(renewed(page))
