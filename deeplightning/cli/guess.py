@@ -47,6 +47,18 @@ def folders(path: Path) -> list[str]:
     return sorted(entry.name for entry in path.iterdir() if entry.is_dir() and not entry.name.startswith("."))
 
 
+def stages(data: Path, top: Path) -> tuple[list[str], list[str]]:
+    """The stages of a project, and a note where one is left out.
+
+    Args:
+        data: the folder that was given.
+        top: the folder of the training set: `data` itself, which is divided by the seed, or `train` in it.
+    """
+    if top == data or (data / "test").is_dir():
+        return ["train", "test"], []
+    return ["train"], [f"no test set: there is no folder {data / 'test'}"]
+
+
 def some(words: Sequence[object]) -> str:
     """The first of them, for a line."""
     listed = ", ".join(printable(str(word)) for word in words[:8])

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deeplightning.cli.guess import Guess, evenly, folders, need_folder, some
+from deeplightning.cli.guess import Guess, evenly, folders, need_folder, some, stages
 from deeplightning.faults import SetupError, count
 
 if TYPE_CHECKING:
@@ -51,7 +51,9 @@ def images(data: Path) -> Guess:
         files += found
     look = _look_at(files)
     network, params = _network_for(look, len(classes))
+    which, left_out = stages(data, top)
     values = {
+        "stages": which,
         "count": len(files),
         "number": len(classes),
         "classes": some(classes),
@@ -63,6 +65,7 @@ def images(data: Path) -> Guess:
     notes = [
         f"{len(classes)} classes, the folders of {top}: {some([f'{name} ({n})' for name, n in counts.items()])}",
         *look.notes(),
+        *left_out,
         f"a network for them: {network.rpartition('.')[2]}",
     ]
     return Guess(values, notes, files[0])
@@ -166,12 +169,14 @@ def segmentation(data: Path) -> Guess:
         )
     look = _look_at(files, multiple=8)
     names = [f"class_{value}" for value in range(max(number, 2))]
-    values = {"count": len(files), "number": len(names), "names": names, **look.values()}
+    which, left_out = stages(data, top)
+    values = {"stages": which, "count": len(files), "number": len(names), "names": names, **look.values()}
     notes = [
         f"{len(names)} classes, by the values in {top / 'masks'}: {some(kinds)}"
         + ("; 255 does not count" if 255 in seen else ""),
         "their names are for you to write: data.module.params.class_names",
         *look.notes(),
+        *left_out,
     ]
     return Guess(values, notes, files[0])
 

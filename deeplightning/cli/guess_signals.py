@@ -7,7 +7,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deeplightning.cli.guess import Guess, evenly, folders, need_folder, some
+from deeplightning.cli.guess import Guess, evenly, folders, need_folder, some, stages
 from deeplightning.faults import SetupError, count
 
 if TYPE_CHECKING:
@@ -56,7 +56,9 @@ def signals(data: Path) -> Guess:
         raise SetupError(f"the signals in {top} have {some(channels)} channels; all must have the same number")
     lengths = sorted(shape[1] for shape in shapes.elements())
     length = None if lengths[0] == lengths[-1] else lengths[len(lengths) // 2]
+    which, left_out = stages(data, top)
     values = {
+        "stages": which,
         "count": len(files),
         "number": len(classes),
         "classes": some(classes),
@@ -67,6 +69,7 @@ def signals(data: Path) -> Guess:
         f"{len(classes)} classes, the folders of {top}: {some([f'{name} ({n})' for name, n in counts.items()])}",
         f"{count(len(files), 'signal')} of {count(channels[0], 'channel')} and "
         + (f"{lengths[0]} steps" if length is None else f"{lengths[0]} to {lengths[-1]} steps, brought to {length}"),
+        *left_out,
     ]
     steps = length or lengths[0]
     if first is None or channels[0] * steps > MAX_SHOWN:

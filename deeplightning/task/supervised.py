@@ -227,7 +227,8 @@ class Supervised(pl.LightningModule):
             if length is not None and config.interval == "step" and steps > length * config.frequency:
                 raise MisfitError(
                     f"model.scheduler: this schedule ends after {length} steps, the training takes {steps}; a resumed "
-                    "run keeps the schedule that it began with, and so its train.num_epochs"
+                    "run keeps the schedule that it began with, and so its train.num_epochs. To train on, start a new "
+                    "run with model.init_from=CHECKPOINT"
                 )
 
     def forward(self, inputs: Tensor) -> object:

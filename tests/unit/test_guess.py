@@ -57,6 +57,27 @@ def test_pictures_give_classes_size_channels_mean_and_std():
     assert "deeplightning ask ../pets/cat/0.png" in Path("new project/README.md").read_text()
 
 
+@pytest.mark.parametrize("sets", [["train", "val"], ["train", "val", "test"]])
+@pytest.mark.parametrize("kind", ["images", "segmentation", "signal"])
+def test_data_without_a_test_set_are_not_tested(kind, sets):
+    """A folder `train` without `test` beside it leaves the stage `test` out, and a note says why."""
+    for name in sets:
+        for member in ("a", "b"):
+            if kind == "images":
+                picture(f"d/{name}/{member}/1.png", (9, 9, 9))
+            elif kind == "segmentation":
+                picture(f"d/{name}/images/{member}.png", (9, 9, 9), (8, 8))
+                Path(f"d/{name}/masks").mkdir(exist_ok=True)
+                Image.fromarray(np.ones((8, 8), np.uint8)).save(f"d/{name}/masks/{member}.png")
+            else:
+                Path(f"d/{name}/{member}").mkdir(parents=True)
+                np.save(f"d/{name}/{member}/1.npy", np.ones((1, 8), np.float32))
+    written, notes = config(kind, "d")
+    is_tested = "test" in sets
+    assert written["stages"] == (["train", "test"] if is_tested else ["train"])
+    assert ("no test set: there is no folder d/test" in notes) != is_tested
+
+
 def test_a_file_of_labels_gives_several_labels():
     """Beside the pictures, or with these in a folder `images`; labels are counted."""
     for number in range(4):
