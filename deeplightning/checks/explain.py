@@ -8,7 +8,7 @@ from dataclasses import MISSING, Field, is_dataclass
 from typing import Any
 
 from deeplightning.checks import strategy
-from deeplightning.checks.allowed import describe, options_of
+from deeplightning.checks.allowed import describe, key_elsewhere, options_of
 from deeplightning.checks.compare import Meanings
 from deeplightning.checks.conditions import AVERAGES
 from deeplightning.checks.report import Report
@@ -337,7 +337,8 @@ def _path(key: str, shown: Any) -> KeyPath:
                 raise ConfigError(Fault(f"{above} is null; set it, and `{rest}` counts", key))
             word = rest.partition(".")[0]
             where = f"{above} has" if above else "there is"
-            hint = nearest(word, names).replace("mean ", f"mean {above}.", 1) if above else nearest(word, names)
+            hint = nearest(word, names)
+            hint = (hint.replace("mean ", f"mean {above}.", 1) if above else hint) or key_elsewhere(rest)
             known = f" Known here: {', '.join(names)}" if names else ""
             raise ConfigError(Fault(f"{where} no key `{word}`.{hint}{known}", key, found=word))
         path = (*path, int(name) if isinstance(value, list) else name)

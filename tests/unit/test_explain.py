@@ -264,6 +264,8 @@ def test_a_key_that_could_be_set_has_its_documentation_and_default(key, layered)
     [
         ("data.batchsize", "data has no key `batchsize`. Did you mean data.batch_size? Known here: module,"),
         ("dta", "there is no key `dta`. Did you mean data?"),
+        ("optimizer", "there is no key `optimizer`. Did you mean model.optimizer?"),
+        ("model.num_epochs", "model has no key `num_epochs`. Did you mean train.num_epochs?"),
         ("seed.x", "seed has no key `x`."),
         ("train.callbacks.7.type", "train.callbacks has no key `7`."),
         ("train.gradient_clip.valu", "train.gradient_clip has no key `valu`. Did you mean train.gradient_clip.value?"),
