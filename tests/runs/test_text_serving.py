@@ -351,7 +351,7 @@ def test_the_page_has_a_field_for_texts(run, tmp_path):
         assert answer["title"] == wanted["label"]
         assert [row[0] for row in answer["rows"]] == [one["label"] for one in wanted["predictions"]]
         assert page.evaluate("document.querySelector('blockquote').textContent") == "a <b>fine</b> film"
-        assert f"text classification, {SPEC.size} tokens" in page.evaluate(
+        assert f"text classification on a vocabulary of {SPEC.size} tokens" in page.evaluate(
             "document.querySelector('#model').textContent"
         )
     finally:
