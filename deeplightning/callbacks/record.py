@@ -255,11 +255,9 @@ class Record(pl.Callback):
                 about = {NETWORK: network_name(self.cfg), DATA: data_name(self.cfg), ENGINE: engine_in_words(self.cfg)}
                 logger.log_tags(_tags(environment) | about | asked | over | fast | fetched)
         written = folder.config.read_text() if folder.config.exists() else None
-        if written is None or _but_stages(written) != _but_stages(dump(settings)):
+        is_other = written is None or _but_stages(written) != _but_stages(dump(settings))
+        if is_other:
             _replace(folder, folder.config, dump(settings))
-            # An override's place names its value, which may be anything.
-            places = {k: _COMMAND_LINE if p.startswith("override ") else p for k, p in (self.cfg.places or {}).items()}
-            write_whole(folder.places, self.cfg.redact_message(json.dumps(places, indent=1)))
         note_own(folder.config)
         if self.cfg.asked and _read(folder.asked) != (asked := _nested(self.cfg.asked)):
             _replace(folder, folder.asked, dump(asked))
@@ -267,6 +265,11 @@ class Record(pl.Callback):
         fleeting = {name: environment[name] for name in ("started", "command", "launch")}
         if former | fleeting != environment:
             _replace(folder, folder.environment, json.dumps(environment, indent=1))
+        # From here on a restart knows the run by its config and environment.
+        if is_other:
+            # An override's place names its value, which may be anything.
+            places = {k: _COMMAND_LINE if p.startswith("override ") else p for k, p in (self.cfg.places or {}).items()}
+            write_whole(folder.places, self.cfg.redact_message(json.dumps(places, indent=1)))
         if diff is not None and not (folder.git_diff.exists() and folder.git_diff.read_text() == diff):
             _replace(folder, folder.git_diff, diff)
 

@@ -460,8 +460,10 @@ class MLflowLogger(Logger):
             )
         if self._continues:
             self._there = {}
-            for point in tracker.history(run_id):
+            for point in sorted(tracker.history(run_id), key=lambda point: point.time):
                 self._there.setdefault(point.name, set()).add(point.step)
+                if point.name.startswith(TEST):
+                    self._latest[point.name] = (0, point.value)
             if "failure" in run.tags:
                 tracker.drop_tag(run_id, "failure")
         if (note := run.tags.get(NOTE)) is not None:
