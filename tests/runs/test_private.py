@@ -14,6 +14,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 
@@ -367,6 +368,10 @@ def test_torchmetrics_loads_what_draws_when_it_is_asked():
     assert inspect.getsource(plot).count("    _error_on_missing_matplotlib()\n") >= 3
 
 
+@pytest.mark.skipif(
+    tuple(map(int, metadata.version("mlflow").split(".")[:2])) < (3, 17),
+    reason="the page of an older MLflow has other keys; it opens as MLflow ships it, and the address names the view",
+)
 def test_mlflows_page_keeps_its_settings_under_these_keys():
     """As its scripts build them: name and version, or a prefix, the component, the experiments and a suffix."""
     scripts = "".join(p.read_text(encoding="utf-8") for p in mlflow.index_page().parent.rglob("*.js"))

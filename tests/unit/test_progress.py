@@ -2,7 +2,6 @@
 
 import io
 import logging
-import os
 from types import SimpleNamespace
 
 import pytest
@@ -14,7 +13,6 @@ from deeplightning.callbacks.progress import Bar, EpochTable, clock, number
 from deeplightning.cli import listing
 from deeplightning.config.packages import HOME
 from deeplightning.config.source import read
-from deeplightning.process import terminal as of_terminal
 from deeplightning.process.terminal import has_colour, wrapped
 
 
@@ -97,7 +95,7 @@ def terminal(monkeypatch):
     """A stdout of 80 columns that says it is a terminal."""
     stream = Terminal()
     monkeypatch.setattr(console, "sys", SimpleNamespace(stdout=stream, stderr=stream))
-    monkeypatch.setattr(of_terminal.shutil, "get_terminal_size", lambda: os.terminal_size((80, 24)))
+    monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.delenv("NO_COLOR", raising=False)
     return stream
