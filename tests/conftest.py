@@ -6,6 +6,7 @@ that takes long to import: each worker and each small test file loads it.
 
 import atexit
 import hashlib
+import logging
 import os
 import shutil
 import tempfile
@@ -316,6 +317,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if {"command", "jobs", "fit"} & {*getattr(item, "fixturenames", ())}:  # `train` and `job` use the first two
             item.add_marker(pytest.mark.run)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def log_levels():
+    """The levels of the root logger and ours, which a training in this process sets, are as before after a module."""
+    loggers = [logging.getLogger(), logging.getLogger("deeplightning")]
+    before = [logger.level for logger in loggers]
+    yield
+    for logger, level in zip(loggers, before, strict=True):
+        logger.setLevel(level)
 
 
 @pytest.fixture(scope="session")
