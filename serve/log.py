@@ -72,7 +72,9 @@ def log_event(event: str, error: BaseException | None = None, **fields: object) 
     if error is not None:
         record["error"] = "".join(traceback.format_exception(error))
     with contextlib.suppress(OSError, ValueError):
-        print(json.dumps(record, ensure_ascii=False, default=str), file=sys.stderr, flush=True)
+        # One write: `print` may write the end of the line alone, after the line of another process.
+        sys.stderr.write(f"{json.dumps(record, ensure_ascii=False, default=str)}\n")
+        sys.stderr.flush()
 
 
 def open_streams() -> None:

@@ -7,7 +7,9 @@ import io
 import json
 import os
 import struct
+import sys
 import zlib
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,7 +26,7 @@ from serve.bundle import Bundle
 from serve.dispatch import Dispatcher, Request, refused
 from serve.hosts import Hosts
 from serve.limits import Limits, Refusal
-from serve.log import Log
+from serve.log import Log, log_event
 from serve.service import Service
 
 
@@ -579,3 +581,12 @@ def test_forms_are_read_as_clients_write_them(client, written, boundary):
     body = written.format(b=name).encode() + picture("green") + f"\r\n--{name}--\r\n".encode()
     response = client.post("/predict", data=body, content_type=f"multipart/form-data; boundary={boundary}")
     assert (response.status_code, response.json.get("label")) == (200, "green")
+
+
+def test_an_event_is_one_write(monkeypatch):
+    """Processes share standard error: a line whose end is written alone would be joined with that of another."""
+    written = []
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=written.append, flush=lambda: None))
+    log_event("full", number=3)
+    (line,) = written
+    assert (line[-1], json.loads(line)["event"]) == ("\n", "full")
