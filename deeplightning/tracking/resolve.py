@@ -58,7 +58,7 @@ def _of_run(run_id: str, store: Store, also: str = "") -> Path:
 
     from deeplightning.tracking.open import open_tracker  # for a folder it is not needed
 
-    _expect(store)
+    _expect(store, f"the run {run_id}")
     if not re.fullmatch(_ID, run_id):  # it also names files, and it may come from a server
         raise missing(f"{run_id!r} is no run id.")
     try:
@@ -125,17 +125,17 @@ def _of_model(uri: str, store: Store) -> Path:
     return folder
 
 
-def _expect(store: Store) -> None:
+def _expect(store: Store, run: str) -> None:
     """Looking a run up makes no store."""
     if store.database is not None and not store.database.exists():
-        raise CheckpointError(f"There is no tracking store {store.shown} to look the run up in. Give the run's folder.")
+        raise CheckpointError(f"There is no tracking store {store.shown} to look {run} up in. Give the run's folder.")
 
 
 def _client(store: Store) -> Any:
     """MLflow's client on a store that exists."""
     from deeplightning.tracking.attach import attach
 
-    _expect(store)
+    _expect(store, "a run")
     uri = attach(store)
     from mlflow.tracking import MlflowClient
 
