@@ -123,6 +123,9 @@ class Record(pl.Callback):
         return self._folder is not None
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        data: object = getattr(trainer, "datamodule", None)
+        if hasattr(data, "check_stages"):  # a stage that cannot run must not fail after hours of training
+            data.check_stages(self.cfg.stages)
         self.open(trainer)
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

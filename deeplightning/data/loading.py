@@ -3,6 +3,7 @@
 import inspect
 import multiprocessing
 import warnings
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
@@ -131,6 +132,19 @@ class DataOfSets(pl.LightningDataModule):
         if self._has_own_order and stage in ("fit", None):
             self._train_sampler()
 
+    def check_stages(self, stages: Sequence[str]) -> None:
+        """Checks, after `setup` and before a training, that there is a set for the stages that follow it.
+
+        Raises:
+            DataError: there is no test set, and a stage needs it.
+        """
+        if {"test", "predict"} & {*stages}:
+            self._expect("test")
+
+    def _expect(self, split: str) -> None:
+        if split not in self._samples:
+            raise DataError(f"There is no {split} set: {self._describe()} has none. Leave out the stage, or add one.")
+
     def dataset(self, split: str) -> InMemory | OnDemand:
         """Returns the set "train", "val" or "test". Call `setup` first.
 
@@ -138,10 +152,7 @@ class DataOfSets(pl.LightningDataModule):
             DataError: the data have no such set, or a sample is damaged.
         """
         if split not in self._datasets:
-            if split not in self._samples:
-                raise DataError(
-                    f"There is no {split} set: {self._describe()} has none. Leave out the stage, or add one."
-                )
+            self._expect(split)
             self._datasets[split] = self._prepare(self._samples[split])
         return self._datasets[split]
 

@@ -352,6 +352,19 @@ class TextData(pl.LightningDataModule):
         except VocabularyError as error:
             raise DataError(f"{self.vocabulary}: {error}.") from error
 
+    def check_stages(self, stages: Sequence[str]) -> None:
+        """Checks, after `setup` and before a training, that there is a set for the stages that follow it.
+
+        Raises:
+            DataError: there is no test set, and a stage needs it.
+        """
+        if {"test", "predict"} & {*stages}:
+            self._expect("test")
+
+    def _expect(self, split: str) -> None:
+        if split not in self._texts:
+            raise DataError(f"There is no {split} set: name its file under data.module.params, or leave it out.")
+
     def dataset(self, split: str) -> TokenSet:
         """The set "train", "val" or "test"; call `setup` first.
 
@@ -359,8 +372,7 @@ class TextData(pl.LightningDataModule):
             DataError: there is none.
         """
         if split not in self._sets:
-            if split not in self._texts:
-                raise DataError(f"There is no {split} set: name its file under data.module.params, or leave it out.")
+            self._expect(split)
             texts, most = self._texts[split], self.max_length if split == "train" else None
             assert self.text_spec is not None
             rows = self.text_spec.encode(texts.texts, most)

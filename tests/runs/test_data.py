@@ -723,6 +723,17 @@ def test_train_folder_only(tmp_path):
     assert len(ready(ImageFolder(config(tmp_path, num_splits=3, fold=1))).dataset("val")) == 20
 
 
+def test_a_run_without_the_set_of_a_later_stage_does_not_train(command, store, tiny, tmp_path):
+    """One note, exit code 3, and no run begins."""
+    draw_classes(tmp_path / "train", 20)
+    data = "data.module={type: deeplightning.data.image_folder.ImageFolder, params: {image_size: 8, mode: L}}"
+    for stages in ("[train,test]", "[train,predict]"):
+        size = "model.network.params={num_classes: 3, num_channels: 1, image_size: 8}"
+        ended = command("train", tiny, data, f"data.root='{tmp_path}'", size, f"stages={stages}", cwd=tmp_path)
+        assert (ended.code, "There is no test set" in ended.err, "epoch 1" in ended.out) == (3, True, False), ended
+        assert "Artifact storage path" not in ended.out
+
+
 def test_trains_may_be_a_class(tmp_path):
     """A folder `train` that holds images is a class of trains."""
     for name in ("bus", "train"):
