@@ -173,6 +173,16 @@ def environment(**variables: str) -> dict[str, str]:
     return kept | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DEEPLIGHTNING_CACHE": "off"} | variables
 
 
+def read_terminal(leader: int) -> bytes:
+    """Reads all that is written to a terminal until its other end is closed, and closes this one."""
+    shown = b""
+    with contextlib.suppress(OSError):  # the terminal's end on Linux
+        while part := os.read(leader, 10_000):
+            shown += part
+    os.close(leader)
+    return shown
+
+
 def real(*arguments: object, cwd: Path, limit: float = LONGEST, **variables: str) -> Outcome:
     """The same in a fresh process, as a person starts it.
 

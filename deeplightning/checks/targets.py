@@ -194,7 +194,7 @@ def _networks(findings: Findings, model: schema.Model) -> None:
             if not isinstance(given, dict):
                 findings.fault(f"{task} needs several by name, a map of {words}", key)
             elif absent:
-                findings.fault(f"there is none for `{absent[0]}`; {task} needs one for each of {words}", key)
+                findings.fault(f"`{absent[0]}` is missing; {task} needs one for each of {words}", key)
         if isinstance(given, dict) and isinstance(model.network, dict) and "model.network" not in findings.answered:
             for name in [name for name in given if name not in model.network]:
                 known = ", ".join(model.network)

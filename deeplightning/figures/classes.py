@@ -97,7 +97,7 @@ def _confusion_matrix(counts: np.ndarray, names: Sequence[str], words: str) -> "
 
 
 def _scale(made: "Figure", left: float, bottom: float, side: float) -> None:
-    """What the colours stand for, beside the matrix; in inches."""
+    """Draws the colour scale beside the matrix. Positions and sizes are in inches."""
     width, height = made.get_size_inches()
     tall = min(side, 3.0)
     bar = made.add_axes((left / width, (bottom + side - tall) / height, 0.1 / width, tall / height))

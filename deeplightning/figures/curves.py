@@ -94,7 +94,7 @@ def curve(chart: Chart, best: int | None = None) -> Drawing:
     """One chart.
 
     Args:
-        best: the steps done at the best checkpoint, whose validation is marked; None: there is none.
+        best: the step of the best checkpoint, whose validation is marked. None: no mark.
     """
     ends = ", ".join(f"{_WORD.get(stage, 'last')} {points[-1][1]:.4g}" for stage, points in chart.curves.items())
     return Drawing(lambda: _grid([chart], best, 1), f"{label(chart.name)} over the steps: {ends} at the end")
@@ -109,19 +109,28 @@ def curves(series: Series, best: int | None = None) -> Drawing | None:
     return Drawing(lambda: _grid(found, best, min(2, len(found))), f"Curves of {names}")
 
 
-def _grid(found: Sequence[Chart], best: int | None, columns: int) -> "Figure":
-    rows = -(-len(found) // columns)
-    made = figure(WIDTH * columns, 2.55 * rows)
-    grid = place(
-        made,
-        *(0.62, 0.18, 0.36, 0.44),
-        nrows=rows,
-        ncols=columns,
-        squeeze=False,
-        gridspec_kw={"wspace": 0.24, "hspace": 0.46},
-    ).flatten()
-    for axes in grid[len(found) :]:
+def _panels(
+    number: int, columns: int, height: float, margins: tuple[float, float, float, float], space: float
+) -> "tuple[Figure, Any]":
+    """A figure with a grid of axes, row by row.
+
+    Args:
+        number: of axes; the rest of the last row stays empty.
+        height: of a row, in inches.
+        margins: left, right, top and bottom, in inches.
+        space: between rows, as a share of an axes' height.
+    """
+    rows = -(-number // columns)
+    made = figure(WIDTH * columns, height * rows)
+    spaces = {"wspace": 0.24, "hspace": space}
+    grid = place(made, *margins, nrows=rows, ncols=columns, squeeze=False, gridspec_kw=spaces).flatten()
+    for axes in grid[number:]:
         axes.set_axis_off()
+    return made, grid
+
+
+def _grid(found: Sequence[Chart], best: int | None, columns: int) -> "Figure":
+    made, grid = _panels(len(found), columns, 2.55, (0.62, 0.18, 0.36, 0.44), 0.46)
     for axes, chart in zip(grid, found, strict=False):
         _draw(axes, chart, best)
     return made
@@ -214,21 +223,7 @@ def _r2(truth: np.ndarray, errors: np.ndarray) -> float:
 
 def _truth(truth: np.ndarray, predicted: np.ndarray, parts: Sequence[str], of: str) -> "Figure":
     columns = min(2, len(parts))
-    rows = -(-len(parts) // columns)
-    made = figure(WIDTH * columns, 3.9 * rows)
-    grid = place(
-        made,
-        0.62,
-        0.2,
-        0.5,
-        0.46,
-        nrows=rows,
-        ncols=columns,
-        squeeze=False,
-        gridspec_kw={"wspace": 0.24, "hspace": 0.34},
-    ).flatten()
-    for axes in grid[len(parts) :]:
-        axes.set_axis_off()
+    made, grid = _panels(len(parts), columns, 3.9, (0.62, 0.2, 0.5, 0.46), 0.34)
     some = np.linspace(0, len(truth) - 1, min(len(truth), MOST_DOTS)).astype(int)
     for number, words in enumerate(parts):
         axes, name, numbers = grid[number], *words.rsplit(": ", 1)

@@ -31,12 +31,13 @@ PNG, SVG = b"\x89PNG\r\n\x1a\n", b"<svg"
 
 @dataclass
 class Mistake:
-    """A sample that was answered badly: what is said of it, and what it is.
+    """A badly answered sample.
 
     Attributes:
-        words: name and text of each thing that is said.
-        name, text: of the sample; "": there is none.
-        image: a PNG; empty: there is none.
+        words: what the report prints about the answer, by name, such as `true` and `predicted`.
+        name: the file of the sample; may be empty.
+        text: the sample itself, if it is a text; may be empty.
+        image: a PNG of the sample; may be empty.
     """
 
     words: dict[str, str]
@@ -217,7 +218,7 @@ def _mistake(given: Mapping[str, Any]) -> Mistake:
 
 
 def files(folder: RunFolder, is_picture: Callable[[bytes], bool]) -> list[Path]:
-    """The pictures that lie in the folder itself, by name."""
+    """Lists the pictures in the run folder, sorted by name. Subfolders are not searched."""
     found = []
     for path in sorted(folder.path.glob("*")):
         if path.suffix in (".png", ".svg") and is_inside(folder, path, MOST_OF_A_PICTURE):

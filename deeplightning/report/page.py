@@ -17,7 +17,7 @@ from deeplightning.version import __version__
 
 GENERATOR = f"Deep Lightning {__version__}"
 MARK = '<meta name="generator" content="Deep Lightning'
-"""How a report is told from other files."""
+"""The tag that identifies a file as a report."""
 
 WIDE = 620
 """CSS pixels from which on a picture keeps its size and is scrolled on a narrow page."""

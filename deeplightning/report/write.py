@@ -222,7 +222,7 @@ def write_report(path: Path, content: str, folder: RunFolder | None = None) -> N
     """Writes a report, whole or not at all; over an earlier one, and over no other file.
 
     Args:
-        folder: of the run that it lies in, whose permissions it gets; None: it lies elsewhere.
+        folder: the run folder that contains the report, whose permissions it gets. None: another folder.
 
     Raises:
         SetupError: the file is something else, or cannot be written.

@@ -105,7 +105,7 @@ def fits(names: Iterable[str], model: Any) -> None:
         example = ", ".join(f"{name}: {{…}}" for name in names)
         raise MisfitError(f"model.optimizer: this task needs one for each network by name: {{{example}}}")
     if missing := [name for name in names if name not in targets]:
-        raise MisfitError(f"model.optimizer: there is none for `{missing[0]}`; each of {known} needs one")
+        raise MisfitError(f"model.optimizer: `{missing[0]}` is missing; each of {known} needs one")
     if model.scheduler is not None and not isinstance(model.scheduler, dict):
         raise MisfitError(f"model.scheduler: this task takes one for each optimizer by name ({known}), or null")
     for section, given in (("optimizer", targets), ("scheduler", model.scheduler or {})):

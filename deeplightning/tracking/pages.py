@@ -82,7 +82,7 @@ def _open_browser(address: str) -> None:
 
 
 def create_app() -> "FastAPI":
-    """MLflow's server with a page of its own at `/`; opens a browser, where the variable says so."""
+    """MLflow's server with our page at `/`. It opens a browser if the environment variable `OPENS` is set."""
     from starlette.requests import Request
     from starlette.responses import HTMLResponse
     from starlette.routing import Route

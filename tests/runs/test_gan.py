@@ -406,9 +406,9 @@ def test_the_inception_score_is_that_of_its_definition():
 
 ADAM = "{type: torch.optim.Adam, params: {lr: 0.001}}"
 FAULTS = {
-    "an optimizer is missing": (["~model.optimizer.discriminator"], "model.optimizer: there is none for `discrim"),
-    "of the scorer": (["~model.optimizer.scorer"], "model.optimizer: there is none for `scorer`"),
-    "a network is missing": (["~model.network.discriminator"], "model.network: there is none for `discriminator`"),
+    "an optimizer is missing": (["~model.optimizer.discriminator"], "model.optimizer: `discriminator` is missing"),
+    "of the scorer": (["~model.optimizer.scorer"], "model.optimizer: `scorer` is missing"),
+    "a network is missing": (["~model.network.discriminator"], "model.network: `discriminator` is missing"),
     "one optimizer for all": (
         ["~model.optimizer", f"model.optimizer={ADAM}", "~model.scheduler"],
         "model.optimizer: deeplightning.task.gan.Gan needs several by name",

@@ -4,7 +4,6 @@ A clone in a folder with a space holds the real scripts; its Python and its uv a
 they were asked. What uv really does with requirements.lock, CI shows: it begins with a fresh clone.
 """
 
-import contextlib
 import os
 import re
 import shutil
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from commands import read_terminal
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = ["env.sh", "train.sh", "monitor.sh", "deploy.sh", "predict.sh", "test.sh", "tools/gpu_wheels.sh", ".ci/run"]
@@ -292,11 +292,7 @@ def test_a_set_up_shows_its_steps_on_a_terminal(bare):
         start_new_session=True,
     )  # fmt: skip
     os.close(follower)
-    shown = b""
-    with contextlib.suppress(OSError):  # the terminal's end on Linux
-        while part := os.read(leader, 10_000):
-            shown += part
-    os.close(leader)
+    shown = read_terminal(leader)
     assert process.wait(20) == 0
     text = shown.decode()
     steps = ["1/3 uv, environment", "2/3 packages", "3/3 check of torch"]

@@ -1,6 +1,5 @@
 """`train` on a real terminal of 80 columns: what its user sees."""
 
-import contextlib
 import fcntl
 import os
 import pty
@@ -12,7 +11,7 @@ import termios
 from pathlib import Path
 
 import pytest
-from commands import environment
+from commands import environment, read_terminal
 
 ROOT = Path(__file__).parents[2]
 COLUMNS = 80
@@ -32,11 +31,7 @@ def on_a_terminal(*words: str, cwd: Path, **variables: str) -> str:
         stdin=subprocess.DEVNULL, stdout=follower, stderr=follower, start_new_session=True,
     )  # fmt: skip
     os.close(follower)
-    shown = b""
-    with contextlib.suppress(OSError):  # the terminal's end on Linux
-        while part := os.read(leader, 10_000):
-            shown += part
-    os.close(leader)
+    shown = read_terminal(leader)
     assert process.wait(60) == 0, shown.decode()
     return shown.decode()
 
