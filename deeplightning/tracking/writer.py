@@ -69,6 +69,7 @@ class Writer:
         self._no_journal = False  # it was tried, and reported
         self._change = threading.Condition()
         self._stopping = False
+        self._stops = 0  # calls of `stop` that wait: what another thread says meanwhile does not call them off
         self._ended = True  # set under the lock, so an entry never goes to a thread that is just leaving
         self._oldest = 0.0  # when the first of the waiting entries came
         self._failures = self._dropped = 0
@@ -114,14 +115,20 @@ class Writer:
             if was_in_vain := self._in_vain:
                 seconds = min(1.0, seconds)  # asked again, but not waited for at each later stage, too
             self._retry_at = 0.0  # whatever the pause was, ask again now
+            thread = self._thread
+            self._stops += 1
             self._change.notify_all()
-            if not (done := self._change.wait_for(lambda: self._ended, seconds)):
+            try:
+                done = self._change.wait_for(lambda: self._ended or self._thread is not thread, seconds)
+            finally:
+                self._stops -= 1
+            if not done:
                 self._in_vain = True
             points = self._points
             others = sum(isinstance(entry, Job) or entry[0] != "points" for entry in self._queue)
             kept = self._journal
         if done:
-            self._thread.join()
+            thread.join()
         elif not was_in_vain:
             log.warning(
                 "%d points and %d other entries could not be written to %s in %g seconds. It is tried on until the "
@@ -138,7 +145,7 @@ class Writer:
 
     def _start(self) -> None:
         """Have the thread running, and a journal."""
-        if not (self._stopping or self._ended):
+        if not self._ended and (self._stops or not self._stopping):
             return
         self._stopping = False
         self._sampled_at = time.monotonic()

@@ -8,6 +8,7 @@ import socket
 import sqlite3
 import subprocess
 import sys
+import threading
 import time
 import urllib.request
 from contextlib import closing
@@ -24,6 +25,7 @@ from deeplightning.tracking.journal import Journal, folder_of, left_behind
 from deeplightning.tracking.owner import has_ended, this_process
 from deeplightning.tracking.sqlite import Tracker
 from deeplightning.tracking.store import locate
+from deeplightning.tracking.tracker import Dataset
 
 
 @pytest.fixture(autouse=True)
@@ -144,6 +146,32 @@ def test_a_finished_run_leaves_no_journal(folder):
     assert path.read_text().count("\n") == 1
     logger.finalize("success")
     assert not path.parent.exists()
+
+
+def test_what_another_thread_says_while_a_run_ends_does_not_keep_it(folder, monkeypatch, caplog):
+    """The digest of the data may be known just then: it is written, and the end does not wait for more."""
+    writing, said = threading.Event(), threading.Event()
+
+    def slowly(head):
+        writing.set()
+        assert said.wait(60)
+        return write(head)
+
+    logger = MLflowLogger(tracking_uri=folder, system_metrics=False)
+    logger.log_metrics({"loss": 1.0}, 0)
+    write = logger._writer._write
+    monkeypatch.setattr(logger._writer, "_write", slowly)
+    ending = threading.Thread(target=logger.finalize, args=("success",))
+    begun = time.monotonic()
+    ending.start()
+    assert writing.wait(60)
+    logger.log_dataset(Dataset("digits", "abc", "local", "{}", "{}"))
+    said.set()
+    ending.join(60)
+    assert time.monotonic() - begun < 10
+    assert not left_behind(locate(folder)) and not caplog.records
+    run = client(folder).get_run(logger.run_id)
+    assert (run.info.status, run.inputs.dataset_inputs[0].dataset.digest) == ("FINISHED", "abc")
 
 
 def test_a_journal_of_a_deleted_or_unknown_run_is_no_obstacle(folder, caplog):
