@@ -6,6 +6,7 @@ Every key of the reference is an object of the search index, which a browser rea
 """
 
 import re
+import shutil
 from pathlib import Path
 from posixpath import dirname, join, normpath
 from typing import Any
@@ -75,13 +76,16 @@ ACCESS = {
 
 
 def finish(app: Any, error: Exception | None) -> None:
-    """Leads from the site's address to its first page, and makes each page accessible."""
+    """Leads from the site's address to its first page, makes each page accessible, and adds the pages as Markdown."""
     if error is None and app.builder.format == "html":
         for file in Path(app.outdir).rglob("*.html"):
             text = file.read_text()
             for theirs, ours in ACCESS.items():
                 text = text.replace(theirs, ours)
             file.write_text(DOTTED.sub(lambda key: key[0].replace(".", ".<wbr>"), text))
+        # Programs read Markdown: llms.txt, the list of the pages, leads to them.
+        for file in [Path(app.srcdir) / "llms.txt", *Path(app.srcdir).glob("docs/*/*.md")]:
+            shutil.copy(file, Path(app.outdir) / file.relative_to(app.srcdir))
         page = f'<!doctype html><title>{project}</title><meta http-equiv="refresh" content="0; url={root_doc}.html">'
         (Path(app.outdir) / "index.html").write_text(page)
 

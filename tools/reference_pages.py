@@ -1,6 +1,7 @@
 """The reference part of the manual, made from the code.
 
-`.venv/bin/python tools/reference_pages.py` renews the pages of docs/reference. Each has a head that people write, and
+`.venv/bin/python tools/reference_pages.py` renews the pages of docs/reference, and llms.txt, the list of
+all pages. Each page has a head that people write, and
 below the line `START` what is made here. The tests compare the pages with what this file makes now, so a new key, verb
 or metric cannot be left out.
 """
@@ -21,7 +22,7 @@ import griffe
 from deeplightning import faults
 from deeplightning.checks.combination_tables import engines, table
 from deeplightning.checks.reference import default, options, sections
-from deeplightning.cli import cli
+from deeplightning.cli import cli, manual
 from deeplightning.config import other_tools, schema
 from deeplightning.config.tree import dump
 from deeplightning.kinds import KINDS
@@ -391,3 +392,4 @@ def renewed(name: str) -> str:
 if __name__ == "__main__":
     for page in PAGES:
         (FOLDER / f"{page}.md").write_text(renewed(page))
+    (ROOT / "llms.txt").write_text(manual.listing())

@@ -297,3 +297,12 @@ def configs(name: str | None, to: Path | None) -> None:
     else:
         for path in shipped.copy(name, to):
             click.echo(path)
+
+
+@cli.command()
+@click.argument("words", nargs=-1)
+def docs(words: tuple[str, ...]) -> None:
+    """Print a page of the manual, or what it has about a KEY, a VERB or WORDS; without words, the list of all pages."""
+    from deeplightning.cli import manual
+
+    manual.show(manual.answer(words))
