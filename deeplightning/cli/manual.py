@@ -20,6 +20,8 @@ FOLDER = HOME / "docs"
 PARTS = {"tutorial": "Tutorials", "how-to": "How-to pages", "reference": "Reference", "explanation": "Explanation"}
 """The folders of the manual, in the order of the list, with their headings."""
 
+WHOLE = "A YAML file becomes a tracked, reproducible, distributed training run, and the run an HTTP endpoint."
+
 _VERBS = ("reference/verbs-of-configs", "reference/verbs-of-runs")
 _KEYS = "reference/keys"
 _TITLE = re.compile(r"^# (.+)$", re.MULTILINE)
@@ -87,10 +89,10 @@ def listing() -> str:
     lines = [
         "# Deep Lightning",
         "",
-        "> A YAML file becomes a tracked, reproducible, distributed training run, and the run an HTTP endpoint.",
+        f"> {WHOLE}",
         "",
-        "`deeplightning docs NAME` prints a page in the terminal; NAME is its path below without `.md`. It also takes a",
-        "key of a config, a verb, or words to look for.",
+        "`deeplightning docs NAME` prints a page in the terminal; NAME is its path without `.md`. It also takes",
+        "a key of a config, a verb, or words to look for.",
     ]
     part = ""
     for page in pages():
@@ -184,7 +186,7 @@ def _verbs(every: Sequence[Page]) -> list[str]:
 
 
 def show(text: str) -> None:
-    """Prints Markdown: rendered on a terminal, in the pager where it is longer than that; as it is into a file or pipe."""
+    """Prints Markdown: rendered on a terminal, in the pager where it is longer; as it is into a file or pipe."""
     if not is_interactive(sys.stdout):
         print(text.rstrip("\n"))
         return
