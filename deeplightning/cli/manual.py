@@ -56,7 +56,7 @@ class Page:
 
     def sections(self) -> Iterator[tuple[str, str]]:
         """Heading and text of each section of the second and third level; the text begins with the heading."""
-        heading, lines, is_code = self.title, [], False
+        heading, lines, is_code = self.title, list[str](), False
         for line in self.text.splitlines():
             is_code ^= line.startswith("```")
             if not is_code and (found := _HEADING.match(line)):
