@@ -11,9 +11,11 @@ run, but its verbs and options of `deeplightning` must exist.
 `bash train.sh CONFIG`, which is the same as `deeplightning train CONFIG`, hand their arguments to `commands.Commands`.
 """
 
+import contextlib
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -183,17 +185,27 @@ def test_a_page_runs_and_answers_as_it_says(page, place):
     (place / "script").write_text(script(page, place))
     kept = {n: v for n, v in os.environ.items() if not n.startswith(("MLFLOW_", "DEEPLIGHTNING_", "PYTEST_"))}
     path = f"{place / '.venv' / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    done = subprocess.run(
-        ["bash", "script"],
-        cwd=place,
-        env=kept | {"PATH": path, "OMP_NUM_THREADS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stdout
-    said = {int(n): text for n, text in re.findall(rf"^{MARK} (\d+)\n(.*?)(?=^{MARK}|\Z)", done.stdout, re.S | re.M)}
+    with (
+        (place / "output").open("w+") as output,
+        subprocess.Popen(
+            ["bash", "script"],
+            cwd=place,
+            env=kept | {"PATH": path, "OMP_NUM_THREADS": "1"},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,  # whatever the page has started can be ended
+        ) as shell,
+    ):
+        try:
+            code = shell.wait(900)
+        finally:
+            if shell.poll() != 0:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(shell.pid, signal.SIGKILL)
+        output.seek(0)
+        printed = output.read()
+    assert code == 0, printed
+    said = {int(n): text for n, text in re.findall(rf"^{MARK} (\d+)\n(.*?)(?=^{MARK}|\Z)", printed, re.S | re.M)}
     for number, block in enumerate(blocks(page)):
         if block.language == "text":
             left = iter(said[number - 1].splitlines())
