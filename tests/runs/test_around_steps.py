@@ -22,6 +22,7 @@ def test_the_rate_grows_to_what_the_schedule_gives(fit):
     assert done.trainer.optimizers[0].param_groups[0]["lr"] == 0.05 * 0.5**2
 
 
+@pytest.mark.slow
 def test_a_warm_up_trains_as_a_linear_schedule_of_torchs_does(fit):
     """The same weights, with accumulated batches as well: the rate that is logged is the one that is used."""
     constant = "model.scheduler={type: torch.optim.lr_scheduler.ConstantLR, params: {factor: 1}, warmup: 1.0}"

@@ -101,6 +101,7 @@ def test_processes_share_balanced_batches(command, tiny, tmp_path):
         assert sorted(labels.values()) == [13] * 6 + [14] * 4
 
 
+@pytest.mark.slow
 def test_a_run_with_balanced_batches_resumes_bit_for_bit(train):
     """Stopped inside the first epoch and resumed: the weights of a run that was not stopped."""
     settings = [SAMPLER, "logger.log_every_n_steps=100"]

@@ -133,7 +133,7 @@ def end_of(jobs, tiny, place):
     "at",
     [pytest.param((1, 2), id="inside an epoch"), pytest.param((2, 0), id="at an epoch's edge", marks=pytest.mark.slow)],
 )
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize("engine", SPREAD)
 def test_a_killed_run_whose_schedule_says_auto_ends_bit_for_bit(engine, processes, at, end_of):
     """With Adam, dropout, groups and epochs that are cut short: weights, optimizer and schedule of a run that was

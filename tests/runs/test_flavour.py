@@ -92,6 +92,7 @@ def test_a_logged_model_says_what_it_takes(run):
         assert (run.model / "artifacts" / "bundle" / path.name).read_bytes() == path.read_bytes()
 
 
+@pytest.mark.slow
 def test_a_logged_model_can_be_registered(run, tracked, store, monkeypatch):
     """`runs:/ID/model` becomes `models:/NAME/1`, which MLflow loads and `deploy.sh` serves, as either."""
     tracker = tracked(run.path)

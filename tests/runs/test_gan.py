@@ -212,7 +212,11 @@ class Constant(torch.nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("size", "accumulate", "steps"), [(2, {}, 3), (4, {2: ["data.batch_size=1", "train.accumulator_factor=2"]}, 2)]
+    ("size", "accumulate", "steps"),
+    [
+        (2, {}, 3),
+        pytest.param(4, {2: ["data.batch_size=1", "train.accumulator_factor=2"]}, 2, marks=pytest.mark.slow),
+    ],
 )
 def test_two_processes_learn_from_the_mean_over_all_samples(size, accumulate, steps, learn, place, tmp_path):
     """Two processes with batches of one give each network the gradients that one process with batches of two gives it,

@@ -254,12 +254,15 @@ def test_a_run_killed_again_and_again_ends_like_one_that_was_not(start, end_of, 
     assert_ends_like_whole(start, end_of, whole, 1, [("0", 0.4), ("0", 0.3), ("0", 0.25)], "again")
 
 
-@pytest.mark.parametrize("victims", ["01", "1"], ids=["both", "one"])
+@pytest.mark.parametrize(
+    "victims", [pytest.param("01", id="both", marks=pytest.mark.slow), pytest.param("1", id="one")]
+)
 def test_two_processes_that_are_killed_end_like_two_that_were_not(victims, start, end_of, whole):
     """Both at once, or one, with which the other ends."""
     assert_ends_like_whole(start, end_of, whole, 2, [(victims, 0.45)], f"two-{victims}")
 
 
+@pytest.mark.slow
 def test_a_run_killed_while_it_writes_in_the_background_ends_like_one_that_was_not(start, end_of, whole):
     """Killed while a thread writes a checkpoint beside training, and twice soon after it has resumed."""
     _, (events,), _ = whole(1)

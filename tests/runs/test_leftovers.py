@@ -63,6 +63,7 @@ os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
 """
 
 
+@pytest.mark.slow
 @pytest.mark.run
 def test_one_failed_test_is_one_failed_test(tmp_path):
     """Started with signals ignored, as by `nohup` and scripts: programs have the default actions, also under xdist.

@@ -197,6 +197,7 @@ def test_gradients_are_added_up_by_hand_on_one_process_and_two(loop, learn, plac
     assert len(tracked(one.folder).series()["train_loss"]) == 9  # Lightning has a point of each batch
 
 
+@pytest.mark.slow
 def test_a_reset_inside_an_accumulation_begins_anew(loop, learn, place):
     """Gradients thrown away after two batches are gone: the step that follows has those of the two others alone."""
     whole = loop[1][0]

@@ -46,6 +46,7 @@ def test_several_spikes_in_a_row_go_back_to_the_last_checkpoint(train, tmp_path)
     assert "there is no checkpoint yet to go back to" in none.err
 
 
+@pytest.mark.slow
 def test_a_resumed_guard_judges_like_an_uninterrupted_one(train):
     """What it has seen is in the checkpoint: bit for bit, also for a spike right after resuming."""
     settings = [spiky(9, 10), guarded(roll_back=3)]

@@ -169,7 +169,14 @@ assert torchmetrics.__version__ and type(torchmetrics) is types.ModuleType
 """
 
 
-@pytest.mark.parametrize("program", [STAND_INS, SUBMODULE_FIRST, UNKNOWN], ids=["asked", "submodule", "unknown"])
+@pytest.mark.parametrize(
+    "program",
+    [
+        pytest.param(STAND_INS, id="asked", marks=pytest.mark.slow),
+        pytest.param(SUBMODULE_FIRST, id="submodule"),
+        pytest.param(UNKNOWN, id="unknown"),
+    ],
+)
 def test_what_is_left_out_is_there_when_asked_for(program):
     """Compiling, metrics and their plots work as if all had been imported; a library of another shape is imported."""
     env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

@@ -45,6 +45,7 @@ def test_a_run_of_texts_deploys_and_answers_json(run, tmp_path):
         assert server.stop() == 0
 
 
+@pytest.mark.slow
 def test_a_bundle_is_made_anew_from_the_run_alone(run, command, tmp_path):
     """`deeplightning export` needs neither the bundle nor the samples that the training left."""
     folder = tmp_path / "run"

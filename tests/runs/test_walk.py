@@ -6,6 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from test_layers import LAYERS
 
 MOST = 10
@@ -48,6 +49,7 @@ main()
 """
 
 
+@pytest.mark.slow
 def test_a_config_goes_down_the_layers(tiny, tmp_path):
     """Between the command and `Trainer.fit` at most ten calls lead from a lower layer to a higher one."""
     done = subprocess.run(

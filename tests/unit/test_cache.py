@@ -617,6 +617,7 @@ def test_threads_at_once(root, decoded):
 
 
 @pytest.mark.run
+@pytest.mark.run
 def test_a_process_that_hangs(root, cache, monkeypatch, caplog):
     """It is waited for as long as it shows signs of life, then the others go on without the cache."""
     monkeypatch.setattr(cache_files, "STALLED", 1.0)

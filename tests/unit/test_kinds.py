@@ -251,6 +251,7 @@ PARTINGS = {
 }
 
 
+@pytest.mark.run
 def test_a_dry_run_of_several_processes_names_what_one_rank_does_alone(command, tmp_path):
     """What would hang a run is found before it: the name, the line and the rank."""
     (tmp_path / "own_ranks.py").write_text(RANKS)

@@ -125,6 +125,7 @@ def test_both_ways_give_the_same(params, place, small):
 
 
 @pytest.mark.run
+@pytest.mark.run
 def test_loader_workers_map_the_same_file(place):
     """Rows that loader workers read are those that the process reads; a worker gets the place of the file, not the
     rows."""

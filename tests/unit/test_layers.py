@@ -11,6 +11,7 @@ named in YAML, imported by nobody, and use of the core only `config.target.build
 import ast
 import subprocess
 import sys
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -78,11 +79,18 @@ def name_of(file: Path) -> str:
     return ".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
+@cache
+def nodes_of(file: Path) -> list[ast.AST]:
+    """All nodes of a file's syntax tree, parsed once."""
+    return [*ast.walk(ast.parse(file.read_text()))]
+
+
+@cache
 def imported_by(file: Path) -> set[str]:
     """Every dotted name that a file imports, anywhere in it: `a.b.c` for `import a.b.c` and for `from a.b import c`."""
     names: set[str] = set()
     package = name_of(file).split(".") + ([""] if file.name == "__init__.py" else [])
-    for node in ast.walk(ast.parse(file.read_text())):
+    for node in nodes_of(file):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -146,7 +154,7 @@ def test_only_one_place_imports_by_name():
     users = {
         name_of(file)
         for file in FILES
-        for node in ast.walk(ast.parse(file.read_text()))
+        for node in nodes_of(file)
         if {"import_module", "__import__"} & {getattr(node, field, None) for field in ("id", "attr", "name")}
     }
     assert users <= {"deeplightning.config.target", "deeplightning.own_code"}
