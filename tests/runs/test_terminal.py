@@ -9,6 +9,7 @@ import subprocess
 import sys
 import termios
 from pathlib import Path
+from shlex import quote
 
 import pytest
 from commands import environment, read_terminal
@@ -55,8 +56,8 @@ def test_a_terminal_shows_ten_lines_a_bar_and_a_table(tmp_path):
     run = Path(lines[-1].removeprefix("Artifact storage path: "))
     commands = lines[lines.index("next       commands to paste:") + 1 : -1]
     assert commands == [
-        f"  bash {ROOT}/deploy.sh {run.relative_to(tmp_path)}",
-        f"  bash {ROOT}/monitor.sh",
+        f"  bash {quote(str(ROOT / 'deploy.sh'))} {run.relative_to(tmp_path)}",
+        f"  bash {quote(str(ROOT / 'monitor.sh'))}",
     ]
 
 

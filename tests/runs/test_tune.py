@@ -187,7 +187,7 @@ def happened(database: Path) -> int:
     """How much a search has written down: trials, reports and ends."""
     if not database.exists():
         return 0
-    connection = sqlite3.connect(f"file:{database}?mode=ro", uri=True, timeout=60)
+    connection = sqlite3.connect(f"file:{database}?mode=rw", uri=True, timeout=60)  # a kill may leave a journal to undo
     counts = (
         "SELECT (SELECT count(*) FROM trials) + (SELECT count(*) FROM trial_intermediate_values)"
         " + (SELECT count(*) FROM trials WHERE state != 'RUNNING')"
