@@ -6,6 +6,7 @@ Transactions on Software Engineering 28(2), 2002, section 3.
 
 from collections.abc import Callable, Sequence
 from enum import Enum
+from itertools import pairwise
 from typing import TypeVar
 
 Item = TypeVar("Item")
@@ -63,4 +64,4 @@ def ddmin(changes: Sequence[Item], test: Callable[[list[Item]], Outcome]) -> lis
 def _split(numbers: Sequence[int], parts: int) -> list[list[int]]:
     """Consecutive parts of sizes that differ by at most one."""
     edges = [len(numbers) * part // parts for part in range(parts + 1)]
-    return [list(numbers[start:end]) for start, end in zip(edges, edges[1:], strict=False)]
+    return [list(numbers[start:end]) for start, end in pairwise(edges)]

@@ -25,14 +25,14 @@ from deeplightning.callbacks import TRIAL
 from deeplightning.checks.examine import examine, load_config
 from deeplightning.config.source import read
 from deeplightning.config.tree import as_written, dump, line
-from deeplightning.faults import RunError, SetupError, count, error_of
+from deeplightning.faults import RunError, SetupError, Stopped, count, error_of
 from deeplightning.launch.environment import apply_environment
 from deeplightning.process.decisions import DECIDED
 from deeplightning.process.identity import identity
 from deeplightning.reproduce.past import PastRun
 from deeplightning.runfolder import RunFolder, make_private, permissions_of, write_whole
-from deeplightning.tune.parent import Parent
-from deeplightning.tune.search import Stopped, newest_checkpoint
+from deeplightning.tracking.parent import Parent
+from deeplightning.tune.search import newest_checkpoint
 from deeplightning.tune.sweep import points
 from deeplightning.tune.unchanged import own_code
 from deeplightning.tune.worker import Forked, Line, Train, own_address

@@ -1,4 +1,4 @@
-"""The run above the trials of a search: in MLflow their parent, on disk the folder of what the search found.
+"""The run above those of a search or a bisection: in MLflow their parent, on disk the folder of what was found.
 
 It is written without a logger of Lightning's: such a one has a thread of its own, and the search forks.
 """
