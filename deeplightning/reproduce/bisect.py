@@ -23,7 +23,7 @@ from deeplightning.reproduce.cause import Bisection, listed
 from deeplightning.reproduce.interpreters import interpreters
 from deeplightning.reproduce.mixture import fixed, is_available, parts_of, switchable
 from deeplightning.reproduce.past import PastRun
-from deeplightning.reproduce.trials import Start, Trials, measured, start_process
+from deeplightning.reproduce.trials import Trials, measured
 from deeplightning.runfolder import RunFolder, make_private, permissions_of, write_whole
 from deeplightning.tracking.datafiles import describe_again
 from deeplightning.tracking.parent import Parent
@@ -43,7 +43,6 @@ def bisect(
     trust: bool = False,
     environment: str | None = None,
     say: Say,
-    start: Start = start_process,
 ) -> Path:
     """Finds the differences that make one run worse than another. Prints them, and a table of all runs.
 
@@ -60,7 +59,6 @@ def bisect(
         trust: also where this user did not make a run on this machine.
         environment: the interpreter of a second environment, with the packages of one of the runs.
         say: is given what a person should know while it happens.
-        start: starts the process of a run.
 
     Returns:
         The folder with the table, `bisect.csv`, and the result, `bisect.json`.
@@ -105,7 +103,7 @@ def bisect(
         try:
             salt = _salt(ends, any_data)
             with _opened(parent, home) as sign:
-                trials = Trials(cfg, parent, sign, home, ends[0].store, overrides, salt, max_runs, say, start)
+                trials = Trials(cfg, parent, sign, home, ends[0].store, overrides, salt, max_runs, say)
                 found = Bisection(parts, differences, left, trials, metric, by, seeds, recorded)
                 with trials.passing_signals_on():
                     found.run()

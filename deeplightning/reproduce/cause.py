@@ -99,9 +99,8 @@ class Bisection:
                 trial = self._trial(switched, name, seed)
                 value = trial.value(self.metric)
                 if value is None:
-                    raise RunError(
-                        f"{name} cannot be run again here: {trial.reason(self.metric)} ({trial.file.with_suffix('.log')})"
-                    )
+                    log = trial.file.with_suffix(".log")
+                    raise RunError(f"{name} cannot be run again here: {trial.reason(self.metric)} ({log})")
                 self.values[end].append(value)
             worst = min(self.sign * value for value in self.values[0])
             if worst <= max(self.sign * value for value in self.values[1]):

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -54,16 +54,18 @@ class Process(Protocol):
         """Waits for its end; its exit code, negative: the signal that ended it."""
 
 
-Start = Callable[[Plan, str, Path], Process]
-"""Starts a plan with an interpreter; what it writes goes to a file."""
-
-
 class Enough(Exception):
     """As many runs were started as are allowed."""
 
 
 def start_process(plan: Plan, python: str, log: Path) -> Process:
-    """Trains in a process of its own, which saves a checkpoint and ends when this process ends, even by SIGKILL."""
+    """Trains in a process of its own, which saves a checkpoint and ends when this process ends, even by SIGKILL.
+
+    Args:
+        plan: what is run, and where.
+        python: the interpreter.
+        log: the file that takes what it writes.
+    """
     run = [python, "-m", "deeplightning", "train", str(plan.config), *plan.overrides]
     command = [sys.executable, "-P", str(Path(__file__).parents[1] / "process" / "leash.py"), *run]
     with log.open("wb") as out:
@@ -139,7 +141,6 @@ class Trials:
         salt: what else decides over their metrics and is the same for all now.
         max_runs: runs that are started at most; None: no bound.
         say: is given what a person should know.
-        start: starts the process of a run.
         made: the trials in their order, each with its differences and its seed.
         begun: the number of runs that this command has started.
         signal: the last that asked for the end; None: none.
@@ -154,7 +155,6 @@ class Trials:
     salt: str
     max_runs: int | None
     say: Say
-    start: Start
     made: list[tuple[Trial, str, int | None]] = field(default_factory=list)
     begun: int = 0
     signal: int | None = None
@@ -210,7 +210,7 @@ class Trials:
             for variable in (REPRODUCES, DECIDED, "MLFLOW_RUN_ID"):
                 plan.variables.pop(variable, None)
             self.parent.let_go()
-            self._process = self.start(plan, parts.python, log)
+            self._process = start_process(plan, parts.python, log)
             try:
                 code = self._process.wait()
             finally:

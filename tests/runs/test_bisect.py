@@ -1,0 +1,334 @@
+"""`bisect` finds which differences make a run worse, by real runs of mixtures."""
+
+import csv
+import json
+import os
+import re
+import shutil
+import signal
+import sys
+
+import pytest
+from mlflow.tracking import MlflowClient
+
+from deeplightning.reproduce.ddmin import Outcome, ddmin, most_tests
+from deeplightning.runfolder import RunFolder
+
+PASSWORD = "correct-horse-battery"  # comes from the environment
+CONFIG = """\
+seed: 7
+data:
+  module: {type: own.Guarded, params: {limit: 150, token: "${oc.env:OWN_TOKEN}"}}
+  batch_size: 16
+model:
+  module: {type: deeplightning.task.img_classif.ImageClassification}
+  network: {type: own.net, params: {width: 16, gain: 1, slope: 0.0}}
+  optimizer: {type: torch.optim.SGD, params: {lr: 0.05, momentum: 0.9, weight_decay: 0.0}}
+  loss: {type: torch.nn.CrossEntropyLoss, params: {label_smoothing: 0.0}}
+train: {num_epochs: 2, export: false, checkpoint: {monitor: val_loss}}
+logger: {params: {tracking_uri: STORE, system_metrics: false}, pictures: null}
+"""
+OWN = f"""\
+from torch import nn
+
+from deeplightning.data.digits import Digits
+from bounds import MOST
+
+
+class Guarded(Digits):
+    def __init__(self, cfg, token, **params):
+        super().__init__(cfg, **params)
+        assert token == "{PASSWORD}"
+
+
+class Gain(nn.Module):
+    def __init__(self, gain):
+        super().__init__()
+        self.gain = gain if gain <= MOST else 0  # beyond the bound nothing gets through
+
+    def forward(self, images):
+        return images * self.gain
+
+
+def net(width, gain, slope):
+    layers = [nn.Flatten(), Gain(gain), nn.Linear(64, width), nn.LeakyReLU(slope), nn.Linear(width, 10)]
+    return nn.Sequential(*layers)
+"""
+BAD = {
+    "seed": 8,
+    "data.batch_size": 12,
+    "model.network.params.width": 18,
+    "model.network.params.gain": 2,
+    "model.network.params.slope": 0.01,
+    "model.optimizer.params.lr": 0.04,
+    "model.optimizer.params.momentum": 0.85,
+    "model.optimizer.params.weight_decay": 0.0001,
+    "model.loss.params.label_smoothing": 0.01,
+}
+NAMES = [*BAD, "bounds.py", "own.py", "PYTHONHASHSEED"]
+CAUSE = ["model.network.params.gain", "bounds.py"]
+
+
+class Forked:
+    """A run in a process forked from this one, as `subprocess.Popen` is for a fresh one; it ends with this one."""
+
+    def __init__(self, plan, python, log):
+        from deeplightning.cli import main
+        from deeplightning.tune.worker import end_with
+
+        driver = os.getpid()
+        self.child = os.fork()
+        if self.child:
+            return
+        code = 1
+        try:
+            os.setsid()
+            end_with(driver)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            written = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+            os.dup2(written, 1)
+            os.dup2(written, 2)
+            os.environ.clear()
+            os.environ.update(plan.variables)
+            os.chdir(plan.directory)
+            sys.argv = ["deeplightning", "train", str(plan.config), *plan.overrides]
+            main()
+        except SystemExit as ended:
+            code = ended.code
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code if isinstance(code, int) else 1)
+
+    def send_signal(self, number):
+        os.kill(self.child, number)
+
+    def wait(self):
+        return os.waitstatus_to_exitcode(os.waitpid(self.child, 0)[1])
+
+
+def forking():
+    """`deeplightning` whose bisections fork their runs; a fresh process spends seconds on imports."""
+    from deeplightning.cli import main
+    from deeplightning.reproduce import trials
+
+    trials.start_process = Forked
+    main()
+
+
+class Ends:
+    """A good run and a bad one, in a store of their own, and what bisects them."""
+
+    def __init__(self, command, top, bad, files, **variables):
+        self.command, self.top, self.store = command, top, top / "a store"
+        place = top / "a place"
+        place.mkdir()
+        (place / "c.yaml").write_text(CONFIG.replace("STORE", f"'{self.store}'"))
+        (place / "own.py").write_text(OWN)
+        (place / "bounds.py").write_text("MOST = 10\n")
+        self.good = self.train(place, (), PYTHONHASHSEED="0")
+        for name, content in files.items():
+            (place / name).write_text(content)
+        self.bad = self.train(place, [f"{key}={value}" for key, value in bad.items()], **variables)
+
+    def train(self, place, overrides, **variables):
+        done = self.command("train", "c.yaml", *overrides, cwd=place, OWN_TOKEN=PASSWORD, **variables)
+        assert done.code == 0, done
+        return done.folder
+
+    def start(self, *words, good=None, bad=None):
+        runs = good or self.good, bad or self.bad
+        main = "test_bisect:forking"
+        return self.command.start("bisect", *runs, *words, cwd=self.top, main=main, OWN_TOKEN=PASSWORD)
+
+    def bisect(self, *words, **runs):
+        return self.start(*words, **runs).end()
+
+    def children(self, parent):
+        """The runs below one, with their tags; the newest first."""
+        client = MlflowClient(f"sqlite:///{self.store / 'mlflow.db'}")
+        return client.search_runs(["0"], f"tags.`mlflow.parentRunId` = '{parent.parent.name}'")
+
+
+@pytest.fixture(scope="module")
+def twelve(command, tmp_path_factory):
+    """Twelve differences, of which a key of the config and a file of code are bad together."""
+    files = {"bounds.py": "MOST = 1\n", "own.py": f"{OWN}\n# the same\n"}
+    return Ends(command, tmp_path_factory.mktemp("twelve"), BAD, files, PYTHONHASHSEED="1")
+
+
+@pytest.fixture(scope="module")
+def few(command, tmp_path_factory):
+    """Three differences: a new param that is bad, the file of code that takes it, and another key."""
+    files = {"own.py": OWN.replace("gain, slope)", "gain, slope, off=0)").replace("Gain(gain)", "Gain(gain + off)")}
+    bad = {"model.network.params.off": 20, "data.batch_size": 15}
+    return Ends(command, tmp_path_factory.mktemp("few"), bad, files, PYTHONHASHSEED="0")
+
+
+@pytest.fixture(scope="module")
+def found(few):
+    """How the bisection of the few differences ended."""
+    done = few.bisect("--seeds", "2")
+    assert done.code == 0, done
+    return done
+
+
+def result(folder):
+    return json.loads((folder / "bisect.json").read_text())
+
+
+def needed_runs():
+    """The number of sets that delta debugging tests for the twelve differences."""
+    asked = []
+
+    def test(chosen):
+        asked.append(chosen)
+        return Outcome.FAIL if set(CAUSE) <= set(chosen) else Outcome.PASS
+
+    assert ddmin(NAMES, test) == CAUSE
+    return len(asked)
+
+
+@pytest.mark.slow
+def test_two_of_twelve_differences_are_found_by_a_bisection_that_is_killed_three_times(twelve):
+    """In exactly the runs that delta debugging needs and those of both ends; none that has finished runs again."""
+    for line in ("run 2 ", "run 7 ", "run 12 "):
+        running = twelve.start()
+        running.says(f"\n{line}", "err")
+        running.signal(signal.SIGKILL)
+        assert running.end().code == -signal.SIGKILL
+    done = twelve.bisect()
+    assert done.code == 0, done
+    assert re.match(r"model\.network\.params\.gain 1 → 2 and bounds\.py .* → .* together: best val_loss", done.out), (
+        done.out
+    )
+    answer = result(done.folder)
+    assert [each["name"] for each in answer["cause"]] == CAUSE
+    assert answer["limit"] < answer["value"]
+    assert answer["without"] < answer["limit"]
+    assert answer["unresolved"] == 0
+    ends = 6  # each end with three seeds
+    without = 1
+    assert answer["runs"] == ends + needed_runs() + without
+    assert answer["runs"] < most_tests(12)
+    children = twelve.children(done.folder)
+    numbers = [child.data.tags["deeplightning.trial"] for child in children]
+    assert len(numbers) == len(set(numbers)) == answer["runs"]
+    assert {child.info.status for child in children} == {"FINISHED"}
+    assert answer["started"] < answer["runs"]
+    again = twelve.bisect()
+    assert (again.code, again.out) == (0, done.out)
+    assert result(done.folder)["started"] == 0
+
+
+def test_a_difference_that_needs_another_is_found_with_it(found):
+    """A param that only the new code takes: a mixture that cannot be built is unresolved, which the answer mentions."""
+    assert re.match(r"model\.network\.params\.off none → 20 and own\.py .* → .* together: best val_loss ", found.out)
+    assert "mixture could not be run, so a smaller set is not excluded" in found.out
+    assert "model.network.params.off: unresolved: " in found.err
+    assert "own.net has no param `off`" in found.err
+    answer = result(found.folder)
+    assert [each["name"] for each in answer["cause"]] == ["model.network.params.off", "own.py"]
+    assert answer["unresolved"] > 0
+
+
+def test_each_run_is_in_the_table_and_below_one_parent(few, found):
+    """With what was mixed and whether it was good, bad or unresolved; the parent has ended."""
+    with (found.folder / "bisect.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [row["differences"] for row in rows[:4]] == ["GOOD", "BAD", "GOOD with seed 8", "BAD with seed 8"]
+    assert [row["outcome"] for row in rows[:4]] == ["good", "bad", "good", "bad"]
+    assert rows[-1]["differences"] == "BAD without model.network.params.off, own.py"
+    assert rows[-1]["outcome"] == "good"
+    finished = [row for row in rows if row["outcome"] != "unresolved"]
+    children = few.children(found.folder)
+    assert {RunFolder(row["folder"]).path.parent.name for row in finished} == {child.info.run_id for child in children}
+    client = MlflowClient(f"sqlite:///{few.store / 'mlflow.db'}")
+    assert client.get_run(found.folder.parent.name).info.status == "FINISHED"
+
+
+def test_a_repeated_bisection_runs_nothing_again(few, found):
+    """Another metric and another bound use the same runs; the end and its words are the same."""
+    runs = len(list(few.store.glob("0/*")))
+    again = few.bisect("--seeds", "2", "--metric", "val_loss", "--by", "0.2")
+    assert again.code == 0, again
+    assert again.folder == found.folder
+    assert [each["name"] for each in result(again.folder)["cause"]] == ["model.network.params.off", "own.py"]
+    assert result(again.folder)["started"] == 0
+    assert again.err.count("(run before)") == result(again.folder)["runs"]
+    assert len(list(few.store.glob("0/*"))) == runs
+
+
+def test_a_secret_is_nowhere_in_the_store(few, found):
+    """Neither what came from the environment by the config nor what stands in the code."""
+    files = [path for path in few.store.rglob("*") if path.is_file()]
+    assert len(files) > 50
+    assert [path for path in files if PASSWORD.encode() in path.read_bytes()] == []
+
+
+def test_a_bisection_at_which_another_process_is_waits_for_nobody(few, found):
+    """Exit code 3, with the folder."""
+    home = next((few.store / "bisections" / "Default").iterdir())
+    hold = RunFolder(home).hold()
+    try:
+        refused = few.bisect("--seeds", "2")
+    finally:
+        hold.release()
+    assert refused.code == 3
+    assert f"another process is at this bisection, in {home}" in refused.err
+
+
+def test_a_difference_that_is_noise_is_called_so(few):
+    """Two runs that differ by their seed: after the check of both ends, with exit code 5, and nothing is bisected."""
+    other = few.train(few.top / "a place", ["seed=11", "data.batch_size=15", "model.network.params.off=0"])
+    runs = sorted((few.good, other), key=lambda run: json.loads((run / "best.json").read_text())["value"])
+    done = few.bisect(good=runs[0], bad=runs[1])
+    assert done.code == 5, done
+    assert "the difference in best val_loss is noise, as far as" in done.err
+    assert "Nothing was bisected" in done.err
+    assert "Traceback" not in done.err
+    client = MlflowClient(f"sqlite:///{few.store / 'mlflow.db'}")
+    parents = client.search_runs(["0"], "attributes.status = 'FAILED' and tags.failure LIKE '%is noise%'")
+    assert len(parents) == 1
+
+
+def test_no_more_runs_are_started_than_allowed(few, found):
+    """The next command starts with what is known then."""
+    names = ["--seeds", "1", "train.num_epochs=1"]
+    first = few.bisect(*names, "--max-runs", "2")
+    assert first.code == 0, first
+    assert "best val_loss: the cause is among 3 differences: " in first.out
+    assert "stopped after 2 runs, as --max-runs asks: not finished; the same command continues" in first.err
+    second = few.bisect(*names, "--max-runs", "1")
+    assert second.err.count("(run before)") == 2
+    assert result(second.folder)["started"] == 1
+
+
+def test_bad_words_are_named_before_anything_runs(few, found, command):
+    """A metric that is not there, the same run twice, a run that does not exist, a second environment for nothing."""
+    runs = len(list(few.store.glob("0/*")))
+    store = {"cwd": few.top, "OWN_TOKEN": PASSWORD}
+    for code, words, text in (
+        (2, (few.good, few.bad, "--metric", "val_ac"), "has no such metric; both runs have "),
+        (2, (few.good, few.good), "so neither is worse"),
+        (4, (few.good, few.top / "none"), "none"),
+        (3, (few.good, few.bad, "--environment", sys.executable), "both runs were made with the same packages"),
+        (2, (few.good, few.bad, "--by", "0"), "--by"),
+    ):
+        refused = command("bisect", *words, **store)
+        assert (refused.code, "Traceback" in refused.err) == (code, False), refused
+        assert text in refused.err
+    assert len(list(few.store.glob("0/*"))) == runs
+
+
+def test_code_from_elsewhere_is_not_executed(few, command, tmp_path):
+    """A copy of a run with other code: its files are named, and exit code 4 unless it is trusted."""
+    copied = RunFolder(tmp_path / "copied")
+    shutil.copytree(few.bad, copied.path)
+    copied.config.write_text(copied.config.read_text() + "\n")
+    refused = few.bisect(bad=copied.path)
+    assert refused.code == 4, refused
+    assert "would be executed: bounds.py, own.py" in refused.err
+    trusted = few.bisect("--trust", "--metric", "none", bad=copied.path)
+    assert trusted.code == 2
