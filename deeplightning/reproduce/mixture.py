@@ -33,7 +33,7 @@ LEFT = ("logger", "serve", "tune", "train.export")
 _THREADS = tuple(name for name in VARIABLES if name.endswith("_NUM_THREADS"))
 _OF_A_MACHINE = ("CUDA_VISIBLE_DEVICES",)  # `reproduce` leaves it as it is here
 _NONE = object()
-_LONGEST = 70  # characters of a value that is shown
+_LONGEST = 70  # characters of a section that are shown; of a single value, such as a path, four times as many
 
 
 @dataclass
@@ -174,7 +174,7 @@ def _paths(one: Any, two: Any, path: KeyPath) -> Iterator[list[KeyPath]]:
     if not (isinstance(one, dict) and isinstance(two, dict)):
         if (one is _NONE) != (two is _NONE) or (one is not _NONE and line(one) != line(two)):
             yield [path]
-    elif one.get("type") != two.get("type"):
+    elif path and one.get("type", _NONE) != two.get("type", _NONE):
         yield [path]
     else:
         together = [key for key in ("backend", "params") if path == ("engine",)]
@@ -209,7 +209,8 @@ def _value(tree: Any, path: KeyPath) -> Any:
 
 def _shown(value: object) -> str:
     text = "none" if value is _NONE else line(value)
-    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}…"
+    most = _LONGEST if isinstance(value, dict | list) else 4 * _LONGEST
+    return text if len(text) <= most else f"{text[:most]}…"
 
 
 # ---- code

@@ -1,17 +1,27 @@
 """`bisect` finds which differences make a run worse, by real runs of mixtures."""
 
 import csv
+import functools
 import json
 import os
 import re
 import shutil
 import signal
+import subprocess
 import sys
+import time
 
+import numpy
 import pytest
+from commands import LONGEST, PAUSE, environment
 from mlflow.tracking import MlflowClient
 
+from deeplightning.engine.checkpoint_io import read_checkpoint
+from deeplightning.faults import SetupError
 from deeplightning.reproduce.ddmin import Outcome, ddmin, most_tests
+from deeplightning.reproduce.interpreters import interpreters
+from deeplightning.reproduce.past import PastRun
+from deeplightning.reproduce.trials import UNDERWAY, Trial
 from deeplightning.runfolder import RunFolder
 
 PASSWORD = "correct-horse-battery"  # comes from the environment
@@ -332,3 +342,103 @@ def test_code_from_elsewhere_is_not_executed(few, command, tmp_path):
     assert "would be executed: bounds.py, own.py" in refused.err
     trusted = few.bisect("--trust", "--metric", "none", bad=copied.path)
     assert trusted.code == 2
+
+
+@pytest.mark.slow
+def test_a_run_saves_a_checkpoint_and_ends_when_its_bisection_ends(few):
+    """On Ctrl-C, which a terminal sends to the bisection alone, with exit code 130; and after SIGKILL. The next command
+    resumes it in its folder."""
+    words = ["--seeds", "1", "train.num_epochs=100000", "train.val_every_n_epoch=50"]
+    command = [sys.executable, "-m", "deeplightning", "bisect", few.good, few.bad, *words]
+    home = next((few.store / "bisections" / "Default").glob(f"*-{few.bad.parent.name[:8]}"))
+    before = {*few.store.glob("0/*")}
+    steps = [0]
+    for number, code in ((signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)):
+        log = few.top / f"{number}.log"
+        with log.open("wb") as out:
+            process = subprocess.Popen(
+                command, cwd=few.top, stderr=out, stdout=out, env=environment(OWN_TOKEN=PASSWORD)
+            )
+        try:
+            trial = wait_for(lambda: next((t for t in trials_of(home) if t.known["state"] == UNDERWAY), None), log)
+            text = trial.file.with_suffix(".log")
+            wait_for(functools.partial(says, text, "epoch "), log)
+            if number == signal.SIGKILL:
+                assert says(text, "resumes")
+            process.send_signal(number)
+            assert process.wait(60) == code, log.read_text()
+        finally:
+            process.kill()
+        (folder,) = {*few.store.glob("0/*")} - before
+        run = RunFolder(folder / "artifacts")
+        hold = wait_for(run.hold, text)
+        hold.release()
+        steps.append(read_checkpoint(run.last)["global_step"])
+    assert "interrupted by SIGINT after 0 runs; the same command continues" in (few.top / "2.log").read_text()
+    assert steps == sorted(set(steps))
+
+
+def wait_for(happened, log):
+    """Waits until something is there, and returns it."""
+    end = time.monotonic() + LONGEST
+    while not (found := happened()):
+        assert time.monotonic() < end, log.read_text()
+        time.sleep(PAUSE)
+    return found
+
+
+def says(path, text):
+    return path.exists() and text in path.read_text()
+
+
+def trials_of(home):
+    return [Trial(file) for file in (home / "trials").glob("*.json")]
+
+
+@pytest.fixture
+def with_packages(tmp_path):
+    """Makes a run that has recorded packages, and nothing else."""
+
+    def make(name, packages):
+        folder = RunFolder(tmp_path / name)
+        folder.path.mkdir()
+        folder.environment.write_text(json.dumps({"packages": packages}))
+        return PastRun(folder, None, None)
+
+    return make
+
+
+@pytest.fixture
+def python(tmp_path):
+    """Another interpreter, by what it answers."""
+
+    def make(**versions):
+        path = tmp_path / "python"
+        path.write_text(f"#!/bin/sh\necho '{json.dumps(versions)}'\n")
+        path.chmod(0o755)
+        return str(path)
+
+    return make
+
+
+def test_an_environment_is_that_of_the_run_whose_packages_it_has(with_packages, python):
+    """Of either run; this one is that of the other."""
+    here = with_packages("here", {"numpy": numpy.__version__, "deeplightning": "1"})
+    there = with_packages("there", {"numpy": "0.1", "deeplightning": "2"})
+    other = python(numpy="0.1")
+    assert interpreters(here, there, other) == (sys.executable, other)
+    assert interpreters(there, here, other) == (other, sys.executable)
+    assert interpreters(here, there, None) == (sys.executable, sys.executable)
+
+
+def test_an_environment_that_is_neither_run_s_is_refused(with_packages, python, tmp_path):
+    """With the versions of all four; so is one that differs from nothing, and a program that is no interpreter."""
+    here = with_packages("here", {"numpy": numpy.__version__})
+    there = with_packages("there", {"numpy": "0.1"})
+    with pytest.raises(SetupError, match=r"BAD: numpy 0\.1;.*: numpy 0\.2"):
+        interpreters(here, there, python(numpy="0.2"))
+    with pytest.raises(SetupError, match="the same packages; leave it out"):
+        interpreters(here, here, python())
+    for wrong in (str(tmp_path / "none"), "/bin/true"):
+        with pytest.raises(SetupError, match="this is no Python interpreter"):
+            interpreters(here, there, wrong)
