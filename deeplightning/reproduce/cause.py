@@ -205,7 +205,7 @@ class Bisection:
             "value": self.value,
             "most_runs": most_tests(len(self.differences)),
             "unresolved": self.unresolved,
-            "runs": len(self.trials.made),
+            "runs": len({trial.file for trial, _, _ in self.trials.made}),
             "started": self.trials.begun,
             "left": self.left,
             **self.more,
