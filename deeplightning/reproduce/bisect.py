@@ -74,7 +74,7 @@ def bisect(
     ends = to_execute(good, trust), to_execute(bad, trust)
     metric, recorded = _metric(*ends, metric)
     pythons = interpreters(*ends, environment)
-    parts = [parts_of(run, python) for run, python in zip(ends, pythons, strict=True)]
+    parts = parts_of(ends[0], pythons[0]), parts_of(ends[1], pythons[1])
     differences = switchable(*parts, overrides)
     left = fixed(*ends, differences)
     if not differences:

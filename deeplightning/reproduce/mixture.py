@@ -18,7 +18,7 @@ from typing import Any
 
 from deeplightning.address import is_address
 from deeplightning.config.source import read
-from deeplightning.config.tree import KeyPath, as_written, dump, line
+from deeplightning.config.tree import as_written, dump, line
 from deeplightning.reproduce.again import meant
 from deeplightning.reproduce.differences import between, differences, shown, size_of
 from deeplightning.reproduce.past import PastRun
@@ -30,6 +30,7 @@ from deeplightning.tracking.program import describe_program, digest_of, rebuild
 LEFT = ("logger", "serve", "tune", "train.export")
 """Keys that decide over no metric: a mixture has the first run's."""
 
+_Keys = tuple[str, ...]  # a dotted key in its parts
 _THREADS = tuple(name for name in VARIABLES if name.endswith("_NUM_THREADS"))
 _OF_A_MACHINE = ("CUDA_VISIBLE_DEVICES",)  # `reproduce` leaves it as it is here
 _NONE = object()
@@ -161,14 +162,14 @@ def fixed(good: PastRun, bad: PastRun, switched: Sequence[Difference]) -> list[s
 # ---- config
 
 
-def _of_config(good: dict[str, Any], bad: dict[str, Any]) -> Iterator[tuple[KeyPath, Difference]]:
+def _of_config(good: dict[str, Any], bad: dict[str, Any]) -> Iterator[tuple[_Keys, Difference]]:
     for paths in _paths(good, bad, ()):
         one, two = (_value(tree, paths[0]) for tree in (good, bad))
-        name = ".".join(map(str, paths[0]))
+        name = ".".join(paths[0])
         yield paths[0], Difference(name, _shown(one), _shown(two), _switch_keys(paths))
 
 
-def _paths(one: Any, two: Any, path: KeyPath) -> Iterator[list[KeyPath]]:
+def _paths(one: Any, two: Any, path: _Keys) -> Iterator[list[_Keys]]:
     """The keys whose values differ, those together that must be switched together: what belongs to a `type` with it,
     and the arguments of an engine with its backend."""
     if not (isinstance(one, dict) and isinstance(two, dict)):
@@ -187,7 +188,7 @@ def _paths(one: Any, two: Any, path: KeyPath) -> Iterator[list[KeyPath]]:
                 yield from _paths(one.get(key, _NONE), two.get(key, _NONE), (*path, key))
 
 
-def _switch_keys(paths: list[KeyPath]) -> Callable[[Parts, Parts], None]:
+def _switch_keys(paths: list[_Keys]) -> Callable[[Parts, Parts], None]:
     def switch(into: Parts, of: Parts) -> None:
         for path in paths:
             value, section = _value(of.tree, path), into.tree
@@ -201,7 +202,7 @@ def _switch_keys(paths: list[KeyPath]) -> Callable[[Parts, Parts], None]:
     return switch
 
 
-def _value(tree: Any, path: KeyPath) -> Any:
+def _value(tree: Any, path: _Keys) -> Any:
     for key in path:
         tree = tree.get(key, _NONE) if isinstance(tree, dict) else _NONE
     return tree
@@ -230,11 +231,11 @@ def _of_code(good: Parts, bad: Parts) -> Iterator[Difference]:
         key = (label, path)
         if before.get(key) != after.get(key):
             name = path if paths.count(path) == 1 else f"{path} (root {label or 'working directory'})"
-            sizes = (shown(size_of(found.get(key))) for found in (before, after))
-            yield Difference(name, *sizes, _switch_file(key))
+            one_size, two_size = (shown(size_of(found.get(key))) for found in (before, after))
+            yield Difference(name, one_size, two_size, _switch_file(key))
     if one.program.get("digest") != two.program.get("digest") and is_available(one) and is_available(two):
-        versions = ((code.program.get("commit") or code.program.get("version") or "?")[:12] for code in (one, two))
-        yield Difference(PROGRAM, *versions, _switch_program)
+        mine, theirs = (code.program.get("commit") or code.program.get("version", "") for code in (one, two))
+        yield Difference(PROGRAM, mine[:12], theirs[:12], _switch_program)
 
 
 def is_available(code: Code) -> bool:
