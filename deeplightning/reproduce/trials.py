@@ -11,6 +11,7 @@ import hashlib
 import json
 import math
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -220,8 +221,9 @@ class Trials:
             ran = RunFolder(found[-1]) if found else None
             if ran is not None and top.resolve() in ran.path.resolve().parents:  # a logger that writes where it runs
                 kept = self.home / "runs" / f"{number}-{ran.path.name}"
+                shutil.rmtree(kept, ignore_errors=True)
                 kept.parent.mkdir(parents=True, exist_ok=True)
-                ran.path.rename(kept)
+                shutil.move(ran.path, kept)
                 ran = RunFolder(kept)
         trial.note(seconds=round(time.monotonic() - begun, 1), folder=str(ran.path) if ran is not None else None)
         if code == 0 and ran is not None:

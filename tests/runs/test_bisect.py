@@ -7,9 +7,11 @@ import os
 import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
+import urllib.request
 
 import numpy
 import pytest
@@ -315,6 +317,20 @@ def test_no_more_runs_are_started_than_allowed(few, found):
     assert result(second.folder)["started"] == 1
 
 
+def test_a_failure_of_the_machine_ends_the_bisection_once_and_then_counts(few, found):
+    """Such as a GPU that is not there or a full disk: exit code 3 and the log at first, so that no answer rests on it;
+    the same failure again is taken for that of the run."""
+    words = ["--seeds", "1", "engine.gpus=1"]
+    first = few.bisect(*words)
+    assert first.code == 3, first
+    assert re.search(r"run \d+ of the bisection ended: .*engine\.gpus.*\.log\)\. The same command continues", first.err)
+    second = few.bisect(*words)
+    assert second.code == 5, second
+    assert re.search(r"GOOD cannot be run again here: .*engine\.gpus", second.err)
+    third = few.bisect(*words)
+    assert (third.code, "run before" in third.err) == (5, True), third
+
+
 def test_bad_words_are_named_before_anything_runs(few, found, command):
     """A metric that is not there, the same run twice, a run that does not exist, a second environment for nothing."""
     runs = len(list(few.store.glob("0/*")))
@@ -342,6 +358,58 @@ def test_code_from_elsewhere_is_not_executed(few, command, tmp_path):
     assert "would be executed: bounds.py, own.py" in refused.err
     trusted = few.bisect("--trust", "--metric", "none", bad=copied.path)
     assert trusted.code == 2
+
+
+@pytest.mark.slow
+def test_runs_that_a_server_keeps_are_bisected_and_tracked_there(few, found, command, tmp_path):
+    """By their ids, from any directory; the mixtures are below one parent on the server, and none is repeated."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        address = f"http://127.0.0.1:{probe.getsockname()[1]}"
+    store = ["--backend-store-uri", f"sqlite:///{tmp_path}/server.db", "--artifacts-destination", f"{tmp_path}/kept"]
+    server = subprocess.Popen(
+        [sys.executable, "-m", "mlflow", "server", "--port", address.rpartition(":")[2], "--workers", "1", *store],
+        env=environment(MLFLOW_SERVER_ENABLE_JOB_EXECUTION="false"),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    try:
+        wait_for(lambda: answers(f"{address}/health"), None)
+        place = few.top / "a place"
+        tracked = f"logger.params.tracking_uri={address}"
+        files = [*place.glob("*.py")]
+        contents = [file.read_text() for file in files]
+        (place / "own.py").write_text(OWN)
+        few.train(place, [tracked], PYTHONHASHSEED="0")
+        for file, content in zip(files, contents, strict=True):
+            file.write_text(content)
+        few.train(place, [tracked, "model.network.params.off=20"], PYTHONHASHSEED="0")
+        client = MlflowClient(address)
+        bad, good = (run.info.run_id for run in client.search_runs(["0"]))
+        variables = {"OWN_TOKEN": PASSWORD, "MLFLOW_TRACKING_URI": address, "cwd": tmp_path}
+        for started in (True, False):
+            done = command("bisect", good, bad, "--seeds", "1", main="test_bisect:forking", **variables)
+            assert done.code == 0, done
+            assert done.out.startswith("model.network.params.off none → 20 and own.py ")
+            answer = result(done.folder)
+            assert (answer["started"] > 0) == started
+        children = client.search_runs(["0"], "tags.`deeplightning.trial` LIKE '%'")
+        assert len(children) == 3  # the ends and own.py alone; the new param alone cannot be built
+        (parent,) = {child.data.tags["mlflow.parentRunId"] for child in children}
+        assert {file.path for file in client.list_artifacts(parent)} >= {"bisect.csv", "bisect.json"}
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        server.wait(30)
+        shutil.rmtree(place / "runs", ignore_errors=True)
+
+
+def answers(address):
+    try:
+        urllib.request.urlopen(address, timeout=5).close()
+    except OSError:
+        return False
+    return True
 
 
 @pytest.mark.slow
@@ -382,7 +450,7 @@ def wait_for(happened, log):
     """Waits until something is there, and returns it."""
     end = time.monotonic() + LONGEST
     while not (found := happened()):
-        assert time.monotonic() < end, log.read_text()
+        assert time.monotonic() < end, log and log.read_text()
         time.sleep(PAUSE)
     return found
 
