@@ -233,14 +233,6 @@ class RunError(UserError):
     exit_code = 5
 
 
-class Stopped(UserError):
-    """A signal ended a command that starts runs, which the same command continues."""
-
-    def __init__(self, message: str, exit_code: int):
-        super().__init__(message)
-        self.exit_code = exit_code
-
-
 def error_of(faults: list[Fault]) -> UserError:
     """The error that tells these faults. A wrong config comes before a lacking machine, that before missing weights,
     and a slip in the user's own code comes last."""

@@ -187,11 +187,30 @@ def reproduce(run: str, overrides: tuple[str, ...], any_data: bool, trust: bool)
 @with_overrides
 @click.option("--metric", metavar="NAME", help="What is compared; default: the best value of the monitored metric.")
 @click.option(
-    "--by", type=click.FloatRange(min=0, min_open=True), help="Bad is worse than GOOD by this; default: half."
+    "--by",
+    metavar="NUMBER",
+    type=click.FloatRange(min=0, min_open=True),
+    help="How much worse than GOOD is bad; default: half of the difference.",
 )
-@click.option("--seeds", type=click.IntRange(min=1), default=3, show_default=True, help="Runs of each end, as a check.")
-@click.option("--max-runs", type=click.IntRange(min=1), help="Start at most so many runs; the next call continues.")
-@click.option("--environment", metavar="PYTHON", help="The interpreter with the packages of the other run.")
+@click.option(
+    "--seeds",
+    metavar="N",
+    type=click.IntRange(min=1),
+    default=3,
+    show_default=True,
+    help="Runs of each end, each with another seed, for the check.",
+)
+@click.option(
+    "--max-runs",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="Start at most so many runs; the next call continues.",
+)
+@click.option(
+    "--environment",
+    metavar="PYTHON",
+    help="An interpreter with the packages of one run, where this one has the other's.",
+)
 @click.option("--any-data", is_flag=True, help="Run also where data files have changed.")
 @click.option("--trust", is_flag=True, help="Execute the code of a RUN that you did not make on this machine.")
 def bisect(good: str, bad: str, overrides: tuple[str, ...], **options: Any) -> None:

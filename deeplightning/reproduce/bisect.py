@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from deeplightning.checks.check import check
-from deeplightning.faults import ConfigError, SetupError, Stopped, UserError
+from deeplightning.faults import ConfigError, SetupError, UserError
 from deeplightning.reproduce.again import Say, address_of, check_data, quoted, refuse_ranks, to_execute
 from deeplightning.reproduce.cause import Bisection, listed
 from deeplightning.reproduce.interpreters import interpreters
@@ -26,7 +26,7 @@ from deeplightning.reproduce.past import PastRun
 from deeplightning.reproduce.trials import Trials, measured
 from deeplightning.runfolder import RunFolder, make_private, permissions_of, write_whole
 from deeplightning.tracking.datafiles import describe_again
-from deeplightning.tracking.parent import Parent
+from deeplightning.tracking.parent import Parent, Stopped
 from deeplightning.tracking.program import describe_program
 
 

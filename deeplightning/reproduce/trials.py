@@ -24,14 +24,14 @@ from types import FrameType
 from typing import Any, Protocol
 
 from deeplightning.config.schema import Config
-from deeplightning.faults import SetupError, Stopped
+from deeplightning.faults import SetupError
 from deeplightning.process.decisions import DECIDED
 from deeplightning.reproduce.again import Plan, Say, prepare, quoted
 from deeplightning.reproduce.mixture import Parts
 from deeplightning.reproduce.past import PastRun
 from deeplightning.runfolder import RunFolder, write_whole
 from deeplightning.tracking.environment import REPRODUCES
-from deeplightning.tracking.parent import Parent
+from deeplightning.tracking.parent import Parent, Stopped
 from deeplightning.tracking.series import last_values
 from deeplightning.tracking.store import Store
 

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from deeplightning.config.schema import Config
+from deeplightning.faults import UserError
 from deeplightning.tracking.attach import attach
 from deeplightning.tracking.build import experiment_of
 from deeplightning.tracking.context import run_tags
@@ -29,6 +30,14 @@ log = logging.getLogger(__name__)
 PARENT = "mlflow.parentRunId"
 SEARCH, TRIAL = "deeplightning.search", "deeplightning.trial"
 """Tags of runs: the search's own sign, on the parent and on its trials; and a trial's number."""
+
+
+class Stopped(UserError):
+    """A signal ended a command that starts runs, which the same command continues."""
+
+    def __init__(self, message: str, exit_code: int):
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 class Parent:

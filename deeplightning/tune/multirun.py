@@ -25,13 +25,13 @@ from deeplightning.callbacks import TRIAL
 from deeplightning.checks.examine import examine, load_config
 from deeplightning.config.source import read
 from deeplightning.config.tree import as_written, dump, line
-from deeplightning.faults import RunError, SetupError, Stopped, count, error_of
+from deeplightning.faults import RunError, SetupError, count, error_of
 from deeplightning.launch.environment import apply_environment
 from deeplightning.process.decisions import DECIDED
 from deeplightning.process.identity import identity
 from deeplightning.reproduce.past import PastRun
 from deeplightning.runfolder import RunFolder, make_private, permissions_of, write_whole
-from deeplightning.tracking.parent import Parent
+from deeplightning.tracking.parent import Parent, Stopped
 from deeplightning.tune.search import newest_checkpoint
 from deeplightning.tune.sweep import points
 from deeplightning.tune.unchanged import own_code

@@ -25,12 +25,12 @@ from deeplightning.config.schema import Config
 from deeplightning.config.source import read
 from deeplightning.config.target import import_again, is_installed
 from deeplightning.config.tree import as_written, dump, line
-from deeplightning.faults import CheckpointError, ConfigError, Fault, RunError, SetupError, Stopped, UserError, count
+from deeplightning.faults import CheckpointError, ConfigError, Fault, RunError, SetupError, UserError, count
 from deeplightning.launch.environment import apply_environment
 from deeplightning.process.decisions import DECIDED
 from deeplightning.process.identity import identity
 from deeplightning.runfolder import Hold, RunFolder, make_private, permissions_of, write_whole
-from deeplightning.tracking.parent import Parent
+from deeplightning.tracking.parent import Parent, Stopped
 from deeplightning.tune.unchanged import changed_code, changed_settings, own_code
 from deeplightning.tune.worker import Forked, Line, Train, own_address
 
