@@ -213,6 +213,8 @@ class Trials:
             self.parent.let_go()
             self._process = start_process(plan, parts.python, log)
             try:
+                if self.signal is not None:  # it came while there was no process to pass it to
+                    self._process.send_signal(signal.SIGINT)
                 code = self._process.wait()
             finally:
                 self._process = None
