@@ -217,7 +217,7 @@ class Parent:
         with self._told():
             tracker = self._open()
             if self._folder is None:
-                for path in sorted(p for p in self.home.iterdir() if p.suffix in (".yaml", ".csv", ".png")):
+                for path in sorted(p for p in self.home.iterdir() if p.suffix in (".yaml", ".csv", ".json", ".png")):
                     tracker.upload(self.run_id, path, None)
             tags = {"failure": reason[:1000]} if reason else {}
             tracker.log_batch(self.run_id, Batch(tags=tags, status=(status, time.time_ns() // 1_000_000)))

@@ -413,12 +413,13 @@ def answers(address):
 
 
 @pytest.mark.slow
-def test_a_run_saves_a_checkpoint_and_ends_when_its_bisection_ends(few):
+def test_a_run_saves_a_checkpoint_and_ends_when_its_bisection_ends(few, found):
     """On Ctrl-C, which a terminal sends to the bisection alone, with exit code 130; and after SIGKILL. The next command
     resumes it in its folder."""
     words = ["--seeds", "1", "train.num_epochs=100000", "train.val_every_n_epoch=50"]
     command = [sys.executable, "-m", "deeplightning", "bisect", few.good, few.bad, *words]
-    home = next((few.store / "bisections" / "Default").glob(f"*-{few.bad.parent.name[:8]}"))
+    name = f"bisect-{few.good.parent.name[:8]}-{few.bad.parent.name[:8]}"
+    home = few.store / "bisections" / "Default" / name
     before = {*few.store.glob("0/*")}
     steps = [0]
     for number, code in ((signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)):
@@ -430,7 +431,7 @@ def test_a_run_saves_a_checkpoint_and_ends_when_its_bisection_ends(few):
         try:
             trial = wait_for(lambda: next((t for t in trials_of(home) if t.known["state"] == UNDERWAY), None), log)
             text = trial.file.with_suffix(".log")
-            wait_for(functools.partial(says, text, "epoch "), log)
+            wait_for(functools.partial(says, text, "\nepoch "), log)
             if number == signal.SIGKILL:
                 assert says(text, "resumes")
             process.send_signal(number)
@@ -442,6 +443,7 @@ def test_a_run_saves_a_checkpoint_and_ends_when_its_bisection_ends(few):
         hold = wait_for(run.hold, text)
         hold.release()
         steps.append(read_checkpoint(run.last)["global_step"])
+        text.rename(text.with_suffix(f".{number}"))
     assert "interrupted by SIGINT after 0 runs; the same command continues" in (few.top / "2.log").read_text()
     assert steps == sorted(set(steps))
 
