@@ -4,6 +4,7 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -178,6 +179,52 @@ def reproduce(run: str, overrides: tuple[str, ...], any_data: bool, trust: bool)
     streams.outlive_reader()
     again = run_again(run, overrides, any_data=any_data, trust=trust, say=lambda text: click.echo(text, err=True))
     click.echo(f"reproduced: the same weights and results in {again.path}", err=True)
+
+
+@cli.command(context_settings=LOOSE, epilog=OVERRIDES)
+@click.argument("good", metavar="GOOD", callback=newest_run, shell_complete=complete_run)
+@click.argument("bad", metavar="BAD", callback=newest_run, shell_complete=complete_run)
+@with_overrides
+@click.option("--metric", metavar="NAME", help="What is compared; default: the best value of the monitored metric.")
+@click.option(
+    "--by",
+    metavar="NUMBER",
+    type=click.FloatRange(min=0, min_open=True),
+    help="How much worse than GOOD is bad; default: half of the difference.",
+)
+@click.option(
+    "--seeds",
+    metavar="N",
+    type=click.IntRange(min=1),
+    default=3,
+    show_default=True,
+    help="Runs of each end, each with another seed, for the check.",
+)
+@click.option(
+    "--max-runs",
+    metavar="N",
+    type=click.IntRange(min=1),
+    help="Start at most so many runs; the next call continues.",
+)
+@click.option(
+    "--environment",
+    metavar="PYTHON",
+    help="An interpreter with the packages of one run, where this one has the other's.",
+)
+@click.option("--any-data", is_flag=True, help="Run also where data files have changed.")
+@click.option("--trust", is_flag=True, help="Execute the code of a RUN that you did not make on this machine.")
+def bisect(good: str, bad: str, overrides: tuple[str, ...], **options: Any) -> None:
+    """Find which differences make the run BAD worse than the run GOOD, by runs of mixtures of both.
+
+    The differences are those of `diff`: keys of the config, files of code, threads, with --environment packages. Both
+    ends run again first, each with several seeds; if their difference is noise, that is the answer: exit code 5. Then
+    delta debugging chooses mixtures, until no difference can be left out. All runs have one parent; after Ctrl-C
+    or a kill the same command continues. As with reproduce, code from elsewhere needs --trust.
+    """
+    from deeplightning.reproduce.bisect import bisect as find
+
+    streams.outlive_reader()
+    find(good, bad, overrides, say=lambda text: click.echo(text, err=True), **options)
 
 
 @cli.command()

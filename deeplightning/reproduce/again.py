@@ -94,15 +94,8 @@ def reproduce(
         RunError: the new run came out differently; names the first difference.
         SystemExit: the new run did not come to its end; with its exit code.
     """
-    if (found := identity()) is not None and found.world > 1:
-        raise SetupError(
-            f"reproduce starts the processes of the run by itself, and this is one of {found.world} that "
-            f"{found.by} has started. Start it once"
-        )
-    original = past_run(run)
-    original.config  # noqa: B018  (is there one?)
-    if not trust and not is_own_code(original.folder):
-        raise CheckpointError(_would_execute(original))
+    refuse_ranks("reproduce")
+    original = to_execute(run, trust)
     with tempfile.TemporaryDirectory(prefix="deeplightning-reproduce-", ignore_cleanup_errors=True) as top:
         plan = prepare(original, Path(top), overrides, any_data, say)
         code, folder = (start or _start)(plan)
@@ -126,6 +119,32 @@ def reproduce(
             + f". {reasons(original, again)}"
         )
     return again.folder
+
+
+def refuse_ranks(verb: str) -> None:
+    """Refuses to be one of several processes.
+
+    Raises:
+        SetupError: a launcher has started several.
+    """
+    if (found := identity()) is not None and found.world > 1:
+        raise SetupError(
+            f"{verb} starts the processes of the run by itself, and this is one of {found.world} that "
+            f"{found.by} has started. Start it once"
+        )
+
+
+def to_execute(run: str, trust: bool) -> PastRun:
+    """RUN, whose code may be executed.
+
+    Raises:
+        CheckpointError: there is no such run, or it is foreign and not trusted.
+    """
+    original = past_run(run)
+    original.config  # noqa: B018  (is there one?)
+    if not trust and not is_own_code(original.folder):
+        raise CheckpointError(_would_execute(original))
+    return original
 
 
 def _would_execute(original: PastRun) -> str:
@@ -172,7 +191,7 @@ def prepare(original: PastRun, top: Path, overrides: Sequence[str], any_data: bo
     directory, roots = _lay_out(original, top, secrets, say)
     settings = [*_settings(original, config, overrides, top), *overrides]
     root = _value(settings, "data.root") or config.get("data.root")
-    _check_data(original, root if isinstance(root, str) else None, any_data, say)
+    check_data(original, root if isinstance(root, str) else None, any_data, say)
     if directory.is_relative_to(top):
         _link(original, config, directory)
     return Plan(own, settings, directory, _variables(original, roots, program))
@@ -266,10 +285,10 @@ def _settings(original: PastRun, config: Mapping[str, object], overrides: Sequen
     given = {re.split(r"[=~]", text.lstrip("~+"), maxsplit=1)[0] for text in overrides}
     root = config.get("data.root")
     if isinstance(root, str) and not is_address(root) and not Path(root).expanduser().is_absolute():
-        found += [] if "data.root" in given else [f"data.root={_quoted(_meant(original, root))}"]
+        found += [] if "data.root" in given else [f"data.root={quoted(meant(original, root))}"]
     if str(config.get("logger.type", "deeplightning.tracking.MLflowLogger")).lower().endswith("mlflowlogger"):
         if "logger.params.tracking_uri" not in given:
-            found.append(f"logger.params.tracking_uri={_quoted(_address(original, config))}")
+            found.append(f"logger.params.tracking_uri={quoted(address_of(original, config))}")
         if config.get("logger.params.run_id") is not None:
             found.append("~logger.params.run_id")
     begun = config.get("train.resume_ckpt")
@@ -283,11 +302,11 @@ def _settings(original: PastRun, config: Mapping[str, object], overrides: Sequen
             raise CheckpointError(
                 f"{original}: the run began from {path}, which is gone. Name another: train.resume_ckpt=PATH"
             )
-        found.append(f"train.resume_ckpt={_quoted(top / 'start.ckpt')}")
+        found.append(f"train.resume_ckpt={quoted(top / 'start.ckpt')}")
     return found
 
 
-def _meant(original: PastRun, path: str) -> Path:
+def meant(original: PastRun, path: str) -> Path:
     """A relative path of a config: below the directory in which it ran, if it is there, else below this one."""
     data = original.data
     if data is not None and data["root"] and Path(data["root"]).exists():
@@ -296,7 +315,7 @@ def _meant(original: PastRun, path: str) -> Path:
     return next((place for place in places if place.exists()), places[0])
 
 
-def _address(original: PastRun, config: Mapping[str, Any]) -> str:
+def address_of(original: PastRun, config: Mapping[str, Any]) -> str:
     """The store of the new run: that of the original; where it is not known, the config's, if it is the same from
     everywhere, else the one that is in use here."""
     recorded = config.get("logger.params.tracking_uri")
@@ -327,7 +346,16 @@ def _copy_of(address: str, before: Mapping[str, Any]) -> str:
         raise SetupError(str(error)) from None
 
 
-def _check_data(original: PastRun, root: str | None, any_data: bool, say: Say) -> None:
+def check_data(original: PastRun, root: str | None, any_data: bool, say: Say) -> None:
+    """Compares the data as they are now with those of a run.
+
+    Args:
+        root: where `data.root` is now.
+        any_data: say what has changed, and accept it.
+
+    Raises:
+        SetupError: they have changed.
+    """
     before = original.data
     if before is None:
         return
@@ -433,5 +461,5 @@ def _value(settings: Sequence[str], key: str) -> str | None:
     return found[-1].strip("'").replace("''", "'") if found else None
 
 
-def _quoted(value: object) -> str:
+def quoted(value: object) -> str:
     return "'" + str(value).replace("'", "''") + "'"

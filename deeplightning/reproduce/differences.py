@@ -104,14 +104,15 @@ def _code_between(first: PastRun, second: PastRun, patch: bool) -> Iterator[tupl
             diff = difflib.unified_diff(lines, others, f"first/{name}", f"second/{name}", lineterm="")
             yield name, "\n".join(diff), None
         else:
-            yield name, _size(text), _size(other)
+            yield name, size_of(text), size_of(other)
 
 
 def _files(code: Code | None) -> str | None:
     return None if code is None else f"{len(code.files)} files"
 
 
-def _size(text: bytes | None) -> str | None:
+def size_of(text: bytes | None) -> str | None:
+    """The content of a file in few words; None: there is no file."""
     return None if text is None else f"{len(text.splitlines())} lines, {hashlib.sha256(text).hexdigest()[:8]}"
 
 

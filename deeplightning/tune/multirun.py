@@ -31,8 +31,8 @@ from deeplightning.process.decisions import DECIDED
 from deeplightning.process.identity import identity
 from deeplightning.reproduce.past import PastRun
 from deeplightning.runfolder import RunFolder, make_private, permissions_of, write_whole
-from deeplightning.tune.parent import Parent
-from deeplightning.tune.search import Stopped, newest_checkpoint
+from deeplightning.tracking.parent import Parent, Stopped
+from deeplightning.tune.search import newest_checkpoint
 from deeplightning.tune.sweep import points
 from deeplightning.tune.unchanged import own_code
 from deeplightning.tune.worker import Forked, Line, Train, own_address

@@ -30,7 +30,7 @@ from deeplightning.launch.environment import apply_environment
 from deeplightning.process.decisions import DECIDED
 from deeplightning.process.identity import identity
 from deeplightning.runfolder import Hold, RunFolder, make_private, permissions_of, write_whole
-from deeplightning.tune.parent import Parent
+from deeplightning.tracking.parent import Parent, Stopped
 from deeplightning.tune.unchanged import changed_code, changed_settings, own_code
 from deeplightning.tune.worker import Forked, Line, Train, own_address
 
@@ -41,14 +41,6 @@ log = logging.getLogger("deeplightning")
 
 WAIT = 10.0  # seconds that the process of a former trial may take to end
 _STOPS = {3: SetupError, 4: CheckpointError}  # exit codes of a trial after which others would fare no better
-
-
-class Stopped(UserError):
-    """A signal ended the search."""
-
-    def __init__(self, message: str, exit_code: int):
-        super().__init__(message)
-        self.exit_code = exit_code
 
 
 def search(path: Path, overrides: Sequence[str], train: Train) -> Path:

@@ -1,4 +1,4 @@
-"""The run above the trials of a search: in MLflow their parent, on disk the folder of what the search found.
+"""The run above those of a search or a bisection: in MLflow their parent, on disk the folder of what was found.
 
 It is written without a logger of Lightning's: such a one has a thread of its own, and the search forks.
 """
@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from deeplightning.config.schema import Config
+from deeplightning.faults import UserError
 from deeplightning.tracking.attach import attach
 from deeplightning.tracking.build import experiment_of
 from deeplightning.tracking.context import run_tags
@@ -29,6 +30,14 @@ log = logging.getLogger(__name__)
 PARENT = "mlflow.parentRunId"
 SEARCH, TRIAL = "deeplightning.search", "deeplightning.trial"
 """Tags of runs: the search's own sign, on the parent and on its trials; and a trial's number."""
+
+
+class Stopped(UserError):
+    """A signal ended a command that starts runs, which the same command continues."""
+
+    def __init__(self, message: str, exit_code: int):
+        super().__init__(message)
+        self.exit_code = exit_code
 
 
 class Parent:
@@ -208,7 +217,7 @@ class Parent:
         with self._told():
             tracker = self._open()
             if self._folder is None:
-                for path in sorted(p for p in self.home.iterdir() if p.suffix in (".yaml", ".csv", ".png")):
+                for path in sorted(p for p in self.home.iterdir() if p.suffix in (".yaml", ".csv", ".json", ".png")):
                     tracker.upload(self.run_id, path, None)
             tags = {"failure": reason[:1000]} if reason else {}
             tracker.log_batch(self.run_id, Batch(tags=tags, status=(status, time.time_ns() // 1_000_000)))

@@ -1,0 +1,178 @@
+"""`deeplightning bisect GOOD BAD`: the smallest set of differences that makes BAD worse than GOOD, found by real runs.
+
+Both ends run again first, each with several seeds: where the difference is noise, nothing is bisected. Then `ddmin`
+chooses mixtures of both (`cause`, `mixture`). Each is laid out as `reproduce` lays out a run, and trains in a process
+of its own under one parent run (`trials`). A trial is known by the digest of its config and code, so the same command
+continues, or repeats without running anything again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import math
+import secrets
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from deeplightning.checks.check import check
+from deeplightning.faults import ConfigError, SetupError, UserError
+from deeplightning.reproduce.again import Say, address_of, check_data, quoted, refuse_ranks, to_execute
+from deeplightning.reproduce.cause import Bisection, listed
+from deeplightning.reproduce.interpreters import interpreters
+from deeplightning.reproduce.mixture import fixed, is_available, parts_of, switchable
+from deeplightning.reproduce.past import PastRun
+from deeplightning.reproduce.trials import Trials, measured
+from deeplightning.runfolder import RunFolder, make_private, permissions_of, write_whole
+from deeplightning.tracking.datafiles import describe_again
+from deeplightning.tracking.parent import Parent, Stopped
+from deeplightning.tracking.program import describe_program
+
+
+def bisect(
+    good: str,
+    bad: str,
+    overrides: Sequence[str] = (),
+    *,
+    metric: str | None = None,
+    by: float | None = None,
+    seeds: int = 3,
+    max_runs: int | None = None,
+    any_data: bool = False,
+    trust: bool = False,
+    environment: str | None = None,
+    say: Say,
+) -> Path:
+    """Finds the differences that make one run worse than another. Prints them, and a table of all runs.
+
+    Args:
+        good: RUN, the better one.
+        bad: RUN, the worse one.
+        overrides: `key=value` that all runs get, such as where the data are now.
+        metric: a metric that both runs have; None: the best value of the monitored one.
+        by: a run counts as bad where its metric is worse than GOOD's mean by at least this; None: half of the
+            difference between the means of both ends.
+        seeds: runs of each end, each with another seed; the first has the run's own.
+        max_runs: runs that are started at most; None: as many as it takes.
+        any_data: also where data files have changed since.
+        trust: also where this user did not make a run on this machine.
+        environment: the interpreter of a second environment, with the packages of one of the runs.
+        say: is given what a person should know while it happens.
+
+    Returns:
+        The folder with the table, `bisect.csv`, and the result, `bisect.json`.
+
+    Raises:
+        CheckpointError: there is no such run, or it is foreign and not trusted.
+        ConfigError: there is no such metric in both, or nothing that can be switched.
+        SetupError: the data are not what they were, the store cannot be used, or another process is at this bisection.
+        RunError: the difference is noise, or an end cannot be run again.
+        Stopped: a signal asked for the end.
+    """
+    refuse_ranks("bisect")
+    ends = to_execute(good, trust), to_execute(bad, trust)
+    metric, recorded = _metric(*ends, metric)
+    pythons = interpreters(*ends, environment)
+    parts = parts_of(ends[0], pythons[0]), parts_of(ends[1], pythons[1])
+    differences = switchable(*parts, overrides)
+    left = fixed(*ends, differences)
+    if not differences:
+        others = f"; what differs cannot be switched here: {listed(left)}" if left else ""
+        raise ConfigError(f"{good} and {bad}: there is no difference to bisect in config, code or threads{others}")
+    given = [text.removeprefix("data.root=") for text in overrides if text.startswith("data.root=")]
+    for run, part in zip(ends, parts, strict=True):
+        check_data(run, given[-1] if given else (part.tree.get("data") or {}).get("root"), any_data, say)
+
+    tracked = [f"logger.params.tracking_uri={quoted(address_of(ends[0], ends[0].config))}"]
+    report = check(ends[0].folder.config, [*tracked, *overrides], beside=False)
+    if report.config is None:
+        report.checked()
+    assert report.config is not None
+    cfg = report.config
+    parent = Parent(cfg, f"bisect-{_short(ends[0])}-{_short(ends[1])}", "bisections")
+    home, store = parent.home, parent.home.parents[2]  # STORE/bisections/EXPERIMENT/NAME
+    with permissions_of(store if store.exists() else home):
+        try:
+            make_private(home / "trials", store)
+            hold = RunFolder(home).hold()
+        except OSError as error:
+            raise SetupError(f"{home}: the folder of this bisection cannot be written: {error.strerror}") from error
+        if hold is None:
+            raise SetupError(f"another process is at this bisection, in {home}; wait for it, or end it")
+        try:
+            salt = _salt(ends, any_data)
+            with _opened(parent, home) as sign:
+                trials = Trials(cfg, parent, sign, home, ends[0].store, overrides, salt, max_runs, say)
+                found = Bisection(parts, differences, left, trials, metric, by, seeds, recorded)
+                with trials.passing_signals_on():
+                    found.run()
+        finally:
+            hold.release()
+    print(f"Artifact storage path: {parent.folder}", flush=True)
+    return parent.folder
+
+
+def _metric(good: PastRun, bad: PastRun, asked: str | None) -> tuple[str, tuple[float, float]]:
+    """The metric to compare, and its values in both runs.
+
+    Raises:
+        ConfigError: not both have it, or its values are equal or no numbers.
+    """
+    one, two = measured(good), measured(bad)
+    both = [name for name in one if name in two]
+    best = [name for name in both if name.startswith("best ")]
+    name = asked or (best[0] if best else None)
+    choice = f"both runs have {', '.join(both) or 'no metric'}"
+    if name is None:
+        raise ConfigError(f"neither run monitors a metric that the other has too; name one: --metric NAME; {choice}")
+    if name not in both:
+        missing = [str(run) for run, values in ((good, one), (bad, two)) if name not in values]
+        raise ConfigError(f"--metric {name}: {' and '.join(missing)} has no such metric; {choice}")
+    values = one[name], two[name]
+    if not all(map(math.isfinite, values)):
+        raise ConfigError(f"--metric {name}: {values[0]} → {values[1]} cannot be compared; {choice}")
+    if values[0] == values[1]:
+        raise ConfigError(f"--metric {name}: both runs have {values[0]:.6g}, so neither is worse; {choice}")
+    return name, values
+
+
+def _short(run: PastRun) -> str:
+    return (run.run_id or hashlib.sha256(run.folder.config.read_bytes()).hexdigest())[:8]
+
+
+def _salt(ends: Sequence[PastRun], any_data: bool) -> str:
+    """What decides over the metrics of all runs, is not in their config or code, and may change until the next time:
+    data that are not those of the runs, and Deep Lightning itself where it is not that of the runs."""
+    words = []
+    for run in ends:
+        if any_data and run.data is not None:
+            words.append(json.dumps(describe_again(run.data, None)["files"], sort_keys=True))
+        if run.code is not None and not is_available(run.code):
+            words.append(describe_program()["digest"])
+    return "\0".join(words)
+
+
+@contextlib.contextmanager
+def _opened(parent: Parent, home: Path) -> Iterator[str]:
+    """Opens the run above all, that of a former start if it is still there, and ends it as the work inside ends.
+
+    Yields:
+        The sign by which the runs of this bisection are known.
+    """
+    notes = home / "parent.json"
+    known = json.loads(notes.read_text()) if notes.is_file() else {}
+    if known.get("run") and not parent.is_there(known["run"]):
+        known = {}
+    sign = known.get("sign") or secrets.token_hex(16)
+    write_whole(notes, json.dumps({"sign": sign, "run": known.get("run")}))
+    run_id = known.get("run") or (parent.known(sign).get(None) if known else None)
+    write_whole(notes, json.dumps({"sign": sign, "run": parent.open(run_id, sign)}))
+    try:
+        yield sign
+    except BaseException as error:
+        stopped = isinstance(error, Stopped | KeyboardInterrupt)
+        with contextlib.suppress(UserError):  # the first error is the one to report
+            parent.close("KILLED" if stopped else "FAILED", str(error))
+        raise
+    parent.close("FINISHED")

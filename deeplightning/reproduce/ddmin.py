@@ -1,0 +1,67 @@
+"""Delta debugging: the smallest set of changes that makes a test fail. Pure; imports nothing of ours.
+
+The algorithm is `ddmin` of Zeller and Hildebrandt, "Simplifying and Isolating Failure-Inducing Input", IEEE
+Transactions on Software Engineering 28(2), 2002, section 3.
+"""
+
+from collections.abc import Callable, Sequence
+from enum import Enum
+from itertools import pairwise
+from typing import TypeVar
+
+Item = TypeVar("Item")
+
+
+class Outcome(Enum):
+    """What a test of a set of changes shows: the change is absent, present, or could not be observed."""
+
+    PASS = "good"
+    FAIL = "bad"
+    UNRESOLVED = "unresolved"
+
+
+def most_tests(size: int) -> int:
+    """The number of tests that `ddmin` of so many changes makes at most: n² + 3n, the worst case in the paper."""
+    return size * size + 3 * size
+
+
+def ddmin(changes: Sequence[Item], test: Callable[[list[Item]], Outcome]) -> list[Item]:
+    """A set of changes that fails, and of which no single one can be left out.
+
+    Args:
+        changes: all of them, which fail together; related ones are best neighbours.
+        test: the outcome of a set of them, given in the order of `changes`; called once for each set, and neither for
+            all of them nor for none.
+
+    Returns:
+        The set, in the order of `changes`. It is 1-minimal: without any one of its changes the test does not fail. A
+        set that is smaller by more than one change may exist.
+    """
+    found: dict[tuple[int, ...], Outcome] = {}
+
+    def fails(chosen: Sequence[int]) -> bool:
+        key = tuple(chosen)
+        if key not in found:
+            found[key] = test([changes[number] for number in key])
+        return found[key] is Outcome.FAIL
+
+    current, parts = list(range(len(changes))), 2
+    while len(current) > 1:
+        subsets = _split(current, parts)
+        if (subset := next(filter(fails, subsets), None)) is not None:
+            current, parts = subset, 2
+            continue
+        complements = [[n for n in current if n not in subset] for subset in subsets] if parts > 2 else []
+        if (complement := next(filter(fails, complements), None)) is not None:
+            current, parts = complement, max(parts - 1, 2)
+        elif parts < len(current):
+            parts = min(len(current), 2 * parts)
+        else:
+            break
+    return [changes[number] for number in current]
+
+
+def _split(numbers: Sequence[int], parts: int) -> list[list[int]]:
+    """Consecutive parts of sizes that differ by at most one."""
+    edges = [len(numbers) * part // parts for part in range(parts + 1)]
+    return [list(numbers[start:end]) for start, end in pairwise(edges)]

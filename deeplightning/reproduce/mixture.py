@@ -1,0 +1,340 @@
+"""Two runs become the differences between them, each of which can be switched by itself, and a mixture of both.
+
+A mixture is the first run with some of its differences switched to what the second run has. It is written as a run
+folder without results, so that `again.prepare` lays it out as it lays out any run.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import re
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from deeplightning.address import is_address
+from deeplightning.config.source import read
+from deeplightning.config.tree import as_written, dump, line
+from deeplightning.reproduce.again import meant
+from deeplightning.reproduce.differences import between, differences, shown, size_of
+from deeplightning.reproduce.past import PastRun
+from deeplightning.runfolder import RunFolder
+from deeplightning.tracking.code import Code
+from deeplightning.tracking.environment import VARIABLES
+from deeplightning.tracking.program import describe_program, digest_of, rebuild
+
+LEFT = ("logger", "serve", "tune", "train.export")
+"""Keys that decide over no metric: a mixture has the first run's."""
+
+_Keys = tuple[str, ...]  # a dotted key in its parts
+_THREADS = tuple(name for name in VARIABLES if name.endswith("_NUM_THREADS"))
+_OF_A_MACHINE = ("CUDA_VISIBLE_DEVICES",)  # `reproduce` leaves it as it is here
+_NONE = object()
+_LONGEST = 70  # characters of a section that are shown; of a single value, such as a path, four times as many
+
+
+@dataclass
+class Parts:
+    """What a run is made of.
+
+    Attributes:
+        tree: the config with its references as they were written, and `data.root` absolute.
+        code: the user's own, and Deep Lightning itself; None: the run kept none.
+        environment: as `environment.json` has it.
+        git_diff: of a run that kept no code; None: there is none.
+        python: the interpreter.
+    """
+
+    tree: dict[str, Any]
+    code: Code | None
+    environment: dict[str, Any]
+    git_diff: bytes | None
+    python: str
+
+    def copy(self) -> Parts:
+        """A copy that can be changed by itself."""
+        code = self.code
+        if code is not None:
+            code = replace(code, roots=[*code.roots], files=dict(code.files))
+        return Parts(copy.deepcopy(self.tree), code, copy.deepcopy(self.environment), self.git_diff, self.python)
+
+    def digest(self) -> str:
+        """SHA-256 of all that decides over the run's metrics."""
+        environment = self.environment
+        found = [environment.get(name) for name in ("threads", "variables", *([] if self.code else ["git"]))]
+        words = [dump(self.tree), json.dumps(found, sort_keys=True), self.python]
+        digest = hashlib.sha256("\0".join(words).encode())
+        digest.update(self.code.pack() if self.code is not None else self.git_diff or b"")
+        return digest.hexdigest()
+
+    def write(self, folder: RunFolder) -> None:
+        """Writes them as a run folder; nothing in it is secret that was not in the folders of the runs."""
+        folder.path.mkdir(parents=True, exist_ok=True)
+        folder.config.write_text(dump(self.tree))
+        folder.environment.write_text(json.dumps(self.environment))
+        if self.code is not None:
+            folder.code.write_bytes(self.code.pack())
+        if self.git_diff is not None:
+            folder.git_diff.write_bytes(self.git_diff)
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One difference of two runs.
+
+    Attributes:
+        name: a dotted key of the config, a file of code, a variable of the environment, `threads` or `packages`.
+        good: what the first run has, in few words.
+        bad: what the second run has.
+        switch: gives a mixture what the second run has: called with the mixture and the second run's parts.
+    """
+
+    name: str
+    good: str
+    bad: str
+    switch: Callable[[Parts, Parts], None]
+
+    def __str__(self) -> str:
+        return f"{self.name} {self.good} → {self.bad}"
+
+
+def parts_of(run: PastRun, python: str) -> Parts:
+    """What a finished run was made of."""
+    tree = as_written(read(run.folder.config).root)
+    data = tree.get("data")
+    root = data.get("root") if isinstance(data, dict) else None
+    if isinstance(root, str) and "${" not in root and not is_address(root):
+        path = Path(root).expanduser()
+        data["root"] = str(path if path.is_absolute() else meant(run, root).absolute())
+    diff = run.folder.git_diff
+    kept = diff.read_bytes() if run.code is None and diff.is_file() else None
+    return Parts(tree, run.code, dict(run.environment), kept, python)
+
+
+def mix(good: Parts, bad: Parts, switched: Sequence[Difference]) -> Parts:
+    """The first run with some differences as the second has them."""
+    mixture = good.copy()
+    for difference in switched:
+        difference.switch(mixture, bad)
+    return mixture
+
+
+def switchable(good: Parts, bad: Parts, overrides: Sequence[str] = ()) -> list[Difference]:
+    """The differences that can be switched one by one, related ones beside each other.
+
+    Args:
+        overrides: `key=value`, which all mixtures get: what is below their keys is no difference.
+    """
+    given = [tuple(re.split(r"[=~]", text.lstrip("~+"), maxsplit=1)[0].split(".")) for text in overrides]
+    left = [tuple(key.split(".")) for key in LEFT]
+    config = [
+        difference
+        for path, difference in _of_config(good.tree, bad.tree)
+        if not any(path[: len(key)] == key for key in (*given, *left))
+    ]
+    return [*config, *_of_code(good, bad), *_of_environment(good, bad)]
+
+
+def fixed(good: PastRun, bad: PastRun, switched: Sequence[Difference]) -> list[str]:
+    """The differences that cannot be switched on this machine, in words: data files, packages, hardware, and Deep
+    Lightning's own files where those of a run are not available.
+
+    Args:
+        switched: those that can.
+    """
+    names = {difference.name for difference in switched}
+    found = differences(good, bad)
+    data = found["data"] if not any(name.startswith("data.") for name in names) else []  # another data set has others
+    environment = [
+        item
+        for item in found["environment"]
+        if item[0] not in {*VARIABLES, "threads"} - {*_OF_A_MACHINE} and "packages" not in names
+    ]
+    items = [(f"data {name}", one, two) for name, one, two in data] + environment + found["hardware"]
+    items += [item for item in found["code"] if item[0] == PROGRAM and PROGRAM not in names]
+    return [f"{name} {shown(one)} → {shown(two)}" for name, one, two in items]
+
+
+# ---- config
+
+
+def _of_config(good: dict[str, Any], bad: dict[str, Any]) -> Iterator[tuple[_Keys, Difference]]:
+    for paths in _paths(good, bad, ()):
+        one, two = (_value(tree, paths[0]) for tree in (good, bad))
+        name = ".".join(paths[0])
+        yield paths[0], Difference(name, _shown(one), _shown(two), _switch_keys(paths))
+
+
+def _paths(one: Any, two: Any, path: _Keys) -> Iterator[list[_Keys]]:
+    """The keys whose values differ, those together that must be switched together: what belongs to a `type` with it,
+    and the arguments of an engine with its backend."""
+    if not (isinstance(one, dict) and isinstance(two, dict)):
+        if (one is _NONE) != (two is _NONE) or (one is not _NONE and line(one) != line(two)):
+            yield [path]
+    elif path and one.get("type", _NONE) != two.get("type", _NONE):
+        yield [path]
+    else:
+        together = [key for key in ("backend", "params") if path == ("engine",)]
+        if together and one.get("backend") == two.get("backend"):
+            together = []
+        if together:
+            yield [(*path, key) for key in together]
+        for key in dict.fromkeys([*one, *two]):
+            if key not in together:
+                yield from _paths(one.get(key, _NONE), two.get(key, _NONE), (*path, key))
+
+
+def _switch_keys(paths: list[_Keys]) -> Callable[[Parts, Parts], None]:
+    def switch(into: Parts, of: Parts) -> None:
+        for path in paths:
+            value, section = _value(of.tree, path), into.tree
+            for key in path[:-1]:
+                section = section[key]
+            if value is _NONE:
+                section.pop(path[-1], None)
+            else:
+                section[path[-1]] = copy.deepcopy(value)
+
+    return switch
+
+
+def _value(tree: Any, path: _Keys) -> Any:
+    for key in path:
+        tree = tree.get(key, _NONE) if isinstance(tree, dict) else _NONE
+    return tree
+
+
+def _shown(value: object) -> str:
+    text = "none" if value is _NONE else line(value)
+    most = _LONGEST if isinstance(value, dict | list) else 4 * _LONGEST
+    return text if len(text) <= most else f"{text[:most]}…"
+
+
+# ---- code
+
+PROGRAM = "deeplightning (its own files)"
+
+
+def _of_code(good: Parts, bad: Parts) -> Iterator[Difference]:
+    one, two = good.code, bad.code
+    if one is None or two is None:
+        if one is not two or _commit(good) != _commit(bad) or good.git_diff != bad.git_diff:
+            yield Difference("code", _whole(good), _whole(bad), _switch_all_code)
+        return
+    before, after = _files(one), _files(two)
+    paths = [path for _, path in {**before, **after}]
+    for label, path in sorted({*before, *after}, key=lambda key: key[::-1]):
+        key = (label, path)
+        if before.get(key) != after.get(key):
+            name = path if paths.count(path) == 1 else f"{path} (root {label or 'working directory'})"
+            one_size, two_size = (shown(size_of(found.get(key))) for found in (before, after))
+            yield Difference(name, one_size, two_size, _switch_file(key))
+    if one.program.get("digest") != two.program.get("digest") and is_available(one) and is_available(two):
+        mine, theirs = (code.program.get("commit") or code.program.get("version", "") for code in (one, two))
+        yield Difference(PROGRAM, mine[:12], theirs[:12], _switch_program)
+
+
+def is_available(code: Code) -> bool:
+    """Whether Deep Lightning itself can be had here as it was for a run."""
+    wanted = code.program.get("digest")
+    if wanted is None or wanted == describe_program()["digest"]:
+        return True
+    with tempfile.TemporaryDirectory(prefix="deeplightning-bisect-") as top:
+        return rebuild(code.program, code.changed, Path(top), lambda _: None) and digest_of(Path(top)) == wanted
+
+
+def _labels(code: Code) -> list[str]:
+    """A name for each root by which it is found in the other run's code: "" for the working directory, else its
+    position among the others."""
+    others = iter(range(len(code.roots)))
+    return ["" if root == code.working_directory else str(next(others)) for root in code.roots]
+
+
+def _files(code: Code) -> dict[tuple[str, str], bytes]:
+    labels = _labels(code)
+    return {(labels[root], path): content for (root, path), content in code.files.items()}
+
+
+def _switch_file(key: tuple[str, str]) -> Callable[[Parts, Parts], None]:
+    label, path = key
+
+    def switch(into: Parts, of: Parts) -> None:
+        mine, theirs = into.code, of.code
+        assert mine is not None
+        assert theirs is not None
+        content, labels = _files(theirs).get(key), _labels(mine)
+        if label not in labels:
+            mine.roots.append(theirs.roots[_labels(theirs).index(label)])
+            if not label:
+                mine.working_directory = theirs.working_directory
+            labels = _labels(mine)
+        place = (labels.index(label), path)
+        mine.files.pop(place, None)
+        if content is not None:
+            mine.files[place] = content
+
+    return switch
+
+
+def _switch_program(into: Parts, of: Parts) -> None:
+    assert into.code is not None
+    assert of.code is not None
+    into.code.program, into.code.changed = of.code.program, of.code.changed
+
+
+def _switch_all_code(into: Parts, of: Parts) -> None:
+    other = of.copy()
+    into.code, into.git_diff = other.code, other.git_diff
+    for name in ("git", "directory"):
+        into.environment[name] = other.environment.get(name)
+
+
+def _commit(parts: Parts) -> str | None:
+    commit: str | None = (parts.environment.get("git") or {}).get("commit")
+    return commit
+
+
+def _whole(parts: Parts) -> str:
+    if parts.code is not None:
+        return f"{len(parts.code.files)} files"
+    return f"commit {(_commit(parts) or 'unknown')[:12]}" + (" with changes" if parts.git_diff else "")
+
+
+# ---- environment
+
+
+def _of_environment(good: Parts, bad: Parts) -> Iterator[Difference]:
+    one, two = (dict(parts.environment.get("variables") or {}) for parts in (good, bad))
+    threads = [parts.environment.get("threads") for parts in (good, bad)]
+    by_config = _value(good.tree, ("engine", "threads")) != _value(bad.tree, ("engine", "threads"))
+    if [one.get(n) for n in _THREADS] != [two.get(n) for n in _THREADS] or (
+        None not in threads and threads[0] != threads[1] and not by_config
+    ):
+        yield Difference("threads", shown(threads[0]), shown(threads[1]), _switch_threads)
+    for name, a, b in between(one, two):
+        if name in VARIABLES and name not in (*_THREADS, *_OF_A_MACHINE):
+            yield Difference(name, shown(a), shown(b), _switch_variables(name))
+    if good.python != bad.python:
+        yield Difference("packages", good.python, bad.python, _switch_python)
+
+
+def _switch_threads(into: Parts, of: Parts) -> None:
+    into.environment["threads"] = of.environment.get("threads")
+    _switch_variables(*_THREADS)(into, of)
+
+
+def _switch_variables(*names: str) -> Callable[[Parts, Parts], None]:
+    def switch(into: Parts, of: Parts) -> None:
+        theirs = of.environment.get("variables") or {}
+        kept = {n: v for n, v in (into.environment.get("variables") or {}).items() if n not in names}
+        into.environment["variables"] = kept | {n: theirs[n] for n in names if n in theirs}
+
+    return switch
+
+
+def _switch_python(into: Parts, of: Parts) -> None:
+    into.python = of.python
