@@ -361,7 +361,7 @@ def _without_runs(row: Row, samples: Samples | None) -> list[str]:
         if row.difference == 0:
             first = f"A and B have the same {row.metric} ({number(row.a)}) with every seed."
         else:
-            first = f"{gap}, and the runs have no spread, so that no interval can be estimated."
+            first = f"{gap}, with the same difference for every seed: without a spread there is no interval."
         return [first, "The seeds give no evidence: runs that do not differ tell nothing of runs with other seeds."]
     sides = [side for side, runs in (("A", row.runs_a), ("B", row.runs_b)) if runs < 2]
     have = "A and B have one seed each" if len(sides) == 2 else f"{sides[0]} has one seed"
