@@ -29,6 +29,7 @@ from deeplightning.process.identity import identity
 from deeplightning.reproduce.groups import Group, Member
 from deeplightning.reproduce.past import PastRun
 from deeplightning.runfolder import RunFolder, write_whole
+from deeplightning.tracking.names import clean
 from deeplightning.tracking.tracker import Point
 from deeplightning.tune import multirun
 from deeplightning.tune.multirun import FINISHED, UNDERWAY, Grid
@@ -169,7 +170,7 @@ class Seeds(Grid):
             exact.append([name, *("" if math.isnan(figure) else repr(figure) for figure in figures), str(len(values))])
             for ending, figure in zip(("", "_low", "_high", "_std"), figures, strict=True):
                 if not math.isnan(figure):
-                    points.append(Point(f"{name}{ending}", figure, now, 0))
+                    points.append(Point(clean(f"{name}{ending}"), figure, now, 0))
         out = io.StringIO()
         csv.writer(out, lineterminator="\n").writerows(exact)
         write_whole(self.folder / SUMMARY, out.getvalue())
