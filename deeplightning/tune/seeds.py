@@ -76,7 +76,7 @@ def train_seeds(cfg: Config, path: Path, overrides: Sequence[str], train: Train,
     last = first + cfg.train.seeds - 1
     if last > LARGEST_SEED:
         message = f"counts from seed={first} to {last}, and the largest seed is {LARGEST_SEED}"
-        raise ConfigError(Fault(message, "train.seeds", found=cfg.train.seeds))
+        raise ConfigError(Fault(message, "train.seeds", found=str(cfg.train.seeds)))
     apply_environment(cfg)
     return Seeds(cfg, path, overrides, range(first, last + 1), train, jobs).run()
 
