@@ -132,6 +132,15 @@ RULES = [
         lambda cfg, _: cfg.train.gradient_clip is not None and steps_itself(cfg),
     ),
     Rule(
+        "train.seeds",
+        "train.resume_ckpt",
+        "several seeds, a checkpoint to resume from",
+        "runs that continue the same training are no independent runs",
+        "set `train.resume_ckpt=null` (the same command continues interrupted runs by itself), or begin all with the "
+        "weights of `model.init_from`",
+        lambda cfg, _: (cfg.train.seeds or 1) > 1 and cfg.train.resume_ckpt is not None,
+    ),
+    Rule(
         "engine.precision",
         "engine.backend",
         "precision 64, DeepSpeed or fsdp",

@@ -20,6 +20,9 @@ _MAX = (
 WORDS: dict[str, Mode] = dict.fromkeys(_MIN.split(), "min") | dict.fromkeys(_MAX.split(), "max")  # type: ignore[assignment]
 """Words in the names of metrics, and which way of them is better."""
 
+STAGE = re.compile(r"^(train|val|test)_|_epoch$")
+"""What the name of a metric has before and behind its own."""
+
 
 def check_monitors(findings: Findings, config: Config) -> None:
     """Compares the metrics that decide something with those that the task and the callbacks log."""
@@ -131,7 +134,7 @@ def _mode_of(metric: str, model: Model | None, meanings: Meanings) -> tuple[Mode
     Raises:
         Undecided: only importing the metric's class can tell.
     """
-    name = re.sub(r"^(train|val|test)_|_epoch$", "", metric)
+    name = STAGE.sub("", metric)
     named: object = model.loss if model is not None else None
     if isinstance(named, dict) and not isinstance(named, Target) and name in named:
         return "min", f"`{name}` is a loss of model.loss"
@@ -140,13 +143,18 @@ def _mode_of(metric: str, model: Model | None, meanings: Meanings) -> tuple[Mode
         higher, of = _higher_is_better(target, meanings)
         if higher is not None:
             return ("max" if higher else "min"), f"higher_is_better of {of}"
-    words = re.findall(r"[a-z]+\d*", name.lower())
+    if (mode := mode_by_name(metric)) is not None:
+        return mode, f"by the name {metric}"
+    return None, f"neither its name nor a `higher_is_better` shows whether less or more of {metric} is better"
+
+
+def mode_by_name(metric: str) -> Mode | None:
+    """Which way of a metric is better, as far as the words in its name show."""
+    words = re.findall(r"[a-z]+\d*", STAGE.sub("", metric).lower())
     found = {WORDS[word] for word in words if word in WORDS}
     if words and words[-1] == "loss":
         found = {"min"}
-    if len(found) == 1:
-        return found.pop(), f"by the name {metric}"
-    return None, f"neither its name nor a `higher_is_better` shows whether less or more of {metric} is better"
+    return found.pop() if len(found) == 1 else None
 
 
 def _higher_is_better(target: Target, meanings: Meanings) -> tuple[bool | None, str]:

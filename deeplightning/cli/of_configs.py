@@ -62,10 +62,20 @@ def init(folder: Path, kind: str, data: Path | None) -> None:
 @click.option(
     "--multirun", "-m", is_flag=True, help="A run for each combination of values such as lr=0.1,0.01 and seed=range(3)."
 )
-@click.option("--jobs", type=click.IntRange(1), metavar="N", help="Runs of --multirun at the same time; default: 1.")
+@click.option(
+    "--seeds", type=click.IntRange(1), metavar="N", help="N runs that differ by the seed: mean and 95 % interval."
+)
+@click.option(
+    "--jobs", type=click.IntRange(1), metavar="N", help="Runs of --multirun or --seeds at the same time; default: 1."
+)
 @click.option("--show-config", is_flag=True, help="Print the whole config first, also on a terminal.")
-def train(config: Path, overrides: tuple[str, ...], multirun: bool, jobs: int | None, show_config: bool) -> None:
+def train(
+    config: Path, overrides: tuple[str, ...], multirun: bool, seeds: int | None, jobs: int | None, show_config: bool
+) -> None:
     """Run the stages of CONFIG and export what was trained.
+
+    With --seeds, or `train.seeds` in CONFIG, the runs have one parent run, and the same command continues those that
+    were interrupted; `compare` compares two such groups.
 
     Where stdout is no terminal the whole config is printed first. Without CONFIG, here and in every verb that takes
     one: config.yaml of the working directory, if it is there. The last line on stdout is the run's folder.
@@ -74,19 +84,28 @@ def train(config: Path, overrides: tuple[str, ...], multirun: bool, jobs: int | 
 
     if show_config:
         os.environ["DEEPLIGHTNING_PRINT_CONFIG"] = "1"  # also of the processes that a launcher starts
+    if seeds is not None:
+        if multirun:
+            raise click.UsageError("--seeds does not go with --multirun; there a range of seeds is seed=range(5)")
+        overrides = (*overrides, f"train.seeds={seeds}")
     if multirun:
         from deeplightning.tune.multirun import multirun as run_grid
 
         streams.outlive_reader()
         run_grid(located(config), overrides, _train_here, jobs or 1)
         return
-    if jobs is not None:
-        raise click.UsageError("--jobs goes with --multirun")
     from deeplightning.launch import Job, launcher_of
     from deeplightning.launch.environment import apply_environment
 
     streams.outlive_reader()
     cfg = load(config, overrides)
+    if (cfg.train.seeds or 1) > 1:
+        from deeplightning.tune.seeds import train_seeds
+
+        train_seeds(cfg, located(config), overrides, _train_here, jobs or 1)
+        return
+    if jobs is not None:
+        raise click.UsageError("--jobs goes with --multirun or --seeds")
     apply_environment(cfg)
     if (launcher := launcher_of(cfg)) is not None:
         sys.exit(launcher.run(Job(cfg, located(config).absolute(), _absolute(overrides))))

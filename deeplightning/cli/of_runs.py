@@ -252,6 +252,31 @@ def diff(first: str, second: str, patch: bool, format: str, exit_code: bool) -> 
         sys.exit(1)
 
 
+@cli.command()
+@click.argument("first", metavar="A", shell_complete=complete_run)
+@click.argument("second", metavar="B", shell_complete=complete_run)
+@click.option("--metric", metavar="NAME", help="The metric to judge; default: the monitored one, of the test.")
+@click.option("--by", type=click.FloatRange(0, min_open=True), help="The least difference that matters, such as 0.01.")
+@click.option("--format", type=click.Choice(["text", "json"]), default="text", help="The format of the output.")
+def compare(first: str, second: str, metric: str | None, by: float | None, format: str) -> None:
+    """Judge whether the runs of B are better than those of A, or whether it may be luck.
+
+    A and B are what `train --seeds` or `--multirun` made (folder, name or id), a RUN, several of these with commas
+    between them, or a choice as of `runs`: name=wide*, experiment=NAME, metric='val_acc>0.9', status=finished, with
+    commas between them. Each metric has its difference, its 95 % interval by bootstrap (paired by seed where A and B
+    share seeds), Hedges' g and the number of further seeds that evidence would take; answers to the same test set are
+    compared by sample, classes by McNemar's test. Nothing is run.
+    """
+    from deeplightning.cli.compared import as_text, side
+    from deeplightning.reproduce.luck import compare as judge
+
+    try:
+        found = judge(side(first), side(second), metric, by)
+    except ValueError as error:
+        raise click.UsageError(str(error)) from error
+    click.echo(json.dumps(found.to_dict(), indent=2) if format == "json" else as_text(found))
+
+
 def newest_runs(ctx: click.Context, param: click.Parameter, runs: tuple[str, ...]) -> tuple[str, ...]:
     """Each RUN, `last` as the newest."""
     return tuple(newest_run(ctx, param, run) for run in runs)

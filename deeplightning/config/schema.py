@@ -379,6 +379,13 @@ class Train(Section):
     val_every_n_epoch: float = key("validate every so many epochs; 0.5: at the half of an epoch and at its end", 1)
     accumulator_epoch: int = key("accumulate gradients from this epoch on", 0, low=0)
     accumulator_factor: int = key("batches per optimizer step", 1, low=1)
+    seeds: int | None = key(
+        "so many runs that differ by the seed alone, counted up from `seed` (from 0 where that is null), under one "
+        "parent run, with mean and 95 % interval of each metric; null and 1: one run",
+        None,
+        low=1,
+        high=1000,
+    )
     resume_ckpt: str | None = key("continue from a checkpoint or run: a path, RUN, auto, last or best", None)
     gradient_clip: Clip | None = key("clip gradients", None)
     early_stop: EarlyStop | None = key("end when a metric gets no better", None)

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from deeplightning.config.schema import Config
 from deeplightning.faults import UserError
+from deeplightning.config.tree import line
 from deeplightning.tracking.attach import attach
 from deeplightning.tracking.build import experiment_of
 from deeplightning.tracking.context import run_tags
@@ -47,10 +48,11 @@ class Parent:
         cfg: the search's config.
         name: the search's name.
         kind: the folder of the store that has those of all searches.
+        mark: what its folder's name has more than its own, where several may have the same name.
     """
 
-    def __init__(self, cfg: Config, name: str, kind: str = "searches"):
-        self.cfg, self.name, self.kind = cfg, name, kind
+    def __init__(self, cfg: Config, name: str, kind: str = "searches", mark: str = ""):
+        self.cfg, self.name, self.kind, self.mark = cfg, name, kind, mark
         self.is_tracked = re.search(r"\.(MLflowLogger|MLFlowLogger)$", cfg.logger.type) is not None
         self.experiment = experiment_of(cfg.logger.type, cfg.logger.params)
         self.joined = os.environ.get("MLFLOW_RUN_ID") if self.is_tracked else None  # under `mlflow run`
@@ -71,7 +73,7 @@ class Parent:
         """Where the search keeps what it remembers: beside the tracking store, or below `runs` where that is not on
         this machine."""
         base = self.store.folder if self.store is not None else None
-        experiment, name = (re.sub(r"[^\w.-]+", "_", text) or "_" for text in (self.experiment, self.name))
+        experiment, name = (re.sub(r"[^\w.-]+", "_", text) or "_" for text in (self.experiment, self.name + self.mark))
         return (base or Path("runs")).absolute() / self.kind / experiment / name
 
     @property
@@ -161,12 +163,12 @@ class Parent:
         given = json.loads(os.environ.get("MLFLOW_RUN_CONTEXT") or "{}")
         return {"MLFLOW_RUN_CONTEXT": json.dumps(given | {PARENT: self.run_id, SEARCH: sign, TRIAL: str(number)})}
 
-    def overrides(self, number: int) -> list[str]:
-        """What a trial's config says differently of its tracking."""
+    def overrides(self, name: str) -> list[str]:
+        """What a trial's config says differently of its tracking: among others its name."""
         if not self.is_tracked:
             return []
         moved = [f"logger.params.tracking_uri='{self.address}'"] if self.joined else []
-        return [f"logger.params.run_name=trial-{number}", *moved]
+        return [f"logger.params.run_name={line(name)}", *moved]
 
     def log(self, points: list[Point], tags: dict[str, str]) -> None:
         """Writes points and tags; what is there already stays once."""

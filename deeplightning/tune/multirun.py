@@ -25,10 +25,11 @@ from deeplightning.callbacks import TRIAL
 from deeplightning.checks.examine import examine, load_config
 from deeplightning.config.source import read
 from deeplightning.config.tree import as_written, dump, line
-from deeplightning.faults import RunError, SetupError, count, error_of
+from deeplightning.faults import ConfigError, Fault, RunError, SetupError, count, error_of
 from deeplightning.launch.environment import apply_environment
 from deeplightning.process.decisions import DECIDED
 from deeplightning.process.identity import identity
+from deeplightning.reproduce.groups import RUNS
 from deeplightning.reproduce.past import PastRun
 from deeplightning.runfolder import RunFolder, make_private, permissions_of, write_whole
 from deeplightning.tracking.parent import Parent, Stopped
@@ -102,8 +103,12 @@ def multirun(path: Path, overrides: Sequence[str], train: Train, jobs: int = 1) 
     keys, grid = points(overrides)
     cfg = load_config(path, grid[0])
     _check(path, grid, keys)
+    if cfg.train.seeds is not None and cfg.train.seeds > 1:
+        message = f"is {cfg.train.seeds}, and --multirun starts one run for each combination: give `seed=range("
+        message += f"{cfg.train.seeds})` and `train.seeds=null`, or leave --multirun out"
+        raise ConfigError(Fault(message, "train.seeds", found=str(cfg.train.seeds)))
     apply_environment(cfg)
-    return _Grid(cfg, path, keys, grid, train, jobs).run()
+    return Grid(cfg, path, keys, grid, train, jobs).run()
 
 
 def _check(path: Path, grid: Sequence[list[str]], keys: Sequence[str]) -> None:
@@ -125,18 +130,31 @@ def _check(path: Path, grid: Sequence[list[str]], keys: Sequence[str]) -> None:
         raise error_of([*faults])
 
 
-class _Grid:
-    """The runs of a grid in this process."""
+class Grid:
+    """The runs of a grid in this process; the runs of one setting with several seeds are a grid too.
+
+    Args:
+        parent: the run above them; None: only a folder.
+    """
+
+    VERB = "multirun"
 
     def __init__(
-        self, cfg: Config, path: Path, keys: Sequence[str], grid: Sequence[list[str]], train: Train, jobs: int
+        self,
+        cfg: Config,
+        path: Path,
+        keys: Sequence[str],
+        grid: Sequence[list[str]],
+        train: Train,
+        jobs: int,
+        parent: Parent | None = None,
     ):
         from deeplightning.callbacks.console import one_line_warnings, to_terminal
 
         to_terminal(cfg)
         one_line_warnings()
         self.cfg, self.path, self.keys, self.jobs = cfg, path, [*keys], jobs
-        self.parent = Parent(cfg, path.stem, "multiruns")
+        self.parent = parent or Parent(cfg, path.stem, "multiruns")
         self.home = self.parent.home
         self.line = Line("127.0.0.1" if cfg.engine.launcher is None else own_address())
         self.workers = Forked(train, self.line)
@@ -165,21 +183,39 @@ class _Grid:
             if hold is None:
                 raise SetupError(f"another process is at these runs, in {self.home}; wait for it, or end it")
             try:
-                with self.workers.passing_signals_on():
-                    self._loop()
-            except BaseException:
-                self.workers.interrupt(signal.SIGKILL)
+                self._open()
+                try:
+                    with self.workers.passing_signals_on():
+                        self._loop()
+                except BaseException:
+                    self.workers.interrupt(signal.SIGKILL)
+                    raise
+                finally:
+                    self._write()
+            except BaseException as error:
+                self._close(error)
                 raise
             finally:
-                self._write()
                 hold.release()
+            self._close(None)
+        return self.folder
+
+    @property
+    def folder(self) -> Path:
+        """Where the table of the runs is written."""
         return self.home
+
+    def _open(self) -> None:
+        """Before the first run."""
+
+    def _close(self, error: BaseException | None) -> None:
+        """After the last run, and after what has ended them."""
 
     def _loop(self) -> None:
         waiting = [number for number, point in enumerate(self.points) if not point.is_finished(self.code)]
         done = len(self.points) - len(waiting)
         begun = f", {done} of them finished before" if done else ""
-        log.info("%-10s %s%s; %s", "multirun", count(len(self.points), "run"), begun, self.home)
+        log.info("%-10s %s%s; %s", self.VERB, count(len(self.points), "run"), begun, self.home)
         while True:
             while self.workers.signal is None and waiting and len(self.workers) < self.jobs:
                 self._start(waiting.pop(0))
@@ -206,14 +242,24 @@ class _Grid:
         file = point.file.with_suffix(".yaml")
         write_whole(file, point.config)
         point.note(state=UNDERWAY, words=point.words, code=self.code, failure=None)
-        if self.parent.is_tracked and "run_name" not in self.cfg.logger.params and point.words:
-            name = " ".join(word.rpartition(".")[2] if "." in word.partition("=")[0] else word for word in point.words)
-            more = [*more, f"logger.params.run_name={line(name[:200])}"]
+        continues = bool(more)
+        more = [*more, *self._tracked(point)]
         address = self.line.address_for(number, self.cfg.train.checkpoint.monitor or "")
-        log.info("%-10s %s%s", f"run {number}", "  ".join(point.words), "  (continues)" if len(more) > 1 else "")
+        log.info("%-10s %s%s", f"run {number}", "  ".join(point.words), "  (continues)" if continues else "")
         self._began[number] = time.monotonic()
-        environment = {TRIAL: address, DECIDED: None, "MLFLOW_RUN_ID": None}
+        environment = {TRIAL: address, DECIDED: None, "MLFLOW_RUN_ID": None, **self._environment(number)}
         self.workers.start(number, [str(file), *more], point.file.with_suffix(".log"), environment)
+
+    def _tracked(self, point: Point) -> list[str]:
+        """The overrides with which a run is tracked: its name, unless the config has one."""
+        if not self.parent.is_tracked or "run_name" in self.cfg.logger.params or not point.words:
+            return []
+        name = " ".join(word.rpartition(".")[2] if "." in word.partition("=")[0] else word for word in point.words)
+        return [f"logger.params.run_name={line(name[:200])}"]
+
+    def _environment(self, number: int) -> dict[str, str]:
+        """Further variables of a run."""
+        return {}
 
     def _to_continue(self, point: Point) -> list[str]:
         """The override with which a run that was under way continues from its latest checkpoint."""
@@ -251,19 +297,20 @@ class _Grid:
             log.warning("run %d failed: %s (%s)", number, reason, file)
 
     def _table(self) -> list[list[str]]:
-        """A head and a row for each run: number, state, the values of the swept keys, the results, the folder."""
+        """A head and a row for each run: number, state, the values of the swept keys, the results, the run's
+        id in the tracker, the folder."""
         found = [point.known for point in self.points]
         results = [
             PastRun(RunFolder(Path(known["folder"])), None, None).results if known.get("state") == FINISHED else {}
             for known in found
         ]
         metrics = [name for name in dict.fromkeys(n for each in results for n in each) if name != "best step"]
-        table = [["run", "state", *self.keys, *metrics, "folder"]]
+        table = [["run", "state", *self.keys, *metrics, "id", "folder"]]
         for number, (point, known, result) in enumerate(zip(self.points, found, results, strict=True)):
             values = dict(word.split("=", 1) for word in point.words)
             shown = [f"{result[name]:.6g}" if isinstance(result.get(name), float) else "-" for name in metrics]
             row = [str(number), known.get("state") or "to come", *(values[key] for key in self.keys), *shown]
-            table.append([*row, known.get("folder") or ""])
+            table.append([*row, known.get("run") or "", known.get("folder") or ""])
         return table
 
     def _write(self) -> None:
@@ -271,7 +318,11 @@ class _Grid:
 
         table, out = self._table(), io.StringIO()
         csv.writer(out, lineterminator="\n").writerows(table)
-        write_whole(self.home / "runs.csv", self.cfg.redact(out.getvalue()))
-        print(self.cfg.redact(text([row[:-1] for row in table], "runs.csv")))
-        print(f"Artifact storage path: {self.home}", flush=True)
+        write_whole(self.folder / RUNS, self.cfg.redact(out.getvalue()))
+        print(self.cfg.redact(text([row[:-2] for row in table], RUNS)))
+        self._summarize()
+        print(f"Artifact storage path: {self.folder}", flush=True)
         sys.stdout.flush()
+
+    def _summarize(self) -> None:
+        """Prints and writes more about the runs."""

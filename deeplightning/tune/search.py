@@ -290,7 +290,7 @@ class _Search:
         point = self.study.point(self.study.trials()[number])
         more = self._resuming(number, children)
         file = self.home / "trials" / f"trial-{number}.yaml"
-        write_whole(file, self._trial_config(point, self.parent.overrides(number), is_trial=True))
+        write_whole(file, self._trial_config(point, self.parent.overrides(f"trial-{number}"), is_trial=True))
         if self._spawns():
             self._refuse(changed_code(self.study.notes["code"], self.name))
         environment: dict[str, str | None] = {
@@ -340,7 +340,7 @@ class _Search:
         """The search's config with the values of a point, as `deeplightning train` takes it."""
         values = [d.override(point[d.key]) for d in self.space]
         # A bundle takes longer than many a trial; `deeplightning export` makes one of the run that is chosen.
-        own = ["train.export=false", *more] if is_trial else []
+        own = ["train.export=false", "train.seeds=null", *more] if is_trial else []
         # What a choice took from the environment is written as it was.
         return self.cfg.redact(dump(as_written(read(self.config, ["~tune", *values, *own]).root)))
 

@@ -1,0 +1,105 @@
+"""`deeplightning compare A B`: which runs a word means, and the table."""
+
+import math
+from pathlib import Path
+
+import click
+
+from deeplightning.cli.group import newest_run
+from deeplightning.cli.listing import listing
+from deeplightning.faults import CheckpointError, count, nearest, printable
+from deeplightning.reproduce.groups import Group, group_of, runs_in
+from deeplightning.reproduce.luck import Comparison, Row, number, of_samples
+from deeplightning.reproduce.past import PastRun, past_run
+from deeplightning.tune.table import text
+
+FILTERS = ("name", "experiment", "status", "metric")
+"""The words that choose runs, those of the options of `runs`."""
+
+
+def side(word: str) -> Group:
+    """The runs of one side: a RUN, the folder or run of a group, several of these with commas between them, or filters.
+
+    Raises:
+        CheckpointError: there is no such run, or it has no metrics.
+        SetupError: the store cannot be asked.
+        ValueError: a filter cannot be read.
+    """
+    if not Path(word).expanduser().exists() and (filters := _filters(word)):
+        return _chosen(word, filters)
+    names = [word] if Path(word).expanduser().exists() else [part.strip() for part in word.split(",")]
+    if "" in names:
+        raise ValueError(f"{word!r}: there is no run between two commas, or at an end")
+    runs: list[PastRun] = []
+    notes: list[str] = []
+    shown = word
+    for name in names:
+        found, left, title = _runs_of(name)
+        runs += found
+        notes += left
+        shown = title if len(names) == 1 else shown
+    if not runs:
+        raise CheckpointError(f"{word}: none of its runs has finished; the command that began them continues")
+    return group_of(shown, runs, notes)
+
+
+def _runs_of(name: str) -> tuple[list[PastRun], list[str], str]:
+    """A run, or the runs of a group; what is left out; and the name to show."""
+    run = past_run(newest_run(click.get_current_context(), click.Argument(["run"]), name), remote=False)
+    title = run.name or (Path(name).name if Path(name).expanduser().exists() else name)
+    inside = runs_in(run.folder.path)
+    return ([run], [], title) if inside is None else (*inside, title)
+
+
+def _filters(word: str) -> dict[str, str]:
+    """`name=wide*,experiment=Digits` by their names; {}: the word is none."""
+    parts = [part.partition("=") for part in word.split(",")]
+    if not all(equals for _, equals, _ in parts):
+        return {}
+    for name, _, value in parts:
+        if name.strip() not in FILTERS or not value.strip():
+            known = ", ".join(f"{filter_}=" for filter_ in FILTERS)
+            raise ValueError(f"{word!r}: runs are chosen by {known} each with a value.{nearest(name.strip(), FILTERS)}")
+    return {name.strip(): value.strip() for name, _, value in parts}
+
+
+def _chosen(word: str, filters: dict[str, str]) -> Group:
+    """The runs of the store that pass, as `deeplightning runs` chooses; finished ones unless `status` says others."""
+    statuses = [filters.get("status", "finished").upper()]
+    rows = listing(None, statuses, filters.get("metric"), filters.get("name"), filters.get("experiment"))
+    runs = [past_run(f"runs:/{row['id']}") for row in rows]
+    runs = [run for run in runs if runs_in(run.folder.path) is None]  # the runs of a group are listed themselves
+    if not runs:
+        raise CheckpointError(f"{word}: there is no such run. `deeplightning runs` lists what there is")
+    return group_of(word, runs)
+
+
+def as_text(found: Comparison) -> str:
+    """The comparison for a terminal: who is compared, the table, the two sentences and the notes."""
+    rows = [row for row in found.rows if row.metric == found.judged or not row.metric.startswith("train_")]
+    table = [["metric", "A", "B", "B - A", "95 % from", "to", "g", "evidence"], *(_cells(row) for row in rows)]
+    lines = [f"A  {found.a}", f"B  {found.b}", "", text(table, "--format json"), "", *found.sentences]
+    if found.samples is not None and not any("test samples" in sentence for sentence in found.sentences):
+        lines.append(of_samples(found.samples))
+    lines += [f"note: {note}" for note in found.notes]
+    return "\n".join(printable(part) for line in lines for part in line.split("\n"))
+
+
+def _cells(row: Row) -> list[str]:
+    size = max(abs(row.low), abs(row.high)) if math.isfinite(row.low) else abs(row.difference) or None
+    words = {"same": "the same", "open": "not enough", "unknown": "none"}
+    judged = words.get(row.state) or f"enough: B {row.state}"
+    if row.more is not None:
+        judged += f", {count(row.more, 'more seed')}"
+    interval = [number(row.low, size), number(row.high, size)]
+    means = [_mean(row.a, row.a_low, row.a_high, size), _mean(row.b, row.b_low, row.b_high, size)]
+    gap = f"{'+' if row.difference > 0 else ''}{number(row.difference, size)}"
+    return [row.metric, *means, gap, *interval, "-" if row.g is None else f"{row.g:.2f}", judged]
+
+
+def _mean(mean: float, low: float, high: float, size: float | None) -> str:
+    """A mean, with half of its interval where that is known."""
+    if not math.isfinite(low):
+        return number(mean, size)
+    half = (high - low) / 2
+    return f"{number(mean, size or half)} ± {number(half, size or half)}"

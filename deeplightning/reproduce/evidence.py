@@ -1,0 +1,217 @@
+"""Statistics of a few numbers: intervals, effect size, McNemar's test and the number of runs that a test needs.
+
+Arrays go in, plain numbers come out. Imports numpy and SciPy alone. All intervals are of 95 %.
+
+Few seeds are the usual case. A percentile interval of the bootstrap from five values covers the truth 84 times in 100:
+it takes the spread from the sample, which is too small by √((n-1)/n), and knows no t distribution. Both factors are
+known, and the quantiles are scaled by them; for normal values the width is that of the t interval, and what the
+bootstrap finds of skewness stays (Hesterberg: What Teachers Should Know About the Bootstrap. The American Statistician
+69, 2015, section 4, widens the quantiles for the same reason). `benchmarks/luck.py` simulates the coverage.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from scipy import stats
+
+LEVEL = 0.95
+POWER = 0.8
+RESAMPLES = 9_999
+MOST_RUNS = 10_000
+"""Runs for each side that `runs_needed` considers."""
+MOST_DRAWN = 100_000
+"""Samples that are drawn again one by one; the mean of more is as good as normal."""
+
+Values = Sequence[float] | np.ndarray
+
+
+class Interval(NamedTuple):
+    """A mean or a difference of means, and its 95 % interval; the ends are NaN where there is none."""
+
+    center: float
+    low: float
+    high: float
+
+    @property
+    def excludes_zero(self) -> bool:
+        return self.low > 0 or self.high < 0
+
+
+def mean_interval(values: Values) -> Interval:
+    """The mean of runs with its t interval.
+
+    Args:
+        values: (n,), one of each seed; of one the interval is unknown.
+    """
+    found = np.asarray(values, float)
+    center = float(found.mean())
+    if len(found) < 2:
+        return Interval(center, math.nan, math.nan)
+    half = _t(len(found) - 1) * float(found.std(ddof=1)) / math.sqrt(len(found))
+    return Interval(center, center - half, center + half)
+
+
+def paired_interval(differences: Values, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
+    """The mean of differences of pairs, by bootstrap; of two pairs by t, as they have no more than three resamples.
+
+    Args:
+        differences: (n,), n ≥ 2, of each pair.
+    """
+    found = np.asarray(differences, float)
+    if len(found) == 2:
+        return mean_interval(found)
+    center = float(found.mean())
+    drawn = _resampled([_rests(found)], resamples, seed)
+    return _scaled(center, drawn, _t(len(found) - 1))
+
+
+def unpaired_interval(first: Values, second: Values, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
+    """The mean of `second` less that of `first`, by bootstrap of each; degrees of freedom as of Welch's test.
+
+    Args:
+        first: (n,), n ≥ 2.
+        second: (m,), m ≥ 2.
+    """
+    one, two = np.asarray(first, float), np.asarray(second, float)
+    center = float(two.mean() - one.mean())
+    parts = [float(side.var(ddof=1)) / len(side) for side in (one, two)]
+    squares = sum(part**2 / (len(side) - 1) for part, side in zip(parts, (one, two), strict=True))
+    freedom = sum(parts) ** 2 / squares if squares else len(one) + len(two) - 2
+    if min(len(one), len(two)) == 2:
+        half = _t(freedom) * math.sqrt(sum(parts))
+        return Interval(center, center - half, center + half)
+    return _scaled(center, _resampled([_rests(one), _rests(two)], resamples, seed), _t(freedom))
+
+
+def sample_interval(differences: Values, resamples: int = RESAMPLES, seed: int = 0) -> Interval:
+    """The mean of differences of test samples, by bootstrap over the samples, percentiles.
+
+    Args:
+        differences: (N,), N ≥ 2, the score of each sample in B less that in A.
+    """
+    found = np.asarray(differences, float)
+    values, counts = np.unique(found, return_counts=True)
+    if len(values) <= 100:  # right or wrong: how often each value is drawn follows a multinomial distribution
+        drawn = np.random.default_rng(seed).multinomial(len(found), counts / len(found), resamples) @ values
+        low, high = np.quantile(drawn / len(found), [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    elif len(found) > MOST_DRAWN:
+        low, high = stats.norm.interval(LEVEL, found.mean(), found.std(ddof=1) / math.sqrt(len(found)))
+    else:
+        rest = found - found.mean()
+        drawn = _resampled([rest], resamples, seed)
+        low, high = found.mean() + np.quantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2])
+    return Interval(float(found.mean()), float(low), float(high))
+
+
+def hedges_g(first: Values, second: Values) -> float | None:
+    """The difference of the means in pooled standard deviations, corrected for few values; None: there is no spread.
+
+    Hedges: Distribution Theory for Glass's Estimator of Effect Size. Journal of Educational Statistics 6, 1981.
+
+    Args:
+        first: (n,), n ≥ 2.
+        second: (m,), m ≥ 2.
+    """
+    one, two = np.asarray(first, float), np.asarray(second, float)
+    freedom = len(one) + len(two) - 2
+    pooled = math.sqrt(((len(one) - 1) * one.var(ddof=1) + (len(two) - 1) * two.var(ddof=1)) / freedom)
+    if not pooled > 0:
+        return None
+    return _few(freedom) * float(two.mean() - one.mean()) / pooled
+
+
+def runs_needed(effect: float, is_paired: bool) -> int | None:
+    """The number of pairs, or of runs for each side, with which a t test at the 5 % level finds an effect in four of
+    five experiments (power 0.8); None: more than `MOST_RUNS`.
+
+    Args:
+        effect: the difference in standard deviations: of the differences of pairs, else of the runs of a side.
+    """
+    size = abs(effect)
+    if not size > 0 or power(size, MOST_RUNS, is_paired) < POWER:
+        return None
+    low, high = 1, MOST_RUNS  # too few, enough
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if power(size, middle, is_paired) >= POWER else (middle, high)
+    return high
+
+
+def power(effect: float, runs: int, is_paired: bool) -> float:
+    """The chance that a two-sided t test at the 5 % level finds an effect with so many pairs, or runs for each side."""
+    freedom = runs - 1 if is_paired else 2 * runs - 2
+    shift = abs(effect) * math.sqrt(runs if is_paired else runs / 2)
+    if shift > 30:
+        return 1.0
+    # t² is F; SciPy's noncentral t is NaN in its far tail.
+    return float(stats.ncf.sf(_t(freedom) ** 2, 1, freedom, shift**2))
+
+
+def paired_effect(differences: Values) -> float | None:
+    """The mean of differences of pairs in their standard deviations, corrected for few; None: there is no spread."""
+    found = np.asarray(differences, float)
+    spread = float(found.std(ddof=1))
+    return _few(len(found) - 1) * float(found.mean()) / spread if spread > 0 else None
+
+
+class McNemar(NamedTuple):
+    """Two classifiers on the same samples: how many only A and only B answers correctly, and the exact p value."""
+
+    only_a: int
+    only_b: int
+    p: float
+
+
+def mcnemar(first: np.ndarray, second: np.ndarray) -> McNemar:
+    """McNemar's exact test of two classifiers.
+
+    McNemar: Note on the sampling error of the difference between correlated proportions. Psychometrika 12, 1947.
+
+    Args:
+        first: (N,) bool, whether A answers each sample correctly.
+        second: (N,) bool, whether B does.
+    """
+    only_a, only_b = int((first & ~second).sum()), int((second & ~first).sum())
+    p = float(stats.binomtest(only_a, only_a + only_b).pvalue) if only_a + only_b else 1.0
+    return McNemar(only_a, only_b, p)
+
+
+def _t(freedom: float) -> float:
+    return float(stats.t.ppf((1 + LEVEL) / 2, freedom))
+
+
+def _few(freedom: int) -> float:
+    """Hedges' correction of a standardized difference, which is too large where it is estimated from few values; with
+    one degree of freedom there is none."""
+    return 1 - 3 / (4 * freedom - 1) if freedom > 1 else 1.0
+
+
+def _rests(values: np.ndarray) -> np.ndarray:
+    """What is left of values without their mean, with the variance that the sample estimates of the population."""
+    return (values - values.mean()) * math.sqrt(len(values) / (len(values) - 1))
+
+
+def _resampled(sides: list[np.ndarray], resamples: int, seed: int) -> np.ndarray:
+    """(resamples,): the mean of one side, or of the second less that of the first, each drawn anew."""
+
+    def statistic(*drawn: np.ndarray, axis: int = -1) -> np.ndarray:
+        means = [side.mean(axis=axis) for side in drawn]
+        return means[-1] - means[0] if len(means) > 1 else means[0]
+
+    batch = max(1, 10_000_000 // max(len(side) for side in sides))  # 80 MB at a time
+    rng = np.random.default_rng(seed)
+    found = stats.bootstrap(
+        sides, statistic, n_resamples=resamples, batch=batch, vectorized=True, method="percentile", rng=rng
+    )
+    return np.asarray(found.bootstrap_distribution)
+
+
+def _scaled(center: float, drawn: np.ndarray, t: float) -> Interval:
+    """An interval from the bootstrap's quantiles, as wide as few values make it."""
+    normal = float(stats.norm.ppf((1 + LEVEL) / 2))
+    low, high = np.quantile(drawn, [(1 - LEVEL) / 2, (1 + LEVEL) / 2]) * t / normal
+    return Interval(center, center + float(low), center + float(high))

@@ -1,0 +1,239 @@
+"""The runs of one setting, as `deeplightning compare` takes them: their metrics, and their answers to the test set."""
+
+from __future__ import annotations
+
+import csv
+import hashlib
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from deeplightning.config.schema import Mode
+from deeplightning.faults import CheckpointError, count
+from deeplightning.report.facts import is_inside
+from deeplightning.reproduce.past import PastRun, past_run
+from deeplightning.runfolder import RunFolder
+from deeplightning.tracking.series import Series, from_file, is_repeatable, last_values
+
+RUNS = "runs.csv"
+"""The table that `train --seeds` and `train --multirun` leave in their folder: a row for each run."""
+
+LARGEST = 512 * 2**20
+"""Bytes of a file of answers that is read."""
+
+FREE = ("seed", "data.fold", "logger.", "train.resume_ckpt", "serve.")
+"""Keys in which the runs of one setting may differ."""
+
+_NO_RESULT = re.compile(r"(lr|grad_norm|epoch|seed)($|[-_/].*)|.*_step|best step")
+
+Key = tuple[object, object]
+"""Seed and fold of a run: runs of two settings with the same are a pair."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """What a run answered to each sample of its test set.
+
+    Attributes:
+        score: the name of what is counted: accuracy, exact match, squared error or IoU.
+        mode: whether less or more of it is better.
+        digest: of the positions and the true answers: that of another test set differs.
+        values: (N,), float64.
+    """
+
+    score: str
+    mode: Mode
+    digest: str
+    values: np.ndarray
+
+
+@dataclass
+class Member:
+    """A run of a group."""
+
+    run: PastRun
+
+    @cached_property
+    def key(self) -> Key:
+        config = self.run.config
+        return config.get("seed"), config.get("data.fold")
+
+    @cached_property
+    def metrics(self) -> dict[str, float]:
+        """The last value of each metric, and the best of the monitored one; no learning rates, times or loads."""
+        found = last_values(self._series) | self.run.results
+        found = {name: value for name, value in found.items() if f"{name}_epoch" not in found}  # that is of a batch
+        return {
+            name: float(value)
+            for name, value in found.items()
+            if isinstance(value, int | float) and is_repeatable(name) and not _NO_RESULT.fullmatch(name)
+        }
+
+    @property
+    def _series(self) -> Series:
+        """The file of the run's folder comes first: a server far away has the same points."""
+        try:
+            return from_file(self.run.folder.series)
+        except ValueError:
+            return self.run.series or {}
+
+    @cached_property
+    def answers(self) -> Answers | None:
+        return read_answers(self.run.folder)
+
+
+@dataclass
+class Group:
+    """The runs of one setting.
+
+    Attributes:
+        name: as the user wrote it, or as the tracker has it.
+        members: in the order of their seeds.
+        notes: what a reader of a comparison must know, each a sentence.
+    """
+
+    name: str
+    members: list[Member]
+    notes: list[str] = field(default_factory=list)
+
+    @cached_property
+    def metrics(self) -> list[str]:
+        """The names of all metrics, those of the test first."""
+        names = dict.fromkeys(name for member in self.members for name in member.metrics)
+        order = ("test_", "val_", "best ", "train_")
+        place = {name: next((n for n, head in enumerate(order) if name.startswith(head)), len(order)) for name in names}
+        return sorted(names, key=lambda name: (place[name], "loss" in name, name))
+
+    def values(self, metric: str) -> dict[Key, float]:
+        """The finite values of a metric, by seed and fold; runs with the same count once, by their mean."""
+        found: dict[Key, list[float]] = {}
+        for member in self.members:
+            value = member.metrics.get(metric, math.nan)
+            if math.isfinite(value):
+                found.setdefault(member.key, []).append(value)
+        return {key: sum(values) / len(values) for key, values in found.items()}
+
+    @property
+    def seeds(self) -> str:
+        """The seeds in words: `seeds 42 to 46`."""
+        keys = [member.key[0] for member in self.members]
+        seeds = sorted({key for key in keys if isinstance(key, int)})
+        if not seeds:
+            return "seeds unknown"
+        if len(seeds) > 2 and seeds[-1] - seeds[0] == len(seeds) - 1:
+            return f"seeds {seeds[0]} to {seeds[-1]}"
+        more = f" and {len(seeds) - 8} more" if len(seeds) > 8 else ""
+        return f"{'seed' if len(seeds) == 1 else 'seeds'} {', '.join(map(str, seeds[:8]))}{more}"
+
+    @property
+    def words(self) -> str:
+        return f"{self.name} ({count(len(self.members), 'run')}, {self.seeds})"
+
+
+def group_of(name: str, runs: Sequence[PastRun], notes: Sequence[str] = ()) -> Group:
+    """The group of some runs; each counts once.
+
+    Raises:
+        CheckpointError: none of them has a metric.
+    """
+    unique = {run.folder.path: run for run in runs}
+    members = [Member(run) for run in unique.values()]
+    useful = [member for member in members if member.metrics]
+    if not useful:
+        what = "this run has" if len(members) == 1 else f"these {len(members)} runs have"
+        raise CheckpointError(f"{name}: {what} no metrics to compare; `deeplightning runs` shows what became of a run")
+    useful.sort(key=lambda member: tuple(str(part).rjust(12) for part in member.key))
+    group = Group(name, useful, [*notes])
+    if len(useful) < len(members):
+        group.notes.append(f"{count(len(members) - len(useful), 'run')} without metrics left out")
+    group.notes += _notes(useful)
+    return group
+
+
+def _notes(members: Sequence[Member]) -> list[str]:
+    """What makes runs no sample of one setting."""
+    notes, first = [], members[0].run.config
+    keys = {key for member in members for key in first.keys() ^ member.run.config.keys()}
+    keys |= {key for member in members for key, value in member.run.config.items() if first.get(key) != value}
+    if differing := sorted(key for key in keys if not key.startswith(FREE)):
+        more = f" and {len(differing) - 3} more" if len(differing) > 3 else ""
+        notes.append(f"its runs differ in more than the seed: {', '.join(differing[:3])}{more}")
+    distinct = {member.key for member in members}
+    if len(distinct) < len(members):
+        notes.append(f"{len(members)} runs have {count(len(distinct), 'seed')}; runs with the same seed count once")
+    if len({key[1] for key in distinct}) > 1:
+        # Nadeau, Bengio: Inference for the Generalization Error. Machine Learning 52, 2003.
+        notes.append("folds share training samples, so the intervals are too narrow")
+    return notes
+
+
+def runs_in(folder: Path) -> tuple[list[PastRun], list[str]] | None:
+    """The finished runs of a folder of `train --seeds` or `--multirun`, and what is left out; None: it is another.
+
+    Raises:
+        CheckpointError: the files of a run are gone.
+        SetupError: the store cannot be asked.
+    """
+    table = folder / RUNS
+    if not is_inside(RunFolder(folder), table, LARGEST):
+        return None
+    with table.open(newline="", encoding="utf-8") as file:
+        rows = [row for row in csv.DictReader(file) if {"state", "folder"} <= row.keys()]
+    finished = [row for row in rows if row["state"] == "finished"]
+    found = []
+    for row in finished:
+        is_here = bool(row["folder"]) and Path(row["folder"]).is_dir()
+        found.append(past_run(row["folder"] if is_here or not row.get("id") else f"runs:/{row['id']}", remote=False))
+    left = len(rows) - len(finished)
+    return found, [f"{left} of its {len(rows)} runs left out: not finished"] if left else []
+
+
+def read_answers(folder: RunFolder) -> Answers | None:
+    """The answers to the test set that a run has left; None: there are none, or they cannot be judged one by one."""
+    path = folder.stage_predictions("test")
+    if not is_inside(folder, path, LARGEST):
+        return None
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            rows = csv.reader(file)
+            names = next(rows, [])
+            columns = dict(zip(names, zip(*rows, strict=True), strict=True))
+        return _judged(columns)
+    except (OSError, ValueError, KeyError, csv.Error, MemoryError):
+        return None
+
+
+def _judged(columns: dict[str, tuple[str, ...]]) -> Answers | None:
+    targets = [name for name in columns if name.startswith("target")]
+    score: str
+    mode: Mode = "max"
+    if {"label", "predicted_class"} <= columns.keys():
+        score, truth = "accuracy", ["label"]
+        values = np.array(columns["label"], np.int64) == np.array(columns["predicted_class"], np.int64)
+    elif {"labels", "predicted_labels"} <= columns.keys():
+        score, truth = "exact match", ["labels"]
+        values = np.array(columns["labels"]) == np.array(columns["predicted_labels"])
+    elif targets:
+        score, truth, mode = "squared error", targets, "min"
+        errors = [
+            np.array(columns[f"prediction{name.removeprefix('target')}"], float) - np.array(columns[name], float)
+            for name in targets
+        ]
+        values = np.square(errors).mean(0)
+    elif "iou" in columns:
+        score, truth = "IoU", []
+        values = np.array(columns["iou"], float)
+    else:
+        return None
+    values = values.astype(float)
+    if len(values) < 2 or not np.isfinite(values).all():
+        return None
+    digest = hashlib.sha256()
+    for name in ("index", *truth):
+        digest.update("\n".join(columns[name]).encode() + b"\0")
+    return Answers(score, mode, digest.hexdigest(), values)

@@ -1,0 +1,396 @@
+"""Is B better than A, or was it luck? Two groups of runs are compared, and the evidence is judged in two sentences.
+
+The seeds of a group are a sample of all seeds: they tell what another training would give. The test samples are a
+sample of all data: they tell what another test set would give to these very runs. Both are reported; runs decide as
+soon as both sides have two.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import numpy as np
+
+from deeplightning.checks.metrics import STAGE, mode_by_name
+from deeplightning.config.schema import Mode
+from deeplightning.faults import CheckpointError, count, nearest
+from deeplightning.reproduce import evidence
+from deeplightning.reproduce.groups import Answers, Group
+
+USUAL = ("test_acc", "best val_acc", "val_acc", "test_loss", "best val_loss", "val_loss", "train_loss")
+"""The metrics that are judged where nothing says which, in this order."""
+
+State = Literal["higher", "lower", "same", "open", "unknown"]
+
+
+@dataclass
+class Row:
+    """What is known of one metric.
+
+    Attributes:
+        metric: its name.
+        mode: whether less or more is better; None: that is not known.
+        a, b: the means; one of each seed.
+        runs_a, runs_b: the runs, those of one seed once.
+        a_low, a_high, b_low, b_high: 95 % t intervals of the means; NaN where there is one run.
+        difference: B less A, over the pairs where runs are paired.
+        low, high: its 95 % bootstrap interval; NaN where it is unknown.
+        pairs: pairs of runs with the same seed; 0: the runs are not paired.
+        g: Hedges' g; None: unknown, or there is no spread.
+        state: `higher` or `lower`: B is, and the interval excludes 0; `same`: the interval lies within `by`; `open`:
+            the runs do not decide; `unknown`: there are too few, or they have no spread.
+        more: further seeds for each side, until a test has a power of 0.8; None: not needed, or too many.
+    """
+
+    metric: str
+    mode: Mode | None
+    a: float
+    b: float
+    runs_a: int
+    runs_b: int
+    a_low: float
+    a_high: float
+    b_low: float
+    b_high: float
+    difference: float
+    low: float = math.nan
+    high: float = math.nan
+    pairs: int = 0
+    g: float | None = None
+    state: State = "unknown"
+    more: int | None = None
+
+
+@dataclass
+class Samples:
+    """What the answers to the same test set show.
+
+    Attributes:
+        score: what is counted of each sample.
+        mode: whether less or more of it is better.
+        samples: how many there are.
+        a, b: the means over samples and runs.
+        difference: B less A.
+        low, high: its 95 % interval by bootstrap over the samples; NaN where each pair has a test set of its own.
+        only_a, only_b, p: McNemar's exact test, of one run on each side; None: of several.
+        significant: of several runs, the pairs with the same seed in which McNemar's p is below 0.05; None: of one.
+        pairs: how many pairs there are.
+    """
+
+    score: str
+    mode: Mode
+    samples: int
+    a: float
+    b: float
+    difference: float
+    low: float
+    high: float
+    only_a: int | None = None
+    only_b: int | None = None
+    p: float | None = None
+    significant: int | None = None
+    pairs: int = 0
+
+    @property
+    def excludes_zero(self) -> bool:
+        return self.low > 0 or self.high < 0
+
+
+@dataclass
+class Comparison:
+    """Two groups compared.
+
+    Attributes:
+        a, b: the groups, in words.
+        judged: the metric that the sentences are about.
+        by: the least difference that matters; None: any.
+        rows: for each metric that both have.
+        samples: None: not both have answers to the same test set.
+        sentences: the judgement.
+        notes: what a reader must know.
+    """
+
+    a: str
+    b: str
+    judged: str
+    by: float | None
+    rows: list[Row]
+    samples: Samples | None
+    sentences: list[str] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain types for JSON; what is unknown is None."""
+
+        def plain(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {key: plain(item) for key, item in value.items()}
+            if isinstance(value, list):
+                return [plain(item) for item in value]
+            return None if isinstance(value, float) and not math.isfinite(value) else value
+
+        return plain(asdict(self))  # type: ignore[no-any-return]
+
+
+def compare(a: Group, b: Group, metric: str | None = None, by: float | None = None) -> Comparison:
+    """Compares two groups in every metric that both have, and judges one.
+
+    Args:
+        a: the runs to compare with.
+        b: the runs that are judged.
+        metric: the one to judge; None: that which the runs monitor, of the test if there is one, else a usual one.
+        by: the least difference that matters, above 0; None: any.
+
+    Raises:
+        CheckpointError: they share no metric.
+        ValueError: not both have this metric.
+    """
+    shared = [name for name in a.metrics if a.values(name) and b.values(name)]
+    if not shared:
+        raise CheckpointError(f"{a.name} and {b.name} share no metric: {_listed(a)} and {_listed(b)}")
+    if metric is not None and metric not in shared:
+        known = ", ".join(shared)
+        raise ValueError(f"--metric {metric}: both sides have {known}.{nearest(metric, shared)}")
+    judged = metric or _judged(a, b, shared)
+    rows = [_row(a, b, name, by) for name in shared]
+    row = next(row for row in rows if row.metric == judged)
+    samples, why = _samples(a, b)
+    found = Comparison(a.words, b.words, judged, by, rows, samples)
+    found.sentences = [*_sentences(row, by, samples)]
+    found.notes += [f"{side}: {note}" for side, group in (("A", a), ("B", b)) for note in group.notes]
+    found.notes += _missing(a, b, judged)
+    if why and (row.state == "unknown" or "not the same" in why):
+        found.notes.append(why)
+    if {m.run.folder.path for m in a.members} & {m.run.folder.path for m in b.members}:
+        found.notes.append("A and B share runs: a comparison of a run with itself shows nothing")
+    return found
+
+
+def _listed(group: Group) -> str:
+    return ", ".join(group.metrics[:5]) or "nothing"
+
+
+def _judged(a: Group, b: Group, shared: list[str]) -> str:
+    """The metric to judge: the test's version of the monitored one, its best value, or a usual one."""
+    for group in (a, b):
+        monitor = group.members[0].run.config.get("train.checkpoint.monitor")
+        if isinstance(monitor, str):
+            for name in (f"test_{STAGE.sub('', monitor)}", f"best {monitor}", monitor):
+                if name in shared:
+                    return name
+    return next((name for name in USUAL if name in shared), shared[0])
+
+
+def _mode(metric: str, *groups: Group) -> Mode | None:
+    """Which way is better: as the config monitors it, else as the name shows."""
+    own = STAGE.sub("", metric.removeprefix("best "))
+    for group in groups:
+        config = group.members[0].run.config
+        monitor, mode = (config.get(f"train.checkpoint.{key}") for key in ("monitor", "mode"))
+        if isinstance(monitor, str) and STAGE.sub("", monitor) == own and mode in ("min", "max"):
+            return mode
+    return mode_by_name(own)
+
+
+def _row(a: Group, b: Group, metric: str, by: float | None) -> Row:
+    values_a, values_b = a.values(metric), b.values(metric)
+    one, two = np.array([*values_a.values()]), np.array([*values_b.values()])
+    mean_a, mean_b = evidence.mean_interval(one), evidence.mean_interval(two)
+    row = Row(
+        metric,
+        _mode(metric, a, b),
+        *(mean_a.center, mean_b.center, len(one), len(two)),
+        *(mean_a.low, mean_a.high, mean_b.low, mean_b.high),
+        mean_b.center - mean_a.center,
+    )
+    pairs = [key for key in values_a if key in values_b]
+    is_paired = len(pairs) >= 2 and 2 * len(pairs) >= min(len(one), len(two))
+    if is_paired:
+        one, two = (np.array([values[key] for key in pairs]) for values in (values_a, values_b))
+        row.pairs, row.difference = len(pairs), float((two - one).mean())
+    if min(len(one), len(two)) < 2:
+        return row
+    row.g = evidence.hedges_g(one, two)
+    if is_paired:
+        interval, effect = evidence.paired_interval(two - one), evidence.paired_effect(two - one)
+    else:
+        interval, effect = evidence.unpaired_interval(one, two), row.g
+    if effect is None or _is_rounding(interval, one, two):  # no spread: an interval would be a point
+        return row
+    row.low, row.high = interval.low, interval.high
+    row.state = _state(interval, by)
+    if row.state == "open":
+        wanted = effect * by / abs(row.difference) if by is not None and row.difference else effect
+        needed = evidence.runs_needed(wanted, is_paired)
+        row.more = max(1, needed - min(len(one), len(two))) if needed is not None else None
+    return row
+
+
+def _is_rounding(interval: evidence.Interval, one: np.ndarray, two: np.ndarray) -> bool:
+    """Whether the spread is that of the last bits."""
+    return interval.high - interval.low <= 1e-12 * max(np.abs(one).max(), np.abs(two).max())
+
+
+def _state(interval: evidence.Interval, by: float | None) -> State:
+    if by is not None and -by < interval.low and interval.high < by:
+        return "same"
+    if interval.excludes_zero:
+        return "higher" if interval.low > 0 else "lower"
+    return "open"
+
+
+def _missing(a: Group, b: Group, metric: str) -> list[str]:
+    """The runs whose value is no number: a run that diverged is a result too."""
+    notes = []
+    for side, group in (("A", a), ("B", b)):
+        lacking = sum(not math.isfinite(member.metrics.get(metric, math.nan)) for member in group.members)
+        if lacking:
+            notes.append(f"{side}: {lacking} of {len(group.members)} runs have no finite {metric} and are left out")
+    return notes
+
+
+def _samples(a: Group, b: Group) -> tuple[Samples | None, str]:
+    """The comparison by test sample, or why there is none."""
+    sides = [{m.key: m.answers for m in group.members} for group in (a, b)]
+    found = [{key: each for key, each in side.items() if each is not None} for side in sides]
+    if not all(found):
+        return None, "not both sides have a test_predictions.csv whose samples can be compared"
+    sets = {(each.digest, each.score) for side in found for each in side.values()}
+    if len(sets) > 1:  # data divided by the seed: each pair of runs may have a test set of its own
+        pairs = [key for key in found[0] if key in found[1]]
+        found = [{key: side[key] for key in pairs} for side in found]
+        one, two = found
+        if not pairs or any((one[key].digest, one[key].score) != (two[key].digest, two[key].score) for key in pairs):
+            return None, "the runs were not tested on the same samples; the metrics are of different test sets"
+    one, two = found
+    first = next(iter(one.values()))
+    if len(sets) == 1 or len(one) == 1:
+        means = [np.mean([each.values for each in side.values()], 0) for side in found]
+        interval = evidence.sample_interval(means[1] - means[0])
+    else:  # how samples of several sets depend on each other is unknown
+        means = [np.array([each.values.mean() for each in side.values()]) for side in found]
+        interval = evidence.Interval(float((means[1] - means[0]).mean()), math.nan, math.nan)
+    samples = Samples(
+        first.score, first.mode, len(first.values), float(means[0].mean()), float(means[1].mean()), *interval
+    )
+    if set(np.unique(first.values)) <= {0.0, 1.0}:
+        _mcnemar(samples, one, two)
+    elif not math.isfinite(samples.low):
+        return None, ""
+    return samples, ""
+
+
+def _mcnemar(samples: Samples, one: dict[Any, Answers], two: dict[Any, Answers]) -> None:
+    if len(one) == len(two) == 1:
+        (first,), (second,) = one.values(), two.values()
+        samples.only_a, samples.only_b, samples.p = evidence.mcnemar(first.values == 1, second.values == 1)
+        return
+    pairs = [key for key in one if key in two]
+    tests = [evidence.mcnemar(one[key].values == 1, two[key].values == 1) for key in pairs]
+    if tests:
+        samples.pairs, samples.significant = len(tests), sum(test.p < 0.05 for test in tests)
+
+
+# ---- in words
+
+
+def number(value: float, like: float | None = None) -> str:
+    """A number with as many decimals as a difference of this size asks for: three significant digits of `like`."""
+    size = abs(value if like is None else like)
+    if not math.isfinite(value):
+        return "-"
+    if not size or not math.isfinite(size):
+        return f"{value:.4g}"
+    decimals = 2 - math.floor(math.log10(size))
+    return f"{value:.{max(0, decimals)}f}" if decimals <= 8 else f"{value:.3g}"
+
+
+def _sentences(row: Row, by: float | None, samples: Samples | None) -> list[str]:
+    if row.state == "unknown":
+        return _without_runs(row, samples)
+    size = max(abs(row.low), abs(row.high))
+    how = (
+        f"{count(row.pairs, 'pair')} of runs with the same seed" if row.pairs else f"{row.runs_a} and {row.runs_b} runs"
+    )
+    interval = f"95 % interval {number(row.low, size)} to {number(row.high, size)}, bootstrap over {how}"
+    gap = f"{number(abs(row.difference), size)} {'higher' if row.difference > 0 else 'lower'}"
+    effect = f"; effect size g = {row.g:.1f}" if row.g is not None else ""
+    if row.state == "same":
+        assert by is not None
+        return [
+            f"A and B are the same within {by:g}: {row.metric} of B is {gap} ({interval}).",
+            "The evidence is enough: the whole interval is smaller than the difference that matters.",
+        ]
+    if row.state == "open":
+        return [
+            f"{_open(row)}: {row.metric} of B is {gap}, and the interval contains 0 ({interval}{effect}).",
+            f"The evidence is not enough, the difference may be luck: {_further(row, by)}",
+        ]
+    judged = f"{_winner(row)}: {row.metric} of B is {gap} ({interval}{effect})."
+    sentence = "The evidence is enough: chance alone gives such an interval in fewer than 5 of 100 comparisons"
+    if by is not None and min(abs(row.low), abs(row.high)) < by:
+        return [judged, f"{sentence}; whether the difference is at least {by:g} is open."]
+    return [judged, f"{sentence}."]
+
+
+def _winner(row: Row) -> str:
+    if row.mode is None:
+        return f"B is {row.state} than A"
+    is_better = (row.difference > 0) == (row.mode == "max")
+    return "B is better than A" if is_better else "A is better than B"
+
+
+def _open(row: Row) -> str:
+    return "Whether A and B differ is open" if row.mode is None else "Whether A or B is better is open"
+
+
+def _further(row: Row, by: float | None) -> str:
+    if row.more is None:
+        return f"{evidence.MOST_RUNS:,} seeds for each would not show a difference as small as this one."
+    true = f"of {by:g}" if by is not None else "as large as this one"
+    return f"a difference {true} takes about {count(row.more, 'more seed')} for each of A and B (power 0.8)."
+
+
+def _without_runs(row: Row, samples: Samples | None) -> list[str]:
+    """What can be said where the seeds say nothing: one run on a side, or runs without any spread."""
+    size = abs(row.difference) or None
+    gap = f"{row.metric} is {number(row.a, size)} in A and {number(row.b, size)} in B"
+    if row.pairs or min(row.runs_a, row.runs_b) >= 2:
+        if row.difference == 0:
+            first = f"A and B have the same {row.metric} ({number(row.a)}) with every seed."
+        else:
+            first = f"{gap}, with the same difference for every seed: without a spread there is no interval."
+        return [first, "The seeds give no evidence: runs that do not differ tell nothing of runs with other seeds."]
+    sides = [side for side, runs in (("A", row.runs_a), ("B", row.runs_b)) if runs < 2]
+    have = "A and B have one seed each" if len(sides) == 2 else f"{sides[0]} has one seed"
+    first = f"{_open(row)}: {gap}, but {have}, and another seed may reverse the order."
+    remedy = "train both with `--seeds 5` and compare again."
+    if samples is None:
+        return [first, f"One run does not show the spread between seeds: {remedy}"]
+    return [first, f"{_of_samples(samples)}; this is about these networks, not about other seeds: {remedy}"]
+
+
+def _of_samples(samples: Samples) -> str:
+    """What the test samples show."""
+    if not math.isfinite(samples.low):
+        pairs = f"{samples.significant} of {count(samples.pairs, 'pair')} of runs, each with a test set of its own"
+        return f"By test sample, McNemar's p is below 0.05 in {pairs} of {samples.samples:,} test samples"
+    size = max(abs(samples.low), abs(samples.high))
+    interval = f"{number(samples.low, size)} to {number(samples.high, size)}"
+    gap = f"{samples.score[0].upper()}{samples.score[1:]} of B is {number(abs(samples.difference), size)}"
+    gap += f" {'higher' if samples.difference > 0 else 'lower'} on the {samples.samples:,} test samples"
+    test = ""
+    if samples.p is not None:
+        test = f"; only A answers {samples.only_a} of them correctly and only B {samples.only_b}, McNemar's p = "
+        test += f"{samples.p:.2g}"
+    elif samples.significant is not None:
+        test = f"; McNemar's p is below 0.05 in {samples.significant} of {count(samples.pairs, 'pair')} of runs"
+    verdict = "more than" if samples.excludes_zero else "no more than"
+    return f"{gap} (95 % interval {interval}{test}), {verdict} the choice of the test samples explains"
+
+
+def of_samples(samples: Samples) -> str:
+    """The sentence about the test samples."""
+    return f"{_of_samples(samples)}."

@@ -1,0 +1,198 @@
+"""`deeplightning train CONFIG --seeds 5`: runs that differ by the seed alone, under one parent run, and what they give
+together: mean, standard deviation and 95 % interval of each metric.
+
+A group is known by the digest of its config without the seeds, and of the own code: the same command continues with the
+runs that have not finished, and a larger number adds the seeds that are missing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import hashlib
+import io
+import json
+import logging
+import math
+import re
+import statistics
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from deeplightning.config.source import read
+from deeplightning.config.tree import as_written, dump
+from deeplightning.faults import ConfigError, Fault, SetupError, count
+from deeplightning.launch.environment import apply_environment
+from deeplightning.process.identity import identity
+from deeplightning.reproduce.groups import Group, Member
+from deeplightning.reproduce.past import PastRun
+from deeplightning.runfolder import RunFolder, write_whole
+from deeplightning.tracking.names import clean
+from deeplightning.tracking.tracker import Point
+from deeplightning.tune import multirun
+from deeplightning.tune.multirun import FINISHED, UNDERWAY, Grid
+from deeplightning.tracking.parent import Parent
+from deeplightning.tracking.parent import Stopped
+from deeplightning.tune.unchanged import own_code
+from deeplightning.tune.worker import Train
+
+if TYPE_CHECKING:
+    from deeplightning.config.schema import Config
+
+log = logging.getLogger("deeplightning")
+
+SUMMARY = "summary.csv"
+"""The table of means and intervals in the group's folder."""
+
+LARGEST_SEED = 2**32 - 1
+
+
+def train_seeds(cfg: Config, path: Path, overrides: Sequence[str], train: Train, jobs: int = 1) -> Path:
+    """Trains a config with `train.seeds` seeds, as far as that has not been done, and prints what they give together.
+
+    Args:
+        cfg: the config that `path` and `overrides` mean.
+        train: gives `deeplightning train` in this process; called in processes forked from it.
+        jobs: runs at the same time.
+
+    Returns:
+        The folder of the group: `runs.csv` and `summary.csv`.
+
+    Raises:
+        ConfigError: there are not so many seeds.
+        SetupError: another process is at this group, or the store cannot be used.
+        RunError: runs failed.
+        Stopped: a signal asked for the end.
+    """
+    if (here := identity()) is not None and here.world > 1:
+        message = f"{here.by} has started this as one of {here.world} processes; a group of seeds is one process, which"
+        raise SetupError(f"{message} starts those of its runs itself: give `deeplightning train` by itself")
+    assert cfg.train.seeds is not None
+    tree = as_written(read(path, [*overrides]).root)
+    first = cfg.seed if tree.get("seed", cfg.seed) is not None else 0
+    assert first is not None, "load_config draws one"
+    last = first + cfg.train.seeds - 1
+    if last > LARGEST_SEED:
+        message = f"counts from seed={first} to {last}, and the largest seed is {LARGEST_SEED}"
+        raise ConfigError(Fault(message, "train.seeds", found=str(cfg.train.seeds)))
+    apply_environment(cfg)
+    return Seeds(cfg, path, overrides, range(first, last + 1), train, jobs).run()
+
+
+class Seeds(Grid):
+    """The runs of one setting in this process."""
+
+    VERB = "seeds"
+
+    def __init__(
+        self, cfg: Config, path: Path, overrides: Sequence[str], seeds: Sequence[int], train: Train, jobs: int
+    ):
+        tree = as_written(read(path, [*overrides, "train.seeds=null"]).root)
+        tree.pop("seed", None)
+        content = json.dumps([cfg.redact(dump(tree)), sorted(own_code().items())])
+        digest = hashlib.sha256(content.encode()).hexdigest()[:8]
+        given = cfg.logger.params.get("run_name")
+        stem = re.sub(r"[^\w-]+", "-", path.stem).strip("-_") or "run"
+        parent = Parent(cfg, str(given) if given else f"{stem}-{digest}", "seeds", f"-{digest}" if given else "")
+        self.sign = f"seeds-{digest}"
+        grid = [[*overrides, "train.seeds=null", f"seed={seed}"] for seed in seeds]
+        super().__init__(cfg, path, ["seed"], grid, train, jobs, parent)
+
+    @property
+    def folder(self) -> Path:
+        return self.parent.folder
+
+    def _open(self) -> None:
+        """Begins the parent run, or resumes it; a group whose parent was deleted begins anew.
+
+        Raises:
+            SetupError: the store cannot be used.
+        """
+        note = self.home / "group.json"
+        known = _read(note)
+        run_id = known.get("run")
+        if run_id is not None and not self.parent.is_there(run_id):
+            log.warning("The run %s above these runs was deleted: they start over.", run_id)
+            for point in self.points:
+                point.file.unlink(missing_ok=True)
+            run_id = None
+        elif run_id is None and not known and any(point.known for point in self.points):
+            run_id = self.parent.known(self.sign).get(None)  # killed between making the run and noting it
+        opened = self.parent.open(run_id, self.sign)
+        write_whole(note, json.dumps({"run": opened, "folder": str(self.parent.folder)}))
+
+    def _tracked(self, point: multirun.Point) -> list[str]:
+        return self.parent.overrides(f"{self.parent.name}-seed-{point.words[-1].partition('=')[2]}")
+
+    def _environment(self, number: int) -> dict[str, str]:
+        environment = self.parent.environment(number, self.sign)
+        self.parent.let_go()
+        return environment
+
+    def _to_continue(self, point: multirun.Point) -> list[str]:
+        """Of a run that was killed before its first checkpoint nothing is left in the tracker: it begins anew."""
+        more, known = super()._to_continue(point), point.known
+        if not more and known.get("state") == UNDERWAY and known.get("run"):
+            folder = Path(known["folder"]) if known.get("folder") else None
+            hold = RunFolder(folder).hold() if folder is not None and folder.is_dir() else None
+            if hold is not None:  # else its process runs elsewhere
+                hold.release()
+                self.parent.delete(known["run"], folder)
+            point.note(run=None, folder=None)
+        return more
+
+    def _group(self) -> Group:
+        """The runs that have finished."""
+        found = [point.known for point in self.points]
+        folders = [RunFolder(Path(known["folder"])) for known in found if known.get("state") == FINISHED]
+        return Group(self.parent.name, [Member(PastRun(folder, None, None)) for folder in folders])
+
+    def _summarize(self) -> None:
+        """Prints and writes mean, standard deviation and interval of each metric; the parent run gets them as well."""
+        from deeplightning.reproduce.evidence import mean_interval
+        from deeplightning.reproduce.luck import number
+        from deeplightning.tune.table import text
+
+        group = self._group()
+        found = {name: values for name in group.metrics if (values := [*group.values(name).values()])}
+        if not found:
+            return
+        head = ["metric", "mean", "95 % from", "to", "std", "runs"]
+        shown, exact, points, now = [head], [head], [], time.time_ns() // 1_000_000
+        for name, values in found.items():
+            interval = mean_interval(values)
+            spread = statistics.stdev(values) if len(values) > 1 else math.nan
+            figures = (interval.center, interval.low, interval.high, spread)
+            size = spread if spread > 0 else None
+            shown.append([name, *(number(figure, size) for figure in figures), str(len(values))])
+            exact.append([name, *("" if math.isnan(figure) else repr(figure) for figure in figures), str(len(values))])
+            for ending, figure in zip(("", "_low", "_high", "_std"), figures, strict=True):
+                if not math.isnan(figure):
+                    points.append(Point(clean(f"{name}{ending}"), figure, now, 0))
+        out = io.StringIO()
+        csv.writer(out, lineterminator="\n").writerows(exact)
+        write_whole(self.folder / SUMMARY, out.getvalue())
+        print(text(shown, SUMMARY))
+        lacking = {name: len(group.members) - len(values) for name, values in found.items()}
+        for name, missing in lacking.items():
+            if missing:
+                print(f"{name}: {count(missing, 'run')} left out, without a finite value")
+        self.parent.log(points, {"seeds": str(len(group.members))})
+
+    def _close(self, error: BaseException | None) -> None:
+        if error is None:
+            self.parent.close("FINISHED")
+            return
+        stopped = isinstance(error, Stopped | KeyboardInterrupt)
+        with contextlib.suppress(Exception):  # the store may be what went wrong
+            self.parent.close("KILLED" if stopped else "FAILED", self.cfg.redact(str(error)))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}

@@ -1,0 +1,269 @@
+"""`train CONFIG --seeds N`: runs that differ by the seed under one parent, means and intervals; and `compare A B`."""
+
+import csv
+import json
+import signal
+from pathlib import Path
+
+import pytest
+import yaml
+from scipy import stats
+
+from deeplightning.runfolder import RunFolder
+from deeplightning.tracking.open import open_tracker
+from deeplightning.tracking.store import locate
+from deeplightning.tracking.parent import PARENT
+
+SHORT = ["train.num_epochs=1", "stages=[train,test]"]
+
+
+def rows(folder: Path, file: str = "runs.csv") -> list[dict[str, str]]:
+    with (folder / file).open() as opened:
+        return list(csv.DictReader(opened))
+
+
+def tracked(store: Path, run_id: str):
+    """A run of the store, and the last values of its metrics."""
+    tracker = open_tracker(locate(store), run_id)
+    run = tracker.run(run_id)
+    values = {point.name: point.value for point in tracker.history(run_id)}
+    tracker.close()
+    return run, values
+
+
+def children(store: Path, parent: str) -> list[str]:
+    """The runs below a parent, those that were deleted left out."""
+    tracker = open_tracker(locate(store), parent)
+    found = [run.id for run in tracker.listing() if tracker.run(run.id).tags.get(PARENT) == parent]
+    tracker.close()
+    return found
+
+
+@pytest.fixture(scope="module")
+def group(command, tiny, place):
+    """Three seeds, begun by the option; two runs at the same time."""
+    outcome = command("train", tiny, *SHORT, "--seeds", "3", "--jobs", "2", cwd=place)
+    assert outcome.code == 0, outcome
+    return outcome
+
+
+@pytest.fixture(scope="module")
+def better(command, tiny, place):
+    """The same three seeds, trained longer, begun by the key."""
+    words = ["train.num_epochs=8", "stages=[train,test]", "train.seeds=3", "logger.params.run_name=longer"]
+    outcome = command("train", tiny, *words, cwd=place)
+    assert outcome.code == 0, outcome
+    return outcome
+
+
+def test_a_seed_is_a_run_under_one_parent(group, store):
+    """The seeds count from that of the config; each run's own config has its seed and no group."""
+    found = rows(group.folder)
+    assert [(row["seed"], row["state"]) for row in found] == [("7", "finished"), ("8", "finished"), ("9", "finished")]
+    parent = group.folder.parent.name
+    run, _ = tracked(store, parent)
+    assert run.status == "FINISHED"
+    assert run.params["train/seeds"] == "3"
+    assert sorted(children(store, parent)) == sorted(row["id"] for row in found)
+    for row in found:
+        config = yaml.safe_load(RunFolder(row["folder"]).config.read_text())
+        assert (str(config["seed"]), config["train"]["seeds"]) == (row["seed"], None)
+        child, _ = tracked(store, row["id"])
+        assert child.tags["mlflow.runName"] == f"{run.tags['mlflow.runName']}-seed-{row['seed']}"
+
+
+def test_mean_and_interval_are_in_the_terminal_and_in_the_tracker(group, store):
+    """Those of Student's t, of each metric; the files have all digits."""
+    values = [json.loads(RunFolder(r["folder"]).results("test").read_text())["test_acc"] for r in rows(group.folder)]
+    low, high = stats.ttest_1samp(values, 0).confidence_interval(0.95)
+    summary = {row["metric"]: row for row in rows(group.folder, "summary.csv")}
+    row = summary["test_acc"]
+    assert [float(row[name]) for name in ("mean", "95 % from", "to")] == pytest.approx([sum(values) / 3, low, high])
+    assert {"test_loss", "val_acc", "val_loss", "train_loss_epoch"} <= summary.keys()
+    assert not {"lr", "train_loss", "epoch"} & summary.keys()
+    _, found = tracked(store, group.folder.parent.name)
+    names = ("test_acc", "test_acc_low", "test_acc_high")
+    assert [found[name] for name in names] == pytest.approx([sum(values) / 3, low, high])
+    assert found["test_acc_std"] == pytest.approx(stats.tstd(values))
+    (line,) = [line for line in group.out.splitlines() if line.startswith("test_acc ")]
+    assert line.split()[-1] == "3"
+    assert float(line.split()[1]) == pytest.approx(sum(values) / 3, abs=0.01)
+
+
+def test_the_same_command_repeats_nothing_and_more_seeds_are_added(group, command, tiny, place, store):
+    """To the same parent, which has the means of all."""
+    before = rows(group.folder)
+    again = command("train", tiny, *SHORT, "--seeds", "3", cwd=place)
+    assert again.code == 0, again
+    assert "3 runs, 3 of them finished before" in again.out
+    assert rows(again.folder) == before
+    more = command("train", tiny, *SHORT, "train.seeds=4", cwd=place)
+    assert more.code == 0, more
+    assert more.folder == group.folder
+    assert rows(more.folder)[:3] == before
+    assert rows(more.folder)[3]["seed"] == "10"
+    run, found = tracked(store, more.folder.parent.name)
+    assert run.status == "FINISHED"
+    assert found["test_acc"] == pytest.approx(sum(float(row["test_acc"]) for row in rows(more.folder)) / 4, abs=1e-5)
+    assert len(children(store, more.folder.parent.name)) == 4
+
+
+def test_two_groups_are_compared_by_their_names(group, better, command, place, store):
+    """In a table and sentences, and as JSON; runs are paired by their seeds, whose data were divided alike."""
+    name = tracked(store, group.folder.parent.name)[0].tags["mlflow.runName"]
+    outcome = command("compare", name, "longer", "--metric", "test_acc", cwd=place, MLFLOW_TRACKING_URI=str(store))
+    assert outcome.code == 0, outcome
+    assert outcome.out.splitlines()[1] == "B  longer (3 runs, seeds 7 to 9)"
+    assert "B is better than A: test_acc of B is " in outcome.out
+    assert "bootstrap over 3 pairs of runs with the same seed" in outcome.out
+    assert "The evidence is enough" in outcome.out
+    assert "McNemar's p is below 0.05 in 3 of 3 pairs" in outcome.out
+    as_json = command("compare", group.folder, better.folder, "--format", "json", cwd=place)
+    found = json.loads(as_json.out)
+    (row,) = [row for row in found["rows"] if row["metric"] == "test_acc"]
+    assert (row["state"], row["pairs"], row["mode"]) == ("higher", 3, "max")
+    assert row["low"] > 0.1
+
+
+def test_runs_are_chosen_as_runs_chooses(better, command, place, store):
+    """By filters, or by their ids; of a group that passes a filter each run counts once."""
+    variables = {"MLFLOW_TRACKING_URI": str(store)}
+    ids = ",".join(row["id"] for row in rows(better.folder)[:2])
+    outcome = command("compare", ids, "name=longer", "--by", "2", cwd=place, **variables)
+    assert outcome.code == 0, outcome
+    assert f"A  {ids} (2 runs, seeds 7, 8)" in outcome.out
+    assert "B  name=longer (3 runs, seeds 7 to 9)" in outcome.out
+    assert "note: A and B share runs" in outcome.out
+    for words, code, note in (
+        (["nam=x", "longer"], 2, "'nam=x': runs are chosen by name=, experiment=, status=, metric="),
+        (["name=nothing-like-this", "longer"], 4, "name=nothing-like-this: there is no such run"),
+        (["longer", "longer", "--metric", "test_ac"], 2, "Did you mean test_acc?"),
+        (["longer,,", "longer"], 2, "there is no run between two commas"),
+        (["longer", "longer", "--by", "0"], 2, "--by"),
+        (["longer", "no-such-run"], 4, "no-such-run"),
+    ):
+        refused = command("compare", *words, cwd=place, **variables)
+        assert (refused.code, note in refused.err) == (code, True), refused
+
+
+def test_one_run_each_is_compared_by_its_answers(group, better, command, place):
+    """And the reader learns what that cannot tell."""
+    one, two = (rows(outcome.folder)[0]["folder"] for outcome in (group, better))
+    outcome = command("compare", one, two, "--metric", "test_acc", cwd=place)
+    assert outcome.code == 0, outcome
+    assert "A and B have one seed each, and another seed may reverse the order" in outcome.out
+    assert "on the 150 test samples" in outcome.out
+    assert "McNemar's p = " in outcome.out
+    assert "train both with `--seeds 5`" in outcome.out
+
+
+@pytest.mark.parametrize("kill", [signal.SIGINT, signal.SIGKILL])
+def test_an_interrupted_group_continues(command, tiny, store, place, tmp_path, kill):
+    """Under the same parent, each run in its own place: Ctrl-C ends the runs politely, SIGKILL ends all at once."""
+    waits = f"train.callbacks=[{{type: own.Waits, params: {{until: '{tmp_path / 'go'}'}}}}]"
+    words = ["train", tiny, waits, "--seeds", "2", f"logger.params.experiment_name=Cut{kill.name}"]
+    running = command.start(*words, cwd=place)
+    notes = store / "seeds" / f"Cut{kill.name}"
+    running._wait(
+        lambda: (
+            any('"folder"' in file.read_text() for file in notes.glob("*/points/*.json"))
+            and any("\nwaits\n" in file.read_text() for file in notes.glob("*/points/*.log"))
+        ),
+        "the second epoch of the first run",
+    )
+    running.signal(kill)
+    if kill == signal.SIGINT:
+        (tmp_path / "go").touch()
+    cut = running.end()
+    (tmp_path / "go").touch()
+    (home,) = notes.glob("*")
+    parent = json.loads((home / "group.json").read_text())["run"]
+    if kill == signal.SIGINT:
+        assert cut.code == 130, cut
+        assert "interrupted by SIGINT after 0 of 2 runs; the same command continues" in cut.err
+        assert tracked(store, parent)[0].status == "KILLED"
+    again = command(*words, cwd=place)
+    assert again.code == 0, again
+    assert "seed=7  (continues)" in again.out
+    assert [row["state"] for row in rows(again.folder)] == ["finished", "finished"]
+    assert again.folder.parent.name == parent
+    assert tracked(store, parent)[0].status == "FINISHED"
+    assert len(children(store, parent)) == 2
+
+
+def test_a_failed_seed_is_named_and_the_others_count(command, tiny, place, store):
+    """Exit code 5; the means are of those that finished, the parent is FAILED, and the same command tries it again."""
+    once = "train.callbacks=[{type: own_seeds.FailsOnce}]"
+    (tiny.parent / "own_seeds.py").write_text(
+        "import pathlib\nimport pytorch_lightning as pl\n\n\nclass FailsOnce(pl.Callback):\n"
+        "    def on_train_start(self, trainer, module):\n"
+        "        mark = pathlib.Path(__file__).with_suffix('.failed')\n"
+        "        if not mark.exists():\n"
+        "            mark.touch()\n"
+        "            raise RuntimeError('the disk was full')\n"
+    )
+    words = ["train", tiny, once, *SHORT, "--seeds", "3", "logger.params.run_name=half"]
+    outcome = command(*words, cwd=place)
+    assert outcome.code == 5, outcome
+    assert "1 of 3 runs failed: " in outcome.err
+    assert "the disk was full" in outcome.err
+    assert [row["state"] for row in rows(outcome.folder)] == ["failed", "finished", "finished"]
+    assert {row["runs"] for row in rows(outcome.folder, "summary.csv")} == {"2"}
+    assert tracked(store, outcome.folder.parent.name)[0].status == "FAILED"
+    compared = command("compare", outcome.folder, outcome.folder, cwd=place)
+    assert "note: A: 1 of its 3 runs left out: not finished" in compared.out
+    again = command(*words, cwd=place)
+    assert again.code == 0, again
+    assert "3 runs, 2 of them finished before" in again.out
+    assert {row["runs"] for row in rows(again.folder, "summary.csv")} == {"3"}
+
+
+def test_a_deleted_parent_begins_the_group_anew(command, tiny, place, store):
+    """Its runs are below a parent that nobody sees any more."""
+    words = ["train", tiny, *SHORT, "--seeds", "2", "logger.params.experiment_name=Deleted"]
+    first = command(*words, cwd=place)
+    assert first.code == 0, first
+    tracker = open_tracker(locate(store), first.folder.parent.name)
+    assert tracker.delete(first.folder.parent.name, ["FINISHED"])
+    tracker.close()
+    again = command(*words, cwd=place)
+    assert again.code == 0, again
+    assert "was deleted: they start over" in again.err + again.out
+    assert again.folder != first.folder
+    assert not {row["id"] for row in rows(first.folder)} & {row["id"] for row in rows(again.folder)}
+
+
+def test_without_a_tracker_the_group_has_a_folder(command, tiny, place, tmp_path):
+    """With the same two tables, which `compare` takes."""
+    logger = f"logger={{type: pytorch_lightning.loggers.CSVLogger, params: {{save_dir: '{tmp_path}'}}}}"
+    outcome = command("train", tiny, logger, *SHORT, "--seeds", "2", cwd=tmp_path)
+    assert outcome.code == 0, outcome
+    assert outcome.folder.is_relative_to(tmp_path / "runs" / "seeds")
+    assert rows(outcome.folder, "summary.csv")[0]["runs"] == "2"
+    assert command("compare", outcome.folder, outcome.folder, cwd=tmp_path).code == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "note"),
+    [
+        (["--seeds", "0"], "--seeds"),
+        (["--seeds", "2", "--multirun"], "--seeds does not go with --multirun"),
+        (["train.seeds=2", "seed=1,2", "--multirun"], "train.seeds: is 2, and --multirun starts one run for each"),
+        (["--jobs", "2"], "--jobs goes with --multirun or --seeds"),
+        (["--seeds", "2", "seed=4294967295"], "counts from seed=4294967295 to 4294967296"),
+        (["--seeds", "2", "train.resume_ckpt=auto"], "train.seeds: 2 does not go with train.resume_ckpt: auto"),
+        (["train.seeds=many"], "train.seeds"),
+    ],
+)
+def test_what_makes_no_group_is_refused(command, tiny, place, words, note):
+    """Before any run."""
+    outcome = command("train", tiny, *words, cwd=place)
+    assert outcome.code == 2, outcome
+    assert note in outcome.err
+
+
+def test_one_seed_is_an_ordinary_run(command, tiny, place):
+    """So a script may give any number."""
+    outcome = command("train", tiny, *SHORT, "--seeds", "1", cwd=place)
+    assert outcome.code == 0, outcome
+    assert RunFolder(outcome.folder).config.is_file()

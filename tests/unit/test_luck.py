@@ -1,0 +1,212 @@
+"""`compare`: which runs a word means, what is judged, and in which words."""
+
+import csv
+import json
+
+import numpy as np
+import pytest
+
+from deeplightning.checks.metrics import mode_by_name
+from deeplightning.faults import CheckpointError
+from deeplightning.reproduce.groups import group_of, runs_in
+from deeplightning.reproduce.luck import compare, number
+from deeplightning.reproduce.past import PastRun
+from deeplightning.runfolder import RunFolder
+
+CONFIG = "seed: {seed}\nmodel: {{lr: {lr}}}\ntrain: {{checkpoint: {{monitor: {monitor}, mode: {mode}}}}}\n"
+BASE = [0.905, 0.912, 0.899, 0.908, 0.903]
+
+
+@pytest.fixture
+def runs(tmp_path):
+    """`runs(values, …)` makes a group of runs that have left these values of a metric."""
+
+    def make(name, values, metric="test_acc", seeds=None, answers=None, monitor="val_acc", mode="max", lr="0.1"):
+        found = []
+        for number_, value in enumerate(values):
+            seed = seeds[number_] if seeds else 42 + number_
+            folder = RunFolder(tmp_path / name / str(number_))
+            folder.path.mkdir(parents=True)
+            folder.config.write_text(CONFIG.format(seed=seed, lr=lr, monitor=monitor, mode=mode))
+            folder.results("test").write_text(json.dumps({metric: value}))
+            if answers is not None:
+                given = answers[number_]
+                rows = [["index", "label", "predicted_class"], *([n, 3, 3 if right else 4] for n, right in given)]
+                with folder.stage_predictions("test").open("w", newline="") as file:
+                    csv.writer(file).writerows(rows)
+            found.append(PastRun(folder, None, None))
+        return group_of(name, found)
+
+    return make
+
+
+def test_a_difference_larger_than_the_spread_is_judged(runs):
+    """The better side is named, with the interval, the number of pairs and the effect size."""
+    found = compare(
+        runs("a", BASE), runs("b", [value + step for value, step in zip(BASE, [0.05, 0.048, 0.053], strict=False)])
+    )
+    row = found.rows[0]
+    assert (row.state, row.pairs, row.more) == ("higher", 3, None)
+    assert 0.04 < row.low < row.difference < row.high < 0.06
+    assert found.sentences[0].startswith("B is better than A: test_acc of B is 0.0503 higher (95 % interval 0.04")
+    assert "bootstrap over 3 pairs of runs with the same seed; effect size g = " in found.sentences[0]
+    assert found.sentences[1].startswith("The evidence is enough: ")
+    assert found.a == "a (5 runs, seeds 42 to 46)"
+
+
+def test_a_loss_is_better_where_it_is_lower(runs):
+    """The direction is that of the name, or of the metric that the config monitors; where neither tells, it is open."""
+    less = jitter([value - 0.2 for value in BASE])
+    loss = compare(runs("a", BASE, "test_loss"), runs("b", less, "test_loss"))
+    assert loss.sentences[0].startswith("B is better than A: test_loss of B is 0.200 lower")
+    own = compare(*(runs(n, v, "test_skill", monitor="val_skill", mode="min") for n, v in (("c", BASE), ("d", less))))
+    assert own.sentences[0].startswith("B is better than A: test_skill of B is 0.2")
+    unknown = compare(runs("e", BASE, "test_foo"), runs("f", less, "test_foo"))
+    assert unknown.sentences[0].startswith("B is lower than A: test_foo of B is 0.2")
+
+
+def jitter(values):
+    """Values with another spread than those that they are compared with."""
+    return [value + step for value, step in zip(values, [0.001, -0.001, 0.002, 0, -0.002], strict=True)]
+
+
+def test_a_difference_within_the_spread_may_be_luck(runs):
+    """The number of further seeds is that of a paired test with power 0.8, for the difference that matters if given."""
+    other = [value + step for value, step in zip(BASE, [0.012, -0.006, 0.011, -0.009, 0.007], strict=True)]
+    a, b = runs("a", BASE), runs("b", other)
+    found = compare(a, b)
+    assert found.rows[0].state == "open"
+    assert found.sentences[0].startswith("Whether A or B is better is open: test_acc of B is 0.003")
+    assert "and the interval contains 0" in found.sentences[0]
+    assert "The evidence is not enough, the difference may be luck" in found.sentences[1]
+    assert 50 < found.rows[0].more < 150
+    matters = compare(a, b, by=0.01)
+    assert 5 <= matters.rows[0].more < 20
+    assert "a difference of 0.01 takes about" in matters.sentences[1]
+
+
+def test_a_difference_that_does_not_matter_is_the_same(runs):
+    """With --by an interval inside of ± that is evidence too."""
+    found = compare(runs("a", BASE), runs("b", jitter(BASE)), by=0.01)
+    assert found.rows[0].state == "same"
+    assert found.sentences[0].startswith("A and B are the same within 0.01: test_acc of B is 0.0000")
+    large = compare(runs("c", BASE), runs("d", jitter([value + 0.02 for value in BASE])), by=0.1)
+    assert large.rows[0].state == "same"
+    part = compare(runs("e", BASE), runs("f", jitter([value + 0.02 for value in BASE])), by=0.0199)
+    assert part.sentences[1].endswith("whether the difference is at least 0.0199 is open.")
+
+
+def test_runs_of_other_seeds_are_not_paired(runs):
+    """A few shared seeds neither, unless they are half of the smaller side."""
+    a = runs("a", BASE)
+    other = compare(a, runs("b", jitter([v + 0.05 for v in BASE]), seeds=range(5)))
+    assert other.rows[0].pairs == 0
+    assert "bootstrap over 5 and 5 runs" in other.sentences[0]
+    assert compare(a, runs("c", jitter(BASE), seeds=[46, 47, 48, 49, 50])).rows[0].pairs == 0
+    assert compare(a, runs("d", jitter(BASE), seeds=[44, 45, 46, 47, 48])).rows[0].pairs == 3
+
+
+def test_one_run_each_cannot_tell_the_settings_from_the_seeds(runs):
+    """What it can tell is about the answers of these two networks."""
+    one = [(n, n % 10 != 0) for n in range(200)]
+    two = [(n, n % 40 != 1) for n in range(200)]
+    found = compare(runs("a", [0.9], answers=[one]), runs("b", [0.975], answers=[two]))
+    assert found.rows[0].state == "unknown"
+    assert found.sentences[0] == (
+        "Whether A or B is better is open: test_acc is 0.9000 in A and 0.9750 in B, but A and B have one seed each, "
+        "and another seed may reverse the order."
+    )
+    assert "only A answers 5 of them correctly and only B 20, McNemar's p = 0.0041" in found.sentences[1]
+    assert "this is about these networks, not about other seeds: train both with `--seeds 5`" in found.sentences[1]
+    without = compare(runs("c", [0.9]), runs("d", BASE))
+    assert "but A has one seed" in without.sentences[0]
+    assert without.samples is None
+    assert any("test_predictions.csv" in note for note in without.notes)
+
+
+def test_answers_to_one_test_set_are_compared_by_sample(runs):
+    """The mean of all runs of a side, and McNemar's test of each pair."""
+    rng = np.random.default_rng(0)
+    draw = lambda p: [[(n, bool(right)) for n, right in enumerate(rng.random(300) < p)] for _ in BASE]  # noqa: E731
+    found = compare(runs("a", BASE, answers=draw(0.7)), runs("b", jitter(BASE), answers=draw(0.95)))
+    assert found.samples is not None
+    assert found.samples.low > 0.2
+    assert (found.samples.significant, found.samples.pairs) == (5, 5)
+    json.dumps(found.to_dict(), allow_nan=False)
+
+
+def test_a_test_set_for_each_seed_is_compared_in_pairs_only(runs):
+    """Where data are divided by the seed; other test sets are not compared at all."""
+    sets = [[(n, n % 9 != 0) for n in range(seed, 100 + seed)] for seed in range(5)]
+    found = compare(runs("a", BASE, answers=sets), runs("b", jitter(BASE), answers=sets))
+    assert found.samples is not None
+    assert np.isnan(found.samples.low)
+    assert (found.samples.significant, found.samples.pairs) == (0, 5)
+    other = compare(runs("c", BASE[:1], answers=sets[:1]), runs("d", BASE[:1], answers=sets[1:2]))
+    assert other.samples is None
+    assert any("not tested on the same samples" in note for note in other.notes)
+
+
+def test_runs_without_a_spread_give_no_interval(runs):
+    """Neither those that are equal nor those whose difference is."""
+    a = runs("a", [0.5, 0.5, 0.5])
+    assert compare(a, a).sentences[0] == "A and B have the same test_acc (0.500) with every seed."
+    assert any("share runs" in note for note in compare(a, a).notes)
+    apart = compare(a, runs("b", [0.6, 0.6, 0.6]))
+    assert "0.500 in A and 0.600 in B, with the same difference for every seed" in apart.sentences[0]
+    assert "The seeds give no evidence" in apart.sentences[1]
+
+
+def test_what_makes_runs_no_sample_is_noted(runs):
+    """Other settings than the seed, a seed twice, runs that diverged."""
+    mixed = runs("m", BASE[:2])
+    mixed.members += runs("n", BASE[2:4], lr="0.2").members
+    again = group_of("m", [member.run for member in mixed.members])
+    assert any("its runs differ in more than the seed: model.lr" in note for note in again.notes)
+    assert any("4 runs have 2 seeds; runs with the same seed count once" in note for note in again.notes)
+    assert len(again.values("test_acc")) == 2
+    found = compare(runs("o", [0.9, float("nan"), 0.91]), runs("p", BASE))
+    assert "A: 1 of 3 runs have no finite test_acc and are left out" in found.notes
+    assert found.rows[0].runs_a == 2
+
+
+def test_what_cannot_be_compared_is_named(runs, tmp_path):
+    """Without a shared metric, with a metric that is not there, without any."""
+    a, b = runs("a", BASE), runs("b", BASE, "test_iou")
+    with pytest.raises(CheckpointError, match="a and b share no metric: test_acc and test_iou"):
+        compare(a, b)
+    with pytest.raises(ValueError, match=r"--metric test_ac: both sides have test_acc\. Did you mean test_acc\?"):
+        compare(a, a, "test_ac")
+    empty = RunFolder(tmp_path / "empty")
+    empty.path.mkdir()
+    empty.config.write_text("seed: 1\n")
+    with pytest.raises(CheckpointError, match="this run has no metrics to compare"):
+        group_of("e", [PastRun(empty, None, None)])
+
+
+def test_the_table_of_a_group_leads_to_its_runs(runs, tmp_path):
+    """Unfinished ones are left out and counted; a folder without the table is no group."""
+    runs("a", BASE[:2])
+    home = tmp_path / "group"
+    home.mkdir()
+    rows = [
+        ["run", "state", "folder"],
+        *([n, s, tmp_path / "a" / str(n)] for n, s in enumerate(("finished", "failed"))),
+    ]
+    with (home / "runs.csv").open("w", newline="") as file:
+        csv.writer(file).writerows(rows)
+    found = runs_in(home)
+    assert found is not None
+    assert [run.folder.path for run in found[0]] == [tmp_path / "a" / "0"]
+    assert found[1] == ["1 of its 2 runs left out: not finished"]
+    assert runs_in(tmp_path / "a" / "0") is None
+
+
+def test_numbers_have_the_digits_that_the_difference_asks_for():
+    """Three significant digits of it; none of noise."""
+    assert [number(0.91234, 0.0031), number(12.3456, 2.0), number(1234.5, 300), number(0.5)] == [
+        *("0.91234", "12.35", "1234", "0.500")
+    ]
+    assert number(float("nan")) == "-"
+    assert mode_by_name("test_top5") == "max"
+    assert mode_by_name("val_foo") is None
