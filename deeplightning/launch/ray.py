@@ -39,6 +39,7 @@ from deeplightning.launch.job import Job, Start
 from deeplightning.launch.ray_cluster import Connection, connect
 from deeplightning.launch.ray_workers import POLL, START, NoRoom, Worker, Workers
 from deeplightning.launch.storage import POOL
+from deeplightning.own_code import SEALED
 from deeplightning.process import failure, ranks
 from deeplightning.process.identity import ATTEMPT, LAUNCH
 
@@ -350,7 +351,8 @@ class _Launch:
         common |= {POOL: json.dumps({"launch": self.name, "storage": self._storage()})}
         common.setdefault("OMP_NUM_THREADS", str(max(1, int(self.settings.cpus_per_worker))))
         here, began = os.getcwd(), []  # noqa: PTH109
-        for number, (worker, roots) in enumerate(zip(self.workers.all, self.workers.send_code(), strict=True)):
+        sent = self.workers.send_code()
+        for number, (worker, (roots, sealed)) in enumerate(zip(self.workers.all, sent, strict=True)):
             rank = {"RANK": str(number), "LOCAL_RANK": str(number % local), "NODE_RANK": str(number // local)}
             if self.gpus:
                 beside = [w for w in self.workers.all if w.node == worker.node] if local > 1 else [worker]
@@ -359,7 +361,7 @@ class _Launch:
             if self.settings.working_dir is None and here not in worker.about["shared"]:
                 self._refuse_sharded_files(cfg)
             order = Order(cfg, roots, self.job.command[3:]).pack()
-            environment = {**common, **rank, **cfg.engine.env}
+            environment = {**common, **rank, SEALED: sealed, **cfg.engine.env}
             began.append(worker.agent.begin.remote(order, environment, folder, f"{self.name}-{self.starts}"))
         self.starts += 1
         try:

@@ -1,8 +1,8 @@
 """A run as a job of Slurm: submitted by submitit, and followed to its end; or sent back into the queue from inside.
 
-submitit writes the batch script and hands it to sbatch. What the tasks of the job run is `deeplightning train` with a
-frozen copy of the config, so that nothing pickled is run, and no task needs submitit. submitit is imported only where a
-job is submitted or planned.
+submitit writes the batch script and hands it to sbatch. What the tasks of the job run is `deeplightning train` with
+frozen copies of config and code, so that nothing pickled is run, and no task needs submitit. submitit is imported only
+where a job is submitted or planned.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from deeplightning.config.tree import dump
 from deeplightning.engine.plan import local_size
 from deeplightning.faults import ConfigError, Fault, RunError, SetupError
 from deeplightning.launch.job import Job, Start
-from deeplightning.own_code import ROOTS, roots
+from deeplightning.launch.sealed import seal
+from deeplightning.own_code import ROOTS, SEALED, original_roots
 from deeplightning.process import failure
 from deeplightning.process.decisions import DECIDED
 from deeplightning.process.identity import LAUNCH, slurm_step
@@ -43,6 +44,8 @@ AGAIN = "DEEPLIGHTNING_REQUEUE"
 """The variable that names a file: its being there tells the batch script, behind its tasks, to send the job back into
 the queue. A task in a container, say, cannot ask Slurm itself."""
 
+
+_SEAL = "sealed"  # the folder of a job's code as it was submitted, see `deeplightning.launch.sealed`
 
 WAITS = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
 LIVES = WAITS | {"CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"}
@@ -71,8 +74,8 @@ class Slurm:
         master_addr, master_port: where rank 0 listens; None: the job's first node, at a port derived from its number.
         warning: seconds before the end of `time` in which a checkpoint is to be saved.
         name: of the job.
-        folder: for the config as it was submitted, the batch script and what the tasks write; one below it for each
-            job.
+        folder: for config and code as they were submitted, the batch script and what the tasks write; one below it
+            for each job.
     """
 
     def __init__(
@@ -136,6 +139,7 @@ class Slurm:
             make_private(folder, folder.parent)
             with permissions_of(folder):
                 (folder / "config.yaml").write_text(_frozen(job))
+            seal(folder / _SEAL, with_git=True)
         except OSError as error:
             message = f"{folder}: the job's folder cannot be written: {error.strerror}"
             raise SetupError(Fault(message, "engine.launcher.params.folder")) from error
@@ -234,7 +238,8 @@ class Slurm:
             lines.append(f"export MASTER_ADDR={_quoted(self.master_addr)}")
         if self.master_port is not None:
             lines.append(f"export MASTER_PORT={self.master_port}")
-        lines.append(f"export {ROOTS}={_quoted(json.dumps(roots()))}")  # the copy of the config lies elsewhere
+        lines.append(f"export {ROOTS}={_quoted(json.dumps(original_roots()))}")  # the copy of the config lies elsewhere
+        lines.append(f"export {SEALED}={_quoted(folder / _SEAL)}")
         return lines
 
 

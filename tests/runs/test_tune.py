@@ -333,13 +333,21 @@ def test_no_trial_finishes(failed):
     assert [row["state"] for row in table(failed)] == ["failed", "failed"]
 
 
-def test_a_search_does_not_go_on_with_other_code(failed, command, config, place):
-    """A file of the user's code that was edited since the search began is named; no trial is run with it."""
+def test_a_search_continues_with_the_code_that_it_began_with(failed, command, config, place):
+    """A file of the user's code that was edited, and no longer compiles, is named; the trial that is added runs with
+    the code of the first two, and another search with the code as it is."""
     code = config.with_name("spoilt.py")
-    code.write_text(BROKEN.replace("a fault of the user", "another fault"))
+    code.write_text(BROKEN.replace("a fault of the user", "another fault") + "no code at all\n")
     outcome = patiently(command.start("tune", config, *FAILING, "tune.num_trials=3", cwd=place))
-    assert outcome.code == 2, outcome
-    assert f"{code}: this code has changed since the search none began" in outcome.err
+    assert outcome.code == 5, outcome
+    assert outcome.err.splitlines()[-1] == "error: none of 3 trials finished: KeyError: 'a fault of the user'"
+    notice = re.search(r"^warning: code +(.+)$", outcome.out + outcome.err, re.MULTILINE)[1]
+    assert f"{code} has changed since the search none began: it continues with the code that it began with" in notice
+    assert "tune.name=NEW" in notice
+    other = command("tune", config, *FAILING, "tune.name=other", cwd=place)
+    assert other.code == 2, other
+    assert "spoilt" in other.err
+    assert not [*study_file(failed.folder.parents[3], "other").parent.glob("sealed/*")]
 
 
 @pytest.mark.slow
