@@ -117,12 +117,16 @@ def use_seal(folder: Path | None) -> None:
     Raises:
         SetupError: there is no seal in this folder.
     """
-    folders = original_roots()
-    before = {copy: root for root, copy in seal().get("roots", {}).items()}
-    os.environ.pop(SEALED, None)
+    former, before = os.environ.pop(SEALED, None), {copy: root for root, copy in _seal[1].get("roots", {}).items()}
     if folder is not None:
         os.environ[SEALED] = str(folder)
-    use_import_roots(*folders)
+        try:
+            seal()
+        except SetupError:
+            os.environ.pop(SEALED)
+            os.environ |= {SEALED: former} if former is not None else {}
+            raise
+    use_import_roots(*(before.get(root, root) for root in roots()))
     sys.path[:] = dict.fromkeys(before.get(entry, entry) for entry in sys.path)
 
 

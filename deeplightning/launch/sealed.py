@@ -17,7 +17,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -54,7 +54,7 @@ def seal(
     *,
     code: Code | None = None,
     linked: Iterable[str] | None = None,
-    with_git: bool = False,
+    redact: Callable[[str], str] | None = None,
 ) -> Path:
     """Freezes code and configs.
 
@@ -63,7 +63,8 @@ def seal(
         configs: files to freeze.
         code: None: that of this process.
         linked: the roots whose other entries are linked; None: all.
-        with_git: also keep commit and diff, which a run records.
+        redact: takes secrets out of the repository's diff, which is kept with the commit for a run that records them;
+            None: these are not kept.
 
     Returns:
         The folder.
@@ -79,8 +80,8 @@ def seal(
         beside.mkdir(mode=0o700, parents=True)
         roots = _lay_out(code, beside / "code", code.roots if linked is None else [*linked])
         files = _copies(configs, beside / "configs")
-        if with_git:
-            (beside / GIT).write_text(json.dumps(git_answers()))
+        if redact is not None:
+            (beside / GIT).write_text(json.dumps(git_answers(redact)))
         content = {
             "roots": {root: os.path.relpath(copy, beside) for root, copy in roots.items()},
             "configs": {path: os.path.relpath(copy, beside) for path, copy in files.items()},

@@ -96,12 +96,13 @@ def _launch() -> str | None:
     return found.launch if found else None
 
 
-def git_answers() -> dict[str, str | None]:
-    """What git prints now where `git_diff` and `git_state` ask it, by its arguments."""
+def git_answers(redact: Callable[[str], str]) -> dict[str, str | None]:
+    """What git prints now where `git_diff` and `git_state` ask it, by its arguments, without secrets."""
     answers: dict[str, str | None] = {}
 
     def ask(*arguments: str, limit: int | None = None) -> str | None:
-        answers[shlex.join(arguments)] = answer = ask_git(*arguments, limit=limit)
+        answer = ask_git(*arguments, limit=limit)
+        answers[shlex.join(arguments)] = None if answer is None else conceal_diff(redact(answer))
         return answer
 
     git_diff(ask=ask)

@@ -103,20 +103,20 @@ def seal_of_config(folder: Path, path: Path, overrides: Sequence[str], store: Pa
     def work() -> dict[str, object]:
         for stream in (1, 2):  # this process imports the same, and prints the same
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
-        load_config(path, [*overrides])
+        cfg = load_config(path, [*overrides])
         make_private(folder.parent, store)
-        seal(folder, with_git=True)
+        seal(folder, redact=cfg.redact)
         return {}
 
     with contextlib.suppress(UserError, SystemExit):  # which this process comes to as well, in better words
         in_child(work, None, str)
     if not (folder / SEAL).is_file():
-        load_config(path, [*overrides])
+        cfg = load_config(path, [*overrides])
         try:
             make_private(folder.parent, store)
         except OSError as error:
             raise SetupError(f"{folder.parent}: this folder cannot be made: {error.strerror}") from error
-        seal(folder, with_git=True)
+        seal(folder, redact=cfg.redact)
     note_own(folder / SEAL)
 
 
