@@ -17,7 +17,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -140,23 +140,28 @@ def sealed_meanwhile(configs: Iterable[Path] = ()) -> Iterator[Path]:
         SetupError: the folder cannot be written.
     """
     before = os.environ.get(SEALED)
-    with tempfile.TemporaryDirectory(prefix=PREFIX, ignore_cleanup_errors=True) as top:
+    try:
+        top = tempfile.mkdtemp(prefix=PREFIX)  # a TemporaryDirectory would be removed by forked processes, too
+    except OSError as error:
+        raise SetupError(f"the code of this launch cannot be sealed: {error.strerror}: {error.filename}") from error
+    try:
         os.environ[SEALED] = str(seal(Path(top) / "seal", configs))
-        try:
-            yield Path(os.environ[SEALED])
-        finally:
-            os.environ.pop(SEALED)
-            os.environ |= {SEALED: before} if before is not None else {}
+        yield Path(os.environ[SEALED])
+    finally:
+        os.environ.pop(SEALED, None)
+        os.environ |= {SEALED: before} if before is not None else {}
+        shutil.rmtree(top, ignore_errors=True)
 
 
-def sealed_roots(folder: Path) -> set[str]:
-    """The folders that have files in a seal."""
+def sealed_roots(folder: Path, without: Collection[str] = ()) -> dict[str, list[str]]:
+    """The folders that have files in a seal, but for some; each with the paths of its files."""
     content = json.loads((folder / SEAL).read_text())
-    return {
-        root
+    files = {
+        root: [name.removeprefix(f"{copy}/") for name in content["digests"] if name.startswith(f"{copy}/")]
         for root, copy in content["roots"].items()
-        if any(name.startswith(f"{copy}/") for name in content["digests"])
+        if root not in without
     }
+    return {root: paths for root, paths in files.items() if paths}
 
 
 # ---- the files of a seal

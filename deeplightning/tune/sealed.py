@@ -20,7 +20,7 @@ from deeplightning.checks.examine import examine, load_config
 from deeplightning.checks.trust import note_own
 from deeplightning.faults import ConfigError, Fault, SetupError, UserError
 from deeplightning.launch.sealed import edited, is_intact, seal, sealed_roots
-from deeplightning.own_code import SEAL, original_roots, short, use_seal
+from deeplightning.own_code import SEAL, add_import_roots, original_roots, short, use_seal
 from deeplightning.runfolder import make_private
 from deeplightning.tune.parent import Parent
 from deeplightning.tune.unchanged import changed_code
@@ -63,7 +63,7 @@ def code_of_search(path: Path, overrides: Sequence[str]) -> SearchCode:
     """Lets this process import own code from the seal of a search, which is made where the search is new.
 
     Raises:
-        ConfigError: the search has no seal that can be used here, and its code has changed; or it began elsewhere.
+        ConfigError: the search has no seal that can be used here, and its code has changed; or there is other code.
         SetupError: the seal cannot be written.
     """
     report = examine(path, list(overrides))
@@ -77,7 +77,7 @@ def code_of_search(path: Path, overrides: Sequence[str]) -> SearchCode:
     if known := notes.get("sealed"):
         folder = parent.home / FOLDER / known
         if is_intact(folder):
-            _refuse_elsewhere(folder, name)
+            _add_roots(folder, name)
             use_seal(folder)
             return SearchCode(folder, _changes(folder, notes["code"], name), kept=True)
     if faults := changed_code(notes.get("code", {}), name):
@@ -137,17 +137,22 @@ def _notes(parent: Parent) -> Mapping[str, Any]:
     return notes if is_there else {}
 
 
-def _refuse_elsewhere(folder: Path, name: str) -> None:
-    """Refuses to resume a search where names come from other folders than the sealed ones.
+def _add_roots(folder: Path, name: str) -> None:
+    """Lets names come from all folders of a seal, also where the command is given elsewhere.
 
     Raises:
-        ConfigError: with the folders.
+        ConfigError: a folder of this command, which would come first, has other code of the same name.
     """
-    here = {*original_roots(), *map(os.path.abspath, sys.path)}
-    if missing := sealed_roots(folder) - here:
-        found = ", ".join(sorted(missing))
-        message = f"the search {name} began with own code of {found}, from where this command imports nothing"
-        raise ConfigError(Fault(f"{message}. Give it in the folder where the search began; another: tune.name=NEW"))
+    missing = sealed_roots(folder, without={*original_roots(), *map(os.path.abspath, sys.path)})
+    tops = {path.partition("/")[0] for paths in missing.values() for path in paths}
+    for root in original_roots():
+        if found := sorted(top for top in tops if (Path(root) / top).exists()):
+            message = (
+                f"{root} has {', '.join(found)}, and the search {name} began with own code of that name in "
+                f"{', '.join(missing)}: give the command where the search began. For another search: tune.name=NEW"
+            )
+            raise ConfigError(Fault(message))
+    add_import_roots(*map(Path, missing))
 
 
 def _changes(folder: Path, imported: Iterable[str], name: str) -> list[str]:

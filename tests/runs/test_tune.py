@@ -13,7 +13,7 @@ from random import Random
 import pytest
 import yaml
 from commands import LONGEST, Outcome, Running
-from conftest import TINY
+from conftest import TINY, digest
 
 from deeplightning.checks.examine import examine
 from deeplightning.checks.space import faults, space_of
@@ -22,6 +22,7 @@ from deeplightning.config.target import is_installed
 from deeplightning.config.tree import line
 from deeplightning.faults import ConfigError, SetupError
 from deeplightning.runfolder import RunFolder
+from deeplightning.tracking.code import read_code
 from deeplightning.tracking.sqlite import open_directly
 from deeplightning.tracking.store import locate
 from deeplightning.tune.search import search
@@ -223,6 +224,34 @@ def test_a_killed_search_goes_on(searched, command, config, store, place):
     below = children(store, outcome.folder.parent.name)
     assert sorted(below.values()) == ["trial-0", "trial-1", "trial-2"]
     assert {run(store, run_id).status for run_id in below} == {"FINISHED"}
+
+
+def test_edits_do_not_reach_a_search(searched, command, config, store, place):
+    """Code and config are edited while the first trial runs, and the search is killed in the second; resumed with the
+    frozen config, it ends with the trials of an undisturbed search, value for value and weight for weight, and the code
+    that each trial keeps is the unedited."""
+    code, edited = config.with_name("edited.py"), config.with_name("edited.yaml")
+    code.write_text(BROKEN)
+    edited.write_text(config.read_text())
+    words = ("tune.name=edited", "model.module.type=edited.Learns")
+    database = study_file(store, "edited")
+    began = command.start("tune", edited, *words, cwd=place)
+    assert until(began, database, 1)
+    code.write_text("no code at all\n")
+    edited.write_text("nothing: at all\n")
+    assert until(began, database, 5)
+    began.signal(9)
+    assert began.end().code == -9
+    outcome = patiently(command.start("tune", database.with_name("search.yaml"), cwd=place))
+    assert outcome.code == 0, outcome
+    assert f"code       {code} has changed since the search edited began" in outcome.err
+    different = {"run": None}
+    assert [row | different for row in table(outcome)] == [row | different for row in table(searched)]
+    for row, other in zip(table(outcome), table(searched), strict=True):
+        one, two = (next(store.glob(f"*/{each['run']}/artifacts")) for each in (row, other))
+        assert digest(one / "last.ckpt") == digest(two / "last.ckpt")
+        kept = read_code(one / "code.zip")
+        assert (kept.roots, kept.names()) == ([str(config.parent)], {"edited.py": BROKEN.encode()})
 
 
 def test_ctrl_c_ends_a_search_politely(command, config, store, place):

@@ -15,6 +15,7 @@ from deeplightning.faults import ConfigError, SetupError
 from deeplightning.launch import sealed
 from deeplightning.tracking import environment
 from deeplightning.tracking.code import Code, collect
+from deeplightning.tune.sealed import _add_roots
 
 SECRET = 'API_KEY = "sk-live-4f9a8b7c6d5e4f3a2b1c0d9e8f7a6b5c"\n'
 
@@ -25,6 +26,7 @@ def state(monkeypatch, tmp_path):
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     before = own_code.original_roots()
+    monkeypatch.setattr(own_code, "_added", own_code.added_roots())
     modules = {*sys.modules}
     yield
     own_code.use_seal(None)
@@ -223,12 +225,18 @@ def test_a_worker_lays_out_what_it_was_sent(tmp_path):
     assert (seal / "code" / "0" / "configs" / "pkg" / "own.py").read_bytes() == b"VALUE = 1\n"
 
 
-def test_a_search_refuses_another_folder(project, tmp_path):
-    """A search whose code lay in a folder from which this command imports nothing is not resumed with other code."""
-    from deeplightning.tune.sealed import _refuse_elsewhere
-
-    seal = sealed.seal(tmp_path / "seal")
-    _refuse_elsewhere(seal, "lr")
-    own_code.use_import_roots(tmp_path)
-    with pytest.raises(ConfigError, match=r"the search lr began with own code of .*a project, .*/configs, from where"):
-        _refuse_elsewhere(seal, "lr")
+def test_a_search_finds_its_code_from_everywhere(project, tmp_path):
+    """A search that is resumed in another folder has its sealed code; other code of the same name is refused."""
+    seal, elsewhere = sealed.seal(tmp_path / "seal"), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    edit(project)
+    own_code.use_import_roots(elsewhere)
+    _add_roots(seal, "lr")
+    own_code.use_seal(seal)
+    forget()
+    assert importlib.import_module("sealed_one").VALUE == 1
+    own_code.use_seal(None)
+    (elsewhere / "nets").mkdir()
+    own_code.use_import_roots(elsewhere)
+    with pytest.raises(ConfigError, match=r"elsewhere has nets, and the search lr began with own code of that name in"):
+        _add_roots(seal, "lr")
