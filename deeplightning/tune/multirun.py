@@ -1,7 +1,8 @@
 """`deeplightning train CONFIG key=a,b --multirun`: a run for each point of a grid, and one table of their results.
 
 No study and no Optuna: a point's file says how its run ended, and the same command continues with those that have not
-finished. A point is known by the digest of its whole config, so that a larger grid runs its new points only.
+finished. A point is known by the digest of its whole config, so that a larger grid runs its new points only. All points
+of one command run with the code of its start.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from deeplightning.process.identity import identity
 from deeplightning.reproduce.past import PastRun
 from deeplightning.runfolder import RunFolder, make_private, permissions_of, write_whole
 from deeplightning.tune.parent import Parent
+from deeplightning.tune.sealed import code_of_grid
 from deeplightning.tune.search import Stopped, newest_checkpoint
 from deeplightning.tune.sweep import points
 from deeplightning.tune.unchanged import own_code
@@ -92,7 +94,7 @@ def multirun(path: Path, overrides: Sequence[str], train: Train, jobs: int = 1) 
 
     Raises:
         ConfigError: an override cannot be read, or a point's config is wrong.
-        SetupError: another process is at this grid.
+        SetupError: another process is at this grid, or its code cannot be sealed.
         RunError: runs failed.
         Stopped: a signal asked for the end.
     """
@@ -100,10 +102,11 @@ def multirun(path: Path, overrides: Sequence[str], train: Train, jobs: int = 1) 
         message = f"{here.by} has started this as one of {here.world} processes; --multirun is one process, which "
         raise SetupError(f"{message}starts those of its runs itself")
     keys, grid = points(overrides)
-    cfg = load_config(path, grid[0])
-    _check(path, grid, keys)
-    apply_environment(cfg)
-    return _Grid(cfg, path, keys, grid, train, jobs).run()
+    with contextlib.closing(code_of_grid(path, grid[0])):
+        cfg = load_config(path, grid[0])
+        _check(path, grid, keys)
+        apply_environment(cfg)
+        return _Grid(cfg, path, keys, grid, train, jobs).run()
 
 
 def _check(path: Path, grid: Sequence[list[str]], keys: Sequence[str]) -> None:

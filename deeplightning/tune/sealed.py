@@ -51,7 +51,7 @@ class SearchCode:
         """What the search's file has of it."""
         return None if self.folder is None else self.folder.name
 
-    def leave(self) -> None:
+    def close(self) -> None:
         """Lets this process import the originals again; a seal that no search names is removed."""
         if self.folder is not None:
             use_seal(None)
@@ -82,6 +82,25 @@ def code_of_search(path: Path, overrides: Sequence[str]) -> SearchCode:
             return SearchCode(folder, _changes(folder, notes["code"], name), kept=True)
     if faults := changed_code(notes.get("code", {}), name):
         raise ConfigError(faults)
+    folder = parent.home / FOLDER / secrets.token_hex(8)
+    seal_of_config(folder, path, overrides, parent.home.parents[2])
+    use_seal(folder)
+    return SearchCode(folder)
+
+
+def code_of_grid(path: Path, overrides: Sequence[str]) -> SearchCode:
+    """The same for the runs of a grid, whose seal lasts as long as the command.
+
+    Args:
+        overrides: of its first point.
+
+    Raises:
+        SetupError: the seal cannot be written.
+    """
+    report = examine(path, list(overrides))
+    if report.faults or report.config is None:
+        return SearchCode()
+    parent = Parent(report.config, path.stem, "multiruns")
     folder = parent.home / FOLDER / secrets.token_hex(8)
     seal_of_config(folder, path, overrides, parent.home.parents[2])
     use_seal(folder)

@@ -76,8 +76,7 @@ def search(path: Path, overrides: Sequence[str], train: Train) -> Path:
             f"{here.by} has started this as one of {here.world} processes; a search is one process, which starts "
             "those of its trials itself: give `deeplightning tune` by itself"
         )
-    code = code_of_search(path, overrides)
-    try:
+    with contextlib.closing(code_of_search(path, overrides)) as code:
         cfg = load_config(path, list(overrides))
         apply_environment(cfg)
         if cfg.tune is None:
@@ -87,8 +86,6 @@ def search(path: Path, overrides: Sequence[str], train: Train) -> Path:
             raise ConfigError(Fault(f"there is no search in this config: {hint}", "tune", str(path)))
         with _Search(cfg, path, overrides, train, code) as found:
             return found.run()
-    finally:
-        code.leave()
 
 
 class _Search:
