@@ -13,6 +13,7 @@ from deeplightning.launch.backoff import Backoff
 from deeplightning.launch.job import Job, Start
 from deeplightning.launch.sealed import sealed_meanwhile
 from deeplightning.runfolder import RunFolder
+from deeplightning.tracking.environment import git_answers
 
 
 class Local:
@@ -77,7 +78,7 @@ class Local:
             print(redact(line), file=sys.stderr, flush=True)
 
         command, size = _command(job), local_size(job.cfg.engine)
-        with sealed_meanwhile(compose(job.config, [*job.overrides]).files):
+        with sealed_meanwhile(compose(job.config, [*job.overrides]).files, git_answers(redact)):
             code, agent = attend(command, size, restarts, self.master_port or 0, self.backoff, tell)
         if code != 0 and agent.cause is not None:
             self._tell_end(job, agent, tell)

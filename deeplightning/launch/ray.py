@@ -42,6 +42,7 @@ from deeplightning.launch.storage import POOL
 from deeplightning.own_code import SEALED
 from deeplightning.process import failure, ranks
 from deeplightning.process.identity import ATTEMPT, LAUNCH
+from deeplightning.tracking.environment import git_answers
 
 GRACE = ranks.LATE + 2 * ranks.SOON  # seconds that the others have to end by themselves when one has failed
 MAKES_ROOM = 75  # as deeplightning.callbacks.pool has it, which imports torch
@@ -163,7 +164,7 @@ class _Launch:
             self.cfg = replace(self.cfg, engine=replace(self.cfg.engine, gpus=found or None))
         self.wanted = world_size(self.cfg.engine)
         bundle = {"CPU": settings.cpus_per_worker, **({"GPU": 1.0} if self.gpus else {})}
-        self.workers = Workers(cluster, bundle, *settings.bounds(self.wanted))
+        self.workers = Workers(cluster, bundle, *settings.bounds(self.wanted), git_answers(self.redact))
         self.name, self.starts, self.restarts = f"ray-{secrets.token_hex(6)}", 0, 0
         self.folder: str | None = None  # the run's, where rank 0 was
         self.newest: str | None = None

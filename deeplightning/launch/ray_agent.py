@@ -88,15 +88,16 @@ class Agent:
         python = platform.python_version()
         return {"host": socket.gethostname(), "version": __version__, "python": python, "port": port, "shared": shared}
 
-    def unpack(self, code: Code, shared: Sequence[str]) -> str:
+    def unpack(self, code: Code, shared: Sequence[str], git: Mapping[str, str | None] | None = None) -> str:
         """Puts the sealed code of a launch here; gives the folder of the seal.
 
         Args:
             shared: folders of the launching machine that are here too; see `about`.
+            git: see `deeplightning.launch.sealed.seal`.
         """
         self._unpacked = tempfile.TemporaryDirectory(prefix=PREFIX)
         folder = Path(self._unpacked.name) / "seal"
-        return str(seal(folder, code=code, linked=shared))
+        return str(seal(folder, code=code, linked=shared, git=git))
 
     def begin(self, order: bytes, environment: Mapping[str, str], folder: str, meeting: str) -> str | None:
         """Starts the process.

@@ -67,15 +67,23 @@ class Workers:
         bundle: what Ray reserves for each worker, by the name of the resource.
         lowest: with fewer there is no room.
         highest: the most.
+        git: for the seal of each, see `deeplightning.launch.sealed.seal`.
     """
 
-    def __init__(self, cluster: Connection, bundle: Mapping[str, float], lowest: int, highest: int):
+    def __init__(
+        self,
+        cluster: Connection,
+        bundle: Mapping[str, float],
+        lowest: int,
+        highest: int,
+        git: Mapping[str, str | None] | None = None,
+    ):
         import ray
 
         self.ray, self.cluster = ray, cluster
         self.bundle, self.lowest, self.highest = dict(bundle), lowest, highest
         self.all: list[Worker] = []
-        self.code = own_code_now()
+        self.code, self.git = own_code_now(), git
         self._group: Any = None
         self._sent: Any = None
 
@@ -116,7 +124,7 @@ class Workers:
         for worker in self.all:
             shared = worker.about["shared"]
             folders = [root for root in _roots() if root in shared or root in self.code.roots]
-            found.append((folders, self.ray.get(worker.agent.unpack.remote(self._sent, shared))))
+            found.append((folders, self.ray.get(worker.agent.unpack.remote(self._sent, shared, self.git))))
         return found
 
     def room_for_more(self) -> int:

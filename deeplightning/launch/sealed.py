@@ -17,7 +17,7 @@ import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -27,8 +27,8 @@ from deeplightning.config.addresses import fetched
 from deeplightning.faults import SetupError
 from deeplightning.own_code import SEAL, SEALED
 from deeplightning.runfolder import UMASK
-from deeplightning.tracking.code import Code, collect
-from deeplightning.tracking.environment import GIT, git_answers
+from deeplightning.tracking.code import TEXTS, Code, collect
+from deeplightning.tracking.environment import GIT
 
 log = logging.getLogger("deeplightning")
 
@@ -43,7 +43,7 @@ def own_code_now() -> Code:
     """The own code of this process, to be executed elsewhere; its roots are all import roots."""
     code = collect(verbatim=True)
     code.roots += [root for root in own_code.original_roots() if root not in code.roots]
-    for path, why in code.left_out.items():
+    for path, why in ((path, why) for path, why in code.left_out.items() if not path.endswith(TEXTS)):
         log.warning("%-10s %s (%s): an edit of it reaches processes that start later", "not sealed", path, why)
     return code
 
@@ -54,7 +54,7 @@ def seal(
     *,
     code: Code | None = None,
     linked: Iterable[str] | None = None,
-    redact: Callable[[str], str] | None = None,
+    git: Mapping[str, str | None] | None = None,
 ) -> Path:
     """Freezes code and configs.
 
@@ -63,8 +63,7 @@ def seal(
         configs: files to freeze.
         code: None: that of this process.
         linked: the roots whose other entries are linked; None: all.
-        redact: takes secrets out of the repository's diff, which is kept with the commit for a run that records them;
-            None: these are not kept.
+        git: what `git_answers` gives, for runs that record commit and diff; None: they ask git themselves.
 
     Returns:
         The folder.
@@ -80,8 +79,8 @@ def seal(
         beside.mkdir(mode=0o700, parents=True)
         roots = _lay_out(code, beside / "code", code.roots if linked is None else [*linked])
         files = _copies(configs, beside / "configs")
-        if redact is not None:
-            (beside / GIT).write_text(json.dumps(git_answers(redact)))
+        if git is not None:
+            (beside / GIT).write_text(json.dumps(git))
         content = {
             "roots": {root: os.path.relpath(copy, beside) for root, copy in roots.items()},
             "configs": {path: os.path.relpath(copy, beside) for path, copy in files.items()},
@@ -133,7 +132,7 @@ def edited(folder: Path) -> dict[str, str]:
 
 
 @contextmanager
-def sealed_meanwhile(configs: Iterable[Path] = ()) -> Iterator[Path]:
+def sealed_meanwhile(configs: Iterable[Path] = (), git: Mapping[str, str | None] | None = None) -> Iterator[Path]:
     """Seals the launch of this process in a temporary folder, for the processes that it starts meanwhile.
 
     Raises:
@@ -145,7 +144,7 @@ def sealed_meanwhile(configs: Iterable[Path] = ()) -> Iterator[Path]:
     except OSError as error:
         raise SetupError(f"the code of this launch cannot be sealed: {error.strerror}: {error.filename}") from error
     try:
-        os.environ[SEALED] = str(seal(Path(top) / "seal", configs))
+        os.environ[SEALED] = str(seal(Path(top) / "seal", configs, git=git))
         yield Path(os.environ[SEALED])
     finally:
         os.environ.pop(SEALED, None)
@@ -192,7 +191,7 @@ def _lay_out(code: Code, into: Path, linked: Sequence[str]) -> dict[str, str]:
             file.chmod(0o400)
     for folder, origin in copied.items():
         if any(origin == root or _is_below(origin, root) for root in linked):
-            _link(folder, origin)
+            _link(folder, origin, into)
     return {root: os.path.normpath(copy) for root, copy in copies.items()}
 
 
@@ -200,8 +199,9 @@ def _is_below(path: str, folder: str) -> bool:
     return path != folder and path.startswith(f"{folder.rstrip(os.sep)}{os.sep}")
 
 
-def _link(folder: Path, origin: str) -> None:
-    """Links the entries of an original that its copy lacks, but for Deep Lightning itself."""
+def _link(folder: Path, origin: str, into: Path) -> None:
+    """Links the entries of an original that its copy lacks, but for Deep Lightning itself, and for the one that the
+    seal is in: links would go round."""
     ours = {f"{entry.rstrip(os.sep)}" for entry in own_code.OURS}
     try:
         entries = sorted(os.listdir(origin))  # noqa: PTH208
@@ -215,7 +215,9 @@ def _link(folder: Path, origin: str) -> None:
         return
     for name in entries:
         path = os.path.join(origin, name)  # noqa: PTH118
-        if name != "__pycache__" and path not in ours and not os.path.lexists(folder / name):
+        if name == "__pycache__" or path in ours or _is_below(str(into), path):
+            continue
+        if not os.path.lexists(folder / name):
             (folder / name).symlink_to(path)
 
 

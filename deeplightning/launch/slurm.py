@@ -34,6 +34,7 @@ from deeplightning.process import failure
 from deeplightning.process.decisions import DECIDED
 from deeplightning.process.identity import LAUNCH, slurm_step
 from deeplightning.runfolder import make_private, permissions_of
+from deeplightning.tracking.environment import git_answers
 
 ANSWER = 60.0  # seconds that Slurm has for an answer
 SILENT = 600.0  # seconds without any answer after which a job is no longer followed
@@ -41,7 +42,7 @@ LOOK = 0.25  # seconds between two looks at what a job has written
 SELDOM = 15.0  # seconds at most between two questions about its state
 WARNING = 120  # seconds before the end of its time in which a job saves a checkpoint and goes back into the queue
 
-_SEAL = "sealed"  # the folder of a job's code as it was submitted, see `deeplightning.launch.sealed`
+_SEAL = ".sealed"  # the folder of a job's code as it was submitted, see `deeplightning.tune.sealed.FOLDER`
 
 WAITS = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
 LIVES = WAITS | {"CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"}
@@ -147,7 +148,7 @@ class Slurm:
             make_private(folder, folder.parent)
             with permissions_of(folder):
                 (folder / "config.yaml").write_text(_frozen(job))
-            seal(folder / _SEAL, redact=job.cfg.redact)
+            seal(folder / _SEAL, git=git_answers(job.cfg.redact))
         except OSError as error:
             message = f"{folder}: the job's folder cannot be written: {error.strerror}"
             raise SetupError(Fault(message, "engine.launcher.params.folder")) from error

@@ -38,7 +38,7 @@ MAX_SEEN = 10_000
 MANIFEST = "manifest.json"
 _CHANGED = "program"  # the folder of what was changed in Deep Lightning itself
 _FORMAT = 1
-_TEXTS = (".json", ".yaml", ".yml", ".toml", ".ini", ".cfg", ".txt")
+TEXTS = (".json", ".yaml", ".yml", ".toml", ".ini", ".cfg", ".txt")
 _PRIVATE = re.compile(r"(?i)secret|credential|password|token(?!iz)|\.env|\.pem|\.key|netrc|htpasswd")
 _NO_CODE = ("__pycache__", "node_modules", "site-packages", "mlruns")
 _IMPORT = re.compile(rb"^[ \t]*(?:from[ \t]+([^\W\d]\w*)[\w.]*[ \t]+import\b|import[ \t]+([^#;\n]+))", re.MULTILINE)
@@ -226,7 +226,7 @@ class _Collector:
         for entry in self.below(folder):
             if entry.name.endswith(".py"):
                 self.keep(root, entry.path)
-            elif entry.name.endswith(_TEXTS) and not _PRIVATE.search(entry.name):
+            elif entry.name.endswith(TEXTS) and not _PRIVATE.search(entry.name):
                 self.keep(root, entry.path, MAX_TEXT)
 
     def below(self, folder: str) -> Iterator[os.DirEntry[str]]:

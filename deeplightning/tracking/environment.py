@@ -97,11 +97,11 @@ def _launch() -> str | None:
 
 
 def git_answers(redact: Callable[[str], str]) -> dict[str, str | None]:
-    """What git prints now where `git_diff` and `git_state` ask it, by its arguments, without secrets."""
+    """What git answers to the questions of `git_diff` and `git_state`, by its arguments, without secrets."""
     answers: dict[str, str | None] = {}
 
     def ask(*arguments: str, limit: int | None = None) -> str | None:
-        answer = ask_git(*arguments, limit=limit)
+        answer = _ask_sealed(*arguments, limit=limit)
         answers[shlex.join(arguments)] = None if answer is None else conceal_diff(redact(answer))
         return answer
 

@@ -33,7 +33,7 @@ from deeplightning.process.identity import identity
 from deeplightning.reproduce.past import PastRun
 from deeplightning.runfolder import RunFolder, make_private, permissions_of, write_whole
 from deeplightning.tune.parent import Parent
-from deeplightning.tune.sealed import code_of_grid
+from deeplightning.tune.sealed import SearchCode, code_of_grid
 from deeplightning.tune.search import Stopped, newest_checkpoint
 from deeplightning.tune.sweep import points
 from deeplightning.tune.unchanged import own_code
@@ -102,11 +102,11 @@ def multirun(path: Path, overrides: Sequence[str], train: Train, jobs: int = 1) 
         message = f"{here.by} has started this as one of {here.world} processes; --multirun is one process, which "
         raise SetupError(f"{message}starts those of its runs itself")
     keys, grid = points(overrides)
-    with contextlib.closing(code_of_grid(path, grid[0])):
+    with contextlib.closing(code_of_grid(path, grid[0])) as code:
         cfg = load_config(path, grid[0])
         _check(path, grid, keys)
         apply_environment(cfg)
-        return _Grid(cfg, path, keys, grid, train, jobs).run()
+        return _Grid(cfg, path, keys, grid, train, jobs, code).run()
 
 
 def _check(path: Path, grid: Sequence[list[str]], keys: Sequence[str]) -> None:
@@ -132,7 +132,14 @@ class _Grid:
     """The runs of a grid in this process."""
 
     def __init__(
-        self, cfg: Config, path: Path, keys: Sequence[str], grid: Sequence[list[str]], train: Train, jobs: int
+        self,
+        cfg: Config,
+        path: Path,
+        keys: Sequence[str],
+        grid: Sequence[list[str]],
+        train: Train,
+        jobs: int,
+        seal: SearchCode,
     ):
         from deeplightning.callbacks.console import one_line_warnings, to_terminal
 
@@ -143,7 +150,7 @@ class _Grid:
         self.home = self.parent.home
         self.line = Line("127.0.0.1" if cfg.engine.launcher is None else own_address())
         self.workers = Forked(train, self.line)
-        self.code = own_code()
+        self.code, self.seal = own_code(), seal
         self.points = [self._point(words) for words in grid]
         self._began: dict[int, float] = {}
 
@@ -167,6 +174,7 @@ class _Grid:
                 ) from error
             if hold is None:
                 raise SetupError(f"another process is at these runs, in {self.home}; wait for it, or end it")
+            self.seal.drop_others()
             try:
                 with self.workers.passing_signals_on():
                     self._loop()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import secrets
 import shutil
 import sys
@@ -22,14 +23,15 @@ from deeplightning.faults import ConfigError, Fault, SetupError, UserError
 from deeplightning.launch.sealed import edited, is_intact, seal, sealed_roots
 from deeplightning.own_code import SEAL, add_import_roots, original_roots, short, use_seal
 from deeplightning.runfolder import make_private
+from deeplightning.tracking.environment import git_answers
 from deeplightning.tune.parent import Parent
 from deeplightning.tune.unchanged import changed_code
 
 MAX_NAMED = 5
 """Edited files that a notice names."""
 
-FOLDER = "sealed"
-"""The folder of a search, or of a multirun, that has its seals."""
+FOLDER = ".sealed"
+"""The folder of a search, or of a multirun, that has its seals. Hidden, so that programs that look for code pass by."""
 
 
 @dataclass
@@ -51,6 +53,12 @@ class SearchCode:
         """What the search's file has of it."""
         return None if self.folder is None else self.folder.name
 
+    def drop_others(self) -> None:
+        """Removes what a command that was killed has left beside the seal; nobody else may be at this search."""
+        if self.folder is not None:
+            for other in {*self.folder.parent.iterdir()} - {self.folder}:
+                shutil.rmtree(other, ignore_errors=True)
+
     def close(self) -> None:
         """Lets this process import the originals again; a seal that no search names is removed."""
         if self.folder is not None:
@@ -68,7 +76,7 @@ def code_of_search(path: Path, overrides: Sequence[str]) -> SearchCode:
     """
     report = examine(path, list(overrides))
     cfg = report.config
-    wrong = any(str(fault.key).partition(".")[0] in ("logger", "tune") for fault in report.faults)
+    wrong = any(re.match(r"logger\b|tune$|tune\.name$", str(fault.key)) for fault in report.faults)
     if cfg is None or cfg.tune is None or cfg.logger is None or wrong:
         return SearchCode()
     name = cfg.tune.name or path.stem
@@ -124,7 +132,7 @@ def seal_of_config(folder: Path, path: Path, overrides: Sequence[str], store: Pa
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
         cfg = load_config(path, [*overrides])
         make_private(folder.parent, store)
-        seal(folder, redact=cfg.redact)
+        seal(folder, git=git_answers(cfg.redact))
         return {}
 
     with contextlib.suppress(UserError, SystemExit):  # which this process comes to as well, in better words
@@ -135,7 +143,7 @@ def seal_of_config(folder: Path, path: Path, overrides: Sequence[str], store: Pa
             make_private(folder.parent, store)
         except OSError as error:
             raise SetupError(f"{folder.parent}: this folder cannot be made: {error.strerror}") from error
-        seal(folder, redact=cfg.redact)
+        seal(folder, git=git_answers(cfg.redact))
     note_own(folder / SEAL)
 
 

@@ -217,6 +217,7 @@ class _Search:
         if noted != self.code.name:
             self.study.note("sealed", self.code.name)
         self.code.kept = True
+        self.code.drop_others()
 
     def _study(self) -> Any:
         from deeplightning.tune.study import Study

@@ -161,10 +161,10 @@ def test_an_edit_does_not_reach_the_runs_that_follow(command, tiny, tmp_path):
     assert outcome.code == 0, outcome
     assert (tmp_path / "lately.py").read_text() == "VALUE = 2\n"
     assert [row["state"] for row in rows(outcome)] == ["finished"] * 2
-    assert not [*outcome.folder.glob("sealed/*")]
+    assert not [*outcome.folder.glob(".sealed/*")]
 
 
-SPOILS = '''\
+SPOILS = """\
 import pathlib
 
 import pytorch_lightning as pl
@@ -176,4 +176,4 @@ class Spoils(pl.Callback):
 
         assert lately.VALUE == 1
         pathlib.Path("lately.py").write_text("VALUE = 2\\n")
-'''
+"""

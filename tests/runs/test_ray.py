@@ -595,7 +595,7 @@ def test_each_worker_gets_the_code_once_sealed(monkeypatch):
 
     sent = []
 
-    def unpack(code, shared):
+    def unpack(code, shared, git):
         sent.append((code.files, shared))
         return f"/seal/{len(sent)}"
 

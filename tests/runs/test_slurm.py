@@ -573,9 +573,9 @@ def test_a_frozen_config_has_no_secrets(submit):
     assert "key: ${oc.env:THE_KEY}" in frozen
     assert "batch_size: 8" in frozen
     files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
-    assert folder / "sealed" / "seal.json" in files
+    assert folder / ".sealed" / "seal.json" in files
     assert not [path for path in files if b"hunter2" in path.read_bytes()]
-    assert (folder / "sealed").stat().st_mode & 0o777 == 0o700
+    assert (folder / ".sealed").stat().st_mode & 0o777 == 0o700
 
 
 def test_a_script_without_srun_is_one_process(cluster, work):
@@ -707,6 +707,16 @@ def test_a_warned_job_goes_back_into_the_queue_and_goes_on(number, submit, clust
     assert cluster.about(job_of(running))["Restarts"] == "1"
     assert outcome.err.count("returns to the queue") == 1
     goes_on(outcome, job("engine.backend=ddp").folder, tracked)
+
+
+@pytest.mark.slow
+def test_a_job_whose_time_is_shorter_than_a_start_ends(submit, cluster):
+    """Tasks that SIGUSR1 kills before they have begun: two requeues, then exit code 5 with what to change."""
+    running = submit("engine.launcher.params.python=\"sh -c 'kill -USR1 $$'\"")
+    outcome = end_of(running)
+    assert outcome.code == 5, outcome
+    assert cluster.about(job_of(running))["Restarts"] == "2"
+    assert "error: the job was started 3 times in a row, and no batch was trained" in outcome.err
 
 
 @pytest.mark.slow

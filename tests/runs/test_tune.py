@@ -376,7 +376,25 @@ def test_a_search_continues_with_the_code_that_it_began_with(failed, command, co
     other = command("tune", config, *FAILING, "tune.name=other", cwd=place)
     assert other.code == 2, other
     assert "spoilt" in other.err
-    assert not [*study_file(failed.folder.parents[3], "other").parent.glob("sealed/*")]
+    assert not [*study_file(failed.folder.parents[3], "other").parent.glob(".sealed/*")]
+
+
+def test_a_seal_that_somebody_has_changed_is_not_executed(failed, command, config, store, place):
+    """A copy of the code that is not what the search has sealed: while the files of the code differ as well, exit code
+    2 with the file; once they are as they were, they are sealed anew, and what was left of other seals is removed."""
+    code = config.with_name("spoilt.py")
+    (copy,) = study_file(store, "none").parent.glob(".sealed/*/code/*/spoilt.py")
+    copy.chmod(0o600)
+    copy.write_text("raise SystemExit('executed')\n")
+    code.write_text(BROKEN.replace("a fault of the user", "another fault"))
+    refused = command("tune", config, *FAILING, "tune.num_trials=2", cwd=place)
+    assert refused.code == 2, refused
+    assert f"{code}: this code has changed since the search none began" in refused.err
+    code.write_text(BROKEN)
+    again = command("tune", config, *FAILING, "tune.num_trials=2", cwd=place)
+    assert again.code == 5, again
+    (copy,) = study_file(store, "none").parent.glob(".sealed/*/code/*/spoilt.py")
+    assert copy.read_text() == BROKEN
 
 
 @pytest.mark.slow

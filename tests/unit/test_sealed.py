@@ -15,7 +15,7 @@ from deeplightning.faults import ConfigError, SetupError
 from deeplightning.launch import sealed
 from deeplightning.tracking import environment
 from deeplightning.tracking.code import Code, collect
-from deeplightning.tune.sealed import _add_roots
+from deeplightning.tune.sealed import SearchCode, _add_roots
 
 SECRET = 'API_KEY = "sk-live-4f9a8b7c6d5e4f3a2b1c0d9e8f7a6b5c"\n'
 
@@ -101,6 +101,14 @@ def test_a_module_finds_the_files_beside_it(project, tmp_path):
     assert (Path(inner).parent / "tables" / "weights.bin").read_bytes() == b"weights"
 
 
+def test_no_link_goes_round(project):
+    """A seal inside the working directory is not reached from itself."""
+    seal = sealed.seal(project / "slurm" / "one" / ".sealed")
+    found = {path.name for path in (seal / "code" / "0").iterdir()}
+    assert "slurm" not in found
+    assert {"words.bin", "configs", "nets", "sealed_one.py"} <= found
+
+
 def test_a_file_that_appears_later_shadows_nothing(project, tmp_path):
     """A module that is added to the working directory after the seal does not come before one beside the config."""
     own_code.use_seal(sealed.seal(tmp_path / "seal"))
@@ -159,7 +167,7 @@ def test_git_is_asked_once(project, tmp_path, monkeypatch):
         "rev-parse": "abc",
     }
     monkeypatch.setattr(environment, "run_git", lambda folder, verb, *_, **__: said[verb].encode())
-    seal = sealed.seal(tmp_path / "seal", redact=str)
+    seal = sealed.seal(tmp_path / "seal", git=environment.git_answers(str))
     assert "sk-live" not in (seal / "git.json").read_text()
     before = environment.git_state(), environment.git_diff()
     said["status"] = "# branch.oid def\n"
@@ -240,3 +248,13 @@ def test_a_search_finds_its_code_from_everywhere(project, tmp_path):
     own_code.use_import_roots(elsewhere)
     with pytest.raises(ConfigError, match=r"elsewhere has nets, and the search lr began with own code of that name in"):
         _add_roots(seal, "lr")
+
+
+def test_leftovers_beside_a_seal_are_removed(project, tmp_path):
+    """What a command that was killed while it sealed, or before its search began, has left."""
+    seal = sealed.seal(tmp_path / "sealed" / "one")
+    sealed.seal(tmp_path / "sealed" / "two")
+    (tmp_path / "sealed" / ".three.77").mkdir()
+    SearchCode(seal).drop_others()
+    assert [*(tmp_path / "sealed").iterdir()] == [seal]
+    assert (project / "sealed_one.py").exists()
