@@ -3,9 +3,13 @@
 A name in a config is looked up in these folders first, and so is what their files import. No other import sees them
 first: a module of the user's whose name something installed has as well (`wave.py`) is imported as a submodule of this
 module, `deeplightning.own_code.wave`, so that `import wave` elsewhere still gives the standard library's.
+
+A sealed launch (`deeplightning.launch.sealed`) keeps a copy of these folders as they were when it was submitted. In its
+processes the copy of each folder takes the place of the folder, here and in `sys.path`.
 """
 
 import builtins
+import contextlib
 import importlib
 import json
 import os
@@ -16,9 +20,18 @@ from collections.abc import Iterable, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
 from types import ModuleType
+from typing import Any
+
+from deeplightning.faults import SetupError
 
 ROOTS = "DEEPLIGHTNING_ROOTS"
 """The environment variable in which the processes that a run starts get the folders, as a JSON list."""
+
+SEALED = "DEEPLIGHTNING_SEALED"
+"""The environment variable in which the processes of a sealed launch get the folder of its frozen code and configs."""
+SEAL = "seal.json"
+"""The file of that folder that maps originals to copies inside it: `roots` the folders of own code, `configs` the
+config files; and `addresses`, those of configs, to files of the cache."""
 
 LIBRARIES = ("deeplightning", "torch", "torchvision", "torchmetrics", "pytorch_lightning")
 """Names that always mean what is installed: a foreign config may name these alone, see `deeplightning.checks.trust`."""
@@ -33,6 +46,7 @@ EXAMPLES = f"{Path(__file__).parent / 'examples'}{os.sep}"
 _added: list[str] = json.loads(os.environ.get(ROOTS, "[]"))  # for every config of this process
 _roots: list[str] = [*_added]
 _on_path: list[str] = []  # their entries in `sys.path`
+_seal: tuple[str, dict[str, Any]] = ("", {})  # the folder of the launch's seal, and the content of its file
 __path__: list[str] = [*_roots]  # with it, `PREFIX + name` can be imported, in a spawned process too
 
 
@@ -52,9 +66,14 @@ def use_import_roots(*folders: str | Path) -> None:
 
     For everybody else they stand at the end of `sys.path`, where they shadow nothing. A module that was imported from a
     folder that is none any more, or comes later than another one of its name, is imported anew when it is named again.
+
+    Raises:
+        SetupError: the code that this launch has sealed is gone.
     """
-    new = [*dict.fromkeys(str(Path(folder).absolute()) for folder in folders)]
+    copies = seal().get("roots", {})
+    new = [*dict.fromkeys(copies.get(root, root) for root in (str(Path(folder).absolute()) for folder in folders))]
     own = {} if new == _roots else _own_modules()
+    _put_copies_on_path(copies)
     for root in _on_path:
         if root not in new and root in sys.path:
             sys.path.remove(root)
@@ -91,9 +110,79 @@ def _is_from(module: ModuleType, spec: ModuleSpec) -> bool:
     return there is not None and _places(there) == _places(spec)
 
 
+def use_seal(folder: Path | None) -> None:
+    """Lets own code come from the copies of a seal, in this process and in those that it starts; None: from the
+    originals again.
+
+    Raises:
+        SetupError: there is no seal in this folder.
+    """
+    former, before = os.environ.pop(SEALED, None), {copy: root for root, copy in _seal[1].get("roots", {}).items()}
+    if folder is not None:
+        os.environ[SEALED] = str(folder)
+        try:
+            seal()
+        except SetupError:
+            os.environ.pop(SEALED)
+            os.environ |= {SEALED: former} if former is not None else {}
+            raise
+    use_import_roots(*(before.get(root, root) for root in roots()))
+    sys.path[:] = dict.fromkeys(before.get(entry, entry) for entry in sys.path)
+
+
+def seal() -> dict[str, Any]:
+    """The content of `SEAL` for this process; {}: its launch is not sealed.
+
+    Raises:
+        SetupError: it cannot be read.
+    """
+    global _seal
+    folder = os.environ.get(SEALED, "")
+    if folder != _seal[0]:
+        content: dict[str, Any] = {}
+        if folder:
+            try:
+                content = json.loads(Path(folder, SEAL).read_text())
+                for section in ("roots", "configs"):
+                    content[section] = {name: os.path.join(folder, copy) for name, copy in content[section].items()}  # noqa: PTH118
+            except (OSError, ValueError, KeyError) as error:
+                message = f"{folder}: the code that was sealed for this launch cannot be read ({error})"
+                raise SetupError(f"{message}; submit it again") from error
+        _seal = folder, content
+    return _seal[1]
+
+
+def _put_copies_on_path(copies: Mapping[str, str]) -> None:
+    ours = str(Path(__file__).parents[1])
+    path = []
+    for entry in sys.path:
+        copy = copies.get(os.path.abspath(entry))  # noqa: PTH100 (of "" too)
+        path += [entry] if copy is None else [copy, entry] if os.path.abspath(entry) == ours else [copy]  # noqa: PTH100
+    sys.path[:] = dict.fromkeys(path)
+
+
+def original(path: str) -> str:
+    """The path of the original of a file or folder of sealed code; any other path as it is."""
+    for root, copy in seal().get("roots", {}).items():
+        if path == copy or path.startswith(f"{copy}{os.sep}"):
+            return f"{root.rstrip(os.sep)}{path[len(copy) :]}" or os.sep
+    return path
+
+
+def frozen(path: Path) -> Path:
+    """The copy of a config file that this process's launch has sealed; any other file as it is."""
+    copies: dict[str, str] = seal().get("configs", {})
+    return Path(copies.get(os.path.abspath(path), path))  # noqa: PTH100 (without `..`)
+
+
 def roots() -> list[str]:
     """The folders of the user's own code, the first to be looked through first."""
     return [root for root in _roots if root in sys.path]
+
+
+def original_roots() -> list[str]:
+    """The same folders; of sealed code the originals."""
+    return [*map(original, roots())]
 
 
 def is_own(file: str | None) -> bool:
@@ -143,7 +232,11 @@ def read_from(name: str, file: object) -> str:
 
 
 def short(file: str) -> str:
-    """A file as the user would write it: relative where it lies below the working directory."""
+    """A file as the user would write it: relative where it lies below the working directory. Of sealed code it is the
+    original, unless that was edited since."""
+    if (origin := original(file)) != file:
+        with contextlib.suppress(OSError):
+            file = origin if Path(origin).read_bytes() == Path(file).read_bytes() else file
     return os.path.relpath(file) if Path(file).is_relative_to(Path.cwd()) else file
 
 
@@ -235,5 +328,5 @@ def _import(
 
 
 sys.meta_path.insert(0, _Finder())
-_on_path += [root for root in _roots if root not in sys.path]
-sys.path += _on_path
+with contextlib.suppress(SetupError):  # raised again where a config is read
+    use_import_roots(*_roots)

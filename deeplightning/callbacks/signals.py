@@ -40,7 +40,7 @@ class Signals(pl.Callback):
 
     def __init__(self) -> None:
         self._job = job_here()
-        self._received = 0
+        self._received = self._batches = 0
         self._under_way = False
         self._before: dict[int, Callable[[int, FrameType | None], object] | int | None] = {}
         self._asked: torch.Tensor | None = None
@@ -71,12 +71,11 @@ class Signals(pl.Callback):
     def _interrupted(self, received: int, at_once: bool = False) -> Interrupted:
         """The error of a signal; where the job is to continue, rank 0 requeues it at the end."""
         number = signal.Signals(received)
-        if (
-            self._job is not None
-            and own_rank() == 0
-            and (number in AGAIN or (number == signal.SIGTERM and is_preempted(self._job)))
-        ):
-            requeue_at_exit(self._job)
+        if self._job is not None and own_rank() == 0:
+            if number in AGAIN:
+                requeue_at_exit(self._job, self._batches)
+            elif number == signal.SIGTERM and is_preempted(self._job):
+                requeue_at_exit(self._job, "preempted")
         return Interrupted(number.name, EXIT_CODES.get(number, EXIT_CODES[signal.SIGTERM]), at_once)
 
     def _look(self, trainer: pl.Trainer) -> None:
@@ -119,6 +118,7 @@ class Signals(pl.Callback):
         self._begin()
 
     def on_train_batch_end(self, trainer: pl.Trainer, *_: object) -> None:
+        self._batches += 1
         if not trainer.fit_loop.epoch_loop.batch_progress.is_last_batch:  # else the epoch is brought to its end
             self._look(trainer)
 

@@ -19,7 +19,7 @@ from deeplightning.config.source import Given, Source, compose
 from deeplightning.config.target import find_function
 from deeplightning.config.tree import Entry
 from deeplightning.faults import ConfigError, Fault, upwards
-from deeplightning.own_code import added_roots, roots, use_import_roots
+from deeplightning.own_code import added_roots, original_roots, use_import_roots
 
 
 def check(
@@ -114,7 +114,7 @@ def _examine(report: Report, source: Source, importing: bool) -> None:
     report.places = findings.places
     report.config = config = read_section(findings, Config, source.root, "", ())
     if config is not None:
-        config.secrets, config.notices, config.roots = source.secrets, source.notices or None, roots()
+        config.secrets, config.notices, config.roots = source.secrets, source.notices or None, original_roots()
         config.origins = source.origins or None
         contradictions(findings, config)
         findings.meanings = Meanings(importing and not source.faults)

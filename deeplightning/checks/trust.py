@@ -110,15 +110,16 @@ def note_launched(folder: str) -> None:
 
 def is_own(folder: RunFolder) -> bool:
     """Whether this user started the run on this machine, by the digest of its config as it is now."""
-    return _is_noted(folder.config)
+    return is_noted(folder.config)
 
 
 def is_own_code(folder: RunFolder) -> bool:
     """Whether this user started the run on this machine with the code that its folder holds now."""
-    return _is_noted(folder.config) and _is_noted(folder.code)
+    return is_noted(folder.config) and is_noted(folder.code)
 
 
-def _is_noted(file: Path) -> bool:
+def is_noted(file: Path) -> bool:
+    """Whether this user wrote a file, as it is now, on this machine: see `note_own`."""
     try:
         digest = _digest(file)
         if digest in _noted:

@@ -26,6 +26,7 @@ from deeplightning.config.secrets import Secrets
 from deeplightning.config.short_names import full_name
 from deeplightning.config.tree import Entry, KeyPath, dump, kind, nodes, parse
 from deeplightning.faults import ConfigError, Fault, Notice, nearest
+from deeplightning.own_code import frozen
 
 MAX_BYTES = 1_000_000  # of a file, and of all files that build on each other
 MAX_BASES = 50
@@ -49,6 +50,7 @@ class Source:
         origins: the SHA-256 of each file that was fetched, by its address.
         names: the files that the user named, as messages name them.
         has_bases: whether one of them builds on another file, options of groups aside.
+        files: all files that were read.
     """
 
     root: Entry
@@ -61,6 +63,7 @@ class Source:
     origins: dict[str, str] = field(default_factory=dict)
     names: list[str] = field(default_factory=list)
     has_bases: bool = False
+    files: list[Path] = field(default_factory=list)
 
     def changes(self) -> list[str]:
         """The dotted keys whose values differ from what the config builds on, `~key` for one that is removed: those of
@@ -175,7 +178,7 @@ def compose(path: str | Path | Given | None, overrides: list[str] | None = None)
             faults += error.faults
     files = sorted(reading.files, key=lambda found: (found.depth, found.order))
     folders = dict.fromkeys(file.folder for file in files if file.origin is None)
-    source = Source(root, list(folders), faults, reading.groups)
+    source = Source(root, list(folders), faults, reading.groups, files=[file.path for file in files])
     source.names = [GIVEN if file in given else _short(file) for file in tops]
     source.has_bases = any(file.depth and not file.group for file in files)
     source.origins = {file.origin[0]: file.origin[1] for file in files if file.origin is not None}
@@ -204,10 +207,11 @@ def located(path: str | Path) -> Path:
 
 @dataclass(frozen=True)
 class _File:
-    """A file that was read: the folder that names may come from, its bytes, how many files lead to it, and its place
-    among those of the same depth; the address and digest of one that was fetched, whose folder holds no code; the group
-    that it is an option of."""
+    """A file that was read: its path, the folder that names may come from, its bytes, how many files lead to it, and
+    its place among those of the same depth; the address and digest of one that was fetched, whose folder holds no code;
+    the group that it is an option of."""
 
+    path: Path
     folder: Path
     size: int
     depth: int
@@ -267,7 +271,7 @@ class _Reading:
         folder = root or _folder(path)
         address = addresses.address_of(path)
         origin = None if address is None else (address, addresses.digest_of(path))
-        self.files.append(_File(folder, len(text), len(trail), order, origin, inside))
+        self.files.append(_File(path, folder, len(text), len(trail), order, origin, inside))
         if sum(file.size for file in self.files) > MAX_BYTES:
             message = f"the files that build on each other have at most {MAX_BYTES // 1000} kB together"
             raise ConfigError(Fault(message, place=_short(path)))
@@ -382,7 +386,7 @@ def _base(name: str, path: Path, place: str) -> Path:
     if (address := addresses.address_of(path)) is not None:
         return addresses.fetch(beside(address, name), "_base_", place)
     file = folder / os.path.expanduser(name)  # noqa: PTH111  (Path's fails for an unknown ~user)
-    if not os.path.isfile(file):  # noqa: PTH113  (Path's fails for a name that is too long)
+    if not os.path.isfile(frozen(file)):  # noqa: PTH113  (Path's fails for a name that is too long)
         message = f"there is no file {_short(file)} to build on{packages.shipped_instead(name)}"
         raise ConfigError(Fault(message, "_base_", place))
     return file
@@ -413,7 +417,7 @@ def _text(path: Path) -> str:
     if os.path.exists(path) and not os.path.isfile(path):  # noqa: PTH110, PTH113
         raise ConfigError(Fault("this is a pipe or a device, not a YAML file", place=place))
     try:
-        with path.open("rb") as file:
+        with frozen(path).open("rb") as file:
             data = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
         near = sorted(p.name for p in path.parent.glob("*.y*ml"))[:8] if path.parent.is_dir() else []

@@ -7,7 +7,7 @@ from pathlib import Path
 from deeplightning.config.schema import Config
 from deeplightning.engine.gpus import show_gpus
 from deeplightning.engine.plan import address_of
-from deeplightning.own_code import ROOTS, add_import_roots, roots
+from deeplightning.own_code import ROOTS, add_import_roots, original_roots
 from deeplightning.process.decisions import hand_on
 
 
@@ -28,4 +28,4 @@ def apply_environment(cfg: Config) -> None:
     show_gpus(cfg.engine)
     hand_on("seed", cfg.seed)
     add_import_roots(*map(Path, cfg.roots or ()))
-    os.environ[ROOTS] = json.dumps(roots())
+    os.environ[ROOTS] = json.dumps(original_roots())

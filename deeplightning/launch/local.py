@@ -7,10 +7,13 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from deeplightning.config.source import compose
 from deeplightning.engine.plan import local_size
 from deeplightning.launch.backoff import Backoff
 from deeplightning.launch.job import Job, Start
+from deeplightning.launch.sealed import sealed_meanwhile
 from deeplightning.runfolder import RunFolder
+from deeplightning.tracking.environment import git_answers
 
 
 class Local:
@@ -19,6 +22,7 @@ class Local:
     When a process is killed, hangs, or can no longer be reached, the others end, and all are restarted, up to
     `engine.max_restarts` times: they resume in the same run, from its latest complete checkpoint. A fault of the
     config, the data or the code would happen again; it ends the run with its own exit code, and so does a signal.
+    Config and code are sealed at the start: an edit reaches no process.
 
     Of several machines it starts the processes of the one where the command is given, on each; a lost process is not
     started again there.
@@ -74,7 +78,8 @@ class Local:
             print(redact(line), file=sys.stderr, flush=True)
 
         command, size = _command(job), local_size(job.cfg.engine)
-        code, agent = attend(command, size, restarts, self.master_port or 0, self.backoff, tell)
+        with sealed_meanwhile(compose(job.config, [*job.overrides]).files, git_answers(redact)):
+            code, agent = attend(command, size, restarts, self.master_port or 0, self.backoff, tell)
         if code != 0 and agent.cause is not None:
             self._tell_end(job, agent, tell)
         if agent.run_folder is not None:

@@ -39,8 +39,10 @@ from deeplightning.launch.job import Job, Start
 from deeplightning.launch.ray_cluster import Connection, connect
 from deeplightning.launch.ray_workers import POLL, START, NoRoom, Worker, Workers
 from deeplightning.launch.storage import POOL
+from deeplightning.own_code import SEALED
 from deeplightning.process import failure, ranks
 from deeplightning.process.identity import ATTEMPT, LAUNCH
+from deeplightning.tracking.environment import git_answers
 
 GRACE = ranks.LATE + 2 * ranks.SOON  # seconds that the others have to end by themselves when one has failed
 MAKES_ROOM = 75  # as deeplightning.callbacks.pool has it, which imports torch
@@ -162,7 +164,7 @@ class _Launch:
             self.cfg = replace(self.cfg, engine=replace(self.cfg.engine, gpus=found or None))
         self.wanted = world_size(self.cfg.engine)
         bundle = {"CPU": settings.cpus_per_worker, **({"GPU": 1.0} if self.gpus else {})}
-        self.workers = Workers(cluster, bundle, *settings.bounds(self.wanted))
+        self.workers = Workers(cluster, bundle, *settings.bounds(self.wanted), git_answers(self.redact))
         self.name, self.starts, self.restarts = f"ray-{secrets.token_hex(6)}", 0, 0
         self.folder: str | None = None  # the run's, where rank 0 was
         self.newest: str | None = None
@@ -350,7 +352,8 @@ class _Launch:
         common |= {POOL: json.dumps({"launch": self.name, "storage": self._storage()})}
         common.setdefault("OMP_NUM_THREADS", str(max(1, int(self.settings.cpus_per_worker))))
         here, began = os.getcwd(), []  # noqa: PTH109
-        for number, (worker, roots) in enumerate(zip(self.workers.all, self.workers.send_code(), strict=True)):
+        sent = self.workers.send_code()
+        for number, (worker, (roots, sealed)) in enumerate(zip(self.workers.all, sent, strict=True)):
             rank = {"RANK": str(number), "LOCAL_RANK": str(number % local), "NODE_RANK": str(number // local)}
             if self.gpus:
                 beside = [w for w in self.workers.all if w.node == worker.node] if local > 1 else [worker]
@@ -359,7 +362,7 @@ class _Launch:
             if self.settings.working_dir is None and here not in worker.about["shared"]:
                 self._refuse_sharded_files(cfg)
             order = Order(cfg, roots, self.job.command[3:]).pack()
-            environment = {**common, **rank, **cfg.engine.env}
+            environment = {**common, **rank, SEALED: sealed, **cfg.engine.env}
             began.append(worker.agent.begin.remote(order, environment, folder, f"{self.name}-{self.starts}"))
         self.starts += 1
         try:

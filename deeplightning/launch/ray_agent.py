@@ -1,6 +1,6 @@
 """What runs on each worker of a cluster: starts one process of a run there, and passes on its output.
 
-Standard library only: it is imported where nothing is trained. Ray makes an actor of the class.
+It imports no torch: nothing is trained in its process. Ray makes an actor of the class.
 """
 
 from __future__ import annotations
@@ -20,20 +20,19 @@ import time
 import zipfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from io import BytesIO
 from pathlib import Path
 from typing import IO, Any
 
+from deeplightning.launch.sealed import PREFIX, seal
 from deeplightning.process import failure, shared_folder, supervisor
 from deeplightning.runfolder import RunFolder
+from deeplightning.tracking.code import Code
 from deeplightning.version import __version__
 
 LEFT = 1.0  # seconds for the output of a process to arrive after its end: its own children may hold the pipe open
-MAX_TEXT = 64_000  # bytes; what is larger is data
 
 _OF_OTHERS = ("RAY_", "DEEPLIGHTNING_", "SLURM_", "OMPI_", "PMI", "TORCHELASTIC_")
 _PLACES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "GROUP_RANK", "GROUP_WORLD_SIZE")
-_TEXTS = (".json", ".yaml", ".yml", ".toml", ".txt")
 
 
 @dataclass(frozen=True)
@@ -89,12 +88,16 @@ class Agent:
         python = platform.python_version()
         return {"host": socket.gethostname(), "version": __version__, "python": python, "port": port, "shared": shared}
 
-    def unpack(self, code: bytes) -> list[str]:
-        """Puts code here that comes as a zip of numbered folders; gives these, in order."""
-        self._unpacked = tempfile.TemporaryDirectory(prefix="deeplightning-code-")
-        with zipfile.ZipFile(BytesIO(code)) as archive:
-            archive.extractall(self._unpacked.name)
-        return sorted(map(str, Path(self._unpacked.name).iterdir()))
+    def unpack(self, code: Code, shared: Sequence[str], git: Mapping[str, str | None] | None = None) -> str:
+        """Puts the sealed code of a launch here; gives the folder of the seal.
+
+        Args:
+            shared: folders of the launching machine that are here too; see `about`.
+            git: see `deeplightning.launch.sealed.seal`.
+        """
+        self._unpacked = tempfile.TemporaryDirectory(prefix=PREFIX)
+        folder = Path(self._unpacked.name) / "seal"
+        return str(seal(folder, code=code, linked=shared, git=git))
 
     def begin(self, order: bytes, environment: Mapping[str, str], folder: str, meeting: str) -> str | None:
         """Starts the process.
@@ -189,36 +192,3 @@ class Agent:
     def make_room(self) -> None:
         """Notifies the process that more workers could take part; see `deeplightning.callbacks.pool`."""
         self._write(b"room")
-
-
-def pack(roots: Sequence[str]) -> bytes:
-    """The code that this process has imported from some folders, as `Agent.unpack` takes it: the modules beside those
-    that are imported, and whole packages, with small texts."""
-    wanted: dict[str, Path] = {}
-    for number, root in enumerate(map(Path, roots)):
-        for file in _imported_from(root):
-            inner = file.relative_to(root)
-            of = [file] if len(inner.parts) == 1 else sorted((root / inner.parts[0]).rglob("*"))
-            of += sorted(root.glob("*.py"))
-            for path in of:
-                is_code = path.suffix == ".py" or (path.suffix in _TEXTS and path.stat().st_size < MAX_TEXT)
-                if is_code and "__pycache__" not in path.parts and path.is_file():
-                    wanted[f"{number:03d}/{path.relative_to(root).as_posix()}"] = path
-    packed = BytesIO()
-    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
-        for number in range(len(roots)):
-            archive.writestr(f"{number:03d}/", "")
-        for name, path in wanted.items():
-            archive.write(path, name)
-    return packed.getvalue()
-
-
-def _imported_from(root: Path) -> list[Path]:
-    found = []
-    for module in list(sys.modules.values()):
-        name = getattr(module, "__dict__", {}).get("__file__")
-        if isinstance(name, str) and name.endswith(".py") and Path(name).is_relative_to(root):
-            inner = Path(name).relative_to(root)
-            if "site-packages" not in inner.parts and inner.parts[0] not in ("deeplightning", "serve"):
-                found.append(Path(name))
-    return found

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deeplightning.faults import Fault, SetupError
-from deeplightning.launch.ray_agent import Agent, Report, pack
+from deeplightning.launch.ray_agent import Agent, Report
 from deeplightning.launch.ray_cluster import Connection
-from deeplightning.own_code import INSTALLED, roots
+from deeplightning.launch.sealed import own_code_now
+from deeplightning.own_code import INSTALLED, original, roots
 from deeplightning.private.messages import Sentence, says
 from deeplightning.version import __version__
 
@@ -66,15 +67,25 @@ class Workers:
         bundle: what Ray reserves for each worker, by the name of the resource.
         lowest: with fewer there is no room.
         highest: the most.
+        git: for the seal of each, see `deeplightning.launch.sealed.seal`.
     """
 
-    def __init__(self, cluster: Connection, bundle: Mapping[str, float], lowest: int, highest: int):
+    def __init__(
+        self,
+        cluster: Connection,
+        bundle: Mapping[str, float],
+        lowest: int,
+        highest: int,
+        git: Mapping[str, str | None] | None = None,
+    ):
         import ray
 
         self.ray, self.cluster = ray, cluster
         self.bundle, self.lowest, self.highest = dict(bundle), lowest, highest
         self.all: list[Worker] = []
+        self.code, self.git = own_code_now(), git
         self._group: Any = None
+        self._sent: Any = None
 
     def __len__(self) -> int:
         return len(self.all)
@@ -101,21 +112,19 @@ class Workers:
         with contextlib.suppress(Exception):  # a cluster of a fixed size may refuse the request
             request_resources(bundles=[self.bundle] * self.highest)
 
-    def send_code(self) -> list[list[str]]:
-        """Sends each worker the code that it lacks.
+    def send_code(self) -> list[tuple[list[str], str]]:
+        """Sends each worker the code of this launch, as it was when this was made.
 
         Returns:
-            For each worker the folders that it imports from: those it shares with this machine, then its own.
+            For each worker the folders that it imports from, in this machine's names, and the folder of its seal.
         """
-        wanted, found = _roots(), []
-        packed: dict[tuple[str, ...], Any] = {}  # by the folders that a worker lacks
+        if self._sent is None:
+            self._sent = self.ray.put(self.code)
+        found = []
         for worker in self.all:
-            folders = [root for root in wanted if root in worker.about["shared"]]
-            if missing := tuple(root for root in wanted if root not in folders):
-                if missing not in packed:
-                    packed[missing] = self.ray.put(pack(missing))
-                folders += self.ray.get(worker.agent.unpack.remote(packed[missing]))
-            found.append(folders)
+            shared = worker.about["shared"]
+            folders = [root for root in _roots() if root in shared or root in self.code.roots]
+            found.append((folders, self.ray.get(worker.agent.unpack.remote(self._sent, shared, self.git))))
         return found
 
     def room_for_more(self) -> int:
@@ -215,7 +224,7 @@ def _roots() -> list[str]:
     """The folders that this process imports from, beside what is installed, absolute."""
     found: list[str] = []
     for entry in [*roots(), *sys.path]:
-        path = os.path.abspath(entry)  # noqa: PTH100
+        path = original(os.path.abspath(entry))  # noqa: PTH100
         if not f"{path}{os.sep}".startswith(INSTALLED) and os.path.isdir(path) and path not in found:  # noqa: PTH112
             found.append(path)
     return found

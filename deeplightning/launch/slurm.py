@@ -1,8 +1,8 @@
 """A run as a job of Slurm: submitted by submitit, and followed to its end; or sent back into the queue from inside.
 
-submitit writes the batch script and hands it to sbatch. What the tasks of the job run is `deeplightning train` with a
-frozen copy of the config, so that nothing pickled is run, and no task needs submitit. submitit is imported only where a
-job is submitted or planned.
+submitit writes the batch script and hands it to sbatch. What the tasks of the job run is `deeplightning train` with
+frozen copies of config and code, so that nothing pickled is run, and no task needs submitit. submitit is imported only
+where a job is submitted or planned.
 """
 
 from __future__ import annotations
@@ -27,11 +27,14 @@ from deeplightning.config.tree import dump
 from deeplightning.engine.plan import local_size
 from deeplightning.faults import ConfigError, Fault, RunError, SetupError
 from deeplightning.launch.job import Job, Start
-from deeplightning.own_code import ROOTS, roots
+from deeplightning.launch.sealed import seal
+from deeplightning.launch.slurm_script import AGAIN, after_tasks, seconds_of
+from deeplightning.own_code import ROOTS, SEALED, original_roots
 from deeplightning.process import failure
 from deeplightning.process.decisions import DECIDED
 from deeplightning.process.identity import LAUNCH, slurm_step
 from deeplightning.runfolder import make_private, permissions_of
+from deeplightning.tracking.environment import git_answers
 
 ANSWER = 60.0  # seconds that Slurm has for an answer
 SILENT = 600.0  # seconds without any answer after which a job is no longer followed
@@ -39,10 +42,7 @@ LOOK = 0.25  # seconds between two looks at what a job has written
 SELDOM = 15.0  # seconds at most between two questions about its state
 WARNING = 120  # seconds before the end of its time in which a job saves a checkpoint and goes back into the queue
 
-AGAIN = "DEEPLIGHTNING_REQUEUE"
-"""The variable that names a file: its being there tells the batch script, behind its tasks, to send the job back into
-the queue. A task in a container, say, cannot ask Slurm itself."""
-
+_SEAL = ".sealed"  # the folder of a job's code as it was submitted, see `deeplightning.tune.sealed.FOLDER`
 
 WAITS = {"PENDING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "RESV_DEL_HOLD", "SPECIAL_EXIT"}
 LIVES = WAITS | {"CONFIGURING", "RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"}
@@ -70,9 +70,11 @@ class Slurm:
             `apptainer exec image.sif python`.
         master_addr, master_port: where rank 0 listens; None: the job's first node, at a port derived from its number.
         warning: seconds before the end of `time` in which a checkpoint is to be saved.
+        max_requeues: how often at most the job goes back into the queue before the end of its `time`; None: as often as
+            it needs. It ends where it has trained no batch in three starts in a row: `time` is too short.
         name: of the job.
-        folder: for the config as it was submitted, the batch script and what the tasks write; one below it for each
-            job.
+        folder: for config and code as they were submitted, the batch script and what the tasks write; one below it
+            for each job.
     """
 
     def __init__(
@@ -94,6 +96,7 @@ class Slurm:
         master_addr: str | None = None,
         master_port: int | None = None,
         warning: int = WARNING,
+        max_requeues: int | None = None,
         name: str = "deeplightning",
         folder: str = "slurm",
     ):
@@ -102,6 +105,15 @@ class Slurm:
                 raise ValueError(f"{option} is {number}; a task needs at least 1")
         if master_port is not None and not 0 < master_port < 2**16:
             raise ValueError(f"master_port is {master_port}; a port is a number from 1 to 65535")
+        if max_requeues is not None and max_requeues < 0:
+            raise ValueError(f"max_requeues is {max_requeues}; it is a number of times, from 0 on, or null")
+        seconds = None if "signal" in (sbatch or {}) else seconds_of((sbatch or {}).get("time", time))
+        if seconds is not None and seconds <= warning:
+            raise ValueError(
+                f"time is {time}, {seconds} s, and {warning} s before its end the job saves and returns to the queue: "
+                "it would never train. Give more time, or a smaller warning"
+            )
+        self.max_requeues = max_requeues
         self.partition, self.time, self.mem, self.name, self.folder = partition, time, mem, name, Path(folder)
         self.cpus_per_task, self.gpus_per_node, self.tasks_per_node = cpus_per_task, gpus_per_node, tasks_per_node
         self.account, self.qos, self.constraint, self.warning = account, qos, constraint, warning
@@ -136,6 +148,7 @@ class Slurm:
             make_private(folder, folder.parent)
             with permissions_of(folder):
                 (folder / "config.yaml").write_text(_frozen(job))
+            seal(folder / _SEAL, git=git_answers(job.cfg.redact))
         except OSError as error:
             message = f"{folder}: the job's folder cannot be written: {error.strerror}"
             raise SetupError(Fault(message, "engine.launcher.params.folder")) from error
@@ -221,7 +234,7 @@ class Slurm:
             wckey=None,
             srun_args=["--open-mode=append", *cpus, *self.srun],
             setup=[*self._variables(job, folder), *self.setup],
-            teardown=_after(folder, engine.max_restarts),
+            teardown=after_tasks(folder, engine.max_restarts, self.max_requeues),
             additional_parameters={option: value for option, value in more.items() if value not in (None, False)},
         )
         return executor, executor.script
@@ -234,35 +247,9 @@ class Slurm:
             lines.append(f"export MASTER_ADDR={_quoted(self.master_addr)}")
         if self.master_port is not None:
             lines.append(f"export MASTER_PORT={self.master_port}")
-        lines.append(f"export {ROOTS}={_quoted(json.dumps(roots()))}")  # the copy of the config lies elsewhere
+        lines.append(f"export {ROOTS}={_quoted(json.dumps(original_roots()))}")  # the copy of the config lies elsewhere
+        lines.append(f"export {SEALED}={_quoted(folder / _SEAL)}")
         return lines
-
-
-def _after(folder: Path, restarts: int) -> list[str]:
-    """Lines of shell behind the tasks: what sends the job back into the queue where these could not, and its end."""
-    counter = _quoted(folder / "restarts")
-    lines = [
-        "code=$?",
-        "# asked for by a task, or killed by SIGUSR1 or SIGUSR2 before it could ask",
-        f'if [ -e "${AGAIN}" ] || [ $code = 138 ] || [ $code = 140 ]; then',
-        f'  rm -f "${AGAIN}"',
-        '  scontrol requeue "$SLURM_JOB_ID" && exit',
-        "fi",
-    ]
-    if restarts:
-        lines += [
-            "case $code in",
-            "130|143) ;;  # somebody ended them",
-            f"5|13[0-9]|14[0-9])  # a worker was lost; engine.max_restarts: {restarts}",
-            f"  lost=$(($(cat {counter} 2>/dev/null || echo 0) + 1))",
-            f"  if [ $lost -le {restarts} ]; then",
-            f"    echo $lost >{counter}",
-            f'    echo "a worker was lost (exit code $code); restart $lost of {restarts}" >&2',
-            '    scontrol requeue "$SLURM_JOB_ID" && exit',
-            "  fi ;;",
-            "esac",
-        ]
-    return [*lines, "exit $code"]
 
 
 def _frozen(job: Job) -> str:
@@ -481,24 +468,27 @@ def is_preempted(number: str) -> bool:
         return False
 
 
-def requeue_at_exit(number: str) -> None:
+def requeue_at_exit(number: str, done: int | str) -> None:
     """Has this process, as its very last act, send its job back into the queue, or have the batch script do so.
 
     It ends all of the job's processes. However often it is asked, that is done once.
+
+    Args:
+        done: since this start; see `AGAIN`.
     """
     global _job_to_requeue
     if _job_to_requeue is None:
-        atexit.register(_requeue, number)
+        atexit.register(_requeue, number, done)
     _job_to_requeue = number
 
 
 _job_to_requeue: str | None = None
 
 
-def _requeue(number: str) -> None:
+def _requeue(number: str, done: int | str) -> None:
     _say(f"job {number} returns to the queue and resumes when Slurm restarts it")
     if file := os.environ.get(AGAIN):
-        Path(file).touch()
+        Path(file).write_text(str(done))
         return
     code, words = _ask("scontrol", "requeue", number)
     if code != 0:

@@ -38,7 +38,7 @@ MAX_SEEN = 10_000
 MANIFEST = "manifest.json"
 _CHANGED = "program"  # the folder of what was changed in Deep Lightning itself
 _FORMAT = 1
-_TEXTS = (".json", ".yaml", ".yml", ".toml", ".ini", ".cfg", ".txt")
+TEXTS = (".json", ".yaml", ".yml", ".toml", ".ini", ".cfg", ".txt")
 _PRIVATE = re.compile(r"(?i)secret|credential|password|token(?!iz)|\.env|\.pem|\.key|netrc|htpasswd")
 _NO_CODE = ("__pycache__", "node_modules", "site-packages", "mlruns")
 _IMPORT = re.compile(rb"^[ \t]*(?:from[ \t]+([^\W\d]\w*)[\w.]*[ \t]+import\b|import[ \t]+([^#;\n]+))", re.MULTILINE)
@@ -110,24 +110,30 @@ def collect(
     redact: Callable[[str], str] = str,
     before: Code | None = None,
     modules: Mapping[str, object] | None = None,
+    verbatim: bool = False,
 ) -> Code:
-    """The code of this process's run.
+    """The code of this process's run. Of a sealed launch it is the sealed code, under the paths of the original.
 
     Args:
         redact: takes values that came from the environment out of a text.
         before: what was collected earlier in the run; its files are kept as they were then.
         modules: what is imported, by name; None: by this process.
+        verbatim: with its secrets, and with all sources in the import roots, to be run as it is.
     """
-    found = _Collector(redact, before or Code(), sys.modules if modules is None else modules)
+    found = _Collector(redact, before or Code(), sys.modules if modules is None else modules, verbatim)
     found.collect()
+    if verbatim:
+        found.keep_beside()
     return found.code()
 
 
 class _Collector:
     """Gathers files by their root and path."""
 
-    def __init__(self, redact: Callable[[str], str], before: Code, modules: Mapping[str, object]):
-        self.redact, self.modules = redact, modules
+    def __init__(
+        self, redact: Callable[[str], str], before: Code, modules: Mapping[str, object], verbatim: bool = False
+    ):
+        self.redact, self.modules, self.verbatim = redact, modules, verbatim
         self.path = list(dict.fromkeys(os.path.abspath(entry) for entry in sys.path))  # noqa: PTH100 (of `.` too)
         self.installed = (*(*own_code.INSTALLED, *own_code.OURS), *_installed_into(self.path))
         self.left_out, self.concealed = dict(before.left_out), list(before.concealed)
@@ -153,6 +159,15 @@ class _Collector:
             for top in _imported_by(self.unread.pop()) - asked:
                 asked.add(top)
                 self.follow(top)
+
+    def keep_beside(self) -> None:
+        """Keeps the sources in the import roots: one may be imported later, by a name that is computed."""
+        copies = own_code.seal().get("roots", {})
+        for root in dict.fromkeys([*own_code.original_roots(), *(root for root, _ in self.files)]):
+            folder = copies.get(root, root)
+            for file in sorted(Path(folder).glob("*.py")):
+                if file.is_file() and not file.name.startswith("."):
+                    self.keep(folder, str(file))
 
     def is_foreign(self, module: object) -> bool:
         """Whether a module is installed or built in, with all that is in it; a package of several folders is not."""
@@ -211,7 +226,7 @@ class _Collector:
         for entry in self.below(folder):
             if entry.name.endswith(".py"):
                 self.keep(root, entry.path)
-            elif entry.name.endswith(_TEXTS) and not _PRIVATE.search(entry.name):
+            elif entry.name.endswith(TEXTS) and not _PRIVATE.search(entry.name):
                 self.keep(root, entry.path, MAX_TEXT)
 
     def below(self, folder: str) -> Iterator[os.DirEntry[str]]:
@@ -222,12 +237,15 @@ class _Collector:
                 for entry in found:
                     self.seen += 1
                     if self.seen > MAX_SEEN:
-                        self.left_out[folder] = f"more than {MAX_SEEN:,} files and folders in its packages"
+                        self.left_out[own_code.original(folder)] = (
+                            f"more than {MAX_SEEN:,} files and folders in its packages"
+                        )
                         break
-                    if not entry.name.startswith(".") and entry.name not in _NO_CODE:
+                    is_code = not entry.name.startswith(".") and entry.name not in _NO_CODE
+                    if is_code and not os.path.exists(os.path.join(entry.path, own_code.SEAL)):  # noqa: PTH110, PTH118
                         entries.append(entry)
         except OSError as error:
-            self.left_out[folder] = error.strerror or str(error)
+            self.left_out[own_code.original(folder)] = error.strerror or str(error)
             return
         for entry in sorted(entries, key=lambda entry: entry.name):
             if entry.is_dir(follow_symlinks=False):
@@ -239,23 +257,25 @@ class _Collector:
     def keep(self, root: str, file: str, most: int | None = None) -> None:
         most = MAX_FILE if most is None else most
         path = os.path.relpath(file, root).replace(os.sep, "/")
+        root, named = own_code.original(root), own_code.original(file)
         if (root, path) in self.files:
             return
         try:
             with open(file, "rb") as opened:  # noqa: PTH123
                 content = opened.read(most + 1)
         except OSError as error:
-            self.left_out[file] = error.strerror or str(error)
+            self.left_out[named] = error.strerror or str(error)
             return
         if len(content) > most:
-            self.left_out[file] = f"larger than {most:,} bytes"
+            self.left_out[named] = f"larger than {most:,} bytes"
             return
         if len(self.files) >= MAX_FILES or self.bytes + len(content) > MAX_BYTES:
-            self.left_out[file] = f"more than {MAX_FILES:,} files or {MAX_BYTES:,} bytes of code"
+            self.left_out[named] = f"more than {MAX_FILES:,} files or {MAX_BYTES:,} bytes of code"
             return
         if path.endswith(".py"):
             self.unread.append(content)
-        content = self.without_secrets(path, content)
+        if not self.verbatim:
+            content = self.without_secrets(path, content)
         self.files[root, path] = content
         self.bytes += len(content)
 
@@ -265,7 +285,8 @@ class _Collector:
         return clean
 
     def code(self) -> Code:
-        order = {root: number for number, root in reversed([*enumerate([*own_code.roots(), *self.path])])}
+        found = map(own_code.original, [*own_code.roots(), *self.path])
+        order = {root: number for number, root in reversed([*enumerate(found)])}
         roots = sorted({root for root, _ in self.files}, key=lambda root: (order.get(root, len(order)), root))
         with suppress(OSError):
             here = str(Path.cwd())
@@ -289,8 +310,10 @@ def _installed_into(path: Iterable[str]) -> list[str]:
     directory is not listed: it may be large.
     """
     given = {os.path.abspath(folder) for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder}  # noqa: PTH100
+    copies = own_code.seal().get("roots", {})
+    given = {copies.get(folder, folder) for folder in given - {os.getcwd()}}  # noqa: PTH109
     found = []
-    for folder in given.intersection(path) - {os.getcwd()}:  # noqa: PTH109
+    for folder in given.intersection(path):
         for record in Path(folder).glob("*.dist-info/RECORD"):
             with suppress(OSError, UnicodeError):
                 tops = {line.partition(",")[0].partition("/")[0] for line in record.read_text("utf-8").splitlines()}

@@ -4,6 +4,7 @@ Environment variables are not read into it, since they hold secrets, but for som
 """
 
 import importlib.metadata
+import json
 import os
 import platform
 import shlex
@@ -18,6 +19,7 @@ from typing import Any
 
 from deeplightning.config.secret_scan import conceal_diff
 from deeplightning.faults import SetupError
+from deeplightning.own_code import SEALED
 from deeplightning.process.identity import identity
 from deeplightning.tracking.git import SECONDS, run_git
 
@@ -48,6 +50,11 @@ VARIABLES = [
     *("MKL_CBWR", "ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "KMP_AFFINITY"),
 ]
 """Environment variables that decide how many compute, in what order, and how numbers are rounded."""
+
+GIT = "git.json"
+"""The file in the folder of a sealed launch with what git printed when it was submitted."""
+
+Ask = Callable[..., str | None]
 
 REPRODUCES = "DEEPLIGHTNING_REPRODUCES"
 """The variable that names the run which this one makes again; the tag `reproduces` of this one."""
@@ -89,19 +96,43 @@ def _launch() -> str | None:
     return found.launch if found else None
 
 
-def git_diff(redact: Callable[[str], str] = str) -> str | None:
+def git_answers(redact: Callable[[str], str]) -> dict[str, str | None]:
+    """What git answers to the questions of `git_diff` and `git_state`, by its arguments, without secrets."""
+    answers: dict[str, str | None] = {}
+
+    def ask(*arguments: str, limit: int | None = None) -> str | None:
+        answer = _ask_sealed(*arguments, limit=limit)
+        answers[shlex.join(arguments)] = None if answer is None else conceal_diff(redact(answer))
+        return answer
+
+    git_diff(ask=ask)
+    git_state(ask)
+    return answers
+
+
+def _ask_sealed(*arguments: str, limit: int | None = None) -> str | None:
+    """What git printed when this launch was sealed; without a seal, what it prints now."""
+    try:
+        answers = json.loads(Path(os.environ[SEALED], GIT).read_text())
+    except (KeyError, OSError, ValueError):
+        return ask_git(*arguments, limit=limit)
+    answer: str | None = answers.get(shlex.join(arguments))
+    return answer
+
+
+def git_diff(redact: Callable[[str], str] = str, ask: Ask = _ask_sealed) -> str | None:
     """What the repository has beyond its last commit: the diff, then the untracked files by name.
 
     The repository is the working directory's; where that is in none, the one that this code runs from.
 
     None where there is nothing to tell: no git, no repository, or a clean one. At most 2 MB of the diff are kept.
     """
-    status = ask_git("status", "--porcelain", "-z", "--untracked-files=normal")
+    status = ask("status", "--porcelain", "-z", "--untracked-files=normal")
     if not status:
         return None
-    has_commit = ask_git("rev-parse", "--verify", "--quiet", "HEAD") is not None
+    has_commit = ask("rev-parse", "--verify", "--quiet", "HEAD") is not None
     arguments = ("HEAD",) if has_commit else ("--cached",)
-    diff = ask_git("diff", "--no-ext-diff", "--no-textconv", "--no-color", *arguments, limit=MAX_DIFF + 1)
+    diff = ask("diff", "--no-ext-diff", "--no-textconv", "--no-color", *arguments, limit=MAX_DIFF + 1)
     parts = ["# The diff could not be read.\n"] if diff is None else [diff[:MAX_DIFF]]
     if diff is not None and len(diff) > MAX_DIFF:
         parts.append(f"\n# Cut here, after {MAX_DIFF} bytes.\n")
@@ -112,9 +143,9 @@ def git_diff(redact: Callable[[str], str] = str) -> str | None:
     return conceal_diff(redact("".join(parts)))
 
 
-def git_state() -> dict[str, Any] | None:
+def git_state(ask: Ask = _ask_sealed) -> dict[str, Any] | None:
     """Commit, branch (None: detached) and dirtiness of the repository that `git_diff` speaks of; None without one."""
-    status = ask_git("status", "--porcelain=v2", "--branch", "--untracked-files=normal")
+    status = ask("status", "--porcelain=v2", "--branch", "--untracked-files=normal")
     if status is None:
         return None
     lines = status.splitlines()

@@ -15,8 +15,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from deeplightning.config.schema import Config
-from deeplightning.faults import UserError
 from deeplightning.config.tree import line
+from deeplightning.faults import UserError
 from deeplightning.tracking.attach import attach
 from deeplightning.tracking.build import experiment_of
 from deeplightning.tracking.context import run_tags

@@ -1,7 +1,8 @@
 """`deeplightning train CONFIG key=a,b --multirun`: a run for each point of a grid, and one table of their results.
 
 No study and no Optuna: a point's file says how its run ended, and the same command continues with those that have not
-finished. A point is known by the digest of its whole config, so that a larger grid runs its new points only.
+finished. A point is known by the digest of its whole config, so that a larger grid runs its new points only. All points
+of one command run with the code of its start.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from deeplightning.reproduce.groups import RUNS
 from deeplightning.reproduce.past import PastRun
 from deeplightning.runfolder import RunFolder, make_private, permissions_of, write_whole
 from deeplightning.tracking.parent import Parent, Stopped
+from deeplightning.tune.sealed import SearchCode, code_of_grid
 from deeplightning.tune.search import newest_checkpoint
 from deeplightning.tune.sweep import points
 from deeplightning.tune.unchanged import own_code
@@ -93,7 +95,7 @@ def multirun(path: Path, overrides: Sequence[str], train: Train, jobs: int = 1) 
 
     Raises:
         ConfigError: an override cannot be read, or a point's config is wrong.
-        SetupError: another process is at this grid.
+        SetupError: another process is at this grid, or its code cannot be sealed.
         RunError: runs failed.
         Stopped: a signal asked for the end.
     """
@@ -101,14 +103,15 @@ def multirun(path: Path, overrides: Sequence[str], train: Train, jobs: int = 1) 
         message = f"{here.by} has started this as one of {here.world} processes; --multirun is one process, which "
         raise SetupError(f"{message}starts those of its runs itself")
     keys, grid = points(overrides)
-    cfg = load_config(path, grid[0])
-    _check(path, grid, keys)
-    if cfg.train.seeds is not None and cfg.train.seeds > 1:
-        message = f"is {cfg.train.seeds}, and --multirun starts one run for each combination: give `seed=range("
-        message += f"{cfg.train.seeds})` and `train.seeds=null`, or leave --multirun out"
-        raise ConfigError(Fault(message, "train.seeds", found=str(cfg.train.seeds)))
-    apply_environment(cfg)
-    return Grid(cfg, path, keys, grid, train, jobs).run()
+    with contextlib.closing(code_of_grid(path, grid[0])) as code:
+        cfg = load_config(path, grid[0])
+        _check(path, grid, keys)
+        if cfg.train.seeds is not None and cfg.train.seeds > 1:
+            message = f"is {cfg.train.seeds}, and --multirun starts one run for each combination: give `seed=range("
+            message += f"{cfg.train.seeds})` and `train.seeds=null`, or leave --multirun out"
+            raise ConfigError(Fault(message, "train.seeds", found=str(cfg.train.seeds)))
+        apply_environment(cfg)
+        return Grid(cfg, path, keys, grid, train, jobs, code).run()
 
 
 def _check(path: Path, grid: Sequence[list[str]], keys: Sequence[str]) -> None:
@@ -147,6 +150,7 @@ class Grid:
         grid: Sequence[list[str]],
         train: Train,
         jobs: int,
+        seal: SearchCode,
         parent: Parent | None = None,
     ):
         from deeplightning.callbacks.console import one_line_warnings, to_terminal
@@ -158,7 +162,7 @@ class Grid:
         self.home = self.parent.home
         self.line = Line("127.0.0.1" if cfg.engine.launcher is None else own_address())
         self.workers = Forked(train, self.line)
-        self.code = own_code()
+        self.code, self.seal = own_code(), seal
         self.points = [self._point(words) for words in grid]
         self._began: dict[int, float] = {}
 
@@ -182,6 +186,7 @@ class Grid:
                 ) from error
             if hold is None:
                 raise SetupError(f"another process is at these runs, in {self.home}; wait for it, or end it")
+            self.seal.drop_others()
             try:
                 self._open()
                 try:

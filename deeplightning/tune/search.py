@@ -1,6 +1,6 @@
 """The loop of a search: trials are drawn, run, judged on the way, and what was found is written down.
 
-All that a search needs to resume is in its study's file; the same command resumes it.
+All that a search needs to resume is in its study's file and its seal; the same command resumes it.
 """
 
 from __future__ import annotations
@@ -27,11 +27,13 @@ from deeplightning.config.target import import_again, is_installed
 from deeplightning.config.tree import as_written, dump, line
 from deeplightning.faults import CheckpointError, ConfigError, Fault, RunError, SetupError, UserError, count
 from deeplightning.launch.environment import apply_environment
+from deeplightning.launch.sealed import is_intact
 from deeplightning.process.decisions import DECIDED
 from deeplightning.process.identity import identity
 from deeplightning.runfolder import Hold, RunFolder, make_private, permissions_of, write_whole
 from deeplightning.tracking.parent import Parent, Stopped
-from deeplightning.tune.unchanged import changed_code, changed_settings, own_code
+from deeplightning.tune.sealed import FOLDER, SearchCode, code_of_search
+from deeplightning.tune.unchanged import changed_settings, own_code
 from deeplightning.tune.worker import Forked, Line, Train, own_address
 
 if TYPE_CHECKING:
@@ -53,7 +55,8 @@ def search(path: Path, overrides: Sequence[str], train: Train) -> Path:
         The folder of what was found: `best.yaml`, `trials.csv`, pictures.
 
     Raises:
-        ConfigError: the config is wrong, has no search, or is not that of the search that is resumed.
+        ConfigError: the config is wrong, has no search, or is not that of the search that is resumed; or the code of
+            that is neither sealed nor as it was.
         SetupError: Optuna is not installed, another process is at this search, or a trial could not be run here.
         RunError: no trial finished.
         Stopped: a signal asked for the end.
@@ -65,25 +68,28 @@ def search(path: Path, overrides: Sequence[str], train: Train) -> Path:
             f"{here.by} has started this as one of {here.world} processes; a search is one process, which starts "
             "those of its trials itself: give `deeplightning tune` by itself"
         )
-    cfg = load_config(path, list(overrides))
-    apply_environment(cfg)
-    if cfg.tune is None:
-        hint = "for example tune: {metric: val_acc, mode: max, space: {model.optimizer.params.lr: {log_uniform: …}}}"
-        raise ConfigError(Fault(f"there is no search in this config: {hint}", "tune", str(path)))
-    with _Search(cfg, path, overrides, train) as found:
-        return found.run()
+    with contextlib.closing(code_of_search(path, overrides)) as code:
+        cfg = load_config(path, list(overrides))
+        apply_environment(cfg)
+        if cfg.tune is None:
+            hint = (
+                "for example tune: {metric: val_acc, mode: max, space: {model.optimizer.params.lr: {log_uniform: …}}}"
+            )
+            raise ConfigError(Fault(f"there is no search in this config: {hint}", "tune", str(path)))
+        with _Search(cfg, path, overrides, train, code) as found:
+            return found.run()
 
 
 class _Search:
     """One search in this process, from its start or from where it was."""
 
-    def __init__(self, cfg: Config, path: Path, overrides: Sequence[str], train: Train):
+    def __init__(self, cfg: Config, path: Path, overrides: Sequence[str], train: Train, code: SearchCode):
         from deeplightning.callbacks.console import one_line_warnings, to_terminal
 
         assert cfg.tune is not None
         to_terminal(cfg)
         one_line_warnings()
-        self.cfg, self.path, self.overrides, self.train = cfg, path, overrides, train
+        self.cfg, self.path, self.overrides, self.train, self.code = cfg, path, overrides, train, code
         self.tune = cfg.tune
         self.name = self.tune.name or path.stem
         self.space: list[Dimension] = space_of(self.tune.space)
@@ -118,6 +124,8 @@ class _Search:
     def _run(self) -> Path:
         self._open()
         log.info("%-10s %s", "search", self._words())
+        for notice in self.code.notices:
+            log.warning("%-10s %s", "code", notice)
         with self.workers.passing_signals_on():
             try:
                 with self._database_errors():
@@ -171,6 +179,7 @@ class _Search:
                 "config": self._frozen(),
                 "settings": dump(self.cfg.public()),
                 "code": own_code(),
+                "sealed": self.code.name,
             }
             with self._database_errors():
                 assert self.tune.mode is not None, "load_config decides it"
@@ -181,13 +190,26 @@ class _Search:
         self.config = self.home / "search.yaml"
         write_whole(self.config, notes["config"])
         self._compare(yaml.safe_load(notes["settings"]))
-        self._refuse(changed_code(notes["code"], self.name))
+        self._take_code(notes.get("sealed"))
         run_id = notes.get("run") or (None if is_new else self.parent.known(self.sign).get(None))
         opened = self.parent.open(run_id, self.sign)
         if opened != notes.get("run"):
             self.study.note("run", opened)
         if self.parent.folder != self.home:
             write_whole(self.parent.folder / "search.yaml", notes["config"])
+
+    def _take_code(self, noted: str | None) -> None:
+        """Notes which code the search has.
+
+        Raises:
+            SetupError: another process began the search meanwhile, with code that it sealed itself.
+        """
+        if noted not in (None, self.code.name) and is_intact(self.home / FOLDER / str(noted)):
+            raise SetupError(f"another process has begun the search {self.name} meanwhile; give the command again")
+        if noted != self.code.name:
+            self.study.note("sealed", self.code.name)
+        self.code.kept = True
+        self.code.drop_others()
 
     def _study(self) -> Any:
         from deeplightning.tune.study import Study
@@ -291,8 +313,6 @@ class _Search:
         more = self._resuming(number, children)
         file = self.home / "trials" / f"trial-{number}.yaml"
         write_whole(file, self._trial_config(point, self.parent.overrides(f"trial-{number}"), is_trial=True))
-        if self._spawns():
-            self._refuse(changed_code(self.study.notes["code"], self.name))
         environment: dict[str, str | None] = {
             TRIAL: self.line.address_for(number, self.tune.metric),
             DECIDED: None,
@@ -308,11 +328,6 @@ class _Search:
         self.study.let_go()
         self.parent.let_go()
         self.workers.start(number, [str(file), *more], file.with_suffix(".log"), environment)
-
-    def _spawns(self) -> bool:
-        """Whether a trial starts processes that import everything anew."""
-        engine = self.cfg.engine
-        return engine.processes > 1 or engine.num_nodes > 1 or engine.gpus is not None or engine.launcher is not None
 
     def _resuming(self, number: int, children: Mapping[int | None, str]) -> list[str]:
         """Overrides with which a trial that was under way resumes in its run; one that left no checkpoint begins anew,

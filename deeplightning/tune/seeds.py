@@ -30,11 +30,11 @@ from deeplightning.reproduce.groups import Group, Member
 from deeplightning.reproduce.past import PastRun
 from deeplightning.runfolder import RunFolder, write_whole
 from deeplightning.tracking.names import clean
+from deeplightning.tracking.parent import Parent, Stopped
 from deeplightning.tracking.tracker import Point
 from deeplightning.tune import multirun
 from deeplightning.tune.multirun import FINISHED, UNDERWAY, Grid
-from deeplightning.tracking.parent import Parent
-from deeplightning.tracking.parent import Stopped
+from deeplightning.tune.sealed import code_of_grid
 from deeplightning.tune.unchanged import own_code
 from deeplightning.tune.worker import Train
 
@@ -78,7 +78,9 @@ def train_seeds(cfg: Config, path: Path, overrides: Sequence[str], train: Train,
         message = f"counts from seed={first} to {last}, and the largest seed is {LARGEST_SEED}"
         raise ConfigError(Fault(message, "train.seeds", found=str(cfg.train.seeds)))
     apply_environment(cfg)
-    return Seeds(cfg, path, overrides, range(first, last + 1), train, jobs).run()
+    group = Seeds(cfg, path, overrides, range(first, last + 1), train, jobs)
+    with contextlib.closing(group.seal):
+        return group.run()
 
 
 class Seeds(Grid):
@@ -98,7 +100,7 @@ class Seeds(Grid):
         parent = Parent(cfg, str(given) if given else f"{stem}-{digest}", "seeds", f"-{digest}" if given else "")
         self.sign = f"seeds-{digest}"
         grid = [[*overrides, "train.seeds=null", f"seed={seed}"] for seed in seeds]
-        super().__init__(cfg, path, ["seed"], grid, train, jobs, parent)
+        super().__init__(cfg, path, ["seed"], grid, train, jobs, code_of_grid(path, grid[0], parent), parent)
 
     @property
     def folder(self) -> Path:

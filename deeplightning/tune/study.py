@@ -50,6 +50,16 @@ def begin(database: Path, mode: str, notes: dict[str, Any]) -> None:
     beside.replace(database)
 
 
+def notes_of(database: Path) -> dict[str, Any]:
+    """What `begin` and `Study.note` have written into a file."""
+    storage = _storage(database)
+    try:
+        notes: dict[str, Any] = optuna.load_study(study_name=NAME, storage=storage).user_attrs
+        return notes
+    finally:
+        storage.engine.dispose()
+
+
 def _direction(mode: str) -> StudyDirection:
     return StudyDirection.MAXIMIZE if mode == "max" else StudyDirection.MINIMIZE
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from deeplightning.config.tree import line
 from deeplightning.faults import Fault
-from deeplightning.own_code import is_theirs
+from deeplightning.own_code import is_theirs, original
 
 FREE = ("tune.num_trials", "tune.parallel", "tune.sampler", "tune.pruner", "tune.name", "seed", "serve")
 """Sections and keys in which a resumed search may differ from how it began."""
@@ -42,7 +42,7 @@ def changed_settings(before: Mapping[str, object], now: Mapping[str, object], na
 
 
 def changed_code(before: Mapping[str, str], name: str) -> list[Fault]:
-    """The files of own code that are not those with which a search began.
+    """The files of own code that are not those with which a search began whose code was not sealed, or is gone.
 
     Args:
         before: digests by path.
@@ -63,14 +63,15 @@ def changed_code(before: Mapping[str, str], name: str) -> list[Fault]:
 
 
 def own_code() -> dict[str, str]:
-    """The files of modules that are neither installed nor ours, and their digests."""
+    """The files of modules that are neither installed nor ours, and their digests; of sealed code under the names of
+    the originals."""
     found = {}
     for name, module in list(sys.modules.items()):
         file = getattr(module, "__file__", None)
         if not file or name == "__main__" or not is_theirs(file) or not file.endswith(".py"):
             continue
         if digest := _digest(Path(file)):
-            found[str(Path(file).absolute())] = digest
+            found[original(str(Path(file).absolute()))] = digest
     return found
 
 

@@ -21,6 +21,7 @@ code=$?
 
 if [ -e "$DEEPLIGHTNING_REQUEUE" ] || [ $code = 138 ] || [ $code = 140 ]; then
     rm -f "$DEEPLIGHTNING_REQUEUE"
-    scontrol requeue "$SLURM_JOB_ID" && exit
+    # at most 100 times: a start that takes longer than the time would never come to an end
+    [ "${SLURM_RESTART_COUNT:-0}" -lt 100 ] && scontrol requeue "$SLURM_JOB_ID" && exit
 fi
 exit $code

@@ -146,3 +146,34 @@ def test_a_failed_run_is_named_and_the_others_finish(command, tiny, place):
     assert "1 of 2 runs failed: " in outcome.err
     assert [row["state"] for row in rows(outcome)] == ["failed", "finished"]
     assert "2 runs, 1 of them finished before" in command(*words, cwd=place).out
+
+
+def test_an_edit_does_not_reach_the_runs_that_follow(command, tiny, tmp_path):
+    """A module that the first run edits is imported by the second as it was when the command began; the seal is
+    removed at the end."""
+    (tmp_path / "spoils.py").write_text(SPOILS)
+    (tmp_path / "lately.py").write_text("VALUE = 1\n")
+    outcome = command(
+        *("train", tiny, "train.callbacks=[{type: spoils.Spoils}]", "logger.params.tracking_uri=mlruns"),
+        *("seed=1,2", "--multirun"),
+        cwd=tmp_path,
+    )
+    assert outcome.code == 0, outcome
+    assert (tmp_path / "lately.py").read_text() == "VALUE = 2\n"
+    assert [row["state"] for row in rows(outcome)] == ["finished"] * 2
+    assert not [*outcome.folder.glob(".sealed/*")]
+
+
+SPOILS = """\
+import pathlib
+
+import pytorch_lightning as pl
+
+
+class Spoils(pl.Callback):
+    def on_train_start(self, trainer, module):
+        import lately
+
+        assert lately.VALUE == 1
+        pathlib.Path("lately.py").write_text("VALUE = 2\\n")
+"""

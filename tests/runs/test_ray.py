@@ -26,6 +26,8 @@ from deeplightning.engine.plan import sized
 from deeplightning.faults import CheckpointError, SetupError
 from deeplightning.launch import ray_cluster
 from deeplightning.launch.storage import CARD, Storage
+from deeplightning.own_code import SEAL
+from deeplightning.tracking.code import Code, read_code
 
 LAUNCHER = "engine.launcher={type: deeplightning.launch.Ray, params: {address: ADDRESS, MORE}}"
 SMALL = "init: {object_store_memory: 80_000_000}"
@@ -50,10 +52,11 @@ class Notes(pl.Callback):
     """Notes each epoch in its first batch, and with how many workers; in the third of some it does what it is told.
 
     `dies` is {epoch: rank}: that rank kills itself there, once. `waits` is a list of epochs: rank 0 waits there until
-    the file `go-EPOCH` is in the folder.
+    the file `go-EPOCH` is in the folder. With `edits` it spoils this code before it dies.
     """
 
-    def __init__(self, folder, dies={}, waits=()):
+    def __init__(self, folder, dies={}, waits=(), edits=False):
+        self.edits = edits
         self.folder, self.dies, self.waits = pathlib.Path(folder), {int(k): v for k, v in dies.items()}, waits
 
     def on_train_batch_start(self, trainer, module, batch, batch_idx):
@@ -65,6 +68,8 @@ class Notes(pl.Callback):
             return
         if self.dies.get(epoch) == trainer.global_rank and not mark.exists():
             mark.touch()
+            if self.edits:
+                pathlib.Path("notes_of.py").write_text("this was edited\\n")
             os.kill(os.getpid(), signal.SIGKILL)
         if epoch in self.waits and trainer.is_global_zero:
             print(f"waits in epoch {epoch}, process {os.getpid()}", flush=True)
@@ -400,10 +405,11 @@ def test_a_storage_leads_out_of_no_folder_and_says_what_is_wrong(tmp_path):
 @needs_ray
 @pytest.mark.slow
 def test_a_killed_worker_leaves_no_trace_in_the_weights(command, job, tiny, work, tracked, tmp_path, cluster):
-    """One of two workers is killed by SIGKILL in the middle of an epoch: all start again, once, from the newest
-    checkpoint, which is of the middle as well; the same run ends FINISHED with the weights of an undisturbed one."""
+    """One of two workers is killed by SIGKILL in the middle of an epoch, after the code was edited: all start again,
+    once, with the code of the first start, from the newest checkpoint, which is of the middle as well; the same run
+    ends FINISHED with the weights of an undisturbed one."""
     checkpoint = "train.checkpoint={every_n_epochs: 1, every_n_steps: 2}"
-    arguments = ["train.num_epochs=3", checkpoint, "engine.processes=2", notes(tmp_path, dies={1: 1})]
+    arguments = ["train.num_epochs=3", checkpoint, "engine.processes=2", notes(tmp_path, dies={1: 1}, edits=True)]
     ray = on(f"'{cluster.address}'")
     done = command("train", tiny, ray, "engine.max_restarts=1", *arguments, cwd=work, **ALONE)
     assert done.code == 0, done
@@ -413,6 +419,8 @@ def test_a_killed_worker_leaves_no_trace_in_the_weights(command, job, tiny, work
     assert "(step 6, epoch 2)" in done.out, done
     assert tracked(done.folder).status == "FINISHED"
     assert digest(done.folder / "last.ckpt") == digest(job("train.num_epochs=3", checkpoint).folder / "last.ckpt")
+    assert (work / "notes_of.py").read_text() == "this was edited\n"
+    assert read_code(done.folder / "code.zip").names() == {"notes_of.py": OWN.encode()}
 
 
 @needs_ray
@@ -580,47 +588,50 @@ def test_what_listens_and_is_no_ray_is_told(command, tiny, work):
 
 
 @needs_ray
-def test_each_worker_gets_the_code_that_it_lacks(monkeypatch):
-    """Workers that lack different folders get different archives; those that lack the same folders share one."""
+def test_each_worker_gets_the_code_once_sealed(monkeypatch):
+    """All workers get the code of the launch as it was when that began, also when they start again; each imports from
+    the folders that it shares with this machine, and from those whose code was sent."""
     from deeplightning.launch import ray_workers
 
-    packed = []
+    sent = []
 
-    def unpack(missing):
-        return [f"/unpacked{root}" for root in missing]
+    def unpack(code, shared, git):
+        sent.append((code.files, shared))
+        return f"/seal/{len(sent)}"
 
+    sealed = Code(roots=["/a"], files={(0, "own.py"): b"VALUE = 1"})
     monkeypatch.setattr(ray_workers, "_roots", lambda: ["/a", "/b"])
-    monkeypatch.setattr(ray_workers, "pack", lambda missing: packed.append(missing) or missing)
+    monkeypatch.setattr(ray_workers, "own_code_now", lambda: sealed)
     workers = ray_workers.Workers(ray_cluster.Connection("of no one", True), {"CPU": 1}, 1, 4)
     workers.ray = SimpleNamespace(put=lambda code: code, get=lambda found: found)
     agent = SimpleNamespace(unpack=SimpleNamespace(remote=unpack))
-    shared = [["/b"], ["/a"], ["/a", "/b"], ["/b"]]
-    workers.all = [ray_workers.Worker(agent, about={"shared": folders}) for folders in shared]
-    of_first = ["/b", "/unpacked/a"]
-    assert workers.send_code() == [of_first, ["/a", "/unpacked/b"], ["/a", "/b"], of_first]
-    assert packed == [("/a",), ("/b",)]
+    workers.all = [ray_workers.Worker(agent, about={"shared": folders}) for folders in (["/b"], ["/a"], [])]
+    expected = [(["/a", "/b"], "/seal/1"), (["/a"], "/seal/2"), (["/a"], "/seal/3")]
+    assert workers.send_code() == expected
+    monkeypatch.setattr(ray_workers, "own_code_now", lambda: pytest.fail("sealed again"))
+    assert [folders for folders, _ in workers.send_code()] == [folders for folders, _ in expected]
+    assert sent == [(sealed.files, shared) for shared in (["/b"], ["/a"], [])] * 2
 
 
-def test_own_code_travels_as_a_zip(tmp_path, monkeypatch):
-    """Where a worker has not the folder of the user's code, it gets what was imported from it, and what lies beside."""
-    from deeplightning.launch.ray_agent import Agent, pack
+def test_a_worker_has_the_code_and_the_files_beside_it(tmp_path):
+    """An agent lays the code out in a folder that its owner alone can read; what lies beside is linked where the worker
+    has the folder too. It is gone when the worker is cleaned up."""
+    from deeplightning.launch.ray_agent import Agent
 
-    package = tmp_path / "code" / "of_a_user"
-    package.mkdir(parents=True)
-    (package / "__init__.py").write_text("")
-    (package / "inner.py").write_text("X = 1\n")
-    (package / "labels.json").write_text("[]")
-    (package / "data.bin").write_bytes(b"1")
-    (tmp_path / "code" / "beside.py").write_text("Y = 2\n")
-    monkeypatch.syspath_prepend(tmp_path / "code")
-    importlib.import_module("of_a_user")
-    agent = Agent()
-    [root] = agent.unpack(pack([str(tmp_path / "code")]))
-    found = {path.relative_to(root).as_posix() for path in Path(root).rglob("*") if path.is_file()}
-    assert found == {"of_a_user/__init__.py", "of_a_user/inner.py", "of_a_user/labels.json", "beside.py"}
-    agent.clean_up()
-    assert not Path(root).exists()
-    monkeypatch.delitem(sys.modules, "of_a_user")
+    (tmp_path / "code" / "data").mkdir(parents=True)
+    (tmp_path / "code" / "data" / "words.bin").write_bytes(b"words")
+    code = Code(
+        roots=[str(tmp_path / "code")], files={(0, "of_a_user/inner.py"): b"X = 1\n", (0, "beside.py"): b"Y = 2\n"}
+    )
+    for shared, expected in (([], {"of_a_user", "beside.py"}), (code.roots, {"of_a_user", "beside.py", "data"})):
+        agent = Agent()
+        seal = Path(agent.unpack(code, shared))
+        [root] = json.loads((seal / SEAL).read_text())["roots"].values()
+        assert {path.name for path in (seal / root).iterdir()} == expected
+        assert (seal / root / "of_a_user" / "inner.py").read_text() == "X = 1\n"
+        assert seal.stat().st_mode & 0o777 == 0o700
+        agent.clean_up()
+        assert not seal.exists()
     assert os.environ.get("DEEPLIGHTNING_POOL") is None
 
 

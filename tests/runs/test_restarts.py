@@ -19,6 +19,8 @@ from commands import real
 from conftest import OWN, digest
 from test_kill import KILLS, SETTINGS, WRITING
 
+from deeplightning.tracking.code import read_code
+
 FORKED = "forks:main"
 
 LOSSES = '''\
@@ -73,6 +75,11 @@ class At(pl.Callback):
     def sleep(self, module):
         print("sleeps", flush=True)
         time.sleep(1000)
+
+    def edit(self, module):
+        for file in os.environ["EDITS"].split(os.pathsep):
+            pathlib.Path(file).write_text("raise RuntimeError('this was edited')\\n")
+        self.kill(module)
 
     def stop(self, module):
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -219,6 +226,23 @@ def test_shards_are_there_again_after_a_restart(backend, launch, tracked, undist
     assert done.code == 0, done
     assert len(restarts_of(done)) == 1
     assert (digest(done.folder / "last.ckpt"), tracked(done.folder).series()) == undisturbed(2, backend)
+
+
+def test_an_edit_does_not_reach_a_restart(launch, tracked, undisturbed, here, tmp_path):
+    """Code and config that are edited before a process is lost: the processes that start again have those of the
+    start, and the run ends like an undisturbed one; its `code.zip` has the code of the start as well."""
+    code, config = here / "edited.py", tmp_path / "more.yaml"
+    code.write_text(LOSSES)
+    config.write_text("train: {callbacks: [{type: edited.At, params: {rank: 1, what: edit}}]}\n")
+    done = launch(config, EDITS=f"{code}{os.pathsep}{config}").end()
+    assert done.code == 0, done
+    assert len(restarts_of(done)) == 1
+    assert "this was edited" in code.read_text()
+    assert "this was edited" in config.read_text()
+    assert (digest(done.folder / "last.ckpt"), tracked(done.folder).series()) == undisturbed(2)
+    kept = read_code(done.folder / "code.zip")
+    assert kept.roots[0] == kept.working_directory == str(here)
+    assert kept.names()["edited.py"] == LOSSES.encode()
 
 
 def test_a_single_process_is_started_again_as_well(launch, tracked, undisturbed):

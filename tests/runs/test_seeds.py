@@ -11,8 +11,8 @@ from scipy import stats
 
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.open import open_tracker
-from deeplightning.tracking.store import locate
 from deeplightning.tracking.parent import PARENT
+from deeplightning.tracking.store import locate
 
 SHORT = ["train.num_epochs=1", "stages=[train,test]"]
 

@@ -23,7 +23,9 @@ from conftest import digest
 
 from deeplightning.launch import Slurm
 from deeplightning.launch import slurm as module
+from deeplightning.launch.slurm_script import after_tasks, seconds_of
 from deeplightning.process.identity import hosts, identity, slurm_step, tasks_per_node
+from deeplightning.tracking.code import read_code
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPTS = sorted((ROOT / "examples" / "slurm").glob("*.sh"))
@@ -408,12 +410,77 @@ def test_a_missing_submitit_is_named_with_its_remedy(command, tiny, place, tmp_p
 
 @pytest.mark.parametrize(
     ("params", "words"),
-    [({"cpus_per_task": 0}, "cpus_per_task is 0"), ({"master_port": 70000}, "master_port is 70000")],
+    [
+        ({"cpus_per_task": 0}, "cpus_per_task is 0"),
+        ({"master_port": 70000}, "master_port is 70000"),
+        ({"max_requeues": -1}, "max_requeues is -1"),
+        ({"time": 2}, "time is 2, 120 s, and 120 s before its end .* it would never train"),
+        ({"time": "0:30", "warning": 40}, "time is 0:30, 30 s"),
+    ],
 )
 def test_impossible_arguments_are_refused(params, words):
     """By the constructor, in words."""
     with pytest.raises(ValueError, match=words):
         Slurm(**params)
+
+
+def test_times_are_read_as_sbatch_reads_them():
+    """Every form of sbatch's manual, in seconds; no limit, and what is none of them, as None."""
+    forms = {90: 5400, "1:30": 90, "1:30:05": 5405, "2-12": 216000, "2-12:30": 217800, "2-12:30:10": 217810}
+    assert {form: seconds_of(form) for form in forms} == forms
+    assert {seconds_of(form) for form in (0, "UNLIMITED", None, "soon")} == {None}
+    assert Slurm(time=3).time == 3
+    assert Slurm(time=1, sbatch={"signal": "TERM@10"}).time == 1
+
+
+@pytest.fixture
+def script(tmp_path):
+    """`script(batches, code, …)` ends the tasks of a job with an exit code, after so many batches where they asked to
+    go back into the queue; gives what the lines behind them did: exit code, stderr, and what Slurm was asked."""
+    (tmp_path / "scontrol").write_text(f'#!/bin/sh\necho "$@" >>"{tmp_path}/asked"\n')
+    (tmp_path / "scontrol").chmod(0o755)
+
+    def end(batches, code, max_requeues=None):
+        (tmp_path / "asked").unlink(missing_ok=True)
+        if batches is not None:
+            (tmp_path / "again").write_text(batches)
+        lines = [f"(exit {code})", *after_tasks(tmp_path, 0, max_requeues)]
+        variables = {"DEEPLIGHTNING_REQUEUE": f"{tmp_path}/again", "SLURM_JOB_ID": "7"}
+        env = os.environ | variables | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+        done = subprocess.run(
+            ["bash", "-c", "\n".join(lines)], env=env, capture_output=True, text=True, timeout=LONGEST
+        )
+        asked = (tmp_path / "asked").read_text() if (tmp_path / "asked").exists() else ""
+        return done.returncode, done.stderr, asked
+
+    return end
+
+
+def test_a_job_that_never_trains_is_not_started_for_ever(script):
+    """Three starts in a row that trained nothing, killed before they could ask or not: the job ends with exit code 5
+    and the reason; batches, a preemption or a file that somebody else made begin the count anew."""
+    again = (0, "", "requeue 7\n")
+    for batches in ("12", "preempted", ""):
+        assert script(None, 138) == again
+        assert script("0", 143) == again
+        assert script(batches, 143) == again
+    assert script("0", 143) == again
+    assert script(None, 138) == again
+    code, told, asked = script(None, 138)
+    assert (code, asked) == (5, "")
+    assert "error: the job was started 3 times in a row, and no batch was trained" in told
+    assert "engine.launcher.params.time" in told
+
+
+def test_requeues_have_a_limit(script):
+    """`max_requeues: 2`: the third time the job ends with exit code 5, however much it has trained; a job that ends by
+    itself keeps its exit code."""
+    assert script("12", 143, 2) == (0, "", "requeue 7\n")
+    assert script("12", 143, 2) == (0, "", "requeue 7\n")
+    assert script(None, 4, 2) == (4, "", "")
+    code, told, asked = script("12", 143, 2)
+    assert (code, asked) == (5, "")
+    assert "returned to the queue 2 times, as often as engine.launcher.params.max_requeues allows" in told
 
 
 def test_all_gpus_are_no_number(command, tiny, place):
@@ -505,7 +572,10 @@ def test_a_frozen_config_has_no_secrets(submit):
     frozen = (folder / "config.yaml").read_text()
     assert "key: ${oc.env:THE_KEY}" in frozen
     assert "batch_size: 8" in frozen
-    assert not [path for path in folder.iterdir() if "hunter2" in path.read_text()]
+    files = [path for path in folder.rglob("*") if path.is_file() and not path.is_symlink()]
+    assert folder / ".sealed" / "seal.json" in files
+    assert not [path for path in files if b"hunter2" in path.read_bytes()]
+    assert (folder / ".sealed").stat().st_mode & 0o777 == 0o700
 
 
 def test_a_script_without_srun_is_one_process(cluster, work):
@@ -574,8 +644,8 @@ def test_sizes_that_contradict_are_told_with_both_numbers(cluster, work):
 
 @pytest.mark.slow
 def test_a_submitted_job_is_followed_to_its_end(submit, cluster, work, job, tracked):
-    """Own code beside the config reaches the tasks; editing the config while the job waits changes nothing; the last
-    line is the run's folder, and the run is that of two processes on one machine."""
+    """Own code beside the config reaches the tasks; editing config and code while the job waits changes nothing; the
+    last line is the run's folder, and the run is that of two processes on one machine."""
     config = work / "configs" / "waiting.yaml"
     shutil.copy(work / "configs" / "tiny.yaml", config)
     go_on = work / "go on"
@@ -585,9 +655,15 @@ def test_a_submitted_job_is_followed_to_its_end(submit, cluster, work, job, trac
     number = job_of(running)
     wait_for(lambda: "JobHeldUser" in running._read("err"), "the reason")
     config.write_text("nothing: at all\n")
+    code = work / "configs" / "mine.py"
+    code.write_text("raise SystemExit('this was edited')\n")
     cluster.ask("scontrol", "release", number)
     outcome = end_of(running)
+    code.write_text(OWN)
     assert outcome.code == 0, outcome
+    kept = read_code(outcome.folder / "code.zip")
+    assert kept.names()["mine.py"] == OWN.encode()
+    assert str(work / "configs") in kept.roots
     assert f"job {number} runs on n[1-2]" in outcome.err
     assert "waits" in outcome.out.splitlines()
     assert digest(outcome.folder / "last.ckpt") == digest(job("engine.backend=ddp").folder / "last.ckpt")
@@ -631,6 +707,16 @@ def test_a_warned_job_goes_back_into_the_queue_and_goes_on(number, submit, clust
     assert cluster.about(job_of(running))["Restarts"] == "1"
     assert outcome.err.count("returns to the queue") == 1
     goes_on(outcome, job("engine.backend=ddp").folder, tracked)
+
+
+@pytest.mark.slow
+def test_a_job_whose_time_is_shorter_than_a_start_ends(submit, cluster):
+    """Tasks that SIGUSR1 kills before they have begun: two requeues, then exit code 5 with what to change."""
+    running = submit("engine.launcher.params.python=\"sh -c 'kill -USR1 $$'\"")
+    outcome = end_of(running)
+    assert outcome.code == 5, outcome
+    assert cluster.about(job_of(running))["Restarts"] == "2"
+    assert "error: the job was started 3 times in a row, and no batch was trained" in outcome.err
 
 
 @pytest.mark.slow

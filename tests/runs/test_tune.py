@@ -13,7 +13,7 @@ from random import Random
 import pytest
 import yaml
 from commands import LONGEST, Outcome, Running
-from conftest import TINY
+from conftest import TINY, digest
 
 from deeplightning.checks.examine import examine
 from deeplightning.checks.space import faults, space_of
@@ -22,6 +22,7 @@ from deeplightning.config.target import is_installed
 from deeplightning.config.tree import line
 from deeplightning.faults import ConfigError, SetupError
 from deeplightning.runfolder import RunFolder
+from deeplightning.tracking.code import read_code
 from deeplightning.tracking.sqlite import open_directly
 from deeplightning.tracking.store import locate
 from deeplightning.tune.search import search
@@ -225,6 +226,34 @@ def test_a_killed_search_goes_on(searched, command, config, store, place):
     assert {run(store, run_id).status for run_id in below} == {"FINISHED"}
 
 
+def test_edits_do_not_reach_a_search(searched, command, config, store, place):
+    """Code and config are edited while the first trial runs, and the search is killed in the second; resumed with the
+    frozen config, it ends with the trials of an undisturbed search, value for value and weight for weight, and the code
+    that each trial keeps is the unedited."""
+    code, edited = config.with_name("edited.py"), config.with_name("edited.yaml")
+    code.write_text(BROKEN)
+    edited.write_text(config.read_text())
+    words = ("tune.name=edited", "model.module.type=edited.Learns")
+    database = study_file(store, "edited")
+    began = command.start("tune", edited, *words, cwd=place)
+    assert until(began, database, 1)
+    code.write_text("no code at all\n")
+    edited.write_text("nothing: at all\n")
+    assert until(began, database, 5)
+    began.signal(9)
+    assert began.end().code == -9
+    outcome = patiently(command.start("tune", database.with_name("search.yaml"), cwd=place))
+    assert outcome.code == 0, outcome
+    assert f"code       {code} has changed since the search edited began" in outcome.err
+    different = {"run": None}
+    assert [row | different for row in table(outcome)] == [row | different for row in table(searched)]
+    for row, other in zip(table(outcome), table(searched), strict=True):
+        one, two = (next(store.glob(f"*/{each['run']}/artifacts")) for each in (row, other))
+        assert digest(one / "last.ckpt") == digest(two / "last.ckpt")
+        kept = read_code(one / "code.zip")
+        assert (kept.roots, kept.names()) == ([str(config.parent)], {"edited.py": BROKEN.encode()})
+
+
 def test_ctrl_c_ends_a_search_politely(command, config, store, place):
     """The trial ends at the end of its batch as KILLED, the exit code is 130, and a note says how to go on."""
     waits = "train.callbacks=[{type: own.Waits, params: {until: " + str(config.with_name("go")) + "}}]"
@@ -333,13 +362,39 @@ def test_no_trial_finishes(failed):
     assert [row["state"] for row in table(failed)] == ["failed", "failed"]
 
 
-def test_a_search_does_not_go_on_with_other_code(failed, command, config, place):
-    """A file of the user's code that was edited since the search began is named; no trial is run with it."""
+def test_a_search_continues_with_the_code_that_it_began_with(failed, command, config, place):
+    """A file of the user's code that was edited, and no longer compiles, is named; the trial that is added runs with
+    the code of the first two, and another search with the code as it is."""
     code = config.with_name("spoilt.py")
-    code.write_text(BROKEN.replace("a fault of the user", "another fault"))
+    code.write_text(BROKEN.replace("a fault of the user", "another fault") + "no code at all\n")
     outcome = patiently(command.start("tune", config, *FAILING, "tune.num_trials=3", cwd=place))
-    assert outcome.code == 2, outcome
-    assert f"{code}: this code has changed since the search none began" in outcome.err
+    assert outcome.code == 5, outcome
+    assert outcome.err.splitlines()[-1] == "error: none of 3 trials finished: KeyError: 'a fault of the user'"
+    notice = re.search(r"^warning: code +(.+)$", outcome.out + outcome.err, re.MULTILINE)[1]
+    assert f"{code} has changed since the search none began: it continues with the code that it began with" in notice
+    assert "tune.name=NEW" in notice
+    other = command("tune", config, *FAILING, "tune.name=other", cwd=place)
+    assert other.code == 2, other
+    assert "spoilt" in other.err
+    assert not [*study_file(failed.folder.parents[3], "other").parent.glob(".sealed/*")]
+
+
+def test_a_seal_that_somebody_has_changed_is_not_executed(failed, command, config, store, place):
+    """A copy of the code that is not what the search has sealed: while the files of the code differ as well, exit code
+    2 with the file; once they are as they were, they are sealed anew, and what was left of other seals is removed."""
+    code = config.with_name("spoilt.py")
+    (copy,) = study_file(store, "none").parent.glob(".sealed/*/code/*/spoilt.py")
+    copy.chmod(0o600)
+    copy.write_text("raise SystemExit('executed')\n")
+    code.write_text(BROKEN.replace("a fault of the user", "another fault"))
+    refused = command("tune", config, *FAILING, "tune.num_trials=2", cwd=place)
+    assert refused.code == 2, refused
+    assert f"{code}: this code has changed since the search none began" in refused.err
+    code.write_text(BROKEN)
+    again = command("tune", config, *FAILING, "tune.num_trials=2", cwd=place)
+    assert again.code == 5, again
+    (copy,) = study_file(store, "none").parent.glob(".sealed/*/code/*/spoilt.py")
+    assert copy.read_text() == BROKEN
 
 
 @pytest.mark.slow

@@ -1,0 +1,242 @@
+"""What is submitted is what runs: the user's code and configs, frozen for all processes of a launch.
+
+A seal is a folder. `code/0`, `code/1` … are copies of the folders of own code: the files that a run could import are
+copied, all other entries are links to the originals, so that a module still finds the data beside it. Below `configs`
+are the config files. `seal.json` maps originals to copies and has the SHA-256 of each copy. The processes of the launch
+get the folder in an environment variable, and `deeplightning.own_code` puts the copies in the place of the originals.
+
+The copies are executed, so they hold secrets that are written in the code, which `code.zip` of a run does not: only the
+owner can read a seal, and it is never uploaded. Standard library only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from deeplightning import own_code
+from deeplightning.checks.trust import is_noted
+from deeplightning.config.addresses import fetched
+from deeplightning.faults import SetupError
+from deeplightning.own_code import SEAL, SEALED
+from deeplightning.runfolder import UMASK
+from deeplightning.tracking.code import TEXTS, Code, collect
+from deeplightning.tracking.environment import GIT
+
+log = logging.getLogger("deeplightning")
+
+MAX_LINKS = 10_000
+"""Entries of one folder that are linked; in a larger one a module finds no other files beside it."""
+
+PREFIX = "deeplightning-sealed-"
+"""Begins the names of temporary seals."""
+
+
+def own_code_now() -> Code:
+    """The own code of this process, to be executed elsewhere; its roots are all import roots."""
+    code = collect(verbatim=True)
+    code.roots += [root for root in own_code.original_roots() if root not in code.roots]
+    for path, why in ((path, why) for path, why in code.left_out.items() if not path.endswith(TEXTS)):
+        log.warning("%-10s %s (%s): an edit of it reaches processes that start later", "not sealed", path, why)
+    return code
+
+
+def seal(
+    folder: Path,
+    configs: Iterable[Path] = (),
+    *,
+    code: Code | None = None,
+    linked: Iterable[str] | None = None,
+    git: Mapping[str, str | None] | None = None,
+) -> Path:
+    """Freezes code and configs.
+
+    Args:
+        folder: becomes the seal, whole or not at all. It must not be there.
+        configs: files to freeze.
+        code: None: that of this process.
+        linked: the roots whose other entries are linked; None: all.
+        git: what `git_answers` gives, for runs that record commit and diff; None: they ask git themselves.
+
+    Returns:
+        The folder.
+
+    Raises:
+        SetupError: it cannot be written.
+    """
+    code = own_code_now() if code is None else code
+    beside = folder.with_name(f".{folder.name}.{os.getpid()}")
+    token = UMASK.ask(0o077)
+    try:
+        shutil.rmtree(beside, ignore_errors=True)
+        beside.mkdir(mode=0o700, parents=True)
+        roots = _lay_out(code, beside / "code", code.roots if linked is None else [*linked])
+        files = _copies(configs, beside / "configs")
+        if git is not None:
+            (beside / GIT).write_text(json.dumps(git))
+        content = {
+            "roots": {root: os.path.relpath(copy, beside) for root, copy in roots.items()},
+            "configs": {path: os.path.relpath(copy, beside) for path, copy in files.items()},
+            "addresses": fetched(),
+            "digests": {path.relative_to(beside).as_posix(): _digest(path) for path in _files(beside)},
+        }
+        (beside / SEAL).write_text(json.dumps(content, indent=1, sort_keys=True))
+        beside.rename(folder)
+    except OSError as error:
+        where = error.filename or folder
+        raise SetupError(f"{where}: the code of this launch cannot be sealed: {error.strerror}") from error
+    finally:
+        shutil.rmtree(beside, ignore_errors=True)
+        UMASK.give_back(token)
+    return folder
+
+
+def is_intact(folder: Path) -> bool:
+    """Whether this user noted a seal as own on this machine (`note_own`), and no file of it was changed or added since.
+
+    Its caches of bytecode, which have no digest, are removed.
+    """
+    try:
+        if not is_noted(folder / SEAL):
+            return False
+        for cache in [*(folder / "code").rglob("__pycache__")]:
+            shutil.rmtree(cache)
+        digests = json.loads((folder / SEAL).read_text())["digests"]
+        return {path.relative_to(folder).as_posix(): _digest(path) for path in _files(folder)} == digests
+    except (OSError, ValueError, KeyError):
+        return False
+
+
+def edited(folder: Path) -> dict[str, str]:
+    """The files of own code that are not as they were when this seal was made, and what became of each."""
+    content = json.loads((folder / SEAL).read_text())
+    found = {}
+    for copy, digest in content["digests"].items():
+        for root, top in content["roots"].items():
+            if copy.startswith(f"{top}/"):
+                origin = Path(root, copy.removeprefix(f"{top}/"))
+                try:
+                    if _digest(origin) != digest:
+                        found[str(origin)] = "has changed"
+                except OSError:
+                    found[str(origin)] = "is gone"
+                break
+    return found
+
+
+@contextmanager
+def sealed_meanwhile(configs: Iterable[Path] = (), git: Mapping[str, str | None] | None = None) -> Iterator[Path]:
+    """Seals the launch of this process in a temporary folder, for the processes that it starts meanwhile.
+
+    Raises:
+        SetupError: the folder cannot be written.
+    """
+    before = os.environ.get(SEALED)
+    try:
+        top = tempfile.mkdtemp(prefix=PREFIX)  # a TemporaryDirectory would be removed by forked processes, too
+    except OSError as error:
+        raise SetupError(f"the code of this launch cannot be sealed: {error.strerror}: {error.filename}") from error
+    try:
+        os.environ[SEALED] = str(seal(Path(top) / "seal", configs, git=git))
+        yield Path(os.environ[SEALED])
+    finally:
+        os.environ.pop(SEALED, None)
+        os.environ |= {SEALED: before} if before is not None else {}
+        shutil.rmtree(top, ignore_errors=True)
+
+
+def sealed_roots(folder: Path, without: Collection[str] = ()) -> dict[str, list[str]]:
+    """The folders that have files in a seal, but for some; each with the paths of its files."""
+    content = json.loads((folder / SEAL).read_text())
+    files = {
+        root: [name.removeprefix(f"{copy}/") for name in content["digests"] if name.startswith(f"{copy}/")]
+        for root, copy in content["roots"].items()
+        if root not in without
+    }
+    return {root: paths for root, paths in files.items() if paths}
+
+
+# ---- the files of a seal
+
+
+def _lay_out(code: Code, into: Path, linked: Sequence[str]) -> dict[str, str]:
+    """Writes the copies of the roots of some code; gives each root's. A root inside another one lies inside its copy,
+    so that `..` leads to where it did."""
+    tops = [root for root in code.roots if not any(_is_below(root, other) for other in code.roots)]
+    copies = {}
+    for root in code.roots:
+        number, top = next((n, top) for n, top in enumerate(tops) if root == top or _is_below(root, top))
+        copies[root] = into / str(number) / os.path.relpath(root, top)
+    copied = {copies[root]: root for root in code.roots}  # folders that are copies, with their originals
+    for root, top in ((root, top) for root in code.roots for top in tops if _is_below(root, top)):
+        for inner in Path(os.path.relpath(root, top)).parents:
+            copied.setdefault(copies[top] / inner, os.path.normpath(Path(top) / inner))
+    for folder in copied:
+        folder.mkdir(parents=True, exist_ok=True)
+    for (number, path), content in code.files.items():
+        root = code.roots[number]
+        for inner in Path(path).parents:
+            copied.setdefault(copies[root] / inner, os.path.normpath(Path(root) / inner))
+        file = copies[root] / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        if not file.exists():
+            file.write_bytes(content)
+            file.chmod(0o400)
+    for folder, origin in copied.items():
+        if any(origin == root or _is_below(origin, root) for root in linked):
+            _link(folder, origin, into)
+    return {root: os.path.normpath(copy) for root, copy in copies.items()}
+
+
+def _is_below(path: str, folder: str) -> bool:
+    return path != folder and path.startswith(f"{folder.rstrip(os.sep)}{os.sep}")
+
+
+def _link(folder: Path, origin: str, into: Path) -> None:
+    """Links the entries of an original that its copy lacks, but for Deep Lightning itself, and for the one that the
+    seal is in: links would go round."""
+    ours = {f"{entry.rstrip(os.sep)}" for entry in own_code.OURS}
+    try:
+        entries = sorted(os.listdir(origin))  # noqa: PTH208
+    except OSError:
+        return
+    if len(entries) > MAX_LINKS:
+        log.warning(
+            "%-10s %s has more than %d entries: modules find no other files beside them there",
+            *("not sealed", origin, MAX_LINKS),
+        )
+        return
+    for name in entries:
+        path = os.path.join(origin, name)  # noqa: PTH118
+        if name == "__pycache__" or path in ours or _is_below(str(into), path):
+            continue
+        if not os.path.lexists(folder / name):
+            (folder / name).symlink_to(path)
+
+
+def _copies(configs: Iterable[Path], into: Path) -> dict[str, str]:
+    """Copies of config files, by the absolute paths of these."""
+    found = {}
+    for number, path in enumerate(configs):
+        copy = into / f"{number}-{path.name}"
+        into.mkdir(exist_ok=True)
+        shutil.copyfile(own_code.frozen(path), copy)
+        found[os.path.abspath(path)] = str(copy)  # noqa: PTH100 (without `..`)
+    return found
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    """The files of a seal that are no links, but for its list."""
+    for top, _, names in os.walk(folder):
+        yield from (path for name in sorted(names) if not (path := Path(top, name)).is_symlink() and name != SEAL)
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

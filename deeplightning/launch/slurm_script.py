@@ -1,0 +1,80 @@
+"""The batch script of a job of Slurm: the lines behind its tasks, and times in the words of sbatch."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+AGAIN = "DEEPLIGHTNING_REQUEUE"
+"""The variable that names a file: its being there tells the batch script, behind its tasks, to send the job back into
+the queue. A task in a container, say, cannot ask Slurm itself. It holds what the task has done since this start: a
+number of batches, or `preempted`; nothing means that it is not known."""
+
+IN_VAIN = 3
+"""Starts in a row without a trained batch after which a job does not go back into the queue by itself."""
+
+
+def seconds_of(time: str | int | None) -> int | None:
+    """A time in sbatch's words, such as `90` (minutes), `1:30:00` or `2-12`; None: no limit, or not understood."""
+    found = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", str(time))
+    if found is None:
+        return None
+    days, *parts = found.groups()
+    given = [int(part) for part in parts if part is not None]
+    # hours first behind days, or where there are three; else minutes first
+    hours, minutes, seconds = [*given, 0, 0][:3] if days or len(given) == 3 else [0, *given, 0][:3]
+    return (int(days or 0) * 24 + hours) * 3600 + minutes * 60 + seconds or None
+
+
+def after_tasks(folder: Path, restarts: int, max_requeues: int | None) -> list[str]:
+    """Lines of shell behind the tasks: what sends the job back into the queue where these could not, and its end."""
+    counter = shlex.quote(f"{folder}/restarts")
+    idle, requeues = shlex.quote(f"{folder}/idle"), shlex.quote(f"{folder}/requeues")
+    in_vain = (
+        f"error: the job was started {IN_VAIN} times in a row, and no batch was trained before it had to end: its time "
+        "is shorter than a start takes. Give engine.launcher.params.time more, or a smaller warning"
+    )
+    used_up = (
+        f"error: the job has returned to the queue {max_requeues} times, as often as "
+        "engine.launcher.params.max_requeues allows; train.resume_ckpt=auto resumes from its latest checkpoint"
+    )
+    lines = [
+        "code=$?",
+        "# asked for by a task, or killed by SIGUSR1 or SIGUSR2 before it could ask",
+        f'if [ -e "${AGAIN}" ] || [ $code = 138 ] || [ $code = 140 ]; then',
+        "  batches=0",
+        f'  [ -e "${AGAIN}" ] && batches=$(cat "${AGAIN}")',
+        f'  rm -f "${AGAIN}"',
+        f"  idle=$(($(cat {idle} 2>/dev/null || echo 0) + 1))",
+        '  [ "$batches" = 0 ] || idle=0',
+        f"  echo $idle >{idle}",
+        f"  if [ $idle -ge {IN_VAIN} ]; then",
+        f"    echo {shlex.quote(in_vain)} >&2",
+        "    exit 5",
+        "  fi",
+    ]
+    if max_requeues is not None:
+        lines += [
+            f"  requeues=$(($(cat {requeues} 2>/dev/null || echo 0) + 1))",
+            f"  echo $requeues >{requeues}",
+            f"  if [ $requeues -gt {max_requeues} ]; then",
+            f"    echo {shlex.quote(used_up)} >&2",
+            "    exit 5",
+            "  fi",
+        ]
+    lines += ['  scontrol requeue "$SLURM_JOB_ID" && exit', "fi"]
+    if restarts:
+        lines += [
+            "case $code in",
+            "130|143) ;;  # somebody ended them",
+            f"5|13[0-9]|14[0-9])  # a worker was lost; engine.max_restarts: {restarts}",
+            f"  lost=$(($(cat {counter} 2>/dev/null || echo 0) + 1))",
+            f"  if [ $lost -le {restarts} ]; then",
+            f"    echo $lost >{counter}",
+            f'    echo "a worker was lost (exit code $code); restart $lost of {restarts}" >&2',
+            '    scontrol requeue "$SLURM_JOB_ID" && exit',
+            "  fi ;;",
+            "esac",
+        ]
+    return [*lines, "exit $code"]

@@ -1,0 +1,260 @@
+"""What a seal holds, and how own code comes from it."""
+
+import importlib
+import json
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+from deeplightning import own_code
+from deeplightning.checks.trust import note_own
+from deeplightning.config.source import read
+from deeplightning.faults import ConfigError, SetupError
+from deeplightning.launch import sealed
+from deeplightning.tracking import environment
+from deeplightning.tracking.code import Code, collect
+from deeplightning.tune.sealed import SearchCode, _add_roots
+
+SECRET = 'API_KEY = "sk-live-4f9a8b7c6d5e4f3a2b1c0d9e8f7a6b5c"\n'
+
+
+@pytest.fixture(autouse=True)
+def state(monkeypatch, tmp_path):
+    """Own code comes from nowhere before a test, and is forgotten after it; the register of own files is a new one."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    before = own_code.original_roots()
+    monkeypatch.setattr(own_code, "_added", own_code.added_roots())
+    modules = {*sys.modules}
+    yield
+    own_code.use_seal(None)
+    own_code.use_import_roots(*before)
+    for name in {*sys.modules} - modules:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def project(tmp_path, monkeypatch):
+    """A project with a module and a package in the working directory, one beside the config, and files."""
+    folder = tmp_path / "a project"
+    (folder / "configs").mkdir(parents=True)
+    (folder / "nets" / "tables").mkdir(parents=True)
+    (folder / "sealed_one.py").write_text(
+        "import nets.inner\nfrom pathlib import Path\n\nWORDS = Path(__file__).parent / 'words.bin'\nVALUE = 1\n"
+        + SECRET
+    )
+    (folder / "beside.py").write_text("VALUE = 1\n")
+    (folder / "words.bin").write_bytes(b"words")
+    (folder / "nets" / "__init__.py").write_text("")
+    (folder / "nets" / "inner.py").write_text("from nets.later import VALUE\n")
+    (folder / "nets" / "later.py").write_text("VALUE = 1\n")
+    (folder / "nets" / "tables" / "weights.bin").write_bytes(b"weights")
+    (folder / "configs" / "sealed_two.py").write_text(
+        "from pathlib import Path\n\nWORDS = Path(__file__).resolve().parents[1] / 'words.bin'\n"
+    )
+    (folder / "configs" / "a.yaml").write_text("_base_: b.yaml\nseed: 1\n")
+    (folder / "configs" / "b.yaml").write_text("seed: 2\ndata: {batch_size: 3}\n")
+    monkeypatch.chdir(folder)
+    own_code.use_import_roots(folder, folder / "configs")
+    for name in ("sealed_one", "sealed_two"):
+        importlib.import_module(name)
+    return folder
+
+
+def forget():
+    """As in a new process."""
+    for name in ("sealed_one", "sealed_two", "beside", "nets", "nets.inner", "nets.later"):
+        sys.modules.pop(name, None)
+
+
+def edit(project):
+    for file in project.rglob("*.py"):
+        file.write_text("raise RuntimeError('edited')\n")
+    (project / "nets" / "later.py").unlink()
+
+
+def test_edited_code_runs_as_it_was_sealed(project, tmp_path):
+    """Modules, packages, what they import by name, and sources beside them; edits and removals change nothing, and
+    without the seal the code is that of the files again."""
+    seal = sealed.seal(tmp_path / "seal")
+    edit(project)
+    own_code.use_seal(seal)
+    forget()
+    one = importlib.import_module("sealed_one")
+    assert one.VALUE == importlib.import_module("nets.inner").VALUE == importlib.import_module("beside").VALUE == 1
+    assert Path(one.__file__).is_relative_to(seal)
+    own_code.use_seal(None)
+    assert own_code.SEALED not in os.environ
+    with pytest.raises(RuntimeError, match="edited"):
+        importlib.import_module("sealed_one")
+
+
+def test_a_module_finds_the_files_beside_it(project, tmp_path):
+    """Data beside a module or its package, and above the folder of the config, are reached by `__file__`."""
+    own_code.use_seal(sealed.seal(tmp_path / "seal"))
+    forget()
+    assert importlib.import_module("sealed_one").WORDS.read_bytes() == b"words"
+    assert importlib.import_module("sealed_two").WORDS.read_bytes() == b"words"
+    inner = importlib.import_module("nets.inner").__file__
+    assert (Path(inner).parent / "tables" / "weights.bin").read_bytes() == b"weights"
+
+
+def test_no_link_goes_round(project):
+    """A seal inside the working directory is not reached from itself."""
+    seal = sealed.seal(project / "slurm" / "one" / ".sealed")
+    found = {path.name for path in (seal / "code" / "0").iterdir()}
+    assert "slurm" not in found
+    assert {"words.bin", "configs", "nets", "sealed_one.py"} <= found
+
+
+def test_a_file_that_appears_later_shadows_nothing(project, tmp_path):
+    """A module that is added to the working directory after the seal does not come before one beside the config."""
+    own_code.use_seal(sealed.seal(tmp_path / "seal"))
+    (project / "sealed_two.py").write_text("raise RuntimeError('added')\n")
+    forget()
+    assert importlib.import_module("sealed_two").WORDS.is_file()
+
+
+def test_the_kept_code_is_that_of_an_unsealed_run(project, tmp_path):
+    """`code.zip` has the same bytes, under the paths of the user's folders, and no secret; the seal has the secret, and
+    its owner alone can read it."""
+    names = ("sealed_one", "sealed_two")
+    before = collect(modules={name: sys.modules[name] for name in names}).pack()
+    seal = sealed.seal(tmp_path / "seal")
+    edit(project)
+    own_code.use_seal(seal)
+    forget()
+    code = collect(modules={name: importlib.import_module(name) for name in names})
+    assert code.roots == [str(project), str(project / "configs")]
+    assert code.pack() == before
+    assert b"sk-live" not in b"".join(code.files.values())
+    (copy,) = seal.rglob("sealed_one.py")
+    assert SECRET in copy.read_text()
+    assert [path.stat().st_mode & 0o777 for path in (seal, copy)] == [0o700, 0o400]
+
+
+def test_errors_name_the_users_file(project, tmp_path, monkeypatch):
+    """Its path as the user has it, as long as it is the one that runs; then the copy that runs."""
+    own_code.use_seal(sealed.seal(tmp_path / "seal"))
+    (copy,) = (tmp_path / "seal").rglob("sealed_one.py")
+    assert own_code.short(str(copy)) == "sealed_one.py"
+    edit(project)
+    assert own_code.short(str(copy)) == str(copy)
+
+
+def test_configs_are_read_as_they_were_sealed(project, tmp_path):
+    """A config and what it builds on, edited or removed; a file that is not sealed is read as it is."""
+    config = Path("configs/a.yaml")
+    seal = sealed.seal(tmp_path / "seal", read(config).files)
+    config.write_text("seed: 9\n")
+    (project / "configs" / "b.yaml").unlink()
+    own_code.use_seal(seal)
+    source = read(config)
+    assert source.root.value["seed"].value == 1
+    assert source.root.value["data"].value["batch_size"].value == 3
+    assert source.root.value["seed"].place == "configs/a.yaml:2:1"
+    (project / "c.yaml").write_text("seed: 5\n")
+    assert read("c.yaml").root.value["seed"].value == 5
+
+
+def test_git_is_asked_once(project, tmp_path, monkeypatch):
+    """Commit and diff are those of the moment of the seal; secrets are in neither."""
+    said = {
+        "status": "# branch.oid abc\n# branch.head main\n1 .M own.py\n",
+        "diff": f"--- a/own.py\n+++ b/own.py\n@@ -1 +1,2 @@\n VALUE = 1\n+{SECRET}",
+        "rev-parse": "abc",
+    }
+    monkeypatch.setattr(environment, "run_git", lambda folder, verb, *_, **__: said[verb].encode())
+    seal = sealed.seal(tmp_path / "seal", git=environment.git_answers(str))
+    assert "sk-live" not in (seal / "git.json").read_text()
+    before = environment.git_state(), environment.git_diff()
+    said["status"] = "# branch.oid def\n"
+    assert environment.git_state()["commit"] == "def"
+    own_code.use_seal(seal)
+    assert (environment.git_state(), environment.git_diff()) == before
+    assert before[0] == {"commit": "abc", "branch": "main", "dirty": True}
+
+
+def test_an_edited_seal_is_not_trusted(project, tmp_path):
+    """A seal counts as intact where this user noted it, and nothing in it was changed, added or put into a cache of
+    bytecode since."""
+    seal = sealed.seal(tmp_path / "seal")
+    assert not sealed.is_intact(seal)
+    note_own(seal / own_code.SEAL)
+    cache = seal / "code" / "0" / "__pycache__"
+    cache.mkdir()
+    (cache / "sealed_one.pyc").touch()
+    assert sealed.is_intact(seal)
+    assert not cache.exists()
+    (seal / "code" / "0" / "added.py").touch()
+    assert not sealed.is_intact(seal)
+    (seal / "code" / "0" / "added.py").unlink()
+    (copy,) = seal.rglob("beside.py")
+    copy.chmod(0o600)
+    copy.write_text("VALUE = 2\n")
+    assert not sealed.is_intact(seal)
+    assert not sealed.is_intact(tmp_path / "nowhere")
+
+
+def test_edited_files_are_named(project, tmp_path):
+    """Each with what became of it."""
+    seal = sealed.seal(tmp_path / "seal")
+    assert sealed.edited(seal) == {}
+    (project / "sealed_one.py").write_text("VALUE = 2\n")
+    (project / "nets" / "later.py").unlink()
+    assert sealed.edited(seal) == {
+        str(project / "sealed_one.py"): "has changed",
+        str(project / "nets" / "later.py"): "is gone",
+    }
+
+
+def test_a_seal_that_is_gone_is_an_error(project, tmp_path):
+    """It names the folder: code that may have been edited does not run in its place."""
+    with pytest.raises(SetupError, match=r"nowhere: the code that was sealed for this launch cannot be read .* again"):
+        own_code.use_seal(tmp_path / "nowhere")
+
+
+def test_a_seal_that_cannot_be_written_is_an_error(project, tmp_path):
+    """One sentence with the path and the reason; nothing is left."""
+    (tmp_path / "file").touch()
+    with pytest.raises(SetupError, match="the code of this launch cannot be sealed: Not a directory"):
+        sealed.seal(tmp_path / "file" / "seal")
+    assert (tmp_path / "file").read_bytes() == b""
+
+
+def test_a_worker_lays_out_what_it_was_sent(tmp_path):
+    """Elsewhere the folders of the launching machine are not there: the code alone comes, and nothing is linked."""
+    code = Code(roots=["/theirs/project", "/theirs/project/configs"], files={(1, "pkg/own.py"): b"VALUE = 1\n"})
+    seal = sealed.seal(tmp_path / "seal", code=code, linked=())
+    roots = json.loads((seal / own_code.SEAL).read_text())["roots"]
+    assert roots == {"/theirs/project": "code/0", "/theirs/project/configs": "code/0/configs"}
+    assert (seal / "code" / "0" / "configs" / "pkg" / "own.py").read_bytes() == b"VALUE = 1\n"
+
+
+def test_a_search_finds_its_code_from_everywhere(project, tmp_path):
+    """A search that is resumed in another folder has its sealed code; other code of the same name is refused."""
+    seal, elsewhere = sealed.seal(tmp_path / "seal"), tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    edit(project)
+    own_code.use_import_roots(elsewhere)
+    _add_roots(seal, "lr")
+    own_code.use_seal(seal)
+    forget()
+    assert importlib.import_module("sealed_one").VALUE == 1
+    own_code.use_seal(None)
+    (elsewhere / "nets").mkdir()
+    own_code.use_import_roots(elsewhere)
+    with pytest.raises(ConfigError, match=r"elsewhere has nets, and the search lr began with own code of that name in"):
+        _add_roots(seal, "lr")
+
+
+def test_leftovers_beside_a_seal_are_removed(project, tmp_path):
+    """What a command that was killed while it sealed, or before its search began, has left."""
+    seal = sealed.seal(tmp_path / "sealed" / "one")
+    sealed.seal(tmp_path / "sealed" / "two")
+    (tmp_path / "sealed" / ".three.77").mkdir()
+    SearchCode(seal).drop_others()
+    assert [*(tmp_path / "sealed").iterdir()] == [seal]
+    assert (project / "sealed_one.py").exists()
