@@ -93,6 +93,23 @@ class ViT(nn.Module):
                 nn.init.trunc_normal_(module.weight, std=0.02)
                 nn.init.zeros_(module.bias)
 
+    def tensor_plan(self, processes: int) -> dict[str, str]:
+        """How its layers are split over so many processes: `engine.params.tensor_parallel`.
+
+        Raises:
+            ValueError: they cannot share the heads, or the layer inside the perceptrons, evenly.
+        """
+        attention, mlp = self.blocks[0].attention, self.blocks[0].mlp
+        for what, number in (("heads", attention.heads), ("numbers of mlp_width", mlp[0].out_features)):
+            if number % processes:
+                raise ValueError(f"{processes} processes cannot share its {number} {what} evenly")
+        return {
+            "blocks.*.attention.asked": "colwise_3",
+            "blocks.*.attention.out": "rowwise",
+            "blocks.*.mlp.0": "colwise",
+            "blocks.*.mlp.3": "rowwise",
+        }
+
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """
         Args:
@@ -151,13 +168,14 @@ class Attention(nn.Module):
 
     def __init__(self, width: int, heads: int):
         super().__init__()
-        self.heads = heads
+        self.heads, self.head_width = heads, width // heads
         self.asked = nn.Linear(width, 3 * width)  # queries, keys and values, side by side
         self.out = nn.Linear(width, width)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """float (B, T, D) → the same shape."""
-        asked = self.asked(tokens).unflatten(2, (3, self.heads, -1))  # (B, T, 3, heads, D / heads)
+        # (B, T, 3, heads, D / heads); where processes split the layer, each has its share of the heads
+        asked = self.asked(tokens).unflatten(2, (3, -1, self.head_width))
         queries, keys, values = asked.permute(2, 0, 3, 1, 4).unbind(0)  # each (B, heads, T, D / heads)
         found = nn.functional.scaled_dot_product_attention(queries, keys, values)
         return self.out(found.transpose(1, 2).flatten(2))
