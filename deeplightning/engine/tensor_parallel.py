@@ -72,15 +72,15 @@ def plan_of(task: nn.Module, given: Mapping[str, str] | None, processes: int) ->
     if not plans:
         networks = ", ".join(type(child).__name__ for child in task.children() if any(True for _ in child.parameters()))
         message = (
-            f"there is no plan for {networks or type(task).__name__}: set `{PLAN}` to patterns of module names, as "
-            "{'*.q_proj|*.k_proj|*.v_proj': colwise, '*.o_proj': rowwise}, or give the task a method `parallelize(mesh)`"
+            f"there is no plan for {networks or type(task).__name__}: set `{PLAN}` to patterns of module names, "
+            "as {'*.q_proj|*.k_proj|*.v_proj': colwise, '*.o_proj': rowwise}, or give the task a method "
+            "`parallelize(mesh)`"
         )
         raise ConfigError(Fault(message, SIZE))
     chosen: dict[str, str] = {}
     for prefix, plan in plans.items():
-        names = {
-            name: name.removeprefix(prefix) for name, _ in task.named_modules() if name.startswith(prefix) and name
-        }
+        inside = [name for name, _ in task.named_modules() if name and name.startswith(prefix)]
+        names = {name: name.removeprefix(prefix) for name in inside}
         for patterns, word in plan.items():
             for pattern in patterns.split("|"):
                 found = [name for name, inner in names.items() if _fits(name, inner, pattern.strip())]
@@ -91,11 +91,11 @@ def plan_of(task: nn.Module, given: Mapping[str, str] | None, processes: int) ->
                         message = f"{name} is both {chosen[name]} and {word}; let one pattern fit it"
                         raise ConfigError(Fault(message, PLAN))
     found_at, attentions = places(task), [m for m in task.modules() if isinstance(m, nn.MultiheadAttention)]
-    inside = {id(module) for attention in attentions for module in attention.modules()}
+    packed = {id(module) for attention in attentions for module in attention.modules()}
     for name, word in chosen.items():
         module = task.get_submodule(name)
         fault = _unfit(module, word, processes)
-        if id(module) in inside:
+        if id(module) in packed:
             fault = (
                 "torch's MultiheadAttention packs its projections into one parameter and calls no layer; use an "
                 "attention with a layer for each projection"
