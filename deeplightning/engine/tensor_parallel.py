@@ -137,7 +137,7 @@ def clip_by_norm(parameters: Iterable[nn.Parameter], limit: float, mesh: DeviceM
         shared = 1
         if isinstance(gradient, DTensor):
             sizes = zip(gradient.device_mesh.shape, gradient.placements, strict=True)
-            for size in (size for size, placement in sizes if placement.is_shard()):
+            for size in (size for size, placement in sizes if not placement.is_replicate()):  # a strided shard too
                 shared *= size
         local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
         groups.setdefault(mesh.size() // shared, []).append(local)
