@@ -90,15 +90,16 @@ def plan_of(task: nn.Module, given: Mapping[str, str] | None, processes: int) ->
                     if chosen.setdefault(name, word) != word:
                         message = f"{name} is both {chosen[name]} and {word}; let one pattern fit it"
                         raise ConfigError(Fault(message, PLAN))
-    found_at, attentions = places(task), [m for m in task.modules() if isinstance(m, nn.MultiheadAttention)]
-    packed = {id(module) for attention in attentions for module in attention.modules()}
+    found_at = places(task)
+    closed = [m for m in task.modules() if isinstance(m, nn.MultiheadAttention | nn.TransformerEncoderLayer)]
+    inner = {id(module): type(outer).__name__ for outer in closed for module in outer.modules()}
     for name, word in chosen.items():
         module = task.get_submodule(name)
         fault = _unfit(module, word, processes)
-        if id(module) in packed:
+        if id(module) in inner:
             fault = (
-                "torch's MultiheadAttention packs its projections into one parameter and calls no layer; use an "
-                "attention with a layer for each projection"
+                f"torch's {inner[id(module)]} computes with the parameters of its layers and need not call them; use "
+                "an attention with a layer for each projection"
             )
         elif any(len(found_at[parameter]) > 1 for parameter in module.parameters()):
             fault = "another module has the same parameter, and each would split it its own way"

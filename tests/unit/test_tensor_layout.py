@@ -99,7 +99,8 @@ def test_the_networks_that_are_shipped_bring_a_plan():
         (nn.Sequential(nn.LayerNorm(4)), {"0": "rowwise"}, "it is a LayerNorm, and torch splits Linear and Embedding"),
         (nn.Sequential(nn.Embedding(4, 4)), {"0": "colwise"}, "an embedding is split by its rows: rowwise"),
         (nn.Sequential(nn.Linear(4, 4)), {"0": "colwise", "*.0": "rowwise"}, "network.0 is both colwise and rowwise"),
-        (nn.MultiheadAttention(4, 2), {"out_proj": "rowwise"}, "torch's MultiheadAttention packs its projections into"),
+        (nn.MultiheadAttention(4, 2), {"out_proj": "rowwise"}, "torch's MultiheadAttention computes with the param"),
+        (nn.TransformerEncoderLayer(4, 2, 8), {"linear1": "colwise"}, "torch's TransformerEncoderLayer computes with"),
     ],
 )
 def test_a_plan_that_does_not_fit_is_refused(network, plan, words):
