@@ -146,7 +146,7 @@ class Sharded(ABC):
     def lightning_module_state_dict(self) -> dict[str, object]:
         shares, parameters = self.shares(), dict(self.lightning_module.named_parameters(remove_duplicate=False))
         found = self.lightning_module.state_dict()
-        for name in found.keys() & parameters.keys():
+        for name in [name for name in found if name in parameters]:  # in one order: pieces may be gathered
             if share := shares.get(parameters[name]):
                 found[name] = share.piece(share.values)
         return found
