@@ -51,7 +51,7 @@ def parallelize(task: nn.Module, given: Mapping[str, str] | None, mesh: DeviceMe
     chosen = plan_of(task, given, mesh.size())
     for name, word in chosen.items():
         module = task.get_submodule(name)
-        module.packed_blocks = blocks_of(word)
+        vars(module)["packed_blocks"] = blocks_of(word)  # for the layout of its parameters
         parallelize_module(module, mesh, style(word, module))
     split = sum(p.numel() for name in chosen for p in task.get_submodule(name).parameters())
     share = split / sum(parameter.numel() for parameter in task.parameters())
@@ -142,10 +142,9 @@ def clip_by_norm(parameters: Iterable[nn.Parameter], limit: float, mesh: DeviceM
                 shared *= size
         local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
         groups.setdefault(mesh.size() // shared, []).append(local)
-    device = torch.device(mesh.device_type, torch.cuda.current_device() if mesh.device_type == "cuda" else None)
-    squares = torch.zeros((), device=device)
+    squares = torch.zeros((), device=mesh.device_type)
     for copies, gradients in groups.items():
-        squares += nn.utils.get_total_norm(gradients).float().to(device) ** 2 / copies
+        squares += nn.utils.get_total_norm(gradients).float().to(squares.device) ** 2 / copies
     distributed.all_reduce(squares)
     scale = (limit / (squares.sqrt() + 1e-6)).clamp(max=1.0)
     for gradient in (gradient for gradients in groups.values() for gradient in gradients):

@@ -68,6 +68,7 @@ class TextTransformer(nn.Module):
             raise ValueError(f"padding must be a token, from 0 to {vocabulary_size - 1}, not {padding!r}")
         self.vocabulary_size, self.max_length, self.padding = vocabulary_size, max_length, padding
         self.width, self.pooling = width, pooling
+        self.num_heads, self.hidden = num_heads, hidden
         self.embedding = nn.Embedding(vocabulary_size, width, padding_idx=padding)
         with torch.no_grad():  # so that they have the size of the positions when they are scaled, as in the paper
             self.embedding.weight.mul_(width**-0.5)
@@ -82,8 +83,7 @@ class TextTransformer(nn.Module):
         Raises:
             ValueError: they cannot share the heads, or the numbers inside the feed-forward parts, evenly.
         """
-        layer = self.layers[0]
-        for name, number in (("num_heads", layer.num_heads), ("hidden", layer.feed_forward[0].out_features)):
+        for name, number in (("num_heads", self.num_heads), ("hidden", self.hidden)):
             if number % processes:
                 raise ValueError(f"{processes} processes cannot share its {name} of {number} evenly")
         return {

@@ -80,6 +80,7 @@ class ViT(nn.Module):
                 f"num_patches is {num_patches!r}, but {self.image_size[0]}x{self.image_size[1]} pixels make {rows} x "
                 f"{columns} = {self.num_patches} patches of {patch[0]}x{patch[1]}; leave it out, or change a size"
             )
+        self.heads, self.mlp_width = heads, mlp_width
         self.class_token = nn.Parameter(torch.zeros(1, 1, width))
         self.positions = nn.Parameter(torch.empty(1, self.num_patches + 1, width))
         self.patches = nn.Conv2d(num_channels, width, kernel_size=patch, stride=patch)
@@ -99,8 +100,7 @@ class ViT(nn.Module):
         Raises:
             ValueError: they cannot share the heads, or the layer inside the perceptrons, evenly.
         """
-        attention, mlp = self.blocks[0].attention, self.blocks[0].mlp
-        for what, number in (("heads", attention.heads), ("numbers of mlp_width", mlp[0].out_features)):
+        for what, number in (("heads", self.heads), ("numbers of mlp_width", self.mlp_width)):
             if number % processes:
                 raise ValueError(f"{processes} processes cannot share its {number} {what} evenly")
         return {
