@@ -93,7 +93,7 @@ BREAKING = [
     ["serve.device=cpu", "serve.tensorrt=true"],
     ["engine.backend=fsdp", "engine.processes=2", "engine.compile=graphs"],
     ["engine.backend=fsdp", "engine.params.tensor_parallel=2", "engine.processes=3"],
-    [*TENSOR, "engine.processes=2", "engine.compile=default"],
+    [*TENSOR, "engine.processes=2", "engine.compile=true"],
     [*TENSOR, "engine.gpus=2", "engine.sync_batchnorm=true"],
     [*TENSOR, "engine.processes=2", "model.module={type: some_parts.Manual}"],
     ["engine.backend=fsdp", "engine.processes=2", "engine.fused=true"],
