@@ -17,7 +17,7 @@ _PACKAGES = "`sudo apt-get install libaio-dev` (Debian, Ubuntu), `sudo dnf insta
 
 def replicas(trainer: Any) -> tuple[int, int]:
     """How many parts the data are split into, and which is this process'; a tensor-parallel group has one part."""
-    return getattr(trainer.strategy, "replicas", None) or (trainer.world_size, trainer.global_rank)
+    return getattr(getattr(trainer, "strategy", None), "replicas", None) or (trainer.world_size, trainer.global_rank)
 
 
 def leave_at_exit() -> None:
