@@ -17,6 +17,7 @@ from deeplightning.callbacks.steps import ends_of_parts
 from deeplightning.config.schema import Checkpoint
 from deeplightning.engine.background import Writer
 from deeplightning.engine.checkpoint_io import SafeCheckpointIO, copy_checkpoint, read_checkpoint, remove_checkpoint
+from deeplightning.engine.group import replicas
 from deeplightning.engine.restored import check_counters, check_optimizers
 from deeplightning.faults import CheckpointError, ConfigError, Fault
 from deeplightning.private.lightning import forget_train_loader, restart_validation
@@ -194,7 +195,7 @@ class Checkpoints(LightningCheckpoint):
             self._has_arrived = True
             if not trainer.strategy.restore_checkpoint_after_setup:  # else states are in a form of the strategy's own
                 self._arriving = checkpoint
-        _count_for(checkpoint, trainer.world_size)
+        _count_for(checkpoint, replicas(trainer)[0])
         self._plateaus, self._validating = checkpoint.get("plateaus", {}), checkpoint.get("validating", False)
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
             state = checkpoint.get("callbacks", {}).get(callback.state_key)
@@ -346,10 +347,11 @@ def _writer(trainer: pl.Trainer) -> Writer:
 
 
 def _count_for(checkpoint: dict[str, Any], world: int) -> None:
-    """Counts the batches of an epoch, in place, as another number of processes does: so many samples are done, and an
+    """Counts the batches of an epoch, in place, as another number of replicas does: so many samples are done, and an
     epoch that was over is over. A global batch is made of the same samples whoever computes it (see
     `deeplightning.data.samplers`)."""
-    was = (checkpoint.get("engine") or {}).get("processes", world)
+    engine = checkpoint.get("engine") or {}
+    was = engine["processes"] // engine.get("tensor_parallel", 1) if "processes" in engine else world
     progress = checkpoint.get("loops", {}).get("fit_loop", {}).get("epoch_loop.batch_progress")
     if was == world or progress is None:
         return

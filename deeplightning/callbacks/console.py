@@ -22,6 +22,7 @@ from deeplightning.checks.hints import proposals
 from deeplightning.config.schema import Config, Target
 from deeplightning.config.tree import line
 from deeplightning.engine.compute import matmul_hint
+from deeplightning.engine.group import replicas
 from deeplightning.engine.plan import effective_batch
 from deeplightning.faults import count
 from deeplightning.process.identity import own_rank
@@ -210,7 +211,7 @@ class Console(pl.Callback):
 
     def _speed(self, trainer: pl.Trainer) -> float:
         """Samples a second in this epoch, of all processes; 0: not known."""
-        return self._samples * trainer.world_size / self._learning if self._learning > 0 else 0.0
+        return self._samples * replicas(trainer)[0] / self._learning if self._learning > 0 else 0.0
 
     def _loss(self, trainer: pl.Trainer, outputs: object) -> float:
         """The loss to show: of this batch; on a GPU the one of the last time, for which nothing has to wait."""

@@ -26,7 +26,7 @@ from deeplightning.checks.trust import note_own
 from deeplightning.config.schema import Config
 from deeplightning.config.source import read
 from deeplightning.config.tree import dump, plain
-from deeplightning.engine.plan import launches_by, world_size
+from deeplightning.engine.plan import group_size, launches_by, world_size
 from deeplightning.faults import ConfigError, SetupError
 from deeplightning.launch.storage import stored
 from deeplightning.private.lightning import add_logged_steps, logged_steps, values_to_log
@@ -375,6 +375,7 @@ def engine_of(cfg: Config) -> dict[str, object]:
     return {
         "backend": engine.backend,
         "processes": world_size(engine),
+        **({"tensor_parallel": size} if (size := group_size(engine)) > 1 else {}),
         "precision": str(engine.precision),
         "device": "CPU" if engine.gpus is None else "GPU",
     }

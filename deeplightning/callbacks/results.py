@@ -14,6 +14,7 @@ import torch
 
 from deeplightning.callbacks.record import Record
 from deeplightning.config.schema import Pictures
+from deeplightning.engine.group import replicas
 from deeplightning.figures.style import Drawing, save
 from deeplightning.words import first_line
 
@@ -76,7 +77,7 @@ class Results(pl.Callback):
         if trainer.world_size > 1:
             shares: list[Any] = [None] * trainer.world_size
             torch.distributed.all_gather_object(shares, rows)
-            rows = [row for share in shares for row in share]
+            rows = [row for share in shares[:: trainer.world_size // replicas(trainer)[0]] for row in share]
         if not trainer.is_global_zero:
             return
         folder = self.record.folder

@@ -15,6 +15,7 @@ from torch import distributed
 
 from deeplightning import transfer
 from deeplightning.callbacks.order import OWN
+from deeplightning.engine.group import replicas
 from deeplightning.faults import RunError
 
 if TYPE_CHECKING:
@@ -100,7 +101,7 @@ class Seeds(pl.Callback):
             self._seed_batch(trainer)
 
     def _seed_batch(self, trainer: pl.Trainer) -> None:
-        epoch = (1 + trainer.current_epoch, trainer.global_rank)
+        epoch = (1 + trainer.current_epoch, replicas(trainer)[1])
         if epoch != self._epoch:
             self._epoch, self._word = epoch, _word(self.seed, *epoch)
         _seed_from(_mixed(self._word, trainer.fit_loop.epoch_loop.batch_progress.current.ready))

@@ -7,6 +7,7 @@ from typing import Any
 from deeplightning.checks import strategy
 from deeplightning.checks.compare import Meanings
 from deeplightning.config.schema import Config, Engine, Optimizer, Target
+from deeplightning.engine.plan import world_size
 from deeplightning.static.signature import Undecided
 
 
@@ -16,6 +17,20 @@ def uses_deepspeed(asked: Engine) -> bool:
 
 def is_sharded(asked: Engine) -> bool:
     return uses_deepspeed(asked) or asked.backend == "fsdp"
+
+
+def splits_layers(asked: Engine) -> bool:
+    """Whether the engine that was asked for is tensor-parallel."""
+    size = asked.params.get("tensor_parallel", 1)
+    return asked.backend == "fsdp" and isinstance(size, int) and size > 1
+
+
+def leaves_processes_over(cfg: Config) -> bool:
+    """Whether the processes, where their number is known, are no multiple of a tensor-parallel group."""
+    engine = cfg.engine
+    if not splits_layers(engine) or engine.gpus == "auto":
+        return False
+    return world_size(engine) % int(engine.params["tensor_parallel"]) != 0
 
 
 def optimizers_of(cfg: Config) -> list[Target]:

@@ -17,7 +17,7 @@ from deeplightning.data.datasets import EndsWithItsRun, InMemory, OnDemand
 from deeplightning.data.errors import DataConfigError, DataError
 from deeplightning.data.loader import InMemoryLoader
 from deeplightning.data.memory import Room
-from deeplightning.data.samplers import BatchIndices, go_on, is_made_for, train_sampler
+from deeplightning.data.samplers import BatchIndices, go_on, is_made_for, replicas, train_sampler
 from deeplightning.data.splits import deal, shuffled
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ class DataOfSets(pl.LightningDataModule):
         return deal(samples.labels, number, self.cfg.seed, purpose)
 
     def _check_batches(self, samples: int) -> None:
-        world, batch_size = self.trainer.world_size if self.trainer else 1, self.cfg.data.batch_size
+        world, batch_size = replicas(self.trainer)[0], self.cfg.data.batch_size
         if samples < batch_size * world:
             raise DataConfigError(
                 f"data.loader.drop_last leaves no training batch: {samples} samples are fewer than "
@@ -234,7 +234,7 @@ class DataOfSets(pl.LightningDataModule):
         if training:
             sampler = self._train_sampler()
         else:
-            world, rank = (self.trainer.world_size, self.trainer.global_rank) if self.trainer else (1, 0)
+            world, rank = replicas(self.trainer)
             sampler = BatchIndices(dataset, self.cfg.data.batch_size, num_replicas=world, rank=rank)
         options, workers = dict(self._loader_options), self.cfg.data.num_workers
         if isinstance(dataset, InMemory):

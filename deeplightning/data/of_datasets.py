@@ -17,7 +17,7 @@ from deeplightning.config.target import build
 from deeplightning.data.datasets import EndsWithItsRun
 from deeplightning.data.errors import DataConfigError, DataError
 from deeplightning.data.loading import check_folds, check_loader, start_method
-from deeplightning.data.samplers import BatchIndices, go_on, is_made_for, train_sampler
+from deeplightning.data.samplers import BatchIndices, go_on, is_made_for, replicas, train_sampler
 from deeplightning.data.splits import deal
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class OfDatasets(pl.LightningDataModule):
 
     def _loader(self, name: str, sampler: BatchIndices | None = None) -> DataLoader:
         if sampler is None:
-            world, rank = (self.trainer.world_size, self.trainer.global_rank) if self.trainer else (1, 0)
+            world, rank = replicas(self.trainer)
             batch_size = self.cfg.data.batch_size
             sampler = BatchIndices(self.dataset(name), batch_size, num_replicas=world, rank=rank)
         options, workers = dict(self._loader_options), self.cfg.data.num_workers

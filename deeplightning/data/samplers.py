@@ -458,14 +458,14 @@ def train_sampler(cfg: "PartConfig", dataset: Any, trainer: object = None, *, dr
         DataConfigError: `data.sampler` gives no sampler, or is given what the run gives. It is a ValueError.
         ConfigError: it refuses its arguments.
     """
-    world, rank = _place(trainer)
+    world, rank = replicas(trainer)
     spread: dict[str, Any] = {"num_replicas": world, "rank": rank, "seed": cfg.seed}
     asked = getattr(cfg.data, "sampler", None)
     if asked is None:
         sampler = BatchIndices(dataset, cfg.data.batch_size, shuffle=True, drop_last=drop_last, **spread)
     elif asked == "balanced":
         sampler = BalancedBatches(_labels(dataset, trainer), cfg.data.batch_size, drop_last=drop_last, **spread)
-        if rank == 0:
+        if rank == 0 and getattr(trainer, "is_global_zero", True):
             _say_shares(sampler)
     else:
         made = _build_sampler(asked, dataset, trainer, {"batch_size": cfg.data.batch_size, **spread})
@@ -479,12 +479,18 @@ def train_sampler(cfg: "PartConfig", dataset: Any, trainer: object = None, *, dr
 def is_made_for(sampler: BatchIndices, trainer: Any) -> bool:
     """Whether a sampler is of `train_sampler` for this trainer's process: a data module that is set up before there is
     a trainer makes one for a single process."""
-    return sampler.made_for == _place(trainer)
+    return sampler.made_for == replicas(trainer)
 
 
-def _place(trainer: Any) -> tuple[int, int]:
-    """R and the rank; without a trainer those of one process."""
-    return (trainer.world_size, trainer.global_rank) if trainer else (1, 0)
+def replicas(trainer: Any) -> tuple[int, int]:
+    """R and the rank; without a trainer those of one process.
+
+    Processes that compute one batch together, as those of a tensor-parallel group do, count as one.
+    """
+    if not trainer:
+        return 1, 0
+    found: tuple[int, int] | None = getattr(getattr(trainer, "strategy", None), "replicas", None)
+    return found or (trainer.world_size, trainer.global_rank)
 
 
 def go_on(sampler: BatchIndices, trainer: Any) -> None:

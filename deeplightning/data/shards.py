@@ -24,7 +24,7 @@ from deeplightning.data.errors import DataConfigError, DataError
 from deeplightning.data.image_folder import STATISTICS
 from deeplightning.data.images import ImageData, height_width
 from deeplightning.data.loading import is_whole
-from deeplightning.data.samplers import BatchIndices, go_on, is_made_for
+from deeplightning.data.samplers import BatchIndices, go_on, is_made_for, replicas
 from deeplightning.data.shard_files import Index, Shard, Source, at_address, expand, in_folder, indices_of
 from deeplightning.image import MAX_PIXELS, ImageError, ImageSpec
 
@@ -313,10 +313,10 @@ class Shards(ImageData):
         if self._has_own_order:
             return super()._train_sampler()
         if self._sampler is None or not is_made_for(self._sampler, self.trainer):
-            world, rank = (self.trainer.world_size, self.trainer.global_rank) if self.trainer else (1, 0)
+            world, rank = replicas(self.trainer)
             place = {"num_replicas": world, "rank": rank, "seed": self.cfg.seed, "drop_last": self._drop_last}
             self._sampler = ShardBatches(self.dataset("train"), self.cfg.data.batch_size, self.window, **place)
-            if len(self._shards["train"]) < world and rank == 0:
+            if len(self._shards["train"]) < world and rank == 0 and getattr(self.trainer, "is_global_zero", True):
                 log.warning(
                     "There are %d shards to learn from and %d processes: each shard is read by several of them. More, "
                     "smaller shards avoid that.",

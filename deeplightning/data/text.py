@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 from deeplightning.data.addresses import folder_of
 from deeplightning.data.errors import DataConfigError, DataError
 from deeplightning.data.loading import check_folds, check_loader, is_whole
-from deeplightning.data.samplers import BatchIndices, go_on, is_made_for, train_sampler
+from deeplightning.data.samplers import BatchIndices, go_on, is_made_for, replicas, train_sampler
 from deeplightning.data.splits import deal, shuffled
 from deeplightning.text import TextSpec, VocabularyError, from_lines, vocabulary
 
@@ -287,7 +287,7 @@ class TextData(pl.LightningDataModule):
             if split in self._texts:
                 self.dataset(split)
         if self._drop_last:
-            world, size = self.trainer.world_size if self.trainer else 1, self.cfg.data.batch_size
+            world, size = replicas(self.trainer)[0], self.cfg.data.batch_size
             if len(self._texts["train"]) < size * world:
                 raise DataConfigError(
                     f"data.loader.drop_last leaves no training batch: {len(self._texts['train'])} samples are fewer "
@@ -432,7 +432,7 @@ class TextData(pl.LightningDataModule):
         if training:
             sampler = self._train_sampler()
         else:
-            world, rank = (self.trainer.world_size, self.trainer.global_rank) if self.trainer else (1, 0)
+            world, rank = replicas(self.trainer)
             sampler = BatchIndices(dataset, self.cfg.data.batch_size, num_replicas=world, rank=rank)
         options = {key: value for key, value in self._loader_options.items() if key not in _WORKER_KEYS}
         device = getattr(getattr(self.trainer, "strategy", None), "root_device", None)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import pytorch_lightning as pl
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader
 from deeplightning import own_code
 from deeplightning.callbacks.recompute import Recompute
 from deeplightning.callbacks.steps import LogSteps, Seeds
-from deeplightning.checks.conditions import accumulates_itself
+from deeplightning.checks.conditions import accumulates_itself, splits_layers
 from deeplightning.config.automatic import WEIGHTS, unfilled
 from deeplightning.config.target import build, needs
 from deeplightning.dry_run.attempt import Attempt
@@ -176,12 +177,31 @@ def _inspect(attempt: Attempt, task: pl.LightningModule) -> None:
             attempt.fault(message, "train.accumulator_factor")
 
 
+class _Plan(pl.Callback):
+    """Compares the plan of a tensor-parallel engine with the networks.
+
+    Args:
+        params: of the engine.
+    """
+
+    def __init__(self, params: Mapping[str, Any]):
+        self.given, self.processes = params.get("tensor_plan"), params["tensor_parallel"]
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        from deeplightning.engine.tensor_parallel import plan_of
+
+        if self.given is not None or not callable(getattr(pl_module, "parallelize", None)):
+            plan_of(pl_module, self.given, self.processes)
+
+
 def _make_trainer(attempt: Attempt, look: Observer) -> pl.Trainer:
     train = attempt.cfg.train
     assert attempt.cfg.seed is not None, "load_config draws one"
     kept: list[pl.Callback] = [Seeds(attempt.cfg.seed), LogSteps(1)]
     if attempt.cfg.engine.activation_checkpointing:
         kept.append(Recompute(attempt.cfg.engine.activation_checkpointing))
+    if splits_layers(attempt.asked.engine):
+        kept.append(_Plan(attempt.asked.engine.params))
     for _, callback in attempt.callbacks:
         if not isinstance(callback, Checkpoint | EarlyStopping):  # they write, and end what misses a name
             kept.append(callback)

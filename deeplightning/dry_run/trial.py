@@ -179,6 +179,9 @@ class _Trial:
             train.gradient_clip = None
         elif key == "engine.activation_checkpointing":
             self.cfg.engine.activation_checkpointing = None
+        elif key.startswith("engine.params.tensor_"):
+            self.asked = copy.deepcopy(self.asked)
+            self.asked.engine.params |= {"tensor_parallel": 1, "tensor_plan": None}
         elif key == "train.accumulator_factor":
             train.accumulator_factor = 1
         elif key == "engine.params.find_unused_parameters":

@@ -1,10 +1,13 @@
 """Full sharding by torch's `fully_shard` (FSDP2): each process holds a part of every parameter, its gradient and its
 optimizer state; a module's parameters come together while it computes.
 
+With `tensor_parallel`, groups of processes split single layers among them as well, and compute one batch together
+(deeplightning.engine.tensor_parallel); what each of them holds is sharded over the groups.
+
 Source: https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -19,6 +22,8 @@ from torch.distributed.tensor import DTensor
 from torchmetrics import Metric
 
 from deeplightning.engine.sharded import Sharded, Share, places, replace
+from deeplightning.engine.tensor_layout import share_of
+from deeplightning.engine.tensor_parallel import clip_by_norm, parallelize, raise_for_other_batch
 from deeplightning.faults import ConfigError, Fault
 from deeplightning.private.torch import apply
 
@@ -36,14 +41,19 @@ class Fsdp(Sharded, ModelParallelStrategy):
         param_dtype: what units compute in, as `bfloat16`; null: the precision of the run.
         reduce_dtype: what gradients are summed in; null: as they are.
         output_dtype: what the forward pass of a unit gives; null: as it is.
+        tensor_parallel: processes of a group that computes one batch together; it divides the number of processes. The
+            data are split over the groups.
+        tensor_plan: patterns of module names, separated by `|`, and how these modules are split: colwise, colwise_2,
+            colwise_3, colwise_gathered or rowwise; null: as the task's `parallelize(mesh)` does it, or as the network's
+            `tensor_plan(processes)` says.
         cpu_offload: hold parameters, gradients and optimizer state in the memory of the CPU.
         process_group_backend: nccl or gloo; null: by the device.
         timeout: how long a process waits for the others.
 
     Raises:
         ValueError: a dtype is unknown.
-        ConfigError: (when the run is set up) `wrap` names no module, or the task itself has parameters that no module
-            of it holds.
+        ConfigError: (when the run is set up) `wrap` names no module, the task itself has parameters that no module of
+            it holds, `tensor_parallel` does not divide the processes, or the plan does not fit the network.
     """
 
     def __init__(
@@ -54,12 +64,16 @@ class Fsdp(Sharded, ModelParallelStrategy):
         reduce_dtype: str | None = None,
         output_dtype: str | None = None,
         cpu_offload: bool = False,
+        tensor_parallel: int = 1,
+        tensor_plan: Mapping[str, str] | None = None,
         process_group_backend: str | None = None,
         timeout: timedelta = default_pg_timeout,
     ):
         # Lightning would take 1 x the processes, tensor-parallel, which shards nothing.
-        super().__init__("auto", 1, process_group_backend=process_group_backend, timeout=timeout)
+        super().__init__("auto", tensor_parallel, process_group_backend=process_group_backend, timeout=timeout)
         self.wrap = wrap
+        self.tensor_parallel, self.tensor_plan = tensor_parallel, tensor_plan
+        self._compares_batch = tensor_parallel > 1
         self._options: dict[str, Any] = {
             "reshard_after_forward": reshard_after_forward,
             "mp_policy": MixedPrecisionPolicy(_dtype(param_dtype), _dtype(reduce_dtype), _dtype(output_dtype)),
@@ -69,8 +83,18 @@ class Fsdp(Sharded, ModelParallelStrategy):
         }
 
     def setup_environment(self) -> None:
-        self._data_parallel_size = self.num_nodes * self.num_processes
+        world = self.num_nodes * self.num_processes
+        if world % self.tensor_parallel:
+            message = f"{self.tensor_parallel} does not divide the {world} process(es) of the run"
+            raise ConfigError(Fault(message, "engine.params.tensor_parallel"))
+        self._data_parallel_size = world // self.tensor_parallel
         super().setup_environment()
+
+    @property
+    def replicas(self) -> tuple[int, int]:
+        """The groups that split the data, and which of them this process is in."""
+        mesh = self.device_mesh["data_parallel"]
+        return mesh.size(), mesh.get_local_rank()
 
     def setup(self, trainer: pl.Trainer) -> None:
         task = self.lightning_module
@@ -78,10 +102,38 @@ class Fsdp(Sharded, ModelParallelStrategy):
             self.refuse_scalars()
             self.synchronise_batch_norm(trainer)
             self._shard(task)
+        if self.tensor_parallel > 1:
+            self._count_replicas_once()
         if not is_overridden("configure_model", task):
             # Lightning 2.6 wants tasks to shard themselves there; one that builds its network elsewhere is sharded too.
             task.configure_model = lambda: None  # type: ignore[method-assign]
         super().setup(trainer)
+
+    def _count_replicas_once(self) -> None:
+        """Has metrics, logged values and gradient norms ignore that the processes of a group compute the same."""
+        group = self.device_mesh["data_parallel"].get_group()
+        for module in self.lightning_module.modules():
+            if isinstance(module, Metric):
+                module.process_group = group
+        precision, mesh = self.precision_plugin, self.device_mesh
+        precision.clip_grad_by_norm = lambda optimizer, clip_val: clip_by_norm(  # type: ignore[method-assign]
+            precision.main_params(optimizer), clip_val, mesh
+        )
+
+    def on_train_batch_start(self, batch: object, batch_idx: int) -> None:
+        if self._compares_batch:
+            raise_for_other_batch(batch, self.device_mesh["tensor_parallel"])
+            self._compares_batch = False
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        return super().reduce(tensor, self._data_group(group), reduce_op)
+
+    def all_gather(self, tensor: torch.Tensor, group: Any = None, sync_grads: bool = False) -> torch.Tensor:
+        return super().all_gather(tensor, self._data_group(group), sync_grads)
+
+    def _data_group(self, group: Any) -> Any:
+        """A group; without one that of the processes that have other data."""
+        return self.device_mesh["data_parallel"].get_group() if group is None and self.tensor_parallel > 1 else group
 
     def model_to_device(self) -> None:
         """Moves the task back to its device after the teardown of the stage before; offloaded parameters stay on the
@@ -108,6 +160,8 @@ class Fsdp(Sharded, ModelParallelStrategy):
         whole = [parameter.detach() for parameter in places(task)]
         for parameter, found in places(task).items():
             replace(found, nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad))
+        if self.tensor_parallel > 1:
+            parallelize(task, self.tensor_plan, self.device_mesh["tensor_parallel"])
         mesh = self.device_mesh["data_parallel"]
         for unit in (*self._units(task), *_roots(task)):
             fully_shard(unit, mesh=mesh, **self._options)
@@ -115,12 +169,13 @@ class Fsdp(Sharded, ModelParallelStrategy):
         for child in task.children():
             apply(child, lambda t: torch.empty_like(t, device=home) if t.is_meta else t.to(self.root_device))
         with torch.no_grad():
+            shares = self.shares()
             for values, parameter in zip(whole, places(task), strict=True):
                 arriving = values if self.global_rank == 0 else torch.empty(values.shape, dtype=values.dtype)
                 arriving = arriving.to(self.root_device)
                 distributed.broadcast(arriving, 0)
-                share = _share(parameter)
-                share.values.copy_(arriving.reshape(-1)[share.start : share.stop])
+                share = shares[parameter]
+                share.values.copy_(share.part(arriving))
             for buffer in task.buffers():
                 distributed.broadcast(buffer, 0)
 
@@ -147,8 +202,11 @@ class Fsdp(Sharded, ModelParallelStrategy):
     # ---- checkpoints
 
     def shares(self) -> dict[nn.Parameter, Share]:
-        sharded = (p for p in self.lightning_module.parameters() if isinstance(p.data, DTensor))
-        return {parameter: _share(parameter) for parameter in sharded}
+        found = {p: at for p, at in places(self.lightning_module).items() if isinstance(p.data, DTensor)}
+        if self.tensor_parallel == 1:
+            return {parameter: _share(parameter) for parameter in found}
+        mesh = self.device_mesh
+        return {p: share_of(p, getattr(at[0][0], "packed_blocks", 1), mesh) for p, at in found.items()}
 
     def groups_of(self, optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:
         return optimizer.param_groups

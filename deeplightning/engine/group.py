@@ -1,16 +1,23 @@
-"""What surrounds DeepSpeed's process group: how a process leaves it, and what its set-up says of a lack."""
+"""What surrounds a process group: which data its processes have, how DeepSpeed's is left, and what its set-up says of
+a lack."""
 
 import atexit
 import contextlib
 import io
 import re
 import warnings
+from typing import Any
 
 from torch import distributed
 
 from deeplightning.words import first_line
 
 _PACKAGES = "`sudo apt-get install libaio-dev` (Debian, Ubuntu), `sudo dnf install libaio-devel` (Fedora, RHEL)"
+
+
+def replicas(trainer: Any) -> tuple[int, int]:
+    """How many parts the data are split into, and which is this process'; a tensor-parallel group has one part."""
+    return getattr(getattr(trainer, "strategy", None), "replicas", None) or (trainer.world_size, trainer.global_rank)
 
 
 def leave_at_exit() -> None:

@@ -244,6 +244,17 @@ def world_size(engine: Engine) -> int:
     return local_size(engine) * engine.num_nodes
 
 
+def group_size(engine: Engine) -> int:
+    """Processes that compute one batch together: those of a tensor-parallel group, else 1."""
+    size = engine.params.get("tensor_parallel", 1) if engine.backend == "fsdp" else 1
+    return size if isinstance(size, int) and size > 0 else 1
+
+
+def replicas(engine: Engine) -> int:
+    """Parts that the data are split into, each for one process or one group of them."""
+    return max(1, world_size(engine) // group_size(engine))
+
+
 def trainer_arguments(cfg: Config) -> dict[str, Any]:
     """Keyword arguments of Lightning's Trainer for a settled config."""
     from torch import are_deterministic_algorithms_enabled
@@ -304,9 +315,10 @@ def _strategy(engine: Engine) -> "str | Strategy":
 
 def effective_batch(cfg: Config) -> str:
     """How many samples one optimizer step sees, and what multiplies to it."""
-    batch, world, factor = cfg.data.batch_size, world_size(cfg.engine), cfg.train.accumulator_factor
-    parts = [f"{batch} per process"]
-    parts += [f"{world} processes"] if world > 1 else []
+    batch, world, factor = cfg.data.batch_size, replicas(cfg.engine), cfg.train.accumulator_factor
+    size = group_size(cfg.engine)
+    parts = [f"{batch} per group of {size} processes" if size > 1 else f"{batch} per process"]
+    parts += [f"{world} {'groups' if size > 1 else 'processes'}"] if world > 1 else []
     parts += [f"{factor} batches accumulated"] if factor > 1 else []
     late = f" from epoch {cfg.train.accumulator_epoch} on" if factor > 1 and cfg.train.accumulator_epoch else ""
     return f"{batch * world * factor} samples a step: {' x '.join(parts)}{late}"

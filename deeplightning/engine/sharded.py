@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torchmetrics import Metric
 
 from deeplightning.engine.checkpoint_io import raise_for_misfits, read_checkpoint, save_sharded
-from deeplightning.engine.shards import Shard, part_of, whole_of
+from deeplightning.engine.shards import Scattered, Shard, part_of, whole_of
 from deeplightning.faults import CheckpointError, ConfigError, Fault
 
 if TYPE_CHECKING:
@@ -43,7 +43,16 @@ class Share:
     def stop(self) -> int:
         return self.start + self.values.numel()
 
+    def part(self, tensor: Tensor | Scattered) -> Tensor:
+        """This process' part of a whole tensor of the parameter's shape, (n,)."""
+        return part_of(tensor, self.start, self.stop)
+
     def piece(self, values: Tensor) -> Shard:
+        """What this process writes of a tensor that is shared like the parameter; to be called on every process.
+
+        Args:
+            values: (n,), of such a tensor.
+        """
         return Shard(self.shape, self.start, values)
 
 
@@ -137,7 +146,7 @@ class Sharded(ABC):
     def lightning_module_state_dict(self) -> dict[str, object]:
         shares, parameters = self.shares(), dict(self.lightning_module.named_parameters(remove_duplicate=False))
         found = self.lightning_module.state_dict()
-        for name in found.keys() & parameters.keys():
+        for name in [name for name in found if name in parameters]:  # in one order: pieces may be gathered
             if share := shares.get(parameters[name]):
                 found[name] = share.piece(share.values)
         return found
@@ -176,7 +185,7 @@ class Sharded(ABC):
             for name in (name for name in ours if name in theirs):
                 share = shares.get(parameters[name]) if name in parameters else None
                 if share is not None:
-                    share.values.copy_(part_of(theirs[name], share.start, share.stop))
+                    share.values.copy_(share.part(theirs[name]))
                 elif isinstance(plain[name], Tensor):
                     plain[name].copy_(whole_of(theirs[name]))
 
@@ -218,7 +227,7 @@ def _piece(value: Any, share: Share | None) -> object:
 def _part(value: object, share: Share | None) -> Any:
     if share is None or not share.shape or tuple(getattr(value, "shape", ())) != share.shape:
         return whole_of(value)
-    return part_of(value, share.start, share.stop)
+    return share.part(value)  # type: ignore[arg-type]
 
 
 @contextmanager

@@ -68,6 +68,7 @@ class TextTransformer(nn.Module):
             raise ValueError(f"padding must be a token, from 0 to {vocabulary_size - 1}, not {padding!r}")
         self.vocabulary_size, self.max_length, self.padding = vocabulary_size, max_length, padding
         self.width, self.pooling = width, pooling
+        self.num_heads, self.hidden = num_heads, hidden
         self.embedding = nn.Embedding(vocabulary_size, width, padding_idx=padding)
         with torch.no_grad():  # so that they have the size of the positions when they are scaled, as in the paper
             self.embedding.weight.mul_(width**-0.5)
@@ -75,6 +76,22 @@ class TextTransformer(nn.Module):
         self.layers = nn.ModuleList(_Layer(width, num_heads, hidden, dropout) for _ in range(num_layers))
         self.norm = nn.LayerNorm(width)
         self.classifier = nn.Linear(width, num_classes)
+
+    def tensor_plan(self, processes: int) -> dict[str, str]:
+        """How its layers are split over so many processes: `engine.params.tensor_parallel`.
+
+        Raises:
+            ValueError: they cannot share the heads, or the numbers inside the feed-forward parts, evenly.
+        """
+        for name, number in (("num_heads", self.num_heads), ("hidden", self.hidden)):
+            if number % processes:
+                raise ValueError(f"{processes} processes cannot share its {name} of {number} evenly")
+        return {
+            "layers.*.queries_keys_values": "colwise_3",
+            "layers.*.attended": "rowwise",
+            "layers.*.feed_forward.0": "colwise",
+            "layers.*.feed_forward.3": "rowwise",
+        }
 
     def forward(self, tokens: Tensor) -> Tensor:
         """
@@ -117,7 +134,7 @@ class _Layer(nn.Module):
 
     def __init__(self, width: int, num_heads: int, hidden: int, dropout: float):
         super().__init__()
-        self.num_heads, self.share_left_out = num_heads, dropout
+        self.num_heads, self.head_width, self.share_left_out = num_heads, width // num_heads, dropout
         self.attention_norm = nn.LayerNorm(width)
         self.queries_keys_values = nn.Linear(width, 3 * width)
         self.attended = nn.Linear(width, width)
@@ -129,11 +146,11 @@ class _Layer(nn.Module):
 
     def forward(self, states: Tensor, seen: Tensor) -> Tensor:
         """States float (B, L, W), seen bool (B, 1, 1, L)."""
-        batch, length, width = states.shape
+        batch, length, _ = states.shape
         projected = self.queries_keys_values(self.attention_norm(states))
-        # (3, B, H, L, W / H)
-        queries, keys, values = projected.view(batch, length, 3, self.num_heads, -1).permute(2, 0, 3, 1, 4).unbind(0)
+        # (3, B, H, L, W / H); where processes split the layer, each has its share of the heads
+        queries, keys, values = projected.view(batch, length, 3, -1, self.head_width).permute(2, 0, 3, 1, 4).unbind(0)
         left_out = self.share_left_out if self.training else 0.0
         heads = scaled_dot_product_attention(queries, keys, values, attn_mask=seen, dropout_p=left_out)
-        states = states + self.dropout(self.attended(heads.transpose(1, 2).reshape(batch, length, width)))
+        states = states + self.dropout(self.attended(heads.transpose(1, 2).reshape(batch, length, -1)))
         return states + self.dropout(self.feed_forward(self.feed_forward_norm(states)))

@@ -80,6 +80,7 @@ class ViT(nn.Module):
                 f"num_patches is {num_patches!r}, but {self.image_size[0]}x{self.image_size[1]} pixels make {rows} x "
                 f"{columns} = {self.num_patches} patches of {patch[0]}x{patch[1]}; leave it out, or change a size"
             )
+        self.heads, self.mlp_width = heads, mlp_width
         self.class_token = nn.Parameter(torch.zeros(1, 1, width))
         self.positions = nn.Parameter(torch.empty(1, self.num_patches + 1, width))
         self.patches = nn.Conv2d(num_channels, width, kernel_size=patch, stride=patch)
@@ -92,6 +93,22 @@ class ViT(nn.Module):
             if isinstance(module, nn.Linear):
                 nn.init.trunc_normal_(module.weight, std=0.02)
                 nn.init.zeros_(module.bias)
+
+    def tensor_plan(self, processes: int) -> dict[str, str]:
+        """How its layers are split over so many processes: `engine.params.tensor_parallel`.
+
+        Raises:
+            ValueError: they cannot share the heads, or the layer inside the perceptrons, evenly.
+        """
+        for what, number in (("heads", self.heads), ("numbers of mlp_width", self.mlp_width)):
+            if number % processes:
+                raise ValueError(f"{processes} processes cannot share its {number} {what} evenly")
+        return {
+            "blocks.*.attention.asked": "colwise_3",
+            "blocks.*.attention.out": "rowwise",
+            "blocks.*.mlp.0": "colwise",
+            "blocks.*.mlp.3": "rowwise",
+        }
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
         """
@@ -151,13 +168,14 @@ class Attention(nn.Module):
 
     def __init__(self, width: int, heads: int):
         super().__init__()
-        self.heads = heads
+        self.heads, self.head_width = heads, width // heads
         self.asked = nn.Linear(width, 3 * width)  # queries, keys and values, side by side
         self.out = nn.Linear(width, width)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """float (B, T, D) → the same shape."""
-        asked = self.asked(tokens).unflatten(2, (3, self.heads, -1))  # (B, T, 3, heads, D / heads)
+        # (B, T, 3, heads, D / heads); where processes split the layer, each has its share of the heads
+        asked = self.asked(tokens).unflatten(2, (3, -1, self.head_width))
         queries, keys, values = asked.permute(2, 0, 3, 1, 4).unbind(0)  # each (B, heads, T, D / heads)
         found = nn.functional.scaled_dot_product_attention(queries, keys, values)
         return self.out(found.transpose(1, 2).flatten(2))

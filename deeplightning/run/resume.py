@@ -276,7 +276,8 @@ def _inexact(checkpoint: Mapping[str, Any], cfg: Config) -> str:
         ("versions", versions(), "other code computes"),
     ):
         theirs = checkpoint.get(section, ours)
-        changed = [f"{name} {theirs.get(name)} → {value}" for name, value in ours.items() if theirs.get(name) != value]
+        names = [name for name in {**ours, **theirs} if theirs.get(name) != ours.get(name)]
+        changed = [f"{name} {theirs.get(name)} → {ours.get(name)}" for name in names]
         reasons += [f"{section} {', '.join(changed)} ({why})"] if changed else []
     theirs, ours = dict(_learning(checkpoint.get("config") or cfg.public())), dict(_learning(cfg.public()))
     changed = [

@@ -218,8 +218,10 @@ class Supervised(pl.LightningModule):
             MisfitError: the schedule that is resumed is shorter than the training.
         """
         counted, self._counted = self._counted, {}
+        # Of a tensor-parallel group all processes have the same samples, and count them.
+        is_first = getattr(self.trainer.strategy, "replicas", (1, self.trainer.global_rank))[1] == 0
         for name, metric in self._of("train").items():
-            if name in counted and self.trainer.is_global_zero:
+            if name in counted and is_first:
                 _restore(metric, counted[name])
         steps = self.trainer.estimated_stepping_batches
         for config in self.trainer.lr_scheduler_configs:

@@ -29,6 +29,7 @@ def test_an_epochs_samples_per_second_are_those_of_training_alone(clock, caplog)
     trainer = SimpleNamespace(
         current_epoch=0,
         world_size=2,
+        global_rank=0,
         callback_metrics={"train_loss": torch.tensor(0.5)},
         accumulate_grad_batches=1,
         lightning_module=SimpleNamespace(automatic_optimization=True),
