@@ -25,6 +25,7 @@ from deeplightning.config.moved import present
 from deeplightning.config.secrets import Secrets
 from deeplightning.config.short_names import full_name
 from deeplightning.config.tree import Entry, KeyPath, dump, kind, nodes, parse
+from deeplightning.config.versions import migrate
 from deeplightning.faults import ConfigError, Fault, Notice, nearest
 
 MAX_BYTES = 1_000_000  # of a file, and of all files that build on each other
@@ -182,6 +183,7 @@ def compose(path: str | Path | Given | None, overrides: list[str] | None = None)
     source.notices = [
         Notice(f"config: {address}, SHA-256 {digest}", unasked=False) for address, digest in source.origins.items()
     ]
+    source.notices += [Notice(f"{change}; `deeplightning migrate` rewrites the file") for change in reading.migrated]
     return source
 
 
@@ -226,6 +228,7 @@ class _Reading:
         given: the texts of what is given in place of files.
         files: what was read.
         groups: the option groups that were named so far; whoever names one first has chosen.
+        migrated: what was changed in files of an earlier version.
     """
 
     faults: list[Fault]
@@ -234,6 +237,7 @@ class _Reading:
     given: dict[Path, str] = field(default_factory=dict)
     files: list[_File] = field(default_factory=list)
     groups: dict[str, Group] = field(default_factory=dict)
+    migrated: list[str] = field(default_factory=list)
 
     def tree(
         self,
@@ -282,6 +286,7 @@ class _Reading:
             what = "is empty" if tree.value is None else f"holds {kind(tree)}"
             message = f"this file {what}; a config is a mapping of keys such as `data:`"
             raise ConfigError(Fault(message, place=_short(path)))
+        self.migrated += [f"{_short(path)}: {change}" for change in migrate(tree, inside.replace("/", "."))]
         base = tree.value.pop("_base_", None)
         if base is None or base.value is None:
             return tree
