@@ -1,5 +1,6 @@
 """The versions of configs: each row of the table, migration in memory, and `deeplightning migrate`."""
 
+import re
 import shutil
 import subprocess
 import sys
@@ -144,8 +145,8 @@ def test_the_verb_keeps_comments_and_order(later, answer):
     code, out, err = answer("migrate", "old.yaml", "--write")
     assert (code, out, err) == (0, diff, "wrote      old.yaml\n")
     text = path.read_text()
-    assert text.startswith("# about this config\nversion: 2\nrandom_seed: 3  # the answer\n\n# how long\ntrain:\n")
-    assert "epochs: 2   # two" in text
+    assert text.startswith("# about this config\nversion: 2\nrandom_seed: 3 # the answer\n\n# how long\ntrain:\n")
+    assert re.search("epochs: 2 +# two", text)
     assert plain(read(path).root) == PRESENT
     assert path.stat().st_mode & 0o777 == 0o640
     assert answer("migrate", "old.yaml", "--write") == (0, "", "unchanged  old.yaml\n")
