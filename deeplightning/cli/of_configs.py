@@ -283,6 +283,44 @@ def batch(config: Path, overrides: tuple[str, ...], memory: str | None, most: in
 
 
 @cli.command()
+@click.argument("files", metavar="FILE…", nargs=-1, required=True, type=click.Path(path_type=Path))
+@click.option("--write", is_flag=True, help="Write the files; default: print what would change.")
+@click.option(
+    "--from",
+    "system",
+    type=click.Choice(["stoke", "raysgd", "bolt", "universal", "lightning-cli", "hydra"]),
+    help="FILE is a config or a script of this system.",
+)
+def migrate(files: tuple[Path, ...], write: bool, system: str | None) -> None:
+    """Rewrite config FILEs of earlier versions for this one, and print the difference.
+
+    Comments and the order of keys are kept. With --from, FILE is another system's: a config of ours is made of it,
+    with a comment at each line that needs a person. It is printed, or with --write put beside FILE, which stays, as
+    NAME.deeplightning.yaml. A FILE in Python is read, never run.
+    """
+    if system is not None:
+        from deeplightning.cli.migrate_from import convert
+
+        for text in [convert(file, system, write) for file in files]:
+            click.echo(text, nl=False)
+        return
+    from deeplightning.cli import migrate as rewriting
+
+    found = [rewriting.migrated(file) for file in files]
+    for file in found:
+        click.echo(file.diff(), nl=False)
+        for note in file.notes:
+            click.echo(f"look at    {file.path}: {note}", err=True)
+        if not file.changes:
+            click.echo(f"unchanged  {file.path}", err=True)
+        elif write:
+            rewriting.write(file)
+            click.echo(f"wrote      {file.path}", err=True)
+    if not write and any(file.changes for file in found):
+        click.echo("next       --write writes the files", err=True)
+
+
+@cli.command()
 def schema() -> None:
     """Print the JSON Schema of a config, for editors that complete and check YAML."""
     from deeplightning.checks.json_schema import json_schema

@@ -45,6 +45,9 @@ Precision = Literal[
     "apex_O2",
     "deepspeed",
 ]
+VERSION = 1
+"""The version of configs that this release reads and writes; `versions` has what changed from one to the next."""
+
 # What the older words mean today.
 BACKENDS: dict[str, Backend] = {
     "horovod": "ddp",
@@ -523,6 +526,13 @@ class Serve(Section):
 class Config(Section):
     """One run, described whole."""
 
+    version: int = key(
+        "of the keys; each file has its own, a file without it has version 1, and `deeplightning migrate` rewrites "
+        "older files",
+        VERSION,
+        low=1,
+        high=VERSION,
+    )
     seed: int | None = key("everything random follows from it; null: drawn and recorded", 42, low=0, high=2**32 - 1)
     stages: list[Stage] = key("what is done, in this order: train, validate, test, predict", lambda: ["train"])
     data: Data = key("where samples come from")

@@ -25,6 +25,7 @@ from deeplightning.config.moved import present
 from deeplightning.config.secrets import Secrets
 from deeplightning.config.short_names import full_name
 from deeplightning.config.tree import Entry, KeyPath, dump, kind, nodes, parse
+from deeplightning.config.versions import migrate
 from deeplightning.faults import ConfigError, Fault, Notice, nearest
 from deeplightning.own_code import frozen
 
@@ -179,12 +180,13 @@ def compose(path: str | Path | Given | None, overrides: list[str] | None = None)
     files = sorted(reading.files, key=lambda found: (found.depth, found.order))
     folders = dict.fromkeys(file.folder for file in files if file.origin is None)
     source = Source(root, list(folders), faults, reading.groups, files=[file.path for file in files])
-    source.names = [GIVEN if file in given else _short(file) for file in tops]
+    source.names = [GIVEN if file in given else short(file) for file in tops]
     source.has_bases = any(file.depth and not file.group for file in files)
     source.origins = {file.origin[0]: file.origin[1] for file in files if file.origin is not None}
     source.notices = [
         Notice(f"config: {address}, SHA-256 {digest}", unasked=False) for address, digest in source.origins.items()
     ]
+    source.notices += [Notice(f"{change}; `deeplightning migrate` rewrites the file") for change in reading.migrated]
     return source
 
 
@@ -230,6 +232,7 @@ class _Reading:
         given: the texts of what is given in place of files.
         files: what was read.
         groups: the option groups that were named so far; whoever names one first has chosen.
+        migrated: what was changed in files of an earlier version.
     """
 
     faults: list[Fault]
@@ -238,6 +241,7 @@ class _Reading:
     given: dict[Path, str] = field(default_factory=dict)
     files: list[_File] = field(default_factory=list)
     groups: dict[str, Group] = field(default_factory=dict)
+    migrated: list[str] = field(default_factory=list)
 
     def tree(
         self,
@@ -262,30 +266,31 @@ class _Reading:
         """
         here = Path(os.path.realpath(path))  # unlike Path.resolve, without an error for links that go round
         if here in trail:
-            chain = " → ".join(_short(p) for p in [*trail[trail.index(here) :], here])
+            chain = " → ".join(short(p) for p in [*trail[trail.index(here) :], here])
             message = f"these files build on each other in a circle: {chain}; remove one `_base_`"
             raise ConfigError(Fault(message, place=place))
         if len(self.files) >= MAX_BASES:
-            raise ConfigError(Fault(f"more than {MAX_BASES} files build on each other", place=_short(path)))
-        text = self.given[path] if path in self.given else _text(path)
+            raise ConfigError(Fault(f"more than {MAX_BASES} files build on each other", place=short(path)))
+        text = self.given[path] if path in self.given else text_of(path)
         folder = root or _folder(path)
         address = addresses.address_of(path)
         origin = None if address is None else (address, addresses.digest_of(path))
         self.files.append(_File(path, folder, len(text), len(trail), order, origin, inside))
         if sum(file.size for file in self.files) > MAX_BYTES:
             message = f"the files that build on each other have at most {MAX_BYTES // 1000} kB together"
-            raise ConfigError(Fault(message, place=_short(path)))
+            raise ConfigError(Fault(message, place=short(path)))
         if inside and re.search(r"^#\s*@package\b", text, re.MULTILINE):
             message = f"`@package` is Hydra's and has no effect: this file is placed under `{inside}`; remove the line"
-            raise ConfigError(Fault(message, place=_short(path)))
-        tree = parse(text, _short(path), self.faults)
+            raise ConfigError(Fault(message, place=short(path)))
+        tree = parse(text, short(path), self.faults)
         if path in self.given:  # it has no lines
             for _, entry in nodes(tree):
                 entry.place = entry.at = GIVEN
         if not isinstance(tree.value, dict):
             what = "is empty" if tree.value is None else f"holds {kind(tree)}"
             message = f"this file {what}; a config is a mapping of keys such as `data:`"
-            raise ConfigError(Fault(message, place=_short(path)))
+            raise ConfigError(Fault(message, place=short(path)))
+        self.migrated += [f"{short(path)}: {change}" for change in migrate(tree, inside.replace("/", "."))]
         base = tree.value.pop("_base_", None)
         if base is None or base.value is None:
             return tree
@@ -387,7 +392,7 @@ def _base(name: str, path: Path, place: str) -> Path:
         return addresses.fetch(beside(address, name), "_base_", place)
     file = folder / os.path.expanduser(name)  # noqa: PTH111  (Path's fails for an unknown ~user)
     if not os.path.isfile(frozen(file)):  # noqa: PTH113  (Path's fails for a name that is too long)
-        message = f"there is no file {_short(file)} to build on{packages.shipped_instead(name)}"
+        message = f"there is no file {short(file)} to build on{packages.shipped_instead(name)}"
         raise ConfigError(Fault(message, "_base_", place))
     return file
 
@@ -410,8 +415,13 @@ def _given_text(config: Given) -> str:
         raise ConfigError(Fault(message, place=GIVEN)) from None
 
 
-def _text(path: Path) -> str:
-    place = _short(path)
+def text_of(path: Path) -> str:
+    """The text of a config file.
+
+    Raises:
+        ConfigError: there is none that can be read.
+    """
+    place = short(path)
     if os.path.isdir(path):  # noqa: PTH112  (Path's fails for a name that is too long)
         raise ConfigError(Fault("this is a folder; name the YAML file in it", place=place))
     if os.path.exists(path) and not os.path.isfile(path):  # noqa: PTH110, PTH113
@@ -421,7 +431,7 @@ def _text(path: Path) -> str:
             data = file.read(MAX_BYTES + 1)
     except FileNotFoundError:
         near = sorted(p.name for p in path.parent.glob("*.y*ml"))[:8] if path.parent.is_dir() else []
-        hint = f"; {_short(path.parent)} holds {', '.join(near)}" if near else ""
+        hint = f"; {short(path.parent)} holds {', '.join(near)}" if near else ""
         hint += packages.shipped_instead(path)
         raise ConfigError(Fault(f"there is no such config file{hint}", place=place)) from None
     except OSError as error:
@@ -436,7 +446,7 @@ def _text(path: Path) -> str:
     return text
 
 
-def _short(path: Path) -> str:
+def short(path: Path) -> str:
     """A path as the user would write it: relative where it lies below the working directory; the address of a file
     that was fetched, or that ships with an installed Deep Lightning."""
     if (address := addresses.address_of(path)) is not None:
