@@ -1,9 +1,11 @@
 """Private names of torch 2.15 and torchmetrics 1.9; `deeplightning.private.lazy_imports` has those of their imports."""
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch.library
     from torch import Tensor, nn
 
 INHERITED = {
@@ -37,3 +39,55 @@ def dispatch_mode() -> object:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     return TorchDispatchMode
+
+
+def tensors_in(value: object) -> "list[Tensor]":
+    """The tensors in a tree of lists, tuples and dicts, as an operator is given and gives them."""
+    from torch import Tensor
+    from torch.utils._pytree import tree_leaves
+
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+
+
+@contextmanager
+def fake_tensors() -> Iterator[None]:
+    """Tensors that are made herein have a shape, a type and a device, and no values and no memory. Where it has moved,
+    `plan --memory` fails.
+
+    A copy of one is a new one; torch 2.15 would copy a storage that is not there, and end the process at its exit.
+    """
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+    def copy(self: "Tensor", memo: dict[int, object]) -> object:
+        if id(self) not in memo:
+            with torch.no_grad():
+                made = self.detach().clone().requires_grad_(self.requires_grad)
+            made.__dict__.update(self.__dict__.keys() & {"_is_param"} and {"_is_param": True})
+            memo[id(self)] = made
+        return memo[id(self)]
+
+    FakeTensor.__deepcopy__ = copy  # type: ignore[method-assign]
+    try:
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            yield
+    finally:
+        del FakeTensor.__deepcopy__
+
+
+def needs_values(error: BaseException | None) -> bool:
+    """Whether an error comes from code that asked a tensor without values for one. Where the names have moved, a plan of
+    a network that branches on values fails instead of being partial."""
+    from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+
+    while error is not None:
+        if isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
+
+
+def end_library(library: "torch.library.Library") -> None:
+    """Takes back what a `torch.library.Library` has registered. Where it has moved, kernels of a GPU's are chosen in the
+    process that has planned, and it fails."""
+    library._destroy()

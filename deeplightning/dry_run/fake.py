@@ -1,0 +1,323 @@
+"""The training step of a config with tensors that have no values and no memory: what it holds, computes and moves.
+
+The real task is trained for two optimizer steps by Lightning, on fake tensors, so that a network of any size is counted
+on any machine. torch cannot compute a backward pass on a device that is not there (2.15), so that a GPU's tensors are fake
+ones of the CPU, with the kernels of attention and the types of `autocast` that CUDA has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torchmetrics import Metric
+
+from deeplightning.config.automatic import unfilled
+from deeplightning.config.schema import Config, LimitBatches
+from deeplightning.dry_run.attempt import Attempt
+from deeplightning.dry_run.held import Flops, Held, gradients_of, state_of
+from deeplightning.dry_run.steps import SAMPLES, example, make_trainer
+from deeplightning.engine.sharded import places, replace
+from deeplightning.private.torch import dispatch_mode, end_library, fake_tensors, needs_values
+from deeplightning.run.assemble import init_module
+
+_MOST_BATCHES = 64
+"""After so many batches a task of its own loop that has not stepped its optimizer is taken to step no more."""
+
+
+@dataclass
+class Count:
+    """What a step was seen to hold.
+
+    Attributes:
+        task: with fake parameters; its network is built.
+        optimizers: after their first step; empty where the step could not be taken.
+        peaks: phase (`forward`, `backward`, `optimizer`) → kind → bytes at the moment at which it held the most.
+        flops: operations of forward and backward pass.
+        moved: bytes that operators of the step read and wrote.
+        buffers: bytes of the network's buffers.
+        partial: why no step was counted; None where one was.
+    """
+
+    task: Any
+    optimizers: list[Any] = field(default_factory=list)
+    peaks: dict[str, dict[str, int]] = field(default_factory=dict)
+    flops: int = 0
+    moved: int = 0
+    buffers: int = 0
+    partial: str | None = None
+
+
+def counted(
+    attempt: Attempt, batch_size: int, on_gpu: bool, in_half: bool = False, recompute: list[str] | None = None
+) -> Count:
+    """Counts a step of `attempt.cfg`, whose data have been made by `example`.
+
+    Args:
+        attempt: of a config for one CPU process.
+        batch_size: samples of the batch.
+        on_gpu: count what CUDA's kernels would hold.
+        in_half: the network itself is in bfloat16, as under DeepSpeed.
+        recompute: modules whose activations are computed again.
+
+    Raises:
+        Exception: whatever a part raises, except where it asks for values.
+    """
+    attempt.cfg.engine.activation_checkpointing = recompute
+    held = Held()
+    kernels = kernels_of_cuda() if on_gpu else contextlib.nullcontext()
+    with fake_tensors(), kernels, _without_values(), held, Answers(held), torch.device("cpu"):
+        task = attempt.task = init_module(attempt.cfg, "model")
+        watch = _Watch(held, in_half)
+        count = Count(task)
+        if attempt.batch is None:
+            _build(task)
+            count.partial = "without an `example_batch` of the data module there is no step to count"
+        else:
+            try:
+                _train(attempt, task, watch, batch_size)
+            except Exception as error:
+                if not needs_values(error):
+                    raise
+                count.partial = "it branches on values, which tensors without memory do not have"
+                _build(task)
+        count.optimizers = watch.optimizers
+        if count.partial is None and not held.peaks.get("backward"):
+            count.partial = "its training step makes no backward pass that could be counted"
+        count.peaks = {phase: dict(kinds) for phase, kinds in held.peaks.items() if phase != "between"}
+        count.flops, count.moved = watch.flops, held.moved
+        count.buffers = sum(buffer.nbytes for buffer in task.buffers())
+    return count
+
+
+def _build(task: Any) -> None:
+    """Has a task build its network, where nobody has."""
+    with contextlib.suppress(Exception):
+        task.configure_model()
+
+
+def _train(attempt: Attempt, task: Any, watch: _Watch, batch_size: int) -> None:
+    cfg = attempt.cfg
+    cfg.train.limit_batches = LimitBatches(val=0)
+    cfg.train.accumulator_factor, cfg.train.max_steps, cfg.train.num_epochs = 1, None, 1
+    if hasattr(task, "check_truth"):
+        task.check_truth = lambda *_: None  # it looks at labels
+    task.cpu = task.cuda = lambda *_: task  # torch moves no fake parameter that somebody knows (2.15)
+    task.to = lambda *words, **named: _cast(task, *words, *named.values())
+    task.double = lambda: _cast(task, torch.float64)
+    for module in task.modules():
+        if isinstance(module, Metric):
+            _silence(module)
+    trainer = make_trainer(attempt, watch)
+    trainer.loggers = []
+    batch = apply_to_collection(attempt.batch, Tensor, lambda tensor: _of_size(tensor, batch_size))
+    if attempt.data is not None:
+        attempt.data.train_dataloader = lambda: DataLoader([batch] * (4 * _MOST_BATCHES), batch_size=None)
+    watch.held.add("activations", [*_tensors_of(batch)])
+    trainer.fit(task, datamodule=attempt.data)
+
+
+def _cast(task: nn.Module, *words: object) -> nn.Module:
+    """Gives parameters and buffers of floating point the dtype among the arguments of `Module.to`, if there is one."""
+    for dtype in (word for word in words if isinstance(word, torch.dtype)):
+        for parameter, found in places(task).items():
+            if parameter.is_floating_point():
+                replace(found, nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad))
+        for module in task.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.is_floating_point() and not isinstance(module, Metric):
+                    setattr(module, name, buffer.to(dtype))
+    return task
+
+
+def _tensors_of(batch: Any) -> Iterator[Tensor]:
+    found: list[Tensor] = []
+    apply_to_collection(batch, Tensor, found.append)
+    return iter(found)
+
+
+def _of_size(tensor: Tensor, size: int) -> Tensor:
+    """A fake tensor like one of an example, with so many samples."""
+    shape = list(tensor.shape)
+    if shape and shape[0] == SAMPLES:
+        shape[0] = size
+    return torch.empty(shape, dtype=tensor.dtype)
+
+
+def _silence(metric: Any) -> None:
+    """Has a metric take everything and give 0: it looks at values, and holds little."""
+    metric.update = lambda *_, **__: None
+    metric.forward = metric.compute = lambda *_, **__: torch.zeros(())
+
+
+class _Watch(pl.Callback):
+    """Tells the count which phase of a step is under way, and ends the training after the second one."""
+
+    def __init__(self, held: Held, in_half: bool):
+        self.held, self.in_half = held, in_half
+        self.optimizers: list[Any] = []
+        self.flops = 0
+        self._first = 0  # batches of the first optimizer step; 0: it has not been taken
+        self._counter: Flops | None = None
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.in_half:
+            _cast(pl_module, torch.bfloat16)
+            for child in pl_module.children():
+                if next(child.parameters(), None) is not None:
+                    child.register_forward_pre_hook(_in_half)
+        self.held.add("parameters", pl_module.parameters())
+        self.held.add("activations", pl_module.buffers())
+        for parameter in pl_module.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._note_gradient)
+
+    def _note_gradient(self, parameter: Tensor) -> None:
+        self.held.add("gradients", [parameter.grad])
+
+    def on_train_batch_start(self, trainer: Any, *_: object) -> None:
+        trainer.log_every_n_steps = 0  # nothing is due: what is logged are values
+        self.held.phase = "forward"
+        if self._first and self._counter is None:
+            self._counter = Flops()
+            self._counter.__enter__()
+
+    def on_before_backward(self, *_: object) -> None:
+        self.held.phase = "backward"
+
+    def on_before_zero_grad(self, *_: object) -> None:
+        self.held.phase = "forward"
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, _: object) -> None:
+        self.held.phase = "optimizer"
+        self.held.add("gradients", gradients_of(pl_module))
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: object, batch: object, n: int) -> None:
+        self.held.phase = "between"
+        self.optimizers = trainer.optimizers
+        for optimizer in trainer.optimizers:
+            self.held.add("state", state_of(optimizer))
+        done = n + 1
+        if self._counter is not None and done == 2 * self._first:
+            self.flops = self._counter.get_total_flops() // self._first
+            self._counter.__exit__(None, None, None)
+            trainer.should_stop = True
+        elif not self._first and trainer.global_step:
+            self._first = done
+            self.held.reset()
+        elif done >= _MOST_BATCHES and not self._first:
+            trainer.should_stop = True
+
+    def on_exception(self, *_: object) -> None:
+        if self._counter is not None:
+            self._counter.__exit__(None, None, None)
+
+
+def _in_half(_: nn.Module, inputs: Any) -> Any:
+    return apply_to_collection(inputs, Tensor, lambda t: t.to(torch.bfloat16) if t.is_floating_point() else t)
+
+
+class Answers(dispatch_mode()):  # type: ignore[misc]
+    """Answers code that asks a tensor without values for one, while a network is built and while an optimizer steps: no,
+    or 1. In a forward and a backward pass such a branch may change what is computed, and the question is an error."""
+
+    def __init__(self, held: Held):
+        super().__init__()
+        self.held = held
+
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
+        if func is torch.ops.aten._local_scalar_dense.default and self.held.phase in ("between", "optimizer"):
+            return False if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _without_values() -> Iterator[None]:
+    """What a task logs are values, and is left out."""
+    known = pl.LightningModule.log, pl.LightningModule.log_dict
+    pl.LightningModule.log = pl.LightningModule.log_dict = lambda *_, **__: None  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        pl.LightningModule.log, pl.LightningModule.log_dict = known  # type: ignore[method-assign]
+
+
+_IN_32_BITS = (
+    *("layer_norm", "group_norm", "softmax.int", "log_softmax.int", "cross_entropy_loss", "pow.Tensor_Scalar", "exp"),
+    *("log", "rsqrt", "softplus", "cumsum", "l1_loss", "smooth_l1_loss", "sum.dim_IntList"),
+)
+"""Operators that autocast computes in float32 on CUDA and not on the CPU (torch 2.15), as far as they hold much:
+https://docs.pytorch.org/docs/stable/amp.html#cuda-ops-that-can-autocast-to-float32"""
+
+
+@contextlib.contextmanager
+def kernels_of_cuda() -> Iterator[None]:
+    """Tensors of the CPU are computed with the types and the attention that CUDA would take."""
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        library.impl("scaled_dot_product_attention", _attention, "AutogradCPU")
+        for name in _IN_32_BITS:
+            library.impl(name, _upcast(name), "AutocastCPU")
+        yield
+    finally:
+        end_library(library)
+
+
+def _upcast(name: str) -> Any:
+    base, _, overload = name.partition(".")
+    operator = getattr(getattr(torch.ops.aten, base), overload or "default")
+
+    def computed(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast("cpu", enabled=False):
+            args, kwargs = apply_to_collection(
+                (args, kwargs), Tensor, lambda t: t.float() if t.is_floating_point() else t
+            )
+            return operator(*args, **kwargs)
+
+    return computed
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """By the kernel that CUDA takes: flash attention in 16 bits without a mask, else the memory-efficient one."""
+    aten = torch.ops.aten
+    if query.shape[1] != key.shape[1]:  # a head of keys for several of queries
+        key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
+    if attn_mask is None and query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= 256:
+        return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+    if attn_mask is not None:
+        bias = torch.zeros_like(attn_mask, dtype=query.dtype) if attn_mask.dtype == torch.bool else attn_mask
+        attn_mask = bias.expand(*query.shape[:3], key.shape[2])
+    return aten._scaled_dot_product_efficient_attention(
+        query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
+    )[0]
+
+
+def prepared(cfg: Config, asked: Config, folder: Path) -> Attempt:
+    """An attempt whose example batch is made, and whose `auto` sizes are known.
+
+    Args:
+        cfg: for one CPU process; changed in place.
+        asked: as the user wrote it.
+    """
+    attempt = Attempt(cfg, asked, folder)
+    attempt.batch = example(attempt)
+    for _, params, name in [*unfilled(cfg)]:
+        params.pop(name, None)
+    return attempt
