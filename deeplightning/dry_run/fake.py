@@ -1,13 +1,14 @@
 """The training step of a config with tensors that have no values and no memory: what it holds, computes and moves.
 
-The real task is trained for two optimizer steps by Lightning, on fake tensors, so that a network of any size is counted
-on any machine. torch cannot compute a backward pass on a device that is not there (2.15), so that a GPU's tensors are fake
-ones of the CPU, with the kernels of attention and the types of `autocast` that CUDA has.
+The real task is trained for an optimizer step by Lightning, on fake tensors, so that a network of any size is counted
+on any machine. torch cannot compute a backward pass on a device that is not there (2.15), so that a GPU's tensors are
+fake ones of the CPU, with the kernels of attention and the types of `autocast` that CUDA has.
 """
 
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +24,7 @@ from torchmetrics import Metric
 from deeplightning.config.automatic import unfilled
 from deeplightning.config.schema import Config, LimitBatches
 from deeplightning.dry_run.attempt import Attempt
-from deeplightning.dry_run.held import Flops, Held, gradients_of, state_of
+from deeplightning.dry_run.held import Held, Phases
 from deeplightning.dry_run.steps import SAMPLES, example, make_trainer
 from deeplightning.engine.sharded import places, replace
 from deeplightning.private.torch import dispatch_mode, end_library, fake_tensors, needs_values
@@ -41,8 +42,9 @@ class Count:
         task: with fake parameters; its network is built.
         optimizers: after their first step; empty where the step could not be taken.
         peaks: phase (`forward`, `backward`, `optimizer`) → kind → bytes at the moment at which it held the most.
-        flops: operations of forward and backward pass.
-        moved: bytes that operators of the step read and wrote.
+        flops: operations of matrix products, convolutions and attentions in an optimizer step.
+        moved: bytes that operators of that step read and wrote.
+        batches: of one optimizer step; more than 1 where a loop of the task's own accumulates.
         buffers: bytes of the network's buffers.
         partial: why no step was counted; None where one was.
     """
@@ -52,6 +54,7 @@ class Count:
     peaks: dict[str, dict[str, int]] = field(default_factory=dict)
     flops: int = 0
     moved: int = 0
+    batches: int = 1
     buffers: int = 0
     partial: str | None = None
 
@@ -71,12 +74,17 @@ def counted(
     Raises:
         Exception: whatever a part raises, except where it asks for values.
     """
-    attempt.cfg.engine.activation_checkpointing = recompute
+    attempt.cfg = cfg = copy.deepcopy(attempt.cfg)
+    cfg.engine.activation_checkpointing = recompute
+    if in_half:
+        cfg.engine.precision = 32
     held = Held()
     kernels = kernels_of_cuda() if on_gpu else contextlib.nullcontext()
     with fake_tensors(), kernels, _without_values(), held, Answers(held), torch.device("cpu"):
-        task = attempt.task = init_module(attempt.cfg, "model")
-        watch = _Watch(held, in_half)
+        task = attempt.task = init_module(cfg, "model")
+        if in_half:
+            _compute_in_half(task)
+        watch = Phases(held, 1, _MOST_BATCHES)
         count = Count(task)
         if attempt.batch is None:
             _build(task)
@@ -93,7 +101,7 @@ def counted(
         if count.partial is None and not held.peaks.get("backward"):
             count.partial = "its training step makes no backward pass that could be counted"
         count.peaks = {phase: dict(kinds) for phase, kinds in held.peaks.items() if phase != "between"}
-        count.flops, count.moved = watch.flops, held.moved
+        count.flops, count.moved, count.batches = held.flops, held.moved, max(1, watch.batches)
         count.buffers = sum(buffer.nbytes for buffer in task.buffers())
     return count
 
@@ -104,7 +112,7 @@ def _build(task: Any) -> None:
         task.configure_model()
 
 
-def _train(attempt: Attempt, task: Any, watch: _Watch, batch_size: int) -> None:
+def _train(attempt: Attempt, task: Any, watch: Phases, batch_size: int) -> None:
     cfg = attempt.cfg
     cfg.train.limit_batches = LimitBatches(val=0)
     cfg.train.accumulator_factor, cfg.train.max_steps, cfg.train.num_epochs = 1, None, 1
@@ -158,67 +166,18 @@ def _silence(metric: Any) -> None:
     metric.forward = metric.compute = lambda *_, **__: torch.zeros(())
 
 
-class _Watch(pl.Callback):
-    """Tells the count which phase of a step is under way, and ends the training after the second one."""
+def _compute_in_half(task: Any) -> None:
+    """Has a network computed in bfloat16, parameters and all, as DeepSpeed does."""
+    build = task.configure_model
 
-    def __init__(self, held: Held, in_half: bool):
-        self.held, self.in_half = held, in_half
-        self.optimizers: list[Any] = []
-        self.flops = 0
-        self._first = 0  # batches of the first optimizer step; 0: it has not been taken
-        self._counter: Flops | None = None
+    def configure_model() -> None:
+        build()
+        _cast(task, torch.bfloat16)
+        for child in task.children():
+            if next(child.parameters(), None) is not None:
+                child.register_forward_pre_hook(_in_half)
 
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self.in_half:
-            _cast(pl_module, torch.bfloat16)
-            for child in pl_module.children():
-                if next(child.parameters(), None) is not None:
-                    child.register_forward_pre_hook(_in_half)
-        self.held.add("parameters", pl_module.parameters())
-        self.held.add("activations", pl_module.buffers())
-        for parameter in pl_module.parameters():
-            if parameter.requires_grad:
-                parameter.register_post_accumulate_grad_hook(self._note_gradient)
-
-    def _note_gradient(self, parameter: Tensor) -> None:
-        self.held.add("gradients", [parameter.grad])
-
-    def on_train_batch_start(self, trainer: Any, *_: object) -> None:
-        trainer.log_every_n_steps = 0  # nothing is due: what is logged are values
-        self.held.phase = "forward"
-        if self._first and self._counter is None:
-            self._counter = Flops()
-            self._counter.__enter__()
-
-    def on_before_backward(self, *_: object) -> None:
-        self.held.phase = "backward"
-
-    def on_before_zero_grad(self, *_: object) -> None:
-        self.held.phase = "forward"
-
-    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, _: object) -> None:
-        self.held.phase = "optimizer"
-        self.held.add("gradients", gradients_of(pl_module))
-
-    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: object, batch: object, n: int) -> None:
-        self.held.phase = "between"
-        self.optimizers = trainer.optimizers
-        for optimizer in trainer.optimizers:
-            self.held.add("state", state_of(optimizer))
-        done = n + 1
-        if self._counter is not None and done == 2 * self._first:
-            self.flops = self._counter.get_total_flops() // self._first
-            self._counter.__exit__(None, None, None)
-            trainer.should_stop = True
-        elif not self._first and trainer.global_step:
-            self._first = done
-            self.held.reset()
-        elif done >= _MOST_BATCHES and not self._first:
-            trainer.should_stop = True
-
-    def on_exception(self, *_: object) -> None:
-        if self._counter is not None:
-            self._counter.__exit__(None, None, None)
+    task.configure_model = configure_model
 
 
 def _in_half(_: nn.Module, inputs: Any) -> Any:
@@ -226,8 +185,8 @@ def _in_half(_: nn.Module, inputs: Any) -> Any:
 
 
 class Answers(dispatch_mode()):  # type: ignore[misc]
-    """Answers code that asks a tensor without values for one, while a network is built and while an optimizer steps: no,
-    or 1. In a forward and a backward pass such a branch may change what is computed, and the question is an error."""
+    """Answers code that asks a tensor without values for one, while a network is built and while an optimizer steps:
+    no, or 1. In a forward and a backward pass such a branch may change what is computed: there it is an error."""
 
     def __init__(self, held: Held):
         super().__init__()

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import torch.library
@@ -24,9 +24,10 @@ INHERITED = {
 }
 
 
-def storage_id(tensor: "Tensor") -> int:
+def storage_id(tensor: "Tensor | torch.UntypedStorage") -> int:
     """What `torch.save` tells storages apart by; the address of an empty one is 0."""
-    return tensor.untyped_storage()._cdata
+    storage = tensor.untyped_storage() if hasattr(tensor, "untyped_storage") else tensor
+    return storage._cdata
 
 
 def apply(module: "nn.Module", function: "Callable[[Tensor], Tensor]") -> None:
@@ -76,8 +77,8 @@ def fake_tensors() -> Iterator[None]:
 
 
 def needs_values(error: BaseException | None) -> bool:
-    """Whether an error comes from code that asked a tensor without values for one. Where the names have moved, a plan of
-    a network that branches on values fails instead of being partial."""
+    """Whether an error comes from code that asked a tensor without values for one. Where the names have moved, a plan
+    of a network that branches on values fails instead of being partial."""
     from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 
     while error is not None:
@@ -88,6 +89,5 @@ def needs_values(error: BaseException | None) -> bool:
 
 
 def end_library(library: "torch.library.Library") -> None:
-    """Takes back what a `torch.library.Library` has registered. Where it has moved, kernels of a GPU's are chosen in the
-    process that has planned, and it fails."""
+    """Takes back what a `torch.library.Library` has registered. Where it has moved, `plan --memory` for a GPU fails."""
     library._destroy()
