@@ -7,12 +7,17 @@ trains each for three steps by the command of a user and counts tensor by tensor
 where parameters, gradients or state differ by a byte, or the peak by more than 15 %.
 """
 
+import argparse
 import json
+import platform
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
 import side_by_side
+import torch
 from torch import Tensor, nn
 
 from deeplightning.dry_run.held import Held, Phases, gradients_of, state_of
@@ -115,3 +120,49 @@ def measured(network: str, engine: str, precision: str, folder: Path) -> dict[st
     if ended.code:
         raise RuntimeError(f"{path.name} ended with {ended.code}:\n{ended.output}")
     return json.loads((folder / "held-0.json").read_text())
+
+
+def planned(network: str, engine: str, precision: str, folder: Path) -> Any:
+    """The plan's row for the same training, without callbacks."""
+    from deeplightning.checks.examine import load_config
+    from deeplightning.cli.memory import plan_memory
+
+    cfg = load_config(str(config(network, engine, precision, folder, "")))
+    if engine == "fsdp":
+        cfg.engine.params = {"wrap": 1_000_000}  # the engine's own; a plan without it takes the repeated block
+    plan, _ = plan_memory(cfg, None, None)
+    return next(row for row in plan.rows if row.engine == engine and not row.recompute)
+
+
+HEAD = ["network", "engine", "parameters", "gradients", "state", "peak, planned", "peak, measured", "apart"]
+
+
+def main() -> None:
+    words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    words.add_argument("--precision", default="32", choices=["32", "bf16"])
+    options = words.parse_args()
+    sys.path.insert(0, str(HERE))
+    print(f"Python {platform.python_version()}, torch {torch.__version__}; KiB of the first process\n")
+    print("\n".join(f"| {' | '.join(line)} |" for line in (HEAD, ["---"] * 2 + ["---:"] * 6)))
+    wrong = []
+    for network in NETWORKS:
+        for engine in ENGINES:
+            with tempfile.TemporaryDirectory() as place:
+                found = measured(network, engine, options.precision, Path(place))
+                row = planned(network, engine, options.precision, Path(place))
+            found["parameters"] = found["shares"] or found["parameters"]
+            if engine == "deepspeed_stage_2":  # cuts its gradients after the hook that looks at them
+                found["gradients"] = row.held["gradients"]
+            exact = all(row.held[name] == found[name] for name in NAMES[:3])
+            apart = row.peak / found["peak"] - 1
+            sizes = [f"{found[name] / 1024:,.1f}" for name in NAMES[:3]]
+            sizes += [f"{row.peak / 1024:,.0f}", f"{found['peak'] / 1024:,.0f}", f"{apart:+.1%}"]
+            print(f"| {network} | `{engine}` | {' | '.join(sizes)} |", flush=True)
+            if not exact or abs(apart) > APART:
+                wrong.append(f"{network} under {engine}")
+    if wrong:
+        sys.exit(f"not as planned: {', '.join(wrong)}")
+
+
+if __name__ == "__main__":
+    main()

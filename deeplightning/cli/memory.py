@@ -161,7 +161,7 @@ def _proposal(plan: Plan, setting: Setting, cfg: Config, price: float | None) ->
         ]
     keys = [f"engine.backend={best.engine}"]
     keys += [f"'engine.activation_checkpointing=[{','.join(best.recompute)}]'"] if best.recompute else []
-    keys += [f"'engine.params.wrap={best.wrap}'".replace('"', "")] if best.wrap is not None else []
+    keys += [f"'engine.params.wrap={_wrap(best.wrap)}'"] if best.wrap is not None else []
     more = ""
     base = next((row for row in plan.rows if row.engine == best.engine and not row.recompute), None)
     if best.recompute and base is not None and base.seconds and best.seconds:
@@ -170,6 +170,10 @@ def _proposal(plan: Plan, setting: Setting, cfg: Config, price: float | None) ->
     lines.append(f"           {' '.join(keys)}")
     lines += _time(best, plan, setting, cfg, price)
     return lines
+
+
+def _wrap(units: Any) -> str:
+    return str(units) if isinstance(units, int | str) else f"[{','.join(units)}]"
 
 
 def _time(row: Row, plan: Plan, setting: Setting, cfg: Config, price: float | None) -> list[str]:
@@ -249,6 +253,8 @@ def _size(value: float | None) -> str:
 
 def _gib(value: float) -> str:
     size = value / GIB
+    if value == 0:
+        return "0"
     return f"{size:,.1f}" if size >= 10 else f"{size:.2f}" if size >= 0.1 else f"{size:.4f}"
 
 

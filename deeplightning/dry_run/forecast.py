@@ -129,6 +129,7 @@ def forecast(attempt: Attempt, cfg: Config, setting: Setting) -> Plan:
     again = asked or ([block] if block else [])
     counts = {"plain": plain}
     twice = plain
+    counts |= {"again": plain, "half": plain}
     if plain.partial is None:
         twice = counted(attempt, 2 * batch, setting.on_gpu)
         if again:
@@ -137,8 +138,6 @@ def forecast(attempt: Attempt, cfg: Config, setting: Setting) -> Plan:
     rows = []
     for row in _engines(cfg, setting, again if plain.partial is None else [], block):
         count = counts["again" if row.recompute else "half" if row.engine.startswith("deepspeed") else "plain"]
-        if plain.partial is not None:
-            count = plain
         params = cfg.engine.params if row.engine == cfg.engine.backend else {}
         params = {**params, "wrap": row.wrap} if row.wrap is not None else params
         engine = Engine(None if row.engine == "null" else row.engine, row.world, params, setting.on_gpu, is_half)
@@ -156,7 +155,8 @@ def block_of(task: nn.Module) -> str | None:
     sizes: dict[str, list[int]] = defaultdict(list)
     for module in task.modules():
         own = type(module)
-        if own.forward is not nn.Module.forward and own is not nn.Sequential:
+        has_parts = next(module.children(), None) is not None
+        if has_parts and own.forward is not nn.Module.forward and own is not nn.Sequential:
             sizes[own.__name__].append(sum(p.numel() for p in module.parameters()))
     found = [(sum(of), max(of), name) for name, of in sizes.items() if len(of) > 1 and sum(of)]
     return max(found)[2] if found else None
@@ -167,9 +167,8 @@ def _engines(cfg: Config, setting: Setting, again: list[str], block: str | None)
     wrap = wrap if wrap is not None else [block] if block else None
     for name in ("null", "ddp", "fsdp"):
         row = Row(name, 1 if name == "null" else setting.world, wrap=wrap if name == "fsdp" else None)
-        yield row
-        if again:
-            yield replace(row, recompute=again)
+        for modules in ([], again) if again else ([],):
+            yield replace(row, recompute=modules, kinds={}, held={})
     for name in ("stage_1", "stage_2", "stage_3", "stage_2_offload", "stage_3_offload"):
         yield Row(f"deepspeed_{name}", setting.world)
 
