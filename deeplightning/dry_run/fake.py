@@ -22,7 +22,8 @@ from torch.utils.data import DataLoader
 from torchmetrics import Metric
 
 from deeplightning.config.automatic import unfilled
-from deeplightning.config.schema import Config, LimitBatches
+from deeplightning.config.schema import Config, LimitBatches, Target
+from deeplightning.config.target import find
 from deeplightning.dry_run.attempt import Attempt
 from deeplightning.dry_run.held import Held, Phases
 from deeplightning.dry_run.steps import SAMPLES, example, make_trainer
@@ -97,7 +98,7 @@ def counted(
                     raise
                 count.partial = "it branches on values, which tensors without memory do not have"
                 _build(task)
-        count.optimizers = watch.optimizers
+        count.optimizers = watch.optimizers or _optimizers(task, cfg)
         if count.partial is None and not held.peaks.get("backward"):
             count.partial = "its training step makes no backward pass that could be counted"
         count.peaks = {phase: dict(kinds) for phase, kinds in held.peaks.items() if phase != "between"}
@@ -110,6 +111,12 @@ def _build(task: Any) -> None:
     """Has a task build its network, where nobody has."""
     with contextlib.suppress(Exception):
         task.configure_model()
+
+
+def _optimizers(task: Any, cfg: Config) -> list[Any]:
+    """Of a task that could not be trained: the config's one over all that learns, if there is one."""
+    target, learning = cfg.model.optimizer, [p for p in task.parameters() if p.requires_grad]
+    return [find(target.type)(learning, **target.params)] if isinstance(target, Target) and learning else []
 
 
 def _train(attempt: Attempt, task: Any, watch: Phases, batch_size: int) -> None:

@@ -164,6 +164,7 @@ class Phases(pl.Callback):
         self.batches = 0
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.optimizers = trainer.optimizers
         self.held.add("parameters", pl_module.parameters())
         self.held.add("activations", pl_module.buffers())
         for parameter in pl_module.parameters():
