@@ -116,8 +116,9 @@ def text_of(plan: Plan, setting: Setting, cfg: Config, price: float | None) -> l
     ]
     if plan.partial:
         lines.append(f"partial    {plan.partial}: no activations, no time, no largest batch")
-    head = ["GiB per process", *KINDS, "peak", "fits", "largest batch", "samples/s"]
-    rows = [head, *([*_cells(row, plan)] for row in plan.rows)]
+    unit, word = (GIB, "GiB") if max(row.peak for row in plan.rows) >= GIB / 10 else (2**20, "MiB")
+    head = [f"{word} per process", *KINDS, "peak", "fits", "largest batch", "samples/s"]
+    rows = [head, *(_cells(row, plan, unit) for row in plan.rows)]
     if all(row.seconds is None for row in plan.rows):
         rows = [row[:-1] for row in rows]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
@@ -133,13 +134,13 @@ def text_of(plan: Plan, setting: Setting, cfg: Config, price: float | None) -> l
     return lines
 
 
-def _cells(row: Row, plan: Plan) -> list[str]:
+def _cells(row: Row, plan: Plan, unit: int) -> list[str]:
     name = f"{row.words} (1 process)" if row.engine == "null" and row.world == 1 else row.words
     known_kinds = KINDS if plan.partial is None else ("parameters", "gradients", "state")
-    kinds = [_gib(row.kinds.get(kind, 0)) if kind in known_kinds else "" for kind in KINDS]
+    kinds = [_gib(row.kinds.get(kind, 0), unit) if kind in known_kinds else "" for kind in KINDS]
     fits = "" if row.fits is None else ("?" if plan.partial else "yes") if row.fits else "no"
     largest = "" if row.largest is None else f"{row.largest:,}"
-    return [name, *kinds, _gib(row.peak) + "+" * bool(plan.partial), fits, largest, _speed(row, plan)]
+    return [name, *kinds, _gib(row.peak, unit) + "+" * bool(plan.partial), fits, largest, _speed(row, plan)]
 
 
 def _speed(row: Row, plan: Plan) -> str:
@@ -251,8 +252,8 @@ def _size(value: float | None) -> str:
     return "-" if value is None else f"{value / GIB:,.3f} GiB" if value >= GIB else f"{value / 2**20:,.2f} MiB"
 
 
-def _gib(value: float) -> str:
-    size = value / GIB
+def _gib(value: float, unit: int = GIB) -> str:
+    size = value / unit
     if value == 0:
         return "0"
     return f"{size:,.1f}" if size >= 10 else f"{size:.2f}" if size >= 0.1 else f"{size:.4f}"

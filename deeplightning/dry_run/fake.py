@@ -135,7 +135,8 @@ def _train(attempt: Attempt, task: Any, watch: Phases, batch_size: int) -> None:
     trainer.loggers = []
     batch = apply_to_collection(attempt.batch, Tensor, lambda tensor: _of_size(tensor, batch_size))
     if attempt.data is not None:
-        attempt.data.train_dataloader = lambda: DataLoader([batch] * (4 * _MOST_BATCHES), batch_size=None)
+        batches: Any = [batch] * (4 * _MOST_BATCHES)
+        attempt.data.train_dataloader = lambda: DataLoader(batches, batch_size=None)
     watch.held.add("activations", [*_tensors_of(batch)])
     trainer.fit(task, datamodule=attempt.data)
 

@@ -158,7 +158,7 @@ def block_of(task: nn.Module) -> str | None:
         has_parts = next(module.children(), None) is not None
         if has_parts and own.forward is not nn.Module.forward and own is not nn.Sequential:
             sizes[own.__name__].append(sum(p.numel() for p in module.parameters()))
-    found = [(sum(of), max(of), name) for name, of in sizes.items() if len(of) > 1 and sum(of)]
+    found = [(sum(of), max(of), name) for name, of in sizes.items() if len(of) > 1 and max(of) > 0]
     return max(found)[2] if found else None
 
 

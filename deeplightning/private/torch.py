@@ -64,7 +64,8 @@ def fake_tensors() -> Iterator[None]:
         if id(self) not in memo:
             with torch.no_grad():
                 made = self.detach().clone().requires_grad_(self.requires_grad)
-            made.__dict__.update(self.__dict__.keys() & {"_is_param"} and {"_is_param": True})
+            if "_is_param" in self.__dict__:
+                made.__dict__["_is_param"] = True
             memo[id(self)] = made
         return memo[id(self)]
 
