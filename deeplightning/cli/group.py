@@ -159,7 +159,7 @@ with_allow = click.option(
 )
 
 
-def newest_run(ctx: click.Context, param: click.Parameter, run: str) -> str:
+def newest_run(ctx: click.Context, param: click.Parameter, run: str | None) -> str | None:
     """`last` in place of a RUN is the newest one; a folder of that name is `./last`."""
     if run != "last" or ctx.resilient_parsing:
         return run

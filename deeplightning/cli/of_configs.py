@@ -19,6 +19,7 @@ from deeplightning.cli.group import (
     cli,
     examine_config,
     load,
+    newest_run,
     session,
     show_notices,
     stdout_for_the_result,
@@ -125,7 +126,13 @@ def _config_of_run(options: dict[str, Any]) -> Path | None:
 @click.option("--gpus", metavar="SPEC", help="With --memory: for these GPUs of a machine, such as 8x80GB or 8xH100.")
 @click.option("--nodes", type=click.IntRange(1), metavar="N", help="With --memory: for so many machines.")
 @click.option("--price", type=click.FloatRange(0), metavar="X", help="With --memory: what a GPU costs an hour.")
-@click.option("--against", metavar="RUN", shell_complete=complete_run, help="Print the plan beside what RUN took.")
+@click.option(
+    "--against",
+    metavar="RUN",
+    callback=newest_run,
+    shell_complete=complete_run,
+    help="Print the plan beside what RUN took.",
+)
 @click.option("--format", type=click.Choice(["text", "json"]), help="With --memory: the format; default: text.")
 def plan(
     config: Path,

@@ -28,7 +28,14 @@ from deeplightning.dry_run.attempt import Attempt
 from deeplightning.dry_run.held import Held, Phases
 from deeplightning.dry_run.steps import SAMPLES, example, make_trainer
 from deeplightning.engine.sharded import places, replace
-from deeplightning.private.torch import dispatch_mode, end_library, fake_tensors, needs_values
+from deeplightning.private.torch import (
+    asks_for_a_number,
+    attention_operators,
+    dispatch_mode,
+    end_library,
+    fake_tensors,
+    needs_values,
+)
 from deeplightning.run.assemble import init_module
 
 _MOST_BATCHES = 64
@@ -201,7 +208,7 @@ class Answers(dispatch_mode()):  # type: ignore[misc]
         self.held = held
 
     def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
-        if func is torch.ops.aten._local_scalar_dense.default and self.held.phase in ("between", "optimizer"):
+        if asks_for_a_number(func) and self.held.phase in ("between", "optimizer"):
             return False if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
         return func(*args, **(kwargs or {}))
 
@@ -263,17 +270,15 @@ def _attention(
     enable_gqa: bool = False,
 ) -> Any:
     """By the kernel that CUDA takes: flash attention in 16 bits without a mask, else the memory-efficient one."""
-    aten = torch.ops.aten
+    flash, efficient = attention_operators()
     if query.shape[1] != key.shape[1]:  # a head of keys for several of queries
         key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
     if attn_mask is None and query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= 256:
-        return aten._scaled_dot_product_flash_attention(query, key, value, dropout_p, is_causal, scale=scale)[0]
+        return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]
     if attn_mask is not None:
         bias = torch.zeros_like(attn_mask, dtype=query.dtype) if attn_mask.dtype == torch.bool else attn_mask
         attn_mask = bias.expand(*query.shape[:3], key.shape[2])
-    return aten._scaled_dot_product_efficient_attention(
-        query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale
-    )[0]
+    return efficient(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
 
 
 def prepared(cfg: Config, asked: Config, folder: Path) -> Attempt:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import flop_registry
 
-from deeplightning.private.torch import dispatch_mode, storage_id, tensors_in
+from deeplightning.private.torch import changes_in_place, dispatch_mode, family_of, storage_id, tensors_in
 
 KINDS = ("parameters", "gradients", "state", "activations", "communication", "temporary")
 """What bytes are held for. `activations`: what the forward pass makes and keeps, the batch, the network's buffers."""
@@ -71,12 +71,12 @@ class Held(dispatch_mode()):  # type: ignore[misc]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         made = func(*args, **kwargs)
-        if (formula := flop_registry.get(func._overloadpacket)) is not None:
+        if (formula := flop_registry.get(family_of(func))) is not None:
             self.flops += int(formula(*args, **kwargs, out_val=made))
         is_new = False
         for tensor in tensors_in(made):
             is_new = self._note(tensor) or is_new
-        if is_new or func._schema.is_mutable:
+        if is_new or changes_in_place(func):
             self.moved += sum(t.nbytes for t in tensors_in((args, kwargs, made)) if not t.is_sparse)
         self._look()
         return made

@@ -89,6 +89,31 @@ def needs_values(error: BaseException | None) -> bool:
     return False
 
 
+def attention_operators() -> tuple[Any, Any]:
+    """The operators of flash and of memory-efficient attention. Where one has moved, `plan --memory` for a GPU fails."""
+    import torch
+
+    aten = torch.ops.aten
+    return aten._scaled_dot_product_flash_attention, aten._scaled_dot_product_efficient_attention
+
+
+def asks_for_a_number(operator: Any) -> bool:
+    """Whether an operator is that of `Tensor.item`."""
+    import torch
+
+    return operator is torch.ops.aten._local_scalar_dense.default
+
+
+def changes_in_place(operator: Any) -> bool:
+    """Whether an operator writes into one of its arguments."""
+    return bool(operator._schema.is_mutable)
+
+
+def family_of(operator: Any) -> Any:
+    """The operator without its overload, by which torch's `flop_registry` has its formula."""
+    return operator._overloadpacket
+
+
 def end_library(library: "torch.library.Library") -> None:
     """Takes back what a `torch.library.Library` has registered. Where it has moved, `plan --memory` for a GPU fails."""
     library._destroy()
