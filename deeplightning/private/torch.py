@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import torch.library
@@ -90,7 +90,7 @@ def needs_values(error: BaseException | None) -> bool:
 
 
 def attention_operators() -> tuple[Any, Any]:
-    """The operators of flash and of memory-efficient attention. Where one has moved, `plan --memory` for a GPU fails."""
+    """Flash attention and the memory-efficient one. Where a name has moved, `plan --memory` for a GPU fails."""
     import torch
 
     aten = torch.ops.aten
