@@ -70,6 +70,7 @@ class RunFolder:
         self.curves = self.path / "curves"  # with .svg and .png
         self.report = self.path / "report.html"
         self.flops = self.path / "flops.txt"
+        self.memory = self.path / "memory.json"  # what a training took; `deeplightning.callbacks.memory`
 
     def checkpoint(self, epoch: int, step: int) -> Path:
         """A checkpoint kept besides `last` and `best`."""

@@ -38,6 +38,7 @@ def all_of(cfg: Config) -> list[pl.Callback]:
     from deeplightning.callbacks.flops import Flops
     from deeplightning.callbacks.gradients import AdaptiveClip, GradientNorm, Warmup
     from deeplightning.callbacks.histograms import Histograms
+    from deeplightning.callbacks.memory import Memory
     from deeplightning.callbacks.order import in_order
     from deeplightning.callbacks.recompute import Recompute
     from deeplightning.callbacks.record import Record
@@ -82,6 +83,7 @@ def all_of(cfg: Config) -> list[pl.Callback]:
         Console(cfg, record, checkpoints),
         Results(record),
         Describe(cfg, record),
+        Memory(record),
     ]
     if cfg.model.init_from is not None:
         callbacks.append(StartWeights(cfg.model.init_from, cfg.logger.params.get("tracking_uri")))

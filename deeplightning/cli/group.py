@@ -78,12 +78,17 @@ def is_override(word: str) -> bool:
 LOOSE = {"ignore_unknown_options": True}
 
 
-def with_config(words: str = "[key=value …]", complete: Complete = complete_overrides) -> Callable[[Verb], Verb]:
+def with_config(
+    words: str = "[key=value …]",
+    complete: Complete = complete_overrides,
+    instead: Callable[[dict[str, Any]], Path | None] = lambda options: None,
+) -> Callable[[Verb], Verb]:
     """Gives a verb its `config` and its `overrides`, in which further config files come first.
 
     Args:
         words: what may follow CONFIG, for the help.
         complete: what a shell offers there.
+        instead: the config that the verb's options stand for where the command line names none; None: there is none.
     """
 
     def decorate(verb: Verb) -> Verb:
@@ -95,7 +100,9 @@ def with_config(words: str = "[key=value …]", complete: Complete = complete_ov
 
             given = [*([] if config is None else [config]), *overrides]
             files = [*configs]
-            if not files and os.path.isfile(HERE) and _names_no_file(given):  # noqa: PTH113
+            if not files and _names_no_file(given) and (found := instead(options)) is not None:
+                files = [str(found)]
+            elif not files and os.path.isfile(HERE) and _names_no_file(given):  # noqa: PTH113
                 files = [HERE]
             elif not files and given:
                 files = [given.pop(0)]
@@ -152,7 +159,7 @@ with_allow = click.option(
 )
 
 
-def newest_run(ctx: click.Context, param: click.Parameter, run: str) -> str:
+def newest_run(ctx: click.Context, param: click.Parameter, run: str | None) -> str | None:
     """`last` in place of a RUN is the newest one; a folder of that name is `./last`."""
     if run != "last" or ctx.resilient_parsing:
         return run

@@ -58,7 +58,7 @@ def take_steps(attempt: Attempt) -> None:
     Raises:
         Exception: whatever a part raises; `faults_of` makes faults of it.
     """
-    attempt.batch = _example(attempt)
+    attempt.batch = example(attempt)
     for key, params, name in [*unfilled(attempt.cfg)]:
         if name in WEIGHTS:
             del params[name]
@@ -85,7 +85,7 @@ def take_steps(attempt: Attempt) -> None:
         return
     look = Observer(attempt)
     stages, epochs = attempt.cfg.stages, attempt.cfg.train.num_epochs
-    trainer = attempt.trainer = _make_trainer(attempt, look)
+    trainer = attempt.trainer = make_trainer(attempt, look)
     source: dict[str, Any] = {"datamodule": attempt.data}
     if attempt.data is None:
         source = {"train_dataloaders": _loader(None)}
@@ -102,7 +102,7 @@ def take_steps(attempt: Attempt) -> None:
             check_numbers(attempt)
 
 
-def _example(attempt: Attempt) -> object:
+def example(attempt: Attempt) -> object:
     """A batch of the data module, which from here on gives that and nothing else; None where there is none."""
     target = attempt.cfg.data.module
     try:
@@ -194,7 +194,7 @@ class _Plan(pl.Callback):
             plan_of(pl_module, self.given, self.processes)
 
 
-def _make_trainer(attempt: Attempt, look: Observer) -> pl.Trainer:
+def make_trainer(attempt: Attempt, look: pl.Callback) -> pl.Trainer:
     train = attempt.cfg.train
     assert attempt.cfg.seed is not None, "load_config draws one"
     kept: list[pl.Callback] = [Seeds(attempt.cfg.seed), LogSteps(1)]

@@ -163,7 +163,7 @@ class Fsdp(Sharded, ModelParallelStrategy):
         if self.tensor_parallel > 1:
             parallelize(task, self.tensor_plan, self.device_mesh["tensor_parallel"])
         mesh = self.device_mesh["data_parallel"]
-        for unit in (*self._units(task), *_roots(task)):
+        for unit in (*_inner_units(task, self.wrap), *_roots(task)):
             fully_shard(unit, mesh=mesh, **self._options)
         home = torch.device("cpu") if self._offloads else self.root_device
         for child in task.children():
@@ -178,26 +178,6 @@ class Fsdp(Sharded, ModelParallelStrategy):
                 share.values.copy_(share.part(arriving))
             for buffer in task.buffers():
                 distributed.broadcast(buffer, 0)
-
-    def _units(self, task: nn.Module) -> Iterator[nn.Module]:
-        """Modules below the roots that are gathered by themselves, the inner ones first."""
-        roots = set(_roots(task))
-        inner = {n: m for n, m in task.named_modules() if m is not task and m not in roots and _may_be_unit(m)}
-        if isinstance(self.wrap, int):
-            chosen = [m for m in inner.values() if sum(p.numel() for p in m.parameters()) >= self.wrap]
-        else:
-            names = {n: {type(m).__name__, n, n.partition(".")[2]} for n, m in inner.items()}
-            chosen = [m for n, m in inner.items() if not names[n].isdisjoint(self.wrap)]
-            if unknown := set(self.wrap).difference(*names.values()):
-                some = ", ".join(sorted(set().union(*names.values()) - inner.keys() - {""})[:12])
-                message = f"no module inside the network is called, or is a, {min(unknown)}; there are {some or 'none'}"
-                raise ConfigError(Fault(message, "engine.params.wrap"))
-        # A parameter that modules of two units have can belong to neither.
-        found = places(task)
-        for module in reversed(chosen):
-            own = set(module.modules())
-            if all(holder in own for parameter in module.parameters() for holder, _ in found[parameter]):
-                yield module
 
     # ---- checkpoints
 
@@ -230,6 +210,40 @@ class Fsdp(Sharded, ModelParallelStrategy):
                 "param_groups": [{**new, "params": old["params"]} for new, old in zip(groups, ours, strict=True)],
             }
         )
+
+
+def _inner_units(task: nn.Module, wrap: int | Sequence[str]) -> Iterator[nn.Module]:
+    """Modules below the roots that are gathered by themselves, the inner ones first."""
+    roots = set(_roots(task))
+    inner = {n: m for n, m in task.named_modules() if m is not task and m not in roots and _may_be_unit(m)}
+    if isinstance(wrap, int):
+        chosen = [m for m in inner.values() if sum(p.numel() for p in m.parameters()) >= wrap]
+    else:
+        names = {n: {type(m).__name__, n, n.partition(".")[2]} for n, m in inner.items()}
+        chosen = [m for n, m in inner.items() if not names[n].isdisjoint(wrap)]
+        if unknown := set(wrap).difference(*names.values()):
+            some = ", ".join(sorted(set().union(*names.values()) - inner.keys() - {""})[:12])
+            message = f"no module inside the network is called, or is a, {min(unknown)}; there are {some or 'none'}"
+            raise ConfigError(Fault(message, "engine.params.wrap"))
+    # A parameter that modules of two units have can belong to neither.
+    found = places(task)
+    for module in reversed(chosen):
+        own = set(module.modules())
+        if all(holder in own for parameter in module.parameters() for holder, _ in found[parameter]):
+            yield module
+
+
+def units_of(task: nn.Module, wrap: int | Sequence[str]) -> list[list[nn.Parameter]]:
+    """The parameters of each unit that is gathered by itself, in a network that is not sharded yet.
+
+    Raises:
+        ConfigError: `wrap` names no module.
+    """
+    taken, units = set[nn.Parameter](), list[list[nn.Parameter]]()
+    for module in (*_inner_units(task, wrap), *_roots(task)):
+        units.append([parameter for parameter in module.parameters() if parameter not in taken])
+        taken.update(units[-1])
+    return [unit for unit in units if unit]
 
 
 def _roots(module: nn.Module) -> list[nn.Module]:

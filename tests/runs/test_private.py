@@ -5,6 +5,7 @@ A test that fails here names the one that a release has moved; `deeplightning/pr
 
 import ast
 import contextlib
+import copy
 import functools
 import importlib
 import inspect
@@ -326,6 +327,29 @@ def test_operators_are_seen_before_they_run():
     with Mode():
         torch.ones(2).neg_()
     assert "aten::neg_" in seen
+
+
+def test_tensors_without_memory_are_copied_and_ask_for_no_values():
+    """`FakeTensorMode`, its errors, and `tree_leaves`."""
+    with torchs.fake_tensors():
+        module = nn.Linear(2, 2)
+        (weight, bias), copied = torchs.tensors_in({"all": [*copy.deepcopy(module).parameters(), 1]}), module.weight
+        assert isinstance(weight, nn.Parameter)
+        assert weight is not copied
+        assert bias.shape == (2,)
+        with pytest.raises(RuntimeError) as raised:
+            bool(bias.sum() > 0)
+    assert torchs.needs_values(raised.value)
+    assert not torchs.needs_values(ValueError())
+
+
+def test_a_kernel_that_was_registered_is_taken_back():
+    """`torch.library.Library._destroy`."""
+    library = torch.library.Library("aten", "IMPL")
+    library.impl("layer_norm", lambda *_: torch.zeros(()), "AutocastCPU")
+    torchs.end_library(library)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert nn.functional.layer_norm(torch.ones(2, 3), (3,)).shape == (2, 3)
 
 
 def test_metrics_keep_their_precision():

@@ -1,0 +1,295 @@
+"""The training step of a config with tensors that have no values and no memory: what it holds, computes and moves.
+
+The real task is trained for an optimizer step by Lightning, on fake tensors, so that a network of any size is counted
+on any machine. torch cannot compute a backward pass on a device that is not there (2.15), so that a GPU's tensors are
+fake ones of the CPU, with the kernels of attention and the types of `autocast` that CUDA has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from lightning_utilities.core.apply_func import apply_to_collection
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from torchmetrics import Metric
+
+from deeplightning.config.automatic import unfilled
+from deeplightning.config.schema import Config, LimitBatches, Target
+from deeplightning.config.target import find
+from deeplightning.dry_run.attempt import Attempt
+from deeplightning.dry_run.held import Held, Phases
+from deeplightning.dry_run.steps import SAMPLES, example, make_trainer
+from deeplightning.engine.sharded import places, replace
+from deeplightning.private.torch import (
+    asks_for_a_number,
+    attention_operators,
+    dispatch_mode,
+    end_library,
+    fake_tensors,
+    needs_values,
+)
+from deeplightning.run.assemble import init_module
+
+_MOST_BATCHES = 64
+"""After so many batches a task of its own loop that has not stepped its optimizer is taken to step no more."""
+
+
+@dataclass
+class Count:
+    """What a step was seen to hold.
+
+    Attributes:
+        task: with fake parameters; its network is built.
+        optimizers: after their first step; empty where the step could not be taken.
+        peaks: phase (`forward`, `backward`, `optimizer`) → kind → bytes at the moment at which it held the most.
+        flops: operations of matrix products, convolutions and attentions in an optimizer step.
+        moved: bytes that operators of that step read and wrote.
+        batches: of one optimizer step; more than 1 where a loop of the task's own accumulates.
+        buffers: bytes of the network's buffers.
+        partial: why no step was counted; None where one was.
+    """
+
+    task: Any
+    optimizers: list[Any] = field(default_factory=list)
+    peaks: dict[str, dict[str, int]] = field(default_factory=dict)
+    flops: int = 0
+    moved: int = 0
+    batches: int = 1
+    buffers: int = 0
+    partial: str | None = None
+
+
+def counted(
+    attempt: Attempt, batch_size: int, on_gpu: bool, in_half: bool = False, recompute: list[str] | None = None
+) -> Count:
+    """Counts a step of `attempt.cfg`, whose data have been made by `example`.
+
+    Args:
+        attempt: of a config for one CPU process.
+        batch_size: samples of the batch.
+        on_gpu: count what CUDA's kernels would hold.
+        in_half: the network itself is in bfloat16, as under DeepSpeed.
+        recompute: modules whose activations are computed again.
+
+    Raises:
+        Exception: whatever a part raises, except where it asks for values.
+    """
+    attempt.cfg = cfg = copy.deepcopy(attempt.cfg)
+    cfg.engine.activation_checkpointing = recompute
+    if in_half:
+        cfg.engine.precision = 32
+    held = Held()
+    kernels = kernels_of_cuda() if on_gpu else contextlib.nullcontext()
+    with fake_tensors(), kernels, _without_values(), held, Answers(held), torch.device("cpu"):
+        task = attempt.task = init_module(cfg, "model")
+        if in_half:
+            _compute_in_half(task)
+        watch = Phases(held, 1, _MOST_BATCHES)
+        count = Count(task)
+        if attempt.batch is None:
+            _build(task)
+            count.partial = "without an `example_batch` of the data module there is no step to count"
+        else:
+            try:
+                _train(attempt, task, watch, batch_size)
+            except Exception as error:
+                if not needs_values(error):
+                    raise
+                count.partial = "it branches on values, which tensors without memory do not have"
+                _build(task)
+        count.optimizers = watch.optimizers or _optimizers(task, cfg)
+        if count.partial is None and not held.peaks.get("backward"):
+            count.partial = "its training step makes no backward pass that could be counted"
+        count.peaks = {phase: dict(kinds) for phase, kinds in held.peaks.items() if phase != "between"}
+        count.flops, count.moved, count.batches = held.flops, held.moved, max(1, watch.batches)
+        count.buffers = sum(buffer.nbytes for buffer in task.buffers())
+    return count
+
+
+def _build(task: Any) -> None:
+    """Has a task build its network, where nobody has."""
+    with contextlib.suppress(Exception):
+        task.configure_model()
+
+
+def _optimizers(task: Any, cfg: Config) -> list[Any]:
+    """Of a task that could not be trained: the config's one over all that learns, if there is one."""
+    target, learning = cfg.model.optimizer, [p for p in task.parameters() if p.requires_grad]
+    return [find(target.type)(learning, **target.params)] if isinstance(target, Target) and learning else []
+
+
+def _train(attempt: Attempt, task: Any, watch: Phases, batch_size: int) -> None:
+    cfg = attempt.cfg
+    cfg.train.limit_batches = LimitBatches(val=0)
+    cfg.train.accumulator_factor, cfg.train.max_steps, cfg.train.num_epochs = 1, None, 1
+    if hasattr(task, "check_truth"):
+        task.check_truth = lambda *_: None  # it looks at labels
+    task.cpu = task.cuda = lambda *_: task  # torch moves no fake parameter that somebody knows (2.15)
+    task.to = lambda *words, **named: _cast(task, *words, *named.values())
+    task.double = lambda: _cast(task, torch.float64)
+    for module in task.modules():
+        if isinstance(module, Metric):
+            _silence(module)
+    trainer = make_trainer(attempt, watch)
+    trainer.loggers = []
+    batch = apply_to_collection(attempt.batch, Tensor, lambda tensor: _of_size(tensor, batch_size))
+    if attempt.data is not None:
+        batches: Any = [batch] * (4 * _MOST_BATCHES)
+        attempt.data.train_dataloader = lambda: DataLoader(batches, batch_size=None)
+    watch.held.add("activations", [*_tensors_of(batch)])
+    trainer.fit(task, datamodule=attempt.data)
+
+
+def _cast(task: nn.Module, *words: object) -> nn.Module:
+    """Gives parameters and buffers of floating point the dtype among the arguments of `Module.to`, if there is one."""
+    for dtype in (word for word in words if isinstance(word, torch.dtype)):
+        for parameter, found in places(task).items():
+            if parameter.is_floating_point():
+                replace(found, nn.Parameter(parameter.detach().to(dtype), parameter.requires_grad))
+        for module in task.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if buffer.is_floating_point() and not isinstance(module, Metric):
+                    setattr(module, name, buffer.to(dtype))
+    return task
+
+
+def _tensors_of(batch: Any) -> Iterator[Tensor]:
+    found: list[Tensor] = []
+    apply_to_collection(batch, Tensor, found.append)
+    return iter(found)
+
+
+def _of_size(tensor: Tensor, size: int) -> Tensor:
+    """A fake tensor like one of an example, with so many samples."""
+    shape = list(tensor.shape)
+    if shape and shape[0] == SAMPLES:
+        shape[0] = size
+    return torch.empty(shape, dtype=tensor.dtype)
+
+
+def _silence(metric: Any) -> None:
+    """Has a metric take everything and give 0: it looks at values, and holds little."""
+    metric.update = lambda *_, **__: None
+    metric.forward = metric.compute = lambda *_, **__: torch.zeros(())
+
+
+def _compute_in_half(task: Any) -> None:
+    """Has a network computed in bfloat16, parameters and all, as DeepSpeed does."""
+    build = task.configure_model
+
+    def configure_model() -> None:
+        build()
+        _cast(task, torch.bfloat16)
+        for child in task.children():
+            if next(child.parameters(), None) is not None:
+                child.register_forward_pre_hook(_in_half)
+
+    task.configure_model = configure_model
+
+
+def _in_half(_: nn.Module, inputs: Any) -> Any:
+    return apply_to_collection(inputs, Tensor, lambda t: t.to(torch.bfloat16) if t.is_floating_point() else t)
+
+
+class Answers(dispatch_mode()):  # type: ignore[misc]
+    """Answers code that asks a tensor without values for one, while a network is built and while an optimizer steps:
+    no, or 1. In a forward and a backward pass such a branch may change what is computed: there it is an error."""
+
+    def __init__(self, held: Held):
+        super().__init__()
+        self.held = held
+
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
+        if asks_for_a_number(func) and self.held.phase in ("between", "optimizer"):
+            return False if args[0].dtype == torch.bool else 1.0 if args[0].is_floating_point() else 1
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _without_values() -> Iterator[None]:
+    """What a task logs are values, and is left out."""
+    known = pl.LightningModule.log, pl.LightningModule.log_dict
+    pl.LightningModule.log = pl.LightningModule.log_dict = lambda *_, **__: None  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        pl.LightningModule.log, pl.LightningModule.log_dict = known  # type: ignore[method-assign]
+
+
+_IN_32_BITS = (
+    *("layer_norm", "group_norm", "softmax.int", "log_softmax.int", "cross_entropy_loss", "pow.Tensor_Scalar", "exp"),
+    *("log", "rsqrt", "softplus", "cumsum", "l1_loss", "smooth_l1_loss", "sum.dim_IntList"),
+)
+"""Operators that autocast computes in float32 on CUDA and not on the CPU (torch 2.15), as far as they hold much:
+https://docs.pytorch.org/docs/stable/amp.html#cuda-ops-that-can-autocast-to-float32"""
+
+
+@contextlib.contextmanager
+def kernels_of_cuda() -> Iterator[None]:
+    """Tensors of the CPU are computed with the types and the attention that CUDA would take."""
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        library.impl("scaled_dot_product_attention", _attention, "AutogradCPU")
+        for name in _IN_32_BITS:
+            library.impl(name, _upcast(name), "AutocastCPU")
+        yield
+    finally:
+        end_library(library)
+
+
+def _upcast(name: str) -> Any:
+    base, _, overload = name.partition(".")
+    operator = getattr(getattr(torch.ops.aten, base), overload or "default")
+
+    def computed(*args: Any, **kwargs: Any) -> Any:
+        with torch.autocast("cpu", enabled=False):
+            args, kwargs = apply_to_collection(
+                (args, kwargs), Tensor, lambda t: t.float() if t.is_floating_point() else t
+            )
+            return operator(*args, **kwargs)
+
+    return computed
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Any:
+    """By the kernel that CUDA takes: flash attention in 16 bits without a mask, else the memory-efficient one."""
+    flash, efficient = attention_operators()
+    if query.shape[1] != key.shape[1]:  # a head of keys for several of queries
+        key, value = (t.repeat_interleave(query.shape[1] // t.shape[1], 1) for t in (key, value))
+    if attn_mask is None and query.dtype in (torch.float16, torch.bfloat16) and query.shape[-1] <= 256:
+        return flash(query, key, value, dropout_p, is_causal, scale=scale)[0]
+    if attn_mask is not None:
+        bias = torch.zeros_like(attn_mask, dtype=query.dtype) if attn_mask.dtype == torch.bool else attn_mask
+        attn_mask = bias.expand(*query.shape[:3], key.shape[2])
+    return efficient(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
+
+
+def prepared(cfg: Config, asked: Config, folder: Path) -> Attempt:
+    """An attempt whose example batch is made, and whose `auto` sizes are known.
+
+    Args:
+        cfg: for one CPU process; changed in place.
+        asked: as the user wrote it.
+    """
+    attempt = Attempt(cfg, asked, folder)
+    attempt.batch = example(attempt)
+    for _, params, name in [*unfilled(cfg)]:
+        params.pop(name, None)
+    return attempt

@@ -1,0 +1,248 @@
+"""How much memory and time a config takes under each engine, before anything is spent: rows of a table and a proposal.
+
+The step is counted by `fake`, what an engine shares out by `holdings`; this file adds them up, scales the batch, and
+compares with what a device has.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import nn
+
+from deeplightning.callbacks.flops import peak
+from deeplightning.config.schema import Config
+from deeplightning.dry_run.attempt import Attempt
+from deeplightning.dry_run.fake import Count, counted
+from deeplightning.dry_run.held import KINDS
+from deeplightning.dry_run.holdings import Engine, Holding, holding
+from deeplightning.engine.cards import NETWORK, Card
+
+USABLE = 0.92
+"""The share of a GPU's memory that tensors may take: the rest is CUDA's own and lost between blocks."""
+
+SHARES = {
+    "null": (0.26, 0.31),
+    "ddp": (0.25, 0.30),
+    "fsdp": (0.14, 0.18),
+    "deepspeed_stage_1": (0.15, 0.17),
+    "deepspeed_stage_2": (0.12, 0.18),
+    "deepspeed_stage_3": (0.04, 0.06),
+}
+"""What an engine reaches of a GPU's peak, as benchmarks/engines.md and gpu.md measured it with a ViT-L on an H100: 23.7
+TFLOP for 64 samples. Larger products reach more. Offloading was not measured."""
+
+SENT = {"ddp": 2.0, "fsdp": 3.0, "deepspeed_stage_1": 2.0, "deepspeed_stage_2": 2.0, "deepspeed_stage_3": 3.0}
+"""How often an engine sends the size of the network in a step, times (N - 1) / N: https://arxiv.org/abs/1910.02054."""
+
+
+@dataclass
+class Row:
+    """What one process holds under an engine.
+
+    Attributes:
+        engine: a word of `engine.backend`, `null` among them.
+        world: processes.
+        recompute: the modules whose activations are computed again.
+        wrap: the units of fsdp.
+        kinds: kind → bytes at the peak of a step.
+        peak: the sum.
+        held: kind → bytes of parameters, gradients and state when the optimizer steps.
+        fits: whether the device has room; None: it is not known.
+        largest: the largest batch of one process that fits; None: not known.
+        seconds: of a step, at best and at worst; None: not known.
+    """
+
+    engine: str
+    world: int
+    recompute: list[str] = field(default_factory=list)
+    wrap: Any = None
+    kinds: dict[str, int] = field(default_factory=dict)
+    peak: int = 0
+    held: dict[str, int] = field(default_factory=dict)
+    fits: bool | None = None
+    largest: int | None = None
+    seconds: tuple[float, float] | None = None
+
+    @property
+    def words(self) -> str:
+        more = f" + recompute {', '.join(self.recompute)}" if self.recompute else ""
+        return f"{self.engine}{more}"
+
+
+@dataclass
+class Plan:
+    """Attributes:
+    rows: one for each engine.
+    batch: samples of a step and process.
+    parameters: numbers in the network.
+    block: the class of the network's repeated blocks; None: it has none.
+    limit: bytes that tensors may take on the device; None: not known.
+    partial: why only parameters, gradients and state are known.
+    """
+
+    rows: list[Row]
+    batch: int
+    parameters: int
+    block: str | None
+    limit: int | None
+    partial: str | None
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where a run is planned for.
+
+    Attributes:
+        world: processes of the run.
+        local: processes on one machine.
+        card: the GPU; None: the CPU.
+        limit: bytes that tensors of one process may take; None: not known.
+        tf32: whether products of float32 may use TF32.
+    """
+
+    world: int
+    local: int
+    card: Card | None
+    limit: int | None
+    on_gpu: bool
+    tf32: bool = False
+
+
+def forecast(attempt: Attempt, cfg: Config, setting: Setting) -> Plan:
+    """The plan of a config.
+
+    Args:
+        attempt: made by `fake.prepared`.
+        cfg: as the user wrote it.
+
+    Raises:
+        ConfigError: the network is shared out in a way that it cannot be.
+    """
+    batch, asked = cfg.data.batch_size, cfg.engine.activation_checkpointing or []
+    is_half = str(cfg.engine.precision).startswith(("16", "bf16"))
+    plain = counted(attempt, batch, setting.on_gpu)
+    block = block_of(plain.task)
+    again = asked or ([block] if block else [])
+    counts = {"plain": plain}
+    twice = plain
+    counts |= {"again": plain, "half": plain}
+    if plain.partial is None:
+        twice = counted(attempt, 2 * batch, setting.on_gpu)
+        if again:
+            counts["again"] = counted(attempt, batch, setting.on_gpu, recompute=again)
+        counts["half"] = counted(attempt, batch, setting.on_gpu, in_half=True) if is_half else plain
+    rows = []
+    for row in _engines(cfg, setting, again if plain.partial is None else [], block):
+        count = counts["again" if row.recompute else "half" if row.engine.startswith("deepspeed") else "plain"]
+        params = cfg.engine.params if row.engine == cfg.engine.backend else {}
+        params = {**params, "wrap": row.wrap} if row.wrap is not None else params
+        engine = Engine(None if row.engine == "null" else row.engine, row.world, params, setting.on_gpu, is_half)
+        mine = holding(plain.task, plain.optimizers, engine)
+        _fill(row, mine, count, _fixed(plain, twice), batch, setting)
+        row.seconds = _seconds(row, count, mine, cfg, setting)
+        rows.append(row)
+    number = sum(p.numel() for p in plain.task.parameters())
+    return Plan(rows, batch, number, block, setting.limit, plain.partial)
+
+
+def block_of(task: nn.Module) -> str | None:
+    """The class of the modules that a network repeats: of those that it has twice or more, the one with the most
+    parameters, the outermost."""
+    sizes: dict[str, list[int]] = defaultdict(list)
+    for module in task.modules():
+        own = type(module)
+        has_parts = next(module.children(), None) is not None
+        if has_parts and own.forward is not nn.Module.forward and own is not nn.Sequential:
+            sizes[own.__name__].append(sum(p.numel() for p in module.parameters()))
+    found = [(sum(of), max(of), name) for name, of in sizes.items() if len(of) > 1 and max(of) > 0]
+    return max(found)[2] if found else None
+
+
+def _engines(cfg: Config, setting: Setting, again: list[str], block: str | None) -> Iterator[Row]:
+    wrap = cfg.engine.params.get("wrap") if cfg.engine.backend == "fsdp" else None
+    wrap = wrap if wrap is not None else [block] if block else None
+    for name in ("null", "ddp", "fsdp"):
+        row = Row(name, 1 if name == "null" else setting.world, wrap=wrap if name == "fsdp" else None)
+        for modules in ([], again) if again else ([],):
+            yield replace(row, recompute=modules, kinds={}, held={})
+    for name in ("stage_1", "stage_2", "stage_3", "stage_2_offload", "stage_3_offload"):
+        yield Row(f"deepspeed_{name}", setting.world)
+
+
+def _fixed(plain: Count, twice: Count) -> dict[str, dict[str, int]]:
+    """Phase → kind → bytes that do not grow with the batch, such as copies of the weights in 16 bits."""
+    return {
+        phase: {kind: max(0, 2 * kinds.get(kind, 0) - twice.peaks[phase].get(kind, 0)) for kind in _GROWING}
+        for phase, kinds in plain.peaks.items()
+        if phase in twice.peaks
+    }
+
+
+_GROWING = ("activations", "temporary")
+
+
+def _fill(row: Row, mine: Holding, count: Count, fixed: dict[str, Any], batch: int, setting: Setting) -> None:
+    """Adds up the phases of a step."""
+    row.held = {"parameters": mine.parameters, "gradients": mine.gradients, "state": mine.state}
+    most = max(1, sum(p.numel() * p.element_size() for p in count.task.parameters() if p.requires_grad))
+    largest: list[int] = []
+    for phase in ("forward", "backward", "optimizer") if count.partial is None else ("optimizer",):
+        counted_here = count.peaks.get(phase, {})
+        kinds = dict.fromkeys(KINDS, 0) | row.held | {"communication": mine.communication[phase]}
+        if phase == "forward" and not mine.keeps_gradients:
+            kinds["gradients"] = 0
+        if phase == "backward":
+            there = min(1.0, counted_here.get("gradients", 0) / most)
+            whole = row.held["parameters"] if row.engine.startswith("deepspeed_stage_2") else mine.gradients
+            kinds["gradients"] = mine.gradients if "stage_3" in row.engine else int(whole * there)
+        kinds["activations"] = counted_here.get("activations", count.buffers)
+        kinds["temporary"] = mine.stepping if phase == "optimizer" else counted_here.get("temporary", 0)
+        total = sum(kinds.values())
+        if total > row.peak:
+            row.kinds, row.peak = kinds, total
+        if phase == "optimizer":
+            continue
+        grows = sum(max(0, kinds[kind] - fixed.get(phase, {}).get(kind, 0)) for kind in _GROWING) / batch
+        if setting.limit is not None and grows > 0:
+            largest.append(int((setting.limit - (total - grows * batch)) / grows))
+    if setting.limit is not None:
+        row.fits = row.peak <= setting.limit
+        base = sum(row.held.values()) + mine.stepping
+        row.largest = max(0, min(largest)) if largest and base <= setting.limit else 0 if largest else None
+
+
+def _seconds(row: Row, count: Count, mine: Holding, cfg: Config, setting: Setting) -> tuple[float, float] | None:
+    """Of a step, at best and at worst: operations at the share of the peak that was measured, or bytes at the memory's
+    bandwidth, whichever takes longer; at worst what is sent comes on top, at best it is hidden."""
+    if setting.card is None or not count.flops or row.engine not in SHARES:
+        return None
+    best = peak(f"NVIDIA {setting.card.name}", str(cfg.engine.precision), setting.tf32)
+    if best is None or setting.card.bandwidth is None:
+        return None
+    low, high = SHARES[row.engine]
+    by_bytes = count.moved / setting.card.bandwidth
+    link = NETWORK if setting.world > setting.local else setting.card.link or NETWORK
+    size = sum(p.numel() * p.element_size() for p in count.task.parameters())
+    sent = SENT.get(row.engine, 0.0) * size * (row.world - 1) / row.world / link
+    factor = cfg.train.accumulator_factor
+    return tuple(  # type: ignore[return-value]
+        factor * seconds
+        for seconds in (
+            max(count.flops / (best * high), 0.5 * by_bytes),
+            max(count.flops / (best * low), by_bytes) + sent,
+        )
+    )
+
+
+def proposal(plan: Plan, cfg: Config) -> Row | None:
+    """Of the rows that fit the fastest, else the first; of several processes. None: none fits."""
+    world = max(row.world for row in plan.rows)
+    fitting = [row for row in plan.rows if row.fits and row.world == world and (world == 1 or row.engine != "null")]
+    if world == 1:
+        fitting = [row for row in fitting if row.engine not in ("ddp",)] or fitting
+    timed = [row for row in fitting if row.seconds is not None]
+    return min(timed, key=lambda row: sum(row.seconds or (0, 0))) if timed else next(iter(fitting), None)

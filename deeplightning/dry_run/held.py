@@ -1,0 +1,205 @@
+"""The bytes that tensors hold during a training step, counted tensor by tensor, real or fake, and by kind.
+
+`torch.distributed._tools.mem_tracker.MemTracker` (torch 2.15) counts the same bytes; it refuses a network that a step
+calls twice, as a GAN's, and metrics that are called, so that the count is here, and tests compare it with MemTracker's.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+import pytorch_lightning as pl
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import flop_registry
+
+from deeplightning.private.torch import changes_in_place, dispatch_mode, family_of, storage_id, tensors_in
+
+KINDS = ("parameters", "gradients", "state", "activations", "communication", "temporary")
+"""What bytes are held for. `activations`: what the forward pass makes and keeps, the batch, the network's buffers."""
+
+_OF_PHASE = {"between": "activations", "forward": "activations"}
+
+
+class Held(dispatch_mode()):  # type: ignore[misc]
+    """Counts while it is on.
+
+    Attributes:
+        phase: `between`, `forward`, `backward` or `optimizer`, set from outside.
+        total: bytes held now.
+        kinds: kind → bytes of it held now.
+        peaks: phase → `kinds` at the moment of that phase at which the most was held.
+        flops: operations of matrix products, convolutions and attentions since `reset`, by torch's formulas. (Its
+            `FlopCounterMode` keeps what recomputed modules hold, torch 2.15.)
+        moved: bytes that operators read and wrote since `reset`, views not counted.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.phase = "between"
+        self.total = self.flops = self.moved = 0
+        self.kinds: Counter[str] = Counter()
+        self.peaks: dict[str, Counter[str]] = {}
+        self._most: dict[str, int] = {}
+        self._sizes: dict[int, tuple[int, str]] = {}
+
+    def __enter__(self) -> Held:
+        self._resize = torch.UntypedStorage.resize_
+
+        def resize(storage: torch.UntypedStorage, size: int) -> Any:
+            made = self._resize(storage, size)
+            self._note_storage(storage)
+            self._look()
+            return made
+
+        torch.UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]  # fsdp's; no operator
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        super().__exit__(*error)
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
+
+    def reset(self) -> None:
+        """Forgets the peaks so far."""
+        self.peaks, self._most = {}, {}
+        self.flops = self.moved = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        made = func(*args, **kwargs)
+        if (formula := flop_registry.get(family_of(func))) is not None:
+            self.flops += int(formula(*args, **kwargs, out_val=made))
+        is_new = False
+        for tensor in tensors_in(made):
+            is_new = self._note(tensor) or is_new
+        if is_new or changes_in_place(func):
+            self.moved += sum(t.nbytes for t in tensors_in((args, kwargs, made)) if not t.is_sparse)
+        self._look()
+        return made
+
+    def add(self, kind: str, tensors: Iterable[object]) -> int:
+        """Counts tensors that were made before, or that have turned out to be of another kind.
+
+        Returns:
+            The bytes of them, each memory counted once.
+        """
+        known, size = set[int](), 0
+        for tensor in tensors:
+            if not isinstance(tensor, Tensor):
+                continue
+            local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+            key = storage_id(local.untyped_storage())
+            if key not in known:
+                known.add(key)
+                self._note(local, kind)
+                size += local.untyped_storage().nbytes()
+        self._look()
+        return size
+
+    def _note(self, tensor: Tensor, kind: str | None = None) -> bool:
+        """Whether the memory of a tensor was not known."""
+        return self._note_storage(tensor.untyped_storage(), kind)
+
+    def _note_storage(self, storage: torch.UntypedStorage, kind: str | None = None) -> bool:
+        key, size = storage_id(storage), storage.nbytes()
+        before = self._sizes.get(key)
+        if before is None and not size:
+            return False
+        wanted = kind or (before[1] if before else _OF_PHASE.get(self.phase, "temporary"))
+        if before == (size, wanted):
+            return False
+        if before is None:
+            weakref.finalize(storage, self._free, key)
+        else:
+            self.kinds[before[1]] -= before[0]
+            self.total -= before[0]
+        self._sizes[key] = size, wanted
+        self.kinds[wanted] += size
+        self.total += size
+        return before is None
+
+    def _look(self) -> None:
+        if self.total > self._most.get(self.phase, 0):
+            self._most[self.phase] = self.total
+            self.peaks[self.phase] = self.kinds.copy()
+
+    def _free(self, key: int) -> None:
+        size, kind = self._sizes.pop(key)
+        self.kinds[kind] -= size
+        self.total -= size
+
+
+def gradients_of(module: nn.Module) -> list[Tensor]:
+    """The gradients that parameters hold now."""
+    return [parameter.grad for parameter in module.parameters() if parameter.grad is not None]
+
+
+def state_of(optimizer: Any) -> list[Tensor]:
+    """The tensors that an optimizer keeps; of DeepSpeed's, those of the one that it is around."""
+    inner = getattr(optimizer, "optimizer", optimizer)
+    return [value for kept in inner.state.values() for value in kept.values() if isinstance(value, Tensor)]
+
+
+class Phases(pl.Callback):
+    """Tells a count which phase of a training step is under way, of what kind tensors are, and ends the training after
+    some optimizer steps, the last of which has the peaks.
+
+    Args:
+        held: the count.
+        steps: 1, or 2 where the optimizer's state and the gradients of a step before are to be there.
+        most: batches after which a task that has not stepped its optimizer is taken to step no more.
+
+    Attributes:
+        optimizers: of the training.
+        batches: of one optimizer step; 0: it has not been taken.
+    """
+
+    def __init__(self, held: Held, steps: int = 2, most: int = 64):
+        self.held, self.steps, self.most = held, steps, most
+        self.optimizers: list[Any] = []
+        self.batches = 0
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self.optimizers = trainer.optimizers
+        self.held.add("parameters", pl_module.parameters())
+        self.held.add("activations", pl_module.buffers())
+        for parameter in pl_module.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._note_gradient)
+
+    def _note_gradient(self, parameter: Tensor) -> None:
+        self.held.add("gradients", [parameter.grad])
+
+    def on_train_batch_start(self, trainer: Any, *_: object) -> None:
+        trainer.log_every_n_steps = 0  # nothing is due: what is logged are values
+        self.held.phase = "forward"
+
+    def on_before_backward(self, *_: object) -> None:
+        self.held.phase = "backward"
+
+    def on_before_zero_grad(self, *_: object) -> None:
+        self.held.phase = "forward"
+
+    def on_before_optimizer_step(self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Any) -> None:
+        self.held.phase = "optimizer"
+        self.held.add("gradients", gradients_of(pl_module))
+
+    def on_train_batch_end(self, trainer: pl.Trainer, pl_module: Any, outputs: object, batch: object, n: int) -> None:
+        self.held.phase = "between"
+        self.optimizers = trainer.optimizers
+        for optimizer in trainer.optimizers:
+            self.held.add("state", state_of(optimizer))
+        done = n + 1
+        if self.batches:
+            trainer.should_stop = done == 2 * self.batches
+        elif trainer.global_step:
+            self.batches = done
+            trainer.should_stop = self.steps == 1
+            if not trainer.should_stop:
+                self.held.reset()
+        elif done >= self.most:
+            trainer.should_stop = True

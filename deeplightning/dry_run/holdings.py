@@ -1,0 +1,234 @@
+"""What one process holds of a network under each engine: parameters, gradients, the optimizer's state, and buffers by
+which processes exchange them. The shapes are counted; how an engine shares them out is its documentation's.
+
+Sources: `torch.distributed.fsdp.fully_shard` shards each parameter's rows as `torch.chunk` does; ZeRO's stages share
+what https://arxiv.org/abs/1910.02054 says, with the paddings of DeepSpeed 0.19.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from deeplightning.dry_run.held import Held, state_of
+from deeplightning.engine.fsdp import units_of
+from deeplightning.engine.zero import sizes
+from deeplightning.private.torch import fake_tensors
+
+
+@dataclass(frozen=True)
+class Holding:
+    """Bytes in the first process, which holds the most.
+
+    Attributes:
+        parameters: in the precision that the network computes in, or is kept in.
+        gradients: when the optimizer steps.
+        state: the optimizer's, with the copy of the weights in 32 bits that DeepSpeed's has.
+        communication: phase of a step → buffers for what is sent and gathered.
+        stepping: the optimizer's temporary tensors.
+        keeps_gradients: whether gradients are still there in the next forward pass.
+    """
+
+    parameters: int
+    gradients: int
+    state: int
+    communication: dict[str, int]
+    stepping: int
+    keeps_gradients: bool = True
+
+
+@dataclass(frozen=True)
+class Engine:
+    """How a run is spread.
+
+    Attributes:
+        backend: a word of `engine.backend`; None: no engine.
+        world: processes.
+        params: `engine.params`.
+        on_gpu: whether it runs on GPUs.
+        is_half: whether it computes in 16 bits.
+    """
+
+    backend: str | None
+    world: int
+    params: dict[str, Any]
+    on_gpu: bool
+    is_half: bool
+
+
+def holding(task: nn.Module, optimizers: Sequence[Any], engine: Engine) -> Holding:
+    """What the first process holds.
+
+    Args:
+        task: of fake or real parameters.
+        optimizers: with their state after a step.
+    """
+    backend = engine.backend or ""
+    if backend == "fsdp":
+        return _fsdp(task, optimizers, engine)
+    if backend.startswith("deepspeed_stage_3"):
+        return _zero3(task, optimizers, engine)
+    if backend.startswith("deepspeed"):
+        return _zero(task, optimizers, engine)
+    parameters, learning = list(task.parameters()), _learning(optimizers)
+    gradients = _bytes(learning)
+    state, stepping = _step(optimizers, {id(p): list(p.shape) for p in learning})
+    as_views = engine.params.get("gradient_as_bucket_view")
+    bucket = 0 if backend != "ddp" or as_views else gradients
+    communication = dict.fromkeys(("forward", "backward", "optimizer"), bucket)
+    return Holding(_bytes(parameters), gradients, state, communication, stepping)
+
+
+def _fsdp(task: nn.Module, optimizers: Sequence[Any], engine: Engine) -> Holding:
+    shapes = {id(p): [-(-p.shape[0] // engine.world), *p.shape[1:]] for p in task.parameters()}
+
+    def shares(parameters: Iterable[Tensor]) -> int:
+        return sum(math.prod(shapes[id(p)]) * p.element_size() for p in parameters)
+
+    learning = _learning(optimizers)
+    state, stepping = _step(optimizers, shapes)
+    if engine.on_gpu:
+        stepping = max(stepping, shares(learning))  # `foreach`: all tensors at once
+    units = [_bytes(unit) for unit in units_of(task, engine.params.get("wrap", 1_000_000))]
+    most = max(units, default=0)
+    keeps = engine.params.get("reshard_after_forward") is False
+    # A unit and the next one, or their sum; in the backward pass a unit's gradient and the copy that is scattered too.
+    gathered = max(2 * most, sum(units) if keeps else 0)
+    # Over gloo three more copies of the network stay, measured on two processes: benchmarks/planned.md.
+    stays = 0 if engine.on_gpu else 3 * sum(units)
+    reduced = 2 * most if engine.on_gpu else 0
+    communication = {"forward": stays + gathered, "backward": stays + gathered + reduced, "optimizer": stays}
+    offloads = bool(engine.params.get("cpu_offload")) and engine.on_gpu
+    held = (0, 0, 0) if offloads else (shares(task.parameters()), shares(learning), state)
+    return Holding(*held, communication, 0 if offloads else stepping)
+
+
+def _zero(task: nn.Module, optimizers: Sequence[Any], engine: Engine) -> Holding:
+    """Stages 1 and 2: each group of parameters is one flat tensor, of which each process steps its part."""
+    stage = int((engine.backend or "").removeprefix("deepspeed_stage_")[:1])
+    number = 2 if engine.is_half else 4
+    flat = [sum(p.numel() for p in group) for group in _groups(optimizers)]
+    align = 2 * engine.world
+    parts = [-(-count // align) * align // engine.world for count in flat]
+    state, stepping = _flat_step(optimizers, [[part] for part in parts])
+    learning, every = sum(flat), sum(p.numel() for p in task.parameters())
+    padded = every - learning + engine.world * sum(parts)
+    bucket = {**sizes(every, learning, stage), **_zero_words(engine)}.get("reduce_bucket_size", 0)
+    buckets = int(min(bucket, learning) * number)
+    own = 4 * sum(parts)
+    gradients = number * (learning if stage == 1 else sum(parts))
+    # A bucket stays and a second one is filled; of stage 2 a third one, as it sums while the pass goes on.
+    several = 0 if engine.world == 1 else buckets
+    communication = {"forward": several, "backward": several + stage * buckets, "optimizer": several}
+    if "offload" in (engine.backend or ""):
+        return Holding(number * padded, 0, 0, communication, 0, keeps_gradients=False)
+    return Holding(number * padded, gradients, state + own, communication, own + stepping, keeps_gradients=False)
+
+
+def _zero3(task: nn.Module, optimizers: Sequence[Any], engine: Engine) -> Holding:
+    """Stage 3: each parameter is cut, flattened, into equal parts."""
+    number, world = 2 if engine.is_half else 4, engine.world
+    words = _zero_words(engine)
+    every, learning = list(task.parameters()), _learning(optimizers)
+    total, trained = sum(p.numel() for p in every), sum(p.numel() for p in learning)
+    found = {**sizes(total, trained, 3), **words}
+    groups = [_subgroups([-(-p.numel() // world) for p in group], found) for group in _groups(optimizers)]
+    parts = sum(-(-p.numel() // world) for p in every)
+    own = sum(sum(group) for group in groups)
+    state, stepping = _flat_step(optimizers, groups)
+    threshold = words.get("stage3_param_persistence_threshold", 100_000)
+    small = sum(p.numel() for p in every if p.numel() <= threshold) if world > 1 else 0
+    live = min(total - small, found["stage3_max_live_parameters"] + found["stage3_prefetch_bucket_size"])
+    gathered = number * (live + small) if world > 1 else 0
+    buckets = number * min(found["reduce_bucket_size"], trained)
+    gathers = {"forward": gathered + buckets, "backward": gathered + 2 * buckets, "optimizer": buckets}
+    if "offload" in (engine.backend or ""):
+        return Holding(0, 0, 0, gathers, 0, keeps_gradients=False)
+    largest = max((max(group, default=0) for group in groups), default=0)
+    return Holding(number * parts, number * own, state + 4 * own, gathers, 4 * largest + stepping)
+
+
+def _subgroups(parts: list[int], found: dict[str, int]) -> list[int]:
+    """Numbers in each flat tensor that stage 3 steps by itself, one after the other."""
+    limit = found.get("sub_group_size", 1_000_000_000)
+    groups, size = list[int](), 0
+    for part in parts:
+        size += part
+        if size >= limit:
+            groups.append(size)
+            size = 0
+    return [*groups, size] if size else groups
+
+
+def _zero_words(engine: Engine) -> dict[str, Any]:
+    """The sizes that a user gives."""
+    config = engine.params.get("config") or {}
+    return {**engine.params, **(config.get("zero_optimization") or {})}
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+def _groups(optimizers: Sequence[Any]) -> list[list[Tensor]]:
+    return [[p for p in group["params"] if p.requires_grad] for o in optimizers for group in o.param_groups]
+
+
+def _learning(optimizers: Sequence[Any]) -> list[Tensor]:
+    known: dict[int, Tensor] = {id(p): p for group in _groups(optimizers) for p in group}
+    return list(known.values())
+
+
+def _step(optimizers: Sequence[Any], shapes: dict[int, list[int]]) -> tuple[int, int]:
+    """State and temporary bytes of optimizers that step over parameters of these shapes, by the parameters' ids."""
+    found = [
+        _step_of(o, tuple(tuple((tuple(shapes[id(p)]), p.dtype) for p in g["params"]) for g in o.param_groups))
+        for o in optimizers
+    ]
+    return sum(state for state, _ in found), max((more for _, more in found), default=0)
+
+
+def _flat_step(optimizers: Sequence[Any], groups: list[list[int]]) -> tuple[int, int]:
+    """The same over flat tensors in 32 bits of these sizes, for each group of parameters in turn."""
+    left, found = iter(groups), list[tuple[int, int]]()
+    for optimizer in optimizers:
+        shapes = [[([size], torch.float32) for size in next(left, [])] for _ in optimizer.param_groups]
+        found.append(_stepped(optimizer, shapes))
+    return sum(state for state, _ in found), max((more for _, more in found), default=0)
+
+
+@functools.lru_cache(maxsize=32)
+def _step_of(optimizer: Any, shapes: tuple[Any, ...]) -> tuple[int, int]:
+    return _stepped(optimizer, [[(list(size), dtype) for size, dtype in group] for group in shapes])
+
+
+def _stepped(optimizer: Any, shapes: list[list[tuple[list[int], torch.dtype]]]) -> tuple[int, int]:
+    """One step of an optimizer like another, over fake parameters of these shapes."""
+    from deeplightning.dry_run.fake import Answers
+
+    held = Held()
+    held.phase = "optimizer"
+    with fake_tensors(), held, Answers(held):
+        groups = []
+        for group, sizes_of in zip(optimizer.param_groups, shapes, strict=True):
+            made = [nn.Parameter(torch.empty(size, dtype=dtype)) for size, dtype in sizes_of]
+            for parameter in made:
+                parameter.grad = torch.empty_like(parameter)
+            groups.append({**group, "params": made})
+        takes = inspect.signature(type(optimizer)).parameters  # torch's AdamW notes more than it takes
+        mine = type(optimizer)(groups, **{n: v for n, v in optimizer.defaults.items() if n in takes})
+        held.add("parameters", [p for group in groups for p in group["params"]])
+        held.add("gradients", [p.grad for group in groups for p in group["params"]])
+        before = held.total
+        held.reset()
+        mine.step()
+        state = held.add("state", state_of(mine))
+    most = sum(held.peaks["optimizer"].values())
+    return state, max(0, most - before - state)

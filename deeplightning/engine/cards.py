@@ -1,0 +1,55 @@
+"""Memory, bandwidth and links of GPUs that a plan may be made for, by name."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+GB, GIB = 10**9, 2**30
+
+
+class Card(NamedTuple):
+    """A kind of GPU.
+
+    Attributes:
+        name: as `torch.cuda.get_device_name` has it, or what stands for it.
+        memory: bytes.
+        bandwidth: of its memory, bytes per second; None: not known.
+        link: to other GPUs of its machine, bytes per second in one direction; None: not known.
+    """
+
+    name: str
+    memory: int
+    bandwidth: float | None = None
+    link: float | None = None
+
+
+CARDS = {
+    r"B200": Card("B200", 180 * GB, 8.0e12, 900e9),
+    r"H200": Card("H200", 141 * GB, 4.8e12, 450e9),
+    r"H100 ?PCIe": Card("H100 PCIe", 80 * GB, 2.0e12, 64e9),
+    r"H100": Card("H100 80GB HBM3", 80 * GB, 3.35e12, 450e9),
+    r"A100.*40 ?GB": Card("A100 40GB", 40 * GB, 1.555e12, 300e9),
+    r"A100": Card("A100", 80 * GB, 2.039e12, 300e9),
+    r"L40S": Card("L40S", 48 * GB, 0.864e12, 32e9),
+    r"A10": Card("A10", 24 * GB, 0.6e12, 32e9),
+    r"L4": Card("L4", 24 * GB, 0.3e12, 32e9),
+    r"V100": Card("V100", 32 * GB, 0.9e12, 150e9),
+    r"T4": Card("T4", 16 * GB, 0.32e12, 16e9),
+}
+"""By a pattern in the name. From NVIDIA's data sheets; a link is half of what they give for both directions."""
+
+NETWORK = 25e9
+"""Bytes per second between machines where a plan is made for several: InfiniBand NDR 200, one link for each GPU."""
+
+
+def card_of(name: str) -> Card | None:
+    """The card of a name; None: it is not in the table."""
+    return next(
+        (c for pattern, c in CARDS.items() if re.search(rf"(?<![A-Za-z0-9])({pattern})(?![0-9A-Z])", name)), None
+    )
+
+
+def known() -> str:
+    """The names in the table."""
+    return ", ".join(dict.fromkeys(card.name for card in CARDS.values()))
