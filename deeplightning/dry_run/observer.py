@@ -105,5 +105,11 @@ class Observer(pl.Callback):
         if self.attempt.faults:
             raise ConfigError(self.attempt.faults.pop())
 
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        keep = trainer.strategy.checkpoint_io.save_checkpoint
+        keep(checkpoint, "")  # Lightning asks the first rank alone
+
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.attempt.logged = {moment: set() for moment in ("step", "validation", "epoch")}
