@@ -123,7 +123,7 @@ def _for_own_code(theirs: Callable[..., Any], others: Callable[..., Any]) -> Cal
 
 
 def refuse_on_cpu(mode: Pretended, given: Any, what: str) -> None:
-    """NCCL, by which GPUs exchange tensors, takes none of the CPU; what libraries exchange by themselves is left to them.
+    """NCCL, by which GPUs exchange tensors, takes none of the CPU; what libraries exchange by themselves is theirs.
 
     Raises:
         OnTwoDevices: one is there, and no function of torch is about to move it.

@@ -41,6 +41,9 @@ _LENGTHS_ON_CPU = {
 _READ_BY_NUMPY = {"numpy", "__array__"}
 
 
+_NEXT = "give `device=` where it is made, or register a parameter or buffer"
+
+
 class OnTwoDevices(RuntimeError):
     """What a GPU would refuse, in torch's words."""
 
@@ -248,7 +251,7 @@ class Pretended(TorchFunctionMode):
             self.refuse(
                 OnTwoDevices(
                     "Expected all tensors to be on the same device, but found at least two devices, "
-                    f"{devices}: {name.strip('_') or name} of {_described(known)}"
+                    f"{devices}: {name.strip('_') or name} of {_described(known)}; {_NEXT}"
                 )
             )
 

@@ -177,7 +177,7 @@ def compare(one: list[Event], other: list[Event]) -> str | None:
         for events, position in zip(both, positions, strict=True)
     ]
     by_hand = [  # a collective of the user's own code that no `self.log` enters
-        there.kind == "collective" and there.place and (n == 0 or events[n - 1][::2] != ("log", there.place))
+        there.kind == "collective" and there.place and (n == 0 or events[n - 1][::2][:2] != ("log", there.place))
         for events, there, n in zip(both, at, positions, strict=True)
     ]
     for rank in range(2) if not any(by_hand) else ():
@@ -188,10 +188,12 @@ def compare(one: list[Event], other: list[Event]) -> str | None:
                 "rank, or with `rank_zero_only=True` and without `sync_dist`"
             )
     failed = [rank for rank in range(2) if at[rank].kind == "error"]
-    if len(failed) == 2 and at[0].what == at[1].what:
+    if len(failed) == 2 and len({re.sub(r"cuda:\d+", "cuda", event.what) for event in at}) == 1:
         return f"with two processes it fails: {at[0].what}"
     if len(failed) == 2:  # one may have failed only because the other has ended
         failed = [rank for rank in failed if not says_lost(at[rank].what)] or failed
+    if len(failed) == 2:
+        return f"with two processes rank 0 fails: {at[0].what}; and rank 1: {at[1].what}"
     if failed:
         return f"rank {failed[0]} fails where rank {1 - failed[0]} does not: {at[failed[0]].what}"
     if at[0].kind == at[1].kind == "end":

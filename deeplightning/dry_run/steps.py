@@ -17,7 +17,7 @@ from deeplightning.callbacks.steps import LogSteps, Seeds
 from deeplightning.checks.conditions import accumulates_itself
 from deeplightning.config.automatic import WEIGHTS, unfilled
 from deeplightning.config.target import build, needs
-from deeplightning.dry_run.afterwards import InMemory, answer, save
+from deeplightning.dry_run.afterwards import InMemory, answer
 from deeplightning.dry_run.attempt import Attempt
 from deeplightning.dry_run.diagnosis import error_in_words, faults_of, targets_of
 from deeplightning.dry_run.isolation import Nowhere, wants_network
@@ -95,7 +95,7 @@ def take_steps(attempt: Attempt) -> None:
         _judge(attempt, look)
     if attempt.batch is None:
         return
-    saved = save(attempt) if "train" in stages and epochs != 0 and not attempt.faults else None
+    saved = attempt.saved
     for stage in ("validate", "test", "predict"):
         if stage in stages or (stage == "validate" and "train" in stages and epochs == 0):
             attempt.stage = {"validate": "in the validation step"}.get(stage, f"in the {stage} step")

@@ -53,8 +53,8 @@ def dry_run(cfg: Config) -> tuple[list[Fault], list[Fault]]:
     ranks = Ranks(lambda rank, report: _as_rank(cfg, rank, report), 2 if several else 1) if several or gpu else None
     with undisturbed(), offline(), tempfile.TemporaryDirectory() as folder, ranks or contextlib.nullcontext():
         trial.run(Path(folder))
-        if gpu and any(asks_cuda(fault) for fault in trial.faults):  # the processes have a pretended GPU
-            trial.is_through, trial.faults, trial.untried = True, [f for f in trial.faults if not asks_cuda(f)], []
+        if _is_left_to_ranks(trial.faults, several, gpu):
+            trial.is_through, trial.faults, trial.untried = True, [], []
         if ranks is not None and trial.is_through and not trial.faults:
             difference, certain = ranks.difference()
             told_in = trial.faults if certain else trial.untried
@@ -67,9 +67,13 @@ def dry_run(cfg: Config) -> tuple[list[Fault], list[Fault]]:
     return distinct(trial.faults), distinct(trial.untried)
 
 
-def asks_cuda(fault: Fault) -> bool:
-    """Whether the user's own code wants a GPU that this machine does not have."""
-    return bool(re.search(Sentence.NO_CUDA.value, fault.message))
+def _is_left_to_ranks(faults: list[Fault], several: bool, gpu: bool) -> bool:
+    """Whether the user's own code wants what only the processes have: a GPU, a process group, or a rank."""
+    wanted = [Sentence.NO_CUDA.value] * gpu + [
+        Sentence.NO_GROUP.value,
+        r"'(LOCAL_RANK|NODE_RANK|WORLD_SIZE)'",
+    ] * several
+    return any(re.search("|".join(wanted), fault.message) for fault in faults) if wanted else False
 
 
 def _as_rank(cfg: Config, rank: int, report: Reporter) -> Event:
@@ -106,7 +110,7 @@ def _as_rank(cfg: Config, rank: int, report: Reporter) -> Event:
     if not trial.faults:
         return Event("end")
     fault, refused = trial.faults[0], gpu is not None and gpu.refused
-    where = f"on a pretended {gpu.device}: " if gpu is not None else ""
+    where = "on a pretended GPU " if gpu is not None else ""
     return Event("error", f"{where}{fault.message}", key=fault.key or "model.module", is_certain=gpu is None or refused)
 
 
