@@ -168,6 +168,7 @@ def compare(one: list[Event], other: list[Event]) -> str | None:
         if not all(ended) and not any(e and len(its) > least for e, its in zip(ended, reversed(entered), strict=True)):
             return None
         parting = least
+    parting = _first_by_one_alone(one, other, entered, parting)
     positions = [
         its[parting] if parting < len(its) else len(events) - 1 for events, its in zip(both, entered, strict=True)
     ]
@@ -198,10 +199,19 @@ def compare(one: list[Event], other: list[Event]) -> str | None:
         return f"rank {failed[0]} fails where rank {1 - failed[0]} does not: {at[failed[0]].what}"
     if at[0].kind == at[1].kind == "end":
         return ""
+    if at[0].what == at[1].what and at[0].kind == at[1].kind:
+        at = [event if event.place else event._replace(what=f"{event.what} of a library") for event in at]
     return (
         f"rank 0 {_did(at[0])} where rank 1 {_did(at[1])}; a run would wait there for ever. Every rank must enter the "
         "same collectives in the same order"
     )
+
+
+def _first_by_one_alone(one: list[Event], other: list[Event], entered: list[list[int]], parting: int) -> int:
+    """Where two processes parted before they entered different collectives: the user's own code on one rank may have
+    met a library on the other in a collective of the same name."""
+    pairs = [(one[a].place, other[b].place) for a, b in zip(*entered, strict=False)][:parting]
+    return next((n for n, places in enumerate(pairs) if bool(places[0]) != bool(places[1])), parting)
 
 
 def _other_parameters(one: list[Event], other: list[Event]) -> str | None:

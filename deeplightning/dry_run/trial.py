@@ -69,10 +69,8 @@ def dry_run(cfg: Config) -> tuple[list[Fault], list[Fault]]:
 
 def _is_left_to_ranks(faults: list[Fault], several: bool, gpu: bool) -> bool:
     """Whether the user's own code wants what only the processes have: a GPU, a process group, or a rank."""
-    wanted = [Sentence.NO_CUDA.value] * gpu + [
-        Sentence.NO_GROUP.value,
-        r"'(LOCAL_RANK|NODE_RANK|WORLD_SIZE)'",
-    ] * several
+    wanted = [Sentence.NO_CUDA.value] if gpu else []
+    wanted += [Sentence.NO_GROUP.value, r"'(LOCAL_RANK|NODE_RANK|WORLD_SIZE)'"] if several else []
     return any(re.search("|".join(wanted), fault.message) for fault in faults) if wanted else False
 
 
