@@ -16,10 +16,10 @@ import os
 import sys
 import sysconfig
 import traceback
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import FrameType, ModuleType
 from typing import Any
 
 from deeplightning.faults import SetupError
@@ -255,6 +255,28 @@ def line_of(error: BaseException) -> str:
     """` (file:line)` of the innermost of them, or nothing."""
     lines = lines_of(error)
     return f" ({short(lines[-1][0])}:{lines[-1][1]})" if lines else ""
+
+
+def running_line(until: Collection[str] = ()) -> str:
+    """`file:line` of the innermost line of the user's own code that runs now; empty: there is none.
+
+    Args:
+        until: names of modules; what called the innermost function of one of them is not looked at.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_globals.get("__name__") not in until:
+        if is_theirs(frame.f_code.co_filename):
+            return f"{short(frame.f_code.co_filename)}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+def forget() -> None:
+    """Lets each of the user's own modules be imported anew when it is named again."""
+    tops = set(_own_modules())
+    for name in [*sys.modules]:
+        if name.removeprefix(PREFIX).partition(".")[0] in tops:
+            del sys.modules[name]
 
 
 def raiser(error: BaseException) -> str:

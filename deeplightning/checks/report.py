@@ -52,6 +52,11 @@ class Report:
         """Of a process that says no more than this."""
         return error_of(self.faults).exit_code if self.faults else 0
 
+    @property
+    def keeps_from_trying(self) -> bool:
+        """Whether what is wrong is more than that this machine lacks the GPUs, which a dry run pretends to have."""
+        return any(fault.key != "engine.gpus" or fault.exit_code != 3 for fault in self.faults)
+
     def redact(self, text: str) -> str:
         """Text without the values that came from the environment."""
         return self.source.secrets.redact_message(text) if self.source is not None else text

@@ -269,9 +269,9 @@ def check(config: Path, overrides: tuple[str, ...], importing: bool, dry_run: bo
 
     with stdout_for_the_result():
         report = examine_config(config, overrides, importing)
-        if dry_run and not importing and not report.faults:
+        if dry_run and not importing and not report.keeps_from_trying:
             report = examine_config(config, overrides, importing=True)
-        if dry_run and not report.faults:
+        if dry_run and not report.keeps_from_trying:
             from deeplightning.dry_run.trial import dry_run as try_out
 
             gc.enable()

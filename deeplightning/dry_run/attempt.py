@@ -19,6 +19,7 @@ class Attempt:
         asked: as the user wrote it.
         folder: for what is written beside a run; it is removed.
         stage: which step is tried, in words.
+        saved: the name of the checkpoint of the training.
         logged: the names of metrics that are there at the end of a `step`, a `validation` and an `epoch`.
     """
 
@@ -34,6 +35,7 @@ class Attempt:
     trainer: Any = None
     callbacks: list[tuple[Target, Any]] = field(default_factory=list)
     logged: dict[str, set[str]] = field(default_factory=dict)
+    saved: str | None = None
 
     def fault(self, message: str, key: str) -> None:
         if key not in {fault.key for fault in self.faults if fault.key != "model.module"}:

@@ -18,6 +18,7 @@ from deeplightning import own_code
 from deeplightning.config.schema import Target
 from deeplightning.config.target import find, needs
 from deeplightning.dry_run.attempt import Attempt
+from deeplightning.dry_run.pretended import OnTwoDevices
 from deeplightning.faults import Fault, UserError
 from deeplightning.private.messages import Sentence, says
 from deeplightning.words import first_line
@@ -27,8 +28,12 @@ def faults_of(attempt: Attempt, error: BaseException, building: Target | None = 
     """The faults behind an exception; `building`: the target that was being built."""
     if isinstance(error, UserError):
         return error.faults
+    if isinstance(error.__cause__, OnTwoDevices):  # a metric's in other words
+        error = error.__cause__
     if hasattr(error, "exit_code"):
         key, message = _leading_key(str(error))
+        line = own_code.line_of(error.__cause__) if error.__cause__ is not None else ""
+        message += line if line not in message else ""
         known = getattr(error, "key", None) or key
         where = known or (building.name if building else "model.module")
         return [Fault(message, where, exit_code=getattr(error, "exit_code", 2))]
@@ -47,7 +52,8 @@ def faults_of(attempt: Attempt, error: BaseException, building: Target | None = 
     if owner is None:
         if says(error, Sentence.NO_GRADIENT):
             return [Fault(UNCONNECTED, "model.loss" if attempt.cfg.model.loss else "model.module")]
-        message = f"{attempt.cfg.model.module.type} fails {attempt.stage}: {reason}"
+        line = "" if own_code.lines_of(error) else _line_of_step(attempt)
+        message = f"{attempt.cfg.model.module.type} fails {attempt.stage}: {reason}{line}"
         fault = Fault(message, "model.module", exit_code=code)
         if attempt.batch is None:  # it may need what the data module says when it has its data
             attempt.untried.append(fault)
@@ -170,8 +176,24 @@ def _leading_key(message: str) -> tuple[str | None, str]:
     return (match[1], match[2]) if match else (None, message)
 
 
+def _line_of_step(attempt: Attempt) -> str:
+    """` (file:line)` of the user's own step of a task in this stage; empty: it is not theirs."""
+    match = re.match(r"in the (training|validation|test|predict) step", attempt.stage)
+    return line_of_method(attempt.task, f"{match[1]}_step") if match and attempt.task is not None else ""
+
+
+def line_of_method(value: object, name: str) -> str:
+    """` (file:line)` at which the user's own method of a class begins; empty: it is not theirs."""
+    code = getattr(getattr(type(value), name, None), "__code__", None)
+    if code is None or not own_code.is_theirs(code.co_filename):
+        return ""
+    return f" ({own_code.short(code.co_filename)}:{code.co_firstlineno})"
+
+
 def error_in_words(error: BaseException) -> str:
     name, line = type(error).__name__, first_line(error)
+    if isinstance(error, OnTwoDevices):
+        return line
     return name if line == name else f"{name}: {line.rstrip('.')}"
 
 

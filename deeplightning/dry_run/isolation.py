@@ -15,6 +15,7 @@ from typing import Any
 from pytorch_lightning.loggers.logger import DummyLogger
 
 from deeplightning.config.schema import Config
+from deeplightning.own_code import running_line
 
 
 class _Offline(OSError):
@@ -41,6 +42,12 @@ def on_one_cpu(cfg: Config) -> Config:
         mine.data.loader.pop(name, None)
     mine.model.init_from = mine.train.resume_ckpt = None
     return mine
+
+
+def line_now() -> str:
+    """`file:line` of the innermost line of the user's own code that runs now, inside of a dry run; empty: there is
+    none."""
+    return running_line(("deeplightning.dry_run.steps", "multiprocessing.process"))
 
 
 class Nowhere(DummyLogger):

@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from torchmetrics import Metric
 
+from deeplightning.dry_run.afterwards import save
 from deeplightning.dry_run.attempt import Attempt
-from deeplightning.dry_run.diagnosis import UNCONNECTED, target_at, tensor_in_words
+from deeplightning.dry_run.diagnosis import UNCONNECTED, line_of_method, target_at, tensor_in_words
 from deeplightning.faults import ConfigError, Fault
 
 
@@ -44,6 +45,12 @@ class Observer(pl.Callback):
         if not any(optimizer.param_groups for optimizer in trainer.optimizers) and pl_module.automatic_optimization:
             raise ConfigError(
                 Fault(f"{task}.configure_optimizers gives no optimizer: nothing would learn", "model.module")
+            )
+        taught = {id(p) for optimizer in trainer.optimizers for g in optimizer.param_groups for p in g["params"]}
+        if taught and taught.isdisjoint(map(id, pl_module.parameters())):
+            message = f"{task}.configure_optimizers: the optimizer has none of the task's parameters, so nothing learns"
+            raise ConfigError(
+                Fault(f"{message}{line_of_method(pl_module, 'configure_optimizers')}; are they copies?", "model.module")
             )
         self.attempt.stage = "in the training step"
         for config in trainer.lr_scheduler_configs:
@@ -104,6 +111,16 @@ class Observer(pl.Callback):
         check_numbers(self.attempt)  # before Lightning stumbles over what is not one number
         if self.attempt.faults:
             raise ConfigError(self.attempt.faults.pop())
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self.attempt.batch is not None and not self.attempt.faults:
+            self.attempt.saved = save(self.attempt)  # a run saves while the task is on its device
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        keep = trainer.strategy.checkpoint_io.save_checkpoint
+        keep(checkpoint, "")  # Lightning asks the first rank alone
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         self.attempt.logged = {moment: set() for moment in ("step", "validation", "epoch")}

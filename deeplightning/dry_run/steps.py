@@ -18,6 +18,7 @@ from deeplightning.callbacks.steps import LogSteps, Seeds
 from deeplightning.checks.conditions import accumulates_itself, splits_layers
 from deeplightning.config.automatic import WEIGHTS, unfilled
 from deeplightning.config.target import build, needs
+from deeplightning.dry_run.afterwards import InMemory, answer
 from deeplightning.dry_run.attempt import Attempt
 from deeplightning.dry_run.diagnosis import error_in_words, faults_of, targets_of
 from deeplightning.dry_run.isolation import Nowhere, wants_network
@@ -95,11 +96,18 @@ def take_steps(attempt: Attempt) -> None:
         _judge(attempt, look)
     if attempt.batch is None:
         return
+    saved = attempt.saved
     for stage in ("validate", "test", "predict"):
         if stage in stages or (stage == "validate" and "train" in stages and epochs == 0):
             attempt.stage = {"validate": "in the validation step"}.get(stage, f"in the {stage} step")
-            getattr(trainer, stage)(task, datamodule=attempt.data, **({} if stage == "predict" else {"verbose": False}))
+            more: dict[str, Any] = {} if stage == "predict" else {"verbose": False}
+            if saved is not None and stage != "predict":
+                more["ckpt_path"] = saved
+                attempt.stage += " of the checkpoint"
+            getattr(trainer, stage)(task, datamodule=attempt.data, **more)
             check_numbers(attempt)
+    if saved is not None and attempt.cfg.train.export and not attempt.faults:
+        answer(attempt)
 
 
 def example(attempt: Attempt) -> object:
@@ -213,7 +221,7 @@ def make_trainer(attempt: Attempt, look: pl.Callback) -> pl.Trainer:
         **clip_arguments(attempt.cfg),
         limit_val_batches=0 if train.limit_batches and train.limit_batches.val == 0 else 1.0,
         callbacks=[*kept, look],
-        plugins=[LightningEnvironment()],  # also under Slurm and torchrun there is this process only
+        plugins=[LightningEnvironment(), InMemory()],  # also under Slurm and torchrun there is this process only
         logger=Nowhere(attempt.folder),
         default_root_dir=attempt.folder,
         log_every_n_steps=1,

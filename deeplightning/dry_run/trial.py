@@ -10,13 +10,14 @@ import contextlib
 import copy
 import re
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytorch_lightning as pl
 import torch
+from pytorch_lightning.strategies import DDPStrategy
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -27,10 +28,12 @@ from deeplightning.config.target import build
 from deeplightning.dry_run.attempt import Attempt
 from deeplightning.dry_run.diagnosis import faults_of, targets_of
 from deeplightning.dry_run.isolation import OF_WORKERS, offline, on_one_cpu, undisturbed, wants_network
-from deeplightning.dry_run.pair import Pair
+from deeplightning.dry_run.on_gpu import compute_on_gpu, refuse_on_cpu, wants_gpu
+from deeplightning.dry_run.ranks import Event, Ranks, Reporter
 from deeplightning.dry_run.steps import STEPS, take_steps
 from deeplightning.engine.plan import world_size
 from deeplightning.faults import Fault, nearest
+from deeplightning.private.messages import Sentence
 
 
 def dry_run(cfg: Config) -> tuple[list[Fault], list[Fault]]:
@@ -46,15 +49,16 @@ def dry_run(cfg: Config) -> tuple[list[Fault], list[Fault]]:
         What is wrong, and what could not be tried.
     """
     trial = _Trial(cfg)
-    pair: contextlib.AbstractContextManager[object] = (
-        Pair(lambda note: _as_rank(cfg, note)) if world_size(cfg.engine) > 1 else contextlib.nullcontext()
-    )
-    with undisturbed(), offline(), tempfile.TemporaryDirectory() as folder, pair:
+    several, gpu = world_size(cfg.engine) > 1, wants_gpu(cfg)
+    ranks = Ranks(lambda rank, report: _as_rank(cfg, rank, report), 2 if several else 1) if several or gpu else None
+    with undisturbed(), offline(), tempfile.TemporaryDirectory() as folder, ranks or contextlib.nullcontext():
         trial.run(Path(folder))
-        if isinstance(pair, Pair) and trial.is_through and not trial.faults:
-            difference, certain = pair.difference()
+        if _is_left_to_ranks(trial.faults, several, gpu):
+            trial.is_through, trial.faults, trial.untried = True, [], []
+        if ranks is not None and trial.is_through and not trial.faults:
+            difference, certain = ranks.difference()
             told_in = trial.faults if certain else trial.untried
-            told_in += [Fault(difference, "model.module")] if difference else []
+            told_in += [Fault(difference, ranks.key)] if difference else []
 
     def distinct(notes: list[Fault]) -> list[Fault]:
         clean = [replace(f, message=cfg.redact(f.message), place=f.place or _place(cfg, f.key)) for f in notes]
@@ -63,26 +67,63 @@ def dry_run(cfg: Config) -> tuple[list[Fault], list[Fault]]:
     return distinct(trial.faults), distinct(trial.untried)
 
 
-def _as_rank(cfg: Config, note: Callable[[str], None]) -> str | None:
-    """The same as one of two processes, which have a process group; each name that is logged by every rank is noted.
+def _is_left_to_ranks(faults: list[Fault], several: bool, gpu: bool) -> bool:
+    """Whether the user's own code wants what only the processes have: a GPU, a process group, or a rank."""
+    wanted = [Sentence.NO_CUDA.value] if gpu else []
+    wanted += [Sentence.NO_GROUP.value, r"'(LOCAL_RANK|NODE_RANK|WORLD_SIZE)'"] if several else []
+    return any(re.search("|".join(wanted), fault.message) for fault in faults) if wanted else False
+
+
+def _as_rank(cfg: Config, rank: int, report: Reporter) -> Event:
+    """The same as one of the processes: on a pretended GPU if the config asks for some, and in a process group if there
+    are two. Each name that is logged by every rank is noted, and what each builds.
 
     Returns:
-        What is wrong, if anything.
+        How it ends, with what is wrong, if anything.
     """
-    log = pl.LightningModule.log
+    log, wrap = pl.LightningModule.log, DDPStrategy.configure_ddp
+    gpu = compute_on_gpu(cfg, rank) if wants_gpu(cfg) else None
 
     def noted(self: Any, name: str, *values: Any, **options: Any) -> None:
         if not options.get("rank_zero_only"):
-            note(name)
+            report("log", name)
+        if gpu is not None and options.get("sync_dist") and world_size(cfg.engine) > 1:
+            refuse_on_cpu(gpu, values[:1] or options.get("value"), f"`{name}` is exchanged by sync_dist=True,")
         log(self, name, *values, **options)
 
+    def compared(self: DDPStrategy) -> None:
+        report("parameters", _parameters_of(self.model), "")
+        wrap(self)
+
     pl.LightningModule.log = noted  # type: ignore[method-assign]  # this process does nothing else
+    DDPStrategy.configure_ddp = compared  # type: ignore[method-assign]
     trial = _Trial(cfg)
-    trial.cfg.engine.processes, trial.cfg.engine.backend = 2, "ddp"
-    trial.cfg.engine.params = {"process_group_backend": "gloo", "find_unused_parameters": True}
+    if world_size(cfg.engine) > 1:
+        trial.cfg.engine.processes, trial.cfg.engine.backend = 2, "ddp"
+        trial.cfg.engine.params = {"process_group_backend": "gloo", "find_unused_parameters": True}
+    if gpu is not None:
+        report.look = lambda given, words: refuse_on_cpu(gpu, given, words)
     with tempfile.TemporaryDirectory() as folder:
         trial.run(Path(folder))
-    return trial.faults[0].message if trial.faults else None
+    if not trial.faults:
+        return Event("end")
+    fault, refused = trial.faults[0], gpu is not None and gpu.refused
+    where = "on a pretended GPU " if gpu is not None else ""
+    return Event("error", f"{where}{fault.message}", key=fault.key or "model.module", is_certain=gpu is None or refused)
+
+
+def _parameters_of(task: Any) -> str:
+    """Names and shapes of the parameters, one a line, each with the line of the user's own class around it."""
+    lines, places = [], dict[str, str]()
+    for path, module in task.named_modules():
+        code = getattr(type(module).__init__, "__code__", None)
+        place = places.get(path.rpartition(".")[0], places.get("", ""))
+        if code is not None and own_code.is_theirs(code.co_filename):
+            place = f" ({own_code.short(code.co_filename)}:{code.co_firstlineno})"
+        places[path] = place
+        for name, parameter in module.named_parameters(recurse=False):
+            lines.append(f"{path}{path and '.'}{name} {tuple(parameter.shape)}{place}")
+    return "\n".join(lines)
 
 
 class _Trial:

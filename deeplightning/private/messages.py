@@ -15,8 +15,10 @@ class Sentence(Enum):
     BATCH_SIZE_IS_FIXED = "specialized it to be a constant"  # torch 2.15, torch.export
     CANNOT_BUILD = "JIT load"  # DeepSpeed 0.19, op_builder
     HOOK_IS_REMOVED = "has been removed in"  # Lightning 2.6, configuration_validator
+    NO_CUDA = "NVIDIA driver|CUDA enabled|CUDA GPUs are available|CUDA driver"  # torch 2.15, torch.cuda
     NO_DATALOADER = r"`(val|test|predict)_dataloader` must be implemented"  # Lightning 2.6
     NO_GRADIENT = "does not require grad"  # torch 2.15, autograd
+    NO_GROUP = "process group has not been initialized"  # torch 2.15, torch.distributed
     NO_METRIC = "conditioned on metric"  # Lightning 2.6, EarlyStopping
     NO_MODULE_ON_WORKER = "ModuleNotFoundError"  # Ray 2.56, an actor that cannot be unpickled
     NO_TABLE = "no such table"  # SQLite 3, which has one error code for this and others

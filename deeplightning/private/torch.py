@@ -5,6 +5,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     import torch.library
     from torch import Tensor, nn
 
@@ -28,6 +30,24 @@ def storage_id(tensor: "Tensor | torch.UntypedStorage") -> int:
     """What `torch.save` tells storages apart by; the address of an empty one is 0."""
     storage = tensor.untyped_storage() if hasattr(tensor, "untyped_storage") else tensor
     return storage._cdata
+
+
+def local_part(tensor: "Tensor") -> "Tensor":
+    """What this process holds of a tensor that several share (a DTensor), without a node for autograd."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def around_backward(context: "Callable[[], AbstractContextManager[object]]") -> None:
+    """Has each computation of gradients run inside a context: torch calls the engine with modes of functions off."""
+    from torch import autograd
+
+    run = autograd._engine_run_backward
+
+    def inside(*args: object, **options: object) -> object:
+        with context():
+            return run(*args, **options)
+
+    autograd._engine_run_backward = inside
 
 
 def apply(module: "nn.Module", function: "Callable[[Tensor], Tensor]") -> None:

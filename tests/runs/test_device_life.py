@@ -13,7 +13,7 @@ import torch
 pytest.importorskip("sklearn", reason="the digits and the metrics that runs are compared with come from scikit-learn")
 
 from conftest import weights
-from pretend import DEVICE, Mixed, Pretend, mark_of
+from pretend import DEVICE
 from test_gan import CONFIG as GAN
 from test_img_recon import CONFIG as RECONSTRUCTION
 from test_regression import CONFIG as REGRESSION
@@ -25,6 +25,7 @@ from test_text_classif import reviews
 
 import deeplightning
 from deeplightning.checks.examine import load_config
+from deeplightning.dry_run.pretended import OnTwoDevices, Pretended, mark_of
 from deeplightning.image import ImageSpec
 from deeplightning.run.assemble import init_module
 from deeplightning.task.networks import device_of
@@ -195,11 +196,11 @@ def test_parameters_that_zero_keeps_complete_are_sharded_again_for_the_next_stag
 
 def test_the_pretended_device_refuses_what_a_gpu_refuses():
     """Operands on two devices; a number without a dimension, an index and a copy may be on the CPU."""
-    with Pretend():
+    with Pretended(DEVICE):
         here, there = torch.ones(3), torch.ones(3).to(DEVICE)
         assert (here.device.type, there.device) == ("cpu", DEVICE)
         for mixed in (lambda: here + there, lambda: torch.cat([here, there]), lambda: there.mul_(here)):
-            with pytest.raises(Mixed, match="Expected all tensors to be on the same device"):
+            with pytest.raises(OnTwoDevices, match="Expected all tensors to be on the same device"):
                 mixed()
         assert (there * torch.tensor(2.0)).device == DEVICE
         assert there[torch.tensor([0, 1])].device == DEVICE
@@ -207,7 +208,7 @@ def test_the_pretended_device_refuses_what_a_gpu_refuses():
         assert torch.zeros(2, device=DEVICE).device == torch.zeros_like(there).device == DEVICE
         assert there.cpu().device.type == "cpu"
         network = torch.nn.Linear(3, 2)
-        with pytest.raises(Mixed):
+        with pytest.raises(OnTwoDevices):
             network(there)
         assert network.to(DEVICE)(there).device == DEVICE
 
@@ -217,7 +218,7 @@ def test_the_pretended_device_computes_as_the_cpu_does():
     steps = []
     for device in (torch.device("cpu"), DEVICE):
         torch.manual_seed(0)
-        with Pretend():
+        with Pretended(DEVICE):
             network = torch.nn.Linear(4, 2).to(device)
             optimizer = torch.optim.AdamW(network.parameters(), lr=0.1)
             network(torch.ones(3, 4).to(device)).square().mean().backward()
@@ -228,7 +229,7 @@ def test_the_pretended_device_computes_as_the_cpu_does():
 
 
 def test_the_names_that_the_pretended_device_replaces_exist():
-    """Private names of torch that `pretend` takes the place of; a rename would switch part of it off."""
+    """Private names of torch that `pretend` replaces; a rename would switch part of it off."""
     from torch.distributed.fsdp import _fully_shard as fsdp
 
     assert callable(torch.autograd._engine_run_backward)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from deeplightning.checks.examine import load_config
-from deeplightning.dry_run.pair import UNTRIED
+from deeplightning.dry_run.ranks import UNTRIED
 from deeplightning.dry_run.trial import dry_run
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -57,12 +57,25 @@ def hook_is_removed(tmp_path):
     a_trainer(tmp_path).fit(OldHook())
 
 
+def no_cuda(tmp_path):
+    """In a process of its own, to which a GPU of this machine is hidden."""
+    hidden = os.environ | {"CUDA_VISIBLE_DEVICES": ""}
+    words = [sys.executable, "-c", "import torch; torch.zeros(1, device='cuda')"]
+    done = subprocess.run(words, env=hidden, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    raise RuntimeError(done.stderr)
+
+
 def no_dataloader(tmp_path):
     a_trainer(tmp_path).test(BoringModel(), datamodule=pl.LightningDataModule())
 
 
 def no_gradient(tmp_path):
     torch.zeros(1).backward()
+
+
+def no_group(tmp_path):
+    torch.distributed.barrier()
 
 
 def no_metric(tmp_path):
@@ -94,8 +107,10 @@ PROVOKED = {
     Sentence.BATCH_SIZE_IS_FIXED: batch_size_is_fixed,
     Sentence.CANNOT_BUILD: cannot_build,
     Sentence.HOOK_IS_REMOVED: hook_is_removed,
+    Sentence.NO_CUDA: no_cuda,
     Sentence.NO_DATALOADER: no_dataloader,
     Sentence.NO_GRADIENT: no_gradient,
+    Sentence.NO_GROUP: no_group,
     Sentence.NO_METRIC: no_metric,
     Sentence.NO_TABLE: no_table,
     Sentence.OTHER_NETWORK: other_network,

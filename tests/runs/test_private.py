@@ -315,6 +315,34 @@ def test_tensors_of_a_module_are_replaced():
     assert all(not tensor.any() for tensor in (*module.parameters(), *module.buffers()))
 
 
+def test_gradients_are_computed_inside_a_context(monkeypatch):
+    """`_engine_run_backward` is what `backward` and `torch.autograd.grad` call."""
+    monkeypatch.setattr(torch.autograd, "_engine_run_backward", torch.autograd._engine_run_backward)
+    entered = []
+
+    @contextlib.contextmanager
+    def context():
+        entered.append("begins")
+        yield
+        entered.append("ends")
+
+    torchs.around_backward(context)
+    weight = torch.ones(2, requires_grad=True)
+    weight.sum().backward()
+    torch.autograd.grad(weight.square().sum(), weight)
+    assert entered == ["begins", "ends"] * 2
+    assert torch.equal(weight.grad, torch.ones(2))
+
+
+def test_the_part_of_a_shared_tensor_is_known():
+    """`_local_tensor` of a DTensor; any other tensor is its own part."""
+    from torch.distributed.tensor import DTensor
+
+    whole = torch.ones(2)
+    assert torchs.local_part(whole) is whole
+    assert "_local_tensor" in DTensor.__slots__
+
+
 def test_operators_are_seen_before_they_run():
     """`TorchDispatchMode`."""
     seen = []

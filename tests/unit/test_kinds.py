@@ -9,7 +9,7 @@ import torch
 
 from deeplightning.checks import strategy
 from deeplightning.checks.examine import examine, load_config
-from deeplightning.dry_run.pair import UNTRIED, Event, Pair, compare
+from deeplightning.dry_run.ranks import UNTRIED, Event, Ranks, compare
 from deeplightning.faults import ConfigError
 from deeplightning.run.assemble import init_module
 
@@ -300,8 +300,8 @@ def test_where_two_processes_part_is_seen_as_soon_as_it_is_certain(one, other, w
 def test_processes_that_cannot_compute_gradients_are_untried():
     """After a fork torch refuses it where the parent has computed some; that is no fault of the config."""
 
-    def act(note):
+    def act(rank, report):
         raise RuntimeError("Unable to handle autograd's threading in combination with fork-based multiprocessing.")
 
-    with Pair(act) as pair:
-        assert pair.difference() == (UNTRIED, False)
+    with Ranks(act) as ranks:
+        assert ranks.difference() == (UNTRIED, False)

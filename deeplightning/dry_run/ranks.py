@@ -1,0 +1,312 @@
+"""Forked CPU processes, two of them joined by gloo, that do the same: what each builds, logs and which collectives it
+enters is compared as they go, so that nobody waits for a rank that does not come."""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import re
+import signal
+import socket
+import tempfile
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import distributed
+
+from deeplightning.dry_run.isolation import line_now
+from deeplightning.own_code import is_theirs, short
+from deeplightning.private.torch import dispatch_mode
+from deeplightning.process.failure import says_lost
+
+if TYPE_CHECKING:
+    from multiprocessing.process import BaseProcess
+
+LIMIT = 120.0
+"""Seconds without news from either process, after which they are given up."""
+
+UNTRIED = (
+    "processes on the CPU could not be tried, since this process has computed gradients before; "
+    "`deeplightning check --dry-run` tries them"
+)
+_NO_FORK = "autograd's threading in combination with fork"
+"""Torch's words (2.15) in a fork of a process whose autograd has threads."""
+
+_PAIRED = ("send", "recv_", "recv_any_source_")  # between two ranks, which do different things by design
+
+
+class Event(NamedTuple):
+    """What a process does.
+
+    Attributes:
+        kind: `parameters`, `log`, `collective`, `message` to or from one rank, `end`, or `error`, which is an end too.
+        what: the name, the collective, the error, or the parameters, one a line.
+        place: ` (file:line)` of the user's own code, if it comes from there.
+        key: of the config, that an error is about.
+        is_certain: whether an error is the user's; else it may be one of trying out.
+    """
+
+    kind: str
+    what: str = ""
+    place: str = ""
+    key: str = "model.module"
+    is_certain: bool = True
+
+
+Act = Callable[[int, "Reporter"], Event]
+"""What a process does: it is given its rank and what sends its events, and returns the one with which it ends."""
+
+
+class Ranks:
+    """Forks processes, before this one has started threads; they wait until they are compared.
+
+    Args:
+        act: what each does.
+        number: 1 or 2.
+
+    Attributes:
+        key: of the config, that `difference` is about.
+    """
+
+    def __init__(self, act: Act, number: int = 2):
+        self.act, self.number = act, number
+        self.key = "model.module"
+        self.folder = tempfile.TemporaryDirectory()
+        self.connections: list[Connection] = []
+        self.processes: list[BaseProcess] = []
+
+    def __enter__(self) -> Ranks:
+        forks = multiprocessing.get_context("fork")
+        for rank in range(self.number):
+            mine, its = forks.Pipe()
+            self.connections.append(mine)
+            others = tuple(self.connections)  # else they would not see this process end
+            arguments = (rank, self.number, its, others, self.act, Path(self.folder.name))
+            process = forks.Process(target=_be, args=arguments)
+            process.start()
+            its.close()
+            self.processes.append(process)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for process, connection in zip(self.processes, self.connections, strict=True):
+            process.kill()
+            process.join()
+            connection.close()
+        self.folder.cleanup()
+
+    def difference(self) -> tuple[str | None, bool]:
+        """Lets them begin, and tells where they part, or why one alone fails.
+
+        Returns:
+            What differs or fails, in words; None: nothing. And whether that is certain.
+        """
+        events: list[list[Event]] = [[] for _ in self.processes]
+        for connection in self.connections:
+            connection.send("begin")
+        while True:
+            open_ = [c for c, done in zip(self.connections, events, strict=True) if not _has_ended(done)]
+            ready = wait(open_, LIMIT)
+            if not ready:
+                return self._stuck(events), False
+            for rank, connection in enumerate(self.connections):
+                if connection in ready:
+                    try:
+                        events[rank].append(connection.recv())
+                    except (EOFError, ConnectionResetError):
+                        events[rank].append(Event("error", "it was killed"))
+            fault = compare(*events) if self.number > 1 else _of_one(events[0])
+            if fault is not None and _NO_FORK in fault:
+                return UNTRIED, False
+            if fault is not None:
+                failed = [done[-1] for done in events if done and done[-1].kind == "error"]
+                self.key = next((event.key for event in failed), self.key)
+                differs = len(failed) < self.number or len({event.what for event in failed}) > 1
+                return fault or None, (self.number > 1 and differs) or any(event.is_certain for event in failed)
+
+    def _stuck(self, events: list[list[Event]]) -> str:
+        """Where each process is that gives no news any more."""
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid or 0, signal.SIGUSR1)
+        for process in self.processes:
+            process.join(0.5)  # the time to write
+        where = []
+        for rank, done in enumerate(events):
+            file = Path(self.folder.name) / f"stack_{rank}"
+            lines = re.findall(r'File "(.+)", line (\d+)', file.read_text()) if file.is_file() else []
+            line = next((f" (now at {short(name)}:{line})" for name, line in lines if is_theirs(name)), "")
+            where.append(f"rank {rank} {'has ended, and last' if _has_ended(done) else 'last'} {_last(done)}{line}")
+        number = {1: "a process", 2: "two processes"}[self.number]
+        return f"{number} on the CPU did not end; for {LIMIT:.0f} s there was no news: {' and '.join(where)}"
+
+
+def _of_one(events: list[Event]) -> str | None:
+    """What a process that is alone came to; "": nothing is wrong; None: wait for more."""
+    if not _has_ended(events):
+        return None
+    return events[-1].what if events[-1].kind == "error" else ""
+
+
+def compare(one: list[Event], other: list[Event]) -> str | None:
+    """Where two processes part, by what they have done so far; "": nowhere, and both ended; None: wait for more."""
+    both = (one, other)
+    if (built := _other_parameters(one, other)) is not None:
+        return built
+    entered = [[n for n, event in enumerate(events) if event.kind == "collective"] for events in both]
+    pairs = enumerate(zip(*entered, strict=False))
+    parting = next((n for n, (a, b) in pairs if one[a].what != other[b].what), None)
+    if parting is None:
+        least = min(len(entered[0]), len(entered[1]))
+        ended = [_has_ended(events) and len(its) == least for events, its in zip(both, entered, strict=True)]
+        if not all(ended) and not any(e and len(its) > least for e, its in zip(ended, reversed(entered), strict=True)):
+            return None
+        parting = least
+    parting = _first_by_one_alone(one, other, entered, parting)
+    positions = [
+        its[parting] if parting < len(its) else len(events) - 1 for events, its in zip(both, entered, strict=True)
+    ]
+    at = [events[position] for events, position in zip(both, positions, strict=True)]
+    logged = [
+        {event.what: event.place for event in events[:position] if event.kind == "log"}
+        for events, position in zip(both, positions, strict=True)
+    ]
+    by_hand = [  # a collective of the user's own code that no `self.log` enters
+        there.kind == "collective" and there.place and (n == 0 or events[n - 1][::2][:2] != ("log", there.place))
+        for events, there, n in zip(both, at, positions, strict=True)
+    ]
+    for rank in range(2) if not any(by_hand) else ():
+        for name in sorted(set(logged[rank]) - set(logged[1 - rank])):
+            return (
+                f"rank {rank} logs `{name}`{logged[rank][name]} and rank {1 - rank} does not: with `sync_dist=True` a "
+                "run would wait there for ever, and without it no callback can rely on the value. Log it on every "
+                "rank, or with `rank_zero_only=True` and without `sync_dist`"
+            )
+    failed = [rank for rank in range(2) if at[rank].kind == "error"]
+    if len(failed) == 2 and len({re.sub(r"cuda:\d+", "cuda", event.what) for event in at}) == 1:
+        return f"with two processes it fails: {at[0].what}"
+    if len(failed) == 2:  # one may have failed only because the other has ended
+        failed = [rank for rank in failed if not says_lost(at[rank].what)] or failed
+    if len(failed) == 2:
+        return f"with two processes rank 0 fails: {at[0].what}; and rank 1: {at[1].what}"
+    if failed:
+        return f"rank {failed[0]} fails where rank {1 - failed[0]} does not: {at[failed[0]].what}"
+    if at[0].kind == at[1].kind == "end":
+        return ""
+    if at[0].what == at[1].what and at[0].kind == at[1].kind:
+        at = [event if event.place else event._replace(what=f"{event.what} of a library") for event in at]
+    return (
+        f"rank 0 {_did(at[0])} where rank 1 {_did(at[1])}; a run would wait there for ever. Every rank must enter the "
+        "same collectives in the same order"
+    )
+
+
+def _first_by_one_alone(one: list[Event], other: list[Event], entered: list[list[int]], parting: int) -> int:
+    """Where two processes parted before they entered different collectives: the user's own code on one rank may have
+    met a library on the other in a collective of the same name."""
+    pairs = [(one[a].place, other[b].place) for a, b in zip(*entered, strict=False)][:parting]
+    return next((n for n, places in enumerate(pairs) if bool(places[0]) != bool(places[1])), parting)
+
+
+def _other_parameters(one: list[Event], other: list[Event]) -> str | None:
+    """Where the networks of two processes differ; None: nowhere, or it is not known yet."""
+    built = [next((event for event in events if event.kind == "parameters"), None) for events in (one, other)]
+    if built[0] is None or built[1] is None or built[0].what == built[1].what:
+        return None
+    lists = [event.what.splitlines() for event in built if event is not None]
+    n = next((n for n, (a, b) in enumerate(zip(*lists, strict=False)) if a != b), min(map(len, lists)))
+    has = [its[n] if n < len(its) else "no further parameter" for its in lists]
+    return (
+        f"the ranks build different networks: rank 0 has {has[0]} where rank 1 has {has[1]}. What is built must "
+        "follow from the config and the seed alone, not from the rank, the time or the process"
+    )
+
+
+def _has_ended(events: list[Event]) -> bool:
+    return bool(events) and events[-1].kind in ("end", "error")
+
+
+def _did(event: Event) -> str:
+    return f"enters {event.what}{event.place}" if event.kind == "collective" else "enters none any more"
+
+
+def _last(events: list[Event]) -> str:
+    entered = [event for event in events if event.kind in ("collective", "message")]
+    return f"entered {entered[-1].what}{entered[-1].place}" if entered else "entered no collective"
+
+
+# ---- inside one of the two
+
+
+def _be(rank: int, number: int, connection: Connection, others: Sequence[Connection], act: Act, folder: Path) -> None:
+    ended = Event("end")
+    try:
+        for other in others:
+            other.close()
+        connection.recv()
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for stream in (0, 1, 2):
+            os.dup2(nowhere, stream)
+        stack = (folder / f"stack_{rank}").open("w")
+        faulthandler.register(signal.SIGUSR1, stack, all_threads=False)
+        os.environ |= {"LOCAL_RANK": str(rank), "NODE_RANK": "0", "WORLD_SIZE": str(number), "CUDA_VISIBLE_DEVICES": ""}
+        torch.set_num_threads(1)  # a forked process does not have the threads that OpenMP believes in
+
+        report = Reporter(connection)
+        if number == 1:
+            ended = act(rank, report)
+            return
+        loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+        os.environ |= {"GLOO_SOCKET_IFNAME": loopback[0]} if loopback else {}
+        meeting = f"file://{folder / 'meeting'}"
+        longer = timedelta(seconds=LIMIT + 30)  # whoever compares them sees first that they wait
+        distributed.init_process_group("gloo", meeting, longer, rank=rank, world_size=number)
+        with _Collectives(report):
+            ended = act(rank, report)
+    except BaseException as error:
+        ended = Event("error", f"{type(error).__name__}: {error}".splitlines()[0])
+    finally:
+        with contextlib.suppress(OSError):
+            connection.send(ended)
+        os._exit(0)
+
+
+class Reporter:
+    """Sends what a process does, with the place in the user's own code where it does it.
+
+    Attributes:
+        look: is given the arguments of each collective and its name, before it is entered; it may refuse them.
+    """
+
+    def __init__(self, connection: Connection):
+        self.connection = connection
+        self.look: Callable[[Any, str], None] | None = None
+
+    def __call__(self, kind: str, what: str, line: str | None = None) -> None:
+        line = line_now() if line is None else line
+        self.connection.send(Event(kind, what, f" ({line})" if line else ""))
+
+
+class _Collectives(dispatch_mode()):  # type: ignore[misc]
+    """Notes each collective before it is entered, those of DistributedDataParallel too."""
+
+    def __init__(self, report: Reporter):
+        super().__init__()
+        self.report = report
+
+    def __torch_dispatch__(self, func: Any, types: object, args: Any = (), kwargs: Any = None) -> object:
+        namespace, _, name = func.name().partition("::")
+        if namespace in ("c10d", "_c10d_functional") and "wait" not in name:
+            words = {"allreduce_": "all_reduce", "allgather_": "all_gather"}.get(name, name.strip("_"))
+            if self.report.look is not None:
+                self.report.look(args, words)
+            if name == "allreduce_":
+                words += " of " + ", ".join(f"{str(t.dtype)[6:]} {tuple(t.shape)}" for t in args[0])
+            self.report("message" if name in _PAIRED else "collective", words)
+        return func(*args, **(kwargs or {}))
