@@ -10,11 +10,12 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deeplightning.faults import CheckpointError, SetupError
+from deeplightning.faults import CheckpointError
 from deeplightning.process.terminal import styled
 from deeplightning.tracking.attach import attach
 from deeplightning.tracking.journal import dead, settle, settle_quietly
 from deeplightning.tracking.owner import AGE
+from deeplightning.tracking.running import require
 from deeplightning.tracking.sqlite import PRUNED, Listed, open_directly
 from deeplightning.tracking.store import explain, local_path, locate, remove_files
 
@@ -197,8 +198,7 @@ class _runs:
 
     def __enter__(self) -> Any:
         if self.store.database is not None:
-            if not self.store.database.exists():
-                raise SetupError(f"{self.store.shown}: there are no runs; the first `bash train.sh` makes the store")
+            require(self.store)
             self.opened = open_directly(self.store)
         return self.opened or _ByMLflow(attach(self.store))
 
