@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
 import click
 
@@ -159,6 +159,10 @@ with_allow = click.option(
 )
 
 
+@overload
+def newest_run(ctx: click.Context, param: click.Parameter, run: str) -> str: ...
+@overload
+def newest_run(ctx: click.Context, param: click.Parameter, run: str | None) -> str | None: ...
 def newest_run(ctx: click.Context, param: click.Parameter, run: str | None) -> str | None:
     """`last` in place of a RUN is the newest one; a folder of that name is `./last`."""
     if run != "last" or ctx.resilient_parsing:

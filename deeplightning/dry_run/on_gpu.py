@@ -91,7 +91,7 @@ def _answer(mode: Pretended) -> None:
         autocast(self, "cpu" if device_type == "cuda" else device_type, *args, **options)
 
     torch.load = _for_own_code(loaded, load)
-    torch.from_numpy = lambda array: mark(from_numpy(array), CPU, line_now())
+    torch.from_numpy = lambda array: mark(from_numpy(array), CPU, line_now())  # type: ignore[assignment]
     torch.autocast.__init__ = began  # type: ignore[method-assign]
     torch.backends.cudnn.enabled = False
 

@@ -128,11 +128,11 @@ class Pretended(TorchFunctionMode):
         if func == Tensor.device.__get__:
             lies_on = mark_of(args[0])
             return args[0].device if lies_on in (None, ANYWHERE) else lies_on
-        if func == Tensor.is_cpu.__get__:
+        if func == Tensor.is_cpu.__get__:  # type: ignore[attr-defined]
             return mark_of(args[0]) in (None, CPU, ANYWHERE)
-        if func == Tensor.is_cuda.__get__:
+        if func == Tensor.is_cuda.__get__:  # type: ignore[attr-defined]
             return getattr(mark_of(args[0]), "type", None) == "cuda"
-        if func == Tensor.grad.__get__:
+        if func == Tensor.grad.__get__:  # type: ignore[union-attr]
             return self._gradient(func(*args), mark_of(args[0]))
         name = getattr(func, "__name__", "")
         if name == "_parse_to" or func is torch.device or "." in name:
@@ -180,6 +180,7 @@ class Pretended(TorchFunctionMode):
     def _move(self, func: Any, name: str, args: Any, kwargs: Any) -> Tensor:
         tensor, before = args[0], mark_of(args[0])
         others = [a for a in args[1:] if isinstance(a, Tensor)]
+        asked: torch.device | None
         if name == "cuda":
             index = args[1] if len(args) > 1 else kwargs.pop("device", None)
             asked = self.device if index is None else self._device(index)

@@ -107,7 +107,7 @@ def _as_rank(cfg: Config, rank: int, report: Reporter) -> Event:
         trial.run(Path(folder))
     if not trial.faults:
         return Event("end")
-    fault, refused = trial.faults[0], gpu is not None and gpu.refused
+    fault, refused = trial.faults[0], gpu is not None and bool(gpu.refused)
     where = "on a pretended GPU " if gpu is not None else ""
     return Event("error", f"{where}{fault.message}", key=fault.key or "model.module", is_certain=gpu is None or refused)
 

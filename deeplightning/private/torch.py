@@ -43,7 +43,7 @@ def around_backward(context: "Callable[[], AbstractContextManager[object]]") -> 
 
     run = autograd._engine_run_backward
 
-    def inside(*args: object, **options: object) -> object:
+    def inside(*args: Any, **options: Any) -> "tuple[Tensor, ...]":
         with context():
             return run(*args, **options)
 

@@ -68,12 +68,12 @@ def test_a_right_config_has_no_faults():
     [
         # unknown, at any depth, with the nearest word
         ("train.num_epoch=2", "train.num_epoch: unknown key. Did you mean num_epochs? Known here: num_epochs, max_"),
-        ("Data.batch_size=2", "Data: unknown key. Did you mean data? Known here: seed, stages, data"),
+        ("Data.batch_size=2", "Data: unknown key. Did you mean data? Known here: version, seed, stages, data"),
         ("train.checkpoint.moniter=x", "train.checkpoint.moniter: unknown key. Did you mean monitor?"),
         ("model.optimizer.parms={}", "model.optimizer.parms: unknown key. Did you mean params?"),
         ("model.loss={a: {type: torch.nn.MSELoss, wieght: 2}}", "model.loss.a.wieght: unknown key. Did you mean"),
         ("train.callbacks=[{type: pytorch_lightning.callbacks.Timer, parms: 1}]", "train.callbacks.0.parms: unknown"),
-        ("zzz=1", "zzz: unknown key. Known here: seed, stages"),
+        ("zzz=1", "zzz: unknown key. Known here: version, seed, stages"),
         # words of older configs
         ("train.ckpt_resume_path=x", "train.ckpt_resume_path: unknown key. Today it is train.resume_ckpt."),
         ("data.total_batch_size=8", "Today it is data.batch_size (it counts per process)."),
@@ -166,7 +166,9 @@ def test_a_value_of_a_base_is_told_with_its_file():
 def test_thousands_of_unknown_keys_are_one_note():
     """Another kind of YAML file is not answered with a note per line."""
     (one,) = notes(text="\n".join(f"k{n}: 1" for n in range(5000)))
-    assert one.startswith("c.yaml:1:1: 5000 unknown keys, such as k0; is this a config? Known here: seed, stages")
+    assert one.startswith(
+        "c.yaml:1:1: 5000 unknown keys, such as k0; is this a config? Known here: version, seed, stages"
+    )
 
 
 # ---- targets
@@ -462,7 +464,7 @@ def test_a_misspelt_base_is_one_note():
     """Nothing that stands in the base is said to be missing."""
     Path("base.yaml").write_text(GOOD)
     (only,) = notes(text="_bsae_: base.yaml\ndata: {batch_size: 3}\n")
-    assert only.startswith("c.yaml:1:1: _bsae_: unknown key. Did you mean _base_? Known here: seed,")
+    assert only.startswith("c.yaml:1:1: _bsae_: unknown key. Did you mean _base_? Known here: version, seed,")
 
 
 # ---- all at once

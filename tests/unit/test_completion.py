@@ -89,8 +89,8 @@ def words(last: str, *before: str) -> list[str]:
     ("last", "expected"),
     [
         # keys, a level at a time, without those that this version refuses
-        ("", ["seed=", "stages=", "data.", "model.", "engine.", "train.", "test.", "logger.", "tune.", "tune=",
-              "serve.", "resolvers."]),
+        ("", ["version=", "seed=", "stages=", "data.", "model.", "engine.", "train.", "test.", "logger.", "tune.",
+              "tune=", "serve.", "resolvers."]),
         ("tra", ["train."]),
         ("data.b", ["data.batch_size="]),
         ("train.early", ["train.early_stop.", "train.early_stop="]),
@@ -252,7 +252,7 @@ def test_bash_gets_what_follows_the_break_in_a_word():
     assert offered("bash", f"{line}seed\n=\n1\nengine.backend\n=\nf", 8) == ["plain,fsdp"]
     assert offered("bash", f"{line}engine.backend=f", 3) == ["plain,engine.backend=fsdp"]
     assert offered("bash", f"{line}data.b", 3) == ["plain,data.batch_size="]
-    assert offered("bash", f"{line}seed\n=\n1\n", 6)[:1] == ["plain,seed="]
+    assert offered("bash", f"{line}seed\n=\n1\n", 6)[:1] == ["plain,version="]
 
 
 def test_zsh_and_fish_get_the_sentence_of_a_key():
