@@ -11,6 +11,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -239,7 +240,7 @@ class Watch:
             for run in found:
                 self._watched[run.id] = None
                 is_dead = run.status == "RUNNING" and run.id in killed  # and the store cannot be written
-                rows.append(row(run._replace(status="DEAD") if is_dead else run, self._followed(run), now))
+                rows.append(row(replace(run, status="DEAD") if is_dead else run, self._followed(run), now))
         except Exception as error:  # MLflow, SQLAlchemy, SQLite and the network each have their own
             self._reader = None
             raise explain(error, self.store) from error

@@ -197,7 +197,7 @@ def version_of(entry: Entry | None) -> int:
 
 
 def migrate(tree: Entry, inside: str = "") -> list[str]:
-    """Migrates the tree of a file in place, and takes its `version` out of it; what was changed, in words.
+    """Migrates the tree of a file in place, its `version` too; what was changed, in words.
 
     Args:
         tree: a mapping.
@@ -207,7 +207,11 @@ def migrate(tree: Entry, inside: str = "") -> list[str]:
         ConfigError: its version is not known, or a row cannot be applied.
     """
     migration = Migration(Entries(tree), inside)
-    migration.apply(version_of(tree.value.pop("version", None)))
+    entry = tree.value.pop("version", None)
+    migration.apply(version_of(entry))
+    if entry is not None and not inside:
+        entry.value = VERSION
+        tree.value = {"version": entry, **tree.value}
     return migration.changes
 
 

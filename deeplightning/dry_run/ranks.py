@@ -200,7 +200,7 @@ def compare(one: list[Event], other: list[Event]) -> str | None:
     if at[0].kind == at[1].kind == "end":
         return ""
     if at[0].what == at[1].what and at[0].kind == at[1].kind:
-        at = [event if event.place else event._replace(what=f"{event.what} of a library") for event in at]
+        at = [event if event.place else Event(event.kind, f"{event.what} of a library") for event in at]
     return (
         f"rank 0 {_did(at[0])} where rank 1 {_did(at[1])}; a run would wait there for ever. Every rank must enter the "
         "same collectives in the same order"

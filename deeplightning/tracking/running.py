@@ -8,8 +8,9 @@ MLflow's client. Nothing is written.
 import sqlite3
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 from deeplightning.faults import SetupError
 from deeplightning.tracking.attach import attach
@@ -27,7 +28,8 @@ MOST_ENDED = 100
 """Runs that have ended since the first look, of which a look still asks."""
 
 
-class Running(NamedTuple):
+@dataclass(frozen=True)
+class Running:
     """A run that is running, or was at an earlier look.
 
     Attributes:
