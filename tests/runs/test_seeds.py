@@ -197,7 +197,7 @@ def test_a_failed_seed_is_named_and_the_others_count(command, tiny, place, store
     (tiny.parent / "own_seeds.py").write_text(
         "import pathlib\nimport pytorch_lightning as pl\n\n\nclass FailsOnce(pl.Callback):\n"
         "    def on_train_start(self, trainer, module):\n"
-        "        mark = pathlib.Path('own_seeds.failed')\n"
+        f"        mark = pathlib.Path({str(tiny.parent / 'own_seeds.failed')!r})\n"
         "        if not mark.exists():\n"
         "            mark.touch()\n"
         "            raise RuntimeError('the disk was full')\n"

@@ -93,11 +93,11 @@ def test_each_row_rewrites_a_file(row):
     path = Path("old.yaml")
     if isinstance(row, Renamed):
         path.write_text(dump(one(row.old, 1)))
-        assert plain(read(migrated_file(path)).root) == one(row.new, 1)
+        assert plain(read(migrated_file(path)).root) == {"version": schema.VERSION} | one(row.new, 1)
     elif isinstance(row, Reworded):
         for old, new in row.words.items():
             path.write_text(dump(one(row.key, old)))
-            assert plain(read(migrated_file(path)).root) == one(row.key, new)
+            assert plain(read(migrated_file(path)).root) == {"version": schema.VERSION} | one(row.key, new)
     elif isinstance(row, Changed):
         path.write_text(dump(one(row.sibling, {} if row.sibling == "serve" else "val_acc")))
         assert [note.split(":")[0] for note in migrated(path).notes] == [row.key]
@@ -131,7 +131,7 @@ def test_files_of_an_older_version_are_migrated_when_they_are_read(later):
     ]
     Path("child.yaml").write_text("version: 2\n_base_: old.yaml\ntrain: {length: {epochs: 5}}\n")
     assert plain(read("child.yaml").root)["train"]["length"] == {"epochs": 5}
-    assert plain(read({"version": 1, "seed": 4}).root) == {"random_seed": 4}
+    assert plain(read({"version": 1, "seed": 4}).root) == {"version": 2, "random_seed": 4}
 
 
 def test_the_verb_keeps_comments_and_order(later, answer):
@@ -147,7 +147,7 @@ def test_the_verb_keeps_comments_and_order(later, answer):
     text = path.read_text()
     assert text.startswith("# about this config\nversion: 2\nrandom_seed: 3 # the answer\n\n# how long\ntrain:\n")
     assert re.search("epochs: 2 +# two", text)
-    assert plain(read(path).root) == PRESENT
+    assert plain(read(path).root) == {"version": 2} | PRESENT
     assert path.stat().st_mode & 0o777 == 0o640
     assert answer("migrate", "old.yaml", "--write") == (0, "", "unchanged  old.yaml\n")
     path.write_text(OLD)
