@@ -18,6 +18,7 @@ import pytorch_lightning as pl
 
 from deeplightning.callbacks.about import data_name, engine_in_words, network_name
 from deeplightning.config.schema import Config
+from deeplightning.engine.group import replicas
 from deeplightning.faults import count
 from deeplightning.runfolder import RunFolder
 from deeplightning.tracking.names import EPOCH_STEPS, STEP_SAMPLES, STEPS, TRAINING_BEGAN
@@ -82,7 +83,7 @@ def length_tags(cfg: Config, trainer: Any) -> dict[str, str]:
     if trainer.max_steps >= 0:  # counts the steps of all optimizers
         total = min(total, trainer.max_steps // max(1, len(trainer.optimizers)))
     size = getattr(trainer.train_dataloader, "batch_size", None) or cfg.data.batch_size
-    samples = {STEP_SAMPLES: str(size * trainer.world_size * factor)} if is_even and isinstance(size, int) else {}
+    samples = {STEP_SAMPLES: str(size * replicas(trainer)[0] * factor)} if is_even and isinstance(size, int) else {}
     return now | samples | ({STEPS: str(int(total))} if math.isfinite(total) else {})
 
 

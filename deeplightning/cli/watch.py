@@ -176,7 +176,7 @@ def _cut(text: str, size: int) -> str:
     if cell_len(text) <= size:
         return text
     end = text[len(text) - (size - 1) // 2 :]
-    while cell_len(end) > size - 1:  # signs of two columns
+    while cell_len(end) > (size - 1) // 2:  # signs of two columns
         end = end[1:]
     return f"{set_cell_size(text, size - 1 - cell_len(end))}…{end}"
 
@@ -319,7 +319,7 @@ def _screen(rows: Sequence[dict[str, str]], store: Store, problem: str) -> "Rend
     words = [f"{count(running, 'run')} running" if running else "no run is running"]
     words += [f"{len(rows) - room} more rows have no room"] if len(rows) > room else []
     words += [time.strftime("%H:%M:%S"), "Ctrl-C ends"]
-    below = Text(f"{printable(store.shown)}: {', '.join(words)}", style="dim", no_wrap=True, overflow="ellipsis")
+    below = Text(f"{', '.join(words)}: {printable(store.shown)}", style="dim", no_wrap=True, overflow="ellipsis")
     if problem:
         below = Text(f"{time.strftime('%H:%M:%S')}: {printable(problem)}", style="red", no_wrap=True)
     below.truncate(columns - 1, overflow="ellipsis")

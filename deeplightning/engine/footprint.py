@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from deeplightning.private.torch import storage_id
 
@@ -27,6 +26,7 @@ def footprint(network: nn.Module, optimizers: Iterable[Any]) -> dict[str, int]:
 
 def _bytes(tensors: Iterable[Any]) -> int:
     """Each memory once."""
-    local = [tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach() for tensor in tensors]
+    # Only a DTensor has `to_local`; its module costs each training sympy.
+    local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor.detach() for tensor in tensors]
     seen = {(storage_id(t), t.storage_offset()): t.numel() * t.element_size() for t in local if t.numel()}
     return sum(seen.values())

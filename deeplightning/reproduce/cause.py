@@ -144,9 +144,9 @@ class Bisection:
             self.unresolved += 1
             return Outcome.UNRESOLVED
         if not self._is_bad(value):
-            return Outcome.PASS
+            return Outcome.GOOD
         self.smallest, self.value = switched, value
-        return Outcome.FAIL
+        return Outcome.BAD
 
     def _without(self, cause: Sequence[Difference]) -> None:
         """Runs BAD with the cause undone, which shows whether something else makes it worse too."""

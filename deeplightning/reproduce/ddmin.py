@@ -15,8 +15,8 @@ Item = TypeVar("Item")
 class Outcome(Enum):
     """What a test of a set of changes shows: the change is absent, present, or could not be observed."""
 
-    PASS = "good"
-    FAIL = "bad"
+    GOOD = "good"
+    BAD = "bad"
     UNRESOLVED = "unresolved"
 
 
@@ -43,7 +43,7 @@ def ddmin(changes: Sequence[Item], test: Callable[[list[Item]], Outcome]) -> lis
         key = tuple(chosen)
         if key not in found:
             found[key] = test([changes[number] for number in key])
-        return found[key] is Outcome.FAIL
+        return found[key] is Outcome.BAD
 
     current, parts = list(range(len(changes))), 2
     while len(current) > 1:

@@ -563,9 +563,8 @@ def test_a_precision_of_gpus_is_tried_as_the_cpu_can(precision):
     faults, untried = dry_run(cfg)
     half = {16: "bf16-mixed", "16-true": "bf16-true"}.get(precision)
     assert faults == []
-    assert [note.message for note in untried] == (
-        [f"{precision} needs a GPU; {half} was tried instead"] if half else []
-    )
+    said = [note.message for note in untried if UNTRIED not in note.message]  # this process has computed gradients
+    assert said == ([f"{precision} needs a GPU; {half} was tried instead"] if half else [])
 
 
 def test_weights_are_not_downloaded(monkeypatch, here):

@@ -29,7 +29,7 @@ class Counted:
 
 def holds(cause):
     """Fails where all of a cause are there."""
-    return lambda chosen: Outcome.FAIL if cause <= chosen else Outcome.PASS
+    return lambda chosen: Outcome.BAD if cause <= chosen else Outcome.GOOD
 
 
 @st.composite
@@ -57,14 +57,14 @@ def test_the_result_fails_and_no_change_of_it_can_be_left_out(size, random):
 
     def judge(chosen):
         if len(chosen) == size:
-            return Outcome.FAIL
+            return Outcome.BAD
         return outcomes.setdefault(frozenset(chosen), random.choice(list(Outcome)))
 
     test = Counted(judge)
     found = ddmin(range(size), test)
     assert found == sorted(set(found))
-    assert judge(set(found)) is Outcome.FAIL
-    assert all(outcomes[frozenset(found) - {one}] is not Outcome.FAIL for one in found if len(found) > 1)
+    assert judge(set(found)) is Outcome.BAD
+    assert all(outcomes[frozenset(found) - {one}] is not Outcome.BAD for one in found if len(found) > 1)
     assert len(test.asked) == len(set(test.asked)) <= most_tests(size)
     assert not {(), tuple(range(size))} & set(test.asked)
 
