@@ -219,13 +219,17 @@ def against(plan: Plan, cfg: Config, folder: RunFolder) -> list[str]:
         found = json.loads(folder.memory.read_text())
         if not isinstance(found, dict):
             raise ValueError("not a mapping")
+        for name in ("parameters", "state", "peak", "seconds"):
+            if not isinstance(found.get(name, 0), int | float):
+                raise ValueError(f"{name} is not a number")
     except (OSError, ValueError) as error:
         raise CheckpointError(
             f"{folder.memory}: the run has not noted what it took ({type(error).__name__}); a run does so when its "
             "training ends"
         ) from error
     backend, again = cfg.engine.backend or "null", cfg.engine.activation_checkpointing or []
-    row = next(r for r in plan.rows if r.engine == backend and r.recompute == again)
+    of_engine = [row for row in plan.rows if row.engine == backend]
+    row = next((row for row in of_engine if row.recompute == again), of_engine[0])
     lines = [f"{'':11}{'planned':>12}{'measured':>12}{'apart':>8}"]
     pairs: list[tuple[str, float | None, Any]] = [
         ("parameters", row.held["parameters"], found.get("parameters")),

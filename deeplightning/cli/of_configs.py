@@ -130,13 +130,25 @@ def worker() -> None:
 
 
 def _config_of_run(options: dict[str, Any]) -> Path | None:
-    """The config of the run that `--against` names."""
+    """The config of the run that `--against` names.
+
+    Raises:
+        CheckpointError: the run was made elsewhere: a plan imports whatever its config names.
+    """
     if (run := options.get("against")) is None:
         return None
+    from deeplightning.checks.trust import is_own
+    from deeplightning.faults import CheckpointError
     from deeplightning.runfolder import RunFolder
     from deeplightning.tracking.resolve import resolve_run
 
-    return RunFolder(resolve_run(run)).config
+    folder = RunFolder(resolve_run(run))
+    if not is_own(folder):
+        raise CheckpointError(
+            f"{folder.path}: this run was not made on this machine, and a plan imports what its config names; read the "
+            f"config, then name it: deeplightning plan {shlex.quote(str(folder.config))} --against {shlex.quote(run)}"
+        )
+    return folder.config
 
 
 @cli.command(context_settings=LOOSE, epilog=OVERRIDES)

@@ -1,6 +1,8 @@
 """What a run takes is known before anything is spent: `deeplightning plan --memory`."""
 
 import json
+import re
+import shutil
 
 import pytest
 import torch
@@ -187,6 +189,37 @@ def test_plan_and_truth_stand_side_by_side(here, tmp_path):
     lines = against(plan, cfg, folder)
     assert "+0.0%" in lines[1]
     assert "32" in lines[4]
+
+
+def test_the_command_plans_a_run_and_compares_it_with_the_truth(command, train, tiny, place, tmp_path):
+    """As a user does it: a table, JSON, a run, and the plan beside what that run noted, equal to the byte."""
+    said = command("plan", tiny, "--memory", "--gpus", "8xH100", "--nodes", "2", cwd=place)
+    assert said.code == 0, said
+    assert "processes: 16" in said.out
+    assert re.search(r"^fsdp .* yes ", said.out, re.M)
+    assert re.search(r"^proposal +\w+", said.out, re.M)
+    said = command("plan", tiny, "--memory", "--format", "json", cwd=place)
+    engines = {row["engine"] for row in json.loads(said.out)["engines"]}
+    assert engines >= {"null", "ddp", "fsdp", "deepspeed_stage_1", "deepspeed_stage_2", "deepspeed_stage_3"}
+
+    run = train("model.optimizer.type=torch.optim.Adam", "model.optimizer.params={lr: 0.01}").folder
+    said = command("plan", "--against", run, cwd=place)
+    assert said.code == 0, said
+    rows = {line.split()[0]: line.split()[-1] for line in said.out.splitlines()}
+    assert rows["parameters"] == rows["state"] == "+0.0%"
+
+    other = tmp_path / "a stranger's"
+    shutil.copytree(run, other)
+    (other / "cfg.yaml").write_text((other / "cfg.yaml").read_text() + "\n# touched\n")
+    said = command("plan", "--against", other, cwd=place)
+    assert said.code == 4, said
+    assert "was not made on this machine" in said.err
+    said = command("plan", run / "cfg.yaml", "--against", other, cwd=place)
+    assert said.code == 0, said
+    (other / "memory.json").write_text('{"parameters": "many"}')
+    said = command("plan", run / "cfg.yaml", "--against", other, cwd=place)
+    assert said.code == 4, said
+    assert "has not noted" in said.err
 
 
 def test_fake_tensors_are_counted_as_real_ones_and_as_mem_tracker_counts():
