@@ -124,26 +124,25 @@ def forecast(attempt: Attempt, cfg: Config, setting: Setting) -> Plan:
     """
     batch, asked = cfg.data.batch_size, cfg.engine.activation_checkpointing or []
     is_half = str(cfg.engine.precision).startswith(("16", "bf16"))
-    plain = counted(attempt, batch, setting.on_gpu)
+    steps = {"plain": _steps(attempt, batch, setting.on_gpu)}
+    plain = steps["plain"][0]
     block = block_of(plain.task)
     again = asked or ([block] if block else [])
-    counts = {"plain": plain}
-    twice = plain
-    counts |= {"again": plain, "half": plain}
     if plain.partial is None:
-        twice = counted(attempt, 2 * batch, setting.on_gpu)
         if again:
-            counts["again"] = counted(attempt, batch, setting.on_gpu, recompute=again)
-        counts["half"] = counted(attempt, batch, setting.on_gpu, in_half=True) if is_half else plain
+            steps["again"] = _steps(attempt, batch, setting.on_gpu, recompute=again)
+        if is_half:
+            steps["half"] = _steps(attempt, batch, setting.on_gpu, in_half=True)
     rows = []
     for row in _engines(cfg, setting, again if plain.partial is None else [], block):
-        count = counts["again" if row.recompute else "half" if row.engine.startswith("deepspeed") else "plain"]
+        mode = "again" if row.recompute else "half" if row.engine.startswith("deepspeed") else "plain"
+        counts = steps.get(mode, steps["plain"])
         params = cfg.engine.params if row.engine == cfg.engine.backend else {}
         params = {**params, "wrap": row.wrap} if row.wrap is not None else params
         engine = Engine(None if row.engine == "null" else row.engine, row.world, params, setting.on_gpu, is_half)
         mine = holding(plain.task, plain.optimizers, engine)
-        _fill(row, mine, count, _fixed(plain, twice), batch, setting)
-        row.seconds = _seconds(row, count, mine, cfg, setting)
+        _fill(row, mine, counts, batch, setting)
+        row.seconds = _seconds(row, counts[0], mine, cfg, setting)
         rows.append(row)
     number = sum(p.numel() for p in plain.task.parameters())
     return Plan(rows, batch, number, block, setting.limit, plain.partial)
@@ -173,46 +172,58 @@ def _engines(cfg: Config, setting: Setting, again: list[str], block: str | None)
         yield Row(f"deepspeed_{name}", setting.world)
 
 
-def _fixed(plain: Count, twice: Count) -> dict[str, dict[str, int]]:
-    """Phase → kind → bytes that do not grow with the batch, such as copies of the weights in 16 bits."""
-    return {
-        phase: {kind: max(0, 2 * kinds.get(kind, 0) - twice.peaks[phase].get(kind, 0)) for kind in _GROWING}
-        for phase, kinds in plain.peaks.items()
-        if phase in twice.peaks
-    }
+_FAR = 256
+"""The second step has so many times the batch. Memory is at most convex in the batch, since it is the most of what is
+held at several moments: between the two a straight line is never too low."""
 
 
-_GROWING = ("activations", "temporary")
+def _steps(attempt: Attempt, batch: int, on_gpu: bool, **how: Any) -> list[Count]:
+    """A step, and one with a far larger batch. `how`: as of `counted`."""
+    one = counted(attempt, batch, on_gpu, **how)
+    return [one] if one.partial is not None else [one, counted(attempt, _FAR * batch, on_gpu, **how)]
 
 
-def _fill(row: Row, mine: Holding, count: Count, fixed: dict[str, Any], batch: int, setting: Setting) -> None:
-    """Adds up the phases of a step."""
+def _fill(row: Row, mine: Holding, steps: list[Count], batch: int, setting: Setting) -> None:
+    """The bytes of a row, whether they fit, and the largest batch that does."""
     row.held = {"parameters": mine.parameters, "gradients": mine.gradients, "state": mine.state}
-    most = max(1, sum(p.numel() * p.element_size() for p in count.task.parameters() if p.requires_grad))
-    largest: list[int] = []
-    for phase in ("forward", "backward", "optimizer") if count.partial is None else ("optimizer",):
-        counted_here = count.peaks.get(phase, {})
-        kinds = dict.fromkeys(KINDS, 0) | row.held | {"communication": mine.communication[phase]}
-        if phase == "forward" and not mine.keeps_gradients:
-            kinds["gradients"] = 0
-        if phase == "backward":
-            there = min(1.0, counted_here.get("gradients", 0) / most)
-            whole = row.held["parameters"] if row.engine.startswith("deepspeed_stage_2") else mine.gradients
-            kinds["gradients"] = mine.gradients if "stage_3" in row.engine else int(whole * there)
-        kinds["activations"] = counted_here.get("activations", count.buffers)
-        kinds["temporary"] = mine.stepping if phase == "optimizer" else counted_here.get("temporary", 0)
-        total = sum(kinds.values())
-        if total > row.peak:
-            row.kinds, row.peak = kinds, total
-        if phase == "optimizer":
-            continue
-        grows = sum(max(0, kinds[kind] - fixed.get(phase, {}).get(kind, 0)) for kind in _GROWING) / batch
-        if setting.limit is not None and grows > 0:
-            largest.append(int((setting.limit - (total - grows * batch)) / grows))
-    if setting.limit is not None:
-        row.fits = row.peak <= setting.limit
-        base = sum(row.held.values()) + mine.stepping
-        row.largest = max(0, min(largest)) if largest and base <= setting.limit else 0 if largest else None
+    row.kinds = max(
+        (_at(phase, row, mine, steps[0]) for phase in _phases(steps[0])), key=lambda kinds: sum(kinds.values())
+    )
+    row.peak = sum(row.kinds.values())
+    if setting.limit is None:
+        return
+    row.fits = row.peak <= setting.limit
+    if len(steps) == 1:
+        return
+    near, far = ({phase: sum(_at(phase, row, mine, step).values()) for phase in _phases(step)} for step in steps)
+    row.largest = None
+    for phase in ("forward", "backward"):
+        grows = (far[phase] - near[phase]) / (_FAR - 1) / batch
+        if grows > 0:
+            most = max(0, int(batch + (setting.limit - near[phase]) / grows))
+            row.largest = most if row.largest is None else min(row.largest, most)
+    if row.largest is not None and near["optimizer"] > setting.limit:
+        row.largest = 0
+
+
+def _phases(step: Count) -> tuple[str, ...]:
+    return ("forward", "backward", "optimizer") if step.partial is None else ("optimizer",)
+
+
+def _at(phase: str, row: Row, mine: Holding, step: Count) -> dict[str, int]:
+    """Bytes by kind at the peak of a phase."""
+    most = max(1, sum(p.numel() * p.element_size() for p in step.task.parameters() if p.requires_grad))
+    counted_here = step.peaks.get(phase, {})
+    kinds = dict.fromkeys(KINDS, 0) | row.held | {"communication": mine.communication[phase]}
+    if phase == "forward" and not mine.keeps_gradients:
+        kinds["gradients"] = 0
+    if phase == "backward":
+        there = min(1.0, counted_here.get("gradients", 0) / most)
+        whole = row.held["parameters"] if row.engine.startswith("deepspeed_stage_2") else mine.gradients
+        kinds["gradients"] = mine.gradients if "stage_3" in row.engine else int(whole * there)
+    kinds["activations"] = counted_here.get("activations", step.buffers)
+    kinds["temporary"] = mine.stepping if phase == "optimizer" else counted_here.get("temporary", 0)
+    return kinds
 
 
 def _seconds(row: Row, count: Count, mine: Holding, cfg: Config, setting: Setting) -> tuple[float, float] | None:

@@ -133,6 +133,22 @@ def test_shares_of_eight_gpus_on_two_machines(here):
     assert "proposal" in "\n".join(text_of(plan, setting, cfg, None))
 
 
+@pytest.mark.parametrize("engine", [("fsdp", True), ("deepspeed_stage_1", False), ("fsdp", False)])
+def test_the_largest_batch_fits_and_one_that_is_larger_does_not(here, engine):
+    """Planned again with that batch. The copies of the weights in 16 bits, which a small batch has too, are a part of
+    what autocast keeps and of nothing else."""
+    network = VIT + "image_size: 8, patch_size: 2, width: 512, depth: 4, heads: 4}}"
+    gpus = gpus_of("2x1GB")
+
+    def planned(batch):
+        return rows_of(plan_memory(config(here, network, 8, batch), gpus, None)[0])[engine]
+
+    largest = planned(2).largest
+    assert 50 < largest < 5_000
+    assert planned(int(largest * 0.9)).fits
+    assert not planned(int(largest * 1.1) + 1).fits
+
+
 def test_a_network_that_branches_on_values_is_planned_in_part(here):
     """Its parameters, gradients and state are still known."""
     cfg = config(here, "{type: planned_own.Branches}")
