@@ -108,5 +108,5 @@ def shipped_instead(path: str | Path) -> str:
 def shipped() -> list[str]:
     """The addresses of the configs that ship with Deep Lightning, those of examples behind the others; the options of
     groups, in folders of `configs`, are parts of configs."""
-    files = [*sorted((HOME / "configs").glob("*.yaml")), *sorted((HOME / "examples").rglob("*.yaml"))]
+    files = [*sorted((HOME / "configs").glob("*.yaml")), *sorted((HOME / "examples").glob("*/*.yaml"))]
     return [f"{PREFIX}{path.relative_to(HOME).as_posix()}" for path in files]

@@ -22,7 +22,7 @@ from sklearn.datasets import load_digits
 from deeplightning.checks.check import load
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIGS = sorted([*ROOT.glob("configs/*.yaml"), *ROOT.glob("examples/**/*.yaml")])
+CONFIGS = sorted([*ROOT.glob("configs/*.yaml"), *ROOT.glob("examples/*/*.yaml")])
 NAMES = [str(path.relative_to(ROOT)) for path in CONFIGS]
 STEP = ["train.max_steps=1", "train.limit_batches={train: 1, val: 1, test: 1}", "train.export=false"]
 

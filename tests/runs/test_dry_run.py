@@ -11,7 +11,7 @@ from deeplightning.dry_run.ranks import UNTRIED
 from deeplightning.dry_run.trial import dry_run
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIGS = sorted([*ROOT.glob("configs/*.yaml"), *ROOT.glob("examples/**/*.yaml")])
+CONFIGS = sorted([*ROOT.glob("configs/*.yaml"), *ROOT.glob("examples/*/*.yaml")])
 
 GOOD = """\
 seed: 7

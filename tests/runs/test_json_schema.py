@@ -20,7 +20,7 @@ from deeplightning.config.tree import dump, line, parse, plain
 from deeplightning.faults import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
-CONFIGS = sorted([*ROOT.glob("configs/*.yaml"), *ROOT.glob("examples/**/*.yaml")])
+CONFIGS = sorted([*ROOT.glob("configs/*.yaml"), *ROOT.glob("examples/*/*.yaml")])
 NAMES = [str(path.relative_to(ROOT)) for path in CONFIGS]
 SCHEMA = json_schema()
 EDITOR = Draft202012Validator(SCHEMA)
