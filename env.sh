@@ -210,8 +210,8 @@ except BlockingIOError:
 
 build() {
     : 2>/dev/null >"$log"
-    say "Setting up the environment in $root/.venv: once," \
-        "one to a few minutes, at most 3.5 GB to download and 7 GB on disk."
+    say "Setting up the environment, once: one to a few minutes, at most 3.5 GB" \
+        "to download, 7 GB on disk in $root/.venv"
     if [ "$torch" = index ] && [[ $OSTYPE == linux* ]] && ! has_nvidia; then
         say "No NVIDIA GPU was found. TORCH_BACKEND=cpu bash env.sh takes the CPU build of" \
             "PyTorch's own index: less than half of both, without the hashes of the lock."

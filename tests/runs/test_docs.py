@@ -20,6 +20,7 @@ import socket
 import subprocess
 import sys
 import threading
+import tomllib
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -225,7 +226,14 @@ def every_file_of_a_run_is_named(place: Path) -> None:
 def test_blocks_are_of_kinds_that_are_looked_at():
     """No block escapes by its name."""
     found = {block.language for page in PAGES for block in blocks(page)}
-    assert found <= {"bash", "console", "python", "yaml", "text"}
+    assert found <= {"bash", "console", "python", "toml", "yaml", "text"}
+
+
+def test_toml_can_be_read():
+    """Tables of a pyproject.toml."""
+    shown = [block.text for page in PAGES for block in blocks(page) if block.language == "toml"]
+    assert all(tomllib.loads(text)["project"] for text in shown)
+    assert shown
 
 
 @pytest.mark.parametrize("page", MANUAL, ids=name)
