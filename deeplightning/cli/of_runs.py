@@ -406,7 +406,7 @@ def runs(
     for line in of.lines(rows, width() if is_interactive(sys.stdout) else None):
         click.echo(line)
     if clean and not delete:
-        click.echo(f"{len(rows)} runs and their files would be removed; --delete does it", err=True)
+        click.echo(f"{count(len(rows), 'run')} would be removed, with all files; --delete does it", err=True)
     if delete:
         gone = of.remove(tracking_uri, rows, statuses, lambda text: click.echo(text, err=True))
-        click.echo(f"{len(gone)} runs deleted", err=True)
+        click.echo(f"{count(len(gone), 'run')} deleted", err=True)

@@ -173,9 +173,9 @@ def test_runs_are_removed_only_when_told(ended, here, command, place):
     first, second, failed = ended
     shown = command("runs", "--tracking-uri", here, "--clean", cwd=place)
     assert [line.split()[0] for line in shown.out.splitlines()] == [failed.parent.name]
-    assert "1 runs and their files would be removed; --delete does it" in shown.err
+    assert "1 run would be removed, with all files; --delete does it" in shown.err
     assert failed.exists()
-    assert "1 runs deleted" in command("runs", "--tracking-uri", here, "--clean", "--delete", cwd=place).err
+    assert "1 run deleted" in command("runs", "--tracking-uri", here, "--clean", "--delete", cwd=place).err
     assert not failed.parent.exists()
     assert first.exists()
     assert second.exists()
