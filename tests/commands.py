@@ -173,6 +173,13 @@ def environment(**variables: str) -> dict[str, str]:
     return kept | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "DEEPLIGHTNING_CACHE": "off"} | variables
 
 
+def free_port() -> str:
+    """A port of loopback that nobody listens at, as a variable of the environment."""
+    with socket.socket() as made:
+        made.bind(("127.0.0.1", 0))
+        return str(made.getsockname()[1])
+
+
 def read_terminal(leader: int) -> bytes:
     """Reads all that is written to a terminal until its other end is closed, and closes this one."""
     shown = b""

@@ -152,7 +152,8 @@ def verbs(of_configs: bool) -> str:
     """Each verb that takes a config, or each other one, with its usage, its help and its options."""
     parts = []
     for name, command in cli.commands.items():
-        takes_config = getattr(command.callback, "__module__", "") == "deeplightning.cli.of_configs"
+        module = getattr(command.callback, "__module__", "")
+        takes_config = module in ("deeplightning.cli.of_configs", "deeplightning.cli.of_plans")
         if command.hidden or takes_config != of_configs:
             continue
         usage = " ".join(command.collect_usage_pieces(click.Context(command, info_name=name)))

@@ -242,3 +242,10 @@ def folder_of(run: str, code: str | None = None, allow: tuple[str, ...] = ()) ->
 
         use_code(folder, allow)
     return folder
+
+
+def absolute(overrides: tuple[str, ...]) -> tuple[str, ...]:
+    """The same with absolute paths of config files."""
+    from deeplightning.config.source import is_file, located
+
+    return tuple(str(located(word).absolute()) if is_file(word) else word for word in overrides)

@@ -7,19 +7,18 @@ import shlex
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import click
 
-from deeplightning.cli.completion import complete_key, complete_run
+from deeplightning.cli.completion import complete_key
 from deeplightning.cli.exit_codes import run_verb
 from deeplightning.cli.group import (
     LOOSE,
     OVERRIDES,
+    absolute,
     cli,
     examine_config,
     load,
-    newest_run,
     session,
     show_notices,
     stdout_for_the_result,
@@ -110,7 +109,7 @@ def train(
         raise click.UsageError("--jobs goes with --multirun or --seeds")
     apply_environment(cfg)
     if (launcher := launcher_of(cfg)) is not None:
-        sys.exit(launcher.run(Job(cfg, located(config).absolute(), _absolute(overrides))))
+        sys.exit(launcher.run(Job(cfg, located(config).absolute(), absolute(overrides))))
     from deeplightning.run.stages import launch
 
     launch(cfg)
@@ -127,120 +126,6 @@ def worker() -> None:
     from deeplightning.run.stages import work
 
     sys.exit(work(cfg))
-
-
-def _config_of_run(options: dict[str, Any]) -> Path | None:
-    """The config of the run that `--against` names.
-
-    Raises:
-        CheckpointError: the run was made elsewhere: a plan imports whatever its config names.
-    """
-    if (run := options.get("against")) is None:
-        return None
-    from deeplightning.checks.trust import is_own
-    from deeplightning.faults import CheckpointError
-    from deeplightning.runfolder import RunFolder
-    from deeplightning.tracking.resolve import resolve_run
-
-    folder = RunFolder(resolve_run(run))
-    if not is_own(folder):
-        raise CheckpointError(
-            f"{folder.path}: this run was not made on this machine, and a plan imports what its config names; read the "
-            f"config, then name it: deeplightning plan {shlex.quote(str(folder.config))} --against {shlex.quote(run)}"
-        )
-    return folder.config
-
-
-@cli.command(context_settings=LOOSE, epilog=OVERRIDES)
-@with_config(instead=_config_of_run)
-@click.option("--memory", is_flag=True, help="Print what the run takes under each engine instead: bytes and time.")
-@click.option("--gpus", metavar="SPEC", help="With --memory: for these GPUs of a machine, such as 8x80GB or 8xH100.")
-@click.option("--nodes", type=click.IntRange(1), metavar="N", help="With --memory: for so many machines.")
-@click.option("--price", type=click.FloatRange(0), metavar="X", help="With --memory: what a GPU costs an hour.")
-@click.option(
-    "--against",
-    metavar="RUN",
-    callback=newest_run,
-    shell_complete=complete_run,
-    help="Print the plan beside what RUN took.",
-)
-@click.option("--format", type=click.Choice(["text", "json"]), help="With --memory: the format; default: text.")
-def plan(
-    config: Path,
-    overrides: tuple[str, ...],
-    memory: bool,
-    gpus: str | None,
-    nodes: int | None,
-    price: float | None,
-    against: str | None,
-    format: str | None,
-) -> None:
-    """Print what `train CONFIG` would start: processes, their environment, commands.
-
-    Nothing is started. With --memory one training step is counted on tensors without memory, and the table has what a
-    process holds under each engine, which of them fit, the largest batch, and a proposal. The config of --against is
-    RUN's own, unless CONFIG is given.
-    """
-    if memory or against is not None:
-        _plan_memory(config, overrides, gpus, nodes, price, against, format or "text")
-        return
-    given = {"--gpus": gpus, "--nodes": nodes, "--price": price, "--format": format}
-    if wrong := [name for name, value in given.items() if value is not None]:
-        raise click.UsageError(f"{wrong[0]} goes with --memory")
-    from deeplightning.checks.explain import show
-    from deeplightning.config.source import located
-    from deeplightning.config.tree import dump
-    from deeplightning.launch import Job, plan_of
-
-    report = examine_config(config, overrides, importing=False)
-    cfg = report.checked()
-    show_notices(report)
-    show(dump(plan_of(Job(cfg, located(config).absolute(), _absolute(overrides)))))
-
-
-def _plan_memory(
-    config: Path,
-    overrides: tuple[str, ...],
-    gpus: str | None,
-    nodes: int | None,
-    price: float | None,
-    run: str | None,
-    format: str,
-) -> None:
-    """`plan --memory` and `plan --against`."""
-    from deeplightning.cli import memory as of
-    from deeplightning.faults import error_of
-
-    with stdout_for_the_result():
-        report = examine_config(config, overrides, importing=True)
-        # A plan may be for another machine than this one.
-        elsewhere = ("engine.gpus", "engine.num_nodes", "engine.processes")
-        faults = [f for f in report.faults if f.key not in elsewhere and f.exit_code != 3]
-        if faults or report.config is None:
-            raise error_of(faults or report.faults)
-        cfg = report.config
-        try:
-            wanted = of.gpus_of(gpus) if gpus is not None else None
-        except ValueError as error:
-            raise click.UsageError(f"--gpus {error}") from error
-        found, setting = of.plan_memory(cfg, wanted, nodes)
-        if run is not None:
-            from deeplightning.runfolder import RunFolder
-            from deeplightning.tracking.resolve import resolve_run
-
-            lines = of.against(found, cfg, RunFolder(resolve_run(run)))
-        elif format == "json":
-            lines = [of.json_of(found, setting, cfg, price)]
-        else:
-            lines = of.text_of(found, setting, cfg, price)
-    click.echo("\n".join(lines))
-
-
-def _absolute(overrides: tuple[str, ...]) -> tuple[str, ...]:
-    """The same with absolute paths of config files."""
-    from deeplightning.config.source import is_file, located
-
-    return tuple(str(located(word).absolute()) if is_file(word) else word for word in overrides)
 
 
 @cli.command(context_settings=LOOSE, epilog=OVERRIDES)

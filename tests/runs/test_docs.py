@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+from commands import free_port
 
 from deeplightning.cli import cli
 
@@ -57,11 +58,6 @@ def blocks(page: Path) -> list[Block]:
 
 def name(page: Path) -> str:
     return str(page.relative_to(ROOT))
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
 
 
 # Stands for `deeplightning` in the shell: asks the test to run it, and says what it said.
@@ -140,7 +136,7 @@ def script(page: Path, place: Path) -> str:
                     command = re.sub(rf"^deeplightning {verb}\b", f"bash '{ROOT}/{name_of}.sh'", command)
                 if "# keeps running" in line:
                     default = "5000" if "deploy.sh" in command else "8000" if "gunicorn" in line else "5001"
-                    ports[default] = free_port()
+                    ports[default] = int(free_port())
                     started = command.partition("#")[0]
                     started += "" if "--bind" in line else f"--port {ports[default]}"
                     command = (

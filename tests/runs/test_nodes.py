@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from commands import LONGEST, PAUSE, environment
+from commands import LONGEST, PAUSE, environment, free_port
 from conftest import digest
 
 from deeplightning.checks.examine import examine, load_config
@@ -26,12 +26,6 @@ from deeplightning.process.identity import port_of
 from deeplightning.process.rendezvous import patience
 
 TWO = ("engine.num_nodes=2", "engine.backend=ddp")
-
-
-def free_port():
-    with socket.socket() as made:
-        made.bind(("127.0.0.1", 0))
-        return str(made.getsockname()[1])
 
 
 @pytest.fixture

@@ -1,0 +1,152 @@
+"""`deeplightning plan --format k8s`: objects that Kubernetes takes, and that train as the config says."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from commands import free_port
+
+ROOT = Path(__file__).parents[2]
+BASE = ROOT / "configs" / "base.yaml"
+FAST = [
+    "train.num_epochs=1",
+    "train.limit_batches={train: 2, val: 1, test: 1}",
+    "train.export=false",
+    "logger.pictures=null",
+]
+
+
+@pytest.fixture
+def planned(command, place):
+    """`planned(words)`: the objects by kind, and the comments."""
+
+    def plan(*words, image="registry.example.org/train:1", **variables):
+        done = command("plan", BASE, "--format", "k8s", "--image", image, *words, cwd=place, **variables)
+        assert done.code == 0, done
+        comments = [line for line in done.out.splitlines() if line.startswith("#")]
+        return {found["kind"]: found for found in yaml.safe_load_all(done.out)}, "\n".join(comments)
+
+    return plan
+
+
+def container_of(kinds):
+    (container,) = kinds["Job"]["spec"]["template"]["spec"]["containers"]
+    return container
+
+
+def test_one_machine_needs_no_service(planned):
+    """A CPU pod that resumes where one before it was lost."""
+    kinds, comments = planned("engine.processes=2", "data.num_workers=1")
+    assert set(kinds) == {"ConfigMap", "Job"}
+    container = container_of(kinds)
+    assert container["env"] == []
+    assert container["resources"] == {"requests": {"cpu": "4"}}
+    config = yaml.safe_load(kinds["ConfigMap"]["data"]["config.yaml"])
+    assert (config["engine"]["processes"], config["train"]["resume_ckpt"]) == (2, "auto")
+    assert kinds["Job"]["metadata"]["name"] == "base"
+    assert "Machines: 1; no GPU" in comments
+
+
+def test_several_machines_with_gpus(planned):
+    """Each pod knows its rank by its index, and the first by its name."""
+    kinds, comments = planned(
+        "--gpus", "8xH100", "--nodes", "2", "logger.params.run_name='My Run_7'", "engine.backend=fsdp"
+    )
+    assert {each["metadata"]["name"] for each in kinds.values()} == {"my-run-7"}
+    spec, pod = kinds["Job"]["spec"], kinds["Job"]["spec"]["template"]["spec"]
+    assert (spec["completions"], spec["parallelism"], spec["completionMode"]) == (2, 2, "Indexed")
+    assert pod["subdomain"] == kinds["Service"]["metadata"]["name"]
+    assert kinds["Service"]["spec"]["selector"] == {"batch.kubernetes.io/job-name": "my-run-7"}
+    assert kinds["Service"]["spec"]["clusterIP"] == "None"
+    container = container_of(kinds)
+    variables = {each["name"]: each.get("value") for each in container["env"]}
+    assert variables["MASTER_ADDR"] == "my-run-7-0.my-run-7"
+    assert "NODE_RANK" in variables
+    assert container["resources"]["limits"] == {"nvidia.com/gpu": 8}
+    engine = yaml.safe_load(kinds["ConfigMap"]["data"]["config.yaml"])["engine"]
+    assert (engine["num_nodes"], engine["gpus"], engine["backend"]) == (2, "auto", "fsdp")
+    assert "ReadWriteMany" in comments
+
+
+def test_every_mount_has_its_volume(planned):
+    """The folders of runs and of data, which outlive a pod; those at an address need none."""
+    kinds, _ = planned("data.root=/data/digits")
+    pod = kinds["Job"]["spec"]["template"]["spec"]
+    mounts = {mount["name"]: mount["mountPath"] for mount in container_of(kinds)["volumeMounts"]}
+    assert {volume["name"] for volume in pod["volumes"]} == set(mounts)
+    assert (mounts["runs"], mounts["data"]) == ("/work/mlruns", "/data/digits")
+    kinds, _ = planned("data.root=s3://bucket/digits", "logger.params.tracking_uri=http://mlflow:5000")
+    assert {mount["name"] for mount in container_of(kinds)["volumeMounts"]} == {"config", "shm"}
+
+
+def test_what_the_environment_gave_goes_by_a_secret(planned):
+    """No value of it is in the file."""
+    words = ["logger.params.tracking_uri='http://me:${oc.env:TRACKING_WORD}@mlflow:5000'"]
+    kinds, comments = planned(*words, TRACKING_WORD="tiger-42")
+    assert "tiger-42" not in str(kinds) + comments
+    (variable,) = container_of(kinds)["env"]
+    assert variable["valueFrom"] == {"secretKeyRef": {"name": "base-environment", "key": "TRACKING_WORD"}}
+    assert 'kubectl create secret generic base-environment --from-literal=TRACKING_WORD="$TRACKING_WORD"' in comments
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "message"),
+    [
+        (["--format", "k8s"], 2, "--image"),
+        (["--image", "x"], 2, "--format k8s"),
+        (["--format", "k8s", "--image", "x", "--memory"], 2, "one of them"),
+        (["--format", "k8s", "--image", "x", "--gpus", "8xB9000"], 2, "B9000"),
+        (["--format", "k8s", "--image", "x", "engine.gpus=auto"], 2, "--gpus, such as 8xH100"),
+        (["--format", "k8s", "--image", "x", "engine.launcher.type=deeplightning.launch.Local"], 2, "engine.launcher"),
+        (["--format", "k8s", "--image", "x", "train.num_epoch=3"], 2, "num_epochs"),
+    ],
+)
+def test_what_cannot_be_planned_is_named(command, place, words, code, message):
+    done = command("plan", BASE, *words, cwd=place)
+    assert (done.code, done.out) == (code, ""), done
+    assert message in done.err
+
+
+@pytest.mark.slow
+def test_the_pods_train_together(planned, tmp_path):
+    """The containers' command with their environment, on this machine: two nodes of one process, one run."""
+    kinds, _ = planned("engine.num_nodes=2", *FAST)
+    config, port = tmp_path / "config.yaml", free_port()
+    config.write_text(kinds["ConfigMap"]["data"]["config.yaml"])
+    container = container_of(kinds)
+    variables = {each["name"]: each["value"] for each in container["env"] if "value" in each}
+    variables |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+    assert container["command"][-1] == "/etc/deeplightning/config.yaml"
+    command = [sys.executable, "-m", *container["command"][:-1], str(config)]
+    pods = [
+        subprocess.Popen(
+            command,
+            cwd=tmp_path,
+            env=os.environ | variables | {"NODE_RANK": str(index)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for index in range(kinds["Job"]["spec"]["completions"])
+    ]
+    ended = [(pod.communicate(timeout=300), pod.returncode) for pod in pods]
+    assert [code for _, code in ended] == [0, 0], ended
+    (run,) = tmp_path.glob("mlruns/0/*/artifacts")
+    assert (run / "cfg.yaml").is_file()
+
+
+@pytest.mark.slow
+def test_the_objects_pass_the_schemas_of_kubernetes(command, place, tmp_path):
+    """By `kubernetes-validate`, which has the schemas of Kubernetes' own interface; unknown fields are faults."""
+    done = command("plan", BASE, "--format", "k8s", "--image", "x:1", "--gpus", "8xH100", "--nodes", "2", cwd=place)
+    (tmp_path / "job.yaml").write_text(done.out)
+    uv = Path(sys.executable).with_name("uv")
+    words = [uv, "tool", "run", "kubernetes-validate", "--strict", tmp_path / "job.yaml"]
+    found = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True)
+    if re.search("failed to fetch|error sending request|not found in the package", found.stderr.lower()):
+        pytest.skip("no package index gives kubernetes-validate")
+    assert found.returncode == 0, found.stdout + found.stderr
