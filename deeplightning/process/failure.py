@@ -21,7 +21,10 @@ REPORTED = "reported"
 INTERRUPTED = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
 # What gloo, nccl and torch's store say when another process is gone, or does not answer.
-_LOST = re.compile(r"gloo/|NCCL|c10d|TCPStore|Connection (closed|reset) by peer|Broken pipe|Socket Timeout|\bstore\b")
+_LOST = re.compile(
+    r"gloo/|Application timeout caused pair closure|NCCL|c10d|TCPStore|Connection (closed|reset) by peer|Broken pipe|"
+    r"Socket Timeout|\bstore\b"
+)
 
 
 @dataclasses.dataclass(frozen=True)

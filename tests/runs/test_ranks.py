@@ -14,7 +14,7 @@ import pytest
 from commands import LONGEST, environment
 
 from deeplightning.process import shared_folder as folders
-from deeplightning.process.failure import Cause, claim_in, first_of
+from deeplightning.process.failure import Cause, claim_in, first_of, is_lost
 from deeplightning.process.shared_folder import shared_folder
 
 FAULTY = '''\
@@ -169,6 +169,13 @@ def test_a_cause_is_whole_whenever_it_is_read(tmp_path):
     assert {None if cause is None else cause.rank for cause in read} == {1}
     assert first_of(tmp_path).reason.startswith("299 ")
     assert [path.name for path in tmp_path.iterdir()] == ["first"]
+
+
+def test_what_gloo_says_of_one_that_hangs_is_no_fault_of_the_user():
+    """Of three processes one may learn of the time limit from another one's closed connection, in a message of its own.
+    The storm, ranks."""
+    assert is_lost(RuntimeError("Application timeout caused pair closure"))
+    assert not is_lost(RuntimeError("the pair of inputs does not fit"))
 
 
 def test_a_fault_in_all_processes_is_told_by_one(failing, tracked):
