@@ -312,6 +312,7 @@ def test_what_makes_a_resumed_run_end_otherwise_is_said_before_its_first_step(tr
     assert log.index("will not end bit for bit") < log.index("first loss")
 
 
+@pytest.mark.slow
 def test_three_processes_of_ddp_resume_bit_for_bit_or_tell_why_not(job):
     """torch arranges the gradients anew after the first step of each start, which two summands do not notice. Seed 9 of
     the storm, ranks 1."""
