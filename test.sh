@@ -3,11 +3,14 @@
 #   --quick  format, lint, types, and the unit tests (tests/unit) but those that train: one minute
 #            and these, and the journeys (tests/journeys.txt), a test or more of each public promise: at most 6 minutes
 #   --full   every test but the slow ones: about 20 minutes; CI runs this
-#   --all    the slow ones too, and the unit tests with the lowest releases that pyproject.toml allows: about 55 minutes
+#   --all    the slow ones too, a minute of the storm, and the unit tests with the lowest releases that pyproject.toml
+#            allows: about 57 minutes
 # Where the arguments name files of tests, these run and no others.
 # bash test.sh --gpu [arguments of pytest] runs what is about GPUs instead, in at most 8 minutes: benchmarks/gpu.py.
 # bash test.sh --docs builds the site of the manual in dist/site and runs the tests of the manual, in 1 minute. The first
 #   time it installs Sphinx into .uv/docs. With --links it asks every address on the web that a page names, too.
+# bash test.sh --storm [--minutes N] [--seed S] [--only KIND,…] [--case N] [--jobs N] tries what is promised under faults:
+#   trainings that are killed, files that are damaged, and the rest of tests/storm. 60 minutes, unless told otherwise.
 # Every check runs, whatever the ones before it found; the exit code is 1 when one of them failed.
 
 source "$(dirname -- "${BASH_SOURCE[0]}")/env.sh" || exit
@@ -18,7 +21,7 @@ links=
 arguments=()
 for argument in "$@"; do
     case "$argument" in
-        --quick | --full | --all | --gpu | --docs) size=${argument#--} ;;
+        --quick | --full | --all | --gpu | --docs | --storm) size=${argument#--} ;;
         --links) links=yes ;;
         *) arguments+=("$argument") ;;
     esac
@@ -53,6 +56,8 @@ check() {
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 [ "$size" != gpu ] || exec "$python" benchmarks/gpu.py --suite "${arguments[@]}"
 
+[ "$size" != storm ] || exec "$python" tests/storm "${arguments[@]}"
+
 # Sphinx has an environment of its own, so that nobody who trains needs it.
 sphinx() {
     local own=$root/.uv/docs lock
@@ -83,6 +88,8 @@ types=$(cat <&3)
 printf '\n$ mypy\n%s\n' "${types%$'\n'*}"
 [ "${types##*$'\n'}" = "exit code 0" ] || failed+=" mypy"
 if [ "$size" = all ] && [ -z "$named" ]; then
+    printf '\n$ tests/storm\n'
+    "$python" tests/storm --minutes 1 || failed+=" storm"
     printf '\n$ tools/raise_bounds.sh lowest\n'
     bash tools/raise_bounds.sh lowest
     case $? in

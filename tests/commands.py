@@ -147,10 +147,13 @@ class Commands:
             own = job | {"LOCAL_RANK": str(rank)} if ranks > 1 else {}
             order = {"main": main, "argv": [str(a) for a in arguments], "cwd": str(cwd), "files": str(path)}
             order["env"] = own | variables
-            assert self._server.stdin is not None
-            self._server.stdin.write(json.dumps(order).encode() + b"\n")
-            self._server.stdin.flush()
+            self._send(order)
         return Running(files[0], files[1:])
+
+    def _send(self, order: dict) -> None:
+        assert self._server.stdin is not None
+        self._server.stdin.write(json.dumps(order).encode() + b"\n")
+        self._server.stdin.flush()
 
     def __call__(self, *arguments: object, cwd: Path, **options: Any) -> Outcome:
         return self.start(*arguments, cwd=cwd, **options).end()
@@ -159,6 +162,24 @@ class Commands:
         assert self._server.stdin is not None
         self._server.stdin.close()
         self._server.wait()
+
+
+class Forking(Commands):
+    """Starts commands as forks of this very process, which has imported what they need: see `import_all`."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.watchers: list[int] = []
+
+    def _send(self, order: dict) -> None:
+        if (watcher := os.fork()) == 0:
+            _watch(order)
+        self.watchers.append(watcher)
+
+    def close(self) -> None:
+        for watcher in self.watchers:
+            os.waitpid(watcher, 0)
+        self.watchers.clear()
 
 
 def _free_port() -> str:
@@ -213,7 +234,8 @@ def real(*arguments: object, cwd: Path, limit: float = LONGEST, **variables: str
     return outcome
 
 
-def _serve(preload: Sequence[str]) -> None:
+def import_all(preload: Sequence[str]) -> None:
+    """Imports what every command needs, and the modules named."""
     import mlflow.tracking  # noqa: F401
     import sklearn.datasets  # noqa: F401
     import torch._dynamo  # noqa: F401
@@ -230,6 +252,10 @@ def _serve(preload: Sequence[str]) -> None:
         __import__(name)
     with contextlib.suppress(ImportError):  # a machine for the GPU's tests may lack matplotlib
         import matplotlib.figure  # noqa: F401
+
+
+def _serve(preload: Sequence[str]) -> None:
+    import_all(preload)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the children here
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # ends with pytest, which outlives its terminal under nohup
     for line in iter(sys.stdin.buffer.readline, b""):

@@ -17,7 +17,7 @@ import pytest
 import yaml
 from commands import real
 from conftest import OWN, digest
-from test_kill import KILLS, SETTINGS, WRITING
+from killing import KILLS, SETTINGS, WRITING
 
 from deeplightning.tracking.code import read_code
 

@@ -1,0 +1,117 @@
+"""A run that is hard to resume, and own code that kills it at one of its events: before or after a batch, inside the
+writing of a checkpoint, before or after a file is synced, renamed or linked, before or after points go to the tracker.
+"""
+
+KILLS = '''\
+"""Counts the events of a process; at the one that KILL names, kills it, and the process beside it if asked to."""
+
+import functools
+import io
+import os
+import pathlib
+import signal
+
+import pytorch_lightning as pl
+import torch
+
+from deeplightning.engine import background
+from deeplightning.tracking.sqlite import Tracker
+
+if os.environ.get("BACKGROUND"):  # else checkpoints on a CPU are written at once
+    background.SMALLEST, background.is_asynchronous = 0, lambda device: True
+
+rank = os.environ.get("LOCAL_RANK", "0")
+log = pathlib.Path(os.environ["EVENTS"])
+victims, number = os.environ.get("KILL", "-:0").split(":")
+main, count = os.getpid(), 0
+log.with_name(f"{log.name}.{rank}.pid").write_text(str(main))
+
+
+def happens(what):
+    global count
+    if os.getpid() != main:
+        return
+    count += 1
+    with log.with_name(f"{log.name}.{rank}").open("a") as file:
+        file.write(what + "\\n")
+    if rank == victims[0] and count == int(number):
+        for victim in victims[1:] + victims[0]:
+            os.kill(int(log.with_name(f"{log.name}.{victim}.pid").read_text()), signal.SIGKILL)
+
+
+def around(owner, name, what):
+    real = getattr(owner, name)
+
+    @functools.wraps(real)
+    def called(*args, **kwargs):
+        happens(f"before {what}")
+        result = real(*args, **kwargs)
+        happens(f"after {what}")
+        return result
+
+    setattr(owner, name, called)
+
+
+def save(content, file, *args, real=torch.save, **kwargs):
+    """Writes a checkpoint in two halves."""
+    whole = io.BytesIO()
+    real(content, whole, *args, **kwargs)
+    half = len(whole.getvalue()) // 2
+    file.write(whole.getvalue()[:half])
+    file.flush()
+    happens("inside a checkpoint")
+    file.write(whole.getvalue()[half:])
+
+
+torch.save = save
+for name in ("replace", "fsync", "link"):
+    around(os, name, name)
+for name in ("create_run", "log_batch"):
+    around(Tracker, name, name)
+
+
+class Events(pl.Callback):
+    """Tells where a run is."""
+
+    def setup(self, trainer, module, stage):
+        happens(f"setup of {stage}")
+
+    def teardown(self, trainer, module, stage):
+        happens(f"teardown of {stage}")
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        happens(f"before batch {batch_idx} of epoch {trainer.current_epoch}")
+
+    def on_train_batch_end(self, trainer, module, outputs, batch, batch_idx):
+        happens(f"after batch {batch_idx} of epoch {trainer.current_epoch}")
+
+    def on_validation_batch_end(self, trainer, module, *args):
+        happens(f"in the validation of epoch {trainer.current_epoch}")
+
+    def on_validation_end(self, trainer, module):
+        happens(f"after the validation of epoch {trainer.current_epoch}")
+
+    def on_train_epoch_end(self, trainer, module):
+        happens(f"at the end of epoch {trainer.current_epoch}")
+'''
+
+SETTINGS = [
+    "model.network={type: own.Dropout}",
+    "model.optimizer.groups=[{match: bias, weight_decay: 0.1}]",
+    "model.scheduler={type: torch.optim.lr_scheduler.OneCycleLR, call: {interval: step}}",
+    "model.scheduler.params={max_lr: 0.1, total_steps: auto}",
+    "data.num_workers=2",
+    "data.module.params.in_memory=false",
+    "data.module.params.augment=[{type: deeplightning.data.augment.RandomCrop, params: {padding: 1}}]",
+    "train.num_epochs=6",
+    "train.limit_batches={train: 0.9}",
+    "train.accumulator_factor=2",
+    "train.early_stop={metric: val_acc, mode: max, patience: 1, delta: 0.5}",
+    "train.checkpoint={monitor: val_loss, save_top_k: 2, every_n_steps: 3}",
+    "train.callbacks=[{type: kills.Events}]",
+    "train.resume_ckpt=auto",
+    "stages=[train,test]",
+    "logger.log_every_n_steps=1",
+]
+
+WRITING = ("inside a checkpoint", "before fsync", "before replace")

@@ -1,0 +1,133 @@
+"""`bash test.sh --storm`: runs cases until the time is over, prints the table, and ends with 1 for a broken promise.
+
+What fails is kept in `dist/storm/SEED`: its folder, and in `broken.txt` the words and the command that repeats it.
+"""
+
+import argparse
+import os
+import random
+import shutil
+import signal
+import sys
+import time
+from pathlib import Path
+
+TESTS = Path(__file__).resolve().parent.parent
+sys.path[0] = str(TESTS)  # instead of this folder
+
+import storm  # noqa: E402
+from storm.place import Skipped  # noqa: E402
+
+READY = "STORM_ENVIRONMENT"
+"""Set where the variables that the kinds ask for are set: the program has replaced itself once."""
+
+
+def main() -> int:
+    """Exit code 0: each promise held. 1: one was broken. 2: the arguments are wrong. 130: Ctrl-C."""
+    asked = _arguments()
+    found = storm.kinds()
+    if unknown := [name for name in asked.only if name not in found]:
+        print(f"error: --only {unknown[0]}: no such kind of case; there are {', '.join(found)}", file=sys.stderr)
+        return 2
+    modules = {name: module for name, module in found.items() if not asked.only or name in asked.only}
+    seed = random.SystemRandom().randrange(10**6) if asked.seed is None else asked.seed
+    left_out = _set_environment(modules, seed)
+    _as_commands_have_it()
+
+    begun = time.monotonic()
+    signal.signal(signal.SIGTERM, _interrupted)
+    from commands import import_all
+
+    from storm.schedule import Storm, Tally
+    from storm.table import repeat, table
+
+    base = asked.folder / str(seed)
+    shutil.rmtree(base, ignore_errors=True)
+    base.mkdir(parents=True)
+    broken = base / "broken.txt"
+
+    def tell(result: storm.worker.Result, folder: Path) -> None:
+        mark = {True: "held", False: "BROKEN", None: "skipped"}[result.held]
+        if result.held is False:
+            again = repeat(result.kind, seed, result.number)
+            with broken.open("a") as file:
+                file.write(f"{result.kind} {result.number}\n{result.words}\n{again}\n{folder}\n\n")
+            print(f"{result.kind} {result.number}: {mark}: {result.words}\n  {again}\n  {folder}", flush=True)
+        else:
+            shutil.rmtree(folder, ignore_errors=True)
+            if asked.verbose or result.held is None:
+                print(f"{result.kind} {result.number}: {mark}: {result.words} ({result.seconds:.1f} s)", flush=True)
+
+    tallies = {name: Tally(skipped=left_out.get(name, "")) for name in modules}
+    run = Storm(modules, base, seed, asked.minutes * 60, asked.jobs, tell, asked.case, tallies)
+    code = 0
+    try:
+        import_all(storm.preload(modules))
+        print(
+            f"storm of seed {seed}, {asked.minutes:g} minutes; imported in {time.monotonic() - begun:.0f} s", flush=True
+        )
+        run.run()
+    except KeyboardInterrupt:
+        code = 130
+    shown = table(run)
+    (base / "table.md").write_text(f"{time.strftime('%Y-%m-%d')}, seed {seed}, {run.elapsed:.0f} s\n\n{shown}\n")
+    print(f"\n{shown}\n{run.elapsed:.0f} s; seed {seed}; {base}", flush=True)
+    if any(tally.broken for tally in run.tallies.values()):
+        print(f"Broken promises, with the commands that repeat them: {broken}", file=sys.stderr)
+        return 1
+    for name in modules:
+        shutil.rmtree(base / f"shared-{name}", ignore_errors=True)
+    return code
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="test.sh --storm", description="Tries what is promised under faults.")
+    parser.add_argument("--minutes", type=float, default=60.0, help="no case starts later (default 60)")
+    parser.add_argument("--seed", type=int, help="decides every case (default: drawn, and printed)")
+    parser.add_argument("--only", default="", help=f"kinds, with commas: {','.join(storm.KINDS)}")
+    parser.add_argument("--case", type=int, help="only the case of this number, of each kind")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="cases at once (default: one per core)")
+    parser.add_argument("--folder", type=Path, default=TESTS.parent / "dist" / "storm", help="where failures are kept")
+    parser.add_argument("--verbose", action="store_true", help="a line for each case")
+    asked = parser.parse_args()
+    asked.only = [name for name in asked.only.split(",") if name]
+    asked.folder = asked.folder.absolute()
+    return asked
+
+
+def _set_environment(modules: dict, seed: int) -> dict[str, str]:
+    """Starts this program anew where a kind needs variables from the start; the reasons of kinds that cannot be tried.
+
+    The seed is handed on, since it may have been drawn.
+    """
+    if READY in os.environ:
+        return dict(line.split("=", 1) for line in os.environ.pop(READY).splitlines())
+    wanted, left_out = {}, {}
+    for name, module in modules.items():
+        try:
+            wanted |= module.environment() if hasattr(module, "environment") else {}
+        except Skipped as skipped:
+            left_out[name] = " ".join(str(skipped).split())
+    if wanted:
+        reasons = "\n".join(f"{name}={reason}" for name, reason in left_out.items())
+        arguments = [sys.executable, *sys.argv, "--seed", str(seed)]
+        os.execve(sys.executable, arguments, os.environ | wanted | {READY: reasons})
+    return left_out
+
+
+def _as_commands_have_it() -> None:
+    """The caller's environment goes, where it would change a run."""
+    from commands import environment
+
+    kept = environment()
+    for name in set(os.environ) - set(kept):
+        del os.environ[name]
+    os.environ.update(kept)
+
+
+def _interrupted(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
+if __name__ == "__main__":
+    sys.exit(main())

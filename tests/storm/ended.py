@@ -1,0 +1,80 @@
+"""What a run has left: status, weights, the best, the bundle and every point, as plain values that can be compared."""
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from tiny import digest
+
+from storm.place import expect
+
+FILES = ("bundle/weights.safetensors", "bundle/model.onnx", "test_predictions.csv", "val_results.json")
+"""That are the same byte for byte, where a run has them."""
+
+
+@dataclass
+class End:
+    """How a run ended.
+
+    Attributes:
+        weights: the digest of the weights in each checkpoint file.
+        files: the digest of each of `FILES`.
+        series: steps and values of each metric, without the machine's load.
+        points: the same, as `metrics.json` in the run's folder has them.
+    """
+
+    status: str
+    weights: dict[str, str]
+    best: dict[str, Any]
+    files: dict[str, str]
+    series: dict[str, list[list[float]]]
+    points: Any
+
+    def plain(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def differs(self, other: "End") -> str:
+        """Where it differs, in words."""
+        mine, theirs = self.plain(), other.plain()
+        found = []
+        for name in mine:
+            if mine[name] == theirs[name]:
+                continue
+            if not isinstance(mine[name], dict) or not isinstance(theirs[name], dict):
+                found.append(f"{name}: {mine[name]} instead of {theirs[name]}")
+                continue
+            for key in mine[name].keys() | theirs[name].keys():
+                if (one := mine[name].get(key)) != (two := theirs[name].get(key)):
+                    found.append(f"{name}/{key}: {one} instead of {two}")
+        return "; ".join(text[:600] for text in found)
+
+
+def end_of(store: Path, experiment: str = "Default") -> End:
+    """The end of the only run of an experiment.
+
+    Raises:
+        Broken: there is not one.
+    """
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{store / 'mlflow.db'}")
+    found = client.get_experiment_by_name(experiment)
+    runs = [] if found is None else client.search_runs([found.experiment_id])
+    expect(len(runs) == 1, f"there are {len(runs)} runs in the store instead of one")
+    (run,) = runs
+    folder = Path(run.info.artifact_uri.removeprefix("file://"))
+    names = sorted(name for name in run.data.metrics if not name.startswith("system/"))
+    series = {name: [[p.step, p.value] for p in client.get_metric_history(run.info.run_id, name)] for name in names}
+    weights = {path.name: digest(path) for path in sorted(folder.glob("*.ckpt"))}
+    files = {
+        name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in FILES if (folder / name).exists()
+    }
+    best = json.loads((folder / "best.json").read_text()) if (folder / "best.json").exists() else {}
+    return End(run.info.status, weights, best, files, series, _points(folder / "metrics.json"))
+
+
+def _points(path: Path) -> Any:
+    """Without times, which differ."""
+    return json.loads(path.read_text()) if path.exists() else None

@@ -1,0 +1,1 @@
+"""One module per kind of case; `storm` has what each must have."""

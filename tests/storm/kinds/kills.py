@@ -1,0 +1,100 @@
+"""A training is killed at random instants, up to five times, and started again by the same command each time.
+
+Its end is that of a run that nothing disturbed: weights, points, the best and their files, its bundle, one FINISHED
+run. An instant is one of the run's events (`tests/killing.py`), or a moment in time.
+"""
+
+import contextlib
+import json
+import random
+import signal
+import time
+from pathlib import Path
+
+from commands import Running
+from killing import KILLS, SETTINGS, WRITING
+
+from storm.ended import End, end_of
+from storm.place import Place, expect
+
+WHAT = "kill -9 at any instant of training, validation, checkpoint, export and end; resumed; up to five times"
+HOUR = 1000
+LIMIT = 240
+PRELOAD = ("deepspeed", "deepspeed.runtime.zero.muon.muon_optimizer")
+
+EXPERIMENT = "storm"
+EXPORTED = ["train.export=true", "train.num_epochs=3"]
+VARIANTS: dict[str, tuple[int, int, list[str]]] = {
+    "one": (12, 1, []),
+    "export": (4, 1, EXPORTED),
+    "workers": (1, 1, ["data.num_workers=2"]),
+    "ddp": (3, 2, []),
+    "fsdp": (1, 2, ["engine.backend=fsdp"]),
+    "stage_2": (1, 2, ["engine.backend=deepspeed_stage_2"]),
+    "stage_3": (1, 2, ["engine.backend=deepspeed_stage_3"]),
+}
+"""Weight, processes and settings. Workers for data cost seconds at each start."""
+
+
+def case(draw: random.Random, place: Place) -> str:
+    """One run, killed up to five times."""
+    (variant,) = draw.choices(list(VARIANTS), [weight for weight, _, _ in VARIANTS.values()])
+    _, processes, _ = VARIANTS[variant]
+    whole = place.once(f"whole-{variant}", lambda folder: _whole(place, folder, variant))
+    known = json.loads((whole / "end.json").read_text())
+    events = [(whole / f"events.{rank}").read_text().splitlines() for rank in range(processes)]
+    background = {"BACKGROUND": "1"} if draw.random() < 0.3 else {}
+    config = _prepare(place, place.folder)
+    told = []
+    for _ in range(draw.randint(1, 5)):
+        how = draw.choice(["event", "event", "writing", "time"])
+        if how == "time":
+            delay = draw.random() * known["seconds"]
+            running = _start(place, config, variant, **background)
+            time.sleep(delay)
+            for rank in range(processes):
+                with contextlib.suppress(ProcessLookupError):  # it was faster
+                    running.signal(signal.SIGKILL, rank)
+            running.end()
+            told.append(f"after {delay:.2f} s")
+            continue
+        victims = "0" if processes == 1 else draw.choice(["01", "10", "0", "1"])
+        own = events[int(victims[0])]
+        number = draw.randint(1, len(own))
+        if how == "writing" and (places := [n for n, event in enumerate(own, 1) if event in WRITING]):
+            number = draw.choice(places)
+        ended = _start(place, config, variant, KILL=f"{victims}:{number}", **background).end()
+        # What resumes late has fewer events than the number, and ends.
+        told.append(own[number - 1] if ended.code else "not: it had ended")
+    done = _start(place, config, variant, **background).end()
+    what = f"{variant}{', in the background' * bool(background)}: {', '.join(told)}"
+    expect(all(each.code == 0 for each in done.ranks or [done]), "the run that resumes does not end with 0", what, done)
+    end = end_of(place.folder / "mlruns", EXPERIMENT)
+    expected = End(**known["end"])
+    expect(end == expected, f"a run that was killed ends otherwise: {end.differs(expected)}", what, done)
+    return what
+
+
+def _prepare(place: Place, folder: Path) -> Path:
+    (folder / "kills.py").write_text(KILLS)
+    return place.config(folder=folder)
+
+
+def _start(place: Place, config: Path, variant: str, **variables: str) -> Running:
+    _, processes, settings = VARIANTS[variant]
+    named = [f"logger.params.experiment_name={EXPERIMENT}", f"engine.processes={processes}"]
+    each = [f"data.batch_size={16 // processes}", "data.num_workers=0"]
+    overrides = [*SETTINGS, *each, *named, *settings]
+    folder = config.parent
+    events = str(folder / "events")
+    return place.start("train", config, *overrides, cwd=folder, ranks=processes, EVENTS=events, **variables)
+
+
+def _whole(place: Place, folder: Path, variant: str) -> None:
+    """The run that nothing disturbs: its end, the events of each process, and the seconds that it takes."""
+    begun = time.monotonic()
+    done = _start(place, _prepare(place, folder), variant).end()
+    seconds = time.monotonic() - begun
+    expect(done.code == 0, f"the run that nothing disturbs ({variant}) does not end with 0", done)
+    end = end_of(folder / "mlruns", EXPERIMENT)
+    (folder / "end.json").write_text(json.dumps({"end": end.plain(), "seconds": seconds}))

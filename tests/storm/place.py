@@ -1,0 +1,75 @@
+"""What a case of the storm is given: a folder, commands to start, and what all cases of its kind share."""
+
+import fcntl
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from commands import Forking, Outcome, Running
+from tiny import OWN, TINY
+
+
+class Broken(Exception):
+    """A promise did not hold; the message has it in words."""
+
+
+class Skipped(Exception):
+    """This machine cannot try it; the message has the reason."""
+
+
+class Place:
+    """Where a case takes place.
+
+    Attributes:
+        folder: empty at first, the working directory of the case; removed where the promise held.
+        shared: of all cases of the kind, in one run of the storm.
+        count: how many things the case has tried.
+    """
+
+    def __init__(self, folder: Path, shared: Path):
+        self.folder, self.shared = folder, shared
+        self.count = 1
+        (folder / ".output").mkdir()
+        self.commands = Forking(folder / ".output")
+
+    def start(self, *arguments: object, cwd: Path | None = None, **options: Any) -> Running:
+        """Starts `deeplightning VERB …` as a fork of this process; options as `commands.Commands.start` has."""
+        return self.commands.start(*arguments, cwd=cwd or self.folder, **options)
+
+    def run(self, *arguments: object, **options: Any) -> Outcome:
+        """The same, until its end."""
+        return self.start(*arguments, **options).end()
+
+    def config(self, store: Path | str | None = None, folder: Path | None = None) -> Path:
+        """Writes the tiny config, on a store of the case unless another is named, with the own code beside it."""
+        folder = folder or self.folder
+        path = folder / "tiny.yaml"
+        path.write_text(TINY.replace("STORE", str(store or folder / "mlruns")))
+        (folder / "own.py").write_text(OWN)
+        return path
+
+    def once(self, name: str, make: Callable[[Path], None]) -> Path:
+        """A shared folder of this name, filled by the first case that needs it; others wait for that one."""
+        path = self.shared / name
+        self.shared.mkdir(parents=True, exist_ok=True)
+        with (self.shared / f"{name}.lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not path.exists():
+                beside = self.shared / f"{name}.partial"
+                shutil.rmtree(beside, ignore_errors=True)
+                beside.mkdir()
+                os.chdir(beside)
+                try:
+                    make(beside)
+                finally:
+                    os.chdir(self.folder)
+                beside.rename(path)
+        return path
+
+
+def expect(holds: object, promise: str, *seen: object) -> None:
+    """Raises `Broken` unless it holds; what was seen comes behind the promise."""
+    if not holds:
+        raise Broken("\n".join([promise, *map(str, seen)]))

@@ -1,0 +1,114 @@
+"""Which case comes next, and until when.
+
+Each kind starts one case first; after that the kind is next that is furthest behind the numbers of an hour's run. Seed,
+kind and number of a case decide all that it draws.
+"""
+
+import select
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import ModuleType
+
+from storm import worker
+from storm.worker import Case, Result
+
+
+@dataclass
+class Tally:
+    """What the cases of one kind have given."""
+
+    cases: int = 0
+    tried: int = 0
+    broken: int = 0
+    seconds: float = 0.0
+    skipped: str = ""
+
+
+@dataclass
+class Storm:
+    """One run of the storm.
+
+    Attributes:
+        modules: the kinds by name.
+        base: the folder of the cases, which must exist.
+        seconds: no case starts later than that.
+        jobs: how many cases run at once.
+        only: this case of each kind, and no other.
+        tell: is called with each result.
+    """
+
+    modules: dict[str, ModuleType]
+    base: Path
+    seed: int
+    seconds: float
+    jobs: int
+    tell: Callable[[Result, Path], None]
+    only: int | None = None
+    tallies: dict[str, Tally] = field(default_factory=dict)
+    elapsed: float = 0.0
+
+    def __post_init__(self) -> None:
+        for kind in self.modules:
+            self.tallies.setdefault(kind, Tally())
+        self._next = dict.fromkeys(self.modules, 0 if self.only is None else self.only)
+        self._running: dict[int, Case] = {}
+
+    def run(self) -> None:
+        """Starts cases until the time is over, and waits for the last; Ctrl-C ends all of them."""
+        begun = time.monotonic()
+        try:
+            while True:
+                late = time.monotonic() - begun > self.seconds
+                while len(self._running) < self.jobs and not late and (kind := self._choose()) is not None:
+                    case = worker.start(self.modules[kind], kind, self.seed, self._next[kind], self.base)
+                    self._next[kind] += 1
+                    self._running[case.answer] = case
+                if not self._running:
+                    return
+                self._collect()
+                self.elapsed = time.monotonic() - begun
+        finally:
+            for case in self._running.values():
+                case.end("the storm was interrupted")
+            self.elapsed = time.monotonic() - begun
+
+    def _choose(self) -> str | None:
+        open_ = [kind for kind, tally in self.tallies.items() if not tally.skipped]
+        if self.only is not None:
+            open_ = [kind for kind in open_ if self._next[kind] == self.only]
+        if not open_:
+            return None
+        running = [case.kind for case in self._running.values()]
+        return min(open_, key=lambda kind: self._progress(kind, running.count(kind)))
+
+    def _progress(self, kind: str, running: int) -> float:
+        """The part of the hour's number that has been tried; kinds of which none was started come first."""
+        tally = self.tallies[kind]
+        if not tally.cases and not running:
+            return -1.0
+        mean = tally.tried / tally.cases if tally.cases else 1.0
+        return (tally.tried + running * mean) / float(self.modules[kind].HOUR)
+
+    def _collect(self) -> None:
+        """Waits until a case has ended, or is over its limit."""
+        now = time.monotonic()
+        first = min(case.begun + case.limit for case in self._running.values())
+        ready, _, _ = select.select(list(self._running), [], [], max(0.0, first - now))
+        late = [] if ready else [case for case in self._running.values() if case.begun + case.limit <= now]
+        ended = [(self._running.pop(answer), None) for answer in ready]
+        ended += [(self._running.pop(case.answer), f"not ended after {case.limit:.0f} s") for case in late]
+        for case, reason in ended:
+            self._count(case.end(reason), case.folder)
+
+    def _count(self, result: Result, folder: Path) -> None:
+        tally = self.tallies[result.kind]
+        if result.held is None:
+            tally.skipped = result.words
+        else:
+            tally.cases += 1
+            tally.tried += result.count
+            tally.broken += not result.held
+            tally.seconds += result.seconds
+        self.tell(result, folder)

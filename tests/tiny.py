@@ -1,0 +1,317 @@
+"""A config that trains in a fraction of a second, a user's own code, and what identifies the weights of a checkpoint.
+
+The tests share them through `conftest`, and the storm (`tests/storm`) has them without pytest.
+"""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+TINY = """\
+seed: 7
+data:
+  module: {type: deeplightning.data.digits.Digits, params: {limit: 150}}    # 134 train, 16 validate, 150 test
+  batch_size: 16
+model:
+  module: {type: deeplightning.task.img_classif.ImageClassification}
+  network: {type: deeplightning.model.cnn.SimpleCNN, params: {num_classes: 10, num_channels: 1, image_size: 8}}
+  optimizer: {type: torch.optim.SGD, params: {lr: 0.05, momentum: 0.9}}
+  loss: {type: torch.nn.CrossEntropyLoss}
+train: {num_epochs: 2, export: false}
+logger:
+  params: {tracking_uri: STORE, system_metrics: false}
+  log_every_n_steps: 4
+  pictures: null
+"""
+
+OWN = '''\
+"""A user's own code, in the working directory."""
+
+import os
+import pathlib
+import signal
+import time
+
+import numpy as np
+import pytorch_lightning as pl
+import torch
+from torch import nn
+
+from deeplightning.data.digits import Digits
+from deeplightning.task.img_classif import ImageClassification
+
+
+class Raises(ImageClassification):
+    """Fails in its third batch."""
+
+    def training_step(self, batch, batch_idx):
+        if batch_idx == 2:
+            raise KeyError("a fault of the user's")
+        return super().training_step(batch, batch_idx)
+
+
+class Spiky(ImageClassification):
+    """Multiplies the loss of some steps by a thousand."""
+
+    def __init__(self, cfg, steps):
+        super().__init__(cfg)
+        self.steps = steps
+
+    def training_step(self, batch, batch_idx):
+        return super().training_step(batch, batch_idx) * (1000 if self.global_step in self.steps else 1)
+
+
+class Stuck(ImageClassification):
+    """Waits in its first batch until a file is there."""
+
+    def __init__(self, cfg, file):
+        super().__init__(cfg)
+        self.file = pathlib.Path(file)
+
+    def training_step(self, batch, batch_idx):
+        print("stuck", flush=True)
+        while not self.file.exists():
+            time.sleep(0.01)
+        return super().training_step(batch, batch_idx)
+
+
+class Guarded(Digits):
+    """Takes a password."""
+
+    def __init__(self, cfg, token, **params):
+        super().__init__(cfg, **params)
+        self.token = token
+
+
+class Failing(Guarded):
+    """Says its password when it fails."""
+
+    def read(self):
+        raise RuntimeError(f"the server refused {self.token}")
+
+
+class Waits(pl.Callback):
+    """Stops in the third batch of the second epoch, or in the validation after it, until a file is there."""
+
+    def __init__(self, until, validating=False):
+        self.until = pathlib.Path(until)
+        self.validating = validating
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if trainer.current_epoch == 1 and batch_idx == 2 and not self.validating:
+            self.wait()
+
+    def on_validation_batch_start(self, trainer, module, batch, batch_idx):
+        if trainer.current_epoch == 1 and self.validating:
+            self.wait()
+
+    def wait(self):
+        print("waits", flush=True)
+        while not self.until.exists():
+            time.sleep(0.01)
+
+
+class Killed(pl.Callback):
+    """Kills its process before a batch, or in the validation before it; the signal leaves no time to save anything."""
+
+    def __init__(self, epoch, batch, validating=False):
+        self.at, self.validating = (epoch, batch), validating
+
+    def on_train_batch_start(self, trainer, module, batch, batch_idx):
+        if (trainer.current_epoch, batch_idx) == self.at:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def on_validation_batch_start(self, trainer, module, batch, batch_idx):
+        if self.validating:
+            self.on_train_batch_start(trainer, module, batch, trainer.fit_loop.epoch_loop.batch_progress.current.ready)
+
+
+class Normed(nn.Sequential):
+    """A network with convolutions and batch norm."""
+
+    def __init__(self):
+        layers = [nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(144, 10)]
+        super().__init__(*layers)
+
+
+class Hungry(nn.Module):
+    """A network that takes 8 MB for each sample; or as much as a GPU does not have, for more than so many."""
+
+    def __init__(self, most=1000):
+        super().__init__()
+        self.last, self.most = nn.Linear(64, 10), most
+
+    def forward(self, images):
+        if len(images) > self.most:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+        much = torch.ones(len(images), 2_000_000)
+        return self.last(images.flatten(1)) * much[:, :1]
+
+
+class Tied(nn.Module):
+    """A network whose two layers share their weights."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.last = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(64, 10)
+        self.second.weight = self.first.weight
+
+    def forward(self, images):
+        return self.last(self.second(self.first(images.flatten(1)).relu()).relu())
+
+
+class Partitioned(pl.Callback):
+    """Says whether DeepSpeed has every parameter in parts when a test begins."""
+
+    def on_test_start(self, trainer, module):
+        held = [(p.ds_status.name, p.numel()) for p in module.network.parameters()]
+        told = "all in parts" if set(held) == {("NOT_AVAILABLE", 0)} else str(held)
+        print("parameters of the test:", told, flush=True)
+
+
+class AsksForSteps(ImageClassification):
+    """A task that builds its own schedule from the number of steps, as Lightning's manual shows it."""
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.Adam(self.network.parameters(), lr=0.01)
+        steps = self.trainer.estimated_stepping_batches
+        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.01, total_steps=steps)
+        return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+
+class Gradients(pl.Callback):
+    """Writes down the gradients of each optimizer step, as the optimizer gets them: all in one vector."""
+
+    def __init__(self, file):
+        self.file = file
+        self.seen = []
+
+    def look(self, optimizer, *_):
+        self.seen.append(torch.cat([p.grad.flatten() for group in optimizer.param_groups for p in group["params"]]))
+
+    def on_train_start(self, trainer, module):
+        trainer.optimizers[0].register_step_post_hook(self.look)
+
+    def on_train_end(self, trainer, module):
+        if trainer.is_global_zero:
+            torch.save(self.seen, self.file)
+
+
+class Batches(pl.Callback):
+    """Writes down the positions of each batch's samples, of training and of validation."""
+
+    def __init__(self, file):
+        self.file, self.seen = file, {"train": [], "val": []}
+
+    def on_train_batch_start(self, trainer, module, batch, *_):
+        self.seen["train"].append(batch["index"])
+
+    def on_validation_batch_start(self, trainer, module, batch, *_):
+        self.seen["val"].append(batch["index"])
+
+    def on_train_end(self, trainer, module):
+        torch.save(self.seen, self.file)
+
+
+class Weights(pl.Callback):
+    """Writes down the task's weights after each optimizer step."""
+
+    def __init__(self, file):
+        self.file = file
+        self.seen = []
+
+    def on_train_batch_end(self, trainer, module, *_):
+        self.seen.append({name: value.clone() for name, value in module.state_dict().items()})
+
+    def on_train_end(self, trainer, module):
+        torch.save(self.seen, self.file)
+
+
+class Few(Digits):
+    """The same digits in every set, as many as asked for."""
+
+    def __init__(self, cfg, size, **params):
+        super().__init__(cfg, **params)
+        self.size = size
+
+    def read(self):
+        digits = super().read()["all"]
+        return {name: digits.take(np.arange(self.size)) for name in ("train", "val", "test")}
+
+
+class Foreign(Digits):
+    """Trains from a loader whose sampler does not tell how many samples its batches have."""
+
+    def train_dataloader(self):
+        batches = torch.utils.data.BatchSampler(range(len(self.dataset("train"))), self.cfg.data.batch_size, False)
+        return torch.utils.data.DataLoader(self.dataset("train"), batch_size=None, sampler=list(batches))
+
+
+class Dropout(nn.Module):
+    """A network that draws random numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, 10))
+
+    def forward(self, images):
+        return self.layers(images)
+
+
+def network(width):
+    return nn.Sequential(nn.Flatten(), nn.Linear(64, width), nn.ReLU(), nn.Linear(width, 10))
+
+
+def optimizer(groups, lr, momentum):
+    return torch.optim.RMSprop(groups, lr=lr, momentum=momentum)
+
+
+def schedule(optimizer):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.1**epoch)
+
+
+class Constant(nn.Module):
+    """A loss that never changes."""
+
+    def forward(self, logits, labels):
+        return 0 * logits.sum() + 1.5
+
+
+class NoNumber(nn.Module):
+    """A loss that is no number while the network is judged."""
+
+    def forward(self, logits, labels):
+        loss = nn.functional.cross_entropy(logits, labels)
+        return loss if torch.is_grad_enabled() else loss * float("nan")
+
+
+def half(number):
+    """A resolver."""
+    return number // 2
+
+
+def shouted(text):
+    """Another."""
+    return text.upper()
+'''
+
+
+def weights(checkpoint: Path) -> dict[str, Any]:
+    """The tensors of a checkpoint, those in pieces put together."""
+    import torch
+
+    from deeplightning.engine.checkpoint_io import read_checkpoint
+
+    content = torch.load(checkpoint, weights_only=True)
+    return (read_checkpoint(checkpoint) if "pieces" in content else content)["state_dict"]
+
+
+def digest(checkpoint: Path) -> str:
+    """SHA-256 of the weights in a checkpoint file."""
+    import torch
+
+    total = hashlib.sha256()
+    for name, tensor in weights(checkpoint).items():
+        values = tensor.detach().cpu().reshape(-1).contiguous().view(torch.uint8)  # NumPy has no bfloat16
+        total.update(name.encode() + values.numpy().tobytes())
+    return total.hexdigest()
