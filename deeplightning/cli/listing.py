@@ -185,7 +185,8 @@ def sync(tracking_uri: str | None) -> Iterator[str]:
                 f"it; here --sync does once it has been silent for {AGE / 3600:g} hours"
             )
         else:
-            yield f"{found.run_id}  {found.points} points and {found.others} other entries written"
+            losses = f"; {found.losses}" if found.damaged else ""
+            yield f"{found.run_id}  {found.points} points and {found.others} other entries written{losses}"
 
 
 class _runs:

@@ -433,7 +433,10 @@ class MLflowLogger(Logger):
                     "The journal of the run %s could not be written (%s); it stays in %s.",
                     *(found.run_id, found.problem, found.kept),
                 )
-            elif found.points or found.others:
+                continue
+            if found.damaged:
+                log.warning("The run %s: %s.", found.run_id, found.losses)
+            if found.points or found.others:
                 log.info("The run %s had left %d points unwritten; they are there now.", found.run_id, found.points)
 
     def _new_run(self, tracker: Tracker, store: Store) -> Run:

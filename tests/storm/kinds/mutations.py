@@ -118,7 +118,9 @@ def _journal(draw: random.Random, whole: Path, copy: Path) -> bool:
     source = whole / "journal"
     shutil.copytree(source, copy)
     (path,) = copy.glob("mlflow.db.journal/*.journal")
+    original = path.read_bytes()
     what = damage(draw, path, [])
+    damaged = path.read_bytes()
     try:
         told = list(sync(copy))
     except Exception as error:
@@ -131,7 +133,10 @@ def _journal(draw: random.Random, whole: Path, copy: Path) -> bool:
     expect(len(points) == len(set(points)), f"{what}: a point twice", told)
     expect(set(params) <= {("lr", "0.1")}, f"{what}: a parameter that nobody has said", params, told)
     complete = len(points) == len(SAID) and len(params) == 1
-    expect(complete or len(told) > 1 or "refused" in str(told), f"{what}: nobody tells that entries are lost", told)
+    # A journal that ends behind one of its lines is whole, as far as anybody can know.
+    is_cut = original.startswith(damaged) and damaged.endswith(b"\n")
+    is_told = "refused" in str(told) or "damaged and not written" in str(told)
+    expect(complete or is_cut or is_told, f"{what}: nobody tells that entries are lost", told)
     return not complete
 
 
