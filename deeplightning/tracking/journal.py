@@ -30,8 +30,8 @@ from deeplightning.faults import SetupError, count
 from deeplightning.runfolder import RunFolder, make_private
 from deeplightning.tracking.open import open_tracker
 from deeplightning.tracking.owner import has_ended, this_process
-from deeplightning.tracking.store import Store, explain
-from deeplightning.tracking.tracker import SYSTEM, Batch, Dataset, Point, Tracker, stored
+from deeplightning.tracking.store import Store, explain, local_path
+from deeplightning.tracking.tracker import SYSTEM, Batch, Dataset, Point, Run, Tracker, stored
 
 try:
     import fcntl
@@ -160,6 +160,7 @@ class Written:
         kept: where it is now, if not all of it is written.
         is_refused: the store will never take it, so it is not tried again.
         has_died: its process was killed, and the run is FAILED from now on.
+        is_blank: its process was killed before anything was recorded, and the run is deleted.
         elsewhere: the machine that it is left to, which alone knows whether the process lives; "": none.
     """
 
@@ -172,6 +173,7 @@ class Written:
     is_refused: bool = False
     elsewhere: str = ""
     has_died: bool = False
+    is_blank: bool = False
 
     @property
     def losses(self) -> str:
@@ -316,6 +318,9 @@ def _write(
         if not is_alive and not _is_at_work(path, run.id):
             batch.status, result.has_died = ("FAILED", ended), True
             batch.tags.setdefault("failure", ENDED)
+    if result.has_died and not entries and _is_blank(tracker, run):
+        result.has_died, result.is_blank = False, tracker.delete(run.id, ("RUNNING",))
+        return
     tracker.log_batch(run.id, batch)
     for source, folder in files:
         if source.exists():
@@ -323,6 +328,16 @@ def _write(
     result.points = sum(not point.name.startswith(SYSTEM) for point in batch.points)
     others = (batch.params, batch.tags, batch.datasets, files)
     result.others = sum(map(len, others)) + (batch.status is not None)
+
+
+def _is_blank(tracker: Tracker, run: Run) -> bool:
+    """Whether a run holds nothing but its name: no parameter, no point, and no file but logs."""
+    folder = local_path(run.artifact_uri)
+    if run.params or folder is None or any(True for _ in tracker.history(run.id)):
+        return False
+    begun = set(RunFolder(folder).unfinished())
+    logs = RunFolder(folder).log(0).parent
+    return all(path in begun or logs in path.parents for path in folder.rglob("*") if path.is_file())
 
 
 def gather(entries: list[Entry]) -> Batch:

@@ -88,6 +88,21 @@ def test_a_killed_process_loses_no_point(folder):
     assert not folder_of(locate(folder)).exists()
 
 
+def test_a_run_whose_process_was_killed_before_it_recorded_anything_is_deleted(folder, command, place):
+    """It holds nothing but its name; one that was killed as it went on is FAILED."""
+    run_id = killed(folder)
+    assert list(sync(folder)) == [f"{run_id}  deleted: its process was killed before it recorded anything"]
+    assert listing(str(folder)) == []
+    assert client(folder).get_run(run_id).info.lifecycle_stage == "deleted"
+    logger = MLflowLogger(tracking_uri=folder, system_metrics=False)
+    logger.log_metrics({"x": 1.0}, 0)
+    logger.finalize("killed")
+    killed(folder, run_id=logger.run_id)
+    assert client(folder).get_run(logger.run_id).info.status == "RUNNING"
+    assert len(list(sync(folder))) == 1
+    assert [(row["id"], row["status"]) for row in listing(str(folder))] == [(logger.run_id, "FAILED")]
+
+
 def test_a_journal_is_written_twice_and_is_there_once(folder):
     """Killed between the folder's taking and the journal's end, a second writing changes nothing."""
     run_id = killed(folder, *SAID)
