@@ -318,7 +318,7 @@ def _write(
         if not is_alive and not _is_at_work(path, run.id):
             batch.status, result.has_died = ("FAILED", ended), True
             batch.tags.setdefault("failure", ENDED)
-    if result.has_died and not entries and _is_blank(tracker, run):
+    if result.has_died and not entries and not result.damaged and _is_blank(tracker, run):
         result.has_died, result.is_blank = False, tracker.delete(run.id, ("RUNNING",))
         return
     tracker.log_batch(run.id, batch)

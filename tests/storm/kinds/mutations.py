@@ -215,7 +215,7 @@ def _make(place: Place, folder: Path) -> None:
     shutil.copy(shared.folder / "last.ckpt", folder / "two")
     shutil.copytree(shared.folder / "last.pieces", folder / "two" / "last.pieces")
     _make_journal(folder / "journal")
-    _draw_pictures(folder / "pictures")
+    draw_pictures(folder / "pictures")
     (folder / "pictures.json").write_text(json.dumps(_pictures(folder / "pictures", folder / "cache")))
     expect((folder / "cache").is_dir(), "there is no cache")
 
@@ -233,11 +233,12 @@ def _make_journal(store: Path) -> None:
     expect(len(list(store.glob("mlflow.db.journal/*.journal"))) == 1, "the process that was killed left no journal")
 
 
-def _draw_pictures(root: Path) -> None:
+def draw_pictures(root: Path, count: int = 36) -> None:
+    """Pictures of noise in three classes, which count as old."""
     import numpy as np
     from PIL import Image
 
-    for number in range(36):
+    for number in range(count):
         path = root / "abc"[number % 3] / f"{number:03}.bmp"
         path.parent.mkdir(parents=True, exist_ok=True)
         pixels = np.random.RandomState(number).randint(0, 256, (20, 24, 3), dtype=np.uint8)
