@@ -212,13 +212,15 @@ def _migrate(draw: random.Random, place: Place) -> str:
 
 def _init(draw: random.Random, place: Place) -> str:
     kind = draw.choice(["images", "table", "text", "own", "regression"])
-    _good(place.run("init", "whole", "--kind", kind), "undisturbed")
-    what = f"{kind}, {_kill(draw, place, 0.3, 'init', 'torn', '--kind', kind)}"
-    whole, torn = place.folder / "whole", place.folder / "torn"
+    whole, torn = (place.folder / name / "project" for name in ("whole", "torn"))
+    whole.parent.mkdir()
+    torn.parent.mkdir()
+    _good(place.run("init", "project", "--kind", kind, cwd=whole.parent), "undisturbed")
+    what = f"{kind}, {_kill(draw, place, 0.3, 'init', 'project', '--kind', kind, cwd=torn.parent)}"
 
     def files(folder: Path) -> dict[str, bytes]:
         return {
-            str(path.relative_to(folder)): path.read_bytes().replace(folder.name.encode(), b"NAME")
+            str(path.relative_to(folder)): path.read_bytes()
             for path in folder.rglob("*")
             if path.is_file() and "__pycache__" not in path.parts
         }
@@ -226,7 +228,7 @@ def _init(draw: random.Random, place: Place) -> str:
     expected = files(whole)
     half = {name for name, text in files(torn).items() if expected.get(name) != text}
     expect(not {name for name in half if not Path(name).name.startswith(".")}, f"{what}: half a file is there", half)
-    again = place.run("init", "torn", "--kind", kind)
+    again = place.run("init", "project", "--kind", kind, cwd=torn.parent)
     if again.code == 0:
         expect(files(torn) == expected, f"{what}: the project is another one", files(torn).keys() ^ expected.keys())
     else:
