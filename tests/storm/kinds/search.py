@@ -8,6 +8,7 @@ import csv
 import json
 import os
 import random
+import shutil
 import signal
 import sqlite3
 import time
@@ -229,10 +230,11 @@ def _init(draw: random.Random, place: Place) -> str:
     half = {name for name, text in files(torn).items() if expected.get(name) != text}
     expect(not {name for name in half if not Path(name).name.startswith(".")}, f"{what}: half a file is there", half)
     again = place.run("init", "project", "--kind", kind, cwd=torn.parent)
-    if again.code == 0:
-        expect(files(torn) == expected, f"{what}: the project is another one", files(torn).keys() ^ expected.keys())
-    else:
-        expect(again.code == 2 and files(torn) == expected, f"{what}: started again it ends with {again.code}", again)
+    is_refused = again.code == 3 and "already there and not overwritten; remove it" in again.err
+    expect(again.code == 0 or is_refused, f"{what}: started again it ends with {again.code}", again)
+    shutil.rmtree(torn)
+    _good(place.run("init", "project", "--kind", kind, cwd=torn.parent), what)
+    expect(files(torn) == expected, f"{what}: the project is another one", files(torn).keys() ^ expected.keys())
     return what
 
 
