@@ -105,6 +105,8 @@ def _start(place: Place, config: Path, ranks: int, rank: int, step: int, what: s
         *("logger.params.experiment_name=ranks", "engine.backend=ddp", f"engine.params.timeout={TIMEOUT}"),
         *(f"engine.processes={ranks}", f"data.batch_size={12 // ranks}", "train.resume_ckpt=auto", at),
         "train.checkpoint={every_n_steps: 4}",
+        # Else torch adds the gradients of three processes in another order in the first step after a start.
+        *(["engine.params.find_unused_parameters=true"] if ranks > 2 else []),
     ]
     mark = str(config.parent / "mark")
     folder = config.parent
