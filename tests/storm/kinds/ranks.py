@@ -63,7 +63,7 @@ def case(draw: random.Random, place: Place) -> str:
     ranks = draw.choice([2, 2, 2, 3])
     what = draw.choice(["kill", "kill", "crash", "leave", "fault", "hang", "slow"])
     rank, step = draw.randrange(ranks), draw.randrange(12)
-    restarts = draw.random() < 0.4 and what in ("kill", "crash", "leave")
+    restarts = draw.random() < 0.5 and what in ("kill", "crash")
     told = f"{what} in rank {rank} of {ranks} at step {step}{', restarted' * restarts}"
     whole = place.once(f"whole-{ranks}", lambda folder: _whole(place, folder, ranks))
     expected = End(**json.loads((whole / "end.json").read_text()))
