@@ -26,7 +26,7 @@ READY = "STORM_ENVIRONMENT"
 def main() -> int:
     """Exit code 0: each promise held. 1: one was broken. 2: the arguments are wrong. 130: Ctrl-C."""
     asked = _arguments()
-    found = storm.kinds()
+    found = storm.load_kinds()
     if unknown := [name for name in asked.only if name not in found]:
         print(f"error: --only {unknown[0]}: no such kind of case; there are {', '.join(found)}", file=sys.stderr)
         return 2

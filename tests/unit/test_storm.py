@@ -156,7 +156,7 @@ def test_the_program_ends_with_1_for_a_broken_promise(tmp_path, monkeypatch, cap
         expect(holds, "planted")
         return "fine"
 
-    monkeypatch.setattr(storm, "kinds", lambda: {"one": kind(case)})
+    monkeypatch.setattr(storm, "load_kinds", lambda: {"one": kind(case)})
     monkeypatch.setattr("commands.import_all", lambda preload: None)
     monkeypatch.setattr(program, "_as_commands_have_it", lambda: None)
     arguments = ["--only", "one", "--case", "3", "--seed", "4", "--minutes", "1", "--folder", str(tmp_path)]
@@ -210,7 +210,7 @@ def test_damage_changes_a_file(tmp_path, seed):
 
 def test_every_kind_has_what_the_framework_asks_for():
     """Those that are there; none imports torch or Lightning at its top."""
-    found = storm.kinds()
+    found = storm.load_kinds()
     assert {"kills", "search", "mutations", "together", "tracking", "limits", "ranks"} <= found.keys() <= {*storm.KINDS}
     for name, module in found.items():
         assert module.WHAT, name
