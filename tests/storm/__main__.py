@@ -87,7 +87,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, help="decides every case (default: drawn, and printed)")
     parser.add_argument("--only", default="", help=f"kinds, with commas: {','.join(storm.KINDS)}")
     parser.add_argument("--case", type=int, help="only the case of this number, of each kind")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="cases at once (default: one per core)")
+    parser.add_argument(
+        "--jobs", type=int, default=(os.cpu_count() or 1) + 1, help="cases at once (default: one more than cores)"
+    )
     parser.add_argument("--folder", type=Path, default=TESTS.parent / "dist" / "storm", help="where failures are kept")
     parser.add_argument("--verbose", action="store_true", help="a line for each case")
     asked = parser.parse_args()

@@ -55,13 +55,13 @@ class At(pl.Callback):
             os.kill(os.getpid(), signal.SIGSTOP)
 '''
 
-CODES = {"kill": {5, -9}, "crash": {5, -11}, "leave": {5, 7}, "fault": {1}, "hang": {5}, "slow": {0}}
+CODES = {"kill": {5, -9}, "crash": {5, -11}, "leave": {5, 7}, "fault": {1}, "hang": {5}, "stop": {5}, "slow": {0}}
 
 
 def case(draw: random.Random, place: Place) -> str:
     """One fault in one process."""
     ranks = draw.choice([2, 2, 2, 3])
-    what = draw.choice(["kill", "kill", "crash", "leave", "fault", "hang", "slow"])
+    what = draw.choice(["kill", "kill", "crash", "leave", "fault", "hang", "stop", "slow"])
     rank, step = draw.randrange(ranks), draw.randrange(12)
     restarts = draw.random() < 0.5 and what in ("kill", "crash")
     told = f"{what} in rank {rank} of {ranks} at step {step}{', restarted' * restarts}"
@@ -82,6 +82,8 @@ def case(draw: random.Random, place: Place) -> str:
         expect(seconds < TIMEOUT + 60, f"{told}: the last process ends after {seconds:.0f} s", done)
         causes = sum(line.startswith("error") for each in ended for line in each.err.splitlines())
         expect(causes == (what != "slow"), f"{told}: {causes} causes are told", done)
+        named = f"rank {rank} does not answer" in done.err
+        expect(what != "stop" or named, f"{told}: the process that was stopped is not named", done)
         if what != "slow":
             # Where rank 0 was lost nobody could write the status; the next process on the store does.
             place.run("runs", "--tracking-uri", place.folder / "mlruns")
@@ -110,8 +112,8 @@ def _start(place: Place, config: Path, ranks: int, rank: int, step: int, what: s
     ]
     mark = str(config.parent / "mark")
     folder = config.parent
-    if restarts:
-        settings.append("engine.max_restarts=1")
+    if restarts or what == "stop":  # who started a process that was stopped can end it
+        settings.append("engine.max_restarts=1" if restarts else "engine.launcher={type: deeplightning.launch.Local}")
         return place.run("train", config, *settings, cwd=folder, main="forks:main", MARK=mark)
     return place.run("train", config, *settings, cwd=folder, ranks=ranks, MARK=mark)
 
