@@ -245,18 +245,8 @@ class Record(pl.Callback):
         folder, continued = self.folder, self.resumption is not None and self.resumption.run_id is not None
         settings = self._settings(folder)
         for number, logger in enumerate(self.loggers):
-            # Before the files: some loggers warn of a folder that is not empty. MLflow refuses other values than the
-            # first, which our logger minds and Lightning's does not.
-            if not continued or number > 0 or hasattr(logger, "go_on"):
-                logger.log_hyperparams(settings)
-            if hasattr(logger, "log_tags"):
-                over = {"training": f"none: {self.resumption.over}"} if self.resumption and self.resumption.over else {}
-                asked = {f"asked.{key}": str(v) for key, v in (self.cfg.asked or {}).items()}
-                fast = {"fast": "true"} if self.cfg.train.fast else {}
-                origins = [f"{address} {digest}" for address, digest in (self.cfg.origins or {}).items()]
-                fetched = {"config": "\n".join(origins)} if origins else {}
-                about = {NETWORK: network_name(self.cfg), DATA: data_name(self.cfg), ENGINE: engine_in_words(self.cfg)}
-                logger.log_tags(_tags(environment) | about | asked | over | fast | fetched)
+            if not hasattr(logger, "go_on"):  # before the files: some loggers warn of a folder that is not empty
+                self._tell(logger, settings, environment, is_new=not continued or number > 0)
         written = folder.config.read_text() if folder.config.exists() else None
         is_other = written is None or _but_stages(written) != _but_stages(dump(settings))
         if is_other:
@@ -268,13 +258,29 @@ class Record(pl.Callback):
         fleeting = {name: environment[name] for name in ("started", "command", "launch")}
         if former | fleeting != environment:
             _replace(folder, folder.environment, json.dumps(environment, indent=1))
-        # From here on a restart knows the run by its config and environment.
+        # From here on a restart knows the run by its config and environment. Ours minds changed settings itself.
+        for logger in self.loggers:
+            if hasattr(logger, "go_on"):
+                self._tell(logger, settings, environment, is_new=True)
         if is_other:
             # An override's place names its value, which may be anything.
             places = {k: _COMMAND_LINE if p.startswith("override ") else p for k, p in (self.cfg.places or {}).items()}
             write_whole(folder.places, self.cfg.redact_message(json.dumps(places, indent=1)))
         if diff is not None and not (folder.git_diff.exists() and folder.git_diff.read_text() == diff):
             _replace(folder, folder.git_diff, diff)
+
+    def _tell(self, logger: Any, settings: dict[str, object], environment: dict[str, object], is_new: bool) -> None:
+        """Says the settings to a tracker, and what the run is about. MLflow refuses other settings than the first."""
+        if is_new:
+            logger.log_hyperparams(settings)
+        if hasattr(logger, "log_tags"):
+            over = {"training": f"none: {self.resumption.over}"} if self.resumption and self.resumption.over else {}
+            asked = {f"asked.{key}": str(v) for key, v in (self.cfg.asked or {}).items()}
+            fast = {"fast": "true"} if self.cfg.train.fast else {}
+            origins = [f"{address} {digest}" for address, digest in (self.cfg.origins or {}).items()]
+            fetched = {"config": "\n".join(origins)} if origins else {}
+            about = {NETWORK: network_name(self.cfg), DATA: data_name(self.cfg), ENGINE: engine_in_words(self.cfg)}
+            logger.log_tags(_tags(environment) | about | asked | over | fast | fetched)
 
     def _settings(self, folder: RunFolder) -> dict[str, object]:
         """The config as it may be run again: it names the checkpoint that the run began from, and no other."""

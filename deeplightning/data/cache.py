@@ -13,8 +13,8 @@ decided by what its file holds, never by its name:
 The cache is a folder with one folder for each such rule and source of images. In each are four files:
 
     pixels   row after row, uint8 (C, H, W)
-    rows     of each content SHA-256 (its first half), row, check sum; written once the pixels have reached the disk
-    files    of each file seen: device, inode, size, both times, SHA-256
+    rows     of each content SHA-256 (its first half), check sum of all, row; written once the pixels are on the disk
+    files    of each file seen: device, inode, size, both times, SHA-256, check sum of these
     lock     held by the one process that adds rows; those that wait for it take what it has decoded
 
 Rows are only ever added behind all others, so a map stays right whatever happens. A process that maps `pixels` holds a
@@ -60,6 +60,7 @@ from deeplightning.data.cache_files import (
     caches,
     find_rows,
     limit_in_bytes,
+    marks,
     remove_folder,
     remove_unused,
     short_hash,
@@ -79,7 +80,7 @@ SETTLED = 2.0
 """Seconds. A file system's clock ticks every few milliseconds, on some every other second: what is read within the tick
 of its last change may change again without a trace."""
 
-_LAYOUT = 1  # of the files
+_LAYOUT = 2  # of the files
 _CHUNK = 4 * 2**20  # bytes that one thread prepares at a time
 _TAG = """Signature: 8a477f597d28d172789f06886806bc55
 # Decoded images of Deep Lightning. They may be deleted at any time, also while runs use them.
@@ -226,12 +227,19 @@ class ImageCache:
             some = records[start : start + step]
             rows = some["row"].astype(np.int64)
             together = (np.diff(rows) == 1).all()
-            if (sums(pixels[rows[0] : rows[-1] + 1] if together else pixels[rows]) != some["sum"]).any():
+            found = sums(pixels[rows[0] : rows[-1] + 1] if together else pixels[rows])
+            if (found + marks(some) != some["sum"]).any():
                 raise Damaged
 
     def _add(self, folder: "CacheFolder", paths: Sequence[str], stats: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Decodes what is missing, with the lock held."""
+        """Decodes what is missing, with the lock held.
+
+        Raises:
+            Damaged: if a row is not what was written.
+        """
         rows, files, begun = folder.open(), folder.files(), time.time()
+        if len(rows):  # what has one of these contents is not decoded again
+            self._check(folder.map(), rows)
         known = find_rows(files["stat"], stats)
         digests = np.zeros((len(paths), 2), dtype="<u8")
         digests[known >= 0] = files["digest"][known[known >= 0]]
@@ -302,10 +310,10 @@ class ImageCache:
         for path in self.top.glob(f"{self.folder.name.partition('-')[0]}-*"):
             with contextlib.suppress(OSError, Damaged, Unusable), CacheFolder(path, self._row) as other:
                 if path != self.folder and len(rows := other.open()):
-                    pixels = other.map()
+                    pixels, expected = other.map(), rows["sum"] - marks(rows)
                     found |= {
                         text: (pixels[row], checked)
-                        for text, row, checked in zip(texts(rows["digest"]), rows["row"], rows["sum"], strict=True)
+                        for text, row, checked in zip(texts(rows["digest"]), rows["row"], expected, strict=True)
                     }
         return found
 

@@ -4,6 +4,7 @@
 """
 
 import contextlib
+import functools
 import hashlib
 import logging
 import mmap
@@ -35,7 +36,7 @@ _OURS = re.compile(r"[0-9a-f]{16}-[0-9a-f]{16}")  # nothing else in the user's f
 NEW, _GONE = ".deeplightning-new-", ".deeplightning-gone-"
 _COMMIT = 64 * 2**20  # bytes after which new rows count
 ROW = np.dtype([("digest", "<u8", 2), ("sum", "<u8"), ("row", "<u8")])
-FILE = np.dtype([("stat", "<u8", 5), ("digest", "<u8", 2)])
+FILE = np.dtype([("stat", "<u8", 5), ("digest", "<u8", 2), ("sum", "<u8")])
 _ODD = np.array(
     [0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0xD6E8FEB86659FD93, 0xFF51AFD7ED558CCD], np.uint64
 )
@@ -151,19 +152,20 @@ class CacheFolder:
             os.utime(self._pixels)
 
     def files(self) -> np.ndarray:
-        """Of the files seen, what they were and held."""
+        """Of the files seen, what they were and held; records that are damaged are left out."""
         try:
-            return _array(self._open("files", os.O_RDONLY), FILE)
+            found = _array(self._open("files", os.O_RDONLY), FILE)
         except FileNotFoundError:
             return np.empty(0, dtype=FILE)
+        return found[found["sum"] == marks(found)]
 
     def add(self, pixels: np.ndarray, digests: bytes) -> None:
         """Writes rows, uint8 (n, bytes of a row), which count from the next commit on."""
         _write(self._pixels, pixels, self._end * self._row)
         records = np.empty(len(pixels), dtype=ROW)
         records["digest"] = np.frombuffer(digests, dtype="<u8").reshape(-1, 2)
-        records["sum"] = sums(pixels)
         records["row"] = np.arange(self._end, self._end + len(pixels))
+        records["sum"] = sums(pixels) + marks(records)
         self._end += len(pixels)
         self._written.append(records)
         if sum(map(len, self._written)) * self._row >= _COMMIT:
@@ -184,6 +186,7 @@ class CacheFolder:
         kept = files[find_rows(stats[:, :2], files["stat"][:, :2]) < 0]
         new = np.empty(len(stats), dtype=FILE)
         new["stat"], new["digest"] = stats, digests
+        new["sum"] = marks(new)
         beside = self._open("files.new", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         _write(beside, np.concatenate([kept, new]), 0)
         os.replace("files.new", "files", src_dir_fd=self._folder, dst_dir_fd=self._folder)
@@ -300,8 +303,23 @@ def find_rows(table: np.ndarray, wanted: np.ndarray) -> np.ndarray:
 
 
 def sums(pixels: np.ndarray) -> np.ndarray:
-    """A check sum of each row, uint64 (n,): of its words. Any flipped bit changes it, as does a page that was lost."""
-    return (pixels.view("<u8") if pixels.shape[1] % 8 == 0 else pixels).sum(axis=1, dtype=np.uint64)
+    """A check sum of each row, uint64 (n,): of its words, each with a weight of its own. Any flipped bit changes it, as
+    does a page that was lost, or words that were swapped."""
+    words = pixels.view("<u8") if pixels.shape[1] % 8 == 0 else pixels
+    return (words * _weights(words.shape[1])).sum(axis=1, dtype=np.uint64)
+
+
+def marks(records: np.ndarray) -> np.ndarray:
+    """A check sum of all that records hold besides their `sum`, uint64 (n,)."""
+    names = [name for name in records.dtype.names or () if name != "sum"]
+    words = np.column_stack([records[name] for name in names])
+    return (words * _weights(words.shape[1])).sum(axis=1, dtype=np.uint64)
+
+
+@functools.lru_cache(8)
+def _weights(count: int) -> np.ndarray:
+    """Odd ones, uint64 (count,): a product with one has all bits of the other factor."""
+    return (np.arange(count, dtype=np.uint64) * np.uint64(2) + np.uint64(1)) * _ODD[0]
 
 
 def texts(digests: np.ndarray) -> list[bytes]:

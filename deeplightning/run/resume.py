@@ -279,6 +279,13 @@ def _inexact(checkpoint: Mapping[str, Any], cfg: Config) -> str:
         names = [name for name in {**ours, **theirs} if theirs.get(name) != ours.get(name)]
         changed = [f"{name} {theirs.get(name)} → {ours.get(name)}" for name in names]
         reasons += [f"{section} {', '.join(changed)} ({why})"] if changed else []
+    engine = engine_of(cfg)
+    is_ddp = engine["backend"] == "ddp" and not cfg.engine.params.get("find_unused_parameters")
+    if is_ddp and isinstance(engine["processes"], int) and engine["processes"] > 2:
+        reasons.append(
+            f"engine.processes {engine['processes']} (from three on torch adds gradients in another order in its first "
+            "step after each start; engine.params.find_unused_parameters=true keeps the order)"
+        )
     theirs, ours = dict(_learning(checkpoint.get("config") or cfg.public())), dict(_learning(cfg.public()))
     changed = [
         f"{key} {theirs.get(key)} → {ours.get(key)}" for key in {**theirs, **ours} if theirs.get(key) != ours.get(key)

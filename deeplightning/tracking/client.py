@@ -64,7 +64,12 @@ class Client:
     def name_of(self, experiment_id: str) -> str:
         return self._client.get_experiment(experiment_id).name
 
-    def create_run(self, experiment: Experiment, name: str | None, tags: dict[str, str], stem: str = "") -> Run:
+    def new_id(self) -> None:
+        return None
+
+    def create_run(
+        self, experiment: Experiment, name: str | None, tags: dict[str, str], stem: str = "", run_id: str | None = None
+    ) -> Run:
         state = random.getstate()
         random.seed()  # MLflow draws the run's name from it: with the run's seed every run would be named alike
         try:
@@ -74,6 +79,13 @@ class Client:
         if stem and not name and RUN_NAME not in tags:
             self.rename(run.id, name_of(stem, run.id))
         return run
+
+    def delete(self, run_id: str, statuses: Collection[str]) -> bool:
+        run = self.run(run_id)
+        is_wanted = run is not None and run.is_active and run.status in statuses
+        if is_wanted:
+            self._client.delete_run(run_id)
+        return is_wanted
 
     def run(self, run_id: str) -> Run | None:
         try:

@@ -19,18 +19,19 @@ import stat
 import time
 import uuid
 import weakref
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from deeplightning.checks.trust import is_own
-from deeplightning.faults import SetupError
+from deeplightning.faults import SetupError, count
 from deeplightning.runfolder import RunFolder, make_private
 from deeplightning.tracking.open import open_tracker
 from deeplightning.tracking.owner import has_ended, this_process
-from deeplightning.tracking.store import Store, explain
-from deeplightning.tracking.tracker import SYSTEM, Batch, Dataset, Point, Tracker, stored
+from deeplightning.tracking.store import Store, explain, local_path
+from deeplightning.tracking.tracker import SYSTEM, Batch, Dataset, Point, Run, Tracker, stored
 
 try:
     import fcntl
@@ -53,6 +54,10 @@ MAX_BYTES = 2_000_000_000
 """A longer journal is refused, not read into memory: 60 bytes a point, so 30 million of them."""
 
 _SUFFIX = ".journal"
+_FORMAT = 2
+"""Each line ends with the number of its entry and the CRC-32 of all before it; those of format 1 have neither."""
+_SUM = b',"%08x"]\n'
+_HEX = re.compile(r"[0-9a-f]{8}")
 _RUN_ID = re.compile(r"[\w-]{1,64}", re.ASCII)  # 32 hexadecimal digits, or what a server of MLflow's gives
 _encode = json.JSONEncoder(separators=(",", ":"), check_circular=False).encode
 _open: "weakref.WeakSet[Journal]" = weakref.WeakSet()
@@ -83,7 +88,8 @@ class Journal:
 
     def __init__(self, store: Store, run_id: str):
         self.path = folder_of(store) / f"{run_id}.{uuid.uuid4().hex[:8]}{_SUFFIX}"
-        header = _line(({"run": run_id, "store": store.shown} | this_process(),))
+        self._number = 0  # of the entry that comes next
+        header = self._line(({"run": run_id, "store": store.shown, "format": _FORMAT} | this_process(),))
         self._start, self._length = len(header), len(header)
         # Locked before it has its name: nobody takes it for one that was left behind.
         beside = self.path.with_suffix(".new")
@@ -106,8 +112,12 @@ class Journal:
             OSError: the disk is full, or has gone.
         """
         if self._descriptor is not None:
-            line = _line(entry)
-            self._length += os.write(self._descriptor, line)
+            self._length += os.write(self._descriptor, self._line(entry))
+
+    def _line(self, entry: Entry) -> bytes:
+        line = _encode((*entry, self._number)).encode()
+        self._number += 1
+        return line[:-1] + _SUM % zlib.crc32(line)
 
     def forget(self) -> None:
         """Empties it: all its entries are in the store."""
@@ -145,21 +155,31 @@ class Written:
         run_id: whose it was.
         points: how many the store did not have.
         others: parameters, tags, files and the status.
+        damaged: lines at least that could not be read, and are lost.
         problem: why it could not be written; "": it was.
         kept: where it is now, if not all of it is written.
         is_refused: the store will never take it, so it is not tried again.
         has_died: its process was killed, and the run is FAILED from now on.
+        is_blank: its process was killed before anything was recorded, and the run is deleted.
         elsewhere: the machine that it is left to, which alone knows whether the process lives; "": none.
     """
 
     run_id: str
     points: int = 0
     others: int = 0
+    damaged: int = 0
     problem: str = ""
     kept: Path | None = None
     is_refused: bool = False
     elsewhere: str = ""
     has_died: bool = False
+    is_blank: bool = False
+
+    @property
+    def losses(self) -> str:
+        """What was lost, for a person; "": nothing."""
+        verb = "is" if self.damaged == 1 else "are"
+        return f"{count(self.damaged, 'line')} of its journal {verb} damaged and not written" if self.damaged else ""
 
 
 def left_behind(store: Store) -> list[Path]:
@@ -201,8 +221,11 @@ def settle_quietly(store: Store) -> Iterator[str]:
         for found in settle(store):
             if found.is_refused:
                 yield f"warning: {found.run_id}: refused ({found.problem}); kept as {found.kept}"
-            elif found.has_died:
-                yield f"{found.run_id}: {ENDED}; it is FAILED from now on"
+            else:
+                if found.has_died:
+                    yield f"{found.run_id}: {ENDED}; it is FAILED from now on"
+                if found.damaged:
+                    yield f"warning: {found.run_id}: {found.losses}"
     except SetupError as error:
         yield f"warning: {error}"
 
@@ -214,7 +237,7 @@ def dead(store: Store) -> set[str]:
         with _claimed(path) as descriptor:
             if descriptor is not None:
                 with contextlib.suppress(ValueError):  # not one of ours
-                    header, _ = _read(descriptor)
+                    header, _, _ = _read(descriptor)
                     if has_ended(header):
                         found.add(str(header.get("run")))
     return found
@@ -236,7 +259,7 @@ def replay(store: Store, tracker: Tracker, continuing: str | None = None, silent
                 continue
             result = Written(path.name.partition(".")[0])
             try:
-                header, entries = _read(descriptor)
+                header, entries, result.damaged = _read(descriptor)
                 run_id, ended = header.get("run"), has_ended(header)
                 if run_id not in (None, result.run_id):
                     raise ValueError(f"it is named after the run {result.run_id:.40}, and of the run {run_id:.40}")
@@ -295,6 +318,9 @@ def _write(
         if not is_alive and not _is_at_work(path, run.id):
             batch.status, result.has_died = ("FAILED", ended), True
             batch.tags.setdefault("failure", ENDED)
+    if result.has_died and not entries and not result.damaged and _is_blank(tracker, run):
+        result.has_died, result.is_blank = False, tracker.delete(run.id, ("RUNNING",))
+        return
     tracker.log_batch(run.id, batch)
     for source, folder in files:
         if source.exists():
@@ -302,6 +328,16 @@ def _write(
     result.points = sum(not point.name.startswith(SYSTEM) for point in batch.points)
     others = (batch.params, batch.tags, batch.datasets, files)
     result.others = sum(map(len, others)) + (batch.status is not None)
+
+
+def _is_blank(tracker: Tracker, run: Run) -> bool:
+    """Whether a run holds nothing but its name: no parameter, no point, and no file but logs."""
+    folder = local_path(run.artifact_uri)
+    if run.params or folder is None or any(True for _ in tracker.history(run.id)):
+        return False
+    begun = set(RunFolder(folder).unfinished())
+    logs = RunFolder(folder).log(0).parent
+    return all(path in begun or logs in path.parents for path in folder.rglob("*") if path.is_file())
 
 
 def gather(entries: list[Entry]) -> Batch:
@@ -385,21 +421,40 @@ def _hold(descriptor: int) -> bool:
     return True
 
 
-def _read(descriptor: int) -> tuple[dict[str, object], list[Entry]]:
-    """What a journal tells of its run and process, and its entries, without unfinished or damaged lines."""
+def _read(descriptor: int) -> tuple[dict[str, object], list[Entry], int]:
+    """What a journal tells of its run and process, its entries, and how many lines at least are damaged or missing.
+
+    The last line may be unfinished: its process was killed while it wrote.
+    """
     size = os.fstat(descriptor).st_size
     if size > MAX_BYTES:
         raise ValueError(f"it has {size:,} bytes, and at most {MAX_BYTES:,} are read")
-    lines = os.pread(descriptor, size, 0).split(b"\n")[:-1]
-    found: list[Entry] = []
-    for line in lines:
-        with contextlib.suppress(ValueError, TypeError, RecursionError):  # also text that is no UTF-8
-            found += [entry] if (entry := tuple(json.loads(line))) else []
-    header = found[0][0] if found and isinstance(found[0][0], dict) else {}
+    first, *lines = [_parsed(line) for line in os.pread(descriptor, size, 0).split(b"\n")[:-1]] or [None]
+    header = first[0][0] if first and isinstance(first[0][0], dict) else {}
+    if "format" in header and first and first[1] is None:
+        header = {}
     run_id = header.get("run")
     if run_id is not None and not (isinstance(run_id, str) and _RUN_ID.fullmatch(run_id)):
         raise ValueError(f"{run_id!r:.60} is not the id of a run")
-    return header, [entry for entry in found if isinstance(entry[0], str)]
+    if header and "format" not in header:
+        plain = [found for found in lines if found and isinstance(found[0][0], str)]
+        return header, [entry for entry, _ in plain], len(lines) - len(plain)
+    there = {number: entry for entry, number in filter(None, lines) if number is not None}
+    missing = max(there) - min(there) + 1 - len(there) if there else 0
+    entries = [there[number] for number in sorted(there)]
+    return header, entries, max(missing, len(lines) - len(there)) + (not header)
+
+
+def _parsed(line: bytes) -> tuple[Entry, int | None] | None:
+    """The entry of a line, and its number where its check sum fits; None: it is damaged."""
+    with contextlib.suppress(ValueError, TypeError, RecursionError):  # also text that is no UTF-8
+        entry = tuple(json.loads(line))
+        cut = len(line) + 1 - len(_SUM % 0)
+        if len(entry) > 2 and line[cut:] + b"\n" == _SUM % zlib.crc32(line[:cut] + b"]") and isinstance(entry[-2], int):
+            return entry[:-2], entry[-2]
+        if entry and not (isinstance(entry[-1], str) and _HEX.fullmatch(entry[-1])):
+            return entry, None
+    return None
 
 
 def _ended(descriptor: int) -> int:
@@ -412,7 +467,3 @@ def _remove(path: Path) -> None:
     with contextlib.suppress(OSError):
         path.unlink()
         path.parent.rmdir()
-
-
-def _line(entry: Entry) -> bytes:
-    return _encode(entry).encode() + b"\n"

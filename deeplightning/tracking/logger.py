@@ -4,6 +4,7 @@ Making the logger does nothing. The first use in a hook, on rank 0, opens or joi
 """
 
 import atexit
+import contextlib
 import hashlib
 import json
 import logging
@@ -25,7 +26,7 @@ from deeplightning.tracking.artifacts import Artifacts, LocalArtifacts, RemoteAr
 from deeplightning.tracking.attach import LazyClient
 from deeplightning.tracking.context import RUN_NAME, run_tags
 from deeplightning.tracking.environment import git_state
-from deeplightning.tracking.journal import replay
+from deeplightning.tracking.journal import Journal, replay
 from deeplightning.tracking.names import MAX_REASON, MAX_TAG, NOTE, NOTE_DIGEST, clean, flatten
 from deeplightning.tracking.open import open_tracker
 from deeplightning.tracking.store import Store, explain, local_path, locate
@@ -394,11 +395,16 @@ class MLflowLogger(Logger):
         if self._status is not None:
             return
         store, run_id = self._locate()
+        journal = None
         try:
             tracker = open_tracker(store, run_id, self._experiment_name)
             tracker.make_ready()
             self._replay(store, tracker, run_id)
-            run = self._new_run(tracker, store) if run_id is None else self._old_run(tracker, store, run_id)
+            # Before the store has it as RUNNING: a process that is killed here leaves a sign of its end.
+            if (planned := run_id or tracker.new_id()) is not None:
+                with contextlib.suppress(OSError, RuntimeError):  # the writer tries again, and tells why
+                    journal = Journal(store, planned)
+            run = self._old_run(tracker, store, run_id) if run_id else self._new_run(tracker, store, planned)
             try:
                 folder = local_path(run.artifact_uri)
                 if folder is not None:
@@ -407,9 +413,12 @@ class MLflowLogger(Logger):
             except OSError:
                 tracker.log_batch(run.id, Batch(status=("FAILED", time.time_ns() // 1_000_000)))
                 raise
-        except SetupError:
-            raise
-        except Exception as error:  # MLflow, SQLite, requests and the file system each have their own
+        except BaseException as error:
+            if journal is not None:
+                journal.end()
+            if isinstance(error, SetupError) or not isinstance(error, Exception):
+                raise
+            # MLflow, SQLite, requests and the file system each have their own.
             raise explain(error, store) from error
         self._store, self._tracker = store, tracker
         self._run_id, self._experiment_id = run.id, run.experiment_id
@@ -419,7 +428,7 @@ class MLflowLogger(Logger):
         self._status = "RUNNING"
         self._opened_in = os.getpid()
         atexit.register(self._at_exit)
-        writer = self._writing()
+        writer = self._writing(journal)
         self._artifacts = RemoteArtifacts(writer, tracker, run.id) if folder is None else LocalArtifacts(folder)
         owed, self._owed = self._owed, []
         for point in owed:
@@ -433,10 +442,13 @@ class MLflowLogger(Logger):
                     "The journal of the run %s could not be written (%s); it stays in %s.",
                     *(found.run_id, found.problem, found.kept),
                 )
-            elif found.points or found.others:
+                continue
+            if found.damaged:
+                log.warning("The run %s: %s.", found.run_id, found.losses)
+            if found.points or found.others:
                 log.info("The run %s had left %d points unwritten; they are there now.", found.run_id, found.points)
 
-    def _new_run(self, tracker: Tracker, store: Store) -> Run:
+    def _new_run(self, tracker: Tracker, store: Store, run_id: str | None) -> Run:
         experiment = tracker.experiment(self._experiment_name)
         if not experiment.is_active:
             raise SetupError(
@@ -448,7 +460,7 @@ class MLflowLogger(Logger):
         git = git_state() or {}
         tags = run_tags() | {f"mlflow.source.git.{name}": git[name] for name in ("commit", "branch") if git.get(name)}
         tags = {name: str(value)[:MAX_TAG] for name, value in (tags | self._tags).items()}
-        return tracker.create_run(experiment, self._run_name, tags, self._stem)
+        return tracker.create_run(experiment, self._run_name, tags, self._stem, run_id)
 
     def _old_run(self, tracker: Tracker, store: Store, run_id: str) -> Run:
         run = tracker.run(run_id)
@@ -474,8 +486,8 @@ class MLflowLogger(Logger):
         tracker.log_batch(run_id, Batch(tags=tags, status=("RUNNING", None)))
         return run
 
-    def _writing(self) -> Writer:
-        """The writer, made at the first need."""
+    def _writing(self, journal: Journal | None = None) -> Writer:
+        """The writer, made at the first need, with a journal that is there already."""
         self._open()
         if self._writer is None:
             from deeplightning.tracking.load import sampler
@@ -485,7 +497,7 @@ class MLflowLogger(Logger):
             assert self._tracker is not None
             assert self._store is not None
             assert self._run_id is not None
-            self._writer = Writer(self._tracker, self._store, self._run_id, sample, pause)
+            self._writer = Writer(self._tracker, self._store, self._run_id, sample, pause, journal)
         return self._writer
 
     def _stored(self) -> Artifacts:

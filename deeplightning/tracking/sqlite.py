@@ -200,8 +200,13 @@ class Tracker:
     def name_of(self, experiment_id: str) -> str:
         return self._find("SELECT name FROM experiments WHERE experiment_id = ?", int(experiment_id))[0][0]
 
-    def create_run(self, experiment: Experiment, name: str | None, tags: dict[str, str], stem: str = "") -> Run:
-        run_id, now = uuid.uuid4().hex, _now()
+    def new_id(self) -> str:
+        return uuid.uuid4().hex
+
+    def create_run(
+        self, experiment: Experiment, name: str | None, tags: dict[str, str], stem: str = "", run_id: str | None = None
+    ) -> Run:
+        run_id, now = run_id or self.new_id(), _now()
         tags = tags | {RUN_NAME: name or tags.get(RUN_NAME) or (name_of(stem, run_id) if stem else run_name())}
         location = f"{experiment.artifact_location.rstrip('/')}/{run_id}/artifacts"
 
@@ -349,6 +354,8 @@ class Tracker:
             except sqlite3.OperationalError as error:
                 if not is_locked(error) or not waited.again():
                     raise
+            except UnicodeDecodeError as error:  # sqlite3 decodes what the database holds, also for its own messages
+                raise sqlite3.DatabaseError(f"malformed: it holds a text that is none ({error})") from error
 
 
 _SET_STATUS = "UPDATE runs SET status = ?, end_time = coalesce(?, end_time) WHERE run_uuid = ?"

@@ -135,8 +135,20 @@ class Tracker(Protocol):
     def name_of(self, experiment_id: str) -> str:
         """The name of an experiment."""
 
-    def create_run(self, experiment: Experiment, name: str | None, tags: dict[str, str], stem: str = "") -> Run:
-        """A new run, RUNNING; without a name it gets that of `stem` and the first digits of its id, or a random one."""
+    def new_id(self) -> str | None:
+        """An id for a run that is to be created; None: the store chooses it."""
+
+    def create_run(
+        self, experiment: Experiment, name: str | None, tags: dict[str, str], stem: str = "", run_id: str | None = None
+    ) -> Run:
+        """A new run, RUNNING; without a name it gets that of `stem` and the first digits of its id, or a random one.
+
+        Args:
+            run_id: what `new_id` gave; None: that is asked for here.
+        """
+
+    def delete(self, run_id: str, statuses: Collection[str]) -> bool:
+        """Marks a run as deleted, as MLflow does, if its status is one of these; whether it was."""
 
     def run(self, run_id: str) -> Run | None:
         """A run, deleted ones too; None: there is none."""

@@ -60,12 +60,13 @@ class Writer:
         run_id: str,
         sample: Callable[[], list[Entry]] | None = None,
         sample_seconds: float = 10.0,
+        journal: Journal | None = None,
     ):
         self._tracker, self._store, self._run_id, self._shown = tracker, store, run_id, store.shown
         self._sample, self._sample_seconds = sample, sample_seconds
         self._queue: deque[Entry | Job] = deque()
         self._points = 0  # in the queue
-        self._journal: Journal | None = None
+        self._journal = journal
         self._no_journal = False  # it was tried, and reported
         self._change = threading.Condition()
         self._stopping = False

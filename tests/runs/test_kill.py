@@ -138,6 +138,16 @@ def test_a_killed_run_ends_like_one_that_was_not(fraction, start, end_of, whole)
     assert_ends_like_whole(start, end_of, whole, 1, [("0", fraction)], f"killed-{fraction}")
 
 
+def test_a_run_killed_as_it_begins_is_none(start, end_of, whole):
+    """Once when the store has it and nothing is recorded, once while its config is written: in the end there is one
+    run. Seed 2 of the storm, case 10."""
+    _, (events,), _ = whole(1)
+    created = events.index("after create_run") + 1
+    places = [created, events.index("before replace", created) + 1]
+    kills = [("0", place / len(events)) for place in places]
+    assert_ends_like_whole(start, end_of, whole, 1, kills, "begins")
+
+
 def test_a_run_killed_again_and_again_ends_like_one_that_was_not(start, end_of, whole):
     """Three times, each soon after it has gone on."""
     assert_ends_like_whole(start, end_of, whole, 1, [("0", 0.4), ("0", 0.3), ("0", 0.25)], "again")

@@ -28,6 +28,7 @@ from pytorch_lightning.loggers import CSVLogger, MLFlowLogger
 from pytorch_lightning.utilities.rank_zero import rank_zero_only
 
 import deeplightning.tracking
+from deeplightning.cli.listing import listing
 from deeplightning.faults import CheckpointError, SetupError
 from deeplightning.tracking import MLflowLogger, resolve_run
 from deeplightning.tracking.attach import attach
@@ -393,6 +394,17 @@ def test_a_database_locked_during_the_run_loses_nothing(store, logger):
         holder.close()
     logger.finalize("success")
     assert sorted(history(logger, "x")) == [(step, step) for step in range(100)]
+
+
+def test_a_database_that_holds_what_is_no_text_is_named(tmp_path):
+    """SQLite's own message about it cannot be decoded. Seed 6 of the storm, mutations."""
+    make = MLflowLogger(tracking_uri=tmp_path, system_metrics=False)
+    make.log_metrics({"x": 1.0}, 0)
+    make.finalize("success")
+    path = tmp_path / "mlflow.db"
+    path.write_bytes(path.read_bytes().replace(b"CONSTRAINT", b"CONSTR\xffINT"))
+    with pytest.raises(SetupError, match=r"mlflow\.db is damaged or no SQLite database.*Move it aside"):
+        listing(str(tmp_path))
 
 
 def test_a_damaged_database_is_named(tmp_path):

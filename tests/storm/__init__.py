@@ -38,7 +38,7 @@ KINDS = ("kills", "search", "io", "power", "mutations", "together", "tracking", 
 """In the order of the table."""
 
 
-def kinds() -> dict[str, ModuleType]:
+def load_kinds() -> dict[str, ModuleType]:
     """The modules by their names; those that are not there are left out."""
     found = {}
     for name in KINDS:

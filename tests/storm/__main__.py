@@ -13,7 +13,8 @@ import time
 from pathlib import Path
 
 TESTS = Path(__file__).resolve().parent.parent
-sys.path[0] = str(TESTS)  # instead of this folder
+if sys.path[0] == str(TESTS / "storm"):  # run by its path
+    sys.path[0] = str(TESTS)
 
 import storm  # noqa: E402
 from storm.place import Skipped  # noqa: E402
@@ -25,7 +26,7 @@ READY = "STORM_ENVIRONMENT"
 def main() -> int:
     """Exit code 0: each promise held. 1: one was broken. 2: the arguments are wrong. 130: Ctrl-C."""
     asked = _arguments()
-    found = storm.kinds()
+    found = storm.load_kinds()
     if unknown := [name for name in asked.only if name not in found]:
         print(f"error: --only {unknown[0]}: no such kind of case; there are {', '.join(found)}", file=sys.stderr)
         return 2
@@ -86,7 +87,9 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, help="decides every case (default: drawn, and printed)")
     parser.add_argument("--only", default="", help=f"kinds, with commas: {','.join(storm.KINDS)}")
     parser.add_argument("--case", type=int, help="only the case of this number, of each kind")
-    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="cases at once (default: one per core)")
+    parser.add_argument(
+        "--jobs", type=int, default=(os.cpu_count() or 1) + 1, help="cases at once (default: one more than cores)"
+    )
     parser.add_argument("--folder", type=Path, default=TESTS.parent / "dist" / "storm", help="where failures are kept")
     parser.add_argument("--verbose", action="store_true", help="a line for each case")
     asked = parser.parse_args()

@@ -56,16 +56,16 @@ class Place:
         self.shared.mkdir(parents=True, exist_ok=True)
         with (self.shared / f"{name}.lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if not path.exists():
-                beside = self.shared / f"{name}.partial"
-                shutil.rmtree(beside, ignore_errors=True)
-                beside.mkdir()
-                os.chdir(beside)
+            done = self.shared / f"{name}.done"
+            if not done.exists():  # its path may be part of what it holds, so it has its name from the start
+                shutil.rmtree(path, ignore_errors=True)
+                path.mkdir()
+                os.chdir(path)
                 try:
-                    make(beside)
+                    make(path)
                 finally:
                     os.chdir(self.folder)
-                beside.rename(path)
+                done.touch()
         return path
 
 

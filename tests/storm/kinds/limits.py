@@ -1,0 +1,121 @@
+"""A training comes up against the machine: few open files, small files, little memory, a full disk, a full /tmp, no
+home, a clock that jumps, a process that is stopped for a while.
+
+It ends as one that nothing disturbed, or with a note and exit code 3 or 5; then the same command without the limit
+resumes, and ends so.
+"""
+
+import ctypes
+import json
+import os
+import random
+import signal
+import time
+from pathlib import Path
+
+from storm.ended import End, end_of
+from storm.place import Place, expect
+
+WHAT = "few open files, small files, little memory, a full disk, a full /tmp, no home, a clock that jumps, SIGSTOP"
+HOUR = 200
+LIMIT = 240
+
+NEW_MOUNTS, PRIVATE, REMOUNT = 0x00020000, 0x44000, 0x20  # CLONE_NEWNS; MS_REC | MS_PRIVATE; MS_REMOUNT
+EXPERIMENT = "limits"
+SETTINGS = [
+    f"logger.params.experiment_name={EXPERIMENT}",
+    "logger.log_every_n_steps=1",
+    "train.resume_ckpt=auto",
+    "train.checkpoint={monitor: val_loss, every_n_steps: 4}",
+    "stages=[train,test]",
+]
+KINDS = ("files", "size", "memory", "disk", "disk", "tmp", "home", "clock", "stop")
+
+
+def case(draw: random.Random, place: Place) -> str:
+    """One limit, at one moment."""
+    whole = place.once("whole", lambda folder: _whole(place, folder))
+    known = json.loads((whole / "end.json").read_text())
+    expected, seconds = End(**known["end"]), known["seconds"]
+    what = draw.choice(KINDS)
+    if what in ("disk", "tmp") and not _can_mount(place.folder / "probe"):
+        place.count = 0
+        return f"{what}: not tried, since mounting needs the rights of root"
+    after = round(draw.uniform(0, seconds), 2)
+    store, config = place.folder / "mlruns", place.config()
+    told = f"{what} after {after} s"
+    variables: dict[str, str] = {}
+    limit = {"what": what, "after": after, "value": 0}
+    if what in ("files", "size", "memory", "clock"):
+        limit["value"] = {
+            "files": draw.randint(0, 12),
+            "size": draw.choice([0, 1_000, 20_000, 40_000, 600_000, 800_000]),
+            "memory": draw.randint(0, 100) * 10**6,
+            "clock": draw.choice([-1, 1]) * draw.randint(60, 10**6),
+        }[what]
+        told = f"{what} {limit['value']:+,} after {after} s"
+        variables = {"LIMIT": json.dumps(limit), "main": "storm.limited:main"}
+    elif what == "disk":
+        kilobytes = draw.randint(4, 1500)
+        _mount(store, kilobytes)
+        told = f"a disk of {kilobytes} kB"
+    elif what == "tmp":
+        _mount(place.folder / "tmp", 4)
+        (place.folder / "tmp" / "full").write_bytes(bytes(4096))
+        variables = {"TMPDIR": str(place.folder / "tmp")}
+        told = "a full /tmp"
+    elif what == "home":
+        variables = {"HOME": "/proc/nowhere", "XDG_STATE_HOME": ""}
+        told = "no home"
+    running = place.start("train", config, *SETTINGS, **variables)
+    if what == "stop":
+        running.ended(after)
+        for number, pause in ((signal.SIGSTOP, draw.uniform(0.2, 3)), (signal.SIGCONT, 0)):
+            if running.processes():
+                running.signal(number)
+            time.sleep(pause)
+    done = running.end()
+    if what == "size":  # what it wrote last is still on its way through a pipe
+        time.sleep(0.5)
+        done = running.end()
+    codes = {0} if what in ("tmp", "home", "clock", "stop") else {0, 3, 5} | ({-6} if what == "memory" else set())
+    expect(done.code in codes, f"{told}: it ends with {done.code}", done)
+    expect("Traceback" not in done.err, f"{told}: it shows a traceback", done)
+    expect(done.code == 0 or "error" in done.err or done.code < 0, f"{told}: it fails without a note", done)
+    if what == "disk":
+        _mount(store, 100_000, REMOUNT)
+    again = place.run("train", config, *SETTINGS)
+    expect(again.code == 0, f"{told}: it does not resume", done, again)
+    place.run("runs", "--sync", "--tracking-uri", store)
+    end = end_of(store, EXPERIMENT)
+    expect(end == expected, f"{told}: the end is another: {end.differs(expected)}", done, again)
+    return f"{told}: {'held' if done.code == 0 else f'exit code {done.code}, resumed'}"
+
+
+def _whole(place: Place, folder: Path) -> None:
+    begun = time.monotonic()
+    done = place.run("train", place.config(folder=folder), *SETTINGS, cwd=folder)
+    seconds = time.monotonic() - begun
+    expect(done.code == 0, "the run that nothing disturbs fails", done)
+    end = end_of(folder / "mlruns", EXPERIMENT)
+    (folder / "end.json").write_text(json.dumps({"end": end.plain(), "seconds": seconds}))
+
+
+def _can_mount(folder: Path) -> bool:
+    if (child := os.fork()) == 0:
+        try:
+            _mount(folder, 4)
+        except OSError:
+            os._exit(1)
+        os._exit(0)
+    return os.waitpid(child, 0)[1] == 0
+
+
+def _mount(folder: Path, kilobytes: int, flags: int = 0) -> None:
+    """A disk of its own for a folder, in a namespace of this case: it goes with it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    folder.mkdir(exist_ok=True)
+    if not flags and (libc.unshare(NEW_MOUNTS) or libc.mount(b"none", b"/", None, PRIVATE, None)):
+        raise PermissionError(ctypes.get_errno(), "unshare")
+    if libc.mount(b"tmpfs", str(folder).encode(), b"tmpfs", flags, f"size={kilobytes}k".encode()):
+        raise PermissionError(ctypes.get_errno(), "mount")

@@ -1,0 +1,276 @@
+"""Other commands are killed at a random moment: searches, cleaning, syncing, migrating, caching, beginning a project.
+
+The same command, started again, continues or begins anew, and its end is that of one that nothing disturbed; the store
+opens in MLflow.
+"""
+
+import csv
+import json
+import os
+import random
+import shutil
+import signal
+import sqlite3
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+from commands import Outcome
+from tiny import digest
+
+from storm.kinds.mutations import draw_pictures
+from storm.place import Place, expect
+
+WHAT = "kill -9 of tune, export, runs --clean --delete, runs --sync, migrate, init, reproduce, and of cache building"
+HOUR = 300
+LIMIT = 300
+
+SEARCH = """\
+tune:
+  metric: val_acc
+  mode: max
+  num_trials: 3
+  name: torn
+  space:
+    model.optimizer.params.lr: {log_uniform: [1e-4, 0.1]}
+    data.batch_size: {int: [8, 32], step: 8}
+"""
+
+
+def case(draw: random.Random, place: Place) -> str:
+    """One command, killed up to three times."""
+    (name,) = draw.choices(list(COMMANDS), [weight for weight, _ in COMMANDS.values()])
+    return f"{name}: {COMMANDS[name][1](draw, place)}"
+
+
+def _kill(draw: random.Random, place: Place, longest: float, *arguments: object, **options: Any) -> str:
+    """Kills a command up to three times, at moments within so many seconds."""
+    told = []
+    for _ in range(draw.randint(1, 3)):
+        delay = draw.uniform(0, longest)
+        running = place.start(*arguments, **options)
+        running.ended(delay)
+        if running.processes():
+            running.signal(signal.SIGKILL)
+        told.append(f"{running.end().code} after {delay:.2f} s")
+    return ", ".join(told)
+
+
+def _good(outcome: Outcome, what: str) -> Outcome:
+    expect(outcome.code == 0, f"{what}; started again it ends with {outcome.code}", outcome)
+    return outcome
+
+
+def _opens(store: Path) -> dict[str, str]:
+    """The status of each run, by MLflow."""
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{store / 'mlflow.db'}")
+    experiments = [experiment.experiment_id for experiment in client.search_experiments()]
+    return {run.info.run_id: run.info.status for run in client.search_runs(experiments)}
+
+
+# ---- commands
+
+
+def _tune(draw: random.Random, place: Place) -> str:
+    def rows(folder: Path) -> list[dict[str, str]]:
+        with (folder / "trials.csv").open(newline="") as file:
+            return [row | {"run": ""} for row in csv.DictReader(file)]
+
+    def make(folder: Path) -> None:
+        config = place.config(folder=folder)
+        config.write_text(config.read_text() + SEARCH)
+        begun = time.monotonic()
+        done = place.run("tune", config, cwd=folder)
+        expect(done.code == 0, "the search that nothing disturbs fails", done)
+        (folder / "rows.json").write_text(json.dumps(rows(done.folder)))
+        (folder / "seconds").write_text(str(time.monotonic() - begun))
+
+    whole = place.once("tune", make)
+    config = place.config()
+    config.write_text(config.read_text() + SEARCH)
+    what = _kill(draw, place, float((whole / "seconds").read_text()), "tune", config)
+    done = _good(place.run("tune", config), what)
+    found, expected = rows(done.folder), json.loads((whole / "rows.json").read_text())
+    expect(found == expected, f"{what}: the trials are others than those of an undisturbed search", found, expected)
+    statuses = _opens(place.folder / "mlruns")
+    expect(
+        sorted(statuses.values()) == ["FINISHED"] * 4, f"{what}: there are not four runs that have finished", statuses
+    )
+    return what
+
+
+def _export(draw: random.Random, place: Place) -> str:
+    from serve.bundle import Bundle, BundleError
+
+    config = place.config()
+    run = place.run("train", config, "train.num_epochs=1").folder
+    what = _kill(draw, place, 1.5, "export", run)
+    if (run / "bundle").exists():
+        try:
+            Bundle.open(run)
+        except BundleError:
+            expect(not (run / "bundle" / "bundle.json").exists(), f"{what}: a bundle with its card does not open")
+    _good(place.run("export", run), what)
+    Bundle.open(run)
+    left = [path.name for path in run.iterdir() if path.name.startswith(".")]
+    expect(not left, f"{what}: a later export leaves what the killed one had begun", left)
+    return what
+
+
+def _logged(store: Path, points: int, how: str) -> str:
+    """The id of a run that a process of its own has made, which then ends."""
+    from deeplightning.tracking import MLflowLogger
+
+    reading, writing = os.pipe()
+    if (child := os.fork()) == 0:
+        logger = MLflowLogger(tracking_uri=store, system_metrics=False)
+        os.write(writing, str(logger.run_id).encode())
+        for step in range(points):
+            logger.log_metrics({"x": float(step)}, step)
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        assert logger.artifact_folder is not None
+        (logger.artifact_folder / "cfg.yaml").write_text("seed: 1\n")
+        logger.finalize(how)
+        os._exit(0)
+    os.close(writing)
+    with os.fdopen(reading) as told:
+        found = told.read()
+    os.waitpid(child, 0)
+    return found
+
+
+def _clean(draw: random.Random, place: Place) -> str:
+    store = place.folder / "mlruns"
+    kept = [_logged(store, 3, "success") for _ in range(2)]
+    gone = [_logged(store, 3, draw.choice(["failed", "killed"])) for _ in range(draw.randint(2, 8))]
+    asked = ("runs", "--clean", "--delete", "--tracking-uri", store)
+    what = _kill(draw, place, 0.4, *asked)
+    _good(place.run(*asked), what)
+    expect(_opens(store) == dict.fromkeys(kept, "FINISHED"), f"{what}: other runs are left than the finished", gone)
+    for run_id in kept:
+        found = list(store.glob(f"*/{run_id}/artifacts/cfg.yaml"))
+        expect(found, f"{what}: a file of a run that is kept is gone")
+    return what
+
+
+def _sync(draw: random.Random, place: Place) -> str:
+    store = place.folder / "mlruns"
+    points = [draw.randint(1, 300) for _ in range(draw.randint(1, 4))]
+    folder = store / "mlflow.db.journal"
+    killed = []
+    for count in points:  # each starts without the journals before: it would write them
+        killed.append(_logged(store, count, "killed"))
+        if folder.exists():
+            folder.rename(store / f"aside-{len(killed)}")
+    folder.mkdir(mode=0o700)
+    for path in store.glob("aside-*/*.journal"):
+        path.rename(folder / path.name)
+    asked = ("runs", "--sync", "--tracking-uri", store)
+    what = _kill(draw, place, 0.4, *asked)
+    _good(place.run(*asked), what)
+    with closing(sqlite3.connect(store / "mlflow.db")) as database:
+        for run_id, count in zip(killed, points, strict=True):
+            rows = database.execute("SELECT step, value FROM metrics WHERE run_uuid = ? ORDER BY step", (run_id,))
+            found = rows.fetchall()
+            expect(
+                found == [(step, float(step)) for step in range(count)], f"{what}: points are missing or twice", found
+            )
+    expect(set(_opens(store).values()) == {"FAILED"}, f"{what}: a run that was killed is not FAILED")
+    return what
+
+
+def _migrate(draw: random.Random, place: Place) -> str:
+    import yaml
+
+    history = sorted((Path(__file__).parents[2] / "history").glob("*.yaml"))
+    texts = [
+        text["written"]
+        for path in history[:6]
+        for text in yaml.safe_load(path.read_text()).values()
+        if isinstance(text, dict) and "written" in text
+    ]
+    before = draw.choice(texts)
+    path, other = place.folder / "old.yaml", place.folder / "other.yaml"
+    path.write_text(before)
+    other.write_text(before)
+    _good(place.run("migrate", "--write", other), "undisturbed")
+    what = _kill(draw, place, 0.3, "migrate", "--write", path)
+    after = other.read_text()
+    expect(
+        path.read_text() in (before, after), f"{what}: the config is neither the old nor the new one", path.read_text()
+    )
+    _good(place.run("migrate", "--write", path), what)
+    expect(path.read_text() == after, f"{what}: the config is another than of an undisturbed command", path.read_text())
+    left = sorted(each.name for each in place.folder.iterdir() if not each.name.startswith(".output"))
+    expect(left == ["old.yaml", "other.yaml"], f"{what}: files are left", left)
+    return what
+
+
+def _init(draw: random.Random, place: Place) -> str:
+    kind = draw.choice(["images", "table", "text", "own", "regression"])
+    whole, torn = (place.folder / name / "project" for name in ("whole", "torn"))
+    whole.parent.mkdir()
+    torn.parent.mkdir()
+    _good(place.run("init", "project", "--kind", kind, cwd=whole.parent), "undisturbed")
+    what = f"{kind}, {_kill(draw, place, 0.3, 'init', 'project', '--kind', kind, cwd=torn.parent)}"
+
+    def files(folder: Path) -> dict[str, bytes]:
+        return {
+            str(path.relative_to(folder)): path.read_bytes()
+            for path in folder.rglob("*")
+            if path.is_file() and "__pycache__" not in path.parts
+        }
+
+    expected = files(whole)
+    half = {name for name, text in files(torn).items() if expected.get(name) != text}
+    expect(not {name for name in half if not Path(name).name.startswith(".")}, f"{what}: half a file is there", half)
+    again = place.run("init", "project", "--kind", kind, cwd=torn.parent)
+    is_refused = again.code == 3 and "already there and not overwritten; remove it" in again.err
+    expect(again.code == 0 or is_refused, f"{what}: started again it ends with {again.code}", again)
+    shutil.rmtree(torn)
+    _good(place.run("init", "project", "--kind", kind, cwd=torn.parent), what)
+    expect(files(torn) == expected, f"{what}: the project is another one", files(torn).keys() ^ expected.keys())
+    return what
+
+
+def _cache(draw: random.Random, place: Place) -> str:
+    draw_pictures(place.folder / "pictures", 90)
+    config = place.config()
+    settings = [
+        f"data={{module: {{type: deeplightning.data.image_folder.ImageFolder, params: {{image_size: 8}}}}, "
+        f"root: '{place.folder / 'pictures'}', batch_size: 8}}",
+        "model.network.params={num_classes: 3, num_channels: 3, image_size: 8}",
+        "train.num_epochs=1",
+    ]
+    plain = _good(place.run("train", config, *settings), "without a cache")
+    cached = {"DEEPLIGHTNING_CACHE": str(place.folder / "cache")}
+    what = _kill(draw, place, 0.8, "train", config, *settings, **cached)
+    done = _good(place.run("train", config, *settings, **cached), what)
+    same = digest(done.folder / "last.ckpt") == digest(plain.folder / "last.ckpt")
+    expect(same, f"{what}: what is learned from the cache is something else")
+    return what
+
+
+def _reproduce(draw: random.Random, place: Place) -> str:
+    config = place.config()
+    run = place.run("train", config, "train.num_epochs=1").folder
+    what = _kill(draw, place, 8, "reproduce", run)
+    _good(place.run("reproduce", run), what)
+    return what
+
+
+COMMANDS: dict[str, tuple[int, Callable[[random.Random, Place], str]]] = {
+    "tune": (1, _tune),
+    "export": (4, _export),
+    "clean": (5, _clean),
+    "sync": (5, _sync),
+    "migrate": (4, _migrate),
+    "init": (4, _init),
+    "cache": (5, _cache),
+    "reproduce": (1, _reproduce),
+}

@@ -1,0 +1,221 @@
+"""The storm itself: a seed repeats a case, a broken promise ends with 1 and the command that repeats it, Ctrl-C prints
+the table."""
+
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+import storm
+from storm import mutate
+from storm.place import Broken, Skipped, expect
+from storm.schedule import Storm
+from storm.table import repeat, table
+
+
+def kind(case, **more):
+    """A module of a kind of case."""
+    return SimpleNamespace(**({"WHAT": "something", "HOUR": 100, "LIMIT": 20, "case": case} | more))
+
+
+@pytest.fixture
+def run(tmp_path):
+    """`run(case, …)` runs a kind of case for some tenths of a second; gives the storm and its results."""
+
+    def started(case, seconds=0.3, seed=1, only=None, **more):
+        results = []
+        base = tmp_path / str(len(list(tmp_path.iterdir())))
+        base.mkdir()
+        modules = {"one": kind(case, **more)}
+        made = Storm(modules, base, seed, seconds, 2, lambda result, folder: results.append(result), only)
+        made.results = results
+        made.run()
+        return made
+
+    return started
+
+
+def test_seed_and_number_repeat_a_case(run):
+    """What a case draws depends on nothing else."""
+
+    def case(draw, place):
+        return f"{draw.random()}"
+
+    first = {result.number: result.words for result in run(case, seed=5).results}
+    second = {result.number: result.words for result in run(case, seed=5).results}
+    other = {result.number: result.words for result in run(case, seed=6).results}
+    common = first.keys() & second.keys() & other.keys()
+    assert len(common) > 1
+    assert all(first[number] == second[number] != other[number] for number in common)
+    (alone,) = run(case, seed=5, only=1).results
+    assert alone.words == first[1]
+
+
+def test_a_broken_promise_is_counted_with_its_words(run):
+    """As is any other error, a death of the case, and one that does not end; each has the line that repeats it."""
+
+    def case(draw, place):
+        if place.folder.parent.name == "one-1":
+            expect(1 == 2, "one is two", "seen")
+        if place.folder.parent.name == "one-2":
+            raise ValueError("odd")
+        if place.folder.parent.name == "one-3":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if place.folder.parent.name == "one-4":
+            time.sleep(100)
+        return "fine"
+
+    found = {result.number: result for result in run(case, seconds=0.8, LIMIT=0.5).results}
+    assert [found[number].held for number in range(5)] == [True, False, False, False, False]
+    assert found[1].words == "one is two\nseen"
+    assert "ValueError: odd" in found[2].words
+    assert "ended with -9" in found[3].words
+    assert "not ended after 0 s" in found[4].words
+    assert repeat("kills", 7, 12) == "bash test.sh --storm --seed 7 --only kills --case 12"
+
+
+def test_what_a_case_leaves_is_broken_and_killed(run, monkeypatch):
+    """A process whose parent has ended is its case's."""
+    monkeypatch.setattr("storm.worker.GRACE", 0.2)
+
+    def case(draw, place):
+        if os.fork() == 0:
+            if os.fork() == 0:
+                time.sleep(100)
+            os._exit(0)
+        return "fine"
+
+    (result,) = run(case, only=0).results
+    assert result.held is False
+    assert result.words.startswith("processes were left: ")
+    left = int(result.words.removeprefix("processes were left: ").split()[0])
+    assert not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_kind_that_cannot_be_tried_is_skipped(run):
+    """With its reason in the table; counts and broken ones are there, too."""
+
+    def skipped(draw, place):
+        raise Skipped("no compiler")
+
+    def counts(draw, place):
+        place.count = 25
+        if place.folder.parent.name == "one-1":
+            raise Broken("it does not hold")
+        return "fine"
+
+    made = run(skipped)
+    assert "| skipped: no compiler |" in table(made)
+    made = run(counts)
+    tally = made.tallies["one"]
+    assert (tally.tried, tally.broken) == (25 * tally.cases, 1)
+    assert f"| {tally.tried:,} " in table(made)
+
+
+def test_ctrl_c_ends_the_cases_and_keeps_what_ran(tmp_path):
+    """All that they have started ends as well."""
+    results = []
+
+    def case(draw, place):
+        if place.folder.parent.name != "one-0":
+            (place.folder.parent / "there").touch()
+            time.sleep(100)
+        return "fine"
+
+    def told(result, folder):
+        results.append(result)
+
+    made = Storm({"one": kind(case)}, tmp_path, 1, 100, 1, told)
+
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    signal.setitimer(signal.ITIMER_REAL, 0.4)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            made.run()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert [result.words for result in results] == ["fine"]
+    assert "| 1 " in table(made)
+    assert (tmp_path / "one-1" / "there").exists()
+    assert not [child for child in psutil.Process().children() if "one-1" in str(child)]
+
+
+@pytest.mark.parametrize(("holds", "code"), [(True, 0), (False, 1)])
+def test_the_program_ends_with_1_for_a_broken_promise(tmp_path, monkeypatch, capsys, holds, code):
+    """It keeps the folder of the case and the command that repeats it, and prints the table."""
+    from storm import __main__ as program
+
+    def case(draw, place):
+        expect(holds, "planted")
+        return "fine"
+
+    monkeypatch.setattr(storm, "load_kinds", lambda: {"one": kind(case)})
+    monkeypatch.setattr("commands.import_all", lambda preload: None)
+    monkeypatch.setattr(program, "_as_commands_have_it", lambda: None)
+    arguments = ["--only", "one", "--case", "3", "--seed", "4", "--minutes", "1", "--folder", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", ["storm", *arguments])
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert program.main() == code
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    told = capsys.readouterr()
+    assert "| one " in told.out
+    assert (tmp_path / "4" / "one-3" / "case").exists() == (not holds)
+    if not holds:
+        again = "bash test.sh --storm --seed 4 --only one --case 3"
+        assert "one 3: BROKEN: planted" in told.out
+        assert again in told.out
+        assert again in (tmp_path / "4" / "broken.txt").read_text()
+        assert str(tmp_path / "4" / "broken.txt") in told.err
+
+
+def test_a_kind_that_is_not_there_is_named(monkeypatch, capsys):
+    """Exit code 2, with those that are."""
+    from storm import __main__ as program
+
+    monkeypatch.setattr("sys.argv", ["storm", "--only", "kils"])
+    assert program.main() == 2
+    assert "--only kils: no such kind of case; there are kills, search" in capsys.readouterr().err
+
+
+def test_kinds_take_turns_by_what_an_hour_is_to_have(tmp_path):
+    """Each begins with one case."""
+    results = []
+    modules = {"many": kind(lambda *_: "", HOUR=300), "few": kind(lambda *_: "", HOUR=100)}
+    Storm(modules, tmp_path, 1, 0.6, 1, lambda result, folder: results.append(result.kind)).run()
+    assert results[:2] == ["many", "few"]
+    assert abs(results.count("many") - 3 * results.count("few")) <= 3
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_damage_changes_a_file(tmp_path, seed):
+    """In the same way for the same seed."""
+    path, other = tmp_path / "file", tmp_path / "other"
+    other.write_bytes(b"other" * 100)
+    found = []
+    for _ in range(2):
+        path.write_bytes(content := bytes(range(256)) * 3)
+        found.append((mutate.damage(random.Random(seed), path, [other]), path.read_bytes()))
+    assert found[0] == found[1]
+    assert found[0][1] != content
+
+
+def test_every_kind_has_what_the_framework_asks_for():
+    """Those that are there; none imports torch or Lightning at its top."""
+    found = storm.load_kinds()
+    assert {"kills", "search", "mutations", "together", "tracking", "limits", "ranks"} <= found.keys() <= {*storm.KINDS}
+    for name, module in found.items():
+        assert module.WHAT, name
+        assert module.HOUR > 0, name
+        assert callable(module.case), name
+        text = Path(module.__file__).read_text()
+        assert "\nimport torch" not in text, name
+        assert "\nfrom deeplightning" not in text, name
