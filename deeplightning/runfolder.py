@@ -187,8 +187,12 @@ def umask_of(folder: Path) -> int:
 def write_whole(path: Path, text: str) -> None:
     """Writes a file whole or not at all: beside it, then renamed."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(text)
-    beside.replace(path)
+    try:
+        beside.write_text(text)
+        beside.replace(path)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a failed write names no file
+        raise
 
 
 def seal(card: Mapping[str, object]) -> str:

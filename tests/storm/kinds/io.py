@@ -100,7 +100,9 @@ def _judge(place: Place, variant: str, done: Outcome, what: str, whole: dict[str
     after = statuses(store, EXPERIMENT)
     wanted = "FAILED" if done.code else "FINISHED"
     if done.code == 0:
-        expect(list(after.values()) == [wanted], f"the runs are {after} instead of {wanted}", what, done.err, listed.err)
+        expect(
+            list(after.values()) == [wanted], f"the runs are {after} instead of {wanted}", what, done.err, listed.err
+        )
     else:
         open_ = [run for run, status in after.items() if status not in ("FAILED", "FINISHED")]
         expect(not open_, f"the runs are {after}", what, done.err, listed.err)
