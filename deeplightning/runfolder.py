@@ -195,6 +195,26 @@ def write_whole(path: Path, text: str) -> None:
         raise
 
 
+_synced: set[Path] = set()
+
+
+def sync_names(folder: Path) -> None:
+    """Makes durable which names a folder has; at its first time also that it is there itself, and what it is in.
+
+    A rename is atomic, and lasts through a loss of power only when its folder has been synced (fsync(2)). Where folders
+    cannot be synced, as on Windows, nothing is done.
+    """
+    folders = [folder] if folder in _synced else [folder, *folder.absolute().parents]
+    _synced.add(folder)
+    for each in folders:
+        with contextlib.suppress(OSError):  # no right to read one above, or a file system that syncs no folder
+            descriptor = os.open(each, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
+
+
 def seal(card: Mapping[str, object]) -> str:
     """The digest of a bundle's card: SHA-256 of all that it says besides `digest`, so that an edit is noticed.
 

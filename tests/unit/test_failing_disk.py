@@ -8,6 +8,7 @@ import pytest
 
 from deeplightning.callbacks.record import _RankFile
 from deeplightning.cli.exit_codes import report
+from deeplightning.engine.checkpoint_io import SafeCheckpointIO
 from deeplightning.runfolder import write_whole
 from deeplightning.tracking.journal import Journal, _read
 from deeplightning.tracking.store import locate
@@ -100,7 +101,7 @@ def test_a_disk_that_fails_ends_a_command_with_the_path(tmp_path, capsys, number
     """Exit code 3, one note and no traceback, wherever the call was."""
     assert report(OSError(number, os.strerror(number), str(tmp_path / "best.json"))) == 3
     told = capsys.readouterr().err
-    assert told.count("error: ") == 1
+    assert len([line for line in told.splitlines() if line.startswith("error: ")]) == 1
     assert str(tmp_path / "best.json") in told
     assert "Traceback" not in told
 
@@ -117,3 +118,21 @@ def test_a_small_file_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     with pytest.raises(OSError, match=r"best\.json"):
         write_whole(path, "after")
     assert path.read_text() == "before"
+
+
+def test_the_name_of_a_checkpoint_is_synced(tmp_path, monkeypatch):
+    """What was announced as saved is there after a loss of power: file, then name, then its folder and those above."""
+    done, names = [], {}
+    real_sync, real_replace, real_open = os.fsync, os.rename, os.open
+
+    def opened(path, *arguments, **options):
+        descriptor = real_open(path, *arguments, **options)
+        names[descriptor] = str(path)
+        return descriptor
+
+    monkeypatch.setattr(os, "open", opened)
+    monkeypatch.setattr(os, "replace", lambda *paths: done.append("replace") or real_replace(*paths))
+    monkeypatch.setattr(os, "fsync", lambda one: done.append(names.get(one, "file")) or real_sync(one))
+    target = tmp_path / "run" / "last.ckpt"
+    SafeCheckpointIO().save_checkpoint({"state_dict": {}}, target)
+    assert done[:4] == ["file", "replace", str(target.parent), str(tmp_path)]

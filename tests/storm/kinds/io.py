@@ -87,7 +87,12 @@ def _judge(place: Place, variant: str, done: Outcome, what: str, whole: dict[str
     expect("Traceback" not in done.err, "a failing call shows a traceback", what, done.err)
     expect(done.code in (0, 3, 4), "a failing call does not end the run with exit code 0, 3 or 4", what, done.err)
     if done.code:
-        expect(done.err.count("error: ") == 1, "there is not one note", what, done.err)
+        expect(
+            sum(line.startswith("error: ") for line in done.err.splitlines()) == 1,
+            "there is not one note",
+            what,
+            done.err,
+        )
         note = done.err[done.err.index("error: ") :]
         expect(str(place.folder) in note, "the note does not have the path", what, done.err)
     for path in store.glob("*/*/artifacts/*.ckpt"):
