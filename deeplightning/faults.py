@@ -179,6 +179,14 @@ def is_full(error: OSError) -> bool:
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
+_OF_MACHINE = ("EIO", "EROFS", "ESTALE", "ENOLCK", "ENODEV", "ENXIO", "EREMOTEIO")
+
+
+def is_of_machine(error: OSError) -> bool:
+    """Whether a disk or a file server has failed, or takes nothing any more."""
+    return error.errno in {getattr(errno, name) for name in _OF_MACHINE if hasattr(errno, name)}
+
+
 def no_room(folder: Path, written: int = 0) -> str:
     """How much room the disk of a folder has; `written` bytes of it are those of a file that is removed."""
     try:

@@ -187,8 +187,32 @@ def umask_of(folder: Path) -> int:
 def write_whole(path: Path, text: str) -> None:
     """Writes a file whole or not at all: beside it, then renamed."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
-    beside.write_text(text)
-    beside.replace(path)
+    try:
+        beside.write_text(text)
+        beside.replace(path)
+    except OSError as error:
+        error.filename = error.filename or str(path)  # a failed write names no file
+        raise
+
+
+_synced: set[Path] = set()
+
+
+def sync_names(folder: Path) -> None:
+    """Makes durable which names a folder has; at its first time also that it is there itself, and what it is in.
+
+    A rename is atomic, and lasts through a loss of power only when its folder has been synced (fsync(2)). Where folders
+    cannot be synced, as on Windows, nothing is done.
+    """
+    folders = [folder] if folder in _synced else [folder, *folder.absolute().parents]
+    _synced.add(folder)
+    for each in folders:
+        with contextlib.suppress(OSError):  # no right to read one above, or a file system that syncs no folder
+            descriptor = os.open(each, os.O_RDONLY)
+            try:
+                os.fsync(descriptor)
+            finally:
+                os.close(descriptor)
 
 
 def seal(card: Mapping[str, object]) -> str:

@@ -511,7 +511,18 @@ def rank_shown(cfg: Config) -> str:
 
 
 class _RankFile(logging.FileHandler):
-    """What one process says of one run."""
+    """What one process says of one run. A line that the disk does not take costs the run nothing; that is reported
+    once."""
+
+    _is_reported = False
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        error = sys.exc_info()[1]
+        if not isinstance(error, OSError):
+            super().handleError(record)
+        elif not self._is_reported:
+            self._is_reported = True
+            log.warning("%s: not written, at least in parts: %s", self.baseFilename, error.strerror)
 
 
 _format: logging.Formatter | None = None

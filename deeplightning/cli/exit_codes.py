@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from deeplightning.faults import FREE_SOME, UserError, is_full, no_room
+from deeplightning.faults import FREE_SOME, UserError, is_full, is_of_machine, no_room
 from deeplightning.process import streams
 from deeplightning.process.identity import own_rank
 from deeplightning.process.terminal import is_interactive, styled, wrapped
@@ -78,6 +78,11 @@ def report(error: BaseException, redact: Callable[[str], str] = str) -> int:
     if code is None and isinstance(error, OSError) and is_full(error):
         where = Path(os.fsdecode(error.filename)).absolute().parent if error.filename else Path.cwd()
         code, notes = 3, [f"the disk is full: {error}. {no_room(where)}; {FREE_SOME}"]
+    if code is None and isinstance(error, OSError) and is_of_machine(error):
+        code, notes = (
+            3,
+            [f"the disk does not answer as it should: {error}. Once it does, train.resume_ckpt=auto resumes"],
+        )
     if code is None and (lacks := needs(error)) is not None:
         code, notes = 3, [f"the run {lacks}"]
     rank, place = f" [rank {own_rank()}]" if own_rank() else "", ""

@@ -24,6 +24,7 @@ from torch import distributed
 from deeplightning.engine import shards
 from deeplightning.engine.background import Snapshot, Writer, gains
 from deeplightning.faults import FREE_SOME, CheckpointError, SetupError, is_full, megabytes, no_room
+from deeplightning.runfolder import sync_names
 from deeplightning.words import first_line
 
 _TYPES: dict[str, type] = {
@@ -138,6 +139,7 @@ def _write(content: dict[str, object], target: Path) -> None:
             file.flush()
             os.fsync(file.fileno())
         beside.replace(target)
+        sync_names(target.parent)
     except (OSError, RuntimeError) as error:
         first: BaseException = error
         while first.__context__ is not None:  # torch closes its archive after a failed write, and fails in that
@@ -286,6 +288,7 @@ def _link(source: Path, target: Path) -> None:
     except OSError:
         shutil.copyfile(source, beside)
     beside.replace(target)
+    sync_names(target.parent)
     beside.unlink(missing_ok=True)  # still there where both were names of one file already
 
 

@@ -112,7 +112,11 @@ class Journal:
             OSError: the disk is full, or has gone.
         """
         if self._descriptor is not None:
-            self._length += os.write(self._descriptor, self._line(entry))
+            line = memoryview(self._line(entry))
+            while line:  # a disk that is nearly full takes a part
+                written = os.write(self._descriptor, line)
+                self._length += written
+                line = line[written:]
 
     def _line(self, entry: Entry) -> bytes:
         line = _encode((*entry, self._number)).encode()
@@ -120,10 +124,11 @@ class Journal:
         return line[:-1] + _SUM % zlib.crc32(line)
 
     def forget(self) -> None:
-        """Empties it: all its entries are in the store."""
+        """Empties it: all its entries are in the store. Where it cannot be emptied now, it is the next time."""
         if self._descriptor is not None and self._length > self._start:
-            os.ftruncate(self._descriptor, self._start)
-            self._length = self._start
+            with contextlib.suppress(OSError):  # an entry that is replayed is found in the store
+                os.ftruncate(self._descriptor, self._start)
+                self._length = self._start
 
     def end(self, keep: bool = False) -> None:
         """Lets go of it, and removes it unless it is to be kept; a second time does nothing."""
@@ -131,8 +136,9 @@ class Journal:
             return
         if not keep:
             _remove(self.path)
-        os.close(self._descriptor)
-        self._descriptor = None
+        descriptor, self._descriptor = self._descriptor, None
+        with contextlib.suppress(OSError):  # it is closed even so
+            os.close(descriptor)
 
 
 def _let_go() -> None:

@@ -51,17 +51,14 @@ class End:
         return "; ".join(text[:600] for text in found)
 
 
-def end_of(store: Path, experiment: str = "Default") -> End:
-    """The end of the only run of an experiment.
+def end_of(store: Path, experiment: str = "Default", run_id: str | None = None) -> End:
+    """The end of the only run of an experiment, or of the one that is named.
 
     Raises:
         Broken: there is not one.
     """
-    from mlflow.tracking import MlflowClient
-
-    client = MlflowClient(f"sqlite:///{store / 'mlflow.db'}")
-    found = client.get_experiment_by_name(experiment)
-    runs = [] if found is None else client.search_runs([found.experiment_id])
+    client, runs = _runs(store, experiment)
+    runs = [run for run in runs if run_id in (None, run.info.run_id)]
     expect(len(runs) == 1, f"there are {len(runs)} runs in the store instead of one")
     (run,) = runs
     folder = Path(run.info.artifact_uri.removeprefix("file://"))
@@ -73,6 +70,32 @@ def end_of(store: Path, experiment: str = "Default") -> End:
     }
     best = json.loads((folder / "best.json").read_text()) if (folder / "best.json").exists() else {}
     return End(run.info.status, weights, best, files, series, _points(folder / "metrics.json"))
+
+
+def statuses(store: Path, experiment: str = "Default") -> dict[str, str]:
+    """The status of each run of an experiment, by the run's id."""
+    if not (store / "mlflow.db").exists():
+        return {}
+    _, runs = _runs(store, experiment)
+    return {run.info.run_id: run.info.status for run in runs}
+
+
+def folder_of(store: Path, run_id: str) -> Path:
+    """The folder of a run."""
+    return next(store.glob(f"*/{run_id}/artifacts"))
+
+
+def names_of(folder: Path) -> list[str]:
+    """The files that a run has left."""
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def _runs(store: Path, experiment: str) -> tuple[Any, list[Any]]:
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{store / 'mlflow.db'}")
+    found = client.get_experiment_by_name(experiment)
+    return client, [] if found is None else list(client.search_runs([found.experiment_id]))
 
 
 def _points(path: Path) -> Any:

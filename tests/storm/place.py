@@ -26,10 +26,11 @@ class Place:
         folder: empty at first, the working directory of the case; removed where the promise held.
         shared: of all cases of the kind, in one run of the storm.
         count: how many things the case has tried.
+        number: of the case, from 0; what is to be tried completely goes through it by that.
     """
 
-    def __init__(self, folder: Path, shared: Path):
-        self.folder, self.shared = folder, shared
+    def __init__(self, folder: Path, shared: Path, number: int = 0):
+        self.folder, self.shared, self.number = folder, shared, number
         self.count = 1
         (folder / ".output").mkdir()
         self.commands = Forking(folder / ".output")

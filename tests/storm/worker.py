@@ -108,7 +108,7 @@ def _run(module: ModuleType, kind: str, seed: int, number: int, folder: Path, sh
         (folder / name).mkdir()
     os.environ |= {"XDG_STATE_HOME": str(folder / "state"), "TMPDIR": str(folder / "tmp")}
     os.chdir(folder / "case")
-    place = Place(folder / "case", shared)
+    place = Place(folder / "case", shared, number)
     held: bool | None = True
     try:
         words = module.case(random.Random(f"{seed} {kind} {number}"), place)

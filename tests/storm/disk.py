@@ -1,0 +1,206 @@
+"""What a disk may hold after the power was lost: states that the journal of a run allows.
+
+The model is POSIX's: an fsync of a file makes durable what was written into it, an fsync of a folder the names in it.
+Of anything else any part may be there: a write wholly, in its first sectors, as zeros or not at all; a name or not. In
+half of the states names are kept in order, as the journals of ext4 and XFS keep them.
+"""
+
+import hashlib
+import os
+import random
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from storm.shim import Call
+
+SECTOR = 512
+
+
+@dataclass
+class Node:
+    """A file or a folder.
+
+    Attributes:
+        writes: of a file, in order: offset and data; None: it was cut to that size.
+        durable: how many of them an fsync has made durable.
+        live: of a folder, the names that a process sees now.
+    """
+
+    is_folder: bool
+    writes: list[tuple[int, bytes | None]] = field(default_factory=list)
+    durable: int = 0
+    live: dict[str, "Node"] = field(default_factory=dict)
+
+
+@dataclass
+class Change:
+    """One change of names: each is set to a node, or removed; all or none. `folder` makes it durable by its fsync."""
+
+    names: list[tuple[Node, str, Node | None]]
+    folder: Node
+    is_durable: bool = False
+
+
+class Disk:
+    """What a run has done to its files, call by call.
+
+    Args:
+        root: the folder that it has written; it was empty before, and durable.
+    """
+
+    def __init__(self, root: Path):
+        self.root, self.top = root, Node(True)
+        self.changes: list[Change] = []
+        self._nodes: dict[int, Node] = {}
+
+    def apply(self, call: Call) -> None:
+        """The next call; one that failed has changed nothing."""
+        if call.error or not self._is_below(call.path):
+            return
+        if call.kind in ("create", "mkdir"):
+            self._nodes[call.inode] = made = Node(call.kind == "mkdir")
+            self._change((call.path, made))
+        elif call.kind == "write":
+            self._nodes[call.inode].writes.append((call.offset, call.data))
+        elif call.kind == "truncate":
+            self._nodes[call.inode].writes.append((call.offset, None))
+        elif call.kind == "sync":
+            self._sync(self.top if call.path == str(self.root) else self._nodes[call.inode])
+        elif call.kind in ("unlink", "rmdir"):
+            self._change((call.path, None))
+        elif call.kind in ("rename", "link"):
+            moved = self.find(call.path)
+            assert moved is not None, call
+            if call.kind == "link":
+                self._change((call.other, moved))
+            elif moved is not self.find(call.other):  # else both are names of one file, and nothing happens
+                self._change((call.other, moved), (call.path, None))
+
+    def find(self, path: str) -> Node | None:
+        """What a process sees under a path."""
+        node: Node | None = self.top
+        for part in Path(path).relative_to(self.root).parts:
+            node = node.live.get(part) if node is not None else None
+        return node
+
+    def pending(self) -> int:
+        """How many writes and changes of names are not durable."""
+        files = {id(node): node for node in self._nodes.values()}
+        return sum(not change.is_durable for change in self.changes) + sum(
+            len(node.writes) - node.durable for node in files.values()
+        )
+
+    def state(self, draw: random.Random | None, share: float = 0.5, in_order: bool = False) -> dict[str, bytes | None]:
+        """A state of the disk: the content of each file by its path, None for folders.
+
+        Args:
+            draw: decides what is kept of what is not durable; None: all with `share` 1, nothing with 0.
+            share: that is kept on average.
+            in_order: of changes of names the first ones are kept.
+        """
+
+        def keeps() -> bool:
+            return draw.random() < share if draw is not None else share >= 1
+
+        waiting = sum(not change.is_durable for change in self.changes)
+        cut = draw.randint(0, waiting) if draw is not None else 0
+        names: dict[tuple[int, str], Node | None] = {}
+        for change in self.changes:
+            if not change.is_durable:
+                cut -= 1
+                if not (cut >= 0 if in_order and draw is not None else keeps()):
+                    continue
+            for folder, name, node in change.names:
+                names[id(folder), name] = node
+        found: dict[str, bytes | None] = {}
+        contents: dict[int, bytes] = {}
+
+        def walk(folder: Node, path: str) -> None:
+            for (owner, name), node in names.items():
+                if owner != id(folder) or node is None:
+                    continue
+                own = f"{path}{name}"
+                if node.is_folder:
+                    found[own] = None
+                    walk(node, f"{own}/")
+                else:
+                    if id(node) not in contents:
+                        contents[id(node)] = _content(node, draw, share)
+                    found[own] = contents[id(node)]
+
+        walk(self.top, "")
+        return found
+
+    def _is_below(self, path: str) -> bool:
+        return path == str(self.root) or path.startswith(f"{self.root}{os.sep}")
+
+    def _change(self, *names: tuple[str, Node | None]) -> None:
+        if names[0][0] == str(self.root):  # it was there before
+            return
+        changed = []
+        for path, node in names:
+            folder = self.find(str(Path(path).parent))
+            assert folder is not None, path
+            changed.append((folder, Path(path).name, node))
+            if node is None:
+                folder.live.pop(Path(path).name, None)
+            else:
+                folder.live[Path(path).name] = node
+        self.changes.append(Change(changed, changed[0][0]))
+
+    def _sync(self, node: Node) -> None:
+        node.durable = len(node.writes)
+        for change in self.changes:
+            change.is_durable |= change.folder is node
+
+
+def _content(node: Node, draw: random.Random | None, share: float) -> bytes:
+    content = bytearray()
+    for number, (offset, data) in enumerate(node.writes):
+        how = "kept"
+        if number >= node.durable:
+            how = "kept" if (draw.random() < share if draw is not None else share >= 1) else "dropped"
+            if draw is not None and how == "dropped":
+                how = draw.choice(["dropped", "torn", "zeros"])
+        if how == "dropped":
+            continue
+        if data is None:
+            content[offset:] = bytes(max(0, offset - len(content)))
+            continue
+        if how == "torn" and draw is not None:
+            data = data[: draw.randint(0, len(data) // SECTOR) * SECTOR]
+        if how == "zeros":
+            data = bytes(len(data))
+        content[len(content) :] = bytes(max(0, offset - len(content)))
+        content[offset : offset + len(data)] = data
+    return bytes(content)
+
+
+def replay(root: Path, calls: Sequence[Call]) -> Disk:
+    """The disk after these calls."""
+    disk = Disk(root)
+    for call in calls:
+        disk.apply(call)
+    return disk
+
+
+def digest(state: dict[str, bytes | None]) -> str:
+    """What tells two states apart."""
+    total = hashlib.sha256()
+    for path, content in sorted(state.items()):
+        total.update(f"{path}\0{'' if content is None else hashlib.sha256(content).hexdigest()}\n".encode())
+    return total.hexdigest()
+
+
+def restore(state: dict[str, bytes | None], root: Path) -> None:
+    """Puts a state in the place of a folder."""
+    shutil.rmtree(root, ignore_errors=True)
+    root.mkdir()
+    for path, content in sorted(state.items()):
+        if content is None:
+            (root / path).mkdir(exist_ok=True, parents=True)
+        else:
+            (root / path).parent.mkdir(exist_ok=True, parents=True)
+            (root / path).write_bytes(content)

@@ -1,0 +1,122 @@
+"""The power is lost at a random call of a run; from each state that the disk may then have, the run resumes.
+
+A case makes a run, whose journal has each of its calls and what it has written (`storm/disk.py`), draws a call, and
+builds states of the disk after it. In each the same command is given again.
+"""
+
+import io
+import json
+import random
+import re
+import sqlite3
+import zipfile
+from contextlib import closing
+from pathlib import Path
+
+from storm import shim
+from storm.disk import Disk, digest, replay, restore
+from storm.ended import End, end_of, folder_of, statuses
+from storm.kinds.io import COMMON, EXPERIMENT
+from storm.place import Place, expect
+
+WHAT = "power loss: unsynced writes are torn or lost, unsynced names are lost; the run resumes from each state"
+HOUR = 2000
+LIMIT = 300
+STATES = 20
+"""That are built after one call."""
+
+
+def environment() -> dict[str, str]:
+    return shim.environment()
+
+
+def case(draw: random.Random, place: Place) -> str:
+    """One call of one run, and the states after it."""
+    whole = place.once("whole", lambda folder: _whole(place, folder))
+    expected = End(**json.loads((whole / "end.json").read_text()))
+    config, store = place.config(), place.folder / "mlruns"
+    store.mkdir()
+    journal = place.folder / "calls"
+    done = place.run("train", config, *COMMON, main="storm.shim:main", **shim.order([store], journal, True))
+    expect(done.code == 0, "the run does not end with 0", done.err)
+    calls = shim.read(journal)
+    expect(not any(call.kind == "map" and call.offset for call in calls), "the journal does not see a shared map")
+    last = [number for number, call in enumerate(calls, 1) if call.kind != "lock"]
+    number = draw.choice(last)
+    disk = replay(store, calls[:number])
+    steps = _announced(store, calls[:number])
+    states = [disk.state(None, 0.0), disk.state(None, 1.0)]
+    while len(states) < STATES:
+        states.append(disk.state(draw, draw.choice([0.1, 0.5, 0.9]), draw.random() < 0.5))
+    different = {digest(state): state for state in states}
+    place.count = len(different)
+    what = f"after {calls[number - 1]}, {disk.pending()} changes not durable, {len(different)} states"
+    for count, state in enumerate(different.values()):
+        restore(state, store)
+        _judge(place, config, store, steps, f"{what}; state {count}", expected)
+    return what
+
+
+def _judge(place: Place, config: Path, store: Path, steps: list[int], what: str, expected: End) -> None:
+    if (store / "mlflow.db").exists():
+        with closing(sqlite3.connect(store / "mlflow.db")) as connection:
+            found = connection.execute("PRAGMA integrity_check").fetchall()
+        expect(found == [("ok",)], "the database is damaged", found[:3], what)
+    done = place.run("train", config, *COMMON)
+    expect(done.code == 0, "the command does not end with 0", what, done.err)
+    expect("Traceback" not in done.err, "a traceback is shown", what, done.err)
+    resumed = re.search(r"resumes +\S+ \(step (\d+),", done.out)
+    at = int(resumed[1]) if resumed else 0
+    # The last checkpoint that was announced, or the one before.
+    least = steps[-2] if len(steps) > 1 else 0
+    expect(at >= least, f"resumes at step {at}; checkpoints of the steps {steps} had been announced", what, done.err)
+    listed = place.run("runs", "--tracking-uri", store)
+    expect(listed.code == 0 and "Traceback" not in listed.err, "`runs` fails afterwards", what, listed.err)
+    after = statuses(store, EXPERIMENT)
+    finished = [run for run, status in after.items() if status == "FINISHED"]
+    expect(finished and set(after.values()) <= {"FINISHED", "FAILED"}, f"the runs are {after}", what, done.err)
+    folder = done.folder
+    differs = end_of(store, EXPERIMENT, folder.parent.name).differs(expected)
+    expect(not differs, f"it ends otherwise: {differs}", what, done.out[-1500:], done.err)
+    _readable(folder_of(store, folder.parent.name), what)
+
+
+def _readable(folder: Path, what: str) -> None:
+    """Nothing in a run's folder is torn."""
+    for path in folder.rglob("*"):
+        if path.suffix == ".json":
+            try:
+                json.loads(path.read_text())
+            except ValueError as error:
+                expect(False, f"{path.name} is torn: {error}", what)
+        if path.suffix in (".zip", ".ckpt"):
+            try:
+                with zipfile.ZipFile(path) as archive:
+                    damaged = archive.testzip()
+            except zipfile.BadZipFile as error:
+                damaged = str(error)
+            expect(damaged is None, f"{path.name} is torn: {damaged}", what)
+        if path.name == "cfg.yaml":
+            expect(path.read_text().endswith("\n") and "logger:" in path.read_text(), "cfg.yaml is torn", what)
+
+
+def _announced(store: Path, calls: list[shim.Call]) -> list[int]:
+    """The steps of the checkpoints that had got the name `last.ckpt`."""
+    import torch
+
+    disk, steps = Disk(store), []
+    for call in calls:
+        disk.apply(call)
+        if call.kind == "rename" and not call.error and call.other.endswith("/last.ckpt"):
+            state = disk.state(None, 1.0)
+            content = state[str(Path(call.other).relative_to(store))]
+            assert content is not None
+            steps.append(torch.load(io.BytesIO(content), weights_only=True)["global_step"])
+    return sorted(set(steps))
+
+
+def _whole(place: Place, folder: Path) -> None:
+    config = place.config(folder=folder)
+    done = place.run("train", config, *COMMON, cwd=folder)
+    expect(done.code == 0, "the run that nothing disturbs does not end with 0", done.err)
+    (folder / "end.json").write_text(json.dumps(end_of(folder / "mlruns", EXPERIMENT).plain()))

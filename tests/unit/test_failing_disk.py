@@ -1,0 +1,138 @@
+"""A call on a file that fails ends a run with a note that has the path, or costs the run nothing and is reported."""
+
+import errno
+import logging
+import os
+
+import pytest
+
+from deeplightning.callbacks.record import _RankFile
+from deeplightning.cli.exit_codes import report
+from deeplightning.engine.checkpoint_io import SafeCheckpointIO
+from deeplightning.runfolder import write_whole
+from deeplightning.tracking.journal import Journal, _read
+from deeplightning.tracking.store import locate
+
+
+@pytest.fixture
+def fails(monkeypatch):
+    """`fails(name, number)` has a function of `os` fail each time."""
+
+    def failing(name, number):
+        real = getattr(os, name)
+
+        def fail(*arguments):
+            if name == "close":  # it is closed even so
+                real(*arguments)
+            raise OSError(number, os.strerror(number))
+
+        monkeypatch.setattr(os, name, fail)
+
+    return failing
+
+
+@pytest.fixture
+def journal(tmp_path):
+    """The journal of a run in an own store."""
+    return Journal(locate(str(tmp_path / "mlruns")), "a" * 32)
+
+
+def entries(journal):
+    descriptor = os.open(journal.path, os.O_RDONLY)
+    try:
+        return _read(descriptor)[1]
+    finally:
+        os.close(descriptor)
+
+
+def test_a_journal_that_cannot_be_emptied_is_emptied_the_next_time(journal, monkeypatch, fails):
+    """The thread that tracks a run survives it (call 783 of a run, ESTALE)."""
+    journal.append(("tags", {"a": "b"}))
+    with monkeypatch.context():
+        fails("ftruncate", errno.ESTALE)
+        journal.forget()
+    monkeypatch.undo()
+    assert len(entries(journal)) == 1
+    journal.forget()
+    assert entries(journal) == []
+    journal.end()
+
+
+def test_a_journal_that_cannot_be_closed_has_ended(journal, fails, monkeypatch):
+    """On Linux the descriptor is gone whatever close(2) returns."""
+    fails("close", errno.EIO)
+    journal.end()
+    monkeypatch.undo()
+    assert not journal.path.exists()
+    journal.end()
+
+
+def test_an_entry_that_is_written_in_parts_is_whole(journal, monkeypatch):
+    """A write may take less than it was given, as on a disk that is nearly full."""
+    write = os.write
+    monkeypatch.setattr(os, "write", lambda descriptor, data: write(descriptor, bytes(data)[: len(data) // 2 + 1]))
+    journal.append(("tags", {"first": "1"}))
+    journal.append(("tags", {"second": "2"}))
+    monkeypatch.undo()
+    assert [entry[1] for entry in entries(journal)] == [{"first": "1"}, {"second": "2"}]
+    journal.end()
+
+
+def test_a_log_file_that_takes_no_line_is_reported_once(tmp_path, caplog, capsys, monkeypatch):
+    """No traceback is shown in the middle of a run's output."""
+    handler = _RankFile(tmp_path / "rank_0.log")
+    record = logging.LogRecord("deeplightning", logging.INFO, __file__, 1, "a line", None, None)
+
+    def fail():
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    handler.flush = fail
+    handler.emit(record)
+    handler.emit(record)
+    del handler.flush
+    handler.close()
+    (told,) = [line for line in caplog.messages if "rank_0.log" in line]
+    assert "not written, at least in parts: No space left on device" in told
+    assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EROFS, errno.ESTALE])
+def test_a_disk_that_fails_ends_a_command_with_the_path(tmp_path, capsys, number):
+    """Exit code 3, one note and no traceback, wherever the call was."""
+    assert report(OSError(number, os.strerror(number), str(tmp_path / "best.json"))) == 3
+    told = capsys.readouterr().err
+    assert len([line for line in told.splitlines() if line.startswith("error: ")]) == 1
+    assert str(tmp_path / "best.json") in told
+    assert "Traceback" not in told
+
+
+def test_a_small_file_that_cannot_be_written_is_named(tmp_path, monkeypatch):
+    """A write that fails knows no name of its file."""
+    path = tmp_path / "best.json"
+    path.write_text("before")
+
+    def fail(*_, **__):
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr("pathlib.Path.write_text", fail)
+    with pytest.raises(OSError, match=r"best\.json"):
+        write_whole(path, "after")
+    assert path.read_text() == "before"
+
+
+def test_the_name_of_a_checkpoint_is_synced(tmp_path, monkeypatch):
+    """What was announced as saved is there after a loss of power: file, then name, then its folder and those above."""
+    done, names = [], {}
+    real_sync, real_replace, real_open = os.fsync, os.rename, os.open
+
+    def opened(path, *arguments, **options):
+        descriptor = real_open(path, *arguments, **options)
+        names[descriptor] = str(path)
+        return descriptor
+
+    monkeypatch.setattr(os, "open", opened)
+    monkeypatch.setattr(os, "replace", lambda *paths: done.append("replace") or real_replace(*paths))
+    monkeypatch.setattr(os, "fsync", lambda one: done.append(names.get(one, "file")) or real_sync(one))
+    target = tmp_path / "run" / "last.ckpt"
+    SafeCheckpointIO().save_checkpoint({"state_dict": {}}, target)
+    assert done[:4] == ["file", "replace", str(target.parent), str(tmp_path)]
