@@ -184,12 +184,16 @@ def umask_of(folder: Path) -> int:
     return ~mode & 0o077 | 0o002
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Writes a file whole or not at all: beside it, then renamed."""
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Writes a file whole or not at all, whatever ends the process or the machine: beside it, synced, then renamed."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        beside.write_text(text)
+        with beside.open("wb") as file:
+            file.write(content.encode() if isinstance(content, str) else content)
+            file.flush()
+            os.fsync(file.fileno())
         beside.replace(path)
+        sync_names(path.parent)
     except OSError as error:
         error.filename = error.filename or str(path)  # a failed write names no file
         raise

@@ -126,9 +126,7 @@ class Origin:
             if path.read_bytes() == packed:
                 return
             shutil.copyfile(path, self.folder.former(path))
-        beside = path.with_name(f".{path.name}.{os.getpid()}")
-        beside.write_bytes(packed)
-        beside.replace(path)
+        write_whole(path, packed)
         note_own(path)
         self._stored = packed
 

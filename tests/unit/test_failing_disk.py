@@ -114,7 +114,7 @@ def test_a_small_file_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     def fail(*_, **__):
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
-    monkeypatch.setattr("pathlib.Path.write_text", fail)
+    monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match=r"best\.json"):
         write_whole(path, "after")
     assert path.read_text() == "before"
