@@ -140,9 +140,9 @@ class Commands:
         Args:
             main: what is called instead of `deeplightning`, MODULE:FUNCTION; a module of the tests too.
         """
-        name = f"{next(_numbers)}.command"
+        name = f"{os.getpid()}-{next(_numbers)}.command"  # forks of this process count from the same number on
         files = [self.folder / (f"rank{rank}-{name}" if rank else name) for rank in range(ranks)]
-        job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": _free_port(), "WORLD_SIZE": str(ranks), "NODE_RANK": "0"}
+        job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": free_port(), "WORLD_SIZE": str(ranks), "NODE_RANK": "0"}
         for rank, path in enumerate(files):
             own = job | {"LOCAL_RANK": str(rank)} if ranks > 1 else {}
             order = {"main": main, "argv": [str(a) for a in arguments], "cwd": str(cwd), "files": str(path)}
@@ -180,12 +180,6 @@ class Forking(Commands):
         for watcher in self.watchers:
             os.waitpid(watcher, 0)
         self.watchers.clear()
-
-
-def _free_port() -> str:
-    with socket.socket() as made:
-        made.bind(("127.0.0.1", 0))
-        return str(made.getsockname()[1])
 
 
 def environment(**variables: str) -> dict[str, str]:

@@ -10,6 +10,7 @@ import torch
 
 from deeplightning.callbacks.record import Record
 from deeplightning.engine.footprint import footprint
+from deeplightning.runfolder import write_whole
 
 _MOST = 200
 """So many steps are timed."""
@@ -51,4 +52,4 @@ class Memory(pl.Callback):
             found["seconds"] = statistics.median(self._times)  # of a batch
         path = self.record.folder.memory
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(found, indent=2) + "\n")
+        write_whole(path, json.dumps(found, indent=2) + "\n")
