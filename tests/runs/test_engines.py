@@ -134,7 +134,10 @@ def end_of(jobs, tiny, place):
     [pytest.param((1, 2), id="inside an epoch"), pytest.param((2, 0), id="at an epoch's edge", marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
-@pytest.mark.parametrize("engine", SPREAD)
+@pytest.mark.parametrize(
+    "engine",
+    [pytest.param(e, marks=[pytest.mark.slow] * (e in ("deepspeed_stage_1", "deepspeed_stage_2"))) for e in SPREAD],
+)
 def test_a_killed_run_whose_schedule_says_auto_ends_bit_for_bit(engine, processes, at, end_of):
     """With Adam, dropout, groups and epochs that are cut short: weights, optimizer and schedule of a run that was
     killed and resumed are those of an uninterrupted one, to the last bit."""
@@ -142,7 +145,7 @@ def test_a_killed_run_whose_schedule_says_auto_ends_bit_for_bit(engine, processe
 
 
 @pytest.mark.parametrize("more", [[ACCUMULATED], OWN_TASK], ids=["accumulation", "a task of one's own"])
-@pytest.mark.parametrize("engine", ["ddp", "fsdp", "deepspeed_stage_3"])
+@pytest.mark.parametrize("engine", ["ddp", pytest.param("fsdp", marks=pytest.mark.slow), "deepspeed_stage_3"])
 def test_a_killed_run_of_any_task_ends_bit_for_bit(engine, more, end_of):
     """Batches that accumulate, and a task that asks Lightning for the number of steps by itself, resume alike."""
     _assert_ends_alike(end_of, engine, 2, (1, 2), *more)

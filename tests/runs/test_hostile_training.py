@@ -82,7 +82,13 @@ def tampered(right: tuple[Any, Path], folder: Path, recipe: list[Any]) -> Path:
     return folder / "last.ckpt"
 
 
-@pytest.mark.parametrize(("recipe", "answer"), TRAINING[::12])
+@pytest.mark.parametrize(
+    ("recipe", "answer"),
+    [
+        pytest.param(*case.values, id=case.id, marks=[pytest.mark.slow] * (number % 2))
+        for number, case in enumerate(TRAINING[::12])
+    ],
+)
 def test_a_training_state_that_was_tampered_with(resume, right, expected, tmp_path, recipe, answer):
     """No traceback of a library, and nothing but a changed value is taken: every twelfth kind."""
     assert_answered(resume, right, expected, tmp_path, recipe, answer)
