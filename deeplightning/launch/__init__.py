@@ -8,6 +8,9 @@ torch, Ray and submitit only where they use them: every command that has a confi
 from __future__ import annotations
 
 import os
+import re
+from collections.abc import Iterable
+from pathlib import Path
 
 from deeplightning.config.schema import Config, Target
 from deeplightning.config.target import build
@@ -16,9 +19,10 @@ from deeplightning.launch.job import Job, Launcher, Start
 from deeplightning.launch.local import Local
 from deeplightning.launch.ray import Ray
 from deeplightning.launch.slurm import Slurm
+from deeplightning.launch.slurm_array import Array
 from deeplightning.process.identity import identity
 
-__all__ = ["Job", "Launcher", "Local", "Ray", "Slurm", "Start", "launcher_of", "plan_of"]
+__all__ = ["Job", "Launcher", "Local", "Ray", "Slurm", "Start", "array_of", "launcher_of", "plan_of"]
 
 
 def launcher_of(cfg: Config) -> Launcher | None:
@@ -33,6 +37,19 @@ def launcher_of(cfg: Config) -> Launcher | None:
     if cfg.engine.max_restarts:
         return build(Target(type="deeplightning.launch.Local", name="engine.launcher"))
     return None
+
+
+def array_of(job: Job, trials: int, swept: Iterable[str], note: Path) -> Array | None:
+    """One array of Slurm for all runs of a search; None: each starts by itself what it needs.
+
+    Args:
+        trials: runs that are to come.
+        swept: keys in which they differ; where these are of the engine, each is a job of its own size.
+        note: a file that keeps the number of the array.
+    """
+    launcher = launcher_of(job.cfg)
+    alike = not any(re.match(r"engine\b", key) for key in swept)
+    return launcher.array(job, trials, note) if isinstance(launcher, Slurm) and trials > 1 and alike else None
 
 
 def plan_of(job: Job) -> list[dict[str, object]]:

@@ -8,14 +8,10 @@ where a job is submitted or planned.
 from __future__ import annotations
 
 import atexit
-import contextlib
-import io
 import json
 import os
 import re
 import shlex
-import shutil
-import subprocess
 import sys
 import time as clock
 from collections.abc import Mapping
@@ -28,17 +24,18 @@ from deeplightning.engine.plan import local_size
 from deeplightning.faults import ConfigError, Fault, RunError, SetupError
 from deeplightning.launch.job import Job, Start
 from deeplightning.launch.sealed import seal
-from deeplightning.launch.slurm_script import AGAIN, after_tasks, seconds_of
+from deeplightning.launch.slurm_array import Array, place_here
+from deeplightning.launch.slurm_commands import ask, state_of, submit, there_is_slurm
+from deeplightning.launch.slurm_script import AGAIN, FOLDER, NUMBER, VARIABLES, after_tasks, seconds_of
 from deeplightning.own_code import ROOTS, SEALED, original_roots
 from deeplightning.process import failure
-from deeplightning.process.decisions import DECIDED
 from deeplightning.process.identity import LAUNCH, slurm_step
 from deeplightning.runfolder import make_private, permissions_of
 from deeplightning.tracking.environment import git_answers
 
-ANSWER = 60.0  # seconds that Slurm has for an answer
 SILENT = 600.0  # seconds without any answer after which a job is no longer followed
 LOOK = 0.25  # seconds between two looks at what a job has written
+CANCELLED = 60.0  # seconds that an interrupted job has for its end
 SELDOM = 15.0  # seconds at most between two questions about its state
 WARNING = 120  # seconds before the end of its time in which a job saves a checkpoint and goes back into the queue
 
@@ -122,10 +119,10 @@ class Slurm:
 
     def plan(self, job: Job) -> list[Start]:
         """The tasks of the job, and the batch script that starts them."""
-        folder, nodes = self._new_folder(), job.cfg.engine.num_nodes
+        folder, nodes = self.new_folder(), job.cfg.engine.num_nodes
         where = "a node that Slurm gives" if nodes == 1 else f"each of {nodes} nodes that Slurm gives"
-        script = self._executor(job, folder)[1]
-        return [Start(self._command(folder), self._tasks(job), where, script=script)]
+        command = [*self._python(), "-m", "deeplightning", "train", str(folder / "config.yaml")]
+        return [Start(command, self._tasks(job), where, script=self.script(job, folder))]
 
     def run(self, job: Job) -> int:
         """Submits the job and follows it; see `deeplightning.launch.Launcher`.
@@ -134,7 +131,7 @@ class Slurm:
             SetupError: there are no commands of Slurm here, or Slurm does not answer or refuses the job.
             RunError: the job was cancelled, lost its node, or ran out of time or memory.
         """
-        _there_is_slurm()
+        there_is_slurm()
         inside = os.environ.get("SLURM_JOB_ID")
         if inside and not sys.stdin.isatty():
             message = (
@@ -142,8 +139,9 @@ class Slurm:
                 "a process in each of its tasks, `engine.launcher=null` one process, here"
             )
             raise SetupError(Fault(message, "engine.launcher"))
-        folder = self._new_folder()
-        executor, _ = self._executor(job, folder)
+        place = place_here()
+        folder = self.new_folder() if place is None else place.folder
+        script = self.script(job, folder)
         try:
             make_private(folder, folder.parent)
             with permissions_of(folder):
@@ -152,18 +150,37 @@ class Slurm:
         except OSError as error:
             message = f"{folder}: the job's folder cannot be written: {error.strerror}"
             raise SetupError(Fault(message, "engine.launcher.params.folder")) from error
-        with permissions_of(folder):
-            number = _submit(executor, bool(inside))
+        if place is not None:
+            place.release()
+            number = place.number
+        else:
+            with permissions_of(folder):
+                number = submit(script, folder)
+        following = _Following(number, folder)
         try:
-            return _Following(number, folder).to_its_end()
+            return following.to_its_end()
         except KeyboardInterrupt as error:
+            if place is not None:  # nobody would hear it
+                place.cancel()
+                return following.to_its_cancelled_end()
             _say(f"job {number} continues without this command; follow it: tail -F {_quoted(_log(folder, number))}")
             _say(f"its state: squeue -j {number}; end it: scancel {number}")
             return getattr(error, "exit_code", 130)
 
     # ---- what is submitted
 
-    def _new_folder(self) -> Path:
+    def array(self, job: Job, trials: int, note: Path) -> Array:
+        """The jobs of a search; see `Array`.
+
+        Args:
+            job: whose sizes all trials have.
+            trials: how many are to come.
+            note: a file that keeps the number of the array.
+        """
+        return Array(self.new_folder(), trials, note, lambda folder, places: self.script(job, folder, places))
+
+    def new_folder(self) -> Path:
+        """A name that no launch has, from the time."""
         base = self.folder.expanduser().absolute() / clock.strftime("%Y-%m-%d_%H-%M-%S")
         number, folder = 1, base
         while folder.exists():
@@ -180,12 +197,15 @@ class Slurm:
             raise ConfigError(Fault(message, "engine.gpus"))
         return local_size(job.cfg.engine)
 
-    def _command(self, folder: Path) -> list[str]:
-        python = shlex.split(self.python) if self.python else [sys.executable]
-        return [*python, "-m", "deeplightning", "train", str(folder / "config.yaml")]
+    def _python(self) -> list[str]:
+        return shlex.split(self.python) if self.python else [sys.executable]
 
-    def _executor(self, job: Job, folder: Path) -> tuple[object, str]:
-        """Submitit's executor of this job, and the batch script that it makes.
+    def script(self, job: Job, folder: Path, places: int | None = None) -> str:
+        """The batch script, as submitit makes it.
+
+        Args:
+            folder: of the job, or of all tasks of the array.
+            places: tasks of the array, which wait until they are released; None: one job.
 
         Raises:
             SetupError: submitit is not installed.
@@ -196,10 +216,11 @@ class Slurm:
             message = f"submitting a job needs the package submitit: pip install 'deeplightning[slurm]' ({error})"
             raise SetupError(Fault(message, "engine.launcher")) from error
 
-        command = " ".join(word if word.isidentifier() else _quoted(word) for word in self._command(folder))
+        words = " ".join(word if word.isidentifier() else _quoted(word) for word in self._python())
+        command = f'{words} -m deeplightning train "${FOLDER}/config.yaml"'
 
         class Executor(SlurmExecutor):
-            """Of a command where submitit would run a pickled function; by two private methods of submitit 1.5, whose
+            """Of a command where submitit would run a pickled function; by a private method of submitit 1.5, whose
             public ones let nobody see the script, or what a command says before it has ended."""
 
             @classmethod
@@ -210,14 +231,12 @@ class Slurm:
             def script(self) -> str:
                 return self._make_submission_file_text(command, "")
 
-            def submit_command(self) -> str:
-                return self._submit_command(command).job_id
-
-        executor = Executor(folder)
+        executor = Executor(folder if places is None else folder / "%a")
         engine, tasks = job.cfg.engine, self._tasks(job)
         gpus = tasks if self.gpus_per_node is None and engine.gpus is not None else self.gpus_per_node
         more: dict[str, object] = {"signal": f"USR1@{self.warning}", "requeue": True}
         more |= {option.replace("_", "-"): value for option, value in self.sbatch.items()}
+        more |= {"hold": True} if places is not None else {}
         cpus = [f"--cpus-per-task={self.cpus_per_task}"] if self.cpus_per_task else []  # srun forgets sbatch's
         executor.update_parameters(
             job_name=self.name,
@@ -233,22 +252,29 @@ class Slurm:
             constraint=self.constraint,
             wckey=None,
             srun_args=["--open-mode=append", *cpus, *self.srun],
-            setup=[*self._variables(job, folder), *self.setup],
-            teardown=after_tasks(folder, engine.max_restarts, self.max_requeues),
+            setup=[*self._variables(folder, is_array=places is not None), *self.setup],
+            teardown=after_tasks(engine.max_restarts, self.max_requeues),
             additional_parameters={option: value for option, value in more.items() if value not in (None, False)},
         )
-        return executor, executor.script
+        if places is not None:
+            executor.parameters |= {"map_count": places, "array_parallelism": places}
+        return executor.script
 
-    def _variables(self, job: Job, folder: Path) -> list[str]:
+    def _variables(self, folder: Path, is_array: bool) -> list[str]:
         """Lines of shell that tell the tasks what the frozen config cannot."""
         lines = ["trap : TERM  # the tasks get it too; what is behind them must be reached"]
-        lines += [f'export {LAUNCH}="slurm-$SLURM_JOB_ID"', f"export {AGAIN}={_quoted(folder / 'again')}"]
+        if is_array:
+            lines += [f"{NUMBER}=${{SLURM_ARRAY_JOB_ID}}_$SLURM_ARRAY_TASK_ID"]
+            lines += [f"{FOLDER}={_quoted(folder)}/$SLURM_ARRAY_TASK_ID", f'. "${FOLDER}/{VARIABLES}"']
+        else:
+            lines += [f"{NUMBER}=$SLURM_JOB_ID", f"{FOLDER}={_quoted(folder)}"]
+        lines += [f'export {LAUNCH}="slurm-$SLURM_JOB_ID"', f'export {AGAIN}="${FOLDER}/again"']
         if self.master_addr is not None:
             lines.append(f"export MASTER_ADDR={_quoted(self.master_addr)}")
         if self.master_port is not None:
             lines.append(f"export MASTER_PORT={self.master_port}")
         lines.append(f"export {ROOTS}={_quoted(json.dumps(original_roots()))}")  # the copy of the config lies elsewhere
-        lines.append(f"export {SEALED}={_quoted(folder / _SEAL)}")
+        lines.append(f'export {SEALED}="${FOLDER}/{_SEAL}"')
         return lines
 
 
@@ -260,69 +286,7 @@ def _frozen(job: Job) -> str:
     return dump(settings)
 
 
-# ---- what Slurm is asked
-
-
-def _there_is_slurm() -> None:
-    """Raises SetupError where it cannot be asked."""
-    if missing := [name for name in ("sbatch", "scontrol") if shutil.which(name) is None]:
-        message = (
-            f"there is no command {missing[0]} here: submit where Slurm is installed, a login node mostly; "
-            "`engine.launcher=null` runs on this machine"
-        )
-        raise SetupError(Fault(message, "engine.launcher"))
-    code, words = _ask("scontrol", "ping")
-    if code != 0:
-        raise SetupError(Fault(f"Slurm does not answer: {words or 'no word'}", "engine.launcher"))
-
-
-def _ask(*command: str) -> tuple[int, str]:
-    """Exit code and words of a command of Slurm; 124 where it does not answer."""
-    try:
-        done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=ANSWER, start_new_session=True
-        )
-    except subprocess.TimeoutExpired:
-        return 124, f"{command[0]} gave no answer in {ANSWER:.0f} s"
-    except OSError as error:
-        return 127, f"{command[0]}: {error.strerror}"
-    return done.returncode, " ".join((done.stdout if done.returncode == 0 else done.stderr or done.stdout).split())
-
-
-def _submit(executor: Any, inside: bool) -> str:
-    """Hands a job in; its number.
-
-    Raises:
-        SetupError: in Slurm's own words.
-    """
-    from submitit.core.utils import FailedJobError, FailedSubmissionError
-    from submitit.helpers import clean_env
-
-    kept, twice = os.environ.pop(DECIDED, None), io.StringIO()  # submitit prints what it raises as well
-    try:
-        with clean_env() if inside else contextlib.nullcontext(), contextlib.redirect_stderr(twice):
-            return executor.submit_command()
-    except (FailedJobError, FailedSubmissionError) as error:
-        words = "; ".join(line.removeprefix("sbatch: error: ") for line in str(error).splitlines() if line.strip())
-        raise SetupError(Fault(f"Slurm refuses the job: {words}", "engine.launcher")) from error
-    finally:
-        os.environ |= {DECIDED: kept} if kept is not None else {}
-
-
-def state_of(number: str) -> dict[str, str] | None:
-    """What Slurm knows of a job: JobState, Reason, ExitCode, Restarts, NodeList …; None: nothing, or no longer.
-
-    Raises:
-        TimeoutError: it does not answer.
-    """
-    code, words = _ask("scontrol", "show", "job", "-o", number)
-    if code == 0:
-        return dict(re.findall(r"(\w+)=(\S*)", words))
-    if "Invalid job id" not in words:
-        raise TimeoutError(words)
-    code, words = _ask("sacct", "-j", number, "-X", "-n", "-P", "-o", "State,ExitCode")
-    found = re.match(r"(\w+)[^|]*\|(\d+:\d+)", words) if code == 0 else None
-    return {"JobState": found[1], "ExitCode": found[2]} if found else None
+# ---- following
 
 
 class _Following:
@@ -349,6 +313,15 @@ class _Following:
             if ended is not None:
                 return self._verdict(ended)
             clock.sleep(LOOK)
+
+    def to_its_cancelled_end(self) -> int:
+        """The exit code of an interrupted job, when it has ended or `CANCELLED` seconds have passed."""
+        self._due, self._pause, until = 0.0, 1.0, clock.monotonic() + CANCELLED
+        while clock.monotonic() < until and (self._state() is None):
+            self._echo(to_the_end=False)
+            clock.sleep(LOOK)
+        self._echo(to_the_end=True)
+        return 130
 
     def _echo(self, to_the_end: bool) -> None:
         for tail, stream in ((self._err, sys.stderr), (self._out, sys.stdout)):
@@ -411,7 +384,7 @@ class _Following:
     def _tell_of_others(self) -> None:
         """The errors that processes beside the first have printed."""
         paths = self.folder.glob(f"{self.number}_*_log.err")
-        for path in sorted(paths, key=lambda path: int(path.name.split("_")[1])):
+        for path in sorted(paths, key=lambda path: int(path.name.split("_")[-2])):
             text = path.read_text(errors="replace")
             if path != self._err.path and (found := re.search(r"^(error|Traceback)", text, re.MULTILINE)):
                 sys.stderr.write(text[found.start() :])
@@ -456,8 +429,12 @@ def _quoted(word: object) -> str:
 
 def job_here(environment: Mapping[str, str] | None = None) -> str | None:
     """The number of the job that this process is a task of, or was started by one; None: it is in no step of one."""
-    step = slurm_step(os.environ if environment is None else environment)
-    return None if step is None else step.removeprefix("slurm-").partition(".")[0]
+    environment = os.environ if environment is None else environment
+    if (step := slurm_step(environment)) is None:
+        return None
+    if array := environment.get("SLURM_ARRAY_JOB_ID"):  # which the last of its tasks has as its own number
+        return f"{array}_{environment['SLURM_ARRAY_TASK_ID']}"
+    return step.removeprefix("slurm-").partition(".")[0]
 
 
 def is_preempted(number: str) -> bool:
@@ -490,7 +467,7 @@ def _requeue(number: str, done: int | str) -> None:
     if file := os.environ.get(AGAIN):
         Path(file).write_text(str(done))
         return
-    code, words = _ask("scontrol", "requeue", number)
+    code, words = ask("scontrol", "requeue", number)
     if code != 0:
         hint = "`train.resume_ckpt=auto` resumes from last.ckpt"
         _say(f"error: Slurm does not start job {number} again: {words or f'exit code {code}'}; {hint}")

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import re
 import shlex
-from pathlib import Path
 
 AGAIN = "DEEPLIGHTNING_REQUEUE"
 """The variable that names a file: its being there tells the batch script, behind its tasks, to send the job back into
 the queue. A task in a container, say, cannot ask Slurm itself. It holds what the task has done since this start: a
 number of batches, or `preempted`; nothing means that it is not known."""
+
+FOLDER, NUMBER = "deeplightning_folder", "deeplightning_job"
+"""Variables of the script: the folder of this job, or of this task of an array, and the number by which Slurm knows it.
+`SLURM_JOB_ID` of an array's last task is the number of the whole array."""
+
+VARIABLES = "variables.sh"
+"""A file in the folder of an array's task: lines of shell with what its trial has in its environment."""
 
 IN_VAIN = 3
 """Starts in a row without a trained batch after which a job does not go back into the queue by itself."""
@@ -27,10 +33,9 @@ def seconds_of(time: str | int | None) -> int | None:
     return (int(days or 0) * 24 + hours) * 3600 + minutes * 60 + seconds or None
 
 
-def after_tasks(folder: Path, restarts: int, max_requeues: int | None) -> list[str]:
+def after_tasks(restarts: int, max_requeues: int | None) -> list[str]:
     """Lines of shell behind the tasks: what sends the job back into the queue where these could not, and its end."""
-    counter = shlex.quote(f"{folder}/restarts")
-    idle, requeues = shlex.quote(f"{folder}/idle"), shlex.quote(f"{folder}/requeues")
+    counter, idle, requeues = (f'"${FOLDER}/{name}"' for name in ("restarts", "idle", "requeues"))
     in_vain = (
         f"error: the job was started {IN_VAIN} times in a row, and no batch was trained before it had to end: its time "
         "is shorter than a start takes. Give engine.launcher.params.time more, or a smaller warning"
@@ -63,7 +68,7 @@ def after_tasks(folder: Path, restarts: int, max_requeues: int | None) -> list[s
             "    exit 5",
             "  fi",
         ]
-    lines += ['  scontrol requeue "$SLURM_JOB_ID" && exit', "fi"]
+    lines += ['  scontrol requeue "$' + NUMBER + '" && exit', "fi"]
     if restarts:
         lines += [
             "case $code in",
@@ -73,7 +78,7 @@ def after_tasks(folder: Path, restarts: int, max_requeues: int | None) -> list[s
             f"  if [ $lost -le {restarts} ]; then",
             f"    echo $lost >{counter}",
             f'    echo "a worker was lost (exit code $code); restart $lost of {restarts}" >&2',
-            '    scontrol requeue "$SLURM_JOB_ID" && exit',
+            '    scontrol requeue "$' + NUMBER + '" && exit',
             "  fi ;;",
             "esac",
         ]

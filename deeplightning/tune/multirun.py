@@ -27,6 +27,7 @@ from deeplightning.checks.examine import examine, load_config
 from deeplightning.config.source import read
 from deeplightning.config.tree import as_written, dump, line
 from deeplightning.faults import ConfigError, Fault, RunError, SetupError, count, error_of
+from deeplightning.launch import Job, array_of
 from deeplightning.launch.environment import apply_environment
 from deeplightning.process.decisions import DECIDED
 from deeplightning.process.identity import identity
@@ -220,6 +221,8 @@ class Grid:
         waiting = [number for number, point in enumerate(self.points) if not point.is_finished(self.code)]
         done = len(self.points) - len(waiting)
         begun = f", {done} of them finished before" if done else ""
+        job = Job(self.cfg, self.path, tuple(self.points[0].words))
+        self.workers.array = array_of(job, len(waiting), self.keys, self.home / "slurm-array")
         log.info("%-10s %s%s; %s", self.VERB, count(len(self.points), "run"), begun, self.home)
         while True:
             while self.workers.signal is None and waiting and len(self.workers) < self.jobs:

@@ -26,6 +26,7 @@ from deeplightning.config.source import read
 from deeplightning.config.target import import_again, is_installed
 from deeplightning.config.tree import as_written, dump, line
 from deeplightning.faults import CheckpointError, ConfigError, Fault, RunError, SetupError, UserError, count
+from deeplightning.launch import Job, array_of
 from deeplightning.launch.environment import apply_environment
 from deeplightning.launch.sealed import is_intact
 from deeplightning.process.decisions import DECIDED
@@ -126,6 +127,10 @@ class _Search:
         log.info("%-10s %s", "search", self._words())
         for notice in self.code.notices:
             log.warning("%-10s %s", "code", notice)
+        over = sum(trial.state in _over() for trial in self.study.trials())
+        job = Job(self.cfg, self.path, tuple(self.overrides))
+        keys = [d.key for d in self.space]
+        self.workers.array = array_of(job, self.study.total() - over, keys, self.home / "slurm-array")
         with self.workers.passing_signals_on():
             try:
                 with self._database_errors():

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 
+from deeplightning.launch.slurm_array import Array
 from deeplightning.private.python import forget_exit_functions, run_exit_functions
 
 LOOK = 0.05  # seconds between two looks at whether a trial has ended
@@ -86,11 +87,13 @@ class Forked:
     """Trials as processes forked from this one.
 
     Attributes:
+        array: the jobs of Slurm that the trials are to be; None: they run here, or start what they need.
         signal: the last that this process got while it passed them on; None: none.
     """
 
     def __init__(self, train: Train, line: Line):
         self.train, self.line = train, line
+        self.array: Array | None = None
         self.signal: int | None = None
         self._running: dict[int, int] = {}  # trial → process
 
@@ -107,6 +110,8 @@ class Forked:
         """
         sys.stdout.flush()
         sys.stderr.flush()
+        if self.array is not None:
+            environment = {**environment, **self.array.variables(environment)}
         driver = os.getpid()
         # A signal that comes meanwhile waits: the child would take it for the search's.
         before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
@@ -146,6 +151,8 @@ class Forked:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+            if self.array is not None:
+                self.array.close()
 
     def interrupt(self, number: int = signal.SIGINT) -> None:
         for child in self._running.values():

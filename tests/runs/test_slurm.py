@@ -4,6 +4,7 @@ It needs root and Debian's `slurm-wlm` and `munge` (`apt-get install slurm-wlm m
 """
 
 import contextlib
+import csv
 import ctypes
 import os
 import re
@@ -21,9 +22,10 @@ import pytest
 from commands import LONGEST, environment
 from conftest import digest
 
+from deeplightning.config.target import is_installed
 from deeplightning.launch import Slurm
 from deeplightning.launch import slurm as module
-from deeplightning.launch.slurm_script import after_tasks, seconds_of
+from deeplightning.launch.slurm_script import FOLDER, NUMBER, after_tasks, seconds_of
 from deeplightning.process.identity import hosts, identity, slurm_step, tasks_per_node
 from deeplightning.tracking.code import read_code
 
@@ -444,8 +446,9 @@ def script(tmp_path):
         (tmp_path / "asked").unlink(missing_ok=True)
         if batches is not None:
             (tmp_path / "again").write_text(batches)
-        lines = [f"(exit {code})", *after_tasks(tmp_path, 0, max_requeues)]
-        variables = {"DEEPLIGHTNING_REQUEUE": f"{tmp_path}/again", "SLURM_JOB_ID": "7"}
+        place = [f"{FOLDER}={shlex.quote(str(tmp_path))}", f"{NUMBER}=7"]
+        lines = [*place, f"(exit {code})", *after_tasks(0, max_requeues)]
+        variables = {"DEEPLIGHTNING_REQUEUE": f"{tmp_path}/again"}
         env = os.environ | variables | {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
         done = subprocess.run(
             ["bash", "-c", "\n".join(lines)], env=env, capture_output=True, text=True, timeout=LONGEST
@@ -793,3 +796,103 @@ def test_signals_are_the_users_own_elsewhere(monkeypatch):
             monkeypatch.delenv(name)
     assert module.job_here() is None
     assert module.job_here(STEP) == "7"
+
+
+# ---- searches as arrays
+
+
+SPACE = """\
+tune:
+  metric: val_acc
+  mode: max
+  num_trials: 4
+  parallel: 2
+  space:
+    model.optimizer.params.lr: {log_uniform: [1e-4, 0.1]}
+"""
+
+
+@pytest.fixture
+def searching(cluster, work, command):
+    """`searching(name, override, …)` is a search under Slurm, just started; with its log file."""
+    if not is_installed("optuna"):
+        pytest.skip("Optuna is not installed: pip install 'deeplightning[tune]'")
+    config = work / "configs" / "search.yaml"
+    config.write_text((work / "configs" / "tiny.yaml").read_text() + SPACE)
+
+    def start(name, *overrides, launcher=LAUNCHER):
+        given = [f"tune.name={name}", launcher, *overrides]
+        return command.start("tune", "configs/search.yaml", *given, cwd=work, **cluster.variables)
+
+    return start
+
+
+def trials_of(outcome):
+    assert outcome.code == 0, outcome
+    with (outcome.folder / "trials.csv").open() as file:
+        return list(csv.DictReader(file))
+
+
+def home_of(store, name):
+    """The folder of a search."""
+    return store / "searches" / "Default" / name
+
+
+def queue(cluster):
+    """Jobs and tasks in the queue, by number: their states."""
+    listed = cluster.ask("squeue", "-h", "-r", "-o", "%i %T")
+    return dict(line.split() for line in listed.splitlines())
+
+
+@pytest.mark.slow
+def test_a_search_is_one_array(searching, cluster, store):
+    """Four trials, two at a time: four tasks of one array, none of them started before its trial is drawn, each a run
+    with the results of a search without Slurm; the queue is empty in the end, and so is the note of the array."""
+    running, seen = searching("array"), []
+    while not running._read("code"):
+        seen.append(queue(cluster))
+        time.sleep(0.1)
+    here = trials_of(end_of(searching("here", launcher="engine.launcher=null")))
+    there = trials_of(running.end())
+    figures = [key for key in here[0] if key.startswith("val_acc") or key.endswith("lr")]
+    assert figures
+    assert [[row[key] for key in figures] for row in there] == [[row[key] for key in figures] for row in here]
+    arrays = {number.partition("_")[0] for states in seen for number in states}
+    (array,) = arrays
+    assert {number for states in seen for number in states} == {f"{array}_{task}" for task in range(4)}
+    assert max(sum(state != "PENDING" for state in states.values()) for states in seen) <= 2
+    assert not queue(cluster)
+    assert not (home_of(store, "array") / "slurm-array").exists()
+
+
+@pytest.mark.slow
+def test_an_interrupted_search_leaves_no_job(searching, cluster, store, tmp_path):
+    """Ctrl-C: the trials under way save and end, the held ones are cancelled; the same command finishes the search in
+    the same runs."""
+    waits = f"train.callbacks=[{{type: mine.Waits, params: {{until: '{tmp_path}/go'}}}}]"
+    running = searching("interrupted", waits)
+    wait_for(lambda: sum(state == "RUNNING" for state in queue(cluster).values()) == 2 or ended(running), "two trials")
+    logs = home_of(store, "interrupted") / "trials"
+    wait_for(lambda: all("waits" in (logs / f"trial-{n}.log").read_text() for n in (0, 1)) or ended(running), "batches")
+    running.signal(signal.SIGINT)
+    (tmp_path / "go").touch()
+    outcome = end_of(running)
+    assert outcome.code == 130, outcome
+    assert not queue(cluster)
+    again = end_of(searching("interrupted", waits))
+    assert [row["state"] for row in trials_of(again)] == ["finished"] * 4
+    assert again.out.count("(continues)") == 2
+
+
+@pytest.mark.slow
+def test_a_killed_search_ends_its_former_tasks(searching, cluster):
+    """kill -9: held tasks stay in the queue, and take no machine; the same command ends them, and finishes."""
+    running = searching("killed")
+    wait_for(lambda: "RUNNING" in queue(cluster).values() or ended(running), "a trial")
+    running.signal(signal.SIGKILL)
+    wait_for(lambda: {*queue(cluster).values()} == {"PENDING"}, "the end of trials without a search", 120)
+    former = {number.partition("_")[0] for number in queue(cluster)}
+    again = searching("killed")
+    wait_for(lambda: not former & {number.partition("_")[0] for number in queue(cluster)} or ended(again), "their end")
+    assert len(trials_of(end_of(again))) == 4
+    assert not queue(cluster)
