@@ -35,6 +35,12 @@ if TYPE_CHECKING:
 IN_GROUPS = 20
 """From more classes on, those that are confused are put beside each other."""
 
+NAMED = 120
+"""Classes whose names stand at a confusion matrix; a matrix of more is as large as of these, without names."""
+
+MOST_IN_MATRIX = 1000
+"""Classes of a confusion matrix; of more it would be a point for each sample."""
+
 SHOWN = 30
 """Classes whose precision and recall are shown; of more, those with the lowest F1."""
 
@@ -57,10 +63,11 @@ def _confusion_matrix(counts: np.ndarray, names: Sequence[str], words: str) -> "
     order = measures.in_groups(counts) if classes > IN_GROUPS else np.arange(classes)
     counts = counts[np.ix_(order, order)]
     shown = [label(names[number], 18) for number in order.tolist()]
+    has_names = classes <= NAMED
     size = 7.5 if classes <= 12 else 6.5 if classes <= IN_GROUPS else 5.5
-    wide = room_for(shown, size)
+    wide = room_for(shown, size) if has_names else 0.0
     cell = 0.34 if classes <= 12 else 0.28 if classes <= IN_GROUPS else size * 1.25 / 72
-    side = max(2.6, cell * classes)
+    side = max(2.6, cell * min(classes, NAMED))
     cell = side / max(1, classes)
     is_upright = wide < 0.95 * cell
     left, bottom = wide + 0.42, (0.16 if is_upright else wide) + 0.32
@@ -72,8 +79,9 @@ def _confusion_matrix(counts: np.ndarray, names: Sequence[str], words: str) -> "
         interpolation="none",
         extent=(-0.5, classes - 0.5, classes - 0.5, -0.5),
     )
-    axes.set_xticks(range(classes), shown, rotation=0 if is_upright else 90, fontsize=size)
-    axes.set_yticks(range(classes), shown, fontsize=size)
+    ticks, at = (range(classes), shown) if has_names else ([], [])
+    axes.set_xticks(ticks, at, rotation=0 if is_upright else 90, fontsize=size)
+    axes.set_yticks(ticks, at, fontsize=size)
     axes.tick_params(length=0, pad=2)
     axes.set_xlabel("predicted class")
     axes.set_ylabel("true class")

@@ -26,10 +26,10 @@ def confusion(labels: np.ndarray, predicted: np.ndarray, classes: int) -> np.nda
     return np.bincount(labels * classes + predicted, minlength=classes * classes).reshape(classes, classes)
 
 
-def per_class(counts: np.ndarray) -> PerClass:
-    """Precision, recall and F1 of a confusion matrix, int (K, K)."""
-    right, predicted, true = np.diag(counts), counts.sum(0), counts.sum(1)
-    return from_counts(right, predicted, true)
+def per_class(labels: np.ndarray, predicted: np.ndarray, classes: int) -> PerClass:
+    """Precision, recall and F1 of each of so many classes; labels and answers int (N,)."""
+    each = labels[labels == predicted], predicted, labels
+    return from_counts(*(np.bincount(one, minlength=classes) for one in each))
 
 
 def from_counts(right: np.ndarray, predicted: np.ndarray, true: np.ndarray) -> PerClass:
@@ -118,12 +118,11 @@ def in_groups(counts: np.ndarray) -> np.ndarray:
     return order
 
 
-def most_confused(counts: np.ndarray, most: int = 10) -> list[tuple[int, int, int]]:
-    """The pairs of a true and a predicted class that are confused most often, with how often."""
-    wrong = counts.copy()
-    np.fill_diagonal(wrong, 0)
-    order = np.argsort(-wrong, axis=None, kind="stable")[:most]
-    pairs = zip(*np.unravel_index(order, wrong.shape), strict=True)
+def most_confused(labels: np.ndarray, predicted: np.ndarray, most: int = 10) -> list[tuple[int, int, int]]:
+    """The pairs of a true and a predicted class that are confused most often, with how often; both int (N,)."""
+    wrong = np.stack([labels, predicted])[:, labels != predicted]
+    pairs, often = np.unique(wrong, axis=1, return_counts=True)
+    order = np.argsort(-often, kind="stable")[:most]
     return [
-        (int(true), int(predicted), int(wrong[true, predicted])) for true, predicted in pairs if wrong[true, predicted]
+        (int(true), int(answered), int(n)) for (true, answered), n in zip(pairs.T[order], often[order], strict=True)
     ]

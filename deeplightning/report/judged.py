@@ -13,7 +13,7 @@ from deeplightning.report.facts import STAGES, Facts, is_inside
 LARGEST = 512 * 2**20
 """Bytes of a file of answers that is read."""
 
-MOST_CLASSES = 2000
+MOST_CLASSES = 100_000
 
 
 @dataclass
@@ -77,14 +77,15 @@ def _of_classes(run: Facts, columns: dict[str, Any], prefix: str, found: Judged)
     names |= dict(enumerate(run.classes[:MOST_CLASSES]))
     number = max(number, len(run.classes[:MOST_CLASSES]))
     classes_ = [names.get(n, str(n)) for n in range(number)]
-    counts = measures.confusion(labels, predicted, number)
-    each = measures.per_class(counts)
+    each = measures.per_class(labels, predicted, number)
     found.per_class = [
         (name, float(each.precision[n]), float(each.recall[n]), float(each.f1[n]), int(each.support[n]))
         for n, name in enumerate(classes_)
     ]
-    found.confused = [(classes_[t], classes_[p], often) for t, p, often in measures.most_confused(counts)]
-    found.drawings[f"{prefix}_confusion_matrix"] = classes.confusion_matrix(counts, classes_, found.of)
+    found.confused = [(classes_[t], classes_[p], often) for t, p, often in measures.most_confused(labels, predicted)]
+    if number <= classes.MOST_IN_MATRIX:
+        counts = measures.confusion(labels, predicted, number)
+        found.drawings[f"{prefix}_confusion_matrix"] = classes.confusion_matrix(counts, classes_, found.of)
     found.drawings[f"{prefix}_classes"] = classes.precision_recall(each, classes_, found.of)
     probability = np.array(columns.get("predicted_probability", []), float)
     if not len(probability) or not np.isfinite(probability).all():

@@ -44,7 +44,8 @@ class Classification(Supervised):
     def __init__(self, cfg: "PartConfig"):
         super().__init__(cfg)
         self.class_names: list[str] = []
-        self._confusion: Tensor | None = None
+        self._answered: list[Tensor] = []  # of each validation batch, label and answer as one number
+        self._outputs_of_classes = 0
         self._ranges: dict[object, tuple[int, int] | None] = {}  # of each stage, the least and the largest label
 
     def setup(self, stage: str) -> None:
@@ -137,31 +138,42 @@ class Classification(Supervised):
     # ---- pictures
 
     def on_validation_epoch_start(self) -> None:
-        self._confusion = None
+        self._answered = []
 
     def remember(self, inputs: Tensor, logits: Tensor, labels: Tensor) -> None:
-        """Counts label and answer of each validation sample."""
-        number = logits.shape[1]
-        pairs = bincount(labels * number + logits.argmax(1), minlength=number * number).view(number, number)
-        self._confusion = pairs if self._confusion is None else self._confusion + pairs
+        """Keeps label and answer of each validation sample, in 8 bytes."""
+        self._outputs_of_classes = logits.shape[1]
+        self._answered.append(labels * logits.shape[1] + logits.argmax(1))
 
     def pictures(self, stage: str) -> dict[str, Any]:
         """Confusion matrix, and precision and recall of each class, of the last validation over all processes.
 
-        Called on every process, since counts are summed over them; only rank 0 gets drawings.
+        Called on every process, since counts are summed over them; only rank 0 gets drawings. A matrix of more than
+        `MOST_IN_MATRIX` classes is not drawn.
         """
-        if stage != "val" or self._confusion is None:
-            return {}
-        confusion = self.trainer.strategy.reduce(self._confusion, reduce_op="sum")
-        if not self.trainer.is_global_zero:
+        if stage != "val" or not self._answered:
             return {}
         from deeplightning.figures import classes, measures  # most processes and verbs draw nothing
 
-        names, counts = self.names(len(confusion)), confusion.cpu().numpy()
-        return {
-            "val_confusion_matrix": classes.confusion_matrix(counts, names, "validation"),
-            "val_classes": classes.precision_recall(measures.per_class(counts), names, "validation"),
-        }
+        number, pairs = self._outputs_of_classes, torch.cat(self._answered)
+        has_matrix, reduce = number <= classes.MOST_IN_MATRIX, self.trainer.strategy.reduce
+        if has_matrix:
+            confusion = bincount(pairs, minlength=number * number).view(number, number)
+            confusion = reduce(confusion, reduce_op="sum")
+            counts = confusion.diagonal(), confusion.sum(0), confusion.sum(1)
+        else:
+            labels, predicted = pairs // number, pairs % number
+            each = labels[labels == predicted], predicted, labels
+            counts = tuple(reduce(torch.stack([bincount(one, minlength=number) for one in each]), reduce_op="sum"))
+        if not self.trainer.is_global_zero:
+            return {}
+        names = self.names(number)
+        per_class = measures.from_counts(*(one.cpu().numpy() for one in counts))
+        found = {"val_classes": classes.precision_recall(per_class, names, "validation")}
+        if has_matrix:
+            drawing = classes.confusion_matrix(confusion.cpu().numpy(), names, "validation")
+            found = {"val_confusion_matrix": drawing} | found
+        return found
 
     def names(self, classes: int) -> list[str]:
         """The names of the classes; their numbers where the data tell none."""

@@ -74,11 +74,11 @@ class ImageClassification(Classification, ImageTask):
     def pictures(self, stage: str) -> dict[str, Any]:
         """Those of every classification, and a sheet of samples."""
         found = super().pictures(stage)
-        if not found or self._sheet is None or self._confusion is None:
+        if not found or self._sheet is None:
             return found
         from deeplightning.figures import classes  # as in `Classification`
 
-        names = self.names(len(self._confusion))
+        names = self.names(self._outputs_of_classes)
         columns = [self._sheet[name].cpu() for name in ("image", "label", "predicted", "p")]
         samples = [
             classes.Sample(

@@ -48,7 +48,7 @@ def test_names_are_plain_text():
     counts = matrix(HOSTILE)
     for drawing in (
         classes.confusion_matrix(counts, HOSTILE, "test"),
-        classes.precision_recall(measures.per_class(counts), HOSTILE, "test"),
+        classes.precision_recall(measures.from_counts(np.diag(counts), counts.sum(0), counts.sum(1)), HOSTILE, "test"),
         classes.two_classes(measures.two_classes(np.array([0.1, 0.9]), np.array([False, True])), HOSTILE[0], "test"),
         curves.compared(HOSTILE[0], [(HOSTILE[1], [(0, 1.0), (1, 2.0)])]),
     ):
@@ -72,6 +72,14 @@ def test_a_confusion_matrix_says_what_it_is(number, cells):
     assert [name for name in names if shown.count(name) != 2] == []
     numbers = [text for text in shown if text.isdecimal() and 0 < int(text) <= 20]
     assert len(numbers) == (np.count_nonzero(counts) if cells else 0)
+
+
+def test_a_matrix_of_many_classes_has_no_names():
+    """It is no larger than one of 120 classes, however many there are."""
+    many, most = (np.eye(number, dtype=int) for number in (121, 1000))
+    sizes = [drawn(classes.confusion_matrix(each, [str(n) for n in range(len(each))], "test")) for each in (many, most)]
+    assert len({tuple(made.get_size_inches()) for made in sizes}) == 1
+    assert "120" not in texts(to_svg(sizes[0]))
 
 
 def test_a_share_is_at_each_count_of_few_classes():

@@ -60,7 +60,7 @@ def hundred_classes() -> str:
     found = measures.reliability(random.beta(8, 2, 5000), true == predicted)
     drawings = (
         classes.confusion_matrix(counts, names, "test"),
-        classes.precision_recall(measures.per_class(counts), names, "test"),
+        classes.precision_recall(measures.per_class(shuffled[true], shuffled[predicted], 100), names, "test"),
         classes.reliability(found, "test"),
     )
     cards = [page.picture("picture", to_svg(drawn(d), d.alt).encode(), d.alt) for d in drawings]
