@@ -319,12 +319,17 @@ class Checkpoints(LightningCheckpoint):
         """The best k that a checkpoint knew, as far as their files are there.
 
         Between the checkpoint and the end of the process later ones may have replaced the best. Where the run resumes,
-        they are its own: it will come to them again. Elsewhere they are of another course of things.
+        they are its own: it will come to them again. Elsewhere they are of another course of things. A best that cannot
+        be read is put aside, so that a worse one does not take its place.
         """
         try:
             best = read_checkpoint(former.best)["callbacks"][self.state_key]["kept"][0]
             best = {**best, "file": former.best.name}
-        except (CheckpointError, KeyError, IndexError, TypeError):
+        except (CheckpointError, KeyError, IndexError, TypeError) as error:
+            if former.best.is_file():
+                aside = former.former(former.best) if goes_on else former.best
+                former.best.rename(aside)
+                log.warning("the best so far cannot be read and is decided anew; the file is %s (%s)", aside, error)
             return []
         if best["metric"] != self.settings.monitor or not (goes_on or best in loaded):
             return []

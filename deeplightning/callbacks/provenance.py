@@ -4,13 +4,14 @@ All of it on rank 0, beside the run: nothing here can make it fail, and what tak
 thread of low priority while the network learns.
 """
 
+import contextlib
 import hashlib
 import json
 import logging
 import os
 import shutil
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,7 +70,8 @@ class Origin:
         try:
             self._code = collect(self._redact)
             keep_out(self.cfg, self._code)
-            self._keep_code(self._code, is_first=True)
+            with _or_warned(self.folder.code):
+                self._keep_code(self._code, is_first=True)
             for place in self._code.concealed:
                 log.warning(
                     "code       %s looks like a secret and is not kept: where the run is made again, *** replaces it. "
@@ -98,20 +100,19 @@ class Origin:
             self._end(was_interrupted)
 
     def _end(self, was_interrupted: bool) -> None:
-        try:
-            if self._digesting is not None:
-                self._digesting.join(0 if was_interrupted else PATIENCE)
-                self._enough.set()
-                self._digesting.join()
-            if self._code is not None:
+        if self._digesting is not None:
+            self._digesting.join(0 if was_interrupted else PATIENCE)
+            self._enough.set()
+            self._digesting.join()
+        if self._code is not None:
+            with _or_warned(self.folder.code):
                 code = collect(self._redact, self._code)
                 code.packages = versions_of(code.imported)
                 code.program |= self._program
                 code.changed = self._changed
                 self._keep_code(code)
+        with _or_warned(self.folder.series):
             self._keep_metrics()
-        except Exception as error:
-            log.warning("code       what the run is made of cannot be kept: %s", error)
 
     def _redact(self, text: str) -> str:
         """Without the values of the environment, but for those that are too short to be a secret and would be found all
@@ -204,6 +205,15 @@ class Origin:
         found = read_series(store, self.folder.path.parent.name)
         if found is not None and sum(map(len, found.values())) <= MAX_POINTS:
             write_whole(self.folder.series, to_text(found))
+
+
+@contextlib.contextmanager
+def _or_warned(path: Path) -> Iterator[None]:
+    """A file of the run that cannot be written costs the run that file alone."""
+    try:
+        yield
+    except Exception as error:
+        log.warning("code       %s is not written: %s", path.name, error)
 
 
 def keep_out(cfg: Config, code: Code | None = None) -> None:

@@ -262,7 +262,7 @@ class Record(pl.Callback):
         for logger in self.loggers:
             if hasattr(logger, "go_on"):
                 self._tell(logger, settings, environment, is_new=True)
-        if is_other:
+        if is_other or not folder.places.exists():  # a start before may have failed between the two
             # An override's place names its value, which may be anything.
             places = {k: _COMMAND_LINE if p.startswith("override ") else p for k, p in (self.cfg.places or {}).items()}
             write_whole(folder.places, self.cfg.redact_message(json.dumps(places, indent=1)))

@@ -360,7 +360,9 @@ def test_lightnings_own_logger_goes_on_as_well(train, tracked, store):
 def test_a_run_that_has_gone_on_can_be_reproduced_tested_and_checked(command, place, train, tracked):
     """Its `cfg.yaml` is that of the whole run, which does not resume itself."""
     part = train(*RANDOM, "train.num_epochs=1")
+    (part.folder / "places.json").unlink()  # as where the disk was full between it and cfg.yaml
     done = train(*RANDOM, "train.num_epochs=2", f"train.resume_ckpt='{part.folder}'")
+    assert (done.folder / "places.json").exists()
     again = command("reproduce", done.folder, cwd=place)
     assert again.code == 0, again
     assert again.folder != done.folder

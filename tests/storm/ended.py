@@ -63,7 +63,10 @@ def end_of(store: Path, experiment: str = "Default", run_id: str | None = None) 
     (run,) = runs
     folder = Path(run.info.artifact_uri.removeprefix("file://"))
     names = sorted(name for name in run.data.metrics if not name.startswith("system/"))
-    series = {name: [[p.step, p.value] for p in client.get_metric_history(run.info.run_id, name)] for name in names}
+    # By steps: a point of a process that was killed may be in the store before those that its successor writes again.
+    series = {
+        name: sorted([p.step, p.value] for p in client.get_metric_history(run.info.run_id, name)) for name in names
+    }
     weights = {path.name: digest(path) for path in sorted(folder.glob("*.ckpt"))}
     files = {
         name: hashlib.sha256((folder / name).read_bytes()).hexdigest() for name in FILES if (folder / name).exists()

@@ -3,13 +3,16 @@
 import errno
 import logging
 import os
+from types import SimpleNamespace
 
 import pytest
 
+from deeplightning.callbacks import provenance
+from deeplightning.callbacks.checkpoints import Checkpoints
 from deeplightning.callbacks.record import _RankFile
 from deeplightning.cli.exit_codes import report
 from deeplightning.engine.checkpoint_io import SafeCheckpointIO
-from deeplightning.runfolder import write_whole
+from deeplightning.runfolder import RunFolder, write_whole
 from deeplightning.tracking.journal import Journal, _read
 from deeplightning.tracking.store import locate
 
@@ -136,3 +139,32 @@ def test_the_name_of_a_checkpoint_is_synced(tmp_path, monkeypatch):
     target = tmp_path / "run" / "last.ckpt"
     SafeCheckpointIO().save_checkpoint({"state_dict": {}}, target)
     assert done[:4] == ["file", "replace", str(target.parent), str(tmp_path)]
+
+
+def test_a_best_that_cannot_be_read_is_put_aside(tmp_path, caplog):
+    """A resumed run decides anew which is the best, says so, and does not write over the former (call 195, ESTALE)."""
+    folder = RunFolder(tmp_path)
+    folder.best.write_bytes(b"nothing that can be read")
+    callback = SimpleNamespace(state_key="x", settings=SimpleNamespace(monitor="val_acc", save_top_k=2))
+    assert Checkpoints._still_there(callback, folder, [], goes_on=False) == []
+    assert folder.best.exists()
+    assert Checkpoints._still_there(callback, folder, [], goes_on=True) == []
+    assert not folder.best.exists()
+    assert (tmp_path / "best.1.ckpt").read_bytes() == b"nothing that can be read"
+    assert f"decided anew; the file is {tmp_path}/best.1.ckpt" in caplog.text
+
+
+def test_code_that_cannot_be_written_costs_no_metrics(tmp_path, caplog, monkeypatch):
+    """Each file that a run leaves at its end is written or named (call 891, EINTR at a close)."""
+    written = []
+
+    def fail(*arguments):
+        raise OSError(errno.EINTR, os.strerror(errno.EINTR), "code.zip")
+
+    monkeypatch.setattr(provenance, "collect", fail)
+    monkeypatch.setattr(provenance.Origin, "_keep_metrics", lambda self: written.append(self.folder.series.name))
+    origin = provenance.Origin(SimpleNamespace(secrets=None), RunFolder(tmp_path))
+    origin._code = object()
+    origin.end(was_interrupted=False)
+    assert written == ["metrics.json"]
+    assert "code.zip is not written: [Errno 4] Interrupted system call" in caplog.text
