@@ -124,10 +124,25 @@ class _OptimizedModule(metaclass=_IsCompiled):
     """What `torch.compile` makes of a network, before anything has been compiled."""
 
 
+class _Part:
+    """Answers what is asked of a submodule of `torch._dynamo`, and loads that for everything else."""
+
+    def __init__(self, name: str, **answers: object):
+        self._name = name
+        self.__dict__ |= answers
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(getattr(_load_dynamo(), self._name), name)
+
+
 class _Dynamo(ModuleType):
-    """Answers what optimizers and Lightning ask `torch._dynamo` in eager mode, and loads it for everything else."""
+    """Answers what optimizers, Lightning and a group of processes ask `torch._dynamo` in eager mode, and loads it for
+    everything else."""
 
     OptimizedModule = _OptimizedModule
+    # `init_process_group` clears a cache, which is empty; `DistributedDataParallel` asks for its default.
+    trace_rules = _Part("trace_rules", clear_lru_cache=lambda: None)
+    utils = _Part("utils", get_optimize_ddp_mode=lambda: "ddp_optimizer")
 
     def __getattr__(self, name: str) -> object:
         if name.startswith("__"):

@@ -151,6 +151,22 @@ figure, axes = metric.plot()
 assert figure.axes == [axes]
 """
 
+GROUP = """\
+import sys
+from deeplightning.private.lazy_imports import import_lazily
+import_lazily()
+import pytorch_lightning, torch
+from torch.nn.parallel import DistributedDataParallel
+torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+network = DistributedDataParallel(torch.nn.Linear(2, 2))
+network(torch.ones(1, 2)).sum().backward()
+assert "sympy" not in sys.modules, "a step of a group in eager mode"
+answer = torch._dynamo.utils.get_optimize_ddp_mode()
+assert torch._dynamo.trace_rules.SKIP_DIRS and "sympy" in sys.modules
+assert torch._dynamo.utils.get_optimize_ddp_mode() == answer
+torch.distributed.destroy_process_group()
+"""
+
 SUBMODULE_FIRST = """\
 from deeplightning.private.lazy_imports import import_lazily
 import_lazily()
@@ -173,6 +189,7 @@ assert torchmetrics.__version__ and type(torchmetrics) is types.ModuleType
     "program",
     [
         pytest.param(STAND_INS, id="asked", marks=pytest.mark.slow),
+        pytest.param(GROUP, id="group"),
         pytest.param(SUBMODULE_FIRST, id="submodule"),
         pytest.param(UNKNOWN, id="unknown"),
     ],
