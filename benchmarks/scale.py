@@ -29,6 +29,7 @@ from scale_rows import ROWS, Place, Row
 
 FLAT = 0.1
 STEEP = 1.2
+NOISE_MIB = 60.0
 
 
 @dataclass
@@ -58,11 +59,10 @@ class Measured:
         if len(sizes) < 4:
             return None
         more = [value - values[0] for value in values[-3:]]
-        if more[-1] < FLAT * values[0] or more[-1] < self.row.noise:
+        noise = NOISE_MIB if self.name.endswith("MiB") else self.row.noise
+        if more[-1] < FLAT * values[0] or more[-1] < noise:
             return 0.0
-        if min(more) <= 0:  # the middle is lost in noise: what is left says how steep it can be at least
-            more[:2] = [max(part, self.row.noise) for part in more[:2]]
-        return _slope([size - sizes[0] for size in sizes[-3:]], more)
+        return _slope([size - sizes[0] for size in sizes[-3:]], [max(part, noise) for part in more])
 
     @property
     def kept(self) -> bool:

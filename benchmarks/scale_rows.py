@@ -511,7 +511,7 @@ def clients(size: int, place: Place) -> dict[str, float]:
 
 def idle(size: int, place: Place) -> dict[str, float]:
     """So many open connections that say nothing: what the server holds, and an answer beside them."""
-    server, _ = _small_server(place, f"serve.max_connections={2 * size + 100}")
+    server, _ = _small_server(place)
     asked = post("/predict", *form(pictures("small")[0]))
     low, high = resource.getrlimit(resource.RLIMIT_NOFILE)
     if high < size + 200:

@@ -48,6 +48,10 @@ MAX_GOLDEN_BYTES = 2_000_000
 """How many samples a bundle carries at most, and the size of their PNGs and answers together (the first is kept
 whatever its size). A server reads them at each start."""
 
+LARGE = 2**28
+"""Bytes of weights from which on they are in a file beside the graph: one file would be made in memory, of three copies
+of them. From 2 GB on no file of ONNX can have them inside."""
+
 BATCHES = (1, 3, 16)
 """Batch sizes that an exported graph must take, besides the one it was traced with."""
 
@@ -251,7 +255,8 @@ def _write(
     """
     try:
         with swapped_in(folder.bundle) as new:
-            graph.save(new / folder.bundle_model.name)  # one file below 2 GB, else the weights go beside it
+            is_large = sum(weight.nbytes for weight in model.state_dict().values()) > LARGE
+            graph.save(new / folder.bundle_model.name, external_data=is_large or None)
             save_model(model, str(new / folder.bundle_weights.name))
             (new / folder.bundle_weights.name).chmod((new / folder.bundle_model.name).stat().st_mode)  # it was private
             for name, text in (more or {}).items():

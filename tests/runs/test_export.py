@@ -13,10 +13,12 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+from deeplightning.export import bundle
 from deeplightning.export.bundle import export
 from deeplightning.faults import CheckpointError, SetupError
 from deeplightning.image import ImageSpec
 from deeplightning.runfolder import RunFolder
+from serve.bundle import Bundle, BundleError
 
 RUN = {"id": "abc", "folder_name": "run-1", "created": "2026-11-20T16:00:00+00:00", "versions": {"torch": "2.15.0"}}
 
@@ -129,6 +131,22 @@ def test_a_bundle_is_complete(small):
     for file in (folder.bundle_model, folder.bundle_weights):
         assert card["files"][file.name] == hashlib.sha256(file.read_bytes()).hexdigest()
     assert [path.name for path in folder.path.iterdir()] == ["bundle"]
+
+
+def test_large_weights_are_beside_the_graph(folder, monkeypatch):
+    """They are not copied in memory for one file; the card has the digest of theirs, and a damaged one is refused."""
+    monkeypatch.setattr(bundle, "LARGE", 0)
+    samples = pixels(20)
+    export(task_of(small_network()), folder, samples, RUN)
+    data = folder.bundle / "model.onnx.data"
+    card = json.loads(folder.bundle_card.read_text())
+    assert card["files"][data.name] == hashlib.sha256(data.read_bytes()).hexdigest()
+    Bundle.open(folder.bundle)  # it answers its golden samples
+    content = bytearray(data.read_bytes())
+    content[7] ^= 1
+    data.write_bytes(content)
+    with pytest.raises(BundleError):
+        Bundle.open(folder.bundle)
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L"])
