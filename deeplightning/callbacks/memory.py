@@ -2,6 +2,7 @@
 plan."""
 
 import json
+import logging
 import statistics
 from time import perf_counter
 
@@ -11,6 +12,8 @@ import torch
 from deeplightning.callbacks.record import Record
 from deeplightning.engine.footprint import footprint
 from deeplightning.runfolder import write_whole
+
+log = logging.getLogger("deeplightning")
 
 _MOST = 200
 """So many steps are timed."""
@@ -51,5 +54,8 @@ class Memory(pl.Callback):
         if self._times:
             found["seconds"] = statistics.median(self._times)  # of a batch
         path = self.record.folder.memory
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, json.dumps(found, indent=2) + "\n")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_whole(path, json.dumps(found, indent=2) + "\n")
+        except OSError as error:  # all is trained: a run that is resumed would not come here again
+            log.warning("memory     %s is not written: %s", path.name, error)

@@ -9,7 +9,6 @@ import hashlib
 import json
 import logging
 import os
-import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from importlib.metadata import version
@@ -71,7 +70,7 @@ class Origin:
             self._code = collect(self._redact)
             keep_out(self.cfg, self._code)
             with _or_warned(self.folder.code):
-                self._keep_code(self._code, is_first=True)
+                self._keep_code(self._code)
             for place in self._code.concealed:
                 log.warning(
                     "code       %s looks like a secret and is not kept: where the run is made again, *** replaces it. "
@@ -119,14 +118,12 @@ class Origin:
         over some code. Only plain ones are put back when the run is made again."""
         return redact(text, self._values, BLOT)
 
-    def _keep_code(self, code: Code, is_first: bool = False) -> None:
+    def _keep_code(self, code: Code) -> None:
         packed, path = code.pack(self._redact), self.folder.code
         if packed == self._stored:
             return
-        if is_first and path.exists():  # a continued run
-            if path.read_bytes() == packed:
-                return
-            shutil.copyfile(path, self.folder.former(path))
+        if not self._stored and path.exists() and (former := path.read_bytes()) != packed:  # a continued run
+            write_whole(self.folder.former(path), former)
         write_whole(path, packed)
         note_own(path)
         self._stored = packed

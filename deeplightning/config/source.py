@@ -26,7 +26,7 @@ from deeplightning.config.secrets import Secrets
 from deeplightning.config.short_names import full_name
 from deeplightning.config.tree import Entry, KeyPath, dump, kind, nodes, parse
 from deeplightning.config.versions import migrate
-from deeplightning.faults import ConfigError, Fault, Notice, nearest
+from deeplightning.faults import ConfigError, Fault, Notice, SetupError, is_of_machine, nearest
 from deeplightning.own_code import frozen
 
 MAX_BYTES = 1_000_000  # of a file, and of all files that build on each other
@@ -435,7 +435,8 @@ def text_of(path: Path) -> str:
         hint += packages.shipped_instead(path)
         raise ConfigError(Fault(f"there is no such config file{hint}", place=place)) from None
     except OSError as error:
-        raise ConfigError(Fault(f"cannot be read: {error.strerror}", place=place)) from None
+        kind = SetupError if is_of_machine(error) else ConfigError
+        raise kind(Fault(f"cannot be read: {error.strerror}", place=place)) from None
     if len(data) > MAX_BYTES:
         raise ConfigError(Fault(f"a config has at most {MAX_BYTES // 1000} kB; is this the right file?", place=place))
     try:

@@ -11,7 +11,9 @@ from deeplightning.callbacks import provenance
 from deeplightning.callbacks.checkpoints import Checkpoints
 from deeplightning.callbacks.record import _RankFile
 from deeplightning.cli.exit_codes import report
+from deeplightning.config import source
 from deeplightning.engine.checkpoint_io import SafeCheckpointIO
+from deeplightning.faults import SetupError
 from deeplightning.runfolder import RunFolder, write_whole
 from deeplightning.tracking.journal import Journal, _read
 from deeplightning.tracking.store import locate
@@ -168,3 +170,32 @@ def test_code_that_cannot_be_written_costs_no_metrics(tmp_path, caplog, monkeypa
     origin.end(was_interrupted=False)
     assert written == ["metrics.json"]
     assert "code.zip is not written: [Errno 4] Interrupted system call" in caplog.text
+
+
+def test_the_former_code_of_a_run_is_kept_whole_or_not_at_all(tmp_path, monkeypatch):
+    """Where the disk was full at the start of a resumed run, its end keeps the former code (call 178, ENOSPC)."""
+    folder = RunFolder(tmp_path)
+    folder.code.write_bytes(b"former")
+    origin = provenance.Origin(SimpleNamespace(secrets=None), folder)
+    code = SimpleNamespace(pack=lambda redact: b"new")
+    with monkeypatch.context() as now:
+        now.setattr(os, "fsync", lambda descriptor: (_ for _ in ()).throw(OSError(errno.ENOSPC, "full")))
+        with pytest.raises(OSError, match="full"):
+            origin._keep_code(code)
+    assert folder.code.read_bytes() == b"former"
+    assert not (tmp_path / "code.1.zip").exists()
+    origin._keep_code(code)
+    assert ((tmp_path / "code.1.zip").read_bytes(), folder.code.read_bytes()) == (b"former", b"new")
+
+
+def test_a_config_on_a_failing_disk_is_no_wrong_config(tmp_path, monkeypatch):
+    """It ends with exit code 3 (call 1, EIO)."""
+    config = tmp_path / "c.yaml"
+    config.write_text("seed: 1\n")
+
+    def fail(*arguments, **options):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(source, "frozen", lambda path: SimpleNamespace(open=fail))
+    with pytest.raises(SetupError, match="cannot be read: Input/output error"):
+        source.read(config, [])
