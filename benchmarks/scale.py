@@ -66,7 +66,7 @@ class Measured:
 
     @property
     def kept(self) -> bool:
-        if self.slope is None or self.growth is None:
+        if self.failure or self.slope is None or self.growth is None:
             return False
         return self.slope <= self.bound and (self.growth <= STEEP or self.bound < 1)
 

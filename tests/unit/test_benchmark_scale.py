@@ -39,13 +39,13 @@ def test_what_fails_is_in_the_table_and_not_kept(tmp_path):
     """The sizes behind it are left out."""
 
     def fails(size, place):
-        if size > 100:
+        if size > 3000:
             raise RuntimeError("no room")
         return {"one": 1.0}
 
     row = scale_rows.Row("r", "R", "s", "", SIZES, SIZES, fails)
     (found,) = scale.measure(row, tmp_path, False, lambda text: None)
-    assert found.cells(SIZES) == ["one", "1", "1", "no room", "", "", "0.00", "", "1.05", "NOT kept"]
+    assert found.cells(SIZES) == ["one", "1", "1", "1", "1", "no room", "0.00", "flat", "1.05", "NOT kept"]
 
 
 def test_a_row_measures_the_command(tmp_path):
