@@ -115,6 +115,8 @@ def measure(row: Row, base: Path, full: bool, say: Callable[[str], None]) -> lis
             found.setdefault(name, Measured(row, name)).values[size] = value
         shown = ", ".join(f"{name} {_short(value)}" for name, value in figures.items())
         say(f"{row.name}, {size:,}: {shown} ({time.monotonic() - begun:.0f} s)")
+    if stack := place.kept.get("stack"):
+        stack.close()
     shutil.rmtree(place.folder, ignore_errors=True)
     return [*found.values()]
 

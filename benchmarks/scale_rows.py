@@ -11,17 +11,18 @@ import os
 import resource
 import shutil
 import socket
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import side_by_side
 from servers import Server, form, free_port, make_run, pictures, post, started
+from side_by_side import Ended
 from timed import PEERS, ROOT
 
 LONGEST = 1800  # seconds of one command
@@ -90,57 +91,30 @@ class Row:
 # ---- commands
 
 
-@dataclass(frozen=True)
-class Ended:
-    """CPU seconds of a command with all that it has waited for, the most that one of its processes held in MiB, and
-    what it said."""
-
-    cpu: float
-    memory: float
-    output: str
-
-    @property
-    def folder(self) -> Path:
-        """Of its run."""
-        return Path(self.output.rpartition(FOLDER)[2].strip())
-
-
-def run(*command: str | Path, cwd: Path) -> Ended:
+def run(*command: str | Path, cwd: Path, **variables: str) -> Ended:
     """A command in a fresh process.
 
     Raises:
         RuntimeError: it does not end with 0.
-        subprocess.TimeoutExpired: it takes too long.
     """
-    env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    path = os.pathsep.join([str(PEERS), str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": path, "MLFLOW_DISABLE_TELEMETRY": "true"}
-    output = cwd / "output.log"
-    with output.open("wb") as said:
-        child = subprocess.Popen(
-            [str(word) for word in command], cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=said, stderr=said
-        )
-        end = time.monotonic() + LONGEST
-        while True:
-            pid, status, used = os.wait4(child.pid, os.WNOHANG)
-            if pid:
-                break
-            if time.monotonic() > end:
-                child.kill()
-                child.wait()
-                raise subprocess.TimeoutExpired(child.args, LONGEST)
-            time.sleep(0.01)
-        child.returncode = os.waitstatus_to_exitcode(status)
-    text = output.read_text(errors="replace")
-    if child.returncode:
-        lines = [line for line in text.splitlines() if line.startswith("error")] or text.splitlines()[-1:]
-        raise RuntimeError(f"exit code {child.returncode}: {' '.join(lines)}")
-    return Ended(used.ru_utime + used.ru_stime, used.ru_maxrss / 1024, text)
+    path = os.pathsep.join([str(PEERS), str(ROOT)])
+    more = {"PYTHONPATH": path, "MLFLOW_DISABLE_TELEMETRY": "true", **variables}
+    ended = side_by_side.run([str(word) for word in command], cwd, LONGEST, **more)
+    if ended.code:
+        lines = ended.output.splitlines()
+        errors = [line for line in lines if line.startswith("error")] or lines[-1:]
+        raise RuntimeError(f"exit code {ended.code}: {' '.join(errors)}")
+    return ended
 
 
-def ours(*words: str | Path, cwd: Path) -> Ended:
+def folder_of(ended: Ended) -> Path:
+    """The folder of the run that a command has made."""
+    return Path(ended.output.rpartition(FOLDER)[2].strip())
+
+
+def ours(*words: str | Path, cwd: Path, **variables: str) -> Ended:
     """`deeplightning WORD …`."""
-    return run(sys.executable, "-m", "deeplightning", *words, cwd=cwd)
+    return run(sys.executable, "-m", "deeplightning", *words, cwd=cwd, **variables)
 
 
 def child(name: str, *arguments: object, cwd: Path) -> dict[str, float]:
@@ -211,16 +185,10 @@ def samples(size: int, place: Place) -> dict[str, float]:
         config = folder / f"{name}.yaml"
         text = PICTURES.replace("ROOT", str(folder / root)).replace("STORE", str(folder / "mlruns"))
         config.write_text(text.replace("MODULE", module).replace("CACHE", "true"))
-        begun = cpu_of(lambda: None)
-        steps = folder / f"steps-{name}"
-        os.environ["TIMED_STEPS"] = str(steps)
-        try:
-            ours("train", config, "train.max_steps=1", cwd=folder)
-        finally:
-            del os.environ["TIMED_STEPS"]
+        ours("train", config, "train.max_steps=1", cwd=folder, TIMED_STEPS=str(folder / f"steps-{name}"))
         (file,) = folder.glob(f"steps-{name}.*")
         noted = json.loads(file.read_text())
-        return begun + noted["children"] + noted["cpu"][0]
+        return noted["children"] + noted["cpu"][0]
 
     found = {
         "in memory": first_step("memory", "array", IN_MEMORY),
@@ -249,7 +217,7 @@ def runs(size: int, place: Place) -> dict[str, float]:
     last = ours("runs", "--last", "--tracking-uri", store, cwd=place.folder)
     more = child("runs_one", store, cwd=place.folder)
     place.kept["runs"] += 5
-    return {"`runs`": listed.cpu, "`runs --last`": last.cpu, **more}
+    return {"`runs`": listed.seconds, "`runs --last`": last.seconds, **more}
 
 
 def _open_and_close(store: str, points: int = 42) -> None:
@@ -292,16 +260,16 @@ def points(size: int, place: Place) -> dict[str, float]:
     folder.mkdir()
     write_arrays(folder, 300, 3)
     config = write_config(folder, LINEAR.replace("CLASSES", "3"))
-    first = ours("train", config, cwd=folder).folder
+    first = folder_of(ours("train", config, cwd=folder))
     tracked = child("points_write", folder / "mlruns", first.parent.name, size, cwd=folder)
     resumed = ours("train", config, "train.num_epochs=2", f"train.resume_ckpt={first}/last.ckpt", cwd=folder)
-    other = ours("train", config, "seed=8", cwd=folder).folder
+    other = folder_of(ours("train", config, "seed=8", cwd=folder))
     found = {
         **tracked,
-        "resume, and an epoch": resumed.cpu,
-        "`diff`": ours("diff", first, other, cwd=folder).cpu,
-        "`report`": ours("report", first, cwd=folder).cpu,
-        "`runs`": ours("runs", "--tracking-uri", folder / "mlruns", cwd=folder).cpu,
+        "resume, and an epoch": resumed.seconds,
+        "`diff`": ours("diff", first, other, cwd=folder).seconds,
+        "`report`": ours("report", first, cwd=folder).seconds,
+        "`runs`": ours("runs", "--tracking-uri", folder / "mlruns", cwd=folder).seconds,
     }
     shutil.rmtree(folder)
     return found
@@ -329,9 +297,9 @@ def values(size: int, place: Place) -> dict[str, float]:
     config = write_config(place.folder, f"{{type: own.of_values, params: {{values: {{{given}}}}}}}")
     write_arrays(place.folder, 300, 3)
     return {
-        "`check`": ours("check", config, cwd=place.folder).cpu,
-        "`explain`": ours("explain", config, cwd=place.folder).cpu,
-        "`train`": ours("train", config, cwd=place.folder).cpu,
+        "`check`": ours("check", config, cwd=place.folder).seconds,
+        "`explain`": ours("explain", config, cwd=place.folder).seconds,
+        "`train`": ours("train", config, cwd=place.folder).seconds,
     }
 
 
@@ -344,8 +312,8 @@ def files(size: int, place: Place) -> dict[str, float]:
         (place.folder / f"f{number}.yaml").write_text(text)
     config = place.folder / f"f{size - 1}.yaml"
     return {
-        "`check`": ours("check", config, cwd=place.folder).cpu,
-        "`explain`": ours("explain", config, cwd=place.folder).cpu,
+        "`check`": ours("check", config, cwd=place.folder).seconds,
+        "`explain`": ours("explain", config, cwd=place.folder).seconds,
     }
 
 
@@ -360,50 +328,41 @@ def classes(size: int, place: Place) -> dict[str, float]:
     config = write_config(folder, LINEAR.replace("CLASSES", str(size)))
     plain = ours("train", config, cwd=folder)
     whole = ours("train", config, "stages=[train,test]", "~logger.pictures", cwd=folder)
-    exported = ours("export", whole.folder, cwd=folder)
+    exported = ours("export", folder_of(whole), cwd=folder)
     np.save(folder / "asked.npy", np.zeros((100, 16), np.float32))
-    answered = ours("predict", whole.folder, folder / "asked.npy", "--out", folder / "told.csv", cwd=folder)
+    answered = ours("predict", folder_of(whole), folder / "asked.npy", "--out", folder / "told.csv", cwd=folder)
     found = {
-        "one epoch": plain.cpu,
-        "test and pictures": whole.cpu - plain.cpu,
-        "`export`": exported.cpu,
-        "`predict`, 100 samples": answered.cpu,
+        "one epoch": plain.seconds,
+        "test and pictures": whole.seconds - plain.seconds,
+        "`export`": exported.seconds,
+        "`predict`, 100 samples": answered.seconds,
     }
     body = json.dumps({"array": [0.0] * 16}).encode()
     asked = post("/predict", "application/json", body)
-    with _served(whole.folder, place, asked) as server:
+    with _served(folder_of(whole), place, asked) as server:
         found["an answer of the server, ms"] = 1000 * _per_answer(server, asked, 200)
     shutil.rmtree(folder)
     return found
 
 
-def _served(folder: Path, place: Place, asked: bytes) -> Any:
-    port = free_port()
+@contextmanager
+def _served(folder: Path, place: Place, asked: bytes) -> Iterator[Server]:
+    """A server that answers a request by now.
+
+    Raises:
+        RuntimeError: it does not in two minutes.
+    """
+    port, end = free_port(), time.monotonic() + 120
     command = [sys.executable, "-m", "deeplightning", "serve", str(folder), "--port", str(port)]
-    stack = ExitStack()
-    server = stack.enter_context(started(command, port, place.folder / "server.log"))
-
-    def ready() -> bool:
-        try:
-            return server.ask(asked)[0] == 200
-        except OSError:
-            return False
-
-    end = time.monotonic() + 120
-    while not ready():
-        if time.monotonic() > end or server.child.poll() is not None:
-            stack.close()
-            raise RuntimeError(f"the server does not answer: {server.last_words()}")
-        time.sleep(0.05)
-
-    class Served:
-        def __enter__(self) -> Server:
-            return server
-
-        def __exit__(self, *error: object) -> None:
-            stack.close()
-
-    return Served()
+    with started(command, port, place.folder / "server.log") as server:
+        while True:
+            with suppress(OSError):
+                if server.ask(asked)[0] == 200:
+                    break
+            if time.monotonic() > end or server.child.poll() is not None:
+                raise RuntimeError(f"the server does not answer: {server.last_words()}")
+            time.sleep(0.05)
+        yield server
 
 
 def _per_answer(server: Server, asked: bytes, times: int) -> float:
@@ -457,7 +416,7 @@ def processes(size: int, place: Place) -> dict[str, float]:
     config = write_config(place.folder, LINEAR.replace("CLASSES", "3"))
     engine = ["engine.backend=ddp", f"engine.processes={size}"] if size > 1 else []
     one, many = (ours("train", config, *engine, f"train.num_epochs={epochs}", cwd=place.folder) for epochs in (1, 5))
-    return {"start, epoch, end": one.cpu, "an epoch and a checkpoint more": (many.cpu - one.cpu) / 4}
+    return {"start, epoch, end": one.seconds, "an epoch and a checkpoint more": (many.seconds - one.seconds) / 4}
 
 
 # ---- weights
@@ -470,13 +429,13 @@ def weights(size: int, place: Place) -> dict[str, float]:
     write_arrays(folder, 80, 3)
     config = write_config(folder, f"{{type: own.perceptron, params: {{width: {math.isqrt(size)}}}}}")
     first = ours("train", config, cwd=folder)
-    resumed = ours("train", config, "train.num_epochs=2", f"train.resume_ckpt={first.folder}/last.ckpt", cwd=folder)
-    exported = ours("export", first.folder, cwd=folder)
+    resumed = ours("train", config, "train.num_epochs=2", f"train.resume_ckpt={folder_of(first)}/last.ckpt", cwd=folder)
+    exported = ours("export", folder_of(first), cwd=folder)
     shutil.rmtree(folder)
     return {
-        "train": first.cpu,
-        "resume": resumed.cpu,
-        "export": exported.cpu,
+        "train": first.seconds,
+        "resume": resumed.seconds,
+        "export": exported.seconds,
         "train, MiB": first.memory,
         "resume, MiB": resumed.memory,
         "export, MiB": exported.memory,
@@ -497,8 +456,8 @@ def clients(size: int, place: Place) -> dict[str, float]:
         f"wrk.method = 'POST'\nlocal file = io.open('{folder}/body', 'rb')\nwrk.body = file:read('*a')\n"
         f"wrk.headers['Content-Type'] = '{kind}'\nlocal bad = 0\n"
         "function done(summary, latency, requests)\n  local e = summary.errors\n"
-        '  print(string.format(\'{"n": %d, "bad": %d, "p99": %f}\', summary.requests, e.status + e.read + e.write'
-        " + e.timeout + e.connect, latency:percentile(99) / 1000))\nend\n"
+        '  print(string.format(\'{"n": %d, "bad": %d}\', summary.requests, e.status + e.read + e.write'
+        " + e.timeout + e.connect))\nend\n"
     )
     before = server.cpu()
     url = f"http://127.0.0.1:{server.port}/predict"
@@ -506,7 +465,7 @@ def clients(size: int, place: Place) -> dict[str, float]:
     used, told = server.cpu() - before, json.loads(done.output.splitlines()[-1])
     if told["bad"]:
         raise RuntimeError(f"{told['bad']} of {told['n']} requests failed")
-    return {"CPU ms an answer": 1000 * used / told["n"], "p99, ms, to clients": told["p99"] / size}
+    return {"CPU ms an answer": 1000 * used / told["n"]}
 
 
 def idle(size: int, place: Place) -> dict[str, float]:
@@ -526,17 +485,14 @@ def idle(size: int, place: Place) -> dict[str, float]:
     return found
 
 
-def _small_server(place: Place, *settings: str) -> tuple[Server, Path]:
-    """A server of the small network; one is kept where the next size may have the same."""
-    folder = place.kept.setdefault("run", None) or make_run("small", place.folder)
-    place.kept["run"] = folder
+def _small_server(place: Place) -> tuple[Server, Path]:
+    """The server of the small network that all sizes share, until its stack is closed; and a folder."""
+    if "run" not in place.kept:
+        place.kept["run"] = make_run("small", place.folder)
     if "stack" not in place.kept:
-        port = free_port()
-        command = [sys.executable, "-m", "deeplightning", "serve", str(folder), "--port", str(port), *settings]
-        stack = place.kept["stack"] = ExitStack()
-        server = stack.enter_context(started(command, port, place.folder / "server.log"))
-        server.wait(post("/predict", *form(pictures("small")[0])), r'"predicted_class": ?"(\d+)"', "0")
-        place.kept["server"] = server
+        place.kept["stack"] = stack = ExitStack()
+        asked = post("/predict", *form(pictures("small")[0]))
+        place.kept["server"] = stack.enter_context(_served(place.kept["run"], place, asked))
     return place.kept["server"], place.folder
 
 

@@ -24,20 +24,27 @@ LONGEST = 300  # seconds of one command
 
 @dataclass(frozen=True)
 class Ended:
-    """How a command ended, and the CPU seconds (user and system) of it and the processes it waited for."""
+    """How a command ended, the CPU seconds (user and system) of it and the processes it waited for, and the most memory
+    of one of these, MiB."""
 
     code: int
     output: str
     seconds: float
+    memory: float
 
 
-def run(command: list[str], cwd: Path) -> Ended:
-    """A command in a fresh process, with compiled bytecode and one thread."""
+def run(command: list[str], cwd: Path, limit: float = LONGEST, **variables: str) -> Ended:
+    """A command in a fresh process, with compiled bytecode and one thread.
+
+    Args:
+        limit: seconds, after which it is killed.
+        variables: further ones of its environment.
+    """
     env = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
-    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HYDRA_FULL_ERROR": "0"}
+    env |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "HYDRA_FULL_ERROR": "0"} | variables
     with tempfile.TemporaryFile() as said:
         child = subprocess.Popen(command, cwd=cwd, env=env, stdin=subprocess.DEVNULL, stdout=said, stderr=said)
-        end = time.monotonic() + LONGEST
+        end = time.monotonic() + limit
         while True:
             pid, status, used = os.wait4(child.pid, os.WNOHANG)
             if pid:
@@ -48,7 +55,7 @@ def run(command: list[str], cwd: Path) -> Ended:
         child.returncode = os.waitstatus_to_exitcode(status)
         said.seek(0)
         output = said.read().decode(errors="replace")
-    return Ended(child.returncode, output, used.ru_utime + used.ru_stime)
+    return Ended(child.returncode, output, used.ru_utime + used.ru_stime, used.ru_maxrss / 1024)
 
 
 # ---- the peers' environment

@@ -329,7 +329,9 @@ class Checkpoints(LightningCheckpoint):
             if former.best.is_file():
                 aside = former.former(former.best) if goes_on else former.best
                 former.best.rename(aside)
-                log.warning("the best so far cannot be read and is decided anew; the file is %s (%s)", aside, error)
+                log.warning(
+                    "best.ckpt cannot be read: the run chooses a new best checkpoint and keeps %s (%s)", aside, error
+                )
             return []
         if best["metric"] != self.settings.monitor or not (goes_on or best in loaded):
             return []

@@ -66,15 +66,15 @@ class Array:
     Args:
         folder: has a folder for each task; is made here.
         trials: how many are to come.
-        note: a file that keeps the number of the array, so that the next command can end what a kill has left.
+        note: a file that keeps the numbers of the arrays, so that the next command can end what a kill has left.
         script: gives the batch script of an array, of its folder and the number of its tasks.
     """
 
     def __init__(self, folder: Path, trials: int, note: Path, script: Callable[[Path, int], str]):
         self.folder, self.note, self._script = folder, note, script
         self._left = trials  # that have no task yet
-        self._number, self._next, self._size = "", 0, 0
-        self._arrays, self._largest = 0, 0
+        self._numbers: list[str] = []  # of the arrays; the last one has the next task
+        self._next, self._size, self._largest = 0, 0, 0
 
     def variables(self, environment: Mapping[str, str | None]) -> dict[str, str]:
         """Gives a trial the next task.
@@ -99,21 +99,22 @@ class Array:
         file = folder / VARIABLES
         with os.fdopen(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as out:
             out.write("\n".join([*lines, ""]))
-        return {PLACE: json.dumps({"folder": str(folder), "number": f"{self._number}_{task}"})}
+        return {PLACE: json.dumps({"folder": str(folder), "number": f"{self._numbers[-1]}_{task}"})}
 
     def _home(self) -> Path:
-        return self.folder if self._arrays == 1 else self.folder / f"array-{self._arrays}"
+        number = len(self._numbers)
+        return self.folder if number == 1 else self.folder / f"array-{number}"
 
     def _submit(self) -> bool:
         """Submits the next array, as large as Slurm allows; False: it allows none."""
         there_is_slurm()
-        if not self._arrays:
-            self._end_former()
+        if not self._numbers:
+            self._cancel_former()
             self._largest = largest_array()
         size = made = min(self._left, self._largest)
         if size < 2:
             return False
-        self._arrays += 1
+        self._numbers.append("")
         home = self._home()
         try:
             make_private(home, self.folder.parent)
@@ -126,7 +127,7 @@ class Array:
         while True:
             try:
                 with permissions_of(home):
-                    self._number = submit(self._script(home, size), home)
+                    self._numbers[-1] = submit(self._script(home, size), home)
                 break
             except SetupError as error:
                 if size == 2 or not re.search("limit|array", str(error), re.IGNORECASE):
@@ -135,26 +136,21 @@ class Array:
         for task in range(size, made):
             (home / str(task)).rmdir()
         self._left, self._next, self._size = self._left - size, 0, size
-        write_whole(self.note, self._number)
+        write_whole(self.note, "\n".join(self._numbers))
         return True
 
-    def _end_former(self) -> None:
-        """Ends the tasks that nobody will release, since their search was killed."""
+    def _cancel_former(self) -> None:
+        """Ends what a search that was killed has left: tasks that nobody would release, and trials that would report to
+        nobody, which save a checkpoint first. Slurm refuses where a number is another user's by now."""
         with contextlib.suppress(OSError):
-            number = self.note.read_text().strip()
-            if number.isdecimal():
-                _end_held(number)
+            if numbers := [word for word in self.note.read_text().split() if word.isdecimal()]:
+                ask("scancel", *numbers)
 
     def close(self) -> None:
-        """Ends the tasks that no trial has taken."""
-        if self._number:
-            _end_held(self._number)
+        """Ends the tasks that no trial has taken, and the trials of a search that does not come to its end."""
+        if numbers := list(filter(None, self._numbers)):
+            ask("scancel", *numbers)
             self.note.unlink(missing_ok=True)
             for task in range(self._next, self._size):
                 with contextlib.suppress(OSError):
                     (self._home() / str(task)).rmdir()
-
-
-def _end_held(number: str) -> None:
-    """Another user's job of this number stays: Slurm refuses."""
-    ask("scancel", "--state=PENDING", number)

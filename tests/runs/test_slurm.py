@@ -866,6 +866,24 @@ def test_a_search_is_one_array(searching, cluster, store):
 
 
 @pytest.mark.slow
+def test_the_runs_of_a_grid_are_one_array(cluster, work, command):
+    """`--multirun`: a task for each combination, with its own seed; the second command has nothing to submit."""
+    words = ("train", "configs/tiny.yaml", LAUNCHER, "seed=5,6", "--multirun", "--jobs", "2")
+    outcome = end_of(command.start(*words, cwd=work, **cluster.variables))
+    assert outcome.code == 0, outcome
+    with (outcome.folder / "runs.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    assert [(row["state"], row["seed"]) for row in rows] == [("finished", "5"), ("finished", "6")]
+    logs = [path.read_text() for path in (outcome.folder / "points").glob("*.log")]
+    numbers = [re.search(r"job (\d+_\d) is submitted", text)[1].split("_") for text in logs]
+    assert len({array for array, _ in numbers}) == 1
+    assert {task for _, task in numbers} == {"0", "1"}
+    again = end_of(command.start(*words, cwd=work, **cluster.variables))
+    assert "2 of them finished before" in again.out
+    assert not queue(cluster)
+
+
+@pytest.mark.slow
 def test_an_interrupted_search_leaves_no_job(searching, cluster, store, tmp_path):
     """Ctrl-C: the trials under way save and end, the held ones are cancelled; the same command finishes the search in
     the same runs."""

@@ -144,7 +144,7 @@ def test_the_name_of_a_checkpoint_is_synced(tmp_path, monkeypatch):
 
 
 def test_a_best_that_cannot_be_read_is_put_aside(tmp_path, caplog):
-    """A resumed run decides anew which is the best, says so, and does not write over the former (call 195, ESTALE)."""
+    """A resumed run chooses a new best checkpoint, warns, and does not overwrite the former one (call 195, ESTALE)."""
     folder = RunFolder(tmp_path)
     folder.best.write_bytes(b"nothing that can be read")
     callback = SimpleNamespace(state_key="x", settings=SimpleNamespace(monitor="val_acc", save_top_k=2))
@@ -153,7 +153,7 @@ def test_a_best_that_cannot_be_read_is_put_aside(tmp_path, caplog):
     assert Checkpoints._still_there(callback, folder, [], goes_on=True) == []
     assert not folder.best.exists()
     assert (tmp_path / "best.1.ckpt").read_bytes() == b"nothing that can be read"
-    assert f"decided anew; the file is {tmp_path}/best.1.ckpt" in caplog.text
+    assert f"chooses a new best checkpoint and keeps {tmp_path}/best.1.ckpt" in caplog.text
 
 
 def test_code_that_cannot_be_written_costs_no_metrics(tmp_path, caplog, monkeypatch):

@@ -122,13 +122,13 @@ def _judge(place: Place, variant: str, done: Outcome, what: str, whole: dict[str
     folder, told = folder_of(store, run), done.err + done.out
     there = names_of(folder)
     gone = [name for name in whole["names"] if name not in there and name not in told]
-    if "the best so far cannot be read and is decided anew" in told:
+    if "the run chooses a new best checkpoint" in told:
         gone = [name for name in gone if not name.endswith(".ckpt")]
     if "code.zip is not written" in told:
         gone = [name for name in gone if not name.startswith("code.")]
     expect(not gone, f"files are missing without a word: {gone}", what, done.err)
     differs = end_of(store, EXPERIMENT, run).differs(End(**whole["end"]))
-    words = ("not written", "cannot be written", "could not be written", "Not tracked", "decided anew")
+    words = ("not written", "cannot be written", "could not be written", "Not tracked", "a new best checkpoint")
     named = "warning" in told and any(each in told for each in words)
     expect(not differs or named, f"it ends otherwise, without a word: {differs}", what, done.err)
     _readable(folder, what)
