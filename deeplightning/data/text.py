@@ -395,6 +395,23 @@ class TextData(pl.LightningDataModule):
         tokens = (torch.arange(int(lengths.max())) < lengths[:, None]).long()
         return {"tokens": tokens, "label": torch.linspace(0, last, size).round().long(), "index": torch.arange(size)}
 
+    def longest_batch(self, size: int) -> Batch:
+        """The training text with the most tokens, `size` times: what the memory of a training is planned by. Reads the
+        data; where they are not on this machine, texts of `max_length` tokens.
+
+        Raises:
+            DataError: the data cannot be read, and there is no `max_length`.
+        """
+        try:
+            self.setup("fit")
+            found = self.dataset("train")
+        except DataError:
+            if self.max_length is None:
+                raise
+            tokens = torch.ones((size, self.max_length), dtype=torch.int64)
+            return {"tokens": tokens, "label": torch.zeros(size, dtype=torch.int64), "index": torch.arange(size)}
+        return found[np.full(size, int(found.lengths.argmax()))]
+
     def example_texts(self, size: int) -> list[str]:
         """Some validation texts, or training texts where there is no validation; call `setup` first."""
         return self._texts["val" if "val" in self._texts else "train"].texts[:size]

@@ -289,7 +289,7 @@ def prepared(cfg: Config, asked: Config, folder: Path) -> Attempt:
         asked: as the user wrote it.
     """
     attempt = Attempt(cfg, asked, folder)
-    attempt.batch = example(attempt)
+    attempt.batch = example(attempt, longest=True)
     for _, params, name in [*unfilled(cfg)]:
         params.pop(name, None)
     return attempt

@@ -110,9 +110,13 @@ def take_steps(attempt: Attempt) -> None:
         answer(attempt)
 
 
-def example(attempt: Attempt) -> object:
-    """A batch of the data module, which from here on gives that and nothing else; None where there is none."""
-    target = attempt.cfg.data.module
+def example(attempt: Attempt, longest: bool = False) -> object:
+    """A batch of the data module, which from here on gives that and nothing else; None where there is none.
+
+    Args:
+        longest: of samples of several lengths, those that need the most memory.
+    """
+    target, name = attempt.cfg.data.module, ""
     try:
         data = init_module(attempt.cfg, "data", read=False)
     except Exception as error:
@@ -120,11 +124,12 @@ def example(attempt: Attempt) -> object:
         attempt.untried.append(Fault("without data no step was tried", "data.module"))
         return None
     try:
-        make = getattr(data, "example_batch", None)
+        name = "longest_batch" if longest and hasattr(data, "longest_batch") else "example_batch"
+        make = getattr(data, name, None)
         batch = make(SAMPLES) if make is not None else None
     except Exception as error:
         lacks = needs(error)
-        reason = f"{target.type}.example_batch {lacks or f'fails: {error_in_words(error)}{own_code.line_of(error)}'}"
+        reason = f"{target.type}.{name} {lacks or f'fails: {error_in_words(error)}{own_code.line_of(error)}'}"
         code = 3 if lacks else getattr(error, "exit_code", 2)
         attempt.faults.append(Fault(reason, "data.module", exit_code=code))
         batch = None

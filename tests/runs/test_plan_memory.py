@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,8 @@ from torch import nn
 
 from deeplightning.checks.examine import load_config
 from deeplightning.cli.memory import Gpus, against, gpus_of, json_of, plan_memory, text_of
+from deeplightning.data.errors import DataError
+from deeplightning.data.text import TextData
 from deeplightning.dry_run.held import Held
 from deeplightning.engine.cards import card_of
 from deeplightning.faults import CheckpointError
@@ -54,6 +57,7 @@ class OwnLoop(pl.LightningModule):
             optimizer.step(); optimizer.zero_grad()
     def configure_optimizers(self): return torch.optim.AdamW(self.parameters())
 """
+TEXTS = {"loader": None, "num_workers": 0, "num_splits": None, "fold": 0, "batch_size": 2, "sampler": None}
 VIT = "{type: deeplightning.model.vit.ViT, params: {num_classes: 10, "
 VIT_L = VIT + "image_size: 224, patch_size: 16, width: 1024, depth: 24, heads: 16}}"
 SMALL = VIT + "image_size: 8, patch_size: 2, width: 32, depth: 3, heads: 2}}"
@@ -147,6 +151,36 @@ def test_the_largest_batch_fits_and_one_that_is_larger_does_not(here, engine):
     assert 50 < largest < 5_000
     assert planned(int(largest * 0.9)).fits
     assert not planned(int(largest * 1.1) + 1).fits
+
+
+def test_a_plan_of_texts_counts_the_longest_one(here):
+    """Activations are those of a batch of the training set's longest text, and grow with it."""
+
+    def activations(words):
+        (here / "texts.tsv").write_text("sentence\tlabel\n" + "a b c\t0\n" * 20 + " ".join(["d"] * words) + "\t1\n")
+        module = "data.module={type: deeplightning.data.text.TextData, params: {train: texts.tsv}}"
+        task = "model.module={type: deeplightning.task.text_classif.TextClassification}"
+        network = "{type: deeplightning.model.transformer.TextTransformer, "
+        network += "params: {num_classes: 2, vocabulary_size: 9}}"
+        cfg = config(here, network, 8, 16, module, task, f"data.root='{here}'")
+        plan = plan_memory(cfg, gpus_of("80GB"), None)[0]
+        assert plan.partial is None
+        return rows_of(plan)["null", False].kinds["activations"]
+
+    short, long = activations(120), activations(480)
+    assert 0 < 3.5 * short < long < 16 * short, (short, long)
+
+
+def test_a_plan_of_texts_that_are_elsewhere_counts_those_of_max_length(here):
+    """As on a machine that plans for a cluster; without `max_length` the file that is missing is named."""
+    for length in (100, None):
+        cfg = SimpleNamespace(seed=1, data=SimpleNamespace(**TEXTS, root=str(here)))
+        data = TextData(cfg, "nowhere.tsv", max_length=length)
+        if length is None:
+            with pytest.raises(DataError, match=r"nowhere\.tsv is missing"):
+                data.longest_batch(2)
+        else:
+            assert data.longest_batch(2)["tokens"].shape == (2, 100)
 
 
 def test_a_network_that_branches_on_values_is_planned_in_part(here):
