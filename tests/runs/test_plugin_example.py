@@ -1,12 +1,12 @@
 """examples/plugin as a user has it: installed, away from the clone, used by name."""
 
-import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from commands import environment
 
 ROOT = Path(__file__).parents[2]
 PLUGIN = ROOT / "examples" / "plugin"
@@ -22,7 +22,7 @@ def at_home(tmp_path_factory):
     place.mkdir()
     uv = [sys.executable, "-m", "uv", "pip", "install", "--quiet", "--offline", "--no-deps", "--no-build-isolation"]
     subprocess.run([*uv, "--python", sys.executable, "--target", packages, source], check=True, timeout=120)
-    env = os.environ | {"PYTHONPATH": str(packages), "OMP_NUM_THREADS": "1"}
+    env = environment(PYTHONPATH=str(packages))
 
     def run(*words):
         command = [sys.executable, "-m", *words]
