@@ -6,11 +6,14 @@ listening socket, and the system spreads the connections over them. The supervis
 worker answers the connections that wait on one.
 """
 
+import contextlib
+import ctypes
 import gc
 import os
 import select
 import signal
 import socket
+import struct
 import sys
 import time
 from collections.abc import Callable
@@ -32,6 +35,9 @@ RETRY_SECONDS = 5.0
 
 ON_CPU = "serving on the CPU"
 """The event that says that `serve.device: auto` has found no usable GPU."""
+
+_SO_ATTACH_FILTER = 26
+"""Of Linux's `asm/socket.h`; Python does not name it."""
 
 CPU_ALONE = Choice((CPU,))
 
@@ -239,6 +245,22 @@ class Supervisor:
     def _end(self) -> None:
         """Lets the workers finish; none is left, and the port is closed."""
         for listener in self._setup.listeners:
+            _open_no_more(listener)
             listener.close()
         self._stop_next()
         self._stop(self._current, self._leaving)
+
+
+def _open_no_more(listener: socket.socket) -> None:
+    """Makes the system drop the packets that open further connections on a socket, in every process that has it. A
+    connection that opens between a worker's last `accept` and the close of the socket would be reset; now its client
+    tries again after a second, as TCP does, and is refused. Only Linux can do that."""
+    if sys.platform != "linux":
+        return
+    # The classic BPF of socket(7): load byte 13 of the TCP header, the flags; drop the packet if it has SYN, else pass.
+    instructions = [(0x30, 0, 0, 13), (0x45, 0, 1, 2), (0x06, 0, 0, 0), (0x06, 0, 0, 0xFFFFFFFF)]
+    code = ctypes.create_string_buffer(b"".join(struct.pack("HBBI", *one) for one in instructions))
+    with contextlib.suppress(OSError):  # a sandbox may forbid it; or the socket is closed, as its worker is not needed
+        listener.setsockopt(
+            socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("HP", len(instructions), ctypes.addressof(code))
+        )

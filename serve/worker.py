@@ -18,6 +18,9 @@ from serve.service import Service
 GRACE_SECONDS = 8
 """How long accepted requests may take to finish after SIGTERM; the process is gone within 10 seconds."""
 
+OPENING_SECONDS = 0.1
+"""How long connections that are about to open are still accepted after SIGTERM."""
+
 TICK_SECONDS = 0.25
 """How often the log is written; every fourth time the connections are looked at."""
 
@@ -89,6 +92,7 @@ async def _serve(listener: socket.socket, service: Service, started: Callable[[]
 
     service.ready = False
     connections.ending = True
+    await asyncio.sleep(OPENING_SECONDS)
     loop.remove_reader(listener)
     accept()
     listener.close()

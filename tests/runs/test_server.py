@@ -138,11 +138,13 @@ def test_an_accepted_request_is_finished(start):
 
 
 def refused(server):
-    """Whether the port is closed."""
+    """Whether the port is closed; just before, an attempt to connect gets no answer."""
     try:
-        socket.create_connection(("127.0.0.1", server.port)).close()
+        socket.create_connection(("127.0.0.1", server.port), timeout=0.1).close()
     except ConnectionRefusedError:
         return True
+    except TimeoutError:
+        pass
     return False
 
 

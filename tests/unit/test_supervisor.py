@@ -1,0 +1,36 @@
+"""What the supervisor does to its sockets when the server ends."""
+
+import socket
+import sys
+
+import pytest
+
+from serve.supervisor import _open_no_more
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux filters the packets of a listening socket")
+def test_before_a_port_closes_no_connection_opens_that_nobody_would_accept():
+    """One that is open stays; a client that comes later gets no answer, and tries again when the port is closed."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = listener.getsockname()
+        with socket.create_connection(address) as early:
+            _open_no_more(listener)
+            accepted, _ = listener.accept()
+            with accepted:
+                early.sendall(b"asked")
+                assert accepted.recv(5) == b"asked"
+                accepted.sendall(b"answered")
+                assert early.recv(8) == b"answered"
+        with pytest.raises(TimeoutError):
+            socket.create_connection(address, timeout=0.2)
+        listener.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            listener.accept()
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(address, timeout=5)
+
+
+def test_a_socket_that_is_closed_already_is_no_fault():
+    listener = socket.create_server(("127.0.0.1", 0))
+    listener.close()
+    _open_no_more(listener)
