@@ -202,6 +202,8 @@ class Supervised(pl.LightningModule):
     ) -> None:
         """Lightning's clipping, and by norms other than the second, which it does not know."""
         clip = self.cfg.train.gradient_clip
+        if clip is None and not gradient_clip_val:
+            return  # as Lightning's own ends, after it has compared words: a hundredth of a small network's step
         if clip is not None and clip.algorithm == "agc":
             return  # a callback's
         if clip is None or clip.algorithm != "norm" or clip.norm_type == 2:
