@@ -72,7 +72,7 @@ def _classes(labels: list[str]) -> Encoder:
     names = [json.dumps(label) for label in labels]
 
     def one(row: np.ndarray, top_k: int) -> str:
-        best = np.argsort(-row, kind="stable")[:top_k].tolist()
+        best = (-row).argsort(kind="stable")[:top_k].tolist()
         shares = [
             _WHOLE.get(share) or f"{share:.9g}" for share in row[best].tolist()
         ]  # nine digits distinguish float32s
@@ -113,9 +113,9 @@ def _labels(names: list[str], thresholds: list[float]) -> Encoder:
     def one(row: np.ndarray) -> str:
         predictions = [
             {"class": n, "label": names[n], "probability": float(f"{row[n]:.9g}"), "threshold": thresholds[n]}
-            for n in np.argsort(-row, kind="stable").tolist()
+            for n in (-row).argsort(kind="stable").tolist()
         ]
-        chosen = [names[n] for n in np.argsort(-row, kind="stable").tolist() if float(row[n]) >= thresholds[n]]
+        chosen = [one["label"] for one in predictions if float(row[one["class"]]) >= thresholds[one["class"]]]
         return json.dumps({"labels": chosen, "predictions": predictions}, ensure_ascii=False)
 
     def answer(rows: list[np.ndarray], top_k: int, accept: str) -> tuple[str, bytes]:

@@ -198,7 +198,7 @@ class Bundle:
         (N, C, H, W) from 0 to 1."""
         if self.bound is not None:
             return self.bound.predict(images)
-        rows: np.ndarray = self.session.run(None, {self.input: images})[0]
+        rows: np.ndarray = self.session.run([KINDS[self.task].output], {self.input: images})[0]
         return rows
 
     def prepare(self, data: bytes, max_pixels: int) -> np.ndarray:
