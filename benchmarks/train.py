@@ -30,7 +30,7 @@ from typing import Any
 
 import side_by_side
 from side_by_side import Bound, table
-from timed import PEERS, Took, digest, in_turn, make_mnist, make_pictures, ratio, run
+from timed import LONGEST, PEERS, Took, digest, in_turn, make_mnist, make_pictures, ratio, run
 
 from deeplightning.engine.devices import cpu_computes_bf16
 
@@ -308,6 +308,22 @@ def loop(bench: Bench) -> None:
     )
 
 
+def judging(bench: Bench) -> None:
+    """A validation of 100,000 pictures of 28x28 beside a bare loop of forward passes; in one process, in turn."""
+    folder, module = bench.folder, "judge_own.Judged, params: {count: 100000}"
+    job = Job(folder, module, "small", "train_network.Small", 1, epochs=bench.rounds + 1)
+    folder.with_suffix(".yaml").write_text(config_of(job, bench.place / "mlruns"))
+    command = [sys.executable, str(PEERS / "judge_own.py"), str(folder.with_suffix(".yaml"))]
+    turns = json.loads(run(command, folder, limit=3 * LONGEST).output.splitlines()[-1])
+    bench.raw["judging"] = turns
+    share = middle([turn["ours"] / turn["bare"] for turn in turns])
+    note = "100,000 pictures, 64 at a time, with loss, accuracy, confusion matrix and the pictures worth a look."
+    names = {"bare": "raw PyTorch, forward passes alone", "ours": OURS}
+    rows = [[name, f"{middle([turn[who] for turn in turns]):.2f}"] for who, name in names.items()]
+    say("A validation", note, table(["program", "CPU s"], rows))
+    bench.bounds.append(Bound("a validation, of a bare loop of forward passes", share, 1.05))
+
+
 def runs(bench: Bench) -> None:
     """Runs opened and closed by our logger, in this process, in a store of ten and in one of a thousand."""
     from deeplightning.tracking import MLflowLogger
@@ -410,7 +426,7 @@ def gpu(bench: Bench) -> None:
     say("On a GPU", note, table(["network, program", "samples/s", "first step, s"], rows))
 
 
-PARTS = {part.__name__: part for part in (whole, batch256, start, loop, runs, resnet, ddp, gpu)}
+PARTS = {part.__name__: part for part in (whole, batch256, start, loop, judging, runs, resnet, ddp, gpu)}
 
 
 # ---- what the parts share

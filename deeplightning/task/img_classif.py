@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from deeplightning import transfer
 from deeplightning.task.classes import Classification
 from deeplightning.task.errors import MisfitError
 from deeplightning.task.images import ImageTask
@@ -63,8 +64,12 @@ class ImageClassification(Classification, ImageTask):
         super().remember(images, logits, labels)
         probability, predicted = logits.float().softmax(1).max(1)
         worth = torch.where(predicted == labels, 1 - probability, 1 + probability)  # (B,)
+        sheet = self._sheet
+        may_look = len(worth) > 0 and not transfer.is_asynchronous(worth.device)
+        if may_look and sheet is not None and len(sheet["worth"]) == SHOWN and worth.max() <= sheet["worth"].min():
+            return  # as most batches: none of these is worth more
         found = {"image": images, "label": labels, "predicted": predicted, "p": probability, "worth": worth}
-        for kept in (None, self._sheet):
+        for kept in (None, sheet):
             if kept is not None:
                 found = {name: torch.cat([kept[name], column]) for name, column in found.items()}
             best = found["worth"].topk(min(SHOWN, len(found["worth"]))).indices

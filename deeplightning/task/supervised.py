@@ -408,16 +408,18 @@ class Supervised(pl.LightningModule):
 
     def _judge(self, stage: str, batch: Batch) -> dict[str, object]:
         inputs, truth = self.inputs(batch), self.truth(batch)
-        index = batch.get("index")
-        keep = index >= 0 if index is not None else torch.ones(len(truth), dtype=torch.bool, device=truth.device)
-        outputs, truth = rows(self._judged(inputs), keep), truth[keep]
+        outputs = self._judged(inputs)
+        if "index" in batch and not bool((batch["index"] >= 0).all()):  # rows that only fill up a batch
+            keep = batch["index"] >= 0
+            inputs, truth, outputs = inputs[keep], truth[keep], rows(outputs, keep)
+            batch = {name: column[keep] for name, column in batch.items()}
         if len(truth):
             self._count(stage, outputs, truth, *self._loss(outputs, truth))
         else:
             self._join(stage, outputs, truth)
         if stage == "val":  # a process without samples too: what is remembered may be summed over all
-            self.remember(inputs[keep], outputs, truth)
-        return self.answers({name: column[keep] for name, column in batch.items()}, outputs)
+            self.remember(inputs, outputs, truth)
+        return self.answers(batch, outputs)
 
     # ---- travelling
 

@@ -12,6 +12,7 @@ from deeplightning.engine.sharded import parameters_on_meta
 from deeplightning.faults import UserError
 from deeplightning.run.assemble import init_module
 from deeplightning.task.errors import MisfitError
+from deeplightning.task.img_classif import SHOWN, ImageClassification
 from deeplightning.task.metrics import Accuracy, InOwnPrecision, SampleMean
 
 # ---- metrics
@@ -255,3 +256,19 @@ def test_metrics_stay_precise_in_a_network_of_bf16():
         metrics["loss"].update(torch.tensor(1.0), 1)
     assert float(metrics["loss"].total) == 300
     assert task["network"].weight.dtype == torch.bfloat16
+
+
+def test_the_sheet_of_a_validation_has_the_pictures_that_are_worth_most():
+    """Of all batches, an empty one among them: mistakes first, the surest first, then the least sure right answers."""
+    task = ImageClassification.__new__(ImageClassification)
+    task.__dict__.update(_sheet=None, _answered=[])
+    random = torch.Generator().manual_seed(0)
+    logits, labels = torch.randn(400, 3, generator=random), torch.randint(3, (400,), generator=random)
+    images = torch.arange(400).view(400, 1, 1, 1)
+    for part in (*(slice(n, n + 7) for n in range(0, 200, 7)), slice(203, 203), slice(203, 400)):
+        task.remember(images[part], logits[part], labels[part])
+    probability, predicted = logits.softmax(1).max(1)
+    worth = torch.where(predicted == labels, 1 - probability, 1 + probability)
+    best = worth.argsort(descending=True)[:SHOWN]
+    assert task.__dict__["_sheet"]["image"].flatten().tolist() == best.tolist()
+    assert sum(map(len, task.__dict__["_answered"])) == 400
