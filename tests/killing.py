@@ -3,7 +3,8 @@ writing of a checkpoint, before or after a file is synced, renamed or linked, be
 """
 
 KILLS = '''\
-"""Counts the events of a process; at the one that KILL names, kills it, and the process beside it if asked to."""
+"""Counts the events of a process; at the one that KILL names, sends it SIGKILL, or the signal that HOW names, and the
+process beside it if asked to."""
 
 import functools
 import io
@@ -23,6 +24,7 @@ if os.environ.get("BACKGROUND"):  # else checkpoints on a CPU are written at onc
 rank = os.environ.get("LOCAL_RANK", "0")
 log = pathlib.Path(os.environ["EVENTS"])
 victims, number = os.environ.get("KILL", "-:0").split(":")
+how = signal.Signals[os.environ.get("HOW", "SIGKILL")]
 main, count = os.getpid(), 0
 log.with_name(f"{log.name}.{rank}.pid").write_text(str(main))
 
@@ -36,7 +38,7 @@ def happens(what):
         file.write(what + "\\n")
     if rank == victims[0] and count == int(number):
         for victim in victims[1:] + victims[0]:
-            os.kill(int(log.with_name(f"{log.name}.{victim}.pid").read_text()), signal.SIGKILL)
+            os.kill(int(log.with_name(f"{log.name}.{victim}.pid").read_text()), how)
 
 
 def around(owner, name, what):

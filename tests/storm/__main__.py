@@ -60,7 +60,7 @@ def main() -> int:
                 print(f"{result.kind} {result.number}: {mark}: {result.words} ({result.seconds:.1f} s)", flush=True)
 
     tallies = {name: Tally(skipped=left_out.get(name, "")) for name in modules}
-    run = Storm(modules, base, seed, asked.minutes * 60, asked.jobs, tell, asked.case, tallies)
+    run = Storm(modules, base, seed, asked.minutes * 60, asked.jobs, tell, asked.case, asked.until_broken, tallies)
     code = 0
     try:
         import_all(storm.preload(modules))
@@ -90,6 +90,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument(
         "--jobs", type=int, default=(os.cpu_count() or 1) + 1, help="cases at once (default: one more than cores)"
     )
+    parser.add_argument("--until-broken", action="store_true", help="stop at the first broken promise")
     parser.add_argument("--folder", type=Path, default=TESTS.parent / "dist" / "storm", help="where failures are kept")
     parser.add_argument("--verbose", action="store_true", help="a line for each case")
     asked = parser.parse_args()

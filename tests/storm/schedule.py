@@ -36,6 +36,7 @@ class Storm:
         seconds: no case starts later than that.
         jobs: how many cases run at once.
         only: this case of each kind, and no other.
+        until_broken: no case starts once a promise was broken.
         tell: is called with each result.
     """
 
@@ -46,6 +47,7 @@ class Storm:
     jobs: int
     tell: Callable[[Result, Path], None]
     only: int | None = None
+    until_broken: bool = False
     tallies: dict[str, Tally] = field(default_factory=dict)
     elapsed: float = 0.0
 
@@ -61,6 +63,7 @@ class Storm:
         try:
             while True:
                 late = time.monotonic() - begun > self.seconds
+                late |= self.until_broken and any(tally.broken for tally in self.tallies.values())
                 while len(self._running) < self.jobs and not late and (kind := self._choose()) is not None:
                     case = worker.start(self.modules[kind], kind, self.seed, self._next[kind], self.base)
                     self._next[kind] += 1

@@ -1,7 +1,9 @@
-"""A training is killed at random instants, up to five times, and started again by the same command each time.
+"""A training is killed at random instants, or told to end, up to five times, and started again by the same command each
+time.
 
 Its end is that of a run that nothing disturbed: weights, points, the best and their files, its bundle, one FINISHED
-run. An instant is one of the run's events (`tests/killing.py`), or a moment in time.
+run. An instant is one of the run's events (`tests/killing.py`), or a moment in time. What is told to end by SIGTERM or
+SIGINT between its first batch and its last does so, with the exit code of the signal.
 """
 
 import contextlib
@@ -47,7 +49,7 @@ def case(draw: random.Random, place: Place) -> str:
     config = _prepare(place, place.folder)
     told = []
     for _ in range(draw.randint(1, 5)):
-        how = draw.choice(["event", "event", "writing", "time"])
+        how = draw.choice(["event", "event", "writing", "time", "signal"])
         if how == "time":
             delay = draw.random() * known["seconds"]
             running = _start(place, config, variant, **background)
@@ -61,6 +63,9 @@ def case(draw: random.Random, place: Place) -> str:
         victims = "0" if processes == 1 else draw.choice(["01", "10", "0", "1"])
         own = events[int(victims[0])]
         number = draw.randint(1, len(own))
+        if how == "signal":
+            told.append(_signalled(draw, place, config, variant, own, **background))
+            continue
         if how == "writing" and (places := [n for n, event in enumerate(own, 1) if event in WRITING]):
             number = draw.choice(places)
         ended = _start(place, config, variant, KILL=f"{victims}:{number}", **background).end()
@@ -72,6 +77,25 @@ def case(draw: random.Random, place: Place) -> str:
     end = end_of(place.folder / "mlruns", EXPERIMENT)
     expected = End(**known["end"])
     expect(end == expected, f"a run that was killed ends otherwise: {end.differs(expected)}", what, done)
+    return what
+
+
+def _signalled(
+    draw: random.Random, place: Place, config: Path, variant: str, events: list[str], **variables: str
+) -> str:
+    """Sends every process a signal after a batch of the first half of the training, counted from where it resumes."""
+    name, processes = draw.choice(["SIGTERM", "SIGINT"]), VARIANTS[variant][1]
+    batches = [number for number, event in enumerate(events, 1) if event.startswith("after batch")]
+    number = draw.choice(batches[: len(batches) // 2])
+    (place.folder / "events.0").unlink(missing_ok=True)
+    ended = _start(place, config, variant, KILL=f"{'01'[:processes]}:{number}", HOW=name, **variables).end()
+    codes, own = {each.code for each in ended.ranks or [ended]}, {"SIGTERM": 143, "SIGINT": 130}[name]
+    # What resumes late has fewer events than the number, or others in their place, and may end before.
+    log = (place.folder / "events.0").read_text().splitlines()
+    reached = len(log) >= number and log[number - 1].startswith("after batch")
+    what = f"{name} {events[number - 1]}"
+    expect(codes <= {0, own}, f"{what}: the processes end with {codes}", ended)
+    expect(not reached or codes == {own}, f"{what}: it does not end by the signal, but with {codes}", ended)
     return what
 
 
