@@ -312,6 +312,11 @@ class Checkpoints(LightningCheckpoint):
             copy_checkpoint(source, folder.last)
             for entry in self.kept:
                 copy_checkpoint(former.path / entry["file"], folder.path / entry["file"])
+        elif self.kept:  # the process may have ended between keeping a better one and removing the worst
+            names = {entry["file"] for entry in self.kept}
+            for path in (folder.checkpoint(entry["epoch"], entry["step"]) for entry in loaded):
+                if path.name not in names:
+                    remove_checkpoint(path)
         if self.kept:
             write_whole(folder.best_score, json.dumps(self.kept[0], indent=1))
 

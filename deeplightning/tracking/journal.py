@@ -27,7 +27,7 @@ from typing import Any
 
 from deeplightning.checks.trust import is_own
 from deeplightning.faults import SetupError, count
-from deeplightning.runfolder import RunFolder, make_private
+from deeplightning.runfolder import RunFolder, make_private, sync_names
 from deeplightning.tracking.open import open_tracker
 from deeplightning.tracking.owner import has_ended, this_process
 from deeplightning.tracking.store import Store, explain, local_path
@@ -76,7 +76,7 @@ class Journal:
     """The journal that this process writes of one run.
 
     Each entry is in the system's memory before `append` returns: killing the process loses none, only the machine's own
-    end can. Nothing is synced to the disk; that costs milliseconds each time.
+    end can. Entries are not synced to the disk; that costs milliseconds each time.
 
     Args:
         store: of the run.
@@ -102,7 +102,9 @@ class Journal:
             raise FileNotFoundError(f"{self.path.parent} disappears again and again")
         _hold(self._descriptor)
         os.write(self._descriptor, header)
+        os.fsync(self._descriptor)  # there is a run in the store soon, which nobody could end without this
         beside.rename(self.path)
+        sync_names(self.path.parent)
         _open.add(self)
 
     def append(self, entry: Entry) -> None:
