@@ -115,6 +115,21 @@ def test_a_run_resumed_with_accumulation_ends_bit_for_bit_like_an_uninterrupted_
     assert digest(resumed.folder / "last.ckpt") == digest(train(*settings).folder / "last.ckpt")
 
 
+def test_a_process_that_ends_between_keeping_a_better_checkpoint_and_removing_the_worst_leaves_no_file(train, tmp_path):
+    """The best is of epoch 3, the last still of epoch 2, and what epoch 3 has pushed out of the best two is there."""
+    settings = [f"logger.params.tracking_uri={tmp_path / 'mlruns'}", "train.resume_ckpt=auto"]
+    settings.append("train.checkpoint={monitor: val_loss, mode: min, save_top_k: 2}")
+    folder = RunFolder(train(*settings, "train.num_epochs=2").folder)
+    before = {path: path.read_bytes() for path in (folder.last, folder.checkpoint(0, 9))}
+    kept = {"last.ckpt", "best.ckpt", "epoch=1-step=18.ckpt"}
+    for repeated in (False, True):
+        for path, content in before.items() if repeated else ():
+            path.unlink(missing_ok=True)  # it may be a second name of another
+            path.write_bytes(content)
+        assert train(*settings, "train.num_epochs=3").folder == folder.path
+        assert {path.name for path in folder.path.glob("*.ckpt")} == kept
+
+
 def test_auto_last_and_best_are_of_the_newest_run(train, tmp_path):
     """`auto` finds nothing in a new store and starts; then the newest run's last checkpoint; `best` its best one."""
     settings = [*RANDOM, f"logger.params.tracking_uri={tmp_path / 'mlruns'}", "train.num_epochs=1"]
