@@ -49,7 +49,7 @@ class Checkpoints(LightningCheckpoint):
     def __init__(self, settings: Checkpoint, record: Record, background: bool = True, off: bool = False):
         self.settings, self.record, self.background, self.off = settings, record, background, off
         self.kept: list[dict[str, Any]] = []  # the best first: {"value", "epoch", "step", "file"}
-        self._loaded: list[dict[str, object]] | None = None
+        self._loaded: list[dict[str, Any]] | None = None
         self._arriving: dict[str, object] | None = None  # until the optimizers are there that it is compared with
         self._has_arrived = False
         self._plateaus: dict[str, float] = {}

@@ -102,10 +102,10 @@ def has_run(logger: object) -> bool:
 
 @cache
 def shorten_steps(quiet: "type[Profiler]") -> None:
-    """Leaves out of Lightning's loop what gives the same at each step, in this process: names for a profiler that
-    profiles nothing, a division of the loss by one, the comparison of stages by their words, and what does not change
-    between batches: where the hooks for batches are, and what the training step takes. What it computes stays the same
-    to the bit.
+    """Leaves out of Lightning's loop what gives the same at each step, in this process: names for profilers where none
+    is at work, a division of the loss by one, the comparison of stages by their words, and what does not change between
+    batches: where the hooks for batches are, and what the training step takes. What it computes stays the same to the
+    bit.
 
     Each name is replaced where it is found. Where one has moved, Lightning's own is called, and a step takes longer.
 
@@ -122,6 +122,10 @@ def shorten_steps(quiet: "type[Profiler]") -> None:
         (call, "_call_lightning_module_hook", lambda longer: _task_hook(longer, quiet)),
         (call, "_call_strategy_hook", lambda longer: _strategy_hook(longer, quiet)),
         (getattr(automatic, "ClosureResult", None), "from_training_step_output", _loss_of_step),
+        (
+            *(getattr(automatic, "_AutomaticOptimization", None), "_optimizer_zero_grad"),
+            lambda longer: _no_gradients(longer, quiet),
+        ),
         (states.RunningStage, "__eq__", _same_stage),
         (getattr(data_connector, "_DataHookSelector", None), "get_instance", _source_of_hook),
         (getattr(training_epoch_loop, "_TrainingEpochLoop", None), "_build_kwargs", _arguments_of_step),
@@ -194,6 +198,26 @@ def _loss_of_step(longer: Any) -> Any:
         return longer(training_step_output, normalize)
 
     return classmethod(result)
+
+
+def _no_gradients(longer: Any, quiet: type) -> Any:
+    from pytorch_lightning import LightningModule
+    from torch.optim import Optimizer
+
+    hook, own = LightningModule.optimizer_zero_grad, Optimizer.zero_grad
+
+    def forget(self: Any, batch_idx: int, optimizer: Any) -> None:
+        trainer = self.trainer
+        task = trainer.lightning_module
+        is_plain = type(task).optimizer_zero_grad is hook and type(optimizer).zero_grad is own
+        if not is_plain or not _is_quiet(trainer, task, quiet):
+            longer(self, batch_idx, optimizer)
+            return
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+
+    return forget
 
 
 def _same_stage(longer: Any) -> Any:

@@ -273,6 +273,9 @@ class NoteHooks(pl.Callback):
     def on_before_backward(self, trainer, task, loss):
         task.note("callback", "loss", loss.item())
 
+    def on_after_backward(self, trainer, task):
+        task.note("callback", "gradients", [parameter.grad.tolist() for parameter in task.parameters()])
+
     def on_train_batch_end(self, trainer, task, outputs, batch, batch_idx):
         values = {name: float(value) for name, value in outputs.items()}
         task.note("callback", "end", batch_idx, values, trainer.state.stage == "train", trainer.training)
@@ -313,6 +316,7 @@ def test_shortened_steps_are_lightnings_own(factor):
         *("trainer.call._call_callback_hooks", "trainer.call._call_lightning_module_hook"),
         *("trainer.call._call_strategy_hook", "trainer.states.RunningStage.__eq__"),
         "loops.optimization.automatic.ClosureResult.from_training_step_output",
+        "loops.optimization.automatic._AutomaticOptimization._optimizer_zero_grad",
         "trainer.connectors.data_connector._DataHookSelector.get_instance",
         "loops.training_epoch_loop._TrainingEpochLoop._build_kwargs",
     ],
