@@ -26,8 +26,9 @@ _lost: str | None = None  # the message about a stream that was lost
 _can_say = _said = False
 
 
-class Interrupted(Exception):
-    """A signal asked the run to end; a second one, `at_once`: nothing more is saved."""
+class Interrupted(BaseException):
+    """A signal asked the run to end; a second one, `at_once`: nothing more is saved. As Ctrl-C is, no error that code
+    may take for its own: it may come while a store is opened, or a picture drawn."""
 
     def __init__(self, signal_name: str, exit_code: int, at_once: bool = False):
         super().__init__(f"interrupted by {signal_name}")

@@ -120,7 +120,14 @@ class _Search:
         """All of it."""
         store = self.home.parents[2]
         with permissions_of(store if store.exists() else self.home):
-            return self._run()
+            try:
+                return self._run()
+            except Exception as error:
+                from deeplightning.tune.study import is_of_storage
+
+                if is_of_storage(error):
+                    raise self._unreadable(error) from error
+                raise
 
     def _run(self) -> Path:
         self._open()
@@ -225,10 +232,14 @@ class _Search:
         except UserError:
             raise
         except Exception as error:  # Optuna's, SQLAlchemy's
-            raise SetupError(
-                f"{self.database}: this file of a search cannot be read ({' '.join(str(error).split())[:200]}); begin "
-                f"another search, tune.name=NEW, or remove {self.home}"
-            ) from error
+            raise self._unreadable(error) from error
+
+    def _unreadable(self, error: Exception) -> SetupError:
+        words = " ".join(str(error.__cause__ or error).split())[:200]
+        return SetupError(
+            f"{self.database}: this file of a search cannot be read or written ({words}); begin another search, "
+            f"tune.name=NEW, or remove {self.home}"
+        )
 
     def _drop_if_deleted(self) -> None:
         """A search whose run was deleted in the tracker begins anew."""

@@ -20,6 +20,7 @@ import optuna
 from optuna.distributions import BaseDistribution, CategoricalDistribution, FloatDistribution, IntDistribution
 from optuna.study import StudyDirection
 from optuna.trial import FrozenTrial, TrialState, create_trial
+from sqlalchemy.exc import SQLAlchemyError
 
 from deeplightning.checks.space import Dimension, size
 from deeplightning.checks.targets import is_grid
@@ -68,6 +69,11 @@ def _storage(database: Path) -> Any:
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     # Another search's driver never writes here; somebody who looks at the file with Optuna's dashboard may lock it.
     return optuna.storages.RDBStorage(f"sqlite:///{database}", engine_kwargs={"connect_args": {"timeout": 60}})
+
+
+def is_of_storage(error: Exception) -> bool:
+    """Whether the file of a study is what failed, as it does where it is damaged or its disk is full."""
+    return isinstance(error, optuna.exceptions.StorageInternalError | SQLAlchemyError)
 
 
 class Study:

@@ -98,6 +98,16 @@ def test_an_uninterrupted_run_is_what_is_to_be_shown(whole):
     assert {"inside a checkpoint", "before replace", "after fsync", "before link", "after log_batch"} <= set(events)
 
 
+@pytest.mark.parametrize(("name", "code"), [("SIGTERM", 143), ("SIGINT", 130)])
+def test_a_signal_while_a_run_is_opened_is_no_fault_of_the_store(start, whole, name, code):
+    """The exit code is the signal's, and the note names it."""
+    _, (events,), _ = whole(1)
+    number = events.index("before create_run") + 1
+    ended = start(f"opened-{code}", 1, f"0:{number}", HOW=name).end()
+    assert (ended.code, "cannot be used" in ended.err) == (code, False), ended
+    assert f"interrupted by {name}" in ended.err
+
+
 def assert_ends_like_whole(start, end_of, whole, processes, kills, name, **variables):
     """Kills a run at each of some instants, starts it again each time, and compares its end; returns what happened.
 

@@ -344,6 +344,22 @@ def test_a_failing_trial_does_not_win(command, config, store, place):
     assert re.search(rf"^best +trial {found['Learns']['trial']}, ", outcome.out, re.MULTILINE)
 
 
+def test_a_damaged_file_of_a_search_is_named(searched, command, config, place, store):
+    """Damage that shows when the trials are read; where it is mended, the search is what it was."""
+    file = study_file(store, "three")
+    whole, page = file.read_bytes(), 4096
+    try:
+        file.write_bytes(whole[: 8 * page] + bytes(8 * page) + whole[16 * page :])
+        outcome = patiently(command.start("tune", config, "tune.name=three", cwd=place))
+    finally:
+        file.write_bytes(whole)
+    assert outcome.code == 3, outcome
+    assert f"{file}: this file of a search cannot be read or written" in outcome.err
+    assert "Traceback" not in outcome.err
+    again = patiently(command.start("tune", config, "tune.name=three", cwd=place))
+    assert (again.code, table(again)) == (0, table(searched))
+
+
 @pytest.fixture(scope="module")
 def failed(command, config, place) -> Outcome:
     """A search of two trials that both fail, by code of its own."""

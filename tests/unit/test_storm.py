@@ -67,9 +67,11 @@ def test_a_broken_promise_is_counted_with_its_words(run):
             os.kill(os.getpid(), signal.SIGKILL)
         if place.folder.parent.name == "one-4":
             time.sleep(100)
+        if int(place.folder.parent.name.partition("-")[2]) > 4:
+            time.sleep(0.4)  # else there are hundreds of them
         return "fine"
 
-    found = {result.number: result for result in run(case, seconds=0.8, LIMIT=0.5).results}
+    found = {result.number: result for result in run(case, seconds=4, LIMIT=0.5).results}
     assert [found[number].held for number in range(5)] == [True, False, False, False, False]
     assert found[1].words == "one is two\nseen"
     assert "ValueError: odd" in found[2].words

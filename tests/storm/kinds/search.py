@@ -21,6 +21,7 @@ from commands import Outcome
 from tiny import digest
 
 from storm.kinds.mutations import draw_pictures
+from storm.mutate import damage
 from storm.place import Place, expect
 
 WHAT = "kill -9 of tune, export, runs --clean --delete, runs --sync, migrate, init, reproduce, and of cache building"
@@ -101,6 +102,26 @@ def _tune(draw: random.Random, place: Place) -> str:
         sorted(statuses.values()) == ["FINISHED"] * 4, f"{what}: there are not four runs that have finished", statuses
     )
     return what
+
+
+def _study(draw: random.Random, place: Place) -> str:
+    """The database of a search is damaged, before the search is started again."""
+    config = place.config()
+    config.write_text(config.read_text() + SEARCH)
+    _good(place.run("tune", config), "undisturbed")
+    (database,) = (place.folder / "mlruns").glob("**/study.db")
+    whole = database.read_bytes()
+    told = []
+    for _ in range(4):
+        told.append(damage(draw, database, []))
+        done = place.run("tune", config)
+        expect(done.code in (0, 3, 4), f"{told[-1]}: the search ends with {done.code}", done)
+        expect("Traceback" not in done.err, f"{told[-1]}: a traceback is shown", done)
+        expect(done.code == 0 or "study.db" in done.err, f"{told[-1]}: the file is not named", done)
+        database.write_bytes(whole)
+    _good(place.run("tune", config), "mended")
+    place.count = len(told)
+    return "; ".join(told)
 
 
 def _export(draw: random.Random, place: Place) -> str:
@@ -266,6 +287,7 @@ def _reproduce(draw: random.Random, place: Place) -> str:
 
 COMMANDS: dict[str, tuple[int, Callable[[random.Random, Place], str]]] = {
     "tune": (1, _tune),
+    "study": (1, _study),
     "export": (4, _export),
     "clean": (5, _clean),
     "sync": (5, _sync),
