@@ -34,3 +34,4 @@ def test_a_socket_that_is_closed_already_is_no_fault():
     listener = socket.create_server(("127.0.0.1", 0))
     listener.close()
     _open_no_more(listener)
+    assert listener.fileno() == -1
