@@ -260,11 +260,9 @@ def trainer_arguments(cfg: Config) -> dict[str, Any]:
     from torch import are_deterministic_algorithms_enabled
 
     from deeplightning.engine.overhead import NoProfiler
-    from deeplightning.private.lightning import shorten_steps
 
     engine = cfg.engine
     profiler = None if engine.profiler == "flops" else engine.profiler
-    shorten_steps(NoProfiler)
     return {
         "accelerator": "cpu" if engine.gpus is None else "gpu",
         "devices": engine.processes if engine.gpus is None else indexes(engine.gpus),

@@ -27,8 +27,8 @@ _can_say = _said = False
 
 
 class Interrupted(BaseException):
-    """A signal asked the run to end; a second one, `at_once`: nothing more is saved. As Ctrl-C is, no error that code
-    may take for its own: it may come while a store is opened, or a picture drawn."""
+    """A signal asked the run to end; a second one, `at_once`: nothing more is saved. Like
+    KeyboardInterrupt, it is no Exception: it may be raised anywhere, and `except Exception` must not swallow it."""
 
     def __init__(self, signal_name: str, exit_code: int, at_once: bool = False):
         super().__init__(f"interrupted by {signal_name}")

@@ -66,10 +66,13 @@ def init_trainer(cfg: Config) -> pl.Trainer:
     from deeplightning.engine.checkpoint_io import SafeCheckpointIO
     from deeplightning.engine.cluster import cluster
     from deeplightning.engine.compiling import prepare_to_compile
+    from deeplightning.engine.overhead import NoProfiler
+    from deeplightning.private.lightning import shorten_steps
 
     apply_environment(cfg)
     to_terminal(cfg)
     compute.prepare(cfg.engine)
+    shorten_steps(NoProfiler)
     if cfg.engine.compile and "train" in cfg.stages:
         prepare_to_compile(cfg.engine)
     train = cfg.train

@@ -409,8 +409,8 @@ class Supervised(pl.LightningModule):
     def _judge(self, stage: str, batch: Batch) -> dict[str, object]:
         inputs, truth = self.inputs(batch), self.truth(batch)
         outputs = self._judged(inputs)
-        if "index" in batch and not bool((batch["index"] >= 0).all()):  # rows that only fill up a batch
-            keep = batch["index"] >= 0
+        keep = batch["index"] >= 0 if "index" in batch else None
+        if keep is not None and not keep.all():  # rows that only fill up a batch
             inputs, truth, outputs = inputs[keep], truth[keep], rows(outputs, keep)
             batch = {name: column[keep] for name, column in batch.items()}
         if len(truth):

@@ -12,6 +12,7 @@ import threading
 import time
 import urllib.request
 from contextlib import closing
+from pathlib import Path
 
 import pytest
 from commands import environment
@@ -19,7 +20,7 @@ from mlflow.tracking import MlflowClient
 
 from deeplightning.cli.listing import listing, sync
 from deeplightning.faults import SetupError
-from deeplightning.tracking import MLflowLogger
+from deeplightning.tracking import MLflowLogger, sqlite
 from deeplightning.tracking.attach import attach
 from deeplightning.tracking.journal import Journal, folder_of, left_behind
 from deeplightning.tracking.owner import has_ended, this_process
@@ -584,3 +585,35 @@ def test_a_machine_that_was_started_again_settles_its_runs():
     assert has_ended({**mine, "boot": "c" * 36}) is (True if mine["machine"] else None)
     assert has_ended({**mine, "boot": "c" * 36, "host": "elsewhere"}) is None
     assert has_ended({"run": "a" * 32, "process": 1}) is True
+
+
+def test_a_run_is_in_the_store_only_once_its_journal_outlasts_a_loss_of_power(folder, monkeypatch):
+    """The content is synced before the file has its name, and the name before the run is created."""
+    order = []
+
+    def fsync(descriptor, real=os.fsync):
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
+        order.append("names" if path.is_dir() else path.suffix)
+        real(descriptor)
+
+    def create_run(self, *arguments, real=Tracker.create_run, **options):
+        order.append("run")
+        return real(self, *arguments, **options)
+
+    monkeypatch.setattr("os.fsync", fsync)
+    monkeypatch.setattr(Tracker, "create_run", create_run)
+    logger = MLflowLogger(tracking_uri=folder, system_metrics=False)
+    logger.log_metrics({"x": 1.0}, 0)
+    logger.finalize("success")
+    before = order[: order.index("run")]
+    assert ".new" in before
+    assert "names" in before[before.index(".new") :]
+
+
+def test_what_the_store_has_committed_outlasts_a_loss_of_power(folder):
+    """SQLite also syncs the folder behind the removal of its journal: its level EXTRA, the third."""
+    logger = MLflowLogger(tracking_uri=folder, system_metrics=False)
+    logger.log_metrics({"x": 1.0}, 0)
+    logger.finalize("success")
+    with closing(sqlite._connect(folder / "mlflow.db")) as connection:
+        assert connection.execute("PRAGMA synchronous").fetchone() == (3,)

@@ -243,7 +243,7 @@ def test_steps_and_values_that_are_about_to_be_logged_are_known(trained):
 
 
 class Noted(Line):
-    """A task that notes what each of its hooks is told, and what Lightning takes for the hook that runs."""
+    """A task that records the arguments of its hooks, and the hook that Lightning believes to be running."""
 
     def __init__(self, noted):
         super().__init__()

@@ -2,8 +2,8 @@
 time.
 
 Its end is that of a run that nothing disturbed: weights, points, the best and their files, its bundle, one FINISHED
-run. An instant is one of the run's events (`tests/killing.py`), or a moment in time. What is told to end by SIGTERM or
-SIGINT between its first batch and its last does so, with the exit code of the signal.
+run. An instant is one of the run's events (`tests/killing.py`), or a moment in time. A run that gets SIGTERM or SIGINT
+while it trains ends with the exit code of the signal.
 """
 
 import contextlib
