@@ -27,9 +27,9 @@ THERE += ["tqdm", "fsspec", "sympy", "networkx", "jinja2"]
 
 # MLflow 3.17.2 tracks in SQLite with these three; the full package requires pandas, pyarrow, SciPy and scikit-learn.
 MLFLOW = ["mlflow-skinny", "alembic", "sqlalchemy"]
-# Only data.digits, figures, the server's event loop and MLflow's access to Databricks import these, and the GPU's suite
-# uses none of them.
-LEFT_OUT = ["mlflow", "scikit-learn", "matplotlib", "uvloop", "cryptography"]
+# Only data.digits, figures, tables, remote storage, `reproduce`, the server's event loop and MLflow's access to
+# Databricks import these, and the GPU's suite uses none of them.
+LEFT_OUT = ["mlflow", "scikit-learn", "scipy", "matplotlib", "pyarrow", "uvloop", "cryptography"]
 TESTS = ["pytest", "pytest-xdist"]
 SOURCE_ONLY = ["deepspeed"]
 """Published without wheels; built here without its CUDA kernels, which makes the wheel fit every machine."""

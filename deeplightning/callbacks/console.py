@@ -128,7 +128,7 @@ class Console(pl.Callback):
             if (hint := matmul_hint(self.cfg.engine, trainer.strategy.root_device)) is not None:
                 _say("hint", hint)
             for notice in proposals(self.cfg, self.cfg.engine):
-                log.info("%s", notice.text)
+                _say("hint", notice.text)
         self._began_at = _share_done(trainer, 0) or 0.0
         if self.bar and trainer.is_global_zero:
             self._bar = Bar(epochs=self.cfg.train.num_epochs)

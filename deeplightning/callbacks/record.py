@@ -58,6 +58,7 @@ class Resumption:
         notes: what a person should know, a line each.
         inexact: why the end will not be that of an uninterrupted run, bit for bit; "": it will.
         over: why nothing is left to train, of a checkpoint whose run is complete; "": something is.
+        epochs: that the checkpoint has completed.
     """
 
     checkpoint: Path | None = None
@@ -68,6 +69,7 @@ class Resumption:
     notes: Sequence[str] = ()
     inexact: str = ""
     over: str = ""
+    epochs: int = 0
 
     @property
     def named(self) -> str | None:

@@ -48,7 +48,7 @@ def proposals(cfg: Config, asked: Engine) -> Iterator[Notice]:
     if cfg.engine.compile is False and not is_sharded(asked):
         measured = "measured on an H100: a ResNet-18 at batch 128 saw 29,886 pictures/s instead of 9,014"
         yield Notice(
-            f"engine: `engine.compile=graphs` trains small batches faster, with the same weights; {measured}",
+            f"`engine.compile=graphs` trains small batches faster, with the same weights; {measured}",
             unasked=False,
         )
     words = []
@@ -62,7 +62,7 @@ def proposals(cfg: Config, asked: Engine) -> Iterator[Notice]:
             f"measured on an H100, {both}: a ResNet-18 at batch 128 kept the GPU busy for 25 % of the time instead of "
             "48 %, and saw 8,825 pictures/s instead of 8,483, since launches bound it"
         )
-        yield Notice(f"engine: {' and '.join(words)} may be faster; {measured}", unasked=False)
+        yield Notice(f"{' and '.join(words)} may be faster; {measured}", unasked=False)
 
 
 def _hints_for_one_gpu(engine: Engine) -> Iterator[Notice]:

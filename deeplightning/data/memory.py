@@ -41,11 +41,11 @@ class Room:
             size = sum(one.size for one in chosen)
             if chosen and size <= free * SHARE_OF_GPU and _moved(chosen, device):
                 words = "%-10s on %s: %s of pictures, of %s that a step leaves"
-                log.info(words, "data", device, gib(size), gib(free))
+                log.info(words, "data", device, size_of(size), size_of(free))
                 return True
         if sets:
             words = "%-10s in the memory of the CPU, batches pinned: %s of pictures, and a step leaves %s on %s"
-            log.info(words, "data", gib(sum(one.size for one in sets)), gib(free), device)
+            log.info(words, "data", size_of(sum(one.size for one in sets)), size_of(free), device)
         return True
 
 
@@ -79,6 +79,6 @@ def _moved(sets: Sequence[InMemory], device: torch.device) -> bool:
     return True
 
 
-def gib(size: int) -> str:
+def size_of(size: int) -> str:
     """Bytes for people."""
-    return f"{size / 2**30:.2f} GiB"
+    return f"{size / 2**30:.2f} GiB" if size >= 2**30 // 10 else f"{size / 2**20:.2f} MiB"

@@ -52,6 +52,7 @@ class Count:
         peaks: phase (`forward`, `backward`, `optimizer`) → kind → bytes at the moment at which it held the most.
         flops: operations of matrix products, convolutions and attentions in an optimizer step.
         moved: bytes that operators of that step read and wrote.
+        launches: operators of its forward and backward passes that did so.
         batches: of one optimizer step; more than 1 where a loop of the task's own accumulates.
         buffers: bytes of the network's buffers.
         partial: why no step was counted; None where one was.
@@ -62,6 +63,7 @@ class Count:
     peaks: dict[str, dict[str, int]] = field(default_factory=dict)
     flops: int = 0
     moved: int = 0
+    launches: int = 0
     batches: int = 1
     buffers: int = 0
     partial: str | None = None
@@ -109,7 +111,8 @@ def counted(
         if count.partial is None and not held.peaks.get("backward"):
             count.partial = "its training step makes no backward pass that could be counted"
         count.peaks = {phase: dict(kinds) for phase, kinds in held.peaks.items() if phase != "between"}
-        count.flops, count.moved, count.batches = held.flops, held.moved, max(1, watch.batches)
+        count.flops, count.moved, count.launches = held.flops, held.moved, held.launches
+        count.batches = max(1, watch.batches)
         count.buffers = sum(buffer.nbytes for buffer in task.buffers())
     return count
 

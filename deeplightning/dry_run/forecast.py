@@ -19,7 +19,7 @@ from deeplightning.dry_run.attempt import Attempt
 from deeplightning.dry_run.fake import Count, counted
 from deeplightning.dry_run.held import KINDS
 from deeplightning.dry_run.holdings import Engine, Holding, holding
-from deeplightning.engine.cards import NETWORK, Card
+from deeplightning.engine.cards import NETWORK, WORKSPACE, Card
 
 USABLE = 0.92
 """The share of a GPU's memory that tensors may take: the rest is CUDA's own and lost between blocks."""
@@ -34,6 +34,13 @@ SHARES = {
 }
 """What an engine reaches of a GPU's peak, as benchmarks/engines.md and gpu.md measured it with a ViT-L on an H100: 23.7
 TFLOP for 64 samples. Larger products reach more. Offloading was not measured."""
+
+LAUNCH = (20e-6, 50e-6)
+"""Seconds of the CPU for an operator of a forward or backward pass in eager mode, at best and at worst. With small
+batches they are the time of a step: benchmarks/gpu.md and an H200 had 50 µs for ResNet-18 and a small CNN."""
+
+LOOP = 0.6e-3
+"""Seconds of the CPU that the loop adds to a step: benchmarks/RESULTS.md."""
 
 SENT = {"ddp": 2.0, "fsdp": 3.0, "deepspeed_stage_1": 2.0, "deepspeed_stage_2": 2.0, "deepspeed_stage_3": 3.0}
 """How often an engine sends the size of the network in a step, times (N - 1) / N: https://arxiv.org/abs/1910.02054."""
@@ -111,6 +118,12 @@ class Setting:
     on_gpu: bool
     tf32: bool = False
 
+    @property
+    def workspaces(self) -> int:
+        """Bytes that matrix products keep for themselves: a workspace of cuBLAS for the thread of the forward pass and
+        one for that of the backward pass."""
+        return 2 * (self.card.workspace if self.card else WORKSPACE) if self.on_gpu else 0
+
 
 def forecast(attempt: Attempt, cfg: Config, setting: Setting) -> Plan:
     """The plan of a config.
@@ -187,7 +200,7 @@ def _fill(row: Row, mine: Holding, steps: list[Count], batch: int, setting: Sett
     """The bytes of a row, whether they fit, and the largest batch that does."""
     row.held = {"parameters": mine.parameters, "gradients": mine.gradients, "state": mine.state}
     row.kinds = max(
-        (_at(phase, row, mine, steps[0]) for phase in _phases(steps[0])), key=lambda kinds: sum(kinds.values())
+        (_at(phase, row, mine, steps[0], setting) for phase in _phases(steps[0])), key=lambda kinds: sum(kinds.values())
     )
     row.peak = sum(row.kinds.values())
     if setting.limit is None:
@@ -195,7 +208,9 @@ def _fill(row: Row, mine: Holding, steps: list[Count], batch: int, setting: Sett
     row.fits = row.peak <= setting.limit
     if len(steps) == 1:
         return
-    near, far = ({phase: sum(_at(phase, row, mine, step).values()) for phase in _phases(step)} for step in steps)
+    near, far = (
+        {phase: sum(_at(phase, row, mine, step, setting).values()) for phase in _phases(step)} for step in steps
+    )
     row.largest = None
     for phase in ("forward", "backward"):
         grows = (far[phase] - near[phase]) / (_FAR - 1) / batch
@@ -210,7 +225,7 @@ def _phases(step: Count) -> tuple[str, ...]:
     return ("forward", "backward", "optimizer") if step.partial is None else ("optimizer",)
 
 
-def _at(phase: str, row: Row, mine: Holding, step: Count) -> dict[str, int]:
+def _at(phase: str, row: Row, mine: Holding, step: Count, setting: Setting) -> dict[str, int]:
     """Bytes by kind at the peak of a phase."""
     most = max(1, sum(p.numel() * p.element_size() for p in step.task.parameters() if p.requires_grad))
     counted_here = step.peaks.get(phase, {})
@@ -223,12 +238,14 @@ def _at(phase: str, row: Row, mine: Holding, step: Count) -> dict[str, int]:
         kinds["gradients"] = mine.gradients if "stage_3" in row.engine else int(whole * there)
     kinds["activations"] = counted_here.get("activations", step.buffers)
     kinds["temporary"] = mine.stepping if phase == "optimizer" else counted_here.get("temporary", 0)
+    kinds["temporary"] += setting.workspaces
     return kinds
 
 
 def _seconds(row: Row, count: Count, mine: Holding, cfg: Config, setting: Setting) -> tuple[float, float] | None:
-    """Of a step, at best and at worst: operations at the share of the peak that was measured, or bytes at the memory's
-    bandwidth, whichever takes longer; at worst what is sent comes on top, at best it is hidden."""
+    """Of a step, at best and at worst: operations at the share of the peak that was measured, bytes at the memory's
+    bandwidth, or the launches of the CPU, whichever takes longest; at worst what is sent comes on top, at best it is
+    hidden."""
     if setting.card is None or not count.flops or row.engine not in SHARES:
         return None
     best = peak(f"NVIDIA {setting.card.name}", str(cfg.engine.precision), setting.tf32)
@@ -240,11 +257,12 @@ def _seconds(row: Row, count: Count, mine: Holding, cfg: Config, setting: Settin
     size = sum(p.numel() * p.element_size() for p in count.task.parameters())
     sent = SENT.get(row.engine, 0.0) * size * (row.world - 1) / row.world / link
     factor = cfg.train.accumulator_factor
+    quick, slow = (0.0 if cfg.engine.compile else LOOP + count.launches * each for each in LAUNCH)
     return tuple(  # type: ignore[return-value]
         factor * seconds
         for seconds in (
-            max(count.flops / (best * high), 0.5 * by_bytes),
-            max(count.flops / (best * low), by_bytes) + sent,
+            max(count.flops / (best * high), 0.5 * by_bytes, quick),
+            max(count.flops / (best * low), by_bytes, slow) + sent,
         )
     )
 

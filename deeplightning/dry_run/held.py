@@ -35,12 +35,13 @@ class Held(dispatch_mode()):  # type: ignore[misc]
         flops: operations of matrix products, convolutions and attentions since `reset`, by torch's formulas. (Its
             `FlopCounterMode` keeps what recomputed modules hold, torch 2.15.)
         moved: bytes that operators read and wrote since `reset`, views not counted.
+        launches: how many operators of forward and backward passes have done so: on a GPU each launches a kernel.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.phase = "between"
-        self.total = self.flops = self.moved = 0
+        self.total = self.flops = self.moved = self.launches = 0
         self.kinds: Counter[str] = Counter()
         self.peaks: dict[str, Counter[str]] = {}
         self._most: dict[str, int] = {}
@@ -66,7 +67,7 @@ class Held(dispatch_mode()):  # type: ignore[misc]
     def reset(self) -> None:
         """Forgets the peaks so far."""
         self.peaks, self._most = {}, {}
-        self.flops = self.moved = 0
+        self.flops = self.moved = self.launches = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -77,6 +78,7 @@ class Held(dispatch_mode()):  # type: ignore[misc]
         for tensor in tensors_in(made):
             is_new = self._note(tensor) or is_new
         if is_new or changes_in_place(func):
+            self.launches += self.phase in ("forward", "backward")
             self.moved += sum(t.nbytes for t in tensors_in((args, kwargs, made)) if not t.is_sparse)
         self._look()
         return made

@@ -5,7 +5,10 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-GB, GIB = 10**9, 2**30
+GB, GIB, MIB = 10**9, 2**30, 2**20
+
+WORKSPACE = 32 * MIB
+"""What torch gives cuBLAS on GPUs since Hopper."""
 
 
 class Card(NamedTuple):
@@ -16,19 +19,21 @@ class Card(NamedTuple):
         memory: bytes.
         bandwidth: of its memory, bytes per second; None: not known.
         link: to other GPUs of its machine, bytes per second in one direction; None: not known.
+        workspace: bytes that torch gives cuBLAS (2.15): https://docs.nvidia.com/cuda/cublas/#cublassetworkspace.
     """
 
     name: str
     memory: int
     bandwidth: float | None = None
     link: float | None = None
+    workspace: int = 8_519_680
 
 
 CARDS = {
-    r"B200": Card("B200", 180 * GB, 8.0e12, 900e9),
-    r"H200": Card("H200", 141 * GB, 4.8e12, 450e9),
-    r"H100 ?PCIe": Card("H100 PCIe", 80 * GB, 2.0e12, 64e9),
-    r"H100": Card("H100 80GB HBM3", 80 * GB, 3.35e12, 450e9),
+    r"B200": Card("B200", 180 * GB, 8.0e12, 900e9, WORKSPACE),
+    r"H200": Card("H200", 141 * GB, 4.8e12, 450e9, WORKSPACE),
+    r"H100 ?PCIe": Card("H100 PCIe", 80 * GB, 2.0e12, 64e9, WORKSPACE),
+    r"H100": Card("H100 80GB HBM3", 80 * GB, 3.35e12, 450e9, WORKSPACE),
     r"A100.*40 ?GB": Card("A100 40GB", 40 * GB, 1.555e12, 300e9),
     r"A100": Card("A100", 80 * GB, 2.039e12, 300e9),
     r"L40S": Card("L40S", 48 * GB, 0.864e12, 32e9),

@@ -401,7 +401,7 @@ def _variables(original: PastRun, roots: Iterable[Path], program: Path | None) -
         found.pop(name, None)
     ours = str(Path(__file__).resolve().parents[2])
     had = [os.path.abspath(entry or ".") for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep)]  # noqa: PTH100
-    installed = [entry for entry in had if "site-packages" in entry or "dist-packages" in entry]
+    installed = [entry for entry in had if _holds_packages(entry)]
     own = [ours] if program is None and ours in (*had, os.getcwd()) else []  # noqa: PTH109
     rebuilt = [program] if program is not None else []
     found["PYTHONPATH"] = os.pathsep.join([*map(str, rebuilt), *installed, *own])
@@ -418,6 +418,11 @@ def _variables(original: PastRun, roots: Iterable[Path], program: Path | None) -
         if isinstance(threads, int) and threads > 0:
             found.setdefault("OMP_NUM_THREADS", str(threads))
     return found | {REPRODUCES: str(original)}
+
+
+def _holds_packages(folder: str) -> bool:
+    """Whether packages are installed into a folder, by `pip install --target` for example."""
+    return "site-packages" in folder or "dist-packages" in folder or any(Path(folder).glob("*.dist-info"))
 
 
 def _start(plan: Plan) -> tuple[int, Path | None]:

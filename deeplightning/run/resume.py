@@ -160,9 +160,10 @@ def _from(path: Path, checkpoint: Mapping[str, Any], cfg: Config) -> Resumption:
             f"resume from that, or start again from the weights: model.init_from='{path}'"
         )
     moved = (checkpoint.get("run") or {}).get("folder") != str(path.parent)
-    over = _over(checkpoint, cfg) if moved else ""
+    epochs = _epochs(checkpoint)
+    over = _over(epochs, checkpoint, cfg) if moved else ""
     if own_rank() != 0:
-        return Resumption(path, over=over)
+        return Resumption(path, over=over, epochs=epochs)
     folder, run_id = RunFolder(path.parent), (checkpoint.get("run") or {}).get("id")
     position = f"step {checkpoint['global_step']}, epoch {checkpoint['epoch'] + 1}"
     why, hold = None, None
@@ -186,16 +187,22 @@ def _from(path: Path, checkpoint: Mapping[str, Any], cfg: Config) -> Resumption:
             stages = " and ".join(stage for stage in cfg.stages if stage != "train")
             notes.append(f"training   has finished: {over}; only {stages} will run")
             inexact = ""  # no training is left to differ
-        return Resumption(path, notes=notes, inexact=inexact, over=over)
+        return Resumption(path, notes=notes, inexact=inexact, over=over, epochs=epochs)
     owed = checkpoint.get("points") or []
-    return Resumption(path, run_id, path.parent, owed, hold, notes, inexact)
+    return Resumption(path, run_id, path.parent, owed, hold, notes, inexact, epochs=epochs)
 
 
-def _over(checkpoint: Mapping[str, Any], cfg: Config) -> str:
+def _epochs(checkpoint: Mapping[str, Any]) -> int:
+    """How many epochs a checkpoint has completed."""
+    found: Any = checkpoint
+    for key in ("loops", "fit_loop", "epoch_progress", "current", "processed"):
+        found = found.get(key) if isinstance(found, Mapping) else None
+    return found if isinstance(found, int) else 0
+
+
+def _over(epochs: int, checkpoint: Mapping[str, Any], cfg: Config) -> str:
     """Why the training that a config asks for has nothing to add to a checkpoint; "": it has."""
-    train, loops = cfg.train, checkpoint.get("loops") or {}
-    epochs = ((loops.get("fit_loop") or {}).get("epoch_progress") or {}).get("current", {}).get("processed", 0)
-    steps = checkpoint["global_step"]
+    train, steps = cfg.train, checkpoint["global_step"]
     if train.num_epochs is not None and epochs >= train.num_epochs:
         return f"it has seen {epochs} epochs, and train.num_epochs is {train.num_epochs}"
     if train.max_steps is not None and steps >= train.max_steps:

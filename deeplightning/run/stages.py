@@ -32,7 +32,7 @@ from deeplightning.tracking.store import DATABASE
 if TYPE_CHECKING:
     import pytorch_lightning as pl
 
-    from deeplightning.callbacks.record import Record
+    from deeplightning.callbacks.record import Record, Resumption
 
 log = logging.getLogger("deeplightning")
 
@@ -83,7 +83,7 @@ def launch(cfg: Config) -> RunFolder:
     connect(trainer, cfg.redact_message, lambda error: _end(record, trainer, error), agreement(cfg, goes_on))
     try:
         if "train" in cfg.stages:
-            _train(cfg, trainer, task, data, goes_on.checkpoint if goes_on else None)
+            _train(cfg, trainer, task, data, goes_on)
         for stage in ("validate", "test", "predict"):
             if stage in cfg.stages:
                 path = _weights_for(cfg, record, trained="train" in cfg.stages)
@@ -159,11 +159,14 @@ def _end(record: Record, trainer: pl.Trainer, error: BaseException | None = None
     record.close()
 
 
-def _train(cfg: Config, trainer: pl.Trainer, task: object, data: object, weights: Path | None) -> None:
+def _train(cfg: Config, trainer: pl.Trainer, task: object, data: object, goes_on: Resumption | None) -> None:
     if cfg.train.num_epochs == 0:
         run_stage(trainer.validate, task, data, verbose=False)
         return
-    run_stage(trainer.fit, task, data, ckpt_path=weights)
+    if goes_on is not None and trainer.max_epochs is not None and trainer.max_epochs >= 0:
+        # Lightning refuses a checkpoint of more epochs, where nothing is left to train.
+        trainer.fit_loop.max_epochs = max(trainer.max_epochs, goes_on.epochs)
+    run_stage(trainer.fit, task, data, ckpt_path=goes_on.checkpoint if goes_on else None)
 
 
 def _weights_for(cfg: Config, record: Record, trained: bool) -> Path | None:

@@ -300,6 +300,17 @@ def test_a_folder_that_is_too_large_is_refused(tmp_path):
         gpu_wheels.check_size(tmp_path, limit=400_000)
 
 
+@pytest.mark.slow
+def test_the_folder_of_wheels_can_be_made(tmp_path):
+    """For another Python than this one, from the package index, within its limit."""
+    command = ["bash", str(ROOT / "tools" / "gpu_wheels.sh"), "--python", "3.12", str(tmp_path / "a folder")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    if "the package index is not reachable" in done.stderr:
+        pytest.skip("the package index is not reachable")
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "a folder" / "requirements.txt").is_file()
+
+
 def test_a_folder_that_holds_something_is_left_alone(tmp_path):
     """A second start does not mix two sets of wheels."""
     (tmp_path / "wheels").mkdir()

@@ -3,6 +3,7 @@
 import json
 import re
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -20,6 +21,7 @@ from deeplightning.private.torch import fake_tensors
 from deeplightning.runfolder import RunFolder
 
 GIB = 2**30
+ROOT = Path(__file__).resolve().parents[2]
 CONFIG = """\
 seed: 7
 data: {module: {type: planned_own.Data, params: {size: SIZE}}, batch_size: BATCH}
@@ -120,6 +122,20 @@ def test_a_plan_names_what_fits_the_batch_the_time_and_the_cost(large):
     assert 1.1 < rows["null", True].seconds[1] / rows["null", False].seconds[1] < 1.4
     told = json.loads(json_of(plan, setting, cfg, 2.5))
     assert [entry["engine"] for entry in told["engines"] if entry["proposed"]] == ["null"]
+
+
+def test_a_small_network_is_bound_by_launches_and_holds_the_workspaces_of_cublas(here):
+    """A CNN of 14,538 parameters in bf16 with batches of 32: an H200 held 67.0 MiB and took 2.0 ms a step; recorded
+    steps have no launches."""
+    plans = {}
+    for compiled in ("false", "graphs"):
+        overrides = ["engine.precision=bf16", "engine.gpus=auto", f"engine.compile={compiled}"]
+        cfg = load_config(str(ROOT / "configs" / "base.yaml"), overrides)
+        plans[compiled] = rows_of(plan_memory(cfg, gpus_of("1xH200"), None)[0])["null", False]
+    eager = plans["false"]
+    assert eager.peak / 2**20 == pytest.approx(67.0, rel=0.15)
+    assert eager.seconds[0] < 2.0e-3 < 1.5 * eager.seconds[1]
+    assert plans["graphs"].seconds[1] < eager.seconds[0] / 10
 
 
 def test_shares_of_eight_gpus_on_two_machines(here):

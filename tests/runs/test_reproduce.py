@@ -305,6 +305,19 @@ def test_a_run_without_kept_code_says_what_is_run_instead(trained, forked, tmp_p
     assert any("this run kept no code" in line and directory in line for line in said)
 
 
+def test_packages_that_were_installed_into_a_folder_of_pythonpath_are_there_again(trained, tmp_path, monkeypatch):
+    """The clean process finds what `pip install --target` has put there, and no code of one's own in another folder."""
+    for name in ("packages/lib-1.0.dist-info", "own"):
+        (tmp_path / name).mkdir(parents=True)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "own"), str(tmp_path / "packages")]))
+    plans = []
+    with pytest.raises(SystemExit):
+        reproduce(str(trained), say=lambda _: None, start=lambda plan: plans.append(plan) or (3, None))
+    folders = plans[0].variables["PYTHONPATH"].split(os.pathsep)
+    assert str(tmp_path / "packages") in folders
+    assert str(tmp_path / "own") not in folders
+
+
 def test_code_that_was_not_kept_is_taken_from_its_commit_and_diff(tmp_path, monkeypatch):
     """Where the repository is still there: as it was, whatever lies in it now. What git did not know is not to be had,
     which is said."""

@@ -168,6 +168,21 @@ def test_a_run_that_was_done_does_nothing_more(early, train, tracked):
         assert tracked(done.folder).status == "FINISHED"
 
 
+@pytest.mark.parametrize("own", [True, False], ids=["in its run", "a copy"])
+def test_a_run_that_has_more_epochs_than_are_asked_for_is_done(own, train, tmp_path):
+    """Stopped inside its third epoch or at its end, and asked for one: nothing is trained, and the test runs."""
+    settings = [*RANDOM, f"logger.params.tracking_uri={tmp_path / 'mlruns'}", "stages=[train,test]"]
+    settings += ["train.checkpoint.every_n_steps=5"]
+    done = train(*settings, "train.num_epochs=3", "train.max_steps=20")
+    checkpoint = done.folder / "last.ckpt"
+    if not own:
+        checkpoint = shutil.copy(checkpoint, tmp_path / "last.ckpt")
+    again = train(*settings, "train.num_epochs=1", f"train.resume_ckpt='{checkpoint}'")
+    assert "done       already: 2 epochs, 20 steps" in again.out
+    assert (again.folder == done.folder) is own
+    assert "results    test_" in again.out
+
+
 def test_what_cannot_be_resumed_is_named(train, tmp_path, store, half):
     """A missing checkpoint, an unknown run and an empty store end with exit 4, and no run begins."""
     before = len(list(store.glob("*/*")))
