@@ -6,8 +6,9 @@ A tensor that C++ code makes belongs to no device, and mixes with both, until an
 """
 
 import contextlib
+import functools
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytorch_lightning as pl
@@ -120,7 +121,23 @@ def pretend() -> None:
         kind.root_device = property(device)
         kind.setup_environment = environment
     strategies.DDPStrategy.determine_ddp_device_ids = lambda self: None  # else its buckets want CUDA's streams
+    for name in ("all_gather_into_tensor", "all_reduce", "broadcast", "reduce_scatter_tensor"):
+        setattr(torch.distributed, name, _between_devices(getattr(torch.distributed, name), active))
     _pretend_fsdp()
+
+
+def _between_devices(function: Callable[..., Any], active: list[bool]) -> Callable[..., Any]:
+    """A collective of the main group, which takes none of the CPU's tensors, like NCCL."""
+
+    @functools.wraps(function)
+    def collective(*args: Any, **kwargs: Any) -> Any:
+        if active and not kwargs.get("group"):
+            assert {*map(mark_of, tensors((args, kwargs)))} <= {DEVICE}, (
+                f"{function.__name__} of a tensor of another device"
+            )
+        return function(*args, **kwargs)
+
+    return collective
 
 
 def _pretend_fsdp() -> None:

@@ -35,9 +35,9 @@ SHARES = {
 """What an engine reaches of a GPU's peak, as benchmarks/engines.md and gpu.md measured it with a ViT-L on an H100: 23.7
 TFLOP for 64 samples. Larger products reach more. Offloading was not measured."""
 
-LAUNCH = (20e-6, 50e-6)
+LAUNCH = (20e-6, 60e-6)
 """Seconds of the CPU for an operator of a forward or backward pass in eager mode, at best and at worst. With small
-batches they are the time of a step: benchmarks/gpu.md and an H200 had 50 µs for ResNet-18 and a small CNN."""
+batches they are the time of a step: benchmarks/gpu.md and an H200 had 35 to 60 µs for ResNet-18 and a small CNN."""
 
 LOOP = 0.6e-3
 """Seconds of the CPU that the loop adds to a step: benchmarks/RESULTS.md."""

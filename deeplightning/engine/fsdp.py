@@ -168,6 +168,7 @@ class Fsdp(Sharded, ModelParallelStrategy):
         home = torch.device("cpu") if self._offloads else self.root_device
         for child in task.children():
             apply(child, lambda t: torch.empty_like(t, device=home) if t.is_meta else t.to(self.root_device))
+        self.move_unsharded()  # a task has buffers of its own
         with torch.no_grad():
             shares = self.shares()
             for values, parameter in zip(whole, places(task), strict=True):
