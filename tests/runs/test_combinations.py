@@ -304,7 +304,7 @@ def test_sharding_on_one_gpu_is_a_hint(engine, figures):
     (hint,) = [n for n in examine("c.yaml", [f"engine={{{engine}}}"]).hints if n.key == "engine.backend"]
     assert "set engine.backend=null, or engine." in hint.text
     assert not hint.unasked
-    assert "one H100 on 23 November 2026" in hint.text
+    assert "one H200 on 26 November 2026" in hint.text
     assert figures in hint.text
 
 
