@@ -45,9 +45,12 @@ def case(draw: random.Random, place: Place) -> str:
     calls = shim.read(journal)
     expect(not any(call.kind == "map" and call.offset for call in calls), "the journal does not see a shared map")
     last = [number for number, call in enumerate(calls, 1) if call.kind != "lock"]
-    # Most calls are the database's, which SQLite sees to.
-    own = [number for number in last if "mlflow.db" not in calls[number - 1].path]
-    number = draw.choice(draw.choice([own, last]))
+    # Most calls are the database's, which SQLite sees to, and most of the others the checkpoints': a file is drawn first.
+    files: dict[str, list[int]] = {}
+    for number in last:
+        if "mlflow.db" not in calls[number - 1].path:
+            files.setdefault(calls[number - 1].path, []).append(number)
+    number = draw.choice(draw.choice([last, files[draw.choice(sorted(files))]]))
     disk = replay(store, calls[:number])
     steps = _announced(store, calls[:number])
     states = [disk.state(None, 0.0), disk.state(None, 1.0)]
@@ -89,6 +92,7 @@ def _judge(place: Place, config: Path, store: Path, steps: list[int], what: str,
         with closing(sqlite3.connect(store / "mlflow.db")) as connection:
             found = connection.execute("PRAGMA integrity_check").fetchall()
         expect(found == [("ok",)], "the database is damaged", found[:3], what)
+    _readable(store, what)
     done = place.run("train", config, *COMMON)
     expect(done.code == 0, "the command does not end with 0", what, done.err)
     expect("Traceback" not in done.err, "a traceback is shown", what, done.err)
@@ -109,8 +113,8 @@ def _judge(place: Place, config: Path, store: Path, steps: list[int], what: str,
 
 
 def _readable(folder: Path, what: str) -> None:
-    """Nothing in a run's folder is torn."""
-    for path in folder.rglob("*"):
+    """Nothing below a folder is torn that has its own name: what is being written has another one, with a dot."""
+    for path in folder.rglob("[!.]*"):
         if path.suffix == ".json":
             try:
                 json.loads(path.read_text())
