@@ -3,9 +3,10 @@
     .venv/bin/python benchmarks/serve.py --peers litserve,mlflow,flask
 
 serves two models (resnet18 on pictures of 64x64, a small network on 28x28) by each server in turn, checks every answer,
-and prints Markdown: a table for each model, and each bound with its figure. CPU milliseconds per right answer, of the
-whole process tree, is the measure that holds on a busy machine. Ends with 0 when all bounds that were asked for are
-kept, with 1 when one is not, with 3 when something to measure with is missing.
+and prints Markdown: a table for each model, and each bound with its figure. Further tables have texts, rows, pictures
+of 1 and 12 million pixels, connections that are closed, and TLS by nginx in front, with 8 clients. CPU milliseconds per
+right answer, of the whole process tree of the server, is the measure that holds on a busy machine. Ends with 0 when all
+bounds that were asked for are kept, with 1 when one is not, with 3 when something to measure with is missing.
 
     .venv/bin/python benchmarks/serve.py --device cuda
 
@@ -43,9 +44,11 @@ from servers import (
     make_fp16_model,
     make_int8_run,
     make_run,
+    model_of,
     pictures,
-    post,
+    requests_of,
     started,
+    tls_in_front,
 )
 from side_by_side import Bound, table
 
@@ -55,6 +58,7 @@ HERE = Path(__file__).resolve().parent
 OURS, INT8, FP16 = "deeplightning", "deeplightning int8", "deeplightning fp16"
 PEERS = {"litserve": ["litserve", "litserve batch 16"], "mlflow": ["mlflow"], "flask": ["flask"]}
 MODELS = ("resnet18", "small")
+FURTHER = ("texts", "tables", "resnet18-1mp", "resnet18-12mp", "small-close", "small-tls")
 CLIENTS = (1, 8, 32)
 NEIGHBOURS = 8
 WARM_SECONDS = 2
@@ -99,7 +103,7 @@ def kinds(python: str | None, device: str = "cpu") -> dict[str, Kind]:
 
     def peer(program: str, *more: str) -> Callable[[Path, int], list[str]]:
         file = str(side_by_side.PEERS / program)
-        return lambda run, port: [str(python), file, run.name, str(run.with_suffix(".pt")), str(port), *more]
+        return lambda run, port: [str(python), file, model_of(run.name), f"{run}.pt", str(port), *more]
 
     def mlflow(run: Path, port: int) -> list[str]:
         options = ["--env-manager", "local", "-h", "127.0.0.1", "-p", str(port)]
@@ -158,8 +162,8 @@ def take_turn(kind: Kind, run: Path, name: str, options: argparse.Namespace, nei
     Raises:
         RuntimeError: it does not answer, or wrongly.
     """
-    asked = [post(kind.path, *kind.body(picture)) for picture in pictures(name)]
-    for number, request in enumerate(asked):
+    asked = requests_of(name, kind.path, kind.body)
+    for number, request in enumerate(asked if len(asked[0]) < 2**20 else asked[:3]):  # each client holds all of them
         (place / f"{number}.request").write_bytes(request)
         (place / f"{number}.class").write_text(str(number))
     port = free_port()
@@ -179,22 +183,40 @@ def take_turn(kind: Kind, run: Path, name: str, options: argparse.Namespace, nei
             found = re.search(kind.pattern[0], text)
             if status != 200 or not found or found[1] != str(number):
                 raise RuntimeError(f"picture {number} is answered {status} {text[:200]}")
-        put_load(server, kind, place, 4, WARM_SECONDS)
-        loads = {clients: put_load(server, kind, place, clients, options.seconds) for clients in options.clients}
+        front = tls_in_front(port, place) if name.endswith("-tls") else contextlib.nullcontext()
+        with front as proxy:
+            address = f"https://127.0.0.1:{proxy}" if proxy else f"http://127.0.0.1:{port}"
+            put_load(server, kind, place, 4, WARM_SECONDS, address)
+            loads = {
+                clients: put_load(server, kind, place, clients, options.seconds, address)
+                for clients in clients_of(name, options)
+            }
         memory = max(memory for _, memory in loads.values())
         turn = Turn(start, memory, {clients: load for clients, (load, _) in loads.items()})
         if neighbours:
             with busy_neighbours(NEIGHBOURS):
-                turn.beside = put_load(server, kind, place, max(options.clients), options.seconds)[0].cpu
+                turn.beside = put_load(server, kind, place, max(options.clients), options.seconds, address)[0].cpu
     return turn
 
 
-def put_load(server: Server, kind: Kind, place: Path, clients: int, seconds: int) -> tuple[Load, float]:
+def clients_of(name: str, options: argparse.Namespace) -> list[int]:
+    return options.clients if name in MODELS else [8]
+
+
+def servers_of(name: str, options: argparse.Namespace) -> list[str]:
+    """Those that a model is measured with: the further ones without ours in other precisions; MLflow takes pictures."""
+    if name in MODELS:
+        return options.servers
+    left_out = {INT8, FP16} | ({"mlflow"} if name in ("texts", "tables") else set())
+    return [server for server in options.servers if server not in left_out]
+
+
+def put_load(server: Server, kind: Kind, place: Path, clients: int, seconds: int, address: str) -> tuple[Load, float]:
     """Clients that ask again as soon as they have their answer; also the server's MiB after two thirds of the time."""
     env = {**os.environ, "LOAD_FOLDER": str(place), "LOAD_PATTERN": kind.pattern[1]}
     command = ["wrk", f"-t{clients}", f"-c{clients}", f"-d{seconds}s", "--timeout", "60s", "-s", str(HERE / "load.lua")]
     batches, begun = batches_of(server), server.cpu()
-    wrk = subprocess.Popen([*command, f"http://127.0.0.1:{server.port}"], env=env, stdout=subprocess.PIPE, text=True)
+    wrk = subprocess.Popen([*command, address], env=env, stdout=subprocess.PIPE, text=True)
     time.sleep(seconds * 2 / 3)
     memory = server.memory()
     said, _ = wrk.communicate()
@@ -271,18 +293,18 @@ def make_runs(options: argparse.Namespace, python: str | None, place: Path, foun
     """What the servers serve, by model."""
     runs = {name: make_run(name, place) for name in options.models}
     for name, run in runs.items():
-        if "mlflow" in options.servers and python:
+        if "mlflow" in servers_of(name, options) and python:
             program = str(side_by_side.PEERS / "serve_mlflow.py")
-            saving = [python, program, name, str(run.with_suffix(".pt")), str(run.with_suffix(".mlflow"))]
+            saving = [python, program, model_of(name), str(run.with_suffix(".pt")), str(run.with_suffix(".mlflow"))]
             ended = side_by_side.run(saving, place)
             if ended.code:
                 raise RuntimeError(f"the MLflow model cannot be saved: {ended.output[-1000:]}")
-        if INT8 in options.servers:
+        if INT8 in servers_of(name, options):
             try:
                 make_int8_run(run, name)
             except UserError as error:
                 found[name].lacking[INT8] = str(error)
-        if FP16 in options.servers:
+        if FP16 in servers_of(name, options):
             try:
                 make_fp16_model(run)
             except UserError as error:
@@ -295,7 +317,7 @@ def measure(options: argparse.Namespace, python: str | None, place: Path, found:
     known, runs = kinds(python, options.device), make_runs(options, python, place, found)
     for number in range(options.rounds):
         for name, run in runs.items():
-            for server in options.servers if number % 2 == 0 else options.servers[::-1]:
+            for server in servers_of(name, options)[:: 1 if number % 2 == 0 else -1]:
                 if server not in found[name].lacking:
                     measure_one(known[server], run, name, server, options, found[name])
                     met = found[name].turns.get(server, [None])[-1]
@@ -305,13 +327,13 @@ def measure(options: argparse.Namespace, python: str | None, place: Path, found:
 def measure_one(kind: Kind, run: Path, name: str, server: str, options: argparse.Namespace, found: Found) -> None:
     with tempfile.TemporaryDirectory() as folder:
         try:
-            turn = take_turn(kind, run, name, options, server == OURS, Path(folder))
+            turn = take_turn(kind, run, name, options, server == OURS and name in MODELS, Path(folder))
         except (RuntimeError, OSError) as error:
             found.lacking[server] = " ".join(str(error).split())[:600]
             print(f"{name}, {server}: {error}", file=sys.stderr, flush=True)
             return
     found.turns.setdefault(server, []).append(turn)
-    if server == OURS:
+    if server == OURS and name in MODELS:
         for clients, load in turn.loads.items():
             batch = max(1, round(load.batch or 1))
             found.in_process.setdefault(clients, []).append(cost_in_process(run, name, batch))
@@ -348,6 +370,7 @@ START_SECONDS, START_AT_MOST = 1.2, {"mlflow": 1 / 15, "litserve": 1 / 12}
 MEMORY = {"resnet18": 280.0, "small": 120.0}  # MiB
 OVER_FACTOR, OVER_MS = 1.25, 0.15  # the whole server over decode and forward
 BESIDE_AT_MOST = 1.5
+BEST_PEER_AT_MOST = 0.5  # CPU per answer of what is in `FURTHER`
 
 
 def bounds(name: str, found: Found, servers: list[str], clients: list[int]) -> Iterator[Bound]:
@@ -362,6 +385,16 @@ def bounds(name: str, found: Found, servers: list[str], clients: list[int]) -> I
     def beside_peers(limits: dict[str, float]) -> Iterator[tuple[str, float]]:
         return ((peer, limit) for peer, limit in limits.items() if peer in servers)
 
+    turns = found.turns.get(OURS, [])
+    failed = float(sum(load.failed for turn in turns for load in turn.loads.values()))
+    right = Bound(f"{name}, answers of ours that were not right", failed if turns else None, 0)
+    if name not in MODELS:
+        peers = [cpu for peer in servers if peer not in (OURS, INT8, FP16) and (cpu := of(peer, "cpu", clients[0]))]
+        if peers:
+            what = f"{name}, {clients[0]} clients, CPU per answer, of the best peer"
+            yield Bound(what, ratio(of(OURS, "cpu", clients[0]), min(peers)), BEST_PEER_AT_MOST)
+        yield right
+        return
     if 32 in clients:
         for peer, limit in beside_peers(CPU_AT_MOST[name]):
             figure = ratio(of(OURS, "cpu", 32), of(peer, "cpu", 32))
@@ -395,9 +428,7 @@ def bounds(name: str, found: Found, servers: list[str], clients: list[int]) -> I
     figure = ratio(found.middle(OURS, lambda turn: turn.beside), quiet)
     what = f"{name}, {max(clients)} clients and {NEIGHBOURS} busy neighbours, CPU per answer, of the quiet figure"
     yield Bound(what, figure, BESIDE_AT_MOST)
-    turns = found.turns.get(OURS, [])
-    failed = float(sum(load.failed for turn in turns for load in turn.loads.values()))
-    yield Bound(f"{name}, answers of ours that were not right", failed if turns else None, 0)
+    yield right
 
 
 def rounds_of(found: dict[str, Found]) -> str:
@@ -442,7 +473,8 @@ def listed(known: dict[str, Any]) -> Callable[[str], list[str]]:
 def main() -> None:
     words = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     words.add_argument("--peers", type=listed(PEERS), help="default: litserve,mlflow,flask; on a GPU litserve")
-    words.add_argument("--models", type=listed(dict.fromkeys(MODELS)), default=list(MODELS), help="default: both")
+    known = [*MODELS, *FURTHER]
+    words.add_argument("--models", type=listed(dict.fromkeys(known)), default=known, help=f"of {', '.join(known)}")
     words.add_argument("--clients", type=listed({str(n): n for n in CLIENTS}), default=list(map(str, CLIENTS)))
     words.add_argument("--rounds", type=int, default=3, help="in which each server has its turn; default 3")
     words.add_argument("--seconds", type=int, default=6, help="of each load; default 6")
@@ -471,15 +503,20 @@ def main() -> None:
     print(machine(python))
     print(f"Medians of {rounds_of(found)} rounds; clients: {' / '.join(map(str, options.clients))}")
     for name, of_model in found.items():
-        print(f"\n## {name}\n\n{table(HEAD, list(rows(of_model, options.servers, options.clients)))}")
+        lines = list(rows(of_model, servers_of(name, options), clients_of(name, options)))
+        print(f"\n## {name}\n\n{table(HEAD, lines)}")
         for server, reason in of_model.lacking.items():
             print(f"\n{server}: not measured: {reason}")
     on_cpu = {} if on_gpu else found
-    promises = [b for name, f in on_cpu.items() for b in bounds(name, f, options.servers, options.clients)]
+    promises = [
+        bound
+        for name, of_model in on_cpu.items()
+        for bound in bounds(name, of_model, servers_of(name, options), clients_of(name, options))
+    ]
     if promises:
         print(f"\n## Bounds\n\n{table(['what', 'bound', 'figure', 'kept'], [bound.row() for bound in promises])}")
     failed = [turn for of in found.values() for turns in of.turns.values() for turn in turns if wrong_answers(turn)]
-    missing = [server for of in found.values() for server in options.servers if server not in of.turns]
+    missing = [server for name, of in found.items() for server in servers_of(name, options) if server not in of.turns]
     if options.json:
         options.json.write_text(json.dumps({name: vars(of) for name, of in found.items()}, default=vars, indent=1))
     sys.exit(1 if not all(bound.kept for bound in promises) or (on_gpu and (failed or missing)) else 0)

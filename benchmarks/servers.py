@@ -1,12 +1,14 @@
 """Servers of pictures under measurement: what they are asked, how they are started, and what their processes take.
 
-Two models with ten pictures each; picture i is of class i, by a last layer that is fitted to random features. Ours is a
-run folder with a bundle of the project's own export, the peers load the same weights. A server is known by its command
-line alone. Letters: N pictures, C channels, H height, W width.
+Models with ten samples each; sample i is of class i, by a last layer that is fitted to random features. Ours is a run
+folder with a bundle of the project's own export, the peers load the same weights. A server is known by its command line
+alone. What is asked is known by a model's name and, behind a hyphen, by what is special: `resnet18-12mp`, `small-tls`.
+Letters: N pictures, C channels, H height, W width.
 """
 
 import base64
 import contextlib
+import functools
 import http.client
 import io
 import json
@@ -18,10 +20,11 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import psutil
@@ -29,6 +32,8 @@ from PIL import Image
 
 from deeplightning.image import ImageSpec
 from deeplightning.runfolder import RunFolder
+from deeplightning.table import Column, TableSpec
+from deeplightning.text import TextSpec, vocabulary
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
@@ -42,11 +47,30 @@ sys.path.append(str(HERE / "peers"))  # serve_parts imports torch: where a run i
 # ---- what is asked
 
 
+def model_of(name: str) -> str:
+    """The model that is asked."""
+    return name.partition("-")[0]
+
+
+LARGE = {"1mp": (1155, 866), "12mp": (4000, 3000)}  # width and height
+
+
+@functools.cache
 def pictures(name: str) -> list[bytes]:
     """Ten encoded pictures: for resnet18 JPEG files of 256x256 and some 18 KB, for the small network PNG files of 28x28
-    and some 0.7 KB. Waves in each channel with noise on them, the same each time."""
+    and some 0.7 KB. Waves in each channel with noise on them, the same each time. With 1 and 12 million pixels they are
+    the same waves, enlarged, with a camera's noise."""
     rng = np.random.default_rng(18)
-    side, channels, noise = (256, 3, 6.0) if name == "resnet18" else (28, 1, 2.5)
+    size = LARGE.get(name.partition("-")[2])
+    if size is not None:
+        found = []
+        for data in pictures(model_of(name)):
+            large = np.asarray(Image.open(io.BytesIO(data)).resize(size, Image.Resampling.BICUBIC))
+            noisy = (large + rng.integers(-4, 5, large.shape, np.int8).astype(np.int16)).clip(0, 255).astype(np.uint8)
+            Image.fromarray(noisy).save(file := io.BytesIO(), "JPEG", quality=90)
+            found.append(file.getvalue())
+        return found
+    side, channels, noise = (256, 3, 6.0) if model_of(name) == "resnet18" else (28, 1, 2.5)
     down, right = np.mgrid[0:side, 0:side] / side
     files = []
     for _ in range(PICTURES):
@@ -55,12 +79,23 @@ def pictures(name: str) -> list[bytes]:
         light = 127 + 45 * np.sin(angles + rng.uniform(0, 6, (channels, 4, 1, 1))).sum(axis=1)
         pixels = (light + rng.normal(0, noise, light.shape)).clip(0, 255).astype(np.uint8).transpose(1, 2, 0)
         file = io.BytesIO()
-        if name == "resnet18":
+        if channels == 3:
             Image.fromarray(pixels).save(file, "JPEG", quality=90)
         else:
             Image.fromarray(pixels[..., 0]).save(file, "PNG")
         files.append(file.getvalue())
     return files
+
+
+@functools.cache
+def contents(name: str) -> list[dict[str, Any]]:
+    """Ten texts of 12 to 40 words, or rows of 20 numbers, as JSON has them."""
+    rng = np.random.default_rng(18)
+    if name == "tables":
+        numbers = rng.normal(size=(PICTURES, 20)).round(3).tolist()
+        return [{"rows": [{f"c{n}": number for n, number in enumerate(row)}]} for row in numbers]
+    lengths = rng.integers(12, 41, PICTURES)
+    return [{"text": " ".join(f"word{n}" for n in rng.integers(0, 500, length))} for length in lengths]
 
 
 def form(picture: bytes, field: str = "image") -> tuple[str, bytes]:
@@ -78,51 +113,89 @@ def column(picture: bytes) -> tuple[str, bytes]:
     return "application/json", f'{{"dataframe_split": {{"columns": ["image"], "data": [["{text}"]]}}}}'.encode()
 
 
-def post(path: str, content_type: str, body: bytes) -> bytes:
-    """A request, byte for byte."""
+def post(path: str, content_type: str, body: bytes, closes: bool = False) -> bytes:
+    """A request, byte for byte; `closes`: the only one on its connection."""
     head = f"POST {path} HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: {content_type}\r\nContent-Length: {len(body)}"
+    head += "\r\nConnection: close" if closes else ""
     return f"{head}\r\n\r\n".encode() + body
+
+
+def requests_of(name: str, path: str, body: Callable[[bytes], tuple[str, bytes]]) -> list[bytes]:
+    """A request for each sample, which a server takes at a path, a picture in this form."""
+    if name in ("texts", "tables"):
+        sent = [("application/json", json.dumps(content).encode()) for content in contents(name)]
+    else:
+        sent = [body(picture) for picture in pictures(name)]
+    return [post(path, *parts, closes=name.endswith("-close")) for parts in sent]
 
 
 # ---- what answers
 
 
 def make_run(name: str, place: Path, turned: bool = False) -> Path:
-    """A run folder with a bundle, and the weights for the peers beside it as `NAME.pt`. Turned: picture i is of class
+    """A run folder with a bundle, and the weights for the peers beside it as `NAME.pt`. Turned: sample i is of class
     9 - i instead.
 
     Raises:
-        RuntimeError: a picture is not told with a clear margin.
+        RuntimeError: a sample is not told with a clear margin.
     """
     import serve_parts
     import torch
 
     from deeplightning.export.bundle import export
+
+    torch.set_num_threads(1)
+    torch.manual_seed(5)
+    known, inputs, samples, around = _parts(name)
+    network = serve_parts.network(model_of(name))
+    _fit(network, inputs, turned)
+    model = around(network).eval()
+    with torch.inference_mode():
+        told = network(inputs).softmax(1)
+    wanted = list(range(PICTURES))[:: -1 if turned else 1]
+    if told.argmax(1).tolist() != wanted or told.max(1).values.min() < 0.9:
+        raise RuntimeError(f"{name} does not tell its samples apart: {told.max(1)}")
+    folder = RunFolder(place / (f"{name}-turned" if turned else name))
+    folder.path.mkdir()
+    labels = [str(number) for number in range(PICTURES)]
+    task = SimpleNamespace(class_names=labels, inference_model=lambda: model, **known)
+    export(task, folder, samples, {"id": name, "folder_name": folder.path.name, "created": "now", "versions": {}})
+    torch.save(network.state_dict(), folder.path.with_suffix(".pt"))
+    if name == "texts":
+        folder.path.with_suffix(".json").write_text(json.dumps(known["text_spec"].content.splitlines()))
+    return folder.path
+
+
+def _parts(name: str) -> tuple[dict[str, Any], Any, np.ndarray, Callable[[Any], Any]]:
+    """What a task knows of its inputs, these as its network takes them and as a run keeps them, and what makes the
+    network's logits probabilities."""
+    import serve_parts
+    import torch
+
+    if name == "tables":
+        spec = TableSpec(tuple(Column(column, "number") for column in serve_parts.COLUMNS))
+        rows = [content["rows"][0] for content in contents(name)]
+        numbers = torch.tensor([list(row.values()) for row in rows], dtype=torch.float32)
+        kept = np.array([json.dumps(row) for row in rows])
+        known: dict[str, Any] = {"kind": "table_classification", "row_spec": spec}
+        return known, numbers, kept, lambda network: torch.nn.Sequential(network, torch.nn.Softmax(1))
+    if name == "texts":
+        from deeplightning.task.text_classif import Probabilities
+
+        texts = [content["text"] for content in contents(name)]
+        words = TextSpec("words", vocabulary(texts), limit=serve_parts.TOKENS)
+        tokens = torch.from_numpy(words.stack(words.encode(texts)))
+        return {"kind": "text_classification", "text_spec": words}, tokens, np.array(texts), Probabilities
     from deeplightning.task.images import Normalise
     from deeplightning.task.img_classif import Classifier
 
-    torch.set_num_threads(1)
-    size, mode = serve_parts.SIZES[name], serve_parts.MODES[name]
-    spec = ImageSpec(size, size, mode, mean=serve_parts.MEANS[name], std=serve_parts.STDS[name])
-    prepared = np.stack([spec.decode(data).transpose(2, 0, 1) for data in pictures(name)])  # uint8 (N, C, H, W)
-    model = Classifier(Normalise(spec.mean, spec.std), _fitted(serve_parts.network, name, spec, prepared, turned))
-    model.eval()
-    with torch.inference_mode():
-        told = model(torch.from_numpy(prepared))
-    wanted = list(range(PICTURES))[:: -1 if turned else 1]
-    if told.argmax(1).tolist() != wanted or told.max(1).values.min() < 0.9:
-        raise RuntimeError(f"{name} does not tell its pictures apart: {told.max(1)}")
-    folder = RunFolder(place / (f"{name}-turned" if turned else name))
-    folder.path.mkdir()
-    task = SimpleNamespace(
-        kind="image_classification",
-        image_spec=spec,
-        class_names=[str(number) for number in range(PICTURES)],
-        inference_model=lambda: model,
-    )
-    export(task, folder, prepared, {"id": name, "folder_name": folder.path.name, "created": "now", "versions": {}})
-    torch.save(model.network.state_dict(), folder.path.with_suffix(".pt"))
-    return folder.path
+    model = model_of(name)
+    size, mode = serve_parts.SIZES[model], serve_parts.MODES[model]
+    image = ImageSpec(size, size, mode, mean=serve_parts.MEANS[model], std=serve_parts.STDS[model])
+    prepared = np.stack([image.decode(data).transpose(2, 0, 1) for data in pictures(name)])  # uint8 (N, C, H, W)
+    normalise = Normalise(image.mean, image.std)
+    known = {"kind": "image_classification", "image_spec": image}
+    return known, normalise(torch.from_numpy(prepared)), prepared, lambda network: Classifier(normalise, network)
 
 
 def make_int8_run(run: Path, name: str) -> Path:
@@ -151,29 +224,23 @@ def make_fp16_model(run: Path) -> None:
     halve(RunFolder(run))
 
 
-def _fitted(network, name: str, spec: ImageSpec, prepared: np.ndarray, turned: bool):
-    """A network of random weights whose last layer gives picture i the logit of its class, and 0 for the others."""
+def _fit(model: Any, inputs: Any, turned: bool) -> None:
+    """Gives a network's last layer weights by which input i has the logit of its class, and 0 for the others."""
     import torch
 
-    from deeplightning.task.images import Normalise
-
-    torch.manual_seed(5)
-    model = network(name)
-    images = Normalise(spec.mean, spec.std)(torch.from_numpy(prepared))
     *_, last = (layer for layer in model.modules() if isinstance(layer, torch.nn.Linear))
     features: list[torch.Tensor] = []
-    hook = last.register_forward_pre_hook(lambda _, inputs: features.append(inputs[0]))
+    hook = last.register_forward_pre_hook(lambda _, given: features.append(given[0]))
     with torch.no_grad():
-        for _ in range(40):  # so that batch normalisation knows these pictures
-            model.train()(images)
-        model.eval()(images)
+        for _ in range(40):  # so that batch normalisation knows these inputs
+            model.train()(inputs)
+        model.eval()(inputs)
         hook.remove()
         known = torch.cat([features[-1], torch.ones(PICTURES, 1)], 1).double()  # with a column for the bias
         targets = LOGIT * torch.eye(PICTURES, dtype=torch.double)
         found = torch.linalg.lstsq(known, targets.flip(1) if turned else targets, driver="gelsd").solution.float()
         last.weight.copy_(found[:-1].T)
         last.bias.copy_(found[-1])
-    return model
 
 
 # ---- processes
@@ -299,6 +366,56 @@ def started(command: list[str], port: int, log: Path, env: dict[str, str] | None
         yield server
     finally:
         server.stop()
+
+
+NGINX = """\
+daemon off; worker_processes 1; pid PLACE/pid; error_log PLACE/errors;
+events { worker_connections 512; }
+http {
+    access_log off; client_body_temp_path PLACE/bodies; proxy_temp_path PLACE/answers;
+    fastcgi_temp_path PLACE/f; uwsgi_temp_path PLACE/u; scgi_temp_path PLACE/s;
+    upstream server { server 127.0.0.1:SERVER; keepalive 32; }
+    server {
+        listen 127.0.0.1:PORT ssl; ssl_certificate PLACE/certificate; ssl_certificate_key PLACE/key;
+        client_max_body_size 17m;
+        location / {
+            proxy_pass http://server; proxy_http_version 1.1; proxy_set_header Connection "";
+            proxy_set_header Host $host;
+        }
+    }
+}
+"""
+
+
+@contextlib.contextmanager
+def tls_in_front(port: int, place: Path) -> Iterator[int]:
+    """The port of an nginx that speaks TLS for the server on another one, as deploy/nginx.conf has it.
+
+    Raises:
+        RuntimeError: nginx or openssl is not installed, or does not start.
+    """
+    program = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
+    if program is None or shutil.which("openssl") is None:
+        raise RuntimeError("nginx and openssl, which are needed for TLS, are not installed")
+    own = free_port()
+    made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=127.0.0.1"]
+    made += ["-keyout", str(place / "key"), "-out", str(place / "certificate")]
+    subprocess.run(made, check=True, capture_output=True)
+    text = NGINX.replace("PLACE", str(place)).replace("SERVER", str(port)).replace("PORT", str(own))
+    (place / "nginx.conf").write_text(text)
+    child = subprocess.Popen([program, "-p", str(place), "-c", str(place / "nginx.conf")], stderr=subprocess.DEVNULL)
+    try:
+        end = time.monotonic() + 10
+        while time.monotonic() < end and child.poll() is None:
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", own), timeout=1):
+                break
+            time.sleep(0.05)
+        else:
+            raise RuntimeError("nginx does not start")
+        yield own
+    finally:
+        child.terminate()
+        child.wait()
 
 
 @contextlib.contextmanager

@@ -4,18 +4,18 @@ import sys
 
 import torch
 from flask import Flask, jsonify, request
-from serve_parts import answer, picture, trained, transform
+from serve_parts import SIZES, answer, reader, trained
 
 name, weights, port = sys.argv[1:]
 app = Flask(__name__)
-model, prepare = trained(name, weights), transform(name)
+model, prepare = trained(name, weights), reader(name, weights)
 
 
 @app.post("/predict")
 def predict():
-    images = prepare(picture(name, request.files["image"].read())).unsqueeze(0)
+    content = request.files["image"].read() if name in SIZES else request.get_json()
     with torch.inference_mode():
-        return jsonify(answer(model(images).softmax(1)[0]))
+        return jsonify(answer(model(prepare(content).unsqueeze(0)).softmax(1)[0]))
 
 
 if __name__ == "__main__":

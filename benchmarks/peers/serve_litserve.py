@@ -7,7 +7,7 @@ import sys
 
 import litserve
 import torch
-from serve_parts import answer, picture, trained, transform
+from serve_parts import SIZES, answer, reader, trained
 
 BATCH_SECONDS = 0.005  # LitServe's default of 0 would never wait for a second request
 
@@ -15,19 +15,19 @@ BATCH_SECONDS = 0.005  # LitServe's default of 0 would never wait for a second r
 class Classifier(litserve.LitAPI):
     def __init__(self, name: str, weights: str, **options):
         super().__init__(**options)
-        self.name, self.weights = name, weights
+        self.name, self.weights, self.batches = name, weights, "max_batch_size" in options
 
     def setup(self, device):
         self.place = device
-        self.model, self.prepare = trained(self.name, self.weights).to(device), transform(self.name)
+        self.model, self.prepare = trained(self.name, self.weights).to(device), reader(self.name, self.weights)
 
     def decode_request(self, request):
-        return self.prepare(picture(self.name, request["image"].file.read()))
+        return self.prepare(request["image"].file.read() if self.name in SIZES else request)
 
-    def predict(self, images):
+    def predict(self, inputs):
         with torch.inference_mode():
-            images = images if images.ndim == 4 else images[None]
-            return self.model(images.to(self.place)).softmax(1).cpu()
+            inputs = inputs if self.batches else inputs[None]
+            return self.model(inputs.to(self.place)).softmax(1).cpu()
 
     def encode_response(self, probabilities):
         return answer(probabilities.reshape(-1))

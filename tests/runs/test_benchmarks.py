@@ -465,6 +465,45 @@ def test_a_run_made_for_measuring_tells_its_pictures_apart(tmp_path):
             assert torch.allclose(torch.from_numpy(ours), theirs, atol=1e-4)
 
 
+@pytest.mark.parametrize("name", ["texts", "tables"])
+def test_peers_read_texts_and_rows_as_ours_does(name, tmp_path):
+    """The same probabilities, whatever a peer fills a text up with."""
+    import serve_parts
+
+    from serve.bundle import Bundle
+
+    run = servers.make_run(name, tmp_path)
+    bundle, weights = Bundle.open(run), run.with_suffix(".pt")
+    model, read = serve_parts.trained(name, weights), serve_parts.reader(name, weights)
+    for number, content in enumerate(servers.contents(name)):
+        if name == "texts":
+            prepared = bundle.text_spec.prepare(content["text"])[None]
+        else:
+            prepared = bundle.row_spec.prepare(content["rows"][0])[None]
+        (ours,) = bundle.predict(prepared)
+        with torch.inference_mode():
+            theirs = model(read(content)[None]).softmax(1)[0]
+        assert ours.argmax() == number
+        assert torch.allclose(torch.from_numpy(ours), theirs, atol=1e-4)
+
+
+def test_requests_are_what_a_row_of_the_table_says():
+    """Rows and texts are JSON; a connection is closed where the name says so; large pictures have their pixels."""
+    assert b"Content-Type: application/json" in servers.requests_of("tables", "/predict", servers.form)[0]
+    closed, kept = (servers.requests_of(name, "/predict", servers.form)[3] for name in ("small-close", "small"))
+    assert closed.replace(b"\r\nConnection: close", b"") == kept
+    with Image.open(io.BytesIO(servers.pictures("resnet18-1mp")[0])) as picture:
+        assert picture.size == (1155, 866)
+
+
+def test_further_rows_are_judged_by_the_best_peer():
+    """Half of the CPU of the peer that takes least."""
+    found = serve.Found({serve.OURS: [turn(1.0)], "litserve": [turn(4.0)], "flask": [turn(1.5)]})
+    best, right = serve.bounds("texts", found, [serve.OURS, "litserve", "flask"], [8])
+    assert (best.figure, best.limit, best.kept) == (pytest.approx(1 / 1.5), 0.5, False)
+    assert right.kept
+
+
 def test_cpu_and_memory_are_those_of_the_whole_tree():
     """What a grandchild computes counts while it runs and after it has ended; what it holds counts as well."""
     # 50 ms more than is asked below: the kernel tells user and system time in ticks of 10 ms, each rounded down.

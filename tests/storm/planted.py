@@ -52,10 +52,10 @@ FAULTS = {
         "power",
     ),
     "replayed": Fault(
-        "a journal is replayed without a look at what of it is in the store",
+        "a journal is replayed with the time at which it is, whatever of it is in the store",
         "deeplightning/tracking/journal.py",
         "    batch.points = [point for point in batch.points if not _identities([point]) <= there]\n",
-        "",
+        "    batch.points = [point._replace(time=ended) for point in batch.points]\n",
         "kills",
     ),
     "lock": Fault(
@@ -73,11 +73,10 @@ FAULTS = {
         "mutations",
     ),
     "temporary": Fault(
-        "what a process that was killed has left beside a checkpoint takes its place",
+        "what a process that was killed has left beside its checkpoint is believed",
         "deeplightning/runfolder.py",
-        "        kept = {path: int(found[1]) for path in",
-        '        for half in self.path.glob(".last.ckpt.*"):\n            half.replace(self.last)\n'
-        "        kept = {path: int(found[1]) for path in",
+        "        return last + sorted(kept,",
+        '        return list(self.path.glob(".last.ckpt.*")) or last + sorted(kept,',
         "power",
     ),
     "twice": Fault(
