@@ -45,7 +45,7 @@ def case(draw: random.Random, place: Place) -> str:
     calls = shim.read(journal)
     expect(not any(call.kind == "map" and call.offset for call in calls), "the journal does not see a shared map")
     last = [number for number, call in enumerate(calls, 1) if call.kind != "lock"]
-    # Most calls are the database's, which SQLite sees to, and most of the others the checkpoints': a file is drawn first.
+    # Most calls are of the database, which SQLite sees to, and then of checkpoints: a file is drawn first.
     files: dict[str, list[int]] = {}
     for number in last:
         if "mlflow.db" not in calls[number - 1].path:
