@@ -7,9 +7,11 @@ import ctypes
 import hashlib
 import json
 import os
+import re
 import shutil
 import struct
 import subprocess
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +49,13 @@ def _library() -> Path:
         raise Skipped("no C compiler (cc) is here to compile tests/storm/shim.c" if compiler is None else "no Linux")
     digest = hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:12]
     library = SOURCE.parents[2] / "dist" / f"storm-shim-{digest}.so"
+    if re.search(r"[\s:]", str(library)):  # what LD_PRELOAD has between two names
+        library = Path(tempfile.gettempdir()) / f"storm-shim-{os.getuid()}" / library.name
+        if re.search(r"[\s:]", str(library)):
+            raise Skipped(f"LD_PRELOAD takes no path with a blank: {library}; set TMPDIR to one without")
+        library.parent.mkdir(mode=0o700, exist_ok=True)
+        if library.parent.stat().st_uid != os.getuid():
+            raise Skipped(f"{library.parent} is another user's; set TMPDIR to another folder")
     if not library.exists():
         library.parent.mkdir(exist_ok=True)
         beside = library.with_name(f"{library.name}.{os.getpid()}")

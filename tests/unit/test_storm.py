@@ -4,6 +4,8 @@ the table."""
 import os
 import random
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +13,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 import storm
-from storm import mutate
+from storm import mutate, shim
 from storm.place import Broken, Skipped, expect
 from storm.schedule import Storm
 from storm.table import repeat, table
@@ -221,3 +223,24 @@ def test_every_kind_has_what_the_framework_asks_for():
         text = Path(module.__file__).read_text()
         assert "\nimport torch" not in text, name
         assert "\nfrom deeplightning" not in text, name
+
+
+def test_the_shim_is_loaded_from_a_path_with_a_blank_too(tmp_path, monkeypatch):
+    """LD_PRELOAD would take a blank for the end of a name, and the loader leaves out what it does not find."""
+    source = tmp_path / "a clone" / "tests" / "storm" / "shim.c"
+    source.parent.mkdir(parents=True)
+    source.write_bytes(shim.SOURCE.read_bytes())
+    monkeypatch.setattr(shim, "SOURCE", source)
+    try:
+        preload = shim.environment()["LD_PRELOAD"]
+    except Skipped as skipped:
+        pytest.skip(str(skipped))
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", "print(open('/proc/self/maps').read())"],
+        env=os.environ | {"LD_PRELOAD": preload},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert preload.partition(":")[0] in done.stdout
+    assert done.stderr == ""
