@@ -198,10 +198,15 @@ class _Search:
                 study.begin(self.database, self.tune.mode, notes)
         self.study = self._study()
         notes = self.study.notes
-        self.sign = notes["sign"]
+        try:
+            self.sign, config, settings = notes["sign"], notes["config"], yaml.safe_load(notes["settings"])
+            seed = settings["seed"]
+        except (AttributeError, KeyError, TypeError, yaml.YAMLError) as error:  # another type than was written
+            raise self._unreadable(error) from error
         self.config = self.home / "search.yaml"
-        write_whole(self.config, notes["config"])
-        self._compare(yaml.safe_load(notes["settings"]))
+        write_whole(self.config, config)
+        self._take_seed(seed)
+        self._refuse(changed_settings(settings, self.cfg.public(), self.name, self.config))
         self._take_code(notes.get("sealed"))
         run_id = notes.get("run") or (None if is_new else self.parent.known(self.sign).get(None))
         opened = self.parent.open(run_id, self.sign)
@@ -261,19 +266,11 @@ class _Search:
         tree["tune"] = {**tree["tune"], "name": self.name}
         return dump(tree)
 
-    def _compare(self, began: Mapping[str, Any]) -> None:
-        """Takes the seed with which the search began.
-
-        Raises:
-            ConfigError: another setting has changed.
-        """
-        if began["seed"] != self.cfg.seed:
-            asked, self.cfg.seed = self.cfg.seed, began["seed"]
-            self.study.seed = began["seed"]
-            log.info(
-                "%-10s %s, with which the search began, not %s: its trials are compared", "seed", began["seed"], asked
-            )
-        self._refuse(changed_settings(began, self.cfg.public(), self.name, self.config))
+    def _take_seed(self, began: int) -> None:
+        """Takes the seed with which the search began."""
+        if began != self.cfg.seed:
+            asked, self.cfg.seed, self.study.seed = self.cfg.seed, began, began
+            log.info("%-10s %s, with which the search began, not %s: its trials are compared", "seed", began, asked)
 
     def _refuse(self, faults: list[Fault]) -> None:
         if faults:

@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import random
+import traceback
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
@@ -72,8 +73,12 @@ def _storage(database: Path) -> Any:
 
 
 def is_of_storage(error: Exception) -> bool:
-    """Whether the file of a study is what failed, as it does where it is damaged or its disk is full."""
-    return isinstance(error, optuna.exceptions.StorageInternalError | SQLAlchemyError)
+    """Whether the file of a study is what failed, as it does where it is damaged or its disk is full. Of damaged texts
+    in it Optuna says nothing itself: what is raised while it reads them is of any class."""
+    if isinstance(error, optuna.exceptions.StorageInternalError | SQLAlchemyError):
+        return True
+    frames = (frame for frame, _ in traceback.walk_tb(error.__traceback__))
+    return any(frame.f_globals.get("__name__", "").startswith("optuna.storages") for frame in frames)
 
 
 class Study:

@@ -165,6 +165,7 @@ def test_the_peers_have_our_torch_and_lightning():
     needed = {
         "requirements.txt": {"torch", "pytorch-lightning", "mlflow", "scikit-learn"},
         "serve_requirements.txt": {"torch", "torchvision", "mlflow", "flask", "pillow"},
+        "texts_requirements.txt": {"torch", "transformers"},
     }
     for file, names in needed.items():
         pinned = dict(re.findall(r"^([\w-]+)(?:\[\w+\])?==(\S+)", (side_by_side.PEERS / file).read_text(), re.M))

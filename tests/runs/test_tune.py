@@ -7,6 +7,7 @@ import re
 import sqlite3
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
@@ -344,12 +345,35 @@ def test_a_failing_trial_does_not_win(command, config, store, place):
     assert re.search(rf"^best +trial {found['Learns']['trial']}, ", outcome.out, re.MULTILINE)
 
 
-def test_a_damaged_file_of_a_search_is_named(searched, command, config, place, store):
+def damaged_pages(file: Path) -> None:
+    whole, page = file.read_bytes(), 4096
+    file.write_bytes(whole[: 8 * page] + bytes(8 * page) + whole[16 * page :])
+
+
+def damaged_texts(change: str) -> Callable[[Path], None]:
+    def change_it(file: Path) -> None:
+        with contextlib.closing(sqlite3.connect(file)) as database, database:
+            assert database.execute(change).rowcount
+
+    return change_it
+
+
+DAMAGES = {
+    "pages": damaged_pages,
+    "values of trials": damaged_texts("UPDATE trial_params SET distribution_json = '{'"),
+    "notes": damaged_texts("UPDATE study_user_attributes SET value_json = '\"' WHERE key = 'settings'"),
+    "a note is no mapping": damaged_texts("UPDATE study_user_attributes SET value_json = '1' WHERE key = 'settings'"),
+    "a note is gone": damaged_texts("DELETE FROM study_user_attributes WHERE key = 'sign'"),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
+def test_a_damaged_file_of_a_search_is_named(damage, searched, command, config, place, store):
     """Damage that shows when the trials are read; where it is mended, the search is what it was."""
     file = study_file(store, "three")
-    whole, page = file.read_bytes(), 4096
+    whole = file.read_bytes()
     try:
-        file.write_bytes(whole[: 8 * page] + bytes(8 * page) + whole[16 * page :])
+        damage(file)
         outcome = patiently(command.start("tune", config, "tune.name=three", cwd=place))
     finally:
         file.write_bytes(whole)
