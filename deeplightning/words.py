@@ -2,7 +2,24 @@
 
 MAX_LINE = 300  # characters
 
+_NO_MEMORY = ("allocate memory", "could not create a primitive", "could not create a memory object")
+_UNSUPPORTED = "could not create a primitive descriptor"
+"""Of oneDNN, which has one text for all reasons that it does not compute for; this one has others."""
+
 
 def first_line(error: BaseException) -> str:
     """The first line of an exception's text that is not empty; the exception's name where the text is empty."""
     return next((line.strip()[:MAX_LINE] for line in str(error).splitlines() if line.strip()), type(error).__name__)
+
+
+def lacks_memory(error: BaseException | None) -> bool:
+    """Whether the machine or a device had no memory left, by an exception or what led to it. Torch has no class for the
+    CPU's memory (2.15): its allocator and oneDNN raise RuntimeError."""
+    while error is not None:
+        if type(error).__name__ in ("OutOfMemoryError", "MemoryError"):
+            return True
+        text = str(error) if isinstance(error, RuntimeError) else ""
+        if _UNSUPPORTED not in text and any(words in text for words in _NO_MEMORY):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

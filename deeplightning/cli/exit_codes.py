@@ -13,7 +13,7 @@ from deeplightning.faults import FREE_SOME, UserError, is_full, is_of_machine, n
 from deeplightning.process import streams
 from deeplightning.process.identity import own_rank
 from deeplightning.process.terminal import is_interactive, styled, wrapped
-from deeplightning.words import first_line
+from deeplightning.words import first_line, lacks_memory
 
 
 @dataclass
@@ -69,10 +69,10 @@ def report(error: BaseException, redact: Callable[[str], str] = str) -> int:
 
     code = getattr(error, "exit_code", None)
     notes = [str(fault) for fault in error.faults] if isinstance(error, UserError) else [str(error)]
-    if code is None and type(error).__name__ == "OutOfMemoryError":
-        first = first_line(error).rstrip(".")
+    if code is None and lacks_memory(error):
+        first, is_device = first_line(error).rstrip("."), type(error).__name__ == "OutOfMemoryError"
         remedy = "A smaller data.batch_size helps, so do engine.precision=bf16 and engine.activation_checkpointing"
-        code, notes = 5, [f"the device has no memory left: {first}. {remedy}"]
+        code, notes = 5, [f"the {'device' if is_device else 'machine'} has no memory left: {first}. {remedy}"]
     if code is None and (note := unusable(error)) is not None:
         code, notes = 3, [note]
     if code is None and isinstance(error, OSError) and is_full(error):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from deeplightning.config.target import build
 from deeplightning.task.errors import MisfitError
-from deeplightning.words import first_line
+from deeplightning.words import first_line, lacks_memory
 
 if TYPE_CHECKING:
     import pytorch_lightning as pl
@@ -80,6 +80,8 @@ def try_network(network: nn.Module, example: Tensor, refusal: str, name: str | N
     except MisfitError:  # of an output
         raise
     except (RuntimeError, ValueError, IndexError) as error:
+        if lacks_memory(error):
+            raise
         raise _misfit(f"{refusal}: {first_line(error)}", name) from error
     finally:
         network.train()

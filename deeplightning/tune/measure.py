@@ -38,6 +38,7 @@ from deeplightning.faults import CheckpointError, ConfigError, RunError, SetupEr
 from deeplightning.private.python import forget_exit_functions
 from deeplightning.run.assemble import init_module
 from deeplightning.tune.worker import end_with
+from deeplightning.words import lacks_memory
 
 ALONE = [
     *("stages=[train]", "engine.backend=null", "engine.params={}", "engine.processes=1", "engine.num_nodes=1"),
@@ -203,14 +204,3 @@ def _told(error: BaseException, redact: Callable[[str], str]) -> dict[str, objec
         return {"code": 1}
     notes = [str(fault) for fault in error.faults] if isinstance(error, UserError) else [str(error)]
     return {"code": code, "message": redact("; ".join(notes))}
-
-
-def lacks_memory(error: BaseException | None) -> bool:
-    """Whether a device or the machine had no memory left; torch has no class for the latter (2.15)."""
-    while error is not None:
-        if isinstance(error, torch.OutOfMemoryError | MemoryError):
-            return True
-        if isinstance(error, RuntimeError) and "allocate memory" in str(error):
-            return True
-        error = error.__cause__ or error.__context__
-    return False

@@ -5,6 +5,7 @@ No GPU is needed: each test describes the machine, as the driver would (see test
 
 import mmap
 import os
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +20,8 @@ from deeplightning.engine.devices import Gpu, Holder, Machine
 from deeplightning.engine.gpus import show_gpus
 from deeplightning.engine.plan import trainer_arguments
 from deeplightning.faults import ConfigError, SetupError
+from deeplightning.task.networks import try_network
+from deeplightning.words import lacks_memory
 
 GIB, MIB = 2**30, 2**20
 ONE = Gpu("GPU-11", "NVIDIA A100", 80 * GIB, 79 * GIB)
@@ -366,8 +369,33 @@ def test_a_lack_of_memory_ends_with_exit_code_5(capsys):
     words = "CUDA out of memory. GPU 0 has a total capacity of 79.11 GiB of which 1.25 GiB is free."
     assert report(torch.OutOfMemoryError(words)) == 5
     told = capsys.readouterr().err
+    assert "the device has no memory left: CUDA out of memory." in told
     assert "of which 1.25 GiB is free. A smaller data.batch_size helps" in told
     assert "engine.precision=bf16" in told
+
+
+@pytest.mark.parametrize(
+    "words",
+    ["[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory", "could not create a primitive"],
+)
+def test_a_lack_of_the_machines_memory_is_no_fault_of_the_config(words, capsys):
+    """Torch and oneDNN raise RuntimeError, also where a network is tried out with the data."""
+
+    class Large(torch.nn.Module):
+        def forward(self, images):
+            raise RuntimeError(words)
+
+    with pytest.raises(RuntimeError, match=re.escape(words)) as raised:
+        try_network(Large(), torch.zeros(1), "own.Large does not take the data")
+    assert report(raised.value) == 5
+    assert "the machine has no memory left: " in capsys.readouterr().err
+
+
+def test_what_onednn_does_not_support_is_no_lack_of_memory():
+    """A descriptor is what it could not make then."""
+    error = RuntimeError("could not create a primitive descriptor for a convolution forward propagation primitive")
+    assert not lacks_memory(error)
+    assert lacks_memory(MemoryError())
 
 
 @pytest.mark.run

@@ -96,7 +96,7 @@ def _judge(place: Place, config: Path, store: Path, steps: list[int], what: str,
     done = place.run("train", config, *COMMON)
     expect(done.code == 0, "the command does not end with 0", what, done.err)
     expect("Traceback" not in done.err, "a traceback is shown", what, done.err)
-    resumed = re.search(r"resumes +\S+ \(step (\d+),", done.out)
+    resumed = re.search(r"resumes +.+ \(step (\d+),", done.out)
     at = int(resumed[1]) if resumed else 0
     # The last checkpoint that was announced, or the one before.
     least = steps[-2] if len(steps) > 1 else 0
