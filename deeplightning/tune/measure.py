@@ -22,7 +22,6 @@ from typing import Any
 
 import psutil
 import pytorch_lightning as pl
-import torch
 from pytorch_lightning.plugins.environments import LightningEnvironment
 
 from deeplightning.callbacks.console import one_line_warnings, to_terminal
