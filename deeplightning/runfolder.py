@@ -9,7 +9,7 @@ import re
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NotRequired, TypedDict
+from typing import Any, BinaryIO, NotRequired, TypedDict
 
 try:
     import fcntl
@@ -185,11 +185,19 @@ def umask_of(folder: Path) -> int:
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Writes a file whole or not at all, whatever ends the process or the machine: beside it, synced, then renamed."""
+    """Writes a file whole or not at all, as `whole` does."""
+    with whole(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+@contextlib.contextmanager
+def whole(path: Path) -> Iterator[BinaryIO]:
+    """A file to be written that is there whole or not at all, whatever ends the process or the machine: it is written
+    beside the path, synced, then renamed."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with beside.open("wb") as file:
-            file.write(content.encode() if isinstance(content, str) else content)
+            yield file
             file.flush()
             os.fsync(file.fileno())
         beside.replace(path)

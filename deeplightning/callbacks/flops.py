@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from deeplightning.callbacks.record import Record
 from deeplightning.callbacks.watch import samples_in
+from deeplightning.runfolder import write_whole
 
 log = logging.getLogger("deeplightning")
 
@@ -56,7 +57,7 @@ class Flops(pl.Callback):
             learning = [n for n, m in pl_module.named_modules() if n and next(m.parameters(), None) is not None]
             rows = [f"{sums[name]:>20,}  {name}" for name in learning if name in sums]
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text("\n".join([*rows, f"{total:>20,}  operations in all"]) + "\n")
+            write_whole(path, "\n".join([*rows, f"{total:>20,}  operations in all"]) + "\n")
             log.info("%-10s %s operations in a batch, by module in %s", "FLOPs", f"{total:,}", path.name)
             self._counter, self._done = None, True
 

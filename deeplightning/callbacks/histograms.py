@@ -6,6 +6,7 @@ import pytorch_lightning as pl
 import torch
 
 from deeplightning.callbacks.record import Record
+from deeplightning.runfolder import write_whole
 from deeplightning.tracking.picture import histogram, histogram_figure
 
 
@@ -42,6 +43,6 @@ class Histograms(pl.Callback):
         folder = self.record.folder.path / "histograms" / f"epoch_{epoch}"
         folder.mkdir(parents=True, exist_ok=True)
         for name, (counts, edges) in found.items():
-            (folder / f"{name}.json").write_text(json.dumps({"counts": counts, "edges": edges}))
+            write_whole(folder / f"{name}.json", json.dumps({"counts": counts, "edges": edges}))
             histogram_figure(name, counts, edges).savefig(folder / f"{name}.png", format="png", dpi=100)
         self._gradients = {}

@@ -16,6 +16,7 @@ from deeplightning.callbacks.record import Record
 from deeplightning.config.schema import Pictures
 from deeplightning.engine.group import replicas
 from deeplightning.figures.style import Drawing, save
+from deeplightning.runfolder import whole, write_whole
 from deeplightning.words import first_line
 
 if TYPE_CHECKING:
@@ -83,14 +84,16 @@ class Results(pl.Callback):
         folder = self.record.folder
         if stage != "predict":
             metrics = {name: float(value) for name, value in sorted(trainer.callback_metrics.items())}
-            folder.results(stage).write_text(json.dumps(metrics, indent=1))
+            write_whole(folder.results(stage), json.dumps(metrics, indent=1))
         rows = sorted((row for row in rows if row["index"] >= 0), key=lambda row: row["index"])
         if rows:
             path = folder.predictions if stage == "predict" else folder.stage_predictions(stage)
-            with path.open("w", newline="", encoding="utf-8") as file:
-                writer = csv.DictWriter(file, list(rows[0]))
+            with whole(path) as file:
+                text = io.TextIOWrapper(file, encoding="utf-8", newline="")
+                writer = csv.DictWriter(text, list(rows[0]))
                 writer.writeheader()
                 writer.writerows(rows)
+                text.detach()  # or it would close the file
         if rows and stage != "predict" and self.record.cfg.logger.pictures is not None:
             self._keep_mistakes(trainer, stage, rows)
 
@@ -110,7 +113,7 @@ class Results(pl.Callback):
         except Exception as error:  # a data module of the user's own
             log.warning("pictures   the mistakes cannot be shown: %s", first_line(error))
         content = {"classes": names, "mistakes": kept}
-        self.record.folder.mistakes(stage).write_text(json.dumps(content, indent=1), encoding="utf-8")
+        write_whole(self.record.folder.mistakes(stage), json.dumps(content, indent=1))
 
 
 def worst(rows: list[dict[str, Any]], names: list[str]) -> list[dict[str, Any]]:

@@ -109,6 +109,23 @@ def test_the_best_weights_are_those_of_the_highest_accuracy(judged, tracked):
     assert (saved["checkpoint"]["mode"], saved["early_stop"]["mode"]) == ("max", "max")
 
 
+def test_results_are_on_the_disk_whole_or_not_at_all(fit, monkeypatch):
+    """Metrics and predictions are written beside their names: a loss of power leaves no part of them."""
+    done, written, real = fit("train.max_steps=1"), [], Path.open
+
+    def opened(path, mode="r", *arguments, **options):
+        if "w" in mode:
+            written.append(path.name)
+        return real(path, mode, *arguments, **options)
+
+    monkeypatch.setattr(Path, "open", opened)
+    done.trainer.test(done.task, done.data)
+    assert (done.folder / "test_predictions.csv").read_text().count("\n") > 2
+    assert "test_acc" in json.loads((done.folder / "test_results.json").read_text())
+    assert len(written) >= 2
+    assert all(name.startswith(".test_") for name in written), written
+
+
 # ---- the learning rate
 
 

@@ -34,7 +34,7 @@ heavy.
 import importlib
 from types import ModuleType
 
-KINDS = ("kills", "search", "io", "power", "mutations", "together", "tracking", "limits", "ranks", "server")
+KINDS = ("kills", "search", "setup", "io", "power", "mutations", "together", "tracking", "limits", "ranks", "server")
 """In the order of the table."""
 
 

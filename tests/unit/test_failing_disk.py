@@ -14,7 +14,7 @@ from deeplightning.cli.exit_codes import report
 from deeplightning.config import source
 from deeplightning.engine.checkpoint_io import SafeCheckpointIO
 from deeplightning.faults import SetupError
-from deeplightning.runfolder import RunFolder, write_whole
+from deeplightning.runfolder import RunFolder, whole, write_whole
 from deeplightning.tracking.journal import Journal, _read
 from deeplightning.tracking.store import locate
 
@@ -123,6 +123,19 @@ def test_a_small_file_that_cannot_be_written_is_named(tmp_path, monkeypatch):
     with pytest.raises(OSError, match=r"best\.json"):
         write_whole(path, "after")
     assert path.read_text() == "before"
+
+
+def test_what_fails_while_it_is_written_leaves_the_former_file(tmp_path):
+    """Whoever writes a file piece by piece may fail between two."""
+    path = tmp_path / "predictions.csv"
+    path.write_text("before")
+    with pytest.raises(ValueError, match="no number"), whole(path) as file:
+        file.write(b"half")
+        raise ValueError("no number")
+    assert path.read_text() == "before"
+    with whole(path) as file:
+        file.write(b"after")
+    assert path.read_text() == "after"
 
 
 def test_the_name_of_a_checkpoint_is_synced(tmp_path, monkeypatch):
