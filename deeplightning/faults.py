@@ -179,7 +179,7 @@ def is_full(error: OSError) -> bool:
     return error.errno in (errno.ENOSPC, errno.EDQUOT)
 
 
-_OF_MACHINE = ("EIO", "EROFS", "ESTALE", "ENOLCK", "ENODEV", "ENXIO", "EREMOTEIO")
+_OF_MACHINE = ("EIO", "EROFS", "ESTALE", "ENOLCK", "ENODEV", "ENXIO", "EREMOTEIO", "EINTR")
 
 
 def is_of_machine(error: OSError) -> bool:

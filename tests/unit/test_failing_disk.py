@@ -101,7 +101,7 @@ def test_a_log_file_that_takes_no_line_is_reported_once(tmp_path, caplog, capsys
     assert "Traceback" not in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("number", [errno.EIO, errno.EROFS, errno.ESTALE])
+@pytest.mark.parametrize("number", [errno.EIO, errno.EROFS, errno.ESTALE, errno.EINTR])
 def test_a_disk_that_fails_ends_a_command_with_the_path(tmp_path, capsys, number):
     """Exit code 3, one note and no traceback, wherever the call was."""
     assert report(OSError(number, os.strerror(number), str(tmp_path / "best.json"))) == 3
