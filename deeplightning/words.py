@@ -2,7 +2,7 @@
 
 MAX_LINE = 300  # characters
 
-_NO_MEMORY = ("allocate memory", "could not create a primitive", "could not create a memory object")
+_NO_MEMORY = ("allocate memory", "start new thread", "could not create a primitive", "could not create a memory object")
 _UNSUPPORTED = "could not create a primitive descriptor"
 """Of oneDNN, which has one text for all reasons that it does not compute for; this one has others."""
 

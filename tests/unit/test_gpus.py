@@ -376,7 +376,11 @@ def test_a_lack_of_memory_ends_with_exit_code_5(capsys):
 
 @pytest.mark.parametrize(
     "words",
-    ["[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory", "could not create a primitive"],
+    [
+        "[enforce fail at alloc_cpu.cpp:127] DefaultCPUAllocator: can't allocate memory",
+        "could not create a primitive",
+        "can't start new thread",
+    ],
 )
 def test_a_lack_of_the_machines_memory_is_no_fault_of_the_config(words, capsys):
     """Torch and oneDNN raise RuntimeError, also where a network is tried out with the data."""

@@ -50,7 +50,9 @@ def case(draw: random.Random, place: Place) -> str:
     for number in last:
         if "mlflow.db" not in calls[number - 1].path:
             files.setdefault(calls[number - 1].path, []).append(number)
-    number = draw.choice(draw.choice([last, files[draw.choice(sorted(files))]]))
+    # A file that is written under its own name may be torn: where there is one, a third of the cases are after that.
+    bare = [number for number in last if _is_bare(calls[number - 1])]
+    number = draw.choice(draw.choice([last, files[draw.choice(sorted(files))], bare or last]))
     disk = replay(store, calls[:number])
     steps = _announced(store, calls[:number])
     states = [disk.state(None, 0.0), disk.state(None, 1.0)]
@@ -63,6 +65,13 @@ def case(draw: random.Random, place: Place) -> str:
         restore(state, store)
         _apart(_judge, place, config, store, steps, f"{what}; state {count}", expected)
     return what
+
+
+def _is_bare(call: shim.Call) -> bool:
+    """Whether it writes a file that is read again, and not beside its name."""
+    path = Path(call.path)
+    is_read = path.suffix in (".json", ".yaml", ".zip", ".ckpt")
+    return call.kind in ("create", "write", "truncate") and is_read and not path.name.startswith(".")
 
 
 def _apart(judge: Callable[..., None], *arguments: object) -> None:
