@@ -414,8 +414,8 @@ class MLflowLogger(Logger):
                 tracker.log_batch(run.id, Batch(status=("FAILED", time.time_ns() // 1_000_000)))
                 raise
         except BaseException as error:
-            if journal is not None:
-                journal.end()
+            if journal is not None and planned is not None:  # the sign by which the next command ends a run
+                journal.end(keep=not _is_settled(tracker, planned))
             if isinstance(error, SetupError) or not isinstance(error, Exception):
                 raise
             # MLflow, SQLite, requests and the file system each have their own.
@@ -529,6 +529,18 @@ class MLflowLogger(Logger):
                 self.finalize({word: key for key, word in _STATUS.items()}[self._ended_as])
         elif self._writer is not None:
             self._writer.stop()
+
+
+def _is_settled(tracker: Tracker, run_id: str) -> bool:
+    """Whether a run that could not be opened is known not to be RUNNING: a store may have taken that and still have
+    reported a fault. It is FAILED then."""
+    try:
+        run = tracker.run(run_id)
+        if run is not None and run.status == "RUNNING":
+            tracker.log_batch(run_id, Batch(status=("FAILED", time.time_ns() // 1_000_000)))
+    except Exception:
+        return False
+    return True
 
 
 def _digest(text: str) -> str:

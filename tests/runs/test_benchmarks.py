@@ -628,7 +628,7 @@ def test_the_load_checks_every_answer(asked, met, stub, tmp_path):
         (tmp_path / f"{number}.request").write_bytes(requests[digit])
         (tmp_path / f"{number}.class").write_text(str(digit))
     kind = serve.kinds(None)[serve.OURS]
-    load, _ = serve.put_load(OfTheStub(port), kind, tmp_path, 2, 1)
+    load, _ = serve.put_load(OfTheStub(port), kind, tmp_path, 2, 1, f"http://127.0.0.1:{port}")
     assert (load.rate > 0, load.failed > 0) == (met == "right", met != "right")
     assert load.example.startswith({"wrong": "200", "refused": "429"}.get(met, ""))
 

@@ -33,8 +33,11 @@ from deeplightning.faults import CheckpointError, SetupError
 from deeplightning.tracking import MLflowLogger, resolve_run
 from deeplightning.tracking.attach import attach
 from deeplightning.tracking.build import end, prepare, refusal, run_folder
+from deeplightning.tracking.journal import replay
 from deeplightning.tracking.names import flatten
 from deeplightning.tracking.picture import to_pixels
+from deeplightning.tracking.sqlite import Tracker as SqliteTracker
+from deeplightning.tracking.sqlite import open_directly
 from deeplightning.tracking.store import locate
 from deeplightning.tracking.tracker import Dataset
 from deeplightning.tracking.view import runs_page
@@ -327,6 +330,28 @@ def test_processes_started_together_share_a_fresh_store(tmp_path):
     runs = client.search_runs([experiment.experiment_id])
     assert sorted(run.data.metrics["number"] for run in runs) == [0, 1, 2, 3]
     assert {run.info.status for run in runs} == {"FINISHED"}
+
+
+@pytest.mark.parametrize("times", [1, 100], ids=["once", "for good"])
+def test_a_store_that_fails_after_it_has_taken_a_run_leaves_none_running(times, store, logger, monkeypatch):
+    """SQLite may report a fault when all is written: the run that is continued is FAILED, at the latest when another
+    command looks."""
+    run_id, real, left = logger.run_id, SqliteTracker.log_batch, [times]
+    logger.finalize("success")
+
+    def failing(self, *arguments):
+        real(self, *arguments)
+        left[0] -= 1
+        if left[0] >= 0:
+            raise sqlite3.OperationalError("disk I/O error")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(SqliteTracker, "log_batch", failing)
+        again = MLflowLogger(tracking_uri=store, run_id=run_id, system_metrics=False)
+        with pytest.raises(SetupError, match="disk I/O error"):
+            again.log_metrics({"x": 1.0}, 0)
+    replay(locate(store), open_directly(locate(store)))
+    assert in_store(store, run_id).info.status == "FAILED"
 
 
 def test_a_process_that_dies_leaves_no_running_run(store, logger):
