@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from deeplightning.faults import CheckpointError
 from deeplightning.kinds import KINDS
 from deeplightning.run.assemble import init_module
 from deeplightning.run.load import TO_ANSWER, load_run, trained_task
-from deeplightning.runfolder import RunFolder, permissions_of
+from deeplightning.runfolder import RunFolder, permissions_of, whole
 from deeplightning.version import __version__
 
 if TYPE_CHECKING:
@@ -58,21 +58,18 @@ def keep_samples(data: Any, folder: RunFolder) -> None:
     import numpy as np
 
     if hasattr(data, "example_texts"):
-        with permissions_of(folder.path):
-            np.savez_compressed(folder.samples, texts=np.array(data.example_texts(SAMPLES), np.str_))
-        return
-    if hasattr(data, "example_inputs"):
-        with permissions_of(folder.path):
-            np.savez_compressed(folder.samples, **data.example_inputs(SAMPLES))
-        return
-    batches = itertools.chain(_batches(data.val_dataloader), _batches(data.train_dataloader))
-    batch = next(batches, None)
-    if batch is None:
-        raise CheckpointError(f"{folder.path}: a bundle is proved on samples, and the data module gives none")
-    size = getattr(data, "picture_size", lambda: None)()
-    with permissions_of(folder.path):
+        kept: Mapping[str, Any] = {"texts": np.array(data.example_texts(SAMPLES), np.str_)}
+    elif hasattr(data, "example_inputs"):
+        kept = data.example_inputs(SAMPLES)
+    else:
+        batch = next(itertools.chain(_batches(data.val_dataloader), _batches(data.train_dataloader)), None)
+        if batch is None:
+            raise CheckpointError(f"{folder.path}: a bundle is proved on samples, and the data module gives none")
+        size = getattr(data, "picture_size", lambda: None)()
         images = batch["image"][:SAMPLES].cpu().numpy()
-        np.savez_compressed(folder.samples, images=images, **({} if size is None else {"picture_size": size}))
+        kept = {"images": images, **({} if size is None else {"picture_size": size})}
+    with permissions_of(folder.path), whole(folder.samples) as file:
+        np.savez_compressed(file, **kept)
 
 
 def _batches(dataloader: Callable[[], Iterable[object]]) -> Iterator[Any]:
