@@ -12,14 +12,10 @@ def first_line(error: BaseException) -> str:
     return next((line.strip()[:MAX_LINE] for line in str(error).splitlines() if line.strip()), type(error).__name__)
 
 
-def lacks_memory(error: BaseException | None) -> bool:
-    """Whether the machine or a device had no memory left, by an exception or what led to it. Torch has no class for the
-    CPU's memory (2.15): its allocator and oneDNN raise RuntimeError."""
-    while error is not None:
-        if type(error).__name__ in ("OutOfMemoryError", "MemoryError"):
-            return True
-        text = str(error) if isinstance(error, RuntimeError) else ""
-        if _UNSUPPORTED not in text and any(words in text for words in _NO_MEMORY):
-            return True
-        error = error.__cause__ or error.__context__
-    return False
+def lacks_memory(error: BaseException) -> bool:
+    """Whether an exception says that the machine or a device has no memory left. Torch has no class for the memory of
+    the CPU (2.15): its allocator and oneDNN raise RuntimeError, and Python does where a thread cannot be started."""
+    if type(error).__name__ in ("OutOfMemoryError", "MemoryError"):
+        return True
+    text = str(error) if isinstance(error, RuntimeError) else ""
+    return _UNSUPPORTED not in text and any(words in text for words in _NO_MEMORY)

@@ -1,4 +1,4 @@
-"""Short texts learned as a script of one's own would do it: texts_raw.py FOLDER raw|trainer
+"""Trains on short texts, as a user's own script would: texts_raw.py FOLDER raw|trainer
 
 `raw` is plain PyTorch with a DataLoader, `trainer` is Hugging Face's Trainer. Network, tokens, optimizer, schedule,
 batches of 128 and two epochs are those of examples/sst2/sst2.yaml; each epoch is judged on dev.tsv and kept on the

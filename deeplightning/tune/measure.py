@@ -195,8 +195,11 @@ def _be_child(work: Callable[[], dict[str, object]], file: Path, parent: int, re
 
 def _told(error: BaseException, redact: Callable[[str], str]) -> dict[str, object]:
     """What a child sends of an error."""
-    if lacks_memory(error):
-        return {"lacks_memory": True}
+    cause: BaseException | None = error
+    while cause is not None:
+        if lacks_memory(cause):
+            return {"lacks_memory": True}
+        cause = cause.__cause__ or cause.__context__
     code = getattr(error, "exit_code", None)
     if code not in _ERRORS:
         print(redact("".join(traceback.format_exception(error))), file=sys.stderr)

@@ -489,7 +489,7 @@ def test_peers_read_texts_and_rows_as_ours_does(name, tmp_path):
 
 
 def test_requests_are_what_a_row_of_the_table_says():
-    """Rows and texts are JSON; a connection is closed where the name says so; large pictures have their pixels."""
+    """Rows and texts are sent as JSON, `-close` asks to close the connection, and a large picture has its full size."""
     assert b"Content-Type: application/json" in servers.requests_of("tables", "/predict", servers.form)[0]
     closed, kept = (servers.requests_of(name, "/predict", servers.form)[3] for name in ("small-close", "small"))
     assert closed.replace(b"\r\nConnection: close", b"") == kept

@@ -306,7 +306,7 @@ def test_a_run_without_kept_code_says_what_is_run_instead(trained, forked, tmp_p
 
 
 def test_packages_that_were_installed_into_a_folder_of_pythonpath_are_there_again(trained, tmp_path, monkeypatch):
-    """The clean process finds what `pip install --target` has put there, and no code of one's own in another folder."""
+    """The clean process finds the packages of `pip install --target`. It does not find other code of the user."""
     for name in ("packages/lib-1.0.dist-info", "own"):
         (tmp_path / name).mkdir(parents=True)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path / "own"), str(tmp_path / "packages")]))

@@ -402,6 +402,14 @@ def test_what_onednn_does_not_support_is_no_lack_of_memory():
     assert lacks_memory(MemoryError())
 
 
+def test_an_error_after_a_lack_of_memory_keeps_its_traceback(capsys):
+    """What code raises while it handles a lack of memory is an error of its own."""
+    error = ValueError("a slip")
+    error.__context__ = MemoryError()
+    assert report(error) == 1
+    assert "ValueError: a slip" in capsys.readouterr().err
+
+
 @pytest.mark.run
 @pytest.mark.skipif(torch.version.cuda is None, reason="torch is built without CUDA")
 def test_cuda_and_torch_still_say_these_words():
