@@ -43,6 +43,7 @@ SOON = 3.0  # seconds in which a process ends by itself that has lost another
 LATE = 30.0  # seconds that the end of a run may take, its last words to the tracker included
 POLITE = 30.0  # seconds from a signal to the end of the batch
 _TIMED_OUT = re.compile(r"[Tt]im(?:ed out|eout)\D{0,40}?(\d+) ?(?:ms|milliseconds)")
+_CLOSED = "Application timeout caused pair closure"  # gloo, of an operation beside the one of this process that timed out
 
 
 class Ranks:
@@ -183,11 +184,13 @@ class Ranks:
     def _why_lost(self, error: BaseException) -> Cause:
         """The cause of failure of a collective operation that raised `error`."""
         line = first_line(error).split(". ")[0]  # what follows in gloo's message is advice
-        if (limit := _TIMED_OUT.search(str(error))) is None:
+        limit = _TIMED_OUT.search(str(error))
+        if limit is None and _CLOSED not in str(error):
             reason = f"a worker was lost: the connection to another process is gone ({line})"
             cause = self._wait_for_first() or Cause(self.rank, reason, 5, lost=True)
             return cause if self.claim(cause) else self.first() or cause
-        waited = f"timed out after {int(limit[1]) / 1000:g} s (engine.params.timeout)"
+        after = f" after {int(limit[1]) / 1000:g} s" if limit else ""
+        waited = f"timed out{after} (engine.params.timeout)"
         # At once: it closes connections to processes that also wait.
         if not self.claim(Cause(self.rank, waited, 5, lost=True)):
             return self.first() or Cause(self.rank, waited, 5, lost=True)

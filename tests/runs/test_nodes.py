@@ -1,20 +1,17 @@
 """Processes on several machines, or started by somebody else: one run, or a note on each machine and no hang."""
 
-import contextlib
-import ctypes
 import json
-import os
 import shutil
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from pathlib import Path
 
 import pytest
 import yaml
+from cable import ADDRESS, Cable, NoCable
 from commands import LONGEST, PAUSE, environment, free_port
 from conftest import digest
 
@@ -282,62 +279,12 @@ def test_two_numbers_for_a_process_are_both_named(tiny, monkeypatch):
 # ---- two machines, as Linux can pretend: network namespaces joined by a cable
 
 
-def in_namespace():
-    """`deeplightning`, in the network namespace that NAMESPACE names."""
-    from deeplightning import cli
-
-    handle = os.open(f"/var/run/netns/{os.environ['NAMESPACE']}", os.O_RDONLY)
-    if ctypes.CDLL(None, use_errno=True).setns(handle, 0x40000000):  # CLONE_NEWNET
-        raise OSError(ctypes.get_errno(), "setns")
-    if hidden := os.environ.get("HIDDEN"):  # this machine has a disk of its own there
-        libc = ctypes.CDLL(None, use_errno=True)
-        private, folder = 0x20000, hidden.encode()  # CLONE_NEWNS; then MS_REC | MS_PRIVATE
-        if libc.unshare(private) or libc.mount(None, b"/", None, 0x44000, None):
-            raise OSError(ctypes.get_errno(), "unshare")
-        if libc.mount(b"none", folder, b"tmpfs", 0, None):
-            raise OSError(ctypes.get_errno(), "mount")
-    tempfile.tempdir = None  # what the process that this one is forked from has found
-    cli.main()
-
-
-class Cable:
-    """Two network namespaces and what joins them; `cut` ends it at the second."""
-
-    def __init__(self):
-        self.names = [f"dl{os.getpid()}{letter}" for letter in "ab"]
-        self.made = []
-        for name in self.names:
-            self._ip("netns", "add", name)
-            self.made.append(name)
-        one, two = self.names
-        self._ip("link", "add", "va", "netns", one, "type", "veth", "peer", "name", "vb", "netns", two)
-        for number, (name, end) in enumerate(zip(self.names, ("va", "vb"), strict=True), start=1):
-            self._ip("-n", name, "addr", "add", f"10.77.0.{number}/24", "dev", end)
-            self._ip("-n", name, "link", "set", "lo", "up")
-            self._ip("-n", name, "link", "set", end, "up")
-
-    def _ip(self, *arguments):
-        subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True, timeout=20)
-
-    def cut(self):
-        self._ip("-n", self.names[1], "link", "set", "vb", "down")
-
-    def remove(self):
-        for name in self.made:
-            self._ip("netns", "del", name)
-
-
 @pytest.fixture
 def cable():
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("two network namespaces need root and `ip` (Debian: iproute2); run this test as root")
-    made = Cable.__new__(Cable)
     try:
-        made.__init__()
-    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-        with contextlib.suppress(subprocess.SubprocessError):
-            made.remove()
-        pytest.skip(f"network namespaces cannot be made here: {getattr(error, 'stderr', None) or error}")
+        made = Cable()
+    except NoCable as reason:
+        pytest.skip(f"{reason}; run this test as root")
     yield made
     made.remove()
 
@@ -350,13 +297,13 @@ def machines(command, tiny, place, cable, tmp_path):
     """
 
     def start(*overrides, second=()):
-        variables = {"MASTER_ADDR": "10.77.0.1", "MASTER_PORT": "29500", "DEEPLIGHTNING_MEET_SECONDS": "40"}
+        variables = {"MASTER_ADDR": ADDRESS, "MASTER_PORT": "29500", "DEEPLIGHTNING_MEET_SECONDS": "40"}
         running = []
         for number, name in enumerate(cable.names):
             (tmp_path / name).mkdir()
             own = {"NODE_RANK": str(number), "NAMESPACE": name, "TMPDIR": str(tmp_path / name)}
             own |= dict(second) if number else {}
-            main = "test_nodes:in_namespace"
+            main = "cable:in_namespace"
             running.append(command.start("train", tiny, *TWO, *overrides, cwd=place, main=main, **variables, **own))
         return running
 

@@ -172,10 +172,32 @@ def test_a_cause_is_whole_whenever_it_is_read(tmp_path):
 
 
 def test_what_gloo_says_of_one_that_hangs_is_no_fault_of_the_user():
-    """Of three processes one may learn of the time limit from another one's closed connection, in a message of its own.
+    """Where an operation has timed out, gloo closes the connections of others of the same process, in words of its own.
     The storm, ranks."""
     assert is_lost(RuntimeError("Application timeout caused pair closure"))
     assert not is_lost(RuntimeError("the pair of inputs does not fit"))
+
+
+TIMED_OUT = """\
+import os
+import sys
+from pathlib import Path
+
+from deeplightning.process.ranks import Ranks
+
+folder = Path(sys.argv[1])
+(folder / "2.pid").write_text("1")
+group = Ranks(0, folder, None, False, 0, None, str)
+print(group.cause_of(RuntimeError("Application timeout caused pair closure")), flush=True)
+os._exit(0)
+"""
+
+
+def test_the_process_that_does_not_answer_is_named_whichever_operation_timed_out(tmp_path):
+    """Of two operations that wait in one process, gloo reports the time limit for one, and for the other that its
+    connections were closed. The storm, ranks 24."""
+    done = subprocess.run([sys.executable, "-c", TIMED_OUT, tmp_path], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "rank 0: timed out (engine.params.timeout): rank 2 does not answer\n", done.stderr
 
 
 def test_a_fault_in_all_processes_is_told_by_one(failing, tracked):

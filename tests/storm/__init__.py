@@ -34,7 +34,10 @@ heavy.
 import importlib
 from types import ModuleType
 
-KINDS = ("kills", "search", "setup", "io", "power", "mutations", "together", "tracking", "limits", "ranks", "server")
+KINDS = (
+    *("kills", "search", "setup", "io", "power", "mutations", "together", "tracking", "limits", "ranks", "network"),
+    "server",
+)
 """In the order of the table."""
 
 

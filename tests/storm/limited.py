@@ -1,5 +1,6 @@
 """`deeplightning` in a process that comes up against a limit at some moment, as the variable LIMIT says."""
 
+import atexit
 import json
 import os
 import resource
@@ -9,8 +10,13 @@ import time
 
 def main() -> None:
     """Instead of `deeplightning.cli:main`: {"what": …, "value": …, "after": seconds}."""
+    import torch._dynamo.utils
+
     from deeplightning import cli
 
+    # At its end a process that has imported torch's compiler imports tabulate. A command that does not compile imports
+    # neither, but the process that this one is forked from has.
+    atexit.unregister(torch._dynamo.utils.dump_compile_times)
     limit = json.loads(os.environ["LIMIT"])
     if limit["what"] == "size":
         for stream in (1, 2):

@@ -118,17 +118,16 @@ def _run(module: ModuleType, kind: str, seed: int, number: int, folder: Path, sh
         held, words = False, str(broken)
     except BaseException:
         held, words = False, traceback.format_exc()
-    left = _left(GRACE if held else 0)
+    left = living_after(GRACE if held else 0, end=True)
     if held and left:
         held, words = False, f"processes were left: {', '.join(left)}; the case: {words}"
     return Result(kind, number, held, words, place.count)
 
 
-def _left(grace: float) -> list[str]:
-    """Ends what the case has started and that still runs; returns it."""
-    me = psutil.Process()
-    end = time.monotonic() + grace
-    while (living := _living(me)) and time.monotonic() < end:
+def living_after(grace: float, end: bool = False) -> list[str]:
+    """The processes that a case has started and that still run after so many seconds; they are killed if asked for."""
+    me, until = psutil.Process(), time.monotonic() + grace
+    while (living := _living(me)) and time.monotonic() < until:
         with contextlib.suppress(ChildProcessError):
             os.waitpid(-1, os.WNOHANG)
         time.sleep(0.02)
@@ -136,7 +135,8 @@ def _left(grace: float) -> list[str]:
     for process in living:
         with contextlib.suppress(psutil.Error):
             names.append(f"{process.pid} {' '.join(process.cmdline())[-200:]}")
-            process.kill()
+            if end:
+                process.kill()
     return names
 
 

@@ -16,11 +16,15 @@ from pathlib import Path
 from storm.ended import End, end_of
 from storm.place import Place, expect
 
-WHAT = "few open files, small files, little memory, a full disk, a full /tmp, no home, a clock that jumps, SIGSTOP"
+WHAT = (
+    "few open files, small files, little memory, a full disk, a full /tmp, no home or one that cannot be written, "
+    "a clock that jumps, SIGSTOP for up to a minute"
+)
 HOUR = 200
 LIMIT = 240
 
-NEW_MOUNTS, PRIVATE, REMOUNT = 0x00020000, 0x44000, 0x20  # CLONE_NEWNS; MS_REC | MS_PRIVATE; MS_REMOUNT
+NEW_MOUNTS, PRIVATE = 0x00020000, 0x44000  # CLONE_NEWNS; MS_REC | MS_PRIVATE
+READ_ONLY, REMOUNT = 0x1, 0x20  # MS_RDONLY, MS_REMOUNT
 EXPERIMENT = "limits"
 SETTINGS = [
     f"logger.params.experiment_name={EXPERIMENT}",
@@ -29,7 +33,7 @@ SETTINGS = [
     "train.checkpoint={monitor: val_loss, every_n_steps: 4}",
     "stages=[train,test]",
 ]
-KINDS = ("files", "size", "memory", "disk", "disk", "tmp", "home", "clock", "stop")
+KINDS = ("files", "size", "memory", "disk", "disk", "tmp", "home", "closed home", "clock", "stop")
 
 
 def case(draw: random.Random, place: Place) -> str:
@@ -38,7 +42,7 @@ def case(draw: random.Random, place: Place) -> str:
     known = json.loads((whole / "end.json").read_text())
     expected, seconds = End(**known["end"]), known["seconds"]
     what = draw.choice(KINDS)
-    if what in ("disk", "tmp") and not _can_mount(place.folder / "probe"):
+    if what in ("disk", "tmp", "closed home") and not _can_mount(place.folder / "probe"):
         place.count = 0
         return f"{what}: not tried, since mounting needs the rights of root"
     after = round(draw.uniform(0, seconds), 2)
@@ -67,10 +71,18 @@ def case(draw: random.Random, place: Place) -> str:
     elif what == "home":
         variables = {"HOME": "/proc/nowhere", "XDG_STATE_HOME": ""}
         told = "no home"
+    elif what == "closed home":
+        home = place.folder / "home"
+        _mount(home, 4)
+        _mount(home, 4, READ_ONLY | REMOUNT)
+        variables = {"HOME": str(home), "XDG_STATE_HOME": ""}
+        told = "a home that cannot be written"
     running = place.start("train", config, *SETTINGS, **variables)
     if what == "stop":
         running.ended(after)
-        for number, pause in ((signal.SIGSTOP, draw.uniform(0.2, 3)), (signal.SIGCONT, 0)):
+        stopped = draw.choice([draw.uniform(0.2, 3), draw.uniform(0.2, 3), 60.0])
+        told = f"stopped for {stopped:.1f} s after {after} s"
+        for number, pause in ((signal.SIGSTOP, stopped), (signal.SIGCONT, 0)):
             if running.processes():
                 running.signal(number)
             time.sleep(pause)
@@ -78,7 +90,11 @@ def case(draw: random.Random, place: Place) -> str:
     if what == "size":  # what it wrote last is still on its way through a pipe
         time.sleep(0.5)
         done = running.end()
-    codes = {0} if what in ("tmp", "home", "clock", "stop") else {0, 3, 5} | ({-6} if what == "memory" else set())
+    codes = (
+        {0}
+        if what in ("tmp", "home", "closed home", "clock", "stop")
+        else {0, 3, 5} | ({-6} if what == "memory" else set())
+    )
     expect(done.code in codes, f"{told}: it ends with {done.code}", done)
     expect("Traceback" not in done.err, f"{told}: it shows a traceback", done)
     expect(done.code == 0 or "error" in done.err or done.code < 0, f"{told}: it fails without a note", done)

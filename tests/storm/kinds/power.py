@@ -50,11 +50,13 @@ def case(draw: random.Random, place: Place) -> str:
     for number in last:
         if "mlflow.db" not in calls[number - 1].path:
             files.setdefault(calls[number - 1].path, []).append(number)
-    # A file that is written under its own name may be torn: where there is one, a third of the cases are after that.
-    bare = [number for number in last if _is_bare(calls[number - 1])]
-    number = draw.choice(draw.choice([last, files[draw.choice(sorted(files))], bare or last]))
+    # A file that is written under its own name may be torn, and one that is written beside it may be believed: a fourth
+    # of the cases are after each of these.
+    bare = [number for number in last if _is_written(calls[number - 1], hidden=False)]
+    beside = [number for number in last if _is_written(calls[number - 1], hidden=True)]
+    number = draw.choice(draw.choice([last, files[draw.choice(sorted(files))], bare or last, beside or last]))
     disk = replay(store, calls[:number])
-    steps = _announced(store, calls[:number])
+    steps = _saved(store, calls[:number])
     states = [disk.state(None, 0.0), disk.state(None, 1.0)]
     while len(states) < STATES:
         states.append(disk.state(draw, draw.choice([0.1, 0.5, 0.9]), draw.random() < 0.5))
@@ -67,11 +69,13 @@ def case(draw: random.Random, place: Place) -> str:
     return what
 
 
-def _is_bare(call: shim.Call) -> bool:
-    """Whether it writes a file that is read again, and not beside its name."""
-    path = Path(call.path)
-    is_read = path.suffix in (".json", ".yaml", ".zip", ".ckpt")
-    return call.kind in ("create", "write", "truncate") and is_read and not path.name.startswith(".")
+def _is_written(call: shim.Call, hidden: bool) -> bool:
+    """Whether it writes a file that is read again: under its own name, or hidden beside it until it is renamed."""
+    name = Path(call.path).name
+    if name.startswith(".") != hidden:
+        return False
+    is_read = any(f"{suffix}." in f"{name}." for suffix in (".json", ".yaml", ".zip", ".ckpt"))
+    return call.kind in ("create", "write", "truncate") and is_read
 
 
 def _apart(judge: Callable[..., None], *arguments: object) -> None:
@@ -107,9 +111,8 @@ def _judge(place: Place, config: Path, store: Path, steps: list[int], what: str,
     expect("Traceback" not in done.err, "a traceback is shown", what, done.err)
     resumed = re.search(r"resumes +.+ \(step (\d+),", done.out)
     at = int(resumed[1]) if resumed else 0
-    # The last checkpoint that was announced, or the one before.
-    least = steps[-2] if len(steps) > 1 else 0
-    expect(at >= least, f"resumes at step {at}; checkpoints of the steps {steps} had been announced", what, done.err)
+    least = max(steps, default=0)
+    expect(at >= least, f"resumes at step {at}; checkpoints of the steps {steps} had been saved", what, done.err)
     listed = place.run("runs", "--tracking-uri", store)
     expect(listed.code == 0 and "Traceback" not in listed.err, "`runs` fails afterwards", what, listed.err)
     after = statuses(store, EXPERIMENT)
@@ -140,18 +143,20 @@ def _readable(folder: Path, what: str) -> None:
             expect(path.read_text().endswith("\n") and "logger:" in path.read_text(), "cfg.yaml is torn", what)
 
 
-def _announced(store: Path, calls: list[shim.Call]) -> list[int]:
-    """The steps of the checkpoints that had got the name `last.ckpt`."""
+def _saved(store: Path, calls: list[shim.Call]) -> list[int]:
+    """The steps of the checkpoints that had got the name `last.ckpt`, in a folder that was synced then."""
     import torch
 
-    disk, steps = Disk(store), []
+    disk, steps, named = Disk(store), [], dict[Path, int]()
     for call in calls:
         disk.apply(call)
-        if call.kind == "rename" and not call.error and call.other.endswith("/last.ckpt"):
-            state = disk.state(None, 1.0)
-            content = state[str(Path(call.other).relative_to(store))]
+        path = Path(call.other or call.path)
+        if call.kind == "rename" and not call.error and path.name == "last.ckpt":
+            content = disk.state(None, 1.0)[str(path.relative_to(store))]
             assert content is not None
-            steps.append(torch.load(io.BytesIO(content), weights_only=True)["global_step"])
+            named[path.parent] = torch.load(io.BytesIO(content), weights_only=True)["global_step"]
+        if call.kind == "sync" and not call.error and path in named:
+            steps.append(named.pop(path))
     return sorted(set(steps))
 
 

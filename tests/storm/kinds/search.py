@@ -11,6 +11,7 @@ import random
 import shutil
 import signal
 import sqlite3
+import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -23,8 +24,12 @@ from tiny import digest
 from storm.kinds.mutations import draw_pictures
 from storm.mutate import damage
 from storm.place import Place, expect
+from storm.worker import GRACE, living_after
 
-WHAT = "kill -9 of tune, export, runs --clean --delete, runs --sync, migrate, init, reproduce, and of cache building"
+WHAT = (
+    "kill -9 of tune, export, runs --clean --delete, runs --sync, migrate, init, reproduce, of cache building, "
+    "and of a program that trains"
+)
 HOUR = 300
 LIMIT = 300
 
@@ -285,6 +290,33 @@ def _reproduce(draw: random.Random, place: Place) -> str:
     return what
 
 
+def train_from_python() -> None:
+    """Instead of `deeplightning.cli:main`: a program that trains."""
+    import deeplightning
+
+    deeplightning.train(sys.argv[2], sys.argv[3:])
+
+
+def _program(draw: random.Random, place: Place) -> str:
+    """The training is a process of its own, which would not end for long; it ends with the program."""
+    config, store = place.config(), place.folder / "mlruns"
+    running = place.start(
+        *("train", config, "train.num_epochs=100000"), main="storm.kinds.search:train_from_python", cwd=place.folder
+    )
+    delay = draw.uniform(1, 10)
+    running.ended(delay)
+    expect(running.processes(), "the program has ended before it was killed")
+    running.signal(signal.SIGKILL)
+    running.end()
+    left = living_after(GRACE)
+    expect(not left, f"killed after {delay:.1f} s; what it had started is left: {left}")
+    if list(store.glob("*/*/artifacts")):
+        _good(place.run("runs", "--tracking-uri", store), "listed")
+        expect(set(_opens(store).values()) <= {"FAILED", "KILLED"}, "a run is not FAILED", _opens(store))
+        _good(place.run("train", config, "train.num_epochs=1", "train.resume_ckpt=auto"), "resumed")
+    return f"killed after {delay:.1f} s"
+
+
 COMMANDS: dict[str, tuple[int, Callable[[random.Random, Place], str]]] = {
     "tune": (1, _tune),
     "study": (1, _study),
@@ -295,4 +327,5 @@ COMMANDS: dict[str, tuple[int, Callable[[random.Random, Place], str]]] = {
     "init": (4, _init),
     "cache": (5, _cache),
     "reproduce": (1, _reproduce),
+    "program": (3, _program),
 }
