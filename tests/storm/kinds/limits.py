@@ -13,7 +13,7 @@ import signal
 import time
 from pathlib import Path
 
-from storm.ended import End, end_of
+from storm.ended import End, end_of, folder_of, names_of, statuses
 from storm.place import Place, expect
 
 WHAT = (
@@ -103,7 +103,12 @@ def case(draw: random.Random, place: Place) -> str:
     again = place.run("train", config, *SETTINGS)
     expect(again.code == 0, f"{told}: it does not resume", done, again)
     place.run("runs", "--sync", "--tracking-uri", store)
-    end = end_of(store, EXPERIMENT)
+    for run, status in statuses(store, EXPERIMENT).items():  # one that could record nothing of itself stays FAILED
+        if run != again.folder.parent.name:
+            names = names_of(folder_of(store, run))
+            recorded = [name for name in names if name == "cfg.yaml" or name.endswith(".ckpt")]
+            expect(status == "FAILED" and not recorded, f"{told}: another run is {status}", names, done, again)
+    end = end_of(store, EXPERIMENT, again.folder.parent.name)
     expect(end == expected, f"{told}: the end is another: {end.differs(expected)}", done, again)
     return f"{told}: {'held' if done.code == 0 else f'exit code {done.code}, resumed'}"
 

@@ -144,20 +144,24 @@ def _readable(folder: Path, what: str) -> None:
 
 
 def _saved(store: Path, calls: list[shim.Call]) -> list[int]:
-    """The steps of the checkpoints that had got the name `last.ckpt`, in a folder that was synced then."""
+    """The steps of the checkpoints that had their name in a folder that was synced then: of `last.ckpt`, from which a
+    run resumes; of others, where that was not there yet."""
     import torch
 
-    disk, steps, named = Disk(store), [], dict[Path, int]()
+    disk, named = Disk(store), dict[Path, list[tuple[str, int]]]()
+    steps: dict[bool, list[int]] = {True: [], False: []}
     for call in calls:
         disk.apply(call)
         path = Path(call.other or call.path)
-        if call.kind == "rename" and not call.error and path.name == "last.ckpt":
+        if call.kind == "rename" and not call.error and path.suffix == ".ckpt" and not path.name.startswith("."):
             content = disk.state(None, 1.0)[str(path.relative_to(store))]
             assert content is not None
-            named[path.parent] = torch.load(io.BytesIO(content), weights_only=True)["global_step"]
-        if call.kind == "sync" and not call.error and path in named:
-            steps.append(named.pop(path))
-    return sorted(set(steps))
+            step = torch.load(io.BytesIO(content), weights_only=True)["global_step"]
+            named.setdefault(path.parent, []).append((path.name, step))
+        if call.kind == "sync" and not call.error:
+            for name, step in named.pop(path, []):
+                steps[name == "last.ckpt"].append(step)
+    return sorted(set(steps[True] or steps[False]))
 
 
 def _whole(place: Place, folder: Path) -> None:
