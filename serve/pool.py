@@ -30,7 +30,7 @@ from serve.log import log_event
 from serve.metrics import Metrics
 from serve.private import is_out_of_memory
 from serve.service import Service
-from serve.worker import BACKLOG, GRACE_SECONDS, work
+from serve.worker import BACKLOG, GRACE_SECONDS, OPENING_SECONDS, STOPS, work
 
 CHECK_SECONDS = 1.0
 """How often it is looked whether a process has died."""
@@ -171,8 +171,10 @@ class WorkerPool:
     def _fork(self, slot: int) -> None:
         reading, writing = os.pipe()
         sys.stdout.flush()
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOPS)  # in the worker until it can finish what waits
         process = os.fork()
         if process:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
             os.close(writing)
             self._workers.append(_Worker(process, slot, reading, time.monotonic()))
             return
@@ -192,6 +194,7 @@ class WorkerPool:
         setup.metrics.row = self._row + slot
         device, limits, threads, model = spread.device(slot), setup.limits, None, self._model
         if model is None:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)  # it loads for long
             try:
                 model = setup.open_model(device)
                 limits = replace(limits, max_batch=largest_batch(model, limits.max_batch))
@@ -272,10 +275,12 @@ class WorkerPool:
 
     def _end(self, number: signal.Signals) -> None:
         """Lets the workers finish; kills those that do not. None is left."""
-        for listener in self._setup.listeners:
-            listener.close()
         for worker in self._workers:
             os.kill(worker.process, number)
+        if number == signal.SIGTERM and self._model is not None:
+            self._finish_for_the_lost()
+        for listener in self._setup.listeners:
+            listener.close()
         end = time.monotonic() + GRACE_SECONDS + 0.5
         while self._workers and time.monotonic() < end:
             for worker in list(self._workers):
@@ -285,6 +290,19 @@ class WorkerPool:
         for worker in list(self._workers):
             os.kill(worker.process, signal.SIGKILL)
             os.waitpid(worker.process, 0)
+
+    def _finish_for_the_lost(self) -> None:
+        """Connections wait on the socket of a worker that has died: another takes them, and ends."""
+        time.sleep(OPENING_SECONDS)  # as long as the others accept; who has been killed is dead by then
+        for worker in list(self._workers):
+            ended, status = os.waitpid(worker.process, os.WNOHANG)
+            if not ended:
+                continue
+            self._forget(worker)
+            if status:
+                log_event("a worker died", process=worker.process, exit_code=os.waitstatus_to_exitcode(status))
+                self._fork(worker.slot)
+                os.kill(self._workers[-1].process, signal.SIGTERM)
 
 
 def reset_signals() -> None:

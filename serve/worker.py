@@ -29,6 +29,9 @@ SPARE_FILES = 100
 
 BACKLOG = 1024
 
+STOPS = (signal.SIGTERM, signal.SIGINT)
+"""Signals that end a worker when its requests are answered."""
+
 
 def work(listener: socket.socket, service: Service, started: Callable[[], None]) -> None:
     """Answer requests until SIGTERM or SIGINT. Never returns: the process ends without running what its parent has set
@@ -49,8 +52,9 @@ def work(listener: socket.socket, service: Service, started: Callable[[], None])
 
 async def _serve(listener: socket.socket, service: Service, started: Callable[[], None]) -> None:
     loop, end, parent = asyncio.get_running_loop(), asyncio.Event(), os.getppid()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in STOPS:
         loop.add_signal_handler(number, end.set)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOPS)
     dispatcher = Dispatcher(service)
     connections = Connections(dispatcher, _most_connections())
 

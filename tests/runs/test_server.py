@@ -15,6 +15,7 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 
+import psutil
 import pytest
 from served import COLOURS, ROOT, Server, children, colour_run, gone, picture, wait_until
 from test_hostile_files import tamper_with_bundle
@@ -207,6 +208,22 @@ def test_under_load_nothing_that_was_accepted_is_lost(start):
     for thread in threads:
         thread.join(20)
     assert counts["lost"] == 0
+    assert server.process.wait(timeout=10) == 0
+
+
+def test_what_waits_on_the_socket_of_a_lost_worker_is_answered_before_the_end(start):
+    """Every worker is killed, clients connect and ask, and SIGTERM comes before there are others. The storm, server."""
+    server = start()
+    (pool,) = psutil.Process(server.process.pid).children()
+    for worker in pool.children():
+        worker.kill()
+    asked = [server.connect() for _ in range(8)]
+    for connection in asked:
+        connection.request("POST", "/predict", picture("blue"))
+    server.process.send_signal(signal.SIGTERM)
+    assert [answer(connection)["label"] for connection in asked] == ["blue"] * 8
+    for connection in asked:
+        connection.close()
     assert server.process.wait(timeout=10) == 0
 
 
