@@ -43,9 +43,7 @@ SOON = 3.0  # seconds in which a process ends by itself that has lost another
 LATE = 30.0  # seconds that the end of a run may take, its last words to the tracker included
 POLITE = 30.0  # seconds from a signal to the end of the batch
 _TIMED_OUT = re.compile(r"[Tt]im(?:ed out|eout)\D{0,40}?(\d+) ?(?:ms|milliseconds)")
-_CLOSED = (
-    "Application timeout caused pair closure"  # gloo, of an operation beside the one that timed out
-)
+_CLOSED = "Application timeout caused pair closure"  # gloo, of an operation beside the one that timed out
 
 
 class Ranks:
