@@ -146,6 +146,7 @@ def test_what_check_prints_is_read_back():
     assert scoring.read(1, "Traceback", "") == scoring.Answer(1, (), "Traceback")
 
 
+@pytest.mark.slow
 def test_shipped_configs_pass_and_planted_faults_are_told(maker):
     """Through the command itself: no fault in any config as it ships, and a small sample of mutations told in its
     line."""
@@ -238,6 +239,7 @@ def test_bytes_are_counted_from_when_a_tensor_is_made_until_it_is_freed():
     assert live.peaks["three"][0] == 4040
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("engine", ["null", "deepspeed_stage_3"])
 def test_what_a_step_holds_is_known_for_each_parameter(engine):
     """With bf16 `null` holds 4, 8 and 4 bytes for a parameter, its state and its gradient; stage 3 holds 2 and the
