@@ -292,8 +292,8 @@ class WorkerPool:
             os.waitpid(worker.process, 0)
 
     def _finish_for_the_lost(self) -> None:
-        """Connections wait on the socket of a worker that has died: another takes them, and ends."""
-        time.sleep(OPENING_SECONDS)  # as long as the others accept; who has been killed is dead by then
+        """Answers the connections that wait on the socket of a worker that has died, by another that then ends."""
+        time.sleep(OPENING_SECONDS)  # the others accept for as long; a killed worker has ended by then
         for worker in list(self._workers):
             ended, status = os.waitpid(worker.process, os.WNOHANG)
             if not ended:
