@@ -8,10 +8,12 @@ A job of several ranks is as many forked processes, which find in their environm
 
 import atexit
 import contextlib
+import gc
 import importlib
 import itertools
 import json
 import os
+import pkgutil
 import signal
 import socket
 import subprocess
@@ -29,7 +31,6 @@ MAIN = "deeplightning.cli:main"
 PAUSE = 0.02  # seconds between two looks at what a process has written
 
 _TO_EXPORT = (
-    "deeplightning.export.bundle",
     "networkx",
     "onnxscript.function_libs.torch_lib.ops",
     "torch.onnx._internal.exporter._core",
@@ -236,23 +237,27 @@ def real(*arguments: object, cwd: Path, limit: float = LONGEST, **variables: str
 
 
 def import_all(preload: Sequence[str]) -> None:
-    """Imports what every command needs, and the modules named."""
+    """Imports what every command needs, and the modules named; the collector of garbage leaves all that alone.
+
+    Otherwise each collection in a fork writes to every page of what was imported, which doubles the time of a training.
+    """
     import mlflow.tracking  # noqa: F401
     import sklearn.datasets  # noqa: F401
     import torch._dynamo  # noqa: F401
     import torchvision.datasets  # noqa: F401
 
-    import deeplightning.run.predict
-    import deeplightning.task.img_classif  # noqa: F401
-    from deeplightning.data import cifar, digits, image_folder, mnist  # noqa: F401
+    import deeplightning
 
-    for name in _TO_EXPORT:
+    own = [module.name for module in pkgutil.walk_packages(deeplightning.__path__, "deeplightning.")]
+    for name in (*own, *_TO_EXPORT, "omegaconf.grammar_parser"):
         with contextlib.suppress(ImportError):  # other versions have other modules, and only time is lost
             __import__(name)
     for name in preload:
         __import__(name)
     with contextlib.suppress(ImportError):  # a machine for the GPU's tests may lack matplotlib
         import matplotlib.figure  # noqa: F401
+    gc.collect()
+    gc.freeze()
 
 
 def _serve(preload: Sequence[str]) -> None:

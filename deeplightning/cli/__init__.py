@@ -6,7 +6,7 @@ import sys
 from deeplightning.cli import of_configs, of_plans, of_runs  # noqa: F401 (its verbs join the group, in the order of a journey)
 from deeplightning.cli.exit_codes import interrupted, run_verb
 from deeplightning.cli.group import cli
-from deeplightning.process import streams
+from deeplightning.process import garbage, streams
 from deeplightning.process.identity import RANK_VARIABLES
 
 
@@ -14,6 +14,7 @@ def main() -> None:
     """The command's entry: runs a verb and ends the process with its exit code."""
     try:
         streams.prepare()
+        garbage.postpone()
         # Threads that wait must not spin; read when torch is imported. Two spinning OpenMP threads beside a busy
         # neighbour ran 9 to 23 times slower than one (November 2026).
         os.environ.setdefault("GOMP_SPINCOUNT", "0")

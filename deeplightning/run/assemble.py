@@ -15,6 +15,7 @@ from deeplightning.config.schema import Config, LimitBatches
 from deeplightning.config.target import build
 from deeplightning.engine.plan import clip_arguments, trainer_arguments
 from deeplightning.launch.environment import apply_environment
+from deeplightning.process import garbage
 from deeplightning.run.automatic import fill, refuse_unfilled
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ def init_module(cfg: Config, section: str, read: bool = True) -> Any:
 
     assert cfg.seed is not None, "load_config draws one"
     apply_environment(cfg)
+    garbage.resume()  # the imports are done: what is made from here on is the user's
     seed_all(cfg.seed, 0)
     if section == "model":
         refuse_unfilled(cfg)

@@ -1,6 +1,7 @@
 """What a command does when the reader of its stdout leaves, where stdout is closed, and at SIGTERM in its first
 seconds."""
 
+import gc
 import http.server
 import signal
 import subprocess
@@ -10,7 +11,8 @@ import time
 from pathlib import Path
 
 import pytest
-from commands import environment
+from commands import environment, real
+from tiny import OWN
 
 LOST = "stdout can no longer be written"
 TERMINATED = "error: interrupted by SIGTERM"
@@ -182,6 +184,30 @@ def test_sigterm_that_a_library_swallows_ends_all_the_same(command, tiny, tmp_pa
     assert outcome.code == 143, outcome
     assert outcome.err.splitlines()[-1] == TERMINATED
     assert "Traceback" not in outcome.err
+
+
+LEAVES_OPEN = """\
+import gc
+import pytorch_lightning as pl
+
+class Notes(pl.Callback):
+    def __init__(self):
+        self.file = open("notes.txt", "w")
+        self.me = self
+
+    def on_train_end(self, trainer, task):
+        self.file.write(f"{gc.get_threshold()} {gc.get_freeze_count() > 100_000}")
+"""
+
+
+def test_a_file_that_a_callback_leaves_open_is_written_at_the_end(tiny, tmp_path):
+    """Of a command only what it imported is left alone by the collector of garbage, which closes the file in the end."""
+    (tmp_path / "own.py").write_text(OWN)
+    (tmp_path / "leaves.py").write_text(LEAVES_OPEN)
+    uri = f"logger.params.tracking_uri='{tmp_path}/runs'"
+    outcome = real("train", tiny, uri, "train.callbacks=[{type: leaves.Notes}]", cwd=tmp_path)
+    assert outcome.code == 0, outcome
+    assert (tmp_path / "notes.txt").read_text() == f"{gc.get_threshold()} True"
 
 
 class Answers(http.server.BaseHTTPRequestHandler):

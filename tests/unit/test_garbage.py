@@ -1,0 +1,58 @@
+"""When the collector of garbage looks at what a command has made."""
+
+import gc
+from collections.abc import Iterator
+
+import pytest
+
+from deeplightning.process import garbage
+
+
+@pytest.fixture(autouse=True)
+def collector() -> Iterator[None]:
+    """The collector is afterwards as it was."""
+    thresholds = gc.get_threshold()
+    yield
+    gc.set_threshold(*thresholds)
+
+
+class Circle:
+    """Only the collector can free it."""
+
+    freed = 0
+
+    def __init__(self) -> None:
+        self.me = self
+
+    def __del__(self) -> None:
+        Circle.freed += 1
+
+
+def test_between_the_start_of_a_command_and_its_training_garbage_waits():
+    thresholds = gc.get_threshold()
+    garbage.postpone()
+    assert gc.isenabled()  # a search runs for days
+    assert gc.get_threshold() > (10_000, 10, 10)
+    garbage.resume()
+    assert gc.get_threshold() == thresholds
+
+
+def test_what_was_imported_is_left_alone_and_what_is_made_later_is_collected():
+    Circle()
+    garbage.postpone()
+    garbage.resume()
+    held, before = gc.get_freeze_count(), Circle.freed
+    assert held > 10_000
+    gc.collect()
+    assert Circle.freed == before
+    Circle()
+    gc.collect()
+    assert Circle.freed == before + 1
+
+
+def test_where_no_command_runs_the_collector_is_its_users():
+    gc.set_threshold(123, 4, 5)
+    held = gc.get_freeze_count()
+    garbage.resume()
+    assert gc.get_threshold() == (123, 4, 5)
+    assert gc.get_freeze_count() == held
