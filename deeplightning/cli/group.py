@@ -199,8 +199,8 @@ def examine_config(config: Path, overrides: tuple[str, ...], importing: bool) ->
         from deeplightning.private.lazy_imports import import_lazily
 
         import_lazily()
-    gc.disable()  # what source files become is thrown away in the end; to look through it costs 0.04 CPU seconds
     report = examine(config, list(overrides), importing=importing)
+    gc.freeze()  # what source files became stays, too; to look through it in the end costs 0.1 of 0.4 CPU seconds
     session().redact = report.redact
     return report
 

@@ -201,7 +201,7 @@ class Notes(pl.Callback):
 
 
 def test_a_file_that_a_callback_leaves_open_is_written_at_the_end(tiny, tmp_path):
-    """Of a command only what it imported is left alone by the collector of garbage, which closes the file in the end."""
+    """The collector of garbage leaves alone what a command imported, and still closes the file in the end."""
     (tmp_path / "own.py").write_text(OWN)
     (tmp_path / "leaves.py").write_text(LEAVES_OPEN)
     uri = f"logger.params.tracking_uri='{tmp_path}/runs'"

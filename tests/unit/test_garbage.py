@@ -10,7 +10,7 @@ from deeplightning.process import garbage
 
 @pytest.fixture(autouse=True)
 def collector() -> Iterator[None]:
-    """The collector is afterwards as it was."""
+    """The collector's thresholds are afterwards as they were."""
     thresholds = gc.get_threshold()
     yield
     gc.set_threshold(*thresholds)
