@@ -4,6 +4,7 @@ It alone imports ruamel.yaml. The rows that it applies are those of `deeplightni
 """
 
 import difflib
+import glob
 import io
 import os
 import re
@@ -21,6 +22,7 @@ from deeplightning.config.source import short, text_of
 from deeplightning.config.tree import Entry, parse, plain
 from deeplightning.config.versions import UNNUMBERED, Entries, Migration, migrate, present_names, version_of
 from deeplightning.faults import ConfigError, Fault, SetupError
+from deeplightning.process.shared_folder import is_alive
 from deeplightning.runfolder import RunFolder
 from deeplightning.words import first_line
 
@@ -177,13 +179,17 @@ def write(found: Migrated) -> None:
 
 
 def save(path: Path, text: str) -> None:
-    """Writes a file whole or not at all; the permissions of an existing one are kept.
+    """Writes a file whole or not at all; the permissions of an existing one are kept. What a killed command has left
+    beside it is removed.
 
     Raises:
         SetupError: it cannot be written.
     """
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
+        for left in path.parent.glob(f".{glob.escape(path.name)}.*"):
+            if re.fullmatch(r"\d{1,9}", pid := left.name.rpartition(".")[2]) and not is_alive(int(pid)):
+                left.unlink(missing_ok=True)
         try:
             with beside.open("w", encoding="utf-8", newline="") as file:
                 file.write(text)

@@ -1,5 +1,6 @@
 """The versions of configs: each row of the table, migration in memory, and `deeplightning migrate`."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -153,6 +154,18 @@ def test_the_verb_keeps_comments_and_order(later, answer):
     path.write_text(OLD)
     subprocess.run(["patch", "-p1", "-s"], input=diff, text=True, check=True)
     assert path.read_text() == text
+
+
+def test_what_a_killed_command_left_is_removed(later, answer, here):
+    """A file beside the config whose writer lives stays, and so does any other."""
+    Path("old.yaml").write_text(OLD)
+    with subprocess.Popen([sys.executable, "-c", ""]) as ended:
+        ended.wait()
+    kept = [f".old.yaml.{os.getppid()}", ".old.yaml.swp", ".old.yaml.99999999999999999999", f".other.yaml.{ended.pid}"]
+    for name in (*kept, f".old.yaml.{ended.pid}"):
+        (here / name).touch()
+    assert answer("migrate", "old.yaml", "--write")[0] == 0
+    assert sorted(path.name for path in here.iterdir()) == sorted([*kept, "old.yaml"])
 
 
 def test_a_file_of_the_present_version_gets_the_line_alone():
