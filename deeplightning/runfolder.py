@@ -259,9 +259,10 @@ class Hold:
     def release(self) -> None:
         """Gives the folder free; a second time does nothing."""
         _held.discard(self)
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
+        descriptor, self._descriptor = self._descriptor, None
+        if descriptor is not None:
+            with contextlib.suppress(OSError):  # it is free all the same, and nothing was written through it
+                os.close(descriptor)
 
 
 _held: set[Hold] = set()

@@ -267,6 +267,7 @@ def _serve(preload: Sequence[str]) -> None:
     for line in iter(sys.stdin.buffer.readline, b""):
         if os.fork() == 0:
             _watch(json.loads(line))
+    os._exit(0)  # Triton's bindings print a page about what is not collected in the end
 
 
 def _watch(order: dict) -> None:

@@ -5,7 +5,6 @@ that takes long to import: each worker and each small test file loads it.
 """
 
 import atexit
-import gc
 import logging
 import os
 import shutil
@@ -32,11 +31,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if {"command", "jobs", "fit"} & {*getattr(item, "fixturenames", ())}:  # `train` and `job` use the first two
             item.add_marker(pytest.mark.run)
-
-
-def pytest_collection_finish() -> None:
-    """What was imported stays: the collector of garbage need not look at it again and again."""
-    gc.freeze()
 
 
 @pytest.fixture(autouse=True, scope="module")

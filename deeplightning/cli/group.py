@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import gc
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -13,6 +12,7 @@ import click
 
 from deeplightning.cli.completion import Complete, complete_config, complete_overrides, complete_run
 from deeplightning.cli.exit_codes import Session
+from deeplightning.process import garbage
 from deeplightning.version import __version__
 
 if TYPE_CHECKING:
@@ -200,7 +200,7 @@ def examine_config(config: Path, overrides: tuple[str, ...], importing: bool) ->
 
         import_lazily()
     report = examine(config, list(overrides), importing=importing)
-    gc.freeze()  # what source files became stays, too; to look through it in the end costs 0.1 of 0.4 CPU seconds
+    garbage.leave_alone()  # what source files became: to look through it in the end costs 0.1 of 0.4 CPU seconds
     session().redact = report.redact
     return report
 

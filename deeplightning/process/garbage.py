@@ -7,9 +7,13 @@ collector of a notebook is its user's.
 """
 
 import gc
+import sys
 
 RARELY = (100_000, 50, 50)
 """Thresholds, see `gc.set_threshold`, with which it is nearly off, but a command that runs for days still collects."""
+
+_REPORTS_LEAKS = "triton._C.libtriton"
+"""Bound by nanobind, which prints a page about objects of its own that nobody frees before the interpreter ends."""
 
 _before: tuple[int, int, int] | None = None
 
@@ -25,6 +29,12 @@ def resume() -> None:
     """Collects as usual what is made from here on, and leaves all that is there; without `postpone`, does nothing."""
     global _before
     if _before is not None:
-        gc.freeze()
+        leave_alone()
         gc.set_threshold(*_before)
         _before = None
+
+
+def leave_alone() -> None:
+    """What is there is not looked at again, not even when the interpreter ends."""
+    if _REPORTS_LEAKS not in sys.modules:
+        gc.freeze()

@@ -4,6 +4,7 @@ What fails is kept in `dist/storm/SEED`: its folder, and in `broken.txt` the wor
 """
 
 import argparse
+import gc
 import os
 import random
 import shutil
@@ -70,6 +71,7 @@ def main() -> int:
         run.run()
     except KeyboardInterrupt:
         code = 130
+    gc.unfreeze()  # or Triton's bindings print a page about what is not collected in the end
     shown = table(run)
     (base / "table.md").write_text(f"{time.strftime('%Y-%m-%d')}, seed {seed}, {run.elapsed:.0f} s\n\n{shown}\n")
     print(f"\n{shown}\n{run.elapsed:.0f} s; seed {seed}; {base}", flush=True)

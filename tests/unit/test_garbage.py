@@ -1,7 +1,9 @@
 """When the collector of garbage looks at what a command has made."""
 
 import gc
+import sys
 from collections.abc import Iterator
+from types import ModuleType
 
 import pytest
 
@@ -14,6 +16,7 @@ def collector() -> Iterator[None]:
     thresholds = gc.get_threshold()
     yield
     gc.set_threshold(*thresholds)
+    gc.unfreeze()
 
 
 class Circle:
@@ -37,7 +40,8 @@ def test_between_the_start_of_a_command_and_its_training_garbage_waits():
     assert gc.get_threshold() == thresholds
 
 
-def test_what_was_imported_is_left_alone_and_what_is_made_later_is_collected():
+def test_what_was_imported_is_left_alone_and_what_is_made_later_is_collected(monkeypatch):
+    monkeypatch.delitem(sys.modules, "triton._C.libtriton", raising=False)
     Circle()
     garbage.postpone()
     garbage.resume()
@@ -48,6 +52,15 @@ def test_what_was_imported_is_left_alone_and_what_is_made_later_is_collected():
     Circle()
     gc.collect()
     assert Circle.freed == before + 1
+
+
+def test_bindings_that_report_leaks_are_collected_in_the_end(monkeypatch):
+    """Or a page about them would follow the last line of the command."""
+    monkeypatch.setitem(sys.modules, "triton._C.libtriton", ModuleType("libtriton"))
+    held = gc.get_freeze_count()
+    garbage.postpone()
+    garbage.resume()
+    assert gc.get_freeze_count() == held
 
 
 def test_where_no_command_runs_the_collector_is_its_users():
