@@ -4,6 +4,7 @@ The same command, started again, continues or begins anew, and its end is that o
 opens in MLflow.
 """
 
+import contextlib
 import csv
 import json
 import os
@@ -59,7 +60,8 @@ def _kill(draw: random.Random, place: Place, longest: float, *arguments: object,
         running = place.start(*arguments, **options)
         running.ended(delay)
         if running.processes():
-            running.signal(signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # it ends by itself at this moment
+                running.signal(signal.SIGKILL)
         told.append(f"{running.end().code} after {delay:.2f} s")
     return ", ".join(told)
 
