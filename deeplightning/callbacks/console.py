@@ -31,7 +31,6 @@ from deeplightning.transfer import Deferred
 from deeplightning.version import __version__
 
 log = logging.getLogger("deeplightning")
-log.addHandler(logging.NullHandler())  # else Python itself prints the warnings of silent ranks
 
 LINE_SECONDS = 30  # between two lines inside one epoch
 DRAW_SECONDS = 0.25  # between two drawings of the bar
@@ -85,6 +84,8 @@ def to_terminal(cfg: Config) -> None:
         handler = _Terminal(rank_shown(cfg))
         handler.setFormatter(Redacting(cfg, "%(message)s"))
         log.addHandler(handler)
+    elif not log.handlers:
+        log.addHandler(logging.NullHandler())  # else Python itself prints the warnings of a silent rank
 
 
 def one_line_warnings() -> None:

@@ -20,7 +20,7 @@ def footprint(network: nn.Module, optimizers: Iterable[Any]) -> dict[str, int]:
     for optimizer in optimizers:
         inner = getattr(optimizer, "optimizer", optimizer)  # DeepSpeed's is around the one that steps
         state += [value for kept in inner.state.values() for value in kept.values() if isinstance(value, Tensor)]
-        state += [key for key in inner.state if key not in mine]
+        state += [key for key in inner.state if isinstance(key, Tensor) and key not in mine]
     return {"parameters": _bytes(held), "state": _bytes(state)}
 
 
