@@ -106,6 +106,8 @@ def _of_launch(cfg: Config) -> Resumption | None:
         return None
     words = f'"launch": {json.dumps(here.launch)}'
     folder = next((f for f in runs_of(cfg, lambda path: words in _text(RunFolder(path).environment))), None)
+    if folder is None and restarts() > 0:
+        return _barely_begun(cfg)
     if folder is None or (restarts() == 0 and _has_finished(cfg, folder)):
         return None  # a finished job's id is used for another
     for path in folder.checkpoints():
@@ -120,6 +122,17 @@ def _of_launch(cfg: Config) -> Resumption | None:
         hold=hold,
         notes=[f"resumes    {folder.path}, from the start"],
     )
+
+
+def _barely_begun(cfg: Config) -> Resumption | None:
+    """The run of a restarted launch that ended between its config and its record of the launch; None: there is none."""
+    from deeplightning.callbacks.record import Resumption
+
+    for folder in runs_of(cfg, lambda path: not RunFolder(path).environment.exists()):
+        if _is_same(cfg, folder) and (hold := folder.hold()) is not None:
+            note = f"resumes    {folder.path}, from the start"
+            return Resumption(run_id=folder.path.parent.name, folder=folder.path, hold=hold, notes=[note])
+    return None
 
 
 def _has_finished(cfg: Config, folder: RunFolder) -> bool:
