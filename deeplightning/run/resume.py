@@ -84,13 +84,23 @@ def _newest_whole(cfg: Config) -> Resumption:
                 return _from(path, checkpoint, cfg)
         if empty is None and not folder.checkpoints() and _is_same(cfg, folder):
             empty = folder
-    if own_rank() == 0 and empty is not None and (hold := empty.hold()) is not None:
-        run_id = empty.path.parent.name
-        if not _refusal(cfg, run_id, empty.path):
-            note = f"resumes    nothing: the run {run_id} ended before its first checkpoint, and begins again"
-            return Resumption(run_id=run_id, folder=empty.path, hold=hold, notes=[note])
-        hold.release()
+    if empty is not None and (found := _from_the_start(cfg, empty)) is not None:
+        return found
     return Resumption(notes=[f"resumes    nothing: there is no run of this experiment in {store_of(cfg).shown} yet"])
+
+
+def _from_the_start(cfg: Config, folder: RunFolder) -> Resumption | None:
+    """A run that ended before its first checkpoint begins again; None: it cannot, or a process that runs has it."""
+    from deeplightning.callbacks.record import Resumption
+
+    run_id = folder.path.parent.name
+    if own_rank() != 0 or (hold := folder.hold()) is None:
+        return None
+    if _refusal(cfg, run_id, folder.path):
+        hold.release()
+        return None
+    note = f"resumes    nothing: the run {run_id} ended before its first checkpoint, and begins again"
+    return Resumption(run_id=run_id, folder=folder.path, hold=hold, notes=[note])
 
 
 def _of_launch(cfg: Config) -> Resumption | None:
@@ -106,8 +116,9 @@ def _of_launch(cfg: Config) -> Resumption | None:
         return None
     words = f'"launch": {json.dumps(here.launch)}'
     folder = next((f for f in runs_of(cfg, lambda path: words in _text(RunFolder(path).environment))), None)
-    if folder is None and restarts() > 0:
-        return _barely_begun(cfg)
+    if folder is None and restarts() > 0:  # it may have ended between writing its config and this launch's name
+        nameless = runs_of(cfg, lambda path: not RunFolder(path).environment.exists())
+        return next(filter(None, (_from_the_start(cfg, each) for each in nameless if _is_same(cfg, each))), None)
     if folder is None or (restarts() == 0 and _has_finished(cfg, folder)):
         return None  # a finished job's id is used for another
     for path in folder.checkpoints():
@@ -122,17 +133,6 @@ def _of_launch(cfg: Config) -> Resumption | None:
         hold=hold,
         notes=[f"resumes    {folder.path}, from the start"],
     )
-
-
-def _barely_begun(cfg: Config) -> Resumption | None:
-    """The run of a restarted launch that ended between its config and its record of the launch; None: there is none."""
-    from deeplightning.callbacks.record import Resumption
-
-    for folder in runs_of(cfg, lambda path: not RunFolder(path).environment.exists()):
-        if _is_same(cfg, folder) and (hold := folder.hold()) is not None:
-            note = f"resumes    {folder.path}, from the start"
-            return Resumption(run_id=folder.path.parent.name, folder=folder.path, hold=hold, notes=[note])
-    return None
 
 
 def _has_finished(cfg: Config, folder: RunFolder) -> bool:
