@@ -4,6 +4,7 @@ import base64
 import hashlib
 import json
 import shutil
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -147,6 +148,24 @@ def test_large_weights_are_beside_the_graph(folder, monkeypatch):
     data.write_bytes(content)
     with pytest.raises(BundleError):
         Bundle.open(folder.bundle)
+
+
+def test_large_weights_are_proved_from_their_file(folder, monkeypatch):
+    """ONNX Runtime maps the file: while the bundle is proved, there is no second copy of the weights in memory."""
+    monkeypatch.setattr(bundle, "LARGE", 0)
+    network = nn.Sequential(nn.Flatten(), nn.Linear(90, 2048), nn.ReLU(), nn.Linear(2048, 8192), nn.Linear(8192, 3))
+    export(task_of(network), folder, pixels(20), RUN)
+    before = memory_of_its_own()
+    session = bundle.session_of(folder.bundle_model)
+    answers = bundle.answers_of(session, pixels(20))
+    assert answers.shape == (20, 3)
+    assert memory_of_its_own() - before < 20  # the weights are 64
+
+
+def memory_of_its_own() -> float:
+    """MiB that this process has in memory without those of mapped files."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon")) / 1024
 
 
 @pytest.mark.parametrize("mode", ["RGB", "L"])
