@@ -391,7 +391,7 @@ def session_of(file: Path) -> onnxruntime.InferenceSession:
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = options.inter_op_num_threads = 1
     options.log_severity_level = 4  # what goes wrong is raised as well
-    if file.with_name(f"{file.name}.data").exists():  # large weights stay in their file, which is mapped: no second copy
+    if file.with_name(f"{file.name}.data").exists():  # it is mapped: no second copy of large weights
         options.add_session_config_entry("session.disable_prepacking", "1")
     return onnxruntime.InferenceSession(file, options, providers=["CPUExecutionProvider"])
 
