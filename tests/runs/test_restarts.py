@@ -104,6 +104,18 @@ def hook():
     file.write_text(f"{group}, {os.environ.get('FLAVOUR')}")
     for handler in logging.getLogger("deeplightning").handlers:
         handler.setFormatter(logging.Formatter("own format | %(levelname)s | %(message)s"))
+
+
+def dies_early():
+    """Its process is killed in the first start, when the folder of its run has a config and nothing else yet."""
+    real = os.replace
+
+    def replace(source, target, **more):
+        if str(target).endswith("environment.json") and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+            os.kill(os.getpid(), signal.SIGKILL)
+        real(source, target, **more)
+
+    os.replace = replace
 '''
 FAULT = 1 + LOSSES.splitlines().index('        raise KeyError("a fault of the user\'s")')
 SLEEPS = 1 + LOSSES.splitlines().index("        time.sleep(1000)")
@@ -474,6 +486,19 @@ def test_a_hook_that_fails_is_code_of_the_user(command, tiny, here):
     assert failed.code == 1, failed
     assert "losses.py" in failed.err
     assert "the device is not there" in failed.err
+
+
+def test_a_process_lost_while_its_run_is_opened_leaves_one_run(launch, store):
+    """The run has a config and no name of its launch yet; the restart continues it all the same."""
+    from mlflow.tracking import MlflowClient
+
+    name = "logger.params.experiment_name=opened"
+    done = launch("engine.setup_hook=losses.dies_early", name, processes=1).end()
+    assert done.code == 0, done
+    assert len(restarts_of(done)) == 1
+    client = MlflowClient(f"sqlite:///{store / 'mlflow.db'}")
+    runs = client.search_runs([client.get_experiment_by_name("opened").experiment_id])
+    assert [run.info.status for run in runs] == ["FINISHED"]
 
 
 # ---- kills at any instant
