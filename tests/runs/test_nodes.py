@@ -141,7 +141,17 @@ class Listener:
         self.socket = socket.create_server(("127.0.0.1", 0))
         self.port = str(self.socket.getsockname()[1])
         self.open = []
-        threading.Thread(target=self._serve, args=(says,), daemon=True).start()
+        self._thread = threading.Thread(target=self._serve, args=(says,))
+        self._thread.start()
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self.socket.shutdown(socket.SHUT_RDWR)  # ends `accept`, which closing does not
+        self._thread.join()
+        for each in (self.socket, *self.open):
+            each.close()
 
     def _serve(self, says):
         while True:
@@ -159,9 +169,8 @@ class Listener:
 @pytest.mark.parametrize("number", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_port_of_another_program_is_named(says, number, nodes):
     """A web server, or one that never answers: exit 3 on the machine that listens and on the one that calls."""
-    listener = Listener(says)
-    (ended,) = nodes(numbered(number), *TWO, wait="1", MASTER_PORT=listener.port)
-    listener.socket.close()
+    with Listener(says) as listener:
+        (ended,) = nodes(numbered(number), *TWO, wait="1", MASTER_PORT=listener.port)
     assert ended.code == 3
     (note,) = notes(ended)
     expected = "in use by another program" if number == 0 else "what listens there is no torch store"
